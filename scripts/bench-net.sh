@@ -50,11 +50,11 @@ for k in 8 16 32; do
     s/flow_count = 8192/flow_count = $((k * k * k / 4))/" examples/net/e5.toml >"$scratch/k$k.toml"
   row "E5-shaped, k = $k" 1 "$scratch/k$k.toml"
 done
-# Wall (CPU) seconds of E5 by how often a thread looks at the barrier before it parks.
+# Wall (CPU) seconds of E5 by how often a thread checks the barrier before it parks.
 spins=(0 30 300 3000 30000)
 threads=$((cores < 4 ? cores : 4))
 if [ "$threads" -gt 1 ]; then
-  printf '\nE5 on %s threads, wall (CPU) seconds:\n\n| looks before parking |' "$threads"
+  printf '\nE5 on %s threads, wall (CPU) seconds:\n\n| checks before parking |' "$threads"
   printf ' %s |' "${spins[@]}"
   printf '\n| --- |%s\n| wall (CPU) s |' "$(printf ' --- |%.0s' "${spins[@]}")"
   for spin in "${spins[@]}"; do

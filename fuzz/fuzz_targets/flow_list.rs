@@ -10,7 +10,7 @@ use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
 use slipstream_config::doc::Doc;
-use slipstream_netsim::config::{self, Means};
+use slipstream_netsim::config::{self, Resources};
 
 fuzz_target!(|bytes: &[u8]| {
     let Some((first, list)) = bytes.split_first() else {
@@ -24,11 +24,11 @@ fuzz_target!(|bytes: &[u8]| {
     let open = |_: &Path| -> Result<Box<dyn BufRead>, String> {
         Ok(Box::new(Cursor::new(list.to_vec())))
     };
-    let means = Means {
+    let resources = Resources {
         open: &open,
         memory_bytes_max: 64 << 20,
     };
-    match config::read_with(Doc::parse("net.toml", toml.as_bytes()), &means) {
+    match config::read_with(Doc::parse("net.toml", toml.as_bytes()), &resources) {
         Err(mistakes) => assert!(mistakes.to_string().contains(name), "{mistakes}"),
         Ok(config) => {
             for flow in &config.scenario.flows {

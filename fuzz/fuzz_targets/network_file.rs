@@ -7,18 +7,18 @@
 
 use libfuzzer_sys::fuzz_target;
 use slipstream_config::doc::Doc;
-use slipstream_netsim::config::{self, Means};
+use slipstream_netsim::config::{self, Resources};
 use slipstream_netsim::{Execution, Simulation};
 
 /// Larger networks are valid, but their layout takes too long for a fuzzer.
 const SMALL: u32 = 4_096;
 
 fuzz_target!(|bytes: &[u8]| {
-    let means = Means {
+    let resources = Resources {
         open: &|path| Err(format!("{} is not there", path.display())),
         memory_bytes_max: 16 << 20,
     };
-    match config::read_with(Doc::parse("net.toml", bytes), &means) {
+    match config::read_with(Doc::parse("net.toml", bytes), &resources) {
         Err(mistakes) => assert!(!mistakes.to_string().is_empty()),
         Ok(config) => {
             let (hosts, nodes) = {

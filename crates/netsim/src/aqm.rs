@@ -5,7 +5,7 @@ use slipstream_base::mix;
 /// The rule that drops or marks at a port before the queue is full.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Aqm {
-    /// Nothing: a packet is dropped when the queue is full.
+    /// A packet is dropped only when the queue is full.
     #[default]
     TailDrop,
     /// Random early detection (Floyd, Jacobson, "Random early detection gateways for congestion
@@ -13,7 +13,7 @@ pub enum Aqm {
     Red {
         /// No drop below this average, as a share of the capacity.
         min: f64,
-        /// Every packet at or above this one.
+        /// Every packet is dropped at or above this average.
         max: f64,
         /// Probability just below `max`.
         probability: f64,
@@ -21,7 +21,7 @@ pub enum Aqm {
         weight: f64,
         /// Mark ECN-capable packets between the thresholds instead of dropping them.
         ecn: bool,
-        /// With `ecn`: mark them at and above `max` too (as Days does), where others drop them.
+        /// With `ecn`: also mark them at and above `max`, as Days does, instead of dropping them.
         ecn_above: bool,
     },
     /// Marks ECN-capable packets that find more than `packets` waiting (DCTCP's K; RFC 8257
@@ -85,8 +85,8 @@ impl Aqm {
                 if at.idle_ns > 0 && *average < 1e-3 {
                     *average = 0.0;
                 } else if at.idle_ns > 0 && at.waiting == 0 {
-                    // The average decays as if so many small packets had found the queue empty
-                    // (the paper's m, section 4, with this packet's size).
+                    // The average decays as if this many packets had found the queue empty (the
+                    // paper's m, section 4, with this packet's size).
                     let m = at.idle_ns / at.packet_ns.max(1);
                     *average = (f64::from(*average) * power(1.0 - weight, m)) as f32;
                 }
@@ -150,7 +150,7 @@ impl Aqm {
     }
 }
 
-/// `base` to the power `n`, by squaring: the same on every machine.
+/// `base` to the power `n`, by squaring, which gives the same bits on every machine.
 fn power(mut base: f64, mut n: u64) -> f64 {
     let mut result = 1.0;
     while n > 0 && result > 0.0 {

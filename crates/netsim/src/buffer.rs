@@ -10,7 +10,7 @@
 //! Bytes count while they wait: a packet leaves the accounts when its service starts, as everywhere
 //! in this crate.
 
-use crate::event::{Event, Kind};
+use crate::event::{EventKind, NetEvent};
 use crate::fabric::Fabric;
 use crate::net::{Net, Place, Step, serialization_ns};
 
@@ -18,73 +18,73 @@ use crate::net::{Net, Place, Step, serialization_ns};
 pub const PFC_CLASSES: usize = 8;
 /// A pause frame on the wire, bytes (IEEE 802.3 clause 31B: a MAC control frame of minimum size).
 pub(crate) const PAUSE_BYTES: u64 = 64;
-/// No ingress: the packet comes from where nothing can be paused.
+/// No ingress: the packet did not come over a link that can be paused.
 pub(crate) const NO_INGRESS: u32 = u32::MAX;
 /// No switch: a host's own port.
 pub(crate) const NO_SWITCH: u32 = u32::MAX;
 
 /// Memory shared by all ports of a switch, split by dynamic thresholds: a queue may hold α times
-/// what is free (Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet
+/// the free bytes (Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet
 /// switches", IEEE/ACM ToN 1998, equation 1).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SharedBuffer {
-    /// Bytes of a switch, PFC headroom not included.
+    /// Bytes per switch, without PFC headroom.
     pub bytes: u64,
     /// α.
     pub alpha: f64,
 }
 
-/// Priority flow control (IEEE 802.1Qbb). A pause holds until it is taken back, or with `quanta` at
+/// Priority flow control (IEEE 802.1Qbb). A pause lasts until it is revoked or, with `quanta`, at
 /// most that long.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pfc {
-    /// Bytes of a class from one link that may wait before the link is paused. `None`: `alpha`
-    /// times what is free of the shared buffer (Zhu et al., "Congestion control for large-scale
-    /// RDMA deployments", SIGCOMM 2015, section 4: t_PFC).
+    /// Waiting bytes of a class from one link at which the link is paused. `None`: `alpha` times
+    /// the free bytes of the shared buffer (Zhu et al., "Congestion control for large-scale RDMA
+    /// deployments", SIGCOMM 2015, section 4: t_PFC).
     pub xoff_bytes: Option<u64>,
-    /// Of the dynamic threshold.
+    /// α of the dynamic threshold.
     pub alpha: f64,
     /// A link resumes when its class has fallen this far below the threshold, bytes.
     pub xon_gap_bytes: u64,
-    /// Bytes kept for what arrives after the pause was sent. `None`: what is under way on the link
-    /// (see [`headroom_bytes`]).
+    /// Bytes reserved for packets that arrive after the pause was sent. `None`: the bytes in flight
+    /// on the link (see [`headroom_bytes`]).
     pub headroom_bytes: Option<u64>,
     /// Bit c: class c is lossless.
     pub classes: u8,
-    /// How long a pause lasts, in times of 512 bits on its link (IEEE 802.3 annex 31B.2: pause_quanta,
-    /// 16 bits); `None`: until it is taken back.
+    /// Duration of a pause, in times of 512 bits on its link (IEEE 802.3 annex 31B.2: pause_quanta,
+    /// 16 bits); `None`: until it is revoked.
     pub quanta: Option<u16>,
-    /// Quanta after which a pause that still holds is sent again; 0: not before it has run out and a
-    /// packet of its class comes.
+    /// Quanta after which a pause that still holds is sent again. 0: only when a packet of its
+    /// class arrives after it has expired.
     pub refresh: u16,
-    /// Thresholds of each priority by all its bytes that wait behind a link. They take the place of
-    /// `xoff_bytes`, `alpha`, `xon_gap_bytes` and `headroom_bytes`.
+    /// Thresholds per priority on all its bytes that wait behind a link. They replace `xoff_bytes`,
+    /// `alpha`, `xon_gap_bytes` and `headroom_bytes`.
     pub by_priority: Option<[Thresholds; PFC_CLASSES]>,
-    /// Switches pause the links of hosts too.
+    /// Whether switches also pause the links of hosts.
     pub host_links: bool,
 }
 
-/// When a priority of a link is paused, by the bytes of it that wait behind that link.
+/// When a priority of a link is paused, by its bytes that wait behind that link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {
     /// Paused at and above, bytes.
     pub xoff_bytes: u64,
-    /// Goes on at and below, bytes.
+    /// Resumed at and below, bytes.
     pub xon_bytes: u64,
-    /// A packet that would make it more than this is dropped, bytes.
+    /// A packet that would exceed this is dropped, bytes.
     pub capacity_bytes: u64,
 }
 
 impl Pfc {
-    /// Whether a paused link stays paused for as long as its switch wants.
+    /// Whether a pause lasts until its switch revokes it.
     pub(crate) fn is_lasting(&self) -> bool {
         self.quanta
             .is_none_or(|quanta| self.refresh > 0 && self.refresh <= quanta)
     }
 }
 
-/// `seq` of a pause that only another frame ends, and of the event at the end of one that lasts a
-/// number of quanta: beyond 16 bits.
+/// `seq` of a pause without a duration, and of the event at the end of a pause with one: above all
+/// 16-bit durations.
 pub(crate) const LASTING: u32 = 1 << 16;
 pub(crate) const RUN_OUT: u32 = LASTING + 1;
 
@@ -93,9 +93,9 @@ pub(crate) fn quanta_ns(quanta: u32, bits_per_s: u64) -> u64 {
     serialization_ns(u64::from(quanta) * 512 / 8, bits_per_s)
 }
 
-/// What may arrive of a class after its pause is decided: the packet that the sender has begun, what
-/// the link holds in both directions' time, and the pause frame's own time (Zhu et al. 2015, section
-/// 4, t_flight: these parts, without the interface's response time).
+/// Bytes of a class that may arrive after its pause is decided: the packet in transmission, the
+/// link's bandwidth-delay product in both directions, and the pause frame's transmission time (Zhu
+/// et al. 2015, section 4, t_flight: these parts, without the interface's response time).
 pub fn headroom_bytes(bits_per_s: u64, delay_ns: u64, packet_bytes: u64) -> u64 {
     let in_flight = u128::from(bits_per_s) * u128::from(2 * delay_ns);
     in_flight.div_ceil(8_000_000_000) as u64 + 2 * packet_bytes + PAUSE_BYTES
@@ -126,7 +126,7 @@ pub(crate) struct Memory {
     pub(crate) drops: u64,
 }
 
-/// Memory of a switch used by one incoming link.
+/// Memory of a switch in use by one incoming link.
 #[derive(Clone, Debug)]
 pub(crate) struct Ingress {
     /// The port at the other end.
@@ -139,8 +139,8 @@ pub(crate) struct Ingress {
     over: [u64; PFC_CLASSES],
     /// Bit c: the link's class c is paused.
     pub(crate) off: u8,
-    /// When the last frame that pauses was sent, ns; and when the next is due, 0: none is.
-    told_at: [u64; PFC_CLASSES],
+    /// When the last pause frame was sent, ns; and when the next is due, 0: none.
+    paused_at: [u64; PFC_CLASSES],
     refresh_at: [u64; PFC_CLASSES],
     pub(crate) pauses: u64,
     pub(crate) over_max: u64,
@@ -156,7 +156,7 @@ impl Ingress {
             held: [0; PFC_CLASSES],
             over: [0; PFC_CLASSES],
             off: 0,
-            told_at: [0; PFC_CLASSES],
+            paused_at: [0; PFC_CLASSES],
             refresh_at: [0; PFC_CLASSES],
             pauses: 0,
             over_max: 0,
@@ -178,7 +178,8 @@ fn pfc_class(class: usize) -> usize {
 }
 
 impl Fabric {
-    /// Bytes that a queue of `memory` may hold now, by dynamic threshold; no limit without a shared buffer.
+    /// Bytes that a queue of `memory` may hold now, by dynamic threshold; no limit without a shared
+    /// buffer.
     fn threshold(&self, net: &Net, memory: u32, alpha: f64) -> u64 {
         match net.rules.shared {
             Some(shared) => {
@@ -196,8 +197,8 @@ impl Fabric {
             .unwrap_or_else(|| self.threshold(net, memory, pfc.alpha))
     }
 
-    /// Whether a packet that must wait finds room, and if so counts it in. `queued` is what its
-    /// queue holds.
+    /// Admits a packet that must wait, and counts its bytes; `false` if there is no room. `queued`
+    /// is the length of its queue.
     pub(crate) fn admit(
         &mut self,
         net: &Net,
@@ -231,7 +232,7 @@ impl Fabric {
             return self.admit_by_priority(net, now, (memory, ingress), (c, thresholds[c]), size);
         }
         let xoff = self.xoff(net, memory, pfc);
-        // With α above 1 the threshold may be more than there is.
+        // With α above 1 the threshold may exceed the free bytes.
         let free = net.rules.shared.map_or(u64::MAX, |shared| {
             shared
                 .bytes
@@ -258,7 +259,7 @@ impl Fabric {
             at.off |= 1 << c;
             at.pauses += 1;
             self.tally.pauses += 1;
-            self.tell_upstream(net, now, ingress, c, true);
+            self.signal_upstream(net, now, ingress, c, true);
             self.refresh_later(net, now, pfc, (ingress, c));
         }
         true
@@ -285,25 +286,25 @@ impl Fabric {
             at.off |= 1 << c;
             at.pauses += 1;
             self.tally.pauses += 1;
-            self.tell_upstream(net, now, ingress, c, true);
+            self.signal_upstream(net, now, ingress, c, true);
         }
         self.take_memory(memory, size);
         true
     }
 
-    /// A packet came though its class is paused: if the pause has run out, it is sent again.
+    /// Handles a packet of a paused class: if the pause has expired, it is sent again.
     #[cold]
     fn pause_again(&mut self, net: &Net, now: u64, ingress: u32, class: usize) {
         let at = &self.ingresses[ingress as usize];
         let rate = net.classes[at.link_class as usize].bits_per_s;
         let quanta = net.rules.pfc.and_then(|pfc| pfc.quanta);
-        if quanta.is_some_and(|q| at.told_at[class] + quanta_ns(q.into(), rate) <= now) {
+        if quanta.is_some_and(|q| at.paused_at[class] + quanta_ns(q.into(), rate) <= now) {
             self.tally.pause_refreshes += 1;
-            self.tell_upstream(net, now, ingress, class, true);
+            self.signal_upstream(net, now, ingress, class, true);
         }
     }
 
-    /// Schedules the next frame of a pause, if it is to be sent again.
+    /// Schedules the next frame of a pause, if it is refreshed.
     fn refresh_later(&mut self, net: &Net, now: u64, pfc: &Pfc, (ingress, class): (u32, usize)) {
         if pfc.quanta.is_none() || pfc.refresh == 0 {
             return;
@@ -313,18 +314,18 @@ impl Fabric {
         let due = now + quanta_ns(pfc.refresh.into(), rate).max(1);
         at.refresh_at[class] = due;
         let me = Step::new(self.shard as u32, Place::Ingress, ingress as usize);
-        self.schedule(due, Kind::Timer, me.0, class as u32);
+        self.schedule(due, EventKind::Timer, me.0, class as u32);
     }
 
-    /// A refresh may be due.
-    pub(crate) fn on_refresh(&mut self, net: &Net, now: u64, event: Event) {
+    /// Handles a scheduled refresh.
+    pub(crate) fn on_refresh(&mut self, net: &Net, now: u64, event: NetEvent) {
         let (ingress, class) = (Step(event.what).index() as u32, event.seq as usize);
         let at = &self.ingresses[ingress as usize];
         let Some(pfc) = net.rules.pfc else { return };
-        // The pause may have ended, and another begun, since this was scheduled.
+        // The pause may have ended, and another started, since this was scheduled.
         if at.off >> class & 1 == 1 && at.refresh_at[class] == now {
             self.tally.pause_refreshes += 1;
-            self.tell_upstream(net, now, ingress, class, true);
+            self.signal_upstream(net, now, ingress, class, true);
             self.refresh_later(net, now, &pfc, (ingress, class));
         }
     }
@@ -335,7 +336,7 @@ impl Fabric {
         memory.used_max = memory.used_max.max(memory.used);
     }
 
-    /// A packet that waited is in service now: its bytes are free.
+    /// Frees the bytes of a packet that waited and is now in service.
     pub(crate) fn release(
         &mut self,
         net: &Net,
@@ -358,11 +359,11 @@ impl Fabric {
             self.memories[memory as usize].used -= size;
             if at.off >> c & 1 == 1 && at.held[c] <= thresholds[c].xon_bytes {
                 at.off &= !(1 << c);
-                self.tell_upstream(net, now, ingress, c, false);
+                self.signal_upstream(net, now, ingress, c, false);
             }
             return;
         }
-        // The headroom empties first, so that it is whole again for the next pause.
+        // The headroom is freed first, so that it is available for the next pause.
         let from_over = at.over[c].min(size);
         at.over[c] -= from_over;
         at.held[c] -= size - from_over;
@@ -371,29 +372,29 @@ impl Fabric {
         if at.off >> c & 1 == 1 && at.over[c] == 0 {
             let Some(pfc) = &net.rules.pfc else { return };
             let (held, xoff) = (at.held[c], self.xoff(net, memory, pfc));
-            // With nothing left nothing else would take the pause back.
+            // With no bytes left, no later release would revoke the pause.
             if held == 0 || held.saturating_add(pfc.xon_gap_bytes) <= xoff {
                 self.ingresses[ingress as usize].off &= !(1 << c);
-                self.tell_upstream(net, now, ingress, c, false);
+                self.signal_upstream(net, now, ingress, c, false);
             }
         }
     }
 
-    /// A pause frame, or its end, to the port at the other end of a link. It takes the link's delay
-    /// and its own serialization; it does not wait behind data.
-    fn tell_upstream(&mut self, net: &Net, now: u64, ingress: u32, class: usize, pause: bool) {
+    /// Sends a pause frame, or its revocation, to the port at the other end of a link. It takes the
+    /// link's delay and its own serialization; it does not wait behind data.
+    fn signal_upstream(&mut self, net: &Net, now: u64, ingress: u32, class: usize, pause: bool) {
         let at = &mut self.ingresses[ingress as usize];
         let link = net.classes[at.link_class as usize];
         let time = now + serialization_ns(PAUSE_BYTES, link.bits_per_s) + link.delay_ns;
         let quanta = if pause {
-            at.told_at[class] = now;
+            at.paused_at[class] = now;
             let quanta = net.rules.pfc.and_then(|pfc| pfc.quanta);
             quanta.map_or(LASTING, u32::from)
         } else {
             0
         };
         let upstream = at.upstream;
-        let mut event = Event::local(Kind::Pause, time, upstream.0, quanta);
+        let mut event = NetEvent::local(EventKind::Pause, time, upstream.0, quanta);
         event.meta |= class as u32;
         self.deliver_local(upstream, time, event);
     }

@@ -1,20 +1,20 @@
-//! Collectives as flows that wait for each other.
+//! Collectives as flows that depend on each other.
 //!
-//! A step's flow starts when what its sender needs has arrived; every dependency is seen at the
-//! host that starts, so collectives run on shards like any other traffic.
+//! A step's flow starts when the data that its sender needs has arrived. Every dependency is
+//! resolved at the host that starts, so collectives run on shards like other traffic.
 
 use slipstream_base::mix;
 
 use crate::topology::Host;
 
-/// Which collective.
+/// The communication pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum CollectiveKind {
     /// Each source sends all bytes to each sink.
     Broadcast,
     /// Every source sends its bytes to the sink.
     Gather,
-    /// All to the first host, which sends the result back.
+    /// All send to the first host, which sends the result back.
     AllReduce,
     /// 2(n − 1) steps around a ring, of bytes/n each (Patarasuk, Yuan, "Bandwidth optimal
     /// all-reduce algorithms for clusters of workstations", JPDC 2009).
@@ -34,18 +34,18 @@ pub enum Kind {
 /// A collective among hosts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Collective {
-    /// Which.
-    pub kind: Kind,
-    /// Senders; for kinds among equals, its hosts.
+    /// The pattern.
+    pub kind: CollectiveKind,
+    /// Senders; for symmetric patterns, hosts.
     pub sources: Vec<Host>,
-    /// Receivers; for kinds among equals, more of its hosts.
+    /// Receivers; for symmetric patterns, more hosts.
     pub sinks: Vec<Host>,
-    /// Bytes a host.
+    /// Bytes per host.
     pub bytes: u64,
     /// Computation between a step's arrival and the next step, ns.
     pub compute_ns: u64,
-    /// All-to-all: share s of destination rank r is proportional to (r + 1)^-skew over a
-    /// permutation drawn per sender; 0: even.
+    /// All-to-all: the share of destination rank r is proportional to (r + 1)^-skew, over a
+    /// permutation per sender; 0: equal shares.
     pub skew: f64,
     /// Seed of that permutation.
     pub seed: u64,
@@ -60,7 +60,7 @@ pub struct Step {
     pub dst: Host,
     /// Bytes; at least 1.
     pub bytes: u64,
-    /// Steps, by index, whose arrival it waits for.
+    /// Indexes of the steps that must have arrived before.
     pub after: Vec<u32>,
 }
 
@@ -68,13 +68,13 @@ impl Collective {
     /// The flows, in order.
     ///
     /// # Errors
-    /// If there are too few hosts, or not a power of two of them where that is needed.
+    /// If there are too few hosts, or their number is not a power of two for recursive doubling.
     pub fn steps(&self) -> Result<Vec<Step>, String> {
         if self.bytes == 0 {
             return Err("the collective has 0 bytes".into());
         }
         match self.kind {
-            Kind::Broadcast | Kind::Gather => self.fan(),
+            CollectiveKind::Broadcast | CollectiveKind::Gather => self.fan(),
             _ => {
                 let mut hosts = self.sources.clone();
                 for &sink in &self.sinks {
@@ -86,11 +86,13 @@ impl Collective {
                     return Err(format!("the collective has {} hosts", hosts.len()));
                 }
                 match self.kind {
-                    Kind::RingAllReduce => Ok(self.ring(&hosts, 2 * (hosts.len() - 1))),
-                    Kind::AllGather | Kind::ReduceScatter => Ok(self.ring(&hosts, hosts.len() - 1)),
-                    Kind::AllReduce => Ok(self.star(&hosts)),
-                    Kind::TreeAllReduce => Ok(self.tree(&hosts)),
-                    Kind::RecursiveDoubling => self.doubling(&hosts),
+                    CollectiveKind::RingAllReduce => Ok(self.ring(&hosts, 2 * (hosts.len() - 1))),
+                    CollectiveKind::AllGather | CollectiveKind::ReduceScatter => {
+                        Ok(self.ring(&hosts, hosts.len() - 1))
+                    }
+                    CollectiveKind::AllReduce => Ok(self.star(&hosts)),
+                    CollectiveKind::TreeAllReduce => Ok(self.tree(&hosts)),
+                    CollectiveKind::RecursiveDoubling => self.doubling(&hosts),
                     _ => Ok(self.all_to_all(&hosts)),
                 }
             }
@@ -115,7 +117,7 @@ impl Collective {
         Ok(steps)
     }
 
-    /// Part `i` of n nearly equal parts; at least 1 byte, so that every step is a flow.
+    /// Size of part `i` of n nearly equal parts; at least 1 byte, so that every step is a flow.
     fn part(&self, i: u64, n: u64) -> u64 {
         (self.bytes / n + u64::from(i < self.bytes % n)).max(1)
     }
@@ -125,7 +127,7 @@ impl Collective {
         let mut steps = Vec::with_capacity(rounds * n);
         for round in 0..rounds {
             for (i, &src) in hosts.iter().enumerate() {
-                // In round r, host i passes on chunk i − r, which came from host i − 1.
+                // In round r, host i forwards chunk i − r, which it received from host i − 1.
                 let chunk = (i + rounds * n - round) % n;
                 let after = if round == 0 {
                     Vec::new()
@@ -160,12 +162,12 @@ impl Collective {
         steps
     }
 
-    /// Host i's parent is host (i − 1) / 2: children send up when their own children's parts have
-    /// come; the root's result goes down the same way.
+    /// Host i's parent is host (i − 1) / 2. A host sends up when the data of its children has
+    /// arrived. The result goes down the same tree.
     fn tree(&self, hosts: &[Host]) -> Vec<Step> {
         let n = hosts.len();
         let children = |i: usize| [2 * i + 1, 2 * i + 2].into_iter().filter(move |&c| c < n);
-        // Step i − 1 takes host i's sum up; step n − 1 + i − 1 takes the result down to it.
+        // Step i − 1 sends host i's sum up; step n − 1 + i − 1 sends the result down to it.
         let up = |i: usize| (i - 1) as u32;
         let down = |i: usize| (n - 1 + i - 1) as u32;
         let mut steps = Vec::with_capacity(2 * (n - 1));
@@ -225,7 +227,7 @@ impl Collective {
         let n = hosts.len();
         let mut steps = Vec::with_capacity(n * (n - 1));
         for (i, &src) in hosts.iter().enumerate() {
-            // Destinations in an order of this sender's own: rank r has weight (r + 1)^-skew.
+            // Destinations in random order per sender: rank r has weight (r + 1)^-skew.
             let mut order: Vec<usize> = (0..n).filter(|&j| j != i).collect();
             if self.skew > 0.0 {
                 order.sort_by_key(|&j| mix::draw(self.seed, (i * n + j) as u64));
@@ -252,7 +254,7 @@ impl Collective {
 mod tests {
     use super::*;
 
-    fn collective(kind: Kind, hosts: u32, bytes: u64) -> Collective {
+    fn collective(kind: CollectiveKind, hosts: u32, bytes: u64) -> Collective {
         Collective {
             kind,
             sources: (0..hosts).collect(),
@@ -266,37 +268,51 @@ mod tests {
 
     #[test]
     fn a_ring_of_four_has_24_flows_and_moves_each_byte_six_times_over_four() {
-        let steps = collective(Kind::RingAllReduce, 4, 1002).steps().unwrap();
+        let steps = collective(CollectiveKind::RingAllReduce, 4, 1002)
+            .steps()
+            .unwrap();
         assert_eq!(steps.len(), 24);
         // Each host sends 2(n − 1)/n of the bytes.
         let sent: u64 = steps.iter().filter(|s| s.src == 0).map(|s| s.bytes).sum();
         assert!((1503i64 - sent as i64).abs() <= 6, "{sent}");
-        // Round 1 of host 1 passes on what host 0 sent in round 0.
+        // Round 1 of host 1 forwards the chunk that host 0 sent in round 0.
         assert_eq!((steps[5].src, steps[5].after.clone()), (1, vec![0]));
         assert_eq!(steps[0].bytes, steps[5].bytes);
     }
 
     #[test]
     fn every_step_of_a_tiny_collective_has_a_byte() {
-        for kind in [Kind::RingAllReduce, Kind::AllGather, Kind::AllToAll] {
+        for kind in [
+            CollectiveKind::RingAllReduce,
+            CollectiveKind::AllGather,
+            CollectiveKind::AllToAll,
+        ] {
             let steps = collective(kind, 8, 3).steps().unwrap();
             assert!(steps.iter().all(|s| s.bytes >= 1), "{kind:?}");
         }
     }
 
     #[test]
-    fn trees_and_doubling_reach_everyone() {
+    fn trees_and_doubling_reach_every_host() {
         for n in [2, 3, 7, 8] {
-            let steps = collective(Kind::TreeAllReduce, n, 10).steps().unwrap();
+            let steps = collective(CollectiveKind::TreeAllReduce, n, 10)
+                .steps()
+                .unwrap();
             assert_eq!(steps.len() as u32, 2 * (n - 1));
             for step in &steps {
                 for &a in &step.after {
-                    assert_eq!(steps[a as usize].dst, step.src, "seen where it starts");
+                    assert_eq!(steps[a as usize].dst, step.src, "resolved at the sender");
                 }
             }
         }
-        assert!(collective(Kind::RecursiveDoubling, 6, 10).steps().is_err());
-        let steps = collective(Kind::RecursiveDoubling, 8, 10).steps().unwrap();
+        assert!(
+            collective(CollectiveKind::RecursiveDoubling, 6, 10)
+                .steps()
+                .is_err()
+        );
+        let steps = collective(CollectiveKind::RecursiveDoubling, 8, 10)
+            .steps()
+            .unwrap();
         assert_eq!(steps.len(), 24);
         assert!(
             steps

@@ -1,9 +1,9 @@
-//! PFC deadlock: links that wait for each other in a circle, so that none ever moves again.
+//! PFC deadlock: paused links that wait for each other in a cycle, so that none can resume.
 //!
-//! A paused link resumes when the packets that came over it have left the switch. If all of them
-//! wait in queues that are paused themselves, and so on around, nothing can end it. Found by
-//! elimination: an ingress is alive if one of its packets waits in a queue that may send, or in one
-//! that is paused by a live ingress; the rest is dead.
+//! A paused link resumes when packets that came over it leave the switch. If all of them wait in
+//! queues that are paused too, in a cycle, the pauses never end. The search is by elimination: an
+//! ingress is live if one of its packets waits in a queue that may send, or in one that a live
+//! ingress pauses. The rest is deadlocked.
 
 use std::collections::HashMap;
 
@@ -15,9 +15,9 @@ use crate::topology::PortId;
 /// Links that wait for each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Deadlock {
-    /// When it was seen, ns; it began earlier.
+    /// When it was detected, ns; it began earlier.
     pub seen_ns: u64,
-    /// The circle: each port is paused because the packets it sent wait at the next one. The class
+    /// The cycle: each port is paused because the packets it sent wait at the next one. The class
     /// is the port's.
     pub cycle: Vec<(PortId, u8)>,
 }
@@ -25,7 +25,7 @@ pub struct Deadlock {
 /// A paused ingress: shard, index, class.
 type Key = (usize, u32, u8);
 
-/// Looks for a deadlock; the work is proportional to what waits in paused switches.
+/// Searches for a deadlock, in time proportional to the packets waiting in paused switches.
 pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
     // Paused ingresses, by the port that they pause.
     let mut paused: HashMap<(Step32, u8), Key> = HashMap::new();
@@ -39,7 +39,7 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
     if paused.is_empty() {
         return None;
     }
-    // Where the packets of each paused ingress wait: the ingress that stops that queue, if any.
+    // For each paused ingress, the ingresses that pause the queues where its packets wait, if any.
     let mut waits: HashMap<Key, Vec<Option<Key>>> = HashMap::new();
     for (s, shard) in shards.iter().enumerate() {
         for (index, port) in shard.fabric.scheduled.iter().enumerate() {
@@ -66,7 +66,7 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
             .iter()
             .copied()
             .filter(|key| {
-                // Nothing waits here: the end of the pause is on its way.
+                // No packet waits here: the revocation of the pause is in flight.
                 let Some(list) = waits.get(key) else {
                     return false;
                 };
@@ -86,7 +86,7 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
             .iter()
             .flatten()
             .min()
-            .expect("a dead ingress waits for another");
+            .expect("a deadlocked ingress waits for another");
         at = *next;
         if let Some(start) = walk.iter().position(|k| *k == at) {
             break start;

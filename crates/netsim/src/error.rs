@@ -1,4 +1,4 @@
-//! Errors of a run before it starts.
+//! Errors that prevent a run.
 
 use thiserror::Error as ThisError;
 
@@ -6,7 +6,7 @@ use thiserror::Error as ThisError;
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// The numbers of a topology do not make one.
+    /// The parameters do not form a valid topology.
     #[error("topology: {0}")]
     Topology(String),
     /// A rate, capacity, size or time that cannot be simulated.
@@ -20,10 +20,10 @@ pub enum Error {
         /// The fault and its remedy.
         what: String,
     },
-    /// Flows wait for each other in a circle.
+    /// Flows depend on each other in a cycle.
     #[error("flows wait for each other in a circle: {0}; break one `starts_after`")]
     Cycle(String),
-    /// The run would need more memory than it may use.
+    /// The run would exceed the memory limit.
     #[error(
         "the run needs about {need_mib} MiB ({what}), more than the {have_mib} MiB at hand; \
          lower the number of flows, paths or hosts"
@@ -33,7 +33,7 @@ pub enum Error {
         need_mib: u64,
         /// Limit, MiB.
         have_mib: u64,
-        /// The largest part.
+        /// The largest component.
         what: String,
     },
 }

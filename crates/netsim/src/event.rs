@@ -1,12 +1,12 @@
-//! The 16-byte event. A packet *is* its event: nothing else is stored for it anywhere.
+//! The 16-byte event. A packet *is* its event: no other memory is used for it.
 
 use slipstream_des::Timed;
 
 /// Kinds of events. Packets first, then events local to a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Kind {
-    /// Payload on its way to a receiver.
+pub(crate) enum EventKind {
+    /// Payload in flight to a receiver.
     Data = 0,
     /// Acknowledgment; `seq` is cumulative.
     Ack = 1,
@@ -16,11 +16,11 @@ pub(crate) enum Kind {
     Cnp = 3,
     /// NDP: permission to send one more packet.
     Pull = 4,
-    /// NDP: a header that a switch without room sends back.
+    /// NDP: a header that a full switch sends back to its sender.
     Return = 5,
     /// Start of the flow of endpoint `what`.
     Start = 8,
-    /// A timer of endpoint `what`; `seq` is which.
+    /// A timer of endpoint `what`; `seq` identifies it.
     Timer = 9,
     /// The application of endpoint `what` has data.
     Tick = 10,
@@ -32,23 +32,23 @@ pub(crate) enum Kind {
     Sample = 13,
 }
 
-const KINDS: [Kind; 16] = [
-    Kind::Data,
-    Kind::Ack,
-    Kind::Nack,
-    Kind::Cnp,
-    Kind::Pull,
-    Kind::Return,
-    Kind::Return,
-    Kind::Return,
-    Kind::Start,
-    Kind::Timer,
-    Kind::Tick,
-    Kind::Wake,
-    Kind::Pause,
-    Kind::Sample,
-    Kind::Sample,
-    Kind::Sample,
+const KINDS: [EventKind; 16] = [
+    EventKind::Data,
+    EventKind::Ack,
+    EventKind::Nack,
+    EventKind::Cnp,
+    EventKind::Pull,
+    EventKind::Return,
+    EventKind::Return,
+    EventKind::Return,
+    EventKind::Start,
+    EventKind::Timer,
+    EventKind::Tick,
+    EventKind::Wake,
+    EventKind::Pause,
+    EventKind::Sample,
+    EventKind::Sample,
+    EventKind::Sample,
 ];
 
 /// Congestion experienced (data), or its echo (ACK).
@@ -56,9 +56,9 @@ pub(crate) const CE: u32 = 1 << 28;
 /// ECN-capable transport: queues mark instead of dropping.
 pub(crate) const ECT: u32 = 1 << 29;
 
-/// A queue may cut the packet down to its header.
+/// A queue may trim the packet to its header.
 pub(crate) const TRIMMABLE: u32 = 1 << 30;
-/// Only the header is left.
+/// The packet is trimmed to its header.
 pub(crate) const TRIMMED: u32 = 1 << 31;
 
 const HOP: u32 = 1 << 16;
@@ -69,28 +69,29 @@ pub(crate) const SIZE_MAX: u32 = 65_535;
 
 /// `meta`: size in bits 0..16, hop in 16..24, kind in 24..28, flags in 28..32.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Event {
+pub(crate) struct NetEvent {
     /// Low 32 bits of the time, ns.
     pub(crate) t: u32,
-    /// Packet: its row of the path table. Else: an endpoint (as a [`crate::net::Step`]) or a port.
+    /// Packet: its row of the path table. Other events: an endpoint (as a [`crate::net::Step`]) or
+    /// a port.
     pub(crate) what: u32,
     /// Low 32 bits of a byte or packet number.
     pub(crate) seq: u32,
     pub(crate) meta: u32,
 }
 
-impl Timed for Event {
+impl Timed for NetEvent {
     #[inline]
     fn time_low(&self) -> u32 {
         self.t
     }
 }
 
-impl Event {
-    /// A packet at the first port of `row`. Its time is set where it is scheduled.
+impl NetEvent {
+    /// A packet at the first port of `row`. Scheduling sets its time.
     #[inline]
-    pub(crate) fn packet(kind: Kind, row: u32, seq: u32, size: u32, flags: u32) -> Event {
-        Event {
+    pub(crate) fn packet(kind: EventKind, row: u32, seq: u32, size: u32, flags: u32) -> NetEvent {
+        NetEvent {
             t: 0,
             what: row,
             seq,
@@ -98,9 +99,9 @@ impl Event {
         }
     }
 
-    /// An event that is no packet.
-    pub(crate) fn local(kind: Kind, time: u64, what: u32, seq: u32) -> Event {
-        Event {
+    /// An event that is not a packet.
+    pub(crate) fn local(kind: EventKind, time: u64, what: u32, seq: u32) -> NetEvent {
+        NetEvent {
             t: time as u32,
             what,
             seq,
@@ -109,7 +110,7 @@ impl Event {
     }
 
     #[inline]
-    pub(crate) fn kind(self) -> Kind {
+    pub(crate) fn kind(self) -> EventKind {
         KINDS[(self.meta >> 24 & 15) as usize]
     }
 
@@ -137,11 +138,11 @@ impl Event {
     /// Turns a packet around: it continues at `hop` of `row`.
     pub(crate) fn turn(&mut self, row: u32, hop: usize) {
         let kept = self.meta & !(0xff << 16 | 0xf << 24);
-        self.meta = kept | (hop as u32) << 16 | (Kind::Return as u32) << 24;
+        self.meta = kept | (hop as u32) << 16 | (EventKind::Return as u32) << 24;
         self.what = row;
     }
 
-    /// Cuts a packet down to a header of `bytes`.
+    /// Trims a packet to a header of `bytes`.
     #[inline]
     pub(crate) fn trim(&mut self, bytes: u32) {
         self.meta = self.meta & !0xffff | bytes | TRIMMED;
@@ -166,7 +167,7 @@ mod tests {
 
     #[test]
     fn an_event_is_sixteen_bytes() {
-        assert_eq!(size_of::<Event>(), 16);
+        assert_eq!(size_of::<NetEvent>(), 16);
     }
 
     #[test]

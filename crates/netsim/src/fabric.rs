@@ -1,16 +1,16 @@
-//! Ports and what moves packets through them.
+//! Ports, and the movement of packets through them.
 //!
-//! A FIFO port costs one event a packet. Nothing overtakes in a FIFO, so the departure is known at
-//! the arrival, `max(now, busy) + serialization`, and the next event is the arrival at the next
-//! port. Whether the queue has room is answered by the service starts of those that wait: a small
-//! ring a port, looked at only when the port is busy.
+//! A FIFO port costs one event per packet. As packets cannot overtake in a FIFO, the departure is
+//! known at the arrival: `max(now, busy) + serialization`. The next event is the arrival at the
+//! next port. Whether the queue has room follows from the service starts of waiting packets: a
+//! small ring per port, read only when the port is busy.
 
 use slipstream_base::mix;
 use slipstream_des::Wheel;
 
 use crate::aqm::{Aqm, Verdict};
 use crate::buffer::{Ingress, Memory};
-use crate::event::{CE, ECT, Event, Kind};
+use crate::event::{CE, ECT, EventKind, NetEvent};
 use crate::net::{Net, Place, Step};
 use crate::scheduled::Scheduled;
 use crate::topology::PortId;
@@ -19,18 +19,18 @@ use crate::trim::TrimPort;
 /// No limit on waiting packets.
 pub(crate) const UNLIMITED: u32 = u32::MAX;
 
-/// `Port::flags`: every arrival takes the long way (queue management, loss injection, byte limit).
+/// `Port::flags`: arrivals take the slow path (queue management, loss injection, byte limit).
 const MANAGED: u8 = 1;
-/// `Port::flags`: the length of the queue is not tracked, as nothing reads it.
+/// `Port::flags`: the length of the queue is not tracked, as it is not used.
 const UNTRACKED: u8 = 2;
 
-/// Service starts that a port keeps itself; more go to a ring.
+/// Service starts that a port stores inline; more go to a ring.
 const INLINE: u32 = 6;
-/// With a ring, `Port::starts` holds its place and its head instead.
+/// With a ring, `Port::starts` holds its offset and its head instead.
 const RING: usize = 0;
 const HEAD: usize = 1;
 
-/// A FIFO port: what each packet changes, in one cache line.
+/// A FIFO port: all fields that a packet changes, in one cache line.
 #[repr(C, align(64))]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Port {
@@ -47,9 +47,9 @@ pub(crate) struct Port {
     /// log2 of the ring's slots; 0: no ring.
     ring_log: u8,
     flags: u8,
-    /// Packets that wait, and those whose service has started since the last look.
+    /// Packets that wait, and those whose service has started since the last trim.
     len: u32,
-    /// When their service starts: in order, or the place of the ring and its head.
+    /// Their service starts in order, or the offset of the ring and its head.
     starts: [u32; INLINE as usize],
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct PortRest {
 pub(crate) struct PortSpec {
     pub(crate) class: u8,
     pub(crate) delay_ns: u32,
-    /// Packets that may wait, the one in service not counted.
+    /// Packets that may wait, without the one in service.
     pub(crate) capacity: u32,
     /// Index of the shard's `aqms`.
     pub(crate) aqm: u8,
@@ -84,9 +84,10 @@ pub(crate) struct Rings {
 const RING_LOG_MIN: u8 = 4;
 
 impl Rings {
-    /// Forgets the packets whose service has started by `now`.
+    /// Removes the packets whose service has started by `now`.
     #[inline]
     fn trim(&self, port: &mut Port, now: u64) {
+        // Times wrap at 32 bits, so their difference decides. It is valid up to 2^31 ns.
         let started = |start: u32| start.wrapping_sub(now as u32) as i32 <= 0;
         if port.ring_log == 0 {
             let len = port.len as usize;
@@ -127,6 +128,7 @@ impl Rings {
         if port.len == port.room() {
             self.grow(port);
         } else if port.ring_log > 0 && port.len <= INLINE / 2 {
+            // Only at half of `INLINE`, so that a queue of about that length does not alternate.
             self.leave_ring(port);
         }
     }
@@ -157,7 +159,7 @@ impl Rings {
         (port.starts[RING], port.starts[HEAD]) = (ring, 0);
     }
 
-    /// The few that wait fit into the port again.
+    /// Moves the remaining starts from the ring back into the port.
     fn leave_ring(&mut self, port: &mut Port) {
         let [ring, head, ..] = port.starts;
         let mask = (1u32 << port.ring_log) - 1;
@@ -185,7 +187,7 @@ impl Port {
         self.class
     }
 
-    /// Service starts that it has room for.
+    /// Capacity for service starts.
     #[inline]
     fn room(&self) -> u32 {
         if self.ring_log == 0 {
@@ -199,7 +201,7 @@ impl Port {
 /// Counts of the packets in a shard.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
-    /// Packets handed to a first port.
+    /// Packets submitted to a first port.
     pub(crate) sent: u64,
     /// Packets that reached their endpoint.
     pub(crate) delivered: u64,
@@ -208,7 +210,7 @@ pub(crate) struct Tally {
     pub(crate) data_drops: u64,
     /// Drops of ACKs and other control packets.
     pub(crate) control_drops: u64,
-    /// Those of the above that loss injection or a link that is down took.
+    /// Drops among these by loss injection or failed links.
     pub(crate) fault_drops: u64,
     pub(crate) marks: u64,
     pub(crate) trims: u64,
@@ -236,10 +238,10 @@ impl Tally {
 /// The ports of a shard, its event queue and its outgoing mail.
 pub(crate) struct Fabric {
     pub(crate) shard: usize,
-    pub(crate) wheel: Wheel<Event>,
+    pub(crate) wheel: Wheel<NetEvent>,
     pub(crate) ports: Vec<Port>,
     pub(crate) port_rest: Vec<PortRest>,
-    /// The few kinds of ports that there are.
+    /// The distinct kinds of ports, which are few.
     pub(crate) kinds: Vec<PortSpec>,
     pub(crate) port_ids: Vec<PortId>,
     pub(crate) scheduled: Vec<Scheduled>,
@@ -250,41 +252,41 @@ pub(crate) struct Fabric {
     pub(crate) memories: Vec<Memory>,
     pub(crate) ingresses: Vec<Ingress>,
     pub(crate) rings: Rings,
-    /// Entry 0 is taildrop.
+    /// Entry 0 is tail drop.
     pub(crate) aqms: Vec<Aqm>,
     /// Probability that a packet is lost on its way into a port.
     pub(crate) loss: f64,
     /// Events for other shards, by shard.
-    pub(crate) mail: Vec<Vec<(u64, Event)>>,
+    pub(crate) mail: Vec<Vec<(u64, NetEvent)>>,
     pub(crate) mail_first: u64,
     pub(crate) tally: Tally,
     pub(crate) seed: u64,
 }
 
 impl Fabric {
-    /// A packet enters its first port.
+    /// Submits a packet to its first port.
     #[inline]
-    pub(crate) fn emit(&mut self, net: &Net, now: u64, event: Event) {
+    pub(crate) fn emit(&mut self, net: &Net, now: u64, event: NetEvent) {
         self.tally.sent += 1;
         let at = event.what as usize * net.stride;
         self.enter(net, now, event, at);
     }
 
-    /// A packet enters the port at `steps[at]`.
+    /// Submits a packet to the port at `steps[at]`.
     #[inline]
-    pub(crate) fn enter(&mut self, net: &Net, now: u64, event: Event, at: usize) {
+    pub(crate) fn enter(&mut self, net: &Net, now: u64, event: NetEvent, at: usize) {
         match net.steps[at].place() {
             Place::Fifo => self.enter_fifo(net, now, event, at),
             Place::Scheduled => self.enter_scheduled(net, now, event, at),
             Place::Trim => self.enter_trim(net, now, event, at),
-            // A path without ports: hosts on one switch whose links are not modeled. The builder
+            // A path without ports has hosts on one switch whose links are not modeled. The builder
             // refuses such flows.
             place => unreachable!("a path begins with a port, not {place:?}"),
         }
     }
 
     #[inline]
-    pub(crate) fn enter_fifo(&mut self, net: &Net, now: u64, mut event: Event, at: usize) {
+    pub(crate) fn enter_fifo(&mut self, net: &Net, now: u64, mut event: NetEvent, at: usize) {
         let index = net.steps[at].index();
         let port = &mut self.ports[index];
         let mut start = now;
@@ -298,6 +300,7 @@ impl Fabric {
             if port.flags & UNTRACKED == 0 {
                 let capacity = self.kinds[port.kind as usize].capacity;
                 if port.len >= capacity {
+                    // Trimmed only when the count decides about a drop.
                     self.rings.trim(port, now);
                     if port.len >= capacity {
                         self.port_rest[index].drops += 1;
@@ -308,7 +311,8 @@ impl Fabric {
                 self.rings.push(port, now, start);
             }
         } else {
-            // No packet waits. Starts kept for longer than 2^31 ns would seem to be ahead.
+            // No packet waits. Starts that are kept for longer than 2^31 ns would appear to be in
+            // the future.
             port.len = 0;
         }
         let port = &mut self.ports[index];
@@ -325,14 +329,14 @@ impl Fabric {
         self.send_on(net, arrival, event, at);
     }
 
-    /// Makes a FIFO port and gives its index.
+    /// Creates a FIFO port and returns its index.
     pub(crate) fn add_port(&mut self, id: PortId, spec: PortSpec, managed: bool) -> usize {
         let kind = self.kinds.iter().position(|k| *k == spec);
         let kind = kind.unwrap_or_else(|| {
             self.kinds.push(spec);
             self.kinds.len() - 1
         });
-        // By tier, and whether it is a host's: a handful.
+        // Kinds differ by tier and by whether the port is a host's, so they are few.
         let kind = u8::try_from(kind).expect("fewer than 256 kinds of ports");
         self.ports.push(Port::new(kind, spec, managed));
         self.port_rest.push(PortRest::default());
@@ -342,7 +346,7 @@ impl Fabric {
 
     /// Schedules the arrival at the step after `at`.
     #[inline]
-    pub(crate) fn send_on(&mut self, net: &Net, arrival: u64, mut event: Event, at: usize) {
+    pub(crate) fn send_on(&mut self, net: &Net, arrival: u64, mut event: NetEvent, at: usize) {
         event.t = arrival as u32;
         event.next_hop();
         let next = net.steps[at + 1].shard();
@@ -354,8 +358,8 @@ impl Fabric {
         }
     }
 
-    /// Admission at a port that is not plain: lossy, managed or limited in bytes.
-    fn manage(&mut self, index: usize, net: &Net, now: u64, event: &mut Event) -> bool {
+    /// Admission at a port with queue management, loss injection or a byte limit.
+    fn manage(&mut self, index: usize, net: &Net, now: u64, event: &mut NetEvent) -> bool {
         let (port, rest) = (&mut self.ports[index], &mut self.port_rest[index]);
         let kind = self.kinds[port.kind as usize];
         if self.loss > 0.0 {
@@ -378,7 +382,7 @@ impl Fabric {
         let rate = net.classes[port.class as usize].bits_per_s;
         let backlog_ns = port.busy.saturating_sub(now);
         let aqm = &self.aqms[kind.aqm as usize];
-        // Only the ramp counts bytes; the wide division is not for every packet of the others.
+        // Only the ramp counts bytes; the other rules need no 128-bit division per packet.
         let backlog = match aqm {
             Aqm::EcnRamp { .. } => {
                 (u128::from(backlog_ns) * u128::from(rate) / 8_000_000_000) as u64
@@ -423,8 +427,8 @@ impl Fabric {
         true
     }
 
-    pub(crate) fn count_drop(&mut self, event: Event) {
-        if event.kind() == Kind::Data {
+    pub(crate) fn count_drop(&mut self, event: NetEvent) {
+        if event.kind() == EventKind::Data {
             self.tally.data_drops += 1;
         } else {
             self.tally.control_drops += 1;
@@ -432,13 +436,14 @@ impl Fabric {
     }
 
     /// Schedules an event of this shard.
-    pub(crate) fn schedule(&mut self, time: u64, kind: Kind, what: u32, seq: u32) {
-        self.wheel.push(time, Event::local(kind, time, what, seq));
+    pub(crate) fn schedule(&mut self, time: u64, kind: EventKind, what: u32, seq: u32) {
+        self.wheel
+            .push(time, NetEvent::local(kind, time, what, seq));
     }
 
-    /// Schedules an event that is no packet at `to`, which may be in another shard; `time` is at
-    /// least a link's delay ahead then.
-    pub(crate) fn deliver_local(&mut self, to: Step, time: u64, event: Event) {
+    /// Schedules a non-packet event at `to`, possibly in another shard. In that case `time` is at
+    /// least one link delay ahead.
+    pub(crate) fn deliver_local(&mut self, to: Step, time: u64, event: NetEvent) {
         if to.shard() == self.shard {
             self.wheel.push(time, event);
         } else {
@@ -447,15 +452,16 @@ impl Fabric {
         }
     }
 
-    /// Packets in queues that no event holds. (Those of FIFO ports are the events of their arrivals.)
+    /// Packets in queues that are not events. (Those in FIFO ports are the events of their
+    /// arrivals.)
     pub(crate) fn packets_waiting(&self) -> u64 {
         let scheduled = self.scheduled.iter().map(|p| u64::from(p.waiting()));
         let trimmed = self.trim_ports.iter().map(|p| p.waiting() as u64);
         scheduled.chain(trimmed).sum()
     }
 
-    /// Takes mail that was written before the window that starts now.
-    pub(crate) fn receive(&mut self, mail: &mut Vec<(u64, Event)>) {
+    /// Takes mail that was written before the current window.
+    pub(crate) fn receive(&mut self, mail: &mut Vec<(u64, NetEvent)>) {
         for (time, event) in mail.drain(..) {
             self.wheel.push(time, event);
         }
@@ -466,7 +472,8 @@ impl Fabric {
 mod tests {
     use super::*;
 
-    /// A port whose packets start service every `gap` ns, offered at `times`; how many wait then.
+    /// A port whose packets start service every `gap` ns and arrive at `times`: checks its count of
+    /// waiting packets.
     fn check_waiting(gap: u64, times: &[u64]) {
         let (mut rings, mut port) = (Rings::default(), Port::default());
         let mut starts: Vec<u64> = Vec::new();
@@ -487,9 +494,9 @@ mod tests {
     }
 
     #[test]
-    fn a_port_knows_how_many_wait_through_bursts_and_lulls() {
-        // Bursts of 1 to 100 packets, so that rings are taken, grow and are given back; then the
-        // same with time that wraps 32 bits on the way.
+    fn the_count_of_waiting_packets_holds_through_bursts_and_lulls() {
+        // Bursts of 1 to 100 packets, so that rings are allocated, grow and are freed; then the
+        // same with times that wrap 32 bits.
         let mut times = Vec::new();
         for start in [0, (1u64 << 32) - 9_000] {
             let mut now = start;
@@ -498,7 +505,7 @@ mod tests {
                     now += 1;
                     times.push(now);
                 }
-                // A trickle that keeps a short queue, and a pause that empties it.
+                // Few packets that keep a short queue, then a pause that empties it.
                 for _ in 0..40 {
                     now += 10;
                     times.push(now);
@@ -512,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_are_given_back() {
+    fn rings_are_freed() {
         let (mut rings, mut port) = (Rings::default(), Port::default());
         for i in 0..20 {
             rings.push(&mut port, 0, 10 + i);
@@ -521,7 +528,7 @@ mod tests {
         for i in 0..13 {
             rings.push(&mut port, 1_000, 100 + i);
         }
-        // The ring was full of packets long gone: the next few stay in the port.
+        // The ring held only packets that had left: the next few are stored in the port.
         assert_eq!((port.ring_log, port.len), (0, 1));
         assert_eq!(rings.free[5].len(), 1);
         assert_eq!(size_of::<Port>(), 64);

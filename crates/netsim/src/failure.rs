@@ -1,8 +1,8 @@
 //! Links and switches that fail and are repaired at given times.
 //!
-//! Failures are known when a run is laid out, so links carry their outages as plain data: a packet
-//! is lost if its link is down at any moment between the start of its transmission and its arrival.
-//! Flows move to other paths when the network has noticed, and back after the repair.
+//! All failures are known before the run, so links carry their outages as plain data. A packet is
+//! lost if its link is down at any moment between the start of its transmission and its arrival.
+//! Flows move to other paths after the convergence time, and back after the repair.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::net::{LinkClass, Net, serialization_ns};
 use crate::topology::{End, Host, Node, PortId, Topology};
 
-/// The part that fails.
+/// The component that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// The link between two switches, in both directions.
@@ -24,11 +24,11 @@ pub enum Target {
 /// A failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// The part that fails.
+    /// The component that fails.
     pub target: Target,
-    /// When, ns.
+    /// Time of the failure, ns.
     pub at_ns: u64,
-    /// When it works again; `None`: never.
+    /// Time of the repair, ns; `None`: never.
     pub repair_ns: Option<u64>,
 }
 
@@ -40,11 +40,11 @@ impl Failure {
     /// The ports that it stops.
     ///
     /// # Errors
-    /// If there is no such link, switch or host, or it would be repaired before it fails.
+    /// If the link, switch or host does not exist, or the repair is not after the failure.
     pub(crate) fn ports(&self, topology: &Topology) -> Result<Vec<PortId>, Error> {
         if self.repair_ns.is_some_and(|end| end <= self.at_ns) {
             return Err(Error::Value(format!(
-                "a failure at {} ns is repaired at or before that; give a later `repair`",
+                "a failure at {} ns is repaired before or at that time; give a later `repair`",
                 self.at_ns
             )));
         }
@@ -79,10 +79,10 @@ impl Failure {
     }
 }
 
-/// When the network takes other paths, and which ports it avoids from then on.
+/// Times at which routing changes, and the ports it avoids from then on.
 pub(crate) fn epochs(
     failures: &[Failure],
-    notice_ns: u64,
+    convergence_ns: u64,
     topology: &Topology,
 ) -> Result<Vec<(u64, BTreeSet<PortId>)>, Error> {
     let ports: Vec<Vec<PortId>> = failures
@@ -103,12 +103,12 @@ pub(crate) fn epochs(
                 .flat_map(|(_, ports)| ports)
                 .copied()
                 .collect();
-            (time.saturating_add(notice_ns), down)
+            (time.saturating_add(convergence_ns), down)
         })
         .collect())
 }
 
-/// A link's class and when it is down: from, to.
+/// A link's class and its outages: from, to.
 #[derive(Clone, Debug)]
 pub(crate) struct Outages {
     pub(crate) class: u8,
@@ -119,8 +119,8 @@ pub(crate) struct Outages {
 pub(crate) type OutageMap = HashMap<u32, Outages>;
 
 impl Net {
-    /// Whether a packet of `size` that arrives at `now` over the link before `steps[at]` was on it
-    /// while it was down.
+    /// Whether the packet of `size` that arrives at `now` over the link before `steps[at]` was on
+    /// the link during an outage.
     #[cold]
     pub(crate) fn is_lost_before(&self, at: usize, now: u64, size: u32) -> bool {
         let Some(outages) = self.outages.get(&self.steps[at - 1].0) else {

@@ -1,4 +1,4 @@
-//! Lays a scenario out: shards, ports, paths and endpoints. Errors of a scenario are found here.
+//! Sets up a run: shards, ports, paths and endpoints. Validates the scenario.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,14 +8,14 @@ use slipstream_des::Wheel;
 use crate::aqm::Aqm;
 use crate::buffer::{self, Ingress, Memory, NO_INGRESS, NO_SWITCH, PAUSE_BYTES, Rules};
 use crate::error::Error;
-use crate::event::{HOPS_MAX, Kind, SIZE_MAX};
+use crate::event::{EventKind, HOPS_MAX, SIZE_MAX};
 use crate::fabric::{Fabric, PortSpec, Rings, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
-use crate::retry::{Look, Waits};
+use crate::retry::{PathVisitor, QueueBounds};
 use crate::route::{Router, Routing};
 use crate::scenario::{Arrivals, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport};
-use crate::scheduled::{Discipline, Room, Scheduled};
+use crate::scheduled::{Discipline, PortLimits, Scheduled};
 use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
@@ -28,9 +28,9 @@ use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
 use crate::transport::{EndSetup, Paced};
 use crate::trim::TrimPort;
 
-/// Events that a window must hold per shard on average before shards pay; below, one shard's
-/// single queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event
-/// per window in all, E5 has thousands.
+/// Minimum average events per shard and window for which shards pay off; below, one shard's single
+/// queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event per
+/// window in total, E5 has thousands.
 const EVENTS_PER_SHARD_WINDOW: f64 = 16.0;
 
 pub(crate) struct Builder {
@@ -40,16 +40,16 @@ pub(crate) struct Builder {
     lookahead_ns: u64,
     net: Net,
     fabrics: Vec<Fabric>,
-    /// Place of each port plus one; 0: not made yet.
+    /// Index of each port plus one; 0: not created yet.
     port_steps: Vec<u32>,
-    /// Switches share memory, pause their neighbors or turn packets around, so all ports of a switch
-    /// are in one shard.
+    /// Whether all ports of a switch are in one shard, because switches share memory, pause their
+    /// neighbors or return packets.
     whole_switches: bool,
-    /// Hosts' ports take their senders in turn.
+    /// Whether hosts' ports serve their senders in turn.
     host_turns: bool,
-    /// Index of a switch's memory in its shard, plus one; 0: not made yet.
+    /// Index of a switch's memory in its shard, plus one; 0: not created yet.
     memory_of: Vec<u32>,
-    /// Index of the ingress that a port leads to, plus one; 0: not made yet.
+    /// Index of the ingress that a port leads to, plus one; 0: not created yet.
     ingress_of: Vec<u32>,
 }
 
@@ -96,8 +96,8 @@ impl Builder {
             Tier::Edge | Tier::Host => hop(&classes[1], size_min),
         };
         let shards = shard_count(&scenario, between);
-        // Buckets narrower than every usual hop (an odd shorter one costs a heap insertion), but
-        // not so narrow that most are empty; 256 ns was the best of 64 to 512 on E5.
+        // Buckets narrower than every usual hop (a shorter one costs a heap insertion), but not so
+        // narrow that most are empty; 256 ns was the best of 64 to 512 on E5.
         let wide = if scenario_density(&scenario) > 0.05 {
             8
         } else {
@@ -169,7 +169,7 @@ impl Builder {
         check_dependencies(&flows)?;
         let mut shards: Vec<Shard> = Vec::new();
         let mut endpoints = Vec::with_capacity(flows.len());
-        // Endpoints made so far, by shard and sort.
+        // Endpoints created so far, by shard and kind.
         let mut counts: HashMap<(u32, u8), usize> = HashMap::new();
         let next = |counts: &mut HashMap<_, usize>, shard, place| {
             let count = counts.entry((shard, place as u8)).or_default();
@@ -197,7 +197,7 @@ impl Builder {
             }
             endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
         }
-        let Laid {
+        let PathLayout {
             rows,
             reroutes,
             timeouts,
@@ -235,7 +235,7 @@ impl Builder {
             if flow.after.is_empty() {
                 shard
                     .fabric
-                    .schedule(flow.start_ns, Kind::Start, sender.0, 0);
+                    .schedule(flow.start_ns, EventKind::Start, sender.0, 0);
             } else {
                 shard
                     .waiting
@@ -272,7 +272,7 @@ impl Builder {
         })
     }
 
-    /// Whether switches keep accounts of their memory.
+    /// Whether switches count the bytes in their memory.
     fn counts_memory(&self) -> bool {
         self.scenario.queue.shared.is_some() || self.scenario.queue.pfc.is_some()
     }
@@ -285,14 +285,19 @@ impl Builder {
         }
     }
 
-    /// Finds the paths of every flow, makes the ports on them, and fills the path table. Flows whose
-    /// paths a failure changes have further rows, with the times from which they hold.
-    fn lay_paths(&mut self, flows: &[Flow], endpoints: &[(Step, Step)]) -> Result<Laid, Error> {
+    /// Finds the paths of every flow, creates the ports on them, and fills the path table. Flows
+    /// whose paths change after a failure have additional rows, with the times from which they
+    /// apply.
+    fn lay_paths(
+        &mut self,
+        flows: &[Flow],
+        endpoints: &[(Step, Step)],
+    ) -> Result<PathLayout, Error> {
         let topology = self.scenario.topology.clone();
         let host_links = self.scenario.links.host.is_some();
         let none = BTreeSet::new();
         let mut router = Router::new(&topology, &none, host_links);
-        let mut found = Found::new(flows.len());
+        let mut found = PathStore::new(flows.len());
         let mut rows = Vec::with_capacity(flows.len());
         for flow in flows {
             let mut pair = [Rows::default(); 2];
@@ -336,17 +341,17 @@ impl Builder {
                 }
             }
         }
-        self.lay_ways_back(flows, endpoints, &rows, &reroutes, &found)?;
+        self.lay_reverse_paths(flows, endpoints, &rows, &reroutes, &found)?;
         self.note_outages()?;
-        Ok(Laid {
+        Ok(PathLayout {
             rows,
             reroutes,
             timeouts,
         })
     }
 
-    /// The timeouts of queue pairs and NDP flows that name none, by flow; empty if there are none.
-    fn find_timeouts(&self, flows: &[Flow], rows: &[[Rows; 2]], found: &Found) -> Vec<u64> {
+    /// The default timeouts of queue pairs and NDP flows, by flow; empty if there are none.
+    fn find_timeouts(&self, flows: &[Flow], rows: &[[Rows; 2]], found: &PathStore) -> Vec<u64> {
         let asks = |flow: &Flow| match flow.transport {
             Transport::Roce(roce) => roce.retry_ns.is_none(),
             Transport::Ndp(ndp) => ndp.retry_ns.is_none(),
@@ -355,31 +360,31 @@ impl Builder {
         if !flows.iter().any(asks) {
             return Vec::new();
         }
-        let paths = |flow: usize, look: &mut Look<'_>| {
+        let paths = |flow: usize, visit: &mut PathVisitor<'_>| {
             for rows in rows[flow] {
                 for row in rows.first..rows.first + rows.count {
-                    look(found.path(row));
+                    visit(found.path(row));
                 }
             }
         };
         let (classes, size_max) = (&self.net.classes, self.net.sizes as u64 - 1);
-        let waits = Waits::new(&self.scenario, classes, size_max, flows, &paths);
+        let bounds = QueueBounds::new(&self.scenario, classes, size_max, flows, &paths);
         let timeout = |(i, flow): (usize, &Flow)| match &flow.transport {
-            Transport::Roce(roce) => waits.queue_pair_ns(flow, roce, &|look| paths(i, look)),
-            Transport::Ndp(_) => waits.ndp_ns(&|look| paths(i, look)),
+            Transport::Roce(roce) => bounds.queue_pair_ns(flow, roce, &|visit| paths(i, visit)),
+            Transport::Ndp(_) => bounds.ndp_ns(&|visit| paths(i, visit)),
             _ => 0,
         };
         flows.iter().enumerate().map(timeout).collect()
     }
 
-    /// For each path of data that switches may trim, the same links the other way.
-    fn lay_ways_back(
+    /// Adds the reverse path, over the same links, of each path whose data switches may trim.
+    fn lay_reverse_paths(
         &mut self,
         flows: &[Flow],
         endpoints: &[(Step, Step)],
         rows: &[[Rows; 2]],
         reroutes: &[Reroute],
-        found: &Found,
+        found: &PathStore,
     ) -> Result<(), Error> {
         if !self.net.trim.return_to_sender || self.scenario.queue.trim.is_none() {
             return Ok(());
@@ -408,18 +413,22 @@ impl Builder {
         Ok(())
     }
 
-    /// The paths that flows take after each failure and repair, where they differ. A flow that is
-    /// cut off keeps its path, and its packets are lost there.
+    /// The paths that flows take after each failure and repair, if they differ. A flow without a
+    /// path keeps its old one, where its packets are lost.
     fn find_reroutes(
         &self,
         flows: &[Flow],
         rows: &[[Rows; 2]],
-        found: &mut Found,
+        found: &mut PathStore,
     ) -> Result<Vec<Reroute>, Error> {
         let scenario = &self.scenario;
         let mut reroutes = Vec::new();
         let mut current = rows.to_vec();
-        for (at_ns, down) in epochs(&scenario.failures, scenario.notice_ns, &scenario.topology)? {
+        for (at_ns, down) in epochs(
+            &scenario.failures,
+            scenario.convergence_ns,
+            &scenario.topology,
+        )? {
             let host_links = scenario.links.host.is_some();
             let mut router = Router::new(&scenario.topology, &down, host_links);
             for (i, flow) in flows.iter().enumerate() {
@@ -453,7 +462,7 @@ impl Builder {
         Ok(reroutes)
     }
 
-    /// Gives the links in use their outages.
+    /// Sets the outages of the links in use.
     fn note_outages(&mut self) -> Result<(), Error> {
         let topology = &self.scenario.topology;
         for failure in &self.scenario.failures {
@@ -479,7 +488,8 @@ impl Builder {
     fn check_memory(&self, flows: usize, rows: usize) -> Result<(), Error> {
         let table = rows as u64 * self.net.stride as u64 * 4;
         let endpoints = flows as u64 * (size_of::<TcpSender>() + size_of::<TcpReceiver>()) as u64;
-        // A flow keeps about a window of packets in flight: 64 kB of 1 kB packets of 16 bytes.
+        // A flow keeps about one window of packets in flight: 64 events, that is 64 kB in 1 kB
+        // packets, of 16 bytes each.
         let events = flows as u64 * 64 * 16;
         let need = table + endpoints + events;
         if need > self.execution.memory_bytes_max {
@@ -511,7 +521,7 @@ impl Builder {
         *known - 1
     }
 
-    /// Notes through which link a packet comes to each port of a new row.
+    /// Sets the ingress through which a packet comes to each port of a new row.
     fn add_ingresses(&mut self, path: &[PortId], steps: &[Step]) {
         let row_at = self.net.steps.len() - self.net.stride;
         self.net.ingress.resize(self.net.steps.len(), NO_INGRESS);
@@ -525,7 +535,7 @@ impl Builder {
             if spared && matches!(from, End::Host(_)) {
                 continue;
             }
-            // A link that leads into a switch has a single port at its head.
+            // A link that leads into a switch has a single ingress there.
             if self.ingress_of[upstream as usize] == 0 {
                 let shard = steps[i].shard() as u32;
                 let memory = self.memory(shard, node);
@@ -538,7 +548,7 @@ impl Builder {
         }
     }
 
-    /// The place of a port, which is created on first use.
+    /// The step of a port, which is created on first use.
     fn port_step(&mut self, port: PortId) -> Result<Step, Error> {
         if self.port_steps[port as usize] != 0 {
             return Ok(Step(self.port_steps[port as usize] - 1));
@@ -551,7 +561,7 @@ impl Builder {
         };
         let from_host = matches!(topology.port_ends(port).0, End::Host(_));
         let class = link_class(&topology, port);
-        // A host's own queue is its memory: no limit, nothing that drops.
+        // A host's own queue is its memory: no limit, and no drops.
         let managed = !from_host
             && (self.scenario.queue.aqm != Aqm::TailDrop || self.scenario.queue.loss > 0.0);
         let capacity = match self.scenario.queue.capacity_packets {
@@ -565,11 +575,11 @@ impl Builder {
             capacity,
             aqm: u8::from(managed),
         };
-        // Queues longer than the 2^31 ns that a ring of 32-bit times can distinguish take the other
-        // form too; a ring has up to twice as many places, and is looked through when it is full.
+        // A ring of 32-bit times covers 2^31 ns, so ports with longer queues use the other form
+        // too. A ring has up to twice as many slots, and is scanned when it is full.
         let link = self.net.classes[class as usize];
         let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
-        // On slow links waits are longer than a ring's 32 bits hold, whatever the limit.
+        // On slow links, waits exceed the 32 bits of a ring with any limit.
         let slow = link.bits_per_s < 1_000_000;
         let long =
             slow || capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 30;
@@ -584,7 +594,7 @@ impl Builder {
             exact
         };
         let priorities = queue.priorities;
-        let room = Room {
+        let room = PortLimits {
             lossy: !from_host,
             capacity_bytes: match queue.capacity_bytes {
                 0 => u64::MAX,
@@ -665,11 +675,11 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
     }
 }
 
-/// Makes the senders and receivers of flows.
+/// Creates the senders and receivers of flows.
 struct EndpointMaker<'a> {
     scenario: &'a Scenario,
     net: &'a Net,
-    /// Of queue pairs and NDP flows that name none, by flow.
+    /// Default timeouts of queue pairs and NDP flows, by flow.
     timeouts: &'a [u64],
     /// The pacer of a host's pulls, by host.
     pacer_of: HashMap<u32, usize>,
@@ -725,7 +735,7 @@ impl EndpointMaker<'_> {
             }
             Transport::Roce(mut roce) => {
                 if roce.window_bytes > 0 {
-                    // The sender stops at its window, and would wait there for an answer.
+                    // The sender stops at its window, so an ACK must come before its end.
                     let packets = roce.window_bytes.div_ceil(u64::from(flow.packet_bytes));
                     let packets = u32::try_from(packets).unwrap_or(u32::MAX);
                     roce.ack_every = roce.ack_every.min(packets);
@@ -853,34 +863,34 @@ pub(crate) struct Rows {
     pub(crate) count: u32,
 }
 
-/// A flow takes other paths.
+/// A change of a flow's paths.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reroute {
     pub(crate) at_ns: u64,
     pub(crate) flow: u32,
-    /// There and back.
+    /// Both directions.
     pub(crate) rows: [Rows; 2],
 }
 
-/// Paths as laid: of each flow, and what changes later, by time.
-struct Laid {
+/// The paths of each flow, and later changes in order of time.
+struct PathLayout {
     rows: Vec<[Rows; 2]>,
     reroutes: Vec<Reroute>,
-    /// By flow, of queue pairs and NDP flows that name none; may be empty.
+    /// Default timeouts of queue pairs and NDP flows, by flow; may be empty.
     timeouts: Vec<u64>,
 }
 
-/// Ports of all rows, one after the other, until the longest path is known.
-struct Found {
+/// Ports of all rows back to back, until the longest path is known.
+struct PathStore {
     ports: Vec<PortId>,
     ends: Vec<u32>,
     longest: usize,
     path: Vec<PortId>,
 }
 
-impl Found {
+impl PathStore {
     fn new(flows: usize) -> Self {
-        Found {
+        PathStore {
             ports: Vec::with_capacity(flows * 12),
             ends: Vec::with_capacity(flows * 2),
             longest: 0,
@@ -897,7 +907,8 @@ impl Found {
         a.count == b.count && (0..a.count).all(|i| self.path(a.first + i) == self.path(b.first + i))
     }
 
-    /// Finds the paths of a flow in a direction and keeps their ports; `None` if it is cut off.
+    /// Finds the paths of a flow in one direction and stores their ports; `None` if there is no
+    /// path.
     fn find(
         &mut self,
         scenario: &Scenario,
@@ -927,7 +938,7 @@ impl Found {
                         return Ok(None);
                     };
                     if *routing == Routing::Spray {
-                        // Outside of fat-trees one path may branch more often than another.
+                        // Outside of fat-trees the number of branches may differ between paths.
                         rows.count = rows.count.max(ways.min(scenario.spray_paths));
                     }
                     index += 1;
@@ -941,7 +952,7 @@ impl Found {
                     .map_err(|(a, b)| Error::Flow {
                         flow: flow.id,
                         what: format!(
-                            "its path goes from node {a} to node {b}, which no link joins; \
+                            "its path goes from node {a} to node {b}, which have no link; \
                              add the edge or correct the path"
                         ),
                     })?;
@@ -980,7 +991,7 @@ fn disconnected(flow: &Flow) -> Error {
     Error::Flow {
         flow: flow.id,
         what: format!(
-            "no path leads from host {} to host {}; add edges that join them",
+            "no path leads from host {} to host {}; add edges between them",
             flow.src, flow.dst
         ),
     }
@@ -1043,7 +1054,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         .any(|link| link.bits_per_s < 1_000_000);
     if queue.trim.is_some() && slow {
         return Err(Error::Value(
-            "ports that trim keep times of 32 bits, too short for links below 1 Mb/s; use faster \
+            "trimming ports use 32-bit times, too short for links below 1 Mb/s; use faster \
              links, or another `switch.drop`"
                 .into(),
         ));
@@ -1057,7 +1068,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
     }
     if queue.trim.is_some_and(|t| t.return_to_sender) && links.host.is_none() {
         return Err(Error::Value(
-            "headers go back to their senders over the links of hosts, but those are not modeled; set \
+            "headers return to their senders over the links of hosts, but those are not modeled; set \
              `link.host_links = true`"
                 .into(),
         ));
@@ -1085,7 +1096,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         }
     }
     let hosts = scenario.topology.host_count();
-    // A sorted list, as millions of flows would make a tree slow.
+    // A sorted list, as a tree of millions of flows would be slow.
     let mut ids: Vec<u64> = scenario.flows.iter().map(|flow| flow.id).collect();
     ids.sort_unstable();
     let twice: BTreeSet<u64> = ids
@@ -1101,7 +1112,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
             })
         };
         if twice.contains(&flow.id) {
-            return fault("this number is used twice; number flows apart".into());
+            return fault("this number is used twice; give each flow its own number".into());
         }
         for (name, host) in [("source", flow.src), ("destination", flow.dst)] {
             if host >= hosts {
@@ -1131,7 +1142,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
     Ok(())
 }
 
-/// Flows must not wait for each other in a circle, nor for flows that do not exist.
+/// Flows must not depend on each other in a cycle, nor on flows that do not exist.
 fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
     if flows.iter().all(|f| f.after.is_empty()) {
         return Ok(());
@@ -1159,7 +1170,7 @@ fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
     if seen == flows.len() {
         return Ok(());
     }
-    // Walk back along unmet predecessors until a flow repeats: that is a circle.
+    // Walk back along unmet predecessors until a flow repeats, which reveals a cycle.
     let mut at = (0..flows.len()).find(|&i| left[i] > 0).unwrap_or(0);
     let mut walk = vec![at];
     loop {
@@ -1177,7 +1188,7 @@ fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
     }
 }
 
-/// Upper estimate of packet-hops per ns while everything sends.
+/// Upper estimate of packet-hops per ns while all flows send.
 fn scenario_density(scenario: &Scenario) -> f64 {
     let rate = scenario
         .links
@@ -1199,13 +1210,13 @@ fn scenario_density(scenario: &Scenario) -> f64 {
     per_s * 10.0 / 1e9
 }
 
-/// The number of shards of a run. A property of the scenario alone: the same on every machine.
+/// The number of shards of a run. A property of the scenario, so it is the same on every machine.
 fn shard_count(scenario: &Scenario, lookahead_ns: u64) -> u32 {
     let topology = &scenario.topology;
     let parts = topology.parts().min(SHARDS_MAX);
     let crossing = scenario.flows.iter().any(|flow| {
         flow.after.iter().any(|after| {
-            // The end of a predecessor must be seen in the shard where the flow starts.
+            // The end of a predecessor must happen in the shard where the flow starts.
             let Some(other) = scenario.flows.get(after.flow as usize) else {
                 return true;
             };

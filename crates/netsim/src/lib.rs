@@ -1,18 +1,18 @@
 //! A packet-level network simulator: topologies, queues, transports and collectives.
 //!
-//! Why not a well-known one: a packet costs one event per FIFO port it crosses, an event is
-//! 16 bytes and *is* the packet, routes and ports are arithmetic, and pods run side by side with
-//! the same result on any number of threads. It knows nothing of language models.
+//! It differs from other simulators by its cost. A packet takes one event per FIFO port, an event
+//! is 16 bytes and *is* the packet, routes and ports are computed, and pods run in parallel with
+//! the same result on any number of threads. It has no notion of language models.
 //!
 //! ```text
-//!  Scenario ──► Simulation ──► RunResult
-//!  (plain        shards: Wheel + ports + endpoints
-//!   values)      path table, shared
+//!   Scenario ──► Simulation ──► RunResult
+//!   (plain        shards: Wheel + ports + endpoints
+//!    values)      path table, shared
 //! ```
 //!
-//! Modules in reading order: [`scenario`] (a run), [`topology`] and [`route`] (where packets
-//! go), `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (who sends),
-//! `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`].
+//! Modules in reading order: [`scenario`] (a run), [`topology`] and [`route`] (paths of packets),
+//! `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (senders and
+//! receivers), `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`].
 #![forbid(unsafe_code)]
 
 pub mod aqm;

@@ -1,4 +1,4 @@
-//! Data that all shards read and none changes: the path table and the links' arithmetic.
+//! Read-only data that all shards share: the path table and the links' arithmetic.
 
 use crate::buffer::{NO_INGRESS, Rules};
 use crate::failure::OutageMap;
@@ -7,7 +7,7 @@ use crate::trim::Trim;
 
 /// The next hop of a packet: a port or an endpoint of a shard, in 32 bits.
 ///
-/// Shard in bits 24..32, place in 20..24, index within the shard in 0..20.
+/// Shard in bits 24..32, [`Place`] in 20..24, index within the shard in 0..20.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step(pub(crate) u32);
 
@@ -51,9 +51,9 @@ const PLACES: [Place; 16] = [
     Place::OtherReceiver,
 ];
 
-/// Shards that a [`Step`] can name.
+/// Shards that a [`Step`] can represent.
 pub(crate) const SHARDS_MAX: u32 = 256;
-/// Ports or endpoints of one sort that a shard can hold.
+/// Ports or endpoints of one kind per shard.
 pub(crate) const INDEX_MAX: usize = 1 << 20;
 
 impl Step {
@@ -87,7 +87,7 @@ pub(crate) struct LinkClass {
     pub(crate) delay_ns: u64,
 }
 
-/// Time to put `bytes` on a link: ⌈8·bytes·10⁹ / rate⌉ ns.
+/// Transmission time of `bytes` on a link: ⌈8·bytes·10⁹ / rate⌉ ns.
 pub(crate) fn serialization_ns(bytes: u64, bits_per_s: u64) -> u64 {
     (u128::from(bytes) * 8_000_000_000).div_ceil(u128::from(bits_per_s)) as u64
 }
@@ -111,11 +111,11 @@ pub(crate) struct Net {
     pub(crate) trim: Trim,
     /// Shared buffers and PFC.
     pub(crate) rules: Rules,
-    /// The ingress that a packet came through to the port at the same place of `steps`; empty
+    /// The ingress through which a packet comes to the port at the same index of `steps`; empty
     /// without shared buffers and PFC.
     pub(crate) ingress: Vec<u32>,
-    /// By row: the row that leads back over the same links, and its ports. Empty where nothing is
-    /// returned.
+    /// By row: the row of the reverse path over the same links, and its ports. Empty if packets are
+    /// never returned.
     pub(crate) back: Vec<(u32, u32)>,
 }
 

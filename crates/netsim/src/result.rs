@@ -18,27 +18,27 @@ pub struct FlowResult {
     pub dst: Host,
     /// Whether it started before the run ended.
     pub started: bool,
-    /// When it started; 0 if it did not.
+    /// Start time; 0 if it did not start.
     pub start_ns: u64,
-    /// When the last byte had arrived in order; `None`: not all did.
+    /// When the last byte had arrived in order; `None`: bytes are missing.
     pub delivered_ns: Option<u64>,
-    /// When the sender knew.
+    /// When the sender received the last acknowledgment.
     pub acked_ns: Option<u64>,
-    /// Bytes that the application handed over.
+    /// Bytes that the application submitted.
     pub bytes: u64,
     /// Bytes acknowledged.
     pub bytes_acked: u64,
-    /// Data packets sent, again included.
+    /// Data packets sent, including retransmissions.
     pub packets_sent: u64,
     /// Payload of those, bytes.
     pub bytes_sent: u64,
-    /// Data packets sent again.
+    /// Data packets retransmitted.
     pub retransmitted: u64,
     /// ACKs received.
     pub acks: u64,
-    /// Losses found by duplicate ACKs.
+    /// Losses detected by duplicate ACKs.
     pub fast_retransmits: u32,
-    /// Losses found by the timer.
+    /// Losses detected by the timer.
     pub timeouts: u32,
     /// NACKs received: go-back-N, or trimmed packets.
     pub nacks: u64,
@@ -60,8 +60,8 @@ pub struct FlowResult {
     pub first_ns: u64,
     /// Last arrival.
     pub last_ns: u64,
-    /// Mean time from sender to receiver, ns; `None` if packets were lost or are under way, for a
-    /// packet does not carry its time of departure.
+    /// Mean time from sender to receiver, ns. `None` if packets were lost or are in flight, as
+    /// packets do not carry their departure times.
     pub one_way_delay_ns_mean: Option<f64>,
 }
 
@@ -80,11 +80,11 @@ pub struct PortResult {
     pub marks: u64,
     /// Longest wait of an accepted packet, ns.
     pub wait_ns_max: u64,
-    /// Most bytes that ever waited; 0 for plain FIFO ports, which count no bytes.
+    /// Maximum of waiting bytes; 0 for plain FIFO ports, which do not count bytes.
     pub waiting_bytes_max: u64,
     /// PFC pauses that the port obeyed.
     pub pauses: u64,
-    /// How long it was paused in all, ns, classes added up.
+    /// Total time paused, ns, summed over classes.
     pub paused_ns: u64,
 }
 
@@ -93,11 +93,11 @@ pub struct PortResult {
 pub struct MemoryResult {
     /// The switch.
     pub node: Node,
-    /// Most bytes that waited at one time, headroom not included.
+    /// Maximum of waiting bytes, without headroom.
     pub bytes_max: u64,
-    /// Most bytes in the headroom of one link and class.
+    /// Maximum of bytes in the headroom of one link and class.
     pub headroom_bytes_max: u64,
-    /// Packets that found no room.
+    /// Packets dropped because the memory was full.
     pub drops: u64,
     /// Pauses sent.
     pub pauses: u64,
@@ -110,7 +110,7 @@ pub struct Totals {
     pub events: u64,
     /// Packets that went through a port.
     pub packet_hops: u64,
-    /// Packets handed to a first port.
+    /// Packets submitted to a first port.
     pub sent: u64,
     /// Packets that reached their endpoint.
     pub delivered: u64,
@@ -118,13 +118,13 @@ pub struct Totals {
     pub data_drops: u64,
     /// ACKs and other control packets dropped.
     pub control_drops: u64,
-    /// Those of both that injected loss or failed links took.
+    /// Drops among both by injected loss or failed links.
     pub fault_drops: u64,
     /// Packets marked.
     pub marks: u64,
     /// Packets trimmed to their header.
     pub trims: u64,
-    /// Headers that went back to their senders.
+    /// Headers returned to their senders.
     pub returns: u64,
     /// PFC pauses.
     pub pauses: u64,
@@ -143,21 +143,21 @@ pub struct RunResult {
     pub flows: Vec<FlowResult>,
     /// By port, of those that were used.
     pub ports: Vec<PortResult>,
-    /// By switch, where memory is shared or links are paused.
+    /// By switch, if memory is shared or links are paused.
     pub memories: Vec<MemoryResult>,
-    /// Links that PFC stopped for good; the run ended there.
+    /// A cycle of links that PFC paused forever; the run ended there.
     pub deadlock: Option<Deadlock>,
-    /// Samples over time, if asked for.
+    /// Samples over time, if requested.
     pub series: Option<Series>,
-    /// By flow: the time it would take alone on its path, with all data sent at line rate, ns.
+    /// By flow: its completion time alone on its path at line rate, ns.
     pub ideal_ns: Vec<u64>,
     /// By flow: the time of a full packet over its idle path, ns.
     pub path_ns: Vec<u64>,
-    /// A fingerprint of all the above: equal runs have equal digests, on any number of threads.
+    /// A fingerprint of all of the above: equal runs have equal digests, on any number of threads.
     pub digest: u64,
 }
 
-/// Results of the parts of a run, before totals.
+/// Results of all components of a run, before totals.
 pub(crate) struct Collected {
     pub(crate) tally: Tally,
     pub(crate) events: u64,
@@ -209,16 +209,16 @@ impl RunResult {
         }
     }
 
-    /// Packets still under way: sent, neither delivered nor dropped.
+    /// Packets still in flight: sent, neither delivered nor dropped.
     pub fn in_flight(&self) -> u64 {
         let t = &self.totals;
         t.sent - t.delivered - t.data_drops - t.control_drops
     }
 
-    /// The first law of conservation that the figures break; `None` if all hold.
+    /// The first conservation law that the results violate; `None` if all hold.
     ///
-    /// Totals, flows and ports are counted in different places, so a packet or byte that one of them
-    /// loses is found here.
+    /// Totals, flows and ports are counted in different places, so the laws reveal a packet or byte
+    /// that one of them misses.
     pub fn broken_law(&self) -> Option<String> {
         let t = &self.totals;
         let drops = t.data_drops + t.control_drops;
@@ -234,7 +234,7 @@ impl RunResult {
         .or_else(|| {
             law(
                 t.sent >= sent,
-                "flows sent more packets than the network took",
+                "flows sent more packets than the network received",
             )
         })
         .or_else(|| {
@@ -244,7 +244,7 @@ impl RunResult {
             )
         })
         .or_else(|| {
-            // A trimmed packet is answered, but it is not received.
+            // A trimmed packet is answered, but does not count as received.
             let settled = t.trims == 0 && t.sent == t.delivered + drops;
             law(
                 !settled || sent == received + t.data_drops,
@@ -258,7 +258,7 @@ impl RunResult {
             )
         })
         .or_else(|| {
-            // Links that are down lose packets outside of ports.
+            // Failed links lose packets outside of ports.
             let at_ports = drops.saturating_sub(t.fault_drops)..=drops;
             law(
                 at_ports.contains(&port_drops),
@@ -327,7 +327,7 @@ fn digest(
     ] {
         add(x);
     }
-    // Only some runs have these; digests of the others do not change.
+    // Included only when not zero, so that digests of other runs stay the same.
     for x in [totals.pause_refreshes, totals.returns] {
         if x > 0 {
             add(x);
@@ -353,7 +353,7 @@ fn digest(
         ] {
             add(x);
         }
-        // Only some transports have these; digests of the others do not change.
+        // Included only for transports that set it, so that digests of other runs stay the same.
         let rate = f.rate_bits_per_s.map_or(0, f64::to_bits);
         for x in [f.nacks, f.notifications, rate] {
             if x != 0 {
@@ -444,7 +444,7 @@ impl Fabric {
             .collect()
     }
 
-    /// In order of making, for the caller to sort by switch.
+    /// In order of creation; the caller sorts by switch.
     pub(crate) fn memory_results(&self) -> Vec<MemoryResult> {
         let mut results: Vec<MemoryResult> = self
             .memories

@@ -1,10 +1,10 @@
-//! The default timeouts of queue pairs and of NDP: longer than a packet and its answer take while
-//! nothing is lost.
+//! The default timeouts of queue pairs and of NDP: longer than the round trip of a packet and its
+//! answer without loss.
 //!
-//! InfiniBand leaves the timeout to the fabric's administrator: it has to exceed the packet's life in
-//! both directions and the responder's delay (InfiniBand Architecture Specification volume 1, section
-//! 9.7.6.1.3: Local ACK Timeout, 4.096 us times a power of two). A timeout below that sends packets
-//! again that were never lost.
+//! InfiniBand leaves the timeout to the fabric's administrator. It has to exceed the packet's
+//! lifetime in both directions and the responder's delay (InfiniBand Architecture Specification
+//! volume 1, section 9.7.6.1.3: Local ACK Timeout, 4.096 us times a power of two). A shorter
+//! timeout retransmits packets that are not lost.
 
 use crate::layout::link_class;
 use crate::net::{LinkClass, serialization_ns};
@@ -12,57 +12,57 @@ use crate::scenario::{Flow, Ndp, Roce, Scenario, Transport};
 use crate::scheduled::Discipline;
 use crate::topology::{End, PortId};
 
-/// InfiniBand's unit, ns, and the largest power of two that its five bits name.
+/// InfiniBand's unit, ns, and the largest exponent of its five bits.
 const UNIT_NS: u64 = 4_096;
 const EXPONENT_MAX: u32 = 31;
 
-/// Looks at a path.
-pub(crate) type Look<'a> = dyn FnMut(&[PortId]) + 'a;
+/// Receives a path.
+pub(crate) type PathVisitor<'a> = dyn FnMut(&[PortId]) + 'a;
 
-/// Bytes that may be ahead of a packet, by port and by group of flows that share ports.
-pub(crate) struct Waits<'a> {
+/// Bytes that may be queued before a packet, by port and by group of flows that share ports.
+pub(crate) struct QueueBounds<'a> {
     scenario: &'a Scenario,
     /// Largest packet on the wire, bytes.
     size_max: u64,
     /// By tier: hosts' links, edge, core.
     classes: &'a [LinkClass],
     /// By port.
-    uses: Vec<Use>,
+    uses: Vec<PortUse>,
     /// With PFC: union-find over ports that a flow connects.
     parent: Vec<PortId>,
-    /// With PFC, by root of a group: bytes that its flows will ever put on the network, and the slowest link.
+    /// With PFC, by root of a group: the total bytes of its flows, and the slowest link.
     groups: Vec<(u64, u64)>,
 }
 
 /// The flows over a port.
 #[derive(Clone, Copy, Debug, Default)]
-struct Use {
+struct PortUse {
     flows: u64,
-    /// The flow that was counted last, plus one: each counts once, on however many paths.
+    /// The flow that was counted last, plus one: each flow counts once, over all its paths.
     last: u32,
     /// Data of all of them with headers, and their answers, bytes.
     bytes: u64,
-    /// Most packets that an answer covers.
+    /// Maximum packets per answer.
     ack_every: u64,
-    /// A flow that does not wait for the host's port to take its packets.
+    /// A flow that submits packets without waiting for the host's port.
     pushes: bool,
 }
 
-impl<'a> Waits<'a> {
-    /// `paths` shows the paths of a flow, there and back.
+impl<'a> QueueBounds<'a> {
+    /// `paths` visits the paths of a flow, in both directions.
     pub(crate) fn new(
         scenario: &'a Scenario,
         classes: &'a [LinkClass],
         size_max: u64,
         flows: &[Flow],
-        paths: &dyn Fn(usize, &mut Look<'_>),
+        paths: &dyn Fn(usize, &mut PathVisitor<'_>),
     ) -> Self {
         let ports = scenario.topology.port_count();
-        let mut waits = Waits {
+        let mut bounds = QueueBounds {
             scenario,
             size_max,
             classes,
-            uses: vec![Use::default(); ports as usize],
+            uses: vec![PortUse::default(); ports as usize],
             parent: Vec::new(),
             groups: Vec::new(),
         };
@@ -70,18 +70,18 @@ impl<'a> Waits<'a> {
             let bytes = wire_bytes(flow);
             paths(i, &mut |path| {
                 for &port in path {
-                    waits.uses[port as usize].add(i as u32 + 1, flow, bytes);
+                    bounds.uses[port as usize].add(i as u32 + 1, flow, bytes);
                 }
             });
         }
         if scenario.queue.pfc.is_some() {
-            waits.group(flows, paths);
+            bounds.group(flows, paths);
         }
-        waits
+        bounds
     }
 
     /// Finds the groups of flows that share ports, directly or through others.
-    fn group(&mut self, flows: &[Flow], paths: &dyn Fn(usize, &mut Look<'_>)) {
+    fn group(&mut self, flows: &[Flow], paths: &dyn Fn(usize, &mut PathVisitor<'_>)) {
         let ports = self.scenario.topology.port_count();
         self.parent = (0..ports).collect();
         self.groups = vec![(0, u64::MAX); ports as usize];
@@ -114,14 +114,14 @@ impl<'a> Waits<'a> {
         }
     }
 
-    /// The timeout of a queue pair over `paths`, there and back, ns.
+    /// The timeout of a queue pair over `paths`, both directions, ns.
     pub(crate) fn queue_pair_ns(
         &self,
         flow: &Flow,
         roce: &Roce,
-        paths: &dyn Fn(&mut Look<'_>),
+        paths: &dyn Fn(&mut PathVisitor<'_>),
     ) -> u64 {
-        // Packets until the receiver answers, at the lowest rate of the sender.
+        // Time until the receiver answers, at the sender's lowest rate.
         let wire = u64::from(flow.packet_bytes + flow.header_bytes);
         let first = self.classes[usize::from(self.scenario.links.host.is_none())];
         let rate = roce
@@ -133,8 +133,8 @@ impl<'a> Waits<'a> {
     }
 
     /// The timeout of an NDP flow over `paths`, ns.
-    pub(crate) fn ndp_ns(&self, paths: &dyn Fn(&mut Look<'_>)) -> u64 {
-        // The receiver's host asks its flows for a packet each in turn, at the rate of its link.
+    pub(crate) fn ndp_ns(&self, paths: &dyn Fn(&mut PathVisitor<'_>)) -> u64 {
+        // The receiver's host pulls one packet of each flow in turn, at the rate of its link.
         let mut turn = 0;
         paths(&mut |path| {
             for &port in path {
@@ -147,9 +147,9 @@ impl<'a> Waits<'a> {
             .max(Ndp::RETRY_NS_MIN)
     }
 
-    /// The longest that a packet and its answer take over `paths`, ns.
-    fn round_trip_ns(&self, paths: &dyn Fn(&mut Look<'_>)) -> u64 {
-        // One of several paths is taken, and any may be the longest.
+    /// The maximum time of a packet and its answer over `paths`, ns.
+    fn round_trip_ns(&self, paths: &dyn Fn(&mut PathVisitor<'_>)) -> u64 {
+        // A packet takes one of several paths, and any may be the slowest.
         let mut slowest = 0u64;
         let mut group = None;
         paths(&mut |path| {
@@ -161,16 +161,16 @@ impl<'a> Waits<'a> {
         if let Some(port) = group
             && self.scenario.queue.pfc.is_some()
         {
-            // A pause reaches back through the network, so a packet may wait for any that shares a
-            // link with it, or with those, and so on. What they all have to send drains at the rate
-            // of the slowest link at least.
+            // A pause propagates back through the network. So a packet may wait for any packet that
+            // shares a link with it, directly or through others. All their bytes drain at least at
+            // the rate of the slowest link.
             let (bytes, rate) = self.groups[self.root(port) as usize];
             time = time.saturating_add(drain_ns(bytes, rate).saturating_mul(2));
         }
         time
     }
 
-    /// Serialization, propagation, and the packets that may be before one at a port.
+    /// Serialization, propagation, and the packets that may be queued before one at a port.
     fn hop_ns(&self, port: PortId) -> u64 {
         let link = self.class(port);
         let own = serialization_ns(self.size_max, link.bits_per_s) + link.delay_ns;
@@ -184,7 +184,7 @@ impl<'a> Waits<'a> {
         let of = self.uses[port as usize];
         let queue = &self.scenario.queue;
         if matches!(self.scenario.topology.port_ends(port).0, End::Host(_)) {
-            // Queue pairs hand over a packet each in turn; others all that they have.
+            // Queue pairs submit one packet each in turn; other flows submit all their data.
             let turns = of.flows.saturating_mul(of.ack_every.max(1));
             return if of.pushes {
                 of.bytes
@@ -224,13 +224,13 @@ impl<'a> Waits<'a> {
     fn join(&mut self, a: PortId, b: PortId) {
         let (from, to) = (self.root(a), self.root(b));
         self.parent[from as usize] = to;
-        // Both ends look less far the next time.
+        // Path compression.
         self.parent[a as usize] = to;
         self.parent[b as usize] = to;
     }
 }
 
-impl Use {
+impl PortUse {
     fn add(&mut self, number: u32, flow: &Flow, bytes: u64) {
         if self.last == number {
             return;
@@ -245,7 +245,7 @@ impl Use {
     }
 }
 
-/// Data of a flow with headers, and an answer a packet; no limit if its size is not known.
+/// Data of a flow with headers, and one answer per packet; `u64::MAX` if its size is unknown.
 fn wire_bytes(flow: &Flow) -> u64 {
     let Some(bytes) = flow.demand.bytes() else {
         return u64::MAX;
@@ -255,13 +255,13 @@ fn wire_bytes(flow: &Flow) -> u64 {
     bytes.saturating_add(packets.saturating_mul(each))
 }
 
-/// Time of `bytes` on a link, no more than 2^63 ns.
+/// Time of `bytes` on a link, at most 2^63 ns.
 fn drain_ns(bytes: u64, bits_per_s: u64) -> u64 {
     let ns = u128::from(bytes) * 8_000_000_000 / u128::from(bits_per_s) + 1;
     u64::try_from(ns).unwrap_or(u64::MAX).min(1 << 63)
 }
 
-/// The next of InfiniBand's timeouts.
+/// Rounds up to InfiniBand's next timeout.
 fn round_up(ns: u64) -> u64 {
     let exponent = ns.div_ceil(UNIT_NS).max(2).next_power_of_two().ilog2();
     UNIT_NS << exponent.min(EXPONENT_MAX)

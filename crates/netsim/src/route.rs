@@ -1,5 +1,5 @@
-//! Paths. The generic algorithm walks shortest paths hop by hop and chooses among the neighbors
-//! that are nearer to the destination; fat-trees and leaf-spines compute the same paths.
+//! Paths. The generic algorithm walks shortest paths hop by hop, and chooses among the neighbors
+//! that are nearer to the destination. Fat-trees and leaf-spines compute the same paths directly.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
@@ -10,7 +10,7 @@ use crate::topology::{Host, Node, PortId, Topology};
 /// Choice of a flow's path among the shortest ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Routing {
-    /// The first path in order of node numbers: every flow between two switches takes the same.
+    /// The first path in order of node numbers: all flows between two switches take the same path.
     #[default]
     ShortestPath,
     /// One path per flow and direction, by hash.
@@ -19,11 +19,11 @@ pub enum Routing {
     Spray,
 }
 
-/// Makes paths, and keeps the distances it had to search for.
+/// Finds paths, and caches the distances it had to search for.
 pub(crate) struct Router<'a> {
     topology: &'a Topology,
     down: &'a BTreeSet<PortId>,
-    /// Hops from every switch to a destination switch; `u32::MAX`: cut off.
+    /// Hops from every switch to a destination switch; `u32::MAX`: unreachable.
     distances: HashMap<Node, Vec<u32>>,
     /// Never use the arithmetic paths.
     generic: bool,
@@ -45,7 +45,7 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// The switches from `src`'s to `dst`'s, both included; `None` if they are cut off.
+    /// The switches from `src`'s to `dst`'s, both included; `None` if there is no path.
     pub(crate) fn nodes(
         &mut self,
         src: Host,
@@ -86,7 +86,8 @@ impl<'a> Router<'a> {
             return;
         }
         if self.distances.len() > 64 {
-            // Flows come in order of destination rarely enough; a bound matters more than a hit.
+            // Cleared instead of evicted one by one: flows rarely come in order of destination, and
+            // the bound is what matters.
             self.distances.clear();
         }
         let mut distance = vec![u32::MAX; self.topology.node_count() as usize];
@@ -106,8 +107,8 @@ impl<'a> Router<'a> {
         self.distances.insert(to, distance);
     }
 
-    /// The ports along `nodes`, host links included if they are modeled; the error names the pair
-    /// that no link joins.
+    /// The ports along `nodes`, host links included if they are modeled. An error holds a pair of
+    /// nodes without a link.
     pub(crate) fn ports(
         &self,
         src: Host,
@@ -129,8 +130,8 @@ impl<'a> Router<'a> {
         Ok(())
     }
 
-    /// Path number `index` of a flow whose hash is `hash`, as ports, and for sprayed flows how many
-    /// equal ways there are; `None` if cut off.
+    /// Path number `index` of a flow whose hash is `hash`, as ports, with the number of equal paths
+    /// for sprayed flows; `None` if there is no path.
     pub(crate) fn path(
         &mut self,
         src: Host,
@@ -147,8 +148,8 @@ impl<'a> Router<'a> {
             mix::below(mix::draw(key, choice), u64::from(n)) as u32
         };
         let mut first = |_: u32| 0;
-        // Sprayed packets take the ways in turn: the index, digit by digit, each digit turned by the
-        // flow's hash so that flows begin in different places.
+        // Sprayed packets take the paths in turn: the digits of the index choose the hops. The
+        // flow's hash rotates each digit, so that flows begin at different paths.
         let (mut ways, mut level) = (1u32, 0);
         let mut in_turn = |n: u32| {
             level += 1;
@@ -189,7 +190,10 @@ mod tests {
                 assert_eq!(a, b, "{src} to {dst} with {routing:?}");
             }
         }
-        assert!(fast.distances.is_empty(), "the fast path was not taken");
+        assert!(
+            fast.distances.is_empty(),
+            "the arithmetic path was not used"
+        );
     }
 
     #[test]
@@ -263,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_avoid_what_is_down() {
+    fn paths_avoid_failed_links() {
         let topology = Topology::FatTree(FatTree::new(4, 1).unwrap());
         // Edge 0 loses its link to aggregation 8, the canonical choice.
         let down = BTreeSet::from([topology.port_between(0, 8).unwrap()]);

@@ -1,4 +1,4 @@
-//! A run as plain values, made by hand or by a configuration reader.
+//! A run as plain values, built in code or by a configuration reader.
 
 use crate::aqm::Aqm;
 use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
@@ -23,7 +23,7 @@ pub struct Link {
 /// Links by tier.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Links {
-    /// Between hosts and their switches; `None`: not modeled, a host sends at its switch.
+    /// Between hosts and their switches; `None`: not modeled, a host sends directly at its switch.
     pub host: Option<Link>,
     /// Between switches.
     pub edge: Link,
@@ -34,11 +34,11 @@ pub struct Links {
 /// The queues of every switch port.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Queue {
-    /// Packets that may wait, the one in service not counted; 0: no limit.
+    /// Packets that may wait, without the one in service; 0: no limit.
     pub capacity_packets: u32,
-    /// Bytes that may wait, the packet in service not counted; 0: no limit.
+    /// Bytes that may wait, without the packet in service; 0: no limit.
     pub capacity_bytes: u64,
-    /// Which class is served next.
+    /// The order in which classes are served.
     pub discipline: Discipline,
     /// Drops or marks before the queue is full.
     pub aqm: Aqm,
@@ -48,13 +48,13 @@ pub struct Queue {
     pub shared: Option<SharedBuffer>,
     /// Lossless classes.
     pub pfc: Option<Pfc>,
-    /// Ports trim instead of dropping; discipline and capacity have no effect then.
+    /// Ports trim instead of dropping; `discipline` and the capacities have no effect then.
     pub trim: Option<Trim>,
-    /// PFC's priority of each of the first classes; usually its own number.
+    /// PFC's priority of each of the first classes; by default its own number.
     pub priorities: [u8; PFC_CLASSES],
 }
 
-/// A distribution, drawn from by number, so that draws do not depend on the order of events.
+/// A distribution, sampled by index, so that samples do not depend on the order of events.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Dist {
     /// Always the same.
@@ -93,30 +93,30 @@ impl Dist {
     }
 }
 
-/// Data that an application hands over piece by piece.
+/// Data that an application submits in chunks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Arrivals {
-    /// Size of a piece, bytes.
+    /// Size of a chunk, bytes.
     pub size: Dist,
-    /// Gap between pieces, s.
+    /// Gap between chunks, s.
     pub gap_s: Dist,
-    /// No piece arrives this long after the start or later, ns.
+    /// No chunk arrives this long after the start or later, ns.
     pub duration_ns: Option<u64>,
-    /// Bytes in all.
+    /// Total bytes.
     pub bytes: Option<u64>,
 }
 
-/// Data that a flow has to send.
+/// The data that a flow has to send.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Demand {
-    /// So many bytes, there from the start.
+    /// This many bytes, available from the start.
     Bytes(u64),
-    /// Piece by piece.
+    /// In chunks over time.
     Paced(Arrivals),
 }
 
 impl Demand {
-    /// Bytes in all, where that is known.
+    /// Total bytes, if known.
     pub fn bytes(&self) -> Option<u64> {
         match self {
             Demand::Bytes(bytes) => Some(*bytes),
@@ -160,7 +160,7 @@ pub enum Congestion {
     },
     /// Version 1, draft-cardwell-iccrg-bbr-congestion-control-00.
     Bbr,
-    /// Another one of the crate's table, called through a pointer.
+    /// Another entry of the crate's table, called through a pointer.
     Other(OtherCongestion),
 }
 
@@ -177,8 +177,8 @@ pub struct Tcp {
     pub rto_ns_min: u64,
     /// Packets are ECN-capable.
     pub ecn: bool,
-    /// No segment shorter than the MSS while more data waits (RFC 9293 section 3.8.6.2.1). `false`:
-    /// each segment is min(MSS, window left, data left), as Days' Reno sends them.
+    /// Avoids segments shorter than the MSS while more data waits (RFC 9293 section 3.8.6.2.1).
+    /// `false`: each segment is min(MSS, window left, data left), as Days' Reno sends them.
     pub sws_avoidance: bool,
 }
 
@@ -203,12 +203,10 @@ pub struct Roce {
     pub dcqcn: Option<Dcqcn>,
     /// Bytes that may be unacknowledged; 0: no limit.
     pub window_bytes: u64,
-    /// Without progress for so long the sender goes back to the first unacknowledged packet, ns.
-    /// `None`: longer than packets and answers take while nothing is lost, by the path's links and
-    /// buffers.
+    /// Without progress for this long, the sender goes back to the first unacknowledged packet, ns.
+    /// `None`: derived from the path's links and buffers, longer than the round trip without loss.
     pub retry_ns: Option<u64>,
-    /// Packets that one ACK covers; the last packet of a flow always has its own. A window of fewer
-    /// packets counts instead.
+    /// Packets per ACK; the last packet of a flow always has its own. A smaller window limits it.
     pub ack_every: u32,
 }
 
@@ -223,18 +221,18 @@ impl Default for Roce {
     }
 }
 
-/// A receiver-driven flow in the manner of NDP.
+/// A receiver-driven flow, similar to NDP.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ndp {
-    /// Packets sent without being asked for.
+    /// Packets sent before the receiver's first pull.
     pub window_packets: u32,
-    /// Without an answer for so long lost packets go again, ns. `None`: 1 ms, or longer where packets
-    /// and answers take longer while nothing is lost.
+    /// Without an answer for this long, lost packets are retransmitted, ns. `None`: 1 ms, or longer
+    /// if the round trip without loss is longer.
     pub retry_ns: Option<u64>,
 }
 
 impl Ndp {
-    /// Handley et al. 2017, section 3.2.3: headers are hardly ever lost, so 1 ms is safe.
+    /// Handley et al. 2017, section 3.2.3: headers are rarely lost, so 1 ms is safe.
     pub(crate) const RETRY_NS_MIN: u64 = 1_000_000;
 }
 
@@ -249,44 +247,45 @@ impl Default for Ndp {
     }
 }
 
-/// How a flow's packets are sent and answered.
+/// The transport protocol of a flow.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Transport {
     /// TCP.
     Tcp(Tcp),
     /// A RoCE queue pair.
     Roce(Roce),
-    /// Receiver-driven, in the manner of NDP.
+    /// Receiver-driven, similar to NDP.
     Ndp(Ndp),
-    /// Packets that nothing answers.
+    /// Packets without acknowledgments.
     Packets,
-    /// Another one of the crate's table, called through pointers.
+    /// Another entry of the crate's table, called through pointers.
     Other(OtherTransport),
 }
 
-/// Which paths a flow may take.
+/// The paths that a flow may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Paths {
     /// Chosen by the network.
     By(Routing),
-    /// These switches, first to last; ACKs return the same way.
+    /// These switches, first to last; ACKs return over the same links.
     Explicit(Vec<Node>),
 }
 
 /// When a predecessor counts as finished.
 ///
-/// The receiver of a flow without a size cannot know which byte is the last, and that of a flow of 0
-/// bytes gets none: those two finish when their sender does, either way.
+/// The receiver of a flow without a size cannot know its last byte, and that of a flow of 0 bytes
+/// receives none. Both finish when their sender does, with either value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Finished {
     /// Its last byte has arrived.
     Delivered,
-    /// Its sender has the last ACK. Plain packets have none: their sender has sent the last packet.
+    /// Its sender has received the last ACK. Plain packets have none: their sender has sent the
+    /// last packet.
     Acknowledged,
 }
 
 impl Finished {
-    /// The event of `flow` that can be waited for.
+    /// The event of `flow` that dependents wait for.
     pub(crate) fn of(self, flow: &Flow) -> Finished {
         match flow.demand.bytes() {
             None | Some(0) => Finished::Acknowledged,
@@ -295,14 +294,14 @@ impl Finished {
     }
 }
 
-/// A flow waits for another.
+/// A dependency on another flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct After {
-    /// Index of the other flow in [`Scenario::flows`].
+    /// Index of that flow in [`Scenario::flows`].
     pub flow: u32,
     /// The event to wait for.
     pub until: Finished,
-    /// Time between the two, such as computation, ns.
+    /// Delay after the event, such as computation, ns.
     pub delay_ns: u64,
 }
 
@@ -342,9 +341,9 @@ pub struct Flow {
 /// A run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scenario {
-    /// Seed of everything drawn.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// Simulated time after which nothing happens, ns.
+    /// End of simulated time, ns.
     pub duration_ns: u64,
     /// Switches and hosts.
     pub topology: Topology,
@@ -354,12 +353,12 @@ pub struct Scenario {
     pub queue: Queue,
     /// The traffic.
     pub flows: Vec<Flow>,
-    /// Paths of a sprayed flow, per direction, at most.
+    /// Maximum paths of a sprayed flow, per direction.
     pub spray_paths: u32,
     /// Time between samples of all ports, ns; `None`: no samples.
     pub sample_ns: Option<u64>,
     /// Links and switches that fail.
     pub failures: Vec<Failure>,
-    /// Time from a failure or repair until flows take other paths, ns.
-    pub notice_ns: u64,
+    /// Convergence time: from a failure or repair until flows take other paths, ns.
+    pub convergence_ns: u64,
 }

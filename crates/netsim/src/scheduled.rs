@@ -1,8 +1,8 @@
 //! Ports with several classes: strict priority, deficit and weighted round robin, weighted fair
 //! queueing, virtual clock.
 //!
-//! A later packet may overtake here, so a departure is not known at the arrival. An idle port still
-//! costs one event a packet; a busy one wakes up once more for each packet that waited.
+//! Packets may overtake here, so a departure is not known at the arrival. An idle port still costs
+//! one event per packet. A busy one has an additional wake-up for each packet that waited.
 
 use std::collections::VecDeque;
 
@@ -10,31 +10,31 @@ use slipstream_base::mix;
 
 use crate::aqm::{Arrival, Verdict};
 use crate::buffer::{LASTING, NO_SWITCH, PFC_CLASSES, RUN_OUT, quanta_ns};
-use crate::event::{CE, ECT, Event, Kind};
+use crate::event::{CE, ECT, EventKind, NetEvent};
 use crate::fabric::{Fabric, UNLIMITED};
 use crate::net::{Net, Place, Step};
 
-/// Which class is served next.
+/// The order in which classes are served.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Discipline {
-    /// One queue; the port costs one event a packet.
+    /// One queue; the port costs one event per packet.
     #[default]
     Fifo,
     /// The class with the highest priority that has a packet; by class.
     StrictPriority(Vec<u32>),
     /// Deficit round robin (Shreedhar, Varghese, "Efficient fair queuing using deficit round
-    /// robin", IEEE/ACM ToN 1996): a class may send quantum × weight bytes a round.
+    /// robin", IEEE/ACM ToN 1996): a class may send quantum × weight bytes per round.
     Drr(Vec<u32>),
-    /// Weighted round robin: as many packets a round as the weight.
+    /// Weighted round robin: the weight is the packets per round.
     Wrr(Vec<u32>),
     /// Weighted fair queueing by self-clocked finish tags (Golestani, "A self-clocked fair
     /// queueing scheme for broadband applications", INFOCOM 1994).
     Wfq(Vec<u32>),
-    /// Virtual clock (Zhang, SIGCOMM 1990): stamps advance by vtick ns a packet.
+    /// Virtual clock (Zhang, SIGCOMM 1990): stamps advance by vtick ns per packet.
     VirtualClock(Vec<u64>),
-    /// Virtual clock whose stamps advance with a packet's size: by class, s a bit.
+    /// Virtual clock whose stamps advance with a packet's size: seconds per bit, by class.
     VirtualClockBits(Vec<f64>),
-    /// Arrival order over so many priorities, each of which PFC may pause on its own.
+    /// Arrival order over this many priorities, each of which PFC may pause separately.
     PriorityFifo(u8),
 }
 
@@ -54,7 +54,7 @@ impl Discipline {
     }
 }
 
-/// Bytes that a class of weight 1 may send in a round of DRR: the largest common packet, so that
+/// Bytes that a class of weight 1 may send per round of DRR: the largest common packet, so that
 /// each class sends in each round (the paper's condition for O(1) work).
 const QUANTUM: u64 = 1_500;
 
@@ -63,9 +63,9 @@ const TAG_SHIFT: u32 = 16;
 
 #[derive(Clone, Debug, Default)]
 struct Class {
-    /// Packet, its place in the path table, when it came, and its tag.
-    queue: VecDeque<(Event, u32, u64, u64)>,
-    /// Bytes in it.
+    /// Packet, its index in the path table, arrival time, and tag.
+    queue: VecDeque<(NetEvent, u32, u64, u64)>,
+    /// Bytes in the queue.
     bytes: u64,
     /// DRR: bytes left in this round; WRR: packets left.
     credit: u64,
@@ -73,25 +73,25 @@ struct Class {
     tag: u64,
 }
 
-/// Limits of a port besides packets.
+/// Limits of a port in addition to packets.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Room {
+pub(crate) struct PortLimits {
     /// Bytes that may wait; `u64::MAX`: no limit.
     pub(crate) capacity_bytes: u64,
     /// Index of the shard's memories, or [`NO_SWITCH`].
     pub(crate) memory: u32,
-    /// Loss injection: not at a host's own port.
+    /// Whether loss injection applies; not at a host's own port.
     pub(crate) lossy: bool,
     /// PFC's priority of each of the first classes.
     pub(crate) priorities: [u8; PFC_CLASSES],
 }
 
-/// Each class is the priority of its number.
+/// Each class has the priority of its number.
 pub(crate) const OWN_PRIORITIES: [u8; PFC_CLASSES] = [0, 1, 2, 3, 4, 5, 6, 7];
 
-impl Default for Room {
+impl Default for PortLimits {
     fn default() -> Self {
-        Room {
+        PortLimits {
             capacity_bytes: u64::MAX,
             memory: NO_SWITCH,
             lossy: false,
@@ -110,26 +110,26 @@ pub(crate) struct Scheduled {
     aqm: u8,
     busy: u64,
     waking: bool,
-    /// Round robin: the class that sends.
+    /// Round robin: the class whose turn it is.
     turn: usize,
     /// WFQ: tag of the packet in service.
     clock: u64,
     waiting: u32,
-    /// Bytes that wait, the most that ever did, and how many may (`u64::MAX`: no limit).
+    /// Waiting bytes, their maximum so far, and their limit (`u64::MAX`: none).
     waiting_bytes: u64,
     pub(crate) waiting_bytes_max: u64,
     capacity_bytes: u64,
     /// Index of the shard's memories; [`NO_SWITCH`]: a host's port.
     memory: u32,
     lossy: bool,
-    /// PFC's priority of each of the first classes; later ones go by their own number.
+    /// PFC's priority of each of the first classes; later ones have their own number.
     priorities: [u8; PFC_CLASSES],
     /// Bit p: priority p is paused by PFC.
     paused: u8,
     paused_at: [u64; PFC_CLASSES],
-    /// When a pause runs out; `u64::MAX`: when it is taken back.
+    /// When a pause expires; `u64::MAX`: when it is revoked.
     paused_until: [u64; PFC_CLASSES],
-    /// Pauses received, and how long each class was paused in all, ns.
+    /// Pauses received, and total time paused, ns, summed over classes.
     pub(crate) pauses: u64,
     pub(crate) paused_ns: u64,
     /// Endpoints of a host that wait for their turn at its port.
@@ -143,7 +143,7 @@ pub(crate) struct Scheduled {
 }
 
 impl Scheduled {
-    pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec, room: Room) -> Self {
+    pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec, room: PortLimits) -> Self {
         Scheduled {
             priorities: room.priorities,
             classes: vec![Class::default(); classes],
@@ -213,13 +213,13 @@ impl Scheduled {
                 c.tag = c.tag.max(now).saturating_add(ns);
                 c.tag
             }
-            // One more with every packet that is taken.
+            // Increases with every packet that is accepted.
             Discipline::PriorityFifo(_) => self.packets + u64::from(self.waiting),
             _ => 0,
         }
     }
 
-    /// PFC's priority and place in the path table of each packet that waits.
+    /// PFC's priority and index in the path table of each packet that waits.
     pub(crate) fn waiting_rows(&self) -> impl Iterator<Item = (usize, u32)> {
         let classes = self.classes.iter().enumerate();
         classes.flat_map(|(class, c)| {
@@ -276,12 +276,12 @@ impl Scheduled {
                         c.credit -= u64::from(event.size());
                         break self.turn;
                     }
-                    // An empty class keeps nothing for later.
+                    // An empty class saves no credit.
                     None => c.credit = 0,
                     Some(_) => {}
                 }
                 self.turn = (self.turn + 1) % self.classes.len();
-                // A paused class saves nothing up while the others go round.
+                // A paused class saves no credit while the others are served.
                 if !self.is_paused(self.turn) {
                     let quantum = QUANTUM * u64::from(weights[self.turn].max(1));
                     self.classes[self.turn].credit += quantum;
@@ -303,7 +303,7 @@ impl Scheduled {
 
 impl Fabric {
     /// A packet arrives at the scheduled port at `steps[at]`.
-    pub(crate) fn enter_scheduled(&mut self, net: &Net, now: u64, mut event: Event, at: usize) {
+    pub(crate) fn enter_scheduled(&mut self, net: &Net, now: u64, mut event: NetEvent, at: usize) {
         let step = net.steps[at];
         if self.loss > 0.0 && self.is_lost_at(step, event) {
             return;
@@ -362,7 +362,7 @@ impl Fabric {
 
     /// Loss injection.
     #[cold]
-    fn is_lost_at(&mut self, step: Step, event: Event) -> bool {
+    fn is_lost_at(&mut self, step: Step, event: NetEvent) -> bool {
         let port = &mut self.scheduled[step.index()];
         let key = self.seed ^ mix::mix64(u64::from(self.scheduled_ids[step.index()]));
         let arrivals = port.packets + port.drops + u64::from(port.waiting);
@@ -375,18 +375,18 @@ impl Fabric {
         true
     }
 
-    /// Sees to it that a port with work will serve it.
+    /// Schedules a wake-up for a port that has a packet to serve.
     fn wake(&mut self, now: u64, step: Step) {
         let port = &mut self.scheduled[step.index()];
         if !port.waking && port.can_serve() {
             port.waking = true;
             let at = port.busy.max(now);
-            self.schedule(at, Kind::Wake, step.0, 0);
+            self.schedule(at, EventKind::Wake, step.0, 0);
         }
     }
 
-    /// PFC pauses or resumes a class of a port.
-    pub(crate) fn on_pause(&mut self, net: &Net, now: u64, event: Event) {
+    /// Pauses or resumes a class of a port.
+    pub(crate) fn on_pause(&mut self, net: &Net, now: u64, event: NetEvent) {
         let step = Step(event.what);
         let port = &mut self.scheduled[step.index()];
         let class = event.size() as usize & (PFC_CLASSES - 1);
@@ -409,7 +409,7 @@ impl Fabric {
                 let rate = net.classes[port.class as usize].bits_per_s;
                 let end = now + quanta_ns(event.seq, rate).max(1);
                 port.paused_until[class] = end;
-                let mut event = Event::local(Kind::Pause, end, step.0, RUN_OUT);
+                let mut event = NetEvent::local(EventKind::Pause, end, step.0, RUN_OUT);
                 event.meta |= class as u32;
                 self.wheel.push(end, event);
             }
@@ -420,9 +420,9 @@ impl Fabric {
         }
     }
 
-    /// Whether `sender` may hand a packet to its host's port now; if not, it gets a timer event when
-    /// its turn comes. The port takes one packet ahead of the one in service, so that what a pause
-    /// or a full link holds back stays with the senders.
+    /// Whether `sender` may submit a packet to its host's port now; if not, it gets a timer event
+    /// when its turn comes. The port queues only one packet behind the one in service. So packets
+    /// that a pause or a full link delays stay with the senders.
     pub(crate) fn take_turn(&mut self, port: Step, sender: Step) -> bool {
         if port.place() != Place::Scheduled {
             return true;
@@ -435,8 +435,8 @@ impl Fabric {
         true
     }
 
-    /// The port is free: serves the next packet, and wakes again if more wait. `straight`: the
-    /// packet has just come and never waited, so no memory was taken for it.
+    /// Serves the next packet of a free port, and schedules a wake-up if more wait. `straight`: the
+    /// packet never waited, so it holds no memory.
     pub(crate) fn serve(&mut self, net: &Net, now: u64, step: Step, straight: bool) {
         debug_assert_eq!(step.place(), Place::Scheduled);
         let port = &mut self.scheduled[step.index()];
@@ -473,7 +473,7 @@ impl Fabric {
             self.release(net, now, room, priority, u64::from(size));
         }
         if let Some(sender) = turn {
-            self.schedule(now, Kind::Timer, sender.0, 0);
+            self.schedule(now, EventKind::Timer, sender.0, 0);
         }
     }
 }

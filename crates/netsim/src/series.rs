@@ -1,19 +1,19 @@
-//! Samples of every port at equal intervals: what waits, and what share of the link was used.
+//! Samples of every port at equal intervals: backlog and link utilization.
 
 use crate::net::{Net, Place, Step};
 use crate::shard::Shard;
 use crate::topology::{PortId, Tier, Topology};
 
-/// Samples of single ports that are kept; later ones are of tiers only.
+/// Limit of samples of single ports; later ones are only per tier.
 const SAMPLES_MAX: usize = 4_000_000;
 
-/// Samples in time that are taken; a run that lasts longer has none of its end.
+/// Limit of sampling times; a longer run has no samples of its end.
 const TIMES_MAX: usize = 200_000;
 
 /// A port at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PortSample {
-    /// Bytes accepted and not yet sent: those that wait and the rest of the packet in service.
+    /// Bytes accepted and not yet sent: waiting packets and the rest of the packet in service.
     pub backlog_bytes: u64,
     /// Share of the link's time in the interval that ends here, 0 to 1.
     pub utilization: f32,
@@ -30,11 +30,11 @@ pub struct TierSample {
     pub ports: u32,
     /// Largest backlog of a port, bytes.
     pub backlog_bytes_max: u64,
-    /// Backlog of all of them, bytes.
+    /// Sum of backlogs, bytes.
     pub backlog_bytes: u64,
     /// Mean over the ports in use.
     pub utilization_mean: f64,
-    /// Of the busiest.
+    /// Utilization of the busiest port.
     pub utilization_max: f32,
     /// Packets dropped in the interval.
     pub drops: u64,
@@ -47,30 +47,30 @@ pub struct TierSample {
 pub struct Series {
     /// Time between samples, ns.
     pub interval_ns: u64,
-    /// When, ns: ends of the intervals.
+    /// Sampling times, ns: ends of the intervals.
     pub times_ns: Vec<u64>,
     /// By time: links of hosts, links between switches, links of cores.
     pub tiers: Vec<[TierSample; 3]>,
     /// The ports, ascending.
     pub ports: Vec<PortId>,
-    /// By time, then by port. Shorter than `times_ns` asks for if the bound was reached.
+    /// By time, then by port. Covers fewer times than `times_ns` if the limit was reached.
     pub samples: Vec<PortSample>,
 }
 
 impl Series {
-    /// The samples of single ports at time number `index`; empty beyond the bound.
+    /// The samples of single ports at time number `index`; empty beyond the limit.
     pub fn at(&self, index: usize) -> &[PortSample] {
         let n = self.ports.len();
         self.samples.get(index * n..(index + 1) * n).unwrap_or(&[])
     }
 
-    /// Times of which the ports' own samples were kept.
+    /// Number of times with samples of single ports.
     pub fn kept(&self) -> usize {
         self.samples.len() / self.ports.len().max(1)
     }
 }
 
-/// Counters of a port at a time.
+/// Counters of a port at one time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
     sent: u64,
@@ -120,8 +120,8 @@ impl Sampler {
         }
     }
 
-    /// Leaves out the intervals before `next`, the next event, if nothing happens in them: their
-    /// samples would be zeros.
+    /// Skips the intervals before `next`, the next event, if the network is idle: their samples
+    /// would be zeros.
     pub(crate) fn skip_to(&mut self, next: u64, shards: &[Shard]) {
         let interval = self.series.interval_ns;
         if next < self.next_ns.saturating_add(interval) || !self.is_idle(shards) {
@@ -131,8 +131,8 @@ impl Sampler {
         self.next_ns = self.before_ns + interval;
     }
 
-    /// Whether every port was idle at the last sample. Only FIFO ports can be busy without an event
-    /// to come at their end, so what waits elsewhere needs no look.
+    /// Whether every port was idle at the last sample. Only FIFO ports can be busy without a
+    /// pending event, so the others need no check.
     fn is_idle(&self, shards: &[Shard]) -> bool {
         self.places.iter().all(|&(step, _)| {
             let f = &shards[step.shard()].fabric;
@@ -154,7 +154,7 @@ impl Sampler {
         for (i, &(step, tier)) in self.places.iter().enumerate() {
             let f = &shards[step.shard()].fabric;
             let at = step.index();
-            // Bytes that were put on the link or are on it, when it is free, and what waits besides.
+            // Bytes put on the link or on it, when it is free, and waiting bytes in addition.
             let (class, busy, bytes, waiting, drops, marks) = match step.place() {
                 Place::Fifo => {
                     let (p, rest) = (&f.ports[at], &f.port_rest[at]);
@@ -180,7 +180,7 @@ impl Sampler {
             };
             let rate = net.classes[class as usize].bits_per_s;
             let left = u128::from(busy.saturating_sub(now)) * u128::from(rate);
-            // A FIFO port accepts bytes before it sends them; the others do when service starts.
+            // A FIFO port counts bytes at acceptance; the others when service starts.
             let left = ((left / 8_000_000_000) as u64).min(bytes);
             let count = Count {
                 sent: bytes - left,

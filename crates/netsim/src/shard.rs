@@ -1,8 +1,8 @@
-//! A part of the network with its own event queue: ports, and the endpoints of its hosts.
+//! A partition of the network with its own event queue: ports, and the endpoints of its hosts.
 
 use std::collections::HashMap;
 
-use crate::event::{Event, Kind};
+use crate::event::{EventKind, NetEvent};
 use crate::fabric::Fabric;
 use crate::net::{Net, Place, Step};
 use crate::scenario::Finished;
@@ -12,10 +12,10 @@ use crate::transport::roce::{QpReceiver, QpSender};
 use crate::transport::tcp::{TcpReceiver, TcpSender};
 use crate::transport::{Receiver, ReceiverState, Sender, SenderState};
 
-/// Events whose memory is fetched together; 8 to 32 were equally good on E5.
-const LOOK_AHEAD: usize = 16;
+/// Events whose data is prefetched together; 8 to 32 were equally good on E5.
+const PREFETCHED: usize = 16;
 
-/// Paths, ports and endpoints of less than this stay in a core's caches.
+/// If paths, ports and endpoints are smaller than this, they stay in a core's caches.
 const SMALL_BYTES: usize = 128 << 10;
 
 /// Flows that start when a flow finishes: the sender, and the delay, ns.
@@ -32,12 +32,12 @@ pub(crate) struct Shard {
     pub(crate) pacers: Vec<Pacer>,
     pub(crate) raw_senders: Vec<RawSender>,
     pub(crate) raw_receivers: Vec<RawReceiver>,
-    /// Of transports without a place of their own.
+    /// Endpoints of transports without a field of their own.
     pub(crate) other_senders: Vec<Box<dyn Sender>>,
     pub(crate) other_receivers: Vec<Box<dyn Receiver>>,
-    /// By flow and its event that is waited for; empty in runs without dependencies.
+    /// By flow and its event; empty in runs without dependencies.
     pub(crate) successors: HashMap<(u32, Finished), Successors>,
-    /// Predecessors that a sender still waits for, and the earliest start.
+    /// Unfinished predecessors of a sender, and its earliest start.
     pub(crate) waiting: HashMap<u32, (u32, u64)>,
     pub(crate) now: u64,
     pub(crate) events: u64,
@@ -46,13 +46,13 @@ pub(crate) struct Shard {
 impl Shard {
     /// Runs every event before `until`.
     pub(crate) fn run(&mut self, net: &Net, until: u64) {
-        // Data that fits into the caches needs no fetching.
+        // Data that fits into the caches needs no prefetch.
         let mut ahead = if self.is_small(net) { u64::MAX } else { 0 };
         while let Some((now, event)) = self.fabric.wheel.pop_ref(until) {
             let event = *event;
-            debug_assert!(now >= self.now, "time ran back");
+            debug_assert!(now >= self.now, "time went backwards");
             if ahead == 0 {
-                ahead = self.look_ahead(net) as u64;
+                ahead = self.prefetch(net) as u64;
             } else {
                 ahead -= 1;
             }
@@ -78,16 +78,17 @@ impl Shard {
         bytes <= SMALL_BYTES
     }
 
-    /// Reads the data of the next events, so that the cache misses of several overlap instead of
-    /// following each other. Returns how many events that covers.
+    /// Reads the data of the next events, so that their cache misses overlap instead of being
+    /// sequential. Returns the number of events covered.
     #[inline]
-    fn look_ahead(&self, net: &Net) -> usize {
+    fn prefetch(&self, net: &Net) -> usize {
         let upcoming = self.fabric.wheel.upcoming();
+        // Too few misses to overlap.
         if upcoming.len() < 4 {
             return 0;
         }
-        let upcoming = &upcoming[..upcoming.len().min(LOOK_AHEAD)];
-        let mut steps = [Step::NONE; LOOK_AHEAD];
+        let upcoming = &upcoming[..upcoming.len().min(PREFETCHED)];
+        let mut steps = [Step::NONE; PREFETCHED];
         for (step, event) in steps.iter_mut().zip(upcoming) {
             if event.is_packet() {
                 *step = net.steps[event.what as usize * net.stride + event.hop()];
@@ -117,7 +118,7 @@ impl Shard {
     }
 
     #[inline]
-    fn on_packet(&mut self, net: &Net, now: u64, event: Event) {
+    fn on_packet(&mut self, net: &Net, now: u64, event: NetEvent) {
         let at = event.what as usize * net.stride + event.hop();
         let step = net.steps[at];
         if !net.outages.is_empty() && event.hop() > 0 && net.is_lost_before(at, now, event.size()) {
@@ -256,15 +257,15 @@ impl Shard {
         }
     }
 
-    fn on_local(&mut self, net: &Net, now: u64, event: Event) {
+    fn on_local(&mut self, net: &Net, now: u64, event: NetEvent) {
         let step = Step(event.what);
         let fabric = &mut self.fabric;
         let finished = match (step.place(), event.kind()) {
             (Place::TcpSender, kind) => {
                 let sender = &mut self.tcp_senders[step.index()];
                 let done = match kind {
-                    Kind::Start => sender.on_start(now, fabric, net),
-                    Kind::Tick => sender.on_tick(now, fabric, net),
+                    EventKind::Start => sender.on_start(now, fabric, net),
+                    EventKind::Tick => sender.on_tick(now, fabric, net),
                     _ => {
                         sender.on_timer(now, event, fabric, net);
                         false
@@ -272,7 +273,7 @@ impl Shard {
                 };
                 done.then_some(sender.flow)
             }
-            (Place::Scheduled, Kind::Pause) => {
+            (Place::Scheduled, EventKind::Pause) => {
                 fabric.on_pause(net, now, event);
                 None
             }
@@ -295,7 +296,7 @@ impl Shard {
             }
             (Place::NdpSender, kind) => {
                 let sender = &mut self.ndp_senders[step.index()];
-                let done = if kind == Kind::Start {
+                let done = if kind == EventKind::Start {
                     sender.on_start(now, fabric, net)
                 } else {
                     sender.on_timer(now, fabric, net);
@@ -305,7 +306,7 @@ impl Shard {
             }
             (Place::QpSender, kind) => {
                 let sender = &mut self.qp_senders[step.index()];
-                let done = if kind == Kind::Start {
+                let done = if kind == EventKind::Start {
                     sender.on_start(now, fabric, net)
                 } else {
                     sender.on_timer(now, event, fabric, net);
@@ -315,12 +316,12 @@ impl Shard {
             }
             (Place::RawSender, kind) => {
                 let sender = &mut self.raw_senders[step.index()];
-                let done = sender.on_due(now, kind == Kind::Start, fabric, net);
+                let done = sender.on_due(now, kind == EventKind::Start, fabric, net);
                 done.then_some(sender.flow)
             }
             (Place::OtherSender, kind) => {
                 let sender = &mut self.other_senders[step.index()];
-                let done = if kind == Kind::Start {
+                let done = if kind == EventKind::Start {
                     sender.on_start(now, fabric, net)
                 } else {
                     sender.on_timer(now, event, fabric, net)
@@ -334,7 +335,7 @@ impl Shard {
         }
     }
 
-    /// Starts what waited for a flow.
+    /// Starts the flows that depended on a flow.
     #[cold]
     fn on_finished(&mut self, now: u64, flow: u32, what: Finished) {
         let Some(successors) = self.successors.remove(&(flow, what)) else {
@@ -349,7 +350,7 @@ impl Shard {
             *earliest = (*earliest).max(now + delay);
             if *left == 0 {
                 let start = *earliest;
-                self.fabric.schedule(start, Kind::Start, sender.0, 0);
+                self.fabric.schedule(start, EventKind::Start, sender.0, 0);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! From a scenario to shards, through the run, to results.
+//! Execution of a scenario: set-up, the run on one or more threads, and results.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use slipstream_des::{Spin, WindowBarrier};
 
 use crate::deadlock::{self, Deadlock};
 use crate::error::Error;
-use crate::event::Event;
+use crate::event::NetEvent;
 use crate::fabric::Tally;
 use crate::layout::{Builder, Reroute};
 use crate::net::{Net, Place, Step, serialization_ns};
@@ -17,28 +17,29 @@ use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::transport::{Received, SendCount};
 
-/// Interval of the deadlock search in runs with PFC, ns: rare compared with events, short for people.
+/// Interval of the deadlock search in runs with PFC, ns: long compared with events, short for
+/// users.
 const DEADLOCK_NS: u64 = 1_000_000;
 
-/// How a run is executed; none of it changes the result.
+/// How a run is executed. The result does not depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Execution {
-    /// Threads; more than the run has shards are not started.
+    /// Maximum number of threads; never more than shards.
     pub threads: u32,
-    /// Looks at the barrier before a thread parks.
+    /// Checks of the barrier before a thread parks.
     pub spin: Spin,
-    /// Events that a window must hold on average for threads to meet after it; where windows hold fewer,
-    /// one thread runs them. 0: `threads` run all.
+    /// Minimum events per window, on average, for which threads pay off; if windows have fewer, one
+    /// thread runs them. 0: always `threads` threads.
     pub window_events_min: u64,
-    /// Memory that the run may use, bytes.
+    /// Limit of the run's memory, bytes.
     pub memory_bytes_max: u64,
 }
 
-/// Windows between two counts of their events, on one thread: few, as a crowded network would run
+/// Windows between two counts of their events, on one thread. Few, as a busy network would run
 /// faster on all threads.
-const LOOK_ALONE: u64 = 16;
-/// The same on several: starting threads costs about as much as a hundred meetings.
-const LOOK_TOGETHER: u64 = 1_024;
+const WINDOWS_ALONE: u64 = 16;
+/// The same on several threads: starting threads costs about as much as a hundred barriers.
+const WINDOWS_TOGETHER: u64 = 1_024;
 
 impl Default for Execution {
     fn default() -> Self {
@@ -60,14 +61,14 @@ pub struct Simulation {
     pub(crate) endpoints: Vec<(Step, Step)>,
     /// First data path of each flow.
     pub(crate) rows: Vec<u32>,
-    /// Least time that an event in one shard takes to cause one in another, ns.
+    /// Minimum time from an event in one shard to its effect in another, ns.
     pub(crate) lookahead_ns: u64,
     pub(crate) windows: u64,
-    /// Windows hold enough events for threads to pay.
+    /// Whether windows have enough events for threads to pay off.
     pub(crate) crowded: bool,
-    /// The most threads that ran at a time.
+    /// Maximum number of threads at a time so far.
     pub(crate) threads: u32,
-    /// By time, and how many have been done.
+    /// In order of time, and the number already applied.
     pub(crate) reroutes: Vec<Reroute>,
     pub(crate) rerouted: usize,
     pub(crate) sampler: Option<Sampler>,
@@ -83,7 +84,7 @@ impl Simulation {
         Builder::new(scenario, execution)?.build()
     }
 
-    /// Shards that the run is split into: a property of the scenario, not of the machine.
+    /// Number of shards: a property of the scenario, not of the machine.
     pub fn shard_count(&self) -> usize {
         self.shards.len()
     }
@@ -98,7 +99,7 @@ impl Simulation {
         self.windows
     }
 
-    /// The most threads that ran at a time so far.
+    /// Maximum number of threads at a time so far.
     pub fn threads(&self) -> u32 {
         self.threads
     }
@@ -108,7 +109,7 @@ impl Simulation {
         &self.scenario
     }
 
-    /// Runs to the end of simulated time, or until nothing is left to do. `progress` gets the
+    /// Runs to the end of simulated time, or until no events are left. `progress` receives the
     /// simulated time, ns, and the events so far, about every `progress_ns` of simulated time.
     pub fn run(
         &mut self,
@@ -122,7 +123,7 @@ impl Simulation {
             next_ns: progress_ns.max(1),
             on_progress: progress,
         };
-        // Stops are a property of the scenario: they cut the run in the same places on any number
+        // Stops are a property of the scenario: they divide the run at the same times on any number
         // of threads.
         let mut stop = 0;
         while self.deadlock.is_none() {
@@ -148,12 +149,12 @@ impl Simulation {
         {
             sampler.take(now, &self.shards, &self.net);
         }
-        // Flows stuck without a timer leave no event behind.
-        self.look_for_deadlock(self.now());
+        // Flows in a deadlock without timers leave no event behind.
+        self.find_deadlock(self.now());
     }
 
-    /// The next time at which something looks at, or changes, the whole network; `next` is that of
-    /// the next event.
+    /// The next time at which the whole network is sampled or changed; `next` is that of the next
+    /// event.
     fn next_stop(&self, next: u64) -> u64 {
         let deadlock = if self.scenario.queue.pfc.is_some() {
             (next / DEADLOCK_NS + 1) * DEADLOCK_NS
@@ -167,10 +168,10 @@ impl Simulation {
             .min(reroute.map_or(u64::MAX, |r| r.at_ns))
     }
 
-    /// All events before `now` have run.
+    /// Handles a stop: all events before `now` have run.
     fn at_stop(&mut self, now: u64) {
         if now.is_multiple_of(DEADLOCK_NS) {
-            self.look_for_deadlock(now);
+            self.find_deadlock(now);
         }
         if let Some(sampler) = &mut self.sampler
             && sampler.next_ns <= now
@@ -186,7 +187,7 @@ impl Simulation {
         }
     }
 
-    /// A flow's packets take other paths from now on; those under way stay on theirs.
+    /// Moves a flow to other paths; packets in flight stay on the old ones.
     fn reroute(&mut self, reroute: &Reroute) {
         let (sender, receiver) = self.endpoints[reroute.flow as usize];
         let [data, answers] = reroute.rows;
@@ -196,8 +197,8 @@ impl Simulation {
             .reroute(answers);
     }
 
-    fn look_for_deadlock(&mut self, now: u64) {
-        // Pauses that run out end every circle, at the price of packets.
+    fn find_deadlock(&mut self, now: u64) {
+        // Pauses with a duration end every cycle, at the price of packets.
         let lasting = self.scenario.queue.pfc.is_some_and(|pfc| pfc.is_lasting());
         if lasting && self.deadlock.is_none() {
             self.deadlock = deadlock::find(&self.shards, &self.net, now);
@@ -226,7 +227,7 @@ impl Simulation {
                 let stop = report.next_ns.max(next + 1).min(until);
                 shard.run(&self.net, stop);
                 report.at(stop, shard.events);
-                // The rest of the last bucket is beyond `until`.
+                // The rest of the last bucket is after `until`.
                 if stop == until {
                     break;
                 }
@@ -236,20 +237,20 @@ impl Simulation {
         } else if execution.window_events_min == 0 {
             self.run_threads(until, u64::MAX, execution, report);
         } else {
-            self.run_as_it_pays(until, execution, report);
+            self.run_adaptive(until, execution, report);
         }
     }
 
-    /// Several threads where windows hold enough events, else one. It changes between whole windows,
-    /// which begin and end where they would anyway: the result is the same.
-    fn run_as_it_pays(&mut self, until: u64, execution: Execution, report: &mut Report) {
+    /// Uses several threads if windows have enough events, else one. It changes only between
+    /// windows, whose limits do not depend on it, so the result is the same.
+    fn run_adaptive(&mut self, until: u64, execution: Execution, report: &mut Report) {
         let mut more = true;
         while more {
             let (windows, events) = (self.windows, self.events());
             more = if self.crowded {
-                self.run_threads(until, LOOK_TOGETHER, execution, report)
+                self.run_threads(until, WINDOWS_TOGETHER, execution, report)
             } else {
-                self.run_windows(until, LOOK_ALONE, report)
+                self.run_windows(until, WINDOWS_ALONE, report)
             };
             let (windows, events) = (self.windows - windows, self.events() - events);
             if let Some(held) = events.checked_div(windows) {
@@ -258,8 +259,8 @@ impl Simulation {
         }
     }
 
-    /// One thread, shard after shard in each window: what a shard touches stays in the cache. Ends after
-    /// `windows_max` windows; true if there are more before `until`.
+    /// Runs on one thread, shard by shard in each window, so that a shard's data stays in the
+    /// cache. Ends after `windows_max` windows; returns whether there are more before `until`.
     fn run_windows(&mut self, until: u64, windows_max: u64, report: &mut Report) -> bool {
         let shards = self.shards.len();
         let width = self.shards[0].fabric.wheel.bucket_ns();
@@ -299,10 +300,12 @@ impl Simulation {
         false
     }
 
-    /// Several threads: each takes its own shards first, then those that no thread has begun.
+    /// Runs on several threads: each takes its own shards first, then those that no thread has
+    /// started.
     ///
-    /// Windows and the order in which mail is read are those of [`Simulation::run_windows`], so
-    /// the result is the same. Ends after `windows_max` windows; true if there are more before `until`.
+    /// Windows and the order in which mail is read are those of [`Simulation::run_windows`], so the
+    /// result is the same. Ends after `windows_max` windows; returns whether there are more before
+    /// `until`.
     fn run_threads(
         &mut self,
         until: u64,
@@ -318,7 +321,7 @@ impl Simulation {
         let threads = (execution.threads as usize).min(count);
         self.threads = self.threads.max(threads as u32);
         let events = self.events();
-        let crew = Crew {
+        let shared = RunThreads {
             net: &self.net,
             width: self.shards[0].fabric.wheel.bucket_ns(),
             lookahead_ns: self.lookahead_ns,
@@ -344,23 +347,25 @@ impl Simulation {
             windows: AtomicU64::new(0),
             barrier: WindowBarrier::new(threads as u32, execution.spin),
         };
-        crew.end.store(crew.window_end(first), Ordering::Relaxed);
+        shared
+            .end
+            .store(shared.window_end(first), Ordering::Relaxed);
         let report = Mutex::new(report);
         std::thread::scope(|scope| {
             for thread in 1..threads {
-                let (crew, report) = (&crew, &report);
-                scope.spawn(move || crew.work(thread, report));
+                let (shared, report) = (&shared, &report);
+                scope.spawn(move || shared.work(thread, report));
             }
-            crew.work(0, &report);
+            shared.work(0, &report);
         });
-        self.windows += crew.windows.into_inner();
-        self.shards = crew
+        self.windows += shared.windows.into_inner();
+        self.shards = shared
             .shards
             .into_iter()
             .map(|s| s.into_inner().expect("no thread panicked"))
             .collect();
         // Mail of the last window: its readers have not run again.
-        for boxes in &crew.boxes {
+        for boxes in &shared.boxes {
             for from in 0..count {
                 for to in 0..count {
                     let mut mail = boxes[from * count + to].lock().expect("no thread panicked");
@@ -368,13 +373,13 @@ impl Simulation {
                 }
             }
         }
-        crew.more.into_inner()
+        shared.more.into_inner()
     }
 
     /// The result so far.
     ///
     /// # Panics
-    /// If a law of conservation does not hold ([`RunResult::broken_law`]): a fault of this crate.
+    /// If a conservation law does not hold ([`RunResult::broken_law`]): a bug of this crate.
     pub fn result(&self) -> RunResult {
         let mut tally = Tally::default();
         for shard in &self.shards {
@@ -410,9 +415,9 @@ impl Simulation {
             ideal_ns,
             path_ns,
         });
-        // Figures that contradict each other must not leave this crate.
+        // Contradictory results must not leave this crate.
         if let Some(law) = result.broken_law() {
-            panic!("a law of conservation does not hold: {law}");
+            panic!("a conservation law does not hold: {law}");
         }
         if self.next_time().is_none() {
             let held = self.shards.iter().map(|s| s.fabric.packets_waiting());
@@ -420,17 +425,18 @@ impl Simulation {
             assert_eq!(
                 result.in_flight(),
                 held,
-                "packets in no event that are neither queued, delivered nor dropped"
+                "packets that are neither in an event, queued, delivered nor dropped"
             );
         }
         result
     }
 
-    /// Time of a flow alone on its path with its data sent at line rate, and of one full packet.
+    /// The completion time of a flow alone on its path at line rate, and the time of one full
+    /// packet.
     ///
-    /// Full packets and a shorter last one, each stored and forwarded: the last packet has to wait
-    /// behind the others up to one of the links, the bottleneck, and crosses that and all later ones
-    /// in its own time. The link that makes this longest is the one that counts.
+    /// The flow has full packets and a shorter last one, each stored and forwarded. The last packet
+    /// waits behind the others up to one of the links, the bottleneck, and crosses that and all
+    /// later ones in its own time. The maximum over all links is the result.
     fn ideal(&self, index: usize) -> (u64, u64) {
         let flow = &self.scenario.flows[index];
         let bytes = flow.demand.bytes().unwrap_or(0);
@@ -484,14 +490,14 @@ impl Simulation {
         from.report(&mut result);
         result.bytes_in_order = to.in_order();
         report_counts(&mut result, from.count(), to.received());
-        // At time 0 start those that wait for nothing, and those whose predecessors end at once.
+        // At time 0, flows without dependencies start, and those whose predecessors end at once.
         result.started =
             result.start_ns > 0 || waiting.map_or(spec.start_ns == 0, |&waiting| waiting == (0, 0));
         result
     }
 }
 
-/// Counts that every transport has at both ends of a flow.
+/// Copies the counters that every transport has at both ends of a flow.
 fn report_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
     result.packets_sent = sent.packets;
     result.bytes_sent = sent.bytes;
@@ -510,7 +516,7 @@ fn report_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
     }
 }
 
-/// The receiver of progress, and its next time.
+/// The callback for progress, and its next time.
 struct Report<'a> {
     every_ns: u64,
     next_ns: u64,
@@ -526,16 +532,16 @@ impl Report<'_> {
     }
 }
 
-/// A box of mail: events with their times.
-type MailBox = Mutex<Vec<(u64, Event)>>;
+/// A mailbox: events with their times.
+type MailBox = Mutex<Vec<(u64, NetEvent)>>;
 
 /// State that the threads of a run share.
-struct Crew<'a> {
+struct RunThreads<'a> {
     net: &'a Net,
     width: u64,
     lookahead_ns: u64,
     until: u64,
-    /// Windows to run at most, and whether there would have been more.
+    /// Maximum number of windows, and whether there would have been more.
     windows_max: u64,
     more: AtomicBool,
     threads: usize,
@@ -557,7 +563,7 @@ struct Crew<'a> {
     barrier: WindowBarrier,
 }
 
-impl Crew<'_> {
+impl RunThreads<'_> {
     fn window_end(&self, from: u64) -> u64 {
         window_end(from, self.lookahead_ns, self.width).min(self.until)
     }
@@ -573,8 +579,8 @@ impl Crew<'_> {
             }
             window += 1;
             let (mut next, mut events) = (u64::MAX, 0);
-            // Own shards first: they are in this core's cache. Then the others', for a thread may
-            // have lost its core.
+            // Own shards first, as they are in this core's cache. Then those of the others, as a
+            // thread may have lost its core.
             for i in 0..count {
                 let at = (own + i) % count;
                 if self.claim(at, window) {
@@ -587,14 +593,15 @@ impl Crew<'_> {
             self.earliest[thread].store(next, Ordering::Release);
             self.events.fetch_add(events, Ordering::Relaxed);
             self.barrier.meet(|| {
+                // Runs on the last thread to arrive, while the others wait.
                 let next = self.earliest.iter().map(|e| e.load(Ordering::Acquire));
                 let next = next.min().unwrap_or(u64::MAX);
                 let more = next < self.until && end < self.until;
                 let windows = self.windows.fetch_add(1, Ordering::Relaxed) + 1;
-                let goes_on = more && windows < self.windows_max;
+                let continues = more && windows < self.windows_max;
                 self.more.store(more, Ordering::Relaxed);
                 self.end.store(
-                    if goes_on { self.window_end(next) } else { 0 },
+                    if continues { self.window_end(next) } else { 0 },
                     Ordering::Release,
                 );
                 report
@@ -607,6 +614,7 @@ impl Crew<'_> {
 
     fn claim(&self, shard: usize, window: u64) -> bool {
         let claim = &self.claims[shard];
+        // A plain load first, as most claims of other threads' shards fail.
         claim.load(Ordering::Relaxed) == window - 1
             && claim
                 .compare_exchange(window - 1, window, Ordering::AcqRel, Ordering::Relaxed)
@@ -648,8 +656,8 @@ impl Crew<'_> {
     }
 }
 
-/// The end of a window that begins in the bucket of `from`: whole buckets, so that no bucket is
-/// half run when mail for it arrives.
+/// The end of a window that begins in the bucket of `from`. Windows are whole buckets, so that mail
+/// never arrives for a bucket that has partly run.
 fn window_end(from: u64, lookahead: u64, width: u64) -> u64 {
     let from = from / width * width;
     from.saturating_add((lookahead / width * width).max(width))

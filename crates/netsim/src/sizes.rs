@@ -2,10 +2,10 @@
 
 use slipstream_base::mix;
 
-/// Sizes by cumulative probability, straight lines between the points.
+/// Sizes by cumulative probability, linear between the points.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sizes {
-    /// Bytes and probability of at most that, both rising; the last is 1.
+    /// Bytes, and the probability of at most that size, both rising; the last is 1.
     points: Vec<(f64, f64)>,
 }
 
@@ -53,7 +53,8 @@ const HADOOP: &[(f64, f64)] = &[
 ];
 
 impl Sizes {
-    /// From points (bytes, cumulative probability), the last 1 or 100 (percent).
+    /// Creates a distribution from points (bytes, cumulative probability); the last probability is
+    /// 1 or 100 (percent).
     ///
     /// # Errors
     /// If there are fewer than two points, they do not rise, or do not end at 1 or 100.
@@ -63,14 +64,14 @@ impl Sizes {
         };
         if top != 1.0 && top != 100.0 {
             return Err(format!(
-                "the last probability is {top}; a distribution ends at 1, or at 100 for percent"
+                "the last probability is {top}; a distribution must end at 1, or at 100 for percent"
             ));
         }
         for (i, pair) in points.windows(2).enumerate() {
             let [(a, p), (b, q)] = [pair[0], pair[1]];
             if !(a <= b && p <= q && a >= 0.0 && p >= 0.0 && b <= 1e15) {
                 return Err(format!(
-                    "points {i} ({a}, {p}) and {} ({b}, {q}) do not rise, or are no sizes",
+                    "points {i} ({a}, {p}) and {} ({b}, {q}) do not rise, or are not sizes",
                     i + 1
                 ));
             }
@@ -80,7 +81,7 @@ impl Sizes {
         })
     }
 
-    /// By name.
+    /// A distribution from the literature, by name.
     pub fn named(name: &str) -> Option<Self> {
         let points = match name {
             "WebSearch" => WEB_SEARCH,
@@ -90,10 +91,10 @@ impl Sizes {
         Some(Sizes::new(points).expect("the tables rise to 100"))
     }
 
-    /// From CSV: lines of bytes and cumulative probability; a first line of words is skipped.
+    /// Reads CSV: lines of bytes and cumulative probability; a header line is skipped.
     ///
     /// # Errors
-    /// As for [`Sizes::new`], and for lines that are no two numbers.
+    /// As for [`Sizes::new`], and for lines that are not two numbers.
     pub fn from_csv(text: &str) -> Result<Self, String> {
         let mut points = Vec::new();
         for (i, line) in text.lines().enumerate() {
@@ -127,7 +128,7 @@ impl Sizes {
         format!("[{}]", points.collect::<Vec<_>>().join(", "))
     }
 
-    /// The size that a share `u` of the flows is below, bytes; at least 1.
+    /// The size below which a share `u` of the flows are, bytes; at least 1.
     pub fn quantile(&self, u: f64) -> u64 {
         let at = self.points.partition_point(|p| p.1 <= u);
         let bytes = match (
@@ -142,7 +143,7 @@ impl Sizes {
         (bytes.round() as u64).max(1)
     }
 
-    /// Draw number `index` of the stream `seed`.
+    /// Sample number `index` of the stream `seed`.
     pub(crate) fn sample(&self, seed: u64, index: u64) -> u64 {
         self.quantile(mix::unit(mix::draw(seed, index)))
     }
@@ -165,7 +166,7 @@ mod tests {
 
     #[test]
     fn quantiles_and_mean_by_hand() {
-        // Half at 1,000 bytes, the rest evenly to 3,000.
+        // Half at 1,000 bytes, the rest uniform up to 3,000.
         let sizes = Sizes::new(&[(1000.0, 0.5), (3000.0, 1.0)]).unwrap();
         assert_eq!(sizes.quantile(0.0), 1000);
         assert_eq!(sizes.quantile(0.49), 1000);
@@ -173,13 +174,13 @@ mod tests {
         assert_eq!(sizes.quantile(0.999_999), 3000);
         assert!((sizes.mean() - 1500.0).abs() < 1e-9);
         let mean = (0..20_000).map(|i| sizes.sample(9, i) as f64).sum::<f64>() / 20_000.0;
-        // Standard deviation 645: four of the mean's are 18.
+        // Standard deviation 645: four standard errors of the mean are 18.
         assert!((mean - 1500.0).abs() < 20.0, "{mean}");
     }
 
     #[test]
     fn means_of_the_tables_by_hand() {
-        // Each piece's probability times its middle, added up.
+        // Each segment's probability times its midpoint, summed up.
         let mean = |name| Sizes::named(name).unwrap().mean();
         assert!((mean("WebSearch") - 1_711_250.0).abs() < 1e-6);
         assert!((mean("Hadoop") - 120_420.75).abs() < 1e-6);
@@ -192,7 +193,7 @@ mod tests {
         assert_eq!(a, b);
         for (text, part) in [
             ("", "two points"),
-            ("1,0\n2,0.9", "ends at 1"),
+            ("1,0\n2,0.9", "must end at 1"),
             ("5,0\n2,1", "do not rise"),
             ("1,0\nx,1", "line 2"),
             ("1,0\n2,1,3", "line 2"),

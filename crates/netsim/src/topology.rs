@@ -1,7 +1,7 @@
-//! Switches, hosts, and the ports that join them.
+//! Switches, hosts, and the ports that connect them.
 //!
-//! A topology is a handful of numbers: ports and neighbors are computed, not stored, where the
-//! shape allows it. A fat-tree with k = 96 costs as much to make as one with k = 4.
+//! A regular topology is a few numbers: ports and neighbors are computed, not stored. A fat-tree
+//! with k = 96 costs as much to create as one with k = 4.
 
 use crate::error::Error;
 use crate::scenario::Link;
@@ -13,7 +13,7 @@ pub type Host = u32;
 /// A directed port: the sending end of one direction of a link.
 pub type PortId = u32;
 
-/// Which part of the network a link belongs to; rates and delays may differ by tier.
+/// The tier of a link; rates and delays may differ by tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
     /// Host to switch and back.
@@ -31,7 +31,7 @@ pub enum Topology {
     FatTree(FatTree),
     /// Two layers, every leaf linked to every spine.
     LeafSpine(LeafSpine),
-    /// Anything else: an undirected graph.
+    /// Any other topology: an undirected graph.
     Graph(Graph),
 }
 
@@ -54,23 +54,23 @@ pub enum HostOrder {
     #[default]
     BySwitch,
     /// The first host of every switch, then the second of every switch, and so on: host = ordinal ·
-    /// switches + switch. Days numbers hosts so.
+    /// switches + switch. This is the order of Days.
     ByOrdinal,
 }
 
-/// Hosts as a grid: equally many on each of some switches.
+/// Hosts as a grid: the same number on each of some switches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     /// Switches with hosts.
     pub switches: u32,
-    /// Hosts of a switch.
+    /// Hosts per switch.
     pub per_switch: u32,
     /// How they are numbered.
     pub order: HostOrder,
 }
 
 impl Grid {
-    /// Index of `host`'s switch among those with hosts, and its place at that switch.
+    /// Index of `host`'s switch among those with hosts, and its ordinal at that switch.
     pub fn place(self, host: Host) -> (u32, u32) {
         match self.order {
             HostOrder::BySwitch => (host / self.per_switch, host % self.per_switch),
@@ -78,7 +78,7 @@ impl Grid {
         }
     }
 
-    /// The host at a place.
+    /// The host with an ordinal at a switch.
     pub fn host(self, switch: u32, ordinal: u32) -> Host {
         match self.order {
             HostOrder::BySwitch => switch * self.per_switch + ordinal,
@@ -110,7 +110,7 @@ impl FatTree {
         })
     }
 
-    /// The same fat-tree with its hosts numbered in another order.
+    /// The same fat-tree with hosts numbered in another order.
     #[must_use]
     pub fn numbered(self, order: HostOrder) -> Self {
         FatTree { order, ..self }
@@ -124,13 +124,13 @@ impl FatTree {
         }
     }
 
-    /// Place of a host when they are counted switch after switch.
+    /// Index of a host in the order [`HostOrder::BySwitch`].
     fn slot(self, host: Host) -> u32 {
         let (switch, ordinal) = self.grid().place(host);
         switch * self.hosts_per_edge + ordinal
     }
 
-    /// The host at a place so counted.
+    /// The host with that index.
     fn host_at(self, slot: u32) -> Host {
         self.grid()
             .host(slot / self.hosts_per_edge, slot % self.hosts_per_edge)
@@ -197,29 +197,30 @@ impl LeafSpine {
 /// An undirected graph, its edges in both directions as ports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Graph {
-    /// Node n's neighbors are `to[first[n]..first[n + 1]]`, ascending; the place is the port.
+    /// Node n's neighbors are `to[first[n]..first[n + 1]]`, ascending; the index is the port.
     first: Vec<u32>,
     to: Vec<Node>,
     tier: Vec<Tier>,
     /// Host h is attached to switch `hosts[h]`.
     hosts: Vec<Node>,
-    /// Hosts go by their own numbers; if not, by the number of the node that they hang on.
+    /// Whether hosts have numbers of their own. If not, a host has the number of its node.
     numbered: bool,
-    /// Place in `own` plus one of each directed edge; empty if all edges are as their tier.
+    /// Index in `own` plus one of each directed edge; empty if all edges have the link of their
+    /// tier.
     own_of: Vec<u8>,
-    /// Rates and delays that single edges have.
+    /// Rates and delays of single edges.
     own: Vec<Link>,
 }
 
-/// Different rates and delays that the edges of a graph may have, at most: with those of the three
-/// tiers, as many as a port can name.
+/// Limit of different rates and delays of edges: with those of the three tiers, as many as a port
+/// can represent.
 pub const EDGE_LINKS_MAX: usize = 253;
 
 impl Graph {
-    /// A graph from its edges; host h hangs on node `hosts[h]`.
+    /// Creates a graph from its edges; host h is attached to node `hosts[h]`.
     ///
     /// # Errors
-    /// If an edge joins a node with itself, occurs twice, or a host's node has no edge.
+    /// If an edge connects a node with itself, occurs twice, or a host's node has no edge.
     pub fn new(edges: &[(Node, Node, Tier)], hosts: Vec<Node>) -> Result<Self, Error> {
         let nodes = edges
             .iter()
@@ -237,7 +238,7 @@ impl Graph {
         for &(a, b, tier) in edges {
             if a == b {
                 return Err(Error::Topology(format!(
-                    "edge [{a}, {b}] joins a node with itself"
+                    "edge [{a}, {b}] connects a node with itself"
                 )));
             }
             directed.push((a, b, tier));
@@ -263,7 +264,7 @@ impl Graph {
         for (h, &node) in hosts.iter().enumerate() {
             if first[node as usize] == first[node as usize + 1] && nodes > 1 {
                 return Err(Error::Topology(format!(
-                    "host {h} is attached to node {node}, which no edge reaches; add an edge"
+                    "host {h} is attached to node {node}, which has no edge; add one"
                 )));
             }
         }
@@ -278,11 +279,10 @@ impl Graph {
         })
     }
 
-    /// Gives single edges rates and delays of their own: (node, node, link), each in both
-    /// directions.
+    /// Sets rates and delays of single edges: (node, node, link), each in both directions.
     ///
     /// # Errors
-    /// If there is no such edge, or there are more than [`EDGE_LINKS_MAX`] different links.
+    /// If an edge does not exist, or there are more than [`EDGE_LINKS_MAX`] different links.
     pub fn with_links(mut self, links: &[(Node, Node, Link)]) -> Result<Self, Error> {
         self.own_of = vec![0; self.to.len()];
         for &(a, b, link) in links {
@@ -308,7 +308,7 @@ impl Graph {
         Ok(self)
     }
 
-    /// The same graph with hosts that go by their own numbers, so that a node may have several.
+    /// The same graph with hosts that have numbers of their own, so that a node may have several.
     #[must_use]
     pub fn with_numbered_hosts(self) -> Self {
         Graph {
@@ -321,7 +321,7 @@ impl Graph {
         let first = *self.hosts.first()?;
         let hosts = self.hosts.len();
         let run = self.hosts.iter().take_while(|&&n| n == first).count();
-        // Ordinal after ordinal: the switches of the first repeat.
+        // In ordinal order: the switches of the first ordinal repeat.
         if run == 1
             && let Some(period) = self.hosts[1..].iter().position(|&n| n == first)
         {
@@ -346,7 +346,7 @@ impl Graph {
         })
     }
 
-    /// An n-ary torus of 1 to 3 dimensions with one host a node. Node x + n·(y + n·z).
+    /// An n-ary torus of 1 to 3 dimensions with one host per node. Node x + n·(y + n·z).
     ///
     /// # Errors
     /// If `dim` is not 1, 2 or 3, or `n` is below 2 or too large.
@@ -365,7 +365,7 @@ impl Graph {
                 let stride = n.pow(d);
                 let at = node / stride % n;
                 let next = node - at * stride + (at + 1) % n * stride;
-                // With n = 2 the way around is the same link.
+                // With n = 2 the wrap-around link is the same link.
                 if n > 2 || next > node {
                     edges.push((node, next, Tier::Edge));
                 }
@@ -374,9 +374,9 @@ impl Graph {
         Graph::new(&edges, (0..nodes).collect())
     }
 
-    /// A dragonfly (Kim, Dally, Scott, Abts, ISCA 2008): groups of `a` routers, all linked to
-    /// each other, with `p` hosts and `h` global links a router; a·h + 1 groups, so that each
-    /// pair of groups shares one global link. Hosts go by their own numbers, in `order`.
+    /// A dragonfly (Kim, Dally, Scott, Abts, ISCA 2008): groups of `a` routers, fully connected,
+    /// with `p` hosts and `h` global links per router; a·h + 1 groups, so that each pair of groups
+    /// shares one global link. Hosts have numbers of their own, in `order`.
     ///
     /// # Errors
     /// If a number is 0 or there are too many routers.
@@ -396,7 +396,7 @@ impl Graph {
                     edges.push((g * a + i, g * a + j, Tier::Edge));
                 }
             }
-            // Group g's global port q leads to group (g + q + 1) mod groups, whose port back is
+            // Group g's global port q leads to group (g + q + 1) mod groups, whose reverse port is
             // groups − 2 − q: the palm-tree arrangement.
             for q in 0..a * h {
                 let other = (g + q + 1) % groups;
@@ -507,8 +507,8 @@ impl Topology {
         }
     }
 
-    /// Hosts by switch: where `pairing` looks for partners. `None` for a graph with uneven numbers
-    /// of hosts.
+    /// The hosts by switch, for `pairing`. `None` for a graph with different numbers of hosts per
+    /// switch.
     pub fn grid(&self) -> Option<Grid> {
         match self {
             Topology::FatTree(t) => Some(t.grid()),
@@ -637,7 +637,9 @@ impl Topology {
         match self.port_ends(port) {
             (End::Host(host), _) => self.host_down(host),
             (_, End::Host(host)) => self.host_up(host),
-            (End::Node(a), End::Node(b)) => self.port_between(b, a).expect("links go both ways"),
+            (End::Node(a), End::Node(b)) => {
+                self.port_between(b, a).expect("links are bidirectional")
+            }
         }
     }
 
@@ -720,7 +722,7 @@ impl Topology {
         }
     }
 
-    /// Rates and delays that single edges have, if any do.
+    /// Rates and delays of single edges, if there are any.
     pub fn own_links(&self) -> &[Link] {
         match self {
             Topology::Graph(g) => &g.own,
@@ -728,7 +730,7 @@ impl Topology {
         }
     }
 
-    /// Index in [`Topology::own_links`] of a port's link; `None` if it is as its tier.
+    /// Index in [`Topology::own_links`] of a port's link; `None` if it has the link of its tier.
     pub fn own_link(&self, port: PortId) -> Option<u8> {
         match self {
             Topology::Graph(g) => g.own_of.get(port as usize)?.checked_sub(1),
@@ -736,15 +738,15 @@ impl Topology {
         }
     }
 
-    /// Whether hosts go by the number of the node that they hang on.
+    /// Whether hosts have the numbers of their nodes.
     pub fn names_hosts_by_node(&self) -> bool {
         matches!(self, Topology::Graph(g) if !g.numbered)
     }
 
-    /// The host that goes by `number` in a file; `None` if none does.
+    /// The host with `number` in a file; `None` if there is none.
     pub fn host_named(&self, number: u32) -> Option<Host> {
         match self {
-            // Found by search: such graphs are written by hand.
+            // A linear search: such graphs are small.
             Topology::Graph(g) if !g.numbered => g
                 .hosts
                 .iter()
@@ -754,8 +756,8 @@ impl Topology {
         }
     }
 
-    /// Parts of the network that only links with a delay join: pods, or leaves. 1 if there is no
-    /// such split.
+    /// Partitions of the network that are connected only by links with a delay: pods, or leaves. 1
+    /// if there is no such partition.
     pub fn parts(&self) -> u32 {
         match self {
             Topology::FatTree(t) => t.k,
@@ -764,8 +766,8 @@ impl Topology {
         }
     }
 
-    /// The part that owns a port. A core's (spine's) port belongs to the part it leads to, so a
-    /// packet changes parts once, on the link up to the core.
+    /// The partition that owns a port. A port of a core (spine) belongs to the partition it leads
+    /// to, so a packet changes partitions once, on the link up to the core.
     pub fn part_of_port(&self, port: PortId) -> u32 {
         match self {
             Topology::FatTree(t) => port / t.ports_per_pod(),
@@ -774,8 +776,8 @@ impl Topology {
         }
     }
 
-    /// A part for each switch, so that all ports of a switch are in one: its pod or leaf; cores and
-    /// spines are dealt out in turn.
+    /// A partition for each switch, so that all ports of a switch are in one: its pod or leaf;
+    /// cores and spines are assigned round-robin.
     pub fn part_of_node(&self, node: Node) -> u32 {
         match self {
             Topology::FatTree(t) => {
@@ -797,7 +799,7 @@ impl Topology {
         }
     }
 
-    /// The part that owns a host.
+    /// The partition that owns a host.
     pub fn part_of_host(&self, host: Host) -> u32 {
         match self {
             Topology::FatTree(t) => t.grid().place(host).0 / t.half(),
@@ -806,7 +808,7 @@ impl Topology {
         }
     }
 
-    /// The tier of the links that join parts.
+    /// The tier of the links that connect partitions.
     pub fn tier_between_parts(&self) -> Tier {
         match self {
             Topology::FatTree(_) => Tier::Core,
@@ -814,8 +816,8 @@ impl Topology {
         }
     }
 
-    /// The arithmetic shortest path between two switches, if the topology has one: appends the
-    /// switches after `from`, up to `to`. `pick(n)` chooses among n equal ways.
+    /// The shortest path between two switches by arithmetic, if the topology allows it: appends the
+    /// switches after `from`, up to `to`. `pick(n)` chooses among n equal paths.
     pub(crate) fn fast_path(
         &self,
         from: Node,

@@ -2,14 +2,14 @@
 //! et al., "Re-architecting datacenter networks and stacks for low latency and high performance",
 //! SIGCOMM 2017).
 //!
-//! A short queue holds data, a second one headers and control packets, which go first. A busy port
-//! costs one event more for each packet that waited.
+//! A short queue holds data, a second one headers and control packets, which have priority. A busy
+//! port has an additional event for each packet that waited.
 
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
 
-use crate::event::{Event, Kind, TRIMMABLE, TRIMMED};
+use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
 use crate::fabric::{Fabric, PortSpec};
 use crate::net::{Net, Place, Step};
 
@@ -23,10 +23,10 @@ pub struct Trim {
     pub header_packets: u32,
     /// A trimmed packet on the wire, bytes. Section 3.1: 64.
     pub header_bytes: u32,
-    /// Headers sent for each waiting data packet, so that headers alone cannot fill a link. Section
-    /// 3.1: ten to one.
+    /// Headers sent per waiting data packet, so that headers alone cannot fill a link. Section 3.1:
+    /// ten to one.
     pub headers_per_data: u32,
-    /// A header that finds no room goes back to its sender (the paper's return-to-sender).
+    /// A header that finds no room is returned to its sender (the paper's return-to-sender).
     pub return_to_sender: bool,
 }
 
@@ -42,7 +42,7 @@ impl Default for Trim {
     }
 }
 
-/// A trimming port. What waits keeps its time of arrival in `Event::t`.
+/// A trimming port. Waiting packets keep their time of arrival in `NetEvent::t`.
 #[derive(Clone, Debug)]
 pub(crate) struct TrimPort {
     pub(crate) busy: u64,
@@ -60,13 +60,13 @@ pub(crate) struct TrimPort {
     pub(crate) wait_ns_max: u32,
     pub(crate) waiting_bytes: u64,
     pub(crate) waiting_bytes_max: u64,
-    data: VecDeque<Event>,
-    headers: VecDeque<Event>,
+    data: VecDeque<NetEvent>,
+    headers: VecDeque<NetEvent>,
 }
 
 impl TrimPort {
     pub(crate) fn new(spec: PortSpec, rule: Trim, from_host: bool) -> Self {
-        // A host's own queue is its memory: it never trims.
+        // A host's own queue is its memory, so it never trims.
         let limit = |n: u32| if from_host { u32::MAX } else { n };
         TrimPort {
             busy: 0,
@@ -101,7 +101,7 @@ impl TrimPort {
 impl Fabric {
     /// A packet arrives at the trimming port at `steps[at]`.
     #[inline]
-    pub(crate) fn enter_trim(&mut self, net: &Net, now: u64, mut event: Event, at: usize) {
+    pub(crate) fn enter_trim(&mut self, net: &Net, now: u64, mut event: NetEvent, at: usize) {
         let step = net.steps[at];
         if self.loss > 0.0 && self.is_lost(step, now, event) {
             return;
@@ -112,7 +112,7 @@ impl Fabric {
             return;
         }
         event.t = now as u32;
-        if event.kind() == Kind::Data && !event.has(TRIMMED) {
+        if event.kind() == EventKind::Data && !event.has(TRIMMED) {
             if (port.data.len() as u32) < port.data_max {
                 port.waiting_bytes += u64::from(event.size());
                 port.data.push_back(event);
@@ -122,8 +122,8 @@ impl Fabric {
                     self.count_drop(event);
                     return;
                 }
-                // Section 3.1: this packet or the last one in the queue, by a coin, so that flows in
-                // step with each other do not keep losing the same way.
+                // Section 3.1: this packet or the last one in the queue, at random, so that
+                // synchronized flows do not always lose the same one.
                 let key = self.seed ^ u64::from(self.trim_ids[step.index()]);
                 let draw = mix::draw(key, port.packets + u64::from(port.trims));
                 if draw & 1 == 1
@@ -149,14 +149,14 @@ impl Fabric {
         if !port.waking {
             port.waking = true;
             let busy = port.busy;
-            self.schedule(busy, Kind::Wake, step.0, 0);
+            self.schedule(busy, EventKind::Wake, step.0, 0);
         }
     }
 
-    fn queue_header(&mut self, net: &Net, now: u64, step: Step, event: Event) -> bool {
+    fn queue_header(&mut self, net: &Net, now: u64, step: Step, event: NetEvent) -> bool {
         let port = &mut self.trim_ports[step.index()];
         if port.headers.len() as u32 >= port.headers_max {
-            if event.kind() == Kind::Data && !net.back.is_empty() {
+            if event.kind() == EventKind::Data && !net.back.is_empty() {
                 self.send_back(net, now, event);
                 return false;
             }
@@ -169,18 +169,18 @@ impl Fabric {
         true
     }
 
-    /// The switch turns a header around; it takes the link by which it came.
+    /// Returns a header to its sender, over the link on which it arrived.
     #[cold]
-    fn send_back(&mut self, net: &Net, now: u64, mut event: Event) {
+    fn send_back(&mut self, net: &Net, now: u64, mut event: NetEvent) {
         let (row, ports) = net.back[event.what as usize];
-        // Port h of a path leads on from the switch that port n - h of the way back leaves.
+        // Hop h of a path leaves the switch that hop n - h of the reverse path leaves.
         event.turn(row, ports as usize - event.hop());
         self.tally.returns += 1;
         let at = row as usize * net.stride + event.hop();
         self.enter(net, now, event, at);
     }
 
-    /// The port is free: serves the next packet, and wakes again if more wait.
+    /// Serves the next packet of a free port, and schedules a wake-up if more wait.
     pub(crate) fn serve_trim(&mut self, net: &Net, now: u64, step: Step) {
         debug_assert_eq!(step.place(), Place::Trim);
         let port = &mut self.trim_ports[step.index()];
@@ -202,13 +202,13 @@ impl Fabric {
         self.pass(net, now, event, at, step);
         if more {
             let busy = self.trim_ports[step.index()].busy;
-            self.schedule(busy, Kind::Wake, step.0, 0);
+            self.schedule(busy, EventKind::Wake, step.0, 0);
         }
     }
 
-    /// Puts a packet on the wire.
+    /// Transmits a packet.
     #[inline]
-    fn pass(&mut self, net: &Net, now: u64, event: Event, at: usize, step: Step) {
+    fn pass(&mut self, net: &Net, now: u64, event: NetEvent, at: usize, step: Step) {
         let port = &mut self.trim_ports[step.index()];
         let size = event.size();
         port.busy = now + net.serialization(u16::from(port.class), size);
@@ -221,7 +221,7 @@ impl Fabric {
 
     /// Loss injection at a trimming port.
     #[cold]
-    fn is_lost(&mut self, step: Step, _now: u64, event: Event) -> bool {
+    fn is_lost(&mut self, step: Step, _now: u64, event: NetEvent) -> bool {
         let port = &mut self.trim_ports[step.index()];
         if port.headers_max == u32::MAX {
             return false;

@@ -1,4 +1,4 @@
-//! `slipstream net`: the packet-level network on its own.
+//! `slipstream net`: the packet-level network simulator.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, IsTerminal, Read as _, Write};
@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::Subcommand;
 use slipstream_config::doc::Doc;
 use slipstream_des::Spin;
-use slipstream_netsim::config::{self, Config, Means};
+use slipstream_netsim::config::{self, Config, Resources};
 use slipstream_netsim::output::{self, Cost};
 use slipstream_netsim::{Execution, RunResult, Simulation};
 use slipstream_report::record::ColumnType::{F64, Text, U64};
@@ -36,11 +36,11 @@ enum Command {
 
 #[derive(clap::Args)]
 struct RunArgs {
-    /// Configuration files (TOML); those of Days, another simulator, are read as they are
+    /// Configuration files (TOML), of slipstream or of Days, another simulator
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Read the files as slipstream's or as those of Days, where a key means two things [default:
-    /// by their keys]
+    /// Dialect of keys with two meanings: slipstream's or that of Days [default: derived from the
+    /// keys]
     #[arg(long, value_name = "DIALECT", value_parser = ["slipstream", "days"])]
     dialect: Option<String>,
     /// Override a key of the files; may be repeated
@@ -49,29 +49,29 @@ struct RunArgs {
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
-    /// With --json: leave out flows and ports
+    /// With --json: omit flows and ports
     #[arg(long, requires = "json")]
     totals: bool,
-    /// Threads; the result does not depend on them [default: all cores, while they pay]
+    /// Threads; the result does not depend on them [default: all cores, if they pay off]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: Option<u32>,
-    /// Looks at the window barrier before a waiting thread parks
+    /// Checks of the window barrier before a waiting thread parks
     #[arg(long, default_value_t = Spin::default().looks)]
     spin: u32,
     /// Write sources.csv, sinks.csv, switches.csv and (with `report_interval`) series.csv into this
     /// folder instead of `log_path`; /dev/null discards them
     #[arg(long, value_name = "FOLDER")]
     csv: Option<PathBuf>,
-    /// Write a report with plots, one HTML file; set `report_interval` for queues over time
+    /// Write an HTML report with plots; set `report_interval` for queues over time
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Write a trace that Perfetto and Chrome show
+    /// Write a trace for Perfetto or Chrome
     #[arg(long, value_name = "FILE")]
     perfetto: Option<PathBuf>,
-    /// Write a record for each flow; Parquet if the name ends in .parquet, else CSV
+    /// Write one record per flow; Parquet if the name ends in .parquet, else CSV
     #[arg(long, value_name = "FILE")]
     flows: Option<PathBuf>,
-    /// Show progress on stderr even if it is no terminal
+    /// Show progress on stderr even if it is not a terminal
     #[arg(long)]
     progress: bool,
 }
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for file in &args.files {
         match run_file(file, args) {
             Ok(Outcome::Complete) => {}
-            Ok(Outcome::Stuck | Outcome::Unwritten) => incomplete = true,
+            Ok(Outcome::Deadlock | Outcome::Unwritten) => incomplete = true,
             Err(error) if crate::out::is_broken_pipe(&error) => return Err(error),
             Err(error) => {
                 eprintln!("error: {error:#}");
@@ -113,14 +113,14 @@ fn check_flags(args: &RunArgs) -> anyhow::Result<()> {
         .find(|(_, path)| path.as_deref() == Some(Path::new("-")))
     {
         anyhow::bail!(
-            "{flag} - would mix with the figures on stdout; name a file, or use --json, which has \
+            "{flag} - would mix with the summary on stdout; give a file, or use --json, which has \
              the flows"
         );
     }
     if let Some((flag, _)) = outputs.iter().find(|(_, path)| path.is_some()) {
         anyhow::ensure!(
             args.files.len() == 1,
-            "{flag} names one output, but there are {} configuration files; run them one at a time",
+            "{flag} is for one output, but there are {} configuration files; run them one at a time",
             args.files.len()
         );
     }
@@ -131,9 +131,9 @@ fn check_flags(args: &RunArgs) -> anyhow::Result<()> {
 #[derive(Clone, Copy, PartialEq)]
 enum Outcome {
     Complete,
-    /// The network locked up.
-    Stuck,
-    /// The run is complete, but a file of its results could not be written.
+    /// A PFC deadlock ended the run.
+    Deadlock,
+    /// The run is complete, but an output file could not be written.
     Unwritten,
 }
 
@@ -147,8 +147,8 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     }
     let execution = Execution {
         threads: args.threads.unwrap_or_else(super::cores),
-        // A number on the command line is used as it is.
-        window_events_min: args.threads.map_or(EVENTS_A_WINDOW_MIN, |_| 0),
+        // An explicit number of threads is used as it is.
+        window_events_min: args.threads.map_or(EVENTS_PER_WINDOW_MIN, |_| 0),
         spin: Spin { looks: args.spin },
         memory_bytes_max: memory_at_hand(),
     };
@@ -170,7 +170,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
             );
         }
     };
-    // Often enough to move, seldom enough to cost nothing.
+    // Frequent enough to look continuous, rare enough to be free.
     let every = (duration_ns / 10_000).max(1);
     simulation.run(execution, every, &mut progress);
     if show {
@@ -197,14 +197,14 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     };
     match printed {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Err(error.into()),
-        // As any other output: the run is complete.
+        // As for other outputs: the run is complete.
         Err(error) => failures.push(error.to_string()),
         Ok(()) => {}
     }
     let events_a_window = result.totals.events / cost.windows.max(1);
-    if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
+    if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_PER_WINDOW_MIN {
         eprintln!(
-            "note: threads synchronized {}, once in {}, which costs more than they save; omit --threads",
+            "note: threads synchronized {}, once in {}, which costs more than it saves; omit --threads",
             counted(cost.windows, "time"),
             counted(events_a_window, "event")
         );
@@ -216,14 +216,14 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     }
     Ok(match (&result.deadlock, failures.is_empty()) {
         (_, false) => Outcome::Unwritten,
-        (Some(_), true) => Outcome::Stuck,
+        (Some(_), true) => Outcome::Deadlock,
         (None, true) => Outcome::Complete,
     })
 }
 
-/// Reads a configuration and the files that it names.
+/// Reads a configuration and the files that it refers to.
 fn read(file: &Path, args: &RunArgs) -> anyhow::Result<Config> {
-    // One byte more than is read shows that there is more.
+    // One byte over the limit, to detect longer files.
     let limit = Doc::BYTES_MAX as u64 + 1;
     let mut text = Vec::new();
     let opened = File::open(file).and_then(|f| f.take(limit).read_to_end(&mut text));
@@ -239,15 +239,15 @@ fn read(file: &Path, args: &RunArgs) -> anyhow::Result<Config> {
         let file = File::open(path).map_err(|error| error.to_string())?;
         Ok(Box::new(BufReader::new(file)))
     };
-    let means = Means {
+    let resources = Resources {
         open: &open,
         memory_bytes_max: memory_at_hand(),
     };
-    config::read_with(doc, &means).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
+    config::read_with(doc, &resources).map_err(|diagnostics| anyhow::anyhow!("{diagnostics}"))
 }
 
-/// The files that a run writes. They are checked before it, so that hours of it are not lost to a
-/// folder that is not there.
+/// The files that a run writes. They are checked before the run, so that an invalid path does not
+/// cost hours.
 struct Outputs {
     csv: Option<PathBuf>,
     html: Option<PathBuf>,
@@ -259,12 +259,12 @@ struct Outputs {
 const TABLES: [&str; 4] = ["sources.csv", "sinks.csv", "switches.csv", "series.csv"];
 
 impl Outputs {
-    /// The files that flags and configuration name.
+    /// The files given by flags and configuration.
     ///
     /// # Errors
     /// If one cannot be written, or two are the same.
     fn plan(input: &Path, args: &RunArgs, config: &Config) -> anyhow::Result<Outputs> {
-        // Discards what `log_path` asks for, too.
+        // Also discards the tables of `log_path`.
         let discards = |folder: &PathBuf| folder == Path::new("/dev/null");
         let csv = args.csv.clone().or(config.log_path.clone());
         let outputs = Outputs {
@@ -282,7 +282,7 @@ impl Outputs {
             let exists = std::fs::metadata(folder);
             anyhow::ensure!(
                 exists.is_ok_and(|meta| meta.is_dir()) || !folder.exists(),
-                "{} is not a folder; --csv (and `log_path`) name one, for several files; /dev/null \
+                "{} is not a folder; --csv (and `log_path`) need one, for several files; /dev/null \
                  discards them",
                 folder.display()
             );
@@ -302,7 +302,7 @@ impl Outputs {
             let place = whole_path(&path);
             anyhow::ensure!(
                 !seen.contains(&place),
-                "two outputs are to be written to {}; give each a file of its own",
+                "two outputs have the path {}; give each its own file",
                 path.display()
             );
             anyhow::ensure!(
@@ -370,12 +370,12 @@ fn whole_path(path: &Path) -> PathBuf {
     })
 }
 
-/// Whether a file can be created at `path`: creates it under the name that it has while it is
-/// written, and removes it.
+/// Checks that a file can be created at `path`: creates it under its temporary name, and removes
+/// it.
 fn check_writable(path: &Path) -> io::Result<()> {
     let meta = std::fs::metadata(path);
     if meta.as_ref().is_ok_and(std::fs::Metadata::is_dir) {
-        return Err(io::Error::other("it is a folder; name a file in it"));
+        return Err(io::Error::other("it is a folder; give a file in it"));
     }
     // Opening a pipe would wait for its reader.
     if meta.is_ok_and(|meta| !meta.is_file()) {
@@ -385,7 +385,7 @@ fn check_writable(path: &Path) -> io::Result<()> {
     partial.discard()
 }
 
-/// Writes a file, which has its name only once it is complete.
+/// Writes a file under a temporary name, and renames it when it is complete.
 fn save(path: &Path, write: &dyn Fn(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let (file, mut partial) = Partial::create(path)?;
     let mut sink = BufWriter::new(file);
@@ -456,10 +456,10 @@ fn rss_bytes_max() -> u64 {
     memory::proc_bytes("/proc/self/status", "VmHWM:").unwrap_or(0)
 }
 
-/// Events between two meetings of threads below which one thread is faster: measured, 38 per window
-/// take twice to ten times as long on two to four threads, E5's 10,000 and more gain
+/// Events per window below which one thread is faster. Measured: with 38 per window, two to four
+/// threads take twice to ten times as long; with E5's 10,000 and more they are faster
 /// (`docs/benchmarks-net.md`).
-const EVENTS_A_WINDOW_MIN: u64 = 1000;
+const EVENTS_PER_WINDOW_MIN: u64 = 1000;
 
 /// Memory that a run may take; no limit if it is unknown.
 fn memory_at_hand() -> u64 {

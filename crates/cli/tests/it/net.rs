@@ -37,7 +37,7 @@ fn write(dir: &Path, name: &str, text: &str) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// Runs with these flags beside the file; its JSON.
+/// Runs the file with these flags; returns its JSON.
 fn json(file: &str, more: &[&str]) -> Value {
     let mut args = vec!["net", "run", "--json", file];
     args.extend(more);
@@ -53,7 +53,7 @@ fn read(path: &Path) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn a_run_prints_a_table_or_json_and_totals_leaves_flows_out() {
+fn a_run_prints_a_table_or_json_and_totals_omits_flows() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(dir.path(), "two.toml", TWO);
     let (code, text, err) = run(&["net", "run", &file]);
@@ -71,7 +71,7 @@ fn a_run_prints_a_table_or_json_and_totals_leaves_flows_out() {
 }
 
 #[test]
-fn threads_and_spinning_change_the_cost_and_nothing_else() {
+fn threads_and_spinning_change_only_the_cost() {
     let dir = tempfile::tempdir().unwrap();
     let toml = "seed = 1\nduration = 1.0\n[topology]\ncategory = \"FatTree\"\nfat_tree = { k = 4, \
         hosts_per_edge = 2 }\n[link]\npropagation_ns = 1000\n[switch]\nport_rate = 1e11\n\
@@ -89,10 +89,10 @@ fn threads_and_spinning_change_the_cost_and_nothing_else() {
 }
 
 #[test]
-fn set_overrides_keys_and_another_seed_makes_other_flows() {
+fn set_overrides_keys_and_another_seed_gives_other_flows() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(dir.path(), "two.toml", TWO);
-    // Half the rate: the bytes take twice the time.
+    // At half the rate, the bytes take twice the time.
     let slow = json(&file, &["--set=switch.port_rate=5e8"]);
     assert_eq!(slow["flows"][0]["delivered_ns"], 201_000);
     let sets = "duration = 1.0\n[topology]\ncategory = \"FatTree\"\nfat_tree = { k = 4 }\n[switch]\n\
@@ -107,12 +107,12 @@ fn set_overrides_keys_and_another_seed_makes_other_flows() {
 }
 
 #[test]
-fn every_output_file_holds_the_run() {
+fn every_output_file_contains_the_run() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(dir.path(), "two.toml", TWO);
     let path = |name: &str| dir.path().join(name);
     let flag = |name: &str, file: &str| format!("--{name}={}", path(file).display());
-    let told = json(
+    let report = json(
         &file,
         &[
             &flag("csv", "out/deep"),
@@ -132,14 +132,14 @@ fn every_output_file_holds_the_run() {
         ("3", "10", "12500")
     );
     let switches = read(&path("out/deep/switches.csv"));
-    let ports = told["ports"].as_array().unwrap();
+    let ports = report["ports"].as_array().unwrap();
     assert_eq!(switches.len(), 1 + ports.len());
     let at = |name: &str| switches[0].iter().position(|c| c == name).unwrap();
     for (row, port) in switches[1..].iter().zip(ports) {
         assert_eq!(row[at("packets")], port["packets"].to_string());
         assert_eq!(row[at("bytes")], port["bytes"].to_string());
     }
-    // After 50 us five of ten packets have left: 6,250 bytes wait or are being sent.
+    // After 50 us five of ten packets have left: 6,250 bytes wait or are in transmission.
     let series = read(&path("out/deep/series.csv"));
     assert_eq!(series[1][0], "0.00005");
     assert_eq!(series[1][3], "6250");
@@ -147,15 +147,15 @@ fn every_output_file_holds_the_run() {
     assert_eq!(flows.len(), 3);
     let at = |name: &str| flows[0].iter().position(|c| c == name).unwrap();
     assert_eq!(flows[1][at("delivered_ns")], "101000");
-    assert_eq!(flows[1][at("acked_ns")], "", "nothing answers it");
+    assert_eq!(flows[1][at("acked_ns")], "", "it is not acknowledged");
     assert_eq!(flows[2][at("bytes_acked")], "12500");
     let html = std::fs::read_to_string(path("run.html")).unwrap();
-    assert!(html.contains(told["digest"].as_str().unwrap()) && html.contains("<svg"));
+    assert!(html.contains(report["digest"].as_str().unwrap()) && html.contains("<svg"));
     let trace: Value =
         serde_json::from_str(&std::fs::read_to_string(path("run.json")).unwrap()).unwrap();
     let spans = trace.as_array().unwrap().iter().filter(|e| e["ph"] == "X");
     assert_eq!(spans.count(), 2);
-    // `log_path` names the folder where no flag does.
+    // `log_path` is the default folder.
     let logged = write(
         dir.path(),
         "logged.toml",
@@ -166,7 +166,7 @@ fn every_output_file_holds_the_run() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_the_reason() {
+fn invalid_flags_are_refused_with_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(dir.path(), "two.toml", TWO);
     let taken = write(dir.path(), "taken", "a file, not a folder");
@@ -197,7 +197,7 @@ fn what_cannot_be_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_bad_file_does_not_keep_the_others_from_running() {
+fn a_bad_file_does_not_stop_the_others() {
     let dir = tempfile::tempdir().unwrap();
     let good = write(dir.path(), "two.toml", TWO);
     let bad = write(dir.path(), "bad.toml", "duration = \"long\"\n");
@@ -224,7 +224,7 @@ fn a_deadlock_ends_the_run_with_1() {
 }
 
 #[test]
-fn progress_is_shown_where_it_is_asked_for() {
+fn progress_is_shown_on_request() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(dir.path(), "two.toml", TWO);
     let quiet = run(&["net", "run", &file]);
@@ -234,8 +234,8 @@ fn progress_is_shown_where_it_is_asked_for() {
     assert!(shown.2.ends_with("\r\x1b[K"), "{:?}", shown.2);
 }
 
-/// Every output is tried before the run, so that none of its time is spent for nothing: a run of a
-/// simulated hour that would take minutes is refused at once.
+/// Every output is checked before the run: an hour of simulated time, which would take minutes, is
+/// refused at once.
 #[test]
 fn outputs_that_cannot_be_written_are_refused_before_the_run() {
     let dir = tempfile::tempdir().unwrap();
@@ -283,15 +283,15 @@ fn outputs_that_cannot_be_written_are_refused_before_the_run() {
         .filter(|name| name.ends_with(".partial"))
         .collect();
     assert!(left.is_empty(), "{left:?}");
-    // One file for several runs would hold the last one alone.
+    // One file for several runs would contain only the last one.
     let (code, _, err) = run(&["net", "run", &file, &file, "--html", &page]);
     assert_eq!(code, Some(2));
     assert!(err.contains("run them one at a time"), "{err}");
 }
 
-/// What fails at the end (a disk that is full by then) costs that file and nothing else.
+/// An output that fails at the end (on a full disk) costs only that file.
 #[test]
-fn a_file_that_fails_at_the_end_does_not_take_the_others_with_it() {
+fn an_output_that_fails_at_the_end_does_not_affect_the_others() {
     if !Path::new("/dev/full").exists() {
         eprintln!("skipped: there is no /dev/full");
         return;
@@ -329,7 +329,7 @@ fn a_file_that_fails_at_the_end_does_not_take_the_others_with_it() {
 }
 
 #[test]
-fn figures_that_cannot_be_printed_end_the_run_with_1() {
+fn a_summary_that_cannot_be_printed_ends_the_run_with_1() {
     if !Path::new("/dev/full").exists() {
         eprintln!("skipped: there is no /dev/full");
         return;
@@ -376,10 +376,10 @@ fn tables_can_be_discarded_and_stdout_is_not_shared() {
     assert!(!Path::new("-").exists());
 }
 
-/// A number that two flows have is reported with the lines of both, and what waits for a flow of a
-/// broken list is not reported as well.
+/// A number of two flows is reported with the lines of both. Dependencies on a flow of an invalid
+/// list are not reported in addition.
 #[test]
-fn errors_of_a_list_name_its_lines_and_nothing_else() {
+fn errors_of_a_list_report_its_lines_only() {
     let dir = tempfile::tempdir().unwrap();
     let network = TREE.split("[[flow]]").next().unwrap();
     let list = "[[flow_list]]\nfile = \"flows.csv\"\nclass = 0\n";
@@ -398,7 +398,7 @@ fn errors_of_a_list_name_its_lines_and_nothing_else() {
     };
     let twice = errors("0,8,5,7\n1,8,5,3\n2,8,5,7\n");
     assert!(
-        twice.contains("flows.csv:4: the flow number 7 is that of")
+        twice.contains("flows.csv:4: the flow number 7 is also that of")
             && twice.contains("flows.csv:2"),
         "{twice}"
     );
@@ -411,7 +411,7 @@ fn errors_of_a_list_name_its_lines_and_nothing_else() {
     assert!(broken.contains("flows.csv:2: `dst` is `x`"), "{broken}");
     assert!(!broken.contains("does not exist"), "{broken}");
     assert!(!broken.contains("no traffic"), "{broken}");
-    // Without the fault the flow that waits does exist.
+    // Without the error, the predecessor exists.
     write(dir.path(), "flows.csv", "src,dst,bytes,id\n0,8,5,7\n");
     assert_eq!(json(&file, &[])["flows"].as_array().unwrap().len(), 2);
 }
@@ -423,7 +423,7 @@ const TREE: &str = "seed = 1\nduration = 1.0\n[topology]\ncategory = \"FatTree\"
     pkt_size_dist = 1250 }\n";
 
 #[test]
-fn the_dialect_is_told_and_can_be_chosen() {
+fn the_dialect_is_reported_and_can_be_chosen() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(dir.path(), "tree.toml", TREE);
     let hops = |flags: &[&str]| {
@@ -435,7 +435,7 @@ fn the_dialect_is_told_and_can_be_chosen() {
         let hops = value["totals"]["packet_hops"].as_u64().unwrap();
         (value["dialect"].as_str().unwrap().to_owned(), hops, err)
     };
-    // For Days the two hosts share a switch.
+    // In Days the two hosts share a switch.
     let (dialect, count, err) = hops(&["--dialect=days"]);
     assert_eq!((dialect.as_str(), count, err.as_str()), ("days", 2, ""));
     let (dialect, count, err) = hops(&["--dialect=slipstream"]);
@@ -443,7 +443,7 @@ fn the_dialect_is_told_and_can_be_chosen() {
         (dialect.as_str(), count, err.as_str()),
         ("slipstream", 6, "")
     );
-    // Nothing settles it: a note says what was taken, and how to choose.
+    // The dialect is ambiguous: a note reports the choice, and how to change it.
     let (dialect, count, err) = hops(&[]);
     assert_eq!((dialect.as_str(), count), ("slipstream", 6));
     assert!(
@@ -452,14 +452,17 @@ fn the_dialect_is_told_and_can_be_chosen() {
     );
     let (code, text, _) = run(&["net", "run", &file, "--dialect", "days"]);
     assert_eq!(code, Some(0));
-    assert!(text.contains("dialect        days: it is named"), "{text}");
+    assert!(
+        text.contains("dialect        days: set explicitly"),
+        "{text}"
+    );
     let (code, _, err) = run(&["net", "run", &file, "--dialect", "ns3"]);
     assert_eq!(code, Some(2));
     assert!(err.contains("days"), "{err}");
 }
 
 #[test]
-fn flows_come_from_a_list_beside_the_configuration() {
+fn flows_are_read_from_a_list_next_to_the_configuration() {
     let dir = tempfile::tempdir().unwrap();
     let toml = TREE.split("[[flow]]").next().unwrap().to_owned()
         + "[[flow_list]]\nfile = \"flows.csv\"\nclass = 0\n";

@@ -5,27 +5,27 @@ use std::collections::{HashMap, HashSet};
 use slipstream_base::mix;
 use slipstream_config::doc::Table;
 
-use super::flows::{Made, Reader, Template, append};
+use super::flows::{ParsedFlow, Reader, Template, append};
 use super::{Dialect, ns};
-use crate::collective::{Collective, Kind, Step};
+use crate::collective::{Collective, CollectiveKind, Step};
 use crate::scenario::{After, Arrivals, Demand, Finished, Paths, Transport};
 
-/// `None`: flows side by side, one for each source and sink.
-const KINDS: &[(&str, Option<Kind>)] = &[
+/// `None`: independent flows, one per source and sink.
+const KINDS: &[(&str, Option<CollectiveKind>)] = &[
     ("SendRecv", None),
-    ("Broadcast", Some(Kind::Broadcast)),
-    ("Gather", Some(Kind::Gather)),
-    ("AllReduce", Some(Kind::AllReduce)),
-    ("RingAllReduce", Some(Kind::RingAllReduce)),
-    ("TreeAllReduce", Some(Kind::TreeAllReduce)),
-    ("RecursiveDoubling", Some(Kind::RecursiveDoubling)),
-    ("AllGather", Some(Kind::AllGather)),
-    ("ReduceScatter", Some(Kind::ReduceScatter)),
-    ("AllToAll", Some(Kind::AllToAll)),
+    ("Broadcast", Some(CollectiveKind::Broadcast)),
+    ("Gather", Some(CollectiveKind::Gather)),
+    ("AllReduce", Some(CollectiveKind::AllReduce)),
+    ("RingAllReduce", Some(CollectiveKind::RingAllReduce)),
+    ("TreeAllReduce", Some(CollectiveKind::TreeAllReduce)),
+    ("RecursiveDoubling", Some(CollectiveKind::RecursiveDoubling)),
+    ("AllGather", Some(CollectiveKind::AllGather)),
+    ("ReduceScatter", Some(CollectiveKind::ReduceScatter)),
+    ("AllToAll", Some(CollectiveKind::AllToAll)),
 ];
 
 impl Reader<'_> {
-    pub(super) fn read_collective(&self, t: &Table<'_>) -> Vec<Made> {
+    pub(super) fn read_collective(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
         let first: Option<u64> = t.get("first_flow_id").optional();
         let shape = self.read_shape(t);
         let paths: Vec<Vec<u32>> = t.get("paths").or(Vec::new());
@@ -40,7 +40,7 @@ impl Reader<'_> {
         self.expand(t, first, &shape, &members)
     }
 
-    pub(super) fn read_collective_set(&self, t: &Table<'_>) -> Vec<Made> {
+    pub(super) fn read_collective_set(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
         let mut first: Option<u64> = t.get("first_flow_id").optional();
         let shape = self.read_shape(t);
         let count: usize = t.get("collective_count").within(1..=65_536u32).or(1) as usize;
@@ -77,7 +77,7 @@ impl Reader<'_> {
     fn read_shape(&self, t: &Table<'_>) -> Shape {
         let kind = t
             .choice("collective_type", KINDS)
-            .required("name the collective", Some(Kind::RingAllReduce));
+            .required("name the collective", Some(CollectiveKind::RingAllReduce));
         if kind.is_none() && self.dialect == Dialect::Slipstream {
             t.error(
                 "collective_type",
@@ -94,7 +94,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Hosts of a collective, from whichever keys name them.
+    /// The hosts of a collective, from any of the keys that list them.
     fn read_members(
         &self,
         t: &Table<'_>,
@@ -139,7 +139,7 @@ impl Reader<'_> {
         first: Option<u64>,
         shape: &Shape,
         members: &Members,
-    ) -> Vec<Made> {
+    ) -> Vec<ParsedFlow> {
         let Shape {
             template,
             compute_ns,
@@ -148,11 +148,13 @@ impl Reader<'_> {
         let number = self.collectives.replace(self.collectives.get() + 1);
         let fans = matches!(
             shape.kind,
-            None | Some(Kind::Broadcast | Kind::Gather | Kind::AllReduce)
+            None | Some(
+                CollectiveKind::Broadcast | CollectiveKind::Gather | CollectiveKind::AllReduce
+            )
         );
         let bytes = match template.demand.bytes() {
             Some(bytes) => bytes,
-            // Each flow sends for as long; nothing is forwarded.
+            // Each flow sends for the same duration; no data is forwarded.
             None if fans => 0,
             None => {
                 t.error(
@@ -164,7 +166,7 @@ impl Reader<'_> {
                 return Vec::new();
             }
         };
-        // Draws hang on its first number, or its place among those without one.
+        // Random numbers depend on the collective's number, or its index among those without one.
         let place = if number == 0 {
             0
         } else {
@@ -192,10 +194,10 @@ impl Reader<'_> {
             t.error(
                 "collective_type",
                 format!(
-                    "GPUs {} and {} are of one server, where Days sends by NVLink, which is not modeled",
+                    "GPUs {} and {} are in one server, where Days uses NVLink, which is not modeled",
                     step.src, step.dst
                 ),
-                "let the collective join GPUs of different servers",
+                "use GPUs of different servers in the collective",
             );
             return Vec::new();
         }
@@ -237,11 +239,11 @@ impl Reader<'_> {
             .collect()
     }
 
-    /// Flows of a collective as documented here: `sources` and `sinks` are two sets of hosts.
+    /// Flows of a collective in our dialect: `sources` and `sinks` are two sets of hosts.
     fn our_steps(
         &self,
         t: &Table<'_>,
-        kind: Kind,
+        kind: CollectiveKind,
         bytes: u64,
         shape: &Shape,
         members: &Members,
@@ -260,7 +262,7 @@ impl Reader<'_> {
             kind,
             sources,
             sinks,
-            // A flow that is bounded by time has none; its steps are made as for any.
+            // A flow that is bounded by time has no size; its steps are created with a nominal one.
             bytes: bytes.max(1),
             compute_ns: shape.compute_ns,
             skew: shape.skew,
@@ -299,7 +301,7 @@ impl Reader<'_> {
             if (0..n).any(|i| pairs[i].1 != pairs[(i + 1) % n].0) {
                 t.error(
                     "sinks",
-                    "the flows are no ring: each host must send to the next one of `sources`",
+                    "the flows do not form a ring: each host must send to the next one of `sources`",
                     "write sinks[i] = sources[i + 1], and the first after the last",
                 );
             }
@@ -310,13 +312,13 @@ impl Reader<'_> {
         members
     }
 
-    /// Sender and receiver of each flow of a collective in Days: `sources` and `sinks` place by place.
+    /// Sender and receiver of each flow of a collective in Days: `sources` and `sinks` pairwise.
     fn pairs_of_days(t: &Table<'_>, members: &Members) -> Vec<(u32, u32)> {
         let (sources, sinks) = (&members.sources, &members.sinks);
         match (sources.len(), sinks.len()) {
             (0, 0) => members.pairs.clone(),
             (a, b) if a == b => sources.iter().copied().zip(sinks.iter().copied()).collect(),
-            // Its first versions took one source for all sinks and the other way round.
+            // Its first versions used one source for all sinks, or one sink for all sources.
             (1, _) => sinks.iter().map(|&sink| (sources[0], sink)).collect(),
             (_, 1) => sources.iter().map(|&source| (source, sinks[0])).collect(),
             (a, b) => {
@@ -330,7 +332,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Flows of a broadcast, gather, all-reduce (a fan-in in Days) or of sends side by side.
+    /// Flows of a broadcast, gather, all-reduce (a fan-in in Days) or of independent sends.
     fn fan_of_days(
         &self,
         t: &Table<'_>,
@@ -346,19 +348,19 @@ impl Reader<'_> {
             if count == 0 || count >= hosts || shape.kind.is_none() {
                 t.error(
                     "flow_count",
-                    "the collective names no hosts",
+                    "the collective has no hosts",
                     "list `sources` and `sinks`, or give `flow_count` below the number of hosts",
                 );
                 return Vec::new();
             }
-            // One host and `flow_count` others, drawn.
+            // One host and `flow_count` others, at random.
             let stream = mix::draw(self.seed ^ 0x6661_6e73, number.into());
             let mut order: Vec<u32> = (0..hosts).collect();
             order.sort_by_key(|&h| mix::draw(stream, h.into()));
             let one = order[0];
             let others = order[1..=count as usize].iter();
             pairs = match shape.kind {
-                Some(Kind::Broadcast) => others.map(|&other| (one, other)).collect(),
+                Some(CollectiveKind::Broadcast) => others.map(|&other| (one, other)).collect(),
                 _ => others.map(|&other| (other, one)).collect(),
             };
         }
@@ -373,8 +375,8 @@ impl Reader<'_> {
             pairs.iter().map(side).collect::<HashSet<_>>().len() <= 1
         };
         let fits = match shape.kind {
-            Some(Kind::Broadcast) => one(|p| p.0),
-            Some(Kind::Gather | Kind::AllReduce) => one(|p| p.1),
+            Some(CollectiveKind::Broadcast) => one(|p| p.0),
+            Some(CollectiveKind::Gather | CollectiveKind::AllReduce) => one(|p| p.1),
             _ => true,
         };
         if !fits {
@@ -399,8 +401,8 @@ impl Reader<'_> {
 
 /// A collective without its hosts.
 struct Shape {
-    /// `None`: sends side by side.
-    kind: Option<Kind>,
+    /// `None`: independent sends.
+    kind: Option<CollectiveKind>,
     template: Template,
     /// `flow_count`.
     count: Option<u32>,
@@ -415,7 +417,7 @@ struct Members {
     sinks: Vec<u32>,
     /// From `graph` and `paths`.
     pairs: Vec<(u32, u32)>,
-    /// Paths that the file lays.
+    /// Paths given by the file.
     explicit: HashMap<(u32, u32), Vec<u32>>,
 }
 

@@ -1,28 +1,29 @@
-//! Dialects: keys that Days and we define differently have the meaning of the file's dialect.
+//! Dialects: keys that Days and this simulator define differently have the meaning of the file's
+//! dialect.
 //!
-//! All keys of both are read in either dialect. The dialect decides how hosts are numbered, which
-//! class a flow has, how a collective's `sources` and `sinks` pair up, and what `ecn_threshold`
-//! counts.
+//! All keys of both can be used in either dialect. The dialect decides the numbering of hosts, the
+//! class of a flow, the pairing of a collective's `sources` and `sinks`, and the unit of
+//! `ecn_threshold`.
 
 use slipstream_config::doc::{Table, Value};
 
 use super::EXECUTION;
 
-/// Whose definitions apply to a file.
+/// The definitions that apply to a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dialect {
     /// Ours, as documented in `docs/netsim.md`.
     Slipstream,
-    /// That of Days.
+    /// The definitions of Days.
     Days,
 }
 
 impl Dialect {
-    /// Words of the key `dialect`.
+    /// Values of the key `dialect`.
     pub const WORDS: &[(&str, Dialect)] =
         &[("slipstream", Dialect::Slipstream), ("days", Dialect::Days)];
 
-    /// Its word.
+    /// Its value in a file.
     pub fn word(self) -> &'static str {
         match self {
             Dialect::Slipstream => "slipstream",
@@ -32,7 +33,7 @@ impl Dialect {
 }
 
 /// The dialect of a file, and why.
-pub(super) struct Chosen {
+pub(super) struct DialectChoice {
     pub(super) dialect: Dialect,
     pub(super) because: String,
     /// A note for the user about the choice.
@@ -42,7 +43,7 @@ pub(super) struct Chosen {
 /// Tables of traffic that both dialects have.
 const TRAFFIC: [&str; 4] = ["flow", "flow_set", "collective", "collective_set"];
 
-/// Keys that Days has and we did not: a file with one is a file of Days.
+/// Keys of Days that were not ours: a file with one is a file of Days.
 const DAYS: &[&str] = &[
     "app_source",
     "csv_logging",
@@ -63,10 +64,10 @@ const DAYS: &[&str] = &[
     "switch.ecn_capacity_bytes",
 ];
 
-/// The same, of a flow, a set of flows or a collective.
+/// As [`DAYS`], in the table of a flow, a set of flows or a collective.
 const DAYS_TRAFFIC: &[&str] = &["priority", "after", "name", "traffic.dcqcn"];
 
-/// Keys that only we have.
+/// Keys that only our dialect has.
 const OURS: &[&str] = &[
     "failure",
     "flow_list",
@@ -92,7 +93,7 @@ const OURS: &[&str] = &[
     "switch.loss",
 ];
 
-/// The same, of a flow, a set of flows or a collective.
+/// As [`OURS`], in the table of a flow, a set of flows or a collective.
 const OURS_TRAFFIC: &[&str] = &[
     "header_bytes",
     "ack_bytes",
@@ -116,7 +117,7 @@ const OURS_TRAFFIC: &[&str] = &[
     "traffic.roce.ack_every",
 ];
 
-/// Keys that name hosts by number.
+/// Keys with numbers of hosts.
 const NAMES_HOSTS: &[&str] = &[
     "flow.graph",
     "flow_set.sink",
@@ -131,12 +132,12 @@ const NAMES_HOSTS: &[&str] = &[
 ];
 
 /// Chooses the dialect of the document; an error if it is ambiguous and changes results.
-pub(super) fn choose(root: &Table<'_>) -> Chosen {
+pub(super) fn choose(root: &Table<'_>) -> DialectChoice {
     let named = root.choice("dialect", Dialect::WORDS).optional();
     if let Some(dialect) = named {
-        return Chosen {
+        return DialectChoice {
             dialect,
-            because: "it is named".into(),
+            because: "set explicitly".into(),
             note: None,
         };
     }
@@ -161,26 +162,26 @@ pub(super) fn choose(root: &Table<'_>) -> Chosen {
             days_because(format!("`{days}` is a key of Days"))
         }
         (Some(days), None) => days_because(format!("`{days}` is a key of Days")),
-        (None, Some(ours)) => Chosen {
+        (None, Some(ours)) => DialectChoice {
             dialect: Dialect::Slipstream,
             because: format!("`{ours}` is a key of ours"),
             note: None,
         },
-        (None, None) if is_complete(root) => Chosen {
+        (None, None) if is_complete(root) => DialectChoice {
             note: differs(root).map(|what| {
                 format!(
-                    "read in the dialect of Days, as every key is one of its own and none that it \
-                     asks for is missing; {what}: dialect = \"slipstream\" reads it as ours"
+                    "read in the dialect of Days, as all keys belong to Days and none that it \
+                     requires is missing; {what}: dialect = \"slipstream\" reads it as ours"
                 )
             }),
-            ..days_because("it has all keys that Days asks for, and no others".into())
+            ..days_because("it has all keys that Days requires, and no others".into())
         },
-        (None, None) => Chosen {
+        (None, None) => DialectChoice {
             dialect: Dialect::Slipstream,
-            because: "it lacks keys that Days asks for".into(),
+            because: "it lacks keys that Days requires".into(),
             note: differs(root).map(|what| {
                 format!(
-                    "read in our own dialect, as keys are missing that Days asks for; {what}: \
+                    "read in our own dialect, as keys are missing that Days requires; {what}: \
                      dialect = \"days\" reads it as Days"
                 )
             }),
@@ -188,8 +189,8 @@ pub(super) fn choose(root: &Table<'_>) -> Chosen {
     }
 }
 
-fn days_because(because: String) -> Chosen {
-    Chosen {
+fn days_because(because: String) -> DialectChoice {
+    DialectChoice {
         dialect: Dialect::Days,
         because,
         note: None,
@@ -236,7 +237,7 @@ fn days_key(root: &Table<'_>) -> Option<String> {
     .map(|(key, _)| key.to_owned())
 }
 
-/// Whether Days would find every key that it asks for.
+/// Whether the document has every key that Days requires.
 fn is_complete(root: &Table<'_>) -> bool {
     let given = |key: &str| root.any(key, |_| true);
     let top = [

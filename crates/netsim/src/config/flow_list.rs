@@ -1,4 +1,4 @@
-//! A list of flows in a file of its own: CSV with a header, or one JSON object per line. It is read
+//! A list of flows in a separate file: CSV with a header, or one JSON object per line. It is read
 //! as a stream, so only the memory of the flows limits its length.
 
 use std::fmt;
@@ -9,9 +9,9 @@ use serde::Deserializer as _;
 use serde::de::{MapAccess, Visitor};
 use serde_json::Value;
 
-/// A line is no longer than this, bytes.
+/// Maximum length of a line, bytes.
 const LINE_BYTES_MAX: u64 = 4096;
-/// Errors reported per file; with more it has gone wrong as a whole.
+/// Maximum number of errors per file, as more rarely add information.
 pub(super) const PROBLEMS_MAX: usize = 10;
 
 /// A flow of a list.
@@ -61,7 +61,7 @@ fn column(name: &str) -> Result<Column, String> {
         })
 }
 
-/// A row while it is put together.
+/// A row while it is parsed.
 #[derive(Default)]
 struct Draft {
     id: Option<u64>,
@@ -165,7 +165,7 @@ pub(super) fn read(
                 break;
             }
         }
-        // Spreadsheets begin a file of UTF-8 with a byte order mark.
+        // Spreadsheets write a byte order mark at the start of UTF-8 files.
         let text = if number == 1 {
             line.trim_start_matches('\u{feff}').trim()
         } else {
@@ -213,14 +213,14 @@ fn csv_header(text: &str) -> Result<Vec<Column>, String> {
     for name in text.split(',') {
         let column = column(name.trim())?;
         if columns.contains(&column) {
-            return Err(format!("the column `{}` is there twice", name.trim()));
+            return Err(format!("the column `{}` occurs twice", name.trim()));
         }
         columns.push(column);
     }
     for (name, needed) in &COLUMNS[1..4] {
         if !columns.contains(needed) {
             return Err(format!(
-                "the first line names no column `{name}`; it must name src, dst and bytes"
+                "the first line has no column `{name}`; it must have src, dst and bytes"
             ));
         }
     }
@@ -230,19 +230,19 @@ fn csv_header(text: &str) -> Result<Vec<Column>, String> {
     Ok(columns)
 }
 
-/// All cells are numbers, so nothing is quoted.
+/// All cells are numbers, so quotes are not supported.
 fn csv_row(header: &[Column], text: &str) -> Result<Row, String> {
     let cells = text.split(',').count();
     if cells != header.len() {
         return Err(format!(
-            "{cells} cells, but the first line names {}",
+            "{cells} cells, but the first line has {}",
             header.len()
         ));
     }
     let mut draft = Draft::default();
     for (&column, cell) in header.iter().zip(text.split(',')) {
         let cell = cell.trim();
-        // An empty cell leaves a value out.
+        // An empty cell omits a value.
         if !cell.is_empty() {
             let named = |what| format!("`{}` {what}", name_of(column));
             draft.set(column, cell).map_err(named)?;
@@ -269,7 +269,7 @@ fn json_row(text: &str) -> Result<Row, String> {
     for (name, value) in &members {
         let column = column(name)?;
         if seen.contains(&column) {
-            return Err(format!("`{name}` is there twice"));
+            return Err(format!("`{name}` occurs twice"));
         }
         seen.push(column);
         match value {
@@ -286,8 +286,8 @@ fn json_row(text: &str) -> Result<Row, String> {
     draft.finish()
 }
 
-/// An error in a line. The parser counts lines from that one, so its own number of the line would
-/// contradict the file's.
+/// An error in a line. The parser counts lines within this line, so its line number is replaced by
+/// the file's.
 fn json_error(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let place = format!(" at line {} column {}", error.line(), error.column());
@@ -295,11 +295,11 @@ fn json_error(error: &serde_json::Error) -> String {
     if error.is_data() {
         what.to_owned()
     } else {
-        format!("no JSON: {what} at column {}", error.column())
+        format!("invalid JSON: {what} at column {}", error.column())
     }
 }
 
-/// Reads an object as its members in order, the repeated ones included, which a map would drop.
+/// Reads an object as its members in order, including repeated ones, which a map would drop.
 struct Members;
 
 impl<'de> Visitor<'de> for Members {
@@ -378,7 +378,7 @@ mod tests {
                 "src,dst,bytes\n0,,5\n",
                 "f.csv:2: `dst` is missing",
             ),
-            ("f.csv", "src,dst\n0,1\n", "names no column `bytes`"),
+            ("f.csv", "src,dst\n0,1\n", "has no column `bytes`"),
             ("f.csv", "src,dst,bytes,src\n", "twice"),
             ("f.csv", "src,dst,bytes,size\n", "unknown column `size`"),
             ("f.csv", "src,dst,bytes,start_s,start_ns\n", "keep one"),
@@ -393,7 +393,7 @@ mod tests {
             (
                 "f.jsonl",
                 "{\"src\": 0, \"dst\": 1, \"bytes\": 2, \"bytes\": 3}\n",
-                "f.jsonl:1: `bytes` is there twice",
+                "f.jsonl:1: `bytes` occurs twice",
             ),
             (
                 "f.jsonl",
@@ -403,7 +403,7 @@ mod tests {
             (
                 "f.jsonl",
                 "\n\nsrc,dst\n",
-                "f.jsonl:3: no JSON: expected value at column 1",
+                "f.jsonl:3: invalid JSON: expected value at column 1",
             ),
             ("f.txt", "", "is .csv, .jsonl or .ndjson"),
         ] {

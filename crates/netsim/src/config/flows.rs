@@ -13,7 +13,7 @@ use slipstream_config::doc::{Table, Value};
 use super::flow_list::{self, Row};
 use super::network::{Network, ROUTINGS, no_host, seconds};
 use super::order::{Item, read_item};
-use super::{Dialect, Means, note, ns};
+use super::{Dialect, Resources, note, ns};
 use crate::buffer::PFC_CLASSES;
 use crate::route::Routing;
 use crate::scenario::{
@@ -24,21 +24,21 @@ use crate::sizes::Sizes;
 use crate::transport::congestion::ALGORITHMS;
 use crate::transport::{OtherTransport, PROTOCOLS};
 
-/// A flow that names others to wait for: (waiting flow, flow that must finish).
-type Waits = Vec<(u64, u64)>;
+/// Dependencies by flow number: (waiting flow, flow that must finish).
+type Dependencies = Vec<(u64, u64)>;
 
-/// A flow as read; its class follows when all are known.
-pub(super) struct Made {
+/// A flow as read; its class is set after all flows are known.
+pub(super) struct ParsedFlow {
     pub(super) flow: Flow,
     /// Priorities of 802.1Q, of its data and of its answers.
     priority: u8,
     answer_priority: u8,
-    /// The file gives its class.
+    /// Whether the file gives its class.
     has_class: bool,
 }
 
-/// Memory that a flow takes besides its own: endpoints, rows of the path table, packets under way
-/// (measured over fat-trees; a bound for refusing early, not an account).
+/// Memory per flow in addition to its own size: endpoints, rows of the path table, packets in
+/// flight. Measured over fat-trees; an estimate to refuse runs early.
 const FLOW_BYTES: u64 = 1_000;
 
 pub(super) struct Reader<'a> {
@@ -46,12 +46,12 @@ pub(super) struct Reader<'a> {
     pub(super) dialect: Dialect,
     pub(super) seed: u64,
     duration_s: f64,
-    waits: RefCell<Waits>,
+    waits: RefCell<Dependencies>,
     sets: Cell<u64>,
     pub(super) collectives: Cell<u32>,
-    /// Hosts of a graph by the nodes that they go by.
+    /// Hosts of a graph by the nodes whose numbers they have.
     by_node: Option<HashMap<u32, u32>>,
-    /// Numbers of flows that the file gives, and the next that may be free.
+    /// Numbers of flows in the file, and the next that may be free.
     given: HashSet<u64>,
     next_id: Cell<u64>,
     /// Flows so far.
@@ -59,10 +59,10 @@ pub(super) struct Reader<'a> {
     notes: RefCell<BTreeSet<String>>,
     /// Lists of flows, in the order of the file.
     lists: RefCell<Vec<List>>,
-    means: &'a Means<'a>,
+    resources: &'a Resources<'a>,
 }
 
-/// Where the flows of a list came from, for errors about one of them.
+/// The source of the flows of a list, for errors about one of them.
 #[derive(Default)]
 struct List {
     file: PathBuf,
@@ -78,7 +78,7 @@ enum FlowType {
     Roce,
     Ndp,
     Packets,
-    /// Of [`PROTOCOLS`].
+    /// Index in [`PROTOCOLS`].
     Other(usize),
 }
 
@@ -109,7 +109,7 @@ const PAIRINGS: &[(&str, Pairing)] = &[
     ("AllToAll", Pairing::AllToAll),
 ];
 
-/// Flows of a set, at most.
+/// Maximum number of flows per set.
 const FLOWS_MAX: u64 = 10_000_000;
 
 /// Properties that all flows of a table share.
@@ -127,12 +127,12 @@ pub(super) struct Template {
     has_class: bool,
     priority: u8,
     answer_priority: u8,
-    /// Sizes are drawn for each flow of a set.
+    /// Sizes of the flows of a set are random.
     sizes: Option<Sizes>,
 }
 
 impl Template {
-    pub(super) fn flow(&self, id: u64, src: u32, dst: u32, paths: Paths) -> Made {
+    pub(super) fn flow(&self, id: u64, src: u32, dst: u32, paths: Paths) -> ParsedFlow {
         let flow = Flow {
             id,
             src,
@@ -149,7 +149,7 @@ impl Template {
             after: Vec::new(),
             collective: None,
         };
-        Made {
+        ParsedFlow {
             flow,
             priority: self.priority,
             answer_priority: self.answer_priority,
@@ -164,11 +164,11 @@ impl<'a> Reader<'a> {
         dialect: Dialect,
         seed: u64,
         duration_s: f64,
-        means: &'a Means<'a>,
+        resources: &'a Resources<'a>,
     ) -> Self {
         let topology = &network.topology;
         let by_node = topology.names_hosts_by_node().then(|| {
-            // Of several hosts on a node the first goes by it.
+            // The first of several hosts on a node has the node's number.
             let hosts = (0..topology.host_count()).rev();
             hosts.map(|h| (topology.attachment(h), h)).collect()
         });
@@ -186,11 +186,11 @@ impl<'a> Reader<'a> {
             count: Cell::new(0),
             notes: RefCell::default(),
             lists: RefCell::default(),
-            means,
+            resources,
         }
     }
 
-    pub(super) fn read(mut self, root: &Table<'_>, notes: &mut Vec<String>) -> Vec<Made> {
+    pub(super) fn read(mut self, root: &Table<'_>, notes: &mut Vec<String>) -> Vec<ParsedFlow> {
         let given = RefCell::new(HashSet::new());
         root.any("flow.flow_id", |value| {
             if let Value::Integer(id) = value {
@@ -201,7 +201,7 @@ impl<'a> Reader<'a> {
         self.given = given.into_inner();
         let mistakes = root.mistake_count();
         let (mut flows, mut items) = (Vec::new(), Vec::new());
-        let mut keep = |flows: &mut Vec<Made>, made: (Item, Vec<Made>)| {
+        let mut keep = |flows: &mut Vec<ParsedFlow>, made: (Item, Vec<ParsedFlow>)| {
             let (mut item, made) = made;
             let from = flows.len();
             append(flows, made);
@@ -232,10 +232,10 @@ impl<'a> Reader<'a> {
         }
         notes.extend(self.notes.take());
         if root.mistake_count() > mistakes {
-            // Flows are missing, so that what waits for them would be reported as wrong, too.
+            // Flows are missing, so dependencies on them would be reported as errors too.
             return flows;
         }
-        // A trace of training is refused by its name; see the caller.
+        // A trace of training is refused by name; see the caller.
         if flows.is_empty() && !root.has("workload") {
             root.error(
                 "flow",
@@ -250,9 +250,9 @@ impl<'a> Reader<'a> {
         flows
     }
 
-    /// Reports flow numbers that a list repeats, with the lines of both flows. (Those of tables alone
-    /// are found when the flows are laid out.)
-    fn check_numbers(&self, root: &Table<'_>, flows: &[Made]) {
+    /// Reports flow numbers that a list repeats, with the lines of both flows. (Repeated numbers in
+    /// tables are detected at set-up.)
+    fn check_numbers(&self, root: &Table<'_>, flows: &[ParsedFlow]) {
         let lists = self.lists.borrow();
         let rising = flows.windows(2).all(|w| w[0].flow.id < w[1].flow.id);
         if lists.is_empty() || rising {
@@ -278,17 +278,17 @@ impl<'a> Reader<'a> {
             root.error(
                 "flow_list",
                 format!(
-                    "{}: the flow number {id} is that of {}, too",
+                    "{}: the flow number {id} is also that of {}",
                     text(second),
                     text(first)
                 ),
-                "give each flow a number of its own, or leave the numbers out",
+                "give each flow its own number, or omit the numbers",
             );
         }
     }
 
-    /// Turns flow numbers of `starts_after` and `starts_before` into indices.
-    fn link_waits(&self, root: &Table<'_>, flows: &mut [Made]) {
+    /// Resolves flow numbers of `starts_after` and `starts_before` to indexes.
+    fn link_waits(&self, root: &Table<'_>, flows: &mut [ParsedFlow]) {
         let waits = self.waits.take();
         if waits.is_empty() {
             return;
@@ -325,7 +325,7 @@ impl<'a> Reader<'a> {
         self.notes.borrow_mut().insert(note);
     }
 
-    /// Numbers for `count` flows from `first` on; without it from the next that is free.
+    /// Numbers for `count` flows, from `first`, or else from the next free one.
     pub(super) fn take_ids(&self, first: Option<u64>, count: u64) -> u64 {
         let first = first.unwrap_or_else(|| {
             let mut next = self.next_id.get();
@@ -343,12 +343,12 @@ impl<'a> Reader<'a> {
         first
     }
 
-    /// Whether `count` more flows can be simulated; if not, notes why, before they are made.
+    /// Whether `count` more flows can be simulated; if not, reports why, before they are created.
     pub(super) fn has_room(&self, t: &Table<'_>, key: &str, count: u64) -> bool {
         let total = self.count.get() + count;
-        let need = total.saturating_mul(FLOW_BYTES + size_of::<Made>() as u64);
-        let have = self.means.memory_bytes_max;
-        // As many as the parts of a network can number, one for each shard.
+        let need = total.saturating_mul(FLOW_BYTES + size_of::<ParsedFlow>() as u64);
+        let have = self.resources.memory_bytes_max;
+        // The limit of the partitions' indexes, one partition per shard.
         let parts = self.network.topology.parts().min(crate::net::SHARDS_MAX);
         let most = crate::net::INDEX_MAX as u64 * u64::from(parts);
         if need > have {
@@ -366,7 +366,7 @@ impl<'a> Reader<'a> {
         if total > most.min(FLOWS_MAX) {
             t.error(
                 key,
-                format!("{total} flows are more than this network can hold"),
+                format!("{total} flows exceed the limit of this network"),
                 format!("use at most {}", most.min(FLOWS_MAX)),
             );
             return false;
@@ -375,7 +375,7 @@ impl<'a> Reader<'a> {
         true
     }
 
-    fn read_flow(&self, t: &Table<'_>) -> Vec<Made> {
+    fn read_flow(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
         let id: Option<u64> = t.get("flow_id").optional();
         let template = self.read_template(t);
         let path: Option<Vec<u32>> = t.get("path").optional();
@@ -403,7 +403,7 @@ impl<'a> Reader<'a> {
             .collect()
     }
 
-    /// `starts_before` and `starts_after`, which hold for each of the flows `ids`.
+    /// `starts_before` and `starts_after`, which apply to each of the flows `ids`.
     fn read_order(&self, t: &Table<'_>, ids: Range<u64>) {
         for (key, before) in [("starts_before", true), ("starts_after", false)] {
             for other in read_ids(t, key) {
@@ -416,19 +416,19 @@ impl<'a> Reader<'a> {
     }
 
     /// `[[flow_list]]`: flows from a file, one per line.
-    fn read_list(&self, t: &Table<'_>) -> Vec<Made> {
+    fn read_list(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
         let mut list = List::default();
         let made = self.read_list_into(t, &mut list);
         self.lists.borrow_mut().push(list);
         made
     }
 
-    fn read_list_into(&self, t: &Table<'_>, list: &mut List) -> Vec<Made> {
+    fn read_list_into(&self, t: &Table<'_>, list: &mut List) -> Vec<ParsedFlow> {
         let path = t
             .path("file")
-            .required("name the file: file = \"flows.csv\"", "".into());
+            .required("give the file: file = \"flows.csv\"", "".into());
         let mut template = self.read_template_of(t, true);
-        let mut made: Vec<Made> = Vec::new();
+        let mut made: Vec<ParsedFlow> = Vec::new();
         if path.as_os_str().is_empty() {
             return made;
         }
@@ -470,7 +470,7 @@ impl<'a> Reader<'a> {
             list.lines.push(u32::try_from(line).unwrap_or(u32::MAX));
             Ok(())
         };
-        let outcome = (self.means.open)(&path)
+        let outcome = (self.resources.open)(&path)
             .map_err(|what| vec![format!("{}: {what}", path.display())])
             .and_then(|file| flow_list::read(&path, file, &mut take));
         if let Err(problems) = outcome
@@ -524,7 +524,7 @@ impl<'a> Reader<'a> {
         found
     }
 
-    fn read_set(&self, t: &Table<'_>) -> Vec<Made> {
+    fn read_set(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
         let first: Option<u64> = t.get("first_flow_id").optional();
         let pairing = t.choice("pairing", PAIRINGS).or(Pairing::Random);
         let hosts = self.network.topology.host_count();
@@ -540,7 +540,7 @@ impl<'a> Reader<'a> {
                 "give `load`, or remove `span`",
             );
         }
-        // As many as the pattern has, if it has a number.
+        // The number of flows of the pattern, if it has one.
         let usual = match pairing {
             Pairing::Permutation => Some(u64::from(hosts)),
             Pairing::Incast => Some(u64::from(hosts).saturating_sub(1)),
@@ -549,7 +549,7 @@ impl<'a> Reader<'a> {
         };
         let count = t.get::<u64>("flow_count").within(1..=FLOWS_MAX);
         let count = match usual {
-            // As many as fit in the span, up to a bound.
+            // As many as fit in the span, up to a limit.
             _ if span_ns.is_some() && !t.has("flow_count") => FLOWS_MAX,
             Some(usual) if !t.has("flow_count") => usual,
             _ => count.required("give the number of flows, or `load` and `span`", 1),
@@ -573,7 +573,7 @@ impl<'a> Reader<'a> {
             );
             return Vec::new();
         }
-        // Of a `span` as many as fit; they are counted when they are made.
+        // With a `span`, flows are counted when they are created.
         let known = if span_ns.is_some() && !t.has("flow_count") {
             0
         } else {
@@ -588,7 +588,7 @@ impl<'a> Reader<'a> {
         if by_switch && grid.is_none() {
             t.error(
                 "pairing",
-                "`pairing` by switch needs equally many hosts on every switch",
+                "`pairing` by switch needs the same number of hosts on every switch",
                 "use pairing = \"Random\"",
             );
             return Vec::new();
@@ -606,12 +606,12 @@ impl<'a> Reader<'a> {
             let src = i % hosts;
             match (pairing, grid) {
                 (Pairing::Permutation, _) => (src, partners[src as usize]),
-                // Senders in order of their numbers, the sink left out.
+                // Senders in order of their numbers, without the sink.
                 (Pairing::Incast, _) => {
                     let src = i % (hosts - 1);
                     (src + u32::from(src >= sink), sink)
                 }
-                // Sender after sender, each to all others.
+                // Sender by sender, each to all others.
                 (Pairing::AllToAll, _) => {
                     let (src, to) = (i / (hosts - 1) % hosts, i % (hosts - 1));
                     (src, (src + 1 + to) % hosts)
@@ -669,8 +669,8 @@ impl<'a> Reader<'a> {
         flows
     }
 
-    /// Mean gap between flows, ns, that loads hosts' links (an incast: the sink's link) to a share
-    /// of their rate.
+    /// Mean gap between flows, ns, that loads hosts' links (for an incast, the sink's link) to a
+    /// share of their rate.
     fn arrivals(&self, load: f64, one_link: bool, template: &Template) -> Result<f64, String> {
         let mean = match (&template.sizes, template.demand) {
             (Some(sizes), _) => sizes.mean(),
@@ -694,9 +694,9 @@ impl<'a> Reader<'a> {
     fn read_sizes(&self, t: &Table<'_>) -> Option<Sizes> {
         if t.has("size_csv") {
             let path = t.path("size_csv").optional()?;
-            let text = (self.means.open)(&path).and_then(|file| {
+            let text = (self.resources.open)(&path).and_then(|file| {
                 let mut text = String::new();
-                // A distribution has some hundred points.
+                // A distribution has a few hundred points at most.
                 file.take(1 << 20)
                     .read_to_string(&mut text)
                     .map_err(|error| error.to_string())?;
@@ -744,7 +744,7 @@ impl<'a> Reader<'a> {
         self.read_template_of(t, false)
     }
 
-    /// `listed`: sizes come from elsewhere.
+    /// `listed`: the flow list gives the sizes.
     fn read_template_of(&self, t: &Table<'_>, listed: bool) -> Template {
         let others = PROTOCOLS.iter().enumerate();
         let others = others.map(|(i, protocol)| (protocol.word, FlowType::Other(i)));
@@ -784,12 +784,12 @@ impl<'a> Reader<'a> {
                     t.refuse(key, "comes from the list of flows", "remove it");
                 }
             }
-            // A stand-in until each flow has its own.
+            // A placeholder until each flow has its own size.
             let bytes = size.or((listed || sizes.is_some()).then_some(1));
             let duration_ns = seconds(t, "duration");
             let gap = read_dist(t, "arr_dist");
             let size = read_dist(t, "pkt_size_dist");
-            // A segment is as long as a packet may be.
+            // A segment is as long as the largest packet.
             let packet_bytes = match size {
                 Some(Dist::Constant(b)) => b,
                 Some(Dist::Uniform { high, .. } | Dist::DiscreteUniform { high, .. }) => high,
@@ -934,7 +934,7 @@ impl<'a> Reader<'a> {
             .within(0..=NEVER_NS)
             .optional()
         {
-            // 0: lost packets go again when a NACK asks for them, and not otherwise.
+            // 0: only a NACK triggers retransmission.
             roce.retry_ns = Some(if timeout == 0 {
                 NEVER_NS
             } else {
@@ -953,7 +953,7 @@ impl<'a> Reader<'a> {
         if t.has("nack_interval_ns") {
             let _: Option<u64> = t.get("nack_interval_ns").optional();
             self.note(
-                "`traffic.roce.nack_interval_ns` has no effect: a gap is asked for once".into(),
+                "`traffic.roce.nack_interval_ns` has no effect: a gap causes one NACK".into(),
             );
         }
         Answers {
@@ -1039,17 +1039,17 @@ struct Answers {
     bytes: Option<u32>,
 }
 
-/// A timeout that no run reaches.
+/// A timeout beyond the end of any run.
 const NEVER_NS: u64 = 1_000_000_000_000_000_000;
 
-/// Gives flows their classes: those of the file, or as Days finds them.
+/// Sets the classes of flows: those of the file, or as in Days.
 ///
-/// Days schedules a flow in class `id mod classes` and pauses it by its 802.1Q priority; here one
-/// class serves both, and a table leads from classes to priorities.
+/// Days schedules a flow in class `id mod classes`, and pauses it by its 802.1Q priority. Here one
+/// class serves both, and a table maps classes to priorities.
 pub(super) fn settle_classes(
     root: &Table<'_>,
     dialect: Dialect,
-    mut made: Vec<Made>,
+    mut made: Vec<ParsedFlow>,
     queue: &mut Queue,
     notes: &mut Vec<String>,
 ) -> Vec<Flow> {
@@ -1073,7 +1073,7 @@ pub(super) fn settle_classes(
         .flat_map(|made| [made.priority, made.answer_priority])
         .collect();
     if fifo && used.len() > 1 {
-        // Order of arrival, but each priority can be paused alone.
+        // Order of arrival, but each priority can be paused separately.
         queue.discipline = Discipline::PriorityFifo(PFC_CLASSES as u8);
         for made in &mut made {
             made.flow.class = made.priority;
@@ -1093,8 +1093,8 @@ pub(super) fn settle_classes(
                 root.error(
                     "switch",
                     format!(
-                        "class {class} of the discipline has flows of the priorities {known} and \
-                         {priority}, which PFC would have to pause one by one"
+                        "class {class} of the discipline has flows of priorities {known} and \
+                         {priority}, which PFC must pause separately"
                     ),
                     "give the flows of a class one priority, or write discipline = \"FIFO\"",
                 );
@@ -1115,8 +1115,8 @@ pub(super) fn settle_classes(
     made.into_iter().map(|made| made.flow).collect()
 }
 
-/// Appends flows whose dependencies count from their own first.
-pub(super) fn append(flows: &mut Vec<Made>, mut made: Vec<Made>) {
+/// Appends flows whose dependencies are indexes into `made`.
+pub(super) fn append(flows: &mut Vec<ParsedFlow>, mut made: Vec<ParsedFlow>) {
     if flows.is_empty() {
         *flows = made;
         return;
@@ -1130,14 +1130,14 @@ pub(super) fn append(flows: &mut Vec<Made>, mut made: Vec<Made>) {
     flows.append(&mut made);
 }
 
-/// Two different hosts, drawn by number.
+/// Two different hosts, at random by index.
 fn random_pair(stream: u64, index: u64, hosts: u32) -> (u32, u32) {
     let src = mix::below(mix::draw(stream, 2 * index), u64::from(hosts)) as u32;
     let step = mix::below(mix::draw(stream, 2 * index + 1), u64::from(hosts) - 1) as u32;
     (src, (src + 1 + step) % hosts)
 }
 
-/// A random cycle through all hosts (Sattolo 1986): each sends to one other, none to itself.
+/// A random cycle through all hosts (Sattolo 1986): each sends to one other host.
 fn permutation(stream: u64, hosts: u32) -> Vec<u32> {
     let mut to: Vec<u32> = (0..hosts).collect();
     for i in (1..hosts as usize).rev() {
@@ -1211,7 +1211,7 @@ fn read_dist(t: &Table<'_>, key: &str) -> Option<Dist> {
     Some(t.table(key, |t| {
         let kind = t
             .choice("type", TYPES)
-            .required("name the distribution: type = \"Uniform\"", Type::Constant);
+            .required("give the distribution: type = \"Uniform\"", Type::Constant);
         let number = |name: &str| {
             t.get::<f64>(name)
                 .check(|&v| v >= 0.0, "not negative")

@@ -1,8 +1,8 @@
-//! Reads a TOML file into a [`Scenario`]: Days' files as they are, and our own keys.
+//! Reads a TOML file into a [`Scenario`]: unmodified files of Days, and our own keys.
 //!
-//! Every error is reported with its line, unknown keys included. Keys without effect on results are
-//! accepted and named in [`Config::notes`]. What Days has and this simulator does not model is refused
-//! by name. `dialect` decides where a key means two things.
+//! Every error is reported with its line, including unknown keys. Keys without effect on results
+//! are accepted and listed in [`Config::notes`]. Keys of Days whose effect is not modeled are
+//! refused. `dialect` decides between two meanings of a key.
 
 mod collectives;
 mod dialect;
@@ -20,29 +20,29 @@ pub use dialect::Dialect;
 
 use crate::scenario::Scenario;
 
-/// Opens a file that a configuration names; the error is the reason.
+/// Opens a file that a configuration refers to; the error is the reason.
 pub type Open<'a> = dyn Fn(&Path) -> Result<Box<dyn BufRead>, String> + 'a;
 
 /// Files and memory that a reader may use.
-pub struct Means<'a> {
-    /// Opens the files that the configuration names.
+pub struct Resources<'a> {
+    /// Opens the files that the configuration refers to.
     pub open: &'a Open<'a>,
-    /// Memory that flows may take, bytes: more flows are refused before they are made.
+    /// Memory limit for flows, bytes: flows that exceed it are refused before they are created.
     pub memory_bytes_max: u64,
 }
 
-/// A file's content.
+/// The contents of a configuration file.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The run.
     pub scenario: Scenario,
-    /// Folder for `sources.csv`, `sinks.csv` and `switches.csv`, if the file names one.
+    /// Folder for `sources.csv`, `sinks.csv` and `switches.csv`, if the file gives one.
     pub log_path: Option<PathBuf>,
     /// The dialect that the file was read in.
     pub dialect: Dialect,
-    /// Why.
+    /// Why this dialect was chosen.
     pub dialect_because: String,
-    /// Set where the choice of the dialect changes results and the file does not settle it.
+    /// Set if the choice of the dialect changes results and the file does not specify it.
     pub dialect_note: Option<String>,
     /// Keys accepted without effect, and settings that may surprise, for people.
     pub notes: Vec<String>,
@@ -68,23 +68,23 @@ const EXECUTION: &[&str] = &[
 /// Reads `doc`.
 ///
 /// # Errors
-/// All mistakes together, each with its place. What only shows when paths are laid (hosts that are
-/// cut off, flows that wait in a circle) is found by [`crate::Simulation::new`].
+/// All errors together, each with its location. Errors that appear only at set-up (hosts without a
+/// path, flows that depend on each other in a cycle) are reported by [`crate::Simulation::new`].
 pub fn read(doc: Doc) -> Result<Config, Diagnostics> {
     read_with(
         doc,
-        &Means {
+        &Resources {
             open: &|path| Err(format!("{} is not read here", path.display())),
             memory_bytes_max: u64::MAX,
         },
     )
 }
 
-/// Reads `doc`, and the files that it names (distributions of sizes, lists of flows).
+/// Reads `doc`, and the files that it refers to (distributions of sizes, lists of flows).
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Diagnostics> {
+pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnostics> {
     let (mut config, _) = doc.read(|root| {
         let chosen = dialect::choose(root);
         let mut notes = Vec::new();
@@ -118,7 +118,7 @@ pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Diagnostics> {
             .or(1500.0);
         refuse_workload(root);
         let mut network = network::read(root, chosen.dialect, &mut notes);
-        let reader = flows::Reader::new(&network, chosen.dialect, seed, duration_s, means);
+        let reader = flows::Reader::new(&network, chosen.dialect, seed, duration_s, resources);
         let made = reader.read(root, &mut notes);
         let flows =
             flows::settle_classes(root, chosen.dialect, made, &mut network.queue, &mut notes);
@@ -143,7 +143,7 @@ pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Diagnostics> {
                 spray_paths: network.spray_paths,
                 sample_ns: report_s.map(|s| ns(s).max(1)),
                 failures: network.failures,
-                notice_ns: network.notice_ns,
+                convergence_ns: network.convergence_ns,
                 flows,
             },
         }

@@ -21,8 +21,8 @@ pub(super) struct Network {
     pub(super) routing: Routing,
     pub(super) spray_paths: u32,
     pub(super) failures: Vec<Failure>,
-    pub(super) notice_ns: u64,
-    /// GPUs of a server, in a rail fabric.
+    pub(super) convergence_ns: u64,
+    /// GPUs per server, in a rail fabric.
     pub(super) gpus_per_server: Option<u32>,
 }
 
@@ -31,14 +31,14 @@ struct Layout {
     topology: Topology,
     /// Hosts per edge switch, if the file gives them.
     hosts_given: Option<u32>,
-    /// Host links were asked for (`topology.model_host_attachment`).
+    /// Whether host links were requested (`topology.model_host_attachment`).
     attachment: bool,
-    /// Edges with a rate or a delay of their own.
+    /// Edges with their own rate or delay.
     edges: Vec<OwnEdge>,
     rails: Option<Rails>,
 }
 
-/// An edge that gives its own rate, bits/s, or delay, ns.
+/// An edge with its own rate, bits/s, or delay, ns.
 struct OwnEdge {
     ends: (Node, Node),
     bits_per_s: Option<u64>,
@@ -70,7 +70,7 @@ const CATEGORIES: &[(&str, Category)] = &[
     ("SpectrumX", Category::SpectrumX),
 ];
 
-/// Words of `routing`; Days' and ours.
+/// Values of `routing`; Days' and ours.
 pub(super) const ROUTINGS: &[(&str, Routing)] = &[
     ("ShortestPath", Routing::ShortestPath),
     ("ECMP", Routing::Ecmp),
@@ -81,8 +81,8 @@ pub(super) const ROUTINGS: &[(&str, Routing)] = &[
 
 pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> Network {
     let mut layout = read_topology(root, dialect);
-    // Days' newer engine always models the links of hosts; its older one does not. Keys that only
-    // the newer one has distinguish them.
+    // Days' newer engine always models the links of hosts; its older one does not. They are
+    // distinguished by keys that only the newer one has.
     let newer = root.has("link")
         || root.has("routing")
         || layout.rails.is_some()
@@ -111,10 +111,10 @@ pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) 
         links
     });
     layout.topology = with_own_links(root, layout.topology, &layout.edges, links.edge);
-    let (routing, spray_paths, notice_ns) = root.table("routing", |t| {
+    let (routing, spray_paths, convergence_ns) = root.table("routing", |t| {
         if t.any("policy", |v| *v == Value::String("SimAiEcmp")) {
             notes.push(
-                "`routing.policy` SimAiEcmp: spines are chosen by our own hash, not by SimAI's"
+                "`routing.policy` SimAiEcmp: spines are chosen by a different hash than SimAI's"
                     .into(),
             );
         }
@@ -132,12 +132,12 @@ pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) 
         routing,
         spray_paths,
         failures: failures.into_iter().flatten().collect(),
-        notice_ns,
+        convergence_ns,
         gpus_per_server: layout.rails.map(|rails| rails.gpus_per_server),
     }
 }
 
-/// Gives edges their own rates and delays; an edge without one takes the common value.
+/// Sets edges' own rates and delays; an edge without one has the common value.
 fn with_own_links(
     root: &Table<'_>,
     topology: Topology,
@@ -200,7 +200,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
         let Some((a, b)) = ends else {
             root.error(
                 "edges",
-                format!("`edges` has the entry {edge:?}, which names no two nodes"),
+                format!("`edges` has the entry {edge:?}, which does not have two nodes"),
                 "write each edge as [node, node], [node, node, bit/s] or [node, node, bit/s, ns]",
             );
             continue;
@@ -223,14 +223,14 @@ fn read_graph(root: &Table<'_>) -> Layout {
             });
         }
     }
-    // Hosts go by the node that they hang on, so a node has one; with `host_nodes` they go by their
+    // Hosts have the numbers of their nodes, so a node has one; with `host_nodes` they have their
     // own numbers.
     let numbered = root.has("host_nodes");
     let hosts: Vec<u32> = if numbered {
         root.refuse(
             "hosts",
-            "conflicts with `host_nodes`: both place the hosts",
-            "keep `hosts` for one host a node, named by its node, or `host_nodes`",
+            "conflicts with `host_nodes`: both define the hosts",
+            "keep `hosts` for one host per node, with the node's number, or `host_nodes`",
         );
         root.get("host_nodes").or(vec![0])
     } else {
@@ -277,7 +277,7 @@ fn read_topology(root: &Table<'_>, dialect: Dialect) -> Layout {
                     .check(|&o| o > 0.0 && o <= 1000.0, "above 0 and at most 1000")
                     .or(1.0);
                 let hosts: Option<u32> = t.get("hosts_per_edge").optional();
-                // Oversubscription r: r hosts for each uplink of an edge switch.
+                // Oversubscription r: r hosts per uplink of an edge switch.
                 let hosts = hosts.or_else(|| {
                     t.has("oversubscription")
                         .then(|| (f64::from(k / 2) * over).round() as u32)
@@ -329,7 +329,7 @@ fn read_topology(root: &Table<'_>, dialect: Dialect) -> Layout {
     })
 }
 
-/// Hosts and global links of a router, routers of a group: (p, a, h), by our keys or those of Days.
+/// Hosts and global links per router, routers per group: (p, a, h), by our keys or those of Days.
 fn read_dragonfly(t: &Table<'_>) -> (u32, u32, u32) {
     let days = [
         "hosts_per_router",
@@ -360,7 +360,7 @@ fn read_dragonfly(t: &Table<'_>) -> (u32, u32, u32) {
 
 /// `[topology.spectrum_x]`: a rail-optimized fabric, its rates and delays.
 fn read_rails(t: &Table<'_>) -> (Result<Graph, Error>, Rails) {
-    let number = |key: &str| t.get::<u32>(key).required("give it: Days asks for it", 1);
+    let number = |key: &str| t.get::<u32>(key).required("give it: Days requires it", 1);
     let (gpus, per_server) = (number("gpus"), number("gpus_per_server"));
     let (nics, spines) = (number("nics_per_asw"), number("psws"));
     let rate = |key: &str| {
@@ -381,14 +381,14 @@ fn read_rails(t: &Table<'_>) -> (Result<Graph, Error>, Rails) {
         uplink_bits_per_s: rate("uplink_rate_bps"),
         delay_ns: t.get("link_delay_ns").within(0..=2_000_000_000u64).or(0),
     };
-    // NVLink and the type of a GPU serve collectives within a server, which are refused.
+    // NVLink and the type of a GPU apply to collectives within a server, which are refused.
     let _: Option<f64> = t.get("nvlink_rate_bps").optional();
     let _: Option<u64> = t.get("nvlink_delay_ns").optional();
     let _: Option<String> = t.get("gpu_type").optional();
     (Graph::rails(gpus, per_server, nics, spines), rails)
 }
 
-/// `[[failure]]`: what, when, and when it is repaired.
+/// `[[failure]]`: component, time, and time of repair.
 fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
     let link: Option<Vec<u32>> = t.get("link").optional();
     let switch: Option<u32> = t.get("switch").optional();
@@ -476,7 +476,7 @@ fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Li
         if !matches!(layout.topology, Topology::FatTree(_)) {
             t.error(
                 "propagation_tiers",
-                "`link.propagation_tiers` names the tiers of a fat-tree, and this is none",
+                "`link.propagation_tiers` is only for fat-trees",
                 "give `link.propagation_ns`",
             );
         }
@@ -504,7 +504,7 @@ fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Li
     }
 }
 
-/// Eight numbers, one for each priority of 802.1Q.
+/// Eight numbers, one per priority of 802.1Q.
 struct Eight([u64; PFC_CLASSES]);
 
 impl Scalar for Eight {
@@ -540,7 +540,7 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
     if queue.trim.is_some() {
         t.error(
             "mode",
-            "`link.mode` is Pfc, but ports that trim have two queues of their own",
+            "`link.mode` is Pfc, but trimming ports have two queues of their own",
             "choose another `switch.drop`",
         );
     }
@@ -553,7 +553,7 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
         for key in ["by_tier", "headroom_by_rate"] {
             t.refuse(
                 key,
-                "is not read: thresholds by tier or rate are not modeled",
+                "is not supported: thresholds by tier or rate are not modeled",
                 "give `xoff`, `xon` and `buffer_capacity` for all switches",
             );
         }
@@ -563,7 +563,7 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
                     .then(|| t.get(key).optional())
                     .flatten();
                 notes.push(format!(
-                    "`link.pfc.{key}` has no effect: a pause lasts until it is taken back, as in Days' \
+                    "`link.pfc.{key}` has no effect: a pause lasts until it is revoked, as in Days' \
                      newer engine"
                 ));
             }
@@ -575,7 +575,7 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
             capacity_bytes: u64::MAX,
         }; PFC_CLASSES];
         for p in 0..PFC_CLASSES {
-            // 0 switches a priority off.
+            // 0 disables PFC for a priority.
             if xoff[p] == 0 || quanta[p] == 0 {
                 continue;
             }
@@ -688,9 +688,7 @@ fn read_switch(
     ];
     for (key, kinds) in kinds {
         if t.has(key) && !kinds.contains(&drop) {
-            notes.push(format!(
-                "`switch.{key}` has no effect with the `drop` that the switch has"
-            ));
+            notes.push(format!("`switch.{key}` has no effect with this `drop`"));
         }
     }
     if matches!(aqm, Aqm::Red { .. }) && capacity == 0 {
@@ -703,7 +701,7 @@ fn read_switch(
     let loss = t.get("loss").within(0.0..=1.0).or(0.0);
     let capacity_bytes = t.get("capacity_bytes").within(0..=1u64 << 40).or(0);
     let (aqm, capacity, capacity_bytes) = match ramp {
-        // A queue with a ramp is limited by its bytes alone.
+        // A queue with a ramp is limited only in bytes.
         Some((ramp, bytes)) => (ramp, 0, bytes),
         None => (aqm, capacity, capacity_bytes),
     };
@@ -714,7 +712,7 @@ fn read_switch(
     if trim.is_some() && (shared.is_some() || pfc.is_some() || discipline != Discipline::Fifo) {
         t.error(
             "drop",
-            "ports that trim have two queues of their own, so `discipline`, `shared` and `pfc` \
+            "trimming ports have two queues of their own, so `discipline`, `shared` and `pfc` \
              cannot be used",
             "remove those keys, or choose another `drop`",
         );
@@ -744,7 +742,7 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
             "a share of the capacity, above 0 and at most 1, or a whole number of packets",
         )
         .optional();
-    // 1 is all of the capacity in Days, and a packet here.
+    // 1 is the entire capacity in Days, and one packet here.
     let share = match (dialect, value) {
         (Dialect::Days, None) => Some(0.8),
         (Dialect::Days, Some(v)) if v <= 1.0 => Some(v),
@@ -775,12 +773,12 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
     }
 }
 
-/// `ecn = { kmin_bytes, kmax_bytes, pmax }` and `ecn_capacity_bytes` of Days: a ramp, and the bytes
-/// that its queues hold.
+/// `ecn = { kmin_bytes, kmax_bytes, pmax }` and `ecn_capacity_bytes` of Days: a ramp, and the
+/// capacity of its queues.
 fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
     t.refuse(
         "ecn_by_rate",
-        "is not read: one rule of marking holds for all ports",
+        "is not supported: one marking rule applies to all ports",
         "give `ecn` with the row of the links that matter",
     );
     let bytes: Option<u64> = t
@@ -791,7 +789,7 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
         if bytes.is_some() && !t.has("ecn_by_rate") {
             t.error(
                 "ecn_capacity_bytes",
-                "`switch.ecn_capacity_bytes` limits queues with a ramp, and there is none",
+                "`switch.ecn_capacity_bytes` limits queues with a ramp, which is missing",
                 "add ecn = { kmin_bytes, kmax_bytes, pmax }, or use `capacity_bytes`",
             );
         }
@@ -800,7 +798,7 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
     if drop != Drop::Tail {
         t.error(
             "ecn",
-            "`switch.ecn` marks, and so does `switch.drop`",
+            "`switch.ecn` and `switch.drop` both mark packets",
             "write drop = \"TailDrop\", or remove `ecn`",
         );
     }
@@ -826,7 +824,8 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
                 "they must rise, from at least 1",
             );
         }
-        // Days marks all at Kmax and above, our ramp above its end: a byte less is the same.
+        // Days marks all packets at Kmax and above, our ramp only above its end, so the end is one
+        // byte lower.
         Aqm::EcnRamp {
             min_bytes: min.max(1) - 1,
             max_bytes: max.max(1) - 1,
@@ -891,13 +890,13 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
     if quanta.is_none() && t.has("refresh") {
         t.error(
             "refresh",
-            "`switch.pfc.refresh` is given, but a pause without `quanta` lasts until it is taken back",
+            "`switch.pfc.refresh` is given, but a pause without `quanta` lasts until it is revoked",
             "give `quanta` too, such as quanta = 65535, or remove `refresh`",
         );
     }
     Pfc {
         quanta,
-        // Twice as often as needed, so that a frame that is late does no harm.
+        // Twice as often as needed, so that one late frame is harmless.
         refresh: t
             .get("refresh")
             .within(0..=0xffff)
@@ -931,7 +930,7 @@ impl Scalar for ByClass {
             let [class, number] = pair[..] else {
                 return None;
             };
-            // A class that is no place of the list, or is there twice, leaves another empty.
+            // A class outside of the list, or a repeated one, leaves another entry empty.
             *values.get_mut(class as usize)? = Some(number);
         }
         values.into_iter().collect::<Option<_>>().map(ByClass)
@@ -959,7 +958,7 @@ fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> 
         5 => "vticks",
         _ => "",
     };
-    // Days' files carry keys of other disciplines.
+    // Days' files contain keys of other disciplines.
     for key in ["weights", "priorities", "vticks"] {
         if key != used && t.has(key) {
             let _: Option<ByClass> = t.get(key).optional();
@@ -976,7 +975,7 @@ fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> 
             .optional();
         match values {
             Some(values) => values.0,
-            // Days has defaults for these, we ask.
+            // Days has defaults for these keys; our dialect requires them.
             None if t.has(key) || dialect == Dialect::Days => usual,
             None => {
                 t.error(
@@ -1014,12 +1013,12 @@ fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> 
         3 => Discipline::Wrr(weights()),
         4 => Discipline::Wfq(weights()),
         5 if dialect == Dialect::Days => {
-            let must = "1 to 256 numbers of s a bit, above 0";
+            let must = "1 to 256 numbers of s per bit, above 0";
             let fits = |v: f64| v > 0.0 && v <= 1e6;
             Discipline::VirtualClockBits(by_class("vticks", vec![1.0], &fits, must))
         }
         5 => {
-            let must = "1 to 256 whole numbers of ns a packet";
+            let must = "1 to 256 whole numbers of ns per packet";
             let list = by_class("vticks", vec![1.0], &whole, must);
             Discipline::VirtualClock(list.iter().map(|&v| v as u64).collect())
         }
@@ -1050,7 +1049,7 @@ fn read_red(t: &Table<'_>, ecn: bool, dialect: Dialect) -> Aqm {
     })
 }
 
-/// Kept with the other readers of durations.
+/// Reads a duration in s as ns.
 pub(super) fn seconds(t: &Table<'_>, key: &str) -> Option<u64> {
     t.get::<f64>(key)
         .check(|&s| (0.0..1e9).contains(&s), "from 0 to 1e9 s")
@@ -1058,14 +1057,14 @@ pub(super) fn seconds(t: &Table<'_>, key: &str) -> Option<u64> {
         .map(ns)
 }
 
-/// `Error` for a name in a file that is not a host.
+/// The host with a number in a file, or an error.
 pub(super) fn host_of(topology: &Topology, number: u32) -> Result<u32, Error> {
     topology
         .host_named(number)
         .ok_or_else(|| no_host(topology, number))
 }
 
-/// That no host goes by `number`.
+/// The error for a host number that does not exist.
 pub(super) fn no_host(topology: &Topology, number: u32) -> Error {
     Error::Topology(if topology.names_hosts_by_node() {
         format!("node {number} is not in `hosts`")

@@ -1,28 +1,28 @@
-//! `name`, `after` and `[[compute]]`: which flows wait for which, by the names of their tables.
+//! `name`, `after` and `[[compute]]`: dependencies between flows by the names of their tables.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use slipstream_config::doc::{Scalar, Table, Value};
 
-use super::flows::{Made, Reader};
+use super::flows::{ParsedFlow, Reader};
 use crate::scenario::{After, Finished};
 
-/// A table that others may name in `after`.
+/// A table that others may refer to in `after`.
 pub(super) struct Item {
     name: Option<String>,
     after: Vec<String>,
     /// Its flows.
     pub(super) flows: Range<usize>,
-    /// Hosts that compute, and for how long, ns.
+    /// Hosts that compute, and the duration, ns.
     compute: Option<(Vec<u32>, u64)>,
 }
 
-/// Dependencies that `after` may stand for, at most: 16 bytes each.
+/// Maximum number of dependencies that `after` may create, 16 bytes each.
 const WAITS_MAX: usize = 1 << 24;
 
 impl Reader<'_> {
-    /// `[[compute]]`: hosts that are busy for a time between two others of its kind.
+    /// `[[compute]]`: hosts that are busy for a time between two other items.
     pub(super) fn read_compute(&self, t: &Table<'_>) -> Item {
         let mut item = read_item(t);
         let hosts: Vec<u32> = t
@@ -39,17 +39,17 @@ impl Reader<'_> {
         if item.name.is_none() {
             t.error(
                 "name",
-                "the computation has no name, so nothing can wait for it",
-                "add name = \"compute0\" and name it in `after`",
+                "the computation has no name, so no flow can wait for it",
+                "add name = \"compute0\" and refer to it in `after`",
             );
         }
         item.compute = Some((hosts, time));
         item
     }
 
-    /// Turns names of `after` into dependencies of flows. A flow waits, at its sender, for what its
-    /// sender has a part in.
-    pub(super) fn link_items(&self, root: &Table<'_>, items: &[Item], flows: &mut [Made]) {
+    /// Resolves names in `after` to dependencies of flows. A flow waits, at its sender, for the
+    /// part of an item that its sender participates in.
+    pub(super) fn link_items(&self, root: &Table<'_>, items: &[Item], flows: &mut [ParsedFlow]) {
         if items.iter().all(|item| item.after.is_empty()) {
             return;
         }
@@ -61,7 +61,7 @@ impl Reader<'_> {
                 root.error(
                     "name",
                     format!("the name `{name}` is given twice"),
-                    "give each table a name of its own",
+                    "give each table its own name",
                 );
                 return;
             }
@@ -102,8 +102,8 @@ impl Reader<'_> {
                 if total > WAITS_MAX {
                     root.error(
                         "after",
-                        format!("`after` stands for more than {WAITS_MAX} dependencies of flows"),
-                        "let fewer flows wait for fewer",
+                        format!("`after` creates more than {WAITS_MAX} dependencies of flows"),
+                        "make fewer flows depend on each other",
                     );
                     return;
                 }
@@ -122,7 +122,7 @@ impl Reader<'_> {
                     root.error("after", names.unknown(after), "correct `after`");
                 } else if !used {
                     self.note(format!(
-                        "[[compute]] `{name}` delays nothing: nothing names it in `after`"
+                        "[[compute]] `{name}` has no effect: no `after` refers to it"
                     ));
                 }
             }
@@ -137,7 +137,7 @@ struct Wait {
     after: Vec<After>,
 }
 
-/// Tables by name, to find what `after` stands for.
+/// Tables by name, to resolve `after`.
 struct Names<'a> {
     items: &'a [Item],
     by_name: HashMap<&'a str, usize>,
@@ -151,7 +151,7 @@ impl Names<'_> {
         names.sort_unstable();
         names.truncate(10);
         format!(
-            "nothing has the name `{name}`; there are: {}",
+            "no table has the name `{name}`; known names: {}",
             names.join(", ")
         )
     }
@@ -175,7 +175,7 @@ impl Names<'_> {
         if let Some((hosts, time)) = &item.compute {
             if !hosts.contains(&host) {
                 return Err(format!(
-                    "host {host} waits for `{name}`, which it takes no part in; add it to `hosts`"
+                    "host {host} waits for `{name}`, but is not in it; add it to `hosts`"
                 ));
             }
             let delay_ns = delay_ns.saturating_add(*time);
@@ -198,7 +198,7 @@ impl Names<'_> {
                 sends.push(i);
             }
         }
-        // The flows to the host, else those from it, else all of them.
+        // The flows to the host; without any, those from it; without any, all.
         let (waits_for, until) = match (gets.is_empty(), sends.is_empty()) {
             (false, _) => (gets, Finished::Delivered),
             (true, false) => (sends, Finished::Acknowledged),

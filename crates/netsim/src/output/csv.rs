@@ -1,6 +1,6 @@
 //! Days' three tables, with its columns. Each is written row by row.
 //!
-//! All fail if the sink does.
+//! All functions fail if writing fails.
 
 use std::io::{self, Write};
 
@@ -89,8 +89,8 @@ pub fn write_switches_csv(
     Ok(())
 }
 
-/// One row a sample and port: what waited at that time, and the interval that ends there. Ports
-/// without traffic in an interval have no row. Without samples nothing is written.
+/// One row per sample and port: the backlog at that time, and counters of the interval that ends
+/// there. Ports without traffic in an interval have no row. Without samples nothing is written.
 ///
 /// # Errors
 /// If `out` fails.

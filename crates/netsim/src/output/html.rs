@@ -1,4 +1,4 @@
-//! A report that is one file: tables and plots, nothing loaded from elsewhere.
+//! A report in one file: tables and plots, without external resources.
 
 use slipstream_report::html::chart::{Axis, Chart, Line};
 use slipstream_report::html::{Page, Tile, escape};
@@ -10,10 +10,10 @@ use super::{Cost, SizeClass, collectives, goodput, notes, size_classes, transpor
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
 
-/// Ports in the table of the busiest.
+/// Rows in the table of the busiest ports.
 const PORTS_SHOWN: usize = 20;
 
-/// Points of a line that are drawn: about one per pixel.
+/// Points drawn per line: about one per pixel.
 const POINTS_MAX: usize = 700;
 
 /// The run as an HTML page.
@@ -72,13 +72,13 @@ fn tiles(config: &Config, result: &RunResult) -> Vec<Tile> {
     let done = result.flows.iter().filter(|f| f.delivered_ns.is_some());
     let done = done.count() as u64;
     let mut tiles = vec![Tile::new(
-        "Flows delivered in full",
+        "Flows delivered completely",
         grouped(done),
         format!("of {}", grouped(result.flows.len() as u64)),
     )];
     if let Some(g) = goodput(config, result) {
         tiles.push(Tile::new(
-            "Goodput of a flow",
+            "Goodput per flow",
             rate(g.flow_p50),
             format!(
                 "p50; mean {}, least {}",
@@ -87,19 +87,16 @@ fn tiles(config: &Config, result: &RunResult) -> Vec<Tile> {
             ),
         ));
         tiles.push(Tile::new(
-            "Goodput of all",
+            "Total goodput",
             rate(g.all),
-            format!(
-                "over the {} in which any flow was active",
-                time(g.active_ns as f64)
-            ),
+            format!("over the {} with an active flow", time(g.active_ns as f64)),
         ));
     }
-    let plain = |name: &str, value: u64, beside: String| Tile::new(name, grouped(value), beside);
+    let plain = |name: &str, value: u64, detail: String| Tile::new(name, grouped(value), detail);
     tiles.push(plain(
         "Data packets",
         sum(|f| f.packets_sent),
-        format!("{} sent again", grouped(sum(|f| f.retransmitted))),
+        format!("{} retransmitted", grouped(sum(|f| f.retransmitted))),
     ));
     tiles.push(plain(
         "Drops",
@@ -130,7 +127,7 @@ fn tiles(config: &Config, result: &RunResult) -> Vec<Tile> {
     tiles
 }
 
-/// As many points as can be seen: of each stretch the highest, so that peaks stay.
+/// Reduces the points to as many as are visible: the maximum of each stretch, so that peaks stay.
 fn thin(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, Option<f64>)> {
     let stretch = points.len().div_ceil(POINTS_MAX).max(1);
     points
@@ -223,12 +220,12 @@ fn series(result: &RunResult) -> Vec<Chart> {
             lines(&|s| s.backlog_bytes_max as f64),
         ),
         chart(
-            "Drops an interval",
+            "Drops per interval",
             Axis::new("drops", "packets"),
             lines(&|s| s.drops as f64),
         ),
         chart(
-            "Marks and trims an interval",
+            "Marks and trims per interval",
             Axis::new("marks and trims", "packets"),
             lines(&|s| s.marks as f64),
         ),
@@ -266,7 +263,7 @@ fn classes(page: &mut Page, config: &Config, result: &RunResult) {
             "max",
         ];
         table(page, &head, rows);
-        if classes.iter().any(SizeClass::leaves_out) {
+        if classes.iter().any(SizeClass::omits_p99) {
             page.raw(&format!("<p class=\"says\">{}</p>", escape(TOO_FEW)));
         }
     }
@@ -343,7 +340,7 @@ fn ports(page: &mut Page, config: &Config, result: &RunResult) {
         let head = [
             "switch",
             "most bytes",
-            "most in a headroom",
+            "most bytes in a headroom",
             "drops",
             "pauses sent",
         ];

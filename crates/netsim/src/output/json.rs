@@ -1,4 +1,4 @@
-//! The stable form for programs.
+//! The stable output for programs.
 
 use std::io::{self, Write};
 
@@ -10,8 +10,8 @@ use crate::result::{FlowResult, PortResult, RunResult};
 use crate::scenario::Flow;
 
 /// Writes the run as one line of JSON: `totals`, `goodput`, `size_classes`, `collectives`, `flows`,
-/// `ports`, `cost`. Times end in `_ns`, absent ones are null. Flows and ports are written one at a
-/// time, so that memory does not grow with them; `totals` leaves them out.
+/// `ports`, `cost`. Times end in `_ns`; absent values are null. Flows and ports are written one at
+/// a time, so that memory does not grow with them; `totals` omits them.
 ///
 /// # Errors
 /// If `out` fails.

@@ -19,12 +19,12 @@ use crate::result::{FlowResult, RunResult};
 use crate::scenario::Transport;
 use crate::transport;
 
-/// Cost of the run; measured by the caller.
+/// The cost of the run, measured by the caller.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Laying out ports and paths, wall seconds.
+    /// Time of the set-up, wall seconds.
     pub setup_s: f64,
-    /// The simulation itself, wall seconds.
+    /// Time of the simulation, wall seconds.
     pub run_s: f64,
     /// CPU seconds of the set-up.
     pub setup_cpu_s: f64,
@@ -45,9 +45,9 @@ pub struct Cost {
 pub struct SizeClass {
     /// Name, such as `10 kB to 100 kB`.
     pub name: &'static str,
-    /// Flows in it.
+    /// Flows in the class.
     pub flows: usize,
-    /// Those that finished.
+    /// Flows that finished.
     pub finished: usize,
     /// Completion time, from the start to the last byte's arrival: mean, p50, p99, max, ns.
     pub fct_ns: [f64; 4],
@@ -56,40 +56,40 @@ pub struct SizeClass {
 }
 
 impl SizeClass {
-    /// Mean, p50, p99 and maximum as tables show them: `-` for those of no flow, and for a p99 of too
-    /// few.
+    /// Mean, p50, p99 and maximum for tables: `-` if there are no flows, and for a p99 of too few.
     fn four(&self, values: &[f64; 4], show: impl Fn(f64) -> String) -> [String; 4] {
         if self.finished == 0 {
             return std::array::from_fn(|_| "-".to_owned());
         }
         let mut cells = values.map(show);
-        if self.leaves_out() {
+        if self.omits_p99() {
             "-".clone_into(&mut cells[2]);
         }
         cells
     }
 
-    fn leaves_out(&self) -> bool {
+    fn omits_p99(&self) -> bool {
         !tells(0.99, self.finished as u64)
     }
 }
 
-/// Goodput, bits/s: bytes in order, once each.
+/// Goodput, bits/s: bytes received in order, each counted once.
 ///
-/// A flow is active from its start to the arrival of its last byte; one that was not delivered, to the
-/// end of the run, and one without a size, to its last arrival. Flows that never started count nowhere.
+/// A flow is active from its start to the arrival of its last byte. An incomplete flow is active to
+/// the end of the run, a flow without a size to its last arrival. Flows that never started are not
+/// counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Goodput {
     /// Flows that were active.
     pub flows: u64,
-    /// Of a flow over its active time: arithmetic mean.
+    /// Per flow, over its active time: arithmetic mean.
     pub flow_mean: f64,
-    /// Its median (nearest rank).
+    /// Per flow: median (nearest rank).
     pub flow_p50: f64,
-    /// The slowest flow's.
+    /// Per flow: minimum.
     pub flow_min: f64,
-    /// All bytes over the time in which any flow was active. One flow that ends late makes this small,
-    /// however fast the others were; they show in `flow_p50`.
+    /// All bytes over the time in which any flow was active. One flow that ends late makes this
+    /// small, even if the others were fast; compare `flow_p50`.
     pub all: f64,
     /// That time, ns: the union of the flows' times.
     pub active_ns: u64,
@@ -143,7 +143,7 @@ const CLASSES: [(&str, u64); 5] = [
     ("above 10 MB", u64::MAX),
 ];
 
-/// Mean, p50, p99 and maximum; zeros of nothing. Percentiles are nearest ranks.
+/// Mean, p50, p99 and maximum; zeros if empty. Percentiles are nearest ranks.
 fn four(mut values: Vec<f64>) -> [f64; 4] {
     if values.is_empty() {
         return [0.0; 4];
@@ -191,18 +191,18 @@ pub fn size_classes(config: &Config, result: &RunResult) -> Vec<SizeClass> {
     classes
 }
 
-/// A collective's outcome.
+/// The result of a collective.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CollectiveTime {
     /// Its number in the file.
     pub index: u32,
-    /// Its flows.
+    /// Number of flows.
     pub flows: usize,
-    /// Hosts that take part.
+    /// Number of hosts.
     pub hosts: usize,
     /// From the first start to the last arrival, ns; `None`: not finished.
     pub time_ns: Option<u64>,
-    /// Bytes that its busiest host sent, over the time: what its link carried, bits/s.
+    /// Bytes that its busiest host sent, divided by the time: the load of its link, bits/s.
     pub bus_bits_per_s: Option<f64>,
 }
 
@@ -248,7 +248,7 @@ pub fn collectives(config: &Config, result: &RunResult) -> Vec<CollectiveTime> {
         .collect()
 }
 
-/// Notes of the configuration, and flows of this run that sent nothing, with the reason.
+/// Notes of the configuration, and of flows in this run that sent nothing, with the reason.
 pub fn notes(config: &Config, result: &RunResult) -> Vec<String> {
     let mut notes = config.notes.clone();
     let scenario = &config.scenario;
@@ -279,14 +279,14 @@ pub fn notes(config: &Config, result: &RunResult) -> Vec<String> {
     }
     if idle.len() > IDLE_NAMED {
         notes.push(format!(
-            "{} more flows sent nothing, for such reasons",
+            "{} more flows sent nothing, for similar reasons",
             text::grouped((idle.len() - IDLE_NAMED) as u64)
         ));
     }
     notes
 }
 
-/// Flows without traffic that are named one by one.
+/// Idle flows that are listed one by one.
 const IDLE_NAMED: usize = 3;
 
 /// Name of a flow's transport.

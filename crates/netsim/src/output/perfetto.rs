@@ -1,4 +1,4 @@
-//! A run as a trace that Perfetto (<https://ui.perfetto.dev>) and Chrome show: a process per host with
+//! A run as a trace for Perfetto (<https://ui.perfetto.dev>) and Chrome: one process per host with
 //! a track for each flow that it sends, one for collectives, and counters of the tiers.
 //!
 //! Format: the JSON array form of "Trace Event Format", Google, 2016.

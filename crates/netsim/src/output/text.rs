@@ -1,4 +1,4 @@
-//! The table that people read.
+//! The text summary of a run.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::deadlock::Deadlock;
 use crate::result::RunResult;
 
-/// A time in the unit that suits it.
+/// A time in a suitable unit.
 pub(super) fn time(ns: f64) -> String {
     match ns {
         ns if ns < 1e3 => format!("{ns:.0} ns"),
@@ -21,7 +21,7 @@ pub(super) fn time(ns: f64) -> String {
     }
 }
 
-/// A rate in the unit that suits it.
+/// A rate in a suitable unit.
 pub(super) fn rate(bits_per_s: f64) -> String {
     match bits_per_s {
         r if r < 1e3 => format!("{r:.3} b/s"),
@@ -67,7 +67,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     line(
         "flows",
         format!(
-            "{}; {} delivered in full{unstarted}",
+            "{}; {} delivered completely{unstarted}",
             kinds.join(", "),
             done.count()
         ),
@@ -78,7 +78,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     line(
         "packets",
         format!(
-            "{} data ({} again), {} received",
+            "{} data ({} retransmitted), {} received",
             grouped(sum(|f| f.packets_sent)),
             grouped(sum(|f| f.retransmitted)),
             counted(sum(|f| f.acks), "acknowledgment")
@@ -113,7 +113,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         line(
             "switch memory",
             format!(
-                "at most {} bytes of a switch, {} of a headroom; links paused for {} in all",
+                "at most {} bytes of a switch, {} of a headroom; links paused for {} in total",
                 most(|m| m.bytes_max),
                 most(|m| m.headroom_bytes_max),
                 time(paused as f64)
@@ -127,7 +127,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         line(
             "goodput",
             format!(
-                "of a flow: mean {}, p50 {}, least {}; of all: {} over the {} in which any was active",
+                "per flow: mean {}, p50 {}, min {}; total: {} over the {} with an active flow",
                 rate(g.flow_mean),
                 rate(g.flow_p50),
                 rate(g.flow_min),
@@ -150,7 +150,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             ),
         );
     }
-    if classes.iter().any(SizeClass::leaves_out) {
+    if classes.iter().any(SizeClass::omits_p99) {
         line("", TOO_FEW.to_owned());
     }
     for c in collectives(config, result) {
@@ -207,7 +207,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     format!("{name}\n{out}")
 }
 
-/// The circle of a PFC deadlock, and what helps.
+/// The cycle of a PFC deadlock, and the remedy.
 pub fn deadlock_text(config: &Config, deadlock: &Deadlock) -> String {
     let topology = &config.scenario.topology;
     let links: Vec<String> = deadlock
@@ -219,7 +219,7 @@ pub fn deadlock_text(config: &Config, deadlock: &Deadlock) -> String {
         })
         .collect();
     format!(
-        "seen at {}: these links pause each other for good: {}; take paths without such a circle, or \
+        "detected at {}: these links pause each other forever: {}; use paths without such a cycle, or \
          raise `switch.pfc.xoff`",
         time(deadlock.seen_ns as f64),
         links.join(", ")

@@ -1,8 +1,8 @@
 //! DCQCN: rate control of RoCE queue pairs (Zhu et al., "Congestion control for large-scale RDMA
 //! deployments", SIGCOMM 2015).
 //!
-//! Timers cost no events: what was due since the last packet or notification is caught up on when
-//! the rate is next asked for, in the same order and with the same result.
+//! Timers cost no events. Expirations since the last packet or notification are applied when the
+//! rate is next read, in the same order and with the same result.
 
 /// Parameters. The defaults are those that the paper deploys.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,16 +19,16 @@ pub struct Dcqcn {
     pub fast_steps: u32,
     /// R_AI, additive increase, bits/s. Section 3.1: 40 Mb/s.
     pub additive_bits_per_s: f64,
-    /// R_HAI, hyper increase, bits/s. The paper leaves it to QCN, where it is ten times R_AI
+    /// R_HAI, hyper increase, bits/s. The paper gives no value; in QCN it is ten times R_AI
     /// (Alizadeh et al., "Data center transport mechanisms", Allerton 2008): 400 Mb/s.
     pub hyper_bits_per_s: f64,
-    /// A receiver sends a flow at most one notification in this time, ns. Section 3.1: 50 µs.
+    /// Minimum interval between notifications of a receiver to one flow, ns. Section 3.1: 50 µs.
     pub cnp_interval_ns: u64,
-    /// The rate never falls below, bits/s. Not in the paper: 10 Mb/s keeps a flow alive.
+    /// Minimum rate, bits/s. Not in the paper: 10 Mb/s keeps a flow alive.
     pub rate_bits_per_s_min: f64,
-    /// The rate never rises above, bits/s; `None`: the link's.
+    /// Maximum rate, bits/s; `None`: that of the link.
     pub rate_bits_per_s_max: Option<f64>,
-    /// Rate until the first notification, bits/s; `None`: the highest.
+    /// Rate until the first notification, bits/s; `None`: the maximum.
     pub rate_bits_per_s_first: Option<f64>,
 }
 
@@ -82,20 +82,20 @@ impl ReactionPoint {
             by_timer: 0,
             by_bytes: 0,
             bytes: 0,
-            // Nothing to recover from before the first cut.
+            // There is no recovery before the first cut.
             timer_at: u64::MAX,
             alpha_at: u64::MAX,
         }
     }
 
-    /// Does what was due by `now`.
+    /// Applies all expirations up to `now`.
     pub(crate) fn advance(&mut self, now: u64) {
         while self.timer_at <= now {
             self.timer_at += self.p.timer_ns;
             self.by_timer = self.by_timer.saturating_add(1);
             self.increase();
             if self.current >= self.line && self.timer_at <= now {
-                // At line rate further steps change nothing but the count.
+                // At line rate, further steps change only the count.
                 let steps = (now - self.timer_at) / self.p.timer_ns + 1;
                 self.timer_at += steps * self.p.timer_ns;
                 self.by_timer = self.by_timer.saturating_add(steps as u32);
@@ -112,7 +112,7 @@ impl ReactionPoint {
         }
     }
 
-    /// Bytes were sent.
+    /// Counts sent bytes.
     pub(crate) fn on_sent(&mut self, bytes: u64) {
         if self.timer_at == u64::MAX {
             return;
@@ -125,7 +125,7 @@ impl ReactionPoint {
         }
     }
 
-    /// A congestion notification came.
+    /// Handles a congestion notification.
     pub(crate) fn on_notification(&mut self, now: u64) {
         self.advance(now);
         // Equation (1).
@@ -151,7 +151,8 @@ impl ReactionPoint {
             self.target = self.target.min(self.line);
         }
         self.current = f64::midpoint(self.target, self.current);
-        // The mean of two numbers reaches the larger only in the limit; 1 kb/s is none.
+        // The mean of two numbers reaches the larger one only in the limit, so a difference below 1
+        // kb/s is closed.
         if self.target - self.current < 1e3 {
             self.current = self.target;
         }
@@ -186,7 +187,7 @@ mod tests {
         }
         // α decayed five times: (255/256)^5.
         assert!((r.alpha - (255.0f64 / 256.0).powi(5)).abs() < 1e-12);
-        // The target is at line rate already, so the sixth step ends half-way again.
+        // The target is already at line rate, so the sixth step halves the distance again.
         r.advance(1_000_000 + 6 * 55_000);
         near(r.current, 39.6875 * GBIT);
     }

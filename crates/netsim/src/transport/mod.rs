@@ -1,9 +1,9 @@
 //! Endpoints: senders of packets and receivers that answer them.
 //!
-//! TCP, RoCE queue pairs, NDP and plain packets have places of their own in [`crate::net::Step`] and
-//! are called directly by their shard. Any other transport is a file with a [`Protocol`], a
-//! [`Sender`] and a [`Receiver`], and a line of [`PROTOCOLS`]; those are called through pointers,
-//! and all share two places.
+//! TCP, RoCE queue pairs, NDP and plain packets have their own variants of [`crate::net::Place`],
+//! and their shard calls them directly. Any other transport is a file with a [`Protocol`], a
+//! [`Sender`] and a [`Receiver`], and a line of [`PROTOCOLS`]. Those are called through pointers,
+//! and share two variants.
 
 pub(crate) mod congestion;
 pub(crate) mod dcqcn;
@@ -19,7 +19,7 @@ use std::fmt;
 use slipstream_base::mix;
 use slipstream_config::doc::Table;
 
-use crate::event::Event;
+use crate::event::NetEvent;
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -38,30 +38,30 @@ pub(crate) struct Protocol {
     pub(crate) word: &'static str,
     /// Name in outputs.
     pub(crate) label: &'static str,
-    /// Packets take all paths by default.
+    /// Whether packets take all paths by default.
     pub(crate) sprays: bool,
     /// Reads its keys from `[traffic]`.
     pub(crate) read: fn(&Table<'_>) -> [f64; 8],
-    /// Makes the two ends of a flow from what `read` returned.
+    /// Creates the two ends of a flow from the result of `read`.
     pub(crate) sender: fn(&EndSetup, &[f64; 8]) -> Box<dyn Sender>,
     /// As `sender`.
     pub(crate) receiver: fn(&EndSetup, &[f64; 8]) -> Box<dyn Receiver>,
 }
 
-/// One end of a flow, as it is made.
+/// The properties of one end of a flow when it is created.
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code, reason = "transports that are added read what they need")]
 pub(crate) struct EndSetup {
     /// Index of the flow.
     pub(crate) flow: u32,
-    /// Where timers of this end are scheduled.
+    /// The step at which timers of this end are scheduled.
     pub(crate) me: Step,
     /// Paths of the packets that this end sends.
     pub(crate) rows: Rows,
-    /// Payload of a full packet, and what each adds on the wire, bytes.
+    /// Payload of a full packet, and the header of each packet, bytes.
     pub(crate) packet_bytes: u32,
     pub(crate) header_bytes: u32,
-    /// An answer on the wire, bytes.
+    /// Size of an answer on the wire, bytes.
     pub(crate) answer_bytes: u32,
     /// Bytes of the flow.
     pub(crate) total: u64,
@@ -102,9 +102,9 @@ pub(crate) fn label(transport: &Transport) -> &'static str {
     }
 }
 
-/// Accounts of every sender.
+/// State that every sender reports.
 pub(crate) trait SenderState {
-    /// Packets take other paths from now on.
+    /// Moves its packets to other paths.
     fn reroute(&mut self, rows: Rows);
 
     /// Counts of sent packets.
@@ -114,31 +114,32 @@ pub(crate) trait SenderState {
     fn report(&self, result: &mut FlowResult);
 }
 
-/// Accounts of every receiver.
+/// State that every receiver reports.
 pub(crate) trait ReceiverState {
-    /// Answers take other paths from now on.
+    /// Moves its answers to other paths.
     fn reroute(&mut self, rows: Rows);
 
     /// Counts of received packets.
     fn received(&self) -> &Received;
 
-    /// Bytes that arrived, once each: those in order where the transport keeps one.
+    /// Bytes that arrived, each counted once. Only those in order, if the transport keeps an order.
     fn in_order(&self) -> u64;
 }
 
-/// The sender of a transport of [`PROTOCOLS`]. Methods return true if the flow is complete for it.
+/// The sender of a transport of [`PROTOCOLS`]. Methods return true when the sender has completed
+/// the flow.
 pub(crate) trait Sender: SenderState + Send + fmt::Debug {
     /// Index of its flow.
     fn flow(&self) -> u32;
 
-    /// The flow begins.
+    /// Starts the flow.
     fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool;
 
-    /// An answer arrived.
-    fn on_packet(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
+    /// Handles an answer.
+    fn on_packet(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool;
 
-    /// A timer that it scheduled (`Kind::Timer`).
-    fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
+    /// Handles a timer that it scheduled (`EventKind::Timer`).
+    fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool;
 }
 
 /// The receiver of a transport of [`PROTOCOLS`].
@@ -146,8 +147,8 @@ pub(crate) trait Receiver: ReceiverState + Send + fmt::Debug {
     /// Index of its flow.
     fn flow(&self) -> u32;
 
-    /// A packet arrived. True if it completes the flow.
-    fn on_data(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
+    /// Handles a packet. True if it completes the flow.
+    fn on_data(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool;
 }
 
 /// Counts of a sender.
@@ -168,7 +169,7 @@ pub(crate) struct SendCount {
 pub(crate) struct Received {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
-    /// When the first packet and the last one arrived, ns.
+    /// Arrival times of the first and last packet, ns.
     pub(crate) first: u64,
     pub(crate) last: u64,
     /// Sum of arrival times, for mean delays, ns.
@@ -178,7 +179,7 @@ pub(crate) struct Received {
 }
 
 impl Received {
-    /// A packet with `bytes` of data arrived.
+    /// Counts a packet with `bytes` of data.
     #[inline]
     pub(crate) fn note(&mut self, now: u64, bytes: u64) {
         if self.packets == 0 {
@@ -191,7 +192,7 @@ impl Received {
     }
 }
 
-/// Draws number `index` of a distribution.
+/// Sample number `index` of a distribution.
 pub(crate) fn sample(dist: &Dist, seed: u64, index: u64) -> f64 {
     if let Dist::Constant(value) = *dist {
         return value;
@@ -206,16 +207,16 @@ pub(crate) fn sample(dist: &Dist, seed: u64, index: u64) -> f64 {
     }
 }
 
-/// An application that hands data over piece by piece.
+/// An application that submits data in chunks.
 #[derive(Clone, Debug)]
 pub(crate) struct Paced {
     arrivals: Arrivals,
     seed: u64,
     index: u64,
-    /// When the next piece arrives, ns.
+    /// When the next chunk arrives, ns.
     pub(crate) next: u64,
     end: u64,
-    /// Bytes yet to hand over; `u64::MAX` if only time bounds them.
+    /// Bytes left to submit; `u64::MAX` if only time bounds them.
     left: u64,
 }
 
@@ -231,7 +232,7 @@ impl Paced {
         }
     }
 
-    /// The first piece is due now.
+    /// Makes the first chunk due now.
     pub(crate) fn begin(&mut self, now: u64) {
         self.next = now;
         if let Some(duration) = self.arrivals.duration_ns {
@@ -239,7 +240,7 @@ impl Paced {
         }
     }
 
-    /// Size of the piece that is due by `now`; `None` if none is (see `next`) or ever will be.
+    /// Size of the chunk that is due by `now`; `None` if none is due (see `next`) or left.
     pub(crate) fn take(&mut self, now: u64) -> Option<u64> {
         if self.next > now || self.is_over() {
             return None;
@@ -247,7 +248,7 @@ impl Paced {
         let size = sample(&self.arrivals.size, self.seed, 2 * self.index).round();
         let gap_s = sample(&self.arrivals.gap_s, self.seed, 2 * self.index + 1);
         self.index += 1;
-        // A gap of 0 ns, repeated, would stop time.
+        // Repeated gaps of 0 ns would stop time.
         self.next = self
             .next
             .saturating_add(((gap_s * 1e9).round() as u64).max(1));

@@ -1,16 +1,16 @@
-//! A receiver-driven transport in the manner of NDP (Handley et al., "Re-architecting datacenter
+//! A receiver-driven transport, similar to NDP (Handley et al., "Re-architecting datacenter
 //! networks and stacks for low latency and high performance", SIGCOMM 2017).
 //!
-//! A sender pushes a first window at line rate and then sends one packet for each pull. Every
-//! packet, or what is left of it after trimming, is answered at once by an ACK or a NACK; the
-//! receiving host paces the pulls of all its flows at the rate of its link (section 3.2). Packets
-//! take all paths, in an order drawn anew for each round (section 3.1.1).
+//! A sender pushes a first window at line rate, and then sends one packet per pull. The receiver
+//! answers each packet, full or trimmed, at once by an ACK or a NACK. The receiving host paces the
+//! pulls of all its flows at the rate of its link (section 3.2). Packets take all paths, in a new
+//! random order per round (section 3.1.1).
 
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
 
-use crate::event::{Event, Kind, TRIMMABLE, TRIMMED};
+use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -18,7 +18,7 @@ use crate::result::FlowResult;
 use crate::scenario::{Ndp, Scenario, Transport};
 use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 
-/// A warning about NDP flows in a network that drops whole packets; `None` if it does not.
+/// A warning about NDP flows in a network that drops whole packets; `None` if there are none.
 pub(crate) fn without_trimming(scenario: &Scenario) -> Option<String> {
     let queue = &scenario.queue;
     let drops = queue.trim.is_none()
@@ -30,14 +30,14 @@ pub(crate) fn without_trimming(scenario: &Scenario) -> Option<String> {
         .count();
     (drops && count > 0).then(|| {
         format!(
-            "{count} NDP flows cross switches that drop whole packets, whose receivers never learn of \
-             them: only the sender's timer sends them again; set `switch.drop = \"Trim\"`, or take \
+            "{count} NDP flows cross switches that drop whole packets, which receivers cannot \
+             detect: only the sender's timer retransmits them; set `switch.drop = \"Trim\"`, or use \
              another flow type"
         )
     })
 }
 
-/// The paths of one direction of a flow, taken in a new order each round.
+/// The paths of one direction of a flow, in a new order per round.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Spray {
     row: u32,
@@ -65,7 +65,7 @@ impl Spray {
         spray
     }
 
-    /// Packets take other paths from now on.
+    /// Moves packets to other paths.
     pub(crate) fn reroute(&mut self, rows: Rows) {
         *self = Spray::new(rows.first, rows.count, self.seed);
     }
@@ -73,7 +73,7 @@ impl Spray {
     fn shuffle(&mut self) {
         let draw = mix::draw(self.seed, u64::from(self.round));
         self.offset = mix::below(draw, u64::from(self.rows)) as u32;
-        // Any stride that has no factor in common with the number of paths visits each once.
+        // Any stride coprime to the number of paths visits each path once.
         let mut stride = (draw as u32 | 1) % self.rows.max(1);
         while gcd(stride, self.rows) != 1 {
             stride = (stride + 1) % self.rows.max(2);
@@ -125,7 +125,7 @@ impl Bits {
         self.words[(i / 64) as usize] >> (i % 64) & 1 == 1
     }
 
-    /// True if it is new.
+    /// Adds `i`; true if it was not in the set.
     fn add(&mut self, i: u32) -> bool {
         let (at, bit) = ((i / 64) as usize, 1u64 << (i % 64));
         let word = self.words[at];
@@ -179,7 +179,7 @@ pub(crate) struct NdpSender {
     window: u32,
     acked: Bits,
     again: VecDeque<u32>,
-    /// Pulls received, and pulls that found nothing to send yet.
+    /// Pulls received, and pulls for which there was nothing to send.
     pulled: u32,
     credit: u32,
     retry_ns: u64,
@@ -188,7 +188,7 @@ pub(crate) struct NdpSender {
     started: bool,
     pub(crate) count: SendCount,
     pub(crate) nacks: u64,
-    /// Headers that switches sent back.
+    /// Headers that switches returned.
     returned: u64,
     pub(crate) start: u64,
     pub(crate) end: u64,
@@ -244,33 +244,33 @@ impl NdpSender {
         self.check_end(now)
     }
 
-    /// An ACK, a NACK or a pull. True if it completes the flow.
+    /// Handles an ACK, a NACK or a pull. True if it completes the flow.
     #[inline]
     pub(crate) fn on_packet(
         &mut self,
         now: u64,
-        event: Event,
+        event: NetEvent,
         fabric: &mut Fabric,
         net: &Net,
     ) -> bool {
         match event.kind() {
-            Kind::Ack => {
+            EventKind::Ack => {
                 self.count.acks += 1;
                 self.acked.add(event.seq);
                 self.deadline = now.saturating_add(self.retry_ns);
                 if self.returned > 0 {
-                    self.go_on_unasked(now, fabric, net);
+                    self.resend_without_pull(now, fabric, net);
                 }
                 return self.check_end(now);
             }
-            Kind::Nack => {
+            EventKind::Nack => {
                 self.nacks += 1;
                 self.deadline = now.saturating_add(self.retry_ns);
                 if !self.acked.has(event.seq) {
                     self.again.push_back(event.seq);
                 }
             }
-            Kind::Return => {
+            EventKind::Return => {
                 self.returned += 1;
                 self.deadline = now.saturating_add(self.retry_ns);
                 if !self.acked.has(event.seq) {
@@ -278,7 +278,7 @@ impl NdpSender {
                 }
             }
             _ => {
-                // Pulls are numbered, so one that arrives stands for those lost before it.
+                // Pulls are numbered, so one that arrives includes those lost before it.
                 let new = event.seq.wrapping_sub(self.pulled) as i32;
                 if new > 0 {
                     self.pulled = event.seq;
@@ -307,19 +307,20 @@ impl NdpSender {
             self.send(now, seq, again, fabric, net);
         }
         if self.returned > 0 {
-            self.go_on_unasked(now, fabric, net);
+            self.resend_without_pull(now, fabric, net);
         }
         false
     }
 
-    /// The receiver does not see a header that was returned, so no pull asks for the packet again.
-    /// It goes unasked when no more pulls are expected, one at a time, for more would be the incast
-    /// anew (Handley et al. 2017, return-to-sender: no resending while PULLs are still expected).
+    /// Retransmits a returned packet without a pull. The receiver did not receive its header, so it
+    /// sends no pull for it. The packet is sent when no more pulls are expected, one at a time, as
+    /// more would repeat the incast (Handley et al. 2017, return-to-sender: no resending while
+    /// PULLs are still expected).
     #[cold]
-    fn go_on_unasked(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn resend_without_pull(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         let answered = self.count.acks + self.nacks;
         let out = self.count.packets - (answered + self.returned).min(self.count.packets);
-        // What the receiver asks for: see `NdpReceiver::on_data`.
+        // The number of pulls that the receiver requests: see `NdpReceiver::on_data`.
         let window = u64::from(self.window.min(self.packets));
         let asked = (u64::from(self.packets) + self.nacks - window).min(answered);
         if out > 0 || u64::from(self.pulled) < asked {
@@ -333,7 +334,8 @@ impl NdpSender {
         }
     }
 
-    /// No answer for long: packets that may be lost are sent again, a first window of them unasked.
+    /// Handles a timeout: retransmits packets that may be lost, a first window of them without
+    /// pulls.
     pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         if now != self.retry_at {
             return;
@@ -348,7 +350,7 @@ impl NdpSender {
             let lost = (self.acked.first_missing()..self.next).filter(|&i| !self.acked.has(i));
             self.again.extend(lost);
             for _ in 0..self.window {
-                // With the pulls lost, packets never sent are due too.
+                // As pulls were lost, packets that were never sent are due too.
                 let (seq, again) = match self.again.pop_front() {
                     Some(seq) => (seq, true),
                     None if self.next < self.packets => {
@@ -373,14 +375,14 @@ impl NdpSender {
         self.count.retransmitted += u64::from(again);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
         let wire = size as u32 + self.header;
-        let event = Event::packet(Kind::Data, self.spray.take(), seq, wire, TRIMMABLE);
+        let event = NetEvent::packet(EventKind::Data, self.spray.take(), seq, wire, TRIMMABLE);
         fabric.emit(net, now, event);
     }
 
     fn arm(&mut self, fabric: &mut Fabric) {
         if self.retry_at == 0 {
             self.retry_at = self.deadline;
-            fabric.schedule(self.deadline, Kind::Timer, self.me.0, 0);
+            fabric.schedule(self.deadline, EventKind::Timer, self.me.0, 0);
         }
     }
 
@@ -414,7 +416,7 @@ pub(crate) struct NdpReceiver {
     window: u32,
     got: Bits,
     trimmed: u32,
-    /// Pulls asked of the host, and sent.
+    /// Pulls requested of the host, and sent.
     asked: u32,
     pulls: u32,
     pub(crate) received: Received,
@@ -447,12 +449,12 @@ impl NdpReceiver {
         u64::from(self.asked) ^ self.received.packets ^ self.received.done_at
     }
 
-    /// Takes a packet or its header and answers it. True if it completes the flow.
+    /// Handles a packet or its header, and answers it. True if it completes the flow.
     #[inline]
     pub(crate) fn on_data(
         &mut self,
         now: u64,
-        event: Event,
+        event: NetEvent,
         fabric: &mut Fabric,
         net: &Net,
         pacer: &mut Pacer,
@@ -461,19 +463,20 @@ impl NdpReceiver {
         let mut done = false;
         let kind = if event.has(TRIMMED) {
             self.trimmed += 1;
-            Kind::Nack
+            EventKind::Nack
         } else {
             self.received.bytes += u64::from(event.size() - self.header);
             if self.got.add(event.seq) && self.got.count == self.expected {
                 self.received.done_at = now;
                 done = true;
             }
-            Kind::Ack
+            EventKind::Ack
         };
         let row = self.spray.take();
-        let answer = Event::packet(kind, row, event.seq, self.control_bytes, 0);
+        let answer = NetEvent::packet(kind, row, event.seq, self.control_bytes, 0);
         fabric.emit(net, now, answer);
-        // The sender needs leave for each packet beyond its first window, trimmed ones twice.
+        // The sender needs a pull for each packet after its first window, and another one if it was
+        // trimmed.
         if self.window + self.asked < self.expected + self.trimmed && self.received.done_at == 0 {
             self.asked += 1;
             if pacer.queue.is_empty() && pacer.next <= now {
@@ -485,7 +488,7 @@ impl NdpReceiver {
                 }
                 if !pacer.waiting {
                     pacer.waiting = true;
-                    fabric.schedule(pacer.next, Kind::Timer, pacer.me.0, 0);
+                    fabric.schedule(pacer.next, EventKind::Timer, pacer.me.0, 0);
                 }
             }
         }
@@ -496,7 +499,7 @@ impl NdpReceiver {
     fn pull(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         self.pulls += 1;
         let row = self.spray.take();
-        let event = Event::packet(Kind::Pull, row, self.pulls, self.control_bytes, 0);
+        let event = NetEvent::packet(EventKind::Pull, row, self.pulls, self.control_bytes, 0);
         fabric.emit(net, now, event);
     }
 
@@ -529,7 +532,7 @@ impl Pacer {
         }
     }
 
-    /// The next pull is due.
+    /// Sends the next pull.
     pub(crate) fn on_due(
         &mut self,
         now: u64,
@@ -541,7 +544,7 @@ impl Pacer {
         while let Some(index) = self.queue.pop_front() {
             let receiver = &mut receivers[index as usize];
             if receiver.received.done_at != 0 {
-                // Section 3.2: a flow that is complete needs no more pulls.
+                // Section 3.2: a complete flow needs no more pulls.
                 continue;
             }
             receiver.pull(now, fabric, net);
@@ -553,7 +556,7 @@ impl Pacer {
         }
         if !self.queue.is_empty() {
             self.waiting = true;
-            fabric.schedule(self.next, Kind::Timer, self.me.0, 0);
+            fabric.schedule(self.next, EventKind::Timer, self.me.0, 0);
         }
     }
 }
@@ -595,7 +598,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_round_of_spraying_takes_each_path_once() {
+    fn a_round_of_spraying_uses_each_path_once() {
         for rows in [1, 2, 3, 6, 16, 64, 100] {
             let mut spray = Spray::new(10, rows, 7);
             let mut orders = std::collections::BTreeSet::new();

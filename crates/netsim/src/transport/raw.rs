@@ -1,6 +1,6 @@
-//! Plain packet sources: nothing answers them.
+//! Plain packet sources, without acknowledgments.
 
-use crate::event::{ECT, Event, Kind};
+use crate::event::{ECT, EventKind, NetEvent};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -48,7 +48,7 @@ impl RawSender {
         }
     }
 
-    /// Start, or the next packet is due. True when the last one has been sent.
+    /// Handles the start and each due packet. True when the last one has been sent.
     pub(crate) fn on_due(&mut self, now: u64, first: bool, fabric: &mut Fabric, net: &Net) -> bool {
         if first {
             self.start = now;
@@ -61,7 +61,7 @@ impl RawSender {
                 let row = self.row + (self.count.packets % u64::from(self.rows)) as u32;
                 let flags = if self.ecn { ECT } else { 0 };
                 let wire = size as u32 + self.header;
-                let event = Event::packet(Kind::Data, row, self.sent as u32, wire, flags);
+                let event = NetEvent::packet(EventKind::Data, row, self.sent as u32, wire, flags);
                 self.sent += size;
                 self.count.packets += 1;
                 self.count.bytes += size;
@@ -73,7 +73,7 @@ impl RawSender {
             self.end = now;
             return true;
         }
-        fabric.schedule(self.app.next, Kind::Tick, self.me.0, 0);
+        fabric.schedule(self.app.next, EventKind::Tick, self.me.0, 0);
         false
     }
 }
@@ -96,8 +96,8 @@ impl RawReceiver {
         }
     }
 
-    /// Takes a packet. True if all bytes have come, lost ones never.
-    pub(crate) fn on_data(&mut self, now: u64, event: Event) -> bool {
+    /// Handles a packet. True if all bytes have arrived, which lost ones never do.
+    pub(crate) fn on_data(&mut self, now: u64, event: NetEvent) -> bool {
         self.received
             .note(now, u64::from(event.size() - self.header));
         let done = self.received.done_at == 0 && self.received.bytes >= self.total;
@@ -125,7 +125,7 @@ impl SenderState for RawSender {
 
 impl ReceiverState for RawReceiver {
     fn reroute(&mut self, _rows: Rows) {
-        // It answers nothing.
+        // A raw receiver sends no answers.
     }
 
     fn received(&self) -> &Received {

@@ -1,10 +1,10 @@
-//! RoCE queue pairs: one reliable stream of packets a flow, go-back-N, with or without DCQCN.
+//! RoCE queue pairs: one reliable stream of packets per flow, go-back-N, with or without DCQCN.
 //!
-//! The receiver takes packets in order only. One that comes too early is answered by a single NACK
-//! with the number that is missing, and the sender goes back to it (InfiniBand Architecture
+//! The receiver accepts packets only in order. It answers the first packet of a gap by a single
+//! NACK with the missing number, and the sender goes back to that (InfiniBand Architecture
 //! Specification volume 1, section 9.7: PSN sequence error).
 
-use crate::event::{CE, ECT, Event, Kind, widen};
+use crate::event::{CE, ECT, EventKind, NetEvent, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -13,7 +13,7 @@ use crate::scenario::Roce;
 use crate::transport::dcqcn::ReactionPoint;
 use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 
-/// `seq` of a timer event: the next packet may be sent, or nothing was acknowledged for too long.
+/// `seq` of a timer event: the next packet may be sent, or the retry timer expired.
 const SEND: u32 = 0;
 const RETRY: u32 = 1;
 
@@ -32,15 +32,15 @@ pub(crate) struct QpSender {
     nxt: u64,
     max: u64,
     window: u64,
-    /// The host's port, where packets wait for their turn.
+    /// Whether packets take turns at the host's port.
     has_port: bool,
     next_send: u64,
-    /// A send timer is on its way, or the host's port will give one.
+    /// A send timer is scheduled, or the host's port will send one.
     waiting: bool,
     started: bool,
     retry_ns: u64,
-    /// When the timer runs out (`u64::MAX`: nothing is unacknowledged) and when its event fires (0:
-    /// none is scheduled).
+    /// When the retry timer expires (`u64::MAX`: no data is unacknowledged), and when its event
+    /// fires (0: none is scheduled).
     deadline: u64,
     retry_at: u64,
     line_bits_per_s: f64,
@@ -86,7 +86,7 @@ impl QpSender {
             window: if s.roce.window_bytes == 0 {
                 u64::MAX
             } else {
-                // Less than a packet would never send one.
+                // A window below one packet would never send.
                 s.roce.window_bytes.max(u64::from(s.mtu))
             },
             has_port: s.has_port,
@@ -114,16 +114,16 @@ impl QpSender {
         self.check_end(now)
     }
 
-    /// An ACK, a NACK or a congestion notification. True if it completes the flow.
+    /// Handles an ACK, a NACK or a congestion notification. True if it completes the flow.
     pub(crate) fn on_packet(
         &mut self,
         now: u64,
-        event: Event,
+        event: NetEvent,
         fabric: &mut Fabric,
         net: &Net,
     ) -> bool {
         match event.kind() {
-            Kind::Cnp => {
+            EventKind::Cnp => {
                 self.notifications += 1;
                 if let Some(control) = &mut self.control {
                     control.on_notification(now);
@@ -140,10 +140,10 @@ impl QpSender {
                         u64::MAX
                     };
                 }
-                if kind == Kind::Nack {
+                if kind == EventKind::Nack {
                     self.nacks += 1;
                     if upto == self.una {
-                        // The timer starts again with the packet that was asked for.
+                        // The timer restarts with the requested packet.
                         self.nxt = self.una;
                         self.deadline = u64::MAX;
                     }
@@ -156,7 +156,7 @@ impl QpSender {
         self.check_end(now)
     }
 
-    pub(crate) fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) {
+    pub(crate) fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) {
         if event.seq == SEND {
             self.waiting = false;
             self.pump(now, fabric, net);
@@ -178,12 +178,12 @@ impl QpSender {
         self.arm(fabric);
     }
 
-    /// Sends what rate, window and the host's port allow.
+    /// Sends as much as rate, window and the host's port allow.
     fn pump(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         while !self.waiting && self.nxt < self.total && self.nxt - self.una < self.window {
             if self.next_send > now {
                 self.waiting = true;
-                fabric.schedule(self.next_send, Kind::Timer, self.me.0, SEND);
+                fabric.schedule(self.next_send, EventKind::Timer, self.me.0, SEND);
                 break;
             }
             let row = self.row + (self.count.packets % u64::from(self.rows)) as u32;
@@ -195,7 +195,13 @@ impl QpSender {
             let size = self.mtu.min(self.total - self.nxt);
             let wire = size + u64::from(self.header);
             let again = self.nxt < self.max;
-            let event = Event::packet(Kind::Data, row, self.nxt as u32, wire as u32, self.flags);
+            let event = NetEvent::packet(
+                EventKind::Data,
+                row,
+                self.nxt as u32,
+                wire as u32,
+                self.flags,
+            );
             self.count.packets += 1;
             self.count.bytes += size;
             self.count.retransmitted += u64::from(again);
@@ -211,7 +217,7 @@ impl QpSender {
                 }
                 None => self.line_bits_per_s,
             };
-            // Whole ns, never early.
+            // Rounded up, so that no packet is early.
             self.next_send = now + (wire as f64 * 8e9 / rate).ceil() as u64;
             if self.deadline == u64::MAX {
                 self.deadline = now.saturating_add(self.retry_ns);
@@ -223,7 +229,7 @@ impl QpSender {
     fn arm(&mut self, fabric: &mut Fabric) {
         if self.retry_at == 0 && self.deadline != u64::MAX {
             self.retry_at = self.deadline;
-            fabric.schedule(self.deadline, Kind::Timer, self.me.0, RETRY);
+            fabric.schedule(self.deadline, EventKind::Timer, self.me.0, RETRY);
         }
     }
 
@@ -272,7 +278,7 @@ pub(crate) struct QpReceiver {
     answer_bytes: u32,
     total: u64,
     pub(crate) next: u64,
-    /// The missing packet was asked for.
+    /// Whether the missing packet was requested.
     asked: bool,
     ack_every: u32,
     unacked: u32,
@@ -309,11 +315,11 @@ impl QpReceiver {
         }
     }
 
-    /// Takes a packet and answers it. True if it completes the flow.
+    /// Handles a packet and answers it. True if it completes the flow.
     pub(crate) fn on_data(
         &mut self,
         now: u64,
-        event: Event,
+        event: NetEvent,
         fabric: &mut Fabric,
         net: &Net,
     ) -> bool {
@@ -325,12 +331,12 @@ impl QpReceiver {
             && now >= self.cnp_next
         {
             self.cnp_next = now + interval;
-            self.answer(now, Kind::Cnp, fabric, net);
+            self.answer(now, EventKind::Cnp, fabric, net);
         }
         if from > self.next {
             if !self.asked {
                 self.asked = true;
-                self.answer(now, Kind::Nack, fabric, net);
+                self.answer(now, EventKind::Nack, fabric, net);
             }
             return false;
         }
@@ -342,7 +348,7 @@ impl QpReceiver {
         let done = self.next >= self.total;
         if self.unacked >= self.ack_every || done || from < self.next - size {
             self.unacked = 0;
-            self.answer(now, Kind::Ack, fabric, net);
+            self.answer(now, EventKind::Ack, fabric, net);
         }
         if done && self.received.done_at == 0 {
             self.received.done_at = now;
@@ -351,10 +357,10 @@ impl QpReceiver {
         false
     }
 
-    fn answer(&mut self, now: u64, kind: Kind, fabric: &mut Fabric, net: &Net) {
+    fn answer(&mut self, now: u64, kind: EventKind, fabric: &mut Fabric, net: &Net) {
         let row = self.row + (self.answers % u64::from(self.rows)) as u32;
         self.answers += 1;
-        let event = Event::packet(kind, row, self.next as u32, self.answer_bytes, 0);
+        let event = NetEvent::packet(kind, row, self.next as u32, self.answer_bytes, 0);
         fabric.emit(net, now, event);
     }
 }

@@ -1,12 +1,12 @@
-//! Stop and wait: one packet at a time, sent again if no answer comes in time. Shows in tests that a
-//! transport is a file and a line of [`super::PROTOCOLS`].
+//! Stop and wait: one packet at a time, retransmitted on a timeout. A test transport, which shows
+//! that a transport is a file and a line of [`super::PROTOCOLS`].
 
 use slipstream_config::doc::Table;
 
 use super::{
     EndSetup, Protocol, Received, Receiver, ReceiverState, SendCount, Sender, SenderState,
 };
-use crate::event::{Event, Kind, widen};
+use crate::event::{EventKind, NetEvent, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::Net;
@@ -59,9 +59,14 @@ impl Source {
         self.count.bytes += u64::from(size);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
         let wire = size + s.header_bytes;
-        let packet = Event::packet(Kind::Data, s.rows.first, self.una as u32, wire, 0);
+        let packet = NetEvent::packet(EventKind::Data, s.rows.first, self.una as u32, wire, 0);
         fabric.emit(net, now, packet);
-        fabric.schedule(now + self.retry_ns, Kind::Timer, s.me.0, self.una as u32);
+        fabric.schedule(
+            now + self.retry_ns,
+            EventKind::Timer,
+            s.me.0,
+            self.una as u32,
+        );
     }
 }
 
@@ -93,7 +98,7 @@ impl Sender for Source {
         false
     }
 
-    fn on_packet(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool {
+    fn on_packet(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool {
         self.count.acks += 1;
         let acked = widen(event.seq, self.una);
         if acked <= self.una {
@@ -108,8 +113,8 @@ impl Sender for Source {
         true
     }
 
-    fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool {
-        // The timer of a packet that was answered since is void.
+    fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool {
+        // The timer of a packet that has been answered is void.
         if self.end.is_none() && event.seq == self.una as u32 {
             self.count.retransmitted += 1;
             self.count.timeouts += 1;
@@ -145,14 +150,20 @@ impl Receiver for Sink {
         self.setup.flow
     }
 
-    fn on_data(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool {
+    fn on_data(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool {
         let s = &self.setup;
         let size = u64::from(event.size() - s.header_bytes);
         self.received.note(now, size);
         if widen(event.seq, self.next) == self.next {
             self.next += size;
         }
-        let answer = Event::packet(Kind::Ack, s.rows.first, self.next as u32, s.answer_bytes, 0);
+        let answer = NetEvent::packet(
+            EventKind::Ack,
+            s.rows.first,
+            self.next as u32,
+            s.answer_bytes,
+            0,
+        );
         fabric.emit(net, now, answer);
         let done = self.received.done_at == 0 && self.next == s.total;
         if done {
@@ -168,7 +179,7 @@ mod tests {
 
     use crate::{Execution, RunResult, Simulation, config, output};
 
-    /// 10,000 bytes over a link of 1 Gb/s and 1 ms, then a flow of TCP that waits for them.
+    /// 10,000 bytes over a link of 1 Gb/s and 1 ms, then a TCP flow that depends on them.
     fn run(switch: &str, threads: u32) -> (config::Config, RunResult) {
         let toml = format!(
             "edges = [[0, 1]]\nhosts = [0, 1]\nduration = 10.0\n[link]\nhost_links = false\n\
@@ -203,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn an_added_transport_mends_losses() {
+    fn an_added_transport_recovers_from_losses() {
         let (_, result) = run("loss = 0.3", 1);
         let f = &result.flows[0];
         assert!(

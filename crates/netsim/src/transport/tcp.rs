@@ -1,20 +1,20 @@
-//! TCP: cumulative ACKs, one for each packet; NewReno recovery; one lazy timer a flow.
+//! TCP: cumulative ACKs, one per packet; NewReno recovery; one lazy timer per flow.
 
-use crate::event::{CE, ECT, Event, Kind, widen};
+use crate::event::{CE, ECT, EventKind, NetEvent, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::result::FlowResult;
-use crate::transport::congestion::{AckInfo, Control, Mending, Window};
+use crate::transport::congestion::{AckInfo, Control, Recovery, Window};
 use crate::transport::{Paced, Received, ReceiverState, SendCount, SenderState};
 
-/// Duplicate ACKs that mean a loss (RFC 5681 section 3.2).
+/// Duplicate ACKs that indicate a loss (RFC 5681 section 3.2).
 const DUPLICATES: u32 = 3;
-/// Longest timeout (RFC 6298 section 2.5 allows a limit of at least 60 s).
+/// Maximum timeout (RFC 6298 section 2.5 allows a limit of at least 60 s).
 const RTO_NS_MAX: u64 = 60_000_000_000;
 /// Clock granularity G of RFC 6298 section 2.3: 1 ms.
 const GRANULARITY_NS: u64 = 1_000_000;
-/// `seq` of a timer event that lets the next paced packet go.
+/// `seq` of a timer event that releases the next paced packet.
 const PACE: u32 = 1;
 /// RFC 6298 section 2.1: before any measurement.
 const RTO_NS_INITIAL: u64 = 1_000_000_000;
@@ -26,7 +26,7 @@ pub(crate) struct TcpSender {
     nxt: u64,
     /// End of all data sent so far.
     max: u64,
-    /// Bytes the application has handed over.
+    /// Bytes that the application has submitted.
     limit: u64,
     row: u32,
     rows: u32,
@@ -38,9 +38,10 @@ pub(crate) struct TcpSender {
     /// A partial ACK has arrived in this recovery.
     partial: bool,
     started: bool,
-    /// No segment shorter than the MSS while more data waits (sender silly window avoidance).
+    /// Whether segments shorter than the MSS are avoided while more data waits (sender silly window
+    /// avoidance).
     whole_segments: bool,
-    /// BBR: packets are paced, and when the next pacing event fires (0: none is scheduled).
+    /// BBR: whether packets are paced, and when the next pacing event fires (0: none is scheduled).
     paced: bool,
     pace_at: u64,
     /// RFC 6582's `recover`, plus one; 0 before the first loss.
@@ -52,12 +53,12 @@ pub(crate) struct TcpSender {
     rttvar: u64,
     rto: u64,
     rto_min: u64,
-    /// The segment that the timer sent last, plus one; 0: none.
+    /// The segment that the timer retransmitted last, plus one; 0: none.
     timed_out: u64,
-    /// When the timer runs out (`u64::MAX`: off) and when its event fires (0: none is scheduled).
+    /// When the timer expires (`u64::MAX`: off), and when its event fires (0: none is scheduled).
     deadline: u64,
     timer_at: u64,
-    /// No second answer to marks before this byte is acknowledged.
+    /// Further marks are ignored until this byte is acknowledged.
     mark_end: u64,
     pub(crate) control: Control,
     app: Option<Box<Paced>>,
@@ -84,7 +85,7 @@ pub(crate) struct TcpSetup {
     pub(crate) rto_min_ns: u64,
     pub(crate) sws_avoidance: bool,
     pub(crate) control: Control,
-    /// All data at once, or piece by piece.
+    /// All data at once, or in chunks.
     pub(crate) bytes: Option<u64>,
     pub(crate) app: Option<Paced>,
 }
@@ -156,11 +157,11 @@ impl TcpSender {
         self.check_end(now)
     }
 
-    /// Takes an ACK. True if it completes the flow.
+    /// Handles an ACK. True if it completes the flow.
     pub(crate) fn on_ack(
         &mut self,
         now: u64,
-        event: Event,
+        event: NetEvent,
         fabric: &mut Fabric,
         net: &Net,
     ) -> bool {
@@ -184,37 +185,37 @@ impl TcpSender {
             self.sample_rtt(now - self.timed_at);
             self.timed = 0;
         } else if self.timed_out != 0 {
-            // Hosts use timestamps, so that an ACK of a retransmission is a measurement too (RFC
-            // 7323 section 4.1), and a measurement ends the back-off (RFC 6298 section 5). Without
-            // them the next timeouts of a window of losses would take twice as long each.
+            // Hosts use timestamps, so an ACK of a retransmission is a measurement too (RFC 7323
+            // section 4.1), and a measurement ends the back-off (RFC 6298 section 5). Without them,
+            // the timeouts of a window of losses would double each time.
             self.end_back_off();
         }
         self.una = ack;
-        // After a timeout an ACK may cover data sent before it.
+        // After a timeout, an ACK may cover data sent before it.
         self.nxt = self.nxt.max(ack);
         self.duplicates = 0;
         if let Control::Bbr(bbr) = &mut self.control {
-            let mending = if !bbr.mending {
-                Mending::Nothing
+            let recovery = if !bbr.recovering {
+                Recovery::Nothing
             } else if ack + 1 >= self.recover {
-                Mending::Done
+                Recovery::Done
             } else if self.recovering {
-                Mending::Partly
+                Recovery::Partly
             } else {
-                // After a timeout it is not known which segments are missing.
-                Mending::Nothing
+                // After a timeout, the missing segments are unknown.
+                Recovery::Nothing
             };
             let counts = (acked, ack, self.nxt - ack);
-            bbr.on_ack(now, counts, &mut self.w, mending);
-            self.recovering &= mending != Mending::Done;
-            if mending == Mending::Partly {
+            bbr.on_ack(now, counts, &mut self.w, recovery);
+            self.recovering &= recovery != Recovery::Done;
+            if recovery == Recovery::Partly {
                 self.retransmit(now, fabric, net);
                 restart_timer = !std::mem::replace(&mut self.partial, true);
             }
         } else if self.recovering {
             if ack < self.recover - 1 {
-                // RFC 6582 section 3.2 step 3, partial ACK: the next hole is retransmitted, the
-                // window deflated by what was acknowledged, plus one segment.
+                // RFC 6582 section 3.2 step 3, partial ACK: the next hole is retransmitted. The
+                // window is reduced by the acknowledged bytes, then increased by one segment.
                 self.retransmit(now, fabric, net);
                 restart_timer = !std::mem::replace(&mut self.partial, true);
                 self.w.cwnd = self.w.cwnd.saturating_sub(acked).max(self.w.mss);
@@ -245,8 +246,8 @@ impl TcpSender {
         if self.nxt == self.una {
             self.deadline = u64::MAX;
         } else if restart_timer {
-            // RFC 6582 section 3.2 step 3: of partial ACKs the first alone restarts the timer, so that
-            // many holes end in a timeout instead of one round trip each.
+            // RFC 6582 section 3.2 step 3: only the first partial ACK restarts the timer. So many
+            // holes end in a timeout instead of one round trip each.
             self.deadline = now + self.rto;
         }
     }
@@ -277,8 +278,8 @@ impl TcpSender {
         }
     }
 
-    /// The event of the timer: late ones are put off, for ACKs move the deadline only.
-    pub(crate) fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) {
+    /// Handles the timer event. ACKs move only the deadline, so an early event is rescheduled.
+    pub(crate) fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) {
         if event.seq == PACE {
             self.pace_at = 0;
             self.send(now, fabric, net);
@@ -313,7 +314,7 @@ impl TcpSender {
         self.send(now, fabric, net);
     }
 
-    /// The application has data.
+    /// Submits the data that the application has.
     pub(crate) fn on_tick(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
         if now == self.tick_at {
             self.tick_at = 0;
@@ -322,10 +323,10 @@ impl TcpSender {
         self.check_end(now)
     }
 
-    /// Sends what window and data allow: each segment is min(MSS, data left), and waits for an ACK
-    /// if the window has no room for it (RFC 9293 section 3.8.6.2.1, sender's silly window
-    /// avoidance, conditions 1 and 2). There is no Nagle delay: the last piece of what the
-    /// application handed over does not wait for more.
+    /// Sends as much as window and data allow. Each segment is min(MSS, data left), and waits for
+    /// an ACK if the window has no room for it (RFC 9293 section 3.8.6.2.1, sender's silly window
+    /// avoidance, conditions 1 and 2). There is no Nagle delay: the last chunk of the application
+    /// does not wait for more.
     #[inline]
     fn send(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         if self.app.is_some() {
@@ -341,7 +342,7 @@ impl TcpSender {
             {
                 flight = bbr.in_flight(flight);
             }
-            // At least one segment, or an idle sender would wait for an ACK that cannot come.
+            // At least one segment, or an idle sender would wait forever for an ACK.
             let room = self.w.cwnd.max(self.w.mss).saturating_sub(flight);
             let mut size = self.w.mss.min(self.limit - self.nxt);
             if size > room {
@@ -366,11 +367,11 @@ impl TcpSender {
             && self.tick_at == 0
         {
             self.tick_at = app.next;
-            fabric.schedule(app.next, Kind::Tick, self.me.0, 0);
+            fabric.schedule(app.next, EventKind::Tick, self.me.0, 0);
         }
     }
 
-    /// Pacing: true if the next packet is not due yet; an event will come when it is.
+    /// Pacing: true if the next packet is not due yet; then an event is scheduled.
     #[cold]
     fn must_wait(&mut self, now: u64, fabric: &mut Fabric) -> bool {
         let Control::Bbr(bbr) = &self.control else {
@@ -379,7 +380,7 @@ impl TcpSender {
         let due = bbr.next_send;
         if due > now && self.pace_at == 0 {
             self.pace_at = due;
-            fabric.schedule(due, Kind::Timer, self.me.0, PACE);
+            fabric.schedule(due, EventKind::Timer, self.me.0, PACE);
         }
         due > now
     }
@@ -396,7 +397,7 @@ impl TcpSender {
         let again = at < self.max;
         if again {
             self.count.retransmitted += 1;
-            // Karn's algorithm (RFC 6298 section 3): no sample from data sent twice.
+            // Karn's algorithm (RFC 6298 section 3): no sample from retransmitted data.
             self.timed = 0;
         } else if self.timed == 0 {
             self.timed = at + u64::from(size);
@@ -416,14 +417,20 @@ impl TcpSender {
             let size = u64::from(size);
             bbr.on_sent(now, at + size, size, flight, &self.w);
         }
-        let event = Event::packet(Kind::Data, row, at as u32, size + self.header, self.flags);
+        let event = NetEvent::packet(
+            EventKind::Data,
+            row,
+            at as u32,
+            size + self.header,
+            self.flags,
+        );
         fabric.emit(net, now, event);
     }
 
     fn arm(&mut self, fabric: &mut Fabric) {
         if self.timer_at == 0 || self.deadline < self.timer_at {
             self.timer_at = self.deadline;
-            fabric.schedule(self.deadline, Kind::Timer, self.me.0, 0);
+            fabric.schedule(self.deadline, EventKind::Timer, self.me.0, 0);
         }
     }
 
@@ -450,7 +457,7 @@ impl TcpSender {
         self.end_back_off();
     }
 
-    /// The timeout by the measurements so far.
+    /// Sets the timeout from the measurements so far.
     fn end_back_off(&mut self) {
         self.timed_out = 0;
         self.rto = if self.srtt == 0 {
@@ -495,9 +502,9 @@ impl SenderState for TcpSender {
 
 #[derive(Clone, Debug)]
 pub(crate) struct TcpReceiver {
-    /// Everything below has arrived.
+    /// All bytes below have arrived.
     next: u64,
-    /// Pieces beyond `next`: disjoint, ascending.
+    /// Ranges beyond `next`: disjoint, ascending.
     beyond: Vec<(u64, u64)>,
     row: u32,
     rows: u32,
@@ -537,12 +544,12 @@ impl TcpReceiver {
         self.next ^ self.received.packets ^ self.received.done_at
     }
 
-    /// Takes a packet and answers it. True if it completes the flow.
+    /// Handles a packet and answers it. True if it completes the flow.
     #[inline]
     pub(crate) fn on_data(
         &mut self,
         now: u64,
-        event: Event,
+        event: NetEvent,
         fabric: &mut Fabric,
         net: &Net,
     ) -> bool {
@@ -558,15 +565,15 @@ impl TcpReceiver {
         } else {
             self.keep(from, to);
         }
-        // The mark of each packet is echoed on its own ACK (RFC 8257 section 3.2 with no delayed
-        // ACKs); senders answer once a window.
+        // The mark of each packet is echoed on its own ACK (RFC 8257 section 3.2 without delayed
+        // ACKs); senders react once per window.
         let echo = event.meta & CE;
         let row = if self.rows > 1 {
             self.row + (self.received.packets % u64::from(self.rows)) as u32
         } else {
             self.row
         };
-        let ack = Event::packet(Kind::Ack, row, self.next as u32, self.ack_bytes, echo);
+        let ack = NetEvent::packet(EventKind::Ack, row, self.next as u32, self.ack_bytes, echo);
         fabric.emit(net, now, ack);
         let done = self.received.done_at == 0 && self.next >= self.total;
         if done {
@@ -585,7 +592,7 @@ impl TcpReceiver {
 
     #[cold]
     fn keep(&mut self, from: u64, to: u64) {
-        // The pieces that touch [from, to] become one with it.
+        // The ranges that touch [from, to] are merged with it.
         let a = self.beyond.partition_point(|&(_, end)| end < from);
         let b = self.beyond.partition_point(|&(start, _)| start <= to);
         let (mut from, mut to) = (from, to);
@@ -616,7 +623,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_out_of_order_merge() {
+    fn ranges_out_of_order_merge() {
         let mut r = TcpReceiver::new(0, 0, 1, 0, 40, 100);
         for (from, to) in [(20, 30), (50, 60), (30, 40), (45, 50), (10, 15)] {
             r.keep(from, to);

@@ -24,7 +24,7 @@ pub(crate) fn run(toml: &str) -> RunResult {
     run_on(toml, 1)
 }
 
-/// What is wrong with `toml`, from reading or from laying it out.
+/// The error of `toml`, from reading it or from the set-up.
 pub(crate) fn error(toml: &str) -> String {
     match config::read(Doc::parse("test.toml", toml.as_bytes())) {
         Err(mistakes) => mistakes.to_string(),
@@ -41,7 +41,7 @@ pub(crate) fn example(name: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-/// Two switches, a host on each, one link of `rate` bit/s and 1 us.
+/// Two switches with one host each, connected by one link of `rate` bit/s and 1 us.
 pub(crate) fn pair(rate: &str, switch: &str, flow: &str) -> String {
     format!(
         "edges = [[0, 1]]\nhosts = [0, 1]\nduration = 100.0\n\
@@ -54,6 +54,7 @@ pub(crate) fn pair(rate: &str, switch: &str, flow: &str) -> String {
 pub(crate) fn json(name: &str, config: &Config, result: &RunResult) -> serde_json::Value {
     let mut out = Vec::new();
     let cost = Cost::default();
-    output::write_json(&mut out, name, config, result, &cost, false).expect("a Vec takes all");
+    output::write_json(&mut out, name, config, result, &cost, false)
+        .expect("writing to a Vec cannot fail");
     serde_json::from_slice(&out).expect("JSON")
 }

@@ -1,11 +1,11 @@
-//! What must hold in every run.
+//! Conservation laws, which hold in every run.
 
 use proptest::prelude::*;
 use slipstream_netsim::{Execution, RunResult, Simulation};
 
 use crate::common::{config, run};
 
-/// Runs step by step of simulated time and checks the balance after each.
+/// Runs in steps of simulated time, and checks the balance after each.
 pub(crate) fn check_balance(toml: &str) {
     let mut scenario = config(toml).scenario;
     let end = scenario.duration_ns;
@@ -15,7 +15,7 @@ pub(crate) fn check_balance(toml: &str) {
         let mut simulation = Simulation::new(scenario.clone(), execution).expect("valid");
         let mut last = 0;
         simulation.run(execution, end / 64, &mut |now, _| {
-            assert!(now >= last, "time ran back from {last} to {now}");
+            assert!(now >= last, "time went backwards from {last} to {now}");
             last = now;
         });
         let result = simulation.result();
@@ -32,7 +32,7 @@ pub(crate) fn check_balance(toml: &str) {
             assert_eq!(
                 result.in_flight(),
                 0,
-                "nothing is left, yet packets are under way"
+                "no events are left, but packets are in flight"
             );
         }
         let sent: u64 = result.flows.iter().map(|f| f.packets_sent).sum();
@@ -41,12 +41,12 @@ pub(crate) fn check_balance(toml: &str) {
     }
 }
 
-/// A change of a result, and a word of the law that it breaks.
+/// A change of a result, and a part of the law that it violates.
 type Fault = (fn(&mut RunResult), &'static str);
 
 #[test]
-fn a_packet_or_byte_too_many_or_too_few_breaks_a_law() {
-    // Losses in a queue, so that every count is more than 0.
+fn one_packet_or_byte_too_many_or_too_few_violates_a_law() {
+    // Losses in a queue, so that no counter is 0.
     let result = run(&crate::common::pair(
         "1e9",
         "capacity = 3",

@@ -1,4 +1,4 @@
-//! Files in the dialect of Days: each of its features by what it does.
+//! Files in the dialect of Days: the effect of each of its features.
 
 use slipstream_netsim::config::Dialect;
 use slipstream_netsim::scenario::Demand;
@@ -23,7 +23,7 @@ fn fifo(capacity: u32) -> String {
     format!("capacity = {capacity}\ndiscipline = \"FIFO\"\ndrop = \"TailDrop\"")
 }
 
-/// A flow of packets without a number.
+/// A flow of packets without a flow number.
 fn packets(src: u32, dst: u32, bytes: u32, more: &str) -> String {
     format!(
         "[[flow]]\nflow_type = \"PacketDistribution\"\ngraph = [[{src}, {dst}]]\n{more}\n\
@@ -47,9 +47,9 @@ fn tree(top: &str, flows: &str) -> String {
 }
 
 #[test]
-fn hosts_of_a_fat_tree_are_numbered_as_the_dialect_has_it() {
+fn the_dialect_decides_the_numbers_of_hosts_in_a_fat_tree() {
     let flow = packets(0, 8, 1250, "");
-    // Eight edge switches: for Days hosts 0 and 8 share the first of them.
+    // Eight edge switches: in Days, hosts 0 and 8 share the first of them.
     for (top, hops) in [
         ("threading = \"single\"", 2),
         ("dialect = \"days\"", 2),
@@ -67,7 +67,7 @@ fn hosts_of_a_fat_tree_are_numbered_as_the_dialect_has_it() {
         );
         check_balance(&toml);
     }
-    // Every host of a switch is one of its ports, by its number in the file.
+    // Every host of a switch has a port there, by its number in the file.
     let toml = tree("dialect = \"days\"", &flow);
     let topology = config(&toml).scenario.topology;
     for host in 0..16 {
@@ -80,7 +80,7 @@ fn hosts_of_a_fat_tree_are_numbered_as_the_dialect_has_it() {
 }
 
 #[test]
-fn patterns_by_switch_go_by_the_numbers_of_days() {
+fn patterns_by_switch_use_the_numbers_of_days() {
     let set = |pairing: &str| {
         format!(
             "[[flow_set]]\nflow_type = \"TCP\"\nflow_count = 8\npairing = \"{pairing}\"\n\
@@ -95,14 +95,14 @@ fn patterns_by_switch_go_by_the_numbers_of_days() {
         assert!(result.flows.iter().all(|f| f.acked_ns.is_some()));
         result.flows.iter().map(|f| (f.src, f.dst)).collect()
     };
-    // The first eight flows leave from eight switches, or from four.
+    // The first eight flows start from eight switches, or from four.
     let days: Vec<_> = (0..8).map(|h| (h, (h + 4) % 8)).collect();
     assert_eq!(pairs("days", "SwitchOffsetHalf"), days);
     let ours: Vec<_> = (0..8).map(|h| (h, h + 8)).collect();
     assert_eq!(pairs("slipstream", "SwitchOffsetHalf"), ours);
     let days: Vec<_> = (0..8).map(|h| (h, h + 8)).collect();
     assert_eq!(pairs("days", "SameSwitchNext"), days);
-    // Threads change nothing where parts of the network are counted by ordinals.
+    // Threads change nothing if partitions are counted by ordinals.
     let toml = tree("dialect = \"days\"", &set("SwitchOffsetHalf"))
         .replace("flow_count = 8", "flow_count = 16")
         .replace("port_rate = 1e9", "port_rate = 1e11")
@@ -114,7 +114,7 @@ fn patterns_by_switch_go_by_the_numbers_of_days() {
 }
 
 #[test]
-fn the_dialect_is_told_by_keys_and_named() {
+fn the_dialect_is_derived_from_keys_and_reported() {
     let ours = tree(
         "",
         "[[flow]]\ngraph = [[0, 8]]\ntraffic = { size = 1000 }\n",
@@ -142,11 +142,11 @@ fn the_dialect_is_told_by_keys_and_named() {
             "`flow.priority`",
             false,
         ),
-        // All that Days asks for, and nothing else: its numbers hold, and a note says so.
+        // All keys that Days requires, and no others: its numbers apply, and a note reports it.
         (
             days.clone(),
             Dialect::Days,
-            "all keys that Days asks for",
+            "all keys that Days requires",
             true,
         ),
         (
@@ -154,7 +154,7 @@ fn the_dialect_is_told_by_keys_and_named() {
                 .replace("[0, 8]", "[0, 7]")
                 .replace("[[0, 8]]", "[[0, 7]]"),
             Dialect::Days,
-            "all keys that Days asks for",
+            "all keys that Days requires",
             false,
         ),
         (ours.clone(), Dialect::Slipstream, "lacks keys", true),
@@ -179,7 +179,7 @@ fn the_dialect_is_told_by_keys_and_named() {
         );
         assert_eq!(config.dialect_note.is_some(), note, "{toml}");
     }
-    // Keys of both, and hosts that each numbers otherwise.
+    // Keys of both, and hosts that the two number differently.
     let both = days.replace("[switch]", "[switch]\nloss = 0.1") + "\n[app_source]\n";
     let message = error(&both);
     assert!(
@@ -189,7 +189,7 @@ fn the_dialect_is_told_by_keys_and_named() {
     assert!(message.contains("--dialect"), "{message}");
     let settled = format!("dialect = \"days\"\n{both}");
     assert_eq!(config(&settled).dialect, Dialect::Days);
-    // Where nothing depends on it, both may be there.
+    // If no result depends on it, both kinds of keys may be present.
     let graph =
         star(&fifo(10), &packets(0, 3, 1250, "")).replace("[switch]", "[switch]\nloss = 0.5");
     assert_eq!(config(&graph).dialect, Dialect::Days);
@@ -210,7 +210,7 @@ fn flows_without_a_number_get_the_next() {
     let all = flow("") + &flow("") + &set("") + &set("") + &set("first_flow_id = 20") + &set("");
     let expected = [0, 1, 2, 3, 4, 5, 6, 7, 20, 21, 22, 23, 24, 25];
     assert_eq!(ids(&star(&fifo(100), &all)), expected);
-    // Numbers that a file gives stay free.
+    // Numbers in the file stay reserved.
     let some = flow("") + &flow("flow_id = 1") + &flow("") + &set("");
     assert_eq!(ids(&star(&fifo(100), &some)), [0, 1, 2, 3, 4, 5]);
     let later = flow("") + &flow("") + &flow("flow_id = 1");
@@ -253,8 +253,7 @@ fn ports_may_be_as_slow_as_the_first_examples() {
     assert!(error(&toml(1).replace("TailDrop", "Trim")).contains("below 1 Mb/s"));
 }
 
-/// Bytes of each of two flows through the port to host 3 while both have packets: the shares of
-/// the first millisecond.
+/// The shares of two flows at the port to host 3 while both have packets, in the first millisecond.
 fn shares(switch: &str) -> (f64, f64) {
     let flows = packets(0, 3, 2_500_000, "") + &packets(1, 3, 2_500_000, "");
     let toml = star(
@@ -281,9 +280,9 @@ fn classes_are_numbers_of_flows_modulo_classes() {
             0.25,
         ),
         ("discipline = \"WRR\"\nweights = [1, 1]", 0.5),
-        // One class: both alike.
+        // One class: equal shares.
         ("discipline = \"WFQ\"\nweights = [7]", 0.5),
-        // Seconds a bit: 3 and 1 of 4.
+        // Seconds per bit: 3 and 1 of 4.
         ("discipline = \"VirtualClock\"\nvticks = [1e-9, 3e-9]", 0.75),
         ("discipline = \"VC\"\nvticks = [1e-9, 3e-9]", 0.75),
         ("discipline = \"VirtualClock\"\nweights = [1]", 0.5),
@@ -312,7 +311,7 @@ fn classes_are_numbers_of_flows_modulo_classes() {
         ),
         ("discipline = \"SP\"\npriorities = [-1]", "whole numbers"),
         ("discipline = \"WFQ\"", "weights"),
-        ("discipline = \"VirtualClock\"\nvticks = [0.0]", "s a bit"),
+        ("discipline = \"VirtualClock\"\nvticks = [0.0]", "s per bit"),
     ] {
         let message = error(&star(
             &format!("capacity = 9\ndrop = \"TailDrop\"\n{switch}"),
@@ -345,7 +344,7 @@ fn ecn_threshold_is_a_share_of_the_capacity() {
     let switch = |share: &str| {
         format!("capacity = 10\ndiscipline = \"FIFO\"\ndrop = \"ECN_THRESHOLD\"\n{share}")
     };
-    // Twelve packets at once: one is in service, floor(share · 10) wait, and the rest cannot be
+    // Twelve packets at once: one is in service and floor(share · 10) wait. The rest cannot be
     // marked, so they are dropped.
     for (share, waiting) in [
         ("ecn_threshold = 0.5", 5),
@@ -360,14 +359,14 @@ fn ecn_threshold_is_a_share_of_the_capacity() {
         assert_eq!(result.totals.marks, 0);
         check_balance(&toml);
     }
-    // What is ECN-capable is marked there instead: four pairs fill the queue together.
+    // ECN-capable packets are marked instead: three queue pairs fill the queue together.
     let pairs: String = (0..3).map(|src| queue_pair(src, 3, 15_000, "")).collect();
     let result =
         run(&star(&switch("ecn_threshold = 0.2"), &pairs)
             .replace("capacity = 10", "capacity = 100"));
     assert!(result.totals.marks > 0);
     assert_eq!(result.totals.data_drops, 0);
-    // A whole number is packets in our own dialect, and not in that of Days.
+    // A whole number means packets in our own dialect, but not in that of Days.
     let toml = star(&switch("ecn_threshold = 5"), &packets(0, 3, 15_000, ""));
     let ours = toml.replace("threading = \"single\"", "dialect = \"slipstream\"");
     assert_eq!(run(&ours).flows[0].packets_received, 11);
@@ -381,7 +380,7 @@ fn ecn_threshold_is_a_share_of_the_capacity() {
 }
 
 #[test]
-fn red_ecn_marks_where_red_drops() {
+fn red_ecn_marks_instead_of_dropping() {
     let switch = |drop: &str| format!("capacity = 20\ndiscipline = \"FIFO\"\ndrop = \"{drop}\"");
     let flow = |src: u32| {
         format!(
@@ -401,9 +400,10 @@ fn red_ecn_marks_where_red_drops() {
 }
 
 #[test]
-fn an_ecn_ramp_counts_bytes_and_limits_its_queue_by_them() {
+fn an_ecn_ramp_counts_and_limits_bytes() {
     // A step: kmin = kmax. Queue pairs of one packet each, eight at once into a port: the first is
-    // in service, then 1,250, 2,500, ... bytes wait. 3,750 and more are marked, 7,500 fit.
+    // in service, then 1,250, 2,500, ... bytes wait. Packets are marked from 3,750 on, and 7,500
+    // fit.
     let switch = "capacity = 1\ndiscipline = \"FIFO\"\ndrop = \"TailDrop\"\necn_capacity_bytes = 7500\n\
         ecn = { kmin_bytes = 3750, kmax_bytes = 3750, pmax = 1.0 }";
     let flows: String = (0..9).map(|i| queue_pair(i % 3, 3, 1250, "")).collect();
@@ -422,7 +422,7 @@ fn an_ecn_ramp_counts_bytes_and_limits_its_queue_by_them() {
         ("kmax_bytes = 3750", "kmax_bytes = 9000", "must rise"),
         ("ecn_capacity_bytes = 7500", "", "ecn_capacity_bytes"),
         ("pmax = 1.0", "pmax = 0.0", "above 0"),
-        ("\"TailDrop\"", "\"RED\"", "marks, and so does"),
+        ("\"TailDrop\"", "\"RED\"", "both mark packets"),
         (
             "ecn = {",
             "ecn_by_rate = [{ rate_bps = 1 }]\necn = {",
@@ -455,7 +455,7 @@ fn tiers_of_a_fat_tree_have_their_own_delays() {
             "[topology.torus]\ndim = 1\nn = 9",
         );
     assert!(
-        error(&torus).contains("tiers of a fat-tree"),
+        error(&torus).contains("only for fat-trees"),
         "{}",
         error(&torus)
     );
@@ -477,7 +477,7 @@ fn pfc_pauses_a_priority_between_its_two_thresholds() {
         buffer_capacity = [0, 0, 0, 100000, 0, 0, 0, 0]\npause_quanta = [0, 0, 0, 1, 0, 0, 0, 0]";
     let flow =
         |src, priority: u32, bytes| packets(src, 2, bytes, &format!("priority = {priority}"));
-    // Two senders for one link: switch 5 holds back switch 4.
+    // Two senders share one link: switch 5 pauses switch 4.
     let toml = pfc(thresholds, &(flow(0, 3, 50_000) + &flow(3, 3, 50_000)));
     let result = run(&toml);
     assert!(result.totals.pauses > 2, "{:?}", result.totals);
@@ -492,7 +492,7 @@ fn pfc_pauses_a_priority_between_its_two_thresholds() {
         .map(|p| topology.port_ends(p.port))
         .collect();
     assert!(paused.contains(&(End::Node(4), End::Node(5))), "{paused:?}");
-    // Links of hosts are not paused unless the file says so.
+    // Links of hosts are not paused by default.
     assert!(
         paused.iter().all(|(from, _)| matches!(from, End::Node(_))),
         "{paused:?}"
@@ -501,12 +501,12 @@ fn pfc_pauses_a_priority_between_its_two_thresholds() {
     assert!(hosts.totals.pauses > result.totals.pauses);
     check_balance(&toml);
 
-    // Without the pause all of it waits at switch 5; with it no more than the threshold, what was
-    // under way, and what host 3 sends by itself.
+    // Without the pause, all packets wait at switch 5. With it, at most the threshold, the packets
+    // in flight, and those of host 3 wait there.
     let none = run(&toml.replace("xoff = [0, 0, 0, 5000", "xoff = [0, 0, 0, 0"));
     assert_eq!(none.totals.pauses, 0);
 
-    // A priority that is not paused passes one that is, in order of arrival.
+    // A priority that is not paused overtakes one that is.
     let mixed = pfc(
         thresholds,
         &(flow(0, 3, 50_000) + &flow(3, 3, 50_000) + &packets(1, 2, 12_500, "priority = 0")),
@@ -519,7 +519,7 @@ fn pfc_pauses_a_priority_between_its_two_thresholds() {
     let alike = run(&mixed.replace("priority = 0", "priority = 3"));
     assert!(alike.flows[2].last_ns > result.flows[2].last_ns);
 
-    // The buffer behind a link is what the file says: two packets over the threshold are lost.
+    // The buffer behind a link has the configured size: two packets over the threshold are lost.
     let small = toml.replace("100000", "5000");
     assert!(run(&small).totals.data_drops > 0);
     for (from, to, part) in [
@@ -542,7 +542,7 @@ fn pfc_pauses_a_priority_between_its_two_thresholds() {
 }
 
 #[test]
-fn pfc_beside_classes_takes_one_priority_a_class() {
+fn pfc_with_classes_needs_one_priority_per_class() {
     let thresholds = "xoff = [0, 0, 0, 3000, 0, 0, 0, 0]\nxon = [0, 0, 0, 1000, 0, 0, 0, 0]";
     let wfq = |flows: &str| {
         pfc(thresholds, flows).replace(
@@ -575,13 +575,13 @@ fn a_priority_without_pfc_is_noted() {
 }
 
 #[test]
-fn dcqcn_and_roce_take_their_tables() {
+fn dcqcn_and_roce_use_their_tables() {
     let dcqcn = |table: &str| {
         let flow = queue_pair(0, 3, 1_250_000, &format!("[flow.traffic.dcqcn]\n{table}"));
         star(&fifo(0), &flow.replace("\"RoCE\"", "\"DCQCN\"")).replace("1_000_000_000", "10e9")
     };
     let end = |toml: &str| run(toml).flows[0].delivered_ns.unwrap() as f64 / 1e6;
-    // 10 Mbit without congestion at the first rate, no more than the highest, or the link's.
+    // 10 Mbit without congestion at the initial rate, limited by the maximum or the link's rate.
     for (table, ms) in [
         ("max_rate_gbps = 1.0\npacing_interval_ns = 1000", 10.0),
         (
@@ -603,7 +603,7 @@ fn dcqcn_and_roce_take_their_tables() {
         let message = error(&dcqcn(table));
         assert!(message.contains(part), "{table}: {message}");
     }
-    // The least rate: marks from the first packet on cut it down to there.
+    // The minimum rate: marks from the first packet on cut the rate down to it.
     let switch = "capacity = 100\ndiscipline = \"FIFO\"\ndrop = \"TailDrop\"\necn_capacity_bytes = 1000000\n\
         ecn = { kmin_bytes = 1, kmax_bytes = 1, pmax = 1.0 }";
     let two = |min: &str| {
@@ -621,7 +621,7 @@ fn dcqcn_and_roce_take_their_tables() {
         let flow = queue_pair(0, 3, 125_000, &format!("[flow.traffic.roce]\n{table}"));
         star(&fifo(3), &flow).replace("[3, 4]]", "[3, 4, 1e8]]")
     };
-    // Ten times as fast into a queue of three: what is lost at the end only a timer brings back.
+    // Ten times as fast, into a queue of three: only a timer recovers the last lost packets.
     let slow = run(&roce("retransmit_timeout_ns = 50000000"));
     let fast = run(&roce("retransmit_timeout_ns = 1000000"));
     assert!(fast.flows[0].timeouts > 0 && slow.flows[0].timeouts > 0);
@@ -632,7 +632,7 @@ fn dcqcn_and_roce_take_their_tables() {
         (0, None)
     );
     check_balance(&roce("retransmit_timeout_ns = 0"));
-    // A window of two packets: each round trip carries two.
+    // A window of two packets: two per round trip.
     let windowed = run(&roce("window_bytes = 2500"));
     assert_eq!(windowed.totals.data_drops, 0);
     let sizes = run(&roce("window_bytes = 2500\nack_size_bytes = 60"));
@@ -646,14 +646,14 @@ fn dcqcn_and_roce_take_their_tables() {
 }
 
 #[test]
-fn host_links_are_modeled_as_the_file_says() {
+fn the_file_decides_whether_host_links_are_modeled() {
     let flow = packets(0, 7, 1250, "");
     let toml = |top: &str| {
         tree(top, &flow)
             .replace("hosts_per_edge = 2\n", "")
             .replace("[link]\npropagation_ns = 1000\n", "")
     };
-    // Four links between switches; with hosts' six.
+    // Four links between switches; six with those of hosts.
     for (top, links) in [
         ("num_threads = 1", 4),
         ("model_host_attachment = true", 6),
@@ -686,7 +686,7 @@ fn a_dragonfly_by_its_keys() {
         (36, 36)
     );
     check_balance(&toml(days));
-    // Two hosts a router, ordinal by ordinal, as in a fat-tree.
+    // Two hosts per router, in ordinal order, as in a fat-tree.
     let two = config(&toml(
         &days.replace("hosts_per_router = 1", "hosts_per_router = 2"),
     ));
@@ -712,8 +712,8 @@ fn rails(flows: &str) -> String {
 
 #[test]
 fn a_rail_fabric_has_two_links_on_a_rail_and_four_between_rails() {
-    // Segments of 8 GPUs: 0 and 2 are of one segment and rail, 0 and 3 of one segment, 0 and 8 of
-    // one rail. 1,250 bytes: 10 us at 1 Gb/s, 2.5 us at 4 Gb/s.
+    // Segments of 8 GPUs: 0 and 2 share a segment and a rail, 0 and 3 a segment, 0 and 8 a rail.
+    // 1,250 bytes: 10 us at 1 Gb/s, 2.5 us at 4 Gb/s.
     for (dst, ns) in [
         (2, 2 * 10_500),
         (3, 2 * 10_500 + 2 * 3_000),
@@ -772,7 +772,7 @@ fn collective(kind: &str, count: u32, more: &str, traffic: &str) -> String {
 }
 
 #[test]
-fn computation_delays_what_names_it() {
+fn computation_delays_items_that_refer_to_it() {
     let ring = "sources = [0, 1, 2, 3]\nsinks = [1, 2, 3, 0]";
     let compute = |name: &str, ns: u32, after: &str| {
         format!(
@@ -797,10 +797,10 @@ fn computation_delays_what_names_it() {
     };
     let alone = time(&gather(""))[0];
     assert_eq!(alone.0, 0);
-    // Computation first: all is later by it.
+    // Computation first: all flows are delayed by it.
     let later = time(&(compute("fwd", 7_000, "") + &gather("after = \"fwd\"")))[0];
     assert_eq!(later, (7_000, alone.1 + 7_000));
-    // Two computations one after the other.
+    // Two sequential computations.
     let chained = compute("a", 7_000, "") + &compute("b", 500, "after = [\"a\"]");
     assert_eq!(time(&(chained + &gather("after = \"b\"")))[0].0, 7_500);
     // Collective, computation, collective: with equal hosts the second is the first, shifted.
@@ -809,7 +809,7 @@ fn computation_delays_what_names_it() {
     let both = time(&(first.clone() + &gather("after = \"mid\"") + &bridge));
     assert_eq!(both[0], alone);
     assert_eq!(both[1], (alone.1 + 9_000, 2 * alone.1 + 9_000));
-    // A host that is through goes on while others are not: a host's own part counts.
+    // A host waits only for its own part, not for other hosts.
     let lone = packets(0, 1, 1250, "name = \"lone\"") + &packets(2, 3, 1250, "after = \"lone\"");
     let result = run(&star(&fifo(0), &lone));
     assert_eq!(
@@ -819,8 +819,8 @@ fn computation_delays_what_names_it() {
 
     for (flows, part) in [
         (
-            gather("after = \"nobody\""),
-            "nothing has the name `nobody`",
+            gather("after = \"missing\""),
+            "no table has the name `missing`",
         ),
         (
             compute("a", 1, "after = \"b\"")
@@ -834,11 +834,11 @@ fn computation_delays_what_names_it() {
         ),
         (
             compute("a", 1, "").replace("[0, 1, 2, 3]", "[0, 1]") + &gather("after = \"a\""),
-            "takes no part",
+            "is not in it",
         ),
         (
             compute("a", 1, "after = \"none\"") + &gather(""),
-            "nothing has the name `none`",
+            "no table has the name `none`",
         ),
         (
             "[[compute]]\nhosts = [0]\nduration_ns = 1\n".to_owned() + &gather(""),
@@ -857,12 +857,12 @@ fn computation_delays_what_names_it() {
         config(&star(&fifo(0), &idle))
             .notes
             .iter()
-            .any(|n| n.contains("delays nothing"))
+            .any(|n| n.contains("has no effect"))
     );
 }
 
 #[test]
-fn collectives_pair_sources_and_sinks_place_by_place() {
+fn collectives_pair_sources_and_sinks_by_index() {
     let flows = |text: &str| -> Vec<(u64, u32, u32, Option<u64>)> {
         let scenario = config(&star(&fifo(0), text)).scenario;
         let flow = |f: &slipstream_netsim::scenario::Flow| (f.id, f.src, f.dst, f.demand.bytes());
@@ -878,7 +878,7 @@ fn collectives_pair_sources_and_sinks_place_by_place() {
         flows(&broadcast),
         [(0, 0, 1, Some(100)), (1, 0, 2, Some(100))]
     );
-    // An all-reduce of Days is its fan-in; a second collective is numbered on.
+    // An all-reduce of Days is its fan-in; numbers continue in the second collective.
     let reduce = collective(
         "AllReduce",
         2,
@@ -894,14 +894,14 @@ fn collectives_pair_sources_and_sinks_place_by_place() {
             (3, 2, 3, Some(50))
         ]
     );
-    // Ours joins every source with every sink, and reduces and sends back.
+    // Our dialect pairs every source with every sink, and reduces and sends back.
     let ours = star(
         &fifo(0),
         &collective("AllReduce", 2, "sources = [0, 2]\nsinks = [3]", "size = 50"),
     )
     .replace("threading = \"single\"", "dialect = \"slipstream\"");
     assert_eq!(config(&ours).scenario.flows.len(), 4);
-    // Bounded by time: every flow sends for as long.
+    // Bounded by time: every flow sends for the same duration.
     let timed = collective(
         "Gather",
         2,
@@ -928,7 +928,7 @@ fn collectives_pair_sources_and_sinks_place_by_place() {
         "{result:?}"
     );
     check_balance(&toml);
-    // Hosts that are not named are drawn: one source, three sinks that differ.
+    // Without a list, hosts are random: one source, three different sinks.
     let drawn = flows(&collective("Broadcast", 3, "", "size = 10"));
     let mut sinks: Vec<u32> = drawn.iter().map(|f| f.2).chain([drawn[0].1]).collect();
     sinks.sort_unstable();
@@ -959,7 +959,7 @@ fn collectives_pair_sources_and_sinks_place_by_place() {
                 "sources = [0, 1]\nsinks = [1, 2]",
                 "size = 40",
             ),
-            "no ring",
+            "not form a ring",
         ),
         (
             collective("Broadcast", 3, "sources = [0]\nsinks = [1, 2]", "size = 1"),
@@ -974,7 +974,7 @@ fn collectives_pair_sources_and_sinks_place_by_place() {
             ),
             "one source",
         ),
-        (collective("Gather", 9, "", "size = 1"), "names no hosts"),
+        (collective("Gather", 9, "", "size = 1"), "has no hosts"),
         (
             collective(
                 "Gather",
@@ -990,7 +990,7 @@ fn collectives_pair_sources_and_sinks_place_by_place() {
     }
 }
 
-/// What ships with the project leaves no doubt whose meaning it has.
+/// The shipped examples leave no doubt about their dialect.
 #[test]
 fn examples_settle_their_dialect() {
     let folder = format!("{}/../../examples/net", env!("CARGO_MANIFEST_DIR"));
@@ -1006,7 +1006,7 @@ fn examples_settle_their_dialect() {
 }
 
 #[test]
-fn reno_fills_its_window_with_short_segments_unless_told_otherwise() {
+fn reno_fills_its_window_with_short_segments_by_default() {
     let sent = |algorithm: &str, more: &str| {
         let flow = format!(
             "[[flow]]\nflow_type = \"TCP\"\ngraph = [[0, 3]]\n[flow.traffic]\ninitial_delay = 0.0\n\
@@ -1020,7 +1020,7 @@ fn reno_fills_its_window_with_short_segments_unless_told_otherwise() {
     };
     // ceil(1,048,576 / 1,460) = 719 full segments.
     let full = 719;
-    assert!(sent("TCPReno", "") > full, "short segments come on top");
+    assert!(sent("TCPReno", "") > full, "short segments are additional");
     assert_eq!(sent("TCPReno", "sws_avoidance = true"), full);
     assert_eq!(sent("CUBIC", ""), full);
 }

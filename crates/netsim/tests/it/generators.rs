@@ -1,11 +1,11 @@
-//! Traffic that is generated: patterns, sizes, load.
+//! Generated traffic: patterns, sizes, load.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, Cursor};
 use std::path::Path;
 
 use slipstream_config::doc::Doc;
-use slipstream_netsim::config::{self, Means};
+use slipstream_netsim::config::{self, Resources};
 use slipstream_netsim::scenario::Flow;
 
 use crate::common::error;
@@ -23,7 +23,7 @@ fn flows(set: &str) -> Vec<Flow> {
 }
 
 #[test]
-fn patterns_have_their_pairs() {
+fn patterns_have_the_expected_pairs() {
     let sized = "traffic = { size = 1000 }\n";
     let pairs = |pattern: &str| -> Vec<(u32, u32)> {
         let set = format!("pairing = \"{pattern}\"\nsink = 3\n{sized}");
@@ -43,22 +43,23 @@ fn patterns_have_their_pairs() {
 }
 
 #[test]
-fn a_load_is_what_hosts_offer() {
-    // 40 % of 32 links of 10 Gb/s for 0.2 s: 3.2 GB. The sum of n sizes of 1.7 MB with a standard
-    // deviation of 4.1 MB varies by 4.1/√n; n is about 1,870, so a mean's deviation is 5.6 %.
+fn the_load_is_offered_by_hosts() {
+    // 40 % of 32 links of 10 Gb/s for 0.2 s: 3.2 GB. Sizes have a mean of 1.7 MB and a standard
+    // deviation of 4.1 MB. With n of about 1,870 flows, the standard error of the mean is 4.1/√n
+    // MB, 5.6 %.
     let set = "load = 0.4\nspan = 0.2\ntraffic = { size_dist = \"WebSearch\" }\n";
     let made = flows(set);
     let bytes: u64 = made.iter().filter_map(|f| f.demand.bytes()).sum();
     let share = bytes as f64 * 8.0 / (32.0 * 1e10 * 0.2);
     assert!((share - 0.4).abs() < 4.0 * 0.056 * 0.4, "{share}");
-    // Arrivals are spread: about 187 of them in each tenth of the span (six deviations of 14).
+    // Arrivals are spread: about 187 of them per tenth of the span (six standard deviations of 14).
     let mut tenths = BTreeMap::new();
     for flow in &made {
         *tenths.entry(flow.start_ns / 20_000_000).or_insert(0i32) += 1;
     }
     assert_eq!(tenths.len(), 10);
     assert!(tenths.values().all(|n| (n - 187).abs() < 84), "{tenths:?}");
-    assert_eq!(flows(set), made, "the same seed makes the same flows");
+    assert_eq!(flows(set), made, "the same seed gives the same flows");
 }
 
 #[test]
@@ -71,7 +72,7 @@ fn the_load_of_an_incast_is_that_of_its_sink() {
 }
 
 #[test]
-fn sizes_come_from_a_file_beside_the_configuration() {
+fn sizes_are_read_from_a_file_next_to_the_configuration() {
     let toml = file("flow_count = 50\ntraffic = { size_csv = \"sizes.csv\" }\n");
     let read = |content: Result<&str, &str>| {
         let doc = Doc::parse("some/where/net.toml", toml.as_bytes());
@@ -79,11 +80,11 @@ fn sizes_come_from_a_file_beside_the_configuration() {
             assert_eq!(path.to_string_lossy(), "some/where/sizes.csv");
             Ok(Box::new(Cursor::new(content?.to_owned())))
         };
-        let means = Means {
+        let resources = Resources {
             open: &open,
             memory_bytes_max: u64::MAX,
         };
-        config::read_with(doc, &means)
+        config::read_with(doc, &resources)
     };
     let config = read(Ok("bytes,p\n500,0\n700,1\n")).unwrap();
     assert_eq!(config.scenario.flows.len(), 50);
@@ -99,7 +100,7 @@ fn sizes_come_from_a_file_beside_the_configuration() {
 }
 
 #[test]
-fn sets_that_make_no_sense_are_refused() {
+fn invalid_sets_are_refused() {
     for (set, part) in [
         ("traffic = { size = 1000 }\n", "flow_count"),
         (
@@ -116,7 +117,7 @@ fn sets_that_make_no_sense_are_refused() {
         ),
         (
             "flow_count = 3\ntraffic = { size_dist = [[1, 0.0], [5, 0.9]] }\n",
-            "ends at 1",
+            "must end at 1",
         ),
         (
             "flow_count = 3\nload = 0.0\ntraffic = { size = 1000 }\n",

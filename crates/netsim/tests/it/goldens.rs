@@ -1,9 +1,9 @@
-//! What the examples came to when they were last looked at. A change of a model changes these on
-//! purpose; anything else must not. The same on every machine: no clock, no system mathematics.
+//! Golden results of the examples. A change of a model changes these on purpose; any other change
+//! must not. They are the same on every machine: no clocks, no system math library.
 
 use crate::common::{example, run, run_on};
 
-/// Flows done, data packets, drops, digest.
+/// Finished flows, data packets, drops, digest.
 fn check_golden(name: &str, change: &[(&str, &str)], expected: (usize, u64, u64, u64)) {
     let mut toml = example(name);
     for (from, to) in change {
@@ -29,7 +29,7 @@ fn check_golden(name: &str, change: &[(&str, &str)], expected: (usize, u64, u64,
 }
 
 #[test]
-fn examples_come_to_what_they_did() {
+fn examples_match_their_golden_results() {
     let small_tree = [
         ("k = 32", "k = 4"),
         ("hosts_per_edge = 16", "hosts_per_edge = 2"),

@@ -1,10 +1,10 @@
-//! Graphs with links of their own, several hosts a node, and flows from a list.
+//! Graphs with individual links, several hosts per node, and flows from a list.
 
 use std::io::{BufRead, Cursor};
 use std::path::Path;
 
 use slipstream_config::doc::Doc;
-use slipstream_netsim::config::{self, Config, Means};
+use slipstream_netsim::config::{self, Config, Resources};
 use slipstream_netsim::{Execution, Simulation};
 
 use crate::common::{error, run};
@@ -24,7 +24,7 @@ fn row(edges: &str) -> String {
 
 #[test]
 fn an_edge_may_have_its_own_rate_and_delay() {
-    // 1,250 bytes: 10,000 ns at 1 Gb/s, 100,000 at 100 Mb/s; both directions are alike.
+    // 1,250 bytes: 10,000 ns at 1 Gb/s, 100,000 at 100 Mb/s; both directions are equal.
     for (edges, ns) in [
         ("[[0, 1], [1, 2]]", 22_000),
         ("[[0, 1], [1, 2, 1e8]]", 10_000 + 1_000 + 100_000 + 1_000),
@@ -47,14 +47,14 @@ fn an_edge_may_have_its_own_rate_and_delay() {
 }
 
 #[test]
-fn edges_that_make_no_sense_are_refused() {
+fn invalid_edges_are_refused() {
     for (edges, part) in [
         ("[[0, 1], [1, 2, 0.0]]", "out of range"),
         ("[[0, 1], [1, 2, 1e9, -1]]", "out of range"),
         ("[[0, 1], [1, 2, 1e9, 3e9]]", "out of range"),
-        ("[[0, 1], [1, 2, 1e9, 5, 6]]", "names no two nodes"),
-        ("[[0, 1], [1.5, 2]]", "names no two nodes"),
-        ("[[0, 1], [1]]", "names no two nodes"),
+        ("[[0, 1], [1, 2, 1e9, 5, 6]]", "does not have two nodes"),
+        ("[[0, 1], [1.5, 2]]", "does not have two nodes"),
+        ("[[0, 1], [1]]", "does not have two nodes"),
     ] {
         let message = error(&row(edges));
         assert!(message.contains(part), "{edges}: {message}");
@@ -78,11 +78,11 @@ fn shared(flows: &str) -> String {
 fn a_node_may_have_several_hosts() {
     let flow = |src: u32, dst: u32| format!("[[flow]]\ngraph = [[{src}, {dst}]]\n{PACKET}");
     let result = run(&shared(&(flow(0, 1) + &flow(1, 3))));
-    // Two links on one switch, three between the two.
+    // Two links on one switch, three between the two switches.
     assert_eq!(result.flows[0].delivered_ns, Some(22_000));
     assert_eq!(result.flows[1].delivered_ns, Some(33_000));
     assert!(error(&shared(&flow(0, 4))).contains("hosts are 0 to 3"));
-    // Its pattern goes by switches.
+    // Patterns are by switch.
     let set =
         "[[flow_set]]\npairing = \"SwitchOffsetHalf\"\nflow_count = 4\ntraffic = { size = 1 }\n";
     let result = run(&shared(set));
@@ -93,19 +93,19 @@ fn a_node_may_have_several_hosts() {
     assert!(error(&both).contains("host_nodes"));
 }
 
-/// A list in a file of this name.
+/// A list in a file with this name.
 fn with_list(name: &str, list: &str, content: &str, memory: u64) -> Result<Config, String> {
     let toml = format!("{}[[flow_list]]\nfile = \"{name}\"\n{list}", shared(""));
     let open = |path: &Path| -> Result<Box<dyn BufRead>, String> {
         assert_eq!(path.to_string_lossy(), format!("some/{name}"));
         Ok(Box::new(Cursor::new(content.to_owned())))
     };
-    let means = Means {
+    let resources = Resources {
         open: &open,
         memory_bytes_max: memory,
     };
     let doc = Doc::parse("some/net.toml", toml.as_bytes());
-    config::read_with(doc, &means).map_err(|mistakes| mistakes.to_string())
+    config::read_with(doc, &resources).map_err(|diagnostics| diagnostics.to_string())
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn flows_come_from_a_list() {
             (2, 2, 0, Some(1), 1_000, 1)
         ]
     );
-    // The same flows written out give the same run.
+    // The same flows as `[[flow]]` tables give the same run.
     let flow = |(src, dst, bytes, at)| {
         format!(
             "[[flow]]\ngraph = [[{src}, {dst}]]\n[flow.traffic]\nsize = {bytes}\n\
@@ -142,7 +142,7 @@ fn flows_come_from_a_list() {
 }
 
 #[test]
-fn lists_that_make_no_sense_are_refused_with_file_and_line() {
+fn invalid_lists_are_refused_with_file_and_line() {
     let csv = |rows: &str| format!("src,dst,bytes\n{rows}");
     for (name, list, content, part) in [
         (
@@ -172,19 +172,19 @@ fn lists_that_make_no_sense_are_refused_with_file_and_line() {
     let twice = "id,src,dst,bytes\n7,0,1,10\n7,1,0,10\n";
     let message = with_list("f.csv", "", twice, u64::MAX).unwrap_err();
     assert!(
-        message.contains("f.csv:3: the flow number 7 is that of some/f.csv:2"),
+        message.contains("f.csv:3: the flow number 7 is also that of some/f.csv:2"),
         "{message}"
     );
-    // A list that memory cannot hold ends where that shows, not at its end.
+    // A list that exceeds memory is refused at once, not at its end.
     let message = with_list("f.csv", "", &csv(&"0,1,10\n".repeat(10_000)), 1 << 20).unwrap_err();
     assert!(message.contains("MiB at hand"), "{message}");
 }
 
 #[test]
-fn flows_that_cannot_be_held_are_refused_before_they_are_made() {
+fn flows_that_exceed_memory_are_refused_before_creation() {
     let set =
         |count: u64| format!("[[flow_set]]\nflow_count = {count}\ntraffic = {{ size = 1 }}\n");
-    // A graph is one part, whose flows have 20 bits.
+    // A graph is one partition, whose flows have 20-bit indexes.
     let message = error(&shared(&set(10_000_000)));
     assert!(message.contains("1048576"), "{message}");
     let message = error(&shared(&set(10_000_001)));

@@ -1,4 +1,4 @@
-//! Flows that send nothing, and what is said of them.
+//! Flows that send nothing, and the notes about them.
 
 use crate::common::{config, json, pair, run};
 
@@ -12,7 +12,7 @@ fn collective(flow_type: &str, more: &str, traffic: &str) -> String {
 }
 
 #[test]
-fn what_waits_for_a_collective_bounded_by_time_starts_when_its_sender_is_done() {
+fn dependents_of_a_collective_bounded_by_time_start_when_its_sender_finishes() {
     for first in ["TCP", "PacketDistribution"] {
         let both = collective(first, "name = \"first\"", BOUNDED)
             + &collective("TCP", "after = \"first\"", "traffic = { size = 1000 }");
@@ -21,7 +21,7 @@ fn what_waits_for_a_collective_bounded_by_time_starts_when_its_sender_is_done() 
         let [sent, next] = &result.flows[..] else {
             panic!("{:?}", result.flows)
         };
-        // Ten packets, 100 us apart, the last one at 900 us.
+        // Ten packets, 100 us apart; the last one at 900 us.
         assert_eq!(sent.packets_sent, 10, "{first}");
         assert!(
             next.started && next.start_ns >= 900_000,
@@ -32,7 +32,7 @@ fn what_waits_for_a_collective_bounded_by_time_starts_when_its_sender_is_done() 
 }
 
 #[test]
-fn flows_that_send_nothing_are_named_with_the_reason() {
+fn flows_that_send_nothing_are_noted_with_the_reason() {
     let flow = |id: u32, more: &str, traffic: &str| {
         format!(
             "[[flow]]\nflow_id = {id}\nflow_type = \"TCP\"\ngraph = [[0, 1]]\n{more}\n\
@@ -64,10 +64,10 @@ fn flows_that_send_nothing_are_named_with_the_reason() {
     assert!(!notes.contains("flow 5 "), "{notes}");
 }
 
-/// Known answers: a flow alone, in windows that never limit it, takes its ideal time to the ns, over
-/// links of unlike rates, whichever of them is the slowest, and with any last packet.
+/// Known answers: a single flow, whose window never limits it, takes its ideal time to the ns. Link
+/// rates differ, any link may be the slowest, and the last packet has any size.
 #[test]
-fn a_flow_alone_takes_its_ideal_time() {
+fn a_single_flow_takes_its_ideal_time() {
     for rates in [
         [1e9, 1e9, 1e9],
         [1e8, 1e9, 4e8],

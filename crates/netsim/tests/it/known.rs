@@ -1,4 +1,4 @@
-//! Answers worked out by hand.
+//! Answers computed by hand.
 
 use crate::common::{error, pair, run};
 
@@ -8,7 +8,8 @@ const PACKETS: &str =
 
 #[test]
 fn one_packet_takes_its_serialization_and_the_delay() {
-    // 1,250 bytes at 1 Gb/s: 10,000 ns, and 1,000 ns of light. 40 bytes back: 320 + 1,000.
+    // 1,250 bytes at 1 Gb/s: 10,000 ns, and a propagation delay of 1,000 ns. 40 bytes back: 320 +
+    // 1,000.
     let flow = format!("{TCP}traffic = {{ size = 1250, pkt_size_dist = 1250 }}");
     let result = run(&pair("1e9", "", &flow));
     assert_eq!(result.flows[0].delivered_ns, Some(11_000));
@@ -30,12 +31,13 @@ fn a_train_leaves_back_to_back() {
         format!("{PACKETS}traffic = {{ size = 12500, arr_dist = 0.0, pkt_size_dist = 1250 }}");
     let result = run(&pair("1e9", "", &flow));
     assert_eq!(result.flows[0].last_ns, 101_000);
-    // Gaps of 0 are 1 ns each, so the waits are 10,000 − 1, 20,000 − 2, …: the ninth is longest.
+    // Gaps of 0 are 1 ns each, so the waits are 10,000 − 1, 20,000 − 2, …: the ninth is the
+    // longest.
     assert_eq!(result.ports[0].wait_ns_max, 9 * 10_000 - 9);
 }
 
 #[test]
-fn the_packet_that_finds_the_queue_full_is_dropped() {
+fn a_packet_that_arrives_at_a_full_queue_is_dropped() {
     for (capacity, dropped) in [(0, 0), (3, 6), (8, 1), (9, 0)] {
         let flow =
             format!("{PACKETS}traffic = {{ size = 12500, arr_dist = 0.0, pkt_size_dist = 1250 }}");
@@ -48,9 +50,9 @@ fn the_packet_that_finds_the_queue_full_is_dropped() {
 }
 
 #[test]
-fn a_queue_of_long_ago_is_forgotten() {
-    // Five packets at once fill a queue of four, twice. Times have 32 bits in the port, and 3 s are
-    // more than half of what those can tell apart.
+fn an_old_queue_does_not_count() {
+    // Five packets at once fill a queue of four, twice. Times at a port have 32 bits, and 3 s
+    // exceed half of their range.
     let burst = |id: u32, at: f64| {
         format!(
             "[[flow]]\nflow_id = {id}\nflow_type = \"PacketDistribution\"\ngraph = [[0, 1]]\n\
@@ -67,12 +69,13 @@ fn a_queue_of_long_ago_is_forgotten() {
 
 #[test]
 fn slow_start_doubles_each_round_trip() {
-    // 1,000-byte segments at 100 Gb/s (80 ns) and 1 us each way: far below the bandwidth-delay
-    // product, so rounds stand apart. Windows 2, 4, 8: 14 segments take three rounds.
+    // 1,000-byte segments at 100 Gb/s (80 ns) and 1 us in each direction: far below the
+    // bandwidth-delay product, so rounds are separate. Windows 2, 4, 8: 14 segments take three
+    // rounds.
     let flow = format!("{TCP}traffic = {{ size = 14000, pkt_size_dist = 1000 }}");
     let result = run(&pair("1e11", "", &flow));
-    // Data 1,080 ns, ACK of 40 bytes (4 ns) 1,004 ns: 2,084 ns a round, two rounds, then eight
-    // segments of the last one, the first sent upon the first ACK of the second round.
+    // Data 1,080 ns, ACK of 40 bytes (4 ns) 1,004 ns: 2,084 ns per round. After two rounds come the
+    // eight segments of the last one, whose first is sent upon the first ACK of the second round.
     let last_round = 2 * 2_084;
     assert_eq!(
         result.flows[0].delivered_ns,
@@ -82,7 +85,7 @@ fn slow_start_doubles_each_round_trip() {
 }
 
 #[test]
-fn a_lost_segment_is_sent_again_after_three_duplicates() {
+fn a_lost_segment_is_retransmitted_after_three_duplicates() {
     // Room for 3 waiting packets: the window outgrows it in slow start.
     let flow = format!("{TCP}traffic = {{ size = 60000, pkt_size_dist = 1000 }}");
     let result = run(&pair("1e9", "capacity = 3", &flow));
@@ -110,9 +113,10 @@ fn timeouts_back_off_exponentially() {
 
 #[test]
 fn an_ack_ends_the_back_off() {
-    // Twenty segments leave at once and are lost, the link being down. After 1 s the first goes again
-    // and its ACK arrives 10,320 ns later; the link fails once more, and the two segments that this
-    // ACK lets go are lost. They go again after 1 s, not 2: the ACK was a measurement.
+    // Twenty segments are sent at once and lost, as the link is down. After 1 s the first is
+    // retransmitted, and its ACK arrives 10,320 ns later. The link fails again, and the two segments
+    // released by this ACK are lost. They are retransmitted after 1 s, not 2, as the ACK was a
+    // measurement.
     let outage = |at: f64, repair: f64| {
         format!("[[failure]]\nat = {at}\nrepair = {repair}\nlink = [0, 1]\n")
     };
@@ -134,9 +138,9 @@ fn an_ack_ends_the_back_off() {
 
 #[test]
 fn ecmp_spreads_flows_evenly() {
-    // 512 hosts of a k = 8 fat-tree send across: each of the 16 uplinks of a pod's aggregation
-    // layer expects 1/16 of its pod's flows. Chi-squared with 15 degrees of freedom over the 64
-    // flows of each pod: 99.9 % lie below 37.7.
+    // 512 hosts of a k = 8 fat-tree send to other pods: each of the 16 uplinks of a pod's
+    // aggregation layer expects 1/16 of its pod's flows. Chi-squared with 15 degrees of freedom
+    // over the 64 flows of each pod: the 99.9th percentile is 37.7.
     let toml = "seed = 3\nduration = 1.0\n[topology]\ncategory = \"FatTree\"\n\
         fat_tree = { k = 8, hosts_per_edge = 16 }\n[routing]\npolicy = \"FatTreeEcmp\"\n\
         [switch]\nport_rate = 1e11\n[[flow_set]]\nflow_count = 512\npairing = \"SwitchOffsetHalf\"\n\
@@ -176,7 +180,7 @@ fn a_ring_all_reduce_takes_its_closed_form() {
         sources = [0,1,2,3]\ntraffic = { size = 1000, pkt_size_dist = 1000 }\n";
     let result = run(toml);
     let end = result.flows.iter().filter_map(|f| f.delivered_ns).max();
-    // ACKs of 40 bytes (32 ns) travel the other way around, on other ports.
+    // ACKs of 40 bytes (32 ns) travel in the other direction, on other ports.
     assert_eq!(end, Some(6 * (200 + 1_000)));
 }
 
@@ -194,7 +198,7 @@ fn dependencies_start_flows_in_order() {
 }
 
 #[test]
-fn bad_input_is_answered() {
+fn bad_input_gets_an_error() {
     let tcp = |rest: &str| format!("{TCP}traffic = {{ size = 1000 }}\n{rest}");
     for (toml, part) in [
         (
@@ -221,7 +225,7 @@ fn bad_input_is_answered() {
                     "[[flow]]\nflow_id = 2\ngraph = [[0, 1]]\npath = [0, 2, 1]\ntraffic = { size = 1 }",
                 ),
             ),
-            "path goes from node 0 to node 2, which no link joins",
+            "path goes from node 0 to node 2, which have no link",
         ),
         (
             pair(
@@ -273,7 +277,7 @@ fn a_run_too_large_for_memory_is_refused() {
     assert!(error.is_some_and(|e| e.contains("MiB")));
 }
 
-/// Two sources share one link of 1 Gb/s that they overload: packets of each class by the end.
+/// Two sources overload a shared link of 1 Gb/s: checks the packets of each class by the end.
 fn check_shares(discipline: &str, sizes: [u32; 2], expected: f64) {
     let flow = |id: u32, src: u32| {
         format!(
@@ -297,11 +301,11 @@ fn check_shares(discipline: &str, sizes: [u32; 2], expected: f64) {
 }
 
 #[test]
-fn classes_share_a_link_as_their_discipline_says() {
+fn the_discipline_decides_the_shares_of_a_link() {
     check_shares("discipline = \"DRR\"\nweights = [1, 3]", [1000, 1000], 0.75);
     check_shares("discipline = \"WFQ\"\nweights = [1, 3]", [1000, 1000], 0.75);
     check_shares("discipline = \"WRR\"\nweights = [1, 3]", [1000, 1000], 0.75);
-    // Byte shares hold for unlike packets with WFQ and DRR; WRR counts packets.
+    // Byte shares hold for packets of different sizes with WFQ and DRR; WRR counts packets.
     check_shares("discipline = \"WFQ\"\nweights = [1, 1]", [1500, 1000], 0.5);
     check_shares("discipline = \"DRR\"\nweights = [1, 1]", [1500, 1000], 0.5);
     check_shares("discipline = \"WRR\"\nweights = [1, 1]", [1500, 1000], 0.4);
@@ -318,9 +322,9 @@ fn classes_share_a_link_as_their_discipline_says() {
 }
 
 #[test]
-fn a_run_ends_at_its_duration_with_packets_under_way() {
-    // The end cuts through buckets with events on both sides of it, at every few ns, in one shard
-    // and in several.
+fn a_run_ends_at_its_duration_with_packets_in_flight() {
+    // The end splits buckets that have events before and after it: at many times, in one shard and
+    // in several.
     for end_ns in (20_000..20_600).step_by(97) {
         let small = crate::common::example("e5.toml")
             .replace("k = 32", "k = 4")

@@ -23,11 +23,12 @@ fn queue_pair(size: u32, roce: &str) -> String {
 
 #[test]
 fn a_link_pauses_at_its_threshold_and_resumes_below_it() {
-    // Twelve packets arrive 10 ns apart; one is in service, four fit below the threshold of 5,000
-    // bytes. The sixth, at 60 ns, starts the headroom and the pause, which takes 1 ns (64 bytes at
-    // 1 Tb/s); the host has begun the seventh. Both are in the headroom until the second and third
-    // are in service (10,010 and 20,010 ns); then the link goes on for the eighth and ninth, and so
-    // on. The twelfth is alone in the headroom, so its pause ends one service earlier.
+    // Twelve packets arrive 10 ns apart. One is in service, and four fit below the threshold of
+    // 5,000 bytes. The sixth, at 60 ns, starts the headroom and the pause, which takes 1 ns (64
+    // bytes at 1 Tb/s); the host has begun the seventh. Both are in the headroom until the second
+    // and third are in service (10,010 and 20,010 ns). Then the link resumes for the eighth and
+    // ninth, and so on. The twelfth is alone in the headroom, so its pause ends one service
+    // earlier.
     let switch = "[switch.pfc]\nxoff = 5000";
     let result = run(&funnel("1e12", switch, BURST));
     assert_eq!(result.flows[0].packets_received, 12);
@@ -52,10 +53,10 @@ fn a_link_pauses_at_its_threshold_and_resumes_below_it() {
 }
 
 #[test]
-fn a_pause_of_some_quanta_holds_as_long_as_it_is_said_again() {
+fn a_pause_with_quanta_holds_while_it_is_refreshed() {
     // As above: three pauses of 20 us and one of 10. A quantum is 512 bits, 0.512 ns here, so
-    // 16,000 last 8.2 us and are said again each 4.1 us (rounded up: 4,096 ns): at 60 + 4,096 n ns
-    // up to 20,010, and so on; the pause that is said again holds as one that lasts does.
+    // 16,000 last 8.2 us. They are refreshed each 4.1 us (rounded up: 4,096 ns): at 60 + 4,096 n ns
+    // up to 20,010, and so on. A refreshed pause holds like one without a limit.
     let lasting = run(&funnel("1e12", "[switch.pfc]\nxoff = 5000", BURST));
     let again = run(&funnel(
         "1e12",
@@ -66,7 +67,7 @@ fn a_pause_of_some_quanta_holds_as_long_as_it_is_said_again() {
     assert_eq!(again.flows, lasting.flows);
     assert_eq!(again.ports, lasting.ports);
     assert_eq!(again.totals.data_drops, 0);
-    // One frame of 65,535 quanta (33.6 us) is enough for each.
+    // One frame of 65,535 quanta (33.6 us) is enough for each pause.
     let one = run(&funnel(
         "1e12",
         "[switch.pfc]\nxoff = 5000\nquanta = 65535\nrefresh = 65535",
@@ -77,11 +78,12 @@ fn a_pause_of_some_quanta_holds_as_long_as_it_is_said_again() {
 }
 
 #[test]
-fn a_pause_that_runs_out_costs_packets() {
-    // 9,765 quanta are 5 us: paused from 61 to 5,061 ns, the host sends the eighth packet, which
-    // finds the headroom (2,564 bytes) full and is lost, and the ninth before the new pause is
-    // there (5,072). At 10,010 the second packet is in service and one of the two in the headroom
-    // free, so the tenth (10,072) gets in; the eleventh (10,082) and the twelfth (15,083) do not.
+fn an_expired_pause_costs_packets() {
+    // 9,765 quanta are 5 us. Paused from 61 to 5,061 ns, the host sends the eighth packet, which
+    // arrives at full headroom (2,564 bytes) and is lost, and the ninth before the new pause
+    // arrives (5,072). At 10,010 the second packet is in service, which frees one of the two in the
+    // headroom. So the tenth (10,072) is accepted; the eleventh (10,082) and the twelfth (15,083)
+    // are not.
     let switch = "[switch.pfc]\nxoff = 5000\nquanta = 9765\nrefresh = 0";
     let result = run(&funnel("1e12", switch, BURST));
     assert_eq!(result.totals.data_drops, 4);
@@ -99,7 +101,7 @@ fn a_pause_that_runs_out_costs_packets() {
 }
 
 #[test]
-fn headroom_that_is_too_small_drops() {
+fn insufficient_headroom_drops() {
     // Room for one packet above the threshold, but two arrive before the pause takes effect.
     let result = run(&funnel(
         "1e12",
@@ -112,10 +114,10 @@ fn headroom_that_is_too_small_drops() {
 }
 
 #[test]
-fn a_dynamic_threshold_leaves_alpha_times_what_is_free() {
+fn a_dynamic_threshold_is_alpha_times_the_free_bytes() {
     // Choudhury and Hahne: one overloaded queue settles at B · α / (1 + α). 10,000 bytes and α = 1:
-    // four packets of 1,250 (5,000 bytes held, 5,000 free); α = 3: six (7,500 held, the threshold
-    // 7,500); the one in service does not count.
+    // four packets of 1,250 (5,000 bytes held, 5,000 free). α = 3: six (7,500 held, the threshold
+    // 7,500). The packet in service does not count.
     for (alpha, waiting) in [(1, 4), (3, 6), (7, 7)] {
         let switch = format!("[switch.shared]\nbytes = 10000\nalpha = {alpha}");
         let result = run(&funnel("1e12", &switch, BURST));
@@ -126,7 +128,7 @@ fn a_dynamic_threshold_leaves_alpha_times_what_is_free() {
 }
 
 #[test]
-fn byte_limits_count_what_waits() {
+fn byte_limits_count_waiting_bytes() {
     for (bytes, waiting) in [(1_250, 1), (4_999, 3), (5_000, 4), (20_000, 11)] {
         let result = run(&funnel("1e12", &format!("capacity_bytes = {bytes}"), BURST));
         assert_eq!(result.flows[0].packets_received, 1 + waiting, "{bytes}");
@@ -139,17 +141,17 @@ fn byte_limits_count_what_waits() {
 }
 
 #[test]
-fn a_queue_pair_goes_back_to_the_first_packet_lost() {
-    // Room for three: of twelve sent at once, four arrive and the rest are dropped after them, so
-    // nothing tells of it but the timer. Then eight, four, and again: 12 + 8 + 4.
+fn a_queue_pair_goes_back_to_the_first_lost_packet() {
+    // Room for three. Of twelve sent at once, four arrive and all later ones are dropped, so only
+    // the timer detects the loss. Then eight, four, and again: 12 + 8 + 4.
     let flow = queue_pair(15_000, "dcqcn = false, rto = 0.001");
     let result = run(&funnel("1e12", "capacity = 3", &flow));
     let f = &result.flows[0];
     assert_eq!((f.packets_sent, f.timeouts, f.nacks), (24, 2, 0));
     assert_eq!(f.retransmitted, 12);
     assert_eq!(f.bytes_acked, 15_000);
-    // At 1.5 Gb/s into 1 Gb/s a later packet gets through and shows the gap; the timer helps only
-    // where the packet that was asked for is lost again.
+    // At 1.5 Gb/s into 1 Gb/s a later packet arrives and reveals the gap. The timer is needed only
+    // if the requested packet is lost again.
     let flow = queue_pair(150_000, "dcqcn = false, rto = 0.001");
     let result = run(&funnel("1.5e9", "capacity = 3", &flow));
     let f = &result.flows[0];
@@ -203,7 +205,7 @@ fn an_incast_loses_nothing_and_is_the_same_on_any_number_of_threads() {
     assert!(result.flows.iter().all(|f| f.retransmitted == 0));
     assert_eq!(result.deadlock, None);
     assert_eq!(result.in_flight(), 0);
-    // Everything goes through one host link of 40 Gb/s; recovery takes what is missing.
+    // All data crosses one host link of 40 Gb/s; recovery adds the rest.
     let bytes = 15.0 * 4e6;
     let last = result.flows.iter().filter_map(|f| f.delivered_ns).max();
     let share = bytes * 8.0 / 40.0 / last.unwrap() as f64;
@@ -214,9 +216,9 @@ fn an_incast_loses_nothing_and_is_the_same_on_any_number_of_threads() {
 }
 
 #[test]
-fn a_pfc_deadlock_is_found_and_its_circle_named() {
-    // Three switches in a ring; each flow goes the long way around over two links, so that each
-    // link's packets wait for the next one's.
+fn a_pfc_deadlock_is_detected_with_its_cycle() {
+    // Three switches in a ring. Each flow goes over two links, so that the packets of each link
+    // wait for the next one.
     let flow = |i: u32| {
         let (a, b, c) = (i % 3, (i + 1) % 3, (i + 2) % 3);
         format!(
@@ -237,7 +239,7 @@ fn a_pfc_deadlock_is_found_and_its_circle_named() {
         )
     };
     let result = run(&toml(10_000));
-    let deadlock = result.deadlock.expect("a circle of paused links");
+    let deadlock = result.deadlock.expect("a cycle of paused links");
     let topology = config(&toml(10_000)).scenario.topology;
     let mut ends: Vec<_> = deadlock
         .cycle
@@ -254,7 +256,7 @@ fn a_pfc_deadlock_is_found_and_its_circle_named() {
         result.totals.last_event_ns < 10_000_000,
         "the run ended early"
     );
-    // Pauses that are said again hold it; those that run out end it, and packets are lost.
+    // Refreshed pauses keep the deadlock; pauses that expire end it, and packets are lost.
     let timed =
         |more: &str| toml(10_000).replace("classes = [0]", &format!("classes = [0]\n{more}"));
     assert!(run(&timed("quanta = 1000")).deadlock.is_some());
@@ -262,14 +264,14 @@ fn a_pfc_deadlock_is_found_and_its_circle_named() {
     assert_eq!(freed.deadlock, None);
     assert!(freed.totals.data_drops > 0);
     assert!(freed.flows.iter().all(|f| f.acked_ns.is_some()));
-    // With room for all of it nothing is paused, and nothing is reported.
+    // With room for all packets, no link is paused, and no deadlock is reported.
     let roomy = run(&toml(4_000_000));
     assert_eq!(roomy.deadlock, None);
     assert!(roomy.flows.iter().all(|f| f.acked_ns.is_some()));
 }
 
 #[test]
-fn what_pfc_needs_is_asked_for() {
+fn pfc_requires_its_keys() {
     let no_links = funnel("1e9", "[switch.pfc]\nxoff = 5000", BURST)
         .replace("[link.host]\nrate = 1e9", "[link]\nhost_links = false");
     assert!(error(&no_links).contains("host_links"));
@@ -297,11 +299,11 @@ fn to_one(senders: u32, size: u32, roce: &str) -> String {
 }
 
 #[test]
-fn the_default_timeout_is_that_of_the_path_and_its_buffers() {
-    // Everything is lost, so each timeout sends one packet again and counts. 1,250 bytes take 10 us
-    // on each of three links. Before a packet: at its host's port the one in service and one of its
-    // own, 20 us; at each switch the one in service and four that wait, 50 us. So 30 + 2 · 60 us
-    // there and, taken as long, back; and 10 us for the packet that an answer covers: 310 us, and
+fn the_default_timeout_follows_from_the_path_and_its_buffers() {
+    // All packets are lost, so each timeout retransmits one and counts. 1,250 bytes take 10 us on
+    // each of three links. Bytes before a packet: at its host's port one in service and one of its
+    // own, 20 us; at each switch one in service and four that wait, 50 us. So 30 + 2 · 60 us in one
+    // direction, and the same back. With 10 us for the packet that an answer covers: 310 us, and
     // InfiniBand's next timeout is 4.096 us · 2^7.
     let flow = queue_pair(12_500, "dcqcn = false").replace("[[flow]]", "[[flow]]\nclass = 0");
     let toml = |rate: &str, switch: &str| {
@@ -313,19 +315,19 @@ fn the_default_timeout_is_that_of_the_path_and_its_buffers() {
         timeouts(&toml("1e9", "capacity = 4")),
         10_000_000 / (4_096 << 7)
     );
-    // Of 100 places the flow can fill ten, and answers: 10 · (1,250 + 40) bytes are 103.2 us, in all
-    // 30 + 2 · 123.2 us both ways: 2^8.
+    // The flow can fill ten of 100 slots, with answers: 10 · (1,250 + 40) bytes are 103.2 us, in
+    // total 30 + 2 · 123.2 us per direction: 2^8.
     assert_eq!(
         timeouts(&toml("1e9", "capacity = 100")),
         10_000_000 / (4_096 << 8)
     );
-    // A file's own timeout holds.
+    // A timeout in the file takes precedence.
     let own = toml("1e9", "capacity = 4").replace("dcqcn = false", "dcqcn = false, rto = 0.0021");
     assert_eq!(timeouts(&own), 4);
 }
 
 #[test]
-fn no_timer_fires_where_nothing_is_lost() {
+fn no_timer_fires_without_loss() {
     let fat_tree = |switch: &str, flows: &str| {
         format!(
             "duration = 10.0\n[topology]\ncategory = \"FatTree\"\nfat_tree = {{ k = 8, \
@@ -333,7 +335,8 @@ fn no_timer_fires_where_nothing_is_lost() {
              {switch}\n{flows}"
         )
     };
-    // One sender at each of six switches in a row; the farther ones get ever less of the last link.
+    // One sender at each of six switches in a row; farther ones get smaller shares of the last
+    // link.
     let row = |switch: &str, flows: &str| {
         format!(
             "edges = [[0,1],[1,2],[2,3],[3,4],[4,5],[5,6]]\nhosts = [0,1,2,3,4,5,6]\n\
@@ -351,7 +354,7 @@ fn no_timer_fires_where_nothing_is_lost() {
             "shared = { bytes = 2_000_000 }\npfc = { alpha = 0.125 }",
             &to_one(200, 100_000, "dcqcn = false, ack_every = 16"),
         ),
-        // Without PFC, in a queue that holds all of it.
+        // Without PFC, in a queue that holds all packets.
         fat_tree("capacity = 0", &to_one(200, 100_000, "dcqcn = false")),
         fat_tree(
             "capacity = 0",
@@ -362,7 +365,7 @@ fn no_timer_fires_where_nothing_is_lost() {
             &to_one(6, 2_000_000, "dcqcn = false"),
         ),
         row("capacity = 0", &to_one(6, 2_000_000, "ack_every = 100")),
-        // A packet alone takes 8 ms a link.
+        // A packet takes 8 ms per link.
         row("capacity = 0", &to_one(3, 20_000, "dcqcn = false")).replace("1e10", "1e6"),
         row("[switch.pfc]\nxoff = 3000", &to_one(3, 20_000, "")).replace("1e10", "1e6"),
     ];

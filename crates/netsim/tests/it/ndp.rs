@@ -13,17 +13,17 @@ fn line(rate: &str, switch: &str, size: u32, ndp: &str) -> String {
 }
 
 #[test]
-fn a_lone_packet_and_its_ack_take_their_time() {
+fn a_single_packet_and_its_ack_take_the_expected_time() {
     let result = run(&line("1e9", "", 1250, ""));
-    // Three links of 10 us; 64 bytes back take 512 ns a link.
+    // Three links of 10 us; 64 bytes back take 512 ns per link.
     assert_eq!(result.flows[0].delivered_ns, Some(30_000));
     assert_eq!(result.flows[0].acked_ns, Some(30_000 + 3 * 512));
-    // Nothing more is asked for.
+    // No pull is sent.
     assert_eq!(result.totals.sent, 2);
 }
 
 #[test]
-fn pulls_keep_the_link_busy_and_ask_for_no_more_than_is_missing() {
+fn pulls_keep_the_link_busy_and_request_only_missing_packets() {
     // 100 packets, a window of 8: the window covers the round trip (30 us and three control
     // packets), so the last byte arrives as if all had been sent at once.
     let result = run(&line("1e9", "", 125_000, "window = 8"));
@@ -32,7 +32,8 @@ fn pulls_keep_the_link_busy_and_ask_for_no_more_than_is_missing() {
     assert_eq!(f.packets_sent, 100);
     // Data, ACKs and 92 pulls.
     assert_eq!(result.totals.sent, 100 + 100 + 92);
-    // A window of one waits for each pull: 30 us there, 3 x 512 ns back behind the ACK (512 ns).
+    // A window of one waits for each pull: 30 us for the packet, 3 x 512 ns for the pull behind the
+    // ACK (512 ns).
     let result = run(&line("1e9", "", 12_500, "window = 1"));
     assert_eq!(
         result.flows[0].delivered_ns,
@@ -41,9 +42,9 @@ fn pulls_keep_the_link_busy_and_ask_for_no_more_than_is_missing() {
 }
 
 #[test]
-fn the_packet_that_finds_the_queue_full_is_trimmed_and_goes_again() {
+fn a_packet_that_arrives_at_a_full_queue_is_trimmed_and_retransmitted() {
     // Twelve packets 10 ns apart into a link where each takes 10 us: one in service, four wait,
-    // seven are cut.
+    // seven are trimmed.
     let result = run(&line(
         "1e12",
         "[switch.trim]\ndata = 4",
@@ -57,10 +58,10 @@ fn the_packet_that_finds_the_queue_full_is_trimmed_and_goes_again() {
     assert_eq!(f.retransmitted, result.totals.trims);
     assert_eq!(result.totals.data_drops, 0);
     assert_eq!((f.bytes_acked, f.timeouts), (15_000, 0));
-    // Four data packets and seven headers wait at most at once, before any pull is answered.
+    // At most four data packets and seven headers wait at once, before any pull is answered.
     let most = result.ports.iter().map(|p| p.waiting_bytes_max).max();
     assert!(most >= Some(4 * 1250 + 7 * 64), "{most:?}");
-    // Without room for headers packets are lost for good, and the timer mends it.
+    // Without room for headers, packets are lost, and the timer recovers them.
     let result = run(&line(
         "1e12",
         "[switch.trim]\ndata = 4\nheaders = 2",
@@ -73,9 +74,10 @@ fn the_packet_that_finds_the_queue_full_is_trimmed_and_goes_again() {
 }
 
 #[test]
-fn headers_without_room_go_back_to_their_sender() {
-    // As above with room for four headers: the other three go back, and the sender, which expects no
-    // pulls for them, sends their packets one after the other. Nothing is lost, no timer is needed.
+fn headers_without_room_are_returned_to_their_sender() {
+    // As above with room for four headers: the other three are returned. The sender, which expects
+    // no pulls for them, retransmits their packets one by one. No packet is lost, and no timer is
+    // needed.
     let switch = "[switch.trim]\ndata = 4\nheaders = 4\nreturn_to_sender = true";
     let result = run(&line("1e12", switch, 15_000, "window = 12"));
     let (f, t) = (&result.flows[0], &result.totals);
@@ -86,10 +88,10 @@ fn headers_without_room_go_back_to_their_sender() {
         "each header arrives at one of the ends"
     );
     assert_eq!((f.packets_sent, f.retransmitted), (12 + t.trims, t.trims));
-    // (Of the pulls some find no room either; the next one stands for them.)
+    // (Some pulls find no room either; the next one includes them.)
     assert_eq!((t.data_drops, f.timeouts), (0, 0));
     assert_eq!((f.bytes_acked, result.in_flight()), (15_000, 0));
-    // Far too large an incast on several switches and paths, on any number of threads.
+    // An excessive incast on several switches and paths, on any number of threads.
     let toml = example("ndp-permutation.toml")
         .replace("k = 16, hosts_per_edge = 8", "k = 4, hosts_per_edge = 2")
         .replace(
@@ -114,9 +116,9 @@ fn headers_without_room_go_back_to_their_sender() {
 }
 
 #[test]
-fn what_was_trimmed_of_a_short_flow_is_pulled() {
-    // Twelve packets of a window of thirty, of which seven are cut at first: the receiver asks for
-    // them, though the flow is shorter than what it may send unasked.
+fn trimmed_packets_of_a_short_flow_are_pulled() {
+    // Twelve packets of a window of thirty, of which seven are trimmed at first: the receiver pulls
+    // them, although the flow is shorter than its window.
     let result = run(&line(
         "1e12",
         "[switch.trim]\ndata = 4",
@@ -130,8 +132,8 @@ fn what_was_trimmed_of_a_short_flow_is_pulled() {
 
 #[test]
 fn headers_go_first_but_leave_every_eleventh_turn_to_data() {
-    // Two headers for each data packet: of a burst of 12 with 4 waiting, the data that waits is not
-    // held up by all seven headers.
+    // Two headers per data packet: in a burst of 12 with 4 waiting, the seven headers do not delay
+    // all data.
     let few = run(&line(
         "1e12",
         "[switch.trim]\ndata = 4\nheaders_per_data = 2",
@@ -168,7 +170,7 @@ fn a_permutation_finishes_near_line_rate_on_any_number_of_threads() {
     assert_eq!(result.flows.len(), 128);
     assert_eq!(result.totals.data_drops + result.totals.control_drops, 0);
     for (f, ideal) in result.flows.iter().zip(&result.ideal_ns) {
-        // The paper's Figure 14: 92 % of the link and more, with headers not counted here.
+        // The paper's Figure 14: at least 92 % of the link, with headers not counted here.
         let slowdown = f.delivered_ns.unwrap() as f64 / *ideal as f64;
         assert!(slowdown < 1.25, "flow {}: {slowdown}", f.id);
     }
@@ -178,7 +180,7 @@ fn a_permutation_finishes_near_line_rate_on_any_number_of_threads() {
 }
 
 #[test]
-fn a_network_that_drops_instead_of_trimming_is_named() {
+fn a_network_that_drops_instead_of_trimming_is_noted() {
     let incast = |drop: &str| {
         example("ndp-permutation.toml")
             .replace("k = 16, hosts_per_edge = 8", "k = 4, hosts_per_edge = 2")
@@ -196,7 +198,7 @@ fn a_network_that_drops_instead_of_trimming_is_named() {
         said(&dropping)
     );
     assert!(said(&dropping).contains("drop = \"Trim\""));
-    // Nothing is dropped, or it is trimmed.
+    // No packet is dropped, or packets are trimmed.
     assert_eq!(said(&incast("drop = \"TailDrop\"\ncapacity = 0")), "");
     assert_eq!(said(&incast("drop = \"Trim\"")), "");
 }

@@ -1,4 +1,4 @@
-//! What people and programs read: series, reports, traces, tables.
+//! Outputs for people and programs: series, reports, traces, tables.
 
 use slipstream_netsim::output::{self, Cost};
 
@@ -12,13 +12,14 @@ fn packets(rest: &str) -> String {
 }
 
 #[test]
-fn samples_show_what_a_link_did() {
+fn samples_show_the_utilization_of_a_link() {
     // 10 us of every 20: half of the link, sampled each 100 us for 1 ms. The last packet leaves at
-    // 990 us; its arrival at 991 us is the last event; the tenth sample is that of its interval.
+    // 990 us, and its arrival at 991 us is the last event. The tenth sample is that of its
+    // interval.
     let toml = pair("1e9", "", &packets("size = 62500, arr_dist = 0.00002"));
     let result = run(&format!("report_interval = 1e-4\n{toml}"));
-    let series = result.series.expect("asked for");
-    assert_eq!(series.ports.len(), 2, "there and back");
+    let series = result.series.expect("samples were requested");
+    assert_eq!(series.ports.len(), 2, "both directions");
     assert_eq!(
         series.times_ns[..9],
         [1, 2, 3, 4, 5, 6, 7, 8, 9].map(|i| i * 100_000)
@@ -34,8 +35,8 @@ fn samples_show_what_a_link_did() {
 }
 
 #[test]
-fn samples_show_what_waits_and_what_was_dropped() {
-    // Ten packets at once, room for eight: a drop; after 50 us five of nine are sent.
+fn samples_show_backlog_and_drops() {
+    // Ten packets at once, room for eight: one drop; after 50 us five of nine are sent.
     let toml = pair(
         "1e9",
         "capacity = 8",
@@ -47,7 +48,7 @@ fn samples_show_what_waits_and_what_was_dropped() {
         toml.replace("capacity = 8", "capacity = 8\ncapacity_bytes = 1000000"),
     ] {
         let result = run(&format!("report_interval = 5e-5\n{toml}"));
-        let series = result.series.expect("asked for");
+        let series = result.series.expect("samples were requested");
         let first = series.at(0)[0];
         assert_eq!((first.backlog_bytes, first.drops), (4 * 1250, 1));
         assert!((first.utilization - 1.0).abs() < 1e-6);
@@ -85,9 +86,9 @@ fn samples_are_the_same_on_any_number_of_threads() {
     }
 }
 
-/// A straggler makes the goodput of all small; that of a flow shows how the others did.
+/// A straggler makes the total goodput small; that per flow shows how the others did.
 #[test]
-fn goodput_is_told_by_flow_and_over_active_time() {
+fn goodput_is_reported_per_flow_and_over_active_time() {
     let flow = |id: u32| {
         format!(
             "[[flow]]\nflow_id = {id}\nflow_type = \"TCP\"\ngraph = [[0, 1]]\n\
@@ -96,8 +97,8 @@ fn goodput_is_told_by_flow_and_over_active_time() {
     };
     let toml = pair("1e9", "", &(1..=4).map(flow).collect::<String>());
     let (config, mut result) = (config(&toml), run(&toml));
-    // Start, end and bytes of each: two at 8 Gb/s one after the other with a pause between them, one at
-    // 4 Gb/s beside the first, and one that never gets on and is active to the end of the run.
+    // Start, end and bytes of each: two at 8 Gb/s in sequence with a pause between them, one at 4
+    // Gb/s in parallel with the first, and one that stalls and is active to the end of the run.
     let ends = [
         (0, Some(1_000), 1_000),
         (2_000, Some(3_000), 1_000),
@@ -117,15 +118,15 @@ fn goodput_is_told_by_flow_and_over_active_time() {
     assert_eq!(g.all, 2_625.0 * 8e9 / 12_000.0);
     let text = output::text("x", &config, &result, &Cost::default());
     assert!(
-        text.contains("of a flow: mean 5.025 Gb/s, p50 4.000 Gb/s, least 100.000 Mb/s; of all: 1.750 Gb/s over the 12.00 us"),
+        text.contains("per flow: mean 5.025 Gb/s, p50 4.000 Gb/s, min 100.000 Mb/s; total: 1.750 Gb/s over the 12.00 us"),
         "{text}"
     );
-    // Nothing was sent: there is no goodput, rather than one of 0.
+    // No packets were sent: goodput is absent, not 0.
     result.flows.iter_mut().for_each(|f| f.packets_sent = 0);
     assert_eq!(output::goodput(&config, &result), None);
 }
 
-/// Below a hundred flows a p99 would be the slowest flow under another name.
+/// With fewer than a hundred flows, a p99 would be the maximum.
 #[test]
 fn completion_times_of_few_flows_have_no_p99() {
     let toml = example("roce-incast.toml").replace("size = 4_000_000", "size = 40_000");
@@ -145,10 +146,10 @@ fn completion_times_of_few_flows_have_no_p99() {
     assert!(json["goodput"]["flow_bits_per_s_p50"].as_f64().unwrap() > 0.0);
 }
 
-/// Threads that come and go as windows fill and empty give what one gives. The windows of this run hold
-/// from none to some hundred events, so that each limit has them come at other times.
+/// Threads that start and stop as windows fill and empty give the result of one thread. The windows
+/// of this run have from none to some hundred events, so each limit starts threads at other times.
 #[test]
-fn threads_that_come_where_they_pay_change_nothing() {
+fn threads_that_start_when_they_pay_off_do_not_change_results() {
     use slipstream_netsim::{Execution, Simulation};
 
     let toml = example("web-search.toml").replace("span = 0.02", "span = 0.001");
@@ -164,7 +165,7 @@ fn threads_that_come_where_they_pay_change_nothing() {
             let mut simulation = Simulation::new(config(&toml).scenario, execution).unwrap();
             let mut seen = 0;
             simulation.run(execution, 1_000, &mut |_, events| {
-                assert!(events >= seen, "progress runs back");
+                assert!(events >= seen, "progress goes backwards");
                 seen = events;
             });
             assert_eq!(simulation.result(), one, "{window_events_min}");
@@ -175,7 +176,7 @@ fn threads_that_come_where_they_pay_change_nothing() {
 }
 
 #[test]
-fn reports_hold_the_run() {
+fn reports_contain_the_run() {
     let toml = format!(
         "report_interval = 1e-5\n{}",
         example("roce-incast.toml").replace("size = 4_000_000", "size = 40_000")
@@ -185,10 +186,10 @@ fn reports_hold_the_run() {
     let html = output::html("a <run>", &config, &result, &cost);
     assert!(html.contains("a &lt;run&gt;") && html.contains(&format!("{:016x}", result.digest)));
     assert!(html.matches("<svg").count() >= 5);
-    // One file, nothing loaded: it forbids itself to, and names nothing that it could load.
+    // One file without external resources: its policy forbids them, and it refers to none.
     assert!(html.contains("content=\"default-src 'none'; style-src 'unsafe-inline';"));
     assert!(!html.contains(" src=") && !html.contains("href=") && !html.contains("url("));
-    // Light and dark, as the other pages; and axes say what they are.
+    // Light and dark, as the other pages; axes have labels.
     assert!(html.contains("prefers-color-scheme: dark") && html.contains("id=\"theme\""));
     assert!(html.contains("completion time, us (log scale)"));
     let trace: serde_json::Value =
@@ -213,7 +214,7 @@ fn reports_hold_the_run() {
     );
 }
 
-/// A sink that takes so many bytes in pieces and then fails.
+/// A sink that accepts some bytes and then fails.
 struct Full {
     left: usize,
     largest: usize,
@@ -233,9 +234,9 @@ impl std::io::Write for Full {
     }
 }
 
-/// Neither flows nor ports are ever held as one text, and `totals` leaves them out.
+/// Flows and ports are never serialized as one string, and `totals` omits them.
 #[test]
-fn json_is_written_piece_by_piece() {
+fn json_is_written_in_small_writes() {
     let toml = example("collectives.toml");
     let (config, result) = (config(&toml), run(&toml));
     let cost = Cost::default();
@@ -260,7 +261,7 @@ fn json_is_written_piece_by_piece() {
     let short: serde_json::Value = serde_json::from_slice(&totals).unwrap();
     assert!(short.get("flows").is_none() && short.get("ports").is_none());
     assert_eq!(short["totals"], value["totals"]);
-    // A full disk is an error, wherever it comes.
+    // A full disk is an error at any point.
     for left in [0, 10, whole.len() / 2, whole.len() - 1] {
         let mut sink = Full { left, largest: 0 };
         assert!(output::write_json(&mut sink, "x", &config, &result, &cost, false).is_err());

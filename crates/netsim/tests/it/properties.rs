@@ -1,4 +1,4 @@
-//! What must hold for queues of every kind: limits, conservation, work conservation.
+//! Properties of queues of every kind: limits, conservation, work conservation.
 
 use proptest::prelude::*;
 use slipstream_netsim::buffer::headroom_bytes;
@@ -6,10 +6,10 @@ use slipstream_netsim::topology::End;
 
 use crate::common::{config, run, run_on};
 
-/// Several sources overload a link from time zero; its queue is unlimited. A link that never rests
-/// while something waits is done exactly when the bytes are.
+/// Several sources overload a link from time zero; its queue is unlimited. A work-conserving link
+/// finishes exactly when all bytes are sent.
 #[test]
-fn a_link_never_rests_while_something_waits() {
+fn a_link_is_never_idle_while_packets_wait() {
     for discipline in [
         "discipline = \"FIFO\"",
         "discipline = \"FIFO\"\ncapacity_bytes = 100000000",
@@ -38,12 +38,12 @@ fn a_link_never_rests_while_something_waits() {
             flows.concat()
         );
         let result = run(&toml);
-        // Each source's own link feeds the shared one; the first packet to come is that of 700
-        // bytes, 5,600 ns after the start, and from then on there is always something.
+        // Each source's own link feeds the shared one. The first packet to arrive is that of 700
+        // bytes, 5,600 ns after the start, and from then on packets always wait.
         let bytes = 60_000 + 61_000 + 62_000;
         let end = result.flows.iter().map(|f| f.last_ns).max().unwrap();
         let expected = 5_600 + bytes * 8;
-        // Serialization of host links at 10 Tb/s: below a ns a packet, rounded up.
+        // Serialization on host links at 10 Tb/s: below 1 ns per packet, rounded up.
         assert!(
             (expected..expected + 10).contains(&end),
             "{discipline}: {end}, not {expected}"
@@ -106,9 +106,9 @@ proptest! {
                 prop_assert_eq!(m.drops, 0, "lossless");
             }
         }
-        // Fat-trees have no circles, so nothing can lock.
+        // Fat-trees have no cycles, so no deadlock is possible.
         prop_assert_eq!(&result.deadlock, &None);
-        // Who loses again and again may take longer than the run.
+        // Flows with repeated losses may take longer than the run.
         if t.data_drops == 0 && t.control_drops == 0 {
             prop_assert!(result.flows.iter().all(|f| f.acked_ns.is_some()), "all done");
         }

@@ -2,7 +2,7 @@
 
 use crate::common::{example, run, run_on};
 
-/// A smaller E5: the same per-flow figures hold, for they do not depend on k.
+/// A smaller E5: the same per-flow figures hold, as they do not depend on k.
 fn e5(k: u32, flows: u32) -> String {
     example("e5.toml")
         .replace("k = 32", &format!("k = {k}"))
@@ -14,7 +14,7 @@ fn e5(k: u32, flows: u32) -> String {
 }
 
 #[test]
-fn a_lone_flow_over_six_links_ends_at_234_984_ns() {
+fn a_single_flow_over_six_links_ends_at_234_984_ns() {
     let result = run(&e5(8, 1));
     let flow = &result.flows[0];
     assert_eq!(flow.acked_ns, Some(234_984));
@@ -54,7 +54,7 @@ fn flows_without_loss_send_720_packets_and_end_with_84_515_bytes() {
     let sum = |f: fn(&slipstream_netsim::result::FlowResult) -> u64| -> u64 {
         result.flows.iter().map(f).sum()
     };
-    // Original and again = ACKs sent + data dropped; what of the ACKs did not arrive was dropped.
+    // Originals and retransmissions = ACKs sent + data dropped; missing ACKs were dropped.
     assert_eq!(
         sum(|f| f.packets_sent),
         sum(|f| f.acks) + result.totals.control_drops + lost

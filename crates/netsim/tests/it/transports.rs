@@ -1,4 +1,4 @@
-//! What every transport owes: no more packets than its bytes fill, and no wait that never ends.
+//! Properties of every transport: no more packets than its bytes fill, and no endless wait.
 
 use proptest::prelude::*;
 use slipstream_netsim::RunResult;
@@ -9,14 +9,14 @@ use crate::common::{config, pair, run};
 /// Every congestion control by its name in a file.
 const CONTROLS: [&str; 4] = ["NewReno", "CUBIC", "DCTCP", "BBR"];
 
-/// Fails to compile when a congestion control is added, for [`CONTROLS`] must list it.
+/// Fails to compile when a congestion control is added, as [`CONTROLS`] must list it.
 fn name(congestion: Congestion) -> &'static str {
     match congestion {
         Congestion::NewReno => "NewReno",
         Congestion::Cubic(_) => "CUBIC",
         Congestion::Dctcp { .. } => "DCTCP",
         Congestion::Bbr => "BBR",
-        Congestion::Other(_) => unreachable!("none is shipped"),
+        Congestion::Other(_) => unreachable!("only tests have others"),
     }
 }
 
@@ -27,7 +27,7 @@ fn tcp(size: u64, mss: u32, tcp: &str) -> String {
     )
 }
 
-/// One flow from a fast host link into a slow link: the sender's window is what limits it.
+/// One flow from a fast host link into a slow link: only the sender's window limits it.
 fn narrow(switch: &str, flow: &str) -> String {
     format!(
         "edges = [[0, 1]]\nhosts = [0, 1]\nduration = 1000.0\n[link]\npropagation_ns = 100000\n\
@@ -50,7 +50,7 @@ fn without_loss_every_congestion_control_sends_full_segments() {
     for control in CONTROLS {
         let toml = narrow("", &tcp(1, 1, &format!("cc_algorithm = \"{control}\"")));
         let Transport::Tcp(made) = config(&toml).scenario.flows[0].transport else {
-            panic!("{control} is no TCP");
+            panic!("{control} is not TCP");
         };
         assert_eq!(name(made.congestion), control);
         for (size, mss, more) in [
@@ -70,8 +70,8 @@ fn without_loss_every_congestion_control_sends_full_segments() {
 }
 
 #[test]
-fn windows_that_marks_cut_send_full_segments_too() {
-    // Marks cut windows to fractions of a segment, again and again, and nothing is lost.
+fn windows_cut_by_marks_send_full_segments_too() {
+    // Marks repeatedly cut windows to fractions of a segment, without any loss.
     let switch = "drop = \"ECN_THRESHOLD\"\necn_threshold = 8\ncapacity = 0";
     for control in CONTROLS {
         let flow = tcp(
@@ -105,8 +105,8 @@ fn the_other_transports_send_full_packets() {
 }
 
 #[test]
-fn what_the_application_hands_over_leaves_at_once() {
-    // Pieces of 300 bytes 100 us apart into an open window: no Nagle delay, a packet each.
+fn data_of_the_application_is_sent_at_once() {
+    // Chunks of 300 bytes 100 us apart into an open window: no Nagle delay, one packet each.
     for control in CONTROLS {
         let flow = format!(
             "[[flow]]\nflow_id = 1\nflow_type = \"TCP\"\ngraph = [[0, 1]]\ntraffic = {{ \
@@ -122,10 +122,10 @@ fn what_the_application_hands_over_leaves_at_once() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Windows of every odd size, losses on both ways, data all at once or in pieces: no sender may
-    /// wait for an ACK that cannot come.
+    /// Windows of every odd size, losses in both directions, data all at once or in chunks: no
+    /// sender may wait forever for an ACK.
     #[test]
-    fn no_sender_waits_for_ever(
+    fn no_sender_waits_forever(
         seed in 0u64..1000,
         size in 1u64..200_000,
         mss in 1u32..3000,

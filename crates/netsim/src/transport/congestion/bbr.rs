@@ -1,10 +1,10 @@
-//! BBR, version 1: a model of the path (bottleneck rate and least round-trip time) sets pacing and
-//! window (Cardwell et al., "BBR: congestion-based congestion control", ACM Queue 2016;
+//! BBR, version 1: a model of the path (bottleneck rate and minimum round-trip time) sets pacing
+//! and window (Cardwell et al., "BBR: congestion-based congestion control", ACM Queue 2016;
 //! draft-cardwell-iccrg-bbr-congestion-control-00, called "the draft" below).
 //!
-//! Losses do not change the model; while they are mended, the window follows the draft's section
-//! 4.2.3.4. Delivery rates are measured as in draft-cheng-iccrg-delivery-rate-estimation-00; a
-//! duplicate ACK counts as one segment delivered.
+//! Losses do not change the model. During recovery, the window follows section 4.2.3.4 of the
+//! draft. Delivery rates are measured as in draft-cheng-iccrg-delivery-rate-estimation-00; a
+//! duplicate ACK counts as one delivered segment.
 
 use std::collections::VecDeque;
 
@@ -16,21 +16,21 @@ use crate::scenario::Congestion;
 pub(super) const ALGORITHM: Algorithm =
     Algorithm::new(&["BBR", "TCPBBR"], "TCP BBR", &[], |_| Congestion::Bbr);
 
-/// 2/ln 2, the least gain that doubles the rate each round (the draft, section 4.3.1.1).
+/// 2/ln 2, the smallest gain that doubles the rate per round (the draft, section 4.3.1.1).
 const HIGH_GAIN: f64 = 2.885_39;
 /// Gains of a cycle of probing (section 4.3.3: one up, one down, six level).
 const CYCLE: [f64; 8] = [1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0];
 /// Window over the bandwidth-delay product while probing for bandwidth (section 4.2.3.2).
 const CWND_GAIN: f64 = 2.0;
-/// Rounds that the bandwidth filter looks back (section 4.1.1.3: BtlBwFilterLen).
+/// Length of the bandwidth filter, rounds (section 4.1.1.3: BtlBwFilterLen).
 const FILTER_ROUNDS: u64 = 10;
-/// Life of the least round-trip time, ns (section 4.1.2: RTpropFilterLen, 10 s).
+/// Lifetime of the minimum round-trip time, ns (section 4.1.2: RTpropFilterLen, 10 s).
 const RTT_LIFE_NS: u64 = 10_000_000_000;
-/// Shortest time with a small window to measure it anew, ns (section 4.3.4: 200 ms).
+/// Minimum time with a small window to measure it again, ns (section 4.3.4: 200 ms).
 const PROBE_RTT_NS: u64 = 200_000_000;
-/// Least window, segments (section 4.2.3.1: BBRMinPipeCwnd).
+/// Minimum window, segments (section 4.2.3.1: BBRMinPipeCwnd).
 const WINDOW_MIN: u64 = 4;
-/// The pipe is full when this many rounds brought less than a quarter more (section 4.3.2.1).
+/// The pipe is full if the rate grew by less than a quarter in this many rounds (section 4.3.2.1).
 const FULL_ROUNDS: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,16 +43,16 @@ enum State {
 
 /// State of recovery at an ACK of new data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mending {
-    /// None is known.
+pub(crate) enum Recovery {
+    /// No missing segment is known.
     Nothing,
     /// The retransmission arrived, and the next segment is missing too.
     Partly,
-    /// All that was missing has arrived.
+    /// All missing segments have arrived.
     Done,
 }
 
-/// A packet under way, for the delivery rate.
+/// A packet in flight, for the delivery rate.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     end: u64,
@@ -71,14 +71,14 @@ pub(crate) struct Bbr {
     first_at: u64,
     delivered: u64,
     delivered_at: u64,
-    /// Delivered by duplicate ACKs, not yet acknowledged.
+    /// Bytes delivered according to duplicate ACKs, not yet acknowledged.
     credited: u64,
-    /// Most recent maxima of (round, bits/s), falling.
+    /// Recent maxima of (round, bits/s), in falling order.
     rates: VecDeque<(u64, f64)>,
     round: u64,
     round_end: u64,
     round_start: bool,
-    /// Least round-trip time, ns; 0: none yet. And when it was measured.
+    /// Minimum round-trip time, ns (0: none yet), and when it was measured.
     rtt_min: u64,
     rtt_at: u64,
     full_rate: f64,
@@ -90,20 +90,20 @@ pub(crate) struct Bbr {
     probe_rtt_end: u64,
     probe_rtt_round: bool,
     window_before: u64,
-    /// Losses are being mended.
-    pub(crate) mending: bool,
-    /// The first round of that: a packet leaves for each that is delivered (packet_conservation).
+    /// In recovery.
+    pub(crate) recovering: bool,
+    /// The first round of recovery: one packet is sent per delivered packet (packet_conservation).
     conserving: bool,
-    /// A loss was found since the last ACK of new data.
+    /// A loss was detected since the last ACK of new data.
     lost: bool,
-    /// The window before (prior_cwnd).
+    /// The window before recovery (prior_cwnd).
     prior: u64,
     seed: u64,
     /// When the next packet may be sent.
     pub(crate) next_send: u64,
     /// Bits/s.
     pub(crate) pacing_rate: f64,
-    /// The first window, bytes.
+    /// The initial window, bytes.
     window_first: u64,
 }
 
@@ -131,7 +131,7 @@ impl Bbr {
             probe_rtt_end: 0,
             probe_rtt_round: false,
             window_before: 0,
-            mending: false,
+            recovering: false,
             conserving: false,
             lost: false,
             prior: 0,
@@ -153,15 +153,15 @@ impl Bbr {
             .then(|| gain * self.rate() * self.rtt_min as f64 / 8e9)
     }
 
-    /// BBRInflight: what may be under way at `gain`, with three quanta for what is aggregated
-    /// (section 4.2.3.2); `None` before the first measurement.
+    /// BBRInflight: the bytes in flight at `gain`, with three quanta for aggregation (section
+    /// 4.2.3.2); `None` before the first measurement.
     fn inflight(&self, gain: f64, w: &Window) -> Option<u64> {
         let product = self.product(gain)?;
         Some(product as u64 + 3 * self.quantum(w))
     }
 
-    /// `size` bytes of data up to `end` leave; `flight` were under way before. The rate is one of
-    /// data delivered, so pacing counts no headers either.
+    /// Records `size` bytes of data up to `end`, sent while `flight` were in flight. The rate is
+    /// one of delivered data, so pacing does not count headers either.
     pub(crate) fn on_sent(&mut self, now: u64, end: u64, size: u64, flight: u64, w: &Window) {
         if flight == 0 {
             self.first_at = now;
@@ -177,7 +177,7 @@ impl Bbr {
             });
         }
         if self.pacing_rate == 0.0 {
-            // The draft, section 4.2.1: before a sample as if the round trip took 1 ms.
+            // The draft, section 4.2.1: before a sample, the round trip is assumed to take 1 ms.
             self.window_first = w.cwnd;
             self.pacing_rate = HIGH_GAIN * w.cwnd as f64 * 8.0 / 1e-3;
         }
@@ -185,34 +185,35 @@ impl Bbr {
         self.next_send = self.next_send.max(now) + gap;
     }
 
-    /// The part of `sent` unacknowledged bytes that is still under way.
+    /// The part of `sent` unacknowledged bytes that is still in flight.
     pub(crate) fn in_flight(&self, sent: u64) -> u64 {
         sent.saturating_sub(self.credited)
     }
 
-    /// A duplicate ACK: some packet has been delivered. `sent` bytes are unacknowledged.
+    /// Handles a duplicate ACK: a packet has been delivered. `sent` bytes are unacknowledged.
     pub(crate) fn on_duplicate(&mut self, now: u64, sent: u64, w: &mut Window) {
         self.delivered += w.mss;
         self.credited += w.mss;
         self.delivered_at = now;
         if self.conserving {
             w.cwnd = w.cwnd.max(self.in_flight(sent) + w.mss);
-        } else if self.mending {
+        } else if self.recovering {
             self.set_window(w.mss, w);
         }
     }
 
-    /// Duplicate ACKs show a loss: its retransmission may be sent, and then a packet per packet that
-    /// is delivered, for a round trip (section 4.2.3.4).
+    /// Handles a loss shown by duplicate ACKs. Its retransmission may be sent, and then one packet
+    /// per delivered packet, for one round trip (section 4.2.3.4).
     pub(crate) fn on_loss(&mut self, sent: u64, w: &mut Window) {
         self.save_window(w);
         self.conserving = true;
         self.lost = true;
-        // packets_in_flight without the lost one, and the one that caused this ACK.
+        // packets_in_flight without the lost packet, plus the packet that caused this ACK.
         w.cwnd = self.in_flight(sent).saturating_sub(w.mss) + w.mss;
     }
 
-    /// All data in flight is taken for lost; the caller sets the window to one segment.
+    /// Handles a timeout: all data in flight counts as lost; the caller sets the window to one
+    /// segment.
     pub(crate) fn on_timeout(&mut self, w: &Window) {
         self.save_window(w);
         self.conserving = false;
@@ -222,22 +223,22 @@ impl Bbr {
 
     /// BBRSaveCwnd.
     fn save_window(&mut self, w: &Window) {
-        self.prior = if self.mending || self.state == State::ProbeRtt {
+        self.prior = if self.recovering || self.state == State::ProbeRtt {
             self.prior.max(w.cwnd).max(self.window_before)
         } else {
             w.cwnd
         };
-        self.mending = true;
+        self.recovering = true;
     }
 
-    /// An ACK of `acked` new bytes up to `una`, with `sent` bytes left unacknowledged; sets rate and
-    /// window.
+    /// Handles an ACK of `acked` new bytes up to `una`, with `sent` bytes left unacknowledged; sets
+    /// rate and window.
     pub(crate) fn on_ack(
         &mut self,
         now: u64,
         (acked, una, sent): (u64, u64, u64),
         w: &mut Window,
-        mending: Mending,
+        recovery: Recovery,
     ) {
         // The segment that caused this ACK is new; duplicate ACKs may have counted the others.
         let known = self.credited.min(acked.saturating_sub(w.mss));
@@ -257,17 +258,17 @@ impl Bbr {
         }
         self.move_on(now, flight, flight + acked - known, w);
         self.set_pacing();
-        match mending {
-            Mending::Nothing => self.set_window(acked, w),
-            Mending::Partly => {
-                // The retransmission has been there and back, which ends the round of conservation;
-                // packets_lost is one.
+        match recovery {
+            Recovery::Nothing => self.set_window(acked, w),
+            Recovery::Partly => {
+                // The retransmission is acknowledged after one round trip, which ends the round of
+                // conservation; packets_lost is one.
                 self.conserving = false;
                 w.cwnd = w.cwnd.saturating_sub(w.mss).max(w.mss);
                 self.set_window(acked - known, w);
             }
-            Mending::Done => {
-                (self.mending, self.conserving) = (false, false);
+            Recovery::Done => {
+                (self.recovering, self.conserving) = (false, false);
                 // BBRRestoreCwnd.
                 w.cwnd = w.cwnd.max(self.prior);
                 self.set_window(0, w);
@@ -275,7 +276,7 @@ impl Bbr {
         }
     }
 
-    /// Section 4.1: the round, the rate and the round-trip time by a packet.
+    /// Section 4.1: updates the round, the rate and the round-trip time from a packet.
     fn measure(&mut self, now: u64, sent: Sent) {
         self.round_start = sent.delivered >= self.round_end;
         if self.round_start {
@@ -296,15 +297,16 @@ impl Bbr {
         }
         let rtt = now - sent.at;
         if self.rtt_min == 0 {
-            // Section 4.2.1: the first window over the round trip, which a handshake would have
-            // measured before.
+            // Section 4.2.1: the initial window over the round trip, which a handshake would have
+            // measured.
             let rate = HIGH_GAIN * self.window_first as f64 * 8e9 / rtt.max(1) as f64;
             self.pacing_rate = self.pacing_rate.min(rate);
         }
         let stale = now > self.rtt_at + RTT_LIFE_NS;
         if self.rtt_min == 0 || rtt <= self.rtt_min || stale {
             if stale && self.rtt_min > 0 && rtt > self.rtt_min && self.state != State::ProbeRtt {
-                // Section 4.3.4: nothing as short for long, so the queue must be drained to see.
+                // Section 4.3.4: no round trip as short for long, so the queue must be drained to
+                // measure it.
                 self.state = State::ProbeRtt;
                 self.pacing_gain = 1.0;
                 self.probe_rtt_end = 0;
@@ -314,7 +316,8 @@ impl Bbr {
         }
     }
 
-    /// Section 4.3: the state machine. `before` was under way before this ACK, `flight` is now.
+    /// Section 4.3: the state machine. `before` and `flight` are the bytes in flight before and
+    /// after this ACK.
     fn move_on(&mut self, now: u64, flight: u64, before: u64, w: &mut Window) {
         if self.state == State::Startup && self.round_start {
             self.round_start = false;
@@ -357,7 +360,7 @@ impl Bbr {
                 let least = WINDOW_MIN * w.mss;
                 if self.probe_rtt_end == 0 {
                     if self.window_before == 0 {
-                        self.window_before = if self.mending {
+                        self.window_before = if self.recovering {
                             w.cwnd.max(self.prior)
                         } else {
                             w.cwnd
@@ -400,13 +403,14 @@ impl Bbr {
 
     fn set_pacing(&mut self) {
         let rate = self.pacing_gain * self.rate();
-        // Section 4.2.1: in start-up an early low sample must not slow the flow down.
+        // Section 4.2.1: during start-up, an early low sample must not slow the flow down.
         if rate > 0.0 && (self.filled || rate > self.pacing_rate) {
             self.pacing_rate = rate;
         }
     }
 
-    /// Section 4.2.3: towards the gain times the product, and three quanta for what is aggregated.
+    /// Section 4.2.3: the window approaches the gain times the product, with three quanta for
+    /// aggregation.
     fn set_window(&mut self, acked: u64, w: &mut Window) {
         if self.state == State::ProbeRtt {
             w.cwnd = w.cwnd.min(WINDOW_MIN * w.mss);
@@ -437,7 +441,7 @@ impl Bbr {
 mod tests {
     use super::*;
 
-    /// A lone flow on a pipe of 1 segment a ms and a round trip of 20 ms, ACK by ACK.
+    /// A single flow on a pipe of 1 segment per ms and a round trip of 20 ms, ACK by ACK.
     #[test]
     fn it_finds_rate_and_round_trip_time() {
         const MSS: u64 = 1_000;
@@ -451,7 +455,7 @@ mod tests {
         let mut acks: VecDeque<(u64, u64)> = VecDeque::new();
         let mut now = 0;
         while now < 3_000_000_000 {
-            // The next thing: an ACK arrives, or pacing lets a packet go.
+            // The next event: an ACK arrives, or pacing releases a packet.
             let can_send = nxt - una < w.cwnd;
             let ack_at = acks.front().map_or(u64::MAX, |a| a.0);
             if can_send && b.next_send.max(now) <= ack_at {
@@ -465,16 +469,16 @@ mod tests {
                 now = at;
                 let acked = upto - una;
                 una = upto;
-                b.on_ack(now, (acked, una, nxt - una), &mut w, Mending::Nothing);
+                b.on_ack(now, (acked, una, nxt - una), &mut w, Recovery::Nothing);
             }
         }
-        // 1,000 bytes a ms: 8 Mb/s; one segment and 19 ms.
+        // 1,000 bytes per ms: 8 Mb/s; one segment and 19 ms.
         assert!((b.rate() - 8e6).abs() < 0.1e6, "{}", b.rate());
         assert_eq!(b.rtt_min, 20_000_000);
         assert_eq!(b.state, State::ProbeBandwidth);
         // Twice the product of 20 segments, and three quanta of two segments.
         assert!((44..=48).contains(&(w.cwnd / MSS)), "{}", w.cwnd);
-        // Nearly everything that the pipe could carry.
+        // Nearly the capacity of the pipe.
         assert!(una > 2_900 * MSS, "{una}");
     }
 
@@ -487,7 +491,7 @@ mod tests {
             mss: MSS,
         };
         let mut b = Bbr::new(1);
-        // Twenty segments are out, the first and the eleventh are lost.
+        // Twenty segments are sent; the first and the eleventh are lost.
         let (mut una, mut nxt) = (0, 20 * MSS);
         for end in 1..=20 {
             b.on_sent(end, end * MSS, MSS, (end - 1) * MSS, &w);
@@ -496,33 +500,33 @@ mod tests {
             b.on_duplicate(1_000, nxt - una, &mut w);
         }
         b.on_loss(nxt - una, &mut w);
-        // Sixteen are under way, and the retransmission makes seventeen.
+        // Sixteen are in flight, and the retransmission makes seventeen.
         assert_eq!(w.cwnd, 17 * MSS);
         assert_eq!(b.in_flight(nxt - una), 17 * MSS);
-        // Fifteen more arrive: each lets one new segment go.
+        // Fifteen more arrive: each releases one new segment.
         for _ in 0..15 {
             b.on_duplicate(1_000, nxt - una, &mut w);
             assert_eq!(w.cwnd - b.in_flight(nxt - una), MSS);
             nxt += MSS;
         }
         assert_eq!(w.cwnd, 17 * MSS);
-        // The retransmission: ten are acknowledged, nine of which were known. The window loses a
-        // segment for the next hole, and grows by the new one.
+        // The retransmission: ten are acknowledged, nine of which duplicate ACKs had counted. The
+        // window loses a segment for the next hole, and grows by the new one.
         una = 10 * MSS;
-        b.on_ack(2_000, (10 * MSS, una, nxt - una), &mut w, Mending::Partly);
+        b.on_ack(2_000, (10 * MSS, una, nxt - una), &mut w, Recovery::Partly);
         assert_eq!(w.cwnd, 17 * MSS);
         b.on_duplicate(2_000, nxt - una, &mut w);
         assert_eq!(w.cwnd, 18 * MSS, "no longer conserving");
-        // All is mended: the window is what it was.
+        // Recovery is complete: the window is restored.
         una = nxt;
-        b.on_ack(3_000, (25 * MSS, una, 0), &mut w, Mending::Done);
+        b.on_ack(3_000, (25 * MSS, una, 0), &mut w, Recovery::Done);
         assert_eq!(w.cwnd, 40 * MSS);
-        // After a timeout too, and a second one does not forget the first.
+        // After a timeout too, and a second one does not overwrite the saved window.
         b.on_timeout(&w);
         w.cwnd = MSS;
         b.on_timeout(&w);
         una += MSS;
-        b.on_ack(9_000, (MSS, una, 0), &mut w, Mending::Done);
+        b.on_ack(9_000, (MSS, una, 0), &mut w, Recovery::Done);
         assert_eq!(w.cwnd, 40 * MSS);
     }
 }

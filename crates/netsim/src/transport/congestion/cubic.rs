@@ -4,7 +4,7 @@ use super::{AckInfo, Algorithm, Window};
 use crate::scenario::{Congestion, CubicParams};
 
 pub(super) const ALGORITHM: Algorithm = Algorithm {
-    // As Days does.
+    // As in Days.
     initial_window: 1,
     ..Algorithm::new(&["CUBIC", "TCPCubic"], "TCP CUBIC", &["cubic"], |t| {
         let usual = CubicParams::default();
@@ -16,11 +16,11 @@ pub(super) const ALGORITHM: Algorithm = Algorithm {
     })
 };
 
-/// CUBIC, RFC 9438. Windows in segments, times in seconds, as there.
+/// CUBIC, RFC 9438. Windows in segments, times in seconds, as in the RFC.
 #[derive(Clone, Debug)]
 pub(crate) struct Cubic {
     params: CubicParams,
-    /// The window, with its fraction.
+    /// The window, including its fraction.
     cwnd: f64,
     pub(super) w_max: f64,
     /// cwnd_prior: the window just before the last reduction; 0 before the first.
@@ -50,7 +50,7 @@ impl Cubic {
     }
 
     /// Section 5.8: t does not include times in which the window was not used.
-    pub(super) fn leave_out(&mut self, now: u64) {
+    pub(super) fn exclude_until(&mut self, now: u64) {
         if let Some(epoch) = &mut self.epoch {
             epoch.start += now - self.seen;
         }
@@ -67,7 +67,7 @@ impl Cubic {
         let mss = w.mss as f64;
         if !ack.window_limits(w) {
             // Section 5.8: no increase while the application limits the flow.
-            self.leave_out(ack.now);
+            self.exclude_until(ack.now);
             return;
         }
         self.seen = ack.now;
@@ -75,15 +75,15 @@ impl Cubic {
             w.cwnd = (w.cwnd + ack.acked.min(w.mss)).min(w.ssthresh);
             return;
         }
-        // The fraction below a byte is kept between ACKs; anything else means that the window was
-        // set elsewhere (slow start, recovery).
+        // The fraction below a byte is kept between ACKs. Any other difference means that the
+        // window was set elsewhere (slow start, recovery).
         if (self.cwnd * mss) as u64 != w.cwnd {
             self.cwnd = w.cwnd as f64 / mss;
         }
         let cwnd = self.cwnd;
         let epoch = self.epoch.unwrap_or_else(|| {
-            // Section 4.2: K from the window at the start of the epoch; without an earlier
-            // loss (section 4.10) the plateau is here.
+            // Section 4.2: K from the window at the start of the epoch; without an earlier loss
+            // (section 4.10) the plateau is here.
             if self.w_max < cwnd {
                 self.w_max = cwnd;
             }
@@ -95,8 +95,8 @@ impl Cubic {
         });
         let t = (ack.now - epoch.start) as f64 / 1e9;
         let segments = ack.acked as f64 / mss;
-        // Section 4.3: α makes the Reno-friendly region's average that of Reno; 1 once the window
-        // before the last reduction has been reached again. (That is not W_max, which fast
+        // Section 4.3: α gives the Reno-friendly region the average of Reno. It is 1 once the
+        // window before the last reduction is reached again. (That is not W_max, which fast
         // convergence lowers further.)
         let beta = self.params.beta;
         let alpha = if epoch.w_est >= self.prior {
@@ -109,7 +109,8 @@ impl Cubic {
         let next = if self.w_cubic(&epoch, t) < w_est {
             w_est.max(cwnd)
         } else {
-            // Sections 4.4 and 4.5: towards W_cubic one round trip ahead, by at most a half.
+            // Sections 4.4 and 4.5: the window approaches W_cubic one round trip ahead, by at most
+            // a half.
             let ahead = self.w_cubic(&epoch, t + ack.srtt as f64 / 1e9);
             let target = ahead.clamp(cwnd, 1.5 * cwnd);
             cwnd + (target - cwnd) / cwnd * segments
@@ -145,8 +146,8 @@ mod tests {
             beta: 0.7,
             fast_convergence: true,
         });
-        // A loss at 1,000 segments: K = cbrt(1000 · 0.3 / 0.4) = 9.0856 s. So large a window keeps
-        // the Reno-friendly region out of the way (no bytes are acknowledged in between).
+        // A loss at 1,000 segments: K = cbrt(1000 · 0.3 / 0.4) = 9.0856 s. The window is so large
+        // that the Reno-friendly region has no effect (no bytes are acknowledged in between).
         let mut w = Window {
             cwnd: 1000 * MSS,
             ssthresh: u64::MAX,
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn cubic_remembers_less_after_a_second_loss() {
+    fn cubic_lowers_the_plateau_after_a_second_loss() {
         let params = CubicParams {
             c: 0.4,
             beta: 0.7,
@@ -193,7 +194,7 @@ mod tests {
 
     #[test]
     fn cubic_is_slower_than_reno_up_to_the_window_before_the_loss() {
-        // So small a C keeps to the Reno-friendly region.
+        // C is so small that the window stays in the Reno-friendly region.
         let params = CubicParams {
             c: 1e-9,
             beta: 0.7,
@@ -211,7 +212,7 @@ mod tests {
         c.reduce(&mut w, 80 * MSS);
         w.cwnd = w.ssthresh;
         let mut growth = |w: &mut Window| {
-            // A window of ACKs.
+            // One window of ACKs.
             let before = w.cwnd;
             for _ in 0..before / MSS {
                 c.on_ack(w, ack(1.0, MSS));

@@ -1,9 +1,9 @@
-//! Congestion control: how a TCP window answers ACKs, losses and marks.
+//! Congestion control: the reaction of a TCP window to ACKs, losses and marks.
 //!
-//! Each algorithm is a file with an [`Algorithm`] and a line of [`ALGORITHMS`]: reader, sender and
-//! outputs find it there. NewReno, CUBIC, DCTCP and BBR are called directly, as runs of a million
-//! flows spend their time there; any other one implements [`CongestionControl`] and is called
-//! through a pointer.
+//! Each algorithm is a file with an [`Algorithm`] and a line of [`ALGORITHMS`], where reader,
+//! sender and outputs find it. NewReno, CUBIC, DCTCP and BBR are called directly, as runs of a
+//! million flows spend their time there. Any other one implements [`CongestionControl`] and is
+//! called through a pointer.
 
 mod bbr;
 mod cubic;
@@ -16,14 +16,14 @@ use std::fmt;
 
 use slipstream_config::doc::Table;
 
-pub(crate) use bbr::{Bbr, Mending};
+pub(crate) use bbr::{Bbr, Recovery};
 use cubic::Cubic;
 use dctcp::Dctcp;
 use newreno::NewReno;
 
 use crate::scenario::Congestion;
 
-/// Every congestion control that a file can name. The first is the default.
+/// All congestion controls for files. The first is the default.
 pub(crate) const ALGORITHMS: &[&Algorithm] = &[
     &newreno::ALGORITHM,
     &cubic::ALGORITHM,
@@ -39,20 +39,20 @@ pub(crate) struct Algorithm {
     pub(crate) words: &'static [&'static str],
     /// Name in outputs.
     pub(crate) label: &'static str,
-    /// Keys of `[traffic.tcp]` that it alone has.
+    /// Keys of `[traffic.tcp]` that belong to it only.
     pub(crate) keys: &'static [&'static str],
-    /// First window, segments, unless the file gives one.
+    /// Default of the initial window, segments.
     pub(crate) initial_window: u32,
-    /// Packets are ECN-capable by default.
+    /// Whether packets are ECN-capable by default.
     pub(crate) ecn: bool,
-    /// In the dialect of Days segments may be shorter than the MSS while more data waits.
+    /// Whether, in the dialect of Days, segments may be shorter than the MSS while more data waits.
     pub(crate) short_segments_in_days: bool,
     /// Reads its keys from `[traffic.tcp]`.
     pub(crate) read: fn(&Table<'_>) -> Congestion,
 }
 
 impl Algorithm {
-    /// One with a first window of ten segments (RFC 6928), without ECN.
+    /// Has an initial window of ten segments (RFC 6928), without ECN.
     pub(crate) const fn new(
         words: &'static [&'static str],
         label: &'static str,
@@ -91,7 +91,7 @@ pub struct OtherCongestion {
 }
 
 impl OtherCongestion {
-    /// `label` is that of the [`Algorithm`]; `make` makes a sender's state from the parameters.
+    /// `label` is that of the [`Algorithm`]; `make` creates a sender's state from the parameters.
     #[cfg_attr(not(test), expect(dead_code, reason = "for algorithms that are added"))]
     pub(crate) fn new(
         label: &'static str,
@@ -121,24 +121,25 @@ impl PartialEq for OtherCongestion {
 /// A congestion control sets a sender's window. The sender detects losses, retransmits and
 /// inflates the window during recovery (RFC 6582).
 pub(crate) trait CongestionControl: Send + Sync + fmt::Debug {
-    /// An ACK of new data outside recovery.
+    /// Handles an ACK of new data outside recovery.
     fn on_ack(&mut self, w: &mut Window, ack: AckInfo);
 
-    /// A loss was found by duplicate ACKs, or by the first timeout of a segment: sets the threshold.
+    /// Handles a loss detected by duplicate ACKs, or by the first timeout of a segment: sets the
+    /// threshold.
     fn on_loss(&mut self, w: &mut Window, flight: u64) {
         halve(w, flight);
     }
 
-    /// The timer ran out; the caller sets the window to one segment.
+    /// Handles a timeout; the caller sets the window to one segment.
     fn on_timeout(&mut self) {}
 
-    /// ECN echo, at most once per window of data. RFC 3168 section 6.1.2: as for a loss.
+    /// Handles an ECN echo, at most once per window of data. RFC 3168 section 6.1.2: as for a loss.
     fn on_mark(&mut self, w: &mut Window, flight: u64) {
         self.on_loss(w, flight);
         w.cwnd = w.ssthresh;
     }
 
-    /// Nothing was in flight, and the application has data again.
+    /// Handles new data of the application after no data was in flight.
     fn on_idle_end(&mut self, _now: u64) {}
 }
 
@@ -158,19 +159,19 @@ pub(crate) struct AckInfo {
     pub(crate) acked: u64,
     /// Smoothed round-trip time, ns; 0 before the first sample.
     pub(crate) srtt: u64,
-    /// Everything below is acknowledged.
+    /// All bytes below are acknowledged.
     pub(crate) una: u64,
     /// The next new byte.
     pub(crate) nxt: u64,
-    /// The acknowledged packet carried a congestion mark.
+    /// Whether the acknowledged packet carried a congestion mark.
     pub(crate) marked: bool,
     /// Bytes that were unacknowledged before.
     pub(crate) flight: u64,
 }
 
 impl AckInfo {
-    /// Whether the window kept the sender from sending more. In slow start a window below
-    /// twice the data in flight counts as well, as it doubles in a round trip.
+    /// Whether the window limited the sender. In slow start, a window below twice the data in
+    /// flight counts as well, as it doubles per round trip.
     fn window_limits(&self, w: &Window) -> bool {
         self.flight + w.mss > w.cwnd || w.cwnd < w.ssthresh && w.cwnd < 2 * self.flight
     }
@@ -198,51 +199,51 @@ impl Control {
         }
     }
 
-    /// An ACK of new data outside recovery.
+    /// Handles an ACK of new data outside recovery.
     #[inline]
     pub(crate) fn on_ack(&mut self, w: &mut Window, ack: AckInfo) {
         match self {
             Control::NewReno(c) => c.on_ack(w, ack),
             Control::Cubic(c) => c.on_ack(w, ack),
             Control::Dctcp(c) => c.on_ack(w, ack),
-            // The sender calls it for every ACK, in recovery too.
+            // The sender calls BBR for every ACK, in recovery too.
             Control::Bbr(_) => {}
             Control::Other(c) => c.on_ack(w, ack),
         }
     }
 
-    /// Nothing was in flight, and the application has data again.
+    /// Handles new data of the application after no data was in flight.
     pub(crate) fn on_idle_end(&mut self, now: u64) {
         match self {
-            Control::Cubic(c) => c.leave_out(now),
+            Control::Cubic(c) => c.exclude_until(now),
             Control::Other(c) => c.on_idle_end(now),
             Control::NewReno(_) | Control::Dctcp(_) | Control::Bbr(_) => {}
         }
     }
 
-    /// A loss was found by duplicate ACKs: sets the threshold (the caller sets the window).
+    /// Handles a loss detected by duplicate ACKs: sets the threshold (the caller sets the window).
     pub(crate) fn on_loss(&mut self, w: &mut Window, flight: u64) {
         match self {
-            // RFC 8257 section 3.5: DCTCP answers losses as standard TCP does.
+            // RFC 8257 section 3.5: DCTCP reacts to losses as standard TCP does.
             Control::NewReno(_) | Control::Dctcp(_) => halve(w, flight),
             Control::Cubic(c) => c.reduce(w, flight),
-            // Sets the window itself.
+            // BBR sets the window itself.
             Control::Bbr(_) => {}
             Control::Other(c) => c.on_loss(w, flight),
         }
     }
 
-    /// The timer ran out, `again` if it did for this segment before: the caller sets the window to
-    /// one segment.
+    /// Handles a timeout, `again` if it is not the first for this segment; the caller sets the
+    /// window to one segment.
     pub(crate) fn on_timeout(&mut self, w: &mut Window, flight: u64, again: bool) {
-        // RFC 5681 section 3.1: the threshold is held when the timer sends a segment once more.
+        // RFC 5681 section 3.1: the threshold is kept when the timer retransmits a segment again.
         if !again {
             self.on_loss(w, flight);
         }
         match self {
             Control::NewReno(c) => c.acked = 0,
             Control::Cubic(c) => {
-                // RFC 9438 section 4.8: the plateau is the window at the start of what follows.
+                // RFC 9438 section 4.8: the plateau is the window at the start of the next epoch.
                 c.epoch = None;
                 c.w_max = 0.0;
             }
@@ -252,7 +253,7 @@ impl Control {
         }
     }
 
-    /// ECN echo, at most once a window of data.
+    /// Handles an ECN echo, at most once per window of data.
     pub(crate) fn on_congestion_mark(&mut self, w: &mut Window, flight: u64) {
         match self {
             // RFC 3168 section 6.1.2: as for a loss.
@@ -261,7 +262,7 @@ impl Control {
                 w.cwnd = w.ssthresh;
             }
             Control::Dctcp(c) => c.on_mark(w),
-            // Version 1 does not use marks.
+            // Version 1 ignores marks.
             Control::Bbr(_) => {}
             Control::Other(c) => c.on_mark(w, flight),
         }

@@ -1,19 +1,19 @@
-//! NewReno: RFC 5681 with bytes counted (RFC 3465). Recovery (RFC 6582) is the sender's.
+//! NewReno: RFC 5681 with byte counting (RFC 3465). The sender does the recovery (RFC 6582).
 
 use super::{AckInfo, Algorithm, Window};
 use crate::scenario::Congestion;
 
 pub(super) const ALGORITHM: Algorithm = Algorithm {
-    // Days starts with two segments, too.
+    // Days also starts with two segments.
     initial_window: 2,
-    // Days' Reno fills what is left of a window with a short segment.
+    // Days' Reno fills the rest of a window with a short segment.
     short_segments_in_days: true,
     ..Algorithm::new(&["NewReno", "TCPReno", "Reno"], "TCP NewReno", &[], |_| {
         Congestion::NewReno
     })
 };
 
-/// RFC 5681 with bytes counted (RFC 3465, section 2.1: one segment a window).
+/// RFC 5681 with byte counting (RFC 3465, section 2.1: one segment per window).
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NewReno {
     pub(super) acked: u64,
@@ -41,7 +41,7 @@ mod tests {
     use crate::transport::congestion::tests::{MSS, ack};
 
     #[test]
-    fn new_reno_doubles_then_adds_one_segment_a_window() {
+    fn new_reno_doubles_then_adds_one_segment_per_window() {
         let mut c = NewReno::default();
         let mut w = Window {
             cwnd: 2 * MSS,

@@ -1,6 +1,7 @@
 //! Scalable TCP (Kelly, "Scalable TCP: improving performance in highspeed wide area networks", ACM
-//! CCR 33(2), 2003, section 3): a hundredth of a segment per ACK, an eighth less after a loss. Shows
-//! in tests that a congestion control is a file and a line of [`super::ALGORITHMS`].
+//! CCR 33(2), 2003, section 3): plus a hundredth of a segment per ACK, minus an eighth after a
+//! loss. A test algorithm, which shows that a congestion control is a file and a line of
+//! [`super::ALGORITHMS`].
 
 use super::{AckInfo, Algorithm, CongestionControl, OtherCongestion, Window};
 use crate::scenario::Congestion;
@@ -66,7 +67,7 @@ mod tests {
     #[test]
     fn an_added_congestion_control_is_read_run_and_named() {
         let (config, result) = run("");
-        // A hundredth of each of the million bytes on top of the first window of 100,000.
+        // A hundredth of each of the million bytes, added to the initial window of 100,000.
         assert_eq!(result.flows[0].cwnd, 110_000);
         let text = output::text("t", &config, &result, &output::Cost::default());
         assert!(text.contains("1 TCP Scalable"), "{text}");

@@ -3,7 +3,7 @@
 use super::model::{Attention, ModelShape};
 use crate::cluster::Dtype;
 
-/// Formats of the weights' parts and of the KV cache.
+/// Formats of the weights and of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Formats {
     /// Attention projections.
@@ -17,12 +17,12 @@ pub struct Formats {
 }
 
 impl Formats {
-    /// Formats of the parts of a checkpoint of `shape` in `precision`.
+    /// Formats of a checkpoint of `shape` in `precision`.
     ///
-    /// `int4` mixtures quantize routed experts alone (Kimi-K2.5's compressed-tensors); NVFP4
-    /// checkpoints of latent attention leave its projections in 16 bits (nvidia/DeepSeek-R1-NVFP4).
-    /// A checkpoint that brings experts of 4 bits has them in every precision (gpt-oss). Mixtures
-    /// in FP8 or less are taken to have an FP8 KV cache.
+    /// `int4` mixtures quantize only routed experts (Kimi-K2.5's compressed-tensors). NVFP4
+    /// checkpoints with latent attention keep its projections in 16 bits
+    /// (nvidia/DeepSeek-R1-NVFP4). A checkpoint with 4-bit experts keeps them in every precision
+    /// (gpt-oss). Mixtures in FP8 or less are assumed to have an FP8 KV cache.
     pub fn of(shape: &ModelShape, precision: Dtype) -> Formats {
         let latent = matches!(shape.attention, Attention::Latent { .. });
         let packed = shape
@@ -55,7 +55,7 @@ impl Formats {
         }
     }
 
-    /// Every part in `precision`, except experts whose checkpoint has fewer bits, and embeddings.
+    /// All matrices in `precision`, except experts whose checkpoint has fewer bits, and embeddings.
     pub fn uniform(shape: &ModelShape, precision: Dtype) -> Formats {
         let packed = shape
             .experts
@@ -69,8 +69,8 @@ impl Formats {
         }
     }
 
-    /// Bytes of weights on each GPU, with attention and dense MLPs of `shape` over `tensor_parallel`
-    /// GPUs and its experts over `experts`. Embeddings and routers stay in 16 bits.
+    /// Bytes of weights per GPU. Attention and dense MLPs of `shape` are split over
+    /// `tensor_parallel` GPUs, experts over `experts`. Embeddings and routers stay in 16 bits.
     pub fn weight_bytes(&self, shape: &ModelShape, tensor_parallel: u32, experts: u32) -> f64 {
         let embeddings = if shape.tied_embeddings { 1.0 } else { 2.0 };
         let routers = shape.router_params() as f64 * f64::from(shape.expert_layers());

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-/// What joins the GPUs of one tensor-parallel group.
+/// The interconnect between the GPUs of one tensor-parallel group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     /// NVLink through NVSwitch, or AMD's Infinity Fabric.
@@ -12,7 +12,7 @@ pub enum Link {
 }
 
 impl Link {
-    /// Word for tables.
+    /// Name for tables.
     pub fn name(self) -> &'static str {
         match self {
             Link::Fabric => "fabric",
@@ -21,15 +21,15 @@ impl Link {
     }
 }
 
-/// A GPU's peaks. What of them a kernel reaches is the timing model's matter.
+/// A GPU's peak figures. The timing model decides how much of them a kernel reaches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gpu {
     /// Name in a cluster file.
     pub name: Cow<'static, str>,
-    /// For a GPU of the cluster file: the preset that it resembles. Kernels and frameworks' overheads
-    /// are those of its generation.
+    /// For a GPU of the cluster file: the preset of the same generation, whose kernels and
+    /// framework overheads it has.
     pub like: Option<&'static str>,
-    /// Name on the box.
+    /// Product name.
     pub title: &'static str,
     /// Dense (no sparsity) BF16 tensor throughput with FP32 accumulation, FLOP/s.
     pub bf16_flops: f64,
@@ -41,14 +41,14 @@ pub struct Gpu {
     pub memory_bytes: u64,
     /// Memory bandwidth, bytes/s.
     pub memory_bytes_per_s: f64,
-    /// Bandwidth to the other GPUs of the group, bytes/s in one direction. Data sheets usually
-    /// state both directions together, twice this.
+    /// Bandwidth to the other GPUs of the group, bytes/s per direction. Data sheets usually state
+    /// the sum of both directions, twice this.
     pub link_bytes_per_s: f64,
     /// Kind of that link.
     pub link: Link,
-    /// Latency of an all-reduce over it, us; `None`: that of its kind.
+    /// Latency of an all-reduce over the link, us; `None`: the default of its kind.
     pub reduce_us: Option<f64>,
-    /// Where the numbers stand.
+    /// Source of the numbers.
     pub source: &'static str,
 }
 
@@ -59,9 +59,9 @@ const MIB: u64 = 1 << 20;
 
 /// All GPUs.
 ///
-/// Vendors print memory sizes as "80 GB" for what is built from power-of-two stacks: here they are
-/// GiB, rounded down to what a driver reports (H100 80GB: 81,559 MiB; RTX 4090: 23.52 GiB to programs). GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of
-/// it to check bits.
+/// Vendors print memory sizes as "80 GB" for power-of-two stacks: here they are GiB, rounded down
+/// to the size that a driver reports (H100 80GB: 81,559 MiB; RTX 4090: 23.52 GiB for programs).
+/// GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of it to check bits.
 pub const GPUS: &[Gpu] = &[
     Gpu {
         name: Cow::Borrowed("a100-sxm-80gb"),
@@ -380,13 +380,13 @@ pub const GPUS: &[Gpu] = &[
 ];
 
 impl Gpu {
-    /// The preset whose kernels it is taken to have: itself, unless the cluster file says otherwise.
+    /// The preset whose kernels are assumed: itself, unless the cluster file sets another.
     pub fn kin(&self) -> &str {
         self.like.unwrap_or(&self.name)
     }
 }
 
-/// The GPU named `name`.
+/// The GPU with this name.
 pub fn gpu(name: &str) -> Option<&'static Gpu> {
     GPUS.iter().find(|gpu| gpu.name == name)
 }
@@ -403,13 +403,14 @@ mod tests {
                 "{} twice",
                 a.name
             );
-            // FLOPs per byte at the ridge: all GPUs of these generations lie between 100 and 450;
-            // a slipped digit or a sparse figure would not. The H20's arithmetic is cut by design.
+            // FLOPs per byte at the ridge: between 100 and 450 for all GPUs of these generations. A
+            // wrong digit or a sparse figure would be outside. The H20 has reduced compute by
+            // design.
             let ridge = a.bf16_flops / a.memory_bytes_per_s;
             let least = if a.name == "h20" { 30.0 } else { 100.0 };
             assert!((least..450.0).contains(&ridge), "{}: {ridge}", a.name);
             if let (Some(fp8), Some(fp4)) = (a.fp8_flops, a.fp4_flops) {
-                // Blackwell Ultra and GeForce triple or quadruple it.
+                // Blackwell Ultra and GeForce have three to four times as much.
                 assert!((1.9..4.1).contains(&(fp4 / fp8)), "{}", a.name);
             }
             if let Some(fp8) = a.fp8_flops {

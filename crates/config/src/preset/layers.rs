@@ -1,7 +1,7 @@
-//! Kinds of layers in a Hugging Face style `config.json`: attention, and where experts are.
+//! Kinds of layers in a Hugging Face style `config.json`: attention, and the layers with experts.
 //!
-//! Fields and defaults: the configuration classes of Transformers 4.57 and vLLM 0.33's models that read
-//! them. A kind that [`Attention`] cannot express is refused by the name of its field.
+//! Fields and defaults: the configuration classes of Transformers 4.57, and the models of vLLM 0.33
+//! that use them. A kind that [`Attention`] cannot express is refused, with the name of its field.
 
 use serde_json::{Map, Value};
 
@@ -20,7 +20,7 @@ fn words<'a>(config: &'a Object, field: &str) -> Vec<&'a str> {
     list.map(|kind| kind.as_str().unwrap_or("?")).collect()
 }
 
-/// How the `layers` layers of `config` attend to their context.
+/// The attention of the `layers` layers of `config`.
 pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, ShapeError> {
     for (field, what) in [
         ("hybrid_override_pattern", "a mix of kinds of layers"),
@@ -39,7 +39,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
     {
         return Err(unsupported("layers_block_type", "a mix of kinds of layers"));
     }
-    // MiniMax-Text-01: 0 is its own linear attention, 1 the usual one.
+    // MiniMax-Text-01: 0 is its own linear attention, 1 full attention.
     let kinds = config.get("attn_type_list").and_then(Value::as_array);
     if kinds.is_some_and(|kinds| kinds.iter().any(|kind| kind.as_u64() != Some(1))) {
         return Err(unsupported(
@@ -92,7 +92,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
         return linear(config, layers - layers / interval);
     }
     if set(config, "attention_chunk_size") {
-        // Llama 4: every fourth layer sees everything.
+        // Llama 4: every fourth layer has full attention.
         let full = match config.get("no_rope_layers").and_then(Value::as_array) {
             Some(list) if list.len() as u64 == u64::from(layers) => {
                 list.iter().filter(|rope| rope.as_u64() == Some(0)).count() as u32
@@ -110,7 +110,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
     let model_type = config.get("model_type").and_then(Value::as_str);
     let model_type = model_type.unwrap_or("");
     let used = config.get("use_sliding_window").and_then(Value::as_bool);
-    // Transformers writes the pattern back under its private name.
+    // Transformers serializes the pattern under its private name.
     let mut pattern = optional(config, "sliding_window_pattern")?;
     if pattern.is_none() {
         pattern = optional(config, "_sliding_window_pattern")?;
@@ -123,10 +123,10 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
             _ => None,
         };
     }
-    // The Qwen classes keep a window off unless the file says otherwise.
+    // In the Qwen classes, a window is off by default.
     let off = model_type.starts_with("qwen2") || model_type.starts_with("qwen3");
     let windowed = match (used, pattern) {
-        // Qwen2 writes a window and switches it off, or lets the first layers see everything.
+        // Qwen2 contains a window and disables it, or gives the first layers full attention.
         (Some(false), _) => 0,
         (Some(true), None) => {
             layers
@@ -134,7 +134,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
                     .unwrap_or(0)
                     .min(layers)
         }
-        // Gemma: one layer of each group sees everything.
+        // Gemma: one layer of each group has full attention.
         (_, Some(pattern)) => layers - layers / pattern,
         (None, None) if off => 0,
         (None, None) => layers,
@@ -166,7 +166,7 @@ fn linear(config: &Object, layers: u32) -> Result<Attention, ShapeError> {
     })
 }
 
-/// Width of the experts that every token passes through, together; 0: none.
+/// Total width of the shared experts, which process every token; 0: none.
 pub(super) fn shared_width(
     config: &Object,
     model_type: &str,
@@ -183,7 +183,7 @@ pub(super) fn shared_width(
     if set(config, "n_shared_experts") {
         return Ok(number(config, "n_shared_experts")?.saturating_mul(width));
     }
-    // Llama 4 has one shared expert and no field for it.
+    // Llama 4 has one shared expert, without a field for it.
     Ok(if model_type.starts_with("llama4") {
         width
     } else {

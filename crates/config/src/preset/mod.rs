@@ -1,6 +1,6 @@
-//! Real models and GPUs by name, with the numbers that step times and KV cache sizes follow from.
+//! Real models and GPUs by name, with the numbers that determine step times and KV cache sizes.
 //!
-//! `slipstream presets` lists them; `[model] preset` and `[engine.timing] gpu` name them.
+//! `slipstream presets` lists them; `[model] preset` and `[engine.timing] gpu` select them.
 
 mod formats;
 mod gpu;

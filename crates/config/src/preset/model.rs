@@ -1,4 +1,4 @@
-//! Shapes of models: what their public `config.json` says.
+//! Shapes of models, from their public `config.json`.
 
 use std::borrow::Cow;
 
@@ -11,13 +11,13 @@ use crate::cluster::Dtype;
 /// A mixture of experts in place of each layer's MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
-    /// Experts in a layer.
+    /// Experts per layer.
     pub count: u32,
-    /// Experts that a token is sent to.
+    /// Experts per token.
     pub per_token: u32,
     /// Width of one expert.
     pub intermediate_size: u32,
-    /// Width of the experts that every token passes through, together; 0: none.
+    /// Total width of the shared experts, which process every token; 0: none.
     pub shared_size: u32,
     /// Layers that have a dense MLP of `intermediate_size` instead of experts.
     pub dense_layers: u32,
@@ -25,7 +25,7 @@ pub struct Experts {
     pub weights: Dtype,
 }
 
-/// How layers attend to their context.
+/// The attention of a model's layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Attention {
     /// Grouped-query attention over the whole context in every layer.
@@ -46,7 +46,7 @@ pub enum Attention {
         /// Tokens of the context that are attended to (`index_topk`); 0: all.
         sparse_tokens: u32,
     },
-    /// Grouped-query attention, in some layers over a window only.
+    /// Grouped-query attention; some layers have a sliding window.
     Windowed {
         /// Tokens of the window.
         tokens: u32,
@@ -71,13 +71,13 @@ pub enum Attention {
 pub struct ModelShape {
     /// Name in a cluster file.
     pub name: Cow<'static, str>,
-    /// Repository whose `config.json` this is.
+    /// Repository of the `config.json`.
     pub source: Cow<'static, str>,
     /// `num_hidden_layers`.
     pub layers: u32,
     /// `hidden_size`.
     pub hidden_size: u32,
-    /// `intermediate_size` of the dense MLP; unused where there are experts.
+    /// `intermediate_size` of the dense MLP; unused with experts.
     pub intermediate_size: u32,
     /// `num_attention_heads`.
     pub attention_heads: u32,
@@ -89,23 +89,23 @@ pub struct ModelShape {
     pub vocab_size: u32,
     /// `max_position_embeddings`: the longest context, tokens.
     pub max_positions: u32,
-    /// `tie_word_embeddings`: input and output embedding are one matrix.
+    /// `tie_word_embeddings`: input and output embedding share one matrix.
     pub tied_embeddings: bool,
-    /// Query and key are normalized per head (Qwen3, or `use_qk_norm`).
+    /// Whether query and key are normalized per head (Qwen3, or `use_qk_norm`).
     pub qk_norm: bool,
     /// Format of the checkpoint's matrices of attention and MLPs.
     pub weights: Dtype,
-    /// Format of keys and values unless the engine is told another one.
+    /// Default format of keys and values.
     pub kv_cache: Dtype,
-    /// The mixture of experts, if it is one.
+    /// The mixture of experts, if there is one.
     pub experts: Option<Experts>,
-    /// How its layers attend to their context.
+    /// The attention of its layers.
     pub attention: Attention,
 }
 
 impl ModelShape {
-    /// Whether every layer is the same: attention over the whole context, and a dense MLP or
-    /// routed experts alone. The roofline takes no other shapes.
+    /// Whether all layers are equal: attention over the whole context, and a dense MLP or only
+    /// routed experts. The roofline supports no other shapes.
     pub fn is_uniform(&self) -> bool {
         self.attention == Attention::Full
             && self
@@ -113,7 +113,8 @@ impl ModelShape {
                 .is_none_or(|e| e.shared_size == 0 && e.dense_layers == 0)
     }
 
-    /// The word for the checkpoint's format: that of its routed experts, if it differs from the rest.
+    /// The name of the checkpoint's format: that of its routed experts, if it differs from the
+    /// rest.
     pub fn dtype(&self) -> Dtype {
         match self.experts {
             Some(e) if e.weights != Dtype::Bf16 => e.weights,
@@ -169,7 +170,7 @@ impl ModelShape {
                     [layers, key_heads, value_heads, head_dim].map(u64::from);
                 // Query, key, value, output gate and output; two numbers per value head.
                 let layer = hidden * width * (2 * keys + 3 * values) + 2 * hidden * values;
-                // Full layers gate their output with as many numbers as there are queries.
+                // Full layers gate their output with as many numbers as the queries have.
                 let full = self.attention_params() + hidden * heads * u64::from(self.head_dim);
                 linear * layer + (all - linear.min(all)) * full
             }
@@ -201,7 +202,7 @@ impl ModelShape {
         })
     }
 
-    /// Weights of the attention projections of one layer, if it attends as [`Attention::Full`] does.
+    /// Weights of the attention projections of one layer with [`Attention::Full`].
     pub fn attention_params(&self) -> u64 {
         let heads = u64::from(self.attention_heads) + u64::from(self.kv_heads);
         // Query and output have `attention_heads`, key and value `kv_heads` each.
@@ -230,7 +231,7 @@ impl ModelShape {
         u64::from(self.vocab_size) * u64::from(self.hidden_size)
     }
 
-    /// All weights. Norms and biases are left out: below 0.1 % in every preset.
+    /// All weights. Norms and biases are omitted: below 0.1 % in every preset.
     pub fn params(&self) -> u64 {
         let embeddings = if self.tied_embeddings { 1 } else { 2 };
         self.attention_params_total()
@@ -240,7 +241,7 @@ impl ModelShape {
             + embeddings * self.embedding_params()
     }
 
-    /// Weights that one token passes through (without the input embedding, which is looked up).
+    /// Weights used per token (without the input embedding, which is a look-up).
     pub fn active_params(&self) -> u64 {
         let routed = self.experts.map_or(0, |e| {
             u64::from(self.expert_layers()) * u64::from(e.per_token) * self.mlp_params()
@@ -252,9 +253,9 @@ impl ModelShape {
             + self.embedding_params()
     }
 
-    /// Bytes of weights on each of `tensor_parallel` GPUs, with attention and dense MLPs in `dtype`
-    /// and experts in the checkpoint's format for them, or `dtype` if that has fewer bytes.
-    /// Checkpoints of fewer bits keep the embeddings in 16.
+    /// Bytes of weights per GPU of `tensor_parallel`. Attention and dense MLPs are in `dtype`,
+    /// experts in the checkpoint's format or in `dtype`, whichever is smaller. Checkpoints of fewer
+    /// bits keep the embeddings in 16.
     pub fn weight_bytes_per_gpu(&self, tensor_parallel: u32, dtype: Dtype) -> u64 {
         let embeddings = self.embedding_params() * if self.tied_embeddings { 1 } else { 2 };
         let experts = self.expert_params();
@@ -267,11 +268,11 @@ impl ModelShape {
         (bytes as u64).div_ceil(u64::from(tensor_parallel.max(1)))
     }
 
-    /// Bytes that one token of KV cache takes on each of `tensor_parallel` GPUs. With more GPUs
-    /// than key-value heads, heads are repeated; the vector of latent attention is on every GPU.
-    /// Layers with a window or a linear state beside layers that see everything are not counted.
-    /// Without any layer that sees everything, all are counted as if they did: exact for contexts
-    /// up to the window, too much beyond it. A token always takes memory.
+    /// Bytes of KV cache per token and GPU of `tensor_parallel`. With more GPUs than key-value
+    /// heads, heads are repeated; the vector of latent attention is on every GPU. Layers with a
+    /// window or a linear state are not counted if other layers have full attention. Without any
+    /// full layer, all are counted as full: exact for contexts up to the window, too much beyond
+    /// it. A token always takes memory.
     pub fn kv_bytes_per_token_per_gpu(&self, tensor_parallel: u32, dtype: Dtype) -> u64 {
         let numbers = if let Attention::Latent {
             kv_rank, rope_dim, ..
@@ -290,16 +291,16 @@ impl ModelShape {
         (numbers as f64 * dtype.bytes()).ceil() as u64
     }
 
-    /// Bytes on each GPU that sampling the next tokens of `sequences` takes at its peak. Logits of
-    /// the whole vocabulary are gathered on every GPU of a rank.
+    /// Peak bytes per GPU for sampling the next tokens of `sequences`. Every GPU of a rank gathers
+    /// the logits of the whole vocabulary.
     ///
-    /// Counted per logit, of what is alive while probabilities are added up for top-p: the head's
+    /// Counted per logit, for the tensors that are live while top-p sums probabilities: the head's
     /// logits in BF16 (2 bytes), their copy in float32 (4), that copy sorted (4) with its indices
     /// in int64 (8), the probabilities, which the sums overwrite (4), and the masks of top-k and
-    /// top-p (1 each). The working space of the sort is not known and left out.
+    /// top-p (1 each). The workspace of the sort is unknown and omitted.
     ///
-    /// Source: vLLM, `GPUModelRunner._dummy_sampler_run` (the profiling pass samples
-    /// `max_num_seqs` rows with top-k and top-p) and `apply_top_k_top_p_pytorch`.
+    /// Source: vLLM, `GPUModelRunner._dummy_sampler_run` (the profiling step samples `max_num_seqs`
+    /// rows with top-k and top-p) and `apply_top_k_top_p_pytorch`.
     pub fn sampling_bytes(&self, sequences: u32) -> u64 {
         const PER_LOGIT: u64 = 2 + 4 + 4 + 8 + 4 + 1 + 1;
         u64::from(sequences) * u64::from(self.vocab_size) * PER_LOGIT
@@ -319,19 +320,19 @@ impl ModelShape {
             && self.mlp_width().is_multiple_of(tp)
     }
 
-    /// Reads a Hugging Face style `config.json`; `name` is what the model will be called.
+    /// Reads a Hugging Face style `config.json`; `name` is the model's name.
     ///
-    /// Layers for multi-token prediction (`use_mtp`, `num_nextn_predict_layers`) are left out: vLLM
-    /// loads them for speculative decoding alone, which is not modelled.
+    /// Layers for multi-token prediction (`use_mtp`, `num_nextn_predict_layers`) are omitted: vLLM
+    /// loads them only for speculative decoding, which is not modelled.
     ///
     /// # Errors
-    /// If it is no JSON object, a size is missing or unusable, or the architecture has a kind of
-    /// attention or MLP (state-space layers, several kinds of windows), or the weights a format, that
-    /// this shape cannot express. The message names the field.
+    /// If it is not a JSON object, a size is missing or invalid, or this shape cannot express a
+    /// property: a kind of attention or MLP (state-space layers, several kinds of windows), or a
+    /// format of the weights. The message has the field's name.
     pub fn from_config_json(name: &str, json: &[u8]) -> Result<ModelShape, ShapeError> {
         let value: Value = serde_json::from_slice(json)?;
         let outer = value.as_object().ok_or(ShapeError::NoObject)?;
-        // Models that see pictures keep the language model's part apart.
+        // Multimodal models have the language model in a separate object.
         let config = match outer.get("text_config") {
             Some(inner) => inner.as_object().ok_or(ShapeError::NoObject)?,
             None => outer,
@@ -395,7 +396,7 @@ impl ModelShape {
             layers,
             hidden_size,
             intermediate_size: match (
-                // Llama 4: the width of dense layers, and of experts.
+                // Llama 4: separate widths of dense layers and of experts.
                 optional(config, "intermediate_size_mlp")?
                     .or(optional(config, "intermediate_size")?),
                 experts,
@@ -431,34 +432,34 @@ impl ModelShape {
     }
 }
 
-/// Why a `config.json` was refused. Mend the file, or choose a preset.
+/// Why a `config.json` was refused. Correct the file, or choose a preset.
 #[derive(Debug, Error)]
 pub enum ShapeError {
     /// Not JSON.
     #[error("not JSON")]
     Json(#[from] serde_json::Error),
-    /// JSON, but no object.
+    /// JSON, but not an object.
     #[error("not a JSON object")]
     NoObject,
     /// A field is missing.
     #[error("`{0}` is missing")]
     Missing(&'static str),
-    /// A field is unusable.
+    /// A field is invalid.
     #[error("`{field}` is {found}, but must be {must}")]
     Range {
         /// The field.
         field: &'static str,
-        /// What stands there.
+        /// Its value.
         found: String,
-        /// What should.
+        /// The valid values.
         must: &'static str,
     },
     /// A kind of attention or MLP that [`ModelShape`] cannot express.
     #[error("`{field}`: {what} is not modelled")]
     Unsupported {
-        /// The field that says so.
+        /// The field.
         field: &'static str,
-        /// What it is.
+        /// The unsupported property.
         what: Cow<'static, str>,
     },
 }
@@ -495,7 +496,7 @@ pub(super) fn optional(
     config: &Map<String, Value>,
     field: &'static str,
 ) -> Result<Option<u32>, ShapeError> {
-    // Far above any model, and low enough that products of three stay below 2^64.
+    // Far above any model, and small enough that products of three stay below 2^64.
     const MAX: u64 = 1 << 21;
     match config.get(field) {
         None | Some(Value::Null) => Ok(None),
@@ -555,7 +556,7 @@ const fn qwen3(
 }
 
 const fn with_experts(shape: ModelShape, count: u32, per_token: u32, width: u32) -> ModelShape {
-    // Not `..shape`: a const fn cannot drop what that leaves over.
+    // Not `..shape`: a const fn cannot drop the remaining fields.
     let mut shape = shape;
     shape.experts = Some(Experts {
         count,
@@ -1219,7 +1220,7 @@ pub const MODELS: &[ModelShape] = &[
     ),
 ];
 
-/// The model called `name`: a preset's name, or the id of its Hugging Face repository in any case.
+/// The model with this name: a preset's name, or the id of its Hugging Face repository in any case.
 pub fn model(name: &str) -> Option<&'static ModelShape> {
     MODELS
         .iter()
@@ -1230,7 +1231,7 @@ pub fn model(name: &str) -> Option<&'static ModelShape> {
 mod tests {
     use super::*;
 
-    /// Sizes in billions as the models' cards print them; 1 % covers norms, biases and rounding.
+    /// Sizes in billions from the models' cards; 1 % covers norms, biases and rounding.
     #[test]
     fn parameter_counts_match_the_model_cards() {
         let cards = [
@@ -1299,7 +1300,8 @@ mod tests {
 
     #[test]
     fn layers_with_a_window_follow_from_the_kind_of_model() {
-        // Layers, heads and head sizes of the published files; the key-value bytes follow by hand.
+        // Layers, heads and head sizes of the published files; the key-value bytes are computed by
+        // hand.
         for (kind, layers, more, windowed) in [
             ("gemma2", 42, r#""sliding_window": 4096"#, 21),
             ("gemma3_text", 62, r#""sliding_window": 1024"#, 52),
@@ -1318,7 +1320,7 @@ mod tests {
             ),
             ("mistral", 32, r#""sliding_window": 4096"#, 32),
             ("phi3", 32, r#""sliding_window": 2047"#, 32),
-            // Fewer layers than the period: none sees everything.
+            // Fewer layers than the period: no layer has full attention.
             ("gemma3_text", 5, r#""sliding_window": 512"#, 5),
             ("qwen2", 28, r#""sliding_window": 4096"#, 0),
         ] {
@@ -1334,7 +1336,7 @@ mod tests {
                 _ => 0,
             };
             assert_eq!(found, windowed, "{kind} {more}");
-            // 2 x 8 heads x 128 x 2 bytes per layer; all layers where none sees everything.
+            // 2 x 8 heads x 128 x 2 bytes per layer; all layers if none has full attention.
             let counted = if windowed == layers {
                 layers
             } else {
@@ -1354,7 +1356,7 @@ mod tests {
         assert_eq!(shape.kv_bytes_per_token_per_gpu(1, Dtype::Fp8), 65_536);
         assert!(shape.divides_into(16) && shape.divides_into(32));
         assert!(!shape.divides_into(3) && !shape.divides_into(64) && !shape.divides_into(0));
-        // 28 heads, 4 key-value heads and 18,944 of width: 28 would split the heads, not the MLP.
+        // 28 heads, 4 key-value heads and a width of 18,944: 28 divides the heads, not the MLP.
         assert!(!model("qwen2.5-7b").unwrap().divides_into(28));
     }
 
@@ -1376,9 +1378,10 @@ mod tests {
         );
     }
 
-    /// The checkpoint of the same model in FP8 has half the weights, and no smaller a KV cache.
+    /// The checkpoint of the same model in FP8 has half the weights, and a KV cache of the same
+    /// size.
     #[test]
-    fn an_fp8_checkpoint_halves_the_weights_alone() {
+    fn an_fp8_checkpoint_halves_only_the_weights() {
         let json = |more: &str| {
             format!(
                 r#"{{"model_type": "qwen3_moe", "num_hidden_layers": 94, "hidden_size": 4096,
@@ -1405,7 +1408,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_config_json_says_beside_sizes_is_heeded() {
+    fn fields_of_a_config_json_other_than_sizes_are_used() {
         let json = |more: &str| {
             format!(
                 r#"{{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -1416,7 +1419,7 @@ mod tests {
         let plain = read("");
         assert!(!plain.qk_norm);
         assert!(read(", \"use_qk_norm\": true").qk_norm);
-        // Without speculative decoding nothing of it is loaded.
+        // Layers for speculative decoding are not loaded.
         let with_mtp =
             ", \"use_mtp\": true, \"num_mtp_modules\": 3, \"num_nextn_predict_layers\": 1";
         assert_eq!(read(with_mtp), plain);

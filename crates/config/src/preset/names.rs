@@ -19,7 +19,7 @@ const SAME_SIZES: &[(&str, &str)] = &[
     ("mixtral-8x22b-v0.1", "mixtral-8x22b"),
 ];
 
-/// Words of a repository's name that say the format of its weights.
+/// Parts of a repository's name that indicate the format of its weights.
 const FORMATS: &[(&str, Dtype)] = &[
     ("fp8", Dtype::Fp8),
     ("nvfp4", Dtype::Nvfp4),
@@ -33,9 +33,8 @@ const FORMATS: &[(&str, Dtype)] = &[
     ("w8a8", Dtype::Int8),
 ];
 
-/// The preset that a name or repository means: by preset name, by repository, or by the repository
-/// without owner and without words for formats and tuning. A format in the name of a repository is
-/// that of the weights.
+/// Finds a preset by its name, by repository, or by the repository without owner, format and
+/// tuning. A format in a repository's name applies to the weights.
 pub fn find_model(name: &str) -> Option<ModelShape> {
     if let Some(shape) = model(name) {
         return Some(shape.clone());

@@ -1,10 +1,10 @@
 //! Power limits of GPUs.
 
-/// Power limit of a board (TDP) by its vendor's data sheet, W; for configurable ones the maximum. GPUs
-/// without a figure of their own, such as those of a rack, are absent.
+/// Power limit of a board (TDP) from its vendor's data sheet, W; the maximum of configurable ones.
+/// GPUs without a separate figure, such as those of a rack, are absent.
 ///
-/// Sources: the data sheets and white papers that the presets name ("Max thermal design power",
-/// "Total graphics power", "Typical board power").
+/// Sources: the data sheets and white papers of the presets ("Max thermal design power", "Total
+/// graphics power", "Typical board power").
 const BOARD_POWER_W: &[(&str, f64)] = &[
     ("a100-sxm-80gb", 400.0),
     ("h100-sxm", 700.0),
@@ -42,7 +42,8 @@ mod tests {
         for (at, (name, watt)) in BOARD_POWER_W.iter().enumerate() {
             let gpu = preset::gpu(name).unwrap_or_else(|| panic!("{name} is a preset"));
             assert!(BOARD_POWER_W[..at].iter().all(|other| other.0 != *name));
-            // BF16 FLOP/s per W: 0.36e12 (RTX 4090) to 2.3e12 (B200); a slipped digit is outside.
+            // BF16 FLOP/s per W: 0.36e12 (RTX 4090) to 2.3e12 (B200); a wrong digit would be
+            // outside.
             let efficiency = gpu.bf16_flops / watt / 1e12;
             assert!((0.3..3.0).contains(&efficiency), "{name}: {efficiency}");
         }

@@ -1,22 +1,21 @@
-//! Number formats of a checkpoint: what `quantization_config` of its `config.json` says.
+//! Number formats of a checkpoint, from `quantization_config` in its `config.json`.
 //!
-//! FP8 weights that are multiplied with FP8 activations are taken, INT4 weights under 16-bit
-//! activations, NVFP4, MXFP4, and FP8 KV caches. All else is refused by name: another format has
-//! other bytes, another peak, or both.
+//! Supported: FP8 weights with FP8 activations, INT4 weights with 16-bit activations, NVFP4, MXFP4,
+//! and FP8 KV caches. Other formats are refused by name, as their bytes or their peak differ.
 
 use serde_json::{Map, Value};
 
 use super::model::ShapeError;
 use crate::cluster::Dtype;
 
-/// Formats in which vLLM would run a checkpoint if nothing else is said.
+/// The default formats in which vLLM would run a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Formats {
-    /// Of the matrices of attention and MLPs.
+    /// Matrices of attention and MLPs.
     pub(super) weights: Dtype,
-    /// Of routed experts.
+    /// Routed experts.
     pub(super) experts: Dtype,
-    /// Of keys and values.
+    /// Keys and values.
     pub(super) kv_cache: Dtype,
 }
 
@@ -24,8 +23,8 @@ type Object = Map<String, Value>;
 
 const FIELD: &str = "quantization_config";
 
-/// Reads the formats from `config`, or from `outer`, the object that holds it. `layers` is the number
-/// of layers that are served; `latent`: its attention is latent; `mixture`: it has routed experts.
+/// Reads the formats from `config`, or from `outer`, the object that contains it. `layers` is the
+/// number of served layers; `latent`: it has latent attention; `mixture`: it has routed experts.
 ///
 /// Source: vLLM 0.33, `vllm/model_executor/layers/quantization` (`fp8.py`, `fbgemm_fp8.py`,
 /// `modelopt.py`, `compressed_tensors`) and `get_kv_cache_quant_algo_string` in
@@ -38,7 +37,7 @@ pub(super) fn read(
     mixture: bool,
 ) -> Result<Formats, ShapeError> {
     let found = [config, outer].into_iter().find_map(|object| {
-        // llm-compressor wrote the second name at first.
+        // llm-compressor used the second name at first.
         let named = |field: &str| object.get(field).filter(|value| !value.is_null());
         named(FIELD).or_else(|| named("compression_config"))
     });
@@ -50,7 +49,7 @@ pub(super) fn read(
         });
     };
     let Some(quantization) = found.as_object() else {
-        return Err(unsupported("what is not a JSON object"));
+        return Err(unsupported("a value that is not a JSON object"));
     };
     let method = text(quantization, "quant_method").unwrap_or("(no `quant_method`)");
     // ModelOpt nests its settings in some files.
@@ -62,7 +61,7 @@ pub(super) fn read(
             .map_or("?".into(), Value::to_string)
     };
     let (weights, kv_cache) = match method {
-        // gpt-oss: routed experts alone.
+        // gpt-oss: only routed experts.
         "mxfp4" if mixture => {
             return Ok(Formats {
                 weights: Dtype::Bf16,
@@ -74,7 +73,7 @@ pub(super) fn read(
             "4" => (Dtype::Int4, Dtype::Bf16),
             bits => return Err(unsupported(&format!("`{method}` of {bits} bits"))),
         },
-        // Online scales: the cache stays in 16 bits unless `kv_cache_dtype` says otherwise.
+        // Dynamic scales: the cache stays in 16 bits unless `kv_cache_dtype` is set.
         "fp8" | "fbgemm_fp8" => (Dtype::Fp8, Dtype::Bf16),
         "compressed-tensors" => {
             let weights = check_groups(quantization)?;
@@ -96,7 +95,8 @@ pub(super) fn read(
         }
         other => return Err(unsupported(&format!("the format `{other}`"))),
     };
-    // Parts of 16 bits that `Formats::of` knows: all but routed experts (INT4), or attention (NVFP4).
+    // Matrices in 16 bits that `Formats::of` expects: all except routed experts (INT4), or
+    // attention (NVFP4).
     let known = |name: &str| {
         let routed = name.contains("experts") && !name.contains("shared");
         let whole_layer = !["attn", "attention", "_proj", "mlp", "shared"]
@@ -129,7 +129,7 @@ pub(super) fn read(
         }
     }
     if weights == Dtype::Int4 && mixture && !kept {
-        // `Formats::of` takes attention of INT4 mixtures to be in 16 bits.
+        // `Formats::of` assumes that attention of INT4 mixtures is in 16 bits.
         return Err(unsupported(
             "a mixture of experts whose attention has INT4 weights",
         ));
@@ -141,8 +141,8 @@ pub(super) fn read(
     })
 }
 
-/// The format that all groups of a compressed-tensors file have: FP8 weights and activations, INT4
-/// weights under 16-bit activations, or FP4 weights and activations in groups of 16.
+/// The common format of all groups of a compressed-tensors file: FP8 weights and activations, INT4
+/// weights with 16-bit activations, or FP4 weights and activations in groups of 16.
 fn check_groups(quantization: &Object) -> Result<Dtype, ShapeError> {
     let groups = quantization.get("config_groups").and_then(Value::as_object);
     let groups = groups.filter(|groups| !groups.is_empty());
@@ -182,10 +182,10 @@ fn check_groups(quantization: &Object) -> Result<Dtype, ShapeError> {
         }
         found = Some(format);
     }
-    Ok(found.expect("there is a group"))
+    Ok(found.expect("at least one group was checked"))
 }
 
-/// The format of keys and values that a checkpoint brings scales for.
+/// The format of keys and values for which a checkpoint contains scales.
 fn kv_format(scheme: Option<&Value>) -> Result<Dtype, ShapeError> {
     match scheme.filter(|value| !value.is_null()) {
         None => Ok(Dtype::Bf16),
@@ -205,17 +205,17 @@ fn is(scheme: &Value, bits: u64, kind: &str) -> bool {
         && scheme.get("num_bits").and_then(Value::as_u64) == Some(bits)
 }
 
-/// `4-bit int`, of a scheme of compressed-tensors.
+/// `4-bit int`, from a scheme of compressed-tensors.
 fn name_of(scheme: &Value) -> String {
     let bits = scheme.get("num_bits").map_or("?".into(), Value::to_string);
     let kind = scheme.get("type").and_then(Value::as_str).unwrap_or("?");
     format!("{bits}-bit {kind}")
 }
 
-/// Whether a name or pattern of modules that are not quantized means matrices of a layer's attention
-/// or MLP. Embeddings, output heads and norms are in 16 bits in any case, routers of experts are
-/// small, and encoders of pictures and layers beyond the model's own (multi-token prediction)
-/// are not served.
+/// Whether a name or pattern of modules that are not quantized refers to matrices of a layer's
+/// attention or MLP. Other modules do not matter: embeddings, output heads and norms are always in
+/// 16 bits, routers of experts are small. Vision encoders and layers beyond the model's own
+/// (multi-token prediction) are not served.
 fn is_projection(name: &str, layers: u32) -> bool {
     let name = name.to_ascii_lowercase();
     let other = ["norm", "visual", "vision", "mtp", "embed", "lm_head"];
@@ -284,7 +284,7 @@ mod tests {
             "\"config_groups\": {{\"group_0\": {{\"weights\": {eight}, \"input_activations\": {eight}}}}}"
         );
         let cases = [
-            // Qwen3-235B-A22B-FP8 lists what is small or not in a layer's matrices.
+            // Qwen3-235B-A22B-FP8 lists modules that are small or not in a layer's matrices.
             (
                 r#"{"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
                     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head",
@@ -299,7 +299,7 @@ mod tests {
             (
                 r#"{"quant_method": "fp8", "ignored_layers": ["model.layers.4.self_attn.q_proj"]}"#
                     .into(),
-                FP8, // a layer for multi-token prediction, behind the four
+                FP8, // a layer for multi-token prediction, after the four
             ),
             (
                 format!(
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn four_bits_are_those_of_experts_if_the_rest_is_kept() {
+    fn only_experts_have_four_bits_if_the_rest_is_kept() {
         // Kimi-K2.5 and gpt-oss.
         let int4 = r#"{"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights":
             {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": null}},

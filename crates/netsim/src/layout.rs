@@ -594,7 +594,7 @@ impl Builder {
             exact
         };
         let priorities = queue.priorities;
-        let room = PortLimits {
+        let limits = PortLimits {
             lossy: !from_host,
             capacity_bytes: match queue.capacity_bytes {
                 0 => u64::MAX,
@@ -628,7 +628,7 @@ impl Builder {
             Place::Trim
         } else if scheduled {
             let classes = self.scenario.queue.discipline.classes();
-            fabric.scheduled.push(Scheduled::new(classes, spec, room));
+            fabric.scheduled.push(Scheduled::new(classes, spec, limits));
             fabric.scheduled_ids.push(port);
             Place::Scheduled
         } else {
@@ -933,13 +933,13 @@ impl PathStore {
                 );
                 let mut index = 0;
                 while index < rows.count {
-                    let Some(ways) = router.path(src, dst, *routing, hash, index, &mut self.path)
+                    let Some(paths) = router.path(src, dst, *routing, hash, index, &mut self.path)
                     else {
                         return Ok(None);
                     };
                     if *routing == Routing::Spray {
                         // Outside of fat-trees the number of branches may differ between paths.
-                        rows.count = rows.count.max(ways.min(scenario.spray_paths));
+                        rows.count = rows.count.max(paths.min(scenario.spray_paths));
                     }
                     index += 1;
                     self.keep();

@@ -150,12 +150,12 @@ impl<'a> Router<'a> {
         let mut first = |_: u32| 0;
         // Sprayed packets take the paths in turn: the digits of the index choose the hops. The
         // flow's hash rotates each digit, so that flows begin at different paths.
-        let (mut ways, mut level) = (1u32, 0);
+        let (mut paths, mut level) = (1u32, 0);
         let mut in_turn = |n: u32| {
             level += 1;
             let turn = mix::below(mix::draw(hash, level), u64::from(n)) as u32;
-            let digit = index / ways % n;
-            ways = ways.saturating_mul(n);
+            let digit = index / paths % n;
+            paths = paths.saturating_mul(n);
             (digit + turn) % n
         };
         let nodes = match routing {
@@ -165,7 +165,7 @@ impl<'a> Router<'a> {
         };
         self.ports(src, dst, &nodes, out)
             .expect("neighbors are linked");
-        Some(ways)
+        Some(paths)
     }
 }
 

@@ -143,9 +143,9 @@ pub(crate) struct Scheduled {
 }
 
 impl Scheduled {
-    pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec, room: PortLimits) -> Self {
+    pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec, limits: PortLimits) -> Self {
         Scheduled {
-            priorities: room.priorities,
+            priorities: limits.priorities,
             classes: vec![Class::default(); classes],
             class: spec.class,
             delay_ns: u64::from(spec.delay_ns),
@@ -158,9 +158,9 @@ impl Scheduled {
             waiting: 0,
             waiting_bytes: 0,
             waiting_bytes_max: 0,
-            capacity_bytes: room.capacity_bytes,
-            memory: room.memory,
-            lossy: room.lossy,
+            capacity_bytes: limits.capacity_bytes,
+            memory: limits.memory,
+            lossy: limits.lossy,
             paused: 0,
             paused_at: [0; PFC_CLASSES],
             paused_until: [0; PFC_CLASSES],

@@ -88,10 +88,10 @@ pub(super) fn read(
                     return Err(unsupported(&format!("`modelopt` with {algorithm}")));
                 }
             };
-            let said = ["kv_cache_scheme", "kv_cache_quant_algo"]
+            let scheme = ["kv_cache_scheme", "kv_cache_quant_algo"]
                 .into_iter()
                 .find_map(|key| inner.get(key).filter(|value| !value.is_null()));
-            (weights, kv_format(said)?)
+            (weights, kv_format(scheme)?)
         }
         other => return Err(unsupported(&format!("the format `{other}`"))),
     };

@@ -178,7 +178,8 @@ pub(crate) struct NdpSender {
     next: u32,
     window: u32,
     acked: Bits,
-    again: VecDeque<u32>,
+    /// Packets to retransmit, in order.
+    retransmit: VecDeque<u32>,
     /// Pulls received, and pulls for which there was nothing to send.
     pulled: u32,
     credit: u32,
@@ -207,7 +208,7 @@ impl NdpSender {
             next: 0,
             window: s.ndp.window_packets,
             acked: Bits::new(s.packets()),
-            again: VecDeque::new(),
+            retransmit: VecDeque::new(),
             pulled: 0,
             credit: 0,
             retry_ns: s.retry_ns,
@@ -267,14 +268,14 @@ impl NdpSender {
                 self.nacks += 1;
                 self.deadline = now.saturating_add(self.retry_ns);
                 if !self.acked.has(event.seq) {
-                    self.again.push_back(event.seq);
+                    self.retransmit.push_back(event.seq);
                 }
             }
             EventKind::Return => {
                 self.returned += 1;
                 self.deadline = now.saturating_add(self.retry_ns);
                 if !self.acked.has(event.seq) {
-                    self.again.push_back(event.seq);
+                    self.retransmit.push_back(event.seq);
                 }
             }
             _ => {
@@ -289,13 +290,13 @@ impl NdpSender {
         while self.credit > 0 {
             // Trimmed packets go first (section 3.2).
             let seq = loop {
-                match self.again.pop_front() {
+                match self.retransmit.pop_front() {
                     Some(seq) if self.acked.has(seq) => {}
                     Some(seq) => break Some(seq),
                     None => break None,
                 }
             };
-            let (seq, again) = match seq {
+            let (seq, retransmission) = match seq {
                 Some(seq) => (seq, true),
                 None if self.next < self.packets => {
                     self.next += 1;
@@ -304,7 +305,7 @@ impl NdpSender {
                 None => break,
             };
             self.credit -= 1;
-            self.send(now, seq, again, fabric, net);
+            self.send(now, seq, retransmission, fabric, net);
         }
         if self.returned > 0 {
             self.resend_without_pull(now, fabric, net);
@@ -326,7 +327,7 @@ impl NdpSender {
         if out > 0 || u64::from(self.pulled) < asked {
             return;
         }
-        while let Some(seq) = self.again.pop_front() {
+        while let Some(seq) = self.retransmit.pop_front() {
             if !self.acked.has(seq) {
                 self.send(now, seq, true, fabric, net);
                 break;
@@ -346,12 +347,12 @@ impl NdpSender {
         }
         if self.deadline <= now {
             self.count.timeouts += 1;
-            self.again.clear();
+            self.retransmit.clear();
             let lost = (self.acked.first_missing()..self.next).filter(|&i| !self.acked.has(i));
-            self.again.extend(lost);
+            self.retransmit.extend(lost);
             for _ in 0..self.window {
                 // As pulls were lost, packets that were never sent are due too.
-                let (seq, again) = match self.again.pop_front() {
+                let (seq, retransmission) = match self.retransmit.pop_front() {
                     Some(seq) => (seq, true),
                     None if self.next < self.packets => {
                         self.next += 1;
@@ -359,7 +360,7 @@ impl NdpSender {
                     }
                     None => break,
                 };
-                self.send(now, seq, again, fabric, net);
+                self.send(now, seq, retransmission, fabric, net);
             }
             self.deadline = now.saturating_add(self.retry_ns);
         }
@@ -367,12 +368,12 @@ impl NdpSender {
     }
 
     #[inline]
-    fn send(&mut self, now: u64, seq: u32, again: bool, fabric: &mut Fabric, net: &Net) {
+    fn send(&mut self, now: u64, seq: u32, retransmission: bool, fabric: &mut Fabric, net: &Net) {
         let from = u64::from(seq) * u64::from(self.mtu);
         let size = u64::from(self.mtu).min(self.total - from);
         self.count.packets += 1;
         self.count.bytes += size;
-        self.count.retransmitted += u64::from(again);
+        self.count.retransmitted += u64::from(retransmission);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
         let wire = size as u32 + self.header;
         let event = NetEvent::packet(EventKind::Data, self.spray.take(), seq, wire, TRIMMABLE);

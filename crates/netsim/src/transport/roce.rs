@@ -194,7 +194,7 @@ impl QpSender {
             }
             let size = self.mtu.min(self.total - self.nxt);
             let wire = size + u64::from(self.header);
-            let again = self.nxt < self.max;
+            let retransmission = self.nxt < self.max;
             let event = NetEvent::packet(
                 EventKind::Data,
                 row,
@@ -204,7 +204,7 @@ impl QpSender {
             );
             self.count.packets += 1;
             self.count.bytes += size;
-            self.count.retransmitted += u64::from(again);
+            self.count.retransmitted += u64::from(retransmission);
             self.count.time_sum = self.count.time_sum.wrapping_add(now);
             fabric.emit(net, now, event);
             self.nxt += size;

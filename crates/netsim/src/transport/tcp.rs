@@ -298,8 +298,8 @@ impl TcpSender {
         }
         self.count.timeouts += 1;
         let flight = self.nxt - self.una;
-        let again = self.timed_out == self.una + 1;
-        self.control.on_timeout(&mut self.w, flight, again);
+        let repeated = self.timed_out == self.una + 1;
+        self.control.on_timeout(&mut self.w, flight, repeated);
         self.timed_out = self.una + 1;
         self.w.cwnd = self.w.mss;
         // RFC 6582 section 3.2 step 4, and go-back-N: all data in flight counts as lost.
@@ -394,8 +394,8 @@ impl TcpSender {
 
     #[inline]
     fn emit(&mut self, now: u64, at: u64, size: u32, fabric: &mut Fabric, net: &Net) {
-        let again = at < self.max;
-        if again {
+        let retransmission = at < self.max;
+        if retransmission {
             self.count.retransmitted += 1;
             // Karn's algorithm (RFC 6298 section 3): no sample from retransmitted data.
             self.timed = 0;

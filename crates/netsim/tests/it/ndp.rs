@@ -189,18 +189,18 @@ fn a_network_that_drops_instead_of_trimming_is_noted() {
             .replace("trim = { data = 8 }\n", "")
             .replace("drop = \"Trim\"", drop)
     };
-    let said = |toml: &str| config(toml).notes.join("\n");
+    let notes_of = |toml: &str| config(toml).notes.join("\n");
     let dropping = incast("drop = \"TailDrop\"\ncapacity = 8");
     assert!(run(&dropping).totals.data_drops > 100);
     assert!(
-        said(&dropping).contains("15 NDP flows"),
+        notes_of(&dropping).contains("15 NDP flows"),
         "{}",
-        said(&dropping)
+        notes_of(&dropping)
     );
-    assert!(said(&dropping).contains("drop = \"Trim\""));
+    assert!(notes_of(&dropping).contains("drop = \"Trim\""));
     // No packet is dropped, or packets are trimmed.
-    assert_eq!(said(&incast("drop = \"TailDrop\"\ncapacity = 0")), "");
-    assert_eq!(said(&incast("drop = \"Trim\"")), "");
+    assert_eq!(notes_of(&incast("drop = \"TailDrop\"\ncapacity = 0")), "");
+    assert_eq!(notes_of(&incast("drop = \"Trim\"")), "");
 }
 
 #[test]

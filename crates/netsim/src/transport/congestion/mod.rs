@@ -233,11 +233,11 @@ impl Control {
         }
     }
 
-    /// Handles a timeout, `again` if it is not the first for this segment; the caller sets the
+    /// Handles a timeout, `repeated` if it is not the first for this segment; the caller sets the
     /// window to one segment.
-    pub(crate) fn on_timeout(&mut self, w: &mut Window, flight: u64, again: bool) {
+    pub(crate) fn on_timeout(&mut self, w: &mut Window, flight: u64, repeated: bool) {
         // RFC 5681 section 3.1: the threshold is kept when the timer retransmits a segment again.
-        if !again {
+        if !repeated {
             self.on_loss(w, flight);
         }
         match self {

@@ -155,6 +155,35 @@ fn closing_writes_queued_blocks_and_counts_the_rest() {
 }
 
 #[test]
+fn each_load_that_meets_a_close_ends_once() {
+    for _ in 0..300 {
+        let store = start(1, Vec::new());
+        let (begun, is_closed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_closed.load(Ordering::SeqCst) {
+                    let request = LoadRequest {
+                        job: 7,
+                        keys: vec![key(1)],
+                        sources: vec![String::new()],
+                        into: Region::new(BLOCK),
+                        deadline: LONG,
+                    };
+                    store.load(request).unwrap();
+                    begun.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            while begun.load(Ordering::SeqCst) == 0 {
+                std::hint::spin_loop();
+            }
+            store.close();
+            is_closed.store(true, Ordering::SeqCst);
+        });
+        assert_eq!(store.wait(Duration::ZERO).len(), begun.into_inner());
+    }
+}
+
+#[test]
 fn a_failing_tier_costs_no_block_of_the_others() {
     let broken = Arc::new(Switched::new(memory(64)));
     broken.is_failing.store(true, Ordering::SeqCst);

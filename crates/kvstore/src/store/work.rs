@@ -203,11 +203,14 @@ impl Shared {
     }
 
     pub(super) fn begin(&self, load: Load) {
+        let mut loads = held(&self.loads);
+        // Under the lock: `begin_close` drains the queue once, after it has set `stop`.
         if self.is_closed() {
+            drop(loads);
             self.end_closed(load);
             return;
         }
-        held(&self.loads).push_back(load);
+        loads.push_back(load);
         self.loads_ready.notify_one();
     }
 

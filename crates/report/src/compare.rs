@@ -74,17 +74,39 @@ const COUNTS: [&str; 2] = ["preemptions", "requests failed"];
 /// shared machine differ by more.
 const NOTABLE: f64 = 0.02;
 
+/// Meaning of the column next to each further run.
+#[derive(Clone, Copy)]
+enum Column {
+    /// Its figure over that of the first run.
+    Ratio,
+    /// How many times better its figure is than that of the first run: above 1 is better in all rows.
+    Gain,
+}
+
 /// A table with a column per run. Ratios are to the first run; `color` as in [`Table::render`].
 ///
 /// Rows that no run measured are omitted.
 pub fn render(runs: &[RunReport], color: bool) -> String {
+    table(runs, color, Column::Ratio)
+}
+
+/// As [`render`], but with how many times better than in the first run each figure is: 2 for half the
+/// latency and for twice the throughput.
+pub fn render_gains(runs: &[RunReport], color: bool) -> String {
+    table(runs, color, Column::Gain)
+}
+
+fn table(runs: &[RunReport], color: bool, column: Column) -> String {
     let Some(first) = runs.first() else {
         return String::new();
     };
     let mut header = vec![String::new(), first.label.clone()];
     for run in &runs[1..] {
         header.push(run.label.clone());
-        header.push("ratio".to_owned());
+        header.push(match column {
+            Column::Ratio => "ratio".to_owned(),
+            Column::Gain => "better by".to_owned(),
+        });
     }
     let mut table = Table::new(header);
     for (name, good, figure) in FIGURES {
@@ -103,7 +125,16 @@ pub fn render(runs: &[RunReport], color: bool) -> String {
         ];
         for &value in &values[1..] {
             row.push((shown(value), Tone::Plain));
-            row.push(ratio(*good, values[0], value));
+            let (from, to) = match (column, good) {
+                (Column::Gain, Good::Less) => (value, values[0]),
+                (Column::Gain, Good::More) | (Column::Ratio, _) => (values[0], value),
+            };
+            // A gain above 1 is good, whatever the figure.
+            let good = match column {
+                Column::Ratio => *good,
+                Column::Gain => Good::More,
+            };
+            row.push(ratio(good, from, to));
         }
         table.toned_row(row);
     }
@@ -143,6 +174,22 @@ mod tests {
         round_robin.tokens.cached = Some(128_000);
         round_robin.goodput = None;
         insta::assert_snapshot!(render(&[kv, round_robin], false));
+    }
+
+    #[test]
+    fn gains_point_one_way() {
+        let slow = crate::run::tests::sample();
+        let mut fast = slow.clone();
+        fast.label = "fast".into();
+        fast.latency.ttft_ms.as_mut().unwrap().p50 /= 4.0;
+        fast.throughput.output_tokens_per_s *= 2.0;
+        let text = render_gains(&[slow, fast], false);
+        let gain = |row: &str| {
+            let line = text.lines().find(|line| line.starts_with(row)).unwrap();
+            line.split_whitespace().last().unwrap().to_owned()
+        };
+        assert_eq!(gain("TTFT p50"), "4.00×", "{text}");
+        assert_eq!(gain("output tokens/s"), "2.00×", "{text}");
     }
 
     #[test]

@@ -21,9 +21,11 @@ test-python:
 lint:
 	./scripts/lint.sh
 
-# SHORT=1: half a minute. TRACE=FILE: replay a trace in Mooncake's format. SPEEDUP=N: time-compression.
+# SHORT=1: a fifth of the requests. TRACE=FILE: replay a trace in Mooncake's format. REQUESTS=N. SPEEDUP=N: time
+# compression, however busy the host is.
 demo: build
-	./scripts/demo.sh
+	$${SLIPSTREAM_BIN:-$${CARGO_TARGET_DIR:-target}/release/slipstream} demo $(if $(SHORT),--short) $(if $(TRACE),--trace "$(TRACE)") \
+	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SPEEDUP),--speedup $(SPEEDUP))
 
 # Streams, cancels, slow readers, and workers that are killed and stopped, for three minutes (in
 # `make test`: three seconds).

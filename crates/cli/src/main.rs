@@ -7,9 +7,10 @@ mod out;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
-/// A serving stack for large language models and its digital twin.
+/// Sizes and routes clusters that serve large language models: a simulator, a server with modelled
+/// engines, and a router in front of real ones.
 #[derive(Parser)]
 #[command(
     name = "slipstream",
@@ -19,12 +20,33 @@ use clap::{Parser, Subcommand};
 )]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
 }
+
+/// Output of `slipstream` without arguments.
+const FIRST_COMMANDS: &str = "\
+Slipstream sizes and routes clusters that serve large language models. To begin, without a GPU:
+
+  slipstream demo              one workload on eight modelled workers: KV-aware routing and round robin
+  slipstream init              write a commented cluster.toml and workload.toml
+  slipstream simulate cluster.toml -w workload.toml     run them in virtual time
+  slipstream plan workload.toml --gpus h100-sxm,l40s    find the smallest cluster for that workload
+  slipstream serve cluster.toml                         the same cluster live, with OpenAI's API
+
+In front of running engines:
+
+  slipstream serve --engine http://gpu1:8000 --engine http://gpu2:8000
+
+`slipstream doctor` checks this host, and `slipstream --help` lists every command.
+";
 
 // One variant per subcommand, with one module each under `cmd`.
 #[derive(Subcommand)]
 enum Command {
+    /// Run one workload live and simulated on eight modelled workers, with two routing policies
+    Demo(cmd::demo::Args),
+    /// Write a commented cluster file and workload file
+    Init(cmd::init::Args),
     /// Serve OpenAI clients from modelled engines
     Serve(cmd::serve::Args),
     /// Serve OpenAI clients from the engines of worker processes
@@ -63,12 +85,25 @@ enum Command {
     Net(cmd::net::Args),
     /// Check this host for missing features and performance problems
     Doctor(cmd::doctor::Args),
+    /// Print the completion script of a shell
+    Completions(cmd::shell::CompletionsArgs),
+    /// Write the manual pages to a folder
+    Man(cmd::shell::ManArgs),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     log_to_stderr();
-    let result = match cli.command {
+    let Some(command) = cli.command else {
+        return finish(
+            out::print(FIRST_COMMANDS)
+                .map(|()| ExitCode::SUCCESS)
+                .map_err(Into::into),
+        );
+    };
+    let result = match command {
+        Command::Demo(args) => cmd::demo::run(&args),
+        Command::Init(args) => cmd::init::run(&args),
         Command::Serve(args) => cmd::serve::run(&args),
         Command::Frontend(args) => cmd::frontend::run(&args),
         Command::Worker(args) => cmd::worker::run(&args),
@@ -88,7 +123,14 @@ fn main() -> ExitCode {
         Command::Kv(args) => cmd::kv::run(&args),
         Command::Net(args) => cmd::net::run(&args),
         Command::Doctor(args) => cmd::doctor::run(&args),
+        Command::Completions(args) => cmd::shell::completions(&args, Cli::command()),
+        Command::Man(args) => cmd::shell::man(&args, Cli::command()),
     };
+    finish(result)
+}
+
+/// The exit status, after a message if the command failed.
+fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {

@@ -81,7 +81,7 @@ impl FromStr for Speedup {
 
 /// Load of the host while the live side ran.
 #[derive(Clone, Copy, Debug, Default)]
-struct Host {
+pub(super) struct Host {
     load: HostLoad,
     /// Mean wait of a server or client thread for a CPU, per wake-up, ms.
     mean_wait_ms: Option<f64>,
@@ -93,7 +93,7 @@ struct Host {
 }
 
 impl Host {
-    fn new(load: HostLoad, queue: Option<RunQueue>, step_ms: Option<f64>) -> Host {
+    pub(super) fn new(load: HostLoad, queue: Option<RunQueue>, step_ms: Option<f64>) -> Host {
         let mean_wait_ms = queue.map(RunQueue::mean_wait_ms);
         let is_quiet = mean_wait_ms
             .zip(step_ms)
@@ -139,7 +139,7 @@ impl Host {
     }
 
     /// A warning about the live figures, if there is one.
-    fn warning(&self) -> Option<String> {
+    pub(super) fn warning(&self) -> Option<String> {
         let (wait, step) = (self.mean_wait_ms?, self.step_ms?);
         if self.is_quiet? {
             return None;
@@ -211,7 +211,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(code(names, runs))
 }
 
-fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
+pub(super) fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
     let path = dir.join(name);
     let text = super::files::read_text(&path).with_context(|| path.display().to_string())?;
     RunReport::from_json(&text).with_context(|| path.display().to_string())
@@ -219,7 +219,7 @@ fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
 
 /// An engine step of the run, ms: the median time between tokens. For answers of one token, the
 /// TTFT.
-fn step_ms(report: &RunReport) -> Option<f64> {
+pub(super) fn step_ms(report: &RunReport) -> Option<f64> {
     let step = report.latency.itl_ms.or(report.latency.ttft_ms)?.p50;
     (step > 0.0).then_some(step)
 }
@@ -301,7 +301,7 @@ impl Drop for TempDir {
 }
 
 /// A server process that ends when this value is dropped.
-struct Server(Child);
+pub(super) struct Server(pub(super) Child);
 
 impl Drop for Server {
     fn drop(&mut self) {
@@ -310,7 +310,7 @@ impl Drop for Server {
     }
 }
 
-fn slipstream() -> anyhow::Result<Command> {
+pub(super) fn slipstream() -> anyhow::Result<Command> {
     Ok(Command::new(
         std::env::current_exe().context("finding this program's file")?,
     ))
@@ -320,7 +320,7 @@ fn slipstream() -> anyhow::Result<Command> {
 const STARTUP_MAX: Duration = Duration::from_secs(600);
 
 /// Waits until every rank takes requests, as the twin's do from the start.
-fn await_ranks(url: &str) -> anyhow::Result<()> {
+pub(super) fn await_ranks(url: &str) -> anyhow::Result<()> {
     let address = url.strip_prefix("http://").unwrap_or(url);
     let begun = Instant::now();
     loop {

@@ -9,6 +9,7 @@ mod documents;
 mod drivers;
 mod duplex;
 mod engines;
+mod first_commands;
 mod kv;
 mod misbehaving_peers;
 mod net;

@@ -36,6 +36,7 @@ use crate::service::{Admission, Service};
 use crate::shard::{Plane, Shard};
 use crate::talk;
 use crate::text::{ChatOptions, EncodeCost};
+use crate::ui;
 use crate::upstream::{self, Relay};
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -189,6 +190,8 @@ pub(crate) async fn handle(
     let origin = allowed_origin(&shard.service, request.headers());
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
+    } else if let Some(answer) = ui::answer(&shard, &request, &id) {
+        answer
     } else if let Plane::Engines(_) = &shard.plane {
         upstream::handle(&shard, &owner, request, &id).await
     } else {

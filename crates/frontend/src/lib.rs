@@ -45,6 +45,7 @@ mod service;
 mod shard;
 mod table_lock;
 mod talk;
+mod ui;
 pub mod upstream;
 
 pub use kv_network::KvNetwork;

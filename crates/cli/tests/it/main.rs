@@ -22,3 +22,4 @@ mod serve;
 mod server;
 mod torture;
 mod twin;
+mod ui;

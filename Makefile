@@ -124,8 +124,8 @@ test-nixl:
 
 # The vLLM connector on vLLM's real scheduler, on a CPU; the first run makes an environment of 2 GB.
 # VLLM_VERSION=0.32.0: another release than the newest supported one.
-# bench-vllm: its cost per step, against others (docs/connector.md). wheel: the Python package.
-.PHONY: test-vllm bench-vllm wheel
+# bench-vllm: its cost per step, against others (docs/connector.md).
+.PHONY: test-vllm bench-vllm
 test-vllm:
 	./scripts/test-vllm.sh
 
@@ -142,5 +142,14 @@ test-vllm-real:
 test-engines:
 	./scripts/test-engines.sh
 
-wheel:
-	maturin build --release --locked --out out
+# Packages, in target/package (docs/install.md). wheel: the Python module and the command; takes maturin. deb: takes
+# cargo-deb. release: both, the binary, a list of components and checksums, from a clean checkout.
+wheel: build
+	./scripts/package.sh wheel
+
+.PHONY: wheel deb release
+deb: build
+	./scripts/package.sh deb
+
+release: build
+	./scripts/package.sh release

@@ -74,7 +74,8 @@ def main():
                 "dependsOn": sorted(
                     ref(packages[dep["pkg"]])
                     for dep in nodes[at]["deps"]
-                    if dep["pkg"] in found and any(kind["kind"] is None for kind in dep["dep_kinds"])
+                    if dep["pkg"] in found
+                    and any(kind["kind"] is None for kind in dep["dep_kinds"])
                 ),
             }
             for at in sorted(found, key=lambda at: ref(packages[at]))

@@ -153,3 +153,8 @@ deb: build
 
 release: build
 	./scripts/package.sh release
+
+# The pages of docs/ as a site with search, in target/site; takes mdbook (cargo install mdbook).
+.PHONY: docs
+docs:
+	./scripts/docs.sh

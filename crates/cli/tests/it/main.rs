@@ -5,6 +5,7 @@ mod attacks;
 mod describe;
 mod disaggregated;
 mod doctor;
+mod document_commands;
 mod documents;
 mod drivers;
 mod duplex;

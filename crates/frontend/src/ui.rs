@@ -228,9 +228,10 @@ fn snapshot(text: &str) -> Value {
     let of_engines =
         |field: &str| -> f64 { engines.iter().filter_map(|(_, row)| row.get(field)).sum() };
     // Finished requests of modelled engines; requests that were sent to real ones.
-    let (requests, running) = match is_router {
-        false => (completed, sum("running")),
-        true => (of_engines("requests"), of_engines("in_flight")),
+    let (requests, running) = if is_router {
+        (of_engines("requests"), of_engines("in_flight"))
+    } else {
+        (completed, sum("running"))
     };
     let mut totals: serde_json::Map<String, Value> = totals
         .into_iter()

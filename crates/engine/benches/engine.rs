@@ -261,7 +261,7 @@ fn step_time(c: &mut Criterion) {
                 let name = format!("{kind}/{model}/prompt_{prompt}");
                 let mut load = StepLoad::default();
                 for i in 0..64 {
-                    load.add_decode(1000 + i);
+                    load.add_decode(1000, 1000 + i);
                 }
                 if prompt > 0 {
                     load.add_prefill(0, prompt);

@@ -515,7 +515,7 @@ impl Engine {
             let r = &mut self.running[at];
             r.scheduled = chunk;
             if r.decoding {
-                plan.load.add_decode(target);
+                plan.load.add_decode(r.prompt_len, target);
                 plan.contexts.add(target);
             } else {
                 plan.load.add_prefill(r.computed, chunk);
@@ -1046,6 +1046,7 @@ impl Plan {
         if r.decoding {
             self.load.decode_sequences -= 1;
             self.load.decode_context -= u64::from(target);
+            self.load.decode_prompt -= u64::from(r.prompt_len);
             self.contexts.remove(target);
         } else {
             let mut part = StepLoad::default();

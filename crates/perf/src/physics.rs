@@ -54,6 +54,8 @@ pub struct Load {
     pub decodes: f64,
     /// Tokens of context that they attend to, summed.
     pub decode_context: f64,
+    /// The part of that context which is prompts: tells long prompts from long answers.
+    pub decode_prompt: f64,
     /// Sequences in prefill.
     pub prefills: f64,
     /// Prompt tokens computed.
@@ -65,11 +67,12 @@ pub struct Load {
 }
 
 impl Load {
-    /// `decodes` sequences that attend to `context` tokens each.
-    pub fn decode(decodes: f64, context: f64) -> Load {
+    /// `decodes` sequences that attend to `context` tokens each, of which `prompt` are their prompt.
+    pub fn decode(decodes: f64, context: f64, prompt: f64) -> Load {
         Load {
             decodes,
             decode_context: decodes * context,
+            decode_prompt: decodes * prompt,
             ..Load::default()
         }
     }
@@ -150,6 +153,8 @@ pub struct Physics {
     window_pair_ns: f64,
     /// Times as much context for decodes in a step with prefill.
     mixed_reads: f64,
+    /// Times as long as alone: prompts in a step that also decodes.
+    interference: f64,
     /// ns per token: element-wise kernels.
     token_ns: f64,
     /// ns per decode: state of linear attention.
@@ -441,6 +446,11 @@ impl Physics {
             pair_ns,
             window_pair_ns,
             mixed_reads,
+            // Where kernels were measured, `mixed_reads` is what fitted steps show as interference.
+            interference: match measured {
+                Some(_) => 1.0,
+                None => own!(params, framework, "interference"),
+            },
             token_ns,
             state_ns,
             collective_ns,
@@ -489,6 +499,11 @@ impl Physics {
             collectives: self.collective_ns[0] + self.collective_ns[1] * tokens,
             overhead: self.overhead_ns[0] + self.overhead_ns[1] * decodes,
         }
+    }
+
+    /// Times as long as alone: prompts in a step that also decodes.
+    pub fn interference(&self) -> f64 {
+        self.interference
     }
 
     /// Length of a step on `load`, ns.

@@ -131,13 +131,11 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
         Serving::Aggregated => {
             let room = sequences_max(d);
             let running = d.batch.min(room);
-            let load = Load::decode(running, context);
+            let load = Load::decode(running, context, d.isl);
             let step = decoder.ns(&load);
             let prompt = decoder.ns(&load.with_prompt(d.isl)) - step;
             // Each answer sees the prompts of all others once.
-            let others = own!(params, d.framework, "interference") * (running - 1.0).max(0.0)
-                / d.osl
-                * prompt;
+            let others = decoder.interference() * (running - 1.0).max(0.0) / d.osl * prompt;
             let tpot = step + others;
             let life = d.osl * tpot;
             let busy = (running * prompt / (life + prompt)).min(0.97);
@@ -170,11 +168,11 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
                 let both = libm::pow(offered, -4.0) + libm::pow(most, -4.0);
                 (offered, libm::pow(both, -0.25))
             };
-            let first = decoder.ns(&Load::decode(d.batch, context));
+            let first = decoder.ns(&Load::decode(d.batch, context, d.isl));
             let (_, taken) = rate(first);
             let ranks_all = f64::from(decode_workers) * ranks;
             let running = (taken * d.osl * first / ranks_all).clamp(1.0_f64.min(d.batch), d.batch);
-            let step = decoder.ns(&Load::decode(running, context));
+            let step = decoder.ns(&Load::decode(running, context, d.isl));
             let (offered, taken) = rate(step);
             let waits = (under_way / taken - d.osl * step - prompt).max(0.0);
             let fixed = api + shared!(params, "split_api_ms") * 1e6 + per_request * d.batch;

@@ -6,6 +6,7 @@
 //! models that were never measured; those of a combination stay with it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::deployment::{Deployment, Serving, generation};
 use crate::fit::FitError;
@@ -68,6 +69,59 @@ fn within(x: f64, most: f64) -> f64 {
     x.clamp(-most, most)
 }
 
+fn log2(x: f64) -> f64 {
+    libm::log2(x.max(1e-9))
+}
+
+/// Of the sequences on all ranks.
+fn batch_feature(sequences: f64) -> f64 {
+    within(log2(sequences) - 4.5, 5.0) / 2.0
+}
+
+fn input_feature(isl: f64) -> f64 {
+    within(log2(isl / 2048.0), 3.0) / 1.5
+}
+
+fn output_feature(osl: f64) -> f64 {
+    within(log2(osl / 1024.0), 3.0) / 2.0
+}
+
+/// Features of one deployment, the constant included.
+const FEATURES: usize = 7;
+/// Physics is never off by more than this on data that was understood: log TPOT, log TTFT.
+const MOST: [f64; 2] = [0.8, 1.5];
+/// Loads up to so many times as far are taken to be around the measured ones: series double.
+const AROUND: f64 = 2.0;
+/// Batch sizes of a rank with a residual of their own; the feature ends below.
+const BATCHES: usize = 1024;
+
+/// The residual on the TPOT of one deployment as a function of a step's load.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StepResidual {
+    /// By sequences that decode: the part that does not depend on lengths, and the slope over the input length.
+    by_batch: Arc<[[f64; 2]]>,
+    /// Slope over the output length.
+    output: f64,
+    /// Share of the residual that applies around measured loads, and beyond.
+    shares: [f64; 2],
+    /// Ends of what counts as around: batch size, input and output length.
+    ranges: [[f64; 2]; 3],
+}
+
+impl StepResidual {
+    /// Log of measured over physical time of steps with `sequences` in decode, of prompts of `isl` tokens
+    /// and answers of `osl`, on average.
+    #[inline]
+    pub(crate) fn at(&self, sequences: f64, isl: f64, osl: f64) -> f64 {
+        let [constant, input] = self.by_batch[(sequences as usize).min(BATCHES)];
+        let sum = constant + input * input_feature(isl) + self.output * output_feature(osl);
+        let load = [sequences.max(1.0), isl, osl];
+        let mut each = load.iter().zip(&self.ranges);
+        let around = each.all(|(x, [least, most])| (*least..=*most).contains(x));
+        self.shares[usize::from(!around)] * within(sum, MOST[0])
+    }
+}
+
 impl Features {
     pub(crate) fn of(d: &Deployment) -> Features {
         let framework = d.framework.name();
@@ -127,10 +181,8 @@ impl Features {
                 other => unreachable!("{other} is no group"),
             })
             .collect();
-        let log2 = |x: f64| libm::log2(x.max(1e-9));
-        let batch = within(log2(d.batch * f64::from(p.attention_data)) - 4.5, 5.0) / 2.0;
-        let input = within(log2(d.isl / 2048.0), 3.0) / 1.5;
-        let output = within(log2(d.osl / 1024.0), 3.0) / 2.0;
+        let batch = batch_feature(d.batch * f64::from(p.attention_data));
+        let (input, output) = (input_feature(d.isl), output_feature(d.osl));
         let gpus = within(log2(f64::from(p.tensor * p.attention_data)) - 2.0, 2.0);
         let base = [
             1.0,
@@ -205,8 +257,50 @@ impl Features {
             .effects(target)
             .filter_map(|(name, _, value)| Some(f64::from(*coefficients.get(&name)?) * value))
             .sum();
-        // Physics is never off by more than this on data that was understood.
-        within(sum, [0.8, 1.5][target])
+        within(sum, MOST[target])
+    }
+
+    /// The residual on TPOT of the steps of this deployment, whatever their load.
+    pub(crate) fn of_steps(&self, profile: &Profile, ranks: u32) -> StepResidual {
+        let coefficients = &profile.residual[0];
+        let mut sums = [0.0; FEATURES];
+        let groups = GROUPS.iter().zip(&self.levels);
+        // A step knows mean lengths, not whether all requests have exactly those that were measured.
+        for (group, level) in
+            groups.filter(|(group, _)| !["lengths", "series"].contains(&group.name))
+        {
+            for (i, sum) in sums.iter_mut().enumerate().take(group.features) {
+                let name = format!("{}|{level}|{i}", group.name);
+                *sum += coefficients.get(&name).map_or(0.0, |c| f64::from(*c));
+            }
+        }
+        let measured = coefficients.contains_key(&self.key("parallel"));
+        let share = |distance| profile.damping[&distance][0];
+        let (near, far) = if measured {
+            (share(Distance::Near), share(Distance::Load))
+        } else {
+            let distances = self.distances(profile).into_iter();
+            let least = distances.map(share).fold(1.0, f64::min);
+            (least, least)
+        };
+        let ranges = profile.ranges.get(self.level("parallel"));
+        let ranges = ranges.map_or([[0.0, f64::INFINITY]; 3], |ranges| {
+            ranges.map(|[least, most]| [least / AROUND, most * AROUND])
+        });
+        let gpus = self.values[0][3];
+        let by_batch = (0..=BATCHES).map(|batch| {
+            let x = batch_feature(batch.max(1) as f64 * f64::from(ranks));
+            [
+                sums[0] + sums[1] * x + sums[3] * gpus + sums[5] * (x * x / 2.0 - 0.3),
+                sums[2] + sums[6] * x,
+            ]
+        });
+        StepResidual {
+            by_batch: by_batch.collect(),
+            output: sums[4],
+            shares: [near, far],
+            ranges,
+        }
     }
 
     /// Every part that was never measured, or the one word for a deployment of measured parts.
@@ -227,11 +321,10 @@ impl Features {
                 .is_some_and(|(name, _)| name.starts_with(&start))
         };
         if measured("parallel") {
-            // Loads up to twice as far are taken to be around the measured ones: series double.
             let ranges = profile.ranges.get(self.level("parallel"));
             let around = ranges.is_none_or(|ranges| {
                 let mut each = self.load.iter().zip(ranges);
-                each.all(|(x, [least, most])| (least / 2.0..=most * 2.0).contains(x))
+                each.all(|(x, [least, most])| (least / AROUND..=most * AROUND).contains(x))
             });
             return vec![if around {
                 Distance::Near

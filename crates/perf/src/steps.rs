@@ -1,16 +1,12 @@
-//! Steps of one rank for an engine: physics, and the residual at the step's number of sequences.
-
-use std::sync::Arc;
+//! Steps of one rank for an engine: physics, and the residual at the step's own load.
 
 use crate::deployment::{Deployment, Framework};
 use crate::physics::{Load, Physics};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
-use crate::residual::Features;
+use crate::residual::{Features, StepResidual};
 
-/// Batch sizes with a residual of their own; larger ones have that of the last.
-const BATCHES: usize = 1024;
-/// Lengths at which the residual is taken: a step does not know those of its requests.
+/// Lengths that a step without any sequence in decode has, and that the hop before the engine is timed at.
 const ISL: f64 = 2048.0;
 const OSL: f64 = 1024.0;
 
@@ -19,8 +15,7 @@ const OSL: f64 = 1024.0;
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepModel {
     physics: Physics,
-    /// Measured over physical time, by the number of sequences that decode.
-    factors: Arc<[f64]>,
+    residual: StepResidual,
     /// Time from the arrival of a request at the server to the engine, and of its first token back, ns.
     api_ns: f64,
 }
@@ -28,22 +23,7 @@ pub struct StepModel {
 impl StepModel {
     /// The steps of the ranks of `deployment`; its lengths and batch size are not used.
     pub fn new(deployment: &Deployment, profile: &Profile) -> StepModel {
-        let mut d = aggregated(deployment);
-        (d.isl, d.osl) = (ISL, OSL);
-        // The residual is smooth in the logarithm of the batch size.
-        let mut at = |quarter: u32| {
-            d.batch = libm::exp2(f64::from(quarter) / 4.0);
-            Features::of(&d).residual(profile, 0)
-        };
-        let quarters = 4 * BATCHES.ilog2();
-        let grid: Vec<f64> = (0..=quarters).map(&mut at).collect();
-        let factors = (0..=BATCHES).map(|batch| {
-            let place = 4.0 * libm::log2(batch.max(1) as f64);
-            let low = (place as usize).min(grid.len() - 2);
-            let share = place - low as f64;
-            libm::exp(grid[low] + share * (grid[low + 1] - grid[low]))
-        });
-        let factors = factors.collect();
+        let d = aggregated(deployment);
         StepModel {
             physics: Physics::new(
                 &d.shape,
@@ -53,7 +33,7 @@ impl StepModel {
                 d.framework,
                 &profile.params,
             ),
-            factors,
+            residual: Features::of(&d).of_steps(profile, d.parallel.attention_data),
             api_ns: 0.0,
         }
         .with_api_of(d.framework, profile)
@@ -63,15 +43,39 @@ impl StepModel {
     /// each step beyond the first, which the engine runs itself.
     fn with_api_of(mut self, framework: Framework, profile: &Profile) -> StepModel {
         let lag = own!(profile.params, framework, "lag_steps") - 1.0;
-        let step = self.ns(&Load::decode(1.0, ISL + OSL / 2.0));
+        let step = self.ns(&Load::decode(1.0, ISL + OSL / 2.0, ISL));
         self.api_ns = own!(profile.params, framework, "api_ms") * 1e6 + lag.max(0.0) * step;
         self
     }
 
     /// Length of a step on `load`, ns.
     pub fn ns(&self, load: &Load) -> f64 {
-        let batch = (load.decodes as usize).min(BATCHES);
-        self.physics.ns(load) * self.factors[batch]
+        let mut ns = self.physics.ns(load);
+        if load.prefill_tokens > 0.0 && load.decodes > 0.0 {
+            let decodes = self.physics.ns(&Load {
+                prefills: 0.0,
+                prefill_tokens: 0.0,
+                prefill_pairs: 0.0,
+                prefill_context: 0.0,
+                ..*load
+            });
+            ns = decodes + self.physics.interference() * (ns - decodes).max(0.0);
+        }
+        ns * self.factor(load)
+    }
+
+    /// Measured over physical time, at the mean lengths of the step's sequences. Answers are half written
+    /// on average.
+    #[inline]
+    fn factor(&self, load: &Load) -> f64 {
+        let (isl, osl) = if load.decodes > 0.0 {
+            let answers = (load.decode_context - load.decode_prompt).max(0.0);
+            let each = 1.0 / load.decodes;
+            (load.decode_prompt * each, 2.0 * answers * each)
+        } else {
+            (load.prefill_context / load.prefills.max(1.0), OSL)
+        };
+        libm::exp(self.residual.at(load.decodes, isl, osl))
     }
 
     /// Time of a request outside of the engine's steps, up to its first token: HTTP, tokenizer, the hop to

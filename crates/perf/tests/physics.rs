@@ -34,12 +34,12 @@ fn more_work_takes_longer_on_every_preset() {
             let step = physics(&model.name, &gpu.name, Dtype::Bf16, split(4, 1, 1));
             let mut before = 0.0;
             for load in [
-                Load::decode(1.0, 100.0),
-                Load::decode(8.0, 100.0),
-                Load::decode(8.0, 20_000.0),
-                Load::decode(64.0, 20_000.0),
-                Load::decode(64.0, 20_000.0).with_prompt(1000.0),
-                Load::decode(64.0, 20_000.0).with_prompt(8000.0),
+                Load::decode(1.0, 100.0, 100.0),
+                Load::decode(8.0, 100.0, 100.0),
+                Load::decode(8.0, 20_000.0, 100.0),
+                Load::decode(64.0, 20_000.0, 100.0),
+                Load::decode(64.0, 20_000.0, 100.0).with_prompt(1000.0),
+                Load::decode(64.0, 20_000.0, 100.0).with_prompt(8000.0),
             ] {
                 let ns = step.ns(&load);
                 assert!(
@@ -58,7 +58,7 @@ fn more_work_takes_longer_on_every_preset() {
 fn attention_reads_what_its_kind_says() {
     let grows = |model: &str| {
         let step = physics(model, "h200-sxm", Dtype::Bf16, split(8, 1, 1));
-        let at = |context: f64| step.terms(&Load::decode(32.0, context)).attention;
+        let at = |context: f64| step.terms(&Load::decode(32.0, context, 100.0)).attention;
         (at(64_000.0) - at(32_000.0)) / (at(32_000.0) - at(16_000.0))
     };
     // Full, latent and windowed attention grow with the context; sparse attention by its index alone.
@@ -72,7 +72,7 @@ fn attention_reads_what_its_kind_says() {
     }
     let per_token = |model: &str| {
         let step = physics(model, "h200-sxm", Dtype::Bf16, split(8, 1, 1));
-        let at = |context: f64| step.terms(&Load::decode(32.0, context)).attention;
+        let at = |context: f64| step.terms(&Load::decode(32.0, context, 100.0)).attention;
         at(64_000.0) - at(32_000.0)
     };
     assert!(per_token("deepseek-v3.2") < 0.3 * per_token("deepseek-v3"));
@@ -85,7 +85,7 @@ fn attention_reads_what_its_kind_says() {
 fn ranks_of_attention_meet_at_the_experts() {
     let alone = physics("deepseek-v3", "h200-sxm", Dtype::Fp8, split(1, 1, 1));
     let eight = physics("deepseek-v3", "h200-sxm", Dtype::Fp8, split(1, 8, 8));
-    let load = Load::decode(512.0, 1000.0);
+    let load = Load::decode(512.0, 1000.0, 100.0);
     // Each GPU holds an eighth of the experts and serves the tokens of eight ranks: more than an eighth of
     // the work of one alone, and no more than that work with imbalance.
     let (alone, eight) = (alone.terms(&load), eight.terms(&load));
@@ -101,7 +101,7 @@ fn ranks_of_attention_meet_at_the_experts() {
 fn fewer_bits_are_read_faster() {
     let dense = |precision| {
         physics("llama-3.1-70b", "b200-sxm", precision, split(8, 1, 1))
-            .terms(&Load::decode(1.0, 100.0))
+            .terms(&Load::decode(1.0, 100.0, 100.0))
             .dense
     };
     assert!(dense(Dtype::Bf16) > dense(Dtype::Fp8) && dense(Dtype::Fp8) > dense(Dtype::Nvfp4));
@@ -181,7 +181,7 @@ fn fewer_bits_are_never_slower() {
                 let step = Physics::new(shape, gpu, of, split(8, 1, 1), Framework::Vllm, &params);
                 let terms = [
                     step.terms(&Load::default().with_prompt(8000.0)),
-                    step.terms(&Load::decode(16.0, 1000.0)),
+                    step.terms(&Load::decode(16.0, 1000.0, 100.0)),
                 ];
                 let times = terms.map(|terms| terms.dense + terms.experts);
                 for (time, before) in times.iter().zip(&before) {

@@ -31,7 +31,7 @@ pub fn alone(need: &Need, timing: &mut dyn StepTime) -> Shown {
     prefill.add_prefill(need.cached, need.input - need.cached);
     let ttft = timing.step_ns(&prefill);
     let mut decode = StepLoad::default();
-    decode.add_decode(need.input + need.output / 2);
+    decode.add_decode(need.input, need.input + need.output / 2);
     let gap = if need.output > 1 {
         timing.step_ns(&decode)
     } else {
@@ -125,7 +125,7 @@ pub fn work(
     gap_s: Option<f64>,
 ) -> Work {
     let (mut computed, mut read, mut scored) = (0.0, 0.0, 0.0);
-    let (mut prompts, mut answers, mut context) = (0.0, 0.0, 0.0);
+    let (mut prompts, mut answers, mut context, mut inputs) = (0.0, 0.0, 0.0, 0.0);
     for need in &demand.needs {
         let chunk = f64::from(need.input - need.cached);
         let cached = f64::from(need.cached);
@@ -136,6 +136,7 @@ pub fn work(
         let output = f64::from(need.output.saturating_sub(1));
         answers += output;
         context += output * (f64::from(need.input) + output / 2.0);
+        inputs += output * f64::from(need.input);
     }
     if prompts == 0.0 {
         return Work::default();
@@ -160,6 +161,7 @@ pub fn work(
     let decode = |sequences: f64| StepLoad {
         decode_sequences: sequences as u32,
         decode_context: (context / answers * sequences).round() as u64,
+        decode_prompt: (inputs / answers * sequences).round() as u64,
         ..StepLoad::default()
     };
     // Prompt tokens that come with each token of an answer.
@@ -178,6 +180,7 @@ pub fn work(
             let both = StepLoad {
                 decode_sequences: step.decode_sequences,
                 decode_context: step.decode_context,
+                decode_prompt: step.decode_prompt,
                 ..prefill(tokens)
             };
             mixed = mixed.min(timing.step_ns(&both) as f64 / 1e9 / sequences);

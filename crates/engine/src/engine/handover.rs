@@ -190,7 +190,7 @@ impl Engine {
         };
         self.cache_full(slot, len - 1, len);
         self.running.push(r);
-        plan.load.add_decode(len);
+        plan.load.add_decode(prompt_len, len);
         plan.contexts.add(len);
         plan.budget -= 1;
     }

@@ -202,6 +202,7 @@ impl Engine {
         let mut load = StepLoad {
             decode_sequences: self.running.len() as u32,
             decode_context: context,
+            decode_prompt: self.running.iter().map(|r| u64::from(r.prompt_len)).sum(),
             ..StepLoad::default()
         };
         let mut end = now;

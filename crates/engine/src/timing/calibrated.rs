@@ -25,6 +25,7 @@ impl StepTime for Calibrated {
         let load = Load {
             decodes: f64::from(load.decode_sequences),
             decode_context: load.decode_context as f64,
+            decode_prompt: load.decode_prompt as f64,
             prefills: f64::from(load.prefill_sequences),
             prefill_tokens: load.prefill_tokens as f64,
             prefill_pairs: load.prefill_attention as f64,

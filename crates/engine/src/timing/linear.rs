@@ -46,8 +46,8 @@ mod tests {
         };
         let mut load = StepLoad::default();
         load.add_prefill(50, 7);
-        load.add_decode(5);
-        load.add_decode(6);
+        load.add_decode(5, 5);
+        load.add_decode(6, 6);
         assert_eq!(linear.step_ns(&load), 1_000_000 + 70_000 + 2_000 + 300 + 11);
     }
 }

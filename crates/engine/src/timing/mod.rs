@@ -81,6 +81,8 @@ pub struct StepLoad {
     /// Tokens whose keys and values the decodes read, which is also the number of (query, key)
     /// pairs that they score: sum of `context`.
     pub decode_context: u64,
+    /// Prompt tokens among those: sum of `prompt`.
+    pub decode_prompt: u64,
 }
 
 impl StepLoad {
@@ -94,11 +96,13 @@ impl StepLoad {
         self.prefill_attention += chunk * context + chunk * (chunk + 1) / 2;
     }
 
-    /// Adds the decode of one token that attends to `context` tokens, itself included.
+    /// Adds the decode of one token behind a prompt of `prompt` tokens; it attends to `context` tokens,
+    /// itself included.
     #[inline]
-    pub fn add_decode(&mut self, context: u32) {
+    pub fn add_decode(&mut self, prompt: u32, context: u32) {
         self.decode_sequences += 1;
         self.decode_context += u64::from(context);
+        self.decode_prompt += u64::from(prompt);
     }
 
     /// The load of the next pass if every decode goes on by one token and nothing is prefilled.
@@ -108,6 +112,7 @@ impl StepLoad {
         StepLoad {
             decode_sequences: self.decode_sequences,
             decode_context: self.decode_context + u64::from(self.decode_sequences),
+            decode_prompt: self.decode_prompt,
             ..StepLoad::default()
         }
     }
@@ -297,7 +302,7 @@ mod tests {
     #[test]
     fn a_decode_is_a_prefill_of_one_token() {
         let (mut decode, mut prefill) = (StepLoad::default(), StepLoad::default());
-        decode.add_decode(801);
+        decode.add_decode(500, 801);
         prefill.add_prefill(800, 1);
         assert_eq!(decode.decode_context, prefill.prefill_attention);
         assert_eq!(decode.decode_context, prefill.prefill_context);

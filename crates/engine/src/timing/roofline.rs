@@ -319,7 +319,7 @@ mod tests {
         if prefill > 0 {
             load.add_prefill(0, prefill);
         }
-        (0..decode).for_each(|_| load.add_decode(context));
+        (0..decode).for_each(|_| load.add_decode(context, context));
         load
     }
 
@@ -700,11 +700,11 @@ mod tests {
                 load.add_prefill(context, chunk);
             }
             for &context in &decodes {
-                load.add_decode(context);
+                load.add_decode(context, context);
             }
             let before = roofline.step_ns(&load);
             let mut more_decode = load;
-            more_decode.add_decode(extra.1);
+            more_decode.add_decode(extra.1, extra.1);
             let mut more_prefill = load;
             more_prefill.add_prefill(extra.0, extra.1);
             prop_assert!(before > 0);

@@ -426,7 +426,7 @@ mod tests {
             load.add_prefill(context, chunk);
         }
         for &context in decodes {
-            load.add_decode(context);
+            load.add_decode(context, context);
         }
         load
     }

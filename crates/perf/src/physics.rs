@@ -385,12 +385,12 @@ impl Physics {
         let mut collective_ns = [0.0; 2];
         if parallel.tensor > 1 {
             // After attention, and after the MLP unless experts exchange tokens instead.
-            let each = layers
-                * if parallel.attention_data > 1 {
-                    1.0
-                } else {
-                    2.0
-                };
+            let exchanged = if parallel.attention_data > 1 && parallel.expert > 1 {
+                expert_layers
+            } else {
+                0.0
+            };
+            let each = 2.0 * layers - exchanged;
             collective_ns[0] += each * reduce_us * US;
             collective_ns[1] +=
                 each * 2.0 * (tp - 1.0) / tp * ACTIVATION_BYTES * hidden / link * NS;
@@ -404,6 +404,15 @@ impl Physics {
             // Tokens leave in 8 bits and come back in 16.
             collective_ns[0] += expert_layers * 2.0 * exchange_us * US * libm::log2(reach);
             collective_ns[1] += expert_layers * 3.0 * per_token * hidden / link * NS;
+        }
+
+        if parallel.attention_data > 1 && parallel.expert <= 1 && shape.experts.is_some() {
+            // Every expert is divided among all ranks: each gathers the tokens of the others and scatters
+            // sums back, which together is an all-reduce of all ranks' tokens.
+            let ranks = f64::from(parallel.attention_data);
+            collective_ns[0] += expert_layers * reduce_us * US;
+            collective_ns[1] +=
+                expert_layers * 2.0 * (ranks - 1.0) * ACTIVATION_BYTES * hidden / link * NS;
         }
 
         // Two products of attention and two of the MLP or of experts take activations of few bits.

@@ -97,6 +97,33 @@ fn ranks_of_attention_meet_at_the_experts() {
     );
 }
 
+/// Without expert parallelism, ranks of attention gather each other's tokens for the experts that they share: as
+/// much as an all-reduce of all ranks' tokens, which tensor parallelism over as many GPUs has there.
+#[test]
+fn ranks_that_share_each_expert_gather_tokens() {
+    let at = |parallel: Parallel, tokens: f64| {
+        physics("qwen3-235b-a22b", "h200-sxm", Dtype::Fp8, parallel)
+            .terms(&Load::default().with_prompt(tokens))
+            .collectives
+    };
+    let ranks = Parallel {
+        tensor: 1,
+        attention_data: 8,
+        expert_tensor: 8,
+        ..Parallel::ONE
+    };
+    // One of the two all-reduces of each layer.
+    let gathered = at(ranks, 1000.0) / (at(split(8, 1, 1), 8000.0) / 2.0);
+    assert!((gathered - 1.0).abs() < 1e-9, "{gathered}");
+    // With experts on single ranks, only the chosen ones get a token.
+    let exchanged = Parallel {
+        expert_tensor: 1,
+        expert: 8,
+        ..ranks
+    };
+    assert!(at(exchanged, 1000.0) > 0.0 && at(exchanged, 8000.0) < at(ranks, 8000.0));
+}
+
 #[test]
 fn fewer_bits_are_read_faster() {
     let dense = |precision| {

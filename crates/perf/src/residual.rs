@@ -144,11 +144,14 @@ impl Features {
         let parallel = match d.serving {
             Serving::Aggregated => format!(
                 "{combination}|{}|{}x{}x{}",
-                d.gpu.name, p.tensor, p.attention_data, p.expert
+                d.gpu.measured_name(),
+                p.tensor,
+                p.attention_data,
+                p.expert
             ),
             Serving::Disaggregated { prefill, .. } => format!(
                 "{combination}|{}|{}x{}x{}-{}x{}",
-                d.gpu.name,
+                d.gpu.measured_name(),
                 p.tensor,
                 p.attention_data,
                 p.expert,
@@ -156,7 +159,12 @@ impl Features {
                 prefill.attention_data
             ),
         };
-        let lengths = format!("{combination}|{}|{}+{}", d.gpu.name, d.isl, d.osl);
+        let lengths = format!(
+            "{combination}|{}|{}+{}",
+            d.gpu.measured_name(),
+            d.isl,
+            d.osl
+        );
         let series = format!("{parallel}|{}+{}", d.isl, d.osl);
         let levels = GROUPS
             .iter()
@@ -164,7 +172,7 @@ impl Features {
                 "mode" => mode.to_owned(),
                 "framework" => format!("{framework}|{mode}"),
                 "generation" => format!("{generation}|{framework}"),
-                "system" => format!("{}|{framework}", d.gpu.name),
+                "system" => format!("{}|{framework}", d.gpu.measured_name()),
                 "precision" => format!("{framework}|{generation}|{}", d.precision),
                 "kind" => format!("{framework}|{kind}|{generation}|{}", d.precision),
                 "family" => family.clone(),

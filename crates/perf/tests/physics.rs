@@ -189,6 +189,21 @@ fn error_bars_widen_with_distance_and_unseen_deployments_are_named() {
     }
 }
 
+/// A GPU of the cluster file with the numbers of a measured preset is answered as that preset.
+#[test]
+fn a_gpu_with_the_numbers_of_a_preset_is_answered_as_it() {
+    let row = "model_path,system,backend,precision,isl,osl,batch_size,tp_size\n\
+               meta-llama/Llama-3.1-70B,h200_sxm,vllm,fp8,1024,1024,16,8\n";
+    let preset = Deployment::read(&read_rows(row.as_bytes()).unwrap()[0], &|_| None).unwrap();
+    let mut own = preset.clone();
+    own.gpu.name = "ours".into();
+    own.gpu.like = Some("h200-sxm");
+    let answer = |d: &Deployment| predict(d, Profile::built_in()).unwrap();
+    assert_eq!(answer(&own), answer(&preset));
+    own.gpu.memory_bytes_per_s *= 1.5;
+    assert_eq!(answer(&own).distances, [Distance::Gpu]);
+}
+
 /// Kernels of few bits would not run if those of more were faster.
 #[test]
 fn fewer_bits_are_never_slower() {

@@ -458,7 +458,7 @@ fn read_pool(
         workers,
         engines,
         engine: t.table_over("engine", base, |engine| {
-            read_engine(engine, &model.shape, gpus, load)
+            read_engine(engine, model, gpus, load)
         }),
     }
 }
@@ -553,15 +553,16 @@ fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
 
 fn read_engine(
     t: &Table<'_>,
-    shape: &ModelShape,
+    model: &ModelConfig,
     gpus: &[Gpu],
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> EngineConfig {
     let default = EngineConfig::default();
+    let shape = &model.shape;
     for (key, reason) in NOT_MODELLED {
         t.refuse(key, reason, "remove the key");
     }
-    let timing = t.table("timing", |timing| read_timing(timing, shape, gpus, load));
+    let timing = t.table("timing", |timing| read_timing(timing, model, gpus, load));
     let tensor_parallel_size = t
         .get("tensor_parallel_size")
         .within(1..=1024)
@@ -901,7 +902,7 @@ fn read_output_len(t: &Table<'_>) -> OutputLen {
 
 fn read_timing(
     t: &Table<'_>,
-    shape: &ModelShape,
+    model: &ModelConfig,
     gpus: &[Gpu],
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> TimingConfig {
@@ -939,6 +940,7 @@ fn read_timing(
     // An hour: a longer pass is an error in the unit.
     const STEP_NS_MAX: u64 = 3_600_000_000_000;
 
+    let shape = &model.shape;
     let kind = t.choice("kind", KINDS).or(Kind::Calibrated);
     let word = KINDS
         .iter()
@@ -990,7 +992,7 @@ fn read_timing(
         }
         Kind::Calibrated => {
             let gpu = choose_gpu(t, gpus);
-            let dtype = read_formats(t, shape);
+            let dtype = read_formats(t, model);
             let framework = t.choice("framework", FRAMEWORKS).or(Framework::Vllm);
             let profile = t.path("profile").optional();
             if let Some(path) = &profile
@@ -1038,23 +1040,45 @@ fn choose_gpu(t: &Table<'_>, gpus: &[Gpu]) -> Gpu {
     t.choice("gpu", &all).or(default).clone()
 }
 
-/// The format of the weights, for a model that takes every format on every GPU.
-fn read_formats(t: &Table<'_>, shape: &ModelShape) -> Dtype {
+/// The format of the weights, for a model that takes every format on every GPU: that of a checkpoint that exists.
+///
+/// A `config.json` is one checkpoint, and engines quantize 16 bits to FP8 as they load it. The name of a preset is a
+/// model, of which checkpoints with fewer bits are published; more bits than the model was released in have no use.
+fn read_formats(t: &Table<'_>, model: &ModelConfig) -> Dtype {
+    let shape = &model.shape;
     let checkpoint = shape.dtype();
     let origin = match checkpoint {
         Dtype::Bf16 => Origin::Default,
         _ => Origin::Derived(format!("checkpoint of {}", shape.name)),
     };
     let dtype = t.choice("dtype", DTYPES).or_from(origin, checkpoint);
-    if checkpoint != Dtype::Bf16 && dtype == Dtype::Bf16 {
+    let exists = dtype == checkpoint
+        || match (model.config.is_some(), checkpoint) {
+            (true, Dtype::Bf16) => dtype == Dtype::Fp8,
+            (true, _) => false,
+            (false, Dtype::Bf16) => true,
+            (false, _) => dtype.bytes() < checkpoint.bytes() && checkpoint == Dtype::Fp8,
+        };
+    if !exists {
+        let hint = match checkpoint {
+            Dtype::Bf16 => format!(
+                "use the `config.json` of a checkpoint in {}, or \"fp8\", to which engines quantize 16 bits",
+                dtype.name()
+            ),
+            _ => format!(
+                "remove it, or use the `config.json` of a checkpoint in {}",
+                dtype.name()
+            ),
+        };
         t.error(
             "dtype",
             format!(
-                "`dtype` is \"bf16\", but {} has {} weights",
+                "`dtype` is \"{}\", but {} has {} weights",
+                dtype.name(),
                 shape.name,
                 checkpoint.name()
             ),
-            "remove it, or use the `config.json` of the checkpoint in 16 bits",
+            hint,
         );
     }
     dtype
@@ -1651,6 +1675,87 @@ mod tests {
     }
 
     #[test]
+    fn formats_that_no_checkpoint_has_are_refused() {
+        let of = |model: &str, dtype: &str| {
+            let text = format!(
+                "[model]\npreset = \"{model}\"\n[engine]\ntensor_parallel_size = 8\n\
+                 [engine.timing]\ngpu = \"b200-sxm\"\ndtype = \"{dtype}\"\n"
+            );
+            parse(&text).map(|_| ()).map_err(|e| e.to_string())
+        };
+        // Fewer bits than the model was released in are published as other checkpoints; more are not.
+        for (model, dtype) in [
+            ("llama-3.1-70b", "int4"),
+            ("llama-3.1-70b", "nvfp4"),
+            ("deepseek-v3", "fp8"),
+            ("deepseek-v3", "nvfp4"),
+            ("gpt-oss-120b", "mxfp4"),
+        ] {
+            assert_eq!(of(model, dtype), Ok(()), "{model} {dtype}");
+        }
+        for (model, dtype, has) in [
+            ("gpt-oss-120b", "fp8", "mxfp4"),
+            ("gpt-oss-120b", "bf16", "mxfp4"),
+            ("gpt-oss-120b", "nvfp4", "mxfp4"),
+            ("deepseek-v3", "bf16", "fp8"),
+            ("deepseek-v3", "int8", "fp8"),
+        ] {
+            let error = of(model, dtype).unwrap_err();
+            let expected = format!("`dtype` is \"{dtype}\", but {model} has {has} weights");
+            assert!(error.contains(&expected), "{error}");
+        }
+        // A `config.json` is one checkpoint.
+        for dtype in ["nvfp4", "int4", "bf16"] {
+            let text = format!("[engine.timing]\ndtype = \"{dtype}\"\n");
+            let error = parse_with_json(FP8_JSON, &text).unwrap_err().to_string();
+            assert!(error.contains("but m has fp8 weights"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_flag_that_a_pool_overrides_is_refused_with_the_key_to_set() {
+        let text = "[engine]\nblock_size = 32\n[pool.main.engine]\nmax_num_seqs = 64\n\
+                    timing.gpu = \"l40s\"\n";
+        let resolve = |sets: &[&str]| {
+            let mut doc = Doc::parse("c.toml", text.as_bytes());
+            sets.iter().for_each(|set| doc.set(set));
+            read(doc, |_| Err(io::ErrorKind::NotFound.into())).map_err(|e| e.to_string())
+        };
+        let error = resolve(&["engine.max_num_seqs=8", "engine.timing.gpu=h100-sxm"]).unwrap_err();
+        assert_eq!(
+            error,
+            "--set engine.max_num_seqs=8: `engine.max_num_seqs` would have no effect: \
+             `pool.main.engine.max_num_seqs` is set (c.toml:4)\n\
+             hint: set `pool.main.engine.max_num_seqs` instead\n\
+             error: --set engine.timing.gpu=h100-sxm: `engine.timing.gpu` would have no effect: \
+             `pool.main.engine.timing.gpu` is set (c.toml:5)\n\
+             hint: set `pool.main.engine.timing.gpu` instead"
+        );
+        // The pool's own key, and keys that no pool has.
+        let own = "pool.main.engine.max_num_seqs=8";
+        let (cluster, _) = resolve(&[own, "engine.block_size=16"]).unwrap();
+        let engine = &cluster.pools[0].engine;
+        assert_eq!((engine.max_num_seqs, engine.block_size), (8, 16));
+        assert!(resolve(&["engine.max_num_seqs=4", own]).is_ok());
+    }
+
+    #[test]
+    fn a_gpu_like_a_preset_with_its_numbers_is_that_preset() {
+        let text = "[gpu.same]\nlike = \"h100-sxm\"\n[gpu.big]\nlike = \"h100-sxm\"\nmemory_bytes = 141e9\n\
+                    [pool.a.engine.timing]\ngpu = \"same\"\n[pool.b.engine.timing]\ngpu = \"big\"\n";
+        let (cluster, _) = parse(text).unwrap();
+        let names: Vec<&str> = cluster
+            .pools
+            .iter()
+            .map(|pool| match &pool.engine.timing {
+                TimingConfig::Calibrated { gpu, .. } => gpu.measured_name(),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(names, ["h100-sxm", "big"]);
+    }
+
+    #[test]
     fn a_gpu_and_a_link_are_said_by_numbers() {
         let text = "[link.pairs]\nkind = \"fabric\"\nbytes_per_s = 300e9\nreduce_us = 12\n\
                     [gpu.ours]\nbf16_flops = 148e12\nmemory_bytes = 96e9\nmemory_bytes_per_s = 4e12\nlink = \"pairs\"\n\
@@ -1808,7 +1913,7 @@ mod tests {
                     [pool.big.engine]\nmax_num_seqs = 200\ntensor_parallel_size = 2\n\
                     [pool.big.engine.timing]\ngpu = \"h200-sxm\"\n";
         let mut doc = Doc::parse("c.toml", text.as_bytes());
-        doc.set("engine.max_num_seqs=150");
+        doc.set("pool.small.engine.max_num_seqs=150");
         doc.set("pool.big.workers=3");
         let (cluster, settings) = read(doc, |_| Err(io::ErrorKind::NotFound.into())).unwrap();
         let [small, big] = &cluster.pools[..] else {
@@ -1830,7 +1935,7 @@ mod tests {
         let origin = |path: &str| settings.get(path).unwrap().origin.to_string();
         assert_eq!(
             origin("pool.small.engine.max_num_seqs"),
-            "--set engine.max_num_seqs=150"
+            "--set pool.small.engine.max_num_seqs=150"
         );
         assert_eq!(origin("pool.big.engine.max_num_seqs"), "c.toml:7");
     }

@@ -55,7 +55,8 @@ pub const KEYS: &[Key] = &[
         "path",
         "(none)",
         "A Hugging Face style `config.json`; overrides the preset's shape.",
-        "Models whose attention does not cover the whole context (latent, windowed, linear) are rejected.",
+        "Read whole; fields that are not modelled are refused by name (docs/step-time.md lists both). Other formats than \
+         the checkpoint's are refused, except FP8 for 16 bits.",
     ),
     key(
         "model.tokenizer",
@@ -377,7 +378,8 @@ pub const KEYS: &[Key] = &[
         "(as in `[engine]`)",
         "Any key of `[engine]`, for this pool only: `[pool.big.engine]`, \
          `[pool.big.engine.timing]`.",
-        "A pool's own key overrides `[engine]`, and also `--set engine.…`.",
+        "A pool's own key overrides `[engine]`. A flag or variable for a key of `[engine]` that the pool has is refused, as \
+         it would have no effect there: set `pool.NAME.engine.…`.",
     ),
     key(
         "pool.NAME.engines",

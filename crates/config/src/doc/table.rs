@@ -384,6 +384,9 @@ impl<'a> Table<'a> {
     ) -> R {
         let own = self.node(key).filter(|node| self.is_table(node));
         let mut merged = base.node.cloned();
+        if let (Some(base), Some(own)) = (base.node, own) {
+            self.refuse_shadowed(base, own);
+        }
         if let Some(own) = own {
             match &mut merged {
                 Some(merged) => merged.overlay(own.clone()),
@@ -396,6 +399,29 @@ impl<'a> Table<'a> {
         let result = read(&table);
         table.close();
         result
+    }
+
+    /// Refuses values that a flag or variable sets in `base` and that `own`, from a lower layer, overrides: they
+    /// would have no effect here.
+    fn refuse_shadowed(&self, base: &Node, own: &Node) {
+        let (Kind::Table(set), Kind::Table(_)) = (&base.kind, &own.kind) else {
+            if base.at.layer() > own.at.layer() {
+                let message = format!(
+                    "`{}` would have no effect: `{}` is set ({})",
+                    shown(&base.path),
+                    shown(&own.path),
+                    own.at
+                );
+                let hint = format!("set `{}` instead", shown(&own.path));
+                self.cx.note(base.at.clone(), message, Some(hint));
+            }
+            return;
+        };
+        for (key, base) in set {
+            if let Some(own) = own.child(key) {
+                self.refuse_shadowed(base, own);
+            }
+        }
     }
 
     /// The table under `key` as a base for [`Table::table_over`]; its keys are checked there.

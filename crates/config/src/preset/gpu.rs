@@ -384,6 +384,41 @@ impl Gpu {
     pub fn kin(&self) -> &str {
         self.like.unwrap_or(&self.name)
     }
+
+    /// Its name among measured GPUs: that of the preset it is like, if no number differs from it.
+    pub fn measured_name(&self) -> &str {
+        let like = self.like.and_then(gpu);
+        match like {
+            Some(like) if self.has_numbers_of(like) => &like.name,
+            _ => &self.name,
+        }
+    }
+
+    fn has_numbers_of(&self, other: &Gpu) -> bool {
+        // Every field is named, so that a new number is not forgotten here.
+        let Gpu {
+            name: _,
+            like: _,
+            title: _,
+            bf16_flops,
+            fp8_flops,
+            fp4_flops,
+            memory_bytes,
+            memory_bytes_per_s,
+            link_bytes_per_s,
+            link,
+            reduce_us,
+            source: _,
+        } = self;
+        *bf16_flops == other.bf16_flops
+            && *fp8_flops == other.fp8_flops
+            && *fp4_flops == other.fp4_flops
+            && *memory_bytes == other.memory_bytes
+            && *memory_bytes_per_s == other.memory_bytes_per_s
+            && *link_bytes_per_s == other.link_bytes_per_s
+            && *link == other.link
+            && *reduce_us == other.reduce_us
+    }
 }
 
 /// The GPU with this name.

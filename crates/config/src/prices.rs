@@ -18,11 +18,11 @@ use crate::preset::{self, GPUS};
 /// Prices and power. Nothing has a default price.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Prices {
-    /// Per GPU-hour, by preset of the GPU.
+    /// Per GPU-hour, by name of the GPU.
     pub gpu_hour: BTreeMap<String, f64>,
     /// Per kWh; `None`: included in the GPU-hours.
     pub kwh: Option<f64>,
-    /// W per GPU, by preset of the GPU; others have their preset's.
+    /// W per GPU, by name of the GPU; others have their preset's.
     pub power_w: BTreeMap<String, f64>,
 }
 
@@ -30,16 +30,18 @@ pub struct Prices {
 const MOST: f64 = 1e6;
 
 impl Prices {
-    /// Reads a price file.
+    /// Reads a price file for presets and for `own`, the GPUs of a cluster file.
     ///
     /// # Errors
-    /// All mistakes together, such as GPUs without a preset and negative prices.
-    pub fn read(doc: Doc) -> Result<Prices, Diagnostics> {
+    /// All mistakes together, such as unknown GPUs and negative prices.
+    pub fn read(doc: Doc, own: &[String]) -> Result<Prices, Diagnostics> {
         let (prices, _) = doc.read(|root| {
             let by_gpu = |t: &crate::doc::Table<'_>| {
-                let each = GPUS.iter().filter_map(|gpu| {
-                    let value = t.get(&gpu.name).within(0.0..=MOST).optional()?;
-                    Some((gpu.name.to_string(), value))
+                let presets = GPUS.iter().map(|gpu| &*gpu.name);
+                let names = presets.chain(own.iter().map(String::as_str));
+                let each = names.filter_map(|name| {
+                    let value = t.get(name).within(0.0..=MOST).optional()?;
+                    Some((name.to_owned(), value))
                 });
                 each.collect()
             };
@@ -83,7 +85,8 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Prices, String> {
-        Prices::read(Doc::parse("p.toml", text.as_bytes())).map_err(|e| e.to_string())
+        let own = ["ours".to_owned()];
+        Prices::read(Doc::parse("p.toml", text.as_bytes()), &own).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -97,6 +100,8 @@ mod tests {
         assert_eq!(plain.per_gpu_hour("h100-sxm"), Some(2.5));
         assert_eq!(plain.power_w("h100-sxm"), Some(700.0));
         assert!(!read("").unwrap().are_stated());
+        let ours = read("[prices]\nours = 4\nkwh = 0.1\n[power]\nours = 1000\n").unwrap();
+        assert_eq!(ours.per_gpu_hour("ours"), Some(4.1));
     }
 
     #[test]

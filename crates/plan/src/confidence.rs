@@ -1,12 +1,9 @@
 //! How sure an answer is: intervals over seeds or parts of a run, and the error of step times.
 
-use slipstream_config::cluster::Dtype;
-use slipstream_config::preset::{self, ModelShape};
-use slipstream_perf::{
-    Deployment, Distance, Formats, Framework, Parallel, Profile, Serving, predict,
-};
-
-use crate::space::Shape;
+use slipstream_config::cluster::EngineConfig;
+use slipstream_config::preset::ModelShape;
+use slipstream_engine::timing;
+use slipstream_perf::{Deployment, Distance, Profile, predict};
 
 /// A mean with the half width of its 95 % interval.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,49 +80,23 @@ pub struct StepError {
     pub distance: String,
 }
 
-/// The error of step times of a worker, from the calibrated profile: at `isl` and `osl` tokens per
-/// request, and `running` sequences per worker. `None` if the profile cannot express it.
+/// The error of step times of a worker of `engine`, from its profile: at `isl` and `osl` tokens per request, and
+/// `running` sequences per rank. `None` if its step times have no profile, or the profile cannot express it.
 pub fn step_error(
     model: &ModelShape,
-    shape: &Shape,
-    kv_cache: Dtype,
+    engine: &EngineConfig,
+    profile: &Profile,
     isl: f64,
     osl: f64,
     running: f64,
 ) -> Option<StepError> {
-    let format = shape.dtype;
-    let precision = match format {
-        Dtype::Bf16 => "bf16",
-        Dtype::Fp8 => "fp8",
-        Dtype::Int8 => "int8",
-        Dtype::Int4 => "int4",
-        Dtype::Nvfp4 | Dtype::Mxfp4 => "fp4",
-    };
-    let tensor = shape.tensor_parallel;
     let deployment = Deployment {
-        shape: model.clone(),
-        gpu: preset::gpu(&shape.gpu)?.clone(),
-        framework: Framework::Vllm,
-        version: String::new(),
-        formats: Formats {
-            attention: format,
-            mlp: format,
-            experts: format,
-            kv_cache,
-        },
-        precision,
-        parallel: Parallel {
-            tensor,
-            expert_tensor: tensor,
-            ..Parallel::ONE
-        },
-        serving: Serving::Aggregated,
         isl: isl.max(1.0),
         osl: osl.max(1.0),
         batch: running.max(1.0),
-        assumed: Vec::new(),
+        ..timing::deployment(engine, model)?
     };
-    let estimate = predict(&deployment, Profile::built_in()).ok()?;
+    let estimate = predict(&deployment, profile).ok()?;
     let distances: Vec<&str> = estimate
         .distances
         .iter()
@@ -143,6 +114,9 @@ pub fn step_error(
 
 #[cfg(test)]
 mod tests {
+    use slipstream_config::cluster::{Dtype, Framework, TimingConfig};
+    use slipstream_config::preset;
+
     use super::*;
 
     #[test]
@@ -173,19 +147,28 @@ mod tests {
     fn known_deployments_have_narrower_bands() {
         let model = preset::model("llama-3.1-70b").unwrap();
         let error = |gpu: &str, tensor_parallel| {
-            let shape = Shape {
-                gpu: gpu.into(),
-                tensor_parallel,
-                dtype: Dtype::Fp8,
-                prefill_share: None,
+            let engine = EngineConfig {
+                tensor_parallel_size: tensor_parallel,
+                timing: TimingConfig::Calibrated {
+                    gpu: preset::gpu(gpu).unwrap().clone(),
+                    dtype: Dtype::Fp8,
+                    framework: Framework::Vllm,
+                    profile: None,
+                },
+                ..EngineConfig::default()
             };
-            step_error(model, &shape, Dtype::Bf16, 1024.0, 1024.0, 32.0)
+            step_error(model, &engine, Profile::built_in(), 1024.0, 1024.0, 32.0)
         };
         let known = error("h100-sxm", 4).unwrap();
         let unknown = error("l40s", 8).unwrap();
         assert!(known.low < 1.0 && known.high > 1.0, "{known:?}");
         assert!(unknown.high - unknown.low > known.high - known.low);
         assert_eq!(unknown.distance, "gpu");
-        assert_eq!(error("h101", 8), None);
+        let constant = EngineConfig {
+            timing: TimingConfig::Constant { step_ns: 1 },
+            ..EngineConfig::default()
+        };
+        let none = step_error(model, &constant, Profile::built_in(), 1.0, 1.0, 1.0);
+        assert_eq!(none, None);
     }
 }

@@ -176,8 +176,8 @@ type Key = (usize, usize, u32, usize, [u64; 4]);
 
 /// A share that is this close to the target nearly attains.
 const NEAR: f64 = 0.02;
-/// A shape whose cost on a part is above the lowest one by more than this factor is not promising,
-/// unless one worker less would cost less than the lowest one.
+/// A shape whose cost on a part is above the lowest one by more than this factor is not promising, unless one worker
+/// less makes up for it.
 const PROMISING: f64 = 1.5;
 /// One of this many candidates is kept on the next part.
 const KEEP: usize = 4;
@@ -522,17 +522,14 @@ impl<'a, E: Evaluate> Search<'a, E> {
             same.filter_map(|shape| costs[shape])
                 .fold(f64::INFINITY, f64::min)
         };
-        // A better setting often saves one worker: of two, that is half of the cost.
-        let one_less = |shape: usize| {
-            let workers = sizes[shape].map_or(1, |(_, workers)| workers);
-            cost(shape, workers.saturating_sub(1).max(1))
-        };
         let promising: Vec<usize> = (0..costs.len())
             .filter(|&shape| {
-                costs[shape].is_some_and(|cost| {
-                    cost <= lowest * PROMISING
-                        || one_less(shape) < lowest
-                        || cost <= of_kind(self.shapes[shape].kind)
+                sizes[shape].is_some_and(|(_, workers)| {
+                    // What a setting worth a factor of [`PROMISING`] saves, in whole workers: half of two.
+                    let least = (f64::from(workers - 1) / PROMISING) as u32 + 1;
+                    cost(shape, least) < lowest
+                        || cost(shape, workers)
+                            <= (lowest * PROMISING).max(of_kind(self.shapes[shape].kind))
                 })
             })
             .collect();
@@ -1034,6 +1031,25 @@ mod tests {
             }
             prop_assert_eq!(sizing.attains, Some(need.max(min)));
         }
+    }
+
+    /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
+    /// setting needs one.
+    #[test]
+    fn a_setting_that_saves_one_worker_of_two_is_found() {
+        let mut space = candidates(&[25.0, 19.0], 2);
+        space[1].kind = space[0].kind;
+        let parts = vec![1.0 / 16.0, 0.25, 1.0];
+        let mut known = Known {
+            capacity: vec![vec![8.0, 8.0], vec![5.7, 7.4]],
+            load: 6.7,
+            requests: 16_000,
+            parts: parts.clone(),
+            runs: Vec::new(),
+        };
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, &mut known);
+        let best = search.find(&[]).unwrap().unwrap();
+        assert_eq!((best.shape, best.setting, best.workers), (1, 1, 1));
     }
 
     #[test]

@@ -11,20 +11,26 @@ pub struct Shape {
     pub tensor_parallel: u32,
     /// Format of the weights.
     pub dtype: Dtype,
+    /// Format of the KV cache; `None`: the checkpoint's, vLLM's `auto`.
+    pub kv_cache: Option<Dtype>,
     /// If prefill and decode have workers of their own: the share of prefill workers that balances
     /// the work of both. `None`: each worker does both.
     pub prefill_share: Option<f64>,
 }
 
 impl Shape {
-    /// `h100-sxm TP4 fp8`, with ` prefill:decode` if they are apart.
+    /// `h100-sxm TP4 fp8`, with ` fp8-kv` if the KV cache has a format of its own, and ` prefill:decode` if those are
+    /// apart.
     pub fn name(&self) -> String {
         let apart = match self.prefill_share {
             Some(_) => " prefill:decode",
             None => "",
         };
+        let cache = self
+            .kv_cache
+            .map_or_else(String::new, |dtype| format!(" {}-kv", dtype.name()));
         format!(
-            "{} TP{} {}{apart}",
+            "{} TP{} {}{cache}{apart}",
             self.gpu,
             self.tensor_parallel,
             self.dtype.name()
@@ -79,6 +85,9 @@ pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
         ),
         format!("router.policy={}", setting.policy),
     ];
+    if let Some(dtype) = shape.kv_cache {
+        sets.push(format!("engine.kv_cache_dtype={}", dtype.name()));
+    }
     match shape.prefill_share {
         None => sets.push(format!("pool.main.workers={workers}")),
         Some(share) => {

@@ -60,6 +60,22 @@ impl ClusterArgs {
         &self,
         sets: &[String],
     ) -> anyhow::Result<Option<(Cluster, Settings)>> {
+        // Paths in the file are relative to it, so that a folder of configuration can be moved.
+        let (cluster, settings) = file::read(self.doc(sets)?, super::files::read)?;
+        if self.print_config {
+            out::print(&settings.to_toml())?;
+            return Ok(None);
+        }
+        Ok(Some((cluster, settings)))
+    }
+
+    /// Names of the GPUs that the file defines, as `[gpu.NAME]`.
+    pub(crate) fn gpus(&self) -> anyhow::Result<Vec<String>> {
+        Ok(self.doc(&[])?.keys("gpu"))
+    }
+
+    /// The document of all layers, with `sets` as the last.
+    fn doc(&self, sets: &[String]) -> anyhow::Result<Doc> {
         let mut doc = match &self.cluster {
             None => Doc::empty(),
             Some(path) => {
@@ -78,13 +94,7 @@ impl ClusterArgs {
         for set in self.set.iter().chain(sets) {
             doc.set(set);
         }
-        // Paths in the file are relative to it, so that a folder of configuration can be moved.
-        let (cluster, settings) = file::read(doc, super::files::read)?;
-        if self.print_config {
-            out::print(&settings.to_toml())?;
-            return Ok(None);
-        }
-        Ok(Some((cluster, settings)))
+        Ok(doc)
     }
 
     /// As [`resolve`](Self::resolve), for a cluster that is to run live.

@@ -19,7 +19,8 @@ pub(crate) struct PriceArgs {
 }
 
 impl PriceArgs {
-    pub(crate) fn read(&self) -> anyhow::Result<Prices> {
+    /// Prices of presets and of `own`, the GPUs of the cluster file.
+    pub(crate) fn read(&self, own: &[String]) -> anyhow::Result<Prices> {
         let mut doc = match &self.prices {
             None => Doc::empty(),
             Some(path) => {
@@ -31,7 +32,7 @@ impl PriceArgs {
         for price in &self.price {
             doc.set(&format!("prices.{price}"));
         }
-        Prices::read(doc).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
+        Prices::read(doc, own).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
     }
 }
 

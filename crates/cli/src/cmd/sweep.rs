@@ -126,7 +126,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .is_none_or(|attain| attain > 0.0 && attain <= 1.0),
         "--attain must be above 0 and at most 100 %"
     );
-    let prices = args.price.read()?;
+    let prices = args.price.read(&args.cluster.gpus()?)?;
     let (workload, name) = args.what.workload(&args.sets.workload_set)?;
     for (at, vary) in args.vary.iter().enumerate() {
         ensure!(

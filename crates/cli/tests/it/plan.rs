@@ -365,7 +365,7 @@ fn wrong_questions_say_what_is_missing() {
         (&["--slo=ttft=1s"], "no workload"),
         (
             &["--rate=3", "--slo=ttft=1s", "--gpus=h101"],
-            "not a preset",
+            "neither a preset nor a [gpu.h101]",
         ),
         (&["--rate=3", "--slo=ttft=1s", "--attain=99"], "write 99%"),
         (&["--rate=3", "--slo=ttft=1s", "--load=0"], "--load has 0"),
@@ -378,6 +378,18 @@ fn wrong_questions_say_what_is_missing() {
             "one by one",
         ),
         (&["w.toml", "--slo=ttft=1s", "--rate=3"], "--workload-set"),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--precision=fp3"],
+            "one of bf16, fp8, int8, int4, nvfp4, mxfp4",
+        ),
+        (
+            &[
+                "--rate=3",
+                "--slo=ttft=1s",
+                "--set=engine.kv_cache_dtype=fp8",
+            ],
+            "--kv-cache-dtype",
+        ),
         (
             &["--rate=3", "--slo=ttft=1s", "--policies=direct"],
             "one of round_robin",
@@ -393,4 +405,119 @@ fn wrong_questions_say_what_is_missing() {
         assert_eq!(code, Some(2), "{args:?}: {err}");
         assert!(err.contains(part), "{args:?}: {err}");
     }
+}
+
+/// Flags of a search among one GPU, one size and one setting.
+const ONE: &[&str] = &[
+    "--rate=4",
+    "--isl=600",
+    "--osl=30",
+    "--requests=80",
+    "--seeds=1",
+    "--quiet",
+    "--quick",
+    "--serving=aggregated",
+    "--max-num-seqs=256",
+    "--max-num-batched-tokens=8192",
+    "--policies=kv",
+    "--slo=ttft=5s,itl=500ms",
+    "--attain=90%",
+];
+
+#[test]
+fn checkpoints_keep_their_format_and_others_are_searched_if_asked_for() {
+    let search = |flags: &[&str]| plan(&[ONE, flags, &["--gpus=h100-sxm", "--tensor-parallel=1"]]);
+    // A checkpoint in 4 bits is not searched in 8 or 16.
+    let (code, json, err) = search(&["--model=gpt-oss-120b"]);
+    assert_eq!(code, Some(0), "{err}");
+    assert_eq!(json["answers"][0]["answer"]["dtype"], "mxfp4", "{json}");
+    let (code, _, err) = search(&["--model=gpt-oss-120b", "--precision=fp8"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("gpt-oss-120b has mxfp4 weights"), "{err}");
+    // A model in 16 bits that fits one GPU in 4 only.
+    let (code, json, err) = search(&["--model=llama-3.1-70b", "--precision=bf16,int4"]);
+    assert_eq!(code, Some(0), "{err}");
+    assert_eq!(json["answers"][0]["answer"]["dtype"], "int4", "{json}");
+}
+
+#[test]
+fn the_format_of_the_kv_cache_is_searched() {
+    // Half the bytes per token let twice as many long requests run at a time.
+    let flags = [
+        "--model=llama-3.1-8b",
+        "--gpus=l4",
+        "--precision=fp8",
+        "--tensor-parallel=1",
+        "--isl=6000",
+        "--osl=200",
+        "--rate=2",
+        "--requests=120",
+        "--seeds=1",
+        "--quiet",
+        "--quick",
+        "--serving=aggregated",
+        "--max-num-seqs=256",
+        "--max-num-batched-tokens=8192",
+        "--policies=kv",
+        "--slo=ttft=20s,tpot=200ms",
+        "--attain=90%",
+    ];
+    let gpus_with = |formats: &str| {
+        let (code, json, err) = plan(&[&flags, &[formats]]);
+        assert_eq!(code, Some(0), "{err}");
+        (
+            gpus(&json),
+            json["answers"][0]["answer"]["kv_cache_dtype"].clone(),
+        )
+    };
+    let (auto, format) = gpus_with("--kv-cache-dtype=auto");
+    assert_eq!(format, "auto");
+    let (both, format) = gpus_with("--kv-cache-dtype=auto,fp8");
+    assert!(both < auto, "{both} of {auto}");
+    assert_eq!(format, "fp8");
+}
+
+#[test]
+fn gpus_of_the_cluster_file_are_searched() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("c.toml");
+    std::fs::write(
+        &file,
+        "[gpu.ours]\nlike = \"h100-sxm\"\nmemory_bytes = 100e9\n",
+    )
+    .unwrap();
+    let cluster = format!("--cluster={}", file.display());
+    let written = dir.path().join("plan.toml");
+    let write = format!("--write={}", written.display());
+    let flags = [
+        &cluster,
+        &write,
+        "--model=llama-3.1-8b",
+        "--gpus=ours,l40s",
+        "--tensor-parallel=1",
+        "--price=ours=1",
+        "--price=l40s=5",
+    ];
+    let (code, json, err) = plan(&[ONE, &flags]);
+    assert_eq!(code, Some(0), "{err}");
+    assert_eq!(json["answers"][0]["answer"]["gpu"], "ours", "{json}");
+    // The written cluster knows the GPU, and a flag for a key of its pool names that key.
+    let run_it = |flags: &[&str]| {
+        let base = [
+            "simulate",
+            written.to_str().unwrap(),
+            "--rate=4",
+            "--requests=40",
+            "--quiet",
+        ];
+        run(&[&base[..], flags].concat())
+    };
+    let (code, _, err) = run_it(&[]);
+    assert_eq!(code, Some(0), "{err}");
+    let (code, _, err) = run_it(&["--set=engine.max_num_seqs=4"]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("set `pool.main.engine.max_num_seqs` instead"),
+        "{err}"
+    );
 }

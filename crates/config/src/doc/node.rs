@@ -275,6 +275,14 @@ impl Doc {
         keys.len() < before
     }
 
+    /// Keys of the top-level table `table`, in document order; none if it is not a table.
+    pub fn keys(&self, table: &str) -> Vec<String> {
+        match self.root.child(table).map(|node| &node.kind) {
+            Some(Kind::Table(keys)) => keys.iter().map(|(name, _)| name.clone()).collect(),
+            _ => Vec::new(),
+        }
+    }
+
     fn overlay(&mut self, path: &str, value: &str, origin: &Origin) {
         let parts: Vec<&str> = path.split('.').map(str::trim).collect();
         if parts.len() > Self::DEPTH_MAX || parts.iter().any(|part| part.is_empty()) {

@@ -11,6 +11,7 @@ use slipstream_plan::space::{self, Setting, Shape};
 const SEARCHED: &[(&str, &str)] = &[
     ("engine.timing.gpu", "--gpus"),
     ("engine.timing.dtype", "--precision"),
+    ("engine.kv_cache_dtype", "--kv-cache-dtype"),
     ("engine.tensor_parallel_size", "--tensor-parallel"),
     ("engine.max_num_seqs", "--max-num-seqs"),
     ("engine.max_num_batched_tokens", "--max-num-batched-tokens"),
@@ -106,6 +107,11 @@ impl Base {
                 if dropped.len() > 1 { "are" } else { "is" }
             );
         }
+    }
+
+    /// Names of the GPUs that the file defines.
+    pub(super) fn gpus(&self) -> Vec<String> {
+        self.doc().keys("gpu")
     }
 
     fn doc(&self) -> Doc {

@@ -76,7 +76,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Question")]
     set: Vec<String>,
 
-    /// GPUs to choose from (slipstream presets)
+    /// GPUs to choose from: presets (slipstream presets), or [gpu.NAME] of the cluster file
     #[arg(
         long,
         value_name = "GPUS",
@@ -88,16 +88,25 @@ pub(crate) struct Args {
     /// GPUs of a worker
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "1,2,4,8", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
     tensor_parallel: Vec<u32>,
-    /// Formats of the weights: bf16, fp8
+    /// Formats of the weights: bf16, fp8, int8, int4, nvfp4, mxfp4 [default: the checkpoint's, and fp8 for bf16]
     #[arg(
         long,
         value_name = "FORMATS",
         value_delimiter = ',',
-        default_value = "bf16,fp8",
         value_parser = precision,
         help_heading = "Search"
     )]
     precision: Vec<Dtype>,
+    /// Formats of the KV cache: auto (the checkpoint's), bf16, fp8
+    #[arg(
+        long,
+        value_name = "FORMATS",
+        value_delimiter = ',',
+        default_value = "auto",
+        value_parser = kv_cache_dtype,
+        help_heading = "Search"
+    )]
+    kv_cache_dtype: Vec<KvCache>,
     /// Workers that compute prompts and answers, or workers for each
     #[arg(
         long,
@@ -168,11 +177,26 @@ enum ServingArg {
     Disaggregated,
 }
 
+/// A format of the KV cache; `None`: the checkpoint's.
+type KvCache = Option<Dtype>;
+
 fn precision(text: &str) -> Result<Dtype, String> {
-    [Dtype::Bf16, Dtype::Fp8]
+    let names = || Dtype::ALL.map(Dtype::name).join(", ");
+    Dtype::ALL
         .into_iter()
         .find(|dtype| dtype.name() == text)
-        .ok_or_else(|| format!("`{text}` is not simulated; one of bf16, fp8"))
+        .ok_or_else(|| format!("`{text}` is not a format of weights; one of {}", names()))
+}
+
+fn kv_cache_dtype(text: &str) -> Result<KvCache, String> {
+    match text {
+        "auto" => Ok(None),
+        "bf16" => Ok(Some(Dtype::Bf16)),
+        "fp8" => Ok(Some(Dtype::Fp8)),
+        _ => Err(format!(
+            "`{text}` is not a format of the KV cache; one of auto, bf16, fp8"
+        )),
+    }
 }
 
 fn policy(text: &str) -> Result<String, String> {
@@ -279,9 +303,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         objectives.are_stated(),
         "no objective to attain; state one with --slo, such as --slo ttft=1s,itl=50ms, or `slo` of the workload's classes"
     );
-    let prices = args.price.read()?;
-    let priced = check_prices(args, &prices)?;
     let base = Base::read(args.cluster.as_deref(), args.model.as_deref(), &args.set)?;
+    let own = base.gpus();
+    check_gpus(args, &own)?;
+    let prices = args.price.read(&own)?;
+    let priced = check_prices(args, &prices)?;
     let shared = base.shared()?;
     super::memory::check_concurrency(&workload)?;
     let demand = Demand::of(&workload)?;
@@ -374,14 +400,17 @@ fn check_flags(args: &Args) -> anyhow::Result<()> {
         "--write writes one cluster, but --load asks for {}; run them one by one",
         counted(args.load.len() as u64, "answer")
     );
+    Ok(())
+}
+
+/// Refuses GPUs that are neither presets nor `own`, those of the cluster file.
+fn check_gpus(args: &Args, own: &[String]) -> anyhow::Result<()> {
     for gpu in &args.gpus {
-        if preset::gpu(gpu).is_none() {
-            let names: Vec<String> = preset::GPUS
-                .iter()
-                .map(|gpu| gpu.name.to_string())
-                .collect();
+        if preset::gpu(gpu).is_none() && !own.contains(gpu) {
+            let presets = preset::GPUS.iter().map(|gpu| &*gpu.name);
+            let names: Vec<&str> = own.iter().map(String::as_str).chain(presets).collect();
             bail!(
-                "--gpus has `{gpu}`, which is not a preset; one of {}",
+                "--gpus has `{gpu}`, which is neither a preset nor a [gpu.{gpu}] of --cluster; one of {}",
                 names.join(", ")
             );
         }
@@ -463,13 +492,27 @@ fn shapes(
     excluded: &mut Vec<Excluded>,
 ) -> Vec<Shape> {
     let mut shapes = Vec::new();
+    let formats = if args.precision.is_empty() {
+        // Engines quantize 16 bits to FP8 as they load them; other checkpoints keep their format.
+        match model.dtype() {
+            Dtype::Bf16 => vec![Dtype::Bf16, Dtype::Fp8],
+            checkpoint => vec![checkpoint],
+        }
+    } else {
+        args.precision.clone()
+    };
     for gpu in &args.gpus {
-        for &dtype in &args.precision {
+        for (&dtype, &kv_cache) in formats.iter().flat_map(|dtype| {
+            args.kv_cache_dtype
+                .iter()
+                .map(move |kv_cache| (dtype, kv_cache))
+        }) {
             for &tensor_parallel in &args.tensor_parallel {
                 let shape = Shape {
                     gpu: gpu.clone(),
                     tensor_parallel,
                     dtype,
+                    kv_cache,
                     prefill_share: None,
                 };
                 if !model.divides_into(tensor_parallel) {
@@ -887,10 +930,11 @@ fn step_error(
         .last()
         .map_or(1, |pool| pool.workers * pool.engine.data_parallel_size);
     let engine = &cluster.pools[cluster.pools.len() - 1].engine;
+    let profile = timing::profile(engine, super::files::read)?;
     Ok(confidence::step_error(
         &cluster.model.shape,
-        &row.shape,
-        engine.kv_cache_dtype,
+        engine,
+        &profile,
         isl,
         osl,
         under_way / f64::from(decoding),

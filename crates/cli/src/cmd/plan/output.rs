@@ -463,6 +463,7 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         }),
         "tensor_parallel_size": row.shape.tensor_parallel,
         "dtype": row.shape.dtype.name(),
+        "kv_cache_dtype": row.shape.kv_cache.map_or("auto", |dtype| dtype.name()),
         "max_num_seqs": row.setting.max_num_seqs,
         "max_num_batched_tokens": row.setting.max_num_batched_tokens,
         "policy": row.setting.policy,

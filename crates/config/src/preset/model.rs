@@ -333,28 +333,24 @@ impl ModelShape {
         let value: Value = serde_json::from_slice(json)?;
         let outer = value.as_object().ok_or(ShapeError::NoObject)?;
         // Multimodal models have the language model in a separate object.
-        let config = match outer.get("text_config") {
+        let inner = ["text_config", "language_config", "llm_config"];
+        let config = match inner.iter().find_map(|field| outer.get(*field)) {
             Some(inner) => inner.as_object().ok_or(ShapeError::NoObject)?,
             None => outer,
         };
+        let model_type = known_model_type(config)?;
+        let gemma = model_type.starts_with("gemma");
         let hidden_size = number(config, "hidden_size")?;
         let layers = number(config, "num_hidden_layers")?;
         let attention = layers::attention(config, layers)?;
         let attention_heads = number(config, "num_attention_heads")?;
         let kv_heads = optional(config, "num_key_value_heads")?.unwrap_or(attention_heads);
-        if kv_heads > attention_heads {
+        if !attention_heads.is_multiple_of(kv_heads) {
             return Err(ShapeError::Range {
                 field: "num_key_value_heads",
                 found: kv_heads.to_string(),
-                must: "at most num_attention_heads",
+                must: "a divisor of num_attention_heads",
             });
-        }
-        let model_type = config
-            .get("model_type")
-            .and_then(Value::as_str)
-            .unwrap_or("");
-        if MLPS_WITHOUT_GATE.contains(&model_type) {
-            return Err(unsupported("model_type", "an MLP without a gate"));
         }
         let mut count = None;
         for field in ["num_local_experts", "num_experts", "n_routed_experts"] {
@@ -412,16 +408,23 @@ impl ModelShape {
                     rope_dim, nope_dim, ..
                 } => rope_dim.saturating_add(nope_dim),
                 _ => {
-                    optional(config, "head_dim")?.unwrap_or((hidden_size / attention_heads).max(1))
+                    let even = (hidden_size / attention_heads).max(1);
+                    // Gemma's files leave the default of their class out.
+                    let default = if gemma { 256 } else { even };
+                    optional(config, "head_dim")?.unwrap_or(default)
                 }
             },
-            vocab_size: number(config, "vocab_size")?,
-            max_positions: number(config, "max_position_embeddings")?,
+            vocab_size: match model_type {
+                "gemma3_text" => optional(config, "vocab_size")?.unwrap_or(262_208),
+                _ => number(config, "vocab_size")?,
+            },
+            max_positions: context(config, model_type)?,
             tied_embeddings: config
                 .get("tie_word_embeddings")
                 .or_else(|| outer.get("tie_word_embeddings"))
                 .and_then(Value::as_bool)
-                .unwrap_or(false),
+                // The default of the classes whose files leave it out.
+                .unwrap_or(gemma || model_type.starts_with("cohere")),
             qk_norm: model_type.starts_with("qwen3")
                 || config.get("use_qk_norm").and_then(Value::as_bool) == Some(true),
             weights: formats.weights,
@@ -470,6 +473,160 @@ pub(super) fn unsupported(field: &'static str, what: &'static str) -> ShapeError
         what: what.into(),
     }
 }
+
+/// The `model_type` of `config`, or "" if there is none, which is read as a Llama.
+fn known_model_type(config: &Map<String, Value>) -> Result<&str, ShapeError> {
+    let Some(model_type) = config.get("model_type").and_then(Value::as_str) else {
+        return Ok("");
+    };
+    if MLPS_WITHOUT_GATE.contains(&model_type) {
+        return Err(unsupported("model_type", "an MLP without a gate"));
+    }
+    if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
+        return Err(unsupported(
+            "is_encoder_decoder",
+            "an encoder before the decoder",
+        ));
+    }
+    // State-space layers and others are refused by their own fields, which say more.
+    let refused_elsewhere = [
+        "jamba",
+        "mamba",
+        "nemotron_h",
+        "minimax",
+        "bamba",
+        "falcon_h1",
+        "zamba",
+    ];
+    if !KNOWN.contains(&model_type) && !refused_elsewhere.iter().any(|t| model_type.starts_with(t))
+    {
+        let shown: String = model_type
+            .chars()
+            .filter(|c| !c.is_control())
+            .take(40)
+            .collect();
+        return Err(ShapeError::Unsupported {
+            field: "model_type",
+            what: format!("the architecture `{shown}`").into(),
+        });
+    }
+    Ok(model_type)
+}
+
+/// Context of the model, tokens.
+///
+/// Source: vLLM, `_get_and_verify_max_len` in `vllm/config/model.py`: factors of rotary embeddings apply, except
+/// those of kinds whose `max_position_embeddings` has them already; YaRN's applies to the original context.
+fn context(config: &Map<String, Value>, model_type: &str) -> Result<u32, ShapeError> {
+    let stated = match model_type {
+        "gemma3_text" => optional(config, "max_position_embeddings")?.unwrap_or(131_072),
+        _ => number(config, "max_position_embeddings")?,
+    };
+    let named = ["rope_scaling", "rope_parameters"];
+    let scaling = named
+        .iter()
+        .find_map(|field| config.get(*field)?.as_object());
+    // Layers of several kinds have one object each.
+    let scaling = scaling.map(|of| of.values().find_map(Value::as_object).unwrap_or(of));
+    let Some(scaling) = scaling.filter(|_| !model_type.starts_with("gemma3")) else {
+        return Ok(stated);
+    };
+    let kind = ["rope_type", "type"]
+        .iter()
+        .find_map(|field| scaling.get(*field)?.as_str());
+    let factor = scaling
+        .get("factor")
+        .map_or(Some(1.0), Value::as_f64)
+        .filter(|f| (1.0..=1e4).contains(f));
+    match kind {
+        None | Some("default" | "su" | "longrope" | "llama3" | "mrope") => Ok(stated),
+        Some("linear" | "dynamic" | "yarn" | "deepseek_yarn") => {
+            let Some(factor) = factor else {
+                return Err(unsupported(
+                    "rope_scaling",
+                    "a `factor` that is no number of at least 1",
+                ));
+            };
+            let original = match kind {
+                Some("linear" | "dynamic") => stated,
+                _ => optional(scaling, "original_max_position_embeddings")?.unwrap_or(stated),
+            };
+            Ok((f64::from(original) * factor) as u32)
+        }
+        Some(_) => Err(unsupported("rope_scaling", "this kind of rotary embedding")),
+    }
+}
+
+/// Values of `model_type` whose layers are those of [`ModelShape`]: attention with or without groups, windows, latent
+/// or linear, and gated MLPs or experts. Source: their modules in vLLM 0.33, `vllm/model_executor/models`.
+const KNOWN: &[&str] = &[
+    "aria_text",
+    "baichuan",
+    "chatglm",
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm4v_text",
+    "glm4v_moe_text",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "internlm2",
+    "internlm3",
+    "kimi_k2",
+    "kimi_k25",
+    "llama",
+    "llama4",
+    "llama4_text",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen2_moe",
+    "qwen2_vl",
+    "qwen2_vl_text",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl_moe_text",
+    "qwen3_vl_text",
+    "seed_oss",
+    "smollm3",
+    "solar",
+    "stablelm",
+    "yi",
+];
 
 /// Values of `model_type` whose MLPs have two matrices, not three. Source: their modules in vLLM 0.33,
 /// `vllm/model_executor/models`.
@@ -1360,6 +1517,66 @@ mod tests {
         assert!(!model("qwen2.5-7b").unwrap().divides_into(28));
     }
 
+    /// What files leave out is the default of their class in Transformers, and rotary scaling extends contexts as in vLLM.
+    #[test]
+    fn defaults_of_classes_and_scaled_contexts_are_read() {
+        let sizes = r#""num_hidden_layers": 6, "hidden_size": 3840, "intermediate_size": 15360,
+            "num_attention_heads": 16, "num_key_value_heads": 8"#;
+        let read = |rest: &str| {
+            let json = format!("{{{sizes}, {rest}}}");
+            ModelShape::from_config_json("x", json.as_bytes()).unwrap()
+        };
+        // gemma-3-12b has no vocabulary, context, head size or tie of its own in its file.
+        let gemma = read(
+            r#""model_type": "gemma3_text", "sliding_window": 1024,
+               "rope_scaling": {"factor": 8.0, "rope_type": "linear"}"#,
+        );
+        assert_eq!((gemma.vocab_size, gemma.max_positions), (262_208, 131_072));
+        assert_eq!((gemma.head_dim, gemma.tied_embeddings), (256, true));
+        let plain = r#""vocab_size": 100, "max_position_embeddings": 32768"#;
+        let llama = read(&format!("{plain}, \"model_type\": \"llama\""));
+        assert_eq!((llama.head_dim, llama.tied_embeddings), (240, false));
+        for (scaling, expected) in [
+            (
+                r#"{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}"#,
+                131_072,
+            ),
+            // DeepSeek states the scaled context already.
+            (
+                r#"{"type": "yarn", "factor": 8, "original_max_position_embeddings": 4096}"#,
+                32_768,
+            ),
+            (r#"{"rope_type": "linear", "factor": 2.0}"#, 65_536),
+            (
+                r#"{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}"#,
+                32_768,
+            ),
+            (
+                r#"{"rope_type": "default", "mrope_section": [1, 2]}"#,
+                32_768,
+            ),
+            (
+                r#"{"full_attention": {"rope_type": "yarn", "factor": 2.0}}"#,
+                65_536,
+            ),
+            ("null", 32_768),
+        ] {
+            for field in ["rope_scaling", "rope_parameters"] {
+                let shape = read(&format!("{plain}, \"{field}\": {scaling}"));
+                assert_eq!(shape.max_positions, expected, "{field} {scaling}");
+            }
+        }
+        // The language model of others is in a part of the file.
+        let inner =
+            format!("{{\"model_type\": \"internvl_chat\", \"llm_config\": {{{sizes}, {plain}}}}}");
+        assert_eq!(
+            ModelShape::from_config_json("x", inner.as_bytes())
+                .unwrap()
+                .layers,
+            6
+        );
+    }
+
     #[test]
     fn a_config_json_gives_the_preset_of_its_model() {
         let json = br#"{"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
@@ -1458,7 +1675,29 @@ mod tests {
             ),
             (
                 format!("{{{good}, \"num_key_value_heads\": 8}}"),
-                "at most num_attention_heads",
+                "a divisor of num_attention_heads",
+            ),
+            (
+                format!("{{{good}, \"num_key_value_heads\": 3}}"),
+                "`num_key_value_heads` is 3",
+            ),
+            (
+                format!("{{{good}, \"model_type\": \"t5\"}}"),
+                "`model_type`: the architecture `t5` is not modelled",
+            ),
+            (
+                format!("{{{good}, \"model_type\": \"llama\", \"is_encoder_decoder\": true}}"),
+                "`is_encoder_decoder`: an encoder",
+            ),
+            (
+                format!(
+                    "{{{good}, \"rope_scaling\": {{\"rope_type\": \"spiral\", \"factor\": 2.0}}}}"
+                ),
+                "`rope_scaling`: this kind",
+            ),
+            (
+                format!("{{{good}, \"rope_scaling\": {{\"type\": \"yarn\", \"factor\": -4}}}}"),
+                "`rope_scaling`: a `factor`",
             ),
             (format!("{{{good}, \"head_dim\": -1}}"), "`head_dim` is -1"),
             (

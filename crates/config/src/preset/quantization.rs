@@ -56,10 +56,12 @@ pub(super) fn read(
     let inner = quantization.get("quantization").and_then(Value::as_object);
     let inner = inner.unwrap_or(quantization);
     let bits = || {
-        quantization
-            .get("bits")
+        let named = |field| quantization.get(field);
+        named("bits")
+            .or_else(|| named("w_bit"))
             .map_or("?".into(), Value::to_string)
     };
+    let mut only_experts = false;
     let (weights, kv_cache) = match method {
         // gpt-oss: only routed experts.
         "mxfp4" if mixture => {
@@ -70,13 +72,17 @@ pub(super) fn read(
             });
         }
         "awq" | "gptq" | "awq_marlin" | "gptq_marlin" => match &*bits() {
-            "4" => (Dtype::Int4, Dtype::Bf16),
+            "4" => {
+                check_dynamic(quantization)?;
+                (Dtype::Int4, Dtype::Bf16)
+            }
             bits => return Err(unsupported(&format!("`{method}` of {bits} bits"))),
         },
         // Dynamic scales: the cache stays in 16 bits unless `kv_cache_dtype` is set.
         "fp8" | "fbgemm_fp8" => (Dtype::Fp8, Dtype::Bf16),
         "compressed-tensors" => {
-            let weights = check_groups(quantization)?;
+            let weights;
+            (weights, only_experts) = check_groups(quantization)?;
             (weights, kv_format(quantization.get("kv_cache_scheme"))?)
         }
         "modelopt" => {
@@ -108,7 +114,12 @@ pub(super) fn read(
             _ => false,
         }
     };
-    let mut kept = false;
+    if only_experts && !(weights == Dtype::Int4 && mixture) {
+        return Err(unsupported(
+            "`compressed-tensors` whose `targets` are experts alone",
+        ));
+    }
+    let mut kept = only_experts;
     for key in [
         "modules_to_not_convert",
         "ignored_layers",
@@ -142,15 +153,30 @@ pub(super) fn read(
 }
 
 /// The common format of all groups of a compressed-tensors file: FP8 weights and activations, INT4
-/// weights with 16-bit activations, or FP4 weights and activations in groups of 16.
-fn check_groups(quantization: &Object) -> Result<Dtype, ShapeError> {
+/// weights with 16-bit activations, or FP4 weights and activations in groups of 16. Also whether the
+/// targets are only routed experts.
+fn check_groups(quantization: &Object) -> Result<(Dtype, bool), ShapeError> {
     let groups = quantization.get("config_groups").and_then(Value::as_object);
     let groups = groups.filter(|groups| !groups.is_empty());
     let Some(groups) = groups else {
         return Err(unsupported("`compressed-tensors` without `config_groups`"));
     };
     let mut found = None;
+    let mut only_experts = true;
     for group in groups.values() {
+        let targets = group.get("targets").and_then(Value::as_array);
+        for target in targets.into_iter().flatten() {
+            let name = target.as_str().unwrap_or("?");
+            let of_experts = name.contains("experts") && !name.contains("shared");
+            if name != "Linear" && !of_experts {
+                let name: String = name.chars().take(60).collect();
+                return Err(unsupported(&format!(
+                    "`targets` of some layers alone ({name})"
+                )));
+            }
+            only_experts &= of_experts;
+        }
+        only_experts &= targets.is_some_and(|targets| !targets.is_empty());
         let part = |part| group.get(part).filter(|value: &&Value| !value.is_null());
         let (weights, activations) = (part("weights"), part("input_activations"));
         let format = match (weights, activations) {
@@ -182,7 +208,24 @@ fn check_groups(quantization: &Object) -> Result<Dtype, ShapeError> {
         }
         found = Some(format);
     }
-    Ok(found.expect("at least one group was checked"))
+    Ok((found.expect("at least one group was checked"), only_experts))
+}
+
+/// Refuses other bits for some layers, which GPTQModel writes as patterns in `dynamic`.
+fn check_dynamic(quantization: &Object) -> Result<(), ShapeError> {
+    let dynamic = quantization.get("dynamic").and_then(Value::as_object);
+    for pattern in dynamic.into_iter().flat_map(Object::keys) {
+        // In 16 bits in any case, or small.
+        let apart = ["lm_head", "embed", "norm", "visual", "vision", "mtp"];
+        let router = pattern.trim_end_matches(['$', '*', '.']).ends_with("gate");
+        if !router && !apart.iter().any(|word| pattern.contains(word)) {
+            let pattern: String = pattern.chars().take(60).collect();
+            return Err(unsupported(&format!(
+                "other bits for some layers (`dynamic`: {pattern})"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The format of keys and values for which a checkpoint contains scales.
@@ -362,6 +405,18 @@ mod tests {
         let cases = [
             (r#"{"quant_method": "awq", "bits": 8}"#.into(), "`awq` of 8 bits"),
             (r#"{"quant_method": "bitsandbytes"}"#.into(), "the format `bitsandbytes`"),
+            (
+                r#"{"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*mlp.*": {}}}"#.into(),
+                "other bits for some layers (`dynamic`: -:.*mlp.*)",
+            ),
+            (
+                group(eight, eight).replace("\"weights\"", "\"targets\": [\"re:.*mlp.*\"], \"weights\""),
+                "`targets` of some layers alone (re:.*mlp.*)",
+            ),
+            (
+                group(eight, eight).replace("\"weights\"", "\"targets\": [\"re:.*experts.*\"], \"weights\""),
+                "whose `targets` are experts alone",
+            ),
             (r#"{"bits": 4}"#.into(), "(no `quant_method`)"),
             ("3".into(), "not a JSON object"),
             (

@@ -659,28 +659,7 @@ fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<(
         tolerance_is(args.tolerance)
     ))?;
     if let Some(attain) = args.attain {
-        let cost = |row: &&Row| row.cost_per_hour.unwrap_or(row.gpus as f64);
-        let attaining = rows.iter().filter(|row| row.attains(args) == Some(true));
-        let percent = number(100.0 * attain);
-        out::print(
-            &match attaining.min_by(|a, b| cost(a).total_cmp(&cost(b))) {
-                Some(row) => {
-                    let named = args.vary.iter().zip(&row.values);
-                    let name: Vec<String> = named
-                        .map(|(vary, value)| format!("{}={value}", vary.key))
-                        .collect();
-                    format!(
-                        "cheapest that attains {percent} %: {} ({})\n",
-                        name.join(", "),
-                        match row.cost_per_hour {
-                            Some(cost) => format!("{cost:.2} per hour"),
-                            None => counted(row.gpus, "GPU"),
-                        }
-                    )
-                }
-                None => format!("no configuration attains {percent} %\n"),
-            },
-        )?;
+        out::print(&cheapest(args, attain, rows))?;
     }
     let few = |row: &Row| {
         let latency = row.outcome.totals.latencies();
@@ -691,6 +670,56 @@ fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<(
         out::print(&format!("{TOO_FEW}\n"))?;
     }
     Ok(())
+}
+
+/// The cheapest configuration that attains, of each load: one that attains less load is no alternative.
+fn cheapest(args: &Args, attain: f64, rows: &[Row]) -> String {
+    let named = |row: &Row, loads: bool| {
+        let named = args.vary.iter().zip(&row.values);
+        let wanted = named.filter(|(vary, _)| (axis(&vary.key) != Axis::Cluster) == loads);
+        let each: Vec<String> = wanted
+            .map(|(vary, value)| format!("{}={value}", vary.key))
+            .collect();
+        each.join(", ")
+    };
+    let cost = |row: &Row| row.cost_per_hour.unwrap_or(row.gpus as f64);
+    let percent = number(100.0 * attain);
+    let mut loads: Vec<String> = Vec::new();
+    for row in rows {
+        let load = named(row, true);
+        if !loads.contains(&load) {
+            loads.push(load);
+        }
+    }
+    let mut text = String::new();
+    for load in loads {
+        let attaining = rows
+            .iter()
+            .filter(|row| named(row, true) == load && row.attains(args) == Some(true));
+        let least = attaining.min_by(|a, b| cost(a).total_cmp(&cost(b)));
+        let at = if load.is_empty() {
+            String::new()
+        } else {
+            format!(" at {load}")
+        };
+        text.push_str(&match least {
+            Some(row) => {
+                let name = named(row, false);
+                let name = if name.is_empty() {
+                    "the cluster"
+                } else {
+                    &name
+                };
+                let cost = match row.cost_per_hour {
+                    Some(cost) => format!("{cost:.2} per hour"),
+                    None => counted(row.gpus, "GPU"),
+                };
+                format!("cheapest that attains {percent} %{at}: {name} ({cost})\n")
+            }
+            None => format!("no configuration attains {percent} %{at}\n"),
+        });
+    }
+    text
 }
 
 /// The tolerance, in words.

@@ -340,7 +340,8 @@ fn a_sweep_varies_the_load_and_states_cost_and_chance() {
     let stated = number(&by_load, 1, "cost_per_million_output_tokens");
     assert!((stated - per_million).abs() < 1e-6 * per_million);
     assert!(
-        table.contains("cheapest that attains 90.0 %: load=1"),
+        table.contains("cheapest that attains 90.0 % at load=1: the cluster (0.50 per hour)\n")
+            && table.contains("no configuration attains 90.0 % at load=40\n"),
         "{table}"
     );
     // Seeds: the mean of single runs.

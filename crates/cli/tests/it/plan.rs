@@ -440,6 +440,22 @@ fn checkpoints_keep_their_format_and_others_are_searched_if_asked_for() {
     assert_eq!(json["answers"][0]["answer"]["dtype"], "int4", "{json}");
 }
 
+/// What was searched is part of the output, defaults included.
+#[test]
+fn the_axes_of_the_search_are_named() {
+    let flags = [
+        "plan",
+        "--model=llama-3.1-8b",
+        "--gpus=h100-sxm",
+        "--tensor-parallel=1",
+    ];
+    let (code, out, err) = run(&[&flags, ONE].concat());
+    assert_eq!(code, Some(0), "{err}");
+    let expected = "searched: GPUs h100-sxm; tensor parallel 1; weights bf16, fp8; KV cache auto; max_num_seqs 256; \
+                    max_num_batched_tokens 8192; policies kv; up to 1024 GPUs\n";
+    assert!(out.contains(expected), "{out}");
+}
+
 #[test]
 fn the_format_of_the_kv_cache_is_searched() {
     // Half the bytes per token let twice as many long requests run at a time.

@@ -285,6 +285,8 @@ struct Asked {
     excluded: Vec<Excluded>,
     /// How the workload was sliced.
     parts: String,
+    /// The values of each axis, defaults included: the answer is the best of these.
+    searched: String,
     seed: u64,
 }
 
@@ -324,6 +326,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         priced,
         excluded: Vec::new(),
         parts: String::new(),
+        searched: searched(args, &shared.model.shape),
         seed: workload.seed,
     };
     let shapes = shapes(args, &base, &shared.model.shape, &mut context.excluded);
@@ -484,6 +487,47 @@ fn check_prices(args: &Args, prices: &Prices) -> anyhow::Result<bool> {
     Ok(true)
 }
 
+/// Formats of the weights to search.
+fn formats(args: &Args, model: &ModelShape) -> Vec<Dtype> {
+    if !args.precision.is_empty() {
+        return args.precision.clone();
+    }
+    // Engines quantize 16 bits to FP8 as they load them; other checkpoints keep their format.
+    match model.dtype() {
+        Dtype::Bf16 => vec![Dtype::Bf16, Dtype::Fp8],
+        checkpoint => vec![checkpoint],
+    }
+}
+
+/// The axes of the search with their values, in words.
+fn searched(args: &Args, model: &ModelShape) -> String {
+    let numbers = |values: &[u32]| {
+        values
+            .iter()
+            .map(u32::to_string)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let weights = formats(args, model);
+    let weights: Vec<&str> = weights.iter().map(|dtype| dtype.name()).collect();
+    let caches = args.kv_cache_dtype.iter();
+    let caches: Vec<&str> = caches
+        .map(|dtype| dtype.map_or("auto", Dtype::name))
+        .collect();
+    format!(
+        "searched: GPUs {}; tensor parallel {}; weights {}; KV cache {}; max_num_seqs {}; max_num_batched_tokens {}; \
+         policies {}; up to {} GPUs",
+        args.gpus.join(", "),
+        numbers(&args.tensor_parallel),
+        weights.join(", "),
+        caches.join(", "),
+        numbers(&args.max_num_seqs),
+        numbers(&args.max_num_batched_tokens),
+        args.policies.join(", "),
+        args.max_gpus
+    )
+}
+
 /// Every shape that a cluster file can express and memory can hold.
 fn shapes(
     args: &Args,
@@ -492,15 +536,7 @@ fn shapes(
     excluded: &mut Vec<Excluded>,
 ) -> Vec<Shape> {
     let mut shapes = Vec::new();
-    let formats = if args.precision.is_empty() {
-        // Engines quantize 16 bits to FP8 as they load them; other checkpoints keep their format.
-        match model.dtype() {
-            Dtype::Bf16 => vec![Dtype::Bf16, Dtype::Fp8],
-            checkpoint => vec![checkpoint],
-        }
-    } else {
-        args.precision.clone()
-    };
+    let formats = formats(args, model);
     for gpu in &args.gpus {
         for (&dtype, &kv_cache) in formats.iter().flat_map(|dtype| {
             args.kv_cache_dtype

@@ -422,7 +422,7 @@ pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &
     if !context.priced {
         text.push_str("\nno prices: the cost is the number of GPUs, whatever their kind (--price, --prices)\n");
     }
-    text.extend([format!("{}\n", context.parts)]);
+    text.extend([format!("{}\n{}\n", context.searched, context.parts)]);
     if !context.excluded.is_empty() {
         text.extend([format!("not searched:\n{}", excluded(&context.excluded))]);
     }

@@ -1718,7 +1718,9 @@ mod tests {
                     timing.gpu = \"l40s\"\n";
         let resolve = |sets: &[&str]| {
             let mut doc = Doc::parse("c.toml", text.as_bytes());
-            sets.iter().for_each(|set| doc.set(set));
+            for set in sets {
+                doc.set(set);
+            }
             read(doc, |_| Err(io::ErrorKind::NotFound.into())).map_err(|e| e.to_string())
         };
         let error = resolve(&["engine.max_num_seqs=8", "engine.timing.gpu=h100-sxm"]).unwrap_err();

@@ -403,20 +403,23 @@ impl ModelShape {
             },
             attention_heads,
             kv_heads,
-            head_dim: match attention {
-                Attention::Latent {
-                    rope_dim, nope_dim, ..
-                } => rope_dim.saturating_add(nope_dim),
-                _ => {
-                    let even = (hidden_size / attention_heads).max(1);
-                    // Gemma's files leave the default of their class out.
-                    let default = if gemma { 256 } else { even };
-                    optional(config, "head_dim")?.unwrap_or(default)
+            head_dim: match (attention, gemma) {
+                (
+                    Attention::Latent {
+                        rope_dim, nope_dim, ..
+                    },
+                    _,
+                ) => rope_dim.saturating_add(nope_dim),
+                // Gemma's files leave the default of their class out.
+                (_, true) => optional(config, "head_dim")?.unwrap_or(256),
+                (_, false) => {
+                    optional(config, "head_dim")?.unwrap_or((hidden_size / attention_heads).max(1))
                 }
             },
-            vocab_size: match model_type {
-                "gemma3_text" => optional(config, "vocab_size")?.unwrap_or(262_208),
-                _ => number(config, "vocab_size")?,
+            vocab_size: if model_type == "gemma3_text" {
+                optional(config, "vocab_size")?.unwrap_or(262_208)
+            } else {
+                number(config, "vocab_size")?
             },
             max_positions: context(config, model_type)?,
             tied_embeddings: config
@@ -518,9 +521,10 @@ fn known_model_type(config: &Map<String, Value>) -> Result<&str, ShapeError> {
 /// Source: vLLM, `_get_and_verify_max_len` in `vllm/config/model.py`: factors of rotary embeddings apply, except
 /// those of kinds whose `max_position_embeddings` has them already; YaRN's applies to the original context.
 fn context(config: &Map<String, Value>, model_type: &str) -> Result<u32, ShapeError> {
-    let stated = match model_type {
-        "gemma3_text" => optional(config, "max_position_embeddings")?.unwrap_or(131_072),
-        _ => number(config, "max_position_embeddings")?,
+    let stated = if model_type == "gemma3_text" {
+        optional(config, "max_position_embeddings")?.unwrap_or(131_072)
+    } else {
+        number(config, "max_position_embeddings")?
     };
     let named = ["rope_scaling", "rope_parameters"];
     let scaling = named

@@ -1,20 +1,35 @@
-"""The engine model's steps against those of vLLM's own scheduler.
+"""The engine model's steps against those of vLLM's own schedulers.
 
-Random workloads go through vLLM's `Scheduler`. Each step is written down: which requests were
-scheduled, in which order, with how many tokens computed before and now, which were preempted, which
-finished and how, and the state of queues and blocks after it. The file with all of that is kept:
-the engine replays it in `cargo test` (`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is
-needed. The test here checks that the vLLM that is installed still does what the file says;
-`SLIPSTREAM_WRITE_STEPS=1` writes the file anew.
+Random workloads go through vLLM's `Scheduler` and `AsyncScheduler`. Each step is written down: which
+requests were scheduled, in which order, with how many tokens computed before and now, which were
+preempted, which finished and how, and the state of queues and blocks after it. The file with all of
+that is kept: the engine replays it in `cargo test` (`vllm::steps_are_those_of_vllms_scheduler`),
+where no vLLM is needed. The test here checks that the vLLM that is installed still does what the file
+says; `SLIPSTREAM_WRITE_STEPS=1` writes the file anew.
 
-`STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, and `STEPS_OUT` where
-they are written: `SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
+A step's text has five parts, separated by `|`:
+
+- the requests scheduled: those of the step that begins, and with `AsyncScheduler` after a `;` those
+  of the step after it. `ID` alone computes one token behind those of its last step, `ID:BEFORE+NOW`
+  anything else. Of two plans, the first lists only requests that the second did not preempt;
+- the requests preempted;
+- the requests that ended: id, `S` (stop) or `L` (length), output tokens;
+- running and waiting requests, free blocks, distinct cached blocks;
+- the order of both queues, the blocks of each running request, and the events of the KV cache: of
+  each hash its number in order of appearance and that of its parent (`+3<2`), or its removal (`-3`).
+  Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
+
+`STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, `STEPS_SIZE` how many
+times the requests, and `STEPS_OUT` where they are written:
+`SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
 """
 
+import functools
 import json
 import os
 import random
 import tempfile
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +39,17 @@ from rig import MODEL
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -41,13 +59,25 @@ from vllm.v1.structured_output import StructuredOutputManager
 KEPT = Path(__file__).parents[2] / "crates/engine/tests/it/vllm_steps.jsonl"
 """A workload per line, with what vLLM did."""
 
-SEED, COUNT = 7, 40
+SEED, COUNT = 7, 44
 """Of the workloads in the file."""
 
 WORD, EOS = 1000, 7
 """The one word of every answer, so that prompts can repeat answers, and the token that ends one."""
 
-FAMILIES = ("plain", "shared", "tight", "priority", "storm", "ends", "whole", "uncached")
+FAMILIES = (
+    "plain",
+    "shared",
+    "tight",
+    "priority",
+    "storm",
+    "ends",
+    "whole",
+    "uncached",
+    "same",
+    "long",
+    "eager",
+)
 
 Run = list[int]
 """Tokens of a prompt: the first, how many, and how much each is above the one before."""
@@ -58,20 +88,69 @@ def spell(runs: list[Run]) -> list[int]:
     return [first + i * step for first, count, step in runs for i in range(count)]
 
 
+@functools.cache
+def model_of(max_model_len: int) -> ModelConfig:
+    """Make a model of which only the lengths matter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        return ModelConfig(
+            model=folder,
+            tokenizer=None,
+            skip_tokenizer_init=True,
+            max_model_len=max_model_len,
+        )
+
+
+class Cache:
+    """The events of the KV cache, with numbers for hashes, and without copies of a block."""
+
+    def __init__(self) -> None:
+        self._copies: Counter[Any] = Counter()
+        self._numbers: dict[Any, int] = {}
+        self._text: list[str] = []
+
+    def publish(self, batch: Any) -> None:
+        """Take events in, as the scheduler's publisher."""
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                parent = event.parent_block_hash
+                for block in event.block_hashes:
+                    self._copies[block] += 1
+                    if self._copies[block] == 1:
+                        number = self._numbers.setdefault(block, len(self._numbers))
+                        above = "" if parent is None else self._numbers[parent]
+                        self._text.append(f"+{number}<{above}")
+                    parent = block
+            elif isinstance(event, BlockRemoved):
+                for block in event.block_hashes:
+                    self._copies[block] -= 1
+                    if self._copies[block] == 0:
+                        self._text.append(f"-{self._numbers[block]}")
+            else:
+                raise TypeError(event)
+
+    def take(self) -> str:
+        """Return what happened since the last call."""
+        text = " ".join(self._text)
+        self._text.clear()
+        return text
+
+
+def checksum(text: str) -> str:
+    """Hash a text with FNV-1a, 32 bits."""
+    value = 0x811C9DC5
+    for byte in text.encode():
+        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return f"#{value:08x}"
+
+
 class Engine:
-    """vLLM's scheduler with nothing behind it, and what it did in each step."""
+    """One of vLLM's schedulers with nothing behind it, and what it did in each step."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.natural = config["natural"]
+        self.is_async = config["async"]
         init_none_hash(sha256_cbor)
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(MODEL))
-            model = ModelConfig(
-                model=folder,
-                tokenizer=None,
-                skip_tokenizer_init=True,
-                max_model_len=config["max_model_len"],
-            )
         cache = CacheConfig(
             block_size=config["block_size"],
             enable_prefix_caching=config["caching"],
@@ -80,19 +159,25 @@ class Engine:
         # Block 0 is vLLM's null block, which is never allocated.
         cache.num_gpu_blocks = config["num_gpu_blocks"] + 1
         vllm = VllmConfig(
-            model_config=model,
+            model_config=model_of(config["max_model_len"]),
             cache_config=cache,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=config["max_num_seqs"],
+                max_num_active_seqs=config["max_num_active_seqs"],
                 max_num_batched_tokens=config["max_num_batched_tokens"],
+                max_num_scheduled_tokens=config["max_num_scheduled_tokens"],
                 max_model_len=config["max_model_len"],
                 is_encoder_decoder=False,
                 enable_chunked_prefill=config["chunked"],
-                async_scheduling=False,
+                long_prefill_token_threshold=config["long_prefill"],
+                long_prefill_token_threshold_adaptive=config["adaptive"],
+                scheduler_reserve_full_isl=config["reserve_full"],
+                async_scheduling=config["async"],
                 policy=config["policy"],
             ),
             device_config=DeviceConfig("cpu"),
             parallel_config=ParallelConfig(),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         size = config["block_size"]
         spec = FullAttentionSpec(block_size=size, num_kv_heads=4, head_size=16, dtype=torch.float16)
@@ -102,7 +187,7 @@ class Engine:
             kv_cache_groups=[KVCacheGroupSpec(["0"], spec)],
         )
         self._hasher = get_request_block_hasher(size, sha256_cbor)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if config["async"] else Scheduler)(
             vllm_config=vllm,
             kv_cache_config=layout,
             structured_output_manager=StructuredOutputManager(vllm),
@@ -110,6 +195,9 @@ class Engine:
             hash_block_size=size,
             log_stats=False,
         )
+        self._events = Cache()
+        self.scheduler.kv_event_publisher = self._events
+        self._queue: deque[tuple[Any, set[str]]] = deque()
         self._last: dict[str, int] = {}
         self._arrivals = 0
 
@@ -145,68 +233,119 @@ class Engine:
         return EOS if ends and not request.sampling_params.ignore_eos else WORD
 
     def step(self, abort: int | None = None) -> str | None:
-        """Run a step, in whose middle a request may be aborted; what happened, or nothing."""
+        """Run a step, in whose middle a request may be aborted; what happened, or nothing.
+
+        As `EngineCore.step` does, and with asynchronous scheduling `step_with_batch_queue`: a step is
+        scheduled while there are fewer than two, then the oldest one's tokens arrive.
+        """
+        plans: list[list[tuple[str, int, int]]] = []
+        preempted: set[str] = set()
+        ended: list[str] = []
+        depth = 2 if self.is_async else 1
+        while True:
+            if self.scheduler.has_requests():
+                plan = self.scheduler.schedule()
+                preempted |= plan.preempted_req_ids or set()
+                requests = self.scheduler.requests
+                counts = plan.num_scheduled_tokens
+                # The scheduler counts a step's tokens as computed when it has planned it.
+                plans.append(
+                    [(name, requests[name].num_computed_tokens - n, n) for name, n in counts.items()]
+                )
+                sampled = {name for name in counts if not requests[name].is_prefill_chunk}
+                self._queue.appendleft((plan, sampled))
+                if len(self._queue) < depth and (counts or self.scheduler.has_requests()):
+                    continue
+            elif not self._queue:
+                assert not preempted, "a preempted request left the step empty"
+                return None
+            plan, sampled = self._queue.pop()
+            if abort is not None and plan.num_scheduled_tokens:
+                self.abort(abort)
+            ended += self._finish(plan, sampled)
+            if plan.num_scheduled_tokens:
+                break
+        return "|".join(
+            (
+                self._scheduled(plans, preempted),
+                " ".join(map(str, sorted(int(name) for name in preempted))),
+                " ".join(ended),
+                *self._state(),
+            )
+        )
+
+    def _scheduled(self, plans: list[list[tuple[str, int, int]]], preempted: set[str]) -> str:
+        texts = []
+        for place, plan in enumerate(plans):
+            last = place + 1 == len(plans)
+            names = []
+            for name, before, count in plan:
+                plain = count == 1 and self._last.get(name) == before
+                if last or name not in preempted:
+                    names.append(name if plain else f"{name}:{before}+{count}")
+                    self._last[name] = before + count
+            if plan:
+                texts.append(" ".join(names))
+        return ";".join(texts)
+
+    def _finish(self, plan: Any, sampled: set[str]) -> list[str]:
+        """Apply the tokens of a step; the requests that they ended."""
         requests = self.scheduler.requests
-        plan = self.scheduler.schedule()
-        if not plan.num_scheduled_tokens:
-            assert not plan.preempted_req_ids, "a preempted request left the step empty"
-            return None
-        scheduled = []
-        for name, count in plan.num_scheduled_tokens.items():
-            # The scheduler counts a step's tokens as computed when it has planned it.
-            before = requests[name].num_computed_tokens - count
-            plain = count == 1 and self._last.get(name) == before
-            self._last[name] = before + count
-            scheduled.append(name if plain else f"{name}:{before}+{count}")
-        preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
         names = list(plan.num_scheduled_tokens)
+        alive = {name: requests[name] for name in names if name in requests}
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=[
-                [self.word(requests[name])]
-                if requests[name].num_computed_tokens >= requests[name].num_tokens
-                else []
+                ([self.word(alive[name])] if name in alive else [WORD]) if name in sampled else []
                 for name in names
             ],
         )
-        if abort is not None:
-            self.abort(abort)
-        alive = {name: requests[name] for name in names if name in requests}
-        outputs = self.scheduler.update_from_output(plan, output)
         ended = []
-        for of_client in outputs.values():
+        for of_client in self.scheduler.update_from_output(plan, output).values():
             for each in of_client.outputs:
                 if each.finish_reason is not None:
                     request = alive[each.request_id]
                     reason = {"stop": "S", "length": "L"}[str(each.finish_reason)]
                     ended.append(f"{each.request_id}:{reason}{request.num_output_tokens}")
-        pool = self.scheduler.kv_cache_manager.block_pool
-        state = (
-            len(self.scheduler.running),
-            len(self.scheduler.waiting),
+        return sorted(ended)
+
+    def _state(self) -> tuple[str, str]:
+        manager = self.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
+        numbers = (
+            len(running),
+            len(waiting),
             pool.get_num_free_blocks(),
             len(pool.cached_block_hash_to_block._cache),
         )
-        return "|".join(
+        blocks = ((r.request_id, len(manager.get_block_ids(r.request_id)[0])) for r in running)
+        whole = ";".join(
             (
-                " ".join(scheduled),
-                " ".join(map(str, preempted)),
-                " ".join(ended),
-                " ".join(map(str, state)),
+                " ".join(f"{name}/{count}" for name, count in blocks),
+                " ".join(r.request_id for r in waiting),
+                self._events.take(),
             )
+        )
+        return (
+            " ".join(map(str, numbers)),
+            whole if os.environ.get("STEPS_FULL") else checksum(whole),
         )
 
 
-def workload(seed: int, index: int) -> dict[str, Any]:
+def workload(seed: int, index: int, times: int) -> dict[str, Any]:
     """Make a workload and run it through vLLM."""
     rng = random.Random(seed * 1_000_003 + index)
     family = FAMILIES[index % len(FAMILIES)]
-    size = rng.choice([4, 8, 16])
-    by_priority = family in ("priority", "storm") or (family == "ends" and rng.random() < 0.5)
+    size = rng.choice([4, 8, 16, 16, 32, 64])
+    by_priority = family in ("priority", "storm") or (
+        family in ("ends", "same", "long", "eager") and rng.random() < 0.5
+    )
     length = rng.choice([8, 12, 20]) * size
     # From a pool that one sequence fills up to one that is never full.
-    share = {"plain": 6.0, "tight": 1.2, "priority": 1.6, "storm": 1.2}.get(family, 2.0)
+    shares = {"plain": 6.0, "tight": 1.2, "priority": 1.6, "storm": 1.2, "eager": 1.4}
+    share = shares.get(family, 2.0)
     config = {
         "block_size": size,
         "num_gpu_blocks": max(int(length / size * share), length // size),
@@ -217,14 +356,29 @@ def workload(seed: int, index: int) -> dict[str, Any]:
         "chunked": family != "whole",
         "policy": "priority" if by_priority else "fcfs",
         "natural": rng.randrange(3, 40),
+        "async": index // len(FAMILIES) % 2 == 1,
+        "long_prefill": 0,
+        "adaptive": False,
+        "max_num_active_seqs": None,
+        "max_num_scheduled_tokens": None,
+        "reserve_full": family != "eager",
     }
-    if family == "whole":
+    if family == "long" or (family in ("eager", "same") and rng.random() < 0.4):
+        config["long_prefill"] = min(rng.choice([5, size, 2 * size, 40]), length)
+        config["adaptive"] = rng.random() < 0.3
+        config["chunked"] = rng.random() < 0.8
+    if rng.random() < 0.2:
+        config["max_num_active_seqs"] = rng.randrange(1, config["max_num_seqs"] + 1)
+    if rng.random() < 0.2:
+        config["max_num_scheduled_tokens"] = rng.choice([5, 20, 32])
+    if not config["chunked"]:
         config["max_num_batched_tokens"] = length
+        config["max_num_scheduled_tokens"] = None
     engine = Engine(config)
     live: list[int] = []
     talks: list[list[Run]] = []
     events: list[list[Any]] = []
-    made, requests = 0, rng.randrange(10, 24)
+    made, requests = 0, rng.randrange(10, 24) * times
     gap = rng.choice([0.15, 0.4, 0.8])
     idle = 0
     while idle < 2:
@@ -237,6 +391,8 @@ def workload(seed: int, index: int) -> dict[str, Any]:
                 prompt = [[100 * rng.randrange(3), size * rng.randrange(1, 5), 1], own]
             if len(spell(prompt)) >= length:
                 prompt = [own]
+            if family == "same" and talks and rng.random() < 0.7:
+                prompt = talks[-1][:-1]
             request = {
                 "id": made,
                 "prompt": prompt,
@@ -272,9 +428,9 @@ def workload(seed: int, index: int) -> dict[str, Any]:
     return {"name": f"{family}-{seed}-{index}", **config, "events": events}
 
 
-def file_of(seed: int, count: int) -> str:
+def file_of(seed: int, count: int, times: int = 1) -> str:
     """Run workloads; what they did, a line each."""
-    lines = (workload(seed, index) for index in range(count))
+    lines = (workload(seed, index, times) for index in range(count))
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
@@ -299,5 +455,6 @@ def test_the_workloads_kept_are_hard_enough() -> None:
 
 @pytest.mark.skipif("STEPS_OUT" not in os.environ, reason="STEPS_OUT names no file")
 def test_other_workloads_are_written() -> None:
-    seed, count = (int(os.environ.get(f"STEPS_{n}", d)) for n, d in (("SEED", 1), ("COUNT", 100)))
-    Path(os.environ["STEPS_OUT"]).write_text(file_of(seed, count))
+    defaults = {"SEED": 1, "COUNT": 100, "SIZE": 2}
+    chosen = (int(os.environ.get(f"STEPS_{name}", value)) for name, value in defaults.items())
+    Path(os.environ["STEPS_OUT"]).write_text(file_of(*chosen))

@@ -37,8 +37,19 @@ pub use jump::DecodeRun;
 pub struct Engine {
     rank: RankId,
     block_size: u32,
-    max_num_seqs: u32,
+    /// Limit of running sequences: `max_num_active_seqs`, or `max_num_seqs`.
+    max_running: u32,
     max_num_batched_tokens: u32,
+    /// Budget of a pass: the smaller of `max_num_scheduled_tokens` and `max_num_batched_tokens`.
+    budget: u32,
+    /// Limit of a sequence's tokens in a pass while there are others; `u32::MAX` without one.
+    long_prefill: u32,
+    /// `long_prefill` is at least a fair share of the pass.
+    long_prefill_adaptive: bool,
+    /// A sequence is admitted if all of it fits, not its first chunk alone.
+    reserves_full: bool,
+    /// Each pass is scheduled when the one before it begins.
+    ahead: bool,
     /// As configured; `max_len` is what can be held of it.
     max_model_len: u32,
     max_len: u32,
@@ -66,6 +77,10 @@ pub struct Engine {
     handovers: Handovers,
 
     pass: Option<Pass>,
+    /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
+    next: Option<Plan>,
+    /// Slots of sequences that were preempted while the pass under way computes a token for them.
+    overtaken: Vec<u32>,
     /// When sequences joined the waiting queue since the pass under way began.
     arrived: Vec<SimTime>,
     /// What happened to the cache since the last delta.
@@ -135,10 +150,15 @@ struct Running {
     len: u32,
     /// `len` at which it ends.
     end_len: u32,
+    /// `len` at which it ends whatever its tokens are, which the scheduler knows in advance.
+    limit_len: u32,
     /// Tokens that its blocks can hold.
     capacity: u32,
-    /// Tokens of it in the pass under way; 0 if it is not in it.
+    /// Tokens of it in the pass under way, or between two passes in the one that is scheduled
+    /// already; 0 if it is not in it.
     scheduled: u32,
+    /// Tokens of it in the pass after the one under way, if that is scheduled already.
+    ahead: u32,
     /// Caught up with its last token since it was admitted: each pass adds one.
     decoding: bool,
     natural_end: bool,
@@ -146,6 +166,34 @@ struct Running {
     stops: bool,
     /// Left (finished or aborted) while a pass is under way; removed at its end.
     gone: bool,
+}
+
+impl Running {
+    /// Tokens computed before the pass that is being scheduled.
+    #[inline]
+    fn before<const AHEAD: bool>(&self) -> u32 {
+        if AHEAD {
+            self.computed + self.scheduled
+        } else {
+            self.computed
+        }
+    }
+
+    /// True if the pass under way computes its last known token, and so gives it another.
+    #[inline]
+    fn gets_token(&self) -> bool {
+        self.computed + self.scheduled == self.len
+    }
+
+    /// Tokens of it in the pass that is being scheduled.
+    #[inline]
+    fn planned<const AHEAD: bool>(&mut self) -> &mut u32 {
+        if AHEAD {
+            &mut self.ahead
+        } else {
+            &mut self.scheduled
+        }
+    }
 }
 
 /// The pass under way.
@@ -162,6 +210,8 @@ struct Pass {
 #[derive(Default)]
 struct Plan {
     budget: u32,
+    /// Most tokens of one sequence.
+    most: u32,
     load: StepLoad,
     chunks: Sums,
     contexts: Sums,
@@ -203,6 +253,14 @@ impl Engine {
                 return Err(EngineError::Zero { key });
             }
         }
+        for (key, value) in [
+            ("max_num_active_seqs", config.max_num_active_seqs),
+            ("max_num_scheduled_tokens", config.max_num_scheduled_tokens),
+        ] {
+            if value == Some(0) {
+                return Err(EngineError::Zero { key });
+            }
+        }
         // So that no count of tokens or blocks leaves its type.
         for (key, value, max) in [
             ("block_size", config.block_size, 1 << 16),
@@ -220,14 +278,27 @@ impl Engine {
         // lower max_model_len by itself (`--max-model-len auto`), which is what happens here.
         let cache_tokens = u64::from(config.num_gpu_blocks) * u64::from(config.block_size);
         let mut max_len = u64::from(config.max_model_len).min(cache_tokens) as u32;
+        let budget = config
+            .max_num_scheduled_tokens
+            .unwrap_or(u32::MAX)
+            .min(config.max_num_batched_tokens);
         if !config.enable_chunked_prefill {
-            max_len = max_len.min(config.max_num_batched_tokens);
+            max_len = max_len.min(budget);
         }
+        let max_running = config.max_num_active_seqs.unwrap_or(u32::MAX);
         Ok(Engine {
             rank,
             block_size: config.block_size,
-            max_num_seqs: config.max_num_seqs,
+            max_running: max_running.min(config.max_num_seqs),
             max_num_batched_tokens: config.max_num_batched_tokens,
+            budget,
+            long_prefill: match config.long_prefill_token_threshold {
+                0 => u32::MAX,
+                most => most,
+            },
+            long_prefill_adaptive: config.long_prefill_token_threshold_adaptive,
+            reserves_full: config.scheduler_reserve_full_isl,
+            ahead: config.async_scheduling,
             max_model_len: config.max_model_len,
             max_len,
             caching: config.enable_prefix_caching,
@@ -248,6 +319,8 @@ impl Engine {
             spare_tables: Vec::new(),
             handovers: Handovers::default(),
             pass: None,
+            next: None,
+            overtaken: Vec::new(),
             arrived: Vec::new(),
             ops: Vec::new(),
             stored_blocks: None,
@@ -349,7 +422,7 @@ impl Engine {
         if prompt_tokens >= self.max_len {
             return Err(Refusal::Budget {
                 prompt_tokens,
-                max_num_batched_tokens: self.max_num_batched_tokens,
+                max_num_batched_tokens: self.budget,
             });
         }
         if self.by_id.contains_key(&request.id) {
@@ -371,6 +444,8 @@ impl Engine {
         self.stuck = None;
         self.handovers = Handovers::default();
         self.pass = None;
+        self.next = None;
+        self.overtaken.clear();
         self.arrived.clear();
         self.ops.clear();
         if let Some(stored) = &mut self.stored_blocks {
@@ -426,6 +501,7 @@ impl Engine {
         } else {
             let arrived = self.sequences[slot].arrived;
             self.leave_waiting(slot);
+            self.overtaken.retain(|&s| s != slot);
             if let Some(at) = self.arrived.iter().position(|&at| at == arrived) {
                 self.arrived.remove(at);
             }
@@ -434,46 +510,31 @@ impl Engine {
         true
     }
 
-    /// Schedules a pass that starts at `now`, and returns when it ends by the model; `None` if there
-    /// is nothing to do. [`finish_pass`](Engine::finish_pass) comes before the next one.
+    /// Begins a pass at `now`, and returns when it ends by the model; `None` if there is nothing to
+    /// do. [`finish_pass`](Engine::finish_pass) comes before the next one.
     ///
     /// Running sequences go first, in the order of their admission, then waiting ones, all within
     /// one budget of `max_num_batched_tokens`. A running sequence that finds no free block preempts
     /// the youngest running one (by priority: the lowest, which may be itself; the running ones
     /// behind it are still scheduled). A pass that preempted admits nobody.
     ///
-    /// Source: vLLM 0.33, `Scheduler.schedule` in `vllm/v1/core/sched/scheduler.py`.
+    /// With `async_scheduling`, the pass that begins was scheduled when the one before it began, and
+    /// the one after it is scheduled now: without the tokens of the one that begins. An engine that
+    /// had nothing to do schedules both.
+    ///
+    /// Source: vLLM 0.33, `Scheduler.schedule` in `vllm/v1/core/sched/scheduler.py`,
+    /// `vllm/v1/core/sched/async_scheduler.py`, and `EngineCore.step_with_batch_queue`.
     ///
     /// # Panics
     /// If a pass is under way.
     pub fn begin_pass(&mut self, now: SimTime) -> Option<SimTime> {
         assert!(self.pass.is_none(), "finish_pass() comes first");
-        if self.is_idle() {
-            return None;
-        }
-        let plan = loop {
-            let mut plan = Plan {
-                budget: self.max_num_batched_tokens,
-                ..Plan::default()
-            };
-            self.schedule_running(&mut plan);
-            if !plan.preempted {
-                self.admit_waiting(now, &mut plan);
-            }
-            if !plan.load.is_empty() {
-                break plan;
-            }
-            if !plan.preempted && self.hands_over() {
-                // Blocks are held for others, or wait to be filled: nothing can run before.
-                return None;
-            }
-            // A lone sequence fits an empty cache, as add() checked, so the last one that ran can
-            // only have preempted itself because blocks are held for other engines. vLLM runs an
-            // empty step then and schedules again; that takes no time here.
-            assert!(plan.preempted && self.hands_over());
+        let plan = match self.next.take() {
+            Some(plan) => plan,
+            None => self.plan_first(now)?,
         };
         let tokens = plan.load.tokens();
-        assert!(tokens <= u64::from(self.max_num_batched_tokens));
+        assert!(tokens <= u64::from(self.budget));
         let end = now + self.timing.step_ns(&plan.load);
         self.note_range(&plan.load);
         self.pass = Some(Pass {
@@ -484,7 +545,60 @@ impl Engine {
             contexts: plan.contexts,
         });
         self.passes += 1;
+        if self.ahead {
+            let next = self.plan::<true>(now);
+            self.next = (!next.load.is_empty()).then_some(next);
+        }
         Some(end)
+    }
+
+    /// Schedules a pass that begins at once; `None` if there is nothing to do.
+    fn plan_first(&mut self, now: SimTime) -> Option<Plan> {
+        if self.by_id.is_empty() {
+            return None;
+        }
+        loop {
+            let plan = self.plan::<false>(now);
+            if !plan.load.is_empty() {
+                return Some(plan);
+            }
+            if !plan.preempted && self.hands_over() {
+                // Blocks are held for others, or wait to be filled: nothing can run before.
+                return None;
+            }
+            // A lone sequence fits an empty cache, as add() checked, so the last one that ran can
+            // only have preempted itself because blocks are held for other engines. vLLM runs an
+            // empty step then and schedules again; that takes no time here.
+            assert!(plan.preempted && self.hands_over());
+        }
+    }
+
+    /// Schedules a pass: one that begins now, or with `AHEAD` the one after that.
+    fn plan<const AHEAD: bool>(&mut self, now: SimTime) -> Plan {
+        let mut plan = Plan {
+            budget: self.budget,
+            most: self.most_of_one(),
+            ..Plan::default()
+        };
+        self.schedule_running::<AHEAD>(&mut plan);
+        if !plan.preempted {
+            self.admit_waiting::<AHEAD>(now, &mut plan);
+        }
+        plan
+    }
+
+    /// Most tokens that one sequence may have in a pass. A sequence that is alone starves no other.
+    fn most_of_one(&self) -> u32 {
+        let sequences = self.by_id.len() as u32;
+        if self.long_prefill == u32::MAX || sequences <= 1 {
+            return u32::MAX;
+        }
+        if self.long_prefill_adaptive {
+            self.long_prefill
+                .max(self.max_num_batched_tokens / sequences)
+        } else {
+            self.long_prefill
+        }
     }
 
     /// Counts a pass whose length the model of step times had to extrapolate.
@@ -495,30 +609,38 @@ impl Engine {
         }
     }
 
-    fn schedule_running(&mut self, plan: &mut Plan) {
+    fn schedule_running<const AHEAD: bool>(&mut self, plan: &mut Plan) {
         let mut at = 0;
         while at < self.running.len() && plan.budget > 0 {
             let r = &mut self.running[at];
-            let chunk = (r.len - r.computed).min(plan.budget);
-            let target = r.computed + chunk;
+            let before = r.before::<AHEAD>();
+            // The pass under way gives it a token that is not known yet.
+            let unknown = AHEAD && r.gets_token();
+            let len = r.len + u32::from(unknown);
+            if unknown && len == r.limit_len {
+                at += 1; // that token is its last
+                continue;
+            }
+            let chunk = (len - before).min(plan.budget).min(plan.most);
+            let target = before + chunk;
             // Below its capacity a sequence neither needs a block nor fills one.
             if target >= r.capacity {
-                if !self.make_room(&mut at, target, plan) {
+                if !self.make_room::<AHEAD>(&mut at, target, plan) {
                     // It left the queue, so `at` is already the one behind it. By priority that
                     // one outranks it, and may fit into the blocks that it freed.
                     continue;
                 }
                 let r = self.running[at];
-                self.grow(r.slot, r.computed, target);
+                self.grow(r.slot, target, target.min(r.len));
                 self.running[at].capacity = target.next_multiple_of(self.block_size);
             }
             let r = &mut self.running[at];
-            r.scheduled = chunk;
-            if r.decoding {
+            *r.planned::<AHEAD>() = chunk;
+            if r.decoding || unknown {
                 plan.load.add_decode(r.prompt_len, target);
                 plan.contexts.add(target);
             } else {
-                plan.load.add_prefill(r.computed, chunk);
+                plan.load.add_prefill(before, chunk);
                 plan.chunks.add(chunk);
             }
             plan.budget -= chunk;
@@ -528,7 +650,12 @@ impl Engine {
 
     /// Preempts until the running sequence `at` can have blocks for `target` tokens; false if it had
     /// to give way itself. `at` follows the sequence when one before it is taken out.
-    fn make_room(&mut self, at: &mut usize, target: u32, plan: &mut Plan) -> bool {
+    fn make_room<const AHEAD: bool>(
+        &mut self,
+        at: &mut usize,
+        target: u32,
+        plan: &mut Plan,
+    ) -> bool {
         let slot = self.running[*at].slot;
         loop {
             let held = self.sequences[slot].table.len();
@@ -542,11 +669,11 @@ impl Engine {
                     .max_by_key(|&i| self.sequences[self.running[i].slot].rank())
                     .expect("at least the sequence itself runs"),
             };
-            let r = self.running.remove(victim);
-            if r.scheduled > 0 {
-                plan.take_back(&r);
+            let mut r = self.running.remove(victim);
+            if *r.planned::<AHEAD>() > 0 {
+                plan.take_back::<AHEAD>(&mut r);
             }
-            self.preempt(&r);
+            self.preempt::<AHEAD>(&r);
             match victim.cmp(at) {
                 std::cmp::Ordering::Less => *at -= 1,
                 std::cmp::Ordering::Equal => return false,
@@ -557,7 +684,7 @@ impl Engine {
 
     /// Moves a sequence from running back to waiting; everything is computed again later, less what
     /// is still cached then.
-    fn preempt(&mut self, r: &Running) {
+    fn preempt<const AHEAD: bool>(&mut self, r: &Running) {
         let sequence = &mut self.sequences[r.slot];
         let prompt_blocks = sequence.request.prompt.blocks().len();
         let known = prompt_blocks + sequence.generated_blocks.len();
@@ -569,6 +696,11 @@ impl Engine {
         sequence.running = false;
         let table = std::mem::take(&mut sequence.table);
         let rank = sequence.rank();
+        // A prompt computed for another engine is of no use without its blocks: it is computed
+        // again, and its token too.
+        if AHEAD && r.gets_token() && sequence.part != Part::Prompt {
+            self.overtaken.push(r.slot);
+        }
         self.release(table);
         self.preemptions += 1;
         self.waiting.push_preempted(r.slot, rank);
@@ -579,9 +711,9 @@ impl Engine {
         }
     }
 
-    fn admit_waiting(&mut self, now: SimTime, plan: &mut Plan) {
-        self.admit_loaded(now, plan);
-        while plan.budget > 0 && (self.running.len() as u32) < self.max_num_seqs {
+    fn admit_waiting<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
+        self.admit_loaded::<AHEAD>(now, plan);
+        while plan.budget > 0 && (self.running.len() as u32) < self.max_running {
             let Some(slot) = self.waiting.first() else {
                 break;
             };
@@ -600,7 +732,7 @@ impl Engine {
             }
             let (computed, next_block) = self.find_hits(slot);
             let len = self.sequences[slot].tokens();
-            let left = len - computed;
+            let left = (len - computed).min(plan.most);
             if !self.chunked && left > plan.budget {
                 break;
             }
@@ -609,12 +741,20 @@ impl Engine {
             // The whole sequence must fit, not its first chunk alone (vLLM's
             // `scheduler_reserve_full_isl`, on by default). A hit block that nobody holds is among
             // the free ones, so holding it uses one up.
-            let new_blocks = len.div_ceil(self.block_size) - self.hits.blocks();
+            let fits = if self.reserves_full {
+                len
+            } else {
+                computed + chunk
+            };
+            let new_blocks = fits.div_ceil(self.block_size) - self.hits.blocks();
             if new_blocks + self.hits.free() > self.pool.free() {
-                self.note_stuck(slot, next_block);
+                // The need for a chunk depends on what is left of the budget, too.
+                if self.reserves_full {
+                    self.note_stuck(slot, next_block);
+                }
                 break;
             }
-            self.admit(now, slot, computed, chunk);
+            self.admit::<AHEAD>(now, slot, computed, chunk);
             plan.load.add_prefill(computed, chunk);
             plan.chunks.add(chunk);
             plan.budget -= chunk;
@@ -651,9 +791,10 @@ impl Engine {
         if !self.caching {
             return (0, None);
         }
-        let sequence = &self.sequences[slot];
         // At least one token must be computed, or there would be no logits to sample from.
-        let most = (sequence.tokens() - 1) / self.block_size;
+        let most = (self.sequences[slot].tokens() - 1) / self.block_size;
+        self.hash_generated(slot, most);
+        let sequence = &self.sequences[slot];
         let prompt_blocks = sequence.request.prompt.blocks();
         let mut left = most as usize;
         let mut next_block = None;
@@ -669,9 +810,30 @@ impl Engine {
         (self.hits.blocks() * self.block_size, next_block)
     }
 
+    /// Hashes the first `blocks` blocks of a waiting sequence, as far as they have no hash yet: if it
+    /// was preempted while a pass was under way, its blocks may have been full and not cached, and
+    /// the token of that pass may have filled one.
+    fn hash_generated(&mut self, slot: u32, blocks: u32) {
+        loop {
+            let sequence = &self.sequences[slot];
+            let prompt = &sequence.request.prompt;
+            let j = (prompt.blocks().len() + sequence.generated_blocks.len()) as u32;
+            if j >= blocks {
+                return;
+            }
+            let parent = *sequence
+                .generated_blocks
+                .last()
+                .or(prompt.blocks().last())
+                .unwrap_or(&prompt.root());
+            let hash = block_hash(sequence, j, parent, &self.output, &mut self.block_tokens);
+            self.sequences[slot].generated_blocks.push(hash);
+        }
+    }
+
     /// Moves the sequence to the running queue, with the blocks in `hits` and new ones for `chunk`
     /// tokens behind the `computed` ones.
-    fn admit(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
+    fn admit<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
         self.leave_waiting(slot);
         let table = self.spare_tables.pop().unwrap_or_default();
         let sequence = &mut self.sequences[slot];
@@ -687,7 +849,7 @@ impl Engine {
             }
         }
         let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
-        let r = Running {
+        let mut r = Running {
             id: sequence.request.id,
             seed: sequence.request.seed,
             slot,
@@ -695,34 +857,37 @@ impl Engine {
             computed,
             len,
             end_len: prompt_len + sequence.end_outputs,
+            limit_len: limit_len(sequence, self.max_len),
             capacity: (computed + chunk).next_multiple_of(self.block_size),
-            scheduled: chunk,
+            scheduled: 0,
+            ahead: 0,
             decoding: false,
             natural_end: sequence.natural_end,
             stops: !sequence.request.params.stop_token_ids.is_empty(),
             gone: false,
         };
-        self.grow(slot, computed, computed + chunk);
+        *r.planned::<AHEAD>() = chunk;
+        self.grow(slot, computed + chunk, computed + chunk);
         self.running.push(r);
     }
 
     /// Gives a sequence blocks for `target` tokens, of which there are enough, and caches those that
-    /// are full with them. Blocks are cached when they are scheduled, not when they are computed,
-    /// so that the next sequence of the same pass hits them, as in vLLM.
-    fn grow(&mut self, slot: u32, computed: u32, target: u32) {
+    /// are full with its `known` ones. Blocks are cached when they are scheduled, not when they are
+    /// computed, so that the next sequence of the same pass hits them, as in vLLM.
+    fn grow(&mut self, slot: u32, target: u32, known: u32) {
         let sequence = &mut self.sequences[slot];
         let table = &mut sequence.table;
         let missing = target.div_ceil(self.block_size) - table.len();
         self.pool.allocate(missing, table, &mut self.ops);
-        self.cache_full(slot, computed, target);
+        self.cache_full(slot, known);
     }
 
-    /// Caches the blocks that are full with `target` tokens and were not with `computed` ones.
-    fn cache_full(&mut self, slot: u32, computed: u32, target: u32) {
+    /// Caches the blocks that are full with `target` tokens and are not cached yet.
+    fn cache_full(&mut self, slot: u32, target: u32) {
         if !self.caching {
             return;
         }
-        let full = computed / self.block_size..target / self.block_size;
+        let full = self.sequences[slot].table.cached()..target / self.block_size;
         if full.is_empty() {
             return;
         }
@@ -807,11 +972,17 @@ impl Engine {
                 gone += 1;
                 continue;
             }
-            r.computed += std::mem::take(&mut r.scheduled);
+            r.computed += std::mem::replace(&mut r.scheduled, std::mem::take(&mut r.ahead));
             // A part of its prompt; or it was not in the pass.
             if r.computed < r.len {
                 continue;
             }
+            // If it is in the pass that comes next, that has cached its blocks.
+            if self.ahead && r.scheduled == 0 {
+                let (slot, computed) = (r.slot, r.computed);
+                self.cache_full(slot, computed);
+            }
+            let r = &mut self.running[at];
             let position = r.len - r.prompt_len;
             r.len += 1;
             r.decoding = true;
@@ -831,13 +1002,7 @@ impl Engine {
             }
             if position == 0 {
                 let (r, sequence) = (*r, &self.sequences[r.slot]);
-                out.first.push(FirstToken {
-                    id: r.id,
-                    cached_tokens: sequence.cached_tokens,
-                    arrived: sequence.arrived,
-                    admitted: sequence.admitted.expect("it runs"),
-                    first_pass_start: pass.start,
-                });
+                out.first.push(first_token(r.id, sequence, pass.start));
             }
             if ends || stops {
                 gone += 1;
@@ -848,6 +1013,9 @@ impl Engine {
                 };
                 self.finish(at, reason, out);
             }
+        }
+        while let Some(slot) = self.overtaken.pop() {
+            self.deliver_overtaken(slot, pass.start, out);
         }
         // One token per sequence: nothing is drafted.
         out.sequence_count = out.token_count;
@@ -879,6 +1047,53 @@ impl Engine {
             self.handovers.held.insert(r.id, table);
         }
         self.remove(r.slot);
+    }
+
+    /// Gives a sequence that was preempted during the pass the token that the pass computed, which
+    /// may end it.
+    fn deliver_overtaken(&mut self, slot: u32, start: SimTime, out: &mut PassOutput) {
+        let before = self.sequences[slot].tokens();
+        let sequence = &mut self.sequences[slot];
+        let (id, position) = (sequence.request.id, sequence.outputs);
+        sequence.outputs += 1;
+        let ends = sequence.outputs == sequence.end_outputs;
+        let token = if ends && sequence.natural_end {
+            self.output.eos
+        } else {
+            self.output.token(sequence.request.seed, position)
+        };
+        out.token_count += 1;
+        if self.lists_tokens {
+            out.tokens.push(id, token);
+        }
+        let sequence = &self.sequences[slot];
+        if position == 0 {
+            out.first.push(first_token(id, sequence, start));
+            self.waiting_prefill.remove(before);
+        } else {
+            self.waiting_decode.remove(before);
+        }
+        self.waiting_decode.add(before + 1);
+        if self.stuck.is_some_and(|s| s.slot == slot) {
+            self.stuck = None;
+        }
+        let stops = stops_at(sequence, position, token);
+        if ends || stops {
+            let reason = if stops || sequence.natural_end {
+                FinishReason::Stop
+            } else {
+                FinishReason::Length
+            };
+            let usage = Usage {
+                prompt_tokens: sequence.request.prompt.len(),
+                cached_tokens: sequence.cached_tokens,
+                output_tokens: sequence.outputs,
+                preemptions: sequence.preemptions,
+            };
+            out.finished.push(Finished { id, reason, usage });
+            self.leave_waiting(slot);
+            self.remove(slot);
+        }
     }
 
     fn report(&mut self, pass: &Pass, fpm: &mut ForwardPassMetrics) {
@@ -913,10 +1128,23 @@ impl Engine {
         self.pass.is_some()
     }
 
-    /// True if no sequence is running or waiting. (A pass may still be under way, if all its
-    /// sequences were aborted.)
+    /// True if no sequence is running or waiting, and no pass is scheduled. (One may still be under
+    /// way, if all its sequences were aborted.)
     pub fn is_idle(&self) -> bool {
-        self.by_id.is_empty()
+        self.by_id.is_empty() && self.next.is_none()
+    }
+
+    /// Whether each pass is scheduled when the one before it begins (`async_scheduling`).
+    pub fn schedules_ahead(&self) -> bool {
+        self.ahead
+    }
+
+    /// Whether the budget of a pass may end before the sequences that decode do. Else each of them
+    /// gets a token in every pass from its first on, until it ends or is preempted.
+    pub fn may_leave_out(&self) -> bool {
+        // vLLM wants `max_num_batched_tokens` to be no less than `max_num_seqs`. A sequence that is
+        // in prefill still is the last that runs, unless its part of the budget is limited.
+        self.budget < self.max_running || self.long_prefill != u32::MAX
     }
 
     /// The engine's state in numbers; O(1).
@@ -1027,7 +1255,7 @@ impl Engine {
         let stats = self.stats();
         assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
         assert_eq!(running, stats.running);
-        assert!(running <= self.max_num_seqs);
+        assert!(running <= self.max_running);
         for r in self.running.iter().filter(|r| !r.gone) {
             let blocks = self.sequences[r.slot].table.len();
             assert_eq!(blocks * self.block_size, r.capacity);
@@ -1040,23 +1268,42 @@ impl Engine {
 
 impl Plan {
     /// Undoes the scheduling of a sequence.
-    fn take_back(&mut self, r: &Running) {
-        self.budget += r.scheduled;
-        let target = r.computed + r.scheduled;
-        if r.decoding {
+    fn take_back<const AHEAD: bool>(&mut self, r: &mut Running) {
+        let before = r.before::<AHEAD>();
+        let decodes = r.decoding || AHEAD && r.gets_token();
+        let chunk = std::mem::take(r.planned::<AHEAD>());
+        self.budget += chunk;
+        if decodes {
+            let target = before + chunk;
             self.load.decode_sequences -= 1;
             self.load.decode_context -= u64::from(target);
             self.load.decode_prompt -= u64::from(r.prompt_len);
             self.contexts.remove(target);
         } else {
             let mut part = StepLoad::default();
-            part.add_prefill(r.computed, r.scheduled);
+            part.add_prefill(before, chunk);
             self.load.prefill_tokens -= part.prefill_tokens;
             self.load.prefill_sequences -= 1;
             self.load.prefill_context -= part.prefill_context;
             self.load.prefill_attention -= part.prefill_attention;
-            self.chunks.remove(r.scheduled);
+            self.chunks.remove(chunk);
         }
+    }
+}
+
+/// Tokens of a sequence at which it ends whatever they are.
+fn limit_len(sequence: &Sequence, max_len: u32) -> u32 {
+    let prompt_len = sequence.request.prompt.len();
+    prompt_len + sequence.request.params.max_tokens.min(max_len - prompt_len)
+}
+
+fn first_token(id: RequestId, sequence: &Sequence, first_pass_start: SimTime) -> FirstToken {
+    FirstToken {
+        id,
+        cached_tokens: sequence.cached_tokens,
+        arrived: sequence.arrived,
+        admitted: sequence.admitted.expect("it was scheduled"),
+        first_pass_start,
     }
 }
 

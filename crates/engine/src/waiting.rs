@@ -52,6 +52,20 @@ impl Waiting {
         }
     }
 
+    /// All, in order. For tests.
+    pub(crate) fn slots(&self) -> Vec<u32> {
+        match &self.order {
+            Order::Fcfs { links, first, .. } => {
+                let next = |&slot: &u32| {
+                    let next = links[slot as usize].1;
+                    (next != NIL).then_some(next)
+                };
+                std::iter::successors((*first != NIL).then_some(*first), next).collect()
+            }
+            Order::Priority(set) => set.iter().map(|&(_, slot)| slot).collect(),
+        }
+    }
+
     /// Enters a new arrival.
     pub(crate) fn push(&mut self, slot: u32, rank: Rank) {
         self.len += 1;
@@ -141,6 +155,18 @@ impl Sums {
         self.count -= 1;
         self.tokens -= u64::from(tokens);
         self.squares -= u128::from(u64::from(tokens) * u64::from(tokens));
+    }
+
+    /// As it is once each count has grown by `more`.
+    pub(crate) fn grown(&self, more: u32) -> Sums {
+        let (n, more) = (u64::from(self.count), u64::from(more));
+        Sums {
+            count: self.count,
+            tokens: self.tokens + n * more,
+            squares: self.squares
+                + 2 * u128::from(more) * u128::from(self.tokens)
+                + u128::from(n) * u128::from(more * more),
+        }
     }
 
     /// Population variance.

@@ -1,6 +1,6 @@
 //! Steps of one rank for an engine: physics, and the residual at the step's own load.
 
-use crate::deployment::{Deployment, Framework};
+use crate::deployment::Deployment;
 use crate::physics::{Load, Physics};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
@@ -16,8 +16,12 @@ const OSL: f64 = 1024.0;
 pub struct StepModel {
     physics: Physics,
     residual: StepResidual,
-    /// Time from the arrival of a request at the server to the engine, and of its first token back, ns.
+    /// Time of a request outside of the engine's steps, up to its first token, ns.
     api_ns: f64,
+    /// Steps by which tokens are behind, those that an engine runs itself included.
+    lag_steps: f64,
+    /// Length of such a step, ns.
+    lag_step_ns: f64,
 }
 
 impl StepModel {
@@ -34,17 +38,15 @@ impl StepModel {
                 &profile.params,
             ),
             residual: Features::of(&d).of_steps(profile, d.parallel.attention_data),
-            api_ns: 0.0,
+            api_ns: own!(profile.params, d.framework, "api_ms") * 1e6,
+            lag_steps: own!(profile.params, d.framework, "lag_steps"),
+            lag_step_ns: 0.0,
         }
-        .with_api_of(d.framework, profile)
+        .with_lag_step()
     }
 
-    /// The lag of tokens behind steps counts with the time before the engine: a step of one sequence for
-    /// each step beyond the first, which the engine runs itself.
-    fn with_api_of(mut self, framework: Framework, profile: &Profile) -> StepModel {
-        let lag = own!(profile.params, framework, "lag_steps") - 1.0;
-        let step = self.ns(&Load::decode(1.0, ISL + OSL / 2.0, ISL));
-        self.api_ns = own!(profile.params, framework, "api_ms") * 1e6 + lag.max(0.0) * step;
+    fn with_lag_step(mut self) -> StepModel {
+        self.lag_step_ns = self.ns(&Load::decode(1.0, ISL + OSL / 2.0, ISL));
         self
     }
 
@@ -79,8 +81,11 @@ impl StepModel {
     }
 
     /// Time of a request outside of the engine's steps, up to its first token: HTTP, tokenizer, the hop to
-    /// the engine's process, and tokens that are one or more steps behind, ns.
-    pub fn api_ns(&self) -> f64 {
-        self.api_ns
+    /// the engine's process, and tokens that are one or more steps behind, ns. The lag counts as steps of
+    /// one sequence, less the `own_steps` that the engine runs itself: 1, or 2 if it schedules each step
+    /// while the one before it runs.
+    pub fn api_ns(&self, own_steps: u32) -> f64 {
+        let lag = (self.lag_steps - f64::from(own_steps)).max(0.0);
+        self.api_ns + lag * self.lag_step_ns
     }
 }

@@ -253,6 +253,9 @@ struct Gaps {
     started: u32,
     /// Whether tokens are processed one by one, because sequences are not in step.
     broken: bool,
+    /// Whether the sequence that was preempted last is missing from the next pass on: with
+    /// asynchronous scheduling the pass under way has it still.
+    breaks_next: bool,
     /// Time of the preemption; every sequence with a token then had its last one at this time.
     broke_at: SimTime,
     /// Whether every token is processed in any case.
@@ -268,6 +271,7 @@ impl Gaps {
             live: 0,
             started: 0,
             broken: false,
+            breaks_next: false,
             broke_at: SimTime::ZERO,
             always,
             of_class: vec![0; classes],
@@ -294,6 +298,7 @@ impl Node {
         each_token: bool,
         classes: usize,
     ) -> Node {
+        let each_token = each_token || engine.may_leave_out();
         engine.list_tokens(each_token);
         Node {
             engine,
@@ -326,8 +331,10 @@ impl Node {
             watch.used_blocks = stats.used_blocks;
             watch.preempted = (preemptions - self.preemptions) as u32;
         }
+        self.gaps.breaks_next = false;
         if preemptions != self.preemptions {
             self.preemptions = preemptions;
+            self.gaps.breaks_next = self.engine.schedules_ahead();
             if !self.gaps.broken {
                 self.gaps.broken = true;
                 self.gaps.broke_at = self.gaps.last_end;
@@ -422,8 +429,8 @@ impl Node {
                 flight.last = now;
             }
         } else {
-            // A pass whose budget ends before its decodes do would leave some out. vLLM wants
-            // `max_num_batched_tokens` to be no less than `max_num_seqs`, so that none does.
+            // A pass whose budget ends before its decodes do leaves some out: tokens are processed
+            // one by one then (`each_token`).
             debug_assert_eq!(going_on, gaps.live, "every sequence got a token");
             gaps.record(now.since(gaps.last_end), going_on, totals);
             if let (Some(watch), 1..) = (&mut self.watch, going_on) {
@@ -442,7 +449,7 @@ impl Node {
         gaps.started -= out.finished.len() as u32;
         gaps.last_end = now;
         gaps.live = out.sequence_count - out.finished.len() as u32;
-        if gaps.broken && gaps.started == gaps.live {
+        if gaps.broken && !gaps.breaks_next && gaps.started == gaps.live {
             gaps.broken = false;
             self.engine.list_tokens(gaps.always);
         }

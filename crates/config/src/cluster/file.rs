@@ -89,24 +89,20 @@ const ELSEWHERE: &[&str] = &["prices", "power"];
 
 /// Settings of vLLM that the engine does not model.
 const NOT_MODELLED: &[(&str, &str)] = &[
-    (
-        "async_scheduling",
-        "is not modelled: steps are scheduled as by vLLM's synchronous scheduler, in which a request that \
-         ends frees its slot and blocks one step earlier",
-    ),
-    (
-        "long_prefill_token_threshold",
-        "is not modelled: a long prompt takes what is left of the step's budget",
-    ),
     ("max_num_partial_prefills", "is not modelled"),
     ("max_long_partial_prefills", "is not modelled"),
-    ("max_num_active_seqs", "is not modelled"),
     (
-        "max_num_scheduled_tokens",
-        "is not modelled: `max_num_batched_tokens` limits a step",
+        "prefill_schedule_interval",
+        "is not modelled: every step may prefill, vLLM's default",
     ),
-    ("prefill_schedule_interval", "is not modelled"),
-    ("scheduler_reserve_full_isl", "is not modelled"),
+    (
+        "watermark",
+        "is not modelled: a request is admitted if its blocks are free, vLLM's default",
+    ),
+    (
+        "scheduler_cls",
+        "is not modelled: `async_scheduling` chooses between vLLM's two schedulers",
+    ),
     (
         "speculative_config",
         "is not modelled: every step gives one token per sequence",
@@ -731,6 +727,43 @@ fn read_engine(
             format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
         );
     }
+    let long_prefill_token_threshold: u32 = t
+        .get("long_prefill_token_threshold")
+        .or(default.long_prefill_token_threshold);
+    if long_prefill_token_threshold > max_model_len {
+        t.error(
+            "long_prefill_token_threshold",
+            format!(
+                "`long_prefill_token_threshold` is {long_prefill_token_threshold}, but `max_model_len` \
+                 is {max_model_len}"
+            ),
+            format!("set it to {max_model_len} or less; 0 is no limit"),
+        );
+    }
+    let max_num_active_seqs = t.get("max_num_active_seqs").within(1..=65_536).optional();
+    if max_num_active_seqs.is_some_and(|most| most > max_num_seqs) {
+        t.error(
+            "max_num_active_seqs",
+            format!("`max_num_active_seqs` is more than `max_num_seqs`, {max_num_seqs}"),
+            format!("set it to {max_num_seqs} or less"),
+        );
+    }
+    let max_num_scheduled_tokens = t
+        .get("max_num_scheduled_tokens")
+        .within(1..=1 << 24)
+        .optional();
+    // As for `max_num_batched_tokens` above: without chunking, a pass must hold a whole prompt.
+    if !enable_chunked_prefill && max_num_scheduled_tokens.is_some_and(|most| most < max_model_len)
+    {
+        t.error(
+            "max_num_scheduled_tokens",
+            format!(
+                "`max_num_scheduled_tokens` is less than `max_model_len`, {max_model_len}, and chunked \
+                 prefill is off: longer prompts can never run"
+            ),
+            format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
+        );
+    }
     EngineConfig {
         block_size,
         num_gpu_blocks,
@@ -744,6 +777,16 @@ fn read_engine(
         scheduling_policy: t
             .choice("scheduling_policy", SCHEDULING)
             .or(default.scheduling_policy),
+        async_scheduling: t.get("async_scheduling").or(default.async_scheduling),
+        long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive: t
+            .get("long_prefill_token_threshold_adaptive")
+            .or(default.long_prefill_token_threshold_adaptive),
+        max_num_active_seqs,
+        max_num_scheduled_tokens,
+        scheduler_reserve_full_isl: t
+            .get("scheduler_reserve_full_isl")
+            .or(default.scheduler_reserve_full_isl),
         tensor_parallel_size,
         data_parallel_size,
         enable_expert_parallel,
@@ -1495,6 +1538,20 @@ mod tests {
             &["chunked prefill is off"],
         );
         check_refused(
+            "[engine]\nmax_num_seqs = 64\nmax_num_active_seqs = 65\n",
+            &["c.toml:3:23: `max_num_active_seqs` is more than `max_num_seqs`, 64"],
+        );
+        check_refused(
+            "[engine]\nmax_model_len = 512\nlong_prefill_token_threshold = 513\n",
+            &["`long_prefill_token_threshold` is 513, but `max_model_len` is 512"],
+        );
+        check_refused(
+            "[engine]\nmax_model_len = 512\nenable_chunked_prefill = false\nmax_num_scheduled_tokens = 511\n",
+            &[
+                "`max_num_scheduled_tokens` is less than `max_model_len`, 512, and chunked prefill is off",
+            ],
+        );
+        check_refused(
             "[engine.timing]\nkind = \"roofline\"\ngpu = \"a100-sxm-80gb\"\ndtype = \"fp8\"\n",
             &["c.toml:4:9: `dtype` is \"fp8\", but a100-sxm-80gb has no FP8 units"],
         );
@@ -1543,6 +1600,32 @@ mod tests {
             "[engine.timing]\nkind = \"constant\"\n",
             &["`engine.timing.step_ns` is missing"],
         );
+    }
+
+    #[test]
+    fn settings_of_vllms_scheduler_are_read() {
+        let engine = |text: &str| {
+            let (cluster, _) = parse(&format!("[engine]\n{text}")).unwrap();
+            cluster.pools[0].engine.clone()
+        };
+        let default = engine("");
+        // As vLLM's.
+        assert!(default.async_scheduling && default.scheduler_reserve_full_isl);
+        let changed = engine(
+            "async_scheduling = false\nlong_prefill_token_threshold = 100\n\
+             long_prefill_token_threshold_adaptive = true\nmax_num_active_seqs = 5\n\
+             max_num_scheduled_tokens = 300\nscheduler_reserve_full_isl = false\n",
+        );
+        let expected = EngineConfig {
+            async_scheduling: false,
+            long_prefill_token_threshold: 100,
+            long_prefill_token_threshold_adaptive: true,
+            max_num_active_seqs: Some(5),
+            max_num_scheduled_tokens: Some(300),
+            scheduler_reserve_full_isl: false,
+            ..default
+        };
+        assert_eq!(changed, expected);
     }
 
     #[test]

@@ -179,6 +179,19 @@ pub struct EngineConfig {
     pub enable_chunked_prefill: bool,
     /// Order of the waiting queue.
     pub scheduling_policy: SchedulingPolicy,
+    /// Schedule each pass when the one before it begins. Default true.
+    pub async_scheduling: bool,
+    /// Limit of a sequence's tokens in a pass while there are other sequences; 0, the default: none.
+    pub long_prefill_token_threshold: u32,
+    /// Raise that limit to a sequence's fair share of `max_num_batched_tokens`. Default false.
+    pub long_prefill_token_threshold_adaptive: bool,
+    /// Limit of running sequences. Default: `max_num_seqs`.
+    pub max_num_active_seqs: Option<u32>,
+    /// Limit of tokens that a pass schedules. Default: `max_num_batched_tokens`.
+    pub max_num_scheduled_tokens: Option<u32>,
+    /// Admit a sequence only if blocks for all of its tokens are free, not for its first chunk
+    /// alone. Default true.
+    pub scheduler_reserve_full_isl: bool,
     /// GPUs that share one replica of the model. Default 1.
     pub tensor_parallel_size: u32,
     /// Ranks of a worker, each with its own scheduler. Default 1.
@@ -210,6 +223,12 @@ impl Default for EngineConfig {
             enable_prefix_caching: true,
             enable_chunked_prefill: true,
             scheduling_policy: SchedulingPolicy::Fcfs,
+            async_scheduling: true,
+            long_prefill_token_threshold: 0,
+            long_prefill_token_threshold_adaptive: false,
+            max_num_active_seqs: None,
+            max_num_scheduled_tokens: None,
+            scheduler_reserve_full_isl: true,
             tensor_parallel_size: 1,
             data_parallel_size: 1,
             enable_expert_parallel: false,

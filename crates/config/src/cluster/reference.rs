@@ -125,6 +125,50 @@ pub const KEYS: &[Key] = &[
         "\"priority\": steady urgent load starves the rest.",
     ),
     key(
+        "engine.async_scheduling",
+        "true or false",
+        "true",
+        "Schedule each pass when the one before it begins, without its tokens, as vLLM does by default.",
+        "true: a request that ends keeps its slot and blocks for one more pass, and one that arrives waits \
+         one pass longer. false: vLLM's synchronous scheduler; `timing` must then contain the host's time \
+         between passes.",
+    ),
+    key(
+        "engine.long_prefill_token_threshold",
+        "tokens, 0 to `max_model_len`",
+        "0",
+        "Limit of one sequence's tokens in a pass while the engine has other sequences; 0: no limit.",
+        "Low: long prompts take more passes. High: they keep short ones waiting.",
+    ),
+    key(
+        "engine.long_prefill_token_threshold_adaptive",
+        "true or false",
+        "false",
+        "Raise that limit to `max_num_batched_tokens` divided by the number of sequences.",
+        "No effect if `long_prefill_token_threshold` is 0.",
+    ),
+    key(
+        "engine.max_num_active_seqs",
+        "sequences, 1 to `max_num_seqs`",
+        "(`max_num_seqs`)",
+        "Limit of running sequences.",
+        "Low: requests wait although the GPU has capacity.",
+    ),
+    key(
+        "engine.max_num_scheduled_tokens",
+        "tokens, 1 to 16,777,216",
+        "(`max_num_batched_tokens`)",
+        "Limit of the tokens that a pass schedules. At least `max_model_len` if chunked prefill is off.",
+        "Low: prefill takes more passes (TTFT), and fewer sequences decode per pass than run.",
+    ),
+    key(
+        "engine.scheduler_reserve_full_isl",
+        "true or false",
+        "true",
+        "Admit a request only if blocks for its whole prompt are free, not for its first chunk alone.",
+        "false: long prompts preempt each other when the cache is full.",
+    ),
+    key(
         "engine.tensor_parallel_size",
         "GPUs, 1 to 1,024",
         "1",

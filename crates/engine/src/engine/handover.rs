@@ -2,7 +2,7 @@
 
 use slipstream_base::{EngineRequest, RequestId, SimTime};
 
-use super::{Engine, Plan, Running};
+use super::{Engine, Plan, Running, limit_len};
 use crate::error::Refusal;
 use crate::pool::Table;
 
@@ -98,13 +98,13 @@ impl Engine {
         let Some(&slot) = self.by_id.get(&id) else {
             return false;
         };
-        let Part::Loading { cached_tokens } = self.sequences[slot].part else {
+        let Part::Loading { .. } = self.sequences[slot].part else {
             return false;
         };
         let sequence = &mut self.sequences[slot];
         sequence.part = Part::Loaded;
         let len = sequence.tokens();
-        self.cache_full(slot, cached_tokens, len - 1);
+        self.cache_full(slot, len - 1);
         self.handovers.loaded.push_back(slot);
         true
     }
@@ -149,13 +149,13 @@ impl Engine {
     }
 
     /// Moves sequences whose prompts have come to the running queue.
-    pub(super) fn admit_loaded(&mut self, now: SimTime, plan: &mut Plan) {
+    pub(super) fn admit_loaded<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         while plan.budget > 0
-            && (self.running.len() as u32) < self.max_num_seqs
+            && (self.running.len() as u32) < self.max_running
             && let Some(slot) = self.handovers.loaded.pop_front()
         {
             self.handovers.loading -= 1;
-            self.run_loaded(now, slot, plan);
+            self.run_loaded::<AHEAD>(now, slot, plan);
         }
     }
 
@@ -165,14 +165,14 @@ impl Engine {
         self.handovers.loaded.retain(|&s| s != slot);
     }
 
-    fn run_loaded(&mut self, now: SimTime, slot: u32, plan: &mut Plan) {
+    fn run_loaded<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, plan: &mut Plan) {
         let sequence = &mut self.sequences[slot];
         // Once preempted, it is computed here like any other.
         sequence.part = Part::Whole;
         sequence.running = true;
         sequence.admitted.get_or_insert(now);
         let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
-        let r = Running {
+        let mut r = Running {
             id: sequence.request.id,
             seed: sequence.request.seed,
             slot,
@@ -180,15 +180,18 @@ impl Engine {
             computed: len - 1,
             len,
             end_len: prompt_len + sequence.end_outputs,
+            limit_len: limit_len(sequence, self.max_len),
             capacity: len.next_multiple_of(self.block_size),
-            scheduled: 1,
+            scheduled: 0,
+            ahead: 0,
             // One token with all of its context: for the GPU it is a decode.
             decoding: true,
             natural_end: sequence.natural_end,
             stops: !sequence.request.params.stop_token_ids.is_empty(),
             gone: false,
         };
-        self.cache_full(slot, len - 1, len);
+        *r.planned::<AHEAD>() = 1;
+        self.cache_full(slot, len);
         self.running.push(r);
         plan.load.add_decode(prompt_len, len);
         plan.contexts.add(len);

@@ -135,8 +135,11 @@ impl Engine {
         }
         let mut contexts = Sums::default();
         let mut quiet = max_passes;
+        // Ahead of its pass each sequence has its token scheduled already.
+        let scheduled = u32::from(self.ahead);
         for r in &self.running {
-            if !r.decoding || r.stops {
+            let has_token = r.decoding && r.len > r.prompt_len;
+            if !has_token || r.stops || r.scheduled != scheduled {
                 return 0;
             }
             quiet = quiet.min(r.end_len - r.len - 1);
@@ -145,9 +148,19 @@ impl Engine {
         if quiet == 0 || self.running.is_empty() {
             return 0;
         }
+        let load = StepLoad {
+            decode_sequences: self.running.len() as u32,
+            decode_context: contexts.tokens,
+            decode_prompt: self.running.iter().map(|r| u64::from(r.prompt_len)).sum(),
+            ..StepLoad::default()
+        };
+        // A sequence that left since may be in the pass that is scheduled, too.
+        if self.next.as_ref().is_some_and(|next| next.load != load) {
+            return 0;
+        }
         let mut phases = std::mem::take(&mut self.phases);
         phases.sort(&self.running, self.block_size);
-        let passes = self.run_passes(now, until, quiet, contexts.tokens, &mut phases, run);
+        let passes = self.run_passes(now, until, quiet, load, &mut phases, run);
         self.phases = phases;
         if passes == 0 {
             return 0;
@@ -155,6 +168,10 @@ impl Engine {
         for r in &mut self.running {
             r.computed += passes;
             r.len += passes;
+        }
+        if let Some(next) = &mut self.next {
+            next.load.decode_context += u64::from(passes) * u64::from(load.decode_sequences);
+            next.contexts = contexts.grown(passes);
         }
         run.kv_sequence = self.kv_sequence;
         std::mem::swap(&mut run.kv_ops, &mut self.ops);
@@ -171,18 +188,16 @@ impl Engine {
     /// True if no waiting sequence can be admitted while the running ones do nothing but decode.
     fn waiting_cannot_move(&mut self) -> bool {
         let running = self.running.len() as u32;
-        if running > self.max_num_batched_tokens {
+        if running > self.budget {
             return false; // not all of them are in a pass
         }
-        if !self.handovers.loaded.is_empty() && running < self.max_num_seqs {
+        if !self.handovers.loaded.is_empty() && running < self.max_running {
             return false;
         }
         match self.waiting.first() {
             None => true,
             Some(head) => {
-                running >= self.max_num_seqs
-                    || running == self.max_num_batched_tokens
-                    || self.is_stuck(head)
+                running >= self.max_running || running == self.budget || self.is_stuck(head)
             }
         }
     }
@@ -194,17 +209,13 @@ impl Engine {
         now: SimTime,
         until: SimTime,
         quiet: u32,
-        context: u64,
+        mut load: StepLoad,
         phases: &mut Phases,
         run: &mut DecodeRun,
     ) -> u32 {
         let size = self.block_size;
-        let mut load = StepLoad {
-            decode_sequences: self.running.len() as u32,
-            decode_context: context,
-            decode_prompt: self.running.iter().map(|r| u64::from(r.prompt_len)).sum(),
-            ..StepLoad::default()
-        };
+        // Ahead of its pass a sequence gets the block for the token that the pass gives it.
+        let ahead = u32::from(self.ahead);
         let mut end = now;
         for pass in 1..=quiet {
             end += self.timing.step_ns(&load);
@@ -213,7 +224,7 @@ impl Engine {
             }
             // The pass computes token `computed + pass`: it needs a block if that is the first in
             // one, and fills it if it is the last.
-            let growing = phases.at((size - (pass - 1) % size) % size);
+            let growing = phases.at((size - (pass - 1 + ahead) % size) % size);
             let filling = if self.caching {
                 phases.at((size - pass % size) % size)
             } else {
@@ -288,6 +299,33 @@ impl Engine {
     pub fn scheduled(&self) -> impl Iterator<Item = (RequestId, u32, u32)> + '_ {
         let scheduled = self.running.iter().filter(|r| r.scheduled > 0);
         scheduled.map(|r| (r.id, r.computed, r.scheduled))
+    }
+
+    /// As [`scheduled`](Engine::scheduled), of the pass after the one under way.
+    #[doc(hidden)]
+    pub fn scheduled_ahead(&self) -> impl Iterator<Item = (RequestId, u32, u32)> + '_ {
+        let ahead = self.running.iter().filter(|r| r.ahead > 0);
+        ahead.map(|r| (r.id, r.computed + r.scheduled, r.ahead))
+    }
+
+    /// True if the pass that comes next is scheduled already. For tests.
+    #[doc(hidden)]
+    pub fn is_scheduled(&self) -> bool {
+        self.next.is_some()
+    }
+
+    /// Ids of the waiting sequences, in order. For tests.
+    #[doc(hidden)]
+    pub fn waiting_ids(&self) -> Vec<RequestId> {
+        let ids = self.waiting.slots().into_iter();
+        ids.map(|slot| self.sequences[slot].request.id).collect()
+    }
+
+    /// Blocks that each of the running sequences holds, in the order in which they run. For tests.
+    #[doc(hidden)]
+    pub fn running_blocks(&self) -> impl Iterator<Item = u32> + '_ {
+        let running = self.running.iter().filter(|r| !r.gone);
+        running.map(|r| self.sequences[r.slot].table.len())
     }
 
     /// Ids of the running sequences, in the order in which they run.

@@ -267,7 +267,8 @@ pub fn api_ns(
         return Ok(0);
     };
     let model = StepModel::new(&deployment, &*profile(config, load)?);
-    Ok(model.api_ns().round() as u64)
+    let own_steps = 1 + u32::from(config.async_scheduling);
+    Ok(model.api_ns(own_steps).round() as u64)
 }
 
 /// Every pass takes the same time.

@@ -1,7 +1,7 @@
 //! The same scheduler written as plainly as it can be: every token kept, every list a `Vec`, every
 //! search a scan. Written from vLLM's rules, apart from the engine, to check it against.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use slipstream_base::{BlockHash, EngineRequest, FinishReason, KvOp, RequestId, Tail, TokenId};
 use slipstream_config::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
@@ -21,18 +21,31 @@ pub(crate) struct Plain {
     content: Vec<Option<BlockHash>>,
     copies: HashMap<BlockHash, Vec<usize>>, // oldest first
     pub(crate) ops: Vec<KvOp>,
-    // The pass under way.
-    scheduled: Vec<(u64, u32)>,
+    // Passes that are scheduled, the one under way first.
+    passes: VecDeque<Pass>,
     pub(crate) preemptions: u64,
     pub(crate) queries: u64,
     pub(crate) hits: u64,
+}
+
+/// Requests that a pass computes, how many tokens of each, and which of them it samples.
+struct Pass {
+    scheduled: Vec<(u64, u32, bool)>,
+    work: Work,
 }
 
 struct Request {
     request: EngineRequest,
     /// Prompt and answer; the prompt's tokens are only placeholders if it is opaque.
     tokens: Vec<TokenId>,
+    /// As vLLM counts: also those of passes that are scheduled.
     computed: u32,
+    /// Tokens of passes that are scheduled.
+    in_flight: u32,
+    /// Tokens that those passes sample.
+    unknown: u32,
+    /// Of `in_flight`, those scheduled before a preemption.
+    stale: u32,
     blocks: Vec<usize>,
     arrival: u64,
     cached: Option<u32>,
@@ -58,7 +71,7 @@ impl Plain {
             .max_model_len
             .min(config.num_gpu_blocks * config.block_size);
         if !config.enable_chunked_prefill {
-            max_len = max_len.min(config.max_num_batched_tokens);
+            max_len = max_len.min(budget(config));
         }
         Plain {
             config: config.clone(),
@@ -73,7 +86,7 @@ impl Plain {
             content: vec![None; blocks],
             copies: HashMap::new(),
             ops: vec![],
-            scheduled: vec![],
+            passes: VecDeque::new(),
             preemptions: 0,
             queries: 0,
             hits: 0,
@@ -108,6 +121,9 @@ impl Plain {
                 request,
                 tokens: prompt.to_vec(),
                 computed: 0,
+                in_flight: 0,
+                unknown: 0,
+                stale: 0,
                 blocks: vec![],
                 arrival: self.arrivals,
                 cached: None,
@@ -133,7 +149,6 @@ impl Plain {
         if known {
             self.waiting.retain(|&w| w != id);
             self.running.retain(|&r| r != id);
-            self.scheduled.retain(|s| s.0 != id);
             self.free_blocks(id);
             self.requests.remove(&id);
         }
@@ -177,6 +192,7 @@ impl Plain {
         self.config.block_size as usize
     }
 
+    /// Gives a request blocks for `target` tokens, and caches those that are full with known ones.
     fn allocate(&mut self, id: u64, target: u32) {
         let want = (target as usize).div_ceil(self.size());
         while self.requests[&id].blocks.len() < want {
@@ -192,6 +208,10 @@ impl Plain {
             self.refs[block] = 1;
             self.requests.get_mut(&id).unwrap().blocks.push(block);
         }
+        self.cache(id, target.min(self.requests[&id].tokens.len() as u32));
+    }
+
+    fn cache(&mut self, id: u64, target: u32) {
         if !self.config.enable_prefix_caching {
             return;
         }
@@ -226,6 +246,8 @@ impl Plain {
         self.free_blocks(victim);
         let r = self.requests.get_mut(&victim).unwrap();
         r.computed = 0;
+        r.stale = r.in_flight;
+        r.unknown = 0;
         r.decoding = false;
         r.preemptions += 1;
         self.preemptions += 1;
@@ -233,40 +255,45 @@ impl Plain {
         self.sort_waiting();
     }
 
-    /// Schedules a pass; `None` if there is nothing to do.
+    /// Begins a pass; `None` if there is nothing to do.
     pub(crate) fn begin(&mut self) -> Option<Work> {
-        loop {
+        while self.passes.is_empty() {
             if self.requests.is_empty() {
                 return None;
             }
             self.schedule();
-            if !self.scheduled.is_empty() {
-                break;
-            }
         }
-        let mut work = (0, 0, 0, 0, 0);
-        for &(id, new) in &self.scheduled {
-            let r = &self.requests[&id];
-            if r.decoding {
-                work.3 += 1;
-                work.4 += u64::from(r.computed + new);
-            } else {
-                work.0 += 1;
-                work.1 += u64::from(new);
-                work.2 += u64::from(r.computed);
-            }
+        if self.config.async_scheduling {
+            self.schedule();
         }
-        Some(work)
+        Some(self.passes[0].work)
     }
 
     fn schedule(&mut self) {
-        let mut budget = self.config.max_num_batched_tokens;
+        let config = self.config.clone();
+        let mut budget = budget(&config);
+        let mut scheduled: Vec<(u64, u32)> = vec![];
+        let mut most = u32::MAX;
+        if config.long_prefill_token_threshold > 0 && self.requests.len() > 1 {
+            most = config.long_prefill_token_threshold;
+            if config.long_prefill_token_threshold_adaptive {
+                most = most.max(config.max_num_batched_tokens / self.requests.len() as u32);
+            }
+        }
+        let running_max = config.max_num_active_seqs.unwrap_or(u32::MAX);
+        let running_max = running_max.min(config.max_num_seqs);
         let mut preempted = false;
         let mut at = 0;
         'running: while at < self.running.len() && budget > 0 {
             let id = self.running[at];
             let r = &self.requests[&id];
-            let new = (r.tokens.len() as u32 - r.computed).min(budget);
+            let len = r.tokens.len() as u32 + r.unknown;
+            let limit = r.request.prompt.len() + r.request.params.max_tokens;
+            if r.unknown > 0 && len >= limit.min(self.max_len) {
+                at += 1;
+                continue;
+            }
+            let new = (len - r.computed).min(budget).min(most);
             let target = r.computed + new;
             let missing = (target as usize)
                 .div_ceil(self.size())
@@ -288,10 +315,10 @@ impl Plain {
                 };
                 let place = self.running.iter().position(|&r| r == victim).unwrap();
                 self.running.remove(place);
-                if let Some(i) = self.scheduled.iter().position(|s| s.0 == victim) {
-                    budget += self.scheduled.remove(i).1;
-                    at -= 1;
+                if let Some(i) = scheduled.iter().position(|s| s.0 == victim) {
+                    budget += scheduled.remove(i).1;
                 }
+                at -= usize::from(place < at);
                 self.preempt(victim);
                 if victim == id {
                     // First come, first served: it was the last. By priority those behind it
@@ -300,15 +327,12 @@ impl Plain {
                 }
             }
             self.allocate(id, target);
-            self.scheduled.push((id, new));
+            scheduled.push((id, new));
             budget -= new;
             at += 1;
         }
-        if preempted {
-            return;
-        }
         while let Some(&id) = self.waiting.first() {
-            if budget == 0 || self.running.len() as u32 == self.config.max_num_seqs {
+            if preempted || budget == 0 || self.running.len() as u32 == running_max {
                 break;
             }
             let len = self.requests[&id].tokens.len();
@@ -322,13 +346,17 @@ impl Plain {
                 }
             }
             let computed = (found.len() * self.size()) as u32;
-            let mut new = len as u32 - computed;
+            let mut new = (len as u32 - computed).min(most);
             if new > budget && !self.config.enable_chunked_prefill {
                 break;
             }
             new = new.min(budget);
             let unheld = found.iter().filter(|&&b| self.refs[b] == 0).count();
-            if len.div_ceil(self.size()) - found.len() + unheld > self.free.len() {
+            let fits = match config.scheduler_reserve_full_isl {
+                true => len,
+                false => (computed + new) as usize,
+            };
+            if fits.div_ceil(self.size()) - found.len() + unheld > self.free.len() {
                 break;
             }
             for &block in &found {
@@ -348,24 +376,57 @@ impl Plain {
                 }
             }
             self.allocate(id, computed + new);
-            self.scheduled.push((id, new));
+            scheduled.push((id, new));
             budget -= new;
         }
+        if scheduled.is_empty() {
+            return;
+        }
+        let (mut work, mut pass): (Work, _) = ((0, 0, 0, 0, 0), vec![]);
+        for (id, new) in scheduled {
+            let r = self.requests.get_mut(&id).unwrap();
+            if r.decoding || r.unknown > 0 {
+                work.3 += 1;
+                work.4 += u64::from(r.computed + new);
+            } else {
+                work.0 += 1;
+                work.1 += u64::from(new);
+                work.2 += u64::from(r.computed);
+            }
+            r.computed += new;
+            r.in_flight += new;
+            let samples = r.computed == r.tokens.len() as u32 + r.unknown;
+            r.unknown += u32::from(samples);
+            pass.push((id, new, samples));
+        }
+        self.passes.push_back(Pass {
+            scheduled: pass,
+            work,
+        });
     }
 
     pub(crate) fn finish(&mut self) -> Result {
         let mut result = Result::default();
-        for (id, new) in std::mem::take(&mut self.scheduled) {
+        for (id, new, samples) in self.passes.pop_front().unwrap().scheduled {
             let natural = match self.output.lengths {
                 OutputLen::Constant(n) => n,
                 OutputLen::LogNormal { .. } => unreachable!("the tests use constants"),
             };
-            let r = self.requests.get_mut(&id).unwrap();
-            r.computed += new;
-            if (r.computed as usize) < r.tokens.len() {
+            let Some(r) = self.requests.get_mut(&id) else {
+                continue;
+            };
+            r.in_flight -= new;
+            let is_stale = r.stale > 0;
+            if is_stale {
+                r.stale -= new;
+            }
+            if !samples {
                 continue;
             }
-            r.decoding = true;
+            if !is_stale {
+                r.decoding = true;
+                r.unknown -= 1;
+            }
             let params = &r.request.params;
             let prompt_tokens = r.request.prompt.len();
             let outputs = r.tokens.len() as u32 - prompt_tokens + 1;
@@ -383,6 +444,11 @@ impl Plain {
             }
             let stopped = at_end || (!masked && params.stop_token_ids.contains(&token));
             let full = outputs == params.max_tokens || r.tokens.len() as u32 == self.max_len;
+            let (cached, preemptions) = (r.cached.unwrap(), r.preemptions);
+            let computed = r.computed - r.in_flight;
+            if !is_stale {
+                self.cache(id, computed);
+            }
             if stopped || full {
                 let reason = if stopped {
                     FinishReason::Stop
@@ -391,16 +457,22 @@ impl Plain {
                 };
                 let usage = Usage {
                     prompt_tokens,
-                    cached_tokens: r.cached.unwrap(),
+                    cached_tokens: cached,
                     output_tokens: outputs,
-                    preemptions: r.preemptions,
+                    preemptions,
                 };
                 result.finished.push((RequestId(id), reason, usage));
                 self.running.retain(|&r| r != id);
+                self.waiting.retain(|&w| w != id);
                 self.free_blocks(id);
                 self.requests.remove(&id);
             }
         }
         result
     }
+}
+
+fn budget(config: &EngineConfig) -> u32 {
+    let most = config.max_num_scheduled_tokens.unwrap_or(u32::MAX);
+    most.min(config.max_num_batched_tokens)
 }

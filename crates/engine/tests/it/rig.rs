@@ -14,7 +14,7 @@ pub(crate) const ROOT: BlockHash = BlockHash(99);
 pub(crate) const EOS: TokenId = 7;
 pub(crate) const STEP_NS: u64 = 1_000;
 
-/// A small engine: blocks of 4 tokens, everything on.
+/// A small engine: blocks of 4 tokens, everything on, passes scheduled one by one.
 pub(crate) fn small(num_gpu_blocks: u32) -> EngineConfig {
     EngineConfig {
         block_size: 4,
@@ -22,6 +22,7 @@ pub(crate) fn small(num_gpu_blocks: u32) -> EngineConfig {
         max_num_seqs: 8,
         max_num_batched_tokens: 64,
         max_model_len: 1_000,
+        async_scheduling: false,
         ..EngineConfig::default()
     }
 }

@@ -574,7 +574,8 @@ fn clients_try_again_when_nobody_is_there() {
 #[test]
 fn requests_wait_in_turn_while_all_are_busy_and_the_rest_is_refused() {
     // A worker with 150 prompt tokens before it is busy: two prompts of 100. Five at once: two go, two
-    // wait for the first tokens at 10 ms and go then, one is refused.
+    // wait for the first tokens at 10 ms and go then, one is refused. The pass that begins at 10 ms was
+    // scheduled before they came, so theirs is the one after it.
     let at_once = workload(
         "requests = 5\n[arrival]\nkind = \"closed\"\nconcurrency = 5\n[[class]]\nisl = 100\nosl = 2\n",
     );
@@ -588,7 +589,7 @@ fn requests_wait_in_turn_while_all_are_busy_and_the_rest_is_refused() {
     assert_eq!(outcome.cut, None);
     ended.sort_by_key(|e| e.id);
     let firsts: Vec<_> = ended[..4].iter().map(|e| e.first / MS).collect();
-    assert_eq!(firsts, [10, 10, 20, 20]);
+    assert_eq!(firsts, [10, 10, 30, 30]);
     assert!(ended[4].error.as_deref().unwrap().contains("busy"));
     let failed = |queue_max| {
         let (outcome, _) = simulate(&cluster(queue_max), &at_once, &Options::default());

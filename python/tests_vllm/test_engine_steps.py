@@ -1,11 +1,11 @@
 """The engine model's steps against those of vLLM's own schedulers.
 
-Random workloads go through vLLM's `Scheduler` and `AsyncScheduler`. Each step is written down: which
-requests were scheduled, in which order, with how many tokens computed before and now, which were
-preempted, which finished and how, and the state of queues and blocks after it. The file with all of
-that is kept: the engine replays it in `cargo test` (`vllm::steps_are_those_of_vllms_scheduler`),
-where no vLLM is needed. The test here checks that the vLLM that is installed still does what the file
-says; `SLIPSTREAM_WRITE_STEPS=1` writes the file anew.
+Random workloads go through vLLM's `Scheduler` and `AsyncScheduler`. Each step is written down:
+which requests were scheduled, in which order, with how many tokens computed before and now, which
+were preempted, which finished and how, and the state of queues and blocks after it. The file with
+all of that is kept: the engine replays it in `cargo test`
+(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. The test here checks that the
+vLLM that is installed still does what the file says; `SLIPSTREAM_WRITE_STEPS=1` writes it anew.
 
 A step's text has five parts, separated by `|`:
 
@@ -16,8 +16,8 @@ A step's text has five parts, separated by `|`:
 - the requests that ended: id, `S` (stop) or `L` (length), output tokens;
 - running and waiting requests, free blocks, distinct cached blocks;
 - the order of both queues, the blocks of each running request, and the events of the KV cache: of
-  each hash its number in order of appearance and that of its parent (`+3<2`), or its removal (`-3`).
-  Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
+  each hash its number in order of appearance and that of its parent (`+3<2`), or its removal
+  (`-3`). Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
 
 `STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, `STEPS_SIZE` how many
 times the requests, and `STEPS_OUT` where they are written:
@@ -235,8 +235,8 @@ class Engine:
     def step(self, abort: int | None = None) -> str | None:
         """Run a step, in whose middle a request may be aborted; what happened, or nothing.
 
-        As `EngineCore.step` does, and with asynchronous scheduling `step_with_batch_queue`: a step is
-        scheduled while there are fewer than two, then the oldest one's tokens arrive.
+        As `EngineCore.step` does, and with asynchronous scheduling `step_with_batch_queue`: a step
+        is scheduled while there are fewer than two, then the oldest one's tokens arrive.
         """
         plans: list[list[tuple[str, int, int]]] = []
         preempted: set[str] = set()
@@ -249,9 +249,8 @@ class Engine:
                 requests = self.scheduler.requests
                 counts = plan.num_scheduled_tokens
                 # The scheduler counts a step's tokens as computed when it has planned it.
-                plans.append(
-                    [(name, requests[name].num_computed_tokens - n, n) for name, n in counts.items()]
-                )
+                ends = {name: requests[name].num_computed_tokens for name in counts}
+                plans.append([(name, ends[name] - n, n) for name, n in counts.items()])
                 sampled = {name for name in counts if not requests[name].is_prefill_chunk}
                 self._queue.appendleft((plan, sampled))
                 if len(self._queue) < depth and (counts or self.scheduler.has_requests()):
@@ -346,7 +345,7 @@ def workload(seed: int, index: int, times: int) -> dict[str, Any]:
     # From a pool that one sequence fills up to one that is never full.
     shares = {"plain": 6.0, "tight": 1.2, "priority": 1.6, "storm": 1.2, "eager": 1.4}
     share = shares.get(family, 2.0)
-    config = {
+    config: dict[str, Any] = {
         "block_size": size,
         "num_gpu_blocks": max(int(length / size * share), length // size),
         "max_num_seqs": rng.choice([3, 5, 8, 16]),

@@ -178,6 +178,8 @@ pub struct Fleet {
     cached: Cached,
     /// What was routed of prompts whose tokens are not known.
     guesses: Option<ApproximateIndex>,
+    /// One bit per target: no events tell what it holds, so for prompts of known tokens, too, it is guessed.
+    guessed: Box<[AtomicU64]>,
     pub(crate) sessions: Option<SessionTable>,
     pub(crate) counters: CounterCells,
 }
@@ -316,19 +318,61 @@ impl Fleet {
             targets: targets.into(),
             cached,
             guesses: None,
+            guessed: Box::new([]),
             sessions,
             counters: CounterCells::default(),
         })
     }
 
     /// The same fleet, in which a prompt whose tokens are not known ([`Tail::Opaque`]) is compared with those
-    /// that were routed, as without KV events: its blocks are not those of any event.
+    /// that were routed, as without KV events: its blocks are not those of any event. So are all prompts at
+    /// workers without events ([`Fleet::set_guessed`]).
     #[must_use]
     pub fn with_guesses(mut self) -> Fleet {
         let kv_blocks: Vec<u32> = self.targets.iter().map(|t| t.kv_blocks).collect();
         let ttl_ns = SimTime::from_secs_f64(self.config.approximate_ttl_s).0;
         self.guesses = Some(ApproximateIndex::new(&kv_blocks, ttl_ns));
+        let words = self.targets.len().div_ceil(64);
+        self.guessed = (0..words).map(|_| AtomicU64::new(0)).collect();
         self
+    }
+
+    /// Sets whether no events tell what `worker` holds. Without effect unless the fleet was made
+    /// [`with_guesses`](Self::with_guesses).
+    pub fn set_guessed(&self, worker: WorkerId, guessed: bool) {
+        for target in self.targets_of(worker) {
+            let bit = 1 << (target % 64);
+            let Some(word) = self.guessed.get(target as usize / 64) else {
+                return;
+            };
+            if guessed {
+                word.fetch_or(bit, Ordering::Release);
+            } else {
+                word.fetch_and(!bit, Ordering::Release);
+            }
+        }
+    }
+
+    /// The guesses, if they stand for what `target` holds.
+    fn guesses_at(&self, target: usize) -> Option<&ApproximateIndex> {
+        let word = self.guessed.get(target / 64)?.load(Ordering::Acquire);
+        self.guesses
+            .as_ref()
+            .filter(|_| word >> (target % 64) & 1 == 1)
+    }
+
+    /// `worker` keeps no block that is known: its event stream restarts at sequence 0.
+    pub fn forget_cache(&self, worker: WorkerId) {
+        for target in self.targets_of(worker) {
+            if let Some(guesses) = &self.guesses {
+                guesses.forget(target as usize);
+            }
+            match &self.cached {
+                Cached::Exact(index) => index.forget(target as usize),
+                Cached::Approximate(index) => index.forget(target as usize),
+                Cached::Elsewhere => {}
+            }
+        }
     }
 
     fn guesses_of(&self, prompt: &Prompt) -> Option<&ApproximateIndex> {
@@ -385,16 +429,7 @@ impl Fleet {
     /// its event stream restarts at sequence 0.
     pub fn on_worker_lost(&self, worker: WorkerId) {
         self.set_ready(worker, false);
-        for target in self.targets_of(worker) {
-            if let Some(guesses) = &self.guesses {
-                guesses.forget(target as usize);
-            }
-            match &self.cached {
-                Cached::Exact(index) => index.forget(target as usize),
-                Cached::Approximate(index) => index.forget(target as usize),
-                Cached::Elsewhere => {}
-            }
-        }
+        self.forget_cache(worker);
     }
 
     /// Whether any decision of the configured policy reads cache state, or loads that follow from
@@ -492,7 +527,23 @@ impl Fleet {
             return guesses.overlap(now, blocks, out);
         }
         match &self.cached {
-            Cached::Exact(index) => index.overlap(blocks, out),
+            Cached::Exact(index) => {
+                index.overlap(blocks, out);
+                if self
+                    .guessed
+                    .iter()
+                    .all(|word| word.load(Ordering::Relaxed) == 0)
+                {
+                    return; // nearly always: events tell of all, or the prompt has no tokens
+                }
+                for (target, hit) in out.iter_mut().enumerate() {
+                    if self.is_ready(target)
+                        && let Some(guesses) = self.guesses_at(target)
+                    {
+                        *hit = guesses.overlap_of(now, target, blocks);
+                    }
+                }
+            }
             Cached::Approximate(index) => index.overlap(now, blocks, out),
             Cached::Elsewhere => out.fill(0),
         }
@@ -509,6 +560,9 @@ impl Fleet {
         if let Some(guesses) = self.guesses_of(prompt) {
             return guesses.overlap_of(now, target, blocks);
         }
+        if let Some(guesses) = self.guesses_at(target) {
+            return guesses.overlap_of(now, target, blocks);
+        }
         match &self.cached {
             Cached::Exact(index) => index.overlap_of(target, blocks),
             Cached::Approximate(index) => index.overlap_of(now, target, blocks),
@@ -521,7 +575,9 @@ impl Fleet {
     pub(crate) fn on_routed(&self, now: SimTime, target: usize, prompt: &Prompt) {
         let approximate = match &self.cached {
             Cached::Approximate(index) => Some(index),
-            Cached::Exact(_) | Cached::Elsewhere => self.guesses_of(prompt),
+            Cached::Exact(_) | Cached::Elsewhere => {
+                self.guesses_of(prompt).or_else(|| self.guesses_at(target))
+            }
         };
         if let Some(index) = approximate {
             index.on_routed(now, target, prompt.blocks());
@@ -738,6 +794,46 @@ pub(crate) mod tests {
         );
         both.on_worker_lost(WorkerId(1));
         assert_eq!(hits(&both, &unknown), [0, 0]);
+    }
+
+    #[test]
+    fn engines_without_events_are_guessed_beside_those_with_them() {
+        let fleet = fleet(3, RouterConfig::default()).with_guesses();
+        [1, 2].map(|worker| fleet.set_guessed(WorkerId(worker), true));
+        let known = prompt(true);
+        let root = BlockHash::root("m", "", "");
+        let stored = |held: usize| {
+            let parents = [&[root], known.blocks()].concat();
+            let pairs = known.blocks()[..held].iter().zip(parents);
+            let op = |(&hash, parent)| KvOp::Stored { hash, parent };
+            pairs.map(op).collect()
+        };
+        fleet.on_kv(&KvDelta {
+            rank: rank(0, 0),
+            sequence: 0,
+            ops: stored(2),
+        });
+        fleet.on_routed(SimTime(0), 0, &known);
+        fleet.on_routed(SimTime(0), 1, &known);
+        let hits = || {
+            let mut hits = [9; 3];
+            fleet.overlap(SimTime(1), &known, known.blocks(), &mut hits);
+            let each = [0, 1, 2].map(|at| fleet.overlap_of(SimTime(1), at, &known, known.blocks()));
+            assert_eq!(hits, each);
+            hits
+        };
+        assert_eq!(
+            hits(),
+            [2, 4, 0],
+            "events for the first, what was routed for the others"
+        );
+        // Its events come: they count, and it holds nothing of it.
+        fleet.set_guessed(WorkerId(1), false);
+        assert_eq!(hits(), [2, 0, 0]);
+        fleet.set_guessed(WorkerId(1), true);
+        fleet.forget_cache(WorkerId(1));
+        assert_eq!(hits(), [2, 0, 0]);
+        assert!(fleet.is_ready(1), "its readiness is another matter");
     }
 
     #[test]

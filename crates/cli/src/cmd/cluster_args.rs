@@ -9,7 +9,7 @@ use slipstream_config::doc::{Doc, Settings};
 use crate::out;
 
 /// Cluster file and overrides. Precedence: flag, environment, file, default.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(crate) struct ClusterArgs {
     /// Cluster file (docs/cluster-file.md); without one, the defaults
     #[arg(value_name = "CLUSTER.TOML")]
@@ -31,6 +31,11 @@ impl ClusterArgs {
             .map(|path| path.clone().into_os_string());
         let sets = self.set.iter().map(|set| format!("--set={set}").into());
         file.chain(sets).collect()
+    }
+
+    /// The cluster file, if there is one.
+    pub(crate) fn file(&self) -> Option<&PathBuf> {
+        self.cluster.as_ref()
     }
 
     /// Source of the cluster in words: the file and its overrides.

@@ -1,23 +1,26 @@
-//! KV events of real engines: what they say about them at start, and the thread that follows them.
+//! KV events of real engines: the sizes that they report at start, and the thread that follows each engine for
+//! as long as it is a member of the fleet.
 
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
-use slipstream_base::RankId;
+use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, WorkerId};
 use slipstream_config::cluster::Cluster;
-use slipstream_frontend::upstream::EngineSpec;
+use slipstream_frontend::text::{TextModel, agreement};
+use slipstream_frontend::upstream::{EngineSpec, Engines, Member};
 use slipstream_probe::{
     AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ask_client,
 };
-use slipstream_router::Fleets;
-use tokio::sync::watch;
-use tokio::task::JoinSet;
+use slipstream_router::{Fleet, Fleets};
+use tokio::sync::{Notify, watch};
+use tokio::task::{AbortHandle, JoinSet};
 
 use super::cached::BLOCKS_DEFAULT;
 
@@ -27,30 +30,43 @@ const ASK: Duration = Duration::from_secs(3);
 /// Pause before an engine that did not answer is asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(2);
 
+/// Pause before an engine is asked again that answered, and cannot be followed: another process may start there.
+const ASK_LATER: Duration = Duration::from_secs(30);
+
 /// Blocks of an engine at most, as in a cluster file.
 const BLOCKS_MAX: u64 = 1 << 24;
 
+/// Data-parallel ranks of an engine at most.
+const RANKS_MAX: usize = 64;
+
 /// What is known of an engine whose events can be followed.
-#[derive(Clone)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Source {
-    events: KvEventSource,
+    /// One publisher per data-parallel rank.
+    events: Vec<KvEventSource>,
     /// Tokens per block.
     block_size: Option<u32>,
+    /// Of one rank.
     kv_blocks: Option<u64>,
 }
 
-/// What engines said at start; `None`: no answer yet. At least one answered.
-pub(super) struct Known {
-    sources: Vec<Option<Source>>,
-    /// Tokens per block that every engine's block is a multiple of.
-    block_size: Option<u32>,
+/// Why an engine's cache is not known by events.
+#[derive(Debug, PartialEq, Eq)]
+enum Unknown {
+    /// It does not answer, or is loading its model.
+    Silent,
+    /// It does not fit; why, as a predicate.
+    Unfit(String),
 }
+
+/// What the engines said at start. An engine that comes later does not change it.
+pub(super) struct Sizes(Vec<Option<Source>>);
 
 /// Asks the engines `specs`. The inner error is the reason why KV events cannot be used, as a clause.
 pub(super) fn learn(
     cluster: &Cluster,
     specs: &[EngineSpec],
-) -> anyhow::Result<Result<Known, String>> {
+) -> anyhow::Result<Result<Sizes, String>> {
     if !cluster.router.kv_events {
         return Ok(Err("`router.kv_events` is false".into()));
     }
@@ -67,49 +83,36 @@ pub(super) fn learn(
         let mut asked = JoinSet::new();
         for (at, spec) in specs.iter().enumerate() {
             let (spec, model) = (spec.clone(), model.clone());
-            asked.spawn(async move { (at, ask(&spec, &model).await) });
+            asked.spawn(async move { (at, ask(&spec, &model).await.ok()) });
         }
         let mut answers = asked.join_all().await;
         answers.sort_by_key(|(at, _)| *at);
         answers
     });
-    Ok(weigh(answers.into_iter().map(|(_, answer)| answer)))
-}
-
-fn weigh(answers: impl Iterator<Item = Result<Option<Source>, String>>) -> Result<Known, String> {
-    let sources = answers.collect::<Result<Vec<_>, _>>()?;
-    if sources.iter().all(Option::is_none) {
-        return Err("no engine answered yet, so it is not known whether they publish any".into());
-    }
-    let sizes = sources.iter().flatten().filter_map(|of| of.block_size);
-    Ok(Known {
-        block_size: sizes.reduce(common_divisor),
-        sources,
-    })
+    Ok(Ok(Sizes(answers.into_iter().map(|(_, of)| of).collect())))
 }
 
 fn common_divisor(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// `None` if `spec` does not answer.
-async fn ask(spec: &EngineSpec, model: &str) -> Result<Option<Source>, String> {
-    let url = spec.url.to_string();
-    let client = Client::new(&url, spec.api_key.as_deref(), None);
-    let client = client.map_err(|error| error.to_string())?;
+async fn ask(spec: &EngineSpec, model: &str) -> Result<Source, Unknown> {
+    let client = client_of(spec)?;
     match ask_client(&client, ASK).await {
-        Ok(facts) if facts.models.is_empty() => Ok(None), // it is loading one
-        Ok(facts) => {
-            let source = source(facts, model).map_err(|why| format!("{url} {why}"))?;
-            Ok(Some(source))
-        }
-        Err(AskError::Unreachable { .. }) => Ok(None),
-        Err(error) => Err(error.to_string()),
+        Ok(facts) if facts.models.is_empty() => Err(Unknown::Silent), // it is loading one
+        Ok(facts) => source(facts, model).map_err(Unknown::Unfit),
+        Err(AskError::Unreachable { .. }) => Err(Unknown::Silent),
+        Err(error) => Err(Unknown::Unfit(error.to_string())),
     }
 }
 
+fn client_of(spec: &EngineSpec) -> Result<Client, Unknown> {
+    let client = Client::new(&spec.url.to_string(), spec.api_key.as_deref(), None);
+    client.map_err(|error| Unknown::Unfit(error.to_string()))
+}
+
 /// The source of an engine's events; otherwise how the engine does not fit, as a predicate.
-fn source(mut facts: EngineFacts, model: &str) -> Result<Source, String> {
+fn source(facts: EngineFacts, model: &str) -> Result<Source, String> {
     if !facts.models.iter().any(|of| of.id == model) {
         let listed: Vec<&str> = facts.models.iter().map(|of| of.id.as_str()).collect();
         return Err(format!(
@@ -121,32 +124,98 @@ fn source(mut facts: EngineFacts, model: &str) -> Result<Source, String> {
         return Err("has no prefix caching".into());
     }
     let ranks = facts.kv_events.len().max(facts.ranks() as usize);
-    if ranks > 1 {
+    if ranks > RANKS_MAX {
         return Err(format!(
-            "has {ranks} data-parallel ranks, among which it chooses itself; run each as a server of its own"
+            "has {ranks} data-parallel ranks, and at most {RANKS_MAX} are followed"
         ));
     }
-    let Some(events) = facts.kv_events.pop() else {
+    if facts.kv_events.is_empty() {
         return Err(
             "reports no publisher of KV events; start vLLM with --kv-events-config \
              '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\"}'"
                 .into(),
         );
-    };
+    }
     Ok(Source {
-        events,
+        events: of_each_rank(&facts.kv_events, ranks as u32)?,
         block_size: facts.block_size,
         kv_blocks: facts.kv_blocks,
     })
 }
 
-impl Known {
+/// The publishers of `ranks` ranks, of which some are known. The port of a rank is that of rank 0, and its number
+/// (vLLM: `offset_endpoint_port` in `vllm/distributed/kv_events.py`).
+fn of_each_rank(known: &[KvEventSource], ranks: u32) -> Result<Vec<KvEventSource>, String> {
+    let first = known.first().cloned().unwrap_or_default();
+    (0..ranks)
+        .map(|rank| {
+            if let Some(of) = known.iter().find(|of| of.rank == rank) {
+                return Ok(of.clone());
+            }
+            let offset = i64::from(rank) - i64::from(first.rank);
+            let at = |endpoint: &str| {
+                let (host, port) = endpoint.rsplit_once(':')?;
+                let port = u16::try_from(port.parse::<i64>().ok()? + offset).ok()?;
+                Some(format!("{host}:{port}"))
+            };
+            let no_port = || {
+                format!(
+                    "publishes at {}, which has no port of rank {rank}",
+                    first.endpoint
+                )
+            };
+            Ok(KvEventSource {
+                rank,
+                endpoint: at(&first.endpoint).ok_or_else(no_port)?,
+                replay_endpoint: first.replay_endpoint.as_deref().and_then(at),
+                topic: first.topic.clone(),
+            })
+        })
+        .collect()
+}
+
+/// Compares the router's tokens with the engine's, text by text. `Ok(false)`: the engine cannot be asked.
+///
+/// # Errors
+/// The first difference, as a predicate, or that it fell silent.
+async fn check_tokens(spec: &EngineSpec, text: &TextModel, model: &str) -> Result<bool, Unknown> {
+    let client = client_of(spec)?;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    for sample in agreement::samples(text, model, now.unwrap_or_default().as_secs()) {
+        let asked = client
+            .post_json("/tokenize", sample.body.clone(), ASK)
+            .await;
+        let answer = asked.map_err(|_| Unknown::Silent)?;
+        match answer.status {
+            404 | 405 | 501 => return Ok(false),
+            500.. => return Err(Unknown::Silent),
+            _ => {}
+        }
+        let found = sample.compare(answer.status, &answer.body);
+        if !found.agrees() {
+            return Err(Unknown::Unfit(format!(
+                "tokenizes otherwise than `model.tokenizer` ({}: {found}); \
+                 `slipstream tokenizer check` shows all",
+                sample.name
+            )));
+        }
+    }
+    Ok(true)
+}
+
+impl Sizes {
+    /// Tokens per block of the router: every engine's block is a multiple of it. `None`: not known.
+    fn block_size(&self) -> Option<u32> {
+        let sizes = self.0.iter().flatten().filter_map(|of| of.block_size);
+        sizes.reduce(common_divisor)
+    }
+
     /// `cluster` with the engines' block size and numbers of blocks.
     pub(super) fn cluster(&self, cluster: &Cluster) -> anyhow::Result<Cluster> {
         let mut cluster = cluster.clone();
-        let mut sources = self.sources.iter();
+        let mut sources = self.0.iter();
         for pool in &mut cluster.pools {
-            let size = self.block_size.unwrap_or(pool.engine.block_size);
+            let size = self.block_size().unwrap_or(pool.engine.block_size);
             anyhow::ensure!(
                 size > 0,
                 "an engine of pool `{}` reports blocks of 0 tokens",
@@ -155,7 +224,8 @@ impl Known {
             pool.engine.block_size = size;
             let ours = |of: &Source| {
                 let per_block = of.block_size.unwrap_or(size).div_ceil(size);
-                Some(of.kv_blocks?.saturating_mul(per_block.into()))
+                let blocks = of.kv_blocks?.saturating_mul(per_block.into());
+                Some(blocks.saturating_mul(of.events.len() as u64))
             };
             let of_pool = sources.by_ref().take(pool.workers as usize);
             if let Some(blocks) = of_pool.flatten().filter_map(ours).max() {
@@ -164,90 +234,309 @@ impl Known {
         }
         Ok(cluster)
     }
+}
 
-    /// Follows every engine into `fleets`, which are those of `cluster`.
-    pub(super) fn follow(
-        self,
-        cluster: &Cluster,
-        specs: Vec<EngineSpec>,
-        fleets: Fleets,
-    ) -> std::io::Result<Following> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
-        let (stop, mut stopped) = watch::channel(false);
-        let (model, block_size) = (cluster.model.name.clone(), fleets.serve.block_size());
-        let of = |spec: &EngineSpec| (spec.url.to_string(), OnceLock::new());
-        let counters: Engines = specs.iter().map(of).collect();
-        let shared = counters.clone();
-        let run = move || {
-            runtime.block_on(async move {
-                let mut following = JoinSet::new();
-                for (at, (spec, known)) in specs.into_iter().zip(self.sources).enumerate() {
-                    let (fleets, counters) = (fleets.clone(), shared.clone());
-                    let options = MirrorOptions {
-                        model: model.clone(),
-                        block_size,
-                        blocks_max: BLOCKS_DEFAULT as usize,
-                    };
-                    following.spawn(async move {
-                        let source = match known {
-                            Some(source) => source,
-                            None => ask_on(&spec, &options.model).await,
-                        };
-                        let rank = RankId {
-                            worker: spec.worker,
-                            dp_rank: 0,
-                        };
-                        let blocks_max = source.kv_blocks.unwrap_or(BLOCKS_DEFAULT).min(BLOCKS_MAX);
-                        let options = MirrorOptions {
-                            blocks_max: blocks_max as usize,
-                            ..options
-                        };
-                        let follower = KvFollower::new(source.events, rank, options);
-                        let _ = counters[at].1.set(follower.counters()); // once per engine
-                        // Its deltas are without gaps; what the index drops is counted there.
-                        follower.run(move |delta| _ = fleets.on_kv(delta)).await
+/// Follows the engines of a fleet into its index.
+struct Followers {
+    engines: Arc<Engines>,
+    fleet: Arc<Fleet>,
+    fleets: Fleets,
+    text: Arc<TextModel>,
+    model: String,
+    /// Engines whose events are followed.
+    followed: AtomicUsize,
+    counters: Shown,
+    /// By worker: held by the task of the engine that has it. A slot's next engine waits for the end of the task
+    /// of the one before, whose late events would be taken for its own.
+    slots: Box<[Arc<tokio::sync::Mutex<()>>]>,
+}
+
+/// Starts to follow the engines, present and later ones.
+///
+/// # Errors
+/// The thread or its runtime cannot be made.
+pub(super) fn follow(
+    cluster: &Cluster,
+    engines: Arc<Engines>,
+    fleets: Fleets,
+    text: Arc<TextModel>,
+) -> std::io::Result<Following> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let (stop, mut stopped) = watch::channel(false);
+    let counters = Shown::default();
+    let fleet = fleets.serve.clone();
+    let last = fleet
+        .targets()
+        .last()
+        .map_or(0, |of| of.rank.worker.index());
+    let followers = Arc::new(Followers {
+        engines,
+        fleet,
+        fleets,
+        text,
+        model: cluster.model.name.clone(),
+        followed: AtomicUsize::new(0),
+        counters: counters.clone(),
+        slots: (0..=last).map(|_| Arc::default()).collect(),
+    });
+    let run = move || {
+        runtime.block_on(async move {
+            let mut changes = followers.engines.subscribe();
+            let mut tasks = JoinSet::new();
+            let mut known: BTreeMap<u64, AbortHandle> = BTreeMap::new();
+            loop {
+                let members = followers.engines.list();
+                known.retain(|id, task| {
+                    let stays = members.iter().any(|of| of.id() == *id);
+                    if !stays {
+                        task.abort();
+                        followers.shown().remove(id);
+                    }
+                    stays
+                });
+                for member in members {
+                    known.entry(member.id()).or_insert_with(|| {
+                        let url = member.spec().url.to_string();
+                        followers.shown().insert(member.id(), (url, Vec::new()));
+                        tasks.spawn(followers.clone().follow(member))
                     });
                 }
-                let _ = stopped.changed().await; // or its other half was dropped
-            });
-        };
-        let thread = std::thread::Builder::new()
-            .name("engine-kv".into())
-            .spawn(run)?;
-        Ok(Following {
-            stop,
-            thread: Some(thread),
-            counters,
-        })
+                tokio::select! {
+                    _ = stopped.changed() => return, // or its other half was dropped
+                    _ = changes.changed() => {}
+                    Some(_) = tasks.join_next() => {} // of an engine that was removed
+                }
+            }
+        });
+    };
+    let thread = std::thread::Builder::new()
+        .name("engine-kv".into())
+        .spawn(run)?;
+    Ok(Following {
+        stop,
+        thread: Some(thread),
+        counters,
+    })
+}
+
+/// An engine that is followed. When it is dropped, its cache is not known any more.
+struct Followed<'a> {
+    of: &'a Followers,
+    worker: WorkerId,
+}
+
+impl<'a> Followed<'a> {
+    fn begin(of: &'a Followers, worker: WorkerId) -> Followed<'a> {
+        of.fleet.forget_cache(worker);
+        of.fleet.set_guessed(worker, false);
+        of.followed.fetch_add(1, Relaxed);
+        of.engines.set_tokenizes(true);
+        Followed { of, worker }
     }
 }
 
-/// Asks an engine until its events can be followed.
-async fn ask_on(spec: &EngineSpec, model: &str) -> Source {
-    let mut said = false;
-    loop {
-        tokio::time::sleep(ASK_AGAIN).await;
-        match ask(spec, model).await {
-            Ok(Some(source)) => return source,
-            Err(why) if !said => {
-                said = true;
-                tracing::warn!("the cache of an engine is not known, and counts as empty: {why}");
+impl Drop for Followed<'_> {
+    fn drop(&mut self) {
+        self.of.fleet.forget_cache(self.worker);
+        let left = self.of.followed.fetch_sub(1, Relaxed) - 1;
+        self.of.engines.set_tokenizes(left > 0);
+    }
+}
+
+impl Followers {
+    fn shown(&self) -> MutexGuard<'_, ById> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Follows one engine until its task is aborted.
+    async fn follow(self: Arc<Self>, member: Member) {
+        let worker = member.spec().worker;
+        let Some(slot) = self.slots.get(worker.index()).cloned() else {
+            return;
+        };
+        let _slot = slot.lock().await;
+        let mut said = String::new();
+        loop {
+            self.fleet.set_guessed(worker, true);
+            let source = self.await_source(&member, &mut said).await;
+            self.fleet.set_guessed(worker, false);
+            self.follow_source(&member, source).await;
+            if let Some(shown) = self.shown().get_mut(&member.id()) {
+                shown.1 = Vec::new();
             }
-            Ok(None) | Err(_) => {}
+        }
+    }
+
+    /// Waits until the events of an engine can be followed.
+    async fn await_source(&self, member: &Member, said: &mut String) -> Source {
+        loop {
+            let pause = match self.source_of(member).await {
+                Ok(source) => return source,
+                Err(Unknown::Silent) => ASK_AGAIN,
+                Err(Unknown::Unfit(why)) => {
+                    if *said != why {
+                        tracing::warn!(
+                            engine = %member.spec().url,
+                            "its cache is guessed from what was sent there, not known by KV events: it {why}"
+                        );
+                    }
+                    member.set_cache_view(format!("guessed: it {why}"));
+                    *said = why;
+                    ASK_LATER
+                }
+            };
+            // An engine that comes back is asked at once.
+            let _ = tokio::time::timeout(pause, member.came_up()).await;
+        }
+    }
+
+    async fn source_of(&self, member: &Member) -> Result<Source, Unknown> {
+        let source = ask(member.spec(), &self.model).await?;
+        if !check_tokens(member.spec(), &self.text, &self.model).await? {
+            tracing::info!(
+                engine = %member.spec().url,
+                "it has no /tokenize, so its tokenizer was not compared with `model.tokenizer`"
+            );
+        }
+        Ok(source)
+    }
+
+    /// Follows an engine until it is another one, or its view must begin anew.
+    async fn follow_source(&self, member: &Member, source: Source) {
+        let worker = member.spec().worker;
+        let blocks_max = source.kv_blocks.unwrap_or(BLOCKS_DEFAULT).min(BLOCKS_MAX);
+        let merge = Arc::new(Mutex::new(Merge::new(worker, source.events.len())));
+        let anew = Arc::new(Notify::new());
+        let _followed = Followed::begin(self, worker);
+        let mut ranks = JoinSet::new(); // dropped before `_followed`, so nothing is applied after it
+        let mut counters = Vec::new();
+        for (at, events) in source.events.iter().enumerate() {
+            let options = MirrorOptions {
+                model: self.model.clone(),
+                block_size: self.fleet.block_size(),
+                blocks_max: blocks_max as usize,
+            };
+            let rank = RankId { worker, dp_rank: 0 };
+            let follower = KvFollower::new(events.clone(), rank, options);
+            counters.push(follower.counters());
+            let (merge, anew, fleets) = (merge.clone(), anew.clone(), self.fleets.clone());
+            ranks.spawn(follower.run(move |delta| {
+                let mut merge = merge.lock().unwrap_or_else(PoisonError::into_inner);
+                let applied = merge.merge(at, delta).map(|delta| fleets.on_kv(&delta));
+                // The router forgot the engine meanwhile: its connection was refused.
+                if applied.is_some_and(|applied| applied.gap) {
+                    anew.notify_one();
+                }
+            }));
+        }
+        if let Some(shown) = self.shown().get_mut(&member.id()) {
+            shown.1 = counters;
+        }
+        let count = source.events.len();
+        let of_ranks = if count > 1 {
+            format!(" of {count} ranks")
+        } else {
+            String::new()
+        };
+        member.set_cache_view(format!("KV events{of_ranks}"));
+        let changed = async {
+            loop {
+                member.came_up().await;
+                match self.source_of(member).await {
+                    Ok(now) if now == source => {} // the follower finds out whether it is the same process
+                    Err(Unknown::Silent) => {}
+                    Ok(_) | Err(Unknown::Unfit(_)) => return,
+                }
+            }
+        };
+        tokio::select! {
+            () = anew.notified() => {}
+            () = changed => {}
+            Some(_) = ranks.join_next() => {} // it broke an invariant of its own, and said so
         }
     }
 }
 
-/// URL of each engine, and its counters once it is followed.
-type Engines = Arc<[(String, OnceLock<Arc<KvCounters>>)]>;
+/// The ranks of an engine as one cache: it holds what some rank holds.
+struct Merge {
+    rank: RankId,
+    ranks: usize,
+    /// One bit per rank that holds the block. Unused for one rank.
+    held: HashMap<BlockHash, u64>,
+    sequence: u64,
+}
+
+impl Merge {
+    fn new(worker: WorkerId, ranks: usize) -> Merge {
+        Merge {
+            rank: RankId { worker, dp_rank: 0 },
+            ranks,
+            held: HashMap::new(),
+            sequence: 0,
+        }
+    }
+
+    /// The engine's change that follows from one of rank `at`; `None`: there is none.
+    fn merge(&mut self, at: usize, delta: &KvDelta) -> Option<KvDelta> {
+        let mut ops = Vec::new();
+        if self.ranks == 1 {
+            ops.clone_from(&delta.ops);
+        } else {
+            let bit = 1_u64 << at;
+            for op in &delta.ops {
+                match *op {
+                    KvOp::Stored { hash, .. } => {
+                        let holders = self.held.entry(hash).or_default();
+                        if *holders == 0 {
+                            ops.push(*op);
+                        }
+                        *holders |= bit;
+                    }
+                    KvOp::Removed { hash } => {
+                        let holders = self.held.get_mut(&hash);
+                        if let Some(holders) = holders {
+                            *holders &= !bit;
+                            if *holders == 0 {
+                                self.held.remove(&hash);
+                                ops.push(*op);
+                            }
+                        }
+                    }
+                    KvOp::Cleared => self.held.retain(|&hash, holders| {
+                        *holders &= !bit;
+                        if *holders == 0 {
+                            ops.push(KvOp::Removed { hash });
+                        }
+                        *holders != 0
+                    }),
+                }
+            }
+        }
+        if ops.is_empty() {
+            return None;
+        }
+        let sequence = self.sequence;
+        self.sequence += 1;
+        Some(KvDelta {
+            rank: self.rank,
+            sequence,
+            ops,
+        })
+    }
+}
+
+/// URL of each engine by its id, and the counters of its ranks once it is followed.
+type ById = BTreeMap<u64, (String, Vec<Arc<KvCounters>>)>;
+
+type Shown = Arc<Mutex<ById>>;
 
 /// Engines whose events are followed. That ends when it is dropped.
 pub(super) struct Following {
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
-    counters: Engines,
+    counters: Shown,
 }
 
 impl Following {
@@ -268,11 +557,11 @@ impl Drop for Following {
 }
 
 /// Encodes the counters of all followers.
-pub(super) struct KvCollector(Engines);
+pub(super) struct KvCollector(Shown);
 
 impl fmt::Debug for KvCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "KvCollector({} engines)", self.0.len())
+        f.write_str("KvCollector")
     }
 }
 
@@ -314,17 +603,29 @@ impl Collector for KvCollector {
                 |c| c.skipped_blocks.load(Relaxed),
             ),
         ];
-        // An engine that is not followed yet has zeros.
-        let none = Arc::default();
+        let shown = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         let each = || {
-            let all = self.0.iter();
-            all.map(|(url, counters)| ([("engine", url.as_str())], counters.get().unwrap_or(&none)))
+            let all = shown.values();
+            all.map(|(url, ranks)| ([("engine", url.as_str())], ranks))
         };
         for (name, help, of) in gauges {
             let name = format!("slipstream_engine_{name}");
             let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Gauge)?;
             for (labels, counters) in each() {
-                let value = of(counters) as f64;
+                // All ranks must be connected, any may be unusable; an engine that is not followed yet has 0.
+                let of_ranks = counters.iter().map(|rank| of(rank));
+                let value = if name.ends_with("kv_connected") {
+                    of_ranks.min()
+                } else if name.ends_with("kv_unusable") {
+                    of_ranks.max()
+                } else {
+                    Some(of_ranks.sum())
+                };
+                let value = value.unwrap_or(0) as f64;
                 family.encode_family(&labels)?.encode_gauge(&value)?;
             }
         }
@@ -334,7 +635,10 @@ impl Collector for KvCollector {
             for (labels, counters) in each() {
                 family
                     .encode_family(&labels)?
-                    .encode_counter::<NoLabelSet, u64, f64>(&of(counters), None)?;
+                    .encode_counter::<NoLabelSet, u64, f64>(
+                        &counters.iter().map(|rank| of(rank)).sum(),
+                        None,
+                    )?;
             }
         }
         Ok(())
@@ -343,7 +647,7 @@ impl Collector for KvCollector {
 
 #[cfg(test)]
 mod tests {
-    use slipstream_probe::ServedModel;
+    use slipstream_probe::{Parallel, ServedModel};
 
     use super::*;
 
@@ -355,7 +659,11 @@ mod tests {
             }],
             block_size: Some(32),
             kv_blocks: Some(100),
-            kv_events: vec![KvEventSource::default()],
+            kv_events: vec![KvEventSource {
+                endpoint: "tcp://gpu1:5557".into(),
+                replay_endpoint: Some("tcp://gpu1:6557".into()),
+                ..KvEventSource::default()
+            }],
             ..EngineFacts::default()
         }
     }
@@ -375,11 +683,77 @@ mod tests {
             ..facts()
         };
         assert!(why(uncached, "m").contains("prefix caching"));
-        let ranks = EngineFacts {
-            kv_events: vec![KvEventSource::default(); 2],
-            ..facts()
+    }
+
+    #[test]
+    fn each_rank_has_the_port_that_its_number_adds() {
+        let ranks = |count, known: Vec<KvEventSource>| {
+            let facts = EngineFacts {
+                parallel: Parallel {
+                    data: Some(count),
+                    ..Parallel::default()
+                },
+                kv_events: known,
+                ..facts()
+            };
+            let events = source(facts, "m").map(|of| of.events);
+            events.map(|all| all.into_iter().map(|of| of.endpoint).collect::<Vec<_>>())
         };
-        assert!(why(ranks, "m").contains("2 data-parallel ranks"));
+        let three = ["tcp://gpu1:5557", "tcp://gpu1:5558", "tcp://gpu1:5559"];
+        assert_eq!(ranks(3, facts().kv_events).unwrap(), three);
+        let second = KvEventSource {
+            rank: 1,
+            endpoint: "tcp://gpu2:7000".into(),
+            ..KvEventSource::default()
+        };
+        let known = [facts().kv_events, vec![second.clone()]].concat();
+        let mixed = ["tcp://gpu1:5557", "tcp://gpu2:7000", "tcp://gpu1:5559"];
+        assert_eq!(ranks(3, known).unwrap(), mixed);
+        assert_eq!(
+            ranks(2, vec![second]).unwrap(),
+            ["tcp://gpu2:6999", "tcp://gpu2:7000"]
+        );
+        assert!(
+            ranks(65, facts().kv_events)
+                .unwrap_err()
+                .contains("at most 64")
+        );
+        let last = KvEventSource {
+            endpoint: "tcp://gpu1:65535".into(),
+            ..KvEventSource::default()
+        };
+        assert!(ranks(2, vec![last]).unwrap_err().contains("rank 1"));
+    }
+
+    #[test]
+    fn an_engine_holds_what_some_rank_holds() {
+        let mut merge = Merge::new(WorkerId(3), 2);
+        let rank = RankId::default();
+        let stored = |n| KvOp::Stored {
+            hash: BlockHash(n),
+            parent: BlockHash::default(),
+        };
+        let removed = |n| KvOp::Removed { hash: BlockHash(n) };
+        let mut apply = |at, ops: Vec<KvOp>| {
+            let delta = KvDelta {
+                rank,
+                sequence: 0,
+                ops,
+            };
+            merge.merge(at, &delta)
+        };
+        let first = apply(0, vec![stored(1), stored(2)]).unwrap();
+        assert_eq!((first.rank.worker, first.sequence), (WorkerId(3), 0));
+        assert_eq!(first.ops, [stored(1), stored(2)]);
+        assert_eq!(apply(1, vec![stored(2)]), None, "it is held already");
+        assert_eq!(apply(0, vec![removed(2)]), None, "rank 1 holds it");
+        let both = apply(1, vec![removed(2), stored(5), stored(6)]).unwrap();
+        assert_eq!(both.sequence, 1, "without gaps");
+        assert_eq!(both.ops, [removed(2), stored(5), stored(6)]);
+        assert_eq!(apply(1, vec![removed(9), removed(1)]), None, "not its own");
+        assert_eq!(apply(0, vec![stored(6)]), None);
+        let cleared = apply(1, vec![KvOp::Cleared]).unwrap();
+        assert_eq!(cleared.ops, [removed(5)], "rank 0 keeps the others");
     }
 
     #[test]
@@ -389,19 +763,20 @@ mod tests {
                 block_size,
                 ..facts()
             };
-            source(facts, "m").map(Some)
+            source(facts, "m").ok()
         };
-        let sized = |sizes: &[Option<u32>]| weigh(sizes.iter().map(|&size| of(size)));
-        let size = |sizes| sized(sizes).ok().unwrap().block_size;
+        let size = |sizes: &[Option<u32>]| {
+            Sizes(sizes.iter().map(|&size| of(size)).collect()).block_size()
+        };
         assert_eq!(size(&[Some(32), Some(48), None]), Some(16));
         assert_eq!(size(&[Some(32)]), Some(32));
         assert_eq!(size(&[None]), None);
-        assert!(weigh([Ok(None), Ok(None)].into_iter()).is_err());
-        assert!(weigh([of(None), Err("x".into())].into_iter()).is_err());
-        let known = weigh([of(Some(32)), Ok(None), of(Some(16))].into_iter());
+        let mut two = of(Some(16)).unwrap();
+        two.events.push(KvEventSource::default());
+        let known = Sizes(vec![of(Some(32)), None, Some(two)]);
         let mut cluster = Cluster::default();
         cluster.pools[0].workers = 3;
-        let cluster = known.ok().unwrap().cluster(&cluster).unwrap();
+        let cluster = known.cluster(&cluster).unwrap();
         let engine = &cluster.pools[0].engine;
         assert_eq!((engine.block_size, engine.num_gpu_blocks), (16, 200));
     }

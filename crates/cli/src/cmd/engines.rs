@@ -9,14 +9,16 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::text::counted;
-use slipstream_config::cluster::Cluster;
+use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
 use slipstream_frontend::{Bound, Frontend, ShardPlane, Transport};
 use slipstream_router::{Fleet, Fleets};
 
+use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
+use super::reload::{self, Reload};
 use super::serve::{Dispatching, service, shard_count, text_model};
 use super::switches::Switches;
 
@@ -24,51 +26,72 @@ use super::switches::Switches;
 /// send at once, and should not get a 503.
 const FIRST_CHECKS: Duration = Duration::from_secs(3);
 
+/// Slots for engines that come later, if their number is not configured.
+const SLOTS: u32 = 8;
+
 /// A running server in front of real engines.
 pub(crate) struct Live {
     pub(crate) frontend: Frontend,
     engines: Arc<Engines>,
     checks: HealthChecks,
     events: Option<Following>,
+    reload: Option<Reload>,
 }
 
 impl Live {
-    pub(crate) fn start(cluster: &Cluster, switches: Switches) -> anyhow::Result<Live> {
+    /// Starts it. `args` and `sets` are those that `cluster` was read with: its file is watched.
+    pub(crate) fn start(
+        cluster: &Cluster,
+        args: &ClusterArgs,
+        sets: &[String],
+        switches: Switches,
+    ) -> anyhow::Result<Live> {
         let bound = Bound::bind(&cluster.live.listen)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();
         let specs = EngineSpec::of_cluster(cluster, read_key)?;
-        let (cluster, known) = match engine_kv::learn(cluster, &specs)? {
-            Ok(known) => (known.cluster(cluster)?, Some(known)),
-            Err(why) => (as_routed(cluster, &why), None),
+        let admin_key = cluster.upstream.admin_key_file.as_deref().map(read_key);
+        let admin_key = admin_key.transpose()?;
+        let slots = slots(cluster, args.file().is_some() || admin_key.is_some())?;
+        let (cluster, follows) = match engine_kv::learn(cluster, &specs)? {
+            Ok(sizes) => (sizes.cluster(cluster)?, true),
+            Err(why) => (as_routed(cluster, &why), false),
         };
+        let cluster = with_slots(cluster, slots);
         let mut fleet = Fleet::from_cluster(&cluster)?;
-        if known.is_some() {
-            fleet = fleet.with_guesses();
-        }
-        let fleets = Fleets::from(fleet);
-        let mut engines = Engines::new(specs.clone(), &cluster.upstream, fleets.serve.clone());
         let mut text = TextModel::builtin(); // engines tokenize
-        if known.is_some() {
+        if follows {
+            fleet = fleet.with_guesses();
             text = text_model(&cluster)?;
+        }
+        let (fleets, text) = (Fleets::from(fleet), Arc::new(text));
+        let mut engines = Engines::new(specs, &cluster.upstream, fleets.serve.clone());
+        if follows {
             engines = engines.with_tokens(cluster.model.name.clone());
         }
+        if let Some(key) = admin_key {
+            engines = engines.with_admin_key(key);
+        }
         let engines = Arc::new(engines);
-        let events = known.map(|known| known.follow(&cluster, specs, fleets.clone()));
-        let events = events.transpose().context("following KV events")?;
+        let follow = || engine_kv::follow(&cluster, engines.clone(), fleets.clone(), text.clone());
+        let events = follows.then(follow).transpose();
+        let events = events.context("following KV events")?;
         let checks = health::start(engines.clone()).context("starting health checks")?;
 
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shards = shard_count(cluster.live.shards, cores);
         let dispatching = Dispatching::new(&cluster, fleets.clone(), shards);
-        let mut service = service(&cluster, Arc::new(text), fleets.clone())?;
+        let mut service = service(&cluster, text, fleets.clone())?;
         switches.apply(&mut service);
         let mut registry = Registry::default();
         registry.register_collector(Box::new(EngineCollector(engines.clone())));
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
-        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(fleets)));
+        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
+            fleets,
+            engines: Some(engines.clone()),
+        }));
         let planes = (0..shards)
             .map(|shard| ShardPlane {
                 transport: Transport::Engines(engines.clone()),
@@ -77,11 +100,13 @@ impl Live {
             })
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
+        let reload = reload::start(args, sets, engines.clone()).context("watching the file")?;
         let live = Live {
             frontend,
             engines,
             checks,
             events,
+            reload,
         };
         live.await_first_checks();
         Ok(live)
@@ -108,6 +133,7 @@ impl Live {
 
     /// Frontend first, so that open requests can finish.
     pub(crate) fn shutdown(self) {
+        drop(self.reload);
         self.frontend.shutdown();
         drop(self.checks);
         drop(self.events);
@@ -127,17 +153,48 @@ fn as_routed(cluster: &Cluster, why: &str) -> Cluster {
     cluster
 }
 
-fn read_key(path: &Path) -> anyhow::Result<String> {
+/// Slots for engines that come later, in a fleet that may change, if `may_grow`.
+fn slots(cluster: &Cluster, may_grow: bool) -> anyhow::Result<u32> {
+    let now: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
+    match cluster.upstream.engines_max {
+        0 if may_grow => Ok(SLOTS),
+        0 => Ok(0),
+        max => max.checked_sub(now).with_context(|| {
+            format!(
+                "`upstream.engines_max` is {max}, and there are {now} engines at start; raise it, or leave it out"
+            )
+        }),
+    }
+}
+
+/// `cluster` with workers for `slots` engines that come later, as large as the largest at start.
+fn with_slots(mut cluster: Cluster, slots: u32) -> Cluster {
+    let largest = cluster
+        .pools
+        .iter()
+        .max_by_key(|pool| pool.engine.num_gpu_blocks);
+    if let Some(largest) = largest.filter(|_| slots > 0) {
+        let free = PoolConfig {
+            name: "later".into(),
+            workers: slots,
+            ..largest.clone()
+        };
+        cluster.pools.push(free);
+    }
+    cluster
+}
+
+pub(super) fn read_key(path: &Path) -> anyhow::Result<String> {
     let text = std::fs::read_to_string(path).with_context(|| {
         format!(
-            "reading an engine's API key (api_key_file) from {}",
+            "reading a key (`api_key_file` or `admin_key_file`) from {}",
             path.display()
         )
     })?;
     let key = text.trim();
     anyhow::ensure!(
         !key.is_empty() && key.bytes().all(|b| b.is_ascii_graphic()),
-        "{} has no API key: write one line of printable ASCII without spaces",
+        "{} has no key: write one line of printable ASCII without spaces",
         path.display()
     );
     Ok(key.to_owned())

@@ -8,6 +8,7 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::Roster;
+use slipstream_frontend::upstream::{Engines, Member};
 use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Counters, Fleets, Load};
 
@@ -160,21 +161,32 @@ impl Collector for RosterCollector {
 }
 
 /// Encodes loads by rank and the router's counters; a scrape reads atomics.
-pub(crate) struct FleetCollector(pub(crate) Fleets);
+pub(crate) struct FleetCollector {
+    pub(crate) fleets: Fleets,
+    /// Real engines: workers that are none now are left out.
+    pub(crate) engines: Option<Arc<Engines>>,
+}
 
 /// Name, help, and reader of the value.
 type Gauge = (&'static str, &'static str, fn(&Load) -> u64);
 
 impl fmt::Debug for FleetCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ranks: usize = self.0.each().map(|fleet| fleet.targets().len()).sum();
+        let ranks: usize = self.fleets.each().map(|fleet| fleet.targets().len()).sum();
         write!(f, "FleetCollector({ranks} ranks)")
     }
 }
 
 impl Collector for FleetCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut loads: Vec<Load> = self.0.each().flat_map(|fleet| fleet.loads()).collect();
+        let mut loads: Vec<Load> = self.fleets.each().flat_map(|fleet| fleet.loads()).collect();
+        if let Some(engines) = &self.engines {
+            let members = engines.list();
+            loads.retain(|load| {
+                let is_it = |of: &Member| of.spec().worker == load.rank.worker;
+                members.iter().any(is_it)
+            });
+        }
         loads.sort_unstable_by_key(|load| load.rank);
         let gauges: [Gauge; 6] = [
             (
@@ -229,7 +241,7 @@ impl Collector for FleetCollector {
                 .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
                 .encode_counter::<NoLabelSet, u64, f64>(&load.routed_total, None)?;
         }
-        let each: Vec<Counters> = self.0.each().map(|fleet| fleet.counters()).collect();
+        let each: Vec<Counters> = self.fleets.each().map(|fleet| fleet.counters()).collect();
         let sum = |of: fn(&Counters) -> u64| each.iter().map(of).sum::<u64>();
         for (name, help, value) in [
             (

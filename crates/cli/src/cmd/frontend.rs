@@ -123,9 +123,10 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     registry.register_collector(Box::new(super::fleet_metrics::CacheConfigCollector::new(
         cluster,
     )));
-    registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
-        fleets.clone(),
-    )));
+    registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
+        fleets: fleets.clone(),
+        engines: None,
+    }));
     registry.register_collector(Box::new(super::fleet_metrics::RosterCollector {
         roster: roster.clone(),
         model: cluster.model.name.clone(),

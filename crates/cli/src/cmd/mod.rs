@@ -9,6 +9,7 @@ mod memory;
 mod metrics_page;
 mod plane_args;
 mod price_args;
+mod reload;
 mod switches;
 mod watch;
 mod workload_args;

@@ -109,7 +109,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             args.record.record.is_none(),
             "--record: requests to real engines are not recorded; remove it, or serve modelled engines"
         );
-        return run_engines(&cluster, args.switches);
+        return run_engines(&cluster, &args.cluster, &sets, args.switches);
     }
     let live = Live::start(&cluster, args.switches, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
@@ -134,8 +134,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Serves real engines until interrupted.
-fn run_engines(cluster: &Cluster, switches: Switches) -> anyhow::Result<ExitCode> {
-    let live = super::engines::Live::start(cluster, switches)?;
+fn run_engines(
+    cluster: &Cluster,
+    args: &ClusterArgs,
+    sets: &[String],
+    switches: Switches,
+) -> anyhow::Result<ExitCode> {
+    let live = super::engines::Live::start(cluster, args, sets, switches)?;
     eprintln!("{}", live.summary());
     let signals = Signals::install()?;
     out::print(&format!(
@@ -224,9 +229,10 @@ impl Live {
         registry.register_collector(Box::new(super::fleet_metrics::CacheConfigCollector::new(
             cluster,
         )));
-        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
-            fleets.clone(),
-        )));
+        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
+            fleets: fleets.clone(),
+            engines: None,
+        }));
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }

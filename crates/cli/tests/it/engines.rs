@@ -15,12 +15,12 @@ use crate::attacks::Http2;
 use crate::server::{FAST, Server, run};
 
 /// Time limit, longer than any operation here.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A request as an engine got it.
 #[derive(Clone, Debug)]
-struct Seen {
-    line: String,
+pub(crate) struct Seen {
+    pub(crate) line: String,
     headers: Vec<(String, String)>,
     body: Vec<u8>,
 }
@@ -31,7 +31,7 @@ impl Seen {
         found.map(|(_, value)| value.as_str())
     }
 
-    fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.body).expect("a JSON body")
     }
 }
@@ -41,18 +41,18 @@ impl Seen {
 type Script = Box<dyn Fn(&Seen, &mut TcpStream) + Send + Sync>;
 
 /// An engine that answers by a script.
-struct Engine {
-    address: SocketAddr,
+pub(crate) struct Engine {
+    pub(crate) address: SocketAddr,
     seen: Arc<Mutex<Vec<Seen>>>,
     over: Arc<AtomicBool>,
 }
 
 impl Engine {
-    fn start(script: impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static) -> Engine {
+    pub(crate) fn start(script: impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static) -> Engine {
         Engine::serving("m", TcpListener::bind("127.0.0.1:0").unwrap(), script)
     }
 
-    fn serving(
+    pub(crate) fn serving(
         model: &'static str,
         listener: TcpListener,
         script: impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static,
@@ -78,11 +78,11 @@ impl Engine {
         engine
     }
 
-    fn flag(&self) -> String {
+    pub(crate) fn flag(&self) -> String {
         format!("--engine=http://{}", self.address)
     }
 
-    fn seen(&self) -> Vec<Seen> {
+    pub(crate) fn seen(&self) -> Vec<Seen> {
         self.seen.lock().unwrap().clone()
     }
 }
@@ -137,11 +137,11 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
 }
 
 /// Writes what the router may have hung up on.
-fn say(stream: &mut TcpStream, bytes: &[u8]) {
+pub(crate) fn say(stream: &mut TcpStream, bytes: &[u8]) {
     let _ = stream.write_all(bytes);
 }
 
-fn answer(stream: &mut TcpStream, status: &str, headers: &str, body: &[u8]) {
+pub(crate) fn answer(stream: &mut TcpStream, status: &str, headers: &str, body: &[u8]) {
     let head = format!(
         "HTTP/1.1 {status}\r\n{headers}content-length: {}\r\n\r\n",
         body.len()
@@ -149,21 +149,21 @@ fn answer(stream: &mut TcpStream, status: &str, headers: &str, body: &[u8]) {
     say(stream, &[head.as_bytes(), body].concat());
 }
 
-const EVENTS: &[u8] =
+pub(crate) const EVENTS: &[u8] =
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
 
-fn chunk(stream: &mut TcpStream, data: &str) {
+pub(crate) fn chunk(stream: &mut TcpStream, data: &str) {
     say(stream, format!("{:x}\r\n{data}\r\n", data.len()).as_bytes());
 }
 
-fn text_event(id: &str, text: &str) -> String {
+pub(crate) fn text_event(id: &str, text: &str) -> String {
     format!(
         "data: {{\"id\":\"{id}\",\"created\":1,\"choices\":[{{\"index\":0,\"text\":\"{text}\",\"finish_reason\":null}}]}}\n\n"
     )
 }
 
 /// A stream with the whole of `texts`, and its end.
-fn stream_texts(stream: &mut TcpStream, id: &str, texts: &[&str]) {
+pub(crate) fn stream_texts(stream: &mut TcpStream, id: &str, texts: &[&str]) {
     say(stream, EVENTS);
     for text in texts {
         chunk(stream, &text_event(id, text));
@@ -172,14 +172,14 @@ fn stream_texts(stream: &mut TcpStream, id: &str, texts: &[&str]) {
     say(stream, b"0\r\n\r\n");
 }
 
-fn front(engines: &[&Engine], more: &[&str]) -> Server {
+pub(crate) fn front(engines: &[&Engine], more: &[&str]) -> Server {
     let flags: Vec<String> = engines.iter().map(|engine| engine.flag()).collect();
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     Server::start(&[&flags, more, &["--set=live.shards=1"]])
 }
 
 /// Texts of the events of an answer, joined.
-fn text_of(events: &[String]) -> String {
+pub(crate) fn text_of(events: &[String]) -> String {
     let parsed = events.iter().filter(|event| *event != "[DONE]");
     let texts = parsed.map(|event| {
         let event: serde_json::Value = serde_json::from_str(event).expect("JSON");
@@ -192,7 +192,8 @@ fn text_of(events: &[String]) -> String {
     texts.collect()
 }
 
-const STREAM: &str = r#"{"model":"m","prompt":"Once upon","max_tokens":9,"stream":true}"#;
+pub(crate) const STREAM: &str =
+    r#"{"model":"m","prompt":"Once upon","max_tokens":9,"stream":true}"#;
 
 #[test]
 fn requests_and_answers_pass_byte_for_byte() {
@@ -891,27 +892,39 @@ fn prompts_with_one_beginning_meet_one_engine() {
 }
 
 /// The publisher of an engine's KV events, as vLLM's.
-struct Publisher {
-    port: u16,
+pub(crate) struct Publisher {
+    pub(crate) port: u16,
     batches: mpsc::Sender<KvEvent>,
 }
 
 impl Publisher {
-    fn start() -> Publisher {
+    pub(crate) fn start() -> Publisher {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let (batches, published) = mpsc::channel::<KvEvent>();
+        let (joined, subscribers) = mpsc::channel();
         std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().expect("a subscriber");
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
-            // ZMTP 3.0's greeting with the NULL mechanism, and READY of a PUB socket.
-            let mut hello = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
-            hello.extend_from_slice(b"NULL");
-            hello.resize(64, 0);
-            hello.extend_from_slice(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB");
-            say(&mut stream, &hello);
-            stream.read_exact(&mut [0; 64]).expect("a greeting");
+            for stream in listener.incoming() {
+                let mut stream = stream.expect("a subscriber");
+                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                // ZMTP 3.0's greeting with the NULL mechanism, and READY of a PUB socket.
+                let mut hello = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+                hello.extend_from_slice(b"NULL");
+                hello.resize(64, 0);
+                hello.extend_from_slice(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB");
+                say(&mut stream, &hello);
+                if stream.read_exact(&mut [0; 64]).is_err() || joined.send(stream).is_err() {
+                    return; // the test is over
+                }
+            }
+        });
+        std::thread::spawn(move || {
+            let mut streams = Vec::new();
             for (sequence, event) in (0u64..).zip(published) {
+                if streams.is_empty() {
+                    streams.extend(subscribers.recv());
+                }
+                streams.extend(subscribers.try_iter());
                 let batch = KvEventBatch {
                     events: vec![event],
                     ..KvEventBatch::default()
@@ -919,7 +932,9 @@ impl Publisher {
                 let frames: [&[u8]; 3] = [b"", &sequence.to_be_bytes(), &batch.to_vec()];
                 for (more, frame) in [3, 3, 2].into_iter().zip(frames) {
                     let len = (frame.len() as u64).to_be_bytes();
-                    say(&mut stream, &[&[more], &len[..], frame].concat());
+                    for stream in &mut streams {
+                        say(stream, &[&[more], &len[..], frame].concat());
+                    }
                 }
             }
         });
@@ -927,7 +942,7 @@ impl Publisher {
     }
 
     /// The engine has computed the blocks of `tokens`; it names them by numbers from `first` on.
-    fn store(&self, first: u64, tokens: &[u32]) {
+    pub(crate) fn store(&self, first: u64, tokens: &[u32]) {
         let blocks = tokens.len() / ENGINE_BLOCK;
         let stored = BlockStored {
             block_hashes: (first..).take(blocks).map(ExternalHash::Int).collect(),
@@ -939,7 +954,7 @@ impl Publisher {
         self.batches.send(event).expect("a subscriber");
     }
 
-    fn clear(&self) {
+    pub(crate) fn clear(&self) {
         let event = KvEvent::AllBlocksCleared {};
         self.batches.send(event).expect("a subscriber");
     }
@@ -949,11 +964,11 @@ impl Publisher {
 const ENGINE_BLOCK: usize = 32;
 
 /// An engine that reports `publisher`, and answers every request.
-fn caching(publisher: Option<&Publisher>) -> Engine {
+pub(crate) fn caching(publisher: Option<&Publisher>) -> Engine {
     caching_at(TcpListener::bind("127.0.0.1:0").unwrap(), publisher)
 }
 
-fn caching_at(listener: TcpListener, publisher: Option<&Publisher>) -> Engine {
+pub(crate) fn caching_at(listener: TcpListener, publisher: Option<&Publisher>) -> Engine {
     let sources = match publisher {
         Some(publisher) => serde_json::json!({"0": {
             "publisher": "zmq", "endpoint": format!("tcp://*:{}", publisher.port), "topic": ""}}),
@@ -970,6 +985,7 @@ fn caching_at(listener: TcpListener, publisher: Option<&Publisher>) -> Engine {
                 let sample = format!("vllm:cache_config_info{{{labels}}} 1\n");
                 answer(stream, "200 OK", "", sample.as_bytes());
             }
+            Some("/tokenize") => answer(stream, "404 Not Found", "", b"{}"),
             _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", b"{}"),
             _ => answer(stream, "404 Not Found", "", b"{}"),
         }
@@ -977,14 +993,14 @@ fn caching_at(listener: TcpListener, publisher: Option<&Publisher>) -> Engine {
 }
 
 /// Prompts that `engine` got.
-fn took(engine: &Engine) -> usize {
+pub(crate) fn took(engine: &Engine) -> usize {
     let seen = engine.seen();
     seen.iter()
-        .filter(|of| of.line.starts_with("POST "))
+        .filter(|of| of.line.starts_with("POST ") && !of.line.contains("/tokenize"))
         .count()
 }
 
-fn tokenizer() -> (tempfile::TempDir, String) {
+pub(crate) fn tokenizer() -> (tempfile::TempDir, String) {
     let dir = tempfile::tempdir().unwrap();
     let exported = run(&["tokenizer", "export", dir.path().to_str().unwrap()]);
     assert_eq!(exported.0, Some(0), "{exported:?}");
@@ -1112,18 +1128,88 @@ fn an_engine_that_comes_later_is_followed() {
 }
 
 #[test]
-fn a_fleet_without_events_of_every_engine_is_routed_by_text() {
+fn an_engine_that_comes_back_is_followed_again() {
+    let publisher = Publisher::start();
+    let first = caching(Some(&publisher));
+    let address = first.address;
+    let other = caching(None);
+    let (_dir, tokenizer) = tokenizer();
+    let flags = [
+        &*tokenizer,
+        "--set=model.name=m",
+        "--set=upstream.health_interval_s=0.05",
+    ];
+    let server = front(&[&first, &other], &flags);
+    server.await_metric("slipstream_engine_kv_connected", |n| n == 1.0);
+    let ids: Vec<u32> = (1..=100).collect();
+    publisher.store(1, &ids);
+    server.await_metric("slipstream_router_cached_blocks", |n| n == 3.0);
+    // Nobody listens for requests, but the connection for events stays: a restart that the subscriber does not see.
+    drop(first);
+    server.await_metric("slipstream_engine_up", |n| n == 1.0);
+    server.await_metric("slipstream_router_cached_blocks", |n| n == 0.0);
+    let again = caching_at(TcpListener::bind(address).unwrap(), Some(&publisher));
+    server.await_metric("slipstream_engine_up", |n| n == 2.0);
+    // The gap is found, and what comes after it is known again.
+    for at in 1..100_000 {
+        let more: Vec<u32> = (at * 1_000 + 1..=at * 1_000 + 100).collect();
+        publisher.store(u64::from(at) * 10, &more);
+        if server.metric("slipstream_router_cached_blocks") > 0.0 {
+            break;
+        }
+    }
+    assert!(server.metric("slipstream_router_kv_gaps_total") > 0.0);
+    publisher.clear();
+    let last: Vec<u32> = (1..=4 * ENGINE_BLOCK as u32).collect();
+    publisher.store(1, &last);
+    // The others have three each.
+    server.await_metric("slipstream_router_cached_blocks", |n| n == 4.0);
+    publisher.store(9_999_999, &last);
+    let body = serde_json::json!({"model": "m", "prompt": last}).to_string();
+    let named = ["x-slipstream-worker: w1"];
+    for _ in 0..6 {
+        assert_eq!(server.post("/v1/completions", &body).status, 200);
+        let other = serde_json::json!({"model": "m", "prompt": [7]}).to_string();
+        server
+            .connect()
+            .send("POST", "/v1/completions", &named, other.as_bytes());
+    }
+    assert_eq!(took(&again), 6);
+}
+
+#[test]
+fn prompts_with_one_beginning_meet_whoever_publishes_events() {
     let publisher = Publisher::start();
     let engines = [caching(Some(&publisher)), caching(None)];
     let (_dir, tokenizer) = tokenizer();
-    for more in [
-        &["--set=model.name=m", &tokenizer][..], // one publishes none
-        &["--set=model.name=other", &tokenizer],
-        &["--set=model.name=m"],
+    for (more, followed) in [
+        // One publishes none: what was sent there is known, in the same tokens.
+        (&["--set=model.name=m", &tokenizer][..], Some(1.0)),
+        (&["--set=model.name=other", &tokenizer], Some(0.0)),
+        (&["--set=model.name=m"], None),
     ] {
         let server = front(&[&engines[0], &engines[1]], more);
+        match followed {
+            Some(count) => server.await_metric("slipstream_engine_kv_connected", |n| n == count),
+            None => assert!(
+                !server
+                    .get("/metrics")
+                    .text()
+                    .contains("engine_kv_connected")
+            ),
+        }
         let before = [took(&engines[0]), took(&engines[1])];
         let system = "Be brief. ".repeat(80);
+        // The second engine, whose cache no events tell of.
+        let first = serde_json::json!({"model": "m", "prompt": format!("{system}first")});
+        let named = ["x-slipstream-worker: w1"];
+        let sent = server.connect().send(
+            "POST",
+            "/v1/completions",
+            &named,
+            first.to_string().as_bytes(),
+        );
+        assert_eq!(sent.status, 200);
         for turn in 0..4 {
             let body = serde_json::json!({"model": "m", "prompt": format!("{system}{turn}")});
             assert_eq!(
@@ -1132,13 +1218,11 @@ fn a_fleet_without_events_of_every_engine_is_routed_by_text() {
             );
         }
         let got = [0, 1].map(|at| took(&engines[at]) - before[at]);
-        assert!(got.contains(&4), "{more:?}: {got:?}");
-        assert!(
-            !server
-                .get("/metrics")
-                .text()
-                .contains("engine_kv_connected")
-        );
+        assert_eq!(got, [0, 5], "{more:?}");
+        if followed.is_some() {
+            let as_tokens = server.metric("slipstream_engine_prompts_total{as=\"tokens\"}");
+            assert_eq!(as_tokens > 0.0, followed == Some(1.0), "{more:?}");
+        }
     }
 }
 

@@ -12,6 +12,7 @@ mod duplex;
 mod engines;
 mod first_commands;
 mod kv;
+mod membership;
 mod misbehaving_peers;
 mod net;
 mod plan;

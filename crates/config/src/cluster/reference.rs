@@ -1053,6 +1053,27 @@ pub const KEYS: &[Key] = &[
         "Further paths that are forwarded to engines: exact, or a prefix if it ends with `/`. `/v1/`, `/v2/` and the usual inference paths always are.",
         "Paths that change an engine reach one of several.",
     ),
+    key(
+        "upstream.admin_key_file",
+        "path",
+        "(none)",
+        "File with the key of the admin API, `/admin/engines`, which adds, drains and lists engines. Without it there is no such API (404).",
+        "Who has the key decides where all prompts go.",
+    ),
+    key(
+        "upstream.engines_max",
+        "engines, 0 to 4,096; 0: those at start, and 8 more if there is a cluster file or an admin key",
+        "0",
+        "Limit of engines at a time. Slots for engines that come later are made at start.",
+        "Low: engines cannot be added. High: memory for the index, some 32 bytes per slot and block.",
+    ),
+    key(
+        "upstream.drain_timeout_s",
+        "s, 0 to 86,400",
+        "600.0",
+        "Time that the open requests of an engine have to end once it is removed. Streams that have not continue on other engines.",
+        "Low: answers continue elsewhere that could have ended. High: an engine stays for long.",
+    ),
 ];
 
 /// `docs/cluster-file.md`.

@@ -36,6 +36,18 @@ impl EngineKind {
         let of = |&&(_, kind): &&(&str, EngineKind)| kind == self;
         KINDS.iter().find(of).map_or("", |(word, _)| word)
     }
+
+    /// The kind with this word.
+    pub fn of_name(word: &str) -> Option<EngineKind> {
+        let of = |(known, kind): &(&str, EngineKind)| (*known == word).then_some(*kind);
+        KINDS.iter().find_map(of)
+    }
+
+    /// All words, for messages.
+    pub fn names() -> String {
+        let words: Vec<String> = KINDS.iter().map(|(word, _)| format!("`{word}`")).collect();
+        words.join(", ")
+    }
 }
 
 /// Address of an engine: `http://HOST:PORT`, with an optional path prefix.
@@ -232,6 +244,12 @@ pub struct UpstreamConfig {
     pub resume_bytes_max: u64,
     /// Further paths that are forwarded: exact, or a prefix if it ends with `/`.
     pub forward: Vec<String>,
+    /// File with the key of the admin API; `None`: there is no such API.
+    pub admin_key_file: Option<PathBuf>,
+    /// Limit of engines at a time; 0: those at start, and 8 more.
+    pub engines_max: u32,
+    /// Time that the open requests of a removed engine have to end, s. Default 600.
+    pub drain_timeout_s: f64,
 }
 
 impl Default for UpstreamConfig {
@@ -253,6 +271,9 @@ impl Default for UpstreamConfig {
             resume: Resume::Text,
             resume_bytes_max: 1 << 20,
             forward: Vec::new(),
+            admin_key_file: None,
+            engines_max: 0,
+            drain_timeout_s: 600.0,
         }
     }
 }
@@ -299,6 +320,15 @@ pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
                 "a list of paths that begin with `/`",
             )
             .or(default.forward),
+        admin_key_file: t.path("admin_key_file").optional(),
+        engines_max: t
+            .get("engines_max")
+            .within(0..=4096)
+            .or(default.engines_max),
+        drain_timeout_s: t
+            .get("drain_timeout_s")
+            .within(0.0..=86_400.0)
+            .or(default.drain_timeout_s),
     }
 }
 

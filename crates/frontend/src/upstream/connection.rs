@@ -34,6 +34,9 @@ pub(super) enum Failure {
     Protocol(WireError),
     #[error("it answered {0}")]
     Status(u16),
+    /// It is not the engine's fault.
+    #[error("it left the fleet")]
+    Removed,
     /// Of a health check.
     #[error("health check: {0}")]
     Health(String),
@@ -60,6 +63,8 @@ const ROOM_MAX: usize = 64 << 10;
 
 pub(super) struct Connection {
     stream: TcpStream,
+    /// [`Engine::id`].
+    pub(super) engine_id: u64,
     /// Read, but not taken yet.
     pub(super) buf: BytesMut,
     room: usize,
@@ -85,6 +90,7 @@ impl Connection {
         stream.set_nodelay(true).map_err(|error| lost(&error))?;
         Ok(Connection {
             stream,
+            engine_id: engine.id,
             buf: BytesMut::new(),
             room: ROOM_MIN,
             reused: false,

@@ -10,11 +10,13 @@ use slipstream_base::WorkerId;
 use slipstream_config::cluster::{Cluster, EngineKind, EngineUrl, Resume, UpstreamConfig};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use super::catalog::{Catalog, Model};
 use super::connection::Failure;
+use super::members::{Members, PoolSpec};
 use super::metrics::Counters;
+use crate::service::ApiKeys;
 
 /// An engine as it is configured.
 #[derive(Clone, Debug)]
@@ -82,6 +84,7 @@ pub(crate) struct Settings {
     pub(super) resume: Resume,
     pub(super) resume_bytes_max: usize,
     pub(super) forward: Vec<String>,
+    pub(super) drain_timeout: Duration,
 }
 
 impl Settings {
@@ -103,18 +106,34 @@ impl Settings {
             resume: config.resume,
             resume_bytes_max: config.resume_bytes_max as usize,
             forward: config.forward.clone(),
+            drain_timeout: seconds(config.drain_timeout_s),
         }
     }
 }
 
-/// All engines of a server. Shared by its shards and the thread that checks their health.
+/// All engines of a server. Shared by its shards and the threads that check their health and follow their
+/// caches. They come and go in slots, one per worker of the fleet.
 pub struct Engines {
-    pub(super) list: Box<[Engine]>,
+    /// By worker.
+    pub(super) members: RwLock<Members>,
+    /// Bumped after each change of `members`: shards renew their copy then.
+    pub(super) generation: AtomicU64,
+    /// The same, for those who wait for a change.
+    pub(super) changes: watch::Sender<u64>,
+    pub(super) pools: RwLock<Vec<PoolSpec>>,
+    /// The next engine's [`Engine::id`]. Held while an engine is added or removed.
+    pub(super) next_id: Mutex<u64>,
+    pub(super) added: AtomicU64,
+    pub(super) removed: AtomicU64,
     pub(super) settings: Settings,
-    fleet: Arc<Fleet>,
+    pub(super) fleet: Arc<Fleet>,
     catalog: RwLock<Arc<Catalog>>,
-    /// The model that the router tokenizes for; `None`: it compares texts.
+    /// The model that the router can tokenize for; `None`: it compares texts.
     pub(super) tokenized: Option<String>,
+    /// It does: some engine's KV events are followed.
+    pub(super) tokenizes: AtomicBool,
+    /// Key of the admin API; none: there is no such API.
+    pub(super) admin_key: ApiKeys,
     /// Prompts that were tokenized, and others.
     pub(super) prompts: [AtomicU64; 2],
 }
@@ -154,11 +173,21 @@ struct Health {
     ejection: Duration,
     /// What failed last, for messages.
     last_failure: Option<String>,
+    /// It was removed: its slot may be another engine's.
+    gone: bool,
 }
 
 /// An engine.
 pub(crate) struct Engine {
     pub(super) spec: EngineSpec,
+    /// No other engine of this process has it, whatever its slot.
+    pub(super) id: u64,
+    /// When its open requests end (`CLOCK_MONOTONIC`, ns), once it takes no more; 0: it takes some.
+    pub(super) drain_until_ns: AtomicU64,
+    /// It answers again after it was down.
+    pub(super) came_up: Notify,
+    /// How its cache is known, in words.
+    pub(super) cache_view: Mutex<String>,
     /// Value of `Host`.
     pub(super) authority: String,
     /// Value of `Authorization`.
@@ -175,8 +204,12 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    fn new(spec: EngineSpec, settings: &Settings) -> Engine {
+    pub(super) fn new(spec: EngineSpec, id: u64, settings: &Settings) -> Engine {
         Engine {
+            id,
+            drain_until_ns: AtomicU64::new(0),
+            came_up: Notify::new(),
+            cache_view: Mutex::default(),
             authority: spec.url.authority(),
             authorization: spec
                 .api_key
@@ -189,6 +222,7 @@ impl Engine {
                 failures: 0,
                 ejection: settings.ejection,
                 last_failure: None,
+                gone: false,
             }),
             suspect: AtomicBool::new(true),
             check_now: Notify::new(),
@@ -209,8 +243,47 @@ impl Engine {
         self.health().state
     }
 
+    /// Its state as a word.
+    pub(super) fn state_name(&self) -> &'static str {
+        if self.is_draining() {
+            return "draining";
+        }
+        self.state().name()
+    }
+
+    /// What `GET /health` says of it.
+    pub(super) fn describe(&self) -> serde_json::Value {
+        let models = self.models();
+        let models: Vec<&str> = models.iter().map(|model| &*model.id).collect();
+        json!({
+            "worker": self.spec.worker.0,
+            "url": self.spec.url.to_string(),
+            "pool": self.spec.pool,
+            "kind": self.kind().name(),
+            "state": self.state_name(),
+            "in_flight": self.counters.in_flight.load(Relaxed),
+            "models": models,
+            "last_failure": self.last_failure(),
+        })
+    }
+
     pub(super) fn last_failure(&self) -> Option<String> {
         self.health().last_failure.clone()
+    }
+
+    /// It takes no new requests, since it is about to be removed.
+    pub(super) fn is_draining(&self) -> bool {
+        self.drain_until_ns.load(Relaxed) != 0
+    }
+
+    /// Its open requests must end.
+    pub(super) fn is_cut(&self, now_ns: u64) -> bool {
+        let until_ns = self.drain_until_ns.load(Relaxed);
+        until_ns != 0 && until_ns <= now_ns
+    }
+
+    pub(super) fn takes_requests(&self) -> bool {
+        matches!(self.state(), State::Up | State::HalfOpen) && !self.is_draining()
     }
 
     pub(super) fn models(&self) -> Arc<[Model]> {
@@ -236,32 +309,72 @@ fn kind_of(code: u8) -> EngineKind {
 }
 
 impl Engines {
-    /// The engines `specs`, numbered as the workers of `fleet`. None takes requests yet.
+    /// The engines `specs`, which have the first workers of `fleet`; its other workers are free for engines that
+    /// come later. None takes requests yet.
+    ///
+    /// # Panics
+    /// If the fleet has too few workers.
     pub fn new(specs: Vec<EngineSpec>, config: &UpstreamConfig, fleet: Arc<Fleet>) -> Engines {
         let settings = Settings::new(config);
+        let last = fleet.targets().last().map(|target| target.rank.worker);
+        let mut members = vec![None; last.map_or(0, |worker| worker.index() + 1)];
+        let mut pools: Vec<PoolSpec> = Vec::new();
+        let mut next_id = 0;
+        for spec in specs {
+            if pools.iter().all(|pool| pool.name != spec.pool) {
+                pools.push(PoolSpec::of(&spec));
+            }
+            let slot = spec.worker.index();
+            members[slot] = Some(Arc::new(Engine::new(spec, next_id, &settings)));
+            next_id += 1;
+        }
         Engines {
-            list: specs
-                .into_iter()
-                .map(|spec| Engine::new(spec, &settings))
-                .collect(),
+            members: RwLock::new(members.into()),
+            generation: AtomicU64::new(0),
+            changes: watch::Sender::new(0),
+            pools: RwLock::new(pools),
+            next_id: Mutex::new(next_id),
+            added: AtomicU64::new(0),
+            removed: AtomicU64::new(0),
             settings,
             fleet,
             catalog: RwLock::default(),
             tokenized: None,
+            tokenizes: AtomicBool::new(false),
+            admin_key: ApiKeys::default(),
             prompts: Default::default(),
         }
     }
 
-    /// Prompts for `model` and its LoRA adapters are tokenized by the service's tokenizer and hashed from
-    /// `BlockHash::root(model, adapter, salt)`: the fleet is told of the engines' KV events.
+    /// The same engines, in a router whose tokenizer is that of `model` and its LoRA adapters. Their prompts
+    /// are hashed from `BlockHash::root(model, adapter, salt)` once [`set_tokenizes`](Self::set_tokenizes) says so.
+    #[must_use]
     pub fn with_tokens(mut self, model: String) -> Engines {
         self.tokenized = Some(model);
         self
     }
 
-    /// The engine that is `worker`.
-    pub(super) fn of(&self, worker: WorkerId) -> (usize, &Engine) {
-        (worker.index(), &self.list[worker.index()])
+    /// The same engines, which whoever has `key` may add to and remove from (`/admin/engines`).
+    #[must_use]
+    pub fn with_admin_key(mut self, key: String) -> Engines {
+        self.admin_key = ApiKeys::new([key]);
+        self
+    }
+
+    /// Whether prompts are compared as tokens: the fleet is told of some engine's KV events.
+    pub fn set_tokenizes(&self, tokenizes: bool) {
+        self.tokenizes.store(tokenizes, Relaxed);
+    }
+
+    /// The engines, by worker.
+    pub(super) fn members(&self) -> Members {
+        let members = self.members.read();
+        members.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The engines.
+    pub(super) fn each(&self) -> Vec<Arc<Engine>> {
+        self.members().iter().flatten().cloned().collect()
     }
 
     pub(super) fn catalog(&self) -> Arc<Catalog> {
@@ -271,33 +384,32 @@ impl Engines {
 
     /// Engines that take requests.
     pub fn ready(&self) -> usize {
-        let takes = |engine: &&Engine| matches!(engine.state(), State::Up | State::HalfOpen);
-        self.list.iter().filter(takes).count()
+        let members = self.members();
+        let takes = |engine: &&Arc<Engine>| engine.takes_requests();
+        members.iter().flatten().filter(takes).count()
     }
 
     /// Number of engines.
     pub fn count(&self) -> usize {
-        self.list.len()
+        self.members().iter().flatten().count()
     }
 
     /// Whether each engine has answered its first health check, or failed it.
     pub fn all_asked(&self) -> bool {
         let asked =
-            |engine: &Engine| engine.state() != State::Down || engine.last_failure().is_some();
-        self.list.iter().all(asked)
+            |engine: &Arc<Engine>| engine.state() != State::Down || engine.last_failure().is_some();
+        self.members().iter().flatten().all(asked)
     }
 
     /// The last failure of engines that are down, for messages at start.
     pub fn unreachable(&self) -> Vec<String> {
-        let down = self
-            .list
-            .iter()
-            .filter(|engine| engine.state() == State::Down);
-        down.map(|engine| match engine.last_failure() {
+        let mut down = self.each();
+        down.retain(|engine| engine.state() == State::Down);
+        let said = down.iter().map(|engine| match engine.last_failure() {
             Some(why) => format!("{}: {why}", engine.spec.url),
             None => format!("{}: no answer yet", engine.spec.url),
-        })
-        .collect()
+        });
+        said.collect()
     }
 
     fn set(&self, engine: &Engine, health: &mut Health, state: State) {
@@ -312,8 +424,10 @@ impl Engines {
             }
         }
         health.state = state;
-        let takes = matches!(state, State::Up | State::HalfOpen);
-        self.fleet.set_ready(engine.spec.worker, takes);
+        let takes = matches!(state, State::Up | State::HalfOpen) && !engine.is_draining();
+        if !health.gone {
+            self.fleet.set_ready(engine.spec.worker, takes);
+        }
         engine
             .suspect
             .store(state != State::Up || health.failures > 0, Relaxed);
@@ -364,6 +478,9 @@ impl Engines {
     /// A request or a health check failed at `engine`.
     pub(super) fn on_failure(&self, engine: &Engine, failure: &Failure, is_probe: bool) {
         engine.counters.on_failure(failure);
+        if *failure == Failure::Removed {
+            return;
+        }
         let mut health = engine.health();
         health.failures = health.failures.saturating_add(1);
         health.last_failure = Some(failure.to_string());
@@ -373,7 +490,9 @@ impl Engines {
             _ if failure.is_refused() => {
                 // No process listens: its cache is gone as well.
                 self.set(engine, &mut health, State::Down);
-                self.fleet.on_worker_lost(engine.spec.worker);
+                if !health.gone {
+                    self.fleet.on_worker_lost(engine.spec.worker);
+                }
             }
             State::Probing if is_probe => self.eject(engine, &mut health),
             State::Up if health.failures >= self.settings.failures_max => {
@@ -422,6 +541,7 @@ impl Engines {
                 health.ejection = self.settings.ejection;
                 health.last_failure = None;
                 self.set(engine, &mut health, State::Up);
+                engine.came_up.notify_one();
             }
             State::Ejected { until_ns } if until_ns <= monotonic_ns() => {
                 self.set(engine, &mut health, State::HalfOpen);
@@ -448,10 +568,31 @@ impl Engines {
             }
             *known = models.into();
         }
-        let all = self.list.iter().map(|of| (of.spec.worker, of.models()));
-        let catalog = Arc::new(Catalog::new(all));
+        self.list_models();
+    }
+
+    /// Merges the models of all engines.
+    pub(super) fn list_models(&self) {
+        let members = self.members();
+        let all = members.iter().flatten();
+        let catalog = Catalog::new(all.map(|of| (of.spec.worker, of.models())));
         let slot = self.catalog.write();
-        *slot.unwrap_or_else(PoisonError::into_inner) = catalog;
+        *slot.unwrap_or_else(PoisonError::into_inner) = Arc::new(catalog);
+    }
+
+    /// Begins or ends a drain of `engine`.
+    pub(super) fn set_drain(&self, engine: &Engine, until_ns: u64) {
+        let mut health = engine.health();
+        engine.drain_until_ns.store(until_ns, Relaxed);
+        let state = health.state;
+        self.set(engine, &mut health, state);
+    }
+
+    /// `engine` leaves its slot: nothing that is learned of it concerns the fleet any more.
+    pub(super) fn release(&self, engine: &Engine) {
+        let mut health = engine.health();
+        health.gone = true;
+        self.fleet.on_worker_lost(engine.spec.worker);
     }
 
     /// Whether an answer of `status` speaks against its engine.
@@ -461,35 +602,15 @@ impl Engines {
 
     /// For `GET /health`.
     pub(super) fn describe(&self) -> String {
-        use std::fmt::Write;
-        let mut out = String::from("[");
-        for (at, engine) in self.list.iter().enumerate() {
-            let comma = if at == 0 { "" } else { "," };
-            let models = engine.models();
-            let models: Vec<&str> = models.iter().map(|model| &*model.id).collect();
-            let _ = write!(
-                out,
-                "{comma}{{\"worker\":{},\"url\":{},\"pool\":\"{}\",\"kind\":\"{}\",\"state\":\"{}\",\
-                 \"in_flight\":{},\"models\":{},\"last_failure\":{}}}",
-                engine.spec.worker.0,
-                json!(engine.spec.url.to_string()),
-                engine.spec.pool,
-                engine.kind().name(),
-                engine.state().name(),
-                engine.counters.in_flight.load(Relaxed),
-                json!(models),
-                json!(engine.last_failure()),
-            );
-        }
-        out.push(']');
-        out
+        let all: Vec<_> = self.each().iter().map(|of| of.describe()).collect();
+        serde_json::Value::from(all).to_string()
     }
 }
 
 /// A request at an engine. Its end is counted when it is dropped.
 pub(super) struct Visit {
     engines: Arc<Engines>,
-    index: usize,
+    engine: Arc<Engine>,
     /// It decides whether the engine takes more.
     is_probe: bool,
     judged: bool,
@@ -497,31 +618,26 @@ pub(super) struct Visit {
 }
 
 impl Visit {
-    /// A request is about to be sent to engine `index`.
-    pub(super) fn begin(engines: &Arc<Engines>, index: usize) -> Visit {
-        let engine = &engines.list[index];
+    /// A request is about to be sent to `engine`.
+    pub(super) fn begin(engines: &Arc<Engines>, engine: Arc<Engine>) -> Visit {
         engine.counters.requests.fetch_add(1, Relaxed);
         engine.counters.in_flight.fetch_add(1, Relaxed);
         Visit {
-            is_probe: engines.on_start(engine),
+            is_probe: engines.on_start(&engine),
             engines: engines.clone(),
-            index,
+            engine,
             judged: false,
             begun_ns: monotonic_ns(),
         }
     }
 
-    pub(super) fn index(&self) -> usize {
-        self.index
-    }
-
-    pub(super) fn engine(&self) -> &Engine {
-        &self.engines.list[self.index]
+    pub(super) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
     }
 
     /// The first byte of the answer came.
     pub(super) fn on_first_byte(&mut self, status: StatusCode) {
-        let engine = &self.engines.list[self.index];
+        let engine = &self.engine;
         let took = monotonic_ns().saturating_sub(self.begun_ns);
         engine.counters.on_answer(status, took);
         if Engines::is_failure(status) {
@@ -535,7 +651,7 @@ impl Visit {
 
     /// The engine failed it.
     pub(super) fn on_failure(&mut self, failure: &Failure) {
-        let engine = &self.engines.list[self.index];
+        let engine = &self.engine;
         self.engines.on_failure(engine, failure, self.is_probe);
         self.judged = true;
     }
@@ -543,7 +659,7 @@ impl Visit {
 
 impl Drop for Visit {
     fn drop(&mut self) {
-        let engine = &self.engines.list[self.index];
+        let engine = &self.engine;
         engine.counters.in_flight.fetch_sub(1, Relaxed);
         if self.is_probe && !self.judged {
             self.engines.on_probe_dropped(engine);
@@ -552,14 +668,14 @@ impl Drop for Visit {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use slipstream_base::RankId;
     use slipstream_config::cluster::RouterConfig;
     use slipstream_router::TargetConfig;
 
     use super::*;
 
-    fn engines(count: u32, config: &UpstreamConfig) -> Arc<Engines> {
+    pub(crate) fn engines(count: u32, config: &UpstreamConfig) -> Arc<Engines> {
         let targets = (0..count).map(|worker| TargetConfig {
             rank: RankId {
                 worker: WorkerId(worker),
@@ -577,10 +693,14 @@ mod tests {
             api_key: None,
         });
         let engines = Engines::new(specs.collect(), config, Arc::new(fleet));
-        for engine in &engines.list {
-            engines.on_healthy(engine, None);
+        for engine in engines.each() {
+            engines.on_healthy(&engine, None);
         }
         Arc::new(engines)
+    }
+
+    pub(crate) fn at(engines: &Engines, slot: usize) -> Arc<Engine> {
+        engines.members()[slot].clone().unwrap()
     }
 
     fn lost() -> Failure {
@@ -595,11 +715,11 @@ mod tests {
             ..UpstreamConfig::default()
         };
         let engines = engines(2, &config);
-        let engine = &engines.list[0];
-        let fail = || Visit::begin(&engines, 0).on_failure(&lost());
+        let engine = &at(&engines, 0);
+        let fail = || Visit::begin(&engines, at(&engines, 0)).on_failure(&lost());
         fail();
         // A success in between: not in a row.
-        Visit::begin(&engines, 0).on_first_byte(StatusCode::OK);
+        Visit::begin(&engines, at(&engines, 0)).on_first_byte(StatusCode::OK);
         fail();
         assert_eq!(engine.state(), State::Up);
         fail();
@@ -614,16 +734,16 @@ mod tests {
         assert_eq!(engine.state(), State::HalfOpen);
         assert!(engines.fleet.is_ready(0));
         // The probe takes the place; its client leaves without a verdict, so the next one probes.
-        drop(Visit::begin(&engines, 0));
+        drop(Visit::begin(&engines, at(&engines, 0)));
         assert_eq!(engine.state(), State::HalfOpen);
-        let mut probe = Visit::begin(&engines, 0);
+        let mut probe = Visit::begin(&engines, at(&engines, 0));
         assert!(!engines.fleet.is_ready(0), "one request at a time");
         probe.on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
         assert!(matches!(engine.state(), State::Ejected { .. }));
         assert_eq!(engine.counters.ejections.load(Relaxed), 2);
         drop(probe);
         engine.health().state = State::HalfOpen;
-        Visit::begin(&engines, 0).on_first_byte(StatusCode::BAD_REQUEST);
+        Visit::begin(&engines, at(&engines, 0)).on_first_byte(StatusCode::BAD_REQUEST);
         assert_eq!(engine.state(), State::Up, "a client's mistake is an answer");
         assert_eq!(engine.counters.in_flight.load(Relaxed), 0);
     }
@@ -631,16 +751,17 @@ mod tests {
     #[test]
     fn a_refused_connection_counts_at_once_and_a_last_engine_is_not_ejected() {
         let engines = engines(2, &UpstreamConfig::default());
-        Visit::begin(&engines, 1).on_failure(&Failure::Refused("refused".into()));
-        assert_eq!(engines.list[1].state(), State::Down);
+        Visit::begin(&engines, at(&engines, 1)).on_failure(&Failure::Refused("refused".into()));
+        assert_eq!(at(&engines, 1).state(), State::Down);
         for _ in 0..10 {
-            Visit::begin(&engines, 0).on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
+            Visit::begin(&engines, at(&engines, 0))
+                .on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
         }
-        assert_eq!(engines.list[0].state(), State::Up);
-        assert!(engines.list[0].counters.ejections_suppressed.load(Relaxed) > 0);
-        engines.on_healthy(&engines.list[1], None);
+        assert_eq!(at(&engines, 0).state(), State::Up);
+        assert!(at(&engines, 0).counters.ejections_suppressed.load(Relaxed) > 0);
+        engines.on_healthy(&at(&engines, 1), None);
         assert_eq!(engines.ready(), 2);
-        Visit::begin(&engines, 0).on_failure(&lost());
-        assert!(matches!(engines.list[0].state(), State::Ejected { .. }));
+        Visit::begin(&engines, at(&engines, 0)).on_failure(&lost());
+        assert!(matches!(at(&engines, 0).state(), State::Ejected { .. }));
     }
 }

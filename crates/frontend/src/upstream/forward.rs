@@ -16,6 +16,7 @@ use slipstream_planes::clock::monotonic_ns;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use super::admin;
 use super::connection::{Connection, Failure};
 use super::engines::Visit;
 use super::peek::{Peek, peek};
@@ -238,6 +239,9 @@ pub(crate) async fn handle(
     if let Some(response) = open_path(shard, &upstream, &request, id) {
         return response;
     }
+    if admin::is_admin(request.uri().path()) {
+        return admin::handle(shard, owner, &upstream.engines, request).await;
+    }
     let authorization = request.headers().get(AUTHORIZATION);
     let admission = service
         .api_keys
@@ -412,9 +416,12 @@ async fn tokenized(
     seen: &Peek<'_>,
 ) -> Option<Prompt> {
     let engines = &upstream.engines;
-    let base = engines.tokenized.clone()?;
+    let base = engines.tokenized.as_ref()?;
+    let base = base.clone();
     let catalog = engines.catalog();
-    let lora = catalog.adapter(&base, seen.model.as_deref());
+    let lora = catalog
+        .adapter(&base, seen.model.as_deref())
+        .filter(|_| engines.tokenizes.load(Relaxed));
     let prompt = match lora {
         Some(lora) if seen.has_prompt() => {
             let (lora, path) = (lora.to_owned(), path.to_owned());
@@ -511,8 +518,12 @@ pub(super) async fn obtain(
             Ok(worker) => worker,
             Err(error) => return Err(refusal.map_or(error, |refusal| refusal.error)),
         };
-        let (index, engine) = upstream.engines.of(worker);
-        let mut visit = Visit::begin(&upstream.engines, index);
+        let Some(engine) = upstream.engine(worker) else {
+            seat.failed_by(worker); // removed since it was chosen
+            continue;
+        };
+        let engine = &engine;
+        let mut visit = Visit::begin(&upstream.engines, engine.clone());
         let limit = upstream.engines.settings.first_byte_timeout;
         let attempt = converse(upstream, exchange, &visit);
         let outcome = match tokio::time::timeout(limit, attempt).await {
@@ -610,7 +621,7 @@ async fn converse(
     visit: &Visit,
 ) -> Result<Answer, Failure> {
     let engine = visit.engine();
-    if let Some(connection) = upstream.take_idle(visit.index()) {
+    if let Some(connection) = upstream.take_idle(engine) {
         match converse_on(connection, engine, exchange).await {
             // The engine closed an idle connection as the request was sent. A new connection shows whether
             // it is there.

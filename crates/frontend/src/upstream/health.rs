@@ -1,5 +1,6 @@
 //! The thread that asks engines whether they are well, and which models they serve.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -10,6 +11,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::{Method, StatusCode};
 use slipstream_config::cluster::EngineKind;
 use tokio::sync::watch;
+use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::catalog::{Model, parse_models};
@@ -37,13 +39,34 @@ pub fn start(engines: Arc<Engines>) -> io::Result<HealthChecks> {
     let (stop, stopped) = watch::channel(false);
     let run = move || {
         runtime.block_on(async move {
-            let mut checks = tokio::task::JoinSet::new();
-            for index in 0..engines.list.len() {
-                checks.spawn(watch_engine(engines.clone(), index));
-            }
             let mut stopped = stopped;
-            // An error: its other half was dropped.
-            let _ = stopped.changed().await;
+            let mut changes = engines.subscribe();
+            let mut tasks = tokio::task::JoinSet::new();
+            let mut watched = BTreeMap::new();
+            loop {
+                let members = engines.each();
+                let mut draining = false;
+                watched.retain(|id, watching: &mut AbortHandle| {
+                    let stays = members.iter().any(|of| of.id == *id);
+                    if !stays {
+                        watching.abort();
+                    }
+                    stays
+                });
+                for engine in members {
+                    draining |= engine.is_draining();
+                    watched.entry(engine.id).or_insert_with(|| {
+                        tasks.spawn(watch_engine(engines.clone(), engine.clone()))
+                    });
+                }
+                tokio::select! {
+                    // An error: its other half was dropped.
+                    _ = stopped.changed() => return,
+                    _ = changes.changed() => {}
+                    Some(_) = tasks.join_next() => {} // of an engine that was removed
+                    () = tokio::time::sleep(DRAIN_LOOK), if draining => engines.finish_drains(),
+                }
+            }
         });
     };
     let thread = std::thread::Builder::new()
@@ -69,8 +92,11 @@ impl Drop for HealthChecks {
 /// A lost engine is asked again after this at the earliest, however many requests fail there.
 const CHECK_PAUSE: Duration = Duration::from_millis(100);
 
-async fn watch_engine(engines: Arc<Engines>, index: usize) {
-    let engine = &engines.list[index];
+/// A draining engine is looked at in this interval.
+const DRAIN_LOOK: Duration = Duration::from_millis(50);
+
+async fn watch_engine(engines: Arc<Engines>, engine: Arc<Engine>) {
+    let engine = &*engine;
     let settings = &engines.settings;
     let mut models_due = Instant::now();
     loop {

@@ -10,7 +10,7 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
 use super::connection::Failure;
-use super::engines::{Engine, Engines, State};
+use super::engines::{Engine, Engines};
 
 /// Upper bounds of the time to the first byte, s.
 const BOUNDS_S: [f64; 16] = [
@@ -54,7 +54,7 @@ impl Counters {
             Failure::FirstByteTimeout(_) | Failure::Stalled(_) => &self.timeout,
             Failure::Protocol(_) => &self.protocol,
             Failure::Health(_) => &self.health,
-            Failure::Status(_) => return, // counted as an answer
+            Failure::Status(_) | Failure::Removed => return, // counted as an answer, and as removed
         };
         counter.fetch_add(1, Relaxed);
     }
@@ -78,28 +78,38 @@ pub struct EngineCollector(
 
 impl fmt::Debug for EngineCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "EngineCollector({} engines)", self.0.list.len())
+        write!(f, "EngineCollector({} engines)", self.0.count())
     }
 }
 
 type Labels<'a> = [(&'static str, &'a str); 1];
 
-impl EngineCollector {
-    fn each<'a>(&'a self, urls: &'a [String]) -> impl Iterator<Item = (Labels<'a>, &'a Engine)> {
-        let engines = urls.iter().zip(self.0.list.iter());
-        engines.map(|(url, engine)| ([("engine", url.as_str())], engine))
-    }
+fn each(named: &[(String, Arc<Engine>)]) -> impl Iterator<Item = (Labels<'_>, &Engine)> {
+    let each = named.iter();
+    each.map(|(url, engine)| ([("engine", url.as_str())], &**engine))
 }
 
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         type Of = fn(&Counters) -> &AtomicU64;
-        let urls: Vec<String> = self
-            .0
-            .list
-            .iter()
-            .map(|of| of.spec.url.to_string())
-            .collect();
+        let all = self.0.each().into_iter();
+        let urls: Vec<_> = all.map(|of| (of.spec.url.to_string(), of)).collect();
+        for (name, help, count) in [
+            (
+                "slipstream_engines_added",
+                "Engines that joined after the start",
+                &self.0.added,
+            ),
+            (
+                "slipstream_engines_removed",
+                "Engines that left",
+                &self.0.removed,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Counter)?
+                .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+        }
         let counters: [(&str, &str, Of); 8] = [
             (
                 "slipstream_engine_requests",
@@ -144,7 +154,7 @@ impl Collector for EngineCollector {
         ];
         for (name, help, of) in counters {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for (labels, engine) in self.each(&urls) {
+            for (labels, engine) in each(&urls) {
                 family
                     .encode_family(&labels)?
                     .encode_counter::<NoLabelSet, u64, f64>(
@@ -159,7 +169,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Counter,
         )?;
-        for (labels, engine) in self.each(&urls) {
+        for (labels, engine) in each(&urls) {
             for (class, name) in ["1xx", "2xx", "3xx", "4xx", "5xx"].iter().enumerate() {
                 let labels = [labels[0], ("status", *name)];
                 let value = engine.counters.answers[class + 1].load(Relaxed);
@@ -174,7 +184,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Counter,
         )?;
-        for (labels, engine) in self.each(&urls) {
+        for (labels, engine) in each(&urls) {
             let c = &engine.counters;
             for (cause, count) in [
                 ("connect", &c.connect),
@@ -208,7 +218,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Gauge,
         )?;
-        for (labels, engine) in self.each(&urls) {
+        for (labels, engine) in each(&urls) {
             let value = engine.counters.in_flight.load(Relaxed) as f64;
             in_flight.encode_family(&labels)?.encode_gauge(&value)?;
         }
@@ -218,8 +228,8 @@ impl Collector for EngineCollector {
             None,
             MetricType::Gauge,
         )?;
-        for (labels, engine) in self.each(&urls) {
-            let takes = matches!(engine.state(), State::Up | State::HalfOpen);
+        for (labels, engine) in each(&urls) {
+            let takes = engine.takes_requests();
             let value = f64::from(u8::from(takes));
             up.encode_family(&labels)?.encode_gauge(&value)?;
         }
@@ -229,7 +239,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Histogram,
         )?;
-        for (labels, engine) in self.each(&urls) {
+        for (labels, engine) in each(&urls) {
             let counts = engine
                 .counters
                 .first_byte

@@ -5,7 +5,8 @@
 //!          ◄───────────── relay ◄──── decoder ◄───────┘
 //! ```
 //!
-//! * `engines`: what all shards know of the engines: health, models, counters.
+//! * `engines`: what all shards know of the engines: health, models, counters. `members`: how they come and go;
+//!   `admin`: the API for that.
 //! * [`health`]: the thread that asks them. `catalog`: their models, merged.
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
@@ -15,11 +16,13 @@
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
 //! engine's socket, and one that disconnects drops the connection to the engine in the same poll.
 
+mod admin;
 mod catalog;
 mod connection;
 mod engines;
 mod forward;
 pub mod health;
+mod members;
 mod metrics;
 mod peek;
 mod relay;
@@ -35,9 +38,11 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
+use slipstream_base::WorkerId;
 use slipstream_planes::clock::monotonic_ns;
 
 pub use engines::{EngineSpec, Engines};
+pub use members::{Member, MemberError, PoolSpec};
 pub use metrics::EngineCollector;
 
 pub(crate) use forward::handle;
@@ -45,13 +50,17 @@ pub(crate) use relay::Relay;
 pub(crate) use seat::{Decision, Ticket};
 
 use connection::Connection;
+use engines::Engine;
+use members::Members;
 
 use crate::shard::Shard;
 
 /// A shard's side of the engines.
 pub(crate) struct Upstream {
     pub(crate) engines: Arc<Engines>,
-    /// Idle connections by engine, oldest first.
+    /// The engines by worker, as of this [`Engines::generation`].
+    members: RefCell<(u64, Members)>,
+    /// Idle connections by worker, oldest first.
     idle: Box<[RefCell<VecDeque<Connection>>]>,
     /// Numbers of requests in the dispatcher that are free.
     free: RefCell<Vec<u32>>,
@@ -78,7 +87,12 @@ const SWEEP: Duration = Duration::from_millis(500);
 impl Upstream {
     pub(crate) fn new(engines: Arc<Engines>) -> Upstream {
         Upstream {
-            idle: engines.list.iter().map(|_| RefCell::default()).collect(),
+            idle: engines
+                .members()
+                .iter()
+                .map(|_| RefCell::default())
+                .collect(),
+            members: RefCell::new((engines.generation(), engines.members())),
             engines,
             free: RefCell::default(),
             numbers: Cell::new(0),
@@ -87,6 +101,16 @@ impl Upstream {
             relays: RefCell::default(),
             watched: RefCell::default(),
         }
+    }
+
+    /// The engine that is `worker`; `None`: it was removed.
+    fn engine(&self, worker: WorkerId) -> Option<Arc<Engine>> {
+        let generation = self.engines.generation();
+        let mut members = self.members.borrow_mut();
+        if members.0 != generation {
+            *members = (generation, self.engines.members());
+        }
+        members.1.get(worker.index())?.clone()
     }
 
     /// Ends `relay` when it is overdue.
@@ -133,8 +157,10 @@ impl Upstream {
             self.end_overdue().await;
             let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
             let now = monotonic_ns();
-            for idle in &self.idle {
+            for (slot, idle) in self.idle.iter().enumerate() {
+                let engine = self.engine(WorkerId(slot as u32)).map(|engine| engine.id);
                 let mut idle = idle.borrow_mut();
+                idle.retain(|connection| Some(connection.engine_id) == engine);
                 while idle
                     .front()
                     .is_some_and(|connection| connection.idle_since_ns + keep_ns <= now)
@@ -146,13 +172,14 @@ impl Upstream {
     }
 
     /// An idle connection to `engine` that is still open.
-    fn take_idle(&self, engine: usize) -> Option<Connection> {
+    fn take_idle(&self, engine: &Engine) -> Option<Connection> {
         let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
         let now = monotonic_ns();
-        let mut idle = self.idle[engine].borrow_mut();
+        let mut idle = self.idle[engine.spec.worker.index()].borrow_mut();
         // The youngest first: the others may then be closed.
         while let Some(connection) = idle.pop_back() {
-            if connection.idle_since_ns + keep_ns > now && connection.is_open() {
+            let is_its = connection.engine_id == engine.id; // not of one that had its slot
+            if is_its && connection.idle_since_ns + keep_ns > now && connection.is_open() {
                 return Some(connection);
             }
         }
@@ -160,11 +187,11 @@ impl Upstream {
     }
 
     /// Keeps a connection whose answer was complete.
-    fn keep(&self, engine: usize, mut connection: Connection) {
+    fn keep(&self, engine: &Engine, mut connection: Connection) {
         if !connection.rest(monotonic_ns()) {
             return; // bytes that no one asked for
         }
-        let mut idle = self.idle[engine].borrow_mut();
+        let mut idle = self.idle[engine.spec.worker.index()].borrow_mut();
         if idle.len() < self.engines.settings.connections_idle_max {
             idle.push_back(connection);
         }

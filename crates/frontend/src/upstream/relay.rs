@@ -5,6 +5,7 @@ use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Upstream;
 use super::connection::{Connection, Failure};
-use super::engines::Visit;
+use super::engines::{Engine, Visit};
 use super::forward::{Answer, Begun, Exchange, Room, ends_events, may_keep, obtain};
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
@@ -67,7 +68,7 @@ type Resuming = Pin<Box<dyn Future<Output = Result<(Begun, Rewriter), String>>>>
 
 /// An engine that was lost in mid-answer.
 struct Loss {
-    engine: usize,
+    engine: Arc<Engine>,
     /// With its URL and the failure.
     text: String,
 }
@@ -136,7 +137,7 @@ impl Relay {
                 .bytes
                 .fetch_add(first.len() as u64, Relaxed);
             if may_keep(&exchange, &head) {
-                upstream.keep(visit.index(), connection);
+                upstream.keep(visit.engine(), connection);
             }
             seat.ended();
             if !exchange.keeps(first.len()) {
@@ -307,7 +308,7 @@ impl Relay {
     fn finish(&mut self) -> Option<Bytes> {
         if let Some(flow) = self.flow.take() {
             if flow.keep_alive {
-                self.upstream.keep(flow.visit.index(), flow.connection);
+                self.upstream.keep(flow.visit.engine(), flow.connection);
             }
             flow.seat.ended();
         }
@@ -329,13 +330,12 @@ impl Relay {
         } = flow;
         visit.on_failure(failure);
         drop((connection, seat));
-        let engine = visit.engine();
+        let engine = visit.engine().clone();
         let url = engine.spec.url.to_string();
         tracing::info!(engine = %url, %failure, "an answer broke off");
-        let index = visit.index();
         let begun = self.begin_resume();
         self.loss = Some(Loss {
-            engine: index,
+            engine,
             text: format!("{url}: {failure}"),
         });
         begun.map_err(|why| self.lost_for_good(&why))
@@ -346,9 +346,19 @@ impl Relay {
         let Some(Loss { engine, text }) = self.loss.take() else {
             return why.to_owned();
         };
-        let counters = &self.upstream.engines.list[engine].counters;
+        let counters = &engine.counters;
         counters.broken.fetch_add(1, Relaxed);
         format!("{text}; {why}")
+    }
+
+    /// Its engine leaves the fleet: it continues on another one, or ends.
+    fn move_on(&mut self) {
+        if let Err(why) = self.lose(&Failure::Removed) {
+            self.cut = Some(ApiError::stream_lost(&why));
+        }
+        if let Some(waker) = self.waiting.take() {
+            waker.wake();
+        }
     }
 
     fn begin_resume(&mut self) -> Result<(), String> {
@@ -398,7 +408,7 @@ impl Relay {
             answer,
         } = begun;
         if let Some(loss) = self.loss.take() {
-            let counters = &self.upstream.engines.list[loss.engine].counters;
+            let counters = &loss.engine.counters;
             counters.resumed.fetch_add(1, Relaxed);
         }
         self.flow = Some(Flow {
@@ -449,6 +459,12 @@ impl Relay {
     /// a shut window no more is asked.
     pub(super) fn check(&mut self, now_ns: u64) {
         if self.is_over() {
+            return;
+        }
+        if let Some(flow) = &self.flow
+            && flow.visit.engine().is_cut(now_ns)
+        {
+            self.move_on();
             return;
         }
         let limits = &self.shard.service.limits;

@@ -1,0 +1,232 @@
+//! The cluster file of a running server: its `engines` are followed, and other changes are named.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use slipstream_config::cluster::{Cluster, EngineUrl};
+use slipstream_config::doc::Settings;
+use slipstream_frontend::upstream::{EngineSpec, Engines, MemberError, PoolSpec};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use super::cluster_args::ClusterArgs;
+use super::engines::read_key;
+
+/// Interval at which the file is read. A change counts once it was read twice: an editor may be writing it.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Watches a cluster file until it is dropped.
+pub(super) struct Reload {
+    stop: watch::Sender<bool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Reload {
+    fn drop(&mut self) {
+        let _ = self.stop.send(true); // an error: the thread has ended
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that watches the cluster file ended by panic");
+        }
+    }
+}
+
+/// Engines and their pools, as a file lists them.
+type Listed = BTreeMap<String, (EngineUrl, String)>;
+
+fn listed(cluster: &Cluster) -> Listed {
+    let mut all = Listed::new();
+    for pool in &cluster.pools {
+        for url in pool.engines.iter().flat_map(|engines| &engines.urls) {
+            all.insert(url.to_string(), (url.clone(), pool.name.clone()));
+        }
+    }
+    all
+}
+
+/// Settings by path, without the lists of engines and what goes with them.
+fn others(settings: &Settings) -> BTreeMap<String, Option<String>> {
+    let of_engines = |path: &str| {
+        let key = path.rsplit('.').next().unwrap_or_default();
+        path.starts_with("pool.") && matches!(key, "engines" | "kind" | "api_key_file")
+    };
+    let each = settings.iter().filter(|of| !of_engines(&of.path));
+    each.map(|of| (of.path.clone(), of.value.clone())).collect()
+}
+
+struct Watcher {
+    args: ClusterArgs,
+    sets: Vec<String>,
+    engines: Arc<Engines>,
+    /// Engines that the file gave to the fleet.
+    listed: Listed,
+    /// As of the start.
+    others: BTreeMap<String, Option<String>>,
+    /// Digest of the text that was applied last.
+    applied: u64,
+    /// Digest of the text that was read last.
+    seen: u64,
+}
+
+/// Watches the file of `args`, if there is one.
+///
+/// # Errors
+/// The file cannot be read any more, or the thread or its runtime cannot be made.
+pub(super) fn start(
+    args: &ClusterArgs,
+    sets: &[String],
+    engines: Arc<Engines>,
+) -> anyhow::Result<Option<Reload>> {
+    if args.file().is_none() {
+        return Ok(None);
+    }
+    let Some((cluster, settings)) = args.resolve_with_settings(sets)? else {
+        return Ok(None);
+    };
+    let mut watcher = Watcher {
+        args: args.clone(),
+        sets: sets.to_vec(),
+        engines,
+        listed: listed(&cluster),
+        others: others(&settings),
+        applied: 0,
+        seen: 0,
+    };
+    watcher.applied = watcher.digest().unwrap_or_default();
+    watcher.seen = watcher.applied;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let hangup = {
+        let _entered = runtime.enter();
+        signal(SignalKind::hangup())?
+    };
+    let (stop, mut stopped) = watch::channel(false);
+    let run = move || {
+        let mut hangup = hangup;
+        runtime.block_on(async move {
+            loop {
+                tokio::select! {
+                    _ = stopped.changed() => return,
+                    _ = hangup.recv() => watcher.reload(),
+                    () = tokio::time::sleep(LOOK) => watcher.look(),
+                }
+            }
+        });
+    };
+    let thread = std::thread::Builder::new()
+        .name("config-watch".into())
+        .spawn(run)?;
+    Ok(Some(Reload {
+        stop,
+        thread: Some(thread),
+    }))
+}
+
+impl Watcher {
+    fn digest(&self) -> Option<u64> {
+        let text = super::files::read(self.args.file()?).ok()?;
+        let mut hasher = DefaultHasher::new();
+        text.hash(&mut hasher);
+        Some(hasher.finish())
+    }
+
+    /// Applies the file if it has changed, and does not change any more.
+    fn look(&mut self) {
+        let Some(now) = self.digest() else {
+            return; // it is being replaced
+        };
+        let before = std::mem::replace(&mut self.seen, now);
+        if now != self.applied && now == before {
+            self.reload();
+        }
+    }
+
+    /// Applies the file.
+    fn reload(&mut self) {
+        if let Some(now) = self.digest() {
+            self.applied = now;
+        }
+        match self.args.resolve_with_settings(&self.sets) {
+            Ok(Some((cluster, settings))) => self.apply(&cluster, &settings),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!("the cluster file was not applied, all stays as it was: {error:#}");
+            }
+        }
+    }
+
+    fn apply(&mut self, cluster: &Cluster, settings: &Settings) {
+        let refuse = |why: &str| {
+            tracing::warn!("the cluster file was not applied, all stays as it was: {why}");
+        };
+        if !cluster.has_engines() {
+            return refuse("it lists no engines any more");
+        }
+        let specs = match EngineSpec::of_cluster(cluster, read_key) {
+            Ok(specs) => specs,
+            Err(error) => return refuse(&format!("{error:#}")),
+        };
+        let mut pools: Vec<PoolSpec> = specs.iter().map(PoolSpec::of).collect();
+        pools.dedup_by(|a, b| a.name == b.name);
+        self.engines.set_pools(pools);
+        let now = listed(cluster);
+        for (name, (url, pool)) in &self.listed {
+            match now.get(name) {
+                // It may have been removed by the admin API.
+                None => _ = self.engines.drain(url, None),
+                Some((_, to)) if to != pool => {
+                    tracing::warn!(engine = %url, "moving it from pool `{pool}` to `{to}` needs a restart");
+                }
+                Some(_) => {}
+            }
+        }
+        let mut kept = now.clone();
+        for (name, (url, pool)) in &now {
+            if self.listed.contains_key(name) {
+                continue;
+            }
+            match self.engines.add(url, Some(pool), None, None) {
+                Ok(_) | Err(MemberError::Listed { .. }) => {}
+                Err(error) => {
+                    tracing::warn!(engine = %url, "not added: {error}");
+                    kept.remove(name); // tried again with the next change
+                }
+            }
+        }
+        self.listed = kept;
+        let others = others(settings);
+        // A pool that comes or goes is no change of its keys.
+        let pool_of = |path: &str| {
+            path.strip_prefix("pool.")?
+                .split('.')
+                .next()
+                .map(str::to_owned)
+        };
+        let has_pool = |of: &BTreeMap<String, Option<String>>, path: &str| {
+            let pool = pool_of(path);
+            pool.is_none() || of.keys().any(|path| pool_of(path) == pool)
+        };
+        let changed = |from: &BTreeMap<String, Option<String>>, path: &str| {
+            from.get(path) != others.get(path)
+        };
+        let both = self.others.keys().chain(others.keys());
+        let paths: BTreeSet<&str> = both
+            .map(String::as_str)
+            .filter(|path| changed(&self.others, path))
+            .filter(|path| has_pool(&self.others, path) && has_pool(&others, path))
+            .collect();
+        let paths: Vec<&str> = paths.into_iter().collect();
+        if !paths.is_empty() {
+            tracing::warn!("changes of these keys need a restart: {}", paths.join(", "));
+        }
+        tracing::info!(
+            "the cluster file was applied: {} engines",
+            self.engines.count()
+        );
+    }
+}

@@ -799,7 +799,9 @@ pub(crate) mod tests {
     #[test]
     fn engines_without_events_are_guessed_beside_those_with_them() {
         let fleet = fleet(3, RouterConfig::default()).with_guesses();
-        [1, 2].map(|worker| fleet.set_guessed(WorkerId(worker), true));
+        for worker in [1, 2] {
+            fleet.set_guessed(WorkerId(worker), true);
+        }
         let known = prompt(true);
         let root = BlockHash::root("m", "", "");
         let stored = |held: usize| {

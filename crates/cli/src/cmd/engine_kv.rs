@@ -100,7 +100,7 @@ async fn ask(spec: &EngineSpec, model: &str) -> Result<Source, Unknown> {
     let client = client_of(spec)?;
     match ask_client(&client, ASK).await {
         Ok(facts) if facts.models.is_empty() => Err(Unknown::Silent), // it is loading one
-        Ok(facts) => source(facts, model).map_err(Unknown::Unfit),
+        Ok(facts) => source(&facts, model).map_err(Unknown::Unfit),
         Err(AskError::Unreachable { .. }) => Err(Unknown::Silent),
         Err(error) => Err(Unknown::Unfit(error.to_string())),
     }
@@ -112,7 +112,7 @@ fn client_of(spec: &EngineSpec) -> Result<Client, Unknown> {
 }
 
 /// The source of an engine's events; otherwise how the engine does not fit, as a predicate.
-fn source(facts: EngineFacts, model: &str) -> Result<Source, String> {
+fn source(facts: &EngineFacts, model: &str) -> Result<Source, String> {
     if !facts.models.iter().any(|of| of.id == model) {
         let listed: Vec<&str> = facts.models.iter().map(|of| of.id.as_str()).collect();
         return Err(format!(
@@ -243,6 +243,8 @@ struct Followers {
     fleets: Fleets,
     text: Arc<TextModel>,
     model: String,
+    /// Prompts are tokenized even if no engine is followed: for the record.
+    always: bool,
     /// Engines whose events are followed.
     followed: AtomicUsize,
     counters: Shown,
@@ -251,7 +253,8 @@ struct Followers {
     slots: Box<[Arc<tokio::sync::Mutex<()>>]>,
 }
 
-/// Starts to follow the engines, present and later ones.
+/// Starts to follow the engines, present and later ones. With `always`, prompts are tokenized even if none can be
+/// followed.
 ///
 /// # Errors
 /// The thread or its runtime cannot be made.
@@ -260,10 +263,12 @@ pub(super) fn follow(
     engines: Arc<Engines>,
     fleets: Fleets,
     text: Arc<TextModel>,
+    always: bool,
 ) -> std::io::Result<Following> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
+    engines.set_tokenizes(always);
     let (stop, mut stopped) = watch::channel(false);
     let counters = Shown::default();
     let fleet = fleets.serve.clone();
@@ -277,6 +282,7 @@ pub(super) fn follow(
         fleets,
         text,
         model: cluster.model.name.clone(),
+        always,
         followed: AtomicUsize::new(0),
         counters: counters.clone(),
         slots: (0..=last).map(|_| Arc::default()).collect(),
@@ -341,7 +347,7 @@ impl Drop for Followed<'_> {
     fn drop(&mut self) {
         self.of.fleet.forget_cache(self.worker);
         let left = self.of.followed.fetch_sub(1, Relaxed) - 1;
-        self.of.engines.set_tokenizes(left > 0);
+        self.of.engines.set_tokenizes(left > 0 || self.of.always);
     }
 }
 
@@ -670,8 +676,8 @@ mod tests {
 
     #[test]
     fn an_engine_that_does_not_fit_is_refused_with_the_reason() {
-        assert!(source(facts(), "m").is_ok());
-        let why = |facts, model| source(facts, model).err().unwrap();
+        assert!(source(&facts(), "m").is_ok());
+        let why = |facts, model| source(&facts, model).err().unwrap();
         assert!(why(facts(), "other").contains("lists m"));
         let without = EngineFacts {
             kv_events: Vec::new(),
@@ -696,7 +702,7 @@ mod tests {
                 kv_events: known,
                 ..facts()
             };
-            let events = source(facts, "m").map(|of| of.events);
+            let events = source(&facts, "m").map(|of| of.events);
             events.map(|all| all.into_iter().map(|of| of.endpoint).collect::<Vec<_>>())
         };
         let three = ["tcp://gpu1:5557", "tcp://gpu1:5558", "tcp://gpu1:5559"];
@@ -763,7 +769,7 @@ mod tests {
                 block_size,
                 ..facts()
             };
-            source(facts, "m").ok()
+            source(&facts, "m").ok()
         };
         let size = |sizes: &[Option<u32>]| {
             Sizes(sizes.iter().map(|&size| of(size)).collect()).block_size()

@@ -14,12 +14,13 @@ use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
 use slipstream_frontend::{Bound, Frontend, ShardPlane, Transport};
+use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
 use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
 use super::reload::{self, Reload};
-use super::serve::{Dispatching, service, shard_count, text_model};
+use super::serve::{Dispatching, RecordArgs, service, shard_count, text_model};
 use super::switches::Switches;
 
 /// Time at start in which engines may answer their first health check. A client that reads the address may
@@ -36,6 +37,7 @@ pub(crate) struct Live {
     checks: HealthChecks,
     events: Option<Following>,
     reload: Option<Reload>,
+    recorder: Option<Recorder>,
 }
 
 impl Live {
@@ -44,6 +46,7 @@ impl Live {
         cluster: &Cluster,
         args: &ClusterArgs,
         sets: &[String],
+        record: &RecordArgs,
         switches: Switches,
     ) -> anyhow::Result<Live> {
         let bound = Bound::bind(&cluster.live.listen)?;
@@ -73,7 +76,10 @@ impl Live {
             engines = engines.with_admin_key(key);
         }
         let engines = Arc::new(engines);
-        let follow = || engine_kv::follow(&cluster, engines.clone(), fleets.clone(), text.clone());
+        let follow = || {
+            let (engines, fleets) = (engines.clone(), fleets.clone());
+            engine_kv::follow(&cluster, engines, fleets, text.clone(), record.is_on())
+        };
         let events = follows.then(follow).transpose();
         let events = events.context("following KV events")?;
         let checks = health::start(engines.clone()).context("starting health checks")?;
@@ -92,6 +98,7 @@ impl Live {
             fleets,
             engines: Some(engines.clone()),
         }));
+        let recorder = record.attach(&mut service, &mut registry)?;
         let planes = (0..shards)
             .map(|shard| ShardPlane {
                 transport: Transport::Engines(engines.clone()),
@@ -107,6 +114,7 @@ impl Live {
             checks,
             events,
             reload,
+            recorder,
         };
         live.await_first_checks();
         Ok(live)
@@ -135,6 +143,9 @@ impl Live {
     pub(crate) fn shutdown(self) {
         drop(self.reload);
         self.frontend.shutdown();
+        if let Some(recorder) = self.recorder {
+            recorder.close();
+        }
         drop(self.checks);
         drop(self.events);
     }

@@ -66,6 +66,11 @@ pub(super) struct RecordArgs {
 }
 
 impl RecordArgs {
+    /// Whether requests are recorded.
+    pub(super) fn is_on(&self) -> bool {
+        self.record.is_some()
+    }
+
     /// Starts the recorder of `service`, with its metrics, if one is asked for.
     pub(super) fn attach(
         &self,
@@ -105,11 +110,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     if cluster.has_engines() {
-        anyhow::ensure!(
-            args.record.record.is_none(),
-            "--record: requests to real engines are not recorded; remove it, or serve modelled engines"
-        );
-        return run_engines(&cluster, &args.cluster, &sets, args.switches);
+        return run_engines(&cluster, args, &sets);
     }
     let live = Live::start(&cluster, args.switches, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
@@ -134,13 +135,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Serves real engines until interrupted.
-fn run_engines(
-    cluster: &Cluster,
-    args: &ClusterArgs,
-    sets: &[String],
-    switches: Switches,
-) -> anyhow::Result<ExitCode> {
-    let live = super::engines::Live::start(cluster, args, sets, switches)?;
+fn run_engines(cluster: &Cluster, args: &Args, sets: &[String]) -> anyhow::Result<ExitCode> {
+    let (record, switches) = (&args.record, args.switches);
+    let live = super::engines::Live::start(cluster, &args.cluster, sets, record, switches)?;
     eprintln!("{}", live.summary());
     let signals = Signals::install()?;
     out::print(&format!(

@@ -1,5 +1,6 @@
 //! Engines that join and leave a running `slipstream serve`, on loopback.
 
+use std::fmt::Write as _;
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::{LazyLock, Mutex, mpsc};
@@ -279,7 +280,7 @@ fn write_file(path: &Path, pools: &[(&str, &[&Engine])], more: &str) {
             .iter()
             .map(|of| format!("http://{}", of.address))
             .collect();
-        text += &format!("[pool.{pool}]\nengines = {urls:?}\n");
+        writeln!(text, "[pool.{pool}]\nengines = {urls:?}").unwrap();
     }
     let new = path.with_extension("new");
     std::fs::write(&new, text).unwrap();

@@ -116,6 +116,111 @@ fn a_record_replays_with_the_same_requests_lengths_and_hits() {
     }
 }
 
+/// The lines of a record but the first of each file.
+fn lines(folder: &Path) -> Vec<Value> {
+    let mut lines = Vec::new();
+    for file in std::fs::read_dir(folder).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        lines.extend(
+            text.lines()
+                .skip(1)
+                .map(|line| serde_json::from_str(line).unwrap()),
+        );
+    }
+    lines
+}
+
+/// The same requests at one server and, through a router, at the same engine give one record, but for the key.
+#[test]
+fn requests_to_real_engines_are_recorded_as_those_to_modelled_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let (direct, routed) = (folder.path().join("direct"), folder.path().join("routed"));
+    let flag = |folder: &Path| format!("--record={}", folder.display());
+    let engine = Server::start(&[FAST, ONE, &[&flag(&direct)]]);
+    let url = format!("--engine=http://{}", engine.address());
+    let (dir, tokenizer) = crate::engines::tokenizer();
+    let more = [
+        "--set=engine.block_size=16",
+        "--set=model.name=test-model",
+        &tokenizer,
+    ];
+    let router = Server::start(&[&[&url, &flag(&routed)], &more]);
+    let prompts = prompts();
+    for (n, prompt) in prompts.iter().enumerate() {
+        // Whole answers, streams that are counted by their events, and streams with usage.
+        let body = json!({"model": "test-model", "prompt": prompt, "max_tokens": 3 + n, "ignore_eos": true,
+            "stream": n % 3 > 0, "stream_options": {"include_usage": n % 3 == 2}, "priority": n % 2});
+        let mut body = body;
+        if n % 3 != 2 {
+            body.as_object_mut().unwrap().remove("stream_options");
+        }
+        let session = format!("x-session-id: s{}", n % 5);
+        let got = router.connect().send(
+            "POST",
+            "/v1/completions",
+            &[&session],
+            body.to_string().as_bytes(),
+        );
+        assert_eq!(got.status, 200, "{}", got.text());
+    }
+    // Without an answer, or without generated text: no line.
+    assert_eq!(
+        router
+            .post("/v1/completions", r#"{"prompt": "", "max_tokens": 0}"#)
+            .status,
+        400
+    );
+    assert_eq!(router.post("/tokenize", r#"{"prompt": "a b"}"#).status, 200);
+    let count = prompts.len() as f64;
+    router.await_metric("slipstream_record_written_total", |n| n == count);
+    engine.await_metric("slipstream_record_written_total", |n| n == count);
+    assert_eq!(router.metric("slipstream_record_unanswered_total"), 1.0);
+    assert!(router.terminate().success() && engine.terminate().success());
+    drop(dir);
+    let all = [lines(&direct), lines(&routed)];
+    for lines in &all {
+        assert_eq!(lines.len(), prompts.len());
+    }
+    for (of, through) in all[0].iter().zip(&all[1]) {
+        for field in ["input_length", "output_length", "priority"] {
+            assert_eq!(of[field], through[field], "{field} of {through}");
+        }
+        assert!(through["session_id"].is_i64() && through["timestamp"].is_f64());
+    }
+    // Which requests share a session, and how many full blocks are distinct.
+    let sessions: HashSet<i64> = all[1]
+        .iter()
+        .filter_map(|of| of["session_id"].as_i64())
+        .collect();
+    assert_eq!(sessions.len(), 5);
+    let input: usize = prompts.iter().map(Vec::len).sum();
+    let (ideal, blocks) = ideal_hits(&prompts);
+    let share = 100.0 * ideal as f64 / input as f64;
+    for part in [
+        format!("ideal prefix hits {share:.1} %"),
+        format!("{blocks} distinct blocks"),
+    ] {
+        let stats = stats(&routed);
+        assert!(stats.contains(&part), "{part} in {stats}");
+    }
+    let (code, out, err) = run(&[
+        &[
+            "simulate",
+            "--trace",
+            routed.to_str().unwrap(),
+            "--json",
+            "--quiet",
+        ],
+        &FAST[1..],
+        ONE,
+    ]
+    .concat());
+    assert_eq!(code, Some(0), "{err}");
+    let report: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(report["requests"]["succeeded"], prompts.len());
+    assert_eq!(report["tokens"]["input"], input);
+}
+
 #[test]
 fn a_record_has_sessions_and_no_text() {
     let folder = tempfile::tempdir().unwrap();

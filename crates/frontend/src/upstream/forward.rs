@@ -13,6 +13,7 @@ use slipstream_base::{BlockHash, WorkerId};
 use slipstream_config::cluster::{EngineKind, Resume};
 use slipstream_dispatch as dispatch;
 use slipstream_planes::clock::monotonic_ns;
+use slipstream_recorder::RecordedRequest;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,6 +21,7 @@ use super::admin;
 use super::connection::{Connection, Failure};
 use super::engines::Visit;
 use super::peek::{Peek, peek};
+use super::record::Recording;
 use super::relay::{Relay, is_event_stream};
 use super::resume::StreamKind;
 use super::seat::Seat;
@@ -57,6 +59,8 @@ pub(super) struct Exchange {
     pub(super) deadline_ns: Option<u64>,
     /// Its place among the open streams.
     room: Room,
+    /// Its line in the record, if there is one.
+    pub(super) recording: Option<RefCell<Recording>>,
 }
 
 /// Precedes the fields of a body that asks vLLM for the tokens of its answer.
@@ -80,6 +84,7 @@ impl Exchange {
             wants_tokens: self.wants_tokens,
             deadline_ns: self.deadline_ns,
             room,
+            recording: None, // the first one's counts on
         }
     }
 
@@ -335,6 +340,7 @@ async fn forward(
     request: Request<Incoming>,
     id: &str,
 ) -> Result<Response<HttpBody>, ApiError> {
+    let arrival_ns = monotonic_ns();
     http::check_memory(shard)?;
     let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
     let limits = &shard.service.limits;
@@ -360,6 +366,7 @@ async fn forward(
     let seen = if is_json { peek(&body) } else { None };
     let seen = seen.unwrap_or_default();
     let (only, root) = served(upstream, seen.model.as_deref())?;
+    let session = head.session;
     let block_size = shard.service.block_size;
     let blocks = match tokenized(shard, upstream, &client, parts.uri.path(), &body, &seen).await {
         Some(prompt) => Some(prompt),
@@ -375,6 +382,14 @@ async fn forward(
     };
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
+    let recording = recording(
+        shard,
+        parts.uri.path(),
+        &seen,
+        &request,
+        session,
+        arrival_ns,
+    );
     // The router's own keys stay here.
     let authorization = parts.headers.get(AUTHORIZATION);
     let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
@@ -391,6 +406,7 @@ async fn forward(
         stream,
         deadline_ns,
         room,
+        recording,
     };
     let begun = obtain(shard, upstream, &exchange);
     let begun = match deadline_ns {
@@ -404,6 +420,31 @@ async fn forward(
         }
     };
     Relay::respond(shard, upstream, exchange, begun)
+}
+
+/// The line that a request for generated text will have in the record, if there is one.
+fn recording(
+    shard: &Shard,
+    path: &str,
+    seen: &Peek<'_>,
+    request: &dispatch::Request,
+    session: Option<u64>,
+    arrival_ns: u64,
+) -> Option<RefCell<Recording>> {
+    let recorder = shard.service.recorder.clone()?;
+    if !matches!(path, "/v1/completions" | "/v1/chat/completions") {
+        return None;
+    }
+    let known = RecordedRequest {
+        arrival_ns,
+        input_tokens: request.prompt.len(),
+        blocks: request.prompt.shared_blocks(),
+        session,
+        priority: seen.priority.unwrap_or_default(),
+        ..RecordedRequest::default()
+    };
+    let choices = seen.n.unwrap_or(1);
+    Some(RefCell::new(Recording::new(recorder, known, choices)))
 }
 
 /// The prompt as engines will tokenize it; `None` if that is not certain, or there is no room for the work now.

@@ -11,7 +11,7 @@
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
-//! * `metrics`: counters per engine.
+//! * `metrics`: counters per engine. `record`: what a request leaves in the record.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
 //! engine's socket, and one that disconnects drops the connection to the engine in the same poll.
@@ -25,6 +25,7 @@ pub mod health;
 mod members;
 mod metrics;
 mod peek;
+mod record;
 mod relay;
 mod resume;
 mod seat;

@@ -15,6 +15,9 @@ pub(super) struct Peek<'a> {
     pub(super) return_token_ids: bool,
     /// Limit of the answer's tokens.
     pub(super) max_tokens: Option<u32>,
+    /// Answers; 1 unless set.
+    pub(super) n: Option<u32>,
+    pub(super) priority: Option<i32>,
     /// Fields that precede the prompt's text in the engine's template: `tools`, `system`, `instructions`.
     before: Vec<&'a str>,
     /// `messages`, `prompt` or `input`, as it is written.
@@ -49,6 +52,8 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         "max_tokens" | "max_completion_tokens" => {
                             peek.max_tokens = read(map.next_value()?).or(peek.max_tokens);
                         }
+                        "n" => peek.n = read(map.next_value()?),
+                        "priority" => peek.priority = read(map.next_value()?),
                         "messages" | "prompt" | "input" => {
                             peek.prompt = Some(map.next_value::<&RawValue>()?.get());
                         }

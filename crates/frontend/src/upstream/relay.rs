@@ -40,6 +40,7 @@ pub(crate) struct Relay {
     shard: Rc<Shard>,
     upstream: Rc<Upstream>,
     exchange: Rc<Exchange>,
+    status: StatusCode,
     /// Where it comes from; `None`: it is over, or continues elsewhere.
     flow: Option<Flow>,
     /// Read with the head.
@@ -136,6 +137,7 @@ impl Relay {
                 .counters
                 .bytes
                 .fetch_add(first.len() as u64, Relaxed);
+            note(&exchange, head.status, is_events, &first);
             if may_keep(&exchange, &head) {
                 upstream.keep(visit.engine(), connection);
             }
@@ -163,6 +165,7 @@ impl Relay {
                 shard: shard.clone(),
                 upstream: upstream.clone(),
                 exchange: Rc::new(exchange),
+                status: head.status,
                 flow: Some(Flow {
                     seat,
                     visit,
@@ -289,10 +292,12 @@ impl Relay {
         }
         let max = self.upstream.engines.settings.resume_bytes_max;
         let Some(events) = &mut self.events else {
+            note(&self.exchange, self.status, false, &data);
             return data;
         };
         let was_kept = events.sent.is_some();
         let passed = events.pass(data, max);
+        note(&self.exchange, self.status, true, &passed);
         if let Some(sent) = &events.sent
             && !self.exchange.keeps(sent.len())
         {
@@ -495,6 +500,19 @@ impl Relay {
         if let Some(waker) = self.waiting.take() {
             waker.wake();
         }
+    }
+}
+
+/// Counts a piece of an answer, whole events of a stream, for the record.
+fn note(exchange: &Exchange, status: StatusCode, is_events: bool, piece: &[u8]) {
+    let Some(recording) = exchange.recording.as_ref().filter(|_| status.is_success()) else {
+        return;
+    };
+    let mut recording = recording.borrow_mut();
+    if is_events {
+        recording.on_events(piece);
+    } else {
+        recording.on_piece(piece);
     }
 }
 

@@ -1,0 +1,202 @@
+//! What a forwarded request leaves in the record: lengths and hashes, no text.
+//!
+//! Lengths are the engine's `usage`. A stream without it is counted as it passes: tokens that its events name, or
+//! its events with text.
+
+use memchr::memmem;
+use serde::Deserialize;
+use slipstream_recorder::{RecordedRequest, RecorderHandle};
+
+/// The end of an answer that is kept for its `usage`, bytes.
+const TAIL_BYTES: usize = 4 << 10;
+
+/// Answers of one request at most (`n`).
+const CHOICES_MAX: u32 = 128;
+
+/// A request that will be recorded: when it is dropped.
+#[derive(Debug)]
+pub(super) struct Recording {
+    recorder: RecorderHandle,
+    request: RecordedRequest,
+    /// Answers that it asks for.
+    choices: u32,
+    tally: Tally,
+}
+
+/// What is known of an answer's length.
+#[derive(Debug, Default)]
+struct Tally {
+    usage: Usage,
+    /// Tokens by the events so far.
+    counted: u32,
+    /// The last bytes of an answer that is no stream.
+    tail: Vec<u8>,
+}
+
+/// `usage` of an answer.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Usage {
+    prompt_tokens: Option<u32>,
+    completion_tokens: Option<u32>,
+}
+
+impl Recording {
+    pub(super) fn new(recorder: RecorderHandle, request: RecordedRequest, choices: u32) -> Self {
+        Recording {
+            recorder,
+            request,
+            choices: choices.clamp(1, CHOICES_MAX),
+            tally: Tally::default(),
+        }
+    }
+
+    /// Whole events of a stream.
+    pub(super) fn on_events(&mut self, events: &[u8]) {
+        self.tally.on_events(events);
+    }
+
+    /// A piece of an answer that is no stream.
+    pub(super) fn on_piece(&mut self, piece: &[u8]) {
+        self.tally.on_piece(piece);
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        self.tally.close();
+        if let Some(tokens) = self.tally.usage.prompt_tokens {
+            self.request.input_tokens = tokens;
+        }
+        let usage = self.tally.usage.completion_tokens;
+        let output = usage.unwrap_or(self.tally.counted);
+        // One line per sequence; which of them was how long is not known.
+        for choice in 0..self.choices {
+            let rest = u32::from(choice < output % self.choices);
+            self.recorder.record(RecordedRequest {
+                output_tokens: output / self.choices + rest,
+                ..self.request.clone()
+            });
+        }
+    }
+}
+
+impl Tally {
+    fn on_events(&mut self, events: &[u8]) {
+        for line in events.split(|&byte| byte == b'\n') {
+            let Some(event) = line.strip_prefix(b"data:") else {
+                continue;
+            };
+            if let Some(usage) = usage_of(event) {
+                self.usage = usage;
+            }
+            self.counted = self.counted.saturating_add(tokens_of(event));
+        }
+    }
+
+    fn on_piece(&mut self, piece: &[u8]) {
+        let piece = &piece[piece.len().saturating_sub(TAIL_BYTES)..];
+        let keep = TAIL_BYTES - piece.len();
+        let drop = self.tail.len().saturating_sub(keep);
+        self.tail.drain(..drop);
+        self.tail.extend_from_slice(piece);
+    }
+
+    fn close(&mut self) {
+        if let Some(usage) = usage_of(&self.tail) {
+            self.usage = usage;
+        }
+    }
+}
+
+/// The last `usage` in `json`, of which the beginning may be missing. `null` is none.
+fn usage_of(json: &[u8]) -> Option<Usage> {
+    const NAME: &[u8] = b"\"usage\"";
+    let at = memmem::rfind(json, NAME)? + NAME.len();
+    let value = json[at..].trim_ascii_start().strip_prefix(b":")?;
+    // What follows the value is not read.
+    let mut values = serde_json::Deserializer::from_slice(value).into_iter::<Option<Usage>>();
+    values.next()?.ok()?
+}
+
+/// Tokens of the answer in an event: those it names, else one if it has text.
+fn tokens_of(event: &[u8]) -> u32 {
+    const IDS: &[u8] = b"\"token_ids\":";
+    let named = memmem::find(event, IDS).and_then(|at| {
+        let list = event[at + IDS.len()..]
+            .trim_ascii_start()
+            .strip_prefix(b"[")?;
+        let end = list.iter().position(|&byte| byte == b']')?;
+        let list = list[..end].trim_ascii();
+        let commas = memchr::memchr_iter(b',', list).count() as u32;
+        Some(if list.is_empty() { 0 } else { commas + 1 })
+    });
+    named.unwrap_or_else(|| u32::from(has_text(event)))
+}
+
+/// Whether an event has text of an answer, in any of the fields that engines use for it.
+fn has_text(event: &[u8]) -> bool {
+    const FIELDS: [&[u8]; 5] = [
+        b"\"content\":",
+        b"\"text\":",
+        b"\"reasoning_content\":",
+        b"\"reasoning\":",
+        b"\"arguments\":",
+    ];
+    FIELDS.iter().any(|&field| {
+        memmem::find_iter(event, field).any(|at| {
+            let value = event[at + field.len()..].trim_ascii_start();
+            value.first() == Some(&b'"') && value.get(1) != Some(&b'"')
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(events: &[&str]) -> (Option<u32>, u32) {
+        let mut tally = Tally::default();
+        for event in events {
+            tally.on_events(format!("data: {event}\n\n").as_bytes());
+        }
+        tally.close();
+        (tally.usage.completion_tokens, tally.counted)
+    }
+
+    #[test]
+    fn streams_are_counted_by_usage_tokens_or_events() {
+        let role = r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#;
+        let word = r#"{"choices":[{"delta":{"content":"a \"text\":"}}]}"#;
+        let thought = r#"{"choices":[{"delta":{"content":null,"reasoning_content":"hm"}}]}"#;
+        let call = r#"{"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"{"}}]}}]}"#;
+        let end = r#"{"choices":[{"delta":{"content":""},"finish_reason":"stop"}],"usage":null}"#;
+        let all = [role, word, thought, call, end, "[DONE]"];
+        assert_eq!(counted(&all), (None, 3));
+        let usage =
+            r#"{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":41,"x":{"y":1}}}"#;
+        assert_eq!(counted(&[word, usage, "[DONE]"]), (Some(41), 1));
+        let ids = r#"{"choices":[{"text":"ab","token_ids":[5, 6,7]}]}"#;
+        let none = r#"{"choices":[{"text":"","token_ids":[]}]}"#;
+        assert_eq!(counted(&[ids, none]), (None, 3));
+        assert_eq!(counted(&["", "{", "\"usage\":", "\"usage\": 7"]), (None, 0));
+    }
+
+    #[test]
+    fn a_whole_answer_is_counted_by_its_usage_however_it_comes() {
+        let text = format!(
+            r#"{{"choices":[{{"text":"{}\"usage\""}}],"usage":{{"prompt_tokens":9,"completion_tokens":12}}}}"#,
+            "x".repeat(3 * TAIL_BYTES)
+        );
+        for piece in [1, 1_000, text.len()] {
+            let mut tally = Tally::default();
+            text.as_bytes()
+                .chunks(piece)
+                .for_each(|of| tally.on_piece(of));
+            assert!(tally.tail.len() <= TAIL_BYTES);
+            tally.close();
+            assert_eq!(tally.usage.completion_tokens, Some(12), "{piece}");
+            assert_eq!(tally.usage.prompt_tokens, Some(9));
+        }
+    }
+}

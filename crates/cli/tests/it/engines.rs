@@ -680,6 +680,31 @@ fn an_engine_with_a_key_does_not_get_that_of_the_client() {
     }
 }
 
+/// A body of 7 MiB, whose text is compared with that of others.
+#[test]
+fn a_long_body_holds_nobody_up() {
+    let engines = [0, 1].map(|_| Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}")));
+    let server = front(
+        &[&engines[0], &engines[1]],
+        &["--set=engine.block_size=128"],
+    );
+    // Blocks are large because a decision takes ten times as long for each without optimization.
+    let text = "Measure twice, then cut. \\n".repeat(270_000);
+    for turn in 0..3 {
+        let body =
+            format!(r#"{{"model":"m","messages":[{{"role":"user","content":"{text}{turn}"}}]}}"#);
+        assert_eq!(server.post("/v1/chat/completions", &body).status, 200);
+    }
+    // Those with one beginning met at one engine: the text was read.
+    let got = [0, 1].map(|at| engines[at].seen().len());
+    assert!(got.contains(&3), "{got:?}");
+    let longest = server.metric("slipstream_shard_poll_max_seconds");
+    assert!(
+        longest <= 0.010,
+        "a shard worked on one thing for {longest} s of CPU time"
+    );
+}
+
 #[test]
 fn forwarded_answers_keep_to_the_limits_of_clients_that_read_nothing() {
     let engine = Engine::start(|request, stream| {

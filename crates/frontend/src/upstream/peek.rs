@@ -76,6 +76,10 @@ fn read<'a, T: Deserialize<'a>>(raw: &'a RawValue) -> Option<T> {
     serde_json::from_str(raw.get()).ok()
 }
 
+/// Text that is compared, bytes: 131,072 tokens, the context of most models. A decision takes time for each
+/// block, on the shard's thread; a longer prompt is often an image or a file as text.
+const TEXT_BYTES_MAX: usize = 512 << 10;
+
 /// Bytes of text that count as one token. Byte-pair encodings of English and code have 3.5 to 4.5 bytes
 /// per token, so loads in these units compare with the engines' own.
 const BYTES_PER_TOKEN: usize = 4;
@@ -88,14 +92,16 @@ impl Peek<'_> {
 
     /// The prompt in blocks of text, for an index of what was routed: `block_size` tokens of
     /// [`BYTES_PER_TOKEN`] bytes each. Two prompts share blocks as far as their text is equal from the
-    /// start, for one model and one set of tools.
+    /// start, for one model and one set of tools. Text beyond [`TEXT_BYTES_MAX`] does not count.
     pub(super) fn text_blocks(&self, block_size: u32, root: BlockHash) -> Option<Prompt> {
-        let text = self.prompt?.as_bytes();
-        let mut tokens = Vec::with_capacity(text.len() / BYTES_PER_TOKEN + 8);
-        for before in &self.before {
-            push_tokens(&mut tokens, before.as_bytes());
+        let text = self.prompt?;
+        let mut tokens = Vec::new();
+        let mut left = TEXT_BYTES_MAX;
+        for part in self.before.iter().chain([&text]) {
+            let part = &part.as_bytes()[..part.len().min(left)];
+            left -= part.len();
+            push_tokens(&mut tokens, part);
         }
-        push_tokens(&mut tokens, text);
         let blocks = root.chain(&tokens, block_size);
         let len = u32::try_from(tokens.len()).ok()?;
         // The engine's tokens are others.
@@ -139,6 +145,20 @@ mod tests {
         for text in ["", "[]", "7", "{", "{\"a\":1} x"] {
             assert!(super::peek(text.as_bytes()).is_none(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_long_text_counts_up_to_a_limit() {
+        let blocks = |bytes: usize| {
+            let body = format!(r#"{{"prompt":"{}"}}"#, "x".repeat(bytes));
+            let peek = peek(body.as_bytes()).unwrap();
+            let prompt = peek.text_blocks(16, BlockHash::default()).unwrap();
+            (prompt.len() as usize, prompt.blocks().to_vec())
+        };
+        let (tokens, most) = blocks(3 * TEXT_BYTES_MAX);
+        assert_eq!(tokens, TEXT_BYTES_MAX / BYTES_PER_TOKEN);
+        let (_, fewer) = blocks(TEXT_BYTES_MAX / 2);
+        assert_eq!(most[..fewer.len()], fewer);
     }
 
     #[test]

@@ -177,6 +177,31 @@ impl Prompt {
         })
     }
 
+    /// This prompt followed by `count` tokens that are not known, as a router sees them. Their blocks are
+    /// hashed as those of an opaque tail; `id` names the tokens if the tail has no name.
+    #[must_use]
+    pub fn lengthened(&self, count: u32, id: u64) -> Prompt {
+        let id = match self.tail {
+            Tail::Opaque { id } => id,
+            Tail::Tokens(_) => id,
+        };
+        let len = self.len.saturating_add(count);
+        let mut blocks = self.blocks.to_vec();
+        let mut parent = blocks.last().copied().unwrap_or(self.root);
+        for j in self.blocks.len() as u32..len / self.block_size {
+            parent = parent.child_of_id(id, u64::from(j));
+            blocks.push(parent);
+        }
+        Prompt {
+            len,
+            block_size: self.block_size,
+            root: self.root,
+            blocks: blocks.into(),
+            tail: Tail::Opaque { id },
+            block_tokens: None,
+        }
+    }
+
     /// Root of the chain: the parent of the first block. In a prompt shorter than a block,
     /// generated tokens complete that block.
     pub fn root(&self) -> BlockHash {
@@ -204,6 +229,12 @@ impl Prompt {
         Arc::clone(&self.blocks)
     }
 
+    /// Memory that copies of it share, bytes: hashes and tokens of full blocks.
+    pub fn bytes(&self) -> u64 {
+        let tokens = self.block_tokens.as_deref().unwrap_or_default();
+        (size_of_val(&*self.blocks) + size_of_val(tokens)) as u64
+    }
+
     /// The part after the last full block.
     pub fn tail(&self) -> &Tail {
         &self.tail
@@ -221,6 +252,9 @@ pub struct GenerationParams {
     pub ignore_eos: bool,
     /// Tokens that end the sequence when generated (the token is emitted, as vLLM does).
     pub stop_token_ids: Box<[TokenId]>,
+    /// Tokens of the answer that another worker has generated, fewer than `max_tokens`. The engine computes
+    /// them with the prompt, and continues behind them. The limits above count them.
+    pub answered: u32,
 }
 
 impl Default for GenerationParams {
@@ -230,6 +264,7 @@ impl Default for GenerationParams {
             min_tokens: 0,
             ignore_eos: false,
             stop_token_ids: [].into(),
+            answered: 0,
         }
     }
 }
@@ -291,6 +326,21 @@ mod tests {
         }
         let opaque = Prompt::from_parts(3, 16, [].into(), Tail::Opaque { id: 0 }).unwrap();
         assert_eq!(opaque.extended(&[1]), None);
+    }
+
+    #[test]
+    fn a_lengthened_prompt_keeps_its_blocks_and_names_the_new_ones() {
+        let prompt = Prompt::from_tokens(&(0..40).collect::<Vec<_>>(), 16, BlockHash(1)).unwrap();
+        let longer = prompt.lengthened(25, 9);
+        assert_eq!((longer.len(), longer.blocks().len()), (65, 4));
+        assert_eq!(longer.blocks()[..2], *prompt.blocks());
+        assert_ne!(longer, prompt.lengthened(25, 10), "answers differ");
+        // In two steps as in one.
+        assert_eq!(prompt.lengthened(12, 9).lengthened(13, 9), longer);
+        // A trace's id names its answer too, as in an engine.
+        let opaque = Prompt::from_parts(16, 16, [BlockHash(5)].into(), Tail::Opaque { id: 7 });
+        let longer = opaque.unwrap().lengthened(16, 9);
+        assert_eq!(longer.blocks()[1], BlockHash(5).child_of_id(7, 1));
     }
 
     #[test]

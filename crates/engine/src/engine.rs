@@ -135,6 +135,11 @@ impl Sequence {
     fn tokens(&self) -> u32 {
         self.request.prompt.len() + self.outputs
     }
+
+    /// Whether this engine has generated a token of it, while it waits.
+    fn has_begun(&self) -> bool {
+        self.outputs > self.request.params.answered
+    }
 }
 
 /// What a pass looks at of a running sequence, in the order in which they run.
@@ -355,6 +360,7 @@ impl Engine {
     ) -> Result<(), Refusal> {
         self.check(&request)?;
         let prompt_len = request.prompt.len();
+        let answered = request.params.answered;
         let end_outputs = request.params.max_tokens.min(self.max_len - prompt_len);
         let natural = if request.params.ignore_eos {
             u32::MAX
@@ -363,14 +369,16 @@ impl Engine {
             // be the next one after them at the earliest.
             natural_len(&self.output.lengths, request.seed)
                 .max(request.params.min_tokens.saturating_add(1))
+                // The engine that answered so far may draw from other lengths.
+                .max(answered.saturating_add(1))
         };
         let (id, arrival) = (request.id, self.arrivals);
-        let sequence = Sequence {
+        let mut sequence = Sequence {
             request,
             arrival,
             end_outputs: end_outputs.min(natural),
             natural_end: natural <= end_outputs,
-            outputs: 0,
+            outputs: answered,
             cached_tokens: 0,
             arrived: now,
             admitted: None,
@@ -380,16 +388,31 @@ impl Engine {
             generated_blocks: Vec::new(),
             table: Table::default(),
         };
+        if answered > 0 {
+            self.hash_answered(&mut sequence);
+        }
         let rank = sequence.rank();
         let slot = self.sequences.insert(sequence);
         self.by_id.insert(id, slot);
         self.waiting.push(slot, rank);
-        self.waiting_prefill.add(prompt_len);
+        self.waiting_prefill.add(prompt_len + answered);
         self.arrivals += 1;
         if self.pass.is_some() {
             self.arrived.push(now);
         }
         Ok(())
+    }
+
+    /// Notes the hashes of the full blocks that end in the answer's part from another engine.
+    fn hash_answered(&mut self, sequence: &mut Sequence) {
+        let prompt = &sequence.request.prompt;
+        let known = prompt.blocks().len() as u32;
+        let mut parent = prompt.blocks().last().copied().unwrap_or(prompt.root());
+        for j in known..sequence.tokens() / self.block_size {
+            let tokens = &mut self.block_tokens;
+            parent = block_hash(sequence, j, parent, &self.output, tokens);
+            sequence.generated_blocks.push(parent);
+        }
     }
 
     fn check(&self, request: &EngineRequest) -> Result<(), Refusal> {
@@ -400,10 +423,10 @@ impl Engine {
                 block_size: self.block_size,
             });
         }
-        if request.params.max_tokens == 0 {
+        if request.params.max_tokens <= request.params.answered {
             return Err(Refusal::NoTokens);
         }
-        let prompt_tokens = prompt.len();
+        let prompt_tokens = prompt.len().saturating_add(request.params.answered);
         if prompt_tokens >= self.max_model_len {
             return Err(Refusal::ModelLen {
                 prompt_tokens,
@@ -695,7 +718,7 @@ impl Engine {
         sequence.preemptions += 1;
         sequence.running = false;
         let table = std::mem::take(&mut sequence.table);
-        let rank = sequence.rank();
+        let (rank, begun) = (sequence.rank(), sequence.has_begun());
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
         if AHEAD && r.gets_token() && sequence.part != Part::Prompt {
@@ -704,7 +727,7 @@ impl Engine {
         self.release(table);
         self.preemptions += 1;
         self.waiting.push_preempted(r.slot, rank);
-        if r.len > r.prompt_len {
+        if begun {
             self.waiting_decode.add(r.len);
         } else {
             self.waiting_prefill.add(r.len);
@@ -844,7 +867,7 @@ impl Engine {
             sequence.admitted = Some(now);
             sequence.cached_tokens = computed;
             if self.caching {
-                self.prefix_query_tokens += u64::from(sequence.request.prompt.len());
+                self.prefix_query_tokens += u64::from(sequence.tokens());
                 self.prefix_hit_tokens += u64::from(computed);
             }
         }
@@ -931,7 +954,7 @@ impl Engine {
     fn leave_waiting(&mut self, slot: u32) {
         let sequence = &self.sequences[slot];
         self.waiting.remove(slot, sequence.rank());
-        if sequence.outputs > 0 {
+        if sequence.has_begun() {
             self.waiting_decode.remove(sequence.tokens());
         } else {
             self.waiting_prefill.remove(sequence.tokens());
@@ -985,7 +1008,7 @@ impl Engine {
             let r = &mut self.running[at];
             let position = r.len - r.prompt_len;
             r.len += 1;
-            r.decoding = true;
+            let caught_up = !std::mem::replace(&mut r.decoding, true);
             let ends = r.len == r.end_len;
             out.token_count += 1;
             let mut stops = false;
@@ -1000,7 +1023,11 @@ impl Engine {
                 }
                 stops = r.stops && stops_at(&self.sequences[r.slot], position, token);
             }
-            if position == 0 {
+            let is_first = |r: &Running| {
+                let sequence = &self.sequences[r.slot];
+                position == sequence.request.params.answered
+            };
+            if position == 0 || caught_up && is_first(r) {
                 let (r, sequence) = (*r, &self.sequences[r.slot]);
                 out.first.push(first_token(r.id, sequence, pass.start));
             }
@@ -1055,6 +1082,7 @@ impl Engine {
         let before = self.sequences[slot].tokens();
         let sequence = &mut self.sequences[slot];
         let (id, position) = (sequence.request.id, sequence.outputs);
+        let begun = sequence.has_begun();
         sequence.outputs += 1;
         let ends = sequence.outputs == sequence.end_outputs;
         let token = if ends && sequence.natural_end {
@@ -1067,11 +1095,11 @@ impl Engine {
             out.tokens.push(id, token);
         }
         let sequence = &self.sequences[slot];
-        if position == 0 {
+        if begun {
+            self.waiting_decode.remove(before);
+        } else {
             out.first.push(first_token(id, sequence, start));
             self.waiting_prefill.remove(before);
-        } else {
-            self.waiting_decode.remove(before);
         }
         self.waiting_decode.add(before + 1);
         if self.stuck.is_some_and(|s| s.slot == slot) {

@@ -415,6 +415,7 @@ fn sequences(
                     min_tokens: params.min_tokens,
                     ignore_eos: params.ignore_eos,
                     stop_token_ids: params.stop_token_ids.as_slice().into(),
+                    answered: 0,
                 },
                 priority: params.priority,
                 seed,

@@ -341,6 +341,16 @@ impl<T> Registration<T> {
         }
     }
 
+    /// Gives the stream a new address in its slot. Frames for the former address are stale from now on.
+    /// Not to be called during a look-up of the stream.
+    pub fn renew(&mut self) {
+        let entry = self.table.slot(self.id);
+        let entry = entry.expect("a registered stream has an entry");
+        debug_assert!(entry.value.try_borrow_mut().is_ok(), "it is looked up");
+        self.id.generation = self.id.generation.wrapping_add(1);
+        entry.generation.set(self.id.generation);
+    }
+
     /// Calls `look` with the stream's entry.
     ///
     /// # Panics
@@ -366,6 +376,26 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_renewed_stream_is_found_by_its_new_address_alone() {
+        let table = StreamTable::new(0, 8);
+        let mut stream = table.register("it").unwrap();
+        let former = stream.id();
+        stream.renew();
+        assert_eq!(stream.id().slot, former.slot);
+        assert!(!table.contains(former));
+        assert_eq!(table.with(former, |_| ()), None);
+        assert_eq!(table.with(stream.id(), |value| *value), Some("it"));
+        assert_eq!((table.len(), table.counts().stale), (1, 1));
+        drop(stream);
+        // The slot is free, and what takes it has an address of its own.
+        let next = table.register("next").unwrap();
+        assert_eq!(
+            (next.id().slot, next.id().generation),
+            (former.slot, former.generation + 2)
+        );
+    }
 
     #[test]
     fn an_address_packs_into_a_request_id() {

@@ -21,7 +21,7 @@ use crate::frame::{FrameError, Input, NO_LIMIT, Part, PassFrame, StartRequest, T
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
 /// Version of the protocol.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 /// Bytes before a body.
 pub const HEADER_BYTES: usize = 8;
@@ -719,6 +719,7 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         out.extend_from_slice(&request.priority.to_le_bytes());
         out.extend_from_slice(&request.params.max_tokens.to_le_bytes());
         out.extend_from_slice(&request.params.min_tokens.to_le_bytes());
+        out.extend_from_slice(&request.params.answered.to_le_bytes());
         let stops = &request.params.stop_token_ids;
         out.extend_from_slice(&(stops.len() as u32).to_le_bytes());
         put_words(out, stops);
@@ -827,6 +828,10 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     if max_tokens == 0 {
         return Err(fields.bad("max_tokens", 0));
     }
+    let answered = fields.u32()?;
+    if answered >= max_tokens || more && answered != 0 {
+        return Err(fields.bad("count of answered tokens", answered.into()));
+    }
     let stop_count = fields.u32()? as usize;
     let stop_token_ids = fields.u32s(stop_count)?.collect();
     let (len, block_size) = (fields.u32()?, fields.u32()?);
@@ -873,6 +878,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
                 min_tokens,
                 ignore_eos: flags & start_flag::IGNORE_EOS != 0,
                 stop_token_ids,
+                answered,
             },
             priority,
             seed,
@@ -1171,6 +1177,7 @@ mod tests {
                     min_tokens: 1,
                     ignore_eos: true,
                     stop_token_ids: [7, 8].into(),
+                    answered: if opaque { 31 } else { 0 },
                 },
                 priority: -1,
                 seed: 0xfeed,

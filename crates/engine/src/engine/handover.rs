@@ -66,7 +66,8 @@ impl Engine {
     /// # Errors
     /// As [`add`](Engine::add).
     pub fn add_prompt(&mut self, now: SimTime, mut request: EngineRequest) -> Result<(), Refusal> {
-        request.params.max_tokens = request.params.max_tokens.min(1);
+        let one = request.params.answered.saturating_add(1);
+        request.params.max_tokens = request.params.max_tokens.min(one);
         self.add_part(now, request, Part::Prompt)
     }
 
@@ -184,8 +185,9 @@ impl Engine {
             capacity: len.next_multiple_of(self.block_size),
             scheduled: 0,
             ahead: 0,
-            // One token with all of its context: for the GPU it is a decode.
-            decoding: true,
+            // One token with all of its context: for the GPU it is a decode. The end of the pass looks for
+            // the first token of a continued answer among those that were not decoding.
+            decoding: sequence.request.params.answered == 0,
             natural_end: sequence.natural_end,
             stops: !sequence.request.params.stop_token_ids.is_empty(),
             gone: false,

@@ -204,6 +204,7 @@ impl Maker {
                 min_tokens: add.min_tokens,
                 ignore_eos: add.ignore_eos,
                 stop_token_ids,
+                answered: 0,
             },
             priority: add.priority,
             seed: add.seed,

@@ -2,6 +2,7 @@
 
 mod against_plain;
 mod allocations;
+mod continued;
 mod handovers;
 mod jumps;
 mod known_answers;

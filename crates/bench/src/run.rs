@@ -427,6 +427,7 @@ impl Shared {
             classes: totals.class_reports(&c.slo),
             gpu: None,
             transfers: None,
+            resumed: None,
             simulation: None,
             client: Some(cost(own_cpu_s, own_rss)),
             server,

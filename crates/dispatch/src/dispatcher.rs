@@ -31,6 +31,8 @@ pub struct Rules {
     pub view_interval_ns: u64,
     /// Times that a request without a token is sent to another worker after one failed it.
     pub retries_max: usize,
+    /// Times that an answer is continued by another worker after one failed it; 0: never.
+    pub resumes_max: usize,
 }
 
 impl Rules {
@@ -44,6 +46,12 @@ impl Rules {
                 cluster.upstream.retries_max as usize
             } else {
                 RETRIES_MAX
+            },
+            // Their answers are bytes, which the driver continues.
+            resumes_max: if cluster.has_engines() {
+                0
+            } else {
+                cluster.router.resumes_max as usize
             },
         }
     }
@@ -140,6 +148,11 @@ impl Dispatcher {
         self
     }
 
+    /// Its settings.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
     /// The router of requests.
     pub fn router(&mut self) -> &mut Router {
         &mut self.serve
@@ -167,11 +180,28 @@ impl Dispatcher {
             .is_some_and(|life| life.attempt == attempt && !matches!(life.state, State::Free))
     }
 
-    /// Workers that failed request `id` before its first token.
+    /// Workers that failed request `id` before its first token; after it, the last one that failed it.
     pub fn failed_on(&self, id: u32) -> &[WorkerId] {
         self.lives
             .get(id as usize)
             .map_or(&[], |life| &life.failed_on)
+    }
+
+    /// Times that request `id` was placed anew because a worker failed it.
+    pub fn retries(&self, id: u32) -> u8 {
+        self.lives.get(id as usize).map_or(0, |life| life.retries)
+    }
+
+    /// Times that the answer of request `id` was to be continued by another worker.
+    pub fn resumed(&self, id: u32) -> u8 {
+        self.lives.get(id as usize).map_or(0, |life| life.resumed)
+    }
+
+    /// Whether the answer of request `id` is to be continued by another worker if its own fails it, within the
+    /// limit. If so, [`Env::request`] is asked for it until its end.
+    pub fn resumes(&self, id: u32) -> bool {
+        let life = self.lives.get(id as usize);
+        self.rules.resumes_max > 0 && life.is_some_and(|life| life.resumes && !life.pinned)
     }
 
     /// The rank that generates the answer of request `id`, once it is chosen.
@@ -244,6 +274,7 @@ impl Dispatcher {
             },
         );
         self.lives[at].named = request.direct.is_some() || request.only.is_some();
+        self.lives[at].resumes = request.resumes && !request.streams_input;
         self.begin_attempt(id);
         self.place(now, id, request, env, scores);
     }
@@ -260,7 +291,7 @@ impl Dispatcher {
                 self.waiting.remove(at);
                 continue;
             }
-            let request = env.request(id);
+            let request = env.request(id).rest(attempt.0);
             match self.choose(now, id, &request, env, None) {
                 Ok(placement) => {
                     self.leave_queue(at);
@@ -293,7 +324,7 @@ impl Dispatcher {
         self.fail_over(now, id, worker, env);
     }
 
-    /// Reports that `worker` ended request `id` before its first token, because it shuts down.
+    /// Reports that `worker` ended request `id` before its last token, because it shuts down.
     pub fn on_given_up(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
         self.fail_over(now, id, worker, env);
     }
@@ -321,7 +352,7 @@ impl Dispatcher {
         retry_elsewhere: bool,
         env: &mut dyn Env,
     ) {
-        if retry_elsewhere && self.may_retry(id) {
+        if retry_elsewhere && self.may_place_anew(id) {
             return self.fail_over(now, id, worker, env);
         }
         if self.is_open(id) {
@@ -449,6 +480,7 @@ impl Dispatcher {
             State::Placed(mut placed) => {
                 placed.active.on_first_token();
                 life.state = State::Streaming(placed);
+                life.begun = true;
                 #[cfg(feature = "journal")]
                 self.note(id, Input::FirstToken);
                 true
@@ -489,7 +521,8 @@ impl Dispatcher {
 
     // ---- Rules ----
 
-    /// Handles a worker's failure. A request without a token is retried on another worker, once.
+    /// Handles a worker's failure. A request without a token is retried on another worker, and an answer that
+    /// has begun is continued by one, within their limits.
     fn fail_over(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
         // A worker without a part of the request reports an attempt that is over.
         if !self.is_open(id) || !self.lives[id as usize].workers().any(|of| of == worker) {
@@ -497,10 +530,10 @@ impl Dispatcher {
         }
         #[cfg(feature = "journal")]
         self.note(id, Input::Failed { worker });
-        let may_retry = self.may_retry(id);
-        let begun = matches!(self.lives[id as usize].state, State::Streaming(_));
+        let again = self.may_place_anew(id);
+        let begun = self.lives[id as usize].begun;
         self.leave_workers(id, Some(worker));
-        if !may_retry {
+        if !again {
             let failed = self.end(id).last().copied();
             self.actions.push_back(Action::Lost {
                 id,
@@ -510,16 +543,32 @@ impl Dispatcher {
             });
             return;
         }
-        self.lives[id as usize].failed_on.push(worker);
+        let life = &mut self.lives[id as usize];
+        if begun {
+            // Earlier ones may be back, and the only ones left; `resumes_max` bounds the attempts.
+            life.failed_on.clear();
+        }
+        life.failed_on.push(worker);
+        // Both are bounded by their limits in `Rules`; numbers of attempts may repeat after 256.
+        life.retries = life.retries.wrapping_add(1);
+        life.resumed = life.resumed.wrapping_add(u8::from(begun));
         self.begin_attempt(id);
+        let attempt = self.lives[id as usize].attempt;
         let request = env.request(id);
-        self.place(now, id, &request, env, None);
+        #[cfg(feature = "journal")]
+        if begun {
+            let answered = request.answered;
+            self.note(id, Input::Resumed { answered });
+        }
+        self.place(now, id, &request.rest(attempt.0), env, None);
     }
 
-    fn may_retry(&self, id: u32) -> bool {
+    fn may_place_anew(&self, id: u32) -> bool {
         let life = &self.lives[id as usize];
-        let begun = matches!(life.state, State::Streaming(_));
-        !begun && !life.pinned && life.failed_on.len() < self.rules.retries_max
+        if life.begun {
+            return self.resumes(id) && usize::from(life.resumed) < self.rules.resumes_max;
+        }
+        !life.pinned && life.failed_on.len() < self.rules.retries_max
     }
 
     /// Chooses a rank for a request, and starts it there.

@@ -22,9 +22,25 @@ pub struct Request {
     pub only: Option<Arc<[WorkerId]>>,
     /// Its input continues after the start. One worker computes and answers it.
     pub streams_input: bool,
+    /// Whether another worker may continue its answer if the one that generates it is lost.
+    pub resumes: bool,
+    /// Tokens of the answer that its client has, fewer than `max_tokens`. `prompt` and `max_tokens` are those
+    /// of the whole request.
+    pub answered: u32,
 }
 
 impl Request {
+    /// The request for the rest of the answer: the tokens so far extend the prompt. `id` names them.
+    pub(crate) fn rest(mut self, id: u64) -> Request {
+        if self.answered > 0 {
+            self.prompt = self.prompt.lengthened(self.answered, id);
+            self.max_tokens = self.max_tokens.saturating_sub(self.answered).max(1);
+            // The worker that the client named is gone.
+            self.direct = None;
+        }
+        self
+    }
+
     pub(crate) fn route<'a>(&'a self, exclude: &'a [WorkerId]) -> RouteRequest<'a> {
         RouteRequest {
             prompt: &self.prompt,
@@ -48,7 +64,7 @@ pub enum Via {
 
 /// The driver's answers while the dispatcher decides.
 pub trait Env {
-    /// Request `id`, which was submitted and has no token yet, for another routing decision.
+    /// Request `id`, which was submitted, for another routing decision.
     fn request(&self, id: u32) -> Request;
 
     /// Called before a worker with `role` (`Prefill`, else `Both`) is chosen at `now`. `turn` selects

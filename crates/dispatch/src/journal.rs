@@ -45,8 +45,13 @@ pub enum Input {
     },
     /// Its keys and values have arrived.
     Transferred,
-    /// Its first token arrived.
+    /// Its first token of an attempt arrived.
     FirstToken,
+    /// After a failure: its answer is to be continued.
+    Resumed {
+        /// Tokens of the answer that its client has.
+        answered: u32,
+    },
     /// Its last token arrived.
     Ended,
     /// A worker did not accept it, gave it up, or is gone.

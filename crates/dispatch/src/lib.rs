@@ -11,7 +11,9 @@
 //! ```
 //!
 //! There are two drivers: the frontend's shard, over sockets or rings, and the twin, over virtual time.
-//! Tokens do not pass through here: only the first one of a request and its end.
+//! Tokens do not pass through here: only the first one of a request and its end. If a worker is lost under an
+//! answer that has begun, the driver says how many tokens its client has; the prompt and these become the
+//! prompt of the rest, which another worker computes.
 //!
 //! Modules: [`dispatcher`] has the inputs and their rules, [`action`] the actions for the driver,
 //! [`env`](mod@env) the driver's answers, `life` the states of a request, and [`ahead`] decisions for

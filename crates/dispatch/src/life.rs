@@ -9,8 +9,16 @@ use crate::{Attempt, Role};
 pub(crate) struct Life {
     pub(crate) state: State,
     pub(crate) attempt: Attempt,
-    /// Workers that disappeared or gave it up before its first token.
+    /// Workers that disappeared or gave it up before its first token; after it, the last one that did.
     pub(crate) failed_on: Vec<WorkerId>,
+    /// Times that it was placed anew.
+    pub(crate) retries: u8,
+    /// Of these, times after its first token.
+    pub(crate) resumed: u8,
+    /// A token of it has arrived, from this worker or an earlier one.
+    pub(crate) begun: bool,
+    /// Another worker may continue its answer.
+    pub(crate) resumes: bool,
     /// Input was sent that cannot be sent again.
     pub(crate) pinned: bool,
     /// The client named its worker, or not every worker serves its model.
@@ -29,7 +37,7 @@ pub(crate) enum State {
     Placed(Placed),
     /// Two workers share it: the keys and values of its prompt have not reached the decode worker.
     Apart(Box<Apart>),
-    /// Its first token has come.
+    /// Its first token of this attempt has come.
     Streaming(Placed),
 }
 
@@ -70,6 +78,10 @@ impl Life {
         state: State::Free,
         attempt: Attempt(0),
         failed_on: Vec::new(),
+        retries: 0,
+        resumed: 0,
+        begun: false,
+        resumes: false,
         pinned: false,
         named: false,
     };

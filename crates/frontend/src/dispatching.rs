@@ -76,8 +76,10 @@ struct OpenRequest {
     reply: Rc<Reply>,
     index: u32,
     addr: StreamAddr,
-    /// What it takes to send it, until its first token has come.
+    /// What it takes to send it: until its first token has come, or until its end if another worker may
+    /// continue it.
     start: Option<Box<StartRequest>>,
+    resumes: bool,
     session: Option<u64>,
     direct: Option<WorkerId>,
     /// The attempt that the fields below belong to.
@@ -120,8 +122,11 @@ impl Env for Surroundings<'_> {
             Open::Bytes { request, .. } => return (**request).clone(),
         };
         let start = job.start.as_ref();
-        let start = start.expect("what it takes to send it is kept until its first token");
-        request(start, job.session, job.direct)
+        let start = start.expect("what it takes to send it is kept while it may be sent");
+        Request {
+            answered: job.reply.state.borrow().answered(job.index),
+            ..request(start, job.session, job.direct, job.resumes)
+        }
     }
 
     fn latency_ns(&self, from: WorkerId, to: WorkerId, via: Via) -> u64 {
@@ -130,7 +135,12 @@ impl Env for Surroundings<'_> {
     }
 }
 
-fn request(start: &StartRequest, session: Option<u64>, direct: Option<WorkerId>) -> Request {
+fn request(
+    start: &StartRequest,
+    session: Option<u64>,
+    direct: Option<WorkerId>,
+    resumes: bool,
+) -> Request {
     Request {
         prompt: start.request.prompt.clone(),
         max_tokens: start.request.params.max_tokens,
@@ -138,6 +148,8 @@ fn request(start: &StartRequest, session: Option<u64>, direct: Option<WorkerId>)
         direct,
         only: None,
         streams_input: start.more,
+        resumes,
+        answered: 0,
     }
 }
 
@@ -148,6 +160,8 @@ pub(crate) struct Submission {
     pub(crate) session: Option<u64>,
     /// The worker that the client named.
     pub(crate) direct: Option<WorkerId>,
+    /// Whether another worker may continue its answer.
+    pub(crate) resumes: bool,
 }
 
 impl Dispatching {
@@ -241,9 +255,20 @@ impl Dispatching {
 
     /// The first token of request `id` came.
     pub(crate) fn on_first_token(&self, id: u32) {
-        if self.dispatcher.borrow_mut().on_first_token(id) {
+        let mut dispatcher = self.dispatcher.borrow_mut();
+        if dispatcher.on_first_token(id) && !dispatcher.resumes(id) {
             self.with_request(id, |job| job.start = None);
         }
+    }
+
+    /// Whether workers continue answers of others.
+    pub(crate) fn keeps_requests(&self) -> bool {
+        self.dispatcher.borrow().rules().resumes_max > 0
+    }
+
+    /// Whether another worker is to continue request `id` if its own fails it, within the limit.
+    pub(crate) fn resumes(&self, id: u32) -> bool {
+        self.dispatcher.borrow().resumes(id)
     }
 
     /// Input of request `id` was sent, which cannot be sent to another worker.
@@ -269,10 +294,11 @@ impl Shard {
             start,
             session,
             direct,
+            resumes,
         } = submission;
         let of = &self.dispatching;
         let id = addr.stream.slot;
-        let request = request(&start, session, direct);
+        let request = request(&start, session, direct, resumes);
         reply
             .state
             .borrow_mut()
@@ -282,6 +308,7 @@ impl Shard {
             index,
             addr,
             start: Some(start),
+            resumes,
             session,
             direct,
             attempt: None,
@@ -387,7 +414,7 @@ impl Shard {
         let of = &self.dispatching;
         {
             let mut dispatcher = of.dispatcher.borrow_mut();
-            if usize::from(reserved.attempt) != dispatcher.failed_on(id).len() {
+            if reserved.attempt != dispatcher.retries(id) {
                 return; // of an earlier attempt
             }
             let at = past(reserved.at_ns.unwrap_or_default());
@@ -396,7 +423,7 @@ impl Shard {
         self.carry_out(None);
     }
 
-    /// `worker` ended request `id` before its first token, as it shuts down.
+    /// `worker` ended request `id` before its time, as it shuts down.
     pub(crate) fn on_given_up(&self, id: u32, worker: WorkerId) {
         let of = &self.dispatching;
         let now = SimTime(monotonic_ns());
@@ -576,7 +603,10 @@ impl Shard {
                     }
                 }
                 Action::Rejected { error, failed, .. } => {
-                    let error = self.rejection(&error, failed);
+                    let error = match failed {
+                        Some(worker) if self.has_begun(id) => lost_without(worker, &error),
+                        _ => self.rejection(&error, failed),
+                    };
                     let lost = failed.is_some() && submitted != Some(id);
                     self.metrics.streams_lost.add(u64::from(lost));
                     answer = answer.or(self.end_with(id, error, submitted));
@@ -606,6 +636,9 @@ impl Shard {
 
     /// A request is over. Its reply takes the error, unless it was just `submitted`: then it is returned.
     fn end_with(&self, id: u32, error: ApiError, submitted: Option<u32>) -> Option<ApiError> {
+        if self.has_begun(id) {
+            self.metrics.streams_not_resumed.add(1);
+        }
         let job = self.dispatching.take_request(id);
         if submitted == Some(id) {
             return Some(error);
@@ -614,6 +647,12 @@ impl Shard {
             job.reply.state.borrow_mut().on_refused(job.index, &error);
         }
         None
+    }
+
+    /// Whether a token of request `id` has come.
+    fn has_begun(&self, id: u32) -> bool {
+        let begun = |job: &mut OpenRequest| job.reply.state.borrow().has_begun(job.index);
+        self.dispatching.with_request(id, begun) == Some(true)
     }
 
     /// The error for a request that no worker takes.
@@ -657,7 +696,8 @@ impl Shard {
             return;
         };
         let disaggregated = dispatcher.prefill_rank(id).is_some();
-        let retried = !dispatcher.failed_on(id).is_empty();
+        let resumed = dispatcher.resumed(id) > 0;
+        let retried = !resumed && dispatcher.retries(id) > 0;
         drop(dispatcher);
         self.dispatching.with_request(id, |job| {
             if job.attempt == Some(attempt) {
@@ -668,8 +708,15 @@ impl Shard {
             job.answer_sent = false;
             job.transfer = None;
             self.metrics.retries.add(u64::from(retried));
+            self.metrics.streams_resumed.add(u64::from(resumed));
             self.metrics.prompts_apart.add(u64::from(disaggregated));
             let mut state = job.reply.state.borrow_mut();
+            if resumed {
+                state.resume(job.index);
+                if let Some(addr) = job.reply.renew_stream(job.index) {
+                    job.addr = addr;
+                }
+            }
             state.times.note(Stage::Routed, monotonic_ns());
             state.move_to(job.index, decode);
         });
@@ -706,7 +753,7 @@ impl Shard {
         if !of.dispatcher.borrow().is_current(id, attempt) {
             return;
         }
-        let attempts_before = of.dispatcher.borrow().failed_on(id).len() as u8;
+        let attempts_before = of.dispatcher.borrow().retries(id);
         // A reply that failed wants no more tokens; its handle is not dropped yet.
         if of.with_request(id, |job| job.reply.state.borrow().is_complete()) == Some(true) {
             of.dispatcher.borrow_mut().cancel(id);
@@ -717,6 +764,9 @@ impl Shard {
             start.rank = rank;
             start.dispatched_ns = monotonic_ns();
             let mut state = job.reply.state.borrow_mut();
+            start.addr = job.addr;
+            start.request.params.answered = state.answered(job.index);
+            start.credit_bytes = state.start_credit(job.index);
             if state.times.at(Stage::Dispatched).is_none() {
                 let routed = state.times.at(Stage::Routed).unwrap_or(start.dispatched_ns);
                 let took = start.dispatched_ns.saturating_sub(routed);
@@ -846,6 +896,17 @@ impl Shard {
                 start
             }),
         }
+    }
+}
+
+/// The error for an answer whose `worker` is gone and that no other one takes.
+fn lost_without(worker: WorkerId, error: &RouteError) -> ApiError {
+    ApiError {
+        message: format!(
+            "worker {worker} went away before the answer was complete, and no other continues it: {error}; try \
+             again"
+        ),
+        ..ApiError::worker_lost(&worker.to_string())
     }
 }
 

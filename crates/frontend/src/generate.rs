@@ -315,7 +315,10 @@ pub(crate) async fn dispatch(
     let most = shard.budget.request_streams_max();
     check_count(count, prompts.len(), params.n, most)?;
     let quota = StreamQuota::take(shard, &head.client, count)?;
-    let bytes = REPLY_BYTES + SEQUENCE_BYTES * count as u64;
+    // Prompts are kept while another worker may continue their answers.
+    let keeps = head.resumes && shard.dispatching.keeps_requests();
+    let kept = prompts.iter().filter(|_| keeps).map(|p| p.prompt.bytes());
+    let bytes = REPLY_BYTES + SEQUENCE_BYTES * count as u64 + kept.sum::<u64>();
     let charge = shard.budget.memory.charge(head.client.counts(), bytes)?;
     let shape = shape_of(shard, head, kind, params, &prompts);
     shard.metrics.prompt_tokens.add(shape.prompt_tokens);
@@ -511,6 +514,7 @@ async fn submit(
             start: Box::new(start),
             session: head.session,
             direct: head.worker,
+            resumes: head.resumes,
         };
         // The scores are those of the first sequence.
         let scores = scores.as_mut().filter(|_| sequence == 0);

@@ -42,6 +42,8 @@ use crate::upstream::{self, Relay};
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const X_SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");
 const X_WORKER: HeaderName = HeaderName::from_static("x-slipstream-worker");
+/// `off`: no other worker continues the answer if its own is lost.
+const X_RESUME: HeaderName = HeaderName::from_static("x-slipstream-resume");
 /// Asks for a trace, and carries it on whole answers.
 const X_TRACE: HeaderName = HeaderName::from_static("x-slipstream-trace");
 
@@ -163,6 +165,8 @@ pub(crate) struct RequestHead {
     pub(crate) worker: Option<WorkerId>,
     /// `x-slipstream-trace: 1`.
     pub(crate) traced: bool,
+    /// Not `x-slipstream-resume: off`.
+    pub(crate) resumes: bool,
     /// Whose it is.
     pub(crate) client: Client,
 }
@@ -282,7 +286,7 @@ fn preflight() -> Response<HttpBody> {
         (
             ACCESS_CONTROL_ALLOW_HEADERS,
             "authorization, content-type, x-request-id, x-session-id, x-slipstream-worker, \
-             x-slipstream-trace",
+             x-slipstream-trace, x-slipstream-resume",
         ),
         (ACCESS_CONTROL_MAX_AGE, "7200"), // the most that Chromium keeps
     ] {
@@ -591,6 +595,7 @@ pub(crate) fn head_of(
             .map(|v| hash_session(v.as_bytes())),
         worker: worker_header(headers)?,
         traced: headers.get(X_TRACE).is_some_and(|v| v == "1"),
+        resumes: resume_header(headers)?,
         client,
     })
 }
@@ -678,6 +683,16 @@ fn hash_session(id: &[u8]) -> u64 {
     id.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     })
+}
+
+fn resume_header(headers: &HeaderMap) -> Result<bool, ApiError> {
+    match headers.get(X_RESUME).map(HeaderValue::as_bytes) {
+        None | Some(b"on") => Ok(true),
+        Some(b"off") => Ok(false),
+        Some(_) => Err(ApiError::bad_body(
+            "header `x-slipstream-resume` must be `on` or `off`",
+        )),
+    }
 }
 
 fn worker_header(headers: &HeaderMap) -> Result<Option<WorkerId>, ApiError> {

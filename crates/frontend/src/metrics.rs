@@ -200,6 +200,10 @@ pub(crate) struct ShardMetrics {
     pub(crate) retries: Count,
     /// Streams whose worker vanished, and that no other could finish.
     pub(crate) streams_lost: Count,
+    /// Times that a stream that had begun was given to another worker.
+    pub(crate) streams_resumed: Count,
+    /// Streams that had begun, and that no other worker continued.
+    pub(crate) streams_not_resumed: Count,
     /// Prompts that were sent to another worker than their answers.
     pub(crate) prompts_apart: Count,
     /// Bytes of keys and values that were sent between workers.
@@ -219,6 +223,8 @@ pub(crate) struct ShardMetrics {
     finished: [Count; FINISH.len()],
     pub(crate) ttft: Histogram,
     pub(crate) itl: Histogram,
+    /// Of a stream that another worker continues: from its last token to the next.
+    pub(crate) resume: Histogram,
     pub(crate) e2e: Histogram,
     /// From a routing decision to the request's being on its way.
     pub(crate) pre_send: Histogram,
@@ -263,6 +269,8 @@ impl ShardMetrics {
             excess_tokens: Count::default(),
             retries: Count::default(),
             streams_lost: Count::default(),
+            streams_resumed: Count::default(),
+            streams_not_resumed: Count::default(),
             prompts_apart: Count::default(),
             kv_bytes: Count::default(),
             late_starts: Count::default(),
@@ -277,6 +285,7 @@ impl ShardMetrics {
             finished: Default::default(),
             ttft: time(),
             itl: time(),
+            resume: time(),
             e2e: time(),
             pre_send: step(),
             stream_register: step(),
@@ -495,6 +504,12 @@ impl Collector for FrontendCollector {
         })?;
         self.seconds(
             e,
+            "slipstream_stream_resume",
+            "From the last token of a lost worker to the first of the worker that continues",
+            |s| &s.resume,
+        )?;
+        self.seconds(
+            e,
             "vllm:e2e_request_latency",
             "Arrival to last token",
             |s| &s.e2e,
@@ -667,6 +682,18 @@ impl Collector for FrontendCollector {
             "slipstream_streams_lost",
             "Streams that ended because their worker vanished",
             |s| &s.streams_lost,
+        )?;
+        self.counter(
+            e,
+            "slipstream_streams_resumed",
+            "Times that a stream that had begun was given to another worker, as its own vanished",
+            |s| &s.streams_resumed,
+        )?;
+        self.counter(
+            e,
+            "slipstream_streams_not_resumed",
+            "Streams that had begun when their worker vanished, and that no other continued",
+            |s| &s.streams_not_resumed,
         )?;
         self.counter(
             e,

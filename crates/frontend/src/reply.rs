@@ -139,6 +139,15 @@ impl Reply {
         self.streams.take()
     }
 
+    /// Gives the stream of sequence `index` a new address, which frames of its former workers do not have.
+    /// `None` if it is closed.
+    pub(crate) fn renew_stream(&self, index: u32) -> Option<StreamAddr> {
+        let mut streams = self.streams.borrow_mut();
+        let stream = streams.get_mut(index as usize)?;
+        stream.renew();
+        Some(stream.addr())
+    }
+
     /// Whether it has to end, at tick `tick` of the shard and time `now_ns`. A client may leave what waits
     /// for it unread for `ticks_max` ticks.
     pub(crate) fn overdue(&self, tick: u64, ticks_max: u64, now_ns: u64) -> Option<Overdue> {
@@ -186,6 +195,8 @@ pub(crate) struct ReplyState {
     closed: usize,
     /// Memory that it takes, bytes, and what is charged for it.
     kept_bytes: u64,
+    /// Of these, those that it takes from its begin to its end.
+    base_bytes: u64,
     charge: Option<Charge>,
     unread_bytes_max: usize,
     waker: Option<Waker>,
@@ -310,6 +321,8 @@ struct Sequence {
     /// Tokens rendered, or consumed by a stop matcher: the position of the next one.
     position: u64,
     generated: u32,
+    /// Tokens that came from workers before the present one.
+    resumed_at: u32,
     cached: u32,
     preemptions: u32,
     last_token_ns: u64,
@@ -371,6 +384,7 @@ impl ReplyState {
                 text_chars: 0,
                 position: 0,
                 generated: 0,
+                resumed_at: 0,
                 cached: 0,
                 preemptions: 0,
                 last_token_ns: 0,
@@ -399,6 +413,7 @@ impl ReplyState {
             polled_tick: 0,
             closed: 0,
             kept_bytes: charge.as_ref().map_or(0, Charge::bytes),
+            base_bytes: charge.as_ref().map_or(0, Charge::bytes),
             charge,
             unread_bytes_max,
             waker: None,
@@ -508,8 +523,8 @@ impl ReplyState {
     /// The worker admitted the sequence.
     pub(crate) fn on_prologue(&mut self, sequence: u32, prologue: &Prologue) {
         let sequence = &mut self.sequences[sequence as usize];
-        // What counts is what its prompt's worker found.
-        if sequence.prefilled.is_none() {
+        // What counts is what its prompt's worker found, when it began.
+        if sequence.prefilled.is_none() && sequence.resumed_at == 0 {
             sequence.cached = prologue.hit_tokens;
         }
         if let Some(ns) = prologue.worker_recv_ns {
@@ -544,7 +559,7 @@ impl ReplyState {
             taken.kill = true;
             return taken;
         }
-        taken.begins = sequence.generated == 0;
+        taken.begins = sequence.generated == sequence.resumed_at;
         // A worker that goes on for ever costs no memory.
         let room = sequence.spec.max_tokens.saturating_sub(sequence.generated) as usize;
         let (tokens, excess) = tokens.split_at(tokens.len().min(room));
@@ -554,7 +569,9 @@ impl ReplyState {
         if tokens.is_empty() {
             return taken;
         }
-        if let Some(first) = first {
+        if let Some(first) = first
+            && sequence.resumed_at == 0
+        {
             self.times.note(Stage::FirstPassStart, first.start_ns);
             self.times.note(Stage::FirstPassEnd, first.end_ns);
             self.times.note(Stage::FrameRecv, now_ns);
@@ -563,9 +580,11 @@ impl ReplyState {
             }
         } else {
             // One observation per step, however many tokens it gave: as vLLM's `IterationStats`.
-            metrics
-                .itl
-                .observe(now_ns.saturating_sub(sequence.last_token_ns));
+            let gap_ns = now_ns.saturating_sub(sequence.last_token_ns);
+            metrics.itl.observe(gap_ns);
+            if first.is_some() {
+                metrics.resume.observe(gap_ns);
+            }
         }
         sequence.last_token_ns = now_ns;
         sequence.last_token = *tokens.last().expect("an entry of tokens holds one");
@@ -646,7 +665,7 @@ impl ReplyState {
         metrics: &ShardMetrics,
     ) {
         let sequence = &mut self.sequences[index as usize];
-        if sequence.prefilled.is_none() {
+        if sequence.prefilled.is_none() && sequence.resumed_at == 0 {
             sequence.cached = end.usage.cached_tokens;
         }
         sequence.preemptions = end.usage.preemptions;
@@ -714,6 +733,34 @@ impl ReplyState {
         let sequence = &mut self.sequences[index as usize];
         sequence.prefilled = None;
         sequence.spec.target = target;
+    }
+
+    /// Another worker is to continue the sequence. The new one may send what the client has room for.
+    pub(crate) fn resume(&mut self, index: u32) {
+        let sequence = &mut self.sequences[index as usize];
+        sequence.resumed_at = sequence.generated;
+        if sequence.credit_bytes != NO_LIMIT {
+            let unread = (sequence.held.len() * size_of::<TokenId>()) as u64;
+            let room = u64::from(sequence.credit_bytes).saturating_sub(unread);
+            sequence.granted_bytes = sequence.came_bytes() + room;
+        }
+    }
+
+    /// Tokens of the sequence that are here, fewer than were asked for.
+    pub(crate) fn answered(&self, index: u32) -> u32 {
+        let sequence = &self.sequences[index as usize];
+        let most = sequence.spec.max_tokens.saturating_sub(1);
+        sequence.generated.min(most)
+    }
+
+    /// Credit with which a worker starts the sequence, or its rest, bytes.
+    pub(crate) fn start_credit(&self, index: u32) -> u32 {
+        let sequence = &self.sequences[index as usize];
+        if sequence.credit_bytes == NO_LIMIT {
+            return NO_LIMIT;
+        }
+        let left = sequence.granted_bytes.saturating_sub(sequence.came_bytes());
+        u32::try_from(left).unwrap_or(NO_LIMIT - 1)
     }
 
     /// Whether nothing is to be added to it any more.
@@ -882,7 +929,7 @@ impl ReplyState {
             self.close_sequence(index);
         }
         self.settle_all(text);
-        let base = REPLY_BYTES + SEQUENCE_BYTES * self.sequences.len() as u64;
+        let base = self.base_bytes;
         if self.kept_bytes > base && self.sequences.iter().all(|s| s.held.is_empty()) {
             self.kept_bytes = base;
             if let Some(charge) = &mut self.charge {
@@ -1028,6 +1075,11 @@ impl WholeAnswer for Complete<'_> {
 }
 
 impl Sequence {
+    /// Bytes of all tokens that came.
+    fn came_bytes(&self) -> u64 {
+        u64::from(self.generated) * size_of::<TokenId>() as u64
+    }
+
     /// Keeps the tokens of a step for later.
     fn hold(&mut self, tokens: &[TokenId]) {
         if tokens.len() > 1 {

@@ -381,8 +381,9 @@ impl Shard {
             (Entry::Room { bytes, .. }, StreamRole::Answer) => state.on_room(bytes),
             (Entry::End { end, .. }, _) => {
                 let unasked = end.reason == FinishReason::Abort && !state.has_ended(index);
-                if leg != StreamRole::Answer || unasked && !state.has_begun(index) {
-                    // The worker shuts down, and has not sent a token.
+                let moves = || !state.has_begun(index) || self.dispatching.resumes(id);
+                if leg != StreamRole::Answer || unasked && moves() {
+                    // The worker shuts down: another one begins, or continues.
                     drop(state);
                     self.on_given_up(id, worker);
                 } else {

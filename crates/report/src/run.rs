@@ -60,6 +60,9 @@ pub struct RunReport {
     /// KV transfers between workers, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfers: Option<Transfers>,
+    /// Answers that another worker continued after theirs was lost, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed: Option<Resumed>,
     /// Of a simulated run: how it ended, and its cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub simulation: Option<Simulation>,
@@ -275,6 +278,18 @@ pub struct Transfers {
     pub ms: Option<Percentiles>,
 }
 
+/// Answers that another worker continued after theirs was lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Resumed {
+    /// Times that an answer was continued.
+    pub count: u64,
+    /// Tokens of prompts and answers so far that were to be computed again, cached ones included.
+    pub tokens: u64,
+    /// Pause that the client saw: from the last token of the lost worker to the next, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ms: Option<Percentiles>,
+}
+
 /// Cost of a process over the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProcessCost {
@@ -423,6 +438,15 @@ impl RunReport {
                 number(t.bytes as f64 / 1e9),
                 cell(t.ms, P50),
                 cell(t.ms, P99)
+            ));
+        }
+        if let Some(r) = &self.resumed {
+            say(format!(
+                "resumed    {}, {} computed again, pause {} ms at p50, {} at p99",
+                counted(r.count, "answer"),
+                counted(r.tokens, "token"),
+                cell(r.ms, P50),
+                cell(r.ms, P99)
             ));
         }
         if let Some(gpu) = &self.gpu {
@@ -621,6 +645,7 @@ pub(crate) mod tests {
             classes: Vec::new(),
             gpu: None,
             transfers: None,
+            resumed: None,
             simulation: None,
             client: Some(ProcessCost {
                 cpu_s: 0.2,
@@ -672,6 +697,11 @@ pub(crate) mod tests {
             transfers: Some(Transfers {
                 count: 3,
                 bytes: 4,
+                ms: percentiles,
+            }),
+            resumed: Some(Resumed {
+                count: 2,
+                tokens: 700,
                 ms: percentiles,
             }),
             simulation: Some(Simulation {

@@ -137,9 +137,21 @@ impl Sim<'_> {
             .map(|(slot, _)| {
                 let rank = self.dispatch.decode_rank(slot);
                 let target = self.serve.node_of(rank.expect("a worker has a part of it"));
+                let flight = self.flights.get(RequestId(slot.into()));
+                if let Some((target, usage)) = flight.resuming {
+                    return (slot, target, usage); // no worker has added to it
+                }
                 (slot, target, self.usage_of(RequestId(slot.into()), target))
             })
             .collect();
+        for &(slot, target, usage) in &hit {
+            let flight = self.flights.get_mut(RequestId(slot.into()));
+            if usage.output_tokens > 0 && flight.resuming.is_none() {
+                flight.last = self.nodes[target as usize].last_token(flight);
+                flight.answered = usage.output_tokens;
+                flight.resuming = Some((target, usage));
+            }
+        }
         for node in &mut self.nodes {
             if node.rank.worker == worker {
                 node.crash();

@@ -35,12 +35,16 @@ impl Sim<'_> {
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
             flight.admitted.get_or_insert(first.admitted);
-            flight.cached_tokens = first.cached_tokens;
+            if !flight.is_resumed() {
+                flight.cached_tokens = first.cached_tokens;
+            }
         }
         for done in &out.finished {
             let flight = self.flights.get_mut(done.id);
             flight.prefill = Some(node);
-            flight.hops.prefilled = Some(self.now);
+            if !flight.is_resumed() {
+                flight.hops.prefilled = Some(self.now);
+            }
             let (now, slot) = (self.now, done.id.0 as u32);
             let (dispatch, env) = self.dispatching();
             let expected = dispatch.on_prefilled(now, slot, &env);
@@ -85,7 +89,9 @@ impl Sim<'_> {
         }
         let flight = self.flights.get_mut(RequestId(slot.into()));
         let (began, _) = flight.sent.take().expect("it was sent");
-        flight.hops.kv = Some((began, self.now));
+        if !flight.is_resumed() {
+            flight.hops.kv = Some((began, self.now));
+        }
         self.tally.hand_overs.times.record(self.now.since(began));
         self.carry_out(None, sink);
     }

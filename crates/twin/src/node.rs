@@ -66,6 +66,12 @@ pub(crate) struct Flight {
     pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
     /// Number of retries by its client.
     pub(crate) retries: u32,
+    /// Tokens that its client had when a worker of it was last lost.
+    pub(crate) answered: u32,
+    /// From the loss of its worker until another one continues it: the node, and the part that had arrived.
+    pub(crate) resuming: Option<(u32, Usage)>,
+    /// Times that another worker continued it.
+    pub(crate) resumed: u32,
     /// Time of its last token; 0 before the first.
     pub(crate) last: SimTime,
     pub(crate) first: Option<SimTime>,
@@ -86,6 +92,9 @@ impl Flight {
             prefill: None,
             sent: None,
             retries: 0,
+            answered: 0,
+            resuming: None,
+            resumed: 0,
             last: SimTime::ZERO,
             first: None,
             admitted: None,
@@ -96,10 +105,21 @@ impl Flight {
         }
     }
 
-    /// Records its first token at `now`, from a pass that ended at `pass_end`.
+    /// Whether another worker generated its first tokens.
+    pub(crate) fn is_resumed(&self) -> bool {
+        self.answered > 0
+    }
+
+    /// Records its first token at `now`, from a pass that ended at `pass_end`; or the first of a worker that
+    /// continues it.
     pub(crate) fn on_first(&mut self, first: &FirstToken, pass_end: SimTime, now: SimTime) {
-        self.first = Some(now);
         self.last = now;
+        if self.is_resumed() {
+            self.resuming = None;
+            self.resumed += 1;
+            return;
+        }
+        self.first = Some(now);
         self.hops.first_pass_end = pass_end;
         self.admitted.get_or_insert(first.admitted);
         self.first_pass_start = first.first_pass_start;
@@ -121,8 +141,8 @@ impl Flight {
         now: SimTime,
     ) -> RequestRecord<'_> {
         let cached_tokens = match self.prefill {
-            None => usage.cached_tokens,
-            Some(_) => self.cached_tokens,
+            None if !self.is_resumed() => usage.cached_tokens,
+            _ => self.cached_tokens,
         };
         RequestRecord {
             request: &self.request,
@@ -380,6 +400,14 @@ impl Node {
         Some(before)
     }
 
+    /// When the client of `flight`, which this node answers, had its last token.
+    pub(crate) fn last_token(&self, flight: &Flight) -> SimTime {
+        match self.gaps.broken || self.gaps.always {
+            true => flight.last.max(self.gaps.broke_at),
+            false => self.gaps.last_end,
+        }
+    }
+
     /// Removes all state, because its worker is lost.
     pub(crate) fn crash(&mut self) {
         self.engine.restart();
@@ -395,6 +423,31 @@ impl Node {
         self.phase = Phase::Awake;
     }
 
+    /// Counts the gaps before tokens that are the first here and not the first of their request.
+    fn record_resumed(
+        &mut self,
+        now: SimTime,
+        out: &PassOutput,
+        flights: &mut Flights,
+        totals: &mut Totals,
+    ) {
+        for first in &out.first {
+            let flight = flights.get_mut(first.id);
+            if !flight.is_resumed() {
+                continue;
+            }
+            let gap = now.since(flight.last);
+            totals.itl.record(gap);
+            if !self.gaps.of_class.is_empty() {
+                totals.on_class_gaps(flight.request.class, gap, 1);
+            }
+            if let Some(watch) = &mut self.watch {
+                watch.gaps.push((gap, 1));
+            }
+            flight.gap_max = flight.gap_max.max(gap);
+        }
+    }
+
     /// Delivers the tokens of a pass to their clients: counts the gaps before them. The caller
     /// records first tokens and ends after this.
     pub(crate) fn tell(
@@ -404,10 +457,13 @@ impl Node {
         flights: &mut Flights,
         totals: &mut Totals,
     ) {
-        let gaps = &mut self.gaps;
         if let Some(watch) = &mut self.watch {
             watch.gaps.clear();
         }
+        if self.role != Role::Prefill {
+            self.record_resumed(now, out, flights, totals);
+        }
+        let gaps = &mut self.gaps;
         let first = out.first.len() as u32;
         let going_on = out.sequence_count - first;
         if gaps.broken || gaps.always {
@@ -426,7 +482,10 @@ impl Node {
                     }
                     flight.gap_max = flight.gap_max.max(gap);
                 }
-                flight.last = now;
+                // The answer's client gets none from a node that computes prompts.
+                if self.role != Role::Prefill {
+                    flight.last = now;
+                }
             }
         } else {
             // A pass whose budget ends before its decodes do leaves some out: tokens are processed

@@ -231,6 +231,8 @@ pub struct Outcome {
     pub extrapolated: u64,
     /// Prompts that one worker computed for another.
     pub hand_overs: HandOvers,
+    /// Answers that a worker continued after another one was lost.
+    pub resumes: Resumes,
     /// Digest of every request's times, targets and hits: equal if two runs were.
     pub digest: u64,
     /// Why the run ended before the workload, if it did.
@@ -259,6 +261,15 @@ pub struct HandOvers {
     pub bytes: u64,
     /// Durations of KV transfers.
     pub times: Latency,
+}
+
+/// Answers that a worker continued after another one was lost.
+#[derive(Clone, Debug, Default)]
+pub struct Resumes {
+    /// From the last token of the lost worker to the first of the one that continued.
+    pub times: Latency,
+    /// Tokens of prompts and answers so far that were to be computed again, cached ones included.
+    pub tokens: u64,
 }
 
 /// Runs `workload` on `cluster`. `read` reads the files that the cluster refers to.
@@ -378,7 +389,10 @@ impl Env for Surroundings<'_> {
     fn request(&self, id: u32) -> dispatch::Request {
         let flight = self.flights.get(RequestId(id.into()));
         let prompt = prompt_of(&flight.request, self.serve.fleet.block_size(), self.root);
-        dispatched(&flight.request, prompt.expect("it was routed before"))
+        dispatch::Request {
+            answered: flight.answered,
+            ..dispatched(&flight.request, prompt.expect("it was routed before"))
+        }
     }
 
     fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn) {
@@ -409,6 +423,8 @@ fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
         direct: None,
         only: None,
         streams_input: false,
+        resumes: true,
+        answered: 0,
     }
 }
 
@@ -752,14 +768,20 @@ impl<'a> Sim<'a> {
             });
         }
         for first in &out.first {
-            self.flights.get_mut(first.id).on_first(first, out.end, now);
+            let flight = self.flights.get_mut(first.id);
+            if flight.is_resumed() {
+                let tokens = flight.request.prompt.tokens() + flight.answered;
+                self.tally.resumes.tokens += u64::from(tokens);
+                self.tally.resumes.times.record(now.since(flight.last));
+            }
+            flight.on_first(first, out.end, now);
             self.dispatch.on_first_token(first.id.0 as u32);
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
             self.continuing -= usize::from(flight.request.has_next());
             let slot = done.id.0 as u32;
-            let failed_over = self.dispatch.failed_on(slot).len() as u32;
+            let failed_over = u32::from(self.dispatch.retries(slot));
             self.dispatch.on_ended(slot);
             let rank = self.nodes[node as usize].rank;
             let prefill_rank = flight.prefill.map(|node| self.nodes[node as usize].rank);
@@ -971,7 +993,10 @@ impl<'a> Sim<'a> {
                 Action::Refused { id, failed, .. } => {
                     let error = std::mem::take(&mut self.refusal);
                     let failed_over = u32::from(failed.is_some());
-                    self.refuse_for_good(id, &error, failed_over, sink);
+                    match self.flights.get(RequestId(id.into())).resuming {
+                        Some(lost) => self.lose(id, lost, &error, failed_over, sink),
+                        None => self.refuse_for_good(id, &error, failed_over, sink),
+                    }
                 }
             }
         }
@@ -989,7 +1014,9 @@ impl<'a> Sim<'a> {
     /// Sends a request to its first node.
     fn begin_step(&mut self, step: Step, prompt: Option<Prompt>, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(step.slot.into()));
-        flight.hops.routed = self.now;
+        if !flight.is_resumed() {
+            flight.hops.routed = self.now;
+        }
         (flight.prefill, flight.sent) = (None, None);
         if let Some((host, costs)) = &mut self.host {
             let done = host.run(self.now, costs.dispatch());
@@ -1037,12 +1064,13 @@ impl<'a> Sim<'a> {
             params: GenerationParams {
                 max_tokens: request.output_len,
                 ignore_eos: request.ignore_eos,
+                answered: flight.answered,
                 ..GenerationParams::default()
             },
             priority: request.priority,
             seed: request_seed(self.seed, request),
         };
-        if !second {
+        if !second && !flight.is_resumed() {
             flight.hops.dispatched = flight.hops.dispatched.max(flight.hops.routed);
             flight.hops.received = self.now;
         }
@@ -1078,6 +1106,10 @@ impl<'a> Sim<'a> {
     /// No worker takes a request: its client retries later, or gives up.
     fn reject(&mut self, slot: u32, error: &RouteError, failed_over: u32, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
+        if let Some(lost) = flight.resuming {
+            let message = format!("the worker vanished under the answer, and {error}");
+            return self.lose(slot, lost, &message, failed_over, sink);
+        }
         if error.retry_may_help() && flight.retries < self.options.retries {
             flight.retries += 1;
             // As the frontend answers: with the router's retry time, otherwise a second.
@@ -1131,6 +1163,7 @@ impl<'a> Sim<'a> {
         let flight = self.flights.remove(RequestId(slot.into()));
         let rank = self.nodes[target as usize].rank;
         let prefill_rank = flight.prefill.map(|node| self.nodes[node as usize].rank);
+        let failed_over = failed_over.max(flight.resumed);
         let record = RequestRecord {
             error: Some(Failure {
                 kind: WORKER_LOST,
@@ -1343,6 +1376,7 @@ pub(crate) struct Tally {
     pub(crate) passes: u64,
     pub(crate) jumped: u64,
     pub(crate) hand_overs: HandOvers,
+    pub(crate) resumes: Resumes,
     digest: u64,
     pub(crate) ended_at: SimTime,
 }
@@ -1400,6 +1434,8 @@ impl Tally {
         self.jumped += other.jumped;
         self.hand_overs.bytes += other.hand_overs.bytes;
         self.hand_overs.times.add(&other.hand_overs.times);
+        self.resumes.times.add(&other.resumes.times);
+        self.resumes.tokens += other.resumes.tokens;
         self.digest = self.digest.wrapping_add(other.digest);
         self.ended_at = self.ended_at.max(other.ended_at);
     }
@@ -1437,6 +1473,7 @@ impl Tally {
             jumped: self.jumped,
             extrapolated,
             hand_overs: self.hand_overs,
+            resumes: self.resumes,
             digest: self.digest,
             cut,
         }

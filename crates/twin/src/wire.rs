@@ -291,7 +291,10 @@ impl Sim<'_> {
         if n.life == *life {
             for first in &out.first {
                 let id: RequestId = first.id;
-                self.flights.get_mut(id).hops.frame = self.now;
+                let flight = self.flights.get_mut(id);
+                if !flight.is_resumed() {
+                    flight.hops.frame = self.now;
+                }
             }
         }
         let done = match &mut self.host {

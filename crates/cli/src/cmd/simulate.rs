@@ -10,7 +10,9 @@ use std::time::Duration;
 use slipstream_base::SimTime;
 use slipstream_config::cluster::{Cluster, Happening};
 use slipstream_report::html::run::RunPage;
-use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Simulation, Transfers};
+use slipstream_report::run::{
+    EngineCounts, GpuCost, ProcessCost, Resumed, SCHEMA, Simulation, Transfers,
+};
 use slipstream_report::table::{counted, number};
 use slipstream_report::{Objectives, RunReport, Slo};
 use slipstream_twin::{Options, Outcome};
@@ -239,6 +241,11 @@ fn report(
         transfers: outcome.hand_overs.times.percentiles().map(|ms| Transfers {
             count: ms.count,
             bytes: outcome.hand_overs.bytes,
+            ms: Some(ms),
+        }),
+        resumed: outcome.resumes.times.percentiles().map(|ms| Resumed {
+            count: ms.count,
+            tokens: outcome.resumes.tokens,
             ms: Some(ms),
         }),
         engine: Some(EngineCounts {

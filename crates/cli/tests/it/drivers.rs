@@ -84,7 +84,8 @@ fn case(n: u32) -> Case {
     let _ = write!(
         cluster,
         "[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\nremote_prefill_tokens_min = 64\n\
-         seed = {n}\n"
+         seed = {n}\nresumes_max = {}\n",
+        if n / 8 % 2 == 0 { 3 } else { 0 }
     );
     if queue {
         cluster += "queue_max = 6\nbusy_kv_share = 0.5\n";
@@ -200,6 +201,19 @@ struct Step {
     expected: Vec<String>,
     /// The actions among them, with the request.
     actions: Vec<(usize, Action)>,
+    /// Requests that a crash hit after their first token, and the tokens that their clients have.
+    resumed: Vec<(usize, u32)>,
+}
+
+impl Step {
+    fn new(stimulus: Stimulus) -> Step {
+        Step {
+            stimulus,
+            expected: Vec::new(),
+            actions: Vec::new(),
+            resumed: Vec::new(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -228,11 +242,7 @@ fn steps(lines: &[Line]) -> Vec<Step> {
             if let Some(Stimulus::Crash(_)) = steps.last().map(|step| &step.stimulus) {
                 continue;
             }
-            steps.push(Step {
-                stimulus: Stimulus::FleetChanged,
-                expected: Vec::new(),
-                actions: Vec::new(),
-            });
+            steps.push(Step::new(Stimulus::FleetChanged));
             continue;
         }
         let (request, text) = names.name(line);
@@ -257,37 +267,35 @@ fn steps(lines: &[Line]) -> Vec<Step> {
                         step.expected.push(text);
                         continue;
                     }
+                    (Input::Resumed { answered }, _) => {
+                        let step = steps.last_mut().expect("a crash precedes it");
+                        step.resumed.push((request, answered));
+                        step.expected.push(text);
+                        continue;
+                    }
                     (Input::Failed { worker }, Some((Stimulus::Crash(of), _))) if *of == worker => {
                     }
-                    (Input::Failed { worker }, _) => steps.push(Step {
-                        stimulus: Stimulus::Crash(worker),
-                        expected: Vec::new(),
-                        actions: Vec::new(),
-                    }),
+                    (Input::Failed { worker }, _) => {
+                        steps.push(Step::new(Stimulus::Crash(worker)));
+                    }
                     (
                         Input::Submitted {
                             prompt_tokens,
                             max_tokens,
                         },
                         _,
-                    ) => steps.push(Step {
-                        stimulus: Stimulus::Submit {
-                            prompt_tokens,
-                            max_tokens,
-                        },
-                        expected: Vec::new(),
-                        actions: Vec::new(),
-                    }),
+                    ) => steps.push(Step::new(Stimulus::Submit {
+                        prompt_tokens,
+                        max_tokens,
+                    })),
                     (input, Some((Stimulus::Entries(entries), actions)))
                         if actions.is_empty() && worker_of_last == worker =>
                     {
                         entries.push((request, input));
                     }
-                    (input, _) => steps.push(Step {
-                        stimulus: Stimulus::Entries(vec![(request, input)]),
-                        expected: Vec::new(),
-                        actions: Vec::new(),
-                    }),
+                    (input, _) => {
+                        steps.push(Step::new(Stimulus::Entries(vec![(request, input)])));
+                    }
                 }
                 worker_of_last = worker;
                 steps.last_mut().unwrap().expected.push(text);
@@ -344,6 +352,10 @@ struct Live {
     clients: Vec<TcpStream>,
     /// By request and whether it is its prompt's stream.
     placed: BTreeMap<(usize, bool), Placed>,
+    /// By request: tokens that its client was sent.
+    sent: BTreeMap<usize, u32>,
+    /// By request: those that its client had when its worker was lost.
+    answered: BTreeMap<usize, u32>,
 }
 
 impl Live {
@@ -385,7 +397,31 @@ impl Live {
             seen: 0,
             clients: Vec::new(),
             placed: BTreeMap::new(),
+            sent: BTreeMap::new(),
+            answered: BTreeMap::new(),
         }
+    }
+
+    /// The worker crashes, after it has sent its clients as many tokens as in the twin.
+    fn crash(&mut self, worker: WorkerId, resumed: &[(usize, u32)]) {
+        let port = self.workers[worker.index()].as_mut().expect("it lives");
+        for &(request, answered) in resumed {
+            let Some(sent) = self.sent.insert(request, answered) else {
+                panic!("request {request} had no token");
+            };
+            self.answered.insert(request, answered);
+            let placed = self.placed[&(request, false)];
+            if placed.worker != worker {
+                continue; // the worker of its prompt is lost, while another one is to continue it
+            }
+            let tokens = vec![300; (answered - sent) as usize];
+            if !tokens.is_empty() {
+                let frame = port.frame(0).expect("the shard lives");
+                frame.push_tokens(placed.addr.stream, &tokens, None);
+            }
+        }
+        assert_ne!(port.flush(0, false), Flushed::Full);
+        self.workers[worker.index()] = None;
     }
 
     fn submit(&mut self, prompt_tokens: u32, max_tokens: u32) {
@@ -417,6 +453,9 @@ impl Live {
         for (request, input) in entries {
             let placed = self.placed[&(*request, prefill(input))];
             assert_eq!(placed.worker, worker, "one worker per frame");
+            if *input == Input::FirstToken {
+                *self.sent.entry(*request).or_default() += 1;
+            }
             push(frame, placed, *input);
         }
         assert_eq!(port.flush(0, false), Flushed::Sent);
@@ -479,6 +518,8 @@ impl Live {
                     Part::Decode { .. } => Role::Decode,
                 };
                 assert_eq!(part, *role, "request {request}");
+                let answered = self.answered.get(&request).copied().unwrap_or_default();
+                assert_eq!(start.request.params.answered, answered);
                 let placed = Placed {
                     worker: rank.worker,
                     addr: start.addr,
@@ -584,7 +625,7 @@ fn check(case: &Case) -> usize {
             Stimulus::Entries(entries) => live.send(entries),
             Stimulus::Crash(worker) => {
                 faulted = true;
-                live.workers[worker.index()] = None;
+                live.crash(*worker, &step.resumed);
             }
             Stimulus::FleetChanged if faulted => {}
             Stimulus::FleetChanged => {
@@ -652,6 +693,7 @@ fn both_drivers_take_the_same_actions() {
         "FirstToken",
         "Ended",
         "Failed",
+        "Resumed",
         "Start",
         "Kill",
         "Transfer",

@@ -22,6 +22,7 @@ mod record;
 mod results;
 mod serve;
 mod server;
+mod survive;
 mod torture;
 mod twin;
 mod ui;

@@ -131,7 +131,7 @@ pub(crate) fn begin(server: &Server, body: &str) -> Client {
     begin_at(server, body, &[])
 }
 
-fn begin_at(server: &Server, body: &str, headers: &[&str]) -> Client {
+pub(crate) fn begin_at(server: &Server, body: &str, headers: &[&str]) -> Client {
     let mut client = server.connect();
     client.write_head("POST", "/v1/completions", headers, body.len());
     client.write(body.as_bytes());

@@ -36,14 +36,14 @@ fn body(seed: u64) -> String {
 
 /// The outcome of a stream.
 #[derive(Debug, PartialEq)]
-enum Outcome {
+pub(crate) enum Outcome {
     Finished,
     Failed,
     Refused,
 }
 
 /// Reads a stream to its end, and compares its text with the expected text.
-fn judge(client: &mut Client, expected: &str) -> Outcome {
+pub(crate) fn judge(client: &mut Client, expected: &str) -> Outcome {
     let head = client.head();
     if head.status == 503 {
         return Outcome::Refused; // no worker could take it
@@ -93,10 +93,10 @@ fn judge(client: &mut Client, expected: &str) -> Outcome {
 }
 
 /// A generator for varied, not random, values (Knuth's MMIX constants).
-struct Dice(u64);
+pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
+    pub(crate) fn roll(&mut self, sides: u64) -> u64 {
         self.0 = self
             .0
             .wrapping_mul(6_364_136_223_846_793_005)

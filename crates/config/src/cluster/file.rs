@@ -1196,6 +1196,7 @@ fn read_router(t: &Table<'_>) -> RouterConfig {
             .or(default.busy_kv_share),
         busy_prefill_tokens: t.get("busy_prefill_tokens").or(default.busy_prefill_tokens),
         queue_max: t.get("queue_max").within(0..=1 << 20).or(default.queue_max),
+        resumes_max: t.get("resumes_max").within(0..=255).or(default.resumes_max),
         view_interval_ms: t
             .get("view_interval_ms")
             .within(0.0..=3.6e6)

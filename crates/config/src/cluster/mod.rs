@@ -455,6 +455,9 @@ pub struct RouterConfig {
     /// Limit of requests that wait in the frontend while every ready worker is busy; further ones
     /// are refused. Default 0.
     pub queue_max: u32,
+    /// Times that another worker continues the answer of a request whose worker is lost after its first
+    /// token; 0: such an answer ends with an error. For modelled engines. Default 3.
+    pub resumes_max: u32,
     /// Interval between refreshes of the router's view of loads, ms. Decisions use the view of the
     /// previous interval plus the router's own routing since; 0: always the current loads. Default
     /// 0.
@@ -484,6 +487,7 @@ impl Default for RouterConfig {
             busy_kv_share: 1.0,
             busy_prefill_tokens: 0,
             queue_max: 0,
+            resumes_max: 3,
             view_interval_ms: 0.0,
             kv_lag_ms: 0.0,
             remote_prefill_tokens_min: 0,

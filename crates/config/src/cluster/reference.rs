@@ -516,6 +516,13 @@ pub const KEYS: &[Key] = &[
         "High: under overload every request waits. Low: bursts are refused.",
     ),
     key(
+        "router.resumes_max",
+        "count, 0 to 255",
+        "3",
+        "Times that another worker continues an answer whose worker is lost after its first token: the prompt and the          tokens so far become its prompt. A request with `x-slipstream-resume: off` is excepted. For modelled engines;          `upstream.resume` is that of real ones.",
+        "High: a request that makes its workers fail reaches as many. 0: the stream ends with an error event.",
+    ),
+    key(
         "router.view_interval_ms",
         "ms, 0 to 3,600,000",
         "0.0",

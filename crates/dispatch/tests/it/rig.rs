@@ -1,6 +1,6 @@
 //! A driver with its own record of the parts of requests that each worker holds.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use slipstream_base::{BlockHash, Prompt, RankId, SimTime, Tail, WorkerId};
@@ -43,16 +43,26 @@ pub(crate) struct Rig {
     pub(crate) transfers: BTreeMap<u32, Attempt>,
     /// Requests whose first token has arrived.
     pub(crate) begun: Vec<u32>,
+    /// Of these, those that the present worker has sent a token of.
+    pub(crate) streaming: BTreeSet<u32>,
     pub(crate) ends: BTreeMap<u32, End>,
     /// All actions so far, for tests that read them.
     pub(crate) log: Vec<Action>,
 }
 
-struct Surroundings<'a>(&'a [Request]);
+/// Tokens of an answer that its client has when its worker is lost.
+pub(crate) const ANSWERED: u32 = 7;
+
+/// The requests, and the numbers of those that have begun.
+struct Surroundings<'a>(&'a [Request], &'a [u32]);
 
 impl Env for Surroundings<'_> {
     fn request(&self, id: u32) -> Request {
-        self.0[id as usize].clone()
+        let answered = if self.1.contains(&id) { ANSWERED } else { 0 };
+        Request {
+            answered,
+            ..self.0[id as usize].clone()
+        }
     }
 
     fn latency_ns(&self, from: WorkerId, to: WorkerId, via: Via) -> u64 {
@@ -123,6 +133,7 @@ impl Rig {
             queue_max: config.queue_max as usize,
             view_interval_ns: (config.view_interval_ms * 1e6) as u64,
             retries_max: 1,
+            resumes_max: config.resumes_max as usize,
         };
         Rig {
             now: SimTime(0),
@@ -139,6 +150,7 @@ impl Rig {
             held: BTreeMap::new(),
             transfers: BTreeMap::new(),
             begun: Vec::new(),
+            streaming: BTreeSet::new(),
             ends: BTreeMap::new(),
             log: Vec::new(),
         }
@@ -151,17 +163,26 @@ impl Rig {
 
     /// As [`submit`](Self::submit), for the worker that the client names.
     pub(crate) fn submit_to(&mut self, len: u32, direct: Option<WorkerId>) -> u32 {
+        self.submit_with(len, |request| request.direct = direct)
+    }
+
+    /// As [`submit`](Self::submit), changed by `set`.
+    pub(crate) fn submit_with(&mut self, len: u32, set: impl FnOnce(&mut Request)) -> u32 {
         let id = self.prompts.len() as u32;
-        self.prompts.push(Request {
+        let mut request = Request {
             prompt: prompt(u64::from(id % 5), len),
             max_tokens: 10,
             session: None,
-            direct,
+            direct: None,
             only: None,
             streams_input: false,
-        });
+            resumes: true,
+            answered: 0,
+        };
+        set(&mut request);
+        self.prompts.push(request);
         let request = self.prompts[id as usize].clone();
-        let mut env = Surroundings(&self.prompts);
+        let mut env = Surroundings(&self.prompts, &self.begun);
         self.dispatch.submit(self.now, id, &request, &mut env, None);
         self.settle();
         id
@@ -170,7 +191,7 @@ impl Rig {
     /// Carries out the dispatcher's actions, and dispatches queued requests.
     pub(crate) fn settle(&mut self) {
         self.carry_out();
-        let mut env = Surroundings(&self.prompts);
+        let mut env = Surroundings(&self.prompts, &self.begun);
         self.dispatch.admit(self.now, &mut env);
         self.carry_out();
         let open = self.prompts.len() - self.ends.len();
@@ -202,6 +223,7 @@ impl Rig {
                         .insert((id, role_number(role)), (rank, Held::Runs));
                     assert_eq!(before, None, "one worker plays a role at a time");
                     assert!(self.is_ready(rank), "starts go to workers that are ready");
+                    self.streaming.remove(&id);
                 }
                 Action::Kill { role, rank, .. } => self.forget(id, role, rank),
                 Action::Transfer {
@@ -211,7 +233,12 @@ impl Rig {
                     tokens,
                     ..
                 } => {
-                    assert!(tokens <= self.prompts[id as usize].prompt.len());
+                    let answered = if self.begun.contains(&id) {
+                        ANSWERED
+                    } else {
+                        0
+                    };
+                    assert!(tokens <= self.prompts[id as usize].prompt.len() + answered);
                     let (holder, held) = self.held[&(id, 1)];
                     assert_eq!((holder.worker, held), (from, Held::Holds));
                     assert_eq!(self.held[&(id, 2)].0.worker, to);
@@ -259,7 +286,7 @@ impl Rig {
     /// Delivers the next event that request `id` waits for.
     pub(crate) fn progress(&mut self, id: u32) {
         let held = |rig: &Rig, role| rig.held.get(&(id, role)).copied();
-        let env = Surroundings(&self.prompts);
+        let env = Surroundings(&self.prompts, &self.begun);
         if let Some(attempt) = self.transfers.remove(&id) {
             assert!(self.dispatch.on_transferred(id, attempt));
             assert!(
@@ -282,7 +309,7 @@ impl Rig {
             let disaggregated = self.dispatch.prefill_rank(id).is_some();
             if disaggregated {
                 assert!(self.dispatch.on_reserved(self.now, id, 16, &env));
-            } else if self.begun.contains(&id) {
+            } else if self.streaming.contains(&id) {
                 let role = if held(self, 0).is_some() {
                     Role::Both
                 } else {
@@ -293,6 +320,7 @@ impl Rig {
                 self.end(id, End::Answered);
             } else {
                 self.begun.push(id);
+                self.streaming.insert(id);
                 assert!(self.dispatch.on_first_token(id));
             }
         }
@@ -317,17 +345,24 @@ impl Rig {
         let Some(rank) = self.holder(id, which) else {
             return;
         };
-        let begun = self.begun.contains(&id);
+        let begun = self.streaming.contains(&id);
         self.drop_part(id, rank.worker);
-        let mut env = Surroundings(&self.prompts);
+        let mut env = Surroundings(&self.prompts, &self.begun);
         let (now, worker) = (self.now, rank.worker);
         match how {
-            // Refusals arrive before any token was computed.
+            // Refusals arrive before the worker has computed a token.
             0 if !begun => self.dispatch.on_refused(now, id, worker, true, &mut env),
             1 if !begun => self.dispatch.on_refused(now, id, worker, false, &mut env),
             2 if !begun => self.dispatch.on_not_taken(now, id, worker, &mut env),
             _ => self.dispatch.on_given_up(now, id, worker, &mut env),
         }
+        self.settle();
+    }
+
+    /// `worker` reports that it ended request `id` before its time.
+    pub(crate) fn give_up(&mut self, id: u32, worker: WorkerId) {
+        let mut env = Surroundings(&self.prompts, &self.begun);
+        self.dispatch.on_given_up(self.now, id, worker, &mut env);
         self.settle();
     }
 
@@ -358,7 +393,7 @@ impl Rig {
             );
         }
         for (id, _) in affected {
-            let mut env = Surroundings(&self.prompts);
+            let mut env = Surroundings(&self.prompts, &self.begun);
             self.dispatch.on_worker_gone(self.now, id, worker, &mut env);
             self.carry_out();
         }

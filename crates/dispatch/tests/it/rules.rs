@@ -4,7 +4,7 @@ use slipstream_base::{SimTime, WorkerId};
 use slipstream_config::cluster::HandOver;
 use slipstream_dispatch::{Action, Role};
 
-use crate::rig::{End, LATENCY_NS, Rig};
+use crate::rig::{ANSWERED, End, LATENCY_NS, Rig};
 
 /// The actions since `from`, abbreviated.
 fn steps(rig: &Rig, from: usize) -> Vec<String> {
@@ -93,13 +93,200 @@ fn a_request_without_a_token_moves_once_and_is_then_lost() {
     assert_eq!(rig.charged(), 0);
 }
 
+/// Crashes the worker that generates the answer of request `id`.
+fn crash_under(rig: &mut Rig, id: u32) -> WorkerId {
+    let worker = rig.dispatch.decode_rank(id).unwrap().worker;
+    rig.crash(worker);
+    worker
+}
+
+fn finish(rig: &mut Rig, id: u32) {
+    for _ in 0..10 {
+        if rig.ends.contains_key(&id) {
+            break;
+        }
+        rig.progress(id);
+    }
+    assert_eq!(rig.ends[&id], End::Answered);
+    assert_eq!(rig.charged(), 0);
+}
+
 #[test]
-fn an_answer_that_has_begun_is_lost_with_its_worker() {
+fn an_answer_that_has_begun_is_lost_with_its_worker_unless_it_may_resume() {
+    let lost = |resumes_max, set: fn(&mut slipstream_dispatch::Request)| {
+        let mut rig = Rig::new(HandOver::Pull, 2, 0, |config| {
+            config.resumes_max = resumes_max;
+        });
+        let id = rig.submit_with(10, set);
+        rig.progress(id);
+        crash_under(&mut rig, id);
+        rig.ends.get(&id).copied()
+    };
+    assert_eq!(lost(1, |_| {}), None);
+    assert_eq!(lost(0, |_| {}), Some(End::Lost { begun: true }));
+    assert_eq!(
+        lost(1, |request| request.resumes = false),
+        Some(End::Lost { begun: true })
+    );
+    assert_eq!(
+        lost(1, |request| request.streams_input = true),
+        Some(End::Lost { begun: true }),
+        "its later input is at the worker"
+    );
+}
+
+#[test]
+fn an_answer_continues_up_to_its_limit_and_on_workers_that_failed_it_before() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 0, |config| config.resumes_max = 3);
+    let id = rig.submit(10);
+    for resumed in 1..=3 {
+        rig.progress(id);
+        let gone = crash_under(&mut rig, id);
+        assert!(!rig.ends.contains_key(&id), "time {resumed}");
+        assert_ne!(rig.dispatch.decode_rank(id).unwrap().worker, gone);
+        assert_eq!(rig.dispatch.resumed(id), resumed);
+        // There are two workers: the third time needs the first again.
+        rig.restart(gone);
+    }
+    rig.progress(id);
+    crash_under(&mut rig, id);
+    assert_eq!(rig.ends[&id], End::Lost { begun: true });
+    assert_eq!(rig.charged(), 0);
+}
+
+#[test]
+fn a_worker_that_fails_before_it_continues_an_answer_counts_too() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 0, |config| config.resumes_max = 2);
+    let id = rig.submit(10);
+    rig.progress(id);
+    let first = crash_under(&mut rig, id);
+    rig.restart(first);
+    let second = crash_under(&mut rig, id); // no token of it
+    rig.restart(second);
+    let third = rig.dispatch.decode_rank(id).unwrap().worker;
+    assert_eq!(third, first, "it is back, and no other is left");
+    rig.fail_part(id, 0, 0); // it may not go to another
+    assert_eq!(rig.ends[&id], End::Refused);
+}
+
+#[test]
+fn the_rest_of_an_answer_has_its_prompt_and_the_tokens_so_far_computed_and_transferred() {
+    for (transfer, order) in [
+        (HandOver::Pull, ["prefill", "decode"]),
+        (HandOver::Push, ["decode", "prefill"]),
+    ] {
+        // The prompt alone is too short to be computed elsewhere.
+        let mut rig = Rig::new(transfer, 2, 1, |config| {
+            config.remote_prefill_tokens_min = 64;
+        });
+        let id = rig.submit(60);
+        rig.progress(id);
+        let from = rig.log.len();
+        crash_under(&mut rig, id);
+        (0..2).for_each(|_| rig.progress(id));
+        let found = steps(&rig, from);
+        assert!(
+            found[0].starts_with(&format!("start {}", order[0])),
+            "{found:?}"
+        );
+        assert!(
+            found[1].starts_with(&format!("start {}", order[1])),
+            "{found:?}"
+        );
+        // 16 of them are cached where it is decoded.
+        let tokens = 60 + ANSWERED - 16;
+        assert!(
+            found[2].starts_with(&format!("transfer {tokens} ")),
+            "{found:?}"
+        );
+        finish(&mut rig, id);
+    }
+}
+
+#[test]
+fn an_answer_that_continues_survives_the_loss_of_either_worker_at_each_stage() {
+    for transfer in [HandOver::Pull, HandOver::Push] {
+        for progress in 0..4 {
+            for of_prefill in [false, true] {
+                let mut rig = Rig::new(transfer, 3, 3, |_| {});
+                let id = rig.submit(100);
+                (0..4).for_each(|_| rig.progress(id));
+                assert!(rig.begun.contains(&id));
+                crash_under(&mut rig, id);
+                (0..progress).for_each(|_| rig.progress(id));
+                match rig.dispatch.prefill_rank(id) {
+                    Some(prefill) if of_prefill => rig.crash(prefill.worker),
+                    _ => drop(crash_under(&mut rig, id)),
+                }
+                assert_eq!(rig.dispatch.resumed(id), 2);
+                finish(&mut rig, id);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_answer_that_continues_can_be_canceled_and_leaves_nothing() {
+    for progress in 0..3 {
+        let mut rig = Rig::new(HandOver::Pull, 2, 1, |_| {});
+        let id = rig.submit(100);
+        (0..4).for_each(|_| rig.progress(id));
+        crash_under(&mut rig, id);
+        (0..progress).for_each(|_| rig.progress(id));
+        rig.cancel(id);
+        assert_eq!(rig.charged(), 0);
+    }
+}
+
+#[test]
+fn an_answer_waits_for_room_elsewhere_if_the_queue_has_a_place() {
+    let busy = |queue_max| {
+        let mut rig = Rig::new(HandOver::Pull, 2, 0, |config| {
+            config.queue_max = queue_max;
+            config.busy_prefill_tokens = 50;
+        });
+        let id = rig.submit(51);
+        rig.progress(id);
+        let holder = rig.dispatch.decode_rank(id).unwrap().worker;
+        let other = rig.submit_to(51, Some(WorkerId(1 - holder.0)));
+        rig.crash(holder);
+        (rig, id, other)
+    };
+    let (mut rig, id, other) = busy(1);
+    assert_eq!(rig.dispatch.queued(), 1);
+    rig.progress(other);
+    assert_eq!(rig.dispatch.queued(), 0);
+    rig.progress(id);
+    rig.progress(id);
+    assert_eq!(rig.ends[&id], End::Answered);
+    let (rig, id, _) = busy(0);
+    assert_eq!(rig.ends[&id], End::Rejected, "the queue is full");
+    let last = rig.log.iter().rev().find(|action| action.id() == id);
+    let Some(Action::Rejected { failed, .. }) = last else {
+        panic!("{last:?}");
+    };
+    assert!(failed.is_some(), "the error names the worker that was lost");
+}
+
+#[test]
+fn the_client_that_named_its_worker_gets_the_rest_from_another() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 0, |_| {});
+    let id = rig.submit_to(10, Some(WorkerId(1)));
+    rig.progress(id);
+    assert_eq!(crash_under(&mut rig, id), WorkerId(1));
+    finish(&mut rig, id);
+}
+
+#[test]
+fn reports_of_the_worker_that_was_lost_change_nothing() {
     let mut rig = Rig::new(HandOver::Pull, 2, 0, |_| {});
     let id = rig.submit(10);
     rig.progress(id);
-    rig.crash(rig.holder(id, 0).unwrap().worker);
-    assert_eq!(rig.ends[&id], End::Lost { begun: true });
+    let gone = crash_under(&mut rig, id);
+    let from = rig.log.len();
+    rig.give_up(id, gone);
+    assert_eq!(steps(&rig, from), [""; 0]);
+    assert_eq!(rig.dispatch.resumed(id), 1);
 }
 
 #[test]

@@ -40,12 +40,14 @@ proptest! {
         serve in 1u32..4,
         prefill in 0u32..3,
         queue_max in 0u32..4,
+        resumes_max in 0u32..4,
         views: bool,
         ops in prop::collection::vec(op(), 1..120),
     ) {
         let transfer = if push { HandOver::Push } else { HandOver::Pull };
         let mut rig = Rig::new(transfer, serve, prefill, |config| {
             config.queue_max = queue_max;
+            config.resumes_max = resumes_max;
             config.busy_prefill_tokens = 150;
             config.view_interval_ms = f64::from(u8::from(views));
         });

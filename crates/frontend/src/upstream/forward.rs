@@ -387,6 +387,8 @@ async fn forward(
         direct: head.worker,
         only,
         streams_input: false,
+        resumes: false,
+        answered: 0,
     };
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);

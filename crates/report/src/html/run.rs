@@ -180,6 +180,16 @@ impl RunPage<'_> {
                 ),
             ));
         }
+        if let Some(r) = &report.resumed {
+            tiles.push(Tile::new(
+                "Resumed answers",
+                grouped(r.count),
+                format!(
+                    "pause {} at p50",
+                    r.ms.map_or_else(|| "–".into(), |p| time(p.p50))
+                ),
+            ));
+        }
         if let Some(gpu) = &report.gpu {
             tiles.push(Tile::new(
                 "GPU-hours",

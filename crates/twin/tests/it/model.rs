@@ -354,6 +354,160 @@ fn news_of_blocks_is_late() {
     }
 }
 
+/// Requests every 5 ms, in turn on two workers, 10 ms per pass, 10 tokens each.
+fn two_workers(resumes_max: u32, more: &str) -> Cluster {
+    cluster(&format!(
+        "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 2\n\
+         [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n\
+         [engine]\nnum_gpu_blocks = 4096\nstartup_s = 0.1\n\
+         [router]\npolicy = \"round_robin\"\nresumes_max = {resumes_max}\n{more}"
+    ))
+}
+
+/// Worker 1 is lost at 1 s and back at 1.2 s, and takes requests 0.1 s later.
+const CRASH: &str = "[[event]]\nkind = \"crash\"\nat_s = 1.0021\nuntil_s = 1.2\nworker = 1\n";
+const CRASH_NS: u64 = 1_002_100_000;
+
+/// Without the crash these would have been on worker 1 at that moment, with and without a token.
+fn at_the_crash() -> (BTreeSet<u64>, BTreeSet<u64>) {
+    let calm = two_workers(0, "");
+    let (_, before) = simulate(&calm, &load(400, 200, 50, 10), &Options::default());
+    let there = |e: &&Ended| e.workers.1 == Some(1) && e.due <= CRASH_NS && e.last > CRASH_NS;
+    let begun = |e: &&Ended| e.first <= CRASH_NS;
+    let (begun, waiting): (Vec<&Ended>, Vec<&Ended>) = before.iter().filter(there).partition(begun);
+    assert!(!begun.is_empty() && !waiting.is_empty());
+    let ids = |of: Vec<&Ended>| of.iter().map(|e| e.id).collect();
+    (ids(begun), ids(waiting))
+}
+
+#[test]
+fn a_crash_pauses_what_had_begun_there_and_loses_nothing() {
+    let faulty = two_workers(3, CRASH);
+    let (outcome, ended) = simulate(&faulty, &load(400, 200, 50, 10), &Options::default());
+    let (begun, waiting) = at_the_crash();
+    assert_eq!((outcome.cut, outcome.totals.requests.failed), (None, 0));
+    for e in &ended {
+        assert_eq!((&e.error, e.tokens), (&None, 10), "{e:?}");
+        let moved = begun.contains(&e.id) || waiting.contains(&e.id);
+        assert_eq!(e.retries, u32::from(moved), "{e:?}");
+        if begun.contains(&e.id) {
+            assert!(e.first <= CRASH_NS && e.last > CRASH_NS, "{e:?}");
+            assert_eq!(e.workers.1, Some(0), "{e:?}");
+            // Nine gaps of 10 ms, of which one is longer.
+            let pause = e.last - e.first - 8 * 10 * MS;
+            // Up to a pass was lost, up to one is under way at the other worker, and one computes the rest.
+            assert!((10 * MS..=30 * MS).contains(&pause), "{e:?}");
+        }
+    }
+    let times = &outcome.resumes.times;
+    assert_eq!(times.count(), begun.len() as u64);
+    let most = times.percentiles().unwrap().max;
+    assert!((10.0..=30.0).contains(&most), "{most} ms");
+    // 50 tokens of prompt, and one to nine of the answer.
+    let each = outcome.resumes.tokens / times.count();
+    assert!((51..=59).contains(&each), "{each}");
+    let gaps = outcome.totals.latencies().itl_ms.unwrap();
+    assert_eq!(
+        gaps.count,
+        400 * 9,
+        "one fewer than tokens, the pause among them"
+    );
+    assert!(gaps.max >= most * 0.999, "{gaps:?}");
+    // Counted token by token it is the same.
+    let options = Options {
+        each_token: true,
+        jump: false,
+        ..Options::default()
+    };
+    let (plain, _) = simulate(&faulty, &load(400, 200, 50, 10), &options);
+    assert_eq!(plain.digest, outcome.digest);
+    assert_eq!(plain.totals.latencies().itl_ms.unwrap().count, gaps.count);
+    assert_eq!(plain.resumes.times.count(), times.count());
+}
+
+/// One request on two workers: the end of both, and of prefill and decode workers at each stage of the rest.
+#[test]
+fn an_answer_survives_crash_after_crash_within_its_limit_and_while_a_worker_is_left() {
+    let crash = |at_s: f64, worker: u32, until_s: f64| {
+        format!(
+            "[[event]]\nkind = \"crash\"\nat_s = {at_s}\nuntil_s = {until_s}\nworker = {worker}\n"
+        )
+    };
+    let one = |pools: &str, more: &str| {
+        let cluster = ten_ms(pools, more);
+        let (outcome, ended) = simulate(&cluster, &load(1, 1, 100, 20), &Options::default());
+        assert_eq!(outcome.cut, None);
+        (
+            outcome.resumes.times.count(),
+            ended.into_iter().next().unwrap(),
+        )
+    };
+    let mains = "[pool.main]\nworkers = 2\n";
+    // 5 tokens; the rest is under way when the second worker is lost, too, and the first is back.
+    let twice = crash(0.055, 0, 0.06) + &crash(0.058, 1, 10.0);
+    let (resumed, e) = one(
+        mains,
+        &format!("[router]\npolicy = \"round_robin\"\n{twice}"),
+    );
+    assert_eq!(e.tokens, 5, "no worker was ready at 58 ms: {e:?}");
+    assert!(e.error.is_some() && resumed == 0);
+    let twice = crash(0.055, 0, 0.06) + &crash(0.093, 1, 10.0);
+    let (resumed, e) = one(
+        mains,
+        &format!("[router]\npolicy = \"round_robin\"\n{twice}"),
+    );
+    assert_eq!(
+        (e.tokens, resumed, e.retries, &e.error),
+        (20, 2, 2, &None),
+        "{e:?}"
+    );
+    let limit = format!("[router]\npolicy = \"round_robin\"\nresumes_max = 1\n{twice}");
+    let (resumed, e) = one(mains, &limit);
+    assert_eq!((resumed, e.retries, e.workers.1), (1, 1, Some(1)));
+    assert_eq!(e.tokens, 5 + 3, "{e:?}");
+    assert!(e.error.as_deref().unwrap().contains("w1"), "{e:?}");
+    // Prefill workers 0 and 1, decode workers 2 and 3, and transfers of some milliseconds.
+    let apart =
+        "[pool.p]\nrole = \"prefill\"\nworkers = 2\n[pool.d]\nrole = \"decode\"\nworkers = 2\n";
+    let network = "[network]\nmode = \"flows\"\nnic_bits_per_s = 1e10\n";
+    for order in ["pull", "push"] {
+        let base = format!("[kv]\nhand_over = \"{order}\"\n{network}");
+        let (none, calm) = one(apart, &base);
+        assert_eq!((none, calm.tokens), (0, 20));
+        let decode = calm.workers.1.unwrap();
+        for (second, after_ms) in [
+            (0, 2),
+            (1, 2),
+            (0, 11),
+            (1, 11),
+            (2, 11),
+            (3, 11),
+            (2, 30),
+            (3, 30),
+        ] {
+            let at_ms = (calm.first + 45 * MS) / MS;
+            let at = |ms: u64| ms as f64 / 1e3;
+            let again = at_ms + after_ms;
+            if second == decode {
+                continue; // it is down already
+            }
+            let more = format!(
+                "{base}{}{}",
+                crash(at(at_ms), decode, at(at_ms + 1)),
+                crash(at(again), second, 10.0)
+            );
+            let (resumed, e) = one(apart, &more);
+            assert_eq!(
+                (e.tokens, &e.error),
+                (20, &None),
+                "{order} {second} {after_ms}: {e:?}"
+            );
+            assert!(resumed >= 1);
+            assert_eq!(e.first, calm.first);
+        }
+    }
+}
+
 /// The result of each request, by id.
 fn fates(ended: &[Ended]) -> BTreeMap<u64, (&Option<String>, u32)> {
     ended
@@ -364,37 +518,12 @@ fn fates(ended: &[Ended]) -> BTreeMap<u64, (&Option<String>, u32)> {
 
 #[test]
 fn a_crash_loses_what_had_begun_there_and_nothing_else() {
-    // Requests every 5 ms, in turn on two workers, 10 ms per pass, 10 tokens each. Worker 1 is lost
-    // at 1 s and back at 1.2 s, and takes requests 0.1 s later.
-    let two = |more: &str| {
-        cluster(&format!(
-            "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 2\n\
-             [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n\
-             [engine]\nnum_gpu_blocks = 4096\nstartup_s = 0.1\n\
-             [router]\npolicy = \"round_robin\"\n{more}"
-        ))
-    };
-    let faulty = two("[[event]]\nkind = \"crash\"\nat_s = 1.0021\nuntil_s = 1.2\nworker = 1\n");
+    let faulty = two_workers(0, CRASH);
     let (outcome, ended) = simulate(&faulty, &load(400, 200, 50, 10), &Options::default());
     assert_eq!(outcome.cut, None);
     assert_eq!(ended.len(), 400, "every request ends once");
-    let crash = 1_002_100_000;
-    let (_, before) = simulate(&two(""), &load(400, 200, 50, 10), &Options::default());
-    // Without the crash these would have been on worker 1 at that moment, with and without a token.
-    let there = |e: &&Ended| e.workers.1 == Some(1) && e.due <= crash && e.last > crash;
-    let begun: BTreeSet<u64> = before
-        .iter()
-        .filter(there)
-        .filter(|e| e.first <= crash)
-        .map(|e| e.id)
-        .collect();
-    let waiting: BTreeSet<u64> = before
-        .iter()
-        .filter(there)
-        .filter(|e| e.first > crash)
-        .map(|e| e.id)
-        .collect();
-    assert!(!begun.is_empty() && !waiting.is_empty());
+    let crash = CRASH_NS;
+    let (begun, waiting) = at_the_crash();
     for (id, (error, retries)) in fates(&ended) {
         assert_eq!(
             error.is_some(),
@@ -433,7 +562,7 @@ fn a_crash_loses_what_had_begun_there_and_nothing_else() {
 fn tokens_under_way_when_a_worker_vanishes_have_not_come() {
     let crash = 1_002_100_000;
     let cluster = ten_ms(
-        "[pool.main]\nworkers = 2\n[router]\npolicy = \"round_robin\"\n\
+        "[pool.main]\nworkers = 2\n[router]\npolicy = \"round_robin\"\nresumes_max = 0\n\
          [host]\nmode = \"ideal\"\ncpus = 4096\nparse_us = 0\ntokenize_token_ns = 0\nroute_us = 0\n\
          dispatch_us = 0\nframe_us = 25000\ntoken_ns = 0\n\
          [[event]]\nkind = \"crash\"\nat_s = 1.0021\nworker = 1\n",

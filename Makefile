@@ -33,6 +33,11 @@ demo: build
 torture:
 	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
+# 100 workers killed under 48 clients, one at least being left: no stream is lost (in `make test`: four).
+.PHONY: survive
+survive:
+	SLIPSTREAM_KILLS=100 cargo test --locked --package slipstream-cli --test it survive -- --nocapture
+
 # Decoders of external input under libFuzzer, a minute each; needs a C++ compiler.
 .PHONY: fuzz
 fuzz:

@@ -1549,7 +1549,7 @@ mod tests {
         check("start-more", 14, 16 | 32, "flags");
         check("start-prompt", 15, 1, "attempt");
         check("start", 40, 0, "max_tokens");
-        check("start", 64, 0, "block size");
+        check("start", 68, 0, "block size");
         check("stop", 3, 1, "stream slot");
         check("kv", 14, 9, "run of changes");
         check("ready", 4, 2, "readiness");

@@ -519,7 +519,9 @@ pub const KEYS: &[Key] = &[
         "router.resumes_max",
         "count, 0 to 255",
         "3",
-        "Times that another worker continues an answer whose worker is lost after its first token: the prompt and the          tokens so far become its prompt. A request with `x-slipstream-resume: off` is excepted. For modelled engines;          `upstream.resume` is that of real ones.",
+        "Times that another worker continues an answer whose worker is lost after its first token: the prompt and the \
+         tokens so far become its prompt. A request with `x-slipstream-resume: off` is excepted. For modelled engines; \
+         `upstream.resume` is that of real ones.",
         "High: a request that makes its workers fail reaches as many. 0: the stream ends with an error event.",
     ),
     key(

@@ -41,6 +41,10 @@ impl Default for PlaneLimits {
     }
 }
 
+/// What a shard that takes no frames may leave in its open one, in frames. 4 MiB by default: with 10,000
+/// tokens per second it fills in 100 s.
+pub const APART_FRAMES: usize = 64;
+
 /// The ends of all rings, ready to be given to shards and engine threads.
 #[derive(Debug)]
 pub struct Plane {
@@ -501,6 +505,38 @@ impl ThreadPort {
     /// Whether the open frame of `shard` may take another pass.
     pub fn has_room(&self, shard: u8) -> bool {
         self.links[usize::from(shard)].open.size_words() < self.limits.frame_words
+    }
+
+    /// Whether no shard's open frame may take another pass: nobody can go on. Shards that are gone do not
+    /// count.
+    pub fn all_behind(&self) -> bool {
+        let limit = self.limits.frame_words;
+        let live = self.links.iter().filter(|l| !l.frames.is_abandoned());
+        let mut sizes = live.map(|link| link.open.size_words()).peekable();
+        sizes.peek().is_some() && sizes.all(|size| size >= limit)
+    }
+
+    /// Whether the open frame of `shard` may take another pass while other shards go on: up to
+    /// [`APART_FRAMES`] times the size of frames.
+    pub fn has_room_apart(&self, shard: u8) -> bool {
+        let most = self.limits.frame_words.saturating_mul(APART_FRAMES);
+        self.links[usize::from(shard)].open.size_words() < most
+    }
+
+    /// As [`prepare_wait_for_room`](Self::prepare_wait_for_room), for the first shard that takes a frame.
+    pub fn prepare_wait_for_any_room(&mut self) -> bool {
+        for link in &self.links {
+            link.flow.thread_waits.store(true, Ordering::Relaxed);
+        }
+        self.bell.prepare();
+        let full = self.links.iter().all(|link| {
+            if link.frames.is_abandoned() {
+                link.open.is_empty()
+            } else {
+                link.frames.is_full()
+            }
+        });
+        self.sleep_if(full)
     }
 
     /// The thread is about to sleep until `shard` takes a frame. Returns false if the shard has already

@@ -221,7 +221,7 @@ impl Collector for WorkerCollector {
             self.by_rank(e, name, help, Counter, of)?;
         }
         type OfThread = fn(&ThreadStats) -> f64;
-        let counters: [(&str, &str, OfThread); 10] = [
+        let counters: [(&str, &str, OfThread); 12] = [
             (
                 "slipstream_engine_thread_received",
                 "Requests and controls taken",
@@ -234,8 +234,18 @@ impl Collector for WorkerCollector {
                 s.sleeps.get() as f64
             }),
             (
+                "slipstream_engine_thread_frames_apart",
+                "Times that one shard took no frames: its own waited while others went on",
+                |s| s.apart.get() as f64,
+            ),
+            (
+                "slipstream_engine_thread_given_up",
+                "Streams ended because too much waited for their shard",
+                |s| s.given_up.get() as f64,
+            ),
+            (
                 "slipstream_engine_thread_stalls",
-                "Waits for a shard to take a frame",
+                "Waits for any shard to take a frame",
                 |s| s.stalls.get() as f64,
             ),
             (

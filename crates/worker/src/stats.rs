@@ -117,7 +117,11 @@ pub struct ThreadStats {
     pub received: Cell64,
     /// Frames sent (counter). Fewer than passes: a shard that is behind gets larger ones.
     pub frames: Cell64,
-    /// Times that the thread waited for a shard to take a frame (counter).
+    /// Times that a shard took no frames and others did: its own waited apart (counter).
+    pub apart: Cell64,
+    /// Streams ended because too much waited for their shard (counter).
+    pub given_up: Cell64,
+    /// Times that the thread waited because no shard took a frame (counter).
     pub stalls: Cell64,
     /// Time of those waits, ns (counter).
     pub stalled_ns: Cell64,

@@ -92,6 +92,8 @@ pub(crate) struct EngineThread {
     workers: Vec<(WorkerId, u32, u32)>,
     live: LiveTable,
     held: HeldTokens,
+    /// By shard: whether its frames wait apart.
+    apart: Vec<bool>,
     inputs: Inputs,
     /// Streams whose turn the last pass answered.
     turned: Vec<StreamAddr>,
@@ -158,6 +160,7 @@ impl EngineThread {
             blocks,
             live: LiveTable::new(port.shards()),
             held: HeldTokens::default(),
+            apart: vec![false; port.shards()],
             inputs: Inputs::default(),
             turned: Vec::new(),
             reserved: Vec::new(),
@@ -791,25 +794,70 @@ impl EngineThread {
     // Frames, and sleep.
 
     fn flush(&mut self, may_grow: bool) {
+        let mut behind = false;
         for shard in 0..self.port.shards() as u8 {
             match self.port.flush(shard, may_grow) {
                 Flushed::Kept => {}
-                Flushed::Sent => self.stats.frames.add(1),
+                Flushed::Sent => {
+                    self.stats.frames.add(1);
+                    self.apart[usize::from(shard)] = false;
+                }
                 Flushed::Gone => self.orphan(shard),
                 // It can take more passes, and is tried again after each.
                 Flushed::Full if self.port.has_room(shard) => {}
-                Flushed::Full => self.wait_for_room(shard),
+                Flushed::Full => behind = true,
+            }
+        }
+        if behind {
+            self.on_behind();
+        }
+    }
+
+    /// Some shards take no frames, and their open ones are as large as frames may be. While others go on these
+    /// wait apart, up to a bound.
+    #[cold]
+    fn on_behind(&mut self) {
+        if self.port.all_behind() {
+            return self.wait_for_room();
+        }
+        for shard in 0..self.port.shards() as u8 {
+            if self.port.has_room(shard) || self.port.is_gone(shard) {
+                continue;
+            }
+            if !std::mem::replace(&mut self.apart[usize::from(shard)], true) {
+                self.stats.apart.add(1);
+            }
+            if !self.port.has_room_apart(shard) {
+                self.give_up(shard);
             }
         }
     }
 
-    /// Waits until `shard` takes a frame, as its open one is as large as frames may be. No token
+    /// Ends the streams of a shard for which too much waits, behind their tokens. Another worker continues them
+    /// once the shard reads of it.
+    fn give_up(&mut self, shard: u8) {
+        let mut streams = 0;
+        for addr in self.live.of_shard(shard) {
+            self.end_early(addr, true);
+            streams += 1;
+        }
+        if streams > 0 {
+            self.stats.given_up.add(streams);
+            tracing::warn!(
+                shard,
+                streams,
+                "a shard takes no tokens; its streams are ended"
+            );
+        }
+    }
+
+    /// Waits until a shard takes a frame, as the open ones of all are as large as frames may be. No token
     /// is dropped; modelled time goes on meanwhile, and is re-anchored after.
-    fn wait_for_room(&mut self, shard: u8) {
+    fn wait_for_room(&mut self) {
         self.stats.stalls.add(1);
         let began = monotonic_ns();
-        loop {
-            if self.port.prepare_wait_for_room(shard) {
+        while self.port.all_behind() {
+            if self.port.prepare_wait_for_any_room() {
                 if self.control.attention.load(Ordering::Acquire) {
                     // To stop, or to publish a snapshot: the round goes on with a frame that is
                     // larger than it should be.
@@ -818,17 +866,15 @@ impl EngineThread {
                 }
                 self.port.wait(Some(monotonic_ns() + STALL_SLICE_NS));
             }
-            match self.port.flush(shard, false) {
-                Flushed::Full => {}
-                Flushed::Sent => {
-                    self.stats.frames.add(1);
-                    break;
+            for shard in 0..self.port.shards() as u8 {
+                match self.port.flush(shard, false) {
+                    Flushed::Full | Flushed::Kept => {}
+                    Flushed::Sent => {
+                        self.stats.frames.add(1);
+                        self.apart[usize::from(shard)] = false;
+                    }
+                    Flushed::Gone => self.orphan(shard),
                 }
-                Flushed::Gone => {
-                    self.orphan(shard);
-                    break;
-                }
-                Flushed::Kept => break,
             }
         }
         self.stats.stalled_ns.add(monotonic_ns() - began);

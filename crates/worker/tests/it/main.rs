@@ -130,6 +130,81 @@ fn a_shard_that_is_behind_stalls_the_thread_and_loses_nothing() {
     }
 }
 
+/// Two shards of which the second reads nothing until told to.
+fn one_of_two_shards_reads_nothing(frame_words: usize) -> Rig {
+    let setup = Setup {
+        shards: 2,
+        limits: PlaneLimits {
+            frames: 1,
+            frame_words,
+            ..PlaneLimits::default()
+        },
+        ..Setup::default()
+    };
+    setup.start_ready(workers(2, 1_000))
+}
+
+#[test]
+fn a_shard_that_reads_nothing_does_not_hold_up_others_and_loses_nothing() {
+    let mut rig = one_of_two_shards_reads_nothing(64);
+    let mut stuck = rig.shards.pop().unwrap();
+    let waiting: Vec<_> = (0..4)
+        .map(|seed| {
+            (
+                seed,
+                stuck.start(rank(0), Shard::request(&prompt(seed, 8), 200, seed)),
+            )
+        })
+        .collect();
+    let stats = rig.set.thread_stats().next().unwrap();
+    until(|| stats.apart.get() == 1);
+    // On the same engine and on another one of the thread.
+    for seed in 10..20 {
+        let shard = &mut rig.shards[0];
+        let addr = shard.start(
+            rank(seed as u32 % 2),
+            Shard::request(&prompt(seed, 8), 300, seed),
+        );
+        shard.read_all();
+        assert_eq!(shard.answer(addr).tokens, expected(seed, 300));
+    }
+    assert_eq!((stats.apart.get(), stats.given_up.get()), (1, 0));
+    stuck.read_all();
+    for (seed, addr) in waiting {
+        assert_eq!(stuck.answer(addr).tokens, expected(seed, 200));
+    }
+}
+
+#[test]
+fn what_waits_for_a_shard_is_bounded_and_its_streams_then_end() {
+    let mut rig = one_of_two_shards_reads_nothing(16);
+    let mut stuck = rig.shards.pop().unwrap();
+    let waiting: Vec<_> = (0..4)
+        .map(|seed| {
+            (
+                seed,
+                stuck.start(rank(0), Shard::request(&prompt(seed, 8), 4_000, seed)),
+            )
+        })
+        .collect();
+    let stats = rig.set.thread_stats().next().unwrap();
+    until(|| stats.given_up.get() == 4);
+    let ranks = rig.set.ranks().to_vec();
+    until(|| ranks[0].running.get() + ranks[0].waiting.get() == 0);
+    stuck.read_all();
+    for (seed, addr) in waiting {
+        let answer = stuck.answer(addr);
+        assert_eq!(answer.end.unwrap().reason, FinishReason::Abort);
+        let tokens = answer.tokens.clone();
+        assert!(tokens.len() < 4_000);
+        assert_eq!(
+            tokens,
+            expected(seed, tokens.len()),
+            "in order, to where it ended"
+        );
+    }
+}
+
 #[test]
 fn a_kill_frees_blocks_in_mid_pass_and_a_stop_tells_the_end() {
     let mut rig = real_time().start_ready(workers(1, HOUR_NS));

@@ -27,8 +27,10 @@ use crate::reply::{
     REPLY_BYTES, Reply, ReplyBody, ReplyHandle, ReplyState, SEQUENCE_BYTES, SequenceSpec, Shape,
     StreamRole, StreamSlot, Trace,
 };
+use crate::script::{Script, scripts};
 use crate::service::Service;
 use crate::shard::Shard;
+use crate::structured::Tree;
 use crate::text::{ChatOptions, StopMatcher, TextError, TextModel};
 
 /// Work on one request before others have a turn, ns.
@@ -43,6 +45,8 @@ pub(crate) struct Tokenized {
     max_tokens: u32,
     /// Its text, if it is to be repeated before the answer.
     echo: Option<Box<str>>,
+    /// The answers of its choices, if they are decided already.
+    scripts: Vec<Script>,
 }
 
 /// A request, parsed, checked and tokenized.
@@ -90,7 +94,7 @@ pub(crate) fn prepare(
     mut times: StageTimes,
     check: impl FnOnce(&ApiRequest<'_>) -> Result<(), ApiError>,
 ) -> Result<Prepared, ApiError> {
-    let request = match kind {
+    let mut request = match kind {
         Kind::Chat => parse_chat(body)?,
         Kind::Completion => parse_completion(body)?,
     };
@@ -98,6 +102,9 @@ pub(crate) fn prepare(
     check(&request)?;
     times.note(Stage::Parsed, monotonic_ns());
     let mut prompts = tokenize(service, &request)?;
+    if request.params.form.is_some() {
+        decide(service, body, &mut request, &mut prompts)?;
+    }
     bound_answer(service, kind, &request.params, &mut prompts)?;
     times.note(Stage::Tokenized, monotonic_ns());
     Ok(Prepared {
@@ -106,6 +113,39 @@ pub(crate) fn prepare(
         prompts,
         times,
     })
+}
+
+/// Decides the answers of a request that says what they look like. Without a `seed` they follow from the body.
+#[cold]
+fn decide(
+    service: &Service,
+    body: &[u8],
+    request: &mut ApiRequest<'_>,
+    prompts: &mut [Tokenized],
+) -> Result<(), ApiError> {
+    let tool_answered = match &request.input {
+        Input::Chat { messages, .. } => messages.last().is_some_and(|m| m.role == "tool"),
+        Input::Prompts(_) => false,
+    };
+    let params = &mut request.params;
+    let seed = params.seed.unwrap_or_else(|| {
+        let words = body.chunks(8).map(|chunk| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            u64::from_le_bytes(word)
+        });
+        words.fold(mix::mix64(service.seed), mix::draw)
+    });
+    let choices = prompts.len() * params.n as usize;
+    let mut scripts = scripts(&service.text, params, seed, choices, tool_answered)?.into_iter();
+    if scripts.len() == 0 {
+        return Ok(());
+    }
+    params.seed = Some(seed);
+    for prompt in prompts {
+        prompt.scripts = scripts.by_ref().take(params.n as usize).collect();
+    }
+    Ok(())
 }
 
 /// Bytes of a token of a whole answer at most, as JSON.
@@ -212,8 +252,12 @@ pub(crate) fn tokenize(
             add_generation_prompt,
             template_kwargs,
         } => {
+            let tools: Vec<Tree> = params.form.as_ref().map_or_else(Vec::new, |form| {
+                form.tools.iter().map(|tool| tool.whole.clone()).collect()
+            });
             let options = ChatOptions {
                 add_generation_prompt: *add_generation_prompt,
+                tools: &tools,
                 template_kwargs,
                 now_unix_s: now_unix_s(),
             };
@@ -293,6 +337,7 @@ fn fit(
         prompt,
         max_tokens: params.max_tokens.unwrap_or(room),
         echo,
+        scripts: Vec::new(),
     })
 }
 
@@ -318,7 +363,11 @@ pub(crate) async fn dispatch(
     // Prompts are kept while another worker may continue their answers.
     let keeps = head.resumes && shard.dispatching.keeps_requests();
     let kept = prompts.iter().filter(|_| keeps).map(|p| p.prompt.bytes());
-    let bytes = REPLY_BYTES + SEQUENCE_BYTES * count as u64 + kept.sum::<u64>();
+    let scripts = prompts.iter().flat_map(|prompt| &prompt.scripts);
+    let bytes = REPLY_BYTES
+        + SEQUENCE_BYTES * count as u64
+        + kept.sum::<u64>()
+        + scripts.map(Script::bytes).sum::<u64>();
     let charge = shard.budget.memory.charge(head.client.counts(), bytes)?;
     let shape = shape_of(shard, head, kind, params, &prompts);
     shard.metrics.prompt_tokens.add(shape.prompt_tokens);
@@ -403,7 +452,16 @@ fn sequences(
     let mut requests = Vec::with_capacity(count);
     for tokenized in prompts {
         let echo: Option<Rc<str>> = tokenized.echo.map(Into::into);
+        let mut scripts = tokenized.scripts.into_iter().map(Rc::new);
         for _ in 0..params.n {
+            let script = scripts.next();
+            let max_tokens = match &script {
+                Some(script) if !params.ignore_eos => {
+                    let len = script.len().max(params.min_tokens);
+                    len.min(tokenized.max_tokens)
+                }
+                _ => tokenized.max_tokens,
+            };
             // Choices differ, also those of different prompts: else the sequences of a batch would
             // all be of one length. The first is the one a request of its own would get.
             let seed = match specs.len() as u64 {
@@ -414,10 +472,14 @@ fn sequences(
                 id: RequestId::default(), // replaced by the stream's address
                 prompt: tokenized.prompt.clone(),
                 params: GenerationParams {
-                    max_tokens: tokenized.max_tokens,
+                    max_tokens,
                     min_tokens: params.min_tokens,
-                    ignore_eos: params.ignore_eos,
-                    stop_token_ids: params.stop_token_ids.as_slice().into(),
+                    ignore_eos: params.ignore_eos || script.is_some(),
+                    // The engine's tokens are not those that the client sees.
+                    stop_token_ids: match script {
+                        Some(_) => [].into(),
+                        None => params.stop_token_ids.as_slice().into(),
+                    },
                     answered: 0,
                 },
                 priority: params.priority,
@@ -426,13 +488,18 @@ fn sequences(
             specs.push(SequenceSpec {
                 target: RankId::default(), // until it is dispatched
                 prompt_tokens: tokenized.prompt.len(),
-                max_tokens: tokenized.max_tokens,
+                max_tokens,
                 seed,
                 top_logprobs: params.logprobs.map(|wish| wish.top),
                 stop: matcher.clone(),
                 stops: stops.clone(),
                 min_tokens: params.min_tokens,
-                plain: stops.is_empty() && params.logprobs.is_none() && echo.is_none(),
+                plain: stops.is_empty()
+                    && params.logprobs.is_none()
+                    && echo.is_none()
+                    && script.is_none(),
+                script,
+                ignores_eos: params.ignore_eos,
                 echo: echo.clone(),
                 stop_token_ids: stop_token_ids.clone(),
                 recorded: shard.service.recorder.is_some().then(|| {

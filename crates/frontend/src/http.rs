@@ -728,6 +728,7 @@ fn tokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
         } => {
             let options = ChatOptions {
                 add_generation_prompt: *add_generation_prompt,
+                tools: &[],
                 template_kwargs: &[],
                 now_unix_s: generate::now_unix_s(),
             };

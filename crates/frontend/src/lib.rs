@@ -15,7 +15,8 @@
 //! * `reply`: an answer in the making, and its body; `replies`: all of a shard's.
 //! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
 //!   prompts. `meter`: how long a shard works on one thing.
-//! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
+//! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates; [`structured`]: text that keeps to a
+//!   form. None knows sockets. `script`: an answer whose text is decided before it is generated.
 //! * [`upstream`]: real engines, which answer in bytes over HTTP.
 //! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
 //!
@@ -23,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 pub mod openai;
+pub mod structured;
 pub mod text;
 
 mod alarm;
@@ -40,6 +42,7 @@ pub mod remote;
 mod replies;
 mod reply;
 pub mod roster;
+mod script;
 pub mod server;
 mod service;
 mod shard;

@@ -33,9 +33,10 @@ use crate::budget::Charge;
 use crate::connection::Client;
 use crate::metrics::ShardMetrics;
 use crate::openai::{
-    ApiError, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob, UnaryRender, Usage,
-    WholeAnswer,
+    ApiError, CallDelta, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob,
+    UnaryRender, Usage, WholeAnswer, WholeCall,
 };
+use crate::script::{Script, ScriptedCall, SharedScript, Show, call_id};
 use crate::shard::Shard;
 use crate::text::{Detokenizer, StopMatcher, TextModel};
 
@@ -269,6 +270,8 @@ pub(crate) struct SequenceSpec {
     pub(crate) stop: Option<StopMatcher>,
     /// The stop strings that the matcher counts.
     pub(crate) stops: Rc<[String]>,
+    /// The sequence goes on to `max_tokens`.
+    pub(crate) ignores_eos: bool,
     /// Before this many tokens no stop string ends the sequence.
     pub(crate) min_tokens: u32,
     /// No stop strings and no log probabilities: a token's event needs nothing but its text.
@@ -276,6 +279,8 @@ pub(crate) struct SequenceSpec {
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<Rc<str>>,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
+    /// The answer, if it is decided already: its tokens are shown in place of the engine's.
+    pub(crate) script: SharedScript,
     /// What is known at the start of its line in the record, if there is one.
     pub(crate) recorded: Option<Box<RecordedRequest>>,
 }
@@ -295,6 +300,9 @@ pub(crate) struct NewTokens<'a> {
 
 struct Sequence {
     spec: SequenceSpec,
+    /// Which choice it is, and the answer's id: ids of calls are made of them.
+    index: usize,
+    answer_id: Rc<str>,
     /// Who computed its prompt, if not the worker that generates.
     prefilled: Option<RankId>,
     /// Bytes of tokens that the worker may have sent, all in all.
@@ -339,9 +347,14 @@ struct Sequence {
 }
 
 /// What the tokens of a step add to a streamed answer.
+#[derive(Default)]
 struct Piece {
     shown: String,
     logprobs: Option<LogprobsPiece>,
+    /// Parts of calls of tools.
+    calls: Vec<CallDelta>,
+    /// All tokens are frames of calls: no event is sent for them, as with vLLM.
+    hidden: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -360,6 +373,7 @@ impl ReplyState {
         charge: Option<Charge>,
     ) -> ReplyState {
         let head = shape.head();
+        let answer_id: Rc<str> = shape.id.as_str().into();
         let sequences: Vec<Sequence> = specs
             .into_iter()
             .enumerate()
@@ -372,6 +386,8 @@ impl ReplyState {
                         render
                     }
                 },
+                index,
+                answer_id: answer_id.clone(),
                 prefilled: None,
                 granted_bytes: 0,
                 credit_bytes: NO_LIMIT,
@@ -673,7 +689,11 @@ impl ReplyState {
         if self.complete || sequence.ended.is_some() {
             return;
         }
-        sequence.ended = Some(Ending::Engine(end.reason));
+        let reason = match &sequence.spec.script {
+            Some(script) => sequence.scripted_end(script, end.reason),
+            None => end.reason,
+        };
+        sequence.ended = Some(Ending::Engine(reason));
         self.close_sequence(index);
         if self.shape.stream && !self.opened {
             self.open_choices();
@@ -1044,6 +1064,20 @@ impl WholeAnswer for Complete<'_> {
         ]
     }
 
+    fn calls(&self, choice: usize) -> usize {
+        self.state.sequences[choice].calls().len()
+    }
+
+    fn call(&self, choice: usize, call: usize) -> (String, WholeCall<'_>) {
+        let id = call_id(&self.state.shape.id, choice, call as u32);
+        let call = &self.state.sequences[choice].calls()[call];
+        let shown = WholeCall {
+            name: &call.name,
+            arguments: &call.arguments,
+        };
+        (id, shown)
+    }
+
     fn finish(&self, choice: usize) -> Finish<'_> {
         self.state.sequences[choice].finish()
     }
@@ -1156,6 +1190,11 @@ impl Sequence {
             return true;
         }
         match &piece.logprobs {
+            None if piece.hidden => {}
+            logprobs if piece.hidden || !piece.calls.is_empty() => {
+                self.render
+                    .calls(&piece.calls, logprobs.as_ref(), None, out);
+            }
             Some(logprobs) => self.render.text_logprobs(&piece.shown, logprobs, out),
             None => self.render.text(&piece.shown, out),
         }
@@ -1166,12 +1205,21 @@ impl Sequence {
     /// nothing.
     fn take_step(&mut self, tokens: &[TokenId], text: &TextModel) -> (Piece, bool) {
         let mut step = Piece {
-            shown: String::new(),
-            logprobs: None,
+            hidden: true,
+            ..Piece::default()
         };
         for &token in tokens {
             let (piece, stopped) = self.take_piece(token, text);
             step.shown.push_str(&piece.shown);
+            step.hidden &= piece.hidden;
+            for part in piece.calls {
+                match step.calls.last_mut() {
+                    Some(last) if last.index == part.index => {
+                        last.arguments.push_str(&part.arguments);
+                    }
+                    _ => step.calls.push(part),
+                }
+            }
             match (&mut step.logprobs, piece.logprobs) {
                 (Some(all), Some(more)) => all.tokens.extend(more.tokens),
                 (None, more) => step.logprobs = more,
@@ -1187,6 +1235,16 @@ impl Sequence {
 
     /// What a generated token adds, and whether it completed a stop string.
     fn take_piece(&mut self, token: TokenId, text: &TextModel) -> (Piece, bool) {
+        let token = match self.spec.script.clone() {
+            None => token,
+            Some(script) => {
+                let token = script.token(self.position);
+                match script.show(self.position) {
+                    (Show::Text, _) => token,
+                    show => return (self.take_call(&script, token, show, text), false),
+                }
+            }
+        };
         let mut shown = String::new();
         if let Some(echo) = self.spec.echo.take() {
             self.text_chars += echo.chars().count() as u64;
@@ -1201,11 +1259,88 @@ impl Sequence {
         let stopped = self.take_text(token, text, &mut shown);
         self.text_chars += shown[echoed..].chars().count() as u64;
         self.render.set_counts(self.position, self.cached.into());
-        (Piece { shown, logprobs }, stopped)
+        let piece = Piece {
+            shown,
+            logprobs,
+            ..Piece::default()
+        };
+        (piece, stopped)
+    }
+
+    /// What a token of a scripted call adds.
+    fn take_call(
+        &mut self,
+        script: &Script,
+        token: TokenId,
+        (show, is_last): (Show, bool),
+        text: &TextModel,
+    ) -> Piece {
+        let logprobs = self.logprob(token, text).map(|token| LogprobsPiece {
+            tokens: vec![token],
+            text_offset: self.text_chars,
+        });
+        let mut shown = String::new();
+        self.detok.push(text, token, &mut shown);
+        self.position += 1;
+        self.render.set_counts(self.position, self.cached.into());
+        let part = match show {
+            Show::Call(index) if is_last => Some(CallDelta {
+                index,
+                begins: Some((
+                    call_id(&self.answer_id, self.index, index),
+                    script.calls[index as usize].name.clone(),
+                )),
+                arguments: String::new(),
+            }),
+            Show::Arguments(index) if !shown.is_empty() => Some(CallDelta {
+                index,
+                begins: None,
+                arguments: shown,
+            }),
+            _ => None,
+        };
+        Piece {
+            logprobs,
+            hidden: part.is_none(),
+            calls: part.into_iter().collect(),
+            ..Piece::default()
+        }
+    }
+
+    /// The engine ended at the length that it was given: why the scripted answer ends.
+    #[cold]
+    fn scripted_end(&self, script: &Script, reason: FinishReason) -> FinishReason {
+        let is_whole = self.generated >= script.len() && !self.spec.ignores_eos;
+        match reason {
+            FinishReason::Length if is_whole => FinishReason::Stop,
+            reason => reason,
+        }
+    }
+
+    /// The calls of a whole answer that came to its end; without that end it is text.
+    fn calls(&self) -> &[ScriptedCall] {
+        match (&self.spec.script, &self.ended) {
+            (Some(script), Some(Ending::Engine(_))) if self.generated >= script.len() => {
+                &script.calls
+            }
+            _ => &[],
+        }
     }
 
     /// Adds one generated token to a whole answer. Returns whether it completed a stop string.
     fn take_whole(&mut self, token: TokenId, text: &TextModel) -> bool {
+        let mut token = token;
+        if let Some(script) = &self.spec.script {
+            token = script.token(self.position);
+            if script.show(self.position).0 != Show::Text {
+                if self.spec.top_logprobs.is_some() && !text.is_special(token) {
+                    self.logprob_tokens.push((self.position as u32, token));
+                }
+                self.position += 1;
+                self.detok.push(text, token, &mut self.text);
+                return false;
+            }
+        }
         if self.spec.top_logprobs.is_some() && !text.is_special(token) {
             self.logprob_tokens.push((self.position as u32, token));
         }
@@ -1269,6 +1404,12 @@ impl Sequence {
         match &self.ended {
             Some(Ending::StopString(stop)) => Finish::StopString(stop),
             Some(Ending::Engine(FinishReason::Stop)) => {
+                if let Some(script) = &self.spec.script {
+                    return match &script.calls[..] {
+                        [_, ..] if !script.named => Finish::ToolCalls,
+                        _ => Finish::Stop,
+                    };
+                }
                 if self.spec.stop_token_ids.contains(&self.last_token) {
                     Finish::StopToken(self.last_token)
                 } else {
@@ -1325,6 +1466,15 @@ impl Sequence {
         let mut rest = String::new();
         self.take_rest(&mut rest);
         let (mut shown, logprobs) = match piece {
+            Some(piece) if piece.hidden || !piece.calls.is_empty() => {
+                let finish = self.finish();
+                return self.render.calls(
+                    &piece.calls,
+                    piece.logprobs.as_ref(),
+                    Some(&finish),
+                    out,
+                );
+            }
             Some(piece) => (Some(piece.shown), piece.logprobs),
             None => (None, None),
         };
@@ -1682,6 +1832,8 @@ mod tests {
             plain: stops.is_empty() && echo.is_none(),
             echo: echo.map(Rc::from),
             stop_token_ids: [].into(),
+            script: None,
+            ignores_eos: false,
             recorded: None,
         });
         let times = StageTimes::default();
@@ -1728,6 +1880,67 @@ mod tests {
             first: None,
             end_follows: false,
             now_ns: 1,
+        }
+    }
+
+    /// The tokens of a scripted answer stand in the place of the engine's, whether or not the client keeps up,
+    /// and only those of calls are sent.
+    #[test]
+    fn a_scripted_call_is_streamed_token_by_token() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let body = serde_json::json!({
+            "messages": [{"role": "user", "content": "x"}], "parallel_tool_calls": false,
+            "tools": [{"type": "function", "function": {"name": "look", "parameters": {
+                "type": "object", "required": ["at"],
+                "properties": {"at": {"type": "string", "minLength": 20}},
+            }}}],
+        })
+        .to_string();
+        let params = crate::openai::parse_chat(body.as_bytes()).unwrap().params;
+        let scripts = || crate::script::scripts(&text, &params, 3, 1, false).unwrap();
+        let len = scripts()[0].len();
+        let expected = scripts()[0].calls[0].arguments.clone();
+        for (given, client_is_slow) in [(len, false), (len, true), (len - 1, false)] {
+            let mut state = reply(Kind::Chat, 1, &[], None);
+            let spec = &mut state.sequences[0].spec;
+            spec.script = scripts().pop().map(Rc::new);
+            spec.plain = false;
+            let engine = words(&text, " the");
+            let mut found = Vec::new();
+            for at in 0..given {
+                if client_is_slow && at == 1 {
+                    found.extend(events(&mut state));
+                    state.out.resize(RENDERED_BYTES_MAX, b' ');
+                }
+                let new = NewTokens {
+                    end_follows: at + 1 == given,
+                    ..tokens(&engine)
+                };
+                state.on_tokens(0, &new, &text, &metrics);
+            }
+            state.on_end(0, &end(FinishReason::Length), &text, &metrics);
+            if client_is_slow {
+                catch_up(&mut state, &mut found);
+            }
+            found.extend(events(&mut state));
+            let choices: Vec<_> = found.iter().filter_map(|e| e["choices"].get(0)).collect();
+            let calls = choices
+                .iter()
+                .filter_map(|c| c["delta"]["tool_calls"].get(0));
+            let calls: Vec<_> = calls.collect();
+            assert_eq!(calls[0]["function"]["name"], "look");
+            let arguments: String = calls
+                .iter()
+                .map(|call| call["function"]["arguments"].as_str().unwrap())
+                .collect();
+            assert_eq!(arguments, expected);
+            assert!(calls.len() > 4, "not all at once: {calls:?}");
+            let last = choices.last().unwrap();
+            let reason = if given == len { "tool_calls" } else { "length" };
+            assert_eq!(last["finish_reason"], reason);
+            let usage = &found[found.len() - 2]["usage"];
+            assert_eq!(usage["completion_tokens"], given);
         }
     }
 

@@ -90,6 +90,7 @@ fn check_talk(request: &ApiRequest<'_>) -> Result<(), ApiError> {
         ("prompt", !single),
         ("n", params.n != 1),
         ("stop", !params.stop.is_empty()),
+        ("response_format", params.form.is_some()),
         ("logprobs", params.logprobs.is_some()),
         ("echo", params.echo),
     ] {

@@ -97,8 +97,14 @@ pub(super) static FIELDS: &[Field] = &[
     used(Where::Both, "frequency_penalty"),
     used(Where::Both, "presence_penalty"),
     used(Where::Both, "repetition_penalty"),
-    refused(Where::Chat, "tools", is_empty, NO_TOOLS),
-    refused(Where::Chat, "tool_choice", |v| is_text(v, "none"), NO_TOOLS),
+    used(Where::Chat, "tools"),
+    used(Where::Chat, "tool_choice"),
+    used(Where::Chat, "parallel_tool_calls"),
+    used(Where::Both, "response_format"),
+    used(Where::Both, "structured_outputs"),
+    used(Where::Both, "guided_json"),
+    used(Where::Both, "guided_regex"),
+    used(Where::Both, "guided_choice"),
     refused(Where::Chat, "functions", is_empty, NO_TOOLS),
     refused(
         Where::Chat,
@@ -106,16 +112,6 @@ pub(super) static FIELDS: &[Field] = &[
         |v| is_text(v, "none"),
         NO_TOOLS,
     ),
-    refused(
-        Where::Both,
-        "response_format",
-        |v| v.member("type").is_some_and(|t| is_text(t, "text")),
-        NO_GRAMMAR,
-    ),
-    refused(Where::Both, "structured_outputs", is_empty, NO_GRAMMAR),
-    refused(Where::Both, "guided_json", never, NO_GRAMMAR),
-    refused(Where::Both, "guided_regex", never, NO_GRAMMAR),
-    refused(Where::Both, "guided_choice", is_empty, NO_GRAMMAR),
     refused(Where::Both, "guided_grammar", never, NO_GRAMMAR),
     refused(Where::Both, "guided_decoding_backend", never, NO_GRAMMAR),
     refused(Where::Both, "guided_whitespace_pattern", never, NO_GRAMMAR),
@@ -217,8 +213,9 @@ pub(super) static FIELDS: &[Field] = &[
     ),
 ];
 
-const NO_TOOLS: &str = "a modelled engine calls no tools; leave it out";
-const NO_GRAMMAR: &str = "answers are modelled text and follow no grammar; leave it out";
+const NO_TOOLS: &str = "functions are sent as `tools`";
+const NO_GRAMMAR: &str =
+    "grammars are not modelled; send a JSON schema, choices or a regular expression";
 const NO_SAMPLING: &str = "answers are drawn from a fixed vocabulary; leave it out";
 
 fn never(_: &Json<'_>) -> bool {
@@ -290,7 +287,12 @@ mod tests {
                         assert!(listed.is_object(), "{schema} lacks `{name}`");
                         // No field takes both an object and a number: one is a wrong type.
                         let wrong = match name {
-                            "stream_options" | "chat_template_kwargs" => json!(1),
+                            "stream_options"
+                            | "chat_template_kwargs"
+                            | "response_format"
+                            | "structured_outputs"
+                            | "guided_json"
+                            | "tool_choice" => json!(1),
                             _ => json!({"a": 1}),
                         };
                         let error = error_of(kind, name, &wrong);

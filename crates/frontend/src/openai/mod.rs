@@ -5,6 +5,7 @@
 
 mod error;
 mod fields;
+mod form;
 mod json;
 mod listing;
 mod logprobs;
@@ -15,6 +16,8 @@ mod unary;
 mod value;
 
 pub use error::ApiError;
+pub(crate) use form::schema_error;
+pub use form::{Form, TOOLS_MAX, TextForm, Tool, ToolChoice};
 pub use json::Out;
 pub(crate) use json::escape;
 pub use listing::{ModelCard, model_json, models_json, openapi_json, version_json};
@@ -24,12 +27,12 @@ pub use request::{
     NAME_BYTES_MAX, PromptInput, RequestParams, STOP_BYTES_MAX, STOP_TOKENS_MAX, STOPS_MAX,
     parse_chat, parse_completion, parse_turn,
 };
-pub use sse::SseRender;
+pub use sse::{CallDelta, SseRender};
 pub use tokenize::{
     DetokenizeRequest, TokenizeInput, TokenizeRequest, detokenize_json, parse_detokenize,
     parse_tokenize, tokenize_json,
 };
-pub use unary::{UnaryChoice, UnaryRender, WholeAnswer, render_unary};
+pub use unary::{UnaryChoice, UnaryRender, WholeAnswer, WholeCall, render_unary};
 
 /// Which of the two generating endpoints a request came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,6 +88,8 @@ pub enum Finish<'a> {
     StopToken(u32),
     /// At `max_tokens` or the model's length: `"length"`.
     Length,
+    /// With a call of a tool, which ends it: `"tool_calls"`.
+    ToolCalls,
     /// Cancelled: `"abort"`, vLLM's word; OpenAI has none.
     Abort,
 }
@@ -95,6 +100,7 @@ impl Finish<'_> {
         match self {
             Finish::Stop | Finish::StopString(_) | Finish::StopToken(_) => "stop",
             Finish::Length => "length",
+            Finish::ToolCalls => "tool_calls",
             Finish::Abort => "abort",
         }
     }

@@ -9,9 +9,10 @@ use slipstream_base::TokenId;
 
 use super::error::clip;
 use super::fields::{self, Rule};
+use super::form::{Form, RawForm, form_field, tool_calls};
 use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
 use super::{ApiError, Kind};
-use crate::text::Message;
+use crate::text::{Message, MessageTools};
 
 /// Choices of one request at most: `n` times its prompts.
 pub const CHOICES_MAX: u32 = 1024;
@@ -109,6 +110,8 @@ pub struct RequestParams {
     pub request_id: Option<String>,
     /// Keeps prefixes apart from those of requests with another salt.
     pub cache_salt: Option<String>,
+    /// Tools, and what the answer must look like; `None`: any text.
+    pub form: Option<Box<Form>>,
 }
 
 /// Log probabilities asked for.
@@ -178,6 +181,7 @@ struct Raw<'a> {
     add_generation_prompt: bool,
     template_kwargs: Vec<(String, serde_json::Value)>,
     add_special_tokens: Option<bool>,
+    form: RawForm,
     params: RequestParams,
 }
 
@@ -196,6 +200,7 @@ impl<'a> Raw<'a> {
             add_generation_prompt: true,
             template_kwargs: Vec::new(),
             add_special_tokens: None,
+            form: RawForm::default(),
             params: RequestParams {
                 stream: false,
                 include_usage: false,
@@ -215,6 +220,7 @@ impl<'a> Raw<'a> {
                 user: None,
                 request_id: None,
                 cache_salt: None,
+                form: None,
             },
         }
     }
@@ -234,6 +240,9 @@ impl<'a> Raw<'a> {
                     format!("`{name}` is not supported: {hint}"),
                 ))
             };
+        }
+        if let Some(field) = form_field(name) {
+            return self.form.take(field, value);
         }
         let params = &mut self.params;
         match name {
@@ -301,6 +310,7 @@ impl<'a> Raw<'a> {
             },
             Kind::Completion => Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?),
         };
+        params.form = self.form.finish()?;
         params.add_special_tokens = self.add_special_tokens.unwrap_or(kind == Kind::Completion);
         if let Some(options) = self.stream_options {
             if !params.stream {
@@ -469,7 +479,7 @@ pub(super) fn missing(name: &str) -> ApiError {
     ApiError::invalid(name, format!("`{name}` is missing; it is required"))
 }
 
-fn wrong_type(path: &str, wanted: &str, value: &Json<'_>) -> ApiError {
+pub(super) fn wrong_type(path: &str, wanted: &str, value: &Json<'_>) -> ApiError {
     ApiError::invalid(
         path,
         format!("`{path}` must be {wanted}, not {}", value.what()),
@@ -752,6 +762,8 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
     let mut role = None;
     let mut content = None;
     let mut name = None;
+    let mut calls = Vec::new();
+    let mut call_id = None;
     for (member, value) in members {
         if value == Json::Null {
             continue;
@@ -761,8 +773,9 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
             "role" => role = Some(text(&at(), value)?),
             "content" => content = Some(message_content(&at(), value)?),
             "name" => name = Some(text(&at(), value)?),
-            "tool_calls" if value == Json::Array(Vec::new()) => {}
-            "tool_calls" | "function_call" | "audio" => {
+            "tool_calls" => calls = tool_calls(&at(), value)?,
+            "tool_call_id" => call_id = Some(text(&at(), value)?.into_owned()),
+            "function_call" | "audio" => {
                 return Err(ApiError::unsupported(
                     at(),
                     format!(
@@ -792,6 +805,8 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
         role,
         content,
         name,
+        tools: (!calls.is_empty() || call_id.is_some())
+            .then(|| Box::new(MessageTools { calls, call_id })),
     })
 }
 

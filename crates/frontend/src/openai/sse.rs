@@ -3,6 +3,36 @@
 use super::json::{self, Out};
 use super::{Finish, Head, Kind, LogprobsPiece, Usage};
 
+/// What a step adds to a call of a tool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CallDelta {
+    /// Which call of the choice, from 0.
+    pub index: u32,
+    /// If the call begins: its id, and the name of the function.
+    pub begins: Option<(String, String)>,
+    /// A part of the arguments' JSON.
+    pub arguments: String,
+}
+
+impl CallDelta {
+    fn render(&self, out: &mut impl Out) {
+        out.put(b"{\"index\":");
+        json::integer(out, u64::from(self.index));
+        out.put(b",");
+        if let Some((id, name)) = &self.begins {
+            out.put(b"\"id\":");
+            json::string(out, id);
+            out.put(b",\"type\":\"function\",\"function\":{\"name\":");
+            json::string(out, name);
+            out.put(b",\"arguments\":");
+        } else {
+            out.put(b"\"function\":{\"arguments\":");
+        }
+        json::string(out, &self.arguments);
+        out.put(b"}}");
+    }
+}
+
 /// Renders the events of one choice of one stream.
 ///
 /// All that does not change from token to token is rendered once, when the stream opens; an event
@@ -122,6 +152,37 @@ impl SseRender {
         out.put(b"\"logprobs\":");
         logprobs.render(self.kind, out);
         out.put(b",\"finish_reason\":null}]");
+        self.close(out);
+    }
+
+    /// An event with parts of calls, and why the choice ended if it is its last one.
+    pub fn calls(
+        &self,
+        calls: &[CallDelta],
+        logprobs: Option<&LogprobsPiece>,
+        finish: Option<&Finish<'_>>,
+        out: &mut impl Out,
+    ) {
+        out.put(&self.before[..self.body_at as usize]);
+        out.put(b"\"delta\":{");
+        for (at, call) in calls.iter().enumerate() {
+            out.put(if at == 0 { b"\"tool_calls\":[" } else { b"," });
+            call.render(out);
+        }
+        out.put(if calls.is_empty() { b"}," } else { b"]}," });
+        out.put(b"\"logprobs\":");
+        match logprobs {
+            Some(logprobs) => logprobs.render(self.kind, out),
+            None => out.put(b"null"),
+        }
+        match finish {
+            Some(finish) => {
+                out.put(b",");
+                finish.render(out);
+                out.put(b"}]");
+            }
+            None => out.put(b",\"finish_reason\":null}]"),
+        }
         self.close(out);
     }
 

@@ -21,6 +21,15 @@ const COMPLETION_ARRAYS: [&[u8]; 4] = [
 /// The array of a chat's.
 const CHAT_ARRAYS: [&[u8]; 1] = [b"{\"content\":["];
 
+/// A call of a tool, in a whole answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WholeCall<'a> {
+    /// Name of the function.
+    pub name: &'a str,
+    /// Its arguments, JSON.
+    pub arguments: &'a str,
+}
+
 /// A whole answer, as [`UnaryRender`] reads it. It does not change while it is rendered.
 pub trait WholeAnswer {
     /// What does not depend on a choice.
@@ -29,6 +38,14 @@ pub trait WholeAnswer {
     fn choices(&self) -> usize;
     /// Text of a choice: the prompt's if it is repeated, and the answer's.
     fn text(&self, choice: usize) -> [&str; 2];
+    /// Calls of tools of a choice; without any it has text.
+    fn calls(&self, _choice: usize) -> usize {
+        0
+    }
+    /// Id and content of a call, which [`calls`](Self::calls) counts.
+    fn call(&self, _choice: usize, _call: usize) -> (String, WholeCall<'_>) {
+        unreachable!("no choice has calls")
+    }
     /// Why a choice ended.
     fn finish(&self, choice: usize) -> Finish<'_>;
     /// Number of tokens with log probabilities; `None` if the client did not ask for any.
@@ -58,6 +75,8 @@ enum Place {
     Open,
     /// This part of the choice's text from this byte on.
     Text(usize, usize),
+    /// A call of a tool.
+    Call(usize),
     /// The beginning of an array of log probabilities.
     Array(usize),
     /// A token in such an array.
@@ -101,6 +120,13 @@ impl UnaryRender {
                 }
                 out.put(b"{\"index\":");
                 json::integer(out, self.choice as u64);
+                if answer.calls(self.choice) > 0 {
+                    out.put(
+                        b",\"message\":{\"role\":\"assistant\",\"content\":null,\"refusal\":null,\
+                          \"tool_calls\":[",
+                    );
+                    return Place::Call(0);
+                }
                 out.put(match head.kind {
                     Kind::Chat => b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice(),
                     Kind::Completion => b",\"text\":\"",
@@ -108,6 +134,24 @@ impl UnaryRender {
                 Place::Text(0, 0)
             }
             Place::Text(part, from) => self.text(answer, part, from, out),
+            Place::Call(call) if call == answer.calls(self.choice) => {
+                out.put(b"]},\"logprobs\":");
+                self.after_text(answer, out)
+            }
+            Place::Call(at) => {
+                if at > 0 {
+                    out.put(b",");
+                }
+                let (id, call) = answer.call(self.choice, at);
+                out.put(b"{\"id\":");
+                json::string(out, &id);
+                out.put(b",\"type\":\"function\",\"function\":{\"name\":");
+                json::string(out, call.name);
+                out.put(b",\"arguments\":");
+                json::string(out, call.arguments);
+                out.put(b"}}");
+                Place::Call(at + 1)
+            }
             Place::Array(array) => {
                 self.offset = answer.text_offset(self.choice);
                 out.put(arrays[array]);
@@ -164,6 +208,11 @@ impl UnaryRender {
             Kind::Chat => b"\",\"refusal\":null},\"logprobs\":".as_slice(),
             Kind::Completion => b"\",\"logprobs\":",
         });
+        self.after_text(answer, out)
+    }
+
+    /// What follows `"logprobs":`.
+    fn after_text(&self, answer: &impl WholeAnswer, out: &mut Vec<u8>) -> Place {
         if answer.logprobs(self.choice).is_some() {
             Place::Array(0)
         } else {

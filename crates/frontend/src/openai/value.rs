@@ -2,9 +2,13 @@
 
 use std::borrow::Cow;
 use std::cell::Cell;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+
+use crate::structured::Tree;
 
 /// A parsed JSON value. Strings without escapes point into the body.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +62,49 @@ impl<'a> Json<'a> {
             Json::Object(members) => members.iter().rev().find(|(n, _)| n == name).map(|m| &m.1),
             _ => None,
         }
+    }
+
+    /// The same with members in order, for schemas and tools. The last member of a name counts.
+    pub(super) fn into_tree(self) -> Tree {
+        match self {
+            Json::Null => Tree::Null,
+            Json::Bool(b) => Tree::Bool(b),
+            Json::Unsigned(n) => Tree::Number(n.into()),
+            Json::Negative(n) => Tree::Number(n.into()),
+            Json::Real(n) => serde_json::Number::from_f64(n).map_or(Tree::Null, Tree::Number),
+            Json::Text(text) => Tree::Text(text.into_owned()),
+            Json::Tokens(numbers) => {
+                let number = |n: u32| Tree::Number(n.into());
+                Tree::Array(numbers.into_iter().map(number).collect())
+            }
+            Json::Array(elements) => {
+                Tree::Array(elements.into_iter().map(Json::into_tree).collect())
+            }
+            Json::Object(members) => {
+                let mut last: HashMap<Cow<'_, str>, usize> = HashMap::new();
+                let mut whole: Vec<(String, Tree)> = Vec::with_capacity(members.len());
+                for (name, value) in members {
+                    let value = value.into_tree();
+                    match last.entry(name.clone()) {
+                        Entry::Occupied(known) => whole[*known.get()].1 = value,
+                        Entry::Vacant(free) => {
+                            free.insert(whole.len());
+                            whole.push((name.into_owned(), value));
+                        }
+                    }
+                }
+                Tree::Object(whole)
+            }
+        }
+    }
+
+    /// Parses `text`, which may have `values` values at most.
+    pub(super) fn parse(text: &'a str, values: u32) -> Result<Json<'a>, serde_json::Error> {
+        let left = Cell::new(values);
+        let mut json = serde_json::Deserializer::from_str(text);
+        let value = JsonSeed { left: &left }.deserialize(&mut json)?;
+        json.end()?;
+        Ok(value)
     }
 
     /// The same as a value of `serde_json`, which a template can be given.

@@ -146,6 +146,7 @@ pub fn samples(text: &TextModel, model: &str, now_unix_s: u64) -> Vec<Sample> {
         let messages: Vec<Message<'_>> = turns.iter().map(|(r, c)| Message::new(r, c)).collect();
         let options = ChatOptions {
             add_generation_prompt: open,
+            tools: &[],
             template_kwargs: &[],
             now_unix_s,
         };
@@ -221,6 +222,7 @@ mod tests {
             } => {
                 let options = ChatOptions {
                     add_generation_prompt: *add_generation_prompt,
+                    tools: &[],
                     template_kwargs: &[],
                     now_unix_s: 0,
                 };

@@ -16,12 +16,14 @@
 //! a `WordPiece` model of the `tokenizers` library, so that it can be written in that library's form
 //! ([`builtin_files`](super::builtin_files)); a test compares the ids.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
 use slipstream_base::TokenId;
 
-use super::Message;
 use super::trie::Trie;
+use super::{ChatOptions, Message};
+use crate::structured::Tree;
 
 /// Letters in a piece at most. Longer runs (encoded data) are cut, which bounds the search.
 pub(super) const LETTERS_MAX: usize = 16;
@@ -169,19 +171,31 @@ impl Builtin {
     pub(super) fn encode_chat(
         &self,
         messages: &[Message<'_>],
-        add_generation_prompt: bool,
+        options: &ChatOptions<'_>,
         out: &mut Vec<TokenId>,
     ) {
         const NEWLINE: TokenId = b'\n' as TokenId;
+        if !options.tools.is_empty() {
+            out.push(self.special(1));
+            self.encode("system", out);
+            out.push(NEWLINE);
+            self.encode(&tools_text(options.tools), out);
+            out.push(self.special(2));
+            out.push(NEWLINE);
+        }
         for message in messages {
             out.push(self.special(1));
             self.encode(&message.role, out);
             out.push(NEWLINE);
-            self.encode(&message.content, out);
+            if message.calls().is_empty() {
+                self.encode(&message.content, out);
+            } else {
+                self.encode(&with_calls(message), out);
+            }
             out.push(self.special(2));
             out.push(NEWLINE);
         }
-        if add_generation_prompt {
+        if options.add_generation_prompt {
             out.push(self.special(1));
             self.encode("assistant", out);
             out.push(NEWLINE);
@@ -190,10 +204,10 @@ impl Builtin {
 }
 
 /// The chat template of the built-in tokenizer, for libraries that want one.
-pub(super) const CHAT_TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+pub(super) const CHAT_TEMPLATE: &str = "{% if tools %}<|im_start|>system\nTools, one per line:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% for call in message.tool_calls or [] %}{% if message.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>\n{\"name\": {{ call.function.name | tojson }}, \"arguments\": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// What [`CHAT_TEMPLATE`] renders.
-pub(super) fn render_chat(messages: &[Message<'_>], add_generation_prompt: bool) -> String {
+pub(super) fn render_chat(messages: &[Message<'_>], options: &ChatOptions<'_>) -> String {
     let mut text = String::with_capacity(
         messages
             .iter()
@@ -201,21 +215,52 @@ pub(super) fn render_chat(messages: &[Message<'_>], add_generation_prompt: bool)
             .sum::<usize>()
             + 32,
     );
-    for message in messages {
-        for part in [
-            IM_START,
-            &*message.role,
-            "\n",
-            &*message.content,
-            IM_END,
-            "\n",
-        ] {
+    if !options.tools.is_empty() {
+        let tools = tools_text(options.tools);
+        for part in [IM_START, "system\n", &tools, IM_END, "\n"] {
             text.push_str(part);
         }
     }
-    if add_generation_prompt {
+    for message in messages {
+        let content = match message.calls() {
+            [] => Cow::Borrowed(&*message.content),
+            _ => Cow::Owned(with_calls(message)),
+        };
+        for part in [IM_START, &*message.role, "\n", &*content, IM_END, "\n"] {
+            text.push_str(part);
+        }
+    }
+    if options.add_generation_prompt {
         text.push_str(IM_START);
         text.push_str("assistant\n");
+    }
+    text
+}
+
+/// What the template tells the model of its tools.
+fn tools_text(tools: &[Tree]) -> String {
+    let mut text = String::from("Tools, one per line:\n");
+    for tool in tools {
+        tool.write(&mut text);
+        text.push('\n');
+    }
+    text
+}
+
+/// A message's content, and the calls that it makes, as [`crate::script`] writes them.
+fn with_calls(message: &Message<'_>) -> String {
+    let mut text = message.content.clone().into_owned();
+    for call in message.calls() {
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        let function = call.get("function");
+        let part = |name| function.and_then(|f| f.get(name)).unwrap_or(&Tree::Null);
+        text.push_str("<tool_call>\n{\"name\": ");
+        part("name").write(&mut text);
+        text.push_str(", \"arguments\": ");
+        part("arguments").write(&mut text);
+        text.push_str("}\n</tool_call>");
     }
     text
 }
@@ -397,6 +442,7 @@ mod tests {
             let messages: Vec<_> = contents.iter().map(|c| super::Message::new("user", c)).collect();
             let options = super::super::ChatOptions {
                 add_generation_prompt: open,
+                tools: &[],
                 template_kwargs: &[],
                 now_unix_s: 0,
             };

@@ -395,6 +395,7 @@ fn first_in_chat(hf: &Hf, tokens: &[(Vec<u8>, bool)], safe: &[TokenId], first: T
     ];
     let options = ChatOptions {
         add_generation_prompt: true,
+        tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,
     };

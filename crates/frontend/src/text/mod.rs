@@ -22,6 +22,8 @@ use std::sync::Arc;
 pub use detok::Detokenizer;
 pub use export::builtin_files;
 use slipstream_base::TokenId;
+
+use crate::structured::Tree;
 pub use stop::{StopHit, StopMatcher};
 
 /// A message of a chat. Its parts were joined, if it had several.
@@ -33,6 +35,17 @@ pub struct Message<'a> {
     pub content: Cow<'a, str>,
     /// Who said it, where roles do not tell.
     pub name: Option<Cow<'a, str>>,
+    /// Calls that it makes, or that it answers.
+    pub tools: Option<Box<MessageTools>>,
+}
+
+/// What a message has to do with tools.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MessageTools {
+    /// `tool_calls`, with `function.arguments` as objects, as templates take them.
+    pub calls: Vec<Tree>,
+    /// `tool_call_id`: the call that it answers.
+    pub call_id: Option<String>,
 }
 
 impl<'a> Message<'a> {
@@ -42,7 +55,13 @@ impl<'a> Message<'a> {
             role: role.into(),
             content: content.into(),
             name: None,
+            tools: None,
         }
+    }
+
+    /// The calls that it makes.
+    pub fn calls(&self) -> &[Tree] {
+        self.tools.as_ref().map_or(&[], |tools| &tools.calls)
     }
 }
 
@@ -51,6 +70,8 @@ impl<'a> Message<'a> {
 pub struct ChatOptions<'a> {
     /// Open the assistant's turn behind the last message.
     pub add_generation_prompt: bool,
+    /// Tools that the model may call, as the client sent them.
+    pub tools: &'a [Tree],
     /// Variables for the template, from the request.
     pub template_kwargs: &'a [(String, serde_json::Value)],
     /// The time that templates may write into a prompt, Unix time, s.
@@ -275,10 +296,7 @@ impl TextModel {
         options: &ChatOptions<'_>,
     ) -> Result<String, TextError> {
         match &self.codec {
-            Codec::Builtin(_) => Ok(builtin::render_chat(
-                messages,
-                options.add_generation_prompt,
-            )),
+            Codec::Builtin(_) => Ok(builtin::render_chat(messages, options)),
             Codec::HuggingFace(hf) => hf.render_chat(messages, options),
         }
     }
@@ -315,7 +333,7 @@ impl TextModel {
         match &self.codec {
             Codec::Builtin(builtin) => {
                 check(messages.iter().map(|m| m.content.len()).sum())?;
-                builtin.encode_chat(messages, options.add_generation_prompt, out);
+                builtin.encode_chat(messages, options, out);
             }
             Codec::HuggingFace(hf) => {
                 let text = hf.render_chat(messages, options)?;

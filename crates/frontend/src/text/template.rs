@@ -6,6 +6,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 use serde::Serialize;
 
 use super::{ChatOptions, Message, TextError};
+use crate::structured::Tree;
 
 /// A parsed chat template, with the tokens it may name.
 pub(super) struct ChatTemplate {
@@ -64,6 +65,10 @@ impl ChatTemplate {
             content: &'a str,
             #[serde(skip_serializing_if = "Option::is_none")]
             name: Option<&'a str>,
+            #[serde(skip_serializing_if = "<[Tree]>::is_empty")]
+            tool_calls: &'a [Tree],
+            #[serde(skip_serializing_if = "Option::is_none")]
+            tool_call_id: Option<&'a str>,
         }
         let messages: Vec<TemplateMessage<'_>> = messages
             .iter()
@@ -71,6 +76,8 @@ impl ChatTemplate {
                 role: &message.role,
                 content: &message.content,
                 name: message.name.as_deref(),
+                tool_calls: message.calls(),
+                tool_call_id: message.tools.as_ref().and_then(|t| t.call_id.as_deref()),
             })
             .collect();
         let now = options.now_unix_s;
@@ -89,7 +96,13 @@ impl ChatTemplate {
             ),
             ("bos_token", Value::from(Serde(&self.bos_token))),
             ("eos_token", Value::from(Serde(&self.eos_token))),
-            ("tools", Value::from(())),
+            (
+                "tools",
+                match options.tools {
+                    [] => Value::from(()),
+                    tools => Value::from(Serde(tools)),
+                },
+            ),
             ("documents", Value::from(())),
             ("strftime_now", strftime_now),
         ]);
@@ -275,6 +288,7 @@ mod tests {
                     &messages,
                     &ChatOptions {
                         add_generation_prompt: true,
+                        tools: &[],
                         template_kwargs: &[("thinking".into(), false.into())],
                         now_unix_s: 1_783_000_000,
                     },

@@ -109,6 +109,7 @@ fn chat(text: &TextModel, fields: &Fields<'_>) -> Option<Vec<TokenId>> {
     let kwargs: Vec<_> = kwargs.into_iter().collect();
     let options = ChatOptions {
         add_generation_prompt: optional(fields, "add_generation_prompt", true)?,
+        tools: &[],
         template_kwargs: &kwargs,
         now_unix_s: now_unix_s(),
     };
@@ -142,6 +143,7 @@ fn message(fields: &Fields<'_>) -> Option<Message<'static>> {
         role: Cow::Owned(string(fields, "role")?),
         content: Cow::Owned(content),
         name: optional(fields, "name", None::<String>)?.map(Cow::Owned),
+        tools: None,
     })
 }
 
@@ -193,6 +195,7 @@ mod tests {
         ];
         let options = ChatOptions {
             add_generation_prompt: true,
+            tools: &[],
             template_kwargs: &[],
             now_unix_s: 0,
         };

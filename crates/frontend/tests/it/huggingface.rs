@@ -15,7 +15,7 @@ fn builtin() -> &'static TextModel {
 }
 
 /// The built-in tokenizer, by way of its files and the `tokenizers` library.
-fn exported() -> &'static TextModel {
+pub(crate) fn exported() -> &'static TextModel {
     static MODEL: OnceLock<TextModel> = OnceLock::new();
     MODEL.get_or_init(|| {
         let dir = export(|_, _| {});
@@ -43,6 +43,7 @@ fn encode(model: &TextModel, text: &str) -> Vec<u32> {
 fn options(add_generation_prompt: bool) -> ChatOptions<'static> {
     ChatOptions {
         add_generation_prompt,
+        tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,
     }

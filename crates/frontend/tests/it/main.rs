@@ -3,3 +3,4 @@
 mod answers;
 mod huggingface;
 mod requests;
+mod structured;

@@ -1,0 +1,56 @@
+//! Modelled text that keeps to a form: JSON by a schema, one of some choices, a match of a pattern.
+//!
+//! A modelled engine draws words. Where a client asks for JSON by a schema, for a call of a tool, or for one of
+//! some choices, the answer's text is made here instead, from the request and a seed. No I/O; work and size are
+//! bounded by [`STEPS_MAX`], [`DEPTH_MAX`] and [`OUT_BYTES_MAX`].
+
+mod pattern;
+mod schema;
+mod tree;
+
+use slipstream_base::mix;
+
+pub use schema::{FormError, check_schema, json_by_schema};
+pub use tree::Tree;
+pub(crate) use tree::write_text;
+
+/// Values and subschemas that one text takes at most.
+pub const STEPS_MAX: u32 = 4096;
+/// Depth of a schema, and of JSON that is made, at most.
+pub const DEPTH_MAX: u32 = 32;
+/// Bytes of a text at most.
+pub const OUT_BYTES_MAX: usize = 16 << 10;
+
+/// A stream of draws: the same seed, the same draws.
+#[derive(Clone, Debug)]
+pub struct Draws {
+    seed: u64,
+    index: u64,
+}
+
+impl Draws {
+    /// The stream of `seed`.
+    pub fn new(seed: u64) -> Draws {
+        Draws { seed, index: 0 }
+    }
+
+    /// A number below `n`, which is not 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.index += 1;
+        mix::below(mix::draw(self.seed, self.index), n)
+    }
+
+    /// A number from 0, below 1.
+    fn unit(&mut self) -> f64 {
+        self.index += 1;
+        mix::unit(mix::draw(self.seed, self.index))
+    }
+}
+
+/// A text that matches the regular expression `pattern`.
+///
+/// # Errors
+/// The reason, as the end of a sentence that begins with the pattern's name.
+pub fn text_by_pattern(pattern: &str, draws: &mut Draws) -> Result<String, String> {
+    pattern::matching(pattern, draws)
+}

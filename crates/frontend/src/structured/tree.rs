@@ -1,0 +1,119 @@
+//! A JSON value that keeps the order of its members.
+
+use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
+
+/// A JSON value. Schemas, tools and arguments are shown to models in the order in which clients wrote them, so
+/// objects are lists of members.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tree {
+    /// `null`
+    Null,
+    /// `true` or `false`
+    Bool(bool),
+    /// A number.
+    Number(serde_json::Number),
+    /// A string.
+    Text(String),
+    /// An array.
+    Array(Vec<Tree>),
+    /// An object; names are not repeated.
+    Object(Vec<(String, Tree)>),
+}
+
+impl Tree {
+    /// The value of member `name`, if this is an object that has one.
+    pub fn get(&self, name: &str) -> Option<&Tree> {
+        match self {
+            Tree::Object(members) => members.iter().find(|(n, _)| n == name).map(|m| &m.1),
+            _ => None,
+        }
+    }
+
+    /// The string, if it is one.
+    pub fn as_text(&self) -> Option<&str> {
+        match self {
+            Tree::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// What it is, as JSON Schema names types.
+    pub fn type_name(&self) -> &'static str {
+        match self {
+            Tree::Null => "null",
+            Tree::Bool(_) => "boolean",
+            Tree::Number(_) => "number",
+            Tree::Text(_) => "string",
+            Tree::Array(_) => "array",
+            Tree::Object(_) => "object",
+        }
+    }
+
+    /// Appends it as Python's `json.dumps` writes it: a space behind `,` and `:`. Templates and models write
+    /// JSON in this way.
+    pub fn write(&self, out: &mut String) {
+        match self {
+            Tree::Null => out.push_str("null"),
+            Tree::Bool(true) => out.push_str("true"),
+            Tree::Bool(false) => out.push_str("false"),
+            Tree::Number(number) => out.push_str(&number.to_string()),
+            Tree::Text(text) => write_text(text, out),
+            Tree::Array(elements) => {
+                out.push('[');
+                for (at, element) in elements.iter().enumerate() {
+                    if at > 0 {
+                        out.push_str(", ");
+                    }
+                    element.write(out);
+                }
+                out.push(']');
+            }
+            Tree::Object(members) => {
+                out.push('{');
+                for (at, (name, value)) in members.iter().enumerate() {
+                    if at > 0 {
+                        out.push_str(", ");
+                    }
+                    write_text(name, out);
+                    out.push_str(": ");
+                    value.write(out);
+                }
+                out.push('}');
+            }
+        }
+    }
+}
+
+/// Appends `text` as a JSON string.
+pub(crate) fn write_text(text: &str, out: &mut String) {
+    let mut bytes = Vec::with_capacity(text.len() + 2);
+    crate::openai::escape(&mut bytes, text);
+    out.push('"');
+    out.push_str(std::str::from_utf8(&bytes).expect("escaped text is text"));
+    out.push('"');
+}
+
+impl Serialize for Tree {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Tree::Null => to.serialize_unit(),
+            Tree::Bool(value) => to.serialize_bool(*value),
+            Tree::Number(number) => number.serialize(to),
+            Tree::Text(text) => to.serialize_str(text),
+            Tree::Array(elements) => {
+                let mut seq = to.serialize_seq(Some(elements.len()))?;
+                for element in elements {
+                    seq.serialize_element(element)?;
+                }
+                seq.end()
+            }
+            Tree::Object(members) => {
+                let mut map = to.serialize_map(Some(members.len()))?;
+                for (name, value) in members {
+                    map.serialize_entry(name, value)?;
+                }
+                map.end()
+            }
+        }
+    }
+}

@@ -16,6 +16,11 @@ test-rust:
 test-python:
 	./scripts/pytest.sh
 
+# The `openai` package, LangChain and LiteLLM with tools and structured output; skips without a network.
+.PHONY: test-clients
+test-clients:
+	./scripts/test-clients.sh
+
 # Format, lints, documentation, types, shell scripts, licenses.
 .PHONY: lint
 lint:

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Official clients and frameworks from PyPI, each in a conversation with `slipstream serve`. The first run installs
+# them into target/clients (300 MB); without a network it skips with a message.
+#   scripts/test-clients.sh [pytest's arguments]
+# SLIPSTREAM_BIN names the binary to test; without it, the debug one is built. CLIENTS_ENV names the environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+env=${CLIENTS_ENV:-target/clients}
+stamp=$env/requirements.installed
+requirements=python/tests_clients/requirements.txt
+if ! cmp --silent "$requirements" "$stamp"; then
+    rm -rf "$env"
+    "${PYTHON:-python3}" -m venv "$env"
+    if ! "$env/bin/pip" install --quiet --disable-pip-version-check --retries 1 \
+        --requirement "$requirements"; then
+        echo "skipped: the clients cannot be installed; is there a network?" >&2
+        exit 0
+    fi
+    cp "$requirements" "$stamp"
+fi
+
+if [ -z "${SLIPSTREAM_BIN:-}" ]; then
+    cargo build --quiet --locked --package slipstream-cli
+    SLIPSTREAM_BIN=${CARGO_TARGET_DIR:-target}/debug/slipstream
+fi
+SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
+export SLIPSTREAM_BIN
+exec "$env/bin/pytest" -p no:cacheprovider python/tests_clients "$@"

@@ -26,10 +26,11 @@ use crate::budget::{Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
 use crate::generate;
 use crate::helpers::NoResult;
+use crate::messages::{self, MessageBody};
 use crate::metrics::Rejection;
 use crate::openai::{
-    ApiError, Kind, ModelCard, TokenizeInput, detokenize_json, model_json, models_json,
-    openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
+    ApiError, Kind, ModelCard, TokenizeInput, detokenize_json, message_error, model_json,
+    models_json, openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
 };
 use crate::reply::{ReplyBody, Whole, WholeBody};
 use crate::service::{Admission, Service};
@@ -40,6 +41,7 @@ use crate::ui;
 use crate::upstream::{self, Relay};
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const X_SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");
 const X_WORKER: HeaderName = HeaderName::from_static("x-slipstream-worker");
 /// `off`: no other worker continues the answer if its own is lost.
@@ -79,6 +81,8 @@ enum Content {
     Slices(Box<WholeBody>),
     /// Events as they come.
     Stream(Box<ReplyBody>),
+    /// The same as Anthropic has them.
+    Message(Box<MessageBody>),
     /// As an engine sends it.
     Relay(Rc<RefCell<Relay>>),
 }
@@ -132,6 +136,7 @@ impl Body for HttpBody {
             }
             Content::Slices(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Message(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Relay(relay) => Pin::new(&mut *relay.borrow_mut()).poll_frame(cx),
         }
     }
@@ -139,7 +144,7 @@ impl Body for HttpBody {
     fn is_end_stream(&self) -> bool {
         match &self.content {
             Content::Whole(bytes) => bytes.is_none(),
-            Content::Slices(_) | Content::Stream(_) => false,
+            Content::Slices(_) | Content::Stream(_) | Content::Message(_) => false,
             Content::Relay(relay) => relay.borrow().is_end_stream(),
         }
     }
@@ -149,7 +154,7 @@ impl Body for HttpBody {
             Content::Whole(bytes) => {
                 SizeHint::with_exact(bytes.as_ref().map_or(0, |b| b.len() as u64))
             }
-            Content::Slices(_) | Content::Stream(_) => SizeHint::default(),
+            Content::Slices(_) | Content::Stream(_) | Content::Message(_) => SizeHint::default(),
             Content::Relay(relay) => relay.borrow().size_hint(),
         }
     }
@@ -192,6 +197,7 @@ pub(crate) async fn handle(
     let owner = connection.begin(now);
     let id = request_id(&shard, request.headers());
     let origin = allowed_origin(&shard.service, request.headers());
+    let is_message = request.uri().path().starts_with(MESSAGES);
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
     } else if let Some(answer) = ui::answer(&shard, &request, &id) {
@@ -223,7 +229,11 @@ pub(crate) async fn handle(
                 };
                 tracing::warn!(request = %id, status = error.status, "{}{more}", error.message);
             }
-            error_response(&error)
+            match &shard.plane {
+                Plane::Engines(_) => error_response(&error),
+                _ if is_message => with_retry(&error, message_error(&error)),
+                _ => error_response(&error),
+            }
         }
     };
     // An engine's own id stays.
@@ -300,6 +310,8 @@ fn preflight() -> Response<HttpBody> {
 enum Endpoint {
     Chat,
     Completion,
+    Messages,
+    CountTokens,
     Tokenize,
     Detokenize,
     Models,
@@ -325,10 +337,15 @@ struct Route {
 const POST: &[Method] = &[Method::POST];
 const READ: &[Method] = &[Method::GET, Method::HEAD];
 
+/// Where Anthropic's API begins, which has errors of its own shape.
+const MESSAGES: &str = "/v1/messages";
+
 /// The most frequent ones first.
-static ROUTES: [Route; 13] = [
+static ROUTES: [Route; 15] = [
     keyed("/v1/chat/completions", POST, Endpoint::Chat),
     keyed("/v1/completions", POST, Endpoint::Completion),
+    keyed(MESSAGES, POST, Endpoint::Messages),
+    keyed("/v1/messages/count_tokens", POST, Endpoint::CountTokens),
     keyed("/tokenize", POST, Endpoint::Tokenize),
     keyed("/detokenize", POST, Endpoint::Detokenize),
     keyed("/v1/models", READ, Endpoint::Models),
@@ -380,10 +397,14 @@ async fn route(
     }
     let path = request.uri().path();
     let found = find_route(path);
-    let authorization = request
-        .headers()
-        .get(AUTHORIZATION)
-        .map(HeaderValue::as_bytes);
+    let headers = request.headers();
+    let authorization = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
+    // Clients of Anthropic's API send the key by a header of its own.
+    let bearer = match (authorization, headers.get(X_API_KEY)) {
+        (None, Some(key)) => Some([b"Bearer ", key.as_bytes()].concat()),
+        _ => None,
+    };
+    let authorization = authorization.or(bearer.as_deref());
     // Also unknown paths: without a key nothing is learned of them.
     let key: Option<Arc<ClientUse>> = match found {
         Some(route) if route.open => None,
@@ -413,6 +434,14 @@ async fn route(
             }
             let Received { head, body, charge } = receive(shard, client(), request, id).await?;
             generate::generate(shard, Kind::Completion, head, body, charge, times).await
+        }
+        Endpoint::Messages => {
+            let Received { head, body, charge } = receive(shard, client(), request, id).await?;
+            messages::create(shard, head, body, charge, times).await
+        }
+        Endpoint::CountTokens => {
+            let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
+            messages::count_tokens(shard, body, charge).await
         }
         Endpoint::Tokenize => {
             let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
@@ -832,7 +861,16 @@ pub(crate) fn whole(answer: Whole, trace: Option<&str>) -> Response<HttpBody> {
 
 /// A stream of events.
 pub(crate) fn events(body: ReplyBody) -> Response<HttpBody> {
-    let mut response = Response::new(HttpBody::new(Content::Stream(Box::new(body))));
+    event_stream(Content::Stream(Box::new(body)))
+}
+
+/// The events of a message.
+pub(crate) fn message_events(body: MessageBody) -> Response<HttpBody> {
+    event_stream(Content::Message(Box::new(body)))
+}
+
+fn event_stream(content: Content) -> Response<HttpBody> {
+    let mut response = Response::new(HttpBody::new(content));
     let headers = response.headers_mut();
     headers.insert(
         CONTENT_TYPE,
@@ -843,7 +881,11 @@ pub(crate) fn events(body: ReplyBody) -> Response<HttpBody> {
 }
 
 fn error_response(error: &ApiError) -> Response<HttpBody> {
-    let mut response = json(error.status, error.body());
+    with_retry(error, error.body())
+}
+
+fn with_retry(error: &ApiError, body: Vec<u8>) -> Response<HttpBody> {
+    let mut response = json(error.status, body);
     if let Some(seconds) = error.retry_after_s {
         response
             .headers_mut()

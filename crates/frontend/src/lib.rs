@@ -13,6 +13,7 @@
 //! * `dispatching`: the shard as a driver of `slipstream-dispatch`, which decides where a request runs;
 //!   `kv_network`: what the keys and values of disaggregated prompts cross.
 //! * `reply`: an answer in the making, and its body; `replies`: all of a shard's.
+//! * `messages`: Anthropic's API, by way of a chat.
 //! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
 //!   prompts. `meter`: how long a shard works on one thing.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates; [`structured`]: text that keeps to a
@@ -36,6 +37,7 @@ mod helpers;
 mod http;
 mod io;
 mod kv_network;
+mod messages;
 mod meter;
 mod metrics;
 pub mod remote;

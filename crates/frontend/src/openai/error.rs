@@ -50,6 +50,11 @@ impl ApiError {
         }
     }
 
+    /// A failure in mid-stream, for a client that is sent no events.
+    pub(crate) fn failed(status: u16, message: String) -> Self {
+        ApiError::new(status, "server_error", None, message)
+    }
+
     /// 400: the body is not what it should be, and no field is to blame.
     pub fn bad_body(message: impl Into<String>) -> Self {
         ApiError::new(400, "invalid_request_error", None, message.into())

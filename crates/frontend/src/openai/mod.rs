@@ -3,6 +3,7 @@
 //! No socket, clock or tokenizer here. What is accepted, refused and ignored is listed in
 //! `docs/openai-api.md`; a test holds the list and the parser together.
 
+mod anthropic;
 mod error;
 mod fields;
 mod form;
@@ -15,6 +16,9 @@ mod tokenize;
 mod unary;
 mod value;
 
+pub use anthropic::{
+    MessageStream, MessagesRequest, input_tokens_json, message_error, parse_messages,
+};
 pub use error::ApiError;
 pub(crate) use form::schema_error;
 pub use form::{Form, TOOLS_MAX, TextForm, Tool, ToolChoice};

@@ -238,6 +238,8 @@ fn the_openapi_document_has_every_route() {
             "/tokenize",
             "/v1/chat/completions",
             "/v1/completions",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
             "/v1/models",
             "/v1/models/{id}",
             "/version",

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use slipstream_frontend::openai::{
-    ApiError, Form, Input, RequestParams, TextForm, ToolChoice, parse_chat, parse_completion,
+    ApiError, Form, Input, MessageStream, RequestParams, TextForm, ToolChoice, parse_chat,
+    parse_completion, parse_messages,
 };
 use slipstream_frontend::structured::{
     Draws, OUT_BYTES_MAX, Tree, check_schema, json_by_schema, text_by_pattern,
@@ -370,5 +371,107 @@ proptest! {
             }
             Err(_) => prop_assert!((low..=low + span).all(|n| n % step != 0)),
         }
+    }
+}
+
+#[test]
+fn messages_of_anthropic_become_a_chat() {
+    let body = json!({
+        "model": "m", "max_tokens": 9, "system": [{"type": "text", "text": "be brief"}],
+        "stop_sequences": ["x"], "stream": true, "temperature": 0.5,
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": true},
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "wait"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t1",
+                 "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+                {"type": "text", "text": "and now?"},
+            ]},
+        ],
+    })
+    .to_string();
+    let request = parse_messages(body.as_bytes(), false).unwrap();
+    assert!(request.stream);
+    let chat: Value = serde_json::from_slice(&request.chat).unwrap();
+    assert_eq!(
+        chat["messages"],
+        json!([
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "wait", "tool_calls": [
+                {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "tool_call_id": "t1", "content": "one\ntwo"},
+            {"role": "user", "content": "and now?"},
+        ])
+    );
+    let params = parse_chat(&request.chat).unwrap().params;
+    assert!(params.stream && params.running_usage);
+    assert_eq!((params.max_tokens, params.stop.len()), (Some(9), 1));
+    let form = params.form.unwrap();
+    assert_eq!((form.choice, form.parallel), (ToolChoice::Named(0), false));
+    for (body, param) in [
+        (json!({"messages": []}), "max_tokens"),
+        (json!({"max_tokens": 1}), "messages"),
+        (
+            json!({"max_tokens": 1, "messages": [{"role": "tool", "content": "x"}]}),
+            "messages.0.role",
+        ),
+        (
+            json!({"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+            "messages.0.content.0",
+        ),
+        (json!({"mcp_servers": [{}]}), "mcp_servers"),
+    ] {
+        let error = parse_messages(body.to_string().as_bytes(), false).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some(param), "{body}");
+    }
+}
+
+proptest! {
+    /// A message is the same however its chat's events are cut into frames.
+    #[test]
+    fn a_message_does_not_depend_on_frames(size in 1usize..60) {
+        let chunk = |delta: Value, reason: Value| {
+            json!({"id": "chatcmpl-1", "model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+                   "choices": [{"delta": delta, "finish_reason": reason}]})
+        };
+        let call = json!({"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}]});
+        let rest = json!({"tool_calls": [{"index": 0, "function": {"arguments": "{\"a\": \"\u{e9}\"}"}}]});
+        let mut events = Vec::new();
+        for data in [
+            chunk(json!({"role": "assistant", "content": ""}), json!(null)),
+            chunk(json!({"content": "wait \u{1f600}"}), json!(null)),
+            chunk(call, json!(null)),
+            chunk(rest, json!("tool_calls")),
+            json!({"id": "chatcmpl-1", "model": "m", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}),
+        ] {
+            events.extend_from_slice(format!("data: {data}\n\n").as_bytes());
+        }
+        events.extend_from_slice(b"data: [DONE]\n\n");
+        let mut stream = MessageStream::default();
+        let mut whole = MessageStream::default();
+        let mut out = Vec::new();
+        for frame in events.chunks(size) {
+            stream.take(frame, Some(&mut out));
+            whole.take(frame, None);
+        }
+        let message: Value = serde_json::from_slice(&whole.whole().unwrap()).unwrap();
+        prop_assert_eq!(&message["content"][0], &json!({"type": "text", "text": "wait \u{1f600}"}));
+        prop_assert_eq!(&message["content"][1]["input"], &json!({"a": "\u{e9}"}));
+        prop_assert_eq!(&message["stop_reason"], "tool_use");
+        prop_assert_eq!(&message["usage"]["output_tokens"], 7);
+        let shown = String::from_utf8(out).unwrap();
+        let kinds: Vec<&str> = shown.lines().filter_map(|line| line.strip_prefix("event: ")).collect();
+        prop_assert_eq!(kinds, [
+            "message_start", "content_block_start", "content_block_delta", "content_block_stop",
+            "content_block_start", "content_block_delta", "content_block_stop",
+            "message_delta", "message_stop",
+        ]);
     }
 }

@@ -258,10 +258,9 @@ impl<'a> Demo<'a> {
         );
         self.simulate("kv", "calibration", 1.0)?;
         let twin = report(self.dir, "kv.simulated.json")?;
-        let Some(fastest) = step_ms(&twin).and_then(|step| {
-            let fastest = host::compression(step, late, self.speedup_max)?;
-            Some(fastest)
-        }) else {
+        let fastest =
+            step_ms(&twin).and_then(|step| host::compression(step, late, self.speedup_max));
+        let Some(fastest) = fastest else {
             bail!(
                 "timed waits end up to {} ms late on this host, which is too much of an engine step; {advice}",
                 number(late.as_secs_f64() * 1e3)

@@ -31,7 +31,7 @@ use crate::cmd::workload_args::WorkloadArgs;
 use crate::out;
 
 /// Smallest part of a workload that settings are compared on, requests.
-const PART_MIN: f64 = 500.0;
+const PART_MIN: f64 = 150.0;
 /// Parts beside the whole.
 const PARTS_MAX: usize = 2;
 /// Largest part that answers are found on, requests; they are confirmed on the whole.

@@ -402,9 +402,10 @@ impl Node {
 
     /// When the client of `flight`, which this node answers, had its last token.
     pub(crate) fn last_token(&self, flight: &Flight) -> SimTime {
-        match self.gaps.broken || self.gaps.always {
-            true => flight.last.max(self.gaps.broke_at),
-            false => self.gaps.last_end,
+        if self.gaps.broken || self.gaps.always {
+            flight.last.max(self.gaps.broke_at)
+        } else {
+            self.gaps.last_end
         }
     }
 

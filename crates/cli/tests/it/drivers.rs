@@ -85,7 +85,7 @@ fn case(n: u32) -> Case {
         cluster,
         "[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\nremote_prefill_tokens_min = 64\n\
          seed = {n}\nresumes_max = {}\n",
-        if n / 8 % 2 == 0 { 3 } else { 0 }
+        if (n / 8).is_multiple_of(2) { 3 } else { 0 }
     );
     if queue {
         cluster += "queue_max = 6\nbusy_kv_share = 0.5\n";

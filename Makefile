@@ -16,7 +16,7 @@ test-rust:
 test-python:
 	./scripts/pytest.sh
 
-# The `openai` package, LangChain and LiteLLM with tools and structured output; skips without a network.
+# The `openai` and `anthropic` packages, LangChain and LiteLLM with tools and structured output; skips without a network.
 .PHONY: test-clients
 test-clients:
 	./scripts/test-clients.sh

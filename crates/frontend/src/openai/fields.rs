@@ -97,6 +97,7 @@ pub(super) static FIELDS: &[Field] = &[
     used(Where::Both, "frequency_penalty"),
     used(Where::Both, "presence_penalty"),
     used(Where::Both, "repetition_penalty"),
+    used(Where::Both, "logit_bias"),
     used(Where::Chat, "tools"),
     used(Where::Chat, "tool_choice"),
     used(Where::Chat, "parallel_tool_calls"),
@@ -171,7 +172,6 @@ pub(super) static FIELDS: &[Field] = &[
         never,
         "send `prompt` as text or token ids",
     ),
-    refused(Where::Both, "logit_bias", is_empty, NO_SAMPLING),
     refused(Where::Both, "bad_words", is_empty, NO_SAMPLING),
     refused(Where::Both, "allowed_token_ids", is_empty, NO_SAMPLING),
     refused(Where::Both, "logits_processors", is_empty, NO_SAMPLING),
@@ -287,7 +287,8 @@ mod tests {
                         assert!(listed.is_object(), "{schema} lacks `{name}`");
                         // No field takes both an object and a number: one is a wrong type.
                         let wrong = match name {
-                            "stream_options"
+                            "logit_bias"
+                            | "stream_options"
                             | "chat_template_kwargs"
                             | "response_format"
                             | "structured_outputs"

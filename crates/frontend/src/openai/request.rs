@@ -293,6 +293,7 @@ impl<'a> Raw<'a> {
             "frequency_penalty" | "presence_penalty" => {
                 real(name, &value, |p| (-2.0..=2.0).contains(&p), "from -2 to 2")?;
             }
+            "logit_bias" => logit_bias(name, &value)?,
             "repetition_penalty" => real(name, &value, |p| p > 0.0, "above 0")?,
             other => unreachable!("`{other}` is in the table of fields, but nothing takes it"),
         }
@@ -559,6 +560,29 @@ fn real(path: &str, value: &Json<'_>, holds: fn(f64) -> bool, range: &str) -> Re
             format!("`{path}` is {number}; it must be {range}"),
         ))
     }
+}
+
+/// Biases by token id: checked, as those of samplers are.
+fn logit_bias(path: &str, value: &Json<'_>) -> Result<(), ApiError> {
+    let Json::Object(members) = value else {
+        return Err(wrong_type(path, "an object", value));
+    };
+    for (token, bias) in members {
+        let at = format!("{path}.{token}");
+        if token.parse::<TokenId>().is_err() {
+            return Err(ApiError::invalid(
+                at.clone(),
+                format!("`{at}`: names in `{path}` must be token ids"),
+            ));
+        }
+        real(
+            &at,
+            bias,
+            |b| (-100.0..=100.0).contains(&b),
+            "from -100 to 100",
+        )?;
+    }
+    Ok(())
 }
 
 fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {

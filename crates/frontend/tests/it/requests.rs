@@ -58,7 +58,7 @@ fn everything_that_is_modelled_is_understood() {
             "request_id": "r", "cache_salt": "s", "add_generation_prompt": false,
             "chat_template_kwargs": {"thinking": false},
             "temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.5, "presence_penalty": -2,
-            "frequency_penalty": 2.0, "repetition_penalty": 1.1, "best_of": 3,
+            "logit_bias": {"5": -100}, "frequency_penalty": 2.0, "repetition_penalty": 1.1, "best_of": 3,
             "somebody_elses_field": {"deep": [1, {"er": null}]},
         }),
     );
@@ -341,6 +341,12 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
         ),
         (json!({"echo": true}), "echo", "not supported in a chat"),
         (
+            json!({"logit_bias": {"5": 101}}),
+            "logit_bias.5",
+            "from -100",
+        ),
+        (json!({"logit_bias": {"a": 1}}), "logit_bias.a", "token ids"),
+        (
             json!({"chat_template_kwargs": 1}),
             "chat_template_kwargs",
             "must be an object",
@@ -407,7 +413,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
 fn what_is_not_modelled_is_refused_unless_it_asks_for_nothing() {
     for (asks, idle) in [
         (json!({"functions": [{}]}), json!({"functions": []})),
-        (json!({"logit_bias": {"5": 1}}), json!({"logit_bias": {}})),
+        (json!({"bad_words": ["x"]}), json!({"bad_words": []})),
         (
             json!({"modalities": ["text", "audio"]}),
             json!({"modalities": ["text"]}),

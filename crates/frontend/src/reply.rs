@@ -1883,6 +1883,22 @@ mod tests {
         }
     }
 
+    /// What is little work for one choice is refused for many.
+    #[test]
+    fn the_choices_of_a_request_share_a_bound_of_work() {
+        let text = TextModel::builtin();
+        let pattern = "[a-z]|".repeat(500);
+        let body =
+            serde_json::json!({"prompt": "x", "n": 128, "guided_regex": pattern}).to_string();
+        let params = crate::openai::parse_completion(body.as_bytes())
+            .unwrap()
+            .params;
+        let scripts = |choices| crate::script::scripts(&text, &params, 3, choices, false);
+        assert_eq!(scripts(2).unwrap().len(), 2);
+        let error = scripts(128).err().unwrap();
+        assert_eq!((error.status, error.param.as_deref()), (400, Some("n")));
+    }
+
     /// The tokens of a scripted answer stand in the place of the engine's, whether or not the client keeps up,
     /// and only those of calls are sent.
     #[test]

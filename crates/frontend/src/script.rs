@@ -25,6 +25,10 @@ use crate::text::TextModel;
 /// Bytes of all texts of a request at most: some hundreds of µs to make and to tokenize.
 const REQUEST_BYTES_MAX: usize = 64 << 10;
 
+/// Work for all choices of a request at most, in values that are made or copied: some ms. One choice may
+/// take most of it.
+const REQUEST_WORK_MAX: u32 = 20_000;
+
 /// A call, as a whole answer shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ScriptedCall {
@@ -149,6 +153,7 @@ pub(crate) fn scripts(
     }
     let mut scripts = Vec::with_capacity(choices);
     let mut bytes = 0;
+    let mut work = 0;
     for index in 0..choices as u64 {
         // As `generate::sequences` draws them: a choice's content follows from its seed.
         let seed = match index {
@@ -165,12 +170,14 @@ pub(crate) fn scripts(
             script.push(model, &text, Show::Text);
         }
         script.end();
-        if bytes > REQUEST_BYTES_MAX {
+        work += draws.spent();
+        let more_follow = index + 1 < choices as u64;
+        if bytes > REQUEST_BYTES_MAX || more_follow && work > REQUEST_WORK_MAX {
             return Err(ApiError::invalid(
                 "n",
                 format!(
                     "the choices have more than {REQUEST_BYTES_MAX} bytes of structured text \
-                     together; lower `n`"
+                     together, or are too much work; lower `n`"
                 ),
             ));
         }

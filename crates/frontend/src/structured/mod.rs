@@ -26,12 +26,26 @@ pub const OUT_BYTES_MAX: usize = 16 << 10;
 pub struct Draws {
     seed: u64,
     index: u64,
+    spent: u32,
 }
 
 impl Draws {
     /// The stream of `seed`.
     pub fn new(seed: u64) -> Draws {
-        Draws { seed, index: 0 }
+        Draws {
+            seed,
+            index: 0,
+            spent: 0,
+        }
+    }
+
+    /// Work that was done with these draws, in values made or copied: some 100 ns each.
+    pub fn spent(&self) -> u32 {
+        self.spent
+    }
+
+    fn spend(&mut self, work: u32) {
+        self.spent = self.spent.saturating_add(work);
     }
 
     /// A number below `n`, which is not 0.
@@ -52,5 +66,8 @@ impl Draws {
 /// # Errors
 /// The reason, as the end of a sentence that begins with the pattern's name.
 pub fn text_by_pattern(pattern: &str, draws: &mut Draws) -> Result<String, String> {
-    pattern::matching(pattern, draws)
+    draws.spend(32 + pattern.len() as u32);
+    let found = pattern::matching(pattern, draws)?;
+    draws.spend(found.len() as u32);
+    Ok(found)
 }

@@ -260,16 +260,24 @@ impl Maker<'_> {
 
     /// Counts the values of schemas that are copied when two are joined.
     fn charge(&mut self, schemas: [&Tree; 2]) -> Result<(), FormError> {
-        self.work += schemas.into_iter().map(weight).sum::<u32>();
+        self.spend(schemas.into_iter().map(weight).sum())
+    }
+
+    /// Counts work that is about that of copying so many values.
+    fn spend(&mut self, work: u32) -> Result<(), FormError> {
+        self.work += work;
+        self.draws.spend(work);
         if self.work > WORK_MAX {
             return Err(self
-                .error("`$ref`, `allOf`, `anyOf` or `oneOf` join too many or too large schemas"));
+                .error("`$ref`, `allOf`, `anyOf` or `oneOf` join too many or too large schemas, or patterns \
+                 are matched too often"));
         }
         Ok(())
     }
 
     fn step(&mut self, depth: u32) -> Result<(), FormError> {
         self.steps += 1;
+        self.draws.spend(1);
         if self.steps > STEPS_MAX || depth > DEPTH_MAX || self.out.len() > OUT_BYTES_MAX {
             return Err(self.error(format!(
                 "the JSON that the schema demands has more than {STEPS_MAX} values, {DEPTH_MAX} levels or \
@@ -727,8 +735,11 @@ impl Maker<'_> {
     fn by_pattern(&mut self, text: &str, least: usize, most: usize) -> Result<String, FormError> {
         for _ in 0..64 {
             self.step(0)?;
+            // It is parsed each time, at some 100 ns per byte.
+            self.spend(32 + text.len() as u32)?;
             let found = pattern::matching(text, self.draws)
                 .map_err(|reason| self.error(format!("the pattern {text:?} {reason}")))?;
+            self.spend(found.len() as u32)?;
             if (least..=most).contains(&found.chars().count()) {
                 return Ok(found);
             }

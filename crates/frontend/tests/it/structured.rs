@@ -290,6 +290,10 @@ fn schemas_that_demand_too_much_are_refused_and_not_computed() {
             json!({"type": "array", "items": {"const": 1}, "minItems": 2, "uniqueItems": true}),
             "unique",
         ),
+        (
+            json!({"items": {"pattern": "[a-z]{2}|".repeat(300)}, "minItems": 500}),
+            "too often",
+        ),
         (json!({"allOf": [{"const": 1}, {"const": 2}]}), "const"),
     ] {
         let tree = schema(&demand).unwrap();

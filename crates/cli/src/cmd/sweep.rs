@@ -691,35 +691,32 @@ fn cheapest(args: &Args, attain: f64, rows: &[Row]) -> String {
             loads.push(load);
         }
     }
-    let mut text = String::new();
-    for load in loads {
+    let line = |load: &String| {
         let attaining = rows
             .iter()
-            .filter(|row| named(row, true) == load && row.attains(args) == Some(true));
+            .filter(|row| named(row, true) == *load && row.attains(args) == Some(true));
         let least = attaining.min_by(|a, b| cost(a).total_cmp(&cost(b)));
         let at = if load.is_empty() {
             String::new()
         } else {
             format!(" at {load}")
         };
-        text.push_str(&match least {
-            Some(row) => {
-                let name = named(row, false);
-                let name = if name.is_empty() {
-                    "the cluster"
-                } else {
-                    &name
-                };
-                let cost = match row.cost_per_hour {
-                    Some(cost) => format!("{cost:.2} per hour"),
-                    None => counted(row.gpus, "GPU"),
-                };
-                format!("cheapest that attains {percent} %{at}: {name} ({cost})\n")
-            }
-            None => format!("no configuration attains {percent} %{at}\n"),
-        });
-    }
-    text
+        let Some(row) = least else {
+            return format!("no configuration attains {percent} %{at}\n");
+        };
+        let name = named(row, false);
+        let name = if name.is_empty() {
+            "the cluster"
+        } else {
+            &name
+        };
+        let cost = match row.cost_per_hour {
+            Some(cost) => format!("{cost:.2} per hour"),
+            None => counted(row.gpus, "GPU"),
+        };
+        format!("cheapest that attains {percent} %{at}: {name} ({cost})\n")
+    };
+    loads.iter().map(line).collect()
 }
 
 /// The tolerance, in words.

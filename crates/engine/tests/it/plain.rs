@@ -352,9 +352,10 @@ impl Plain {
             }
             new = new.min(budget);
             let unheld = found.iter().filter(|&&b| self.refs[b] == 0).count();
-            let fits = match config.scheduler_reserve_full_isl {
-                true => len,
-                false => (computed + new) as usize,
+            let fits = if config.scheduler_reserve_full_isl {
+                len
+            } else {
+                (computed + new) as usize
             };
             if fits.div_ceil(self.size()) - found.len() + unheld > self.free.len() {
                 break;

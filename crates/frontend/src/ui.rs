@@ -201,7 +201,7 @@ fn snapshot(text: &str) -> Value {
             *totals.entry(field).or_default() += value;
         }
         if let Some((_, key, kind)) = ERRORS.iter().find(|(series, ..)| *series == name) {
-            let kind = match key.and_then(&label) {
+            let kind = match key.and_then(label) {
                 None => (*kind).to_owned(),
                 Some(reason) => format!("{kind}: {reason}"),
             };

@@ -176,7 +176,7 @@ fn folder(stated: Option<&Path>) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// What is run.
+/// The cluster and the load that are run.
 struct Demo<'a> {
     dir: &'a Path,
     /// The cluster file and its overrides.

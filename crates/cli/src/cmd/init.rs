@@ -111,7 +111,7 @@ fn counted(n: u32, noun: &str) -> String {
     slipstream_report::table::counted(u64::from(n), noun)
 }
 
-/// What the files describe.
+/// Content of the files.
 struct Choice {
     model: String,
     gpu: String,

@@ -347,19 +347,28 @@ fn answer<T>(
     default: &str,
     parse: impl Fn(&str) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
+    let mut refused = None;
     loop {
         eprint!("{question} [{default}]: ");
         let mut line = String::new();
         let read = answers.read_line(&mut line).context("reading the answer")?;
+        // The input ended behind an answer that was refused: its default is not what was meant.
+        if read == 0
+            && let Some(error) = refused
+        {
+            return Err(error);
+        }
         let text = match line.trim() {
             "" => default,
             text => text,
         };
         match parse(text) {
             Ok(value) => return Ok(value),
-            // The end of the input would be asked again without end.
             Err(error) if read == 0 => return Err(error),
-            Err(error) => eprintln!("{error:#}"),
+            Err(error) => {
+                eprintln!("{error:#}");
+                refused = Some(error);
+            }
         }
     }
 }

@@ -408,9 +408,9 @@ fn a_sweep_takes_no_noise_for_a_gain() {
         (marked, std::fs::read_to_string(page).unwrap())
     };
     assert!(front("--tolerance=0").0 > 1);
-    let (marked, page) = front("--tolerance=1");
+    let (marked, page) = front("--tolerance=2");
     assert_eq!(marked, 1);
-    assert!(page.contains("tolerance 1 %"));
+    assert!(page.contains("tolerance 2 %"));
     // The page lists the varied keys and their values.
     assert!(page.contains("<td class=\"text\">pool.main.workers=4,5,6,7,8</td>"));
     assert!(page.contains("examples/cluster.toml</td>"));

@@ -395,14 +395,15 @@ fn a_crash_pauses_what_had_begun_there_and_loses_nothing() {
             assert_eq!(e.workers.1, Some(0), "{e:?}");
             // Nine gaps of 10 ms, of which one is longer.
             let pause = e.last - e.first - 8 * 10 * MS;
-            // Up to a pass was lost, up to one is under way at the other worker, and one computes the rest.
-            assert!((10 * MS..=30 * MS).contains(&pause), "{e:?}");
+            // Up to a pass was lost; at the other worker up to one is under way, the next one is scheduled, and
+            // one computes the rest.
+            assert!((10 * MS..=40 * MS).contains(&pause), "{e:?}");
         }
     }
     let times = &outcome.resumes.times;
     assert_eq!(times.count(), begun.len() as u64);
     let most = times.percentiles().unwrap().max;
-    assert!((10.0..=30.0).contains(&most), "{most} ms");
+    assert!((10.0..=40.0).contains(&most), "{most} ms");
     // 50 tokens of prompt, and one to nine of the answer.
     let each = outcome.resumes.tokens / times.count();
     assert!((51..=59).contains(&each), "{each}");

@@ -176,7 +176,7 @@ pub struct Fleet {
     /// Bumped after each change of `ready`, so that a router rebuilds its list only then.
     ready_generation: AtomicU64,
     cached: Cached,
-    /// What was routed of prompts whose tokens are not known.
+    /// Routed prompts whose tokens are not known.
     guesses: Option<ApproximateIndex>,
     /// One bit per target: no events tell what it holds, so for prompts of known tokens, too, it is guessed.
     guessed: Box<[AtomicU64]>,

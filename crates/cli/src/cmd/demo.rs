@@ -59,6 +59,8 @@ const CALIBRATION: Duration = Duration::from_secs(2);
 /// Largest ratio of the live to the simulated median ITL. An engine's pace does not depend on the policy
 /// or on its load, so a larger one means that the host did not keep time.
 const ITL_RATIO_MAX: f64 = 1.25;
+/// Exit status if all requests were answered, but the host did not keep time (`EX_TEMPFAIL` of sysexits.h).
+const DID_NOT_KEEP_TIME: u8 = 75;
 
 fn factor(text: &str) -> Result<f64, String> {
     let factor = text.parse::<f64>().ok();
@@ -100,6 +102,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         std::env::var_os("NO_COLOR").as_deref(),
     );
     let mut code = ExitCode::SUCCESS;
+    let failed = live.iter().any(|(report, _)| report.requests.failed > 0);
     let late = live
         .iter()
         .zip(&twins)
@@ -113,7 +116,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
              than {speedup}",
             number(ratio)
         );
-        code = ExitCode::FAILURE;
+        code = ExitCode::from(DID_NOT_KEEP_TIME);
         let _ = write!(
             text,
             "\nSimulated (virtual time, so that a busy host does not change it):\n\n{}",
@@ -133,9 +136,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             compare::render_gains(&reports, color)
         );
         for ((_, label), (live, twin)) in POLICIES.iter().zip(reports.into_iter().zip(twins)) {
-            if live.requests.failed > 0 {
-                code = ExitCode::FAILURE;
-            }
             let _ = write!(
                 text,
                 "\n{label} routing, live and simulated:\n\n{}",
@@ -154,6 +154,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         dir.join("round_robin.html").display(),
     );
     out::print(&text)?;
+    if failed {
+        code = ExitCode::FAILURE;
+    }
     Ok(code)
 }
 

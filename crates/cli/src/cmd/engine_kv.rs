@@ -39,7 +39,7 @@ const BLOCKS_MAX: u64 = 1 << 24;
 /// Data-parallel ranks of an engine at most.
 const RANKS_MAX: usize = 64;
 
-/// What is known of an engine whose events can be followed.
+/// An engine whose events can be followed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Source {
     /// One publisher per data-parallel rank.

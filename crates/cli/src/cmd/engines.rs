@@ -130,7 +130,7 @@ impl Live {
         }
     }
 
-    /// What is served, in words.
+    /// The models and engines served, as text.
     pub(crate) fn summary(&self) -> String {
         let (ready, count) = (self.engines.ready(), self.engines.count());
         format!(

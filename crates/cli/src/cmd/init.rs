@@ -352,7 +352,7 @@ fn answer<T>(
         eprint!("{question} [{default}]: ");
         let mut line = String::new();
         let read = answers.read_line(&mut line).context("reading the answer")?;
-        // The input ended behind an answer that was refused: its default is not what was meant.
+        // The input ended behind an answer that was refused: the user did not mean the default.
         if read == 0
             && let Some(error) = refused
         {

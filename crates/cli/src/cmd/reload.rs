@@ -48,7 +48,7 @@ fn listed(cluster: &Cluster) -> Listed {
     all
 }
 
-/// Settings by path, without the lists of engines and what goes with them.
+/// Settings by path, without the lists of engines and their keys.
 fn others(settings: &Settings) -> BTreeMap<String, Option<String>> {
     let of_engines = |path: &str| {
         let key = path.rsplit('.').next().unwrap_or_default();

@@ -872,7 +872,7 @@ impl Memory<'_> {
                     && rest >= per_token * u64::from(self.shape.max_positions)
             });
             let (key, hint) = match enough {
-                // Half of what is left for sampling leaves the other half for the cache.
+                // Half of the rest for sampling leaves the other half for the cache.
                 _ if rest / 2 >= self.shape.sampling_bytes(1).max(per_block) => {
                     let fit = rest / 2 / self.shape.sampling_bytes(1);
                     let split = enough

@@ -145,7 +145,7 @@ def test_keys_of_another_length_are_kept_and_not_told_of(tmp_path: Path) -> None
         pass
     (text,) = take_warnings()
     assert "a key has 15 bytes, but the keys of this set have 36" in text
-    assert "--prefix-caching-hash-algo" in text and "disk_dir of its own" in text
+    assert "--prefix-caching-hash-algo" in text and "its own disk_dir" in text
     opened.store.close()
 
 

@@ -208,8 +208,17 @@ def test_a_stream_can_be_left(client, model):
         ({"n": 0}, "n", "from 1 to 128"),
         ({"max_tokens": -3}, "max_tokens", "is -3"),
         ({"max_tokens": 10**9}, "max_tokens", "maximum context length"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "only tools of type `function`"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},
+                }
+            },
+            "response_format.json_schema.schema",
+            "`not` of JSON Schema is not modelled",
+        ),
         ({"stop": [""]}, "stop", "empty string"),
         ({"extra_body": {"stop_token_ids": [10**9]}}, "stop_token_ids", "not in the vocabulary"),
     ],

@@ -378,8 +378,11 @@ impl Store {
         Ok(())
     }
 
-    /// The address at which peers reach this store.
+    /// The address at which peers reach this store. `None` without peers, and once it is detached.
     pub fn address(&self) -> Option<Address> {
+        if self.shared.is_detached() {
+            return None; // its connections may still be ending
+        }
         self.shared.links()?.addresses().first().cloned()
     }
 

@@ -242,6 +242,10 @@ impl Shared {
         self.memory.clear();
     }
 
+    pub(super) fn is_detached(&self) -> bool {
+        self.is_detached.load(Ordering::Acquire)
+    }
+
     /// Drops the lower tiers, and returns them; `None` if already detached.
     pub(super) fn detach(&self) -> Option<Vec<Arc<dyn Tier>>> {
         if self.is_detached.swap(true, Ordering::AcqRel) {

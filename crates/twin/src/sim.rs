@@ -752,6 +752,15 @@ impl<'a> Sim<'a> {
     /// Delivers the output of a pass to the clients.
     fn tell(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
         let now = self.now;
+        // Before `tell`, which may move the time of a request's last token to now.
+        for first in &out.first {
+            let flight = self.flights.get_mut(first.id);
+            if flight.is_resumed() {
+                let tokens = flight.request.prompt.tokens() + flight.answered;
+                self.tally.resumes.tokens += u64::from(tokens);
+                self.tally.resumes.times.record(now.since(flight.last));
+            }
+        }
         let n = &mut self.nodes[node as usize];
         n.tell(now, out, &mut self.flights, &mut self.tally.totals);
         if let Some(watch) = &n.watch {
@@ -769,11 +778,6 @@ impl<'a> Sim<'a> {
         }
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
-            if flight.is_resumed() {
-                let tokens = flight.request.prompt.tokens() + flight.answered;
-                self.tally.resumes.tokens += u64::from(tokens);
-                self.tally.resumes.times.record(now.since(flight.last));
-            }
             flight.on_first(first, out.end, now);
             self.dispatch.on_first_token(first.id.0 as u32);
         }

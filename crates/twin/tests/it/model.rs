@@ -423,7 +423,9 @@ fn a_crash_pauses_what_had_begun_there_and_loses_nothing() {
     let (plain, _) = simulate(&faulty, &load(400, 200, 50, 10), &options);
     assert_eq!(plain.digest, outcome.digest);
     assert_eq!(plain.totals.latencies().itl_ms.unwrap().count, gaps.count);
-    assert_eq!(plain.resumes.times.count(), times.count());
+    let plain = plain.resumes.times;
+    assert_eq!(plain.count(), times.count());
+    assert_eq!(plain.percentiles().unwrap().max, most);
 }
 
 /// One request on two workers: the end of both, and of prefill and decode workers at each stage of the rest.

@@ -194,7 +194,7 @@ fn streams_of_an_engine_that_must_go_continue_on_another_one() {
     let mut got = client.chunk().expect("an event");
     assert_eq!(add(&server, &staying).status, 201);
     server.await_metric("slipstream_engine_up", |up| up == 2.0);
-    let query = "?worker=w0&drain_s=0";
+    let query = "?worker=0&drain_s=0";
     assert_eq!(ask(&server, "DELETE", query, "").status, 202);
     while let Some(more) = client.chunk() {
         got.extend_from_slice(&more);
@@ -237,6 +237,8 @@ fn mistakes_in_admin_requests_are_named() {
         ("?url=http://nowhere:1", 404, "nowhere"),
         ("?worker=w0&drain_s=-1", 400, "drain_s"),
         ("?worker=w0&drain_s=soon", 400, "drain_s"),
+        ("?worker=w0&drain_s=nan", 400, "drain_s"),
+        ("?worker=0&drain_s=1e400", 400, "drain_s"),
         ("?worker=w0&url=http://x", 400, "by `url` or by `worker`"),
         ("?drain_s=1", 400, "by `url` or by `worker`"),
     ] {

@@ -119,9 +119,10 @@ fn from_query(query: &str) -> Result<Bytes, ApiError> {
         let value = http::percent_decode(value);
         let value = match name {
             "drain_s" => {
-                let seconds: Result<f64, _> = value.parse();
-                let wrong = |_| ApiError::invalid(name, "`drain_s` is not a number of seconds");
-                json!(seconds.map_err(wrong)?)
+                // JSON has no NaN and no infinity.
+                let seconds = value.parse().ok().filter(|s: &f64| s.is_finite());
+                let wrong = || ApiError::invalid(name, "`drain_s` is not a number of seconds");
+                json!(seconds.ok_or_else(wrong)?)
             }
             _ => Value::from(value),
         };
@@ -178,8 +179,26 @@ fn add(engines: &Engines, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
 #[serde(deny_unknown_fields)]
 struct Remove {
     url: Option<String>,
-    worker: Option<String>,
+    worker: Option<WorkerName>,
     drain_s: Option<f64>,
+}
+
+/// A worker as in lists (`0`), or as in logs and metrics (`w0`).
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum WorkerName {
+    Number(u32),
+    Text(String),
+}
+
+impl WorkerName {
+    fn into_text(self) -> String {
+        match self {
+            WorkerName::Number(number) => format!("w{number}"),
+            WorkerName::Text(text) if text.starts_with('w') => text,
+            WorkerName::Text(number) => format!("w{number}"),
+        }
+    }
 }
 
 fn remove(engines: &Engines, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
@@ -193,7 +212,8 @@ fn remove(engines: &Engines, body: &[u8]) -> Result<Response<HttpBody>, ApiError
         s => s.map(Duration::from_secs_f64),
     };
     let members = engines.members();
-    let is_it: Box<dyn Fn(&Engine) -> bool> = match (&asked.url, &asked.worker) {
+    let worker = asked.worker.map(WorkerName::into_text);
+    let is_it: Box<dyn Fn(&Engine) -> bool> = match (&asked.url, &worker) {
         (Some(url), None) => {
             let url = url_of(url)?;
             Box::new(move |of| of.spec.url == url)
@@ -209,7 +229,7 @@ fn remove(engines: &Engines, body: &[u8]) -> Result<Response<HttpBody>, ApiError
     };
     let engine = members.iter().flatten().find(|of| is_it(of));
     let Some(engine) = engine else {
-        let name = asked.url.or(asked.worker).unwrap_or_default();
+        let name = asked.url.or(worker).unwrap_or_default();
         return Err(refusal(&MemberError::Unknown { name }));
     };
     engines.drain_engine(engine, limit);

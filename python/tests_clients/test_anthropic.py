@@ -73,7 +73,9 @@ def test_a_loop_of_tool_uses_ends(client, model, stream):
             assert isinstance(use.input["city"], str)
             assert use.input["days"] >= 1
             results.append({"type": "tool_result", "tool_use_id": use.id, "content": "sunny"})
-        messages.append({"role": "user", "content": results})
+        # Text may follow the results.
+        text = [{"type": "text", "text": "Thanks."}] if stream else []
+        messages.append({"role": "user", "content": results + text})
         rounds += 1
     assert rounds == 1, "a call, then text"
     assert answer.content[0].text

@@ -124,7 +124,12 @@ fn decide(
     prompts: &mut [Tokenized],
 ) -> Result<(), ApiError> {
     let tool_answered = match &request.input {
-        Input::Chat { messages, .. } => messages.last().is_some_and(|m| m.role == "tool"),
+        // Text may follow the results, as in Anthropic's messages.
+        Input::Chat { messages, .. } => messages
+            .iter()
+            .rev()
+            .take_while(|message| message.role != "assistant")
+            .any(|message| message.role == "tool"),
         Input::Prompts(_) => false,
     };
     let params = &mut request.params;

@@ -129,7 +129,7 @@ impl Script {
 
 /// The scripts of a request's choices, one per choice of each prompt; empty if any text will do.
 ///
-/// `tool_answered`: the last message is a tool's answer, after which `auto` calls no tool.
+/// `tool_answered`: results of tools follow the assistant's last message, after which `auto` calls no tool.
 ///
 /// # Errors
 /// [`ApiError`] 400 with the field at fault, if nothing satisfies the form.

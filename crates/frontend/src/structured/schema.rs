@@ -4,7 +4,11 @@
 //! and that are not modelled are refused by name, wherever in the schema they stand. Other unknown keywords are
 //! annotations, as the specification has it.
 
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
+
+use regex_syntax::ParserBuilder;
+use regex_syntax::hir::{Class, Hir, HirKind, Look};
 
 use super::tree::write_text;
 use super::{DEPTH_MAX, Draws, OUT_BYTES_MAX, STEPS_MAX, Tree, pattern};
@@ -72,6 +76,32 @@ const WORK_MAX: u32 = 16 << 10;
 /// Bytes of the patterns of a schema, all together, at most.
 const PATTERNS_BYTES_MAX: usize = 4 << 10;
 
+/// Values that are made for one text until one satisfies the schema, at most.
+const TRIES_MAX: u32 = 4;
+
+/// Formats whose texts are modelled; others are annotations.
+const FORMATS: [&str; 17] = [
+    "date-time",
+    "date",
+    "time",
+    "duration",
+    "email",
+    "idn-email",
+    "hostname",
+    "idn-hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "iri",
+    "uri-reference",
+    "iri-reference",
+    "url",
+    "uuid",
+    "json-pointer",
+];
+
+const PATTERN_AND_FORMAT: &str = "`pattern` together with `format` is not modelled; drop one";
+
 /// Words of modelled strings.
 const WORDS: [&str; 32] = [
     "amber", "basin", "cedar", "delta", "ember", "field", "grove", "harbor", "island", "jasper",
@@ -103,11 +133,46 @@ pub fn json_by_schema(schema: &Tree, draws: &mut Draws) -> Result<String, FormEr
         draws,
         steps: 0,
         work: 0,
+        vary: false,
         out: String::new(),
         path: Vec::new(),
     };
-    maker.value(schema, 0)?;
-    Ok(maker.out)
+    let mut judge = Judge::new(schema);
+    for _ in 0..TRIES_MAX {
+        maker.out.clear();
+        judge.path.clear();
+        maker.value(schema, 0)?;
+        // Keywords of several subschemas are joined before a value is made; the value itself is the proof.
+        let value = serde_json::from_str(&maker.out)
+            .map(tree)
+            .map_err(|error| maker.error(format!("the value that was made is no JSON: {error}")))?;
+        let before = judge.work;
+        let right = judge.satisfies(&value, schema, 0)?;
+        maker.draws.spend(judge.work - before);
+        if right {
+            return Ok(maker.out);
+        }
+    }
+    let (path, name) = judge.missed.unwrap_or_default();
+    Err(error(
+        &path,
+        format!("`{name}` in combination with the keywords of other subschemas is not modelled"),
+    ))
+}
+
+/// `value` as a [`Tree`].
+fn tree(value: serde_json::Value) -> Tree {
+    match value {
+        serde_json::Value::Null => Tree::Null,
+        serde_json::Value::Bool(value) => Tree::Bool(value),
+        serde_json::Value::Number(number) => Tree::Number(number),
+        serde_json::Value::String(text) => Tree::Text(text),
+        serde_json::Value::Array(elements) => Tree::Array(elements.into_iter().map(tree).collect()),
+        serde_json::Value::Object(members) => {
+            let members = members.into_iter();
+            Tree::Object(members.map(|(name, value)| (name, tree(value))).collect())
+        }
+    }
 }
 
 fn joined(path: &[String]) -> String {
@@ -195,7 +260,11 @@ impl Check {
                     }
                     self.path.pop();
                 }
-                "$ref" if !value.as_text().is_some_and(|to| to.starts_with('#')) => {
+                "$ref"
+                    if !value
+                        .as_text()
+                        .is_some_and(|to| to == "#" || to.starts_with("#/")) =>
+                {
                     return Err(error(
                         &self.path,
                         "`$ref` must point into the schema itself, as `#/$defs/name`",
@@ -203,7 +272,13 @@ impl Check {
                 }
                 "type" => self.types(value)?,
                 "pattern" => {
-                    let text = value.as_text().unwrap_or_default();
+                    let Some(text) = value.as_text() else {
+                        return Err(self.malformed(name, "a string", value));
+                    };
+                    let format = schema.get("format").and_then(Tree::as_text);
+                    if format.is_some_and(|format| FORMATS.contains(&format)) {
+                        return Err(error(&self.path, PATTERN_AND_FORMAT));
+                    }
                     self.steps += 32; // it takes as long as so many subschemas
                     self.pattern_bytes += text.len();
                     if self.pattern_bytes > PATTERNS_BYTES_MAX {
@@ -216,10 +291,50 @@ impl Check {
                         error(&self.path, format!("the pattern {text:?} {reason}"))
                     })?;
                 }
+                "required" if !matches!(value, Tree::Array(names) if names.iter().all(|n| n.as_text().is_some())) =>
+                {
+                    return Err(self.malformed(name, "an array of strings", value));
+                }
+                "enum" if !matches!(value, Tree::Array(_)) => {
+                    return Err(self.malformed(name, "an array", value));
+                }
+                "uniqueItems" if !matches!(value, Tree::Bool(_)) => {
+                    return Err(self.malformed(name, "a boolean", value));
+                }
+                "format" if value.as_text().is_none() => {
+                    return Err(self.malformed(name, "a string", value));
+                }
+                "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties"
+                | "maxProperties"
+                    if !matches!(value, Tree::Number(n) if number(n) >= 0.0 && number(n).fract() == 0.0) =>
+                {
+                    return Err(self.malformed(name, "a whole number from 0", value));
+                }
+                "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum"
+                    if !matches!(value, Tree::Number(_)) =>
+                {
+                    return Err(self.malformed(name, "a number", value));
+                }
+                "multipleOf" if !matches!(value, Tree::Number(n) if number(n) > 0.0) => {
+                    return Err(self.malformed(name, "a number above 0", value));
+                }
                 _ => {}
             }
         }
         Ok(())
+    }
+
+    /// The error for keyword `name` with a value of the wrong type.
+    fn malformed(&self, name: &str, expected: &str, value: &Tree) -> FormError {
+        let mut found = String::new();
+        match value {
+            Tree::Bool(_) | Tree::Number(_) | Tree::Null => value.write(&mut found),
+            other => found.push_str(other.type_name()),
+        }
+        error(
+            &self.path,
+            format!("`{name}` must be {expected}, not {found}"),
+        )
     }
 
     fn types(&self, value: &Tree) -> Result<(), FormError> {
@@ -245,6 +360,8 @@ struct Maker<'a> {
     steps: u32,
     /// Values of schemas that were copied.
     work: u32,
+    /// Whether strings are drawn letter by letter: words did not differ enough for `uniqueItems`.
+    vary: bool,
     out: String,
     path: Vec<String>,
 }
@@ -265,12 +382,12 @@ impl Maker<'_> {
 
     /// Counts work that is about that of copying so many values.
     fn spend(&mut self, work: u32) -> Result<(), FormError> {
-        self.work += work;
+        self.work = self.work.saturating_add(work);
         self.draws.spend(work);
         if self.work > WORK_MAX {
             return Err(self
-                .error("`$ref`, `allOf`, `anyOf` or `oneOf` join too many or too large schemas, or patterns \
-                 are matched too often"));
+                .error("`$ref`, `allOf`, `anyOf` or `oneOf` join too many or too large schemas, patterns are \
+                 matched too often, or `uniqueItems` finds too many equal items"));
         }
         Ok(())
     }
@@ -301,19 +418,10 @@ impl Maker<'_> {
             return self.value(&whole, depth + 1);
         }
         if let Some(value) = schema.get("const") {
-            value.write(&mut self.out);
-            return Ok(());
+            return self.listed("const", std::slice::from_ref(value), schema);
         }
         if let Some(Tree::Array(values)) = schema.get("enum") {
-            let types = types_of(schema);
-            let fits = |value: &&Tree| types.is_empty() || types.iter().any(|t| is_of(value, t));
-            let values: Vec<&Tree> = values.iter().filter(fits).collect();
-            if values.is_empty() {
-                return Err(self.error("no value of `enum` is of the `type`"));
-            }
-            let chosen = values[self.draws.below(values.len() as u64) as usize];
-            chosen.write(&mut self.out);
-            return Ok(());
+            return self.listed("enum", values, schema);
         }
         for name in ["anyOf", "oneOf"] {
             if let Some(Tree::Array(branches)) = schema.get(name) {
@@ -336,6 +444,31 @@ impl Maker<'_> {
             }
             _ => self.string(schema),
         }
+    }
+
+    /// One of `values`, of keyword `name`, that satisfies the keywords of `schema` next to it.
+    fn listed(&mut self, name: &str, values: &[Tree], schema: &Tree) -> Result<(), FormError> {
+        let mut judge = Judge::new(self.root);
+        judge.given = Some(name);
+        judge.path.clone_from(&self.path);
+        let start = match values.len() {
+            0 => 0,
+            count => self.draws.below(count as u64) as usize,
+        };
+        for at in 0..values.len() {
+            let value = &values[(start + at) % values.len()];
+            let before = judge.work;
+            judge.path.truncate(self.path.len());
+            let right = judge.satisfies(value, schema, 0)?;
+            self.spend(judge.work - before)?;
+            if right {
+                value.write(&mut self.out);
+                return Ok(());
+            }
+        }
+        Err(self.error(format!(
+            "no value of `{name}` satisfies the keywords next to it"
+        )))
     }
 
     /// One of `branches`, together with the keywords beside them. Far down, one that ends soon.
@@ -407,29 +540,47 @@ impl Maker<'_> {
 
     /// What `$ref` points to: a JSON pointer (RFC 6901) as a fragment.
     fn target(&self, to: &str) -> Result<&Tree, FormError> {
-        let pointer = to.strip_prefix('#').unwrap_or(to);
-        let mut at = self.root;
-        for part in pointer.split('/').skip(1) {
-            let part = crate::http::percent_decode(part);
-            let part = part.replace("~1", "/").replace("~0", "~");
-            let next = match at {
-                Tree::Array(elements) => part.parse().ok().and_then(|i: usize| elements.get(i)),
-                other => other.get(&part),
-            };
-            at = next.ok_or_else(|| self.error(format!("`$ref` {to:?} points to nothing")))?;
-        }
-        Ok(at)
+        target(self.root, to).ok_or_else(|| self.error(format!("`$ref` {to:?} points to nothing")))
     }
 
     /// A schema that demands what both do.
-    fn merged(&self, one: &Tree, other: &Tree) -> Result<Tree, FormError> {
+    fn merged(&mut self, one: &Tree, other: &Tree) -> Result<Tree, FormError> {
         let (members, more) = match (one, other) {
             (Tree::Bool(true), rest) | (rest, Tree::Bool(true)) => return Ok(rest.clone()),
             (Tree::Object(one), Tree::Object(other)) => (one, other),
             _ => return Ok(Tree::Bool(false)),
         };
         let mut whole = members.clone();
+        let has = |name| one.get(name).is_some() || other.get(name).is_some();
+        // These depend on the keywords next to them in their own subschema.
+        let objects = has("additionalProperties");
+        let arrays = has("prefixItems") || has("items");
+        // The schemas of other members are copied to each member that only the other subschema names.
+        for (named, rest, there) in [
+            ("properties", "additionalProperties", objects),
+            ("prefixItems", "items", arrays),
+        ] {
+            let of = |name| [one.get(name), other.get(name)].into_iter().flatten();
+            let names: usize = of(named).map(members_of).sum();
+            let copied: u32 = of(rest).map(weight).sum();
+            if there {
+                self.spend(copied.saturating_mul(names as u32 / 4))?;
+            }
+        }
+        if objects {
+            whole.retain(|(n, _)| n != "properties" && n != "additionalProperties");
+            whole.extend(joined_properties(one, other));
+        }
+        if arrays {
+            whole.retain(|(n, _)| n != "prefixItems" && n != "items");
+            whole.extend(joined_items(one, other));
+        }
         for (name, value) in more {
+            match name.as_str() {
+                "properties" | "additionalProperties" if objects => continue,
+                "prefixItems" | "items" if arrays => continue,
+                _ => {}
+            }
             let Some(known) = whole.iter_mut().find(|(n, _)| n == name) else {
                 whole.push((name.clone(), value.clone()));
                 continue;
@@ -455,10 +606,7 @@ impl Maker<'_> {
                 for (property, schema) in other {
                     match whole.iter_mut().find(|(n, _)| n == property) {
                         None => whole.push((property.clone(), schema.clone())),
-                        Some(known) => {
-                            let both = vec![known.1.clone(), schema.clone()];
-                            known.1 = Tree::Object(vec![("allOf".into(), Tree::Array(both))]);
-                        }
+                        Some(known) => known.1 = all_of(&known.1, schema),
                     }
                 }
                 Ok(Tree::Object(whole))
@@ -468,12 +616,12 @@ impl Maker<'_> {
                 whole.extend(other.iter().filter(|name| !one.contains(name)).cloned());
                 Ok(Tree::Array(whole))
             }
+            ("allOf", Tree::Array(one), Tree::Array(other)) => {
+                Ok(Tree::Array(one.iter().chain(other).cloned().collect()))
+            }
             ("enum", Tree::Array(one), Tree::Array(other)) => {
                 let both = one.iter().filter(|value| other.contains(value));
                 Ok(Tree::Array(both.cloned().collect()))
-            }
-            ("additionalProperties" | "unevaluatedProperties" | "items", one, other) => {
-                self.merged(one, other)
             }
             (
                 "minimum" | "exclusiveMinimum" | "minLength" | "minItems" | "minProperties",
@@ -646,6 +794,8 @@ impl Maker<'_> {
             Tree::Bool(false) => most.min(first.len() as u64),
             _ => most,
         };
+        let closed = first.iter().position(|item| *item == Tree::Bool(false));
+        let most = closed.map_or(most, |at| most.min(at as u64));
         if least > most {
             return Err(self.error("`minItems` is more than the array may have"));
         }
@@ -656,7 +806,8 @@ impl Maker<'_> {
         };
         let count = usual.clamp(least, most);
         let unique = schema.get("uniqueItems") == Some(&Tree::Bool(true));
-        let mut seen: Vec<String> = Vec::new();
+        let mut seen: HashSet<String> = HashSet::new();
+        let vary = self.vary;
         self.out.push('[');
         for at in 0..count {
             if at > 0 {
@@ -667,11 +818,29 @@ impl Maker<'_> {
             let start = self.out.len();
             let mut tries = 0;
             loop {
-                self.value(item, depth + 1)?;
-                if !unique || !seen.iter().any(|known| *known == self.out[start..]) {
+                self.vary = vary || tries > 0;
+                let made = self.value(item, depth + 1);
+                self.vary = vary;
+                made?;
+                if !unique {
+                    break;
+                }
+                let text = &self.out[start..];
+                // Other texts are the same exactly if the values are.
+                let plain = text.starts_with('"') || !text.contains(['.', 'e', 'E', '[', '{']);
+                let key = if plain {
+                    text.to_owned()
+                } else {
+                    let value = serde_json::from_str(text)
+                        .map_err(|error| self.error(format!("an item is no JSON: {error}")))?;
+                    canonical(&tree(value))
+                };
+                self.spend(1 + key.len() as u32 / 32)?;
+                if seen.insert(key) {
                     break;
                 }
                 tries += 1;
+                self.spend(24)?;
                 if tries < 64 {
                     self.out.truncate(start);
                     continue;
@@ -684,9 +853,6 @@ impl Maker<'_> {
                     return Ok(());
                 }
                 return Err(self.error("not enough different items were found for `uniqueItems`"));
-            }
-            if unique {
-                seen.push(self.out[start..].to_owned());
             }
             self.path.pop();
         }
@@ -704,6 +870,10 @@ impl Maker<'_> {
             return Err(self.error(format!("`minLength` is more than {OUT_BYTES_MAX}")));
         }
         let text = if let Some(pattern) = schema.get("pattern").and_then(Tree::as_text) {
+            let format = schema.get("format").and_then(Tree::as_text);
+            if format.is_some_and(|format| FORMATS.contains(&format)) {
+                return Err(self.error(PATTERN_AND_FORMAT));
+            }
             self.by_pattern(pattern, least, most)?
         } else if let Some(text) = schema
             .get("format")
@@ -714,6 +884,11 @@ impl Maker<'_> {
                 return Err(self.error("`format` does not fit `minLength` and `maxLength`"));
             }
             text
+        } else if self.vary {
+            let count = least.max(12).min(most);
+            (0..count)
+                .map(|_| char::from(b'a' + self.draws.below(26) as u8))
+                .collect()
         } else {
             let words = 1 + self.draws.below(4);
             let mut text = String::new();
@@ -740,13 +915,52 @@ impl Maker<'_> {
             let found = pattern::matching(text, self.draws)
                 .map_err(|reason| self.error(format!("the pattern {text:?} {reason}")))?;
             self.spend(found.len() as u32)?;
-            if (least..=most).contains(&found.chars().count()) {
+            let count = found.chars().count();
+            if (least..=most).contains(&count) {
                 return Ok(found);
+            }
+            if let Some(fitted) = self.fitted(text, &found, least, most)? {
+                return Ok(fitted);
             }
         }
         Err(self.error(format!(
             "no match of the pattern {text:?} was found within `minLength` and `maxLength`"
         )))
+    }
+
+    /// `found` made as long as it must be, if it matches the pattern `text` then.
+    fn fitted(
+        &mut self,
+        text: &str,
+        found: &str,
+        least: usize,
+        most: usize,
+    ) -> Result<Option<String>, FormError> {
+        let count = found.chars().count();
+        if least > STEPS_MAX as usize {
+            return Ok(None);
+        }
+        let mut candidates: Vec<String> = Vec::new();
+        if count > most {
+            candidates.push(found.chars().take(most).collect());
+        } else {
+            let pads = [found.chars().last().unwrap_or('a'), 'a', '0'];
+            for pad in pads {
+                let padding = std::iter::repeat_n(pad, least - count);
+                candidates.push(found.chars().chain(padding).collect());
+            }
+        }
+        let mut judge = Judge::new(self.root);
+        for candidate in candidates {
+            // A check that takes too long finds nothing; it is no error yet.
+            let matched = judge.matches(text, &candidate).unwrap_or(false);
+            self.spend(judge.work)?;
+            judge.work = 0;
+            if matched {
+                return Ok(Some(candidate));
+            }
+        }
+        Ok(None)
     }
 
     /// A text in a format that the specification defines; other formats are annotations.
@@ -880,6 +1094,15 @@ impl Maker<'_> {
     }
 }
 
+/// Members or elements of `value`.
+fn members_of(value: &Tree) -> usize {
+    match value {
+        Tree::Array(elements) => elements.len(),
+        Tree::Object(members) => members.len(),
+        _ => 0,
+    }
+}
+
 /// Values in `schema`.
 fn weight(schema: &Tree) -> u32 {
     1 + match schema {
@@ -920,5 +1143,542 @@ fn without(schema: &Tree, name: &str) -> Tree {
             Tree::Object(rest.cloned().collect())
         }
         other => other.clone(),
+    }
+}
+
+/// The part of `root` that the JSON pointer in the fragment `to` points to.
+fn target<'a>(root: &'a Tree, to: &str) -> Option<&'a Tree> {
+    let pointer = to.strip_prefix('#').unwrap_or(to);
+    let mut at = root;
+    for part in pointer.split('/').skip(1) {
+        let part = crate::http::percent_decode(part);
+        let part = part.replace("~1", "/").replace("~0", "~");
+        at = match at {
+            Tree::Array(elements) => part.parse().ok().and_then(|i: usize| elements.get(i)),
+            other => other.get(&part),
+        }?;
+    }
+    Some(at)
+}
+
+/// A schema that both hold for.
+fn all_of(one: &Tree, other: &Tree) -> Tree {
+    match (one, other) {
+        (Tree::Bool(true), rest) | (rest, Tree::Bool(true)) => rest.clone(),
+        (Tree::Bool(false), _) | (_, Tree::Bool(false)) => Tree::Bool(false),
+        (one, other) if one == other => one.clone(),
+        (one, other) => {
+            let both = vec![one.clone(), other.clone()];
+            Tree::Object(vec![("allOf".into(), Tree::Array(both))])
+        }
+    }
+}
+
+/// `properties` and `additionalProperties` that demand what those of both schemas do.
+fn joined_properties(one: &Tree, other: &Tree) -> [(String, Tree); 2] {
+    let any = Tree::Bool(true);
+    let of = |schema: &Tree, name: &str| {
+        let own = schema.get("properties").and_then(|all| all.get(name));
+        own.or(schema.get("additionalProperties"))
+            .unwrap_or(&any)
+            .clone()
+    };
+    let mut properties: Vec<(String, Tree)> = Vec::new();
+    let mut known = HashSet::new();
+    for schema in [one, other] {
+        if let Some(Tree::Object(members)) = schema.get("properties") {
+            for (name, _) in members {
+                if known.insert(name) {
+                    properties.push((name.clone(), all_of(&of(one, name), &of(other, name))));
+                }
+            }
+        }
+    }
+    let rest = |schema: &Tree| schema.get("additionalProperties").unwrap_or(&any).clone();
+    [
+        ("properties".into(), Tree::Object(properties)),
+        (
+            "additionalProperties".into(),
+            all_of(&rest(one), &rest(other)),
+        ),
+    ]
+}
+
+/// `prefixItems` and `items` that demand what those of both schemas do.
+fn joined_items(one: &Tree, other: &Tree) -> Vec<(String, Tree)> {
+    let any = Tree::Bool(true);
+    let first = |schema: &Tree| match schema.get("prefixItems") {
+        Some(Tree::Array(first)) => first.clone(),
+        _ => Vec::new(),
+    };
+    let rest = |schema: &Tree| schema.get("items").unwrap_or(&any).clone();
+    let (left, right) = (first(one), first(other));
+    let (left_rest, right_rest) = (rest(one), rest(other));
+    let both: Vec<Tree> = (0..left.len().max(right.len()))
+        .map(|at| {
+            all_of(
+                left.get(at).unwrap_or(&left_rest),
+                right.get(at).unwrap_or(&right_rest),
+            )
+        })
+        .collect();
+    let mut made = vec![("items".into(), all_of(&left_rest, &right_rest))];
+    if !both.is_empty() {
+        made.push(("prefixItems".into(), Tree::Array(both)));
+    }
+    made
+}
+
+/// A text that two values share exactly if they are equal in JSON Schema: `1` is `1.0`, and members have no order.
+fn canonical(value: &Tree) -> String {
+    fn sorted(value: &Tree) -> Tree {
+        match value {
+            Tree::Number(n) => Tree::Number(whole(n)),
+            Tree::Array(elements) => Tree::Array(elements.iter().map(sorted).collect()),
+            Tree::Object(members) => {
+                let members = members.iter().map(|(n, v)| (n.clone(), sorted(v)));
+                let mut members: Vec<_> = members.collect();
+                members.sort_by(|a, b| a.0.cmp(&b.0));
+                Tree::Object(members)
+            }
+            other => other.clone(),
+        }
+    }
+    let mut out = String::new();
+    sorted(value).write(&mut out);
+    out
+}
+
+/// `n` without a fraction that is 0.
+fn whole(n: &serde_json::Number) -> serde_json::Number {
+    let value = number(n);
+    if n.as_i64().is_none() && n.as_u64().is_none() && value.fract() == 0.0 && value.abs() < 9e18 {
+        return (value as i64).into();
+    }
+    n.clone()
+}
+
+/// Whether two values are equal in JSON Schema.
+fn same(one: &Tree, other: &Tree) -> bool {
+    match (one, other) {
+        (Tree::Number(one), Tree::Number(other)) => whole(one) == whole(other),
+        (Tree::Array(one), Tree::Array(other)) => {
+            one.len() == other.len() && one.iter().zip(other).all(|(a, b)| same(a, b))
+        }
+        (Tree::Object(members), Tree::Object(others)) => {
+            members.len() == others.len()
+                && members
+                    .iter()
+                    .all(|(name, value)| other.get(name).is_some_and(|known| same(value, known)))
+        }
+        (one, other) => one == other,
+    }
+}
+
+/// Checks values against schemas, without knowledge of how a value was made. `format` is an annotation here, and
+/// `oneOf` needs one branch at least.
+struct Judge<'a> {
+    root: &'a Tree,
+    /// The keyword of the outermost schema that the value is from: it holds.
+    given: Option<&'a str>,
+    /// Pairs of a value and a schema that were checked, and work of about that size.
+    work: u32,
+    patterns: HashMap<String, Hir>,
+    /// Canonical texts of the values of long `enum`s, by the address of those. Schemas outlive the judge's calls.
+    enums: HashMap<usize, HashSet<String>>,
+    path: Vec<String>,
+    /// Path and keyword of the last value that failed outside of a branch.
+    missed: Option<(Vec<String>, &'static str)>,
+}
+
+impl<'a> Judge<'a> {
+    fn new(root: &'a Tree) -> Judge<'a> {
+        Judge {
+            root,
+            given: None,
+            work: 0,
+            patterns: HashMap::new(),
+            enums: HashMap::new(),
+            path: Vec::new(),
+            missed: None,
+        }
+    }
+
+    fn spend(&mut self, work: usize) -> Result<(), FormError> {
+        self.work = self
+            .work
+            .saturating_add(u32::try_from(work).unwrap_or(u32::MAX));
+        if self.work > WORK_MAX {
+            return Err(error(
+                &self.path,
+                "the JSON that the schema demands takes too long to check",
+            ));
+        }
+        Ok(())
+    }
+
+    fn miss(&mut self, name: &'static str) -> bool {
+        self.missed = Some((self.path.clone(), name));
+        false
+    }
+
+    /// Whether `value` satisfies `schema`.
+    fn satisfies(&mut self, value: &Tree, schema: &Tree, depth: u32) -> Result<bool, FormError> {
+        self.spend(1)?;
+        let members = match schema {
+            Tree::Object(members) => members,
+            Tree::Bool(false) => return Ok(self.miss("false")),
+            _ => return Ok(true),
+        };
+        // References that only lead to each other hold for nothing.
+        if depth > 2 * DEPTH_MAX {
+            return Ok(self.miss("$ref"));
+        }
+        let types = types_of(schema);
+        if !types.is_empty() && !types.iter().any(|name| is_of(value, name)) {
+            return Ok(self.miss("type"));
+        }
+        for (name, demand) in members {
+            if depth == 0 && self.given == Some(name) {
+                continue;
+            }
+            match (name.as_str(), demand) {
+                ("$ref", to) => {
+                    let root = self.root;
+                    let Some(to) = target(root, to.as_text().unwrap_or_default()) else {
+                        return Ok(self.miss("$ref"));
+                    };
+                    if !self.satisfies(value, to, depth + 1)? {
+                        return Ok(false);
+                    }
+                }
+                ("const", demand) => {
+                    self.spend(weight(demand) as usize / 16)?;
+                    if !same(value, demand) {
+                        return Ok(self.miss("const"));
+                    }
+                }
+                ("enum", Tree::Array(values)) => {
+                    let found = if values.len() < 16 {
+                        values.iter().any(|one| same(value, one))
+                    } else {
+                        let place = values.as_ptr() as usize;
+                        if !self.enums.contains_key(&place) {
+                            self.spend(values.len() / 4)?;
+                            let set = values.iter().map(canonical).collect();
+                            self.enums.insert(place, set);
+                        }
+                        self.enums[&place].contains(&canonical(value))
+                    };
+                    if !found {
+                        return Ok(self.miss("enum"));
+                    }
+                }
+                ("allOf", Tree::Array(all)) => {
+                    for one in all {
+                        if !self.satisfies(value, one, depth + 1)? {
+                            return Ok(false);
+                        }
+                    }
+                }
+                ("anyOf" | "oneOf", Tree::Array(branches)) => {
+                    let length = self.path.len();
+                    let mut found = false;
+                    for one in branches {
+                        found = self.satisfies(value, one, depth + 1)?;
+                        self.path.truncate(length);
+                        if found {
+                            break;
+                        }
+                    }
+                    if !found {
+                        return Ok(self.miss(if name == "anyOf" { "anyOf" } else { "oneOf" }));
+                    }
+                }
+                _ => {}
+            }
+        }
+        match value {
+            Tree::Number(n) => Ok(self.number(number(n), schema)),
+            Tree::Text(text) => self.text(text, schema),
+            Tree::Array(elements) => self.array(elements, schema, depth),
+            Tree::Object(members) => self.object(members, value, schema, depth),
+            Tree::Null | Tree::Bool(_) => Ok(true),
+        }
+    }
+
+    fn number(&mut self, value: f64, schema: &Tree) -> bool {
+        let bound = |name| match schema.get(name) {
+            Some(Tree::Number(n)) => Some(number(n)),
+            _ => None,
+        };
+        for (name, right) in [
+            ("minimum", bound("minimum").is_none_or(|b| value >= b)),
+            ("maximum", bound("maximum").is_none_or(|b| value <= b)),
+            (
+                "exclusiveMinimum",
+                bound("exclusiveMinimum").is_none_or(|b| value > b),
+            ),
+            (
+                "exclusiveMaximum",
+                bound("exclusiveMaximum").is_none_or(|b| value < b),
+            ),
+            (
+                "multipleOf",
+                bound("multipleOf").is_none_or(|b| (value / b).fract() == 0.0),
+            ),
+        ] {
+            if !right {
+                return self.miss(name);
+            }
+        }
+        true
+    }
+
+    /// Whether `count` is within the keywords `least` and `most` of `schema`.
+    fn counts(
+        &mut self,
+        count: usize,
+        schema: &Tree,
+        least: &'static str,
+        most: &'static str,
+    ) -> bool {
+        let bound = |name| match schema.get(name) {
+            Some(Tree::Number(n)) => Some(number(n)),
+            _ => None,
+        };
+        if bound(least).is_some_and(|b| (count as f64) < b) {
+            return self.miss(least);
+        }
+        if bound(most).is_some_and(|b| count as f64 > b) {
+            return self.miss(most);
+        }
+        true
+    }
+
+    fn text(&mut self, text: &str, schema: &Tree) -> Result<bool, FormError> {
+        self.spend(text.len() / 64)?;
+        if !self.counts(text.chars().count(), schema, "minLength", "maxLength") {
+            return Ok(false);
+        }
+        if let Some(pattern) = schema.get("pattern").and_then(Tree::as_text)
+            && !self.matches(pattern, text)?
+        {
+            return Ok(self.miss("pattern"));
+        }
+        Ok(true)
+    }
+
+    fn array(&mut self, elements: &[Tree], schema: &Tree, depth: u32) -> Result<bool, FormError> {
+        if !self.counts(elements.len(), schema, "minItems", "maxItems") {
+            return Ok(false);
+        }
+        let first: &[Tree] = match schema.get("prefixItems") {
+            Some(Tree::Array(first)) => first,
+            _ => &[],
+        };
+        let rest = schema.get("items");
+        let mut seen = HashSet::new();
+        let unique = schema.get("uniqueItems") == Some(&Tree::Bool(true));
+        for (at, element) in elements.iter().enumerate() {
+            if let Some(item) = first.get(at).or(rest) {
+                self.path.push(at.to_string());
+                if !self.satisfies(element, item, depth + 1)? {
+                    return Ok(false);
+                }
+                self.path.pop();
+            }
+            if unique && !seen.insert(canonical(element)) {
+                return Ok(self.miss("uniqueItems"));
+            }
+        }
+        Ok(true)
+    }
+
+    fn object(
+        &mut self,
+        members: &[(String, Tree)],
+        value: &Tree,
+        schema: &Tree,
+        depth: u32,
+    ) -> Result<bool, FormError> {
+        if !self.counts(members.len(), schema, "minProperties", "maxProperties") {
+            return Ok(false);
+        }
+        if let Some(Tree::Array(names)) = schema.get("required") {
+            let mut names = names.iter().filter_map(Tree::as_text);
+            if !names.all(|name| value.get(name).is_some()) {
+                return Ok(self.miss("required"));
+            }
+        }
+        let properties = schema.get("properties");
+        let rest = schema.get("additionalProperties");
+        for (name, value) in members {
+            let own = properties.and_then(|all| all.get(name));
+            if let Some(demand) = own.or(rest) {
+                self.path.push(name.clone());
+                if !self.satisfies(value, demand, depth + 1)? {
+                    return Ok(false);
+                }
+                self.path.pop();
+            }
+        }
+        if let Some(demand) = schema.get("unevaluatedProperties") {
+            let mut known = HashSet::new();
+            self.evaluated(value, schema, depth, &mut known)?;
+            for (name, value) in members {
+                if !known.contains(name) && !self.satisfies(value, demand, depth + 1)? {
+                    return Ok(self.miss("unevaluatedProperties"));
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Adds the names of members of `value` that `schema`, which `value` satisfies, evaluates.
+    fn evaluated(
+        &mut self,
+        value: &Tree,
+        schema: &Tree,
+        depth: u32,
+        known: &mut HashSet<String>,
+    ) -> Result<(), FormError> {
+        self.spend(1)?;
+        let (Tree::Object(members), Tree::Object(keywords)) = (value, schema) else {
+            return Ok(());
+        };
+        if depth > 2 * DEPTH_MAX {
+            return Ok(());
+        }
+        let properties = schema.get("properties");
+        let every = schema.get("additionalProperties").is_some();
+        for (name, _) in members {
+            if every || properties.is_some_and(|all| all.get(name).is_some()) {
+                known.insert(name.clone());
+            }
+        }
+        for (name, demand) in keywords {
+            match (name.as_str(), demand) {
+                ("$ref", to) => {
+                    let root = self.root;
+                    if let Some(to) = target(root, to.as_text().unwrap_or_default()) {
+                        self.evaluated(value, to, depth + 1, known)?;
+                    }
+                }
+                ("allOf" | "anyOf" | "oneOf", Tree::Array(branches)) => {
+                    for one in branches {
+                        let length = self.path.len();
+                        let right = self.satisfies(value, one, depth + 1)?;
+                        self.path.truncate(length);
+                        if right {
+                            self.evaluated(value, one, depth + 1, known)?;
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether `pattern` matches anywhere in `text`.
+    fn matches(&mut self, pattern: &str, text: &str) -> Result<bool, FormError> {
+        if !self.patterns.contains_key(pattern) {
+            self.spend(32 + pattern.len())?;
+            let parsed = ParserBuilder::new()
+                .nest_limit(64)
+                .unicode(false)
+                .utf8(false)
+                .build()
+                .parse(pattern)
+                .map_err(|_| {
+                    error(
+                        &self.path,
+                        format!("the pattern {pattern:?} cannot be modelled"),
+                    )
+                })?;
+            self.patterns.insert(pattern.to_owned(), parsed);
+        }
+        let hir = self.patterns[pattern].clone();
+        let starts = (0..=text.len())
+            .filter(|at| text.is_char_boundary(*at))
+            .collect();
+        Ok(!self.ends(&hir, text, &starts)?.is_empty())
+    }
+
+    /// Where matches of `hir` end that begin at one of `starts`. All positions advance together, so no pattern takes
+    /// exponential time.
+    fn ends(
+        &mut self,
+        hir: &Hir,
+        text: &str,
+        starts: &BTreeSet<usize>,
+    ) -> Result<BTreeSet<usize>, FormError> {
+        self.spend(1 + starts.len() / 16)?;
+        if starts.is_empty() {
+            return Ok(BTreeSet::new());
+        }
+        let after = |at: usize| text[at..].chars().next().map_or(1, char::len_utf8);
+        Ok(match hir.kind() {
+            HirKind::Empty => starts.clone(),
+            HirKind::Literal(literal) => {
+                let bytes = text.as_bytes();
+                let fits = starts
+                    .iter()
+                    .filter(|at| bytes[**at..].starts_with(&literal.0));
+                fits.map(|at| at + literal.0.len()).collect()
+            }
+            HirKind::Class(class) => {
+                let fits =
+                    starts.iter().filter(|at| match class {
+                        Class::Unicode(class) => text[**at..].chars().next().is_some_and(|c| {
+                            class.iter().any(|r| (r.start()..=r.end()).contains(&c))
+                        }),
+                        Class::Bytes(class) => text.as_bytes().get(**at).is_some_and(|b| {
+                            class.iter().any(|r| (r.start()..=r.end()).contains(b))
+                        }),
+                    });
+                fits.map(|at| at + after(*at)).collect()
+            }
+            HirKind::Look(Look::Start) => starts.iter().copied().filter(|at| *at == 0).collect(),
+            HirKind::Look(Look::End) => {
+                let end = text.len();
+                starts.iter().copied().filter(|at| *at == end).collect()
+            }
+            HirKind::Look(_) => BTreeSet::new(),
+            HirKind::Capture(capture) => self.ends(&capture.sub, text, starts)?,
+            HirKind::Concat(parts) => {
+                let mut at = starts.clone();
+                for part in parts {
+                    at = self.ends(part, text, &at)?;
+                }
+                at
+            }
+            HirKind::Alternation(parts) => {
+                let mut all = BTreeSet::new();
+                for part in parts {
+                    all.extend(self.ends(part, text, starts)?);
+                }
+                all
+            }
+            HirKind::Repetition(repetition) => {
+                let mut last = starts.clone();
+                for _ in 0..repetition.min {
+                    last = self.ends(&repetition.sub, text, &last)?;
+                    if last.is_empty() {
+                        break;
+                    }
+                }
+                let mut all = last.clone();
+                let mut more = repetition.max.map_or(u32::MAX, |max| max - repetition.min);
+                while more > 0 && !last.is_empty() {
+                    let next = self.ends(&repetition.sub, text, &last)?;
+                    last = next.difference(&all).copied().collect();
+                    all.extend(&last);
+                    more -= 1;
+                }
+                all
+            }
+        })
     }
 }

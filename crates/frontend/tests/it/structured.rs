@@ -307,6 +307,199 @@ fn schemas_that_demand_too_much_are_refused_and_not_computed() {
     );
 }
 
+/// What is made for `value` with a few seeds, or the first error.
+fn made(value: &Value) -> Result<Vec<Value>, String> {
+    let tree = schema(value).map_err(|error| error.message)?;
+    (0..40)
+        .map(|seed| {
+            let text = json_by_schema(&tree, &mut Draws::new(seed)).map_err(|e| e.message)?;
+            Ok(serde_json::from_str(&text).unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn listed_values_satisfy_the_keywords_next_to_them() {
+    for (demand, allowed) in [
+        (json!({"const": 1, "type": "string"}), vec![]),
+        (json!({"const": "ab", "minLength": 3}), vec![]),
+        (json!({"const": {"a": 1}, "required": ["b"]}), vec![]),
+        (json!({"const": "x1", "pattern": "^[a-z]+$"}), vec![]),
+        (json!({"const": 1, "anyOf": [{"type": "null"}]}), vec![]),
+        (
+            json!({"const": "x1", "pattern": "[0-9]"}),
+            vec![json!("x1")],
+        ),
+        (json!({"enum": [1, 5], "minimum": 3}), vec![json!(5)]),
+        (
+            json!({"allOf": [{"enum": [1, 2, 9]}, {"minimum": 5}]}),
+            vec![json!(9)],
+        ),
+        (
+            json!({"enum": ["a", 1], "anyOf": [{"type": "integer"}, {"type": "null"}]}),
+            vec![json!(1)],
+        ),
+        (
+            json!({"enum": ["ab", "abb", "ac", "b"], "pattern": "^a(b|c){1,2}$", "maxLength": 2}),
+            vec![json!("ab"), json!("ac")],
+        ),
+        (
+            json!({"enum": [[1, 1.0], [1, 2]], "uniqueItems": true}),
+            vec![json!([1, 2])],
+        ),
+        (
+            json!({"enum": [{"a": 1, "b": 2}, {"a": 1}],
+                   "properties": {"a": true}, "unevaluatedProperties": false}),
+            vec![json!({"a": 1})],
+        ),
+    ] {
+        match made(&demand) {
+            Ok(values) => {
+                assert!(
+                    values.iter().all(|v| allowed.contains(v)),
+                    "{demand}: {values:?}"
+                );
+                assert!(
+                    allowed.iter().all(|v| values.contains(v)),
+                    "{demand}: {values:?}"
+                );
+            }
+            Err(message) => {
+                assert!(allowed.is_empty(), "{demand}: {message}");
+                assert!(message.contains("next to it"), "{demand}: {message}");
+            }
+        }
+    }
+}
+
+#[test]
+fn joined_subschemas_keep_their_own_other_members() {
+    let closed = |name: &str| json!({"properties": {name: {"type": "integer"}}, "additionalProperties": false});
+    // Both allow only what the other forbids.
+    for value in made(&json!({"type": "object", "allOf": [closed("a"), closed("b")]})).unwrap() {
+        assert_eq!(value, json!({}));
+    }
+    for refused in [
+        json!({"type": "object", "allOf": [closed("a"), closed("b")], "required": ["a"]}),
+        json!({"type": "object", "properties": {"a": true}, "additionalProperties": false,
+               "anyOf": [{"properties": {"b": true}, "required": ["b"]}]}),
+    ] {
+        let message = made(&refused).unwrap_err();
+        assert!(
+            message.contains("nothing satisfies"),
+            "{refused}: {message}"
+        );
+    }
+    let demand = json!({"allOf": [
+        {"type": "object", "additionalProperties": {"type": "integer", "minimum": 7}},
+        {"properties": {"a": {"maximum": 7}, "b": {"maximum": 8}}, "required": ["a", "b"]},
+    ]});
+    for value in made(&demand).unwrap() {
+        assert_eq!(value["a"], 7, "{value}");
+        assert!([7, 8].map(Value::from).contains(&value["b"]), "{value}");
+    }
+    let demand = json!({"type": "array", "minItems": 3, "maxItems": 3, "allOf": [
+        {"prefixItems": [{"const": "x"}], "items": {"type": "integer"}},
+        {"prefixItems": [true, {"minimum": 4}], "items": {"maximum": 4}},
+        {"items": {"type": ["string", "integer"]}, "prefixItems": [true, {"maximum": 4}, {"minimum": 4}]},
+    ]});
+    for value in made(&demand).unwrap() {
+        assert_eq!(value, json!(["x", 4, 4]));
+    }
+    let demand = json!({"type": "object", "minProperties": 2, "properties": {"a": {"const": 1}},
+                        "unevaluatedProperties": false});
+    let message = made(&demand).unwrap_err();
+    assert!(message.contains("`unevaluatedProperties`"), "{message}");
+}
+
+#[test]
+fn unique_items_differ_as_values() {
+    for refused in [
+        json!({"items": {"enum": [1, 1.0]}, "minItems": 2, "uniqueItems": true}),
+        json!({"items": {"enum": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}, "minItems": 2, "uniqueItems": true}),
+    ] {
+        let message = made(&refused).unwrap_err();
+        assert!(message.contains("`uniqueItems`"), "{refused}: {message}");
+    }
+    let text = json!({"type": "string", "minLength": 6, "maxLength": 6});
+    let demand = json!({"type": "array", "items": text, "minItems": 40, "uniqueItems": true});
+    for value in made(&demand).unwrap() {
+        let items = value.as_array().unwrap();
+        let different: std::collections::HashSet<&str> =
+            items.iter().map(|item| item.as_str().unwrap()).collect();
+        assert!(items.len() >= 40 && different.len() == items.len());
+        assert!(different.iter().all(|text| text.len() == 6), "{value}");
+    }
+    // Tries count as work: this ends at the bound, and not when all numbers were found.
+    let items = json!({"type": "integer", "minimum": 0, "maximum": 1999});
+    let tree =
+        schema(&json!({"type": "array", "items": items, "minItems": 2000, "uniqueItems": true}));
+    let mut draws = Draws::new(1);
+    assert!(json_by_schema(&tree.unwrap(), &mut draws).is_err());
+    assert!(draws.spent() < 20_000, "{}", draws.spent());
+}
+
+#[test]
+fn patterns_are_fitted_to_the_length() {
+    for (pattern, least, most) in [
+        ("^[A-Z]", 5, 9),
+        ("[a-z]{1,64}", 20, 40),
+        ("^[a-z]+$", 20, 20),
+        ("[0-9]+", 1, 1),
+    ] {
+        let demand =
+            json!({"type": "string", "pattern": pattern, "minLength": least, "maxLength": most});
+        for value in made(&demand).unwrap() {
+            let text = value.as_str().unwrap();
+            assert!((least..=most).contains(&text.len()), "{pattern}: {text}");
+            let first = text.as_bytes()[0];
+            match pattern {
+                "^[A-Z]" => assert!(first.is_ascii_uppercase(), "{text}"),
+                "^[a-z]+$" => assert!(text.bytes().all(|b| b.is_ascii_lowercase()), "{text}"),
+                "[0-9]+" => assert!(text.bytes().any(|b| b.is_ascii_digit()), "{text}"),
+                _ => assert!(text.bytes().any(|b| b.is_ascii_lowercase()), "{text}"),
+            }
+        }
+    }
+    let demand = json!({"pattern": "^[a-z]$", "minLength": 2});
+    let message = made(&demand).unwrap_err();
+    assert!(message.contains("no match"), "{message}");
+}
+
+#[test]
+fn malformed_keywords_are_refused_with_their_path() {
+    for (wrong, part) in [
+        (json!({"required": "a"}), "`required` must be an array"),
+        (json!({"required": 5}), "`required` must be an array"),
+        (json!({"required": [1]}), "`required` must be an array"),
+        (json!({"enum": 5}), "`enum` must be an array"),
+        (json!({"enum": {}}), "`enum` must be an array"),
+        (json!({"minLength": "3"}), "`minLength` must be a whole"),
+        (json!({"maxItems": "x"}), "`maxItems` must be a whole"),
+        (json!({"minItems": -1}), "`minItems` must be a whole"),
+        (json!({"maxProperties": 1.5}), "not 1.5"),
+        (json!({"minimum": "x"}), "`minimum` must be a number"),
+        (
+            json!({"multipleOf": 0}),
+            "`multipleOf` must be a number above",
+        ),
+        (json!({"pattern": 5}), "`pattern` must be a string"),
+        (json!({"format": 5}), "`format` must be a string"),
+        (json!({"uniqueItems": "x"}), "`uniqueItems` must be a bool"),
+        (json!({"$ref": "#foo"}), "`$ref` must point"),
+        (json!({"pattern": "^2", "format": "date"}), "`format`"),
+    ] {
+        let error = schema(&json!({"properties": {"x": wrong}})).unwrap_err();
+        assert_eq!(error.status, 400);
+        assert_eq!(error.param.as_deref(), Some("guided_json.properties.x"));
+        assert!(error.message.contains(part), "{wrong}: {}", error.message);
+    }
+    // Together only once they are joined.
+    let joined = json!({"allOf": [{"type": "string", "pattern": "^2"}, {"format": "date"}]});
+    assert!(made(&joined).unwrap_err().contains("`format`"));
+    assert!(made(&json!({"pattern": "^2", "format": "x-own"})).is_ok());
+}
+
 fn any_tree() -> impl Strategy<Value = Value> {
     let names = prop::sample::select(vec![
         "type",

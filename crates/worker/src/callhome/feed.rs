@@ -104,31 +104,25 @@ impl Subscription {
         }
     }
 
-    /// Appends whole frames that wait to `out`, or asks `waker` to be woken when some do. Returns
-    /// whether something was lost before them: snapshots are needed.
+    /// Appends whole frames that wait to `out`, and has `waker` woken when more do. Returns whether
+    /// something was lost before them: snapshots are needed.
     pub(crate) fn take(&self, waker: &Waker, out: &mut Vec<u8>) -> bool {
         let subscriber = &self.subscriber;
-        if !subscriber.take(out) {
-            subscriber.bell.prepare(waker);
-            if subscriber.take(out) {
-                subscriber.bell.stay_awake();
-                waker.wake_by_ref();
-            }
-        }
+        // Before the look, and also if frames wait: the caller sleeps after it in either case.
+        subscriber.bell.prepare(waker);
+        subscriber.take(out);
         subscriber.lost.swap(false, Ordering::AcqRel)
     }
 }
 
 impl Subscriber {
-    fn take(&self, out: &mut Vec<u8>) -> bool {
+    fn take(&self, out: &mut Vec<u8>) {
         let mut waiting = lock(&self.waiting);
-        let some = !waiting.is_empty();
         if out.is_empty() {
             std::mem::swap(&mut *waiting, out);
         } else {
             out.append(&mut waiting);
         }
-        some || self.lost.load(Ordering::Acquire)
     }
 }
 
@@ -241,6 +235,27 @@ mod tests {
         drop((one, other));
         sink.on_kv(&delta(3, 1));
         assert!(sink.gathered.is_empty(), "nobody listens");
+    }
+
+    #[test]
+    fn a_subscriber_that_took_frames_is_woken_by_the_next_one() {
+        struct Count(AtomicUsize);
+        impl std::task::Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let waker = Waker::from(count.clone());
+        let feed = Feed::default();
+        let one = feed.subscribe();
+        for worker in 0..3 {
+            feed.on_ready(WorkerId(worker), true);
+            let mut out = Vec::new();
+            one.take(&waker, &mut out);
+            assert!(!out.is_empty());
+            assert_eq!(count.0.load(Ordering::Relaxed), worker as usize);
+        }
     }
 
     #[test]

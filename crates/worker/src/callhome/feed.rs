@@ -9,8 +9,8 @@ use slipstream_planes::EventSink;
 use slipstream_planes::bell::TaskBell;
 use slipstream_planes::wire;
 
-/// Bytes that may wait for one connection. A subscriber that is further behind loses all that
-/// waits, and gets snapshots instead.
+/// Bytes of KV deltas that may wait for one connection. A subscriber that is further behind loses those
+/// that wait, and gets snapshots instead.
 const WAITING_BYTES_MAX: usize = 32 << 20;
 
 /// Bytes that an engine thread gathers before it hands them over within a round.
@@ -34,11 +34,20 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Subscriber {
-    waiting: Mutex<Vec<u8>>,
+    waiting: Mutex<Waiting>,
     wants_kv: AtomicBool,
-    /// Something was lost since the last look.
+    /// KV deltas were lost since the last look.
     lost: AtomicBool,
     bell: TaskBell,
+}
+
+/// Whole frames.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Readiness, and the end of the process. Nothing replaces these frames, so none is dropped. An engine
+    /// reports at most twice, and a process ends once.
+    states: Vec<u8>,
+    kv: Vec<u8>,
 }
 
 impl Feed {
@@ -56,14 +65,14 @@ impl Feed {
     pub(crate) fn on_ready(&self, worker: WorkerId, ready: bool) {
         let mut bytes = Vec::new();
         wire::encode_ready(worker, ready, &mut bytes);
-        self.say(&bytes, |_| true);
+        self.say_state(&bytes);
     }
 
     /// Tells all that no more requests should come.
     pub(crate) fn on_stopping(&self) {
         let mut bytes = Vec::new();
         wire::encode_bare(wire::Kind::Bye, &mut bytes);
-        self.say(&bytes, |_| true);
+        self.say_state(&bytes);
     }
 
     /// Times that a subscriber was too far behind.
@@ -71,18 +80,24 @@ impl Feed {
         self.shared.overflows.load(Ordering::Relaxed)
     }
 
-    fn say(&self, bytes: &[u8], to: impl Fn(&Subscriber) -> bool) {
+    fn say_state(&self, bytes: &[u8]) {
         for subscriber in lock(&self.shared.subscribers).iter() {
-            if !to(subscriber) {
+            lock(&subscriber.waiting).states.extend_from_slice(bytes);
+            subscriber.bell.ring();
+        }
+    }
+
+    fn say_kv(&self, bytes: &[u8]) {
+        for subscriber in lock(&self.shared.subscribers).iter() {
+            if !subscriber.wants_kv.load(Ordering::Acquire) {
                 continue;
             }
             let mut waiting = lock(&subscriber.waiting);
-            if waiting.len() + bytes.len() > WAITING_BYTES_MAX {
-                *waiting = Vec::new();
-                subscriber.lost.store(true, Ordering::Release);
+            if waiting.kv.len() + bytes.len() > WAITING_BYTES_MAX {
+                subscriber.lose_kv(&mut waiting);
                 self.shared.overflows.fetch_add(1, Ordering::Relaxed);
             } else {
-                waiting.extend_from_slice(bytes);
+                waiting.kv.extend_from_slice(bytes);
             }
             drop(waiting);
             subscriber.bell.ring();
@@ -104,8 +119,8 @@ impl Subscription {
         }
     }
 
-    /// Appends whole frames that wait to `out`, and has `waker` woken when more do. Returns whether
-    /// something was lost before them: snapshots are needed.
+    /// Appends whole frames that wait to `out`, and has `waker` woken when more do. Returns whether KV
+    /// deltas were lost before them: snapshots are needed.
     pub(crate) fn take(&self, waker: &Waker, out: &mut Vec<u8>) -> bool {
         let subscriber = &self.subscriber;
         // Before the look, and also if frames wait: the caller sleeps after it in either case.
@@ -118,11 +133,17 @@ impl Subscription {
 impl Subscriber {
     fn take(&self, out: &mut Vec<u8>) {
         let mut waiting = lock(&self.waiting);
+        out.append(&mut waiting.states);
         if out.is_empty() {
-            std::mem::swap(&mut *waiting, out);
+            std::mem::swap(&mut waiting.kv, out);
         } else {
-            out.append(&mut waiting);
+            out.append(&mut waiting.kv);
         }
+    }
+
+    fn lose_kv(&self, waiting: &mut Waiting) {
+        waiting.kv = Vec::new();
+        self.lost.store(true, Ordering::Release);
     }
 }
 
@@ -174,8 +195,7 @@ impl EventSink for FeedSink {
 
     fn flush(&mut self) {
         if !self.gathered.is_empty() {
-            let wants = |subscriber: &Subscriber| subscriber.wants_kv.load(Ordering::Acquire);
-            self.feed.say(&self.gathered, wants);
+            self.feed.say_kv(&self.gathered);
             self.gathered.clear();
         }
     }
@@ -259,7 +279,28 @@ mod tests {
     }
 
     #[test]
-    fn a_subscriber_too_far_behind_loses_all_and_is_told() {
+    fn readiness_is_not_lost_with_kv_deltas() {
+        let feed = Feed::default();
+        let mut sink = FeedSink::new(feed.clone());
+        let one = feed.subscribe();
+        one.want_kv();
+        feed.on_ready(WorkerId(3), true);
+        for sequence in 0..5 {
+            sink.on_kv(&delta(sequence, 1 << 20)); // 8 MiB each
+        }
+        feed.on_stopping();
+        let mut out = Vec::new();
+        assert!(one.take(Waker::noop(), &mut out), "deltas were lost");
+        let (mut bytes, mut kinds) = (&out[..], Vec::new());
+        while let Some(frame) = wire::split(bytes).unwrap() {
+            kinds.push(frame.kind);
+            bytes = &bytes[frame.len..];
+        }
+        assert_eq!(kinds[..2], [wire::Kind::Ready, wire::Kind::Bye]);
+    }
+
+    #[test]
+    fn a_subscriber_too_far_behind_loses_all_deltas_and_is_told() {
         let feed = Feed::default();
         let mut sink = FeedSink::new(feed.clone());
         let one = feed.subscribe();

@@ -145,6 +145,11 @@ impl Relay {
                 continue;
             }
             let message = wire::decode_to_worker(kind, body, self.port.shard())?;
+            if let ToWorker::Resync { rank } = message {
+                // By the flag, as a ring may be full: the frontend asks once per gap.
+                self.home.resyncs.resync(rank);
+                continue;
+            }
             let (reason, text, message) = match self.port.send(message) {
                 Ok(()) => continue,
                 Err(SendError::Full(message)) => (

@@ -672,22 +672,29 @@ impl ReplyState {
         taken
     }
 
-    /// The engine ended the sequence.
+    /// The engine ended the sequence. False if it had done so before: nothing changes then.
     pub(crate) fn on_end(
         &mut self,
         index: u32,
         end: &End,
         text: &TextModel,
         metrics: &ShardMetrics,
-    ) {
+    ) -> bool {
+        let per_prompt = self.shape.choices_per_prompt.max(1);
         let sequence = &mut self.sequences[index as usize];
+        if matches!(sequence.ended, Some(Ending::Engine(_))) {
+            return false;
+        }
         if sequence.prefilled.is_none() && sequence.resumed_at == 0 {
             sequence.cached = end.usage.cached_tokens;
         }
         sequence.preemptions = end.usage.preemptions;
-        metrics.cached_tokens.add(u64::from(sequence.cached));
+        // As in `usage`: a prompt counts once, however many choices it has.
+        if index.is_multiple_of(per_prompt) {
+            metrics.cached_tokens.add(u64::from(sequence.cached));
+        }
         if self.complete || sequence.ended.is_some() {
-            return;
+            return true;
         }
         let reason = match &sequence.spec.script {
             Some(script) => sequence.scripted_end(script, end.reason),
@@ -702,6 +709,7 @@ impl ReplyState {
         if self.shape.stream || self.open == 0 {
             self.wake();
         }
+        true
     }
 
     /// Records the sequences that an engine took.
@@ -2277,6 +2285,22 @@ mod tests {
         );
         assert_eq!(found[2]["usage"]["completion_tokens"], 5);
         assert_eq!(metrics.excess_tokens.get(), 2);
+    }
+
+    #[test]
+    fn a_prompt_counts_as_cached_once_for_all_its_choices() {
+        let text = shared_text();
+        let metrics = ShardMetrics::new();
+        let mut state = reply(Kind::Completion, 3, &[], None);
+        let mut end = end(FinishReason::Length);
+        end.usage.cached_tokens = 16;
+        for index in 0..3 {
+            state.on_tokens(index, &tokens(&words(text, " the")), text, &metrics);
+            assert!(state.on_end(index, &end, text, &metrics));
+            assert!(!state.on_end(index, &end, text, &metrics), "it has ended");
+        }
+        assert_eq!(metrics.cached_tokens.get(), 16);
+        assert_eq!(state.usage().cached_tokens, 16);
     }
 
     /// vLLM observes the time between two outputs of a sequence, not between two tokens.

@@ -387,7 +387,9 @@ impl Shard {
                     drop(state);
                     self.on_given_up(id, worker);
                 } else {
-                    state.on_end(index, &end, &self.service.text, &self.metrics);
+                    if !state.on_end(index, &end, &self.service.text, &self.metrics) {
+                        return false;
+                    }
                     drop(state);
                     self.on_ended(id);
                 }

@@ -9,6 +9,7 @@ pub mod fpm;
 pub mod ids;
 pub mod kv_event;
 pub mod mix;
+pub mod planted;
 pub mod request;
 pub mod slo;
 pub mod stage;

@@ -175,9 +175,10 @@ impl Dispatcher {
 
     /// Whether `attempt` at request `id` is in progress.
     pub fn is_current(&self, id: u32, attempt: Attempt) -> bool {
-        self.lives
-            .get(id as usize)
-            .is_some_and(|life| life.attempt == attempt && !matches!(life.state, State::Free))
+        self.lives.get(id as usize).is_some_and(|life| {
+            let same = life.attempt == attempt || slipstream_base::planted!("stale-attempt");
+            same && !matches!(life.state, State::Free)
+        })
     }
 
     /// Workers that failed request `id` before its first token; after it, the last one that failed it.
@@ -452,8 +453,10 @@ impl Dispatcher {
                 #[cfg(feature = "journal")]
                 self.note(id, Input::Transferred);
                 self.actions.push_back(Action::Receive { id, rank: decode });
-                self.actions
-                    .push_back(Action::Release { id, rank: prefill });
+                if !slipstream_base::planted!("lost-release") {
+                    self.actions
+                        .push_back(Action::Release { id, rank: prefill });
+                }
                 true
             }
             other => {
@@ -567,6 +570,9 @@ impl Dispatcher {
         let life = &self.lives[id as usize];
         if life.begun {
             return self.resumes(id) && usize::from(life.resumed) < self.rules.resumes_max;
+        }
+        if slipstream_base::planted!("lost-retry") {
+            return false;
         }
         !life.pinned && life.failed_on.len() < self.rules.retries_max
     }
@@ -734,7 +740,7 @@ impl Dispatcher {
         let transfer = self.rules.transfer;
         let state = std::mem::replace(&mut self.lives[id as usize].state, State::Free);
         let mut kill = |role, rank: RankId| {
-            if gone != Some(rank.worker) {
+            if gone != Some(rank.worker) && !slipstream_base::planted!("lost-kill") {
                 self.actions.push_back(Action::Kill { id, role, rank });
             }
         };

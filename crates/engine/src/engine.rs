@@ -715,6 +715,9 @@ impl Engine {
         self.pool
             .hashes_from(&sequence.table, known as u32, generated);
         sequence.outputs = r.len - r.prompt_len;
+        if slipstream_base::planted!("forgotten-token") {
+            sequence.outputs = sequence.outputs.saturating_sub(1);
+        }
         sequence.preemptions += 1;
         sequence.running = false;
         let table = std::mem::take(&mut sequence.table);

@@ -308,6 +308,9 @@ impl Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
+        if slipstream_base::planted!("leaked-memory") && self.bytes.is_multiple_of(2) {
+            return;
+        }
         self.shrink_to(0);
     }
 }

@@ -248,6 +248,12 @@ impl Dispatching {
         self.dispatcher.borrow().prefill_rank(id)
     }
 
+    /// Requests that are not over.
+    #[cfg(feature = "sim")]
+    pub(crate) fn open(&self) -> usize {
+        self.dispatcher.borrow().open()
+    }
+
     /// Requests in the queue.
     pub(crate) fn queued(&self) -> usize {
         self.dispatcher.borrow().queued()
@@ -505,6 +511,7 @@ impl Shard {
                 .chain(queue)
                 .min();
             tokio::select! {
+                biased;
                 () = of.changed.notified() => {}
                 () = alarm.wait_until(next) => {}
             }

@@ -75,6 +75,17 @@ impl Helpers {
         Ok(helpers)
     }
 
+    /// No threads: nothing is handed to them.
+    #[cfg(feature = "sim")]
+    pub(crate) fn none() -> Arc<Helpers> {
+        Arc::new(Helpers {
+            shared: Arc::new(Shared {
+                queue: Mutex::default(),
+                changed: Condvar::new(),
+            }),
+        })
+    }
+
     /// Runs `job`, which handles so many `bytes`, on one of the threads. A job whose caller has gone before
     /// it begins is not run.
     pub(crate) async fn run<T: Send + 'static>(

@@ -48,6 +48,8 @@ mod script;
 pub mod server;
 mod service;
 mod shard;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod table_lock;
 mod talk;
 mod ui;

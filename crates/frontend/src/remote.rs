@@ -69,7 +69,8 @@ impl Default for RemoteLimits {
 
 /// Where one shard listens for workers.
 pub struct RemotePlane {
-    listener: StdListener,
+    /// `None`: connections come from a simulator.
+    listener: Option<StdListener>,
     roster: Arc<Roster>,
     limits: RemoteLimits,
     tls: Option<Tls>,
@@ -99,7 +100,7 @@ impl PlaneSocket {
     /// A shard's plane on this socket; with `tls`, for workers that prove who they are.
     pub fn serve(self, roster: Arc<Roster>, limits: RemoteLimits, tls: Option<Tls>) -> RemotePlane {
         RemotePlane {
-            listener: self.listener,
+            listener: Some(self.listener),
             roster,
             limits,
             tls,
@@ -155,7 +156,7 @@ impl Remote {
             roster: plane.roster,
             limits: plane.limits,
             tls: plane.tls,
-            listener: Cell::new(Some(plane.listener)),
+            listener: Cell::new(plane.listener),
             peers: RefCell::new(vec![None; workers]),
             greetings: Cell::new(0),
             log: LogPace::default(),
@@ -203,6 +204,41 @@ impl Remote {
         }
     }
 
+    /// A plane whose connections come from a simulator.
+    #[cfg(feature = "sim")]
+    pub(crate) fn simulated(roster: Arc<Roster>, limits: RemoteLimits) -> RemotePlane {
+        RemotePlane {
+            listener: None,
+            roster,
+            limits,
+            tls: None,
+        }
+    }
+
+    /// As [`listen`](Self::listen) does with a connection.
+    #[cfg(feature = "sim")]
+    pub(crate) fn accept(self: &Rc<Remote>, shard: &Rc<Shard>, socket: Box<dyn Socket>) {
+        if self.greetings.get() >= GREETINGS_MAX {
+            return self.roster.on_rejected();
+        }
+        self.greetings.set(self.greetings.get() + 1);
+        let socket = std::future::ready(Ok(socket));
+        let address = SocketAddr::from(([127, 0, 0, 1], 1));
+        let served = self.clone().serve_socket(shard.clone(), socket, address);
+        tokio::task::spawn_local(served);
+    }
+
+    /// Workers whose connections stand here.
+    #[cfg(feature = "sim")]
+    pub(crate) fn seated(&self) -> Vec<WorkerId> {
+        let peers = self.peers.borrow();
+        let workers = (0u32..).map(WorkerId).zip(peers.iter());
+        workers
+            .filter(|(_, peer)| peer.is_some())
+            .map(|(worker, _)| worker)
+            .collect()
+    }
+
     /// Listens for workers, and serves each, for as long as the shard runs.
     pub(crate) async fn listen(self: Rc<Remote>, shard: Rc<Shard>) {
         let listener = self.listener.take().expect("a shard listens once");
@@ -236,7 +272,28 @@ impl Remote {
     }
 
     async fn serve(self: Rc<Remote>, shard: Rc<Shard>, stream: TcpStream, address: SocketAddr) {
-        let greeted = timeout(self.limits.deadline, self.greet(&shard, stream)).await;
+        let remote = self.clone();
+        let socket = async move {
+            // Small frames leave at once.
+            stream.set_nodelay(true)?;
+            Ok(match &remote.tls {
+                None => Box::new(stream) as Box<dyn Socket>,
+                Some(tls) => tls.accept(stream).await.inspect_err(|_| {
+                    remote.roster.on_rejected();
+                })?,
+            })
+        };
+        self.serve_socket(shard, socket, address).await;
+    }
+
+    /// Serves the worker process that connects by `socket`.
+    pub(crate) async fn serve_socket(
+        self: Rc<Remote>,
+        shard: Rc<Shard>,
+        socket: impl Future<Output = io::Result<Box<dyn Socket>>>,
+        address: SocketAddr,
+    ) {
+        let greeted = timeout(self.limits.deadline, self.greet(&shard, socket)).await;
         self.greetings.set(self.greetings.get() - 1);
         let (link, peer) = match greeted {
             Ok(Ok(greeted)) => greeted,
@@ -299,18 +356,10 @@ impl Remote {
     async fn greet(
         &self,
         shard: &Shard,
-        stream: TcpStream,
+        socket: impl Future<Output = io::Result<Box<dyn Socket>>>,
     ) -> Result<(Link, Rc<Peer>), GreetError> {
         let limits = &self.limits;
-        // Small frames leave at once.
-        stream.set_nodelay(true)?;
-        let socket: Box<dyn Socket> = match &self.tls {
-            None => Box::new(stream),
-            Some(tls) => tls.accept(stream).await.inspect_err(|_| {
-                self.roster.on_rejected();
-            })?,
-        };
-        let mut link = Link::new(socket, limits.deadline, limits.unsent_bytes_max);
+        let mut link = Link::new(socket.await?, limits.deadline, limits.unsent_bytes_max);
         link.limit_frames(Hello::bytes_max(self.roster.worker_count()));
         let hello = link
             .receive(|kind, body| match kind {
@@ -552,6 +601,9 @@ impl Connection {
             let rank = delta.rank;
             if !self.unsure.contains(&rank) && fleet.on_kv(delta).gap {
                 tracing::warn!(%rank, "a KV delta is missing");
+                if slipstream_base::planted!("lost-resync") {
+                    continue;
+                }
                 self.unsure.push(rank);
                 let resync = ToWorker::Resync { rank };
                 wire::encode_to_worker(&resync, &mut self.peer.outbox.borrow_mut());
@@ -576,6 +628,9 @@ impl Drop for Connection {
         }
         let roster = &self.remote.roster;
         roster.on_lost(self.shard.index, peer.instance, &peer.workers);
+        if slipstream_base::planted!("lost-worker-unseen") {
+            return;
+        }
         self.shard
             .on_workers_gone(|worker| peer.workers.contains(&worker));
     }

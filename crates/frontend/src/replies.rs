@@ -120,7 +120,9 @@ impl Shard {
         for stream in &streams {
             self.cancel(stream.addr().stream.slot);
         }
-        self.on_streams_closed(&reply.client, streams.len());
+        if !slipstream_base::planted!("leaked-quota") {
+            self.on_streams_closed(&reply.client, streams.len());
+        }
         self.admit_queued();
         let _lock = self.table_lock.hold();
         drop(streams);

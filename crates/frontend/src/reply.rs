@@ -778,6 +778,9 @@ impl ReplyState {
     pub(crate) fn answered(&self, index: u32) -> u32 {
         let sequence = &self.sequences[index as usize];
         let most = sequence.spec.max_tokens.saturating_sub(1);
+        if slipstream_base::planted!("resume-behind") {
+            return sequence.generated.saturating_sub(1);
+        }
         sequence.generated.min(most)
     }
 
@@ -820,8 +823,18 @@ impl ReplyState {
         if due < u64::from(sequence.credit_bytes / 2) {
             return 0;
         }
+        if slipstream_base::planted!("double-credit") {
+            return due as u32;
+        }
         sequence.granted_bytes += due;
         due as u32
+    }
+
+    /// Whether more tokens of the sequence came than it had credit for.
+    #[cfg(feature = "sim")]
+    pub(crate) fn exceeds_credit(&self, index: u32) -> bool {
+        let sequence = &self.sequences[index as usize];
+        sequence.credit_bytes != NO_LIMIT && sequence.came_bytes() > sequence.granted_bytes
     }
 
     /// Where the sequence runs.

@@ -183,7 +183,9 @@ impl Roster {
                 );
             }
             match &seat.held_by {
-                Some((instance, holder)) if *instance != hello.instance => {
+                Some((instance, holder))
+                    if *instance != hello.instance && !slipstream_base::planted!("two-holders") =>
+                {
                     return reject(
                         RejectReason::WorkerTaken,
                         format!(
@@ -237,7 +239,9 @@ impl Roster {
             if seat.held_by.as_ref().is_none_or(|(by, _)| *by != instance) {
                 continue;
             }
-            seat.shards.remove(&shard);
+            if !slipstream_base::planted!("kept-seat") {
+                seat.shards.remove(&shard);
+            }
             self.tombstones.raise(worker.index(), now);
             self.settle(worker, seat);
             if feeds_index(shard) {

@@ -391,7 +391,9 @@ impl Shard {
                         return false;
                     }
                     drop(state);
-                    self.on_ended(id);
+                    if !slipstream_base::planted!("lost-end") {
+                        self.on_ended(id);
+                    }
                 }
             }
             (Entry::Computed { pass, .. }, StreamRole::Prefill { .. }) => {
@@ -435,6 +437,9 @@ impl Shard {
 
     fn give_credit(&self, rank: RankId, stream: StreamId, bytes: u32) {
         let addr = self.addr(stream);
+        if slipstream_base::planted!("lost-credit") && bytes.is_multiple_of(3) {
+            return;
+        }
         self.send_control(ToWorker::Credit { rank, addr, bytes });
     }
 }

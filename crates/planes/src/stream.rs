@@ -288,6 +288,10 @@ impl<T> Inner<T> {
 
     fn remove(&self, id: StreamId) {
         let Some(entry) = self.slot(id) else { return };
+        if slipstream_base::planted!("late-frame") {
+            self.len.set(self.len.get() - 1);
+            return self.take_value(entry, id.slot);
+        }
         entry.generation.set(id.generation.wrapping_add(1));
         self.len.set(self.len.get() - 1);
         self.take_value(entry, id.slot);

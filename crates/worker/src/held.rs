@@ -32,6 +32,12 @@ impl HeldTokens {
         self.streams.is_empty()
     }
 
+    /// Streams whose tokens wait.
+    #[cfg(feature = "sim")]
+    pub(crate) fn len(&self) -> usize {
+        self.streams.len()
+    }
+
     /// Whether tokens of `addr` wait.
     pub(crate) fn contains(&self, addr: StreamAddr) -> bool {
         self.get(addr).is_some()
@@ -89,9 +95,13 @@ impl HeldTokens {
             &held.tokens[..count],
             held.first.take_if(|_| count > 0),
         );
-        held.tokens.drain(..count);
+        let lost =
+            usize::from(slipstream_base::planted!("lost-token") && held.tokens.len() > count);
+        held.tokens.drain(..count + lost);
         if held.tokens.is_empty() {
-            if let Some(end) = held.end {
+            if let Some(end) = held.end
+                && !slipstream_base::planted!("lost-held-end")
+            {
                 frame.push_end(addr.stream, &end);
             }
             self.streams.remove(&key(addr));
@@ -113,17 +123,20 @@ impl HeldTokens {
         before - self.streams.len()
     }
 
-    /// Streams of `shard` whose tokens wait.
+    /// Streams of `shard` whose tokens wait, by slot.
     pub(crate) fn of_shard(&self, shard: u8) -> Vec<StreamAddr> {
         let ours = self.streams.iter().filter(|((of, _), _)| *of == shard);
-        ours.map(|(&(shard, slot), held)| StreamAddr {
-            shard,
-            stream: StreamId {
-                slot,
-                generation: held.generation,
-            },
-        })
-        .collect()
+        let mut ours: Vec<_> = ours
+            .map(|(&(shard, slot), held)| StreamAddr {
+                shard,
+                stream: StreamId {
+                    slot,
+                    generation: held.generation,
+                },
+            })
+            .collect();
+        ours.sort_unstable_by_key(|addr| addr.stream.slot);
+        ours
     }
 }
 

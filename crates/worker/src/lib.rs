@@ -32,6 +32,8 @@ mod live;
 pub mod metrics;
 mod modelled;
 mod set;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod stats;
 mod thread;
 pub mod timeline;

@@ -137,6 +137,42 @@ impl LiveTable {
             .collect()
     }
 
+    /// Live streams of the rank at `index`.
+    #[cfg(feature = "sim")]
+    pub(crate) fn of_rank(&self, index: Option<usize>) -> usize {
+        let of = self.shards.iter().flatten();
+        of.filter(|live| Some(live.rank as usize) == index).count()
+    }
+
+    /// The count agrees with the slots, and no stream has more credit than `credit_tokens`.
+    #[cfg(feature = "sim")]
+    pub(crate) fn check(&self, credit_tokens: u32) -> Result<(), String> {
+        let of = || {
+            self.shards
+                .iter()
+                .flatten()
+                .filter(|live| live.rank != VACANT)
+        };
+        let limited = |live: &&LiveStream| live.credit_tokens != slipstream_planes::frame::NO_LIMIT;
+        if let Some(live) = of()
+            .filter(limited)
+            .find(|live| live.credit_tokens > credit_tokens)
+        {
+            let credit = live.credit_tokens;
+            return Err(format!(
+                "a stream has credit for {credit} tokens, of {credit_tokens}"
+            ));
+        }
+        let live = of().count();
+        if live == self.len {
+            return Ok(());
+        }
+        Err(format!(
+            "{live} slots hold streams, and {} are counted",
+            self.len
+        ))
+    }
+
     /// Live streams.
     pub(crate) fn len(&self) -> usize {
         self.len

@@ -190,6 +190,24 @@ impl WorkerSet {
         sinks: Vec<Box<dyn EventSink>>,
         on_ready: impl Fn(WorkerId, bool) + Send + Sync + 'static,
     ) -> Result<WorkerSet, StartError> {
+        let (mut set, threads) = WorkerSet::assemble(specs, timing, ports, sinks, on_ready)?;
+        for (index, thread) in threads.into_iter().enumerate() {
+            let join = std::thread::Builder::new()
+                .name(format!("engine-{index}"))
+                .spawn(move || thread.run())?;
+            set.threads[index].join = Some(join);
+        }
+        Ok(set)
+    }
+
+    /// The workers of `specs`, and what their threads run.
+    pub(crate) fn assemble(
+        specs: Vec<WorkerSpec>,
+        timing: &LiveTiming,
+        ports: Vec<ThreadPort>,
+        sinks: Vec<Box<dyn EventSink>>,
+        on_ready: impl Fn(WorkerId, bool) + Send + Sync + 'static,
+    ) -> Result<(WorkerSet, Vec<EngineThread>), StartError> {
         check(&specs, timing, ports.len(), sinks.len())?;
         let on_ready: OnReady = Arc::new(on_ready);
         let thread_count = ports.len();
@@ -220,7 +238,8 @@ impl WorkerSet {
             threads: Vec::new(),
             ranks,
         };
-        for (index, ((port, sink), seeds)) in ports.into_iter().zip(sinks).zip(seeds).enumerate() {
+        let mut threads = Vec::new();
+        for ((port, sink), seeds) in ports.into_iter().zip(sinks).zip(seeds) {
             let control = Arc::new(Control::default());
             let attention = Attention {
                 bell: Arc::clone(port.bell()),
@@ -236,16 +255,14 @@ impl WorkerSet {
                 control,
                 Arc::clone(&on_ready),
             );
-            let join = std::thread::Builder::new()
-                .name(format!("engine-{index}"))
-                .spawn(move || thread.run())?;
+            threads.push(thread);
             set.threads.push(RunningThread {
                 attention,
                 stats,
-                join: Some(join),
+                join: None,
             });
         }
-        Ok(set)
+        Ok((set, threads))
     }
 
     /// Every rank, by worker and rank in the order in which the workers were given.

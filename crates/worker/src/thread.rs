@@ -11,7 +11,7 @@ use slipstream_base::{
     WorkerId,
 };
 use slipstream_engine::{Finished, FirstToken, PassOutput, Reserved as Room};
-use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::clock::{is_simulated, monotonic_ns};
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{
     End, EventSink, FirstPass, Flushed, Input, Part, PassFrame, Prologue, RefusalReason, Reserved,
@@ -190,23 +190,28 @@ impl EngineThread {
         set_timer_slack();
         self.start_ranks();
         while !self.should_stop() {
-            self.take_messages();
-            self.begin_awake();
-            let now = monotonic_ns();
-            self.run_due(now);
-            if now >= self.heartbeat_ns {
-                self.heartbeat(now);
-            }
-            self.sink.flush();
-            self.stats.streams.set(self.live.len() as u64);
-            // Nobody waits for what is not yet due, so the thread goes on while something is.
-            let more = self.fast_path && self.next_deadline() <= now;
-            self.flush(more);
-            if !more {
+            if !self.round() {
                 self.sleep();
             }
         }
         self.shut_down();
+    }
+
+    /// Takes messages, runs what is due, and publishes. Returns whether more is due already.
+    fn round(&mut self) -> bool {
+        self.take_messages();
+        self.begin_awake();
+        let now = monotonic_ns();
+        self.run_due(now);
+        if now >= self.heartbeat_ns {
+            self.heartbeat(now);
+        }
+        self.sink.flush();
+        self.stats.streams.set(self.live.len() as u64);
+        // Nobody waits for what is not yet due, so the thread goes on while something is.
+        let more = self.fast_path && self.next_deadline() <= now;
+        self.flush(more);
+        more
     }
 
     /// A look at the flags, if one was raised.
@@ -400,6 +405,9 @@ impl EngineThread {
         };
         let at = live.rank as usize;
         let rank = &mut self.ranks[at];
+        if slipstream_base::planted!("ignored-release") {
+            return;
+        }
         if rank.backend.release(addr.into()) {
             rank.stats.prompts_handed_over.add(1);
             rank.stats.note_engine(&rank.backend.stats());
@@ -501,7 +509,11 @@ impl EngineThread {
         let mut preemptions = 0;
         let talk = self.inputs.remove(addr);
         if talk.as_ref().is_none_or(Talk::is_answering) {
-            let known = rank.backend.kill(id);
+            let known = if slipstream_base::planted!("unkilled") {
+                Some(0)
+            } else {
+                rank.backend.kill(id)
+            };
             debug_assert!(known.is_some(), "a live stream is in its engine");
             preemptions = known.unwrap_or_default();
         }
@@ -544,7 +556,9 @@ impl EngineThread {
 
     /// Whoever was the shard of `addr` is gone, and another may come.
     fn hang_up(&mut self, addr: StreamAddr) {
-        self.orphan(addr.shard);
+        if !slipstream_base::planted!("kept-orphans") {
+            self.orphan(addr.shard);
+        }
         if let Some(frame) = self.port.frame(addr.shard) {
             frame.clear();
             let end = End {
@@ -858,7 +872,8 @@ impl EngineThread {
         let began = monotonic_ns();
         while self.port.all_behind() {
             if self.port.prepare_wait_for_any_room() {
-                if self.control.attention.load(Ordering::Acquire) {
+                // The shards of a simulated thread run only after it.
+                if is_simulated() || self.control.attention.load(Ordering::Acquire) {
                     // To stop, or to publish a snapshot: the round goes on with a frame that is
                     // larger than it should be.
                     self.port.bell().stay_awake();
@@ -911,12 +926,122 @@ impl EngineThread {
                 self.give_credit(addr, NO_LIMIT);
             }
             while self.port.flush(shard, false) == Flushed::Full && monotonic_ns() < deadline {
+                if is_simulated() {
+                    break; // its shard runs only after it
+                }
                 if self.port.prepare_wait_for_room(shard) {
                     self.port.wait(Some(deadline));
                 }
             }
         }
         self.sink.flush();
+    }
+}
+
+#[cfg(feature = "sim")]
+pub(crate) mod sim {
+    //! A thread that a simulator steps.
+
+    use super::{EngineThread, Phase};
+
+    /// What engine threads hold.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct Checked {
+        /// Streams.
+        pub live: u64,
+        /// Streams with tokens that wait for credit.
+        pub held: u64,
+        /// Blocks that sequences hold.
+        pub used_blocks: u64,
+        /// Sequences that run.
+        pub running: u64,
+        /// Sequences that wait.
+        pub waiting: u64,
+        /// Tokens generated so far.
+        pub generated: u64,
+    }
+
+    impl Checked {
+        pub(crate) fn add(&mut self, other: &Checked) {
+            self.live += other.live;
+            self.held += other.held;
+            self.used_blocks += other.used_blocks;
+            self.running += other.running;
+            self.waiting += other.waiting;
+            self.generated += other.generated;
+        }
+    }
+
+    impl EngineThread {
+        pub(crate) fn start_up(&mut self) {
+            self.start_ranks();
+        }
+
+        pub(crate) fn is_due(&mut self, now_ns: u64) -> bool {
+            self.port.has_requests()
+                || self.next_due() <= now_ns
+                || !self.awake.is_empty()
+                || self
+                    .control
+                    .attention
+                    .load(std::sync::atomic::Ordering::Acquire)
+        }
+
+        pub(crate) fn next_due(&self) -> u64 {
+            self.next_deadline().min(self.heartbeat_ns)
+        }
+
+        pub(crate) fn step(&mut self) {
+            self.should_stop();
+            self.round();
+        }
+
+        pub(crate) fn end(&mut self) {
+            self.shut_down();
+        }
+
+        pub(crate) fn caches(&self) -> Vec<(slipstream_base::RankId, u64)> {
+            let of = |rank: &super::Rank| (rank.id, rank.backend.stats().cached_blocks.into());
+            self.ranks.iter().map(of).collect()
+        }
+
+        /// Blocks are conserved in each engine, and its sequences are live streams.
+        pub(crate) fn check(&self, credit_tokens: u32) -> Result<Checked, String> {
+            let mut sum = Checked {
+                live: self.live.len() as u64,
+                held: self.held.len() as u64,
+                ..Checked::default()
+            };
+            for rank in &self.ranks {
+                let stats = rank.backend.stats();
+                let (id, used, free) = (rank.id, stats.used_blocks, stats.free_blocks);
+                if used + free != stats.total_blocks {
+                    return Err(format!(
+                        "{id}: {used} blocks used and {free} free are not {}",
+                        stats.total_blocks
+                    ));
+                }
+                if stats.running + stats.waiting == 0 && !matches!(rank.phase, Phase::Dead) {
+                    let of = self.live.of_rank(self.rank_index(id));
+                    if of == 0 && used > 0 {
+                        return Err(format!("{id}: {used} blocks belong to no stream"));
+                    }
+                }
+                sum.used_blocks += u64::from(used);
+                sum.running += u64::from(stats.running);
+                sum.waiting += u64::from(stats.waiting);
+                sum.generated += rank.stats.generation_tokens.get();
+            }
+            if sum.running + sum.waiting > sum.live {
+                return Err(format!(
+                    "{} sequences run or wait for {} streams",
+                    sum.running + sum.waiting,
+                    sum.live
+                ));
+            }
+            self.live.check(credit_tokens)?;
+            Ok(sum)
+        }
     }
 }
 
@@ -1017,10 +1142,11 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
         }
         let first = began.map(|_| pass);
         stream.completion_tokens += tokens.len() as u32;
-        if stream.credit_tokens >= tokens.len() as u32 {
+        let extra = u32::from(slipstream_base::planted!("credit-off-by-one"));
+        if stream.credit_tokens.saturating_add(extra) >= tokens.len() as u32 {
             frame.push_tokens(addr.stream, tokens, first);
             if stream.credit_tokens != NO_LIMIT {
-                stream.credit_tokens -= tokens.len() as u32;
+                stream.credit_tokens = stream.credit_tokens.saturating_sub(tokens.len() as u32);
             }
         } else {
             hold_back(tokens, first, stream, addr, held, stats, frame);
@@ -1043,6 +1169,9 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
         }
         if held.is_empty() || !held.end(addr, end) {
             frame.push_end(addr.stream, &end);
+            if slipstream_base::planted!("double-end") {
+                frame.push_end(addr.stream, &end);
+            }
         }
         live.remove(addr);
     }

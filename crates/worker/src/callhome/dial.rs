@@ -5,9 +5,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use slipstream_planes::clock::clock_id;
-use slipstream_planes::link::{Link, LinkError, Socket};
+use slipstream_planes::link::{Link, LinkError};
 use slipstream_planes::wire::{self, Announced, Hello, Kind, Reject, Welcome, WireError};
-use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
@@ -88,6 +87,7 @@ pub(super) async fn dial(
             said = error;
         }
         tokio::select! {
+            biased;
             () = sleep(pause) => {}
             _ = gone.changed() => {}
             _ = staged.changed() => {}
@@ -119,7 +119,9 @@ async fn serve_once(
     let (link, welcome) = match greeted {
         Ok(greeted) => greeted,
         Err(error) => {
-            home.free.borrow_mut().push(port);
+            if !slipstream_base::planted!("leaked-link") {
+                home.free.borrow_mut().push(port);
+            }
             return Err(Ended::Dial(error));
         }
     };
@@ -135,16 +137,8 @@ async fn serve_once(
 }
 
 async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialError> {
-    let stream = TcpStream::connect(&target.address)
-        .await
-        .map_err(LinkError::Io)?;
+    let socket = home.connect(&target.address).await.map_err(LinkError::Io)?;
     let config = &home.config;
-    // Small frames leave at once.
-    stream.set_nodelay(true).map_err(LinkError::Io)?;
-    let socket: Box<dyn Socket> = match &config.tls {
-        None => Box::new(stream),
-        Some(tls) => tls.connect(stream).await.map_err(LinkError::Io)?,
-    };
     let mut link = Link::new(socket, config.deadline, config.unsent_bytes_max);
     let hello = Hello {
         instance: config.instance,

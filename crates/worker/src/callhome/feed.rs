@@ -39,6 +39,9 @@ struct Subscriber {
     /// KV deltas were lost since the last look.
     lost: AtomicBool,
     bell: TaskBell,
+    /// For a simulator: as if as many bytes waited as may.
+    #[cfg(feature = "sim")]
+    full: AtomicBool,
 }
 
 /// Whole frames.
@@ -75,6 +78,18 @@ impl Feed {
         self.say_state(&bytes);
     }
 
+    /// Every subscriber to KV deltas is too far behind now, and for the next ones.
+    #[cfg(feature = "sim")]
+    pub(crate) fn lose(&self) {
+        for subscriber in lock(&self.shared.subscribers).iter() {
+            if subscriber.wants_kv.load(Ordering::Acquire) {
+                subscriber.lose_kv(&mut lock(&subscriber.waiting));
+                subscriber.bell.ring();
+            }
+            subscriber.full.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// Times that a subscriber was too far behind.
     pub(crate) fn overflows(&self) -> u64 {
         self.shared.overflows.load(Ordering::Relaxed)
@@ -93,7 +108,11 @@ impl Feed {
                 continue;
             }
             let mut waiting = lock(&subscriber.waiting);
-            if waiting.kv.len() + bytes.len() > WAITING_BYTES_MAX {
+            #[cfg(feature = "sim")]
+            let full = subscriber.full.swap(false, Ordering::Relaxed);
+            #[cfg(not(feature = "sim"))]
+            let full = false;
+            if full || waiting.kv.len() + bytes.len() > WAITING_BYTES_MAX {
                 subscriber.lose_kv(&mut waiting);
                 self.shared.overflows.fetch_add(1, Ordering::Relaxed);
             } else {
@@ -124,9 +143,18 @@ impl Subscription {
     pub(crate) fn take(&self, waker: &Waker, out: &mut Vec<u8>) -> bool {
         let subscriber = &self.subscriber;
         // Before the look, and also if frames wait: the caller sleeps after it in either case.
-        subscriber.bell.prepare(waker);
+        let some = || !lock(&subscriber.waiting).is_empty();
+        if !(slipstream_base::planted!("unarmed-bell") && some()) {
+            subscriber.bell.prepare(waker);
+        }
         subscriber.take(out);
         subscriber.lost.swap(false, Ordering::AcqRel)
+    }
+}
+
+impl Waiting {
+    fn is_empty(&self) -> bool {
+        self.states.is_empty() && self.kv.is_empty()
     }
 }
 

@@ -16,6 +16,8 @@
 mod dial;
 mod feed;
 mod relay;
+#[cfg(feature = "sim")]
+pub(crate) mod sim;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -29,8 +31,10 @@ use std::time::Duration;
 
 use slipstream_base::WorkerId;
 use slipstream_planes::discovery::{self, Event, Record, Role, SeatKey, Session, SessionError};
+use slipstream_planes::link::Socket;
 use slipstream_planes::tls::Tls;
 use slipstream_planes::{EventSink, ShardPort};
+use tokio::net::TcpStream;
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
 
@@ -168,6 +172,8 @@ struct Home {
     hang_ups: Cell<u32>,
     /// This process is about to end: engine threads may, too.
     leaving: Cell<bool>,
+    #[cfg(feature = "sim")]
+    connect: RefCell<Option<sim::Connect>>,
 }
 
 struct WorkerRanks {
@@ -194,18 +200,14 @@ impl CallHome {
         links: Vec<ShardPort>,
         events: CallHomeEvents,
     ) -> Result<CallHome, CallHomeError> {
-        let mut workers: BTreeMap<WorkerId, Vec<Arc<RankStats>>> = BTreeMap::new();
-        for rank in set.ranks() {
-            let ranks = workers.entry(rank.rank.worker).or_default();
-            ranks.push(Arc::clone(rank));
-        }
+        let workers = workers_of(set);
         let record = Record {
             role: Role::Worker,
             instance: config.instance,
             name: config.name.clone(),
             fingerprint: config.fingerprint,
             shards: Vec::new(),
-            workers: workers.keys().map(|worker| worker.0).collect(),
+            workers: workers.iter().map(|of| of.worker.0).collect(),
             key: None,
         };
         let folder = discovery::folder(&config.directory)?;
@@ -213,15 +215,6 @@ impl CallHome {
         // The plane's thread may be gone, at the end.
         let on_event = move |event| drop(sender.blocking_send(event));
         let session = Session::start("discovery", folder, Some((record, config.lease)), on_event)?;
-        let threads = links.first().map_or(0, ShardPort::threads);
-        let mut thread_workers = vec![None; threads];
-        for &worker in workers.keys() {
-            thread_workers[slipstream_planes::ring::thread_of(worker, threads)] = Some(worker);
-        }
-        let workers = workers
-            .into_iter()
-            .map(|(worker, ranks)| WorkerRanks { worker, ranks })
-            .collect();
         let (stage, staged) = watch::channel(Stage::Running);
         let stats = Arc::new(CallHomeStats::default());
         let (feed, resyncs) = (events.feed.clone(), set.resyncs());
@@ -233,17 +226,7 @@ impl CallHome {
             std::thread::Builder::new()
                 .name("plane".into())
                 .spawn(move || {
-                    let home = Rc::new(Home {
-                        config,
-                        free: RefCell::new(links),
-                        workers,
-                        thread_workers,
-                        resyncs,
-                        feed: events.feed,
-                        stats,
-                        hang_ups: Cell::new(0),
-                        leaving: Cell::new(false),
-                    });
+                    let home = Home::new(config, links, workers, resyncs, events.feed, stats);
                     LocalSet::new().block_on(&runtime, run(home, session, events_of_peers, staged));
                 })?
         };
@@ -284,11 +267,36 @@ impl CallHome {
     }
 }
 
+/// The record of this process in the discovery directory.
+trait Announced {
+    /// Takes the record away. Does nothing if that was done.
+    fn stop(&self);
+}
+
+impl Announced for Session {
+    fn stop(&self) {
+        Session::stop(self);
+    }
+}
+
+/// The workers of `set`, rising.
+fn workers_of(set: &WorkerSet) -> Vec<WorkerRanks> {
+    let mut workers: BTreeMap<WorkerId, Vec<Arc<RankStats>>> = BTreeMap::new();
+    for rank in set.ranks() {
+        let ranks = workers.entry(rank.rank.worker).or_default();
+        ranks.push(Arc::clone(rank));
+    }
+    workers
+        .into_iter()
+        .map(|(worker, ranks)| WorkerRanks { worker, ranks })
+        .collect()
+}
+
 /// Keeps a dialer for each shard of each frontend that is announced, and the record of this process
 /// until it is about to end.
 async fn run(
     home: Rc<Home>,
-    session: Session,
+    session: impl Announced,
     mut events: mpsc::Receiver<Event<Record>>,
     mut staged: watch::Receiver<Stage>,
 ) {
@@ -303,6 +311,7 @@ async fn run(
             break;
         }
         tokio::select! {
+            biased;
             changed = staged.changed() => {
                 if changed.is_err() {
                     break; // the handle was dropped without a farewell
@@ -390,6 +399,53 @@ impl Frontends {
 }
 
 impl Home {
+    fn new(
+        config: CallHomeConfig,
+        links: Vec<ShardPort>,
+        workers: Vec<WorkerRanks>,
+        resyncs: Resyncs,
+        feed: Feed,
+        stats: Arc<CallHomeStats>,
+    ) -> Rc<Home> {
+        let threads = links.first().map_or(0, ShardPort::threads);
+        let mut thread_workers = vec![None; threads];
+        for of in &workers {
+            let thread = slipstream_planes::ring::thread_of(of.worker, threads);
+            thread_workers[thread] = Some(of.worker);
+        }
+        Rc::new(Home {
+            config,
+            free: RefCell::new(links),
+            workers,
+            thread_workers,
+            resyncs,
+            feed,
+            stats,
+            hang_ups: Cell::new(0),
+            leaving: Cell::new(false),
+            #[cfg(feature = "sim")]
+            connect: RefCell::default(),
+        })
+    }
+
+    /// Connects to `address`, encrypted if configured.
+    async fn connect(&self, address: &str) -> io::Result<Box<dyn Socket>> {
+        #[cfg(feature = "sim")]
+        {
+            let connect = self.connect.borrow().clone();
+            if let Some(connect) = connect {
+                return connect(address).await;
+            }
+        }
+        let stream = TcpStream::connect(address).await?;
+        // Small frames leave at once.
+        stream.set_nodelay(true)?;
+        Ok(match &self.config.tls {
+            None => Box::new(stream),
+            Some(tls) => tls.connect(stream).await?,
+        })
+    }
+
     fn count(&self, of: impl Fn(&CallHomeStats) -> &AtomicU64) {
         of(&self.stats).fetch_add(1, Relaxed);
     }

@@ -119,7 +119,8 @@ impl Relay {
             }
         }
         more |= self.take_frames(Some(cx))?;
-        if self.subscription.take(cx.waker(), self.link.outbox()) {
+        let lost = self.subscription.take(cx.waker(), self.link.outbox());
+        if lost && !slipstream_base::planted!("lost-snapshot") {
             self.ask_for_snapshots();
         }
         if self.link.poll_time(cx)? {

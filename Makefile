@@ -38,6 +38,16 @@ demo: build
 torture:
 	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
+# The live path under a seeded simulator, with fresh seeds (docs/reliability.md). VOPR_S=N: seconds; SEED=N: one
+# schedule, and its smallest form if it fails.
+.PHONY: vopr vopr-planted
+vopr:
+	cargo run --profile vopr --locked --package slipstream-vopr --features sim -- $(if $(SEED),--seed $(SEED),--seconds $(or $(VOPR_S),60) --threads $(or $(THREADS),1))
+
+# The simulator has to find each of the bugs that are planted for it, within 10,000 schedules.
+vopr-planted:
+	cargo run --profile vopr --locked --package slipstream-vopr --features planted -- --planted
+
 # 100 workers killed under 48 clients, one at least being left: no stream is lost (in `make test`: four).
 .PHONY: survive
 survive:

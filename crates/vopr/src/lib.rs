@@ -1,0 +1,29 @@
+//! The live path's own code under a seeded simulator.
+//!
+//! A schedule is a cluster of frontends and worker processes in one thread and in virtual time, with clients
+//! and faults that a seed draws. Shards, dispatchers, routers, stream tables, the wire format, links, the
+//! call-home of workers, engine threads and engines are the production code. Sockets, the discovery
+//! directory, the clock and the order in which threads run are simulated, so that a seed replays exactly.
+//!
+//! After every event an oracle checks the invariants of [`world`]; after the faults have healed everything has
+//! to finish and nothing may be left.
+//!
+//! * [`plan`]: what a seed draws. * [`world`]: runs a plan. * [`net`]: sockets. * [`client`]: requests, and
+//!   the check of their tokens. * [`shrink`]: the smallest plan that still fails.
+//!
+//! The crate is empty without the feature `sim`.
+#![forbid(unsafe_code)]
+#![cfg(feature = "sim")]
+
+pub mod client;
+pub mod command;
+pub mod net;
+pub mod plan;
+#[cfg(feature = "planted")]
+pub mod planted;
+pub mod rng;
+pub mod shrink;
+pub mod world;
+
+pub use plan::Plan;
+pub use world::{Failure, Stats, run};

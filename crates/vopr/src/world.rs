@@ -1,0 +1,1445 @@
+//! Runs a plan, and checks the invariants after every event:
+//!
+//! 1. Each choice of an accepted request ends exactly once, and its tokens are those of its seed, in order.
+//! 2. Blocks are conserved at each engine, and none is held without a stream. No more sequences are in an
+//!    engine than streams are open there. Credit does not exceed the grants.
+//! 3. Queues stay within their bounds.
+//! 4. A request without a token is not lost with its worker.
+//! 5. Nothing panics.
+//!
+//! Once faults have healed and clients are done:
+//!
+//! 6. Every request has ended: sent = finished + refused + cancelled + lost.
+//! 7. Nothing is left: no request, stream, byte of memory, block, or load of a router.
+//! 8. Connections are as the seats are, and every worker is ready on every frontend.
+//! 9. The index of cached blocks agrees with the engines.
+//! 10. A further request is answered.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Once};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use slipstream_base::{BlockHash, RankId, WorkerId};
+use slipstream_config::cluster::{Cluster, OutputLen, PoolRole, RouterPolicy, TimingConfig, file};
+use slipstream_config::doc::Doc;
+use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
+use slipstream_engine::{Engine, OutputModel};
+use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
+use slipstream_frontend::text::TextModel;
+use slipstream_frontend::{ApiKeys, KvNetwork, Limits, Origins, RemoteLimits, Roster, Service};
+use slipstream_planes::clock::sim as clock;
+use slipstream_planes::discovery::{Event, Record, Role, SeatKey};
+use slipstream_planes::link::Socket;
+use slipstream_planes::ring::PlaneLimits;
+use slipstream_router::{Fleets, Router};
+use slipstream_worker::sim::{Connect, Connecting, SimConfig, SimWorker};
+use slipstream_worker::{Backend, LiveTiming, WorkerSpec};
+use tokio::task::LocalSet;
+use tokio::time::Instant;
+
+use crate::client::{self, Answers, Outcome};
+use crate::net::{Delivery, Net, Queue};
+use crate::plan::{ClientPlan, FaultKind, HEAL_NS, Plan, Policy, Pools, Shape};
+use crate::rng::Rng;
+
+/// When a schedule begins, ns.
+const ORIGIN_NS: u64 = 1_000_000_000_000;
+/// After the faults have healed, everything has to be done within this time, ns.
+const PATIENCE_NS: u64 = 60_000_000_000;
+/// Time between two looks whether it is, ns.
+const LOOK_NS: u64 = 20_000_000;
+/// Turns without a passing of time that are taken for a livelock.
+const TURNS_MAX: u64 = 200_000;
+/// Fingerprint of the cluster.
+const FINGERPRINT: u64 = 7;
+const KEY: &str = "00112233445566778899aabbccddeeff";
+
+/// Counts of a schedule.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Events: deliveries, rounds of engine threads, requests, faults and their ends.
+    pub events: u64,
+    /// Polls of the tasks of a process.
+    pub polls: u64,
+    /// Time that passed, ns.
+    pub virtual_ns: u64,
+    /// Requests that finished.
+    pub finished: u64,
+    /// Requests that were refused.
+    pub refused: u64,
+    /// Requests that ended with an error after their head.
+    pub lost: u64,
+    /// Requests whose client went away, or whose frontend was killed.
+    pub cancelled: u64,
+    /// Tokens that clients read.
+    pub tokens: u64,
+    /// Requests that another worker got.
+    pub retries: u64,
+    /// Streams that another worker continued.
+    pub resumed: u64,
+    /// Entries of streams that were gone.
+    pub stale: u64,
+    /// Digest of all that happened: the same for the same plan.
+    pub digest: u64,
+}
+
+impl Stats {
+    /// Adds another schedule's counts.
+    pub fn add(&mut self, other: &Stats) {
+        self.events += other.events;
+        self.polls += other.polls;
+        self.virtual_ns += other.virtual_ns;
+        self.finished += other.finished;
+        self.refused += other.refused;
+        self.lost += other.lost;
+        self.cancelled += other.cancelled;
+        self.tokens += other.tokens;
+        self.retries += other.retries;
+        self.resumed += other.resumed;
+        self.stale += other.stale;
+        self.digest ^= other.digest;
+    }
+}
+
+/// An invariant that did not hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Number of the event after which it was seen.
+    pub step: u64,
+    /// The time, ns since the start.
+    pub at_ns: u64,
+    /// The invariant.
+    pub what: String,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (step, us) = (self.step, self.at_ns / 1000);
+        write!(f, "step {step}, {us} us: {}", self.what)
+    }
+}
+
+/// An event of the simulation.
+#[derive(Clone, Copy, Debug)]
+enum Next {
+    Delivery(Delivery),
+    /// A dial reaches its frontend.
+    Dialed(usize),
+    Client(usize),
+    Cancel(usize),
+    Fault(usize),
+    Start(usize),
+    Stop(usize),
+    Exit(usize),
+    Thaw(usize),
+    StartFrontend(usize),
+    /// A process reads a frontend's record, of that instance.
+    Appeared(usize, usize),
+    Vanished(usize, usize, u64),
+    Heal,
+    Look,
+}
+
+impl From<Delivery> for Next {
+    fn from(delivery: Delivery) -> Next {
+        Next::Delivery(delivery)
+    }
+}
+
+/// Wakes the simulation, and marks whose tasks have to be polled.
+struct Flag {
+    woken: AtomicBool,
+    driver: Arc<Mutex<Option<Waker>>>,
+}
+
+impl Wake for Flag {
+    fn wake(self: Arc<Self>) {
+        self.woken.store(true, Ordering::Relaxed);
+        let driver = self.driver.lock().expect("nothing panics with it").take();
+        if let Some(driver) = driver {
+            driver.wake();
+        }
+    }
+}
+
+/// The tasks of one thread of a process.
+struct Group {
+    local: LocalSet,
+    flag: Arc<Flag>,
+    waker: Waker,
+}
+
+/// A worker process, or its absence.
+#[derive(Default)]
+struct Process {
+    up: Option<(SimWorker, Group)>,
+    instance: u64,
+    frozen_until: u64,
+    /// How far its clock is ahead, ns.
+    ahead_ns: u64,
+    leaving: bool,
+    /// A run of it was stopped: it then sent all tokens that waited, with credit or without.
+    stopped: bool,
+    /// Frontends whose records it has read, by instance.
+    known: BTreeSet<u64>,
+}
+
+/// A frontend, or its absence.
+struct Frontend {
+    up: Option<Running>,
+    instance: u64,
+    /// The record of the run before.
+    stale: Option<Record>,
+}
+
+struct Running {
+    groups: Vec<Group>,
+    shards: Vec<SimShard>,
+    roster: Arc<Roster>,
+    fleets: Fleets,
+    record: Record,
+}
+
+/// A dial under way.
+struct Dial {
+    address: String,
+    process: usize,
+    instance: u64,
+    done: Rc<RefCell<Dialed>>,
+}
+
+#[derive(Default)]
+struct Dialed {
+    result: Option<io::Result<Box<dyn Socket>>>,
+    waker: Option<Waker>,
+}
+
+type Dials = Rc<RefCell<Vec<Dial>>>;
+
+struct World<'a> {
+    plan: &'a Plan,
+    cluster: Cluster,
+    answers: Rc<Answers>,
+    queue: Rc<Queue<Next>>,
+    net: Net<Next>,
+    rng: Rng,
+    driver: Arc<Mutex<Option<Waker>>>,
+    processes: Vec<Process>,
+    frontends: Vec<Frontend>,
+    dials: Dials,
+    records: Vec<Rc<RefCell<client::Record>>>,
+    tasks: Vec<Option<tokio::task::JoinHandle<()>>>,
+    instances: u64,
+    started: Instant,
+    stats: Stats,
+    /// No fault has happened that may cost a request.
+    calm: bool,
+    probes: Option<usize>,
+}
+
+/// Shared by all schedules, because it takes long to make.
+#[derive(Clone)]
+pub struct Shared {
+    text: Arc<TextModel>,
+    whole: Cluster,
+    apart: Cluster,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Shared::new()
+    }
+}
+
+impl Shared {
+    /// Tables of the tokenizer, and cluster files.
+    pub fn new() -> Shared {
+        const HEAD: &str = "[model]\nname = \"m\"\n[engine]\nblock_size = 16\nnum_gpu_blocks = 64\n\
+             max_model_len = 1024\n[network]\nmode = \"flows\"\n[router]\n\
+             remote_prefill_tokens_min = 16\n";
+        const TIMING: &str = "[engine.timing]\nkind = \"constant\"\nstep_ns = 1_000_000\n";
+        let cluster = |pools: &str| {
+            let text = format!("{HEAD}{pools}{TIMING}");
+            let no_file = |_: &Path| Err(io::ErrorKind::NotFound.into());
+            let doc = Doc::parse("cluster.toml", text.as_bytes());
+            file::read(doc, no_file).unwrap_or_else(|e| panic!("{e}")).0
+        };
+        Shared {
+            text: Arc::new(TextModel::builtin()),
+            whole: cluster("[pool.a]\nworkers = 1\n"),
+            apart: cluster(
+                "[pool.p]\nrole = \"prefill\"\nworkers = 1\n[pool.d]\nrole = \"decode\"\nworkers = 1\n",
+            ),
+        }
+    }
+}
+
+thread_local! {
+    static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Panics of this thread are noted while a schedule runs: tasks would hide them.
+fn note_panics() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if QUIET.get() {
+                PANIC.with(|panic| {
+                    let mut panic = panic.borrow_mut();
+                    panic.get_or_insert_with(|| info.to_string());
+                });
+            } else {
+                before(info);
+            }
+        }));
+    });
+}
+
+/// Runs `plan`.
+///
+/// # Errors
+/// The first invariant that does not hold.
+pub fn run(plan: &Plan, shared: &Shared) -> Result<Stats, Failure> {
+    note_panics();
+    QUIET.set(true);
+    PANIC.take();
+    clock::set(Some((ORIGIN_NS, 1)));
+    let caught = catch_unwind(AssertUnwindSafe(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .expect("a runtime without I/O takes no resource");
+        runtime.block_on(async {
+            let mut world = World::new(plan, shared);
+            let outcome = world.drive().await;
+            let failure = |what| Failure {
+                step: world.stats.events,
+                at_ns: world.queue.now() - ORIGIN_NS,
+                what,
+            };
+            match outcome {
+                Ok(()) => Ok(world.stats),
+                Err(what) => Err(failure(what)),
+            }
+        })
+    }));
+    clock::set(None);
+    QUIET.set(false);
+    let panicked = PANIC.take();
+    match (caught, panicked) {
+        (Ok(outcome), None) => outcome,
+        (Ok(Err(failure)), _) => Err(failure),
+        (_, panicked) => Err(Failure {
+            step: 0,
+            at_ns: 0,
+            what: format!("panic: {}", panicked.unwrap_or_default()),
+        }),
+    }
+}
+
+fn cluster_of(shape: &Shape, shared: &Shared) -> Cluster {
+    let mut cluster = match shape.pools {
+        Pools::Whole => shared.whole.clone(),
+        _ => shared.apart.clone(),
+    };
+    let workers = shape.worker_count() as u32;
+    let prefill = shape.prefill_workers() as u32;
+    for pool in &mut cluster.pools {
+        pool.workers = match pool.role {
+            PoolRole::Prefill => prefill,
+            _ => workers - prefill,
+        };
+        let engine = &mut pool.engine;
+        engine.num_gpu_blocks = shape.blocks;
+        engine.max_model_len = shape.blocks * 16;
+        engine.max_num_seqs = shape.seqs;
+        engine.max_num_batched_tokens = shape.batched_tokens;
+        engine.startup_s = shape.startup_ms as f64 / 1e3;
+        engine.output_len = OutputLen::LogNormal {
+            mean: f64::from(shape.answer_tokens),
+            cv: 0.7,
+        };
+        engine.timing = TimingConfig::Constant {
+            step_ns: shape.step_ns,
+        };
+    }
+    cluster.kv.hand_over = match shape.pools {
+        Pools::Push => slipstream_config::cluster::HandOver::Push,
+        _ => slipstream_config::cluster::HandOver::Pull,
+    };
+    cluster.network.nic_bits_per_s = shape.nic_bits_per_s as f64;
+    cluster.router.queue_max = shape.queue_max as u32;
+    cluster.router.busy_kv_share = f64::from(shape.busy_percent) / 100.0;
+    cluster.router.policy = match shape.policy {
+        Policy::Kv => RouterPolicy::Kv,
+        Policy::RoundRobin => RouterPolicy::RoundRobin,
+    };
+    cluster
+}
+
+impl<'a> World<'a> {
+    fn new(plan: &'a Plan, shared: &Shared) -> World<'a> {
+        let shape = &plan.shape;
+        let cluster = cluster_of(shape, shared);
+        let queue = Queue::new(ORIGIN_NS);
+        let text = shared.text.clone();
+        let answers = Rc::new(Answers {
+            output: OutputModel {
+                vocab: text.output_vocab(),
+                first_vocab: Some(text.first_vocab()),
+                eos: text.eos(),
+                lengths: cluster.pools[0].engine.output_len.clone(),
+            },
+            text,
+        });
+        let clients = plan.clients.iter();
+        let records =
+            clients.map(|plan| Rc::new(RefCell::new(client::Record::new(plan, &answers))));
+        World {
+            plan,
+            cluster,
+            net: Net::new(
+                plan.seed ^ 0x006e_6574_776f_726b,
+                shape.window,
+                queue.clone(),
+            ),
+            queue,
+            rng: Rng::new(plan.seed ^ 0x006f_7264_6572),
+            driver: Arc::default(),
+            processes: (0..shape.processes).map(|_| Process::default()).collect(),
+            frontends: (0..shape.frontends)
+                .map(|_| Frontend {
+                    up: None,
+                    instance: 0,
+                    stale: None,
+                })
+                .collect(),
+            dials: Dials::default(),
+            records: records.collect(),
+            answers,
+            tasks: plan.clients.iter().map(|_| None).collect(),
+            instances: 0,
+            started: Instant::now(),
+            stats: Stats::default(),
+            calm: true,
+            probes: None,
+        }
+    }
+
+    fn note(&mut self, what: u64) {
+        self.stats.digest = slipstream_base::mix::mix64(self.stats.digest ^ what);
+    }
+
+    fn group(&self) -> Group {
+        let flag = Arc::new(Flag {
+            woken: AtomicBool::new(true),
+            driver: self.driver.clone(),
+        });
+        Group {
+            local: LocalSet::new(),
+            waker: Waker::from(flag.clone()),
+            flag,
+        }
+    }
+
+    // The main loop.
+
+    async fn drive(&mut self) -> Result<(), String> {
+        for frontend in 0..self.frontends.len() {
+            self.start_frontend(frontend)?;
+        }
+        for process in 0..self.processes.len() {
+            self.start_process(process)?;
+        }
+        for (index, client) in self.plan.clients.iter().enumerate() {
+            self.queue
+                .push(ORIGIN_NS + client.at_ns, Next::Client(index));
+        }
+        for (index, fault) in self.plan.faults.iter().enumerate() {
+            self.queue.push(ORIGIN_NS + fault.at_ns, Next::Fault(index));
+        }
+        let heal_ns = if self.plan.faults.is_empty() {
+            LOOK_NS
+        } else {
+            HEAL_NS
+        };
+        self.queue.push(ORIGIN_NS + heal_ns, Next::Heal);
+        let mut turns = 0;
+        loop {
+            let before = self.queue.now();
+            if self.settle()? {
+                turns += 1;
+                if turns > TURNS_MAX {
+                    return Err("livelock: tasks run without an end while no time passes".into());
+                }
+            }
+            let due = self
+                .queue
+                .next_at()
+                .into_iter()
+                .chain(self.next_engine())
+                .min();
+            let Some(due) = due else {
+                return Err("nothing will ever happen again".into());
+            };
+            let reached = self.reached();
+            if due <= reached {
+                self.queue.now_ns.set(due.max(before));
+                if due > before {
+                    turns = 0;
+                }
+                if self.queue.next_at() == Some(due) {
+                    let next = self.queue.pop().expect("it is there").event;
+                    self.stats.events += 1;
+                    self.note(self.queue.now());
+                    tracing::info!(at_us = (due - ORIGIN_NS) / 1000, ?next);
+                    if self.handle(next)? {
+                        self.stats.virtual_ns = self.queue.now() - ORIGIN_NS;
+                        return Ok(());
+                    }
+                    self.check()?;
+                }
+                continue;
+            }
+            self.sleep(due).await;
+            // Timers of the production code may have woken it earlier.
+            let now = self.reached().min(due).max(self.queue.now());
+            if now > before {
+                turns = 0;
+            }
+            self.queue.now_ns.set(now);
+        }
+    }
+
+    /// How far the runtime's time is, ns.
+    fn reached(&self) -> u64 {
+        ORIGIN_NS + self.started.elapsed().as_nanos() as u64
+    }
+
+    /// Sleeps until `due`, or until a task is woken.
+    async fn sleep(&self, due: u64) {
+        let at = self.started + Duration::from_nanos(due - ORIGIN_NS);
+        let mut sleep = std::pin::pin!(tokio::time::sleep_until(at));
+        poll_fn(|cx| {
+            *self.driver.lock().expect("nothing panics with it") = Some(cx.waker().clone());
+            if self.is_woken() {
+                return Poll::Ready(());
+            }
+            sleep.as_mut().poll(cx)
+        })
+        .await;
+    }
+
+    fn is_woken(&self) -> bool {
+        let now = self.queue.now();
+        let processes = self.processes.iter().filter(|p| p.frozen_until <= now);
+        let of_processes = processes.filter_map(|p| p.up.as_ref().map(|(_, group)| group));
+        let of_frontends = self.frontends.iter().filter_map(|f| f.up.as_ref());
+        let mut all = of_processes.chain(of_frontends.flat_map(|up| &up.groups));
+        all.any(|group| group.flag.woken.load(Ordering::Relaxed))
+    }
+
+    fn next_engine(&self) -> Option<u64> {
+        let now = self.queue.now();
+        let of = self.processes.iter().filter(|p| p.frozen_until <= now);
+        let due = |p: &Process| {
+            let (worker, _) = p.up.as_ref()?;
+            Some(worker.next_due().saturating_sub(p.ahead_ns))
+        };
+        of.filter_map(due).min()
+    }
+
+    /// Runs tasks and engine threads, in any order, until none has anything to do. Returns whether one had.
+    fn settle(&mut self) -> Result<bool, String> {
+        #[derive(Clone, Copy)]
+        enum Turn {
+            Plane(usize),
+            Engines(usize),
+            Shard(usize, usize),
+        }
+        let mut ran = false;
+        let mut turns = Vec::new();
+        let mut rounds = 0u64;
+        loop {
+            turns.clear();
+            let now = self.queue.now();
+            for (index, process) in self.processes.iter_mut().enumerate() {
+                if process.frozen_until > now {
+                    continue;
+                }
+                let Some((worker, group)) = &mut process.up else {
+                    continue;
+                };
+                clock::set(Some((now + process.ahead_ns, 100 + index as u64)));
+                if group.flag.woken.load(Ordering::Relaxed) {
+                    turns.push(Turn::Plane(index));
+                }
+                if worker.is_due(now + process.ahead_ns) {
+                    turns.push(Turn::Engines(index));
+                }
+            }
+            for (index, frontend) in self.frontends.iter().enumerate() {
+                let groups = frontend
+                    .up
+                    .iter()
+                    .flat_map(|up| up.groups.iter().enumerate());
+                for (shard, group) in groups {
+                    if group.flag.woken.load(Ordering::Relaxed) {
+                        turns.push(Turn::Shard(index, shard));
+                    }
+                }
+            }
+            if turns.is_empty() {
+                return Ok(ran);
+            }
+            ran = true;
+            rounds += 1;
+            if rounds > TURNS_MAX {
+                return Err("livelock: tasks wake each other without an end".into());
+            }
+            match self.rng.pick(&turns) {
+                Turn::Plane(index) => {
+                    self.stats.polls += 1;
+                    let process = &mut self.processes[index];
+                    let ahead = process.ahead_ns;
+                    if let Some((_, group)) = &mut process.up {
+                        clock::set(Some((now + ahead, 100 + index as u64)));
+                        group.poll();
+                    }
+                }
+                Turn::Engines(index) => {
+                    self.stats.events += 1;
+                    self.note(now ^ index as u64);
+                    let process = &mut self.processes[index];
+                    let ahead = process.ahead_ns;
+                    if let Some((worker, _)) = &mut process.up {
+                        clock::set(Some((now + ahead, 100 + index as u64)));
+                        tracing::debug!(at_us = (now - ORIGIN_NS) / 1000, process = index, "round");
+                        worker.round(now + ahead);
+                    }
+                    self.check()?;
+                }
+                Turn::Shard(index, shard) => {
+                    self.stats.polls += 1;
+                    clock::set(Some((now, 1)));
+                    if let Some(up) = &mut self.frontends[index].up {
+                        up.groups[shard].poll();
+                    }
+                }
+            }
+            clock::set(Some((now, 1)));
+            if let Some(panic) = PANIC.take() {
+                return Err(format!("panic: {panic}"));
+            }
+        }
+    }
+
+    /// Handles an event. Returns whether the schedule is over.
+    fn handle(&mut self, next: Next) -> Result<bool, String> {
+        clock::set(Some((self.queue.now(), 1)));
+        match next {
+            Next::Delivery(delivery) => self.net.deliver(delivery),
+            Next::Dialed(index) => self.on_dialed(index),
+            Next::Client(index) => self.send(index),
+            Next::Cancel(index) => {
+                let mut record = self.records[index].borrow_mut();
+                if record.outcomes.is_empty() {
+                    record.outcomes.push(Outcome::Cancelled);
+                    drop(record);
+                    if let Some(task) = &self.tasks[index] {
+                        task.abort();
+                    }
+                }
+            }
+            Next::Fault(index) => self.strike(self.plan.faults[index].kind),
+            Next::Start(process) => {
+                if self.processes[process].up.is_none() {
+                    self.start_process(process)?;
+                }
+            }
+            Next::Stop(process) => {
+                let process = &mut self.processes[process];
+                if let (true, Some((worker, _))) = (process.leaving, &mut process.up) {
+                    worker.stop();
+                    process.stopped = true;
+                }
+            }
+            Next::Exit(process) => {
+                if self.processes[process].leaving {
+                    self.kill(process);
+                }
+            }
+            Next::Thaw(process) => {
+                let process = &mut self.processes[process];
+                if process.frozen_until <= self.queue.now()
+                    && let Some((_, group)) = &process.up
+                {
+                    group.waker.wake_by_ref();
+                }
+            }
+            Next::StartFrontend(frontend) => {
+                if self.frontends[frontend].up.is_none() {
+                    self.start_frontend(frontend)?;
+                }
+            }
+            Next::Appeared(process, frontend) => {
+                let process = &mut self.processes[process];
+                if let (Some((worker, _)), Some(up)) = (&process.up, &self.frontends[frontend].up)
+                    && process.known.insert(up.record.instance)
+                {
+                    worker.on_discovery(Event::Appeared(up.record.clone()));
+                }
+            }
+            Next::Vanished(process, frontend, instance) => {
+                let of = &self.frontends[frontend];
+                let record = match (&of.up, &of.stale) {
+                    (Some(up), _) if up.record.instance == instance => Some(up.record.clone()),
+                    (_, Some(stale)) if stale.instance == instance => Some(stale.clone()),
+                    _ => None,
+                };
+                let process = &mut self.processes[process];
+                if let (Some((worker, _)), Some(record)) = (&process.up, record)
+                    && process.known.remove(&instance)
+                {
+                    worker.on_discovery(Event::Vanished(record));
+                }
+            }
+            Next::Heal => {
+                self.net.heal();
+                let now = self.queue.now();
+                for index in 0..self.processes.len() {
+                    self.processes[index].frozen_until = 0;
+                    if let Some((worker, group)) = &self.processes[index].up {
+                        worker.heal();
+                        group.waker.wake_by_ref();
+                    }
+                }
+                self.queue.push(now + LOOK_NS, Next::Look);
+            }
+            Next::Look => return self.look(),
+        }
+        Ok(false)
+    }
+
+    // Processes.
+
+    fn start_frontend(&mut self, index: usize) -> Result<(), String> {
+        self.instances += 1;
+        let instance = self.instances;
+        let shape = &self.plan.shape;
+        let cluster = &self.cluster;
+        let fleets = Fleets::of_cluster(cluster).map_err(|error| error.to_string())?;
+        let key = SeatKey::try_from(KEY.to_owned()).map_err(str::to_owned)?;
+        let name = format!("frontend-{index}");
+        let roster = Arc::new(Roster::new(
+            instance,
+            FINGERPRINT,
+            name.clone(),
+            fleets.clone(),
+            shape.worker_count(),
+            shape.shards,
+            key.bytes(),
+        ));
+        let limits = Limits {
+            streams_max: shape.streams_max,
+            client_streams_max: shape.streams_max,
+            write_timeout: Duration::from_secs(2),
+            request_timeout: (shape.request_timeout_ms > 0)
+                .then(|| Duration::from_millis(shape.request_timeout_ms)),
+            ..Limits::default()
+        };
+        let service = Service {
+            model: "m".into(),
+            text: self.answers.text.clone(),
+            root: BlockHash::root("m", "", ""),
+            block_size: fleets.serve.block_size(),
+            max_model_len: shape.blocks * 16,
+            kv_blocks: shape.blocks,
+            keep_tokens: false,
+            fleets: fleets.clone(),
+            api_keys: ApiKeys::default(),
+            origins: Origins::default(),
+            limits,
+            recorder: None,
+            created: 0,
+            seed: self.plan.seed,
+        };
+        let remote = RemoteLimits {
+            deadline: Duration::from_millis(shape.deadline_ms),
+            credit_bytes: shape.credit_bytes,
+            ..RemoteLimits::default()
+        };
+        let frontend = SimFrontend::new(service, roster.clone(), remote);
+        let rules = Rules::of_cluster(cluster);
+        let room = QueueRoom::default();
+        let network = fleets
+            .prefill
+            .is_some()
+            .then(|| Arc::new(KvNetwork::new(cluster, shape.shards)));
+        let mut groups = Vec::new();
+        let mut shards = Vec::new();
+        for shard in 0..shape.shards {
+            let router =
+                |fleet: &Arc<slipstream_router::Fleet>| Router::new(fleet.clone(), shard as u32);
+            let prefill = fleets.prefill.as_ref().map(router);
+            let dispatcher = Dispatcher::new(rules, router(&fleets.serve), prefill)
+                .with_queue_room(room.clone());
+            let group = self.group();
+            let shard = frontend.shard(shard as u8, dispatcher, network.clone());
+            let run = shard.clone();
+            group.local.spawn_local(async move {
+                run.run().await;
+            });
+            groups.push(group);
+            shards.push(shard);
+        }
+        let record = Record {
+            role: Role::Frontend,
+            instance,
+            name,
+            fingerprint: FINGERPRINT,
+            shards: (0..shape.shards)
+                .map(|shard| format!("{index} {shard} {instance}"))
+                .collect(),
+            workers: Vec::new(),
+            key: Some(key),
+        };
+        self.frontends[index].instance = instance;
+        self.frontends[index].up = Some(Running {
+            groups,
+            shards,
+            roster,
+            fleets,
+            record,
+        });
+        for process in 0..self.processes.len() {
+            let at = self.queue.now() + self.rng.below(5_000_000);
+            self.queue.push(at, Next::Appeared(process, index));
+        }
+        Ok(())
+    }
+
+    fn start_process(&mut self, index: usize) -> Result<(), String> {
+        self.instances += 1;
+        let instance = self.instances;
+        let shape = &self.plan.shape;
+        let config = SimConfig {
+            instance,
+            fingerprint: FINGERPRINT,
+            deadline: Duration::from_millis(shape.deadline_ms),
+            unsent_bytes_max: 64 << 20,
+            threads: shape.threads,
+            links: shape.frontends * shape.shards,
+            limits: PlaneLimits {
+                requests: shape.ring,
+                ..PlaneLimits::default()
+            },
+        };
+        let timing = LiveTiming {
+            waiting_max: shape.waiting_max,
+            ..LiveTiming::default()
+        };
+        let mut specs = Vec::new();
+        let mut worker = 0;
+        for pool in &self.cluster.pools {
+            for _ in 0..pool.workers {
+                let id = WorkerId(worker);
+                worker += 1;
+                if id.index() / shape.workers != index {
+                    continue;
+                }
+                let rank = RankId {
+                    worker: id,
+                    dp_rank: 0,
+                };
+                let read = |_: &Path| Err(io::ErrorKind::NotFound.into());
+                let model = &self.cluster.model.shape;
+                let step = slipstream_engine::timing::build(&pool.engine, model, read)
+                    .map_err(|error| error.to_string())?;
+                let output = self.answers.output.clone();
+                let engine = Engine::new(rank, &pool.engine, step, output)
+                    .map_err(|error| error.to_string())?;
+                specs.push(WorkerSpec {
+                    worker: id,
+                    ranks: vec![Box::new(engine) as Box<dyn Backend>],
+                    startup_s: pool.engine.startup_s,
+                });
+            }
+        }
+        let (dials, queue) = (self.dials.clone(), self.queue.clone());
+        let latency = shape.latency_ns;
+        let connect: Connect = Rc::new(move |address: &str| -> Connecting {
+            let done = Rc::<RefCell<Dialed>>::default();
+            let mut dials = dials.borrow_mut();
+            queue.push(queue.now() + latency, Next::Dialed(dials.len()));
+            dials.push(Dial {
+                address: address.to_owned(),
+                process: index,
+                instance,
+                done: done.clone(),
+            });
+            Box::pin(poll_fn(move |cx| {
+                let mut done = done.borrow_mut();
+                if let Some(result) = done.result.take() {
+                    return Poll::Ready(result);
+                }
+                done.waker = Some(cx.waker().clone());
+                Poll::Pending
+            }))
+        });
+        clock::set(Some((
+            self.queue.now() + self.processes[index].ahead_ns,
+            100 + index as u64,
+        )));
+        let started = SimWorker::start(&config, specs, &timing, connect);
+        clock::set(Some((self.queue.now(), 1)));
+        let (worker, task) = started.map_err(|error| error.to_string())?;
+        let group = self.group();
+        group.local.spawn_local(task);
+        let process = &mut self.processes[index];
+        process.instance = instance;
+        process.up = Some((worker, group));
+        process.leaving = false;
+        process.known.clear();
+        for frontend in 0..self.frontends.len() {
+            let at = self.queue.now() + self.rng.below(2_000_000);
+            self.queue.push(at, Next::Appeared(index, frontend));
+        }
+        Ok(())
+    }
+
+    /// Ends a worker process as SIGKILL does.
+    fn kill(&mut self, index: usize) {
+        let process = &mut self.processes[index];
+        process.frozen_until = 0;
+        process.leaving = false;
+        let Some((worker, group)) = process.up.take() else {
+            return;
+        };
+        drop(group);
+        drop(worker);
+    }
+
+    fn on_dialed(&mut self, index: usize) {
+        let dials = self.dials.borrow();
+        let Dial {
+            address,
+            process,
+            instance,
+            done,
+        } = &dials[index];
+        if self.processes[*process].instance != *instance || self.processes[*process].up.is_none() {
+            return; // it has ended meanwhile
+        }
+        let mut parts = address
+            .split(' ')
+            .map(|part| part.parse::<u64>().unwrap_or(u64::MAX));
+        let mut part = || parts.next().unwrap_or(u64::MAX);
+        let (frontend, shard, of) = (part() as usize, part() as usize, part());
+        // A frontend that starts again on its host takes the same port: an old record leads to it.
+        let up = self
+            .frontends
+            .get(frontend)
+            .and_then(|frontend| frontend.up.as_ref());
+        let same_port = self.plan.seed.is_multiple_of(2);
+        let result = match up.filter(|up| same_port || up.record.instance == of) {
+            None => Err(io::ErrorKind::ConnectionRefused.into()),
+            Some(up) => {
+                let latency = self.plan.shape.latency_ns;
+                let [near, far] = self.net.connect(*process, frontend, latency);
+                let accepts = up.shards[shard].clone();
+                up.groups[shard].local.spawn_local(async move {
+                    accepts.accept(Box::new(far));
+                });
+                Ok(Box::new(near) as Box<dyn Socket>)
+            }
+        };
+        let mut done = done.borrow_mut();
+        done.result = Some(result);
+        if let Some(waker) = done.waker.take() {
+            waker.wake();
+        }
+    }
+
+    fn send(&mut self, index: usize) {
+        let record = self.records[index].clone();
+        let plan = record.borrow().plan.clone();
+        let (frontend, shard) = plan.to;
+        let Some(up) = &self.frontends[frontend].up else {
+            let mut record = record.borrow_mut();
+            record.sent = true;
+            record.outcomes.push(Outcome::Dropped);
+            return;
+        };
+        let task = client::run(up.shards[shard].clone(), record, self.answers.clone());
+        self.tasks[index] = Some(up.groups[shard].local.spawn_local(task));
+        if let Some(after) = plan.cancel_ns {
+            self.queue
+                .push(self.queue.now() + after, Next::Cancel(index));
+        }
+    }
+
+    // Faults.
+
+    fn strike(&mut self, kind: FaultKind) {
+        let now = self.queue.now();
+        self.calm = false;
+        match kind {
+            FaultKind::Crash {
+                process,
+                down_ns,
+                power,
+            } => {
+                if power {
+                    self.net.silence(0, process);
+                }
+                self.kill(process);
+                self.queue.push(now + down_ns, Next::Start(process));
+            }
+            FaultKind::Drain {
+                process,
+                grace_ns,
+                down_ns,
+            } => {
+                let of = &mut self.processes[process];
+                if let Some((worker, _)) = &of.up {
+                    worker.leave();
+                    of.leaving = true;
+                    let stop = now + grace_ns;
+                    self.queue.push(stop, Next::Stop(process));
+                    let exit = stop + self.plan.shape.deadline_ms * 1_000_000;
+                    self.queue.push(exit, Next::Exit(process));
+                    self.queue.push(exit + down_ns, Next::Start(process));
+                }
+            }
+            FaultKind::Pause { process, for_ns } => {
+                let of = &mut self.processes[process];
+                of.frozen_until = of.frozen_until.max(now + for_ns);
+                self.queue.push(of.frozen_until, Next::Thaw(process));
+            }
+            FaultKind::CrashFrontend { frontend, down_ns } => {
+                let Some(up) = self.frontends[frontend].up.take() else {
+                    return;
+                };
+                let instance = up.record.instance;
+                self.frontends[frontend].stale = Some(up.record.clone());
+                for (index, record) in self.records.iter().enumerate() {
+                    let mut record = record.borrow_mut();
+                    let here = record.sent && record.plan.to.0 == frontend;
+                    if here && record.outcomes.is_empty() {
+                        record.outcomes.push(Outcome::Dropped);
+                        self.tasks[index] = None;
+                    }
+                }
+                drop(up);
+                let lease_ns = 3 * self.plan.shape.deadline_ms * 1_000_000;
+                for process in 0..self.processes.len() {
+                    let gone = Next::Vanished(process, frontend, instance);
+                    self.queue.push(now + lease_ns, gone);
+                }
+                self.queue
+                    .push(now + down_ns, Next::StartFrontend(frontend));
+            }
+            FaultKind::Cut { process, pick } => {
+                if let Some(connection) = self.net.pick(process, pick) {
+                    self.net.cut(connection);
+                }
+            }
+            FaultKind::HalfOpen {
+                process,
+                pick,
+                side,
+            } => {
+                if let Some(connection) = self.net.pick(process, pick) {
+                    self.net.half_open(connection, side);
+                }
+            }
+            FaultKind::Stall {
+                process,
+                pick,
+                side,
+                for_ns,
+            } => {
+                if let Some(connection) = self.net.pick(process, pick) {
+                    self.net.stall(connection, side, now + for_ns);
+                }
+            }
+            FaultKind::Slow {
+                process,
+                pick,
+                extra_ns,
+            } => {
+                if let Some(connection) = self.net.pick(process, pick) {
+                    self.net.slow(connection, extra_ns);
+                }
+            }
+            FaultKind::Corrupt {
+                process,
+                pick,
+                side,
+            } => {
+                if let Some(connection) = self.net.pick(process, pick) {
+                    self.net.corrupt(connection, side);
+                }
+            }
+            FaultKind::ClockJump { process, by_ns } => self.processes[process].ahead_ns += by_ns,
+            FaultKind::RecordGone {
+                process,
+                frontend,
+                for_ns,
+            } => {
+                let instance = self.frontends[frontend].instance;
+                self.queue
+                    .push(now, Next::Vanished(process, frontend, instance));
+                self.queue
+                    .push(now + for_ns, Next::Appeared(process, frontend));
+            }
+            FaultKind::RecordStale { process, frontend } => {
+                let index = process;
+                let process = &mut self.processes[process];
+                if let (Some((worker, _)), Some(stale)) =
+                    (&process.up, &self.frontends[frontend].stale)
+                    && process.known.insert(stale.instance)
+                {
+                    // Its lease ends some time.
+                    let gone = Next::Vanished(index, frontend, stale.instance);
+                    self.queue.push(now + 300_000_000, gone);
+                    worker.on_discovery(Event::Appeared(stale.clone()));
+                }
+            }
+            FaultKind::RecordTorn { process } => {
+                if let Some((worker, _)) = &self.processes[process].up {
+                    worker.on_discovery(Event::Invalid {
+                        name: "frontend".into(),
+                        reason: "EOF while parsing".into(),
+                    });
+                }
+            }
+            FaultKind::LoseKv { process } => {
+                if let Some((worker, _)) = &self.processes[process].up {
+                    worker.lose_kv();
+                }
+            }
+            FaultKind::LoseKvUnseen { process } => {
+                if let Some((worker, _)) = &self.processes[process].up {
+                    worker.lose_kv_unseen();
+                }
+            }
+        }
+    }
+
+    // The oracle.
+
+    /// After every event.
+    fn check(&self) -> Result<(), String> {
+        let shape = &self.plan.shape;
+        for (index, process) in self.processes.iter().enumerate() {
+            if let Some((worker, _)) = &process.up {
+                let credit = shape.credit_bytes / 4;
+                worker
+                    .check(credit)
+                    .map_err(|what| format!("process {index}: {what}"))?;
+            }
+        }
+        let streams_max = match shape.pools {
+            Pools::Whole => u64::from(shape.streams_max),
+            _ => 2 * u64::from(shape.streams_max),
+        };
+        for frontend in self.frontends.iter().filter_map(|f| f.up.as_ref()) {
+            let mut queued = 0;
+            for shard in &frontend.shards {
+                if let Err((stream, worker)) = shard.check()
+                    && !self.processes[worker.index() / shape.workers].stopped
+                {
+                    return Err(format!(
+                        "{stream:?} got more tokens of {worker} than it has credit for"
+                    ));
+                }
+                let (open, waits, streams) = shard.sizes();
+                queued += waits;
+                if streams > streams_max {
+                    return Err(format!("{streams} streams, and {streams_max} are allowed"));
+                }
+                if open > streams {
+                    return Err(format!("{open} requests have {streams} streams"));
+                }
+            }
+            if queued > shape.queue_max {
+                return Err(format!("{queued} requests wait, of {}", shape.queue_max));
+            }
+        }
+        for (index, record) in self.records.iter().enumerate() {
+            let record = record.borrow();
+            if let Some(wrong) = &record.wrong {
+                return Err(format!("client {index}: {wrong}"));
+            }
+            if record.outcomes.len() > 1 {
+                return Err(format!("client {index} ends twice: {:?}", record.outcomes));
+            }
+            self.judge(index, &record)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a request may end as it did.
+    fn judge(&self, index: usize, record: &client::Record) -> Result<(), String> {
+        let Some(outcome) = record.outcomes.first() else {
+            return Ok(());
+        };
+        let unfit = |why: &str| Err(format!("client {index} ends as {outcome:?}: {why}"));
+        match outcome {
+            Outcome::Refused(error) if !matches!(error.status, 429 | 502 | 503 | 504) => {
+                unfit("its request is valid")
+            }
+            Outcome::Refused(_) | Outcome::Lost(_)
+                if self.calm && self.plan.shape.is_ample() && self.is_past_start(record) =>
+            {
+                unfit("nothing has failed, and there is room")
+            }
+            Outcome::Lost(error) if error.starts_with("worker_lost") && record.is_empty() => {
+                if record.plan.pause_ms == 0 && record.plan.stream {
+                    return unfit("no token of it had come, so that another worker could take it");
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn is_past_start(&self, record: &client::Record) -> bool {
+        // Workers connect and start up first.
+        record.plan.at_ns > 2 * self.plan.shape.startup_ms * 1_000_000 + 50_000_000
+    }
+
+    /// Looks whether everything is done. Returns whether the schedule is over.
+    fn look(&mut self) -> Result<bool, String> {
+        let now = self.queue.now();
+        let quiet = self.is_quiet();
+        match (quiet, self.probes) {
+            (Ok(()), None) => {
+                // A further request on each shard.
+                self.probes = Some(self.records.len());
+                let (frontends, shards) = (self.plan.shape.frontends, self.plan.shape.shards);
+                for to in (0..frontends).flat_map(|f| (0..shards).map(move |s| (f, s))) {
+                    let plan = ClientPlan {
+                        at_ns: now - ORIGIN_NS,
+                        to,
+                        seed: 99,
+                        group: 9,
+                        prompt_tokens: 20,
+                        max_tokens: 3,
+                        choices: 1,
+                        stream: true,
+                        ignore_eos: true,
+                        session: None,
+                        cancel_ns: None,
+                        pause_ms: 0,
+                    };
+                    let record = client::Record::new(&plan, &self.answers);
+                    self.records.push(Rc::new(RefCell::new(record)));
+                    self.tasks.push(None);
+                    // One after the other, as there may be room for one alone.
+                    let nth = (self.records.len() - self.probes.unwrap_or(0)) as u64;
+                    let at = now + nth * 200_000_000;
+                    self.queue.push(at, Next::Client(self.records.len() - 1));
+                }
+            }
+            (Ok(()), Some(first)) => {
+                for record in &self.records[first..] {
+                    let record = record.borrow();
+                    if record.outcomes != [Outcome::Finished] {
+                        return Err(format!(
+                            "after all is healed a request is not answered: {:?}",
+                            record.outcomes
+                        ));
+                    }
+                }
+                self.check_totals()?;
+                self.count();
+                return Ok(true);
+            }
+            (Err(what), _) => {
+                if now > ORIGIN_NS + HEAL_NS + PATIENCE_NS {
+                    return Err(format!("not done after all is healed: {what}"));
+                }
+            }
+        }
+        self.queue.push(now + LOOK_NS, Next::Look);
+        Ok(false)
+    }
+
+    /// Whether every request has ended, and nothing is left.
+    fn is_quiet(&self) -> Result<(), String> {
+        for (index, record) in self.records.iter().enumerate() {
+            let record = record.borrow();
+            if record.outcomes.is_empty() {
+                return Err(format!("client {index} has no end: {:?}", record.choices));
+            }
+        }
+        let mut caches = Vec::new();
+        for (index, process) in self.processes.iter().enumerate() {
+            let Some((worker, _)) = &process.up else {
+                return Err(format!("process {index} is down"));
+            };
+            if process.leaving || !worker.is_ready() {
+                return Err(format!("process {index} is not ready"));
+            }
+            let held = worker.check(u32::MAX)?;
+            if (
+                held.live,
+                held.held,
+                held.used_blocks,
+                held.running + held.waiting,
+            ) != (0, 0, 0, 0)
+            {
+                return Err(format!("process {index} holds {held:?}"));
+            }
+            let links = (self.plan.shape.frontends * self.plan.shape.shards) as u64;
+            if worker.open_links() != links {
+                return Err(format!("process {index} has {} links", worker.open_links()));
+            }
+            caches.extend(worker.caches());
+        }
+        for (index, frontend) in self.frontends.iter().enumerate() {
+            let Some(up) = &frontend.up else {
+                return Err(format!("frontend {index} is down"));
+            };
+            let mut seats = 0;
+            for shard in &up.shards {
+                let state = shard.state();
+                let left = ShardState {
+                    open: state.open,
+                    queued: state.queued,
+                    streams: state.streams,
+                    streams_open: state.streams_open,
+                    memory: state.memory,
+                    ..ShardState::default()
+                };
+                if left != ShardState::default() {
+                    return Err(format!("frontend {index} holds {left:?}"));
+                }
+                if state.seated.len() != self.plan.shape.worker_count() {
+                    return Err(format!("frontend {index} has {:?}", state.seated));
+                }
+                seats += self.plan.shape.processes as u64;
+            }
+            let totals = up.roster.totals();
+            if totals.open != seats {
+                return Err(format!(
+                    "frontend {index}: {} of {seats} connections",
+                    totals.open
+                ));
+            }
+            for fleet in up.fleets.each() {
+                for load in fleet.loads() {
+                    let rank = load.rank;
+                    if !load.ready {
+                        return Err(format!("frontend {index}: {rank} is not ready"));
+                    }
+                    if (load.requests, load.prefill_tokens, load.active_blocks) != (0, 0, 0) {
+                        return Err(format!("frontend {index}: load of {rank}: {load:?}"));
+                    }
+                    if !fleet.reads_cache() {
+                        continue;
+                    }
+                    let cached = caches
+                        .iter()
+                        .find(|(of, _)| *of == rank)
+                        .map_or(0, |of| of.1);
+                    if !load.trusted || load.cached_blocks != cached {
+                        return Err(format!(
+                            "frontend {index}: the index has {} blocks of {rank}, trusted: {}, and \
+                             its engine {cached}",
+                            load.cached_blocks, load.trusted
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// If nothing failed and every request finished: no entry was sent to a stream that was gone, and each
+    /// shard has counted the tokens that its answers say were used.
+    fn check_totals(&self) -> Result<(), String> {
+        let finished =
+            |record: &Rc<RefCell<client::Record>>| record.borrow().outcomes == [Outcome::Finished];
+        if !self.calm || !self.records.iter().all(finished) {
+            return Ok(());
+        }
+        for (at, frontend) in self.frontends.iter().enumerate() {
+            let shards = frontend.up.iter().flat_map(|up| &up.shards);
+            for (shard, state) in shards.map(SimShard::state).enumerate() {
+                if (state.stale_entries, state.foreign_entries) != (0, 0) {
+                    return Err(format!("entries came too late: {state:?}"));
+                }
+                let mut used = [0; 3];
+                for record in &self.records {
+                    let record = record.borrow();
+                    if record.plan.to == (at, shard) {
+                        let usage = record.usage.ok_or("an answer without `usage`")?;
+                        used = [0, 1, 2].map(|of| used[of] + usage[of]);
+                    }
+                }
+                if state.tokens != used {
+                    return Err(format!(
+                        "frontend {at} shard {shard} has counted {:?} tokens of prompts, of caches and \
+                         of answers, and its answers say {used:?}",
+                        state.tokens
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&mut self) {
+        let first = self.probes.unwrap_or(self.records.len());
+        let mut stats = self.stats;
+        for record in &self.records[..first] {
+            let record = record.borrow();
+            stats.tokens += record.tokens;
+            match &record.outcomes[0] {
+                Outcome::Finished => stats.finished += 1,
+                Outcome::Refused(_) => stats.refused += 1,
+                Outcome::Lost(_) => stats.lost += 1,
+                Outcome::Cancelled | Outcome::Dropped => stats.cancelled += 1,
+            }
+        }
+        for shard in self
+            .frontends
+            .iter()
+            .flat_map(|f| f.up.iter().flat_map(|up| &up.shards))
+        {
+            let state = shard.state();
+            stats.retries += state.retries;
+            stats.resumed += state.resumed;
+            stats.stale += state.stale_entries;
+        }
+        self.stats = stats;
+        self.note(stats.tokens);
+        self.note(stats.finished << 32 | stats.lost << 16 | stats.refused);
+    }
+}
+
+impl Group {
+    /// Runs the tasks that were woken.
+    fn poll(&mut self) {
+        self.flag.woken.store(false, Ordering::Relaxed);
+        let mut cx = Context::from_waker(&self.waker);
+        // Ready if there is no task at the moment.
+        let _ = Pin::new(&mut self.local).poll(&mut cx);
+    }
+}

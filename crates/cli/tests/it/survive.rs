@@ -99,7 +99,7 @@ fn read(client: &mut Client) -> String {
 }
 
 /// Loses the worker of a stream that has begun, by `lose`, while another one is ready.
-fn lose_under(body: &str, lose: impl FnOnce(Worker) -> Option<Worker>) {
+fn lose_under(body: &str, lose: impl FnOnce(&Server, Worker) -> Option<Worker>) {
     let whole = undisturbed();
     let expected = content(&read(&mut begin(&whole, body)));
     let dir = tempfile::tempdir().unwrap();
@@ -111,7 +111,7 @@ fn lose_under(body: &str, lose: impl FnOnce(Worker) -> Option<Worker>) {
     let begun = client.chunk().expect("an event");
     let second = worker(dir.path(), CLUSTER, "main", 1);
     await_ready(&server, 2);
-    let left = lose(first);
+    let left = lose(&server, first);
     let mut stream = String::from_utf8(begun).unwrap();
     stream += &rest(&mut client);
     assert_eq!(content(&stream), expected);
@@ -145,7 +145,7 @@ fn body(tokens: u32, more: &Value) -> String {
 
 #[test]
 fn a_stream_whose_worker_is_killed_continues_with_the_same_tokens_and_counts() {
-    lose_under(&body(1500, &json!({})), |worker| {
+    lose_under(&body(1500, &json!({})), |_, worker| {
         worker.kill();
         None
     });
@@ -160,7 +160,7 @@ fn choices_log_probabilities_and_stop_strings_continue_as_they_were() {
     let at = text.char_indices().rev().nth(300).unwrap().0;
     let stop: String = text[at..].chars().take(12).collect();
     let more = json!({ "n": 3, "logprobs": 2, "stop": [stop] });
-    lose_under(&body(1500, &more), |worker| {
+    lose_under(&body(1500, &more), |_, worker| {
         worker.kill();
         None
     });
@@ -168,7 +168,7 @@ fn choices_log_probabilities_and_stop_strings_continue_as_they_were() {
 
 #[test]
 fn a_stream_continues_elsewhere_when_its_worker_shuts_down() {
-    lose_under(&body(1500, &json!({ "n": 2 })), |worker| {
+    lose_under(&body(1500, &json!({ "n": 2 })), |_, worker| {
         assert!(worker.terminate().success());
         None
     });
@@ -176,9 +176,9 @@ fn a_stream_continues_elsewhere_when_its_worker_shuts_down() {
 
 #[test]
 fn a_stream_continues_elsewhere_when_its_worker_is_stopped_and_late_frames_do_not_reach_it() {
-    lose_under(&body(1500, &json!({})), |worker| {
+    lose_under(&body(1500, &json!({})), |server, worker| {
         worker.signal("-STOP");
-        std::thread::sleep(std::time::Duration::from_millis(1_500));
+        server.await_metric("slipstream_streams_resumed_total", |resumed| resumed > 0.0);
         worker.signal("-CONT");
         Some(worker)
     });

@@ -155,8 +155,6 @@ struct Running {
     len: u32,
     /// `len` at which it ends.
     end_len: u32,
-    /// `len` at which it ends whatever its tokens are, which the scheduler knows in advance.
-    limit_len: u32,
     /// Tokens that its blocks can hold.
     capacity: u32,
     /// Tokens of it in the pass under way, or between two passes in the one that is scheduled
@@ -634,15 +632,22 @@ impl Engine {
 
     fn schedule_running<const AHEAD: bool>(&mut self, plan: &mut Plan) {
         let mut at = 0;
-        while at < self.running.len() && plan.budget > 0 {
+        loop {
+            at += self.schedule_decodes::<AHEAD>(at, plan);
+            if at == self.running.len() || plan.budget == 0 {
+                return;
+            }
             let r = &mut self.running[at];
             let before = r.before::<AHEAD>();
             // The pass under way gives it a token that is not known yet.
             let unknown = AHEAD && r.gets_token();
             let len = r.len + u32::from(unknown);
-            if unknown && len == r.limit_len {
-                at += 1; // that token is its last
-                continue;
+            if unknown && len >= r.end_len {
+                let sequence = &self.sequences[r.slot];
+                if len == limit_len(sequence, self.max_len) {
+                    at += 1; // that token is its last
+                    continue;
+                }
             }
             let chunk = (len - before).min(plan.budget).min(plan.most);
             let target = before + chunk;
@@ -669,6 +674,30 @@ impl Engine {
             plan.budget -= chunk;
             at += 1;
         }
+    }
+
+    /// Schedules the sequences from `at` on that add one token and need no block for it, up to the
+    /// first of another kind; returns how many.
+    fn schedule_decodes<const AHEAD: bool>(&mut self, at: usize, plan: &mut Plan) -> usize {
+        let mut load = StepLoad::default();
+        let mut contexts = Sums::default();
+        for r in self.running[at..].iter_mut().take(plan.budget as usize) {
+            let target = r.before::<AHEAD>() + 1;
+            // With its last token under way it may end before it is computed again.
+            let ends = AHEAD && target >= r.end_len;
+            if !r.decoding || target >= r.capacity || ends {
+                break;
+            }
+            *r.planned::<AHEAD>() = 1;
+            load.add_decode(r.prompt_len, target);
+            contexts.add(target);
+        }
+        plan.load.decode_sequences += load.decode_sequences;
+        plan.load.decode_context += load.decode_context;
+        plan.load.decode_prompt += load.decode_prompt;
+        plan.contexts.add_all(&contexts);
+        plan.budget -= contexts.count;
+        contexts.count as usize
     }
 
     /// Preempts until the running sequence `at` can have blocks for `target` tokens; false if it had
@@ -883,7 +912,6 @@ impl Engine {
             computed,
             len,
             end_len: prompt_len + sequence.end_outputs,
-            limit_len: limit_len(sequence, self.max_len),
             capacity: (computed + chunk).next_multiple_of(self.block_size),
             scheduled: 0,
             ahead: 0,
@@ -991,9 +1019,10 @@ impl Engine {
         out.clear();
         (out.start, out.end) = (pass.start, pass.end);
         std::mem::swap(&mut out.arrived, &mut self.arrived);
-        let mut gone = 0;
-        for at in 0..self.running.len() {
-            let r = &mut self.running[at];
+        let mut running = std::mem::take(&mut self.running);
+        let (mut gone, mut token_count) = (0, 0);
+        let lists_tokens = self.lists_tokens;
+        for r in &mut running {
             if r.gone {
                 gone += 1;
                 continue;
@@ -1004,46 +1033,36 @@ impl Engine {
                 continue;
             }
             // If it is in the pass that comes next, that has cached its blocks.
-            if self.ahead && r.scheduled == 0 {
-                let (slot, computed) = (r.slot, r.computed);
-                self.cache_full(slot, computed);
+            if r.scheduled == 0 && self.ahead {
+                self.cache_full(r.slot, r.computed);
             }
-            let r = &mut self.running[at];
-            let position = r.len - r.prompt_len;
             r.len += 1;
-            let caught_up = !std::mem::replace(&mut r.decoding, true);
+            token_count += 1;
             let ends = r.len == r.end_len;
-            out.token_count += 1;
             let mut stops = false;
-            if self.lists_tokens || r.stops {
+            if lists_tokens || r.stops {
+                let position = r.len - 1 - r.prompt_len;
                 let token = if ends && r.natural_end {
                     self.output.eos
                 } else {
                     self.output.token(r.seed, position)
                 };
-                if self.lists_tokens {
+                if lists_tokens {
                     out.tokens.push(r.id, token);
                 }
                 stops = r.stops && stops_at(&self.sequences[r.slot], position, token);
             }
-            let is_first = |r: &Running| {
-                let sequence = &self.sequences[r.slot];
-                position == sequence.request.params.answered
-            };
-            if position == 0 || caught_up && is_first(r) {
-                let (r, sequence) = (*r, &self.sequences[r.slot]);
-                out.first.push(first_token(r.id, sequence, pass.start));
+            if !r.decoding {
+                r.decoding = true;
+                self.note_first(r, pass.start, out);
             }
             if ends || stops {
                 gone += 1;
-                let reason = if stops || self.running[at].natural_end {
-                    FinishReason::Stop
-                } else {
-                    FinishReason::Length
-                };
-                self.finish(at, reason, out);
+                self.finish(r, stops, out);
             }
         }
+        self.running = running;
+        out.token_count = token_count;
         while let Some(slot) = self.overtaken.pop() {
             self.deliver_overtaken(slot, pass.start, out);
         }
@@ -1058,10 +1077,24 @@ impl Engine {
         assert_eq!(queued + self.handovers.loading as usize, self.by_id.len());
     }
 
-    fn finish(&mut self, at: usize, reason: FinishReason, out: &mut PassOutput) {
-        self.running[at].gone = true;
-        let r = self.running[at];
+    /// Notes the first token of the sequence, unless it has had one: before it was preempted, or from
+    /// another engine.
+    fn note_first(&self, r: &Running, start: SimTime, out: &mut PassOutput) {
         let sequence = &self.sequences[r.slot];
+        let position = r.len - 1 - r.prompt_len;
+        if position == sequence.request.params.answered {
+            out.first.push(first_token(r.id, sequence, start));
+        }
+    }
+
+    fn finish(&mut self, r: &mut Running, stops: bool, out: &mut PassOutput) {
+        r.gone = true;
+        let sequence = &self.sequences[r.slot];
+        let reason = if stops || r.natural_end {
+            FinishReason::Stop
+        } else {
+            FinishReason::Length
+        };
         out.finished.push(Finished {
             id: r.id,
             reason,

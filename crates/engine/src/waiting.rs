@@ -151,6 +151,13 @@ impl Sums {
     }
 
     #[inline]
+    pub(crate) fn add_all(&mut self, other: &Sums) {
+        self.count += other.count;
+        self.tokens += other.tokens;
+        self.squares += other.squares;
+    }
+
+    #[inline]
     pub(crate) fn remove(&mut self, tokens: u32) {
         self.count -= 1;
         self.tokens -= u64::from(tokens);

@@ -2,7 +2,7 @@
 
 use slipstream_base::{EngineRequest, RequestId, SimTime};
 
-use super::{Engine, Plan, Running, limit_len};
+use super::{Engine, Plan, Running};
 use crate::error::Refusal;
 use crate::pool::Table;
 
@@ -181,13 +181,11 @@ impl Engine {
             computed: len - 1,
             len,
             end_len: prompt_len + sequence.end_outputs,
-            limit_len: limit_len(sequence, self.max_len),
             capacity: len.next_multiple_of(self.block_size),
             scheduled: 0,
             ahead: 0,
-            // One token with all of its context: for the GPU it is a decode. The end of the pass looks for
-            // the first token of a continued answer among those that were not decoding.
-            decoding: sequence.request.params.answered == 0,
+            // So that the end of the pass looks whether its token is the first one.
+            decoding: false,
             natural_end: sequence.natural_end,
             stops: !sequence.request.params.stop_token_ids.is_empty(),
             gone: false,
@@ -195,6 +193,7 @@ impl Engine {
         *r.planned::<AHEAD>() = 1;
         self.cache_full(slot, len);
         self.running.push(r);
+        // One token with all of its context: for the GPU it is a decode.
         plan.load.add_decode(prompt_len, len);
         plan.contexts.add(len);
         plan.budget -= 1;

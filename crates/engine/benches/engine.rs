@@ -141,7 +141,7 @@ fn stuck_head(c: &mut Criterion) {
 }
 
 /// A whole request as the simulator sends it: 12,000 tokens in blocks of 64, half of them cached
-/// with another request, 340 tokens out, beside 31 others. Pass by pass, and jumping.
+/// with another request, 340 tokens out, among 31 others. Pass by pass, and jumping.
 fn request_life(c: &mut Criterion) {
     let mut group = c.benchmark_group("engine_request");
     group.throughput(Throughput::Elements(1));
@@ -222,14 +222,14 @@ fn pool(c: &mut Criterion) {
                 let mut oldest = held.pop_front().expect("half of them");
                 pool.release(&mut oldest);
                 turn(&mut pool, &mut held, oldest);
-                pool.tell();
+                pool.publish();
             });
         });
     }
     group.finish();
 }
 
-/// A look-up of a step's time: decodes alone, and beside a chunk of a prompt; contexts differ from one
+/// A look-up of a step's time: decodes alone, and with a chunk of a prompt; contexts differ from one
 /// look-up to the next.
 fn step_time(c: &mut Criterion) {
     let mut group = c.benchmark_group("step_time");

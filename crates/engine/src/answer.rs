@@ -1,4 +1,4 @@
-//! What answers are made of: content and natural length, as pure functions of a request's seed.
+//! Content and natural length of answers, as pure functions of a request's seed.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub struct OutputModel {
     /// Shared, so that a thousand engines hold one copy.
     pub vocab: Arc<[TokenId]>,
     /// Tokens that answers may begin with, if not all of `vocab` may: a chat template that trims
-    /// what was said would bring a first token with a space in front back as another one, and the
+    /// the history would bring a first token with a space in front back as another one, and the
     /// next turn would miss the blocks of the answer. At least one, `eos` not among them.
     pub first_vocab: Option<Arc<[TokenId]>>,
     /// Ends an answer that comes to its natural end: the last token of such an answer, counted

@@ -33,7 +33,7 @@ pub use jump::DecodeRun;
 /// [`finish_pass`](Engine::finish_pass).
 ///
 /// Cost: a pass is O(sequences scheduled + blocks moved); a pass that only decodes and fills no
-/// block allocates nothing. Memory follows what is live: requests, and blocks once used.
+/// block allocates nothing. Memory follows live state: requests, and blocks once used.
 pub struct Engine {
     rank: RankId,
     block_size: u32,
@@ -83,9 +83,9 @@ pub struct Engine {
     overtaken: Vec<u32>,
     /// When sequences joined the waiting queue since the pass under way began.
     arrived: Vec<SimTime>,
-    /// What happened to the cache since the last delta.
+    /// Changes of the cache since the last delta.
     ops: Vec<KvOp>,
-    /// Of the blocks that `ops` stores; `None` unless somebody wants to hear of them.
+    /// Of the blocks that `ops` stores; `None` unless they are noted.
     stored_blocks: Option<StoredBlocks>,
     kv_sequence: u64,
     fpm_counter: u64,
@@ -142,7 +142,7 @@ impl Sequence {
     }
 }
 
-/// What a pass looks at of a running sequence, in the order in which they run.
+/// The part of a running sequence that a pass reads, in the order in which they run.
 #[derive(Clone, Copy)]
 struct Running {
     id: RequestId,
@@ -209,7 +209,7 @@ struct Pass {
     contexts: Sums,
 }
 
-/// What a pass has taken on while it is being scheduled.
+/// Work of a pass that is being scheduled.
 #[derive(Default)]
 struct Plan {
     budget: u32,
@@ -223,9 +223,9 @@ struct Plan {
 
 /// Why the head of the waiting queue could not be admitted, and what would have to change.
 ///
-/// Looking for the blocks of a long prompt in every pass would cost O(prompt) a pass. What a
-/// sequence needs shrinks only when its next block becomes cached, and what is free grows only by
-/// releases; so until one of the two happens the answer stays no. (A hit block that somebody else
+/// Looking for the blocks of a long prompt in every pass would cost O(prompt) a pass. The
+/// need of a sequence shrinks only when its next block becomes cached, and free blocks grow only by
+/// releases; so until one of the two happens the answer stays no. (A hit block that another sequence
 /// touches leaves both sides one lower.)
 #[derive(Clone, Copy)]
 struct Stuck {
@@ -277,7 +277,7 @@ impl Engine {
         output.check()?;
 
         // A sequence longer than the cache, or (without chunks) than a pass, could be preempted
-        // and never come back. vLLM does not start with such a configuration unless it is told to
+        // and never come back. vLLM does not start with such a configuration unless it may
         // lower max_model_len by itself (`--max-model-len auto`), which is what happens here.
         let cache_tokens = u64::from(config.num_gpu_blocks) * u64::from(config.block_size);
         let mut max_len = u64::from(config.max_model_len).min(cache_tokens) as u32;
@@ -342,7 +342,7 @@ impl Engine {
     }
 
     /// Takes `request` into the waiting queue; the next pass may admit it. The queue has no bound of
-    /// its own: whoever adds bounds what is in the engine.
+    /// its own: the caller bounds the requests in the engine.
     ///
     /// # Errors
     /// [`Refusal`] if it can never run; the engine is unchanged then.
@@ -452,7 +452,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Loses everything: sequences, blocks, the pass under way, what was not told yet. Deltas begin
+    /// Loses everything: sequences, blocks, the pass under way, unpublished changes. Deltas begin
     /// again at 0; counters of [`Stats`] run on.
     pub fn restart(&mut self) {
         self.pool.clear();
@@ -475,7 +475,7 @@ impl Engine {
         self.kv_sequence = 0;
     }
 
-    /// What a request took so far, at the end of the last pass; `None` if the engine does not know it
+    /// Usage of a request so far, at the end of the last pass; `None` if the engine does not know it
     /// (any more). O(sequences that run).
     pub fn usage_of(&self, id: RequestId) -> Option<Usage> {
         let &slot = self.by_id.get(&id)?;
@@ -537,7 +537,7 @@ impl Engine {
     /// Running sequences go first, in the order of their admission, then waiting ones, all within
     /// one budget of `max_num_batched_tokens`. A running sequence that finds no free block preempts
     /// the youngest running one (by priority: the lowest, which may be itself; the running ones
-    /// behind it are still scheduled). A pass that preempted admits nobody.
+    /// behind it are still scheduled). A pass that preempted admits no sequence.
     ///
     /// With `async_scheduling`, the pass that begins was scheduled when the one before it began, and
     /// the one after it is scheduled now: without the tokens of the one that begins. An engine that
@@ -734,8 +734,8 @@ impl Engine {
         }
     }
 
-    /// Moves a sequence from running back to waiting; everything is computed again later, less what
-    /// is still cached then.
+    /// Moves a sequence from running back to waiting; everything is computed again later, except
+    /// blocks that are still cached then.
     fn preempt<const AHEAD: bool>(&mut self, r: &Running) {
         let sequence = &mut self.sequences[r.slot];
         let prompt_blocks = sequence.request.prompt.blocks().len();
@@ -794,7 +794,7 @@ impl Engine {
             let chunk = left.min(plan.budget);
 
             // The whole sequence must fit, not its first chunk alone (vLLM's
-            // `scheduler_reserve_full_isl`, on by default). A hit block that nobody holds is among
+            // `scheduler_reserve_full_isl`, on by default). A hit block that no sequence holds is among
             // the free ones, so holding it uses one up.
             let fits = if self.reserves_full {
                 len
@@ -803,7 +803,7 @@ impl Engine {
             };
             let new_blocks = fits.div_ceil(self.block_size) - self.hits.blocks();
             if new_blocks + self.hits.free() > self.pool.free() {
-                // The need for a chunk depends on what is left of the budget, too.
+                // The need for a chunk depends on the rest of the budget, too.
                 if self.reserves_full {
                     self.note_stuck(slot, next_block);
                 }
@@ -963,7 +963,7 @@ impl Engine {
         }
     }
 
-    /// Notes the tokens of blocks that were just stored, if anybody wants to hear of them.
+    /// Notes the tokens of blocks that were just stored, if they are noted.
     fn note_stored(&mut self, slot: u32, blocks: std::ops::Range<u32>) {
         if let Some(stored) = &mut self.stored_blocks {
             for j in blocks {
@@ -1168,23 +1168,23 @@ impl Engine {
         fpm.scheduled_decode = decode_stats(&pass.contexts);
     }
 
-    /// Whether passes list their output tokens (they do unless told otherwise). A simulator needs
+    /// Whether passes list their output tokens (by default they do). A simulator needs
     /// no more than their number.
     pub fn list_tokens(&mut self, on: bool) {
         self.lists_tokens = on;
     }
 
-    /// Says which changes of the KV cache deltas list (all, unless told otherwise). Who asks
-    /// [`told_prefix`](Engine::told_prefix) need not hear of all.
+    /// Sets which changes of the KV cache deltas list (all by default). A driver that reads
+    /// [`published_prefix`](Engine::published_prefix) does not need all.
     pub fn list_kv(&mut self, which: KvChanges) {
         self.pool.list_changes(which);
     }
 
     /// How many leading ones of `blocks` the KV cache held when its changes were last taken
-    /// ([`finish_pass`](Engine::finish_pass), [`take_kv`](Engine::take_kv)): what a router would find that
-    /// had heard of all of them. A few look-ups, for a prompt of any length.
-    pub fn told_prefix(&self, blocks: &[BlockHash]) -> u32 {
-        self.pool.told_prefix(blocks)
+    /// ([`finish_pass`](Engine::finish_pass), [`take_kv`](Engine::take_kv)): the hit that a router finds
+    /// after all of them. A few look-ups, for a prompt of any length.
+    pub fn published_prefix(&self, blocks: &[BlockHash]) -> u32 {
+        self.pool.published_prefix(blocks)
     }
 
     /// True between `begin_pass` and `finish_pass`.
@@ -1249,7 +1249,7 @@ impl Engine {
             .extend(blocks.map(|(hash, parent)| KvOp::Stored { hash, parent }));
     }
 
-    /// Takes the changes of the KV cache that no delta has told yet; false, and no number taken, if
+    /// Takes the changes of the KV cache that no delta has published yet; false, and no number taken, if
     /// there are none. `finish_pass` does this too.
     pub fn take_kv(&mut self, out: &mut KvDelta) -> bool {
         out.rank = self.rank;
@@ -1257,7 +1257,7 @@ impl Engine {
         out.ops.clear();
         std::mem::swap(&mut out.ops, &mut self.ops);
         self.kv_sequence += u64::from(!out.ops.is_empty());
-        self.pool.tell();
+        self.pool.publish();
         !out.ops.is_empty()
     }
 
@@ -1267,7 +1267,7 @@ impl Engine {
         self.stored_blocks = on.then(StoredBlocks::default);
     }
 
-    /// Takes what was noted of the blocks that the delta taken last stores. To be called after each
+    /// Takes the notes on the blocks that the delta taken last stores. To be called after each
     /// `finish_pass` and `take_kv`.
     pub fn take_stored_blocks(&mut self, out: &mut StoredBlocks) {
         out.clear();
@@ -1281,7 +1281,7 @@ impl Engine {
     pub fn reset_prefix_cache(&mut self) -> bool {
         let done = self.pool.reset();
         if done {
-            // Whatever was not told yet is undone by this.
+            // This undoes all changes that were not published yet.
             self.ops.clear();
             if let Some(stored) = &mut self.stored_blocks {
                 stored.clear();
@@ -1378,7 +1378,7 @@ fn stops_at(sequence: &Sequence, position: u32, token: TokenId) -> bool {
     position >= params.min_tokens && params.stop_token_ids.contains(&token)
 }
 
-/// What block `j` of a running sequence follows, all blocks before it being full and no other.
+/// The hash that block `j` of a running sequence follows; all blocks before it are full and no other.
 fn parent_of(sequence: &Sequence, j: u32, pool: &BlockPool) -> BlockHash {
     match j {
         0 => sequence.request.prompt.root(),
@@ -1416,7 +1416,7 @@ fn block_hash(
     }
 }
 
-/// Fills `out` with the tokens of the full block `j`, which lies behind the prompt's full blocks.
+/// Fills `out` with the tokens of the full block `j`, which comes after the prompt's full blocks.
 fn generated_tokens(
     sequence: &Sequence,
     j: u32,
@@ -1521,7 +1521,7 @@ impl std::ops::IndexMut<u32> for Slab {
     }
 }
 
-/// Ids are small numbers or packed addresses: one round of mixing spreads them, and nobody outside
+/// Ids are small numbers or packed addresses: one round of mixing spreads them, and no client
 /// chooses them.
 #[derive(Default)]
 struct IdHasher(u64);

@@ -1,4 +1,4 @@
-//! What can be wrong with an engine's configuration, and why a request is refused.
+//! Errors of an engine's configuration, and reasons to refuse a request.
 
 use slipstream_base::{RequestId, TokenId};
 
@@ -18,7 +18,7 @@ pub enum EngineError {
         key: &'static str,
         /// As configured.
         value: u32,
-        /// What is possible.
+        /// The largest value.
         max: u32,
     },
     /// Nothing to make answers of.

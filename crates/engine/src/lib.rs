@@ -13,7 +13,7 @@
 //!     (queue)  (KV blocks)  (what is said)  (how long)
 //! ```
 //!
-//! What is modelled, and how it differs from vLLM: `docs/engine-model.md`.
+//! The model and its differences from vLLM: `docs/engine-model.md`.
 #![forbid(unsafe_code)]
 
 mod answer;

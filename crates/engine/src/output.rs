@@ -1,4 +1,4 @@
-//! What a pass hands back.
+//! Results of a pass.
 
 use slipstream_base::{FinishReason, ForwardPassMetrics, KvDelta, RequestId, SimTime, TokenId};
 
@@ -14,7 +14,7 @@ pub struct PassOutput {
     pub token_count: u32,
     /// Sequences that got them. As many as `token_count`, unless one got several.
     pub sequence_count: u32,
-    /// Those tokens, by sequence; empty if the engine was told not to list them
+    /// Those tokens, by sequence; empty if the engine does not list them
     /// ([`Engine::list_tokens`](crate::Engine::list_tokens)).
     pub tokens: StepTokens,
     /// Sequences whose first token came in this pass, in the same order.
@@ -24,7 +24,7 @@ pub struct PassOutput {
     /// How the KV cache changed since the last delta. Publish it unless `ops` is empty: an empty
     /// delta takes no number.
     pub kv: KvDelta,
-    /// What the pass worked on.
+    /// Work of the pass.
     pub fpm: ForwardPassMetrics,
     /// When sequences joined the waiting queue between the begin and the end of the pass, in order.
     /// Those of them that were aborted before its end are left out.
@@ -175,11 +175,11 @@ pub struct Finished {
     pub id: RequestId,
     /// Why. Never `Abort`: who aborts knows.
     pub reason: FinishReason,
-    /// What it took.
+    /// Tokens that it took.
     pub usage: Usage,
 }
 
-/// What a sequence took.
+/// Tokens of a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the prompt.

@@ -32,7 +32,7 @@
 //! that, then on to the run that the next hash heads. So a run ends wherever two prompts part, and is
 //! *split* where it did not. Hashes are chained: where two are equal so is all that comes before, and
 //! where one is not cached nothing that follows is (the block before is released later, and so evicted
-//! later). What is asked of a stretch of hashes is therefore asked of few of them.
+//! later). A question about a stretch of hashes therefore needs few of them.
 //!
 //! A block that has no hash is nothing but a number: how many of them are free, and in each table.
 //! Memory is 64 bytes a run and 8 to 16 a cached block, taken as they come to be.
@@ -47,7 +47,7 @@ const NIL: u32 = u32::MAX;
 /// Largest pool: 2^26 blocks (10^9 tokens in blocks of 16). Keeps counts of tokens in their types.
 pub const BLOCKS_MAX: u32 = 1 << 26;
 
-/// Of what changes in a KV cache is told.
+/// Which changes of a KV cache are published.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KvChanges {
     /// Every block.
@@ -88,26 +88,26 @@ pub struct BlockPool {
     watched_came: bool,
     /// Which changes are listed.
     lists: KvChanges,
-    /// Runs that have changed since [`BlockPool::tell`], some twice.
-    untold: Vec<u32>,
-    /// Runs that were told and have been evicted since, by their heads.
+    /// Runs that have changed since [`BlockPool::publish`], some twice.
+    unpublished: Vec<u32>,
+    /// Runs that were published and have been evicted since, by their heads.
     ghosts: HashMap<BlockHash, u32, BuildHasherDefault<ChainHasher>>,
 }
 
 /// Blocks that follow each other in a chain and have the same holders.
 struct Run {
-    /// Hashes of its blocks; behind them those of blocks that were told and have been evicted since.
+    /// Hashes of its blocks; behind them those of blocks that were published and have been evicted since.
     hashes: Vec<BlockHash>,
-    /// What the first block follows.
+    /// Hash that the first block follows.
     parent: BlockHash,
     /// Blocks; 0 if this is no run, or a ghost.
     len: u32,
-    /// Of `hashes`, those that were cached when changes were last told.
-    told: u32,
+    /// Of `hashes`, those that were cached when changes were last published.
+    published: u32,
     /// Sequences that hold it.
     refs: u32,
-    /// Neighbors in the LRU list, if nobody holds it. Otherwise `next` is what was split off its end
-    /// while it was held: part of what those hold who had held it before.
+    /// Neighbors in the LRU list, if no sequence holds it. Otherwise `next` is the run that was split off its
+    /// end while it was held: earlier holders hold a part of that, too.
     prev: u32,
     next: u32,
     /// The copy of the same hash that came after it, if this is a copy.
@@ -119,8 +119,8 @@ struct Run {
     /// Another run may follow its last block, so that it must end there.
     sealed: bool,
     /// It is in the list of those that have changed.
-    untold: bool,
-    /// Evicted, but remembered until that is told.
+    unpublished: bool,
+    /// Evicted, but remembered until that is published.
     ghost: bool,
 }
 
@@ -132,7 +132,7 @@ impl Run {
     }
 }
 
-/// A part of a table: `len` blocks that begin with the first of `run`, and go on in what was split off
+/// A part of a table: `len` blocks that begin with the first of `run`, and continue in the runs that were split off
 /// it.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
@@ -190,7 +190,7 @@ impl Hits {
         self.blocks
     }
 
-    /// Of them, those that nobody holds: to hold them uses up free blocks.
+    /// Of them, those that no sequence holds: to hold them uses up free blocks.
     #[must_use]
     pub fn free(&self) -> u32 {
         self.free
@@ -245,7 +245,7 @@ impl BlockPool {
             watched: None,
             watched_came: false,
             lists: KvChanges::All,
-            untold: Vec::new(),
+            unpublished: Vec::new(),
             ghosts: HashMap::default(),
         }
     }
@@ -255,12 +255,12 @@ impl BlockPool {
         self.total
     }
 
-    /// Blocks that nobody holds.
+    /// Blocks that no sequence holds.
     pub fn free(&self) -> u32 {
         self.blank + self.idle
     }
 
-    /// Blocks that somebody holds.
+    /// Blocks that sequences hold.
     pub fn used(&self) -> u32 {
         self.total() - self.free()
     }
@@ -275,7 +275,7 @@ impl BlockPool {
         self.releases
     }
 
-    /// Says which changes are listed (all, unless told otherwise).
+    /// Sets which changes are listed (all by default).
     pub fn list_changes(&mut self, which: KvChanges) {
         self.lists = which;
     }
@@ -290,7 +290,7 @@ impl BlockPool {
         self.watched_came
     }
 
-    /// Goes on looking for a chain, of which `hits` has what was found so far, all of it: adds the leading
+    /// Continues the search for a chain, of which `hits` has all blocks found so far: adds the leading
     /// ones of `hashes` that are cached, the oldest copy of each. Returns how many those are.
     pub fn find(&self, hashes: &[BlockHash], hits: &mut Hits) -> usize {
         let mut at = 0;
@@ -321,7 +321,7 @@ impl BlockPool {
         at
     }
 
-    /// Holds what was found, as the first blocks of `table`.
+    /// Holds the blocks found, as the first blocks of `table`.
     pub fn hold(&mut self, hits: &Hits, table: &mut Table) {
         debug_assert!(table.is_empty(), "hits are the beginning of a sequence");
         for &segment in &hits.segments {
@@ -340,8 +340,8 @@ impl BlockPool {
         table.cached += hits.blocks;
     }
 
-    /// Takes `count` free blocks for new content, and holds them in `table`. What they cached is
-    /// forgotten; `ops` hears of what the last copy of is gone.
+    /// Takes `count` free blocks for new content, and holds them in `table`. Their old content is
+    /// forgotten; `ops` gets those whose last copy is gone.
     ///
     /// # Panics
     /// If there are fewer.
@@ -357,7 +357,7 @@ impl BlockPool {
 
     /// Notes that as many of the blank blocks of `table` are full and cache `hashes`, of which the first
     /// one follows `parent`: the hash of the last cached block of `table`, or the root of its chain.
-    /// `ops` hears of those that are the first copies. Returns how many, at the beginning, are not.
+    /// `ops` gets those that are the first copies. Returns how many, at the beginning, are not.
     pub fn cache(
         &mut self,
         table: &mut Table,
@@ -423,7 +423,7 @@ impl BlockPool {
         let parents = std::iter::once(&parent).chain(listed);
         let pairs = listed.iter().zip(parents);
         ops.extend(pairs.map(|(&hash, &parent)| KvOp::Stored { hash, parent }));
-        // The sequence's own last run goes on, if it is nobody else's and nothing else follows it.
+        // The sequence's own last run grows, if no other sequence holds it and nothing else follows it.
         if let Some(last) = table.segments.last_mut()
             && last.run == before
             && let run = &mut self.runs[before as usize]
@@ -459,7 +459,7 @@ impl BlockPool {
             if self.runs[run as usize].len == len {
                 self.let_go(run);
             } else {
-                // What was split off: its numbers behind the table's own, then from the last on.
+                // Runs that were split off: their numbers behind the table's own, then from the last on.
                 let begin = table.segments.len();
                 self.parts_of(table.segments[at], |run, len| {
                     table.segments.push(Segment { run, len });
@@ -503,7 +503,7 @@ impl BlockPool {
         true
     }
 
-    /// All blocks are free and cache nothing, whoever held them.
+    /// All blocks are free and cache nothing, with any holders.
     pub fn clear(&mut self) {
         *self = BlockPool {
             releases: self.releases + 1,
@@ -521,35 +521,35 @@ impl BlockPool {
         })
     }
 
-    /// All changes so far have been told: [`told_prefix`](Self::told_prefix) knows them from now on.
-    pub fn tell(&mut self) {
-        for at in 0..self.untold.len() {
-            let id = self.untold[at];
+    /// All changes so far are published: [`published_prefix`](Self::published_prefix) counts them from now on.
+    pub fn publish(&mut self) {
+        for at in 0..self.unpublished.len() {
+            let id = self.unpublished[at];
             let run = &mut self.runs[id as usize];
-            run.untold = false;
-            run.told = run.len;
+            run.unpublished = false;
+            run.published = run.len;
             run.hashes.truncate(run.len as usize);
             if std::mem::take(&mut run.ghost) {
                 self.drop_run(id);
             }
         }
-        self.untold.clear();
+        self.unpublished.clear();
         self.ghosts.clear();
     }
 
-    /// How many leading ones of `hashes` were cached when changes were last told.
-    pub fn told_prefix(&self, hashes: &[BlockHash]) -> u32 {
+    /// How many leading ones of `hashes` were cached when changes were last published.
+    pub fn published_prefix(&self, hashes: &[BlockHash]) -> u32 {
         let mut at = 0;
         while let Some(hash) = hashes.get(at) {
-            let told = |id: &u32| self.runs[*id as usize].told > 0;
-            let head = self.heads.get(hash).copied().filter(told);
+            let published = |id: &u32| self.runs[*id as usize].published > 0;
+            let head = self.heads.get(hash).copied().filter(published);
             let Some(id) = head.or_else(|| self.ghosts.get(hash).copied()) else {
                 break;
             };
             let run = &self.runs[id as usize];
-            let len = shared(&run.hashes[..run.told as usize], &hashes[at..]);
+            let len = shared(&run.hashes[..run.published as usize], &hashes[at..]);
             at += len;
-            if len < run.told as usize {
+            if len < run.published as usize {
                 break;
             }
         }
@@ -617,15 +617,15 @@ impl BlockPool {
         }
         let run = &mut self.runs[id as usize];
         run.sealed = true;
-        // As far as others have heard, nothing happens; what they still believe to follow goes along.
-        let told = run.told.saturating_sub(at);
-        run.told = run.told.min(at);
+        // For subscribers nothing happens; the blocks that they still believe to follow go along.
+        let published = run.published.saturating_sub(at);
+        run.published = run.published.min(at);
         let hashes = std::mem::take(&mut run.hashes);
         let heir_run = &mut self.runs[heir as usize];
         heir_run.copy = false;
-        heir_run.told = told;
-        if told > 1 {
-            let follow = &hashes[at as usize + 1..(at + told) as usize];
+        heir_run.published = published;
+        if published > 1 {
+            let follow = &hashes[at as usize + 1..(at + published) as usize];
             self.buffers.extend(&mut heir_run.hashes, follow);
         }
         self.runs[id as usize].hashes = hashes;
@@ -633,7 +633,7 @@ impl BlockPool {
         self.note_change(heir);
     }
 
-    /// A copy is evicted, and nobody misses it.
+    /// A copy is evicted; the first one stays.
     fn drop_copy(&mut self, id: u32) {
         let hash = self.runs[id as usize].hashes[0];
         let younger = self.runs[id as usize].younger;
@@ -667,7 +667,7 @@ impl BlockPool {
         if !run.copy && self.heads.get(&head) == Some(&id) {
             self.heads.remove(&head);
         }
-        if !run.copy && run.told > 0 {
+        if !run.copy && run.published > 0 {
             run.ghost = true;
             self.ghosts.insert(head, id);
         } else {
@@ -682,7 +682,7 @@ impl BlockPool {
             hashes: self.buffers.copy_of(&run.hashes[at as usize..]),
             parent: run.hashes[at as usize - 1],
             len: run.len - at,
-            told: run.told.saturating_sub(at),
+            published: run.published.saturating_sub(at),
             refs: run.refs,
             prev: run.prev,
             next: run.next,
@@ -690,15 +690,15 @@ impl BlockPool {
             copy: false,
             opens: false,
             sealed: run.sealed,
-            untold: false,
+            unpublished: false,
             ghost: false,
         };
         run.hashes.truncate(at as usize);
         run.len = at;
         run.sealed = true;
-        run.told = run.told.min(at);
+        run.published = run.published.min(at);
         let (refs, prev, head) = (run.refs, run.prev, rest.hashes[0]);
-        let changed = rest.told != rest.len || rest.hashes.len() > rest.len as usize;
+        let changed = rest.published != rest.len || rest.hashes.len() > rest.len as usize;
         let new = self.insert_run(rest);
         self.heads.insert(head, new);
         if changed {
@@ -754,7 +754,7 @@ impl BlockPool {
         place
     }
 
-    /// Goes on from `place` to the block with `hash`, if it is there.
+    /// Moves on from `place` to the block with `hash`, if it is there.
     #[inline]
     fn step(&self, place: Place, hash: BlockHash) -> Option<Place> {
         let Place { run, offset } = place;
@@ -810,7 +810,7 @@ impl BlockPool {
             len: hashes.len() as u32,
             hashes,
             parent,
-            told: 0,
+            published: 0,
             refs: 1,
             prev: NIL,
             next: NIL,
@@ -818,7 +818,7 @@ impl BlockPool {
             copy,
             opens,
             sealed: copy,
-            untold: false,
+            unpublished: false,
             ghost: false,
         })
     }
@@ -838,7 +838,7 @@ impl BlockPool {
         let run = &mut self.runs[id as usize];
         debug_assert!(run.len == 0 && run.refs == 0);
         self.buffers.take_back(std::mem::take(&mut run.hashes));
-        (run.told, run.copy) = (0, false);
+        (run.published, run.copy) = (0, false);
         run.next = self.spare;
         self.spare = id;
     }
@@ -847,9 +847,9 @@ impl BlockPool {
     #[inline]
     fn note_change(&mut self, id: u32) {
         let run = &mut self.runs[id as usize];
-        if !run.untold {
-            run.untold = true;
-            self.untold.push(id);
+        if !run.unpublished {
+            run.unpublished = true;
+            self.unpublished.push(id);
         }
     }
 
@@ -897,12 +897,12 @@ impl BlockPool {
                 heads += 1;
                 assert_eq!(self.heads.get(&run.hashes[0]), Some(&id));
                 // A run ends wherever another one follows.
-                assert_ne!(ends.get(&run.parent), Some(&false), "a run that goes on");
+                assert_ne!(ends.get(&run.parent), Some(&false), "a run that continues");
             }
         }
         assert_eq!(self.heads.len(), heads);
         assert_eq!(ends.len() as u32, self.cached, "distinct hashes");
-        assert_eq!(idle, self.idle, "cached blocks that nobody holds");
+        assert_eq!(idle, self.idle, "cached blocks that no sequence holds");
         assert_eq!(self.blank + idle + held + held_blank, self.total);
         let (mut at, mut prev) = (self.lru_first, NIL);
         while at != NIL {
@@ -920,7 +920,7 @@ impl BlockPool {
 }
 
 /// Room for the hashes of runs, used again and again: capacities of 4, 8, 16, … hashes, each size apart,
-/// so that a warm engine allocates nothing. What is kept is no more than was used at once.
+/// so that a warm engine allocates nothing. It keeps no more than was used at once.
 #[derive(Default)]
 struct Buffers {
     spare: [Vec<Vec<BlockHash>>; BUFFER_SIZES],
@@ -1022,7 +1022,7 @@ mod tests {
         branches.iter().map(follow).collect()
     }
 
-    /// Holds what is cached of the first `most` blocks of `path`, and new blocks for all of it.
+    /// Holds the cached ones among the first `most` blocks of `path`, and new blocks for all of it.
     fn admit(pool: &mut BlockPool, path: &[BlockHash], most: usize, ops: &mut Vec<KvOp>) -> Table {
         let (mut hits, mut table) = (Hits::default(), Table::default());
         pool.find(&path[..most], &mut hits);
@@ -1098,7 +1098,7 @@ mod tests {
         let mut first = admit(&mut pool, &a[..2], 0, &mut ops);
         let mut second = admit(&mut pool, &b, 2, &mut ops);
         pool.release(&mut second);
-        // It is the only holder of the two blocks again, but `b` goes on from there.
+        // It is the only holder of the two blocks again, but `b` continues from there.
         pool.allocate(1, &mut first, &mut ops);
         pool.cache(&mut first, a[1], &a[2..], &mut ops);
         for path in [&a, &b] {
@@ -1127,7 +1127,7 @@ mod tests {
         refs: BTreeMap<u32, u32>,
         hashes: BTreeMap<u32, BlockHash>,
         copies: BTreeMap<BlockHash, Vec<u32>>,
-        told: BTreeSet<BlockHash>,
+        published: BTreeSet<BlockHash>,
         ops: Vec<KvOp>,
         lists: KvChanges,
     }
@@ -1193,7 +1193,7 @@ mod tests {
     impl Both {
         fn admit(&mut self, path: Vec<BlockHash>, most: usize) {
             let mut hits = Hits::default();
-            // In two pieces, as a prompt and what was generated after it.
+            // In two pieces, as a prompt and its answer.
             let (one, two) = path[..most.min(path.len())].split_at(most.min(path.len()) / 2);
             let mut found = self.pool.find(one, &mut hits);
             if found == one.len() {
@@ -1259,8 +1259,8 @@ mod tests {
             for path in paths {
                 let found = self.pool.find(path, &mut Hits::default());
                 assert_eq!(found, self.plain.leading(path).len());
-                let told = path.iter().take_while(|h| self.plain.told.contains(h));
-                assert_eq!(self.pool.told_prefix(path) as usize, told.count());
+                let published = path.iter().take_while(|h| self.plain.published.contains(h));
+                assert_eq!(self.pool.published_prefix(path) as usize, published.count());
             }
         }
     }
@@ -1291,8 +1291,8 @@ mod tests {
                     4 | 5 if live > 0 => both.fill(which.index(live), most),
                     6 if live > 0 => both.release(which.index(live)),
                     7 => {
-                        both.pool.tell();
-                        both.plain.told = both.plain.copies.keys().copied().collect();
+                        both.pool.publish();
+                        both.plain.published = both.plain.copies.keys().copied().collect();
                     }
                     _ => {}
                 }

@@ -6,7 +6,7 @@ use slipstream_config::cluster::SchedulingPolicy;
 
 const NIL: u32 = u32::MAX;
 
-/// Where a sequence stands under priority scheduling: lower first, then who came first.
+/// Place of a sequence under priority scheduling: lower first, then the earlier arrival.
 pub(crate) type Rank = (i32, u64);
 
 /// Sequences that wait, by slot. Each operation is O(1) first come, first served, and O(log n) by

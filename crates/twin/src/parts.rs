@@ -49,7 +49,7 @@ pub(crate) struct Engines<'a> {
 impl CachedBlocks for Engines<'_> {
     fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
         let node = self.of_target[target] as usize;
-        self.nodes[node].engine.told_prefix(blocks)
+        self.nodes[node].engine.published_prefix(blocks)
     }
 
     fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {

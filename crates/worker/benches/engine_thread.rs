@@ -147,7 +147,9 @@ impl Rig {
                             ended += 1;
                         }
                         Entry::Prologue { .. } => {}
-                        Entry::Turn { .. } | Entry::Room { .. } => unreachable!("no input goes on"),
+                        Entry::Turn { .. } | Entry::Room { .. } => {
+                            unreachable!("no stream has more input")
+                        }
                         Entry::Computed { .. } | Entry::Reserved { .. } => {
                             unreachable!("nothing is handed over")
                         }

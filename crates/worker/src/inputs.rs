@@ -192,7 +192,7 @@ impl Talk {
         self.prompt = self
             .prompt
             .extended(&said)
-            .expect("a prompt whose input goes on has its tokens, and fewer than 2^32");
+            .expect("a prompt with more input to come has its tokens, and fewer than 2^32");
         self.input_tokens += len as u32;
         self.answering = true;
         let turn = self.begun;

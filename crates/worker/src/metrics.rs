@@ -235,7 +235,7 @@ impl Collector for WorkerCollector {
             }),
             (
                 "slipstream_engine_thread_frames_apart",
-                "Times that one shard took no frames: its own waited while others went on",
+                "Times that one shard took no frames: its own waited while other shards took theirs",
                 |s| s.apart.get() as f64,
             ),
             (
@@ -318,7 +318,7 @@ impl Collector for CallHomeCollector {
             ),
             (
                 "malformed",
-                "Of those: the peer sent what is no frame",
+                "Of those: the peer sent bytes that are no frame",
                 |s| &s.malformed,
             ),
             ("links_short", "Times that no link was free", |s| {

@@ -1,4 +1,4 @@
-//! What ranks and engine threads are doing, in numbers that other threads read.
+//! Counters and gauges of ranks and engine threads, which other threads read.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -37,7 +37,7 @@ pub struct RankStats {
     pub rank: RankId,
     /// The rank takes requests: its start-up is over, and its thread lives.
     pub(crate) ready: AtomicBool,
-    /// Somebody missed a KV delta; the thread publishes a snapshot.
+    /// A subscriber missed a KV delta; the thread publishes a snapshot.
     pub(crate) resync: AtomicBool,
     /// Sequences running.
     pub running: Cell64,

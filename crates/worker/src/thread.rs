@@ -29,7 +29,7 @@ use crate::timeline::Timeline;
 /// A rank that was idle for so long publishes a heartbeat, ns.
 const HEARTBEAT_NS: u64 = 1_000_000_000;
 
-/// What a token counts for a stream's credit, bytes.
+/// Bytes of a stream's credit that a token takes.
 const TOKEN_BYTES: u32 = size_of::<TokenId>() as u32;
 
 /// Messages taken in one round, so that a flood of requests cannot keep passes from ending.
@@ -39,10 +39,10 @@ const MESSAGES_PER_ROUND: usize = 1024;
 /// stop, and waits again. The shard's bell ends the wait earlier.
 const STALL_SLICE_NS: u64 = 100_000_000;
 
-/// At shutdown, shards have so long to take what is left, ns.
+/// At shutdown, shards have so long to take the last frames, ns.
 const DRAIN_NS: u64 = 1_000_000_000;
 
-/// What a rank is made of.
+/// Parts of a rank.
 pub(crate) struct RankSeed {
     pub(crate) rank: RankId,
     pub(crate) backend: Box<dyn Backend>,
@@ -60,7 +60,7 @@ struct Rank {
     heard: bool,
 }
 
-/// What a rank is doing. In the heap exactly while starting or in a pass.
+/// State of a rank. In the heap exactly while starting or in a pass.
 #[derive(Clone, Copy)]
 enum Phase {
     Starting,
@@ -112,7 +112,7 @@ pub(crate) struct EngineThread {
     speedup: f64,
     out: PassOutput,
     kv: KvDelta,
-    /// Of the blocks that a delta stores, where the sink wants to hear of them.
+    /// Of the blocks that a delta stores, for sinks that take them.
     blocks: Option<StoredBlocks>,
     fpm: ForwardPassMetrics,
     stats: Arc<ThreadStats>,
@@ -197,7 +197,7 @@ impl EngineThread {
         self.shut_down();
     }
 
-    /// Takes messages, runs what is due, and publishes. Returns whether more is due already.
+    /// Takes messages, runs due passes, and publishes. Returns whether more are due already.
     fn round(&mut self) -> bool {
         self.take_messages();
         self.begin_awake();
@@ -208,7 +208,7 @@ impl EngineThread {
         }
         self.sink.flush();
         self.stats.streams.set(self.live.len() as u64);
-        // Nobody waits for what is not yet due, so the thread goes on while something is.
+        // No client waits for a pass before it is due, so the thread runs all passes that are.
         let more = self.fast_path && self.next_deadline() <= now;
         self.flush(more);
         more
@@ -414,12 +414,12 @@ impl EngineThread {
             self.live.remove(addr);
             self.wake(at, monotonic_ns());
         } else {
-            // Whoever says so before it is computed does not want it any more.
+            // A release before the prompt is computed is a cancel.
             self.end_early(addr, false);
         }
     }
 
-    /// More input of a stream. Of one that has ended meanwhile it crossed the end.
+    /// More input of a stream. If the stream has ended, the input crossed the end.
     fn take_input(&mut self, input: &Input) {
         let addr = input.addr;
         let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
@@ -434,7 +434,7 @@ impl EngineThread {
         self.go_on(addr, None);
     }
 
-    /// Begins the next turn of a stream whose input goes on, or ends it, and says how much room
+    /// Begins the next turn of a stream with more input, or ends it, and says how much room
     /// there is for more. `at` is the modelled end of the pass that answered the turn before.
     fn go_on(&mut self, addr: StreamAddr, at: Option<SimTime>) {
         let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
@@ -496,7 +496,7 @@ impl EngineThread {
     }
 
     /// Ends a stream before its time, and frees its blocks now, also in mid-pass. A stream that
-    /// has ended meanwhile is left alone: its end is on the way.
+    /// has ended is left alone: its end is on the way.
     fn end_early(&mut self, addr: StreamAddr, tell: bool) {
         if !tell && self.held.contains(addr) {
             self.held.forget(addr);
@@ -554,7 +554,7 @@ impl EngineThread {
         }
     }
 
-    /// Whoever was the shard of `addr` is gone, and another may come.
+    /// The shard of `addr` is gone, and another may take its place.
     fn hang_up(&mut self, addr: StreamAddr) {
         if !slipstream_base::planted!("kept-orphans") {
             self.orphan(addr.shard);
@@ -588,7 +588,7 @@ impl EngineThread {
     // Passes.
 
     /// Begins a pass in each rank that was idle and got something to do. Not request by request:
-    /// what has arrived together is scheduled together.
+    /// requests that arrived together are scheduled together.
     fn begin_awake(&mut self) {
         while let Some(at) = self.awake.pop() {
             if let Phase::Awake { model } = self.ranks[at as usize].phase {
@@ -661,7 +661,7 @@ impl EngineThread {
                 model: start,
                 wall_ns: now,
             };
-            // What aborts have changed would otherwise wait for the next pass.
+            // Changes by aborts would otherwise wait for the next pass.
             if rank.backend.take_kv(&mut self.kv) {
                 publish_kv(
                     &mut *self.sink,
@@ -722,7 +722,7 @@ impl EngineThread {
                 if self.live.get_mut(addr).is_some_and(|live| live.rank == at) {
                     self.live.remove(addr);
                     self.inputs.remove(addr);
-                    // What waits for credit is of no use without what would follow.
+                    // Tokens that wait for credit are of no use without the end that would follow.
                     self.held.forget(addr);
                     self.ranks[at as usize].stats.finished_abort.add(1);
                     self.refuse(addr, RefusalReason::Stopping, &message);
@@ -799,7 +799,7 @@ impl EngineThread {
             self.stats.orphaned.add(1);
             self.end_early(addr, false);
         }
-        // Those that had ended, but for their tokens.
+        // Those that had ended, except for their tokens.
         self.stats
             .orphaned
             .add(self.held.forget_shard(shard) as u64);
@@ -827,7 +827,7 @@ impl EngineThread {
         }
     }
 
-    /// Some shards take no frames, and their open ones are as large as frames may be. While others go on these
+    /// Some shards take no frames, and their open ones are as large as frames may be. While others take frames, these
     /// wait apart, up to a bound.
     #[cold]
     fn on_behind(&mut self) {
@@ -866,7 +866,7 @@ impl EngineThread {
     }
 
     /// Waits until a shard takes a frame, as the open ones of all are as large as frames may be. No token
-    /// is dropped; modelled time goes on meanwhile, and is re-anchored after.
+    /// is dropped; modelled time runs during the wait, and is re-anchored after.
     fn wait_for_room(&mut self) {
         self.stats.stalls.add(1);
         let began = monotonic_ns();
@@ -874,7 +874,7 @@ impl EngineThread {
             if self.port.prepare_wait_for_any_room() {
                 // The shards of a simulated thread run only after it.
                 if is_simulated() || self.control.attention.load(Ordering::Acquire) {
-                    // To stop, or to publish a snapshot: the round goes on with a frame that is
+                    // To stop, or to publish a snapshot: the round continues with a frame that is
                     // larger than it should be.
                     self.port.bell().stay_awake();
                     break;
@@ -908,7 +908,7 @@ impl EngineThread {
             .wait(Some(self.next_deadline().min(self.heartbeat_ns)));
     }
 
-    /// Ends every stream, and gives shards a moment to hear of it.
+    /// Ends every stream, and gives shards a moment to take the ends.
     fn shut_down(&mut self) {
         while let Some(message) = self.port.receive() {
             if let ToWorker::Start(start) = message {
@@ -944,7 +944,7 @@ pub(crate) mod sim {
 
     use super::{EngineThread, Phase};
 
-    /// What engine threads hold.
+    /// State of an engine thread.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct Checked {
         /// Streams.
@@ -1266,7 +1266,7 @@ fn end_of(done: &Finished) -> End {
 }
 
 /// Asks for wake-ups on time: by default Linux may add 50 µs to a thread's sleep (prctl(2),
-/// PR_SET_TIMERSLACK). What it is worth: `docs/live-path.md`.
+/// PR_SET_TIMERSLACK). Its effect: `docs/live-path.md`.
 fn set_timer_slack() {
     #[cfg(target_os = "linux")]
     {

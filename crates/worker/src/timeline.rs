@@ -1,4 +1,4 @@
-//! Where a rank's modelled time lies on the wall clock.
+//! Modelled time of a rank as wall time.
 
 use slipstream_base::SimTime;
 

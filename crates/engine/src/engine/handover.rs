@@ -6,7 +6,7 @@ use super::{Engine, Plan, Running};
 use crate::error::Refusal;
 use crate::pool::Table;
 
-/// What of a sequence an engine does, and how far it is with that.
+/// Which part of a sequence an engine computes, and its state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Part {
     /// All of it.
@@ -32,7 +32,7 @@ impl Part {
     }
 }
 
-/// A sequence whose prompt comes from elsewhere has its blocks; fill them, and tell
+/// A sequence whose prompt comes from elsewhere has its blocks; fill them, then call
 /// [`Engine::receive`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reserved {
@@ -45,7 +45,7 @@ pub struct Reserved {
 /// Sequences that are handed over, apart from their places in queues.
 #[derive(Default)]
 pub(super) struct Handovers {
-    /// Blocks of prompts that were computed here, until somebody has fetched them.
+    /// Blocks of prompts that were computed here, until they are fetched.
     pub(super) held: std::collections::BTreeMap<RequestId, Table>,
     /// Sequences that are [`Part::Loading`] or [`Part::Loaded`].
     pub(super) loading: u32,
@@ -93,7 +93,7 @@ impl Engine {
     /// compute its last token, and with it the first of the answer. False, with nothing changed, if
     /// the engine has no such sequence (any more) that waits for them.
     ///
-    /// Source: vLLM, `Scheduler._update_waiting_for_remote_kv`: what came is cached, the last token
+    /// Source: vLLM, `Scheduler._update_waiting_for_remote_kv`: received blocks are cached, the last token
     /// is computed again, and the request goes before those in the waiting queue.
     pub fn receive(&mut self, id: RequestId) -> bool {
         let Some(&slot) = self.by_id.get(&id) else {

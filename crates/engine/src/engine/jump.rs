@@ -8,7 +8,7 @@ use super::{Engine, Running, decode_stats};
 use crate::timing::StepLoad;
 use crate::waiting::Sums;
 
-/// What a run of decode passes did: in each of them every running sequence got one token, none
+/// Result of a run of decode passes: in each of them every running sequence got one token, none
 /// its first and none its last. A driver keeps one and hands it in again and again.
 #[derive(Clone, Debug, Default)]
 pub struct DecodeRun {
@@ -47,7 +47,7 @@ impl DecodeRun {
     pub fn fpm_of(&self, index: usize, out: &mut ForwardPassMetrics) {
         out.clone_from(&self.first);
         out.counter += index as u64;
-        // Every context grows by one a pass, so their spread stays.
+        // Every context grows by one per pass, so their spread stays.
         out.scheduled_decode.kv_tokens += index as u64 * u64::from(self.sequences());
         let start = match index {
             0 => self.start,
@@ -175,7 +175,7 @@ impl Engine {
         }
         run.kv_sequence = self.kv_sequence;
         std::mem::swap(&mut run.kv_ops, &mut self.ops);
-        self.pool.tell();
+        self.pool.publish();
         let changed = (0..run.ends.len()).filter(|&i| !run.kv_of(i).is_empty());
         self.kv_sequence += changed.count() as u64;
         self.heartbeat(&mut run.first);

@@ -32,7 +32,7 @@ pub(crate) struct Add {
     family: u32,
     shared: u32,
     own: u32,
-    /// Goes on from the family's last conversation instead.
+    /// Continues the family's last conversation instead.
     follow: bool,
     opaque: bool,
     seed: u64,
@@ -178,7 +178,7 @@ impl Maker {
             tokens.push(1);
         }
         let vocab = &self.output.vocab;
-        // What a long answer would be, as far as it goes.
+        // The beginning of a long answer.
         let mut said = tokens.clone();
         said.extend((0..add.max_tokens.min(12)).map(|p| output_token(vocab, add.seed, p)));
         self.said.insert(add.family, said);
@@ -221,10 +221,10 @@ struct Pair {
     now: SimTime,
     out: PassOutput,
     maker: Maker,
-    /// Blocks held, as the deltas tell.
+    /// Blocks held, by the deltas.
     held: BTreeSet<BlockHash>,
-    /// The same, as heard by a consumer that now and then takes a snapshot, be it in mid-pass, and
-    /// is told again what is in it.
+    /// The same, by a consumer that now and then takes a snapshot, be it in mid-pass, and
+    /// gets its content again.
     late: BTreeSet<BlockHash>,
     published: u64,
     /// Accepted and neither finished nor aborted.

@@ -15,7 +15,7 @@ thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-// SAFETY: every call goes on to the system's allocator unchanged; the counter is a plain cell of
+// SAFETY: every call is passed to the system's allocator unchanged; the counter is a plain cell of
 // the thread, whose access neither allocates nor panics (`try_with` covers threads that end).
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -51,7 +51,7 @@ fn passes_of_a_warm_engine_allocate_nothing() {
     let mut counted = 0;
     let mut id = 0;
     for round in 0..40 {
-        // What the driver makes is the driver's; what adding it costs is not a pass.
+        // Requests that the driver makes, and adding them, are no part of a pass.
         while rig.engine.stats().running + rig.engine.stats().waiting < 6 {
             let mut r: EngineRequest = request(id, &tokens_of(id % 97, 12), 10 + id as u32 % 20);
             if id % 2 == 0 {

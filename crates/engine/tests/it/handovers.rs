@@ -62,7 +62,7 @@ fn an_answer_begins_one_pass_after_its_prompt_has_come() {
     assert_eq!(rig.answers[&1].len(), 3);
     assert_eq!(rig.now, SimTime(8 * STEP_NS));
 
-    // What came can be hit: 2 blocks of the prompt. The third was never full.
+    // Received blocks can be hit: 2 blocks of the prompt. The third was never full.
     let again = request(2, &tokens_of(1, 10), 3);
     rig.engine.add_answer(rig.now, again).unwrap();
     assert!(!rig.step());
@@ -97,7 +97,7 @@ fn blocks_are_reserved_in_turn_and_beside_a_pass() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
-    /// Whatever the order of prompts, answers, arrivals of blocks and aborts: every invariant holds
+    /// In any order of prompts, answers, arrivals of blocks and aborts: every invariant holds
     /// after each step, everything ends, and no block is lost.
     #[test]
     fn parts_of_sequences_never_lose_blocks(

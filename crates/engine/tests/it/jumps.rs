@@ -63,7 +63,7 @@ fn run(
     let mut now = SimTime(0);
     let mut busy_until: Option<SimTime> = None;
     loop {
-        // What is due, a pass's end before an event of the same time.
+        // Due events, a pass's end before an event of the same time.
         let next = events.peek().map_or(SimTime::MAX, |e| e.at);
         if let Some(end) = busy_until.filter(|&end| end <= next) {
             busy_until = None;

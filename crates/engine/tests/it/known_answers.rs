@@ -22,7 +22,7 @@ fn sequences_run_in_the_order_of_their_arrival() {
     while rig.step() {
         order.push(rig.ids());
     }
-    // 4 takes the place of 5, behind 3; 1 that of 3 and 4, whoever ends first.
+    // 4 takes the place of 5, behind 3; 1 that of 3 and 4, in any order of ends.
     assert_eq!(
         order,
         [
@@ -205,7 +205,7 @@ fn a_fully_cached_prompt_computes_its_last_block() {
         rig.step();
         assert_eq!(rig.finished[&1].1.cached_tokens, hit, "prompt of {len}");
         assert_eq!(rig.work(), (1, u64::from(len - hit), u64::from(hit), 0, 0));
-        // The block computed again is a second copy; nobody needs to hear of it.
+        // The block computed again is a second copy; it is not published.
         assert_eq!(rig.out.kv.ops, []);
         let stats = rig.engine.stats();
         assert_eq!(stats.prefix_hit_tokens, u64::from(hit));
@@ -302,7 +302,7 @@ fn the_block_longest_unused_is_evicted_first() {
         rig.run_until_idle();
     }
     let blocks: Vec<Vec<BlockHash>> = (0..3).map(|id| ROOT.chain(&tokens_of(id, 8), 4)).collect();
-    // The first block of 0 is used again. Its last one must be computed again, and what is taken
+    // The first block of 0 is used again. Its last one must be computed again, and the block taken
     // for that is the block longest unused: its own first copy.
     rig.add(request(3, &tokens_of(0, 8), 1)).unwrap();
     rig.run_until_idle();
@@ -401,7 +401,7 @@ fn low_priority_waits_and_gives_way() {
             // 3 needs a second block for its fifth token: it is its own victim, behind 1. Then it
             // waits, since it needs two.
             expect(2, &[1]),
-            // 3, whose block is still cached, beside 0 until 0 must give way for its ninth token.
+            // 3, whose block is still cached, runs with 0 until 0 must give way for its ninth token.
             expect(4, &[3, 0]),
             expect(3, &[3]),
             expect(4, &[0]),
@@ -435,7 +435,7 @@ fn a_sequence_that_preempts_itself_stalls_none_of_higher_priority() {
     assert_eq!(rig.engine.stats().preemptions, 1);
     assert_eq!(rig.work(), (0, 0, 0, 2, 8 + 7));
     // The blocks of 1 are free now, and 0 takes one for its ninth token in the next pass, which
-    // admits nobody behind the head of the queue: 1 needs three and two are left.
+    // admits no sequence behind the head of the queue: 1 needs three and two are left.
     rig.step();
     assert_eq!(rig.ids(), [0, 2]);
     rig.run_until_idle();
@@ -740,14 +740,14 @@ fn a_snapshot_is_what_the_deltas_add_up_to() {
     assert_eq!(fresh, held);
     assert_eq!(rig.engine.stats().cached_blocks as usize, held.len());
 
-    // The next delta has the number that the snapshot names, and goes on from there.
+    // The next delta has the number that the snapshot names, and continues there.
     rig.add_len(9, 9, 6);
     rig.step();
     assert_eq!(rig.out.kv.sequence, snapshot.sequence);
     apply(&mut fresh, &rig.out.kv);
     assert_eq!(rig.engine.stats().cached_blocks as usize, fresh.len());
 
-    // A reset is told as well, even if no pass comes.
+    // A reset is published as well, even if no pass comes.
     assert!(!rig.engine.reset_prefix_cache(), "blocks are held");
     rig.engine.abort(RequestId(9));
     assert!(rig.engine.reset_prefix_cache());

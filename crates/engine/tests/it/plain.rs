@@ -53,7 +53,7 @@ struct Request {
     decoding: bool,
 }
 
-/// What a pass scheduled: (prefills, their tokens, their cached tokens, decodes, their context).
+/// Work of a pass: (prefills, their tokens, their cached tokens, decodes, their context).
 pub(crate) type Work = (u32, u64, u64, u32, u64);
 
 #[derive(Debug, Default, PartialEq)]

@@ -49,7 +49,7 @@ enum Event {
     Add(Request),
     /// An id.
     Abort(u64),
-    /// What happened.
+    /// Record of a step.
     Step(String),
     /// The same, with an id that is aborted in the middle of the step.
     StepAbort(String, u64),
@@ -149,7 +149,7 @@ impl Replay {
         self.preemptions.remove(&id);
     }
 
-    /// What the file writes of sequences in a step: their tokens computed before, and in it.
+    /// Sequences of a step in the file: their tokens computed before, and in it.
     fn scheduled(&mut self, scheduled: &[(RequestId, u32, u32)]) -> String {
         let names = scheduled.iter().map(|&(id, before, count)| {
             let last = self.computed.insert(id.0, before + count);
@@ -297,7 +297,10 @@ fn steps_are_those_of_vllms_scheduler() {
             }
         }
         if replay.step(None, true).is_some() {
-            apart.push(format!("{}: goes on after vLLM's last step", workload.name));
+            apart.push(format!(
+                "{}: continues after vLLM's last step",
+                workload.name
+            ));
         }
         preemptions += replay.engine.stats().preemptions;
     }
@@ -310,6 +313,6 @@ fn steps_are_those_of_vllms_scheduler() {
         apart.len(),
         apart[..apart.len().min(20)].join("\n")
     );
-    // What is kept must try what is hard, too.
+    // Recorded workloads must cover hard cases, too.
     assert!(file.is_some() || (steps > 4_000 && steps_ahead > 2_000 && preemptions > 100));
 }

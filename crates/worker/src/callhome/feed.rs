@@ -16,7 +16,7 @@ const WAITING_BYTES_MAX: usize = 32 << 20;
 /// Bytes that an engine thread gathers before it hands them over within a round.
 const GATHERED_BYTES: usize = 256 << 10;
 
-/// Who listens. Cheap to clone.
+/// Handle of a subscriber. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Feed {
     shared: Arc<Shared>,
@@ -71,7 +71,7 @@ impl Feed {
         self.say_state(&bytes);
     }
 
-    /// Tells all that no more requests should come.
+    /// Asks all shards for no more requests.
     pub(crate) fn on_stopping(&self) {
         let mut bytes = Vec::new();
         wire::encode_bare(wire::Kind::Bye, &mut bytes);
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(wire::split(&out).unwrap().unwrap().kind, wire::Kind::Ready);
         drop((one, other));
         sink.on_kv(&delta(3, 1));
-        assert!(sink.gathered.is_empty(), "nobody listens");
+        assert!(sink.gathered.is_empty(), "no subscriber");
     }
 
     #[test]

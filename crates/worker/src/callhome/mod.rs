@@ -11,7 +11,7 @@
 //!
 //! All relays live on one thread. A connection borrows one of a fixed number of *links*; when it
 //! ends, every stream of it is killed, the engine threads confirm that (so that what they had sent
-//! before reaches nobody), and the link serves the next connection.
+//! before reaches no connection), and the link serves the next connection.
 
 mod dial;
 mod feed;
@@ -68,7 +68,7 @@ pub struct CallHomeConfig {
     pub tls: Option<Tls>,
 }
 
-/// What the plane of a worker process has seen so far. Written by its thread.
+/// Counters of the plane of a worker process. Written by its thread.
 #[derive(Debug, Default)]
 pub struct CallHomeStats {
     /// Connections to shards, open now.
@@ -83,7 +83,7 @@ pub struct CallHomeStats {
     pub lost: AtomicU64,
     /// Of those: the peer was silent or did not read.
     pub silent: AtomicU64,
-    /// Of those: the peer sent what is no frame.
+    /// Of those: the peer sent bytes that are no frame.
     pub malformed: AtomicU64,
     /// Times that no link was free for a shard.
     pub links_short: AtomicU64,
@@ -108,7 +108,7 @@ impl Default for CallHomeEvents {
 }
 
 impl CallHomeEvents {
-    /// Nobody listens yet.
+    /// There is no listener yet.
     pub fn new() -> CallHomeEvents {
         CallHomeEvents {
             feed: Feed::default(),
@@ -151,13 +151,13 @@ pub struct CallHome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     Running,
-    /// No new connections, no record; streams under way go on.
+    /// No new connections, no record; open streams continue.
     Leaving,
     /// Connections close once what the engines sent has left.
     Closing,
 }
 
-/// What the tasks of the plane's thread share.
+/// State that the tasks of the plane's thread share.
 struct Home {
     config: CallHomeConfig,
     /// Links that no connection uses.
@@ -238,7 +238,7 @@ impl CallHome {
         })
     }
 
-    /// What the plane has seen so far.
+    /// Counters of the plane.
     pub fn stats(&self) -> &Arc<CallHomeStats> {
         &self.stats
     }
@@ -248,10 +248,10 @@ impl CallHome {
         self.feed.overflows()
     }
 
-    /// Asks frontends for no more requests, and takes the record away. What is under way goes on.
+    /// Asks frontends for no more requests, and takes the record away. Open streams continue.
     pub fn leave(&self) {
         self.feed.on_stopping();
-        // The thread is gone only if it panicked; then there is nobody to tell.
+        // The thread is gone only if it panicked; the message would have no reader.
         let _ = self.stage.send(Stage::Leaving);
     }
 
@@ -326,7 +326,7 @@ async fn run(
     session.stop();
     // Its thread may wait for room.
     drop(events);
-    // Dialers see the end by `staged`, and each sends what is left.
+    // Dialers see the end by `staged`, and each sends the rest.
     while frontends.dialers.join_next().await.is_some() {}
     drop(session);
 }
@@ -357,7 +357,7 @@ impl Frontends {
         match event {
             Event::Appeared(record) if record.role == Role::Frontend => self.dial(&record),
             Event::Vanished(record) => {
-                // Connections that stand go on; no more are made.
+                // Open connections continue; no more are made.
                 if let Some(gone) = self.gone.remove(&record.instance) {
                     let _ = gone.send(true);
                 }

@@ -180,7 +180,7 @@ impl Relay {
     /// never waits for a socket, and the outbox has a bound of its own. Returns whether there may
     /// be more at once.
     ///
-    /// An engine thread that died is an error: only a connection that ends tells the shard that
+    /// An engine thread that died is an error: only the end of a connection shows the shard that
     /// its streams there have.
     fn take_frames(&mut self, cx: Option<&mut Context<'_>>) -> Result<bool, LinkError> {
         let (outbox, stats) = (self.link.outbox(), &self.home.stats);
@@ -212,7 +212,7 @@ impl Relay {
         Ok(more)
     }
 
-    /// Kills all streams of the connection, waits until the engine threads have heard it, and gives
+    /// Kills all streams of the connection, waits until the engine threads have done so, and gives
     /// the link back, empty.
     pub(super) async fn hang_up(self) -> ShardPort {
         let port = self.port;

@@ -130,7 +130,7 @@ fn a_shard_that_is_behind_stalls_the_thread_and_loses_nothing() {
     }
 }
 
-/// Two shards of which the second reads nothing until told to.
+/// Two shards of which the second reads nothing until the test lets it.
 fn one_of_two_shards_reads_nothing(frame_words: usize) -> Rig {
     let setup = Setup {
         shards: 2,
@@ -247,7 +247,7 @@ fn a_kill_frees_blocks_in_mid_pass_and_a_stop_tells_the_end() {
     assert_eq!(stats.finished_abort.get(), 2);
     assert!(
         !shard.answer(killed).is_over(),
-        "nobody listens to a killed stream"
+        "a killed stream has no reader"
     );
 }
 
@@ -287,7 +287,7 @@ fn refusals_say_what_and_why() {
     };
     let mut rig = setup.start(specs);
     until(|| rig.set.ranks()[0].is_ready());
-    // Told after the flag is up, by the engine thread.
+    // The engine thread sends it after the flag is set.
     until(|| *rig.ready.lock().unwrap() == [WorkerId(0)]);
     let shard = &mut rig.shards[0];
     let mut refused = |rank: RankId, len: usize| {
@@ -620,7 +620,7 @@ fn data_parallel_ranks_are_engines_of_their_own() {
         .map(|rank| rank.passes.get())
         .collect();
     assert_eq!(passes, [0, 3]);
-    assert_eq!(*rig.ready.lock().unwrap(), [WorkerId(0)], "told once");
+    assert_eq!(*rig.ready.lock().unwrap(), [WorkerId(0)], "sent once");
 }
 
 /// Ends a turn with `tokens` once the stream at `addr` was accepted and has ended `turns` turns.
@@ -650,7 +650,7 @@ fn a_stream_whose_input_goes_on_is_answered_turn_by_turn() {
     assert_eq!((turns[0].prompt_tokens, turns[1].prompt_tokens), (10, 21));
     assert!(
         turns[1].cached_tokens >= 12,
-        "what was said is cached: {turns:?}"
+        "earlier turns are cached: {turns:?}"
     );
     assert_eq!(
         answer.room_bytes,
@@ -691,7 +691,7 @@ fn a_stream_between_its_turns_can_be_ended_stopped_and_killed() {
         addr: killed,
     };
     rig.shards[0].port.send(kill).unwrap();
-    // What crossed the kill is for nobody.
+    // Frames that crossed the kill are dropped.
     rig.shards[0].send_input(killed, rank(0), &[1], true, false);
     rig.shards[0].settle(rank(0));
     assert_eq!(rig.shards[0].answer(killed).end, None);

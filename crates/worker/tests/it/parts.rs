@@ -90,7 +90,7 @@ fn a_prompt_is_kept_until_it_is_fetched_and_its_answer_runs_when_it_has_come() {
         (0, 9)
     );
     assert_eq!(stats[0].finished_abort.get(), 0);
-    // What it computed can be hit, and so can what came.
+    // Blocks that it computed can be hit, and so can those that it received.
     let again = reserve(&mut shard, 40, 0);
     assert_eq!(shard.answer(again).reserved.unwrap().cached_tokens, 36);
 }
@@ -107,7 +107,7 @@ fn a_kill_frees_either_part_at_any_stage() {
     shard.settle(PROMPT);
     shard.settle(ANSWER);
     assert_eq!((used(&rig, PROMPT), used(&rig, ANSWER)), (0, 0));
-    // What comes for those that are gone, or did not ask, changes nothing.
+    // Blocks for requests that are gone, or did not ask, change nothing.
     for message in [
         ToWorker::Receive {
             rank: ANSWER,

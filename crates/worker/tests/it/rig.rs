@@ -1,4 +1,4 @@
-//! Workers with small engines, and shards that note what they are told.
+//! Workers with small engines, and shards that record frames.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -74,7 +74,7 @@ pub(crate) fn workers(count: u32, step_ns: u64) -> Vec<WorkerSpec> {
         .collect()
 }
 
-/// What a sink was given.
+/// Batches that a sink received.
 #[derive(Default)]
 pub(crate) struct Heard {
     pub(crate) kv: Vec<KvDelta>,
@@ -172,7 +172,7 @@ pub(crate) fn until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// What a stream was told.
+/// Frames of a stream.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) prologue: Option<Prologue>,
@@ -251,7 +251,7 @@ impl Shard {
         addr
     }
 
-    /// As [`Shard::start`], for a stream whose input goes on.
+    /// As [`Shard::start`], for a stream with more input.
     pub(crate) fn start_talk(&mut self, rank: RankId, request: EngineRequest) -> StreamAddr {
         let registration = self.table.register(()).unwrap();
         let addr = registration.addr();
@@ -331,7 +331,7 @@ impl Shard {
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
     }
 
-    /// Reads frames until `done` says so. Checks that each stream is told things in order, and
+    /// Reads frames until `done` is true. Checks that the frames of each stream are in order, and
     /// nothing after its end.
     pub(crate) fn read_until(&mut self, mut done: impl FnMut(&Shard) -> bool) {
         let deadline = Instant::now() + PATIENCE;

@@ -12,7 +12,7 @@ use slipstream_worker::{Backend, Dead, LiveTiming, Refused, WorkerSpec};
 
 use crate::rig::{Rig, Setup, Shard, expected, rank, until, vocab};
 
-/// What a backend does. Steps are counted from 0.
+/// Script of a backend. Steps are counted from 0.
 #[derive(Clone, Debug, Default)]
 struct Script {
     /// Tokens that each sequence gets in step `n`: `per_step[n % len]`. Empty: one.
@@ -27,7 +27,7 @@ struct Script {
     excess: u32,
 }
 
-/// What a backend was asked, for the test to read.
+/// Calls to a backend, for the test to read.
 #[derive(Debug, Default)]
 struct Asked {
     started: u64,
@@ -213,7 +213,7 @@ fn steps_of(counts: &[usize]) -> Script {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Whatever the steps give, each stream gets its tokens in order, its counts, and one end.
+    /// For any steps, each stream gets its tokens in order, its counts, and one end.
     #[test]
     fn any_number_of_tokens_per_step_arrives_in_order(
         per_step in prop::collection::vec(1usize..=5, 1..6),
@@ -360,7 +360,7 @@ fn a_step_that_never_ends_holds_no_other_rank_up() {
 }
 
 /// Streams with and without a token get one refusal each, which sends the latter elsewhere; other ranks
-/// of the thread go on; the worker is reported, and takes no more requests.
+/// of the thread continue; the worker is reported, and takes no more requests.
 fn check_death(at_end: bool, step: u64) {
     let dies = Script {
         dies_at: Some((step, at_end)),

@@ -9,7 +9,8 @@ build:
 test: test-rust test-python
 
 test-rust:
-	cargo test --workspace --locked
+	# The simulator's hooks would be in every crate else: features of one build are shared.
+	cargo test --workspace --exclude slipstream-vopr --locked
 	cargo test --locked -p slipstream-engine -p slipstream-report --features slipstream-engine/parquet,slipstream-report/parquet
 
 # The official `openai` package and curl against a real server; sets up .venv at the first run.
@@ -40,9 +41,13 @@ torture:
 
 # The live path under a seeded simulator, with fresh seeds (docs/reliability.md). VOPR_S=N: seconds; SEED=N: one
 # schedule, and its smallest form if it fails.
-.PHONY: vopr vopr-planted
+.PHONY: vopr vopr-planted test-vopr
 vopr:
 	cargo run --profile vopr --locked --package slipstream-vopr --features sim -- $(if $(SEED),--seed $(SEED),--seconds $(or $(VOPR_S),60) --threads $(or $(THREADS),1))
+
+# Its tests, and the seeds that failed once.
+test-vopr:
+	cargo test --profile vopr --locked --package slipstream-vopr
 
 # The simulator has to find each of the bugs that are planted for it, within 10,000 schedules.
 vopr-planted:

@@ -4,6 +4,7 @@
 //! some choices, the answer's text is made here instead, from the request and a seed. No I/O; work and size are
 //! bounded by [`STEPS_MAX`], [`DEPTH_MAX`] and [`OUT_BYTES_MAX`].
 
+mod judge;
 mod pattern;
 mod schema;
 mod tree;

@@ -22,6 +22,23 @@ const NODES_MAX: u32 = 4 << 10;
 /// The reason, if the pattern is no regular expression, or needs more than one can do without a search
 /// (look-around, back references, word boundaries), or makes a text that is too long.
 pub(super) fn matching(pattern: &str, draws: &mut Draws) -> Result<String, String> {
+    let hir = parse(pattern)?;
+    let mut text = Text {
+        out: String::new(),
+        chars: 0,
+        nodes: 0,
+        ended: false,
+        draws,
+    };
+    text.node(&hir)?;
+    Ok(text.out)
+}
+
+/// The syntax tree of `pattern`.
+///
+/// # Errors
+/// The reason, if it is too long or no regular expression.
+pub(super) fn parse(pattern: &str) -> Result<Hir, String> {
     if pattern.len() > PATTERN_BYTES_MAX {
         return Err(format!(
             "has {} bytes; at most {PATTERN_BYTES_MAX} are taken",
@@ -35,20 +52,11 @@ pub(super) fn matching(pattern: &str, draws: &mut Draws) -> Result<String, Strin
         .utf8(false)
         .build()
         .parse(pattern);
-    let hir = parsed.map_err(|error| {
+    parsed.map_err(|error| {
         let text = error.to_string();
         let last = text.lines().last().unwrap_or_default();
         format!("cannot be modelled: {}", last.trim_start_matches("error: "))
-    })?;
-    let mut text = Text {
-        out: String::new(),
-        chars: 0,
-        nodes: 0,
-        ended: false,
-        draws,
-    };
-    text.node(&hir)?;
-    Ok(text.out)
+    })
 }
 
 struct Text<'a> {

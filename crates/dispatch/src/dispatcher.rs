@@ -39,7 +39,12 @@ impl Rules {
     /// The rules of `cluster`.
     pub fn of_cluster(cluster: &Cluster) -> Rules {
         Rules {
-            transfer: cluster.kv.hand_over,
+            // An engine's blocks are known once it has computed them: its protocol is a pull.
+            transfer: if cluster.has_engines() {
+                HandOver::Pull
+            } else {
+                cluster.kv.hand_over
+            },
             queue_max: cluster.router.queue_max as usize,
             view_interval_ns: (cluster.router.view_interval_ms * 1e6).round() as u64,
             retries_max: if cluster.has_engines() {
@@ -466,6 +471,26 @@ impl Dispatcher {
         }
     }
 
+    /// Reports that the prompt of request `id` does not reach its decode rank: the prefill rank failed it, or its
+    /// keys and values cannot be used. One worker computes and answers it from now on, perhaps the same decode
+    /// rank. This does not count as a retry. Returns false if the request is not at two workers.
+    pub fn on_prefill_failed(&mut self, now: SimTime, id: u32, env: &mut dyn Env) -> bool {
+        if self.apart(id).is_none() {
+            return false;
+        }
+        #[cfg(feature = "journal")]
+        self.note(id, Input::PrefillFailed);
+        self.leave_workers(id, None);
+        let life = &mut self.lives[id as usize];
+        life.whole = true;
+        life.retries = life.retries.wrapping_add(1); // late messages of this attempt are recognized by it
+        self.begin_attempt(id);
+        let attempt = self.lives[id as usize].attempt;
+        let request = env.request(id);
+        self.place(now, id, &request.rest(attempt.0), env, None);
+        true
+    }
+
     /// Reports that input of request `id` was sent that cannot be sent again: it is bound to its worker.
     pub fn on_input_sent(&mut self, id: u32) {
         if self.is_open(id) {
@@ -611,10 +636,11 @@ impl Dispatcher {
         env: &mut dyn Env,
         scores: Option<&mut Vec<Score>>,
     ) -> Result<State, RouteError> {
+        let is_whole = self.lives[id as usize].whole;
         let route = request.route(&self.lives[id as usize].failed_on);
         let routed = route_with(&mut self.serve, Role::Both, now, &route, env, scores)?;
         let apart = match &mut self.prefill {
-            Some(prefill) if !request.streams_input => {
+            Some(prefill) if !(request.streams_input || request.whole || is_whole) => {
                 let block_size = self.serve.fleet().block_size();
                 let uncached = request
                     .prompt

@@ -22,6 +22,8 @@ pub struct Request {
     pub only: Option<Arc<[WorkerId]>>,
     /// Its input continues after the start. One worker computes and answers it.
     pub streams_input: bool,
+    /// One worker computes and answers it, whatever its prompt's length.
+    pub whole: bool,
     /// Whether another worker may continue its answer if the one that generates it is lost.
     pub resumes: bool,
     /// Tokens of the answer that its client has, fewer than `max_tokens`. `prompt` and `max_tokens` are those

@@ -38,6 +38,8 @@ pub enum Input {
     },
     /// Its prompt is computed.
     Prefilled,
+    /// Its prompt does not reach its decode rank.
+    PrefillFailed,
     /// Blocks for its prompt are reserved.
     Reserved {
         /// Cached tokens of the prompt, which are not transferred.

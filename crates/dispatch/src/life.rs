@@ -23,6 +23,8 @@ pub(crate) struct Life {
     pub(crate) pinned: bool,
     /// The client named its worker, or not every worker serves its model.
     pub(crate) named: bool,
+    /// One worker computes and answers it from now on: its prompt was to come from another one, and did not.
+    pub(crate) whole: bool,
 }
 
 /// State of a request.
@@ -84,6 +86,7 @@ impl Life {
         resumes: false,
         pinned: false,
         named: false,
+        whole: false,
     };
 
     /// Whether it may not go to every worker: less limited requests may find room before it.

@@ -148,6 +148,7 @@ fn request(
         direct,
         only: None,
         streams_input: start.more,
+        whole: false,
         resumes,
         answered: 0,
     }
@@ -368,7 +369,16 @@ impl Shard {
     /// Passes a decision about a request in bytes to its client's task.
     fn deliver(&self, id: u32, ticket: &Ticket, action: Action) {
         let decision = match action {
-            Action::Start { rank, .. } => Decision::Start(rank.worker),
+            Action::Start { rank, role, .. } => {
+                self.metrics
+                    .prompts_apart
+                    .add(u64::from(role == Role::Prefill));
+                Decision::Start(rank.worker, role)
+            }
+            // Engines transfer among themselves: it is over when the answer begins.
+            Action::Transfer { attempt, .. } => {
+                return self.on_transferred(Arrival { id, attempt });
+            }
             Action::Rejected { error, failed, .. } => {
                 Decision::Over(self.rejection(&error, failed))
             }
@@ -377,9 +387,8 @@ impl Shard {
                 "no engine takes the request; try again",
                 1,
             )),
-            // Its task drops the connection; there is one engine per request.
+            // Its task drops the connection; it is at one engine at a time.
             Action::Kill { .. }
-            | Action::Transfer { .. }
             | Action::CancelTransfer { .. }
             | Action::Receive { .. }
             | Action::Release { .. } => return,
@@ -413,6 +422,29 @@ impl Shard {
             .borrow_mut()
             .on_prefilled(at, id, &of.surroundings());
         self.carry_out(None);
+    }
+
+    /// The prompt of request `id` does not reach the worker that decodes it.
+    pub(crate) fn on_prefill_failed(&self, id: u32) {
+        let of = &self.dispatching;
+        let now = SimTime(monotonic_ns());
+        of.dispatcher
+            .borrow_mut()
+            .on_prefill_failed(now, id, &mut of.surroundings());
+        self.carry_out(None);
+    }
+
+    /// The worker that decodes request `id` has its prompt, if another one computed it.
+    pub(crate) fn on_handed_over(&self, id: u32) {
+        let of = &self.dispatching;
+        let now = SimTime(monotonic_ns());
+        let reserved = of
+            .dispatcher
+            .borrow_mut()
+            .on_reserved(now, id, 0, &of.surroundings());
+        if reserved {
+            self.carry_out(None);
+        }
     }
 
     /// The worker that decodes request `id` made room for its prompt.

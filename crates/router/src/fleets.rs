@@ -23,16 +23,39 @@ impl Fleets {
     /// # Errors
     /// As [`Fleet::of_roles`].
     pub fn of_cluster(cluster: &Cluster) -> Result<Fleets, FleetError> {
-        let serve = Fleet::of_roles(cluster, &[PoolRole::Both, PoolRole::Decode])?;
-        let prefill = if cluster.hands_over() {
-            Some(Arc::new(Fleet::of_roles(cluster, &[PoolRole::Prefill])?))
-        } else {
-            None
-        };
+        Fleets::of_cluster_with(cluster, |fleet| fleet)
+    }
+
+    /// The fleets of `cluster`, each changed by `with`.
+    ///
+    /// # Errors
+    /// As [`Fleet::of_roles`].
+    pub fn of_cluster_with(
+        cluster: &Cluster,
+        with: impl Fn(Fleet) -> Fleet,
+    ) -> Result<Fleets, FleetError> {
+        let of =
+            |roles: &[PoolRole]| Fleet::of_roles(cluster, roles).map(|fleet| Arc::new(with(fleet)));
         Ok(Fleets {
-            serve: Arc::new(serve),
-            prefill,
+            serve: of(&[PoolRole::Both, PoolRole::Decode])?,
+            prefill: if cluster.hands_over() {
+                Some(of(&[PoolRole::Prefill])?)
+            } else {
+                None
+            },
         })
+    }
+
+    /// Whether `worker` computes prompts for others.
+    pub fn is_prefill(&self, worker: WorkerId) -> bool {
+        let has = |fleet: &Arc<Fleet>| !fleet.targets_of(worker).is_empty();
+        self.prefill.as_ref().is_some_and(has)
+    }
+
+    /// Number of workers: one more than the highest.
+    pub fn workers(&self) -> usize {
+        let last = |fleet: &Arc<Fleet>| fleet.targets().last().map(|of| of.rank.worker.index() + 1);
+        self.each().filter_map(last).max().unwrap_or(0)
     }
 
     /// The fleet that has `rank` as a target; the serving one if neither has.
@@ -57,6 +80,17 @@ impl Fleets {
     /// As [`Fleet::on_worker_lost`].
     pub fn on_worker_lost(&self, worker: WorkerId) {
         self.each().for_each(|fleet| fleet.on_worker_lost(worker));
+    }
+
+    /// As [`Fleet::forget_cache`].
+    pub fn forget_cache(&self, worker: WorkerId) {
+        self.each().for_each(|fleet| fleet.forget_cache(worker));
+    }
+
+    /// As [`Fleet::set_guessed`].
+    pub fn set_guessed(&self, worker: WorkerId, guessed: bool) {
+        self.each()
+            .for_each(|fleet| fleet.set_guessed(worker, guessed));
     }
 
     /// As [`Fleet::on_kv`].

@@ -423,6 +423,7 @@ fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
         direct: None,
         only: None,
         streams_input: false,
+        whole: false,
         resumes: true,
         answered: 0,
     }

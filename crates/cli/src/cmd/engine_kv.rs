@@ -18,7 +18,7 @@ use slipstream_frontend::upstream::{EngineSpec, Engines, Member};
 use slipstream_probe::{
     AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ask_client,
 };
-use slipstream_router::{Fleet, Fleets};
+use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -239,7 +239,6 @@ impl Sizes {
 /// Follows the engines of a fleet into its index.
 struct Followers {
     engines: Arc<Engines>,
-    fleet: Arc<Fleet>,
     fleets: Fleets,
     text: Arc<TextModel>,
     model: String,
@@ -271,21 +270,16 @@ pub(super) fn follow(
     engines.set_tokenizes(always);
     let (stop, mut stopped) = watch::channel(false);
     let counters = Shown::default();
-    let fleet = fleets.serve.clone();
-    let last = fleet
-        .targets()
-        .last()
-        .map_or(0, |of| of.rank.worker.index());
+    let workers = fleets.workers();
     let followers = Arc::new(Followers {
         engines,
-        fleet,
         fleets,
         text,
         model: cluster.model.name.clone(),
         always,
         followed: AtomicUsize::new(0),
         counters: counters.clone(),
-        slots: (0..=last).map(|_| Arc::default()).collect(),
+        slots: (0..workers).map(|_| Arc::default()).collect(),
     });
     let run = move || {
         runtime.block_on(async move {
@@ -335,8 +329,8 @@ struct Followed<'a> {
 
 impl<'a> Followed<'a> {
     fn begin(of: &'a Followers, worker: WorkerId) -> Followed<'a> {
-        of.fleet.forget_cache(worker);
-        of.fleet.set_guessed(worker, false);
+        of.fleets.forget_cache(worker);
+        of.fleets.set_guessed(worker, false);
         of.followed.fetch_add(1, Relaxed);
         of.engines.set_tokenizes(true);
         Followed { of, worker }
@@ -345,7 +339,7 @@ impl<'a> Followed<'a> {
 
 impl Drop for Followed<'_> {
     fn drop(&mut self) {
-        self.of.fleet.forget_cache(self.worker);
+        self.of.fleets.forget_cache(self.worker);
         let left = self.of.followed.fetch_sub(1, Relaxed) - 1;
         self.of.engines.set_tokenizes(left > 0 || self.of.always);
     }
@@ -365,9 +359,9 @@ impl Followers {
         let _slot = slot.lock().await;
         let mut said = String::new();
         loop {
-            self.fleet.set_guessed(worker, true);
+            self.fleets.set_guessed(worker, true);
             let source = self.await_source(&member, &mut said).await;
-            self.fleet.set_guessed(worker, false);
+            self.fleets.set_guessed(worker, false);
             self.follow_source(&member, source).await;
             if let Some(shown) = self.shown().get_mut(&member.id()) {
                 shown.1 = Vec::new();
@@ -421,7 +415,7 @@ impl Followers {
         for (at, events) in source.events.iter().enumerate() {
             let options = MirrorOptions {
                 model: self.model.clone(),
-                block_size: self.fleet.block_size(),
+                block_size: self.fleets.serve.block_size(),
                 blocks_max: blocks_max as usize,
             };
             let rank = RankId { worker, dp_rank: 0 };

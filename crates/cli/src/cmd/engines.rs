@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::text::counted;
-use slipstream_config::cluster::{Cluster, PoolConfig};
+use slipstream_config::cluster::{Cluster, PoolConfig, PoolRole};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
@@ -61,14 +61,14 @@ impl Live {
             Err(why) => (as_routed(cluster, &why), false),
         };
         let cluster = with_slots(cluster, slots);
-        let mut fleet = Fleet::from_cluster(&cluster)?;
-        let mut text = TextModel::builtin(); // engines tokenize
-        if follows {
-            fleet = fleet.with_guesses();
-            text = text_model(&cluster)?;
-        }
-        let (fleets, text) = (Fleets::from(fleet), Arc::new(text));
-        let mut engines = Engines::new(specs, &cluster.upstream, fleets.serve.clone());
+        let guesses = |fleet: Fleet| if follows { fleet.with_guesses() } else { fleet };
+        let fleets = Fleets::of_cluster_with(&cluster, guesses)?;
+        let text = Arc::new(if follows {
+            text_model(&cluster)?
+        } else {
+            TextModel::builtin() // engines tokenize
+        });
+        let mut engines = Engines::new(specs, &cluster.upstream, fleets.clone());
         if follows {
             engines = engines.with_tokens(cluster.model.name.clone());
         }
@@ -178,19 +178,23 @@ fn slots(cluster: &Cluster, may_grow: bool) -> anyhow::Result<u32> {
     }
 }
 
-/// `cluster` with workers for `slots` engines that come later, as large as the largest at start.
+/// `cluster` with workers for `slots` engines that come later, as large as the largest at start. If there are
+/// prefill engines, there are as many slots for further ones.
 fn with_slots(mut cluster: Cluster, slots: u32) -> Cluster {
-    let largest = cluster
-        .pools
-        .iter()
-        .max_by_key(|pool| pool.engine.num_gpu_blocks);
-    if let Some(largest) = largest.filter(|_| slots > 0) {
-        let free = PoolConfig {
-            name: "later".into(),
-            workers: slots,
-            ..largest.clone()
-        };
-        cluster.pools.push(free);
+    if slots == 0 {
+        return cluster;
+    }
+    for (name, is_prefill) in [("later", false), ("later-prefill", true)] {
+        let of_role = |pool: &&PoolConfig| (pool.role == PoolRole::Prefill) == is_prefill;
+        let pools = cluster.pools.iter().filter(of_role);
+        if let Some(largest) = pools.max_by_key(|pool| pool.engine.num_gpu_blocks) {
+            let free = PoolConfig {
+                name: name.into(),
+                workers: slots,
+                ..largest.clone()
+            };
+            cluster.pools.push(free);
+        }
     }
     cluster
 }

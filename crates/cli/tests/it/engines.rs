@@ -22,11 +22,11 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) struct Seen {
     pub(crate) line: String,
     headers: Vec<(String, String)>,
-    body: Vec<u8>,
+    pub(crate) body: Vec<u8>,
 }
 
 impl Seen {
-    fn header(&self, name: &str) -> Option<&str> {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
         let found = self.headers.iter().find(|(n, _)| n == name);
         found.map(|(_, value)| value.as_str())
     }

@@ -10,6 +10,7 @@ mod documents;
 mod drivers;
 mod duplex;
 mod engines;
+mod engines_apart;
 mod first_commands;
 mod kv;
 mod membership;

@@ -20,9 +20,9 @@ use std::path::Path;
 
 use super::upstream::{read_engines, read_upstream};
 use super::{
-    Cluster, Dtype, EngineConfig, Event, EventBus, EventsConfig, Framework, HandOver, Happening,
-    HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen,
-    PoolConfig, PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, Framework, HandOver,
+    Happening, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
+    OutputLen, PoolConfig, PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -436,11 +436,17 @@ fn read_pool(
     }
     let engines = read_engines(t);
     let role = t.choice("role", ROLES).or(PoolRole::Both);
-    if engines.is_some() && role != PoolRole::Both {
+    let kind = engines.as_ref().map(|engines| engines.kind);
+    if let Some(kind @ (EngineKind::Sglang | EngineKind::LlamaCpp)) = kind
+        && role != PoolRole::Both
+    {
         t.error(
             "role",
-            "a pool of real engines has the role \"both\" in this version",
-            "remove `role`: disaggregated prefill of real engines is not supported yet",
+            format!(
+                "engines of kind \"{}\" do not answer with `kv_transfer_params`, so a pool of them has the role \"both\"",
+                kind.name()
+            ),
+            "remove `role`; disaggregated prefill needs vLLM's protocol",
         );
     }
     let workers = match &engines {

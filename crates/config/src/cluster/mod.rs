@@ -135,6 +135,17 @@ pub enum PoolRole {
     Decode,
 }
 
+impl PoolRole {
+    /// Its name in a cluster file.
+    pub fn name(self) -> &'static str {
+        match self {
+            PoolRole::Both => "both",
+            PoolRole::Prefill => "prefill",
+            PoolRole::Decode => "decode",
+        }
+    }
+}
+
 /// `[pool.NAME]`: a number of equal workers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolConfig {

@@ -176,6 +176,7 @@ impl Rig {
             direct: None,
             only: None,
             streams_input: false,
+            whole: false,
             resumes: true,
             answered: 0,
         };
@@ -342,6 +343,9 @@ impl Rig {
 
     /// The holder refuses the request, or gives it up.
     pub(crate) fn fail_part(&mut self, id: u32, which: usize, how: u8) {
+        if how == 4 {
+            return self.fail_prefill(id);
+        }
         let Some(rank) = self.holder(id, which) else {
             return;
         };
@@ -357,6 +361,20 @@ impl Rig {
             _ => self.dispatch.on_given_up(now, id, worker, &mut env),
         }
         self.settle();
+    }
+
+    /// The prompt of request `id` does not reach the decode rank. No effect unless two workers share it.
+    pub(crate) fn fail_prefill(&mut self, id: u32) {
+        let apart = self.dispatch.prefill_rank(id).is_some();
+        let mut env = Surroundings(&self.prompts, &self.begun);
+        let taken = self.dispatch.on_prefill_failed(self.now, id, &mut env);
+        assert_eq!(taken, apart);
+        self.settle();
+        assert_eq!(
+            self.dispatch.prefill_rank(id),
+            None,
+            "one worker computes it from now on"
+        );
     }
 
     /// `worker` reports that it ended request `id` before its time.

@@ -80,6 +80,43 @@ fn a_short_prompt_is_computed_where_it_is_decoded() {
 }
 
 #[test]
+fn a_request_that_must_stay_whole_is_computed_where_it_is_decoded() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 1, |_| {});
+    rig.submit_with(100, |request| request.whole = true);
+    assert_eq!(steps(&rig, 0), ["start both w0 at 0"]);
+}
+
+#[test]
+fn a_failed_prefill_leaves_the_decode_rank_to_compute_the_prompt() {
+    for progress in 0..=2 {
+        let mut rig = Rig::new(HandOver::Pull, 1, 1, |_| {});
+        let id = rig.submit(100);
+        (0..progress).for_each(|_| rig.progress(id));
+        let from = rig.log.len();
+        rig.fail_prefill(id);
+        let steps = steps(&rig, from);
+        assert_eq!(steps.last().unwrap(), "start both w0 at 0");
+        assert!(steps.contains(&"kill prefill w1".into()), "{steps:?}");
+        // It is no retry: the decode rank may fail it still.
+        let decode = rig.holder(id, 0).unwrap().worker;
+        rig.crash(decode);
+        assert!(!rig.ends.contains_key(&id) || rig.ends[&id] == End::Rejected);
+        let mut rig = Rig::new(HandOver::Pull, 2, 1, |_| {});
+        let id = rig.submit(100);
+        (0..progress).for_each(|_| rig.progress(id));
+        rig.fail_prefill(id);
+        let decode = rig.holder(id, 0).unwrap().worker;
+        rig.crash(decode);
+        assert_eq!(
+            rig.dispatch.prefill_rank(id),
+            None,
+            "nor is it sent there again"
+        );
+        finish(&mut rig, id);
+    }
+}
+
+#[test]
 fn a_request_without_a_token_moves_once_and_is_then_lost() {
     let mut rig = Rig::new(HandOver::Pull, 3, 0, |_| {});
     let id = rig.submit(10);

@@ -23,7 +23,7 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (1u32..200, prop::option::weighted(0.2, any::<u8>()))
             .prop_map(|(len, to)| Op::Submit { len, to }),
         8 => any::<u8>().prop_map(|of| Op::Progress { of }),
-        2 => (any::<u8>(), any::<u8>(), 0u8..4).prop_map(|(of, which, how)| Op::Fail { of, which, how }),
+        2 => (any::<u8>(), any::<u8>(), 0u8..5).prop_map(|(of, which, how)| Op::Fail { of, which, how }),
         1 => any::<u8>().prop_map(|of| Op::Cancel { of }),
         1 => any::<u8>().prop_map(|worker| Op::Crash { worker }),
         1 => any::<u8>().prop_map(|worker| Op::Restart { worker }),

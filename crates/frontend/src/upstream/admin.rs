@@ -48,7 +48,9 @@ fn refusal(why: &MemberError) -> ApiError {
     let (status, code) = match why {
         MemberError::Listed { .. } => (409, "engine_listed"),
         MemberError::Full { .. } => (409, "engines_max"),
-        MemberError::Pool { .. } | MemberError::WhichPool { .. } => (400, "pool"),
+        MemberError::Role { .. } | MemberError::Pool { .. } | MemberError::WhichPool { .. } => {
+            (400, "pool")
+        }
         MemberError::Unknown { .. } => (404, "engine_unknown"),
     };
     error(status, code, why.to_string())

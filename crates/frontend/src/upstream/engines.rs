@@ -7,9 +7,11 @@ use std::time::Duration;
 use hyper::StatusCode;
 use serde_json::json;
 use slipstream_base::WorkerId;
-use slipstream_config::cluster::{Cluster, EngineKind, EngineUrl, Resume, UpstreamConfig};
+use slipstream_config::cluster::{
+    Cluster, EngineKind, EngineUrl, PoolRole, Resume, UpstreamConfig,
+};
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_router::Fleet;
+use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
 
 use super::catalog::{Catalog, Model};
@@ -31,6 +33,8 @@ pub struct EngineSpec {
     pub kind: EngineKind,
     /// Key that it wants.
     pub api_key: Option<String>,
+    /// The part of requests that it computes.
+    pub role: PoolRole,
 }
 
 impl EngineSpec {
@@ -59,6 +63,7 @@ impl EngineSpec {
                     url: url.clone(),
                     kind: engines.kind,
                     api_key: api_key.clone(),
+                    role: pool.role,
                 });
             }
         }
@@ -126,7 +131,7 @@ pub struct Engines {
     pub(super) added: AtomicU64,
     pub(super) removed: AtomicU64,
     pub(super) settings: Settings,
-    pub(super) fleet: Arc<Fleet>,
+    pub(super) fleets: Fleets,
     catalog: RwLock<Arc<Catalog>>,
     /// The model that the router can tokenize for; `None`: it compares texts.
     pub(super) tokenized: Option<String>,
@@ -259,6 +264,7 @@ impl Engine {
             "worker": self.spec.worker.0,
             "url": self.spec.url.to_string(),
             "pool": self.spec.pool,
+            "role": self.spec.role.name(),
             "kind": self.kind().name(),
             "state": self.state_name(),
             "in_flight": self.counters.in_flight.load(Relaxed),
@@ -309,15 +315,14 @@ fn kind_of(code: u8) -> EngineKind {
 }
 
 impl Engines {
-    /// The engines `specs`, which have the first workers of `fleet`; its other workers are free for engines that
+    /// The engines `specs`, which have the first workers of `fleets`; the other workers are free for engines that
     /// come later. None takes requests yet.
     ///
     /// # Panics
-    /// If the fleet has too few workers.
-    pub fn new(specs: Vec<EngineSpec>, config: &UpstreamConfig, fleet: Arc<Fleet>) -> Engines {
+    /// If the fleets have too few workers.
+    pub fn new(specs: Vec<EngineSpec>, config: &UpstreamConfig, fleets: Fleets) -> Engines {
         let settings = Settings::new(config);
-        let last = fleet.targets().last().map(|target| target.rank.worker);
-        let mut members = vec![None; last.map_or(0, |worker| worker.index() + 1)];
+        let mut members = vec![None; fleets.workers()];
         let mut pools: Vec<PoolSpec> = Vec::new();
         let mut next_id = 0;
         for spec in specs {
@@ -337,7 +342,7 @@ impl Engines {
             added: AtomicU64::new(0),
             removed: AtomicU64::new(0),
             settings,
-            fleet,
+            fleets,
             catalog: RwLock::default(),
             tokenized: None,
             tokenizes: AtomicBool::new(false),
@@ -389,6 +394,17 @@ impl Engines {
         members.iter().flatten().filter(takes).count()
     }
 
+    /// Whether an engine takes requests that generates answers.
+    pub(super) fn answers(&self) -> bool {
+        let serves = |of: &Arc<Engine>| of.spec.role != PoolRole::Prefill && of.takes_requests();
+        self.members().iter().flatten().any(serves)
+    }
+
+    /// Whether some engines compute prompts for others.
+    pub(super) fn disaggregates(&self) -> bool {
+        self.fleets.prefill.is_some()
+    }
+
     /// Number of engines.
     pub fn count(&self) -> usize {
         self.members().iter().flatten().count()
@@ -426,7 +442,7 @@ impl Engines {
         health.state = state;
         let takes = matches!(state, State::Up | State::HalfOpen) && !engine.is_draining();
         if !health.gone {
-            self.fleet.set_ready(engine.spec.worker, takes);
+            self.fleets.set_ready(engine.spec.worker, takes);
         }
         engine
             .suspect
@@ -491,7 +507,7 @@ impl Engines {
                 // No process listens: its cache is gone as well.
                 self.set(engine, &mut health, State::Down);
                 if !health.gone {
-                    self.fleet.on_worker_lost(engine.spec.worker);
+                    self.fleets.on_worker_lost(engine.spec.worker);
                 }
             }
             State::Probing if is_probe => self.eject(engine, &mut health),
@@ -520,13 +536,14 @@ impl Engines {
     }
 
     /// Whether another engine takes requests: the last one is not ejected for its answers, since a request
-    /// that makes every engine fail would then end the service.
+    /// that makes every engine fail would then end the service. Without prefill engines it does not end.
     fn ready_besides(&self, engine: &Engine) -> bool {
-        self.fleet
+        let fleet = &self.fleets.serve;
+        fleet
             .targets()
             .iter()
             .enumerate()
-            .any(|(at, target)| target.rank.worker != engine.spec.worker && self.fleet.is_ready(at))
+            .any(|(at, target)| target.rank.worker != engine.spec.worker && fleet.is_ready(at))
     }
 
     /// A health check of `engine` succeeded; `models` were listed with it, if it was time to.
@@ -592,7 +609,7 @@ impl Engines {
     pub(super) fn release(&self, engine: &Engine) {
         let mut health = engine.health();
         health.gone = true;
-        self.fleet.on_worker_lost(engine.spec.worker);
+        self.fleets.on_worker_lost(engine.spec.worker);
     }
 
     /// Whether an answer of `status` speaks against its engine.
@@ -671,7 +688,7 @@ impl Drop for Visit {
 pub(super) mod tests {
     use slipstream_base::RankId;
     use slipstream_config::cluster::RouterConfig;
-    use slipstream_router::TargetConfig;
+    use slipstream_router::{Fleet, TargetConfig};
 
     use super::*;
 
@@ -691,8 +708,9 @@ pub(super) mod tests {
             url: EngineUrl::parse(&format!("http://127.0.0.1:{}", 1000 + worker)).unwrap(),
             kind: EngineKind::Auto,
             api_key: None,
+            role: PoolRole::Both,
         });
-        let engines = Engines::new(specs.collect(), config, Arc::new(fleet));
+        let engines = Engines::new(specs.collect(), config, Fleets::from(fleet));
         for engine in engines.each() {
             engines.on_healthy(&engine, None);
         }
@@ -726,18 +744,18 @@ pub(super) mod tests {
         let State::Ejected { until_ns } = engine.state() else {
             panic!("{:?}", engine.state());
         };
-        assert!(!engines.fleet.is_ready(0) && engines.fleet.is_ready(1));
+        assert!(!engines.fleets.serve.is_ready(0) && engines.fleets.serve.is_ready(1));
         while monotonic_ns() < until_ns {
             std::hint::spin_loop();
         }
         engines.on_healthy(engine, None);
         assert_eq!(engine.state(), State::HalfOpen);
-        assert!(engines.fleet.is_ready(0));
+        assert!(engines.fleets.serve.is_ready(0));
         // The probe takes the place; its client leaves without a verdict, so the next one probes.
         drop(Visit::begin(&engines, at(&engines, 0)));
         assert_eq!(engine.state(), State::HalfOpen);
         let mut probe = Visit::begin(&engines, at(&engines, 0));
-        assert!(!engines.fleet.is_ready(0), "one request at a time");
+        assert!(!engines.fleets.serve.is_ready(0), "one request at a time");
         probe.on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
         assert!(matches!(engine.state(), State::Ejected { .. }));
         assert_eq!(engine.counters.ejections.load(Relaxed), 2);

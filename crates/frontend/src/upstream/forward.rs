@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER};
 use hyper::{Method, Request, Response, StatusCode};
@@ -19,7 +19,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::admin;
 use super::connection::{Connection, Failure};
+use super::disagg::{self, Leg};
 use super::engines::Visit;
+use super::metrics::PrefillOutcome;
 use super::peek::{Peek, peek};
 use super::record::Recording;
 use super::relay::{Relay, is_event_stream};
@@ -65,7 +67,7 @@ pub(super) struct Exchange {
 }
 
 /// Precedes the fields of a body that asks vLLM for the tokens of its answer.
-const WITH_TOKENS: &[u8] = b"{\"return_token_ids\":true,";
+const WITH_TOKENS: &[u8] = b"\"return_token_ids\":true,";
 
 impl Exchange {
     /// The request for the rest of an answer whose engine is lost, also if the client named that engine.
@@ -126,16 +128,35 @@ impl Exchange {
         held.shard.budget.memory.charge(held.client.counts(), 0)
     }
 
-    fn body_for(&self, engine: &Engine) -> [Bytes; 2] {
-        let object = self.wants_tokens && engine.kind() == EngineKind::Vllm;
+    fn body_for(&self, engine: &Engine, leg: &Leg) -> [Bytes; 2] {
+        let wants_tokens = self.wants_tokens && engine.kind() == EngineKind::Vllm;
+        let tokens: &'static [u8] = if wants_tokens { WITH_TOKENS } else { b"" };
+        let before: Bytes = match leg {
+            Leg::Prefill(body) => return [body.clone(), Bytes::new()],
+            Leg::Whole => Bytes::from_static(tokens),
+            Leg::Decode(params) => [tokens, params].concat().into(),
+        };
         let start = self.body.iter().position(|&b| b == b'{');
         match start {
-            Some(start) if object => [
-                Bytes::from_static(WITH_TOKENS),
+            Some(start) if !before.is_empty() => [
+                [b"{", &*before].concat().into(),
                 self.body.slice(start + 1..),
             ],
             _ => [self.body.clone(), Bytes::new()],
         }
+    }
+
+    /// The body for the engine that computes its prompt for another one; `None` if there is none.
+    async fn prefill_leg(&self, shard: &Rc<Shard>) -> Option<Leg> {
+        let body = if self.body.len() <= READ_BYTES {
+            disagg::prefill_body(&self.body)
+        } else {
+            let charge = self.charge_job().ok()?;
+            let job = |_: &Service, body: &[u8]| Ok(disagg::prefill_body(body));
+            let done = shard.run(self.body.clone(), charge, job).await;
+            done.ok().and_then(|(body, _)| body)
+        };
+        body.map(|body| Leg::Prefill(body.into()))
     }
 }
 
@@ -226,6 +247,11 @@ fn is_forwarded(path: &str, more: &[String]) -> bool {
     plain && (listed || known && !CHANGES.contains(&path.trim_end_matches('/')))
 }
 
+/// Paths whose prompts may be computed by another engine than their answers.
+static GENERATES: &[&str] = &["/v1/completions", "/v1/chat/completions"];
+
+const X_REQUEST_ID: &str = "x-request-id";
+
 /// Answers one request.
 pub(crate) async fn handle(
     shard: &Rc<Shard>,
@@ -295,7 +321,7 @@ fn open_path(
     if *request.method() != Method::GET && *request.method() != Method::HEAD {
         return None;
     }
-    let ready = upstream.engines.ready() > 0;
+    let ready = upstream.engines.answers();
     let status = if ready { 200 } else { 503 };
     Some(Ok(match request.uri().path() {
         "/health" => {
@@ -380,6 +406,11 @@ async fn forward(
         }
         tokens => tokens,
     };
+    let apart = upstream.engines.disaggregates()
+        && parts.method == Method::POST
+        && GENERATES.contains(&parts.uri.path())
+        && seen.has_prompt
+        && !seen.whole;
     let request = dispatch::Request {
         prompt: blocks.unwrap_or_else(|| no_prompt(block_size)),
         max_tokens: seen.max_tokens.unwrap_or(0),
@@ -387,6 +418,7 @@ async fn forward(
         direct: head.worker,
         only,
         streams_input: false,
+        whole: !apart,
         resumes: false,
         answered: 0,
     };
@@ -400,13 +432,18 @@ async fn forward(
         session,
         arrival_ns,
     );
+    let mut headers = wire::write_headers(&parts.headers);
+    if apart && !parts.headers.contains_key(X_REQUEST_ID) {
+        // Both engines log the request by one name.
+        wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
+    }
     // The router's own keys stay here.
     let authorization = parts.headers.get(AUTHORIZATION);
     let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
     let exchange = Exchange {
         method: parts.method,
         target,
-        headers: wire::write_headers(&parts.headers).freeze(),
+        headers: headers.freeze(),
         authorization: authorization.map(|value| Bytes::copy_from_slice(value.as_bytes())),
         wants_tokens: stream.is_some()
             && settings.resume == Resume::Tokens
@@ -445,6 +482,8 @@ struct Read {
     n: Option<u32>,
     priority: Option<i32>,
     has_prompt: bool,
+    /// One engine must compute prompt and answer.
+    whole: bool,
 }
 
 impl Read {
@@ -456,6 +495,7 @@ impl Read {
             n: seen.n,
             priority: seen.priority,
             has_prompt: seen.has_prompt(),
+            whole: seen.stays_whole(),
             model: seen.model,
         }
     }
@@ -620,19 +660,56 @@ pub(super) async fn obtain(
 ) -> Result<Begun, ApiError> {
     let mut seat = Seat::submit(shard, upstream, &exchange.request);
     let mut refusal: Option<Refusal> = None;
+    let mut prefilled: Option<Prefilled> = None;
     loop {
-        let worker = match seat.placed().await {
-            Ok(worker) => worker,
+        let (worker, role) = match seat.placed().await {
+            Ok(placed) => placed,
             Err(error) => return Err(refusal.map_or(error, |refusal| refusal.error)),
         };
-        let Some(engine) = upstream.engine(worker) else {
-            seat.failed_by(worker); // removed since it was chosen
+        let engine = match (upstream.engine(worker), role) {
+            (Some(engine), _) => engine,
+            // Removed since it was chosen.
+            (None, dispatch::Role::Prefill) => {
+                seat.prefill_failed();
+                continue;
+            }
+            (None, _) => {
+                seat.failed_by(worker);
+                continue;
+            }
+        };
+        if role == dispatch::Role::Prefill {
+            match prefill(shard, upstream, exchange, &engine).await {
+                Ok(fields) => {
+                    prefilled = Some(Prefilled { engine, fields });
+                    seat.prefilled();
+                }
+                Err(why) => {
+                    tracing::debug!(engine = %engine.spec.url, why, "prefill failed");
+                    engine.counters.on_prefill(PrefillOutcome::Failed);
+                    seat.prefill_failed();
+                }
+            }
             continue;
+        }
+        let prefilled = prefilled.take().filter(|_| role == dispatch::Role::Decode);
+        let leg = match &prefilled {
+            Some(Prefilled {
+                fields: Some(fields),
+                ..
+            }) => Leg::Decode(fields.clone()),
+            _ => Leg::Whole,
+        };
+        let count = |outcome| {
+            let known = prefilled.as_ref().filter(|of| of.fields.is_some());
+            if let Some(Prefilled { engine, .. }) = known {
+                engine.counters.on_prefill(outcome);
+            }
         };
         let engine = &engine;
         let mut visit = Visit::begin(&upstream.engines, engine.clone());
         let limit = upstream.engines.settings.first_byte_timeout;
-        let attempt = converse(upstream, exchange, &visit);
+        let attempt = converse(upstream, exchange, &visit, &leg);
         let outcome = match tokio::time::timeout(limit, attempt).await {
             Ok(outcome) => outcome,
             Err(_) => Err(Failure::FirstByteTimeout(limit)),
@@ -641,6 +718,20 @@ pub(super) async fn obtain(
             Ok(answer) => {
                 let status = answer.head.status;
                 visit.on_first_byte(status);
+                let is_decode = matches!(leg, Leg::Decode(_));
+                let fails = status.is_client_error() || status.is_server_error();
+                count(if fails {
+                    PrefillOutcome::DecodeFailed
+                } else {
+                    PrefillOutcome::Transferred
+                });
+                if is_decode && fails && status != StatusCode::SERVICE_UNAVAILABLE {
+                    // Perhaps for the fields that the client did not send.
+                    tracing::debug!(engine = %engine.spec.url, %status, "decode failed");
+                    drop((answer, visit));
+                    seat.prefill_failed();
+                    continue;
+                }
                 if status == StatusCode::SERVICE_UNAVAILABLE && answer.complete && upstream.spend()
                 {
                     // It is busy or stops; its words reach the client if no other engine takes it.
@@ -660,6 +751,7 @@ pub(super) async fn obtain(
             }
             Err(failure) => {
                 visit.on_failure(&failure);
+                count(PrefillOutcome::DecodeFailed);
                 let error = failed(engine, &failure);
                 // It may be computing the request still, or again.
                 let final_failure = matches!(failure, Failure::FirstByteTimeout(_));
@@ -674,6 +766,97 @@ pub(super) async fn obtain(
                 drop(visit);
                 seat.failed_by(worker);
             }
+        }
+    }
+}
+
+/// What an engine computed for another one.
+struct Prefilled {
+    engine: Arc<Engine>,
+    /// Fields for the decode engine; `None`: there is nothing to transfer.
+    fields: Option<Bytes>,
+}
+
+/// Lets `engine` compute the prompt for another one. Returns fields for that one; `None` if there are none.
+///
+/// # Errors
+/// Why it did not, as a clause: one engine has to compute prompt and answer.
+async fn prefill(
+    shard: &Rc<Shard>,
+    upstream: &Upstream,
+    exchange: &Exchange,
+    engine: &Arc<Engine>,
+) -> Result<Option<Bytes>, String> {
+    let leg = exchange.prefill_leg(shard).await;
+    let leg = leg.ok_or("the request could not be rewritten")?;
+    let Leg::Prefill(body) = &leg else {
+        unreachable!("it is a prefill leg");
+    };
+    if !exchange.keeps(body.len()) {
+        return Err("there is no memory for a second body".into());
+    }
+    let mut visit = Visit::begin(&upstream.engines, engine.clone());
+    let limit = upstream.engines.settings.first_byte_timeout;
+    let whole = async {
+        let mut answer = converse(upstream, exchange, &visit, &leg).await?;
+        let body = read_rest(&mut answer).await?;
+        Ok((answer, body))
+    };
+    let outcome = tokio::time::timeout(limit, whole).await;
+    let outcome = outcome.unwrap_or(Err(Failure::FirstByteTimeout(limit)));
+    drop(leg);
+    exchange.keeps_body_only();
+    let (answer, body) = outcome.map_err(|failure| {
+        visit.on_failure(&failure);
+        failure.to_string()
+    })?;
+    let status = answer.head.status;
+    visit.on_first_byte(status);
+    if answer.complete && may_keep(exchange, &answer.head) {
+        upstream.keep(engine, answer.connection);
+    }
+    if !status.is_success() {
+        return Err(format!("it answered {status}"));
+    }
+    let body = body.ok_or("its answer is too long")?;
+    let fields = disagg::decode_fields(&body)?;
+    match &fields {
+        None => engine.counters.on_prefill(PrefillOutcome::NoParams),
+        Some(fields) if !exchange.keeps(fields.len()) => {
+            return Err("there is no memory for its parameters".into());
+        }
+        Some(_) => {}
+    }
+    Ok(fields)
+}
+
+/// The body of `answer`; `None` if it is too long.
+async fn read_rest(answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+    if answer.complete {
+        return Ok(Some(answer.first.clone()));
+    }
+    let mut body = BytesMut::from(&answer.first[..]);
+    loop {
+        match answer.decoder.decode(&mut answer.connection.buf) {
+            Ok(Decoded::Data(data)) if body.len() + data.len() > disagg::ANSWER_BYTES_MAX => {
+                return Ok(None);
+            }
+            Ok(Decoded::Data(data)) => {
+                body.extend_from_slice(&data);
+                continue;
+            }
+            Ok(Decoded::End) => {
+                answer.complete = true;
+                return Ok(Some(body.freeze()));
+            }
+            Ok(Decoded::NeedMore) => {}
+            Err(error) => return Err(Failure::Protocol(error)),
+        }
+        match std::future::poll_fn(|cx| answer.connection.poll_fill(cx)).await {
+            Ok(0) if answer.decoder.ends_at_close() => return Ok(Some(body.freeze())),
+            Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
+            Ok(_) => {}
+            Err(error) => return Err(Failure::Lost(error.to_string())),
         }
     }
 }
@@ -726,10 +909,11 @@ async fn converse(
     upstream: &Upstream,
     exchange: &Exchange,
     visit: &Visit,
+    leg: &Leg,
 ) -> Result<Answer, Failure> {
     let engine = visit.engine();
     if let Some(connection) = upstream.take_idle(engine) {
-        match converse_on(connection, engine, exchange).await {
+        match converse_on(connection, engine, exchange, leg).await {
             // The engine closed an idle connection as the request was sent. A new connection shows whether
             // it is there.
             Err(Failure::Lost(_)) => {}
@@ -738,15 +922,20 @@ async fn converse(
     }
     let limit = upstream.engines.settings.connect_timeout;
     let connection = Connection::open(engine, limit).await?;
-    converse_on(connection, engine, exchange).await
+    converse_on(connection, engine, exchange, leg).await
 }
 
 async fn converse_on(
     mut connection: Connection,
     engine: &Engine,
     exchange: &Exchange,
+    leg: &Leg,
 ) -> Result<Answer, Failure> {
-    let body = exchange.body_for(engine);
+    let body = exchange.body_for(engine, leg);
+    let headers = match leg {
+        Leg::Prefill(_) => disagg::prefill_headers(&exchange.headers),
+        _ => exchange.headers.clone(),
+    };
     let head = wire::write_head(
         &exchange.method,
         [&engine.spec.url.prefix, &exchange.target],
@@ -755,7 +944,7 @@ async fn converse_on(
             .authorization
             .as_deref()
             .or(exchange.authorization.as_deref()),
-        &exchange.headers,
+        &headers,
         body[0].len() + body[1].len(),
     );
     let sent = connection.send(head, &body).await;

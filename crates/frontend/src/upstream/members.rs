@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
 use slipstream_base::WorkerId;
-use slipstream_config::cluster::{EngineKind, EngineUrl};
+use slipstream_config::cluster::{EngineKind, EngineUrl, PoolRole};
 use slipstream_planes::clock::monotonic_ns;
 use tokio::sync::watch;
 
@@ -29,6 +29,8 @@ pub struct PoolSpec {
     pub kind: EngineKind,
     /// Key that they want.
     pub api_key: Option<String>,
+    /// The part of requests that they compute.
+    pub role: PoolRole,
 }
 
 impl PoolSpec {
@@ -38,6 +40,7 @@ impl PoolSpec {
             name: spec.pool.clone(),
             kind: spec.kind,
             api_key: spec.api_key.clone(),
+            role: spec.role,
         }
     }
 }
@@ -61,6 +64,14 @@ pub enum MemberError {
     Full {
         /// Number of slots.
         slots: usize,
+    },
+    /// The server started without pools of its role.
+    #[error(
+        "pool `{pool}` has the role \"prefill\", and the router started without such a pool; restart it"
+    )]
+    Role {
+        /// The pool.
+        pool: String,
     },
     /// There is no such pool.
     #[error("there is no pool `{pool}`; there is {known}")]
@@ -166,15 +177,25 @@ impl Engines {
             tracing::info!(engine = %url, "engine stays in the fleet");
             return Ok(worker);
         }
-        let slots = members.len();
-        let free = members.iter().position(Option::is_none);
-        let slot = free.ok_or(MemberError::Full { slots })?;
+        let is_prefill = pool.role == PoolRole::Prefill;
+        let is_of_role =
+            |slot: &usize| self.fleets.is_prefill(WorkerId(*slot as u32)) == is_prefill;
+        let slots = (0..members.len()).filter(is_of_role).count();
+        let mut free = (0..members.len()).filter(|&slot| members[slot].is_none());
+        let slot = free.find(is_of_role).ok_or(if slots == 0 {
+            MemberError::Role {
+                pool: pool.name.clone(),
+            }
+        } else {
+            MemberError::Full { slots }
+        })?;
         let spec = EngineSpec {
             worker: WorkerId(slot as u32),
             pool: pool.name,
             url: url.clone(),
             kind: kind.unwrap_or(pool.kind),
             api_key: api_key.or(pool.api_key),
+            role: pool.role,
         };
         let worker = spec.worker;
         let engine = Engine::new(spec, *next_id, &self.settings);
@@ -235,7 +256,10 @@ impl Engines {
         let mut loads = None;
         for engine in members.iter().flatten().filter(|of| of.is_draining()) {
             let worker = engine.spec.worker;
-            let loads = loads.get_or_insert_with(|| self.fleet.loads());
+            let loads = loads.get_or_insert_with(|| {
+                let each = self.fleets.each().flat_map(|fleet| fleet.loads());
+                each.collect::<Vec<slipstream_router::Load>>()
+            });
             // Those that were sent, and those that are on their way to it.
             let busy =
                 |load: &slipstream_router::Load| load.rank.worker == worker && load.requests > 0;
@@ -291,12 +315,12 @@ mod tests {
         );
         let visit = Visit::begin(&engines, old.clone());
         engines.drain(&url(1001), None).unwrap();
-        assert!(!engines.fleet.is_ready(1) && engines.ready() == 1);
+        assert!(!engines.fleets.serve.is_ready(1) && engines.ready() == 1);
         engines.finish_drains();
         assert_eq!(engines.count(), 2, "a request is at it");
         // It is wanted again after all.
         assert_eq!(engines.add(&url(1001), None, None, None), Ok(WorkerId(1)));
-        assert!(engines.fleet.is_ready(1));
+        assert!(engines.fleets.serve.is_ready(1));
         engines.drain(&url(1001), Some(Duration::ZERO)).unwrap();
         assert!(old.is_cut(monotonic_ns()));
         drop(visit);
@@ -310,15 +334,15 @@ mod tests {
         );
         let new = at(&engines, 1);
         assert!(
-            new.id != old.id && !engines.fleet.is_ready(1),
+            new.id != old.id && !engines.fleets.serve.is_ready(1),
             "not asked yet"
         );
         engines.on_healthy(&new, None);
-        assert!(engines.fleet.is_ready(1));
+        assert!(engines.fleets.serve.is_ready(1));
         // What is learned late of the engine that had the slot does not concern it.
         let refused = super::super::connection::Failure::Refused("refused".into());
         engines.on_failure(&old, &refused, false);
-        assert!(engines.fleet.is_ready(1));
+        assert!(engines.fleets.serve.is_ready(1));
     }
 
     #[test]
@@ -335,6 +359,7 @@ mod tests {
             name: name.into(),
             kind: EngineKind::Auto,
             api_key: None,
+            role: PoolRole::Both,
         };
         engines.set_pools(vec![spec("a"), spec("b")]);
         assert!(refused(None).contains("`a`, `b`"));

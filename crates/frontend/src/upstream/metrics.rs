@@ -8,6 +8,7 @@ use hyper::StatusCode;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
+use slipstream_config::cluster::PoolRole;
 
 use super::connection::Failure;
 use super::engines::{Engine, Engines};
@@ -16,6 +17,22 @@ use super::engines::{Engine, Engines};
 const BOUNDS_S: [f64; 16] = [
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0, 300.0,
 ];
+
+/// How the prefill of a prompt for another engine ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum PrefillOutcome {
+    /// Another engine answers with what it computed.
+    Transferred,
+    /// It kept nothing: the decode engine computes the prompt.
+    NoParams,
+    /// It failed: one engine computes the prompt and answers.
+    Failed,
+    /// The decode engine did not answer the request that named what it computed.
+    DecodeFailed,
+}
+
+/// Labels of [`PrefillOutcome`].
+const PREFILL_OUTCOMES: [&str; 4] = ["transferred", "no_params", "failed", "decode_failed"];
 
 /// What is counted of an engine, by all shards.
 #[derive(Debug, Default)]
@@ -38,6 +55,8 @@ pub(super) struct Counters {
     pub(super) broken: AtomicU64,
     /// Questions of the health thread.
     pub(super) checks: AtomicU64,
+    /// Prompts that it was to compute for other engines, by [`PREFILL_OUTCOMES`].
+    pub(super) prefills: [AtomicU64; PREFILL_OUTCOMES.len()],
     pub(super) ejections: AtomicU64,
     pub(super) ejections_suppressed: AtomicU64,
     /// Of bodies of answers.
@@ -47,6 +66,10 @@ pub(super) struct Counters {
 }
 
 impl Counters {
+    pub(super) fn on_prefill(&self, outcome: PrefillOutcome) {
+        self.prefills[outcome as usize].fetch_add(1, Relaxed);
+    }
+
     pub(super) fn on_failure(&self, failure: &Failure) {
         let counter = match failure {
             Failure::Refused(_) | Failure::ConnectTimeout(_) => &self.connect,
@@ -197,6 +220,25 @@ impl Collector for EngineCollector {
                 failures
                     .encode_family(&labels)?
                     .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+            }
+        }
+        if self.0.disaggregates() {
+            let mut prefills = encoder.encode_descriptor(
+                "slipstream_engine_prefills",
+                "Prompts that the engine was to compute for another one, by their end",
+                None,
+                MetricType::Counter,
+            )?;
+            for (labels, engine) in each(&urls) {
+                if engine.spec.role != PoolRole::Prefill {
+                    continue;
+                }
+                for (outcome, count) in PREFILL_OUTCOMES.iter().zip(&engine.counters.prefills) {
+                    let labels = [labels[0], ("outcome", *outcome)];
+                    prefills
+                        .encode_family(&labels)?
+                        .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+                }
             }
         }
         if self.0.tokenized.is_some() {

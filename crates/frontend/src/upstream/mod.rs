@@ -10,6 +10,7 @@
 //! * [`health`]: the thread that asks them. `catalog`: their models, merged.
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
+//! * `disagg`: the two requests of a prompt that another engine computes.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `metrics`: counters per engine. `record`: what a request leaves in the record.
 //!
@@ -19,6 +20,7 @@
 mod admin;
 mod catalog;
 mod connection;
+mod disagg;
 mod engines;
 mod forward;
 pub mod health;

@@ -18,6 +18,8 @@ pub(super) struct Peek<'a> {
     /// Answers; 1 unless set.
     pub(super) n: Option<u32>,
     pub(super) priority: Option<i32>,
+    /// A field keeps prompt and answer at one engine ([`Peek::stays_whole`]).
+    is_bound: bool,
     /// Fields that precede the prompt's text in the engine's template: `tools`, `system`, `instructions`.
     before: Vec<&'a str>,
     /// `messages`, `prompt` or `input`, as it is written.
@@ -53,6 +55,16 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                             peek.max_tokens = read(map.next_value()?).or(peek.max_tokens);
                         }
                         "n" => peek.n = read(map.next_value()?),
+                        "best_of" => {
+                            let best_of: Option<u32> = read(map.next_value()?);
+                            peek.is_bound |= best_of.is_some_and(|n| n > 1);
+                        }
+                        "use_beam_search" | "echo" => {
+                            peek.is_bound |= read(map.next_value()?).unwrap_or(false);
+                        }
+                        "prompt_logprobs" | "kv_transfer_params" => {
+                            peek.is_bound |= map.next_value::<&RawValue>()?.get() != "null";
+                        }
                         "priority" => peek.priority = read(map.next_value()?),
                         "messages" | "prompt" | "input" => {
                             peek.prompt = Some(map.next_value::<&RawValue>()?.get());
@@ -90,6 +102,13 @@ impl Peek<'_> {
         self.prompt.is_some()
     }
 
+    /// Whether one engine must compute the prompt and its answer: several answers or prompts, of which the second
+    /// request would find no more keys and values; log-probabilities of the prompt, which the decode engine would
+    /// have to compute; or a client that orchestrates the engines itself.
+    pub(super) fn stays_whole(&self) -> bool {
+        self.is_bound || self.n.is_some_and(|n| n > 1) || self.prompt.is_none_or(is_several)
+    }
+
     /// The prompt in blocks of text, for an index of what was routed: `block_size` tokens of
     /// [`BYTES_PER_TOKEN`] bytes each. Two prompts share blocks as far as their text is equal from the
     /// start, for one model and one set of tools. Text beyond [`TEXT_BYTES_MAX`] does not count.
@@ -108,6 +127,15 @@ impl Peek<'_> {
         let tail = Tail::Opaque { id: 0 };
         Prompt::from_parts(len, block_size, blocks.into(), tail).ok()
     }
+}
+
+/// Whether `prompt` is a list of several prompts. A list of numbers or of messages is one.
+fn is_several(prompt: &str) -> bool {
+    let of_prompts = prompt
+        .strip_prefix('[')
+        .is_some_and(|rest| rest.trim_start().starts_with(['"', '[']));
+    of_prompts
+        && serde_json::from_str::<Vec<IgnoredAny>>(prompt).is_ok_and(|prompts| prompts.len() != 1)
 }
 
 fn push_tokens(tokens: &mut Vec<u32>, text: &[u8]) {
@@ -132,6 +160,38 @@ mod tests {
         assert_eq!(peek.max_tokens, Some(7));
         assert_eq!(peek.prompt, Some(r#"[{"role":"user"}]"#));
         assert_eq!(peek.before, ["[1]"]);
+    }
+
+    #[test]
+    fn several_answers_or_prompts_stay_at_one_engine() {
+        for (body, whole) in [
+            (r#"{"prompt":"a"}"#, false),
+            (r#"{"prompt":[1,2]}"#, false),
+            (
+                r#"{"prompt":["a"],"n":1,"best_of":1,"echo":false,"kv_transfer_params":null}"#,
+                false,
+            ),
+            (r#"{"prompt":[ [1,2] ],"logprobs":3}"#, false),
+            (r#"{"messages":[{"role":"user"},{"role":"user"}]}"#, false),
+            (r#"{"prompt":["a","b"]}"#, true),
+            (r#"{"prompt":[[1],[2]]}"#, true),
+            (r#"{"prompt":"a","n":2}"#, true),
+            (r#"{"prompt":"a","best_of":2}"#, true),
+            (r#"{"prompt":"a","echo":true}"#, true),
+            (r#"{"prompt":"a","use_beam_search":true}"#, true),
+            (r#"{"prompt":"a","prompt_logprobs":0}"#, true),
+            (
+                r#"{"prompt":"a","kv_transfer_params":{"do_remote_decode":true}}"#,
+                true,
+            ),
+            (r#"{"model":"m"}"#, true),
+        ] {
+            assert_eq!(
+                peek(body.as_bytes()).unwrap().stays_whole(),
+                whole,
+                "{body}"
+            );
+        }
     }
 
     #[test]

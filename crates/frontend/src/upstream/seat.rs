@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::task::{Poll, Waker};
 
 use slipstream_base::WorkerId;
-use slipstream_dispatch::Request;
+use slipstream_dispatch::{Request, Role};
 
 use super::Upstream;
 use crate::openai::ApiError;
@@ -15,8 +15,8 @@ use crate::shard::Shard;
 /// What the dispatcher decided about a request.
 #[derive(Debug)]
 pub(crate) enum Decision {
-    /// This worker gets it.
-    Start(WorkerId),
+    /// This worker gets it, for this part.
+    Start(WorkerId, Role),
     /// No worker takes it. It is over.
     Over(ApiError),
 }
@@ -66,11 +66,11 @@ impl Seat {
         self.number
     }
 
-    /// The worker that gets it, once that is decided.
+    /// The worker that gets it, and the part that it computes, once that is decided.
     ///
     /// # Errors
     /// What the client gets: no worker takes it.
-    pub(super) async fn placed(&mut self) -> Result<WorkerId, ApiError> {
+    pub(super) async fn placed(&mut self) -> Result<(WorkerId, Role), ApiError> {
         let decision = poll_fn(|cx| {
             if let Some(decision) = self.ticket.decision.take() {
                 return Poll::Ready(decision);
@@ -79,7 +79,7 @@ impl Seat {
             Poll::Pending
         });
         match decision.await {
-            Decision::Start(worker) => Ok(worker),
+            Decision::Start(worker, role) => Ok((worker, role)),
             Decision::Over(error) => {
                 self.over = true;
                 Err(error)
@@ -92,8 +92,19 @@ impl Seat {
         self.shard.on_not_taken(self.number, worker);
     }
 
+    /// Its prompt is computed: another worker gets it next.
+    pub(super) fn prefilled(&self) {
+        self.shard.on_prefilled(self.number, 0);
+    }
+
+    /// Its prompt does not reach the worker that is to answer: one worker gets all of it.
+    pub(super) fn prefill_failed(&self) {
+        self.shard.on_prefill_failed(self.number);
+    }
+
     /// The first byte of its answer came.
     pub(super) fn begun(&self) {
+        self.shard.on_handed_over(self.number);
         self.shard.dispatching.on_first_token(self.number);
     }
 

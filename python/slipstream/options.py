@@ -39,6 +39,9 @@ class Options:
     """A load that takes longer fails, and its blocks are recomputed. Seconds."""
     lookup_wait_s: float = 0.05
     """Maximum time after its arrival that a request waits for a peer whose keys are unknown."""
+    remote_wait_s: float = 1.0
+    """Maximum time that a request waits for the blocks that a prefill engine has computed for it;
+    then the missing ones are computed. Seconds."""
     weights: str = "full"
     """How the model's weights are identified. `full`: every byte of their files, once for each
     version of a file; `sampled`: some of each tensor; `model_id`: by that option."""

@@ -280,6 +280,13 @@ class FilledFeed:
         """Let `slow` build all steps until this is set to false."""
         self._blocks.pending = pending
 
+    def save_again(self, blocks: Iterable[Any]) -> None:
+        """Save these cached blocks with the next step, unless every rank's store has them.
+
+        The caller's request holds them, so their content stays.
+        """
+        self._log.extend(blocks)
+
     @property
     def log_errors_total(self) -> int:
         """Number of steps whose blocks could not be read."""

@@ -59,7 +59,7 @@ class Store(Protocol):
         """Drop the blocks in memory, and use neither disk nor peers from now on."""
 
     def address(self) -> str:
-        """`host:port` at which peers connect to this store; empty if they cannot."""
+        """Where peers connect to this store, such as `tcp://IP:PORT`; empty if they cannot."""
 
     def close(self) -> None:
         """Stop all threads and connections; loads in progress fail.

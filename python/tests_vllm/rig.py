@@ -140,12 +140,15 @@ class Rig:
         shapes: tuple[Shape, ...] = (Shape(),),
         tp: int = 1,
         pp: int = 1,
+        role: str = "kv_both",
     ) -> None:
         self.shapes, self.tp, self.pp = shapes, tp, pp
         self.rng = random.Random(seed)
         self._made = 0
         self.is_async = async_scheduling
         self._planned: tuple[Any, dict[str, Planned]] | None = None
+        self.handed_over: dict[str, dict[str, Any] | None] = {}
+        """`kv_transfer_params` of answers, by request."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(MODEL))
             model = ModelConfig(
@@ -162,7 +165,7 @@ class Rig:
                 transfer = KVTransferConfig(
                     kv_connector=connector,
                     kv_connector_module_path=module,
-                    kv_role="kv_both",
+                    kv_role=role,
                     kv_connector_extra_config=extra or {},
                     kv_load_failure_policy=policy,
                 )
@@ -234,11 +237,22 @@ class Rig:
         """The scheduler half of the connector."""
         return self.scheduler.connector
 
-    def add(self, tokens: list[int], *, max_tokens: int, priority: int = 0) -> str:
+    def add(
+        self,
+        tokens: list[int],
+        *,
+        max_tokens: int,
+        priority: int = 0,
+        transfer: dict[str, Any] | None = None,
+    ) -> str:
         """Let a request arrive; returns its id."""
         self._made += 1
         name = f"r{self._made}"
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
+        )
         params.update_from_generation_config({}, eos_token_id=None)
         self.scheduler.add_request(
             Request(name, tokens, params, None, priority=priority, block_hasher=self._hasher)
@@ -287,10 +301,16 @@ class Rig:
         if self.is_async:
             before, self._planned = self._planned, (plan, planned)
             if before is not None:
-                self.scheduler.update_from_output(before[0], self.told(*before))
+                self._note(self.scheduler.update_from_output(before[0], self.told(*before)))
         else:
-            self.scheduler.update_from_output(plan, self.told(plan, planned))
+            self._note(self.scheduler.update_from_output(plan, self.told(plan, planned)))
         return plan
+
+    def _note(self, outputs: Any) -> None:
+        for each in outputs.values():
+            for output in each.outputs:
+                if output.finish_reason is not None:
+                    self.handed_over[output.request_id] = output.kv_transfer_params
 
     def told(self, plan: Any, planned: "dict[str, Planned]") -> ModelRunnerOutput:
         """Run the workers; return their aggregated output, as the executor does."""

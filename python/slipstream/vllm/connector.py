@@ -10,6 +10,7 @@ Source of the interface: vLLM 0.33, `vllm/distributed/kv_transfer/kv_connector/v
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,6 +26,7 @@ from slipstream.limited import LimitedLog
 from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
 from slipstream.vllm.content import content_if_shared, warn_if_private
+from slipstream.vllm.disagg import Server
 from slipstream.vllm.groups import read_groups
 from slipstream.vllm.identity import identity_of
 from slipstream.vllm.metadata import (
@@ -68,11 +70,10 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None, "vLLM makes a connector where one is configured"
         parallel = vllm_config.parallel_config
-        self.options = of_engine(
-            read_options(transfer.kv_connector_extra_config),
-            parallel.data_parallel_index,
-            parallel.world_size,
-        )
+        options = read_options(transfer.kv_connector_extra_config)
+        if not transfer.is_kv_producer:
+            options = replace(options, save=False)
+        self.options = of_engine(options, parallel.data_parallel_index, parallel.world_size)
         # vLLM draws it once and passes it to all processes of an engine.
         self._engine = f"{transfer.engine_id}, {parallel.data_parallel_index}"
         self._layout = read_groups(vllm_config, kv_cache_config)
@@ -100,6 +101,8 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=self._parallel.world_size,
             events=events is not None and events.enable_kv_cache_events,
             by_priority=vllm_config.scheduler_config.policy == "priority",
+            loads=transfer.is_kv_consumer,
+            tensor_parallel=parallel.tensor_parallel_size,
         )
         watch_weights(self.weights_changed)
 
@@ -143,6 +146,18 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             return
         if not self._is_detached:
+            address = next(
+                each.address
+                for each in metadata.values()
+                if isinstance(each, SlipstreamHandshake) and each.identity is reported[0]
+            )
+            if address:
+                self.scheduler.server = Server(
+                    self._engine,
+                    address,
+                    self._parallel.tensor_parallel_size,
+                    self._layout.hash_tokens,
+                )
             self.scheduler.follow(open_peers(self.options, reported, self._engine))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
@@ -184,7 +199,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Free the blocks at once: saved data was copied when it was computed."""
         self.scheduler.finished(request)
-        return False, None
+        return False, self.scheduler.offered(request, block_ids)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -215,6 +230,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 "neither disk nor peers are used until the engine is started again",
                 cause,
             )
+        self.scheduler.server = None
         self.scheduler.follow(None)
         self.scheduler.reset(detach=True)
 

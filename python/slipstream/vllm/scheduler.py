@@ -19,6 +19,7 @@ from slipstream.limited import LimitedLog
 from slipstream.pool import FilledFeed, HookError, PoolFeed, Run, install_run_hook
 from slipstream.published import TierEvents
 from slipstream.vllm.chains import RUNS_MAX, Chains, removed_event
+from slipstream.vllm.disagg import RemotePrompts, params_of
 from slipstream.vllm.groups import by_group, group_of
 from slipstream.vllm.metadata import (
     NOTHING,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
 
     from slipstream.options import Options
+    from slipstream.vllm.disagg import Server
     from slipstream.vllm.groups import Layout
 
 logger = logging.getLogger("slipstream.vllm")
@@ -93,6 +95,8 @@ class SchedulerHalf:
         ranks: int,
         events: bool,
         by_priority: bool = False,
+        loads: bool = True,
+        tensor_parallel: int = 1,
     ) -> None:
         self.feed: FilledFeed | PoolFeed | None = None
         self.build: Callable[[Any], SlipstreamMetadata] = self._build
@@ -108,6 +112,15 @@ class SchedulerHalf:
         self._options = options
         self._layout = layout
         self._by_priority = by_priority
+        self._does_load = loads
+        self.server: Server | None = None
+        """This engine as a prefill engine; `None` if no other engine can load its blocks."""
+        self._remote = RemotePrompts(
+            hash_tokens=layout.hash_tokens,
+            tensor_parallel=tensor_parallel,
+            wait_s=options.remote_wait_s,
+            counts=self.counts,
+        )
         self._groups = Groups([group.shape() for group in layout.groups], layout.hash_tokens)
         # If blocks are longer than hashes, vLLM caches some partial blocks.
         self._has_tails = any(group.block_size > layout.hash_tokens for group in layout.groups)
@@ -204,6 +217,8 @@ class SchedulerHalf:
         but keeps it before the requests that hold some (`Scheduler.kv_holding_waiting`). If there
         were no room for it now, those would never receive the end of their own loads.
         """
+        if not self._does_load:
+            return 0
         if request.request_id in self._aside:
             self._stepped_aside.add(request.request_id)
             self._call_build()
@@ -232,6 +247,9 @@ class SchedulerHalf:
                 return None
         if deferred is not None:
             del self._deferred[request.request_id]
+        whole = end - end % groups.hit_tokens
+        if self._remote.waits(request, found, whole, has_peers=peers is not None):
+            return None
         tokens = found - computed_tokens
         if tokens < self._options.load_blocks_min * groups.hit_tokens:
             return 0
@@ -248,6 +266,9 @@ class SchedulerHalf:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Record a load into the blocks that were allocated for it."""
         start = self._hit_starts.pop(request.request_id, None)
+        self._remote.placed(request)
+        if params_of(request, "do_remote_decode") is not None:
+            self._save_cached(blocks)
         if external_tokens == 0:
             return
         if start is None:
@@ -268,6 +289,26 @@ class SchedulerHalf:
         split = {CacheHitSource.HOST: found - start, CacheHitSource.P2P: end - found}
         self._sources[request.request_id] = {tier: n for tier, n in split.items() if n}
         self._call_build()
+
+    def _save_cached(self, blocks: Any) -> None:
+        """Save the blocks that the device has cached, and the store no longer has.
+
+        The decode engine needs all blocks of the prompt, not only those that this step computes.
+        """
+        # By priority, blocks that a step saves and does not compute would lose their keys.
+        if isinstance(self.feed, FilledFeed) and self.feed.wants_new and not self._by_priority:
+            for held in blocks.blocks:
+                self.feed.save_again(block for block in held if block.block_hash is not None)
+
+    def offered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Return the parameters with which a decode engine finds the blocks of a request."""
+        if params_of(request, "do_remote_decode") is None:
+            return None
+        server = self.server
+        saves = self.feed is not None and self.feed.wants_new
+        offer = server.offer(request, block_ids) if server is not None and saves else None
+        self.counts[f"remote_decodes.{'offered' if offer else 'not_offered'}"] += 1
+        return offer
 
     def _places(self, blocks: Any, parts: list[tuple[int, int]]) -> list[int] | None:
         """Return the destination blocks of a load; `None` if they do not match its hit."""
@@ -310,6 +351,7 @@ class SchedulerHalf:
         self._aside.discard(name)
         self._sources.pop(name, None)
         self._deferred.pop(name, None)
+        self._remote.finished(request)
         self._hit_starts.pop(name, None)
 
     # Once a step.

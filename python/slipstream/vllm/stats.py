@@ -40,6 +40,11 @@ METRICS = {
     "peers_found": ("Engines discovered in the folder of peers.", None),
     "peers_left": ("Engines of the folder of peers that were dropped.", None),
     "message_errors": ("Invalid key messages.", None),
+    "remote_decodes": (
+        "Prompts computed for other engines, by whether their blocks were offered.",
+        "outcome",
+    ),
+    "remote_prefills": ("Prompts computed by other engines, by what was found of them.", "outcome"),
     "lookup_deferred": ("Look-ups deferred because a peer's keys were unknown.", None),
     "log_errors": ("Reads of the whole block pool.", None),
 }

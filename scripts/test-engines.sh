@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `slipstream serve` in front of two real `vllm serve` that compute on a CPU: answers equal to direct ones,
-# routing, and an engine that is killed in mid-stream. Skips without an environment; SETUP=1 makes it (3 GB).
+# `slipstream serve` in front of real `vllm serve` that compute on a CPU: answers equal to direct ones,
+# routing, an engine that is killed in mid-stream, and engines that compute prompts for others. Skips without an environment; SETUP=1 makes it (3 GB).
 #   scripts/test-engines.sh [pytest's arguments]
 # SLIPSTREAM_VLLM_REAL_ENV names an environment that is there, SLIPSTREAM_BIN the binary to test.
 set -euo pipefail
@@ -22,4 +22,5 @@ SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
 export SLIPSTREAM_BIN
 # shellcheck disable=SC1091
 . "$folder/bin/activate"
+maturin develop --release --quiet # the KV connector
 exec pytest -p no:cacheprovider --quiet --tb=short python/tests_engines "$@"

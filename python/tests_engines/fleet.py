@@ -27,15 +27,20 @@ def slipstream() -> str:
     return os.environ["SLIPSTREAM_BIN"]
 
 
-def make_model(folder: Path) -> Path:
-    """Write a small Llama with random weights and the built-in tokenizer; returns its folder."""
-    subprocess.run(
-        [slipstream(), "tokenizer", "export", folder], check=True, stdout=subprocess.DEVNULL
-    )
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    ids = list(tokenizer["model"]["vocab"].values())
-    ids += [added["id"] for added in tokenizer["added_tokens"]]
-    vocabulary = (max(ids) + 64) // 64 * 64
+def make_model(folder: Path, *, vocabulary: int | None = None) -> Path:
+    """Write a small Llama with random weights; returns its folder.
+
+    It has the built-in tokenizer, or none and `vocabulary` tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if vocabulary is None:
+        subprocess.run(
+            [slipstream(), "tokenizer", "export", folder], check=True, stdout=subprocess.DEVNULL
+        )
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        ids = list(tokenizer["model"]["vocab"].values())
+        ids += [added["id"] for added in tokenizer["added_tokens"]]
+        vocabulary = (max(ids) + 64) // 64 * 64
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -98,7 +103,15 @@ def free_port() -> int:
 class Engine:
     """A `vllm serve`, in a process group of its own."""
 
-    def __init__(self, model: Path, log: Path, *, events: bool = False) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        events: bool = False,
+        role: str | None = None,
+        connector: dict[str, Any] | None = None,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -129,6 +142,15 @@ class Engine:
             told = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv"}
             told |= {name: f"tcp://*:{port}" for name, port in ports.items()}
             command += [f"--kv-events-config={json.dumps(told)}", "--enable-prompt-tokens-details"]
+        if role is not None:
+            transfer = {
+                "kv_connector": "SlipstreamConnector",
+                "kv_connector_module_path": "slipstream.vllm",
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": connector or {},
+            }
+            command.append(f"--kv-transfer-config={json.dumps(transfer)}")
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=out, stderr=out, start_new_session=True
@@ -153,9 +175,16 @@ class Engine:
 
 
 @contextmanager
-def router(urls: list[str], *flags: str) -> Iterator[str]:
-    """`slipstream serve` in front of `urls`; yields its address."""
+def router(urls: list[str], *flags: str, prefill: list[str] | None = None) -> Iterator[str]:
+    """`slipstream serve` in front of `urls`; yields its address. `prefill` compute prompts."""
     engines = [f"--engine={url}" for url in urls]
+    if prefill is not None:
+        pools = {"answers": (urls, "decode"), "prompts": (prefill, "prefill")}
+        engines = [
+            f"--set=pool.{name}.{key}={json.dumps(value)}"
+            for name, (some, role) in pools.items()
+            for key, value in (("engines", some), ("role", role))
+        ]
     process = subprocess.Popen(
         [slipstream(), "serve", "--listen=127.0.0.1:0", *engines, *flags],
         stdout=subprocess.PIPE,
@@ -176,7 +205,8 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=300) as answer:
-        return dict(json.load(answer))
+        text = answer.read()
+        return dict(json.loads(text)) if text else {}
 
 
 def metric(url: str, name: str, **labels: str) -> float:

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from fleet import START_S, free_port, make_model, post
 
-HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 64, 128, 2, 2, 1, 32, 512
+VOCABULARY = 512
 BLOCK, BLOCKS, CONTEXT = 32, 64, 1024
 """Tokens per block, blocks of the cache, tokens of prompt and answer."""
-
-START_S = 900
-"""The engine answers within this time, also on a busy machine."""
 
 SETTLED_S = 0.3
 """Events arrive within this time after the answer that they belong to."""
@@ -38,70 +33,11 @@ def slipstream(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
-def make_model(folder: Path) -> Path:
-    """Write a small Llama with random weights and no tokenizer; returns its folder."""
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": CONTEXT,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": torch.randn(VOCABULARY, HIDDEN),
-    }
-    shapes = {
-        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        tensors |= {f"{at}{name}.weight": torch.randn(*shape) for name, shape in shapes.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}{norm}.weight"] = torch.ones(HIDDEN)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        text = answer.read()
-        return dict(json.loads(text)) if text else {}
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a `vllm serve` with a small cache that publishes KV events."""
     folder = tmp_path_factory.mktemp("probe")
-    model = make_model(folder / "model")
+    model = make_model(folder / "model", vocabulary=VOCABULARY)
     port = free_port()
     events = {
         "enable_kv_cache_events": True,

@@ -341,11 +341,13 @@ def test_evictions_are_no_longer_hits(store: DoubleStore) -> None:
 def test_hits_and_counts_reach_the_engines_statistics(store: DoubleStore) -> None:
     rig, prompt = filled(store, log_stats=True, extra={"stats_interval_s": 0})
     rig.step()  # reports the counts so far
+    store.hold_back = True  # otherwise this step may report the load's counts already
     rig.add(prompt, max_tokens=1)
     plan = rig.scheduler.schedule()
     outputs = rig.scheduler.update_from_output(plan, rig.output(plan, rig.worker.run(plan)))
     hits = next(iter(outputs.values())).scheduler_stats.connector_prefix_cache_stats
     assert hits.hits_by_source == {CacheHitSource.HOST: 12 * BLOCK}
+    store.let_go()
     wait_loaded(rig)
     plan = rig.scheduler.schedule()
     outputs = rig.scheduler.update_from_output(plan, rig.output(plan, rig.worker.run(plan)))

@@ -109,8 +109,8 @@ class Engine:
         log: Path,
         *,
         events: bool = False,
-        role: str | None = None,
-        connector: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -123,6 +123,7 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
+        environment |= variables or {}
         command = [
             str(Path(sys.executable).with_name("vllm")),
             "serve",
@@ -142,14 +143,7 @@ class Engine:
             told = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv"}
             told |= {name: f"tcp://*:{port}" for name, port in ports.items()}
             command += [f"--kv-events-config={json.dumps(told)}", "--enable-prompt-tokens-details"]
-        if role is not None:
-            transfer = {
-                "kv_connector": "SlipstreamConnector",
-                "kv_connector_module_path": "slipstream.vllm",
-                "kv_role": role,
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": connector or {},
-            }
+        if transfer is not None:
             command.append(f"--kv-transfer-config={json.dumps(transfer)}")
         with log.open("wb") as out:
             self.process = subprocess.Popen(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engine, make_model, metric, post, router
+from fleet import Engine, free_port, make_model, metric, post, router
 
 pytest.importorskip("slipstream._native", reason="the connector is not installed")
 
@@ -45,7 +45,14 @@ class Fleet:
             # The machine may be busy with other engines.
             "remote_wait_s": 20.0,
         }
-        return Engine(self.model, self.model.parent / f"{name}.log", role=role, connector=connector)
+        transfer = {
+            "kv_connector": "SlipstreamConnector",
+            "kv_connector_module_path": "slipstream.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": connector,
+        }
+        return Engine(self.model, self.model.parent / f"{name}.log", transfer=transfer)
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +220,23 @@ def test_answers_through_two_engines_are_those_of_one(fleet: Fleet) -> None:
     assert total(fleet.decode, "saved_blocks") == 0
 
 
+def test_engines_of_the_wrong_role_answer_right(fleet: Fleet) -> None:
+    body = GREEDY | {"prompt": prompt(), "return_token_ids": True}
+    wanted = tokens(post(fleet.alone.url, "/v1/completions", body))
+    # One that has no connector, and one that loads nothing.
+    for decode in (fleet.alone, fleet.prefill[1]):
+        assert tokens(handed_over(fleet.prefill[0], decode, body)) == wanted
+    ask = body | {"prompt": prompt(), "kv_transfer_params": {"do_remote_decode": True}}
+    for prefill in (fleet.alone, fleet.decode[0]):
+        assert post(prefill.url, "/v1/completions", ask)["kv_transfer_params"] is None
+    # The router takes them as they are.
+    urls = [fleet.prefill[0].url]
+    for prefill in (fleet.alone, fleet.decode[0]):
+        with router(urls, prefill=[prefill.url]) as front:
+            assert tokens(post(front, "/v1/completions", body)) == wanted
+            assert metric(front, "slipstream_engine_prefills_total", outcome="no_params") == 1
+
+
 def test_what_a_prefill_engine_has_cached_is_handed_over_too(fleet: Fleet) -> None:
     body = GREEDY | {"prompt": prompt(), "return_token_ids": True}
     prefill, decode = fleet.prefill[0], fleet.decode[1]
@@ -259,3 +283,44 @@ def test_prefill_engines_die_under_load(fleet: Fleet) -> None:
             assert metric(front, "slipstream_engine_up", engine=doomed.url) == 0
     finally:
         doomed.kill()
+
+
+def test_parameters_of_nixl_are_passed_on(fleet: Fleet) -> None:
+    """The connector of vLLM, whose parameters name blocks and addresses of the prefill engine."""
+    pytest.importorskip("nixl._api", reason="NIXL is not installed")
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+    }
+    engines = [
+        Engine(
+            fleet.model,
+            fleet.model.parent / f"nixl-{n}.log",
+            transfer=transfer,
+            variables={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,sm,self"},
+        )
+        for n in range(2)
+    ]
+    try:
+        for engine in engines:
+            engine.await_ready()
+        prefill, decode = engines
+        with router([decode.url], prefill=[prefill.url]) as front:
+            for _ in range(6):
+                body = GREEDY | {"prompt": prompt(), "return_token_ids": True}
+                wanted = tokens(post(fleet.alone.url, "/v1/completions", body))
+                assert tokens(post(front, "/v1/completions", body)) == wanted
+                again = body | {"prompt": prompt()}
+                wanted = tokens(post(fleet.alone.url, "/v1/completions", again))
+                assert stream_tokens(front, "/v1/completions", again) == wanted
+            prefills = "slipstream_engine_prefills_total"
+            assert metric(front, prefills, outcome="transferred") == 12
+        end = time.monotonic() + 60
+        while metric(decode.url, "vllm:nixl_bytes_transferred_sum") == 0:
+            assert time.monotonic() < end, "no block was transferred"
+            time.sleep(0.5)
+    finally:
+        for engine in engines:
+            engine.kill()

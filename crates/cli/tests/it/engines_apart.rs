@@ -241,7 +241,7 @@ fn a_prefill_engine_that_fails_costs_no_answer() {
     });
     check_fallback("a stream", |stream| stream_texts(stream, "p", &["a"]));
     check_fallback("no JSON", |stream| {
-        answer(stream, "200 OK", "", b"\x1f\x8b\x08")
+        answer(stream, "200 OK", "", b"\x1f\x8b\x08");
     });
     check_fallback("no HTTP", |stream| say(stream, b"SSH-2.0\r\n\r\n"));
     check_fallback("an endless answer", |stream| {

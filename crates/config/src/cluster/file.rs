@@ -1978,7 +1978,7 @@ mod tests {
     #[test]
     fn mistakes_about_real_engines_are_named() {
         check_refused(
-            "[pool.a]\nengines = [\"http://a:1\", \"http://a:1\", \"ftp://b\"]\nworkers = 3\nrole = \"prefill\"\n",
+            "[pool.a]\nengines = [\"http://a:1\", \"http://a:1\", \"ftp://b\"]\nworkers = 3\nrole = \"prefill\"\nkind = \"sglang\"\n",
             &[
                 "listed twice",
                 "does not begin with http://",

@@ -406,7 +406,7 @@ pub const KEYS: &[Key] = &[
         "\"both\", \"prefill\" or \"decode\"",
         "\"both\"",
         "Role of its engines: whole requests; only prompts, followed by a KV transfer; or answers \
-         to such prompts. A decode worker computes a prompt itself if `router.remote_prefill_…` says so.",
+         to such prompts. A decode worker computes a prompt itself if `router.remote_prefill_…` says so. With `engines`: [vLLM's protocol](engines.md#disaggregated-prefill), for kind \"vllm\", \"openai\" and \"auto\".",
         "Prefill pools need a pool of another role, decode pools need a prefill pool.",
     ),
     key(
@@ -672,7 +672,7 @@ pub const KEYS: &[Key] = &[
         "kv.hand_over",
         "\"pull\" or \"push\"",
         "\"pull\"",
-        "With prefill pools: `pull`: the decode worker fetches the KV of a computed prompt when blocks are free. `push`: it reserves blocks first, and the prefill worker sends.",
+        "With prefill pools: `pull`: the decode worker fetches the KV of a computed prompt when blocks are free. `push`: it reserves blocks first, and the prefill worker sends. Real engines: always `pull`.",
         "pull: the prefill worker's blocks stay occupied until the decode worker has free ones. push: the decode worker's blocks are reserved while the prompt waits.",
     ),
     key(
@@ -1073,7 +1073,7 @@ pub const KEYS: &[Key] = &[
         "upstream.engines_max",
         "engines, 0 to 4,096; 0: those at start, and 8 more if there is a cluster file or an admin key",
         "0",
-        "Limit of engines at a time. Slots for engines that come later are made at start.",
+        "Limit of engines at a time. Slots for engines that come later are made at start; with prefill engines, as many again for those.",
         "Low: engines cannot be added. High: memory for the index, some 32 bytes per slot and block.",
     ),
     key(

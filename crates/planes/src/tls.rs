@@ -1,8 +1,8 @@
-//! Mutual TLS between worker processes and shards: each side proves that it belongs to the cluster
+//! TLS. [`Tls`] is mutual TLS between worker processes and shards: each side proves that it belongs to the cluster
 //! by a certificate of the cluster's own authority.
 //!
 //! Frontends' certificates name [`SERVER_NAME`], not hosts: workers connect to addresses from
-//! discovery, and the signing authority is decisive.
+//! discovery, and the signing authority is decisive. [`ClientTls`] connects to servers of others.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -51,8 +51,13 @@ pub enum TlsError {
         source: PemError,
     },
     /// Files that do not belong together.
-    #[error("the plane's certificate, key and authority do not fit together: {0}")]
+    #[error("certificate, key and authority do not fit together: {0}")]
     Mismatch(String),
+    /// The host has no authorities.
+    #[error(
+        "no certificate authorities were found on this host ({0}); install them (package `ca-certificates`), or name a file of them"
+    )]
+    NoRoots(String),
 }
 
 impl Tls {
@@ -114,6 +119,105 @@ impl Tls {
 impl std::fmt::Debug for Tls {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Tls")
+    }
+}
+
+/// Paths, as PEM, and names for TLS towards servers of others.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClientFiles {
+    /// Authorities to trust; `None`: those of the host.
+    pub ca: Option<PathBuf>,
+    /// The process's certificate with the intermediate ones, and its key.
+    pub client: Option<(PathBuf, PathBuf)>,
+    /// Name that a server must prove, instead of the host that is connected to.
+    pub server_name: Option<String>,
+}
+
+/// TLS 1.2 and 1.3 towards servers of others, for HTTP/1.1: their certificates are always verified. Cheap to clone.
+#[derive(Clone)]
+pub struct ClientTls {
+    config: Arc<ClientConfig>,
+    server_name: Option<ServerName<'static>>,
+}
+
+impl std::fmt::Debug for ClientTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ClientTls({:?})", self.server_name)
+    }
+}
+
+impl ClientTls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn load(files: &ClientFiles) -> Result<ClientTls, TlsError> {
+        let mut roots = RootCertStore::empty();
+        if let Some(path) = &files.ca {
+            for ca in certificates(path, "the certificates of the authorities to trust")? {
+                roots.add(ca).map_err(mismatch)?;
+            }
+        } else {
+            // Hosts have expired or odd certificates among theirs; one that verifies is enough.
+            let found = rustls_native_certs::load_native_certs();
+            roots.add_parsable_certificates(found.certs);
+            if roots.is_empty() {
+                let why = found.errors.first().map(ToString::to_string);
+                return Err(TlsError::NoRoots(why.unwrap_or_default()));
+            }
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(mismatch)?
+            .with_root_certificates(roots);
+        let mut config = match &files.client {
+            None => config.with_no_client_auth(),
+            Some((cert, key)) => {
+                let chain = certificates(cert, "the client's certificate")?;
+                let read = PrivateKeyDer::from_pem_file(key);
+                let read =
+                    read.map_err(file(key, "the private key of the client's certificate"))?;
+                config
+                    .with_client_auth_cert(chain, read)
+                    .map_err(mismatch)?
+            }
+        };
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        let server_name = files.server_name.clone();
+        let server_name = server_name.map(ServerName::try_from).transpose();
+        Ok(ClientTls {
+            config: Arc::new(config),
+            server_name: server_name.map_err(mismatch)?,
+        })
+    }
+
+    /// For clients that connect by other means.
+    pub fn config(&self) -> &Arc<ClientConfig> {
+        &self.config
+    }
+
+    /// The name that a server must prove, if it is not the host that is connected to.
+    pub fn server_name(&self) -> Option<&ServerName<'static>> {
+        self.server_name.as_ref()
+    }
+
+    /// Encrypts `stream`, which is connected to `host`: a name, or an IP address without brackets.
+    ///
+    /// # Errors
+    /// The server cannot prove that it is `host`, refuses this process, or the connection fails. The source of those
+    /// by TLS is a [`rustls::Error`].
+    pub async fn connect(
+        &self,
+        host: &str,
+        stream: TcpStream,
+    ) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+        let name = match &self.server_name {
+            Some(name) => name.clone(),
+            None => ServerName::try_from(host.to_owned()).map_err(std::io::Error::other)?,
+        };
+        let connector = TlsConnector::from(self.config.clone());
+        connector.connect(name, stream).await
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Client {
     port: u16,
     authorization: Option<HeaderValue>,
     tls: Option<Arc<rustls::ClientConfig>>,
+    /// Name that the server must prove, instead of `host`.
+    server_name: Option<ServerName<'static>>,
 }
 
 impl fmt::Debug for Client {
@@ -152,7 +154,15 @@ impl Client {
             port,
             authorization,
             tls,
+            server_name: None,
         })
+    }
+
+    /// The same client, to which a server must prove that it is `name`, whatever host the URL names.
+    #[must_use]
+    pub fn with_server_name(mut self, name: ServerName<'static>) -> Client {
+        self.server_name = Some(name);
+        self
     }
 
     /// Base URL: scheme, host and port.
@@ -220,8 +230,12 @@ impl Client {
         let Some(tls) = &self.tls else {
             return self.over(stream, method, path, body).await;
         };
-        let server =
-            ServerName::try_from(name.to_owned()).map_err(|error| connect(error.to_string()))?;
+        let server = match &self.server_name {
+            Some(name) => name.clone(),
+            None => {
+                ServerName::try_from(name.to_owned()).map_err(|error| connect(error.to_string()))?
+            }
+        };
         let stream = TlsConnector::from(Arc::clone(tls))
             .connect(server, stream)
             .await;

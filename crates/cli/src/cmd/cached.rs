@@ -11,9 +11,10 @@ use anyhow::Context;
 use serde_json::{Value, json};
 use slipstream_base::{BlockHash, RankId, TokenId, WorkerId};
 use slipstream_kvindex::BlockIndex;
-use slipstream_probe::{Client, EngineFacts, KvCounters, KvFollower, MirrorOptions, ask_client};
+use slipstream_probe::{EngineFacts, KvCounters, KvFollower, MirrorOptions, ask_client};
 use tokio::sync::mpsc;
 
+use super::client_args::ClientArgs;
 use crate::cmd::workload_args::time;
 use crate::out;
 
@@ -27,14 +28,8 @@ pub(crate) struct Args {
     /// {"tokens": [1, 2, 3], "lora": "name", "salt": "text"}, the last two optional
     #[arg(value_name = "URL")]
     url: String,
-    /// API key of the engine
-    #[arg(
-        long,
-        value_name = "KEY",
-        env = "SLIPSTREAM_API_KEY",
-        hide_env_values = true
-    )]
-    api_key: Option<String>,
+    #[command(flatten)]
+    client: ClientArgs,
     /// Tokens per block of the index [default: the engine's]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
     block_size: Option<u32>,
@@ -52,7 +47,7 @@ struct Prompt {
 
 /// Follows the engine, and answers each line of the input by a line.
 pub(crate) async fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let client = Client::new(&args.url, args.api_key.as_deref(), None)?;
+    let client = args.client.client(&args.url)?;
     let facts = ask_client(&client, args.timeout).await?;
     anyhow::ensure!(
         !facts.kv_events.is_empty(),

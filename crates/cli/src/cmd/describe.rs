@@ -9,8 +9,9 @@ use slipstream_base::text::grouped;
 use slipstream_config::cluster::file;
 use slipstream_config::doc::Doc;
 use slipstream_config::preset;
-use slipstream_probe::{Client, EngineFacts, EngineKind, Outcome, ask_client};
+use slipstream_probe::{EngineFacts, EngineKind, Outcome, ask_client};
 
+use super::client_args::ClientArgs;
 use crate::cmd::workload_args::time;
 use crate::out;
 
@@ -20,14 +21,8 @@ pub(crate) struct Args {
     /// Running engines of one model, such as http://gpu1:8000
     #[arg(required = true, value_name = "URL", value_parser = NonEmptyStringValueParser::new())]
     urls: Vec<String>,
-    /// API key of the engines
-    #[arg(
-        long,
-        value_name = "KEY",
-        env = "SLIPSTREAM_API_KEY",
-        hide_env_values = true
-    )]
-    api_key: Option<String>,
+    #[command(flatten)]
+    client: ClientArgs,
     /// Time limit of each request to an engine
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "10s")]
     timeout: Duration,
@@ -44,7 +39,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let facts = runtime.block_on(async {
         let mut facts = Vec::new();
         for url in &args.urls {
-            let client = Client::new(url, args.api_key.as_deref(), None)?;
+            let client = args.client.client(url)?;
             facts.push(ask_client(&client, args.timeout).await?);
         }
         anyhow::Ok(facts)

@@ -15,6 +15,7 @@ use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, WorkerId};
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::text::{TextModel, agreement};
 use slipstream_frontend::upstream::{EngineSpec, Engines, Member};
+use slipstream_planes::tls::ClientTls;
 use slipstream_probe::{
     AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ask_client,
 };
@@ -107,8 +108,14 @@ async fn ask(spec: &EngineSpec, model: &str) -> Result<Source, Unknown> {
 }
 
 fn client_of(spec: &EngineSpec) -> Result<Client, Unknown> {
-    let client = Client::new(&spec.url.to_string(), spec.api_key.as_deref(), None);
-    client.map_err(|error| Unknown::Unfit(error.to_string()))
+    let tls = spec.tls.as_ref();
+    let config = tls.map(|tls| tls.config().clone());
+    let client = Client::new(&spec.url.to_string(), spec.api_key.as_deref(), config);
+    let client = client.map_err(|error| Unknown::Unfit(error.to_string()))?;
+    Ok(match tls.and_then(ClientTls::server_name) {
+        Some(name) => client.with_server_name(name.clone()),
+        None => client,
+    })
 }
 
 /// The source of an engine's events; otherwise how the engine does not fit, as a predicate.

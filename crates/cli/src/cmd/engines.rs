@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::text::counted;
-use slipstream_config::cluster::{Cluster, PoolConfig, PoolRole};
+use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig, PoolRole};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
 use slipstream_frontend::{Bound, Frontend, ShardPlane, Transport};
+use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
@@ -52,7 +53,7 @@ impl Live {
         let bound = Bound::bind(&cluster.live.listen)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();
-        let specs = EngineSpec::of_cluster(cluster, read_key)?;
+        let specs = EngineSpec::of_cluster(cluster, read_key, read_tls)?;
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(read_key);
         let admin_key = admin_key.transpose()?;
         let slots = slots(cluster, args.file().is_some() || admin_key.is_some())?;
@@ -197,6 +198,16 @@ fn with_slots(mut cluster: Cluster, slots: u32) -> Cluster {
         }
     }
     cluster
+}
+
+/// TLS of a pool.
+pub(super) fn read_tls(tls: &EngineTls) -> anyhow::Result<ClientTls> {
+    let files = ClientFiles {
+        ca: tls.ca_file.clone(),
+        client: tls.client.clone(),
+        server_name: tls.server_name.clone(),
+    };
+    ClientTls::load(&files).context("TLS towards engines (`ca_file`, `cert_file`, `key_file`)")
 }
 
 pub(super) fn read_key(path: &Path) -> anyhow::Result<String> {

@@ -13,7 +13,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use super::cluster_args::ClusterArgs;
-use super::engines::read_key;
+use super::engines::{read_key, read_tls};
 
 /// Interval at which the file is read. A change counts once it was read twice: an editor may be writing it.
 const LOOK: Duration = Duration::from_secs(1);
@@ -52,7 +52,16 @@ fn listed(cluster: &Cluster) -> Listed {
 fn others(settings: &Settings) -> BTreeMap<String, Option<String>> {
     let of_engines = |path: &str| {
         let key = path.rsplit('.').next().unwrap_or_default();
-        path.starts_with("pool.") && matches!(key, "engines" | "kind" | "api_key_file")
+        let of_pool = [
+            "engines",
+            "kind",
+            "api_key_file",
+            "ca_file",
+            "cert_file",
+            "key_file",
+            "server_name",
+        ];
+        path.starts_with("pool.") && of_pool.contains(&key)
     };
     let each = settings.iter().filter(|of| !of_engines(&of.path));
     each.map(|of| (of.path.clone(), of.value.clone())).collect()
@@ -167,7 +176,7 @@ impl Watcher {
         if !cluster.has_engines() {
             return refuse("it lists no engines any more");
         }
-        let specs = match EngineSpec::of_cluster(cluster, read_key) {
+        let specs = match EngineSpec::of_cluster(cluster, read_key, read_tls) {
             Ok(specs) => specs,
             Err(error) => return refuse(&format!("{error:#}")),
         };

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use slipstream_frontend::text::{TextModel, agreement, builtin_files};
-use slipstream_probe::{Client, ask_client};
+use slipstream_probe::ask_client;
 
+use super::client_args::ClientArgs;
 use crate::cmd::workload_args::time;
 use crate::out;
 
@@ -41,14 +42,8 @@ struct CheckArgs {
     /// Folder with `tokenizer.json` and, for chat, a template [default: the built-in tokenizer]
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
-    /// API key of the engine
-    #[arg(
-        long,
-        value_name = "KEY",
-        env = "SLIPSTREAM_API_KEY",
-        hide_env_values = true
-    )]
-    api_key: Option<String>,
+    #[command(flatten)]
+    client: ClientArgs,
     /// Time limit of each request to the engine
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "10s")]
     timeout: Duration,
@@ -71,7 +66,7 @@ async fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
         Some(dir) => TextModel::load(dir).with_context(|| format!("loading {}", dir.display()))?,
         None => TextModel::builtin(),
     };
-    let client = Client::new(&args.url, args.api_key.as_deref(), None)?;
+    let client = args.client.client(&args.url)?;
     let facts = ask_client(&client, args.timeout).await?;
     let model = facts.base_model().context("the engine lists no model")?;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;

@@ -9,6 +9,7 @@ mod document_commands;
 mod documents;
 mod drivers;
 mod duplex;
+mod engine_tls;
 mod engines;
 mod engines_apart;
 mod first_commands;

@@ -1990,6 +1990,14 @@ mod tests {
         check_refused("[pool.a]\nengines = []\n", &["1 to 4,096"]);
         check_refused("[pool.a]\nkind = \"vllm\"\n", &["has no `engines`"]);
         check_refused(
+            "[pool.a]\nengines = [\"http://a:1\"]\nca_file = \"ca.pem\"\n",
+            &["no engine of the pool is `https://`"],
+        );
+        check_refused(
+            "[pool.a]\nengines = [\"https://a\"]\ncert_file = \"a.pem\"\nserver_name = \"a b\"\n",
+            &["without `key_file`", "a host name or an IP address"],
+        );
+        check_refused(
             "[pool.a]\nengines = [\"http://a:1\"]\n[pool.b]\nengines = [\"http://a:1/\"]\n[pool.c]\n",
             &["in pool `a` and in pool `b`", "cannot have both"],
         );

@@ -14,7 +14,7 @@ use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::ids::WorkerId;
 
-pub use upstream::{EngineKind, EngineUrl, HttpEngines, Resume, UpstreamConfig};
+pub use upstream::{EngineKind, EngineTls, EngineUrl, HttpEngines, Resume, UpstreamConfig};
 
 /// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]

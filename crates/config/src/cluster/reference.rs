@@ -429,7 +429,7 @@ pub const KEYS: &[Key] = &[
         "pool.NAME.engines",
         "list of addresses, 1 to 4,096",
         "(none: modelled workers)",
-        "Real engines, such as `[\"http://gpu1:8000\"]`; each is one worker. `[pool.NAME.engine]` then says what the \
+        "Real engines, such as `[\"http://gpu1:8000\"]`, or `https://`; each is one worker. `[pool.NAME.engine]` then says what the \
          router assumes of them: `block_size` and `num_gpu_blocks` bound what it remembers of routed prompts.",
         "An engine that does not answer gets no requests until it does; the server starts without it.",
     ),
@@ -448,6 +448,35 @@ pub const KEYS: &[Key] = &[
         "File with the API key of `engines`, sent as `Authorization: Bearer KEY`. Without it, engines get the client's \
          `Authorization`, unless the router checks keys of its own.",
         "Missing: engines with `--api-key` answer 401.",
+    ),
+    key(
+        "pool.NAME.ca_file",
+        "path",
+        "(the host's authorities)",
+        "For `https://` engines: PEM file of the authorities that sign their certificates, instead of those of the host.",
+        "Of another authority: the engines stay down, with the cause `certificate_untrusted`. There is no way to turn \
+         verification off.",
+    ),
+    key(
+        "pool.NAME.cert_file",
+        "path; needs `key_file`",
+        "(none)",
+        "For `https://` engines that ask clients for a certificate: PEM file of the router's, with the intermediate ones.",
+        "Missing: such engines stay down, with the cause `client_certificate`.",
+    ),
+    key(
+        "pool.NAME.key_file",
+        "path; needs `cert_file`",
+        "(none)",
+        "PEM file of that certificate's private key.",
+        "",
+    ),
+    key(
+        "pool.NAME.server_name",
+        "host name or IP address",
+        "(the host of the URL)",
+        "For `https://` engines: the name that their certificates must carry, and that is sent to them as SNI.",
+        "Wrong: the engines stay down, with the cause `certificate_name`.",
     ),
     key(
         "router.policy",
@@ -1210,7 +1239,8 @@ mod tests {
                      [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
-        for text in ["", table, linear, constant, event, engines, gpu] {
+        let tls = "[pool.main]\nengines = [\"https://a\"]\n";
+        for text in ["", table, linear, constant, event, engines, tls, gpu] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
             for setting in &settings {

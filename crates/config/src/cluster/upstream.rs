@@ -50,9 +50,11 @@ impl EngineKind {
     }
 }
 
-/// Address of an engine: `http://HOST:PORT`, with an optional path prefix.
+/// Address of an engine: `http://HOST:PORT` or `https://HOST:PORT`, with an optional path prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineUrl {
+    /// `https://`: connections are encrypted, and the engine's certificate is verified.
+    pub tls: bool,
     /// Host name or IP address; IPv6 without brackets.
     pub host: String,
     /// TCP port.
@@ -62,20 +64,15 @@ pub struct EngineUrl {
 }
 
 impl EngineUrl {
-    /// Parses `http://HOST[:PORT][/PREFIX]`.
+    /// Parses `http://HOST[:PORT][/PREFIX]`, or the same with `https://`. The port is 80 or 443 by default.
     ///
     /// # Errors
     /// The fault, as the end of a sentence.
     pub fn parse(text: &str) -> Result<EngineUrl, String> {
-        if text.starts_with("https://") {
-            return Err(
-                "begins with https://, which is not supported by this version: let a TLS proxy next to \
-                 the router connect to it, and name the proxy"
-                    .into(),
-            );
-        }
-        let Some(rest) = text.strip_prefix("http://") else {
-            return Err("does not begin with http://".into());
+        let (tls, rest) = match (text.strip_prefix("http://"), text.strip_prefix("https://")) {
+            (Some(rest), _) => (false, rest),
+            (None, Some(rest)) => (true, rest),
+            (None, None) => return Err("does not begin with http:// or https://".into()),
         };
         let (authority, path) = match rest.find('/') {
             Some(at) => rest.split_at(at),
@@ -103,6 +100,7 @@ impl EngineUrl {
             return Err("has no host name".into());
         }
         let port = match port {
+            None if tls => 443,
             None => 80,
             Some(port) => match port.parse::<u16>() {
                 Ok(port) if port > 0 => port,
@@ -113,6 +111,7 @@ impl EngineUrl {
             return Err("has a path with spaces or other than ASCII".into());
         }
         Ok(EngineUrl {
+            tls,
             host: host.to_owned(),
             port,
             prefix: path.trim_end_matches('/').to_owned(),
@@ -131,7 +130,8 @@ impl EngineUrl {
 
 impl fmt::Display for EngineUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}{}", self.authority(), self.prefix)
+        let scheme = if self.tls { "https" } else { "http" };
+        write!(f, "{scheme}://{}{}", self.authority(), self.prefix)
     }
 }
 
@@ -145,6 +145,54 @@ pub struct HttpEngines {
     /// File with the API key that they want; `None`: they get the client's `Authorization`, if the
     /// router itself needs no key.
     pub api_key_file: Option<PathBuf>,
+    /// TLS towards its `https://` engines.
+    pub tls: EngineTls,
+}
+
+/// TLS towards the engines of a pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineTls {
+    /// PEM file of the authorities that sign the engines' certificates; `None`: those of the host.
+    pub ca_file: Option<PathBuf>,
+    /// PEM files of the router's certificate and its key, for engines that ask for one.
+    pub client: Option<(PathBuf, PathBuf)>,
+    /// Name that the engines' certificates must carry, and that is sent as SNI; `None`: the host of the URL.
+    pub server_name: Option<String>,
+}
+
+/// Keys of [`EngineTls`].
+const TLS_KEYS: [&str; 4] = ["ca_file", "cert_file", "key_file", "server_name"];
+
+fn read_tls(t: &Table<'_>) -> EngineTls {
+    let ca_file = t.path("ca_file").optional();
+    let cert = t.path("cert_file").optional();
+    let key = t.path("key_file").optional();
+    let client = match (cert, key) {
+        (Some(cert), Some(key)) => Some((cert, key)),
+        (None, None) => None,
+        (Some(_), None) => {
+            let hint = "name the key of the certificate in `key_file`";
+            t.error("cert_file", "`cert_file` is set without `key_file`", hint);
+            None
+        }
+        (None, Some(_)) => {
+            let hint = "name the certificate of the key in `cert_file`";
+            t.error("key_file", "`key_file` is set without `cert_file`", hint);
+            None
+        }
+    };
+    let is_name = |name: &String| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-._:".contains(c);
+        !name.is_empty() && name.len() <= 253 && name.chars().all(plain)
+    };
+    EngineTls {
+        ca_file,
+        client,
+        server_name: t
+            .get("server_name")
+            .check(is_name, "a host name or an IP address")
+            .optional(),
+    }
 }
 
 /// Limit of engines in one pool.
@@ -159,7 +207,7 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
         )
         .optional();
     let Some(written) = written else {
-        for key in ["kind", "api_key_file"] {
+        for key in ["kind", "api_key_file"].into_iter().chain(TLS_KEYS) {
             t.unused(key, "engines", "the pool has no `engines`");
         }
         return None;
@@ -183,10 +231,19 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
         }
     }
     t.unused("workers", "engines", "each of `engines` is one worker");
+    let tls = if urls.iter().any(|url| url.tls) {
+        read_tls(t)
+    } else {
+        for key in TLS_KEYS {
+            t.unused(key, "engines", "no engine of the pool is `https://`");
+        }
+        EngineTls::default()
+    };
     Some(HttpEngines {
         urls,
         kind,
         api_key_file,
+        tls,
     })
 }
 
@@ -343,13 +400,16 @@ mod tests {
             ("http://10.0.0.1", "http://10.0.0.1:80"),
             ("http://[::1]:8001/", "http://[::1]:8001"),
             ("http://proxy:80/vllm/", "http://proxy:80/vllm"),
+            ("https://gpu1", "https://gpu1:443"),
+            ("https://[::1]:8443/v", "https://[::1]:8443/v"),
         ];
         for (text, shown) in good {
             assert_eq!(EngineUrl::parse(text).unwrap().to_string(), shown);
         }
         for text in [
             "gpu1:8000",
-            "https://gpu1",
+            "https://",
+            "HTTPS://gpu1",
             "http://",
             "http://:80",
             "http://a:0",

@@ -51,6 +51,7 @@ fn refusal(why: &MemberError) -> ApiError {
         MemberError::Role { .. } | MemberError::Pool { .. } | MemberError::WhichPool { .. } => {
             (400, "pool")
         }
+        MemberError::Tls { .. } => (400, "tls"),
         MemberError::Unknown { .. } => (404, "engine_unknown"),
     };
     error(status, code, why.to_string())

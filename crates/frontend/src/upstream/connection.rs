@@ -11,6 +11,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use hyper::Method;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
 
 use super::engines::Engine;
 use super::wire::{self, ResponseHead, WireError};
@@ -23,6 +24,9 @@ pub(super) enum Failure {
     Refused(String),
     #[error("cannot connect within {0:?}")]
     ConnectTimeout(Duration),
+    /// It did not prove that it is the engine, or does not accept the router. The request was not sent, or not read.
+    #[error("TLS: {text}")]
+    Tls { fault: TlsFault, text: String },
     /// The connection broke.
     #[error("connection lost: {0}")]
     Lost(String),
@@ -43,6 +47,26 @@ pub(super) enum Failure {
 }
 
 impl Failure {
+    /// Its kind as a word.
+    pub(super) fn cause(&self) -> &'static str {
+        match self {
+            Failure::Refused(_) => "refused",
+            Failure::ConnectTimeout(_) => "connect_timeout",
+            Failure::Tls { fault, .. } => fault.name(),
+            Failure::Lost(_) => "lost",
+            Failure::FirstByteTimeout(_) | Failure::Stalled(_) => "timeout",
+            Failure::Protocol(_) => "protocol",
+            Failure::Status(_) => "status",
+            Failure::Removed => "removed",
+            Failure::Health(_) => "health",
+        }
+    }
+
+    /// No request can reach it until its operator or the router's changes something.
+    pub(super) fn is_tls(&self) -> bool {
+        matches!(self, Failure::Tls { .. })
+    }
+
     /// The request did not reach a process.
     pub(super) fn is_refused(&self) -> bool {
         matches!(self, Failure::Refused(_))
@@ -54,7 +78,108 @@ impl Failure {
 }
 
 fn lost(error: &io::Error) -> Failure {
-    Failure::Lost(error.to_string())
+    // In TLS 1.3 a server refuses its client's certificate after the client has begun to send.
+    match tls_error(error) {
+        Some(tls @ rustls::Error::AlertReceived(_)) => tls_failure(tls),
+        _ => Failure::Lost(error.to_string()),
+    }
+}
+
+/// What is wrong between the router and an engine that should speak TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TlsFault {
+    /// The engine's certificate is for other names.
+    CertificateName,
+    /// It has expired, or is not valid yet.
+    CertificateExpired,
+    /// No trusted authority signed it, or it is otherwise bad.
+    CertificateUntrusted,
+    /// The engine wants a certificate of the router, or another one.
+    ClientCertificate,
+    /// The engine does not speak TLS, or no version in common.
+    Protocol,
+}
+
+impl TlsFault {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            TlsFault::CertificateName => "certificate_name",
+            TlsFault::CertificateExpired => "certificate_expired",
+            TlsFault::CertificateUntrusted => "certificate_untrusted",
+            TlsFault::ClientCertificate => "client_certificate",
+            TlsFault::Protocol => "tls",
+        }
+    }
+
+    fn of(error: &rustls::Error) -> TlsFault {
+        use rustls::{AlertDescription as Alert, CertificateError as Bad, Error};
+        match error {
+            Error::InvalidCertificate(bad) => match bad {
+                Bad::NotValidForName | Bad::NotValidForNameContext { .. } => {
+                    TlsFault::CertificateName
+                }
+                Bad::Expired
+                | Bad::ExpiredContext { .. }
+                | Bad::NotValidYet
+                | Bad::NotValidYetContext { .. } => TlsFault::CertificateExpired,
+                _ => TlsFault::CertificateUntrusted,
+            },
+            Error::AlertReceived(
+                Alert::CertificateRequired
+                | Alert::BadCertificate
+                | Alert::UnsupportedCertificate
+                | Alert::CertificateRevoked
+                | Alert::CertificateExpired
+                | Alert::CertificateUnknown
+                | Alert::UnknownCA
+                | Alert::AccessDenied
+                // What TLS 1.2 servers answer to a client without a certificate.
+                | Alert::HandshakeFailure,
+            ) => TlsFault::ClientCertificate,
+            _ => TlsFault::Protocol,
+        }
+    }
+}
+
+fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
+    error.get_ref()?.downcast_ref()
+}
+
+fn tls_failure(error: &rustls::Error) -> Failure {
+    let fault = TlsFault::of(error);
+    let remedy = match (fault, error) {
+        (TlsFault::CertificateName, _) => {
+            "; use a host name of its certificate in the URL, or `server_name` of its pool"
+        }
+        (TlsFault::CertificateExpired, _) => "; renew its certificate, or check the clocks",
+        (TlsFault::CertificateUntrusted, _) => "; name its authority in `ca_file` of its pool",
+        (TlsFault::ClientCertificate, _) => {
+            "; it may want a client certificate: `cert_file` and `key_file` of its pool"
+        }
+        (_, rustls::Error::InvalidMessage(_)) => {
+            "; it may not speak TLS: write http:// if that is meant"
+        }
+        _ => "",
+    };
+    Failure::Tls {
+        fault,
+        text: format!("{error}{remedy}"),
+    }
+}
+
+/// Bytes to and from an engine.
+enum Stream {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Stream {
+    fn tcp(&self) -> &TcpStream {
+        match self {
+            Stream::Plain(stream) => stream,
+            Stream::Tls(stream) => stream.get_ref().0,
+        }
+    }
 }
 
 /// The first read of a connection takes this much; a read that fills its room doubles it.
@@ -62,7 +187,7 @@ const ROOM_MIN: usize = 2 << 10;
 const ROOM_MAX: usize = 64 << 10;
 
 pub(super) struct Connection {
-    stream: TcpStream,
+    stream: Stream,
     /// [`Engine::id`].
     pub(super) engine_id: u64,
     /// Read, but not taken yet.
@@ -82,12 +207,32 @@ impl Connection {
                 Err(_) => TcpStream::connect((&*url.host, url.port)).await,
             }
         };
-        let stream = match tokio::time::timeout(limit, connect).await {
-            Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return Err(Failure::Refused(error.to_string())),
+        let secured = async {
+            let stream = connect.await;
+            let stream = stream.map_err(|error| Failure::Refused(error.to_string()))?;
+            stream.set_nodelay(true).map_err(|error| lost(&error))?;
+            if !url.tls {
+                return Ok(Stream::Plain(stream));
+            }
+            // Never without: an engine's URL says that it is encrypted.
+            let Some(tls) = &engine.spec.tls else {
+                return Err(Failure::Tls {
+                    fault: TlsFault::Protocol,
+                    text: "the pool has no TLS settings".into(),
+                });
+            };
+            match tls.connect(&url.host, stream).await {
+                Ok(stream) => Ok(Stream::Tls(Box::new(stream))),
+                Err(error) => Err(match tls_error(&error) {
+                    Some(error) => tls_failure(error),
+                    None => Failure::Lost(format!("in the TLS handshake: {error}")),
+                }),
+            }
+        };
+        let stream = match tokio::time::timeout(limit, secured).await {
+            Ok(stream) => stream?,
             Err(_) => return Err(Failure::ConnectTimeout(limit)),
         };
-        stream.set_nodelay(true).map_err(|error| lost(&error))?;
         Ok(Connection {
             stream,
             engine_id: engine.id,
@@ -102,7 +247,12 @@ impl Connection {
     pub(super) fn is_open(&self) -> bool {
         // The runtime would answer from what it saw last, and bytes that nothing asked for would be the next
         // answer.
-        let outcome = socket2::SockRef::from(&self.stream).peek(&mut [MaybeUninit::uninit()]);
+        if let Stream::Tls(stream) = &self.stream
+            && !stream.get_ref().1.wants_read()
+        {
+            return false; // decrypted bytes, or the peer's farewell
+        }
+        let outcome = socket2::SockRef::from(self.stream.tcp()).peek(&mut [MaybeUninit::uninit()]);
         matches!(outcome, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
 
@@ -120,7 +270,13 @@ impl Connection {
     pub(super) async fn send(&mut self, head: BytesMut, body: &[Bytes; 2]) -> Result<(), Failure> {
         let [first, second] = body;
         let mut message = head.chain(first.clone()).chain(second.clone());
-        let sent = self.stream.write_all_buf(&mut message).await;
+        let sent = match &mut self.stream {
+            Stream::Plain(stream) => stream.write_all_buf(&mut message).await,
+            Stream::Tls(stream) => match stream.write_all_buf(&mut message).await {
+                Ok(()) => stream.flush().await, // what was encrypted may wait for the socket
+                error => error,
+            },
+        };
         sent.map_err(|error| lost(&error))
     }
 
@@ -146,7 +302,10 @@ impl Connection {
             self.buf.reserve(self.room);
         }
         let room = self.buf.capacity() - self.buf.len();
-        let read = pin!(self.stream.read_buf(&mut self.buf)).poll(cx);
+        let read = match &mut self.stream {
+            Stream::Plain(stream) => pin!(stream.read_buf(&mut self.buf)).poll(cx),
+            Stream::Tls(stream) => pin!(stream.read_buf(&mut self.buf)).poll(cx),
+        };
         if let Poll::Ready(Ok(bytes)) = read
             && bytes == room
         {

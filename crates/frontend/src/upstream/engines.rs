@@ -8,9 +8,10 @@ use hyper::StatusCode;
 use serde_json::json;
 use slipstream_base::WorkerId;
 use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineUrl, PoolRole, Resume, UpstreamConfig,
+    Cluster, EngineKind, EngineTls, EngineUrl, PoolRole, Resume, UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::tls::ClientTls;
 use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
 
@@ -35,16 +36,20 @@ pub struct EngineSpec {
     pub api_key: Option<String>,
     /// The part of requests that it computes.
     pub role: PoolRole,
+    /// TLS of its pool; needed for `https://`.
+    pub tls: Option<ClientTls>,
 }
 
 impl EngineSpec {
-    /// The engines of `cluster`, in the order of their numbers. `read_key` reads a pool's API key.
+    /// The engines of `cluster`, in the order of their numbers. `read_key` reads a pool's API key, and `read_tls` its
+    /// certificates.
     ///
     /// # Errors
-    /// Those of `read_key`.
+    /// Those of `read_key` and `read_tls`.
     pub fn of_cluster<E>(
         cluster: &Cluster,
         mut read_key: impl FnMut(&std::path::Path) -> Result<String, E>,
+        mut read_tls: impl FnMut(&EngineTls) -> Result<ClientTls, E>,
     ) -> Result<Vec<EngineSpec>, E> {
         let mut specs = Vec::new();
         for pool in &cluster.pools {
@@ -56,6 +61,8 @@ impl EngineSpec {
                 .as_deref()
                 .map(&mut read_key)
                 .transpose()?;
+            let is_tls = engines.urls.iter().any(|url| url.tls);
+            let tls = is_tls.then(|| read_tls(&engines.tls)).transpose()?;
             for url in &engines.urls {
                 specs.push(EngineSpec {
                     worker: WorkerId(specs.len() as u32),
@@ -64,6 +71,7 @@ impl EngineSpec {
                     kind: engines.kind,
                     api_key: api_key.clone(),
                     role: pool.role,
+                    tls: tls.clone(),
                 });
             }
         }
@@ -176,8 +184,8 @@ struct Health {
     failures: u32,
     /// Next time without requests.
     ejection: Duration,
-    /// What failed last, for messages.
-    last_failure: Option<String>,
+    /// What failed last, for messages, and its kind.
+    last_failure: Option<(String, &'static str)>,
     /// It was removed: its slot may be another engine's.
     gone: bool,
 }
@@ -270,11 +278,12 @@ impl Engine {
             "in_flight": self.counters.in_flight.load(Relaxed),
             "models": models,
             "last_failure": self.last_failure(),
+            "last_failure_cause": self.health().last_failure.as_ref().map(|of| of.1),
         })
     }
 
     pub(super) fn last_failure(&self) -> Option<String> {
-        self.health().last_failure.clone()
+        self.health().last_failure.as_ref().map(|of| of.0.clone())
     }
 
     /// It takes no new requests, since it is about to be removed.
@@ -431,7 +440,8 @@ impl Engines {
     fn set(&self, engine: &Engine, health: &mut Health, state: State) {
         if health.state != state {
             let (from, to) = (health.state.name(), state.name());
-            let why = health.last_failure.as_deref().unwrap_or_default();
+            let why = health.last_failure.as_ref();
+            let why = why.map_or("", |(text, _)| text);
             match state {
                 State::Down | State::Ejected { .. } => {
                     tracing::warn!(engine = %engine.spec.url, "engine {from} -> {to}: {why}");
@@ -499,7 +509,14 @@ impl Engines {
         }
         let mut health = engine.health();
         health.failures = health.failures.saturating_add(1);
-        health.last_failure = Some(failure.to_string());
+        let text = failure.to_string();
+        let (cause, is_new) = (failure.cause(), health.last_failure.as_ref());
+        let is_new = is_new.is_none_or(|(_, known)| *known != cause);
+        if health.state == State::Down && failure.is_tls() && is_new {
+            // It never was up, so no change of its state is logged.
+            tracing::warn!(engine = %engine.spec.url, cause, "no requests go to the engine: {text}");
+        }
+        health.last_failure = Some((text, cause));
         engine.suspect.store(true, Relaxed);
         match health.state {
             State::Down => {}
@@ -510,6 +527,8 @@ impl Engines {
                     self.fleets.on_worker_lost(engine.spec.worker);
                 }
             }
+            // The same for every connection.
+            _ if failure.is_tls() => self.set(engine, &mut health, State::Down),
             State::Probing if is_probe => self.eject(engine, &mut health),
             State::Up if health.failures >= self.settings.failures_max => {
                 if failure.is_health() {
@@ -523,7 +542,7 @@ impl Engines {
             _ => {}
         }
         drop(health);
-        if !failure.is_health() {
+        if !failure.is_health() && !failure.is_tls() {
             engine.check_now.notify_one();
         }
     }
@@ -709,6 +728,7 @@ pub(super) mod tests {
             kind: EngineKind::Auto,
             api_key: None,
             role: PoolRole::Both,
+            tls: None,
         });
         let engines = Engines::new(specs.collect(), config, Fleets::from(fleet));
         for engine in engines.each() {

@@ -886,7 +886,7 @@ fn failed(engine: &Engine, failure: &Failure) -> ApiError {
         Failure::FirstByteTimeout(limit) => {
             ApiError::engine_timeout(&url.to_string(), limit.as_secs_f64())
         }
-        Failure::Refused(_) | Failure::ConnectTimeout(_) => {
+        Failure::Refused(_) | Failure::ConnectTimeout(_) | Failure::Tls { .. } => {
             ApiError::overloaded(format!("engine {url}: {failure}; try again"), 1)
         }
         _ => ApiError::engine_failed(&url.to_string(), &failure.to_string()),

@@ -164,7 +164,7 @@ async fn ask(
 ) -> Result<(StatusCode, Bytes), Failure> {
     engine.counters.checks.fetch_add(1, Relaxed);
     let health = |failure: Failure| match failure {
-        refused @ Failure::Refused(_) => refused,
+        typed @ (Failure::Refused(_) | Failure::Tls { .. }) => typed,
         other => Failure::Health(other.to_string()),
     };
     let mut connection = Connection::open(engine, connect_timeout)

@@ -13,6 +13,7 @@ use std::time::Duration;
 use slipstream_base::WorkerId;
 use slipstream_config::cluster::{EngineKind, EngineUrl, PoolRole};
 use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::sync::watch;
 
 use super::engines::{Engine, EngineSpec, Engines};
@@ -21,7 +22,7 @@ use super::engines::{Engine, EngineSpec, Engines};
 pub(super) type Members = Arc<[Option<Arc<Engine>>]>;
 
 /// What the engines of a pool have in common.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct PoolSpec {
     /// NAME of `[pool.NAME]`.
     pub name: String,
@@ -31,6 +32,8 @@ pub struct PoolSpec {
     pub api_key: Option<String>,
     /// The part of requests that they compute.
     pub role: PoolRole,
+    /// TLS of its `https://` engines; `None`: it had none, and the host's authorities hold for later ones.
+    pub tls: Option<ClientTls>,
 }
 
 impl PoolSpec {
@@ -41,6 +44,7 @@ impl PoolSpec {
             kind: spec.kind,
             api_key: spec.api_key.clone(),
             role: spec.role,
+            tls: spec.tls.clone(),
         }
     }
 }
@@ -86,6 +90,14 @@ pub enum MemberError {
     WhichPool {
         /// Those that exist.
         known: String,
+    },
+    /// The engine needs TLS, which cannot be used.
+    #[error("`{url}` needs TLS: {why}")]
+    Tls {
+        /// Its address.
+        url: String,
+        /// The fault.
+        why: String,
     },
     /// No engine has this address or number.
     #[error("no engine is `{name}`; `GET /admin/engines` lists them")]
@@ -189,7 +201,18 @@ impl Engines {
         } else {
             MemberError::Full { slots }
         })?;
+        let tls = match pool.tls {
+            None if url.tls => {
+                let tls = ClientTls::load(&ClientFiles::default());
+                Some(tls.map_err(|error| MemberError::Tls {
+                    url: url.to_string(),
+                    why: error.to_string(),
+                })?)
+            }
+            tls => tls,
+        };
         let spec = EngineSpec {
+            tls,
             worker: WorkerId(slot as u32),
             pool: pool.name,
             url: url.clone(),
@@ -360,6 +383,7 @@ mod tests {
             kind: EngineKind::Auto,
             api_key: None,
             role: PoolRole::Both,
+            tls: None,
         };
         engines.set_pools(vec![spec("a"), spec("b")]);
         assert!(refused(None).contains("`a`, `b`"));

@@ -43,6 +43,7 @@ pub(super) struct Counters {
     /// Answers by hundreds of the status.
     answers: [AtomicU64; 6],
     connect: AtomicU64,
+    tls: AtomicU64,
     lost: AtomicU64,
     timeout: AtomicU64,
     protocol: AtomicU64,
@@ -73,6 +74,7 @@ impl Counters {
     pub(super) fn on_failure(&self, failure: &Failure) {
         let counter = match failure {
             Failure::Refused(_) | Failure::ConnectTimeout(_) => &self.connect,
+            Failure::Tls { .. } => &self.tls,
             Failure::Lost(_) => &self.lost,
             Failure::FirstByteTimeout(_) | Failure::Stalled(_) => &self.timeout,
             Failure::Protocol(_) => &self.protocol,
@@ -213,6 +215,7 @@ impl Collector for EngineCollector {
                 ("connect", &c.connect),
                 ("lost", &c.lost),
                 ("timeout", &c.timeout),
+                ("tls", &c.tls),
                 ("protocol", &c.protocol),
                 ("health", &c.health),
             ] {

@@ -10,6 +10,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::limits::KeyUse;
 use crate::openai::ApiError;
 use crate::service::Limits;
 
@@ -40,6 +41,18 @@ pub(crate) struct ClientUse {
     connections: AtomicU64,
     streams: AtomicU64,
     bytes: AtomicU64,
+    /// Its API key, if it is known by one.
+    pub(crate) key: Option<KeyUse>,
+}
+
+impl ClientUse {
+    /// The client with this key.
+    pub(crate) fn of_key(key: KeyUse) -> ClientUse {
+        ClientUse {
+            key: Some(key),
+            ..ClientUse::default()
+        }
+    }
 }
 
 /// Bytes that are charged, and how many may be.

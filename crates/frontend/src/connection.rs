@@ -1,13 +1,16 @@
 //! A client's connection: its requests under way, and whether its client reads their answers.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell, RefMut};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use slipstream_planes::clock::monotonic_ns;
 
+use crate::account::Account;
 use crate::budget::ClientUse;
+use crate::limits::KeyUse;
+use crate::openai::ApiError;
 use crate::service::Limits;
 
 /// A connection as its requests see it.
@@ -55,6 +58,7 @@ impl Connection {
         Rc::new(Owner {
             connection: self.clone(),
             unread: Cell::new(false),
+            account: RefCell::default(),
         })
     }
 
@@ -94,6 +98,9 @@ pub(crate) struct Client {
 
 impl Client {
     pub(crate) fn new(owner: Rc<Owner>, key: Option<Arc<ClientUse>>) -> Client {
+        if let Some(key) = key.as_ref().and_then(|key| key.key.as_ref()) {
+            owner.account().note_key(key);
+        }
         let counts = key.unwrap_or_else(|| owner.connection.client.clone());
         Client { owner, counts }
     }
@@ -101,6 +108,34 @@ impl Client {
     /// What the client holds.
     pub(crate) fn counts(&self) -> &Arc<ClientUse> {
         &self.counts
+    }
+
+    /// The request.
+    pub(crate) fn owner(&self) -> &Rc<Owner> {
+        &self.owner
+    }
+
+    /// A request that costs something has come.
+    ///
+    /// # Errors
+    /// 429: it is one too many for its key.
+    pub(crate) fn admit(&self) -> Result<(), ApiError> {
+        self.counts.key.as_ref().map_or(Ok(()), KeyUse::admit)
+    }
+
+    /// The request may use up to `tokens`. They are charged to its key until it ends, and then those that it used.
+    ///
+    /// # Errors
+    /// 429: earlier ones have used up the rate of its key.
+    pub(crate) fn charge_tokens(&self, tokens: u64) -> Result<(), ApiError> {
+        let key = self.counts.key.as_ref();
+        if let Some(key) = key.filter(|key| key.limits_tokens()) {
+            key.charge(tokens)?;
+            self.owner
+                .account()
+                .note_charge(self.counts.clone(), tokens);
+        }
+        Ok(())
     }
 
     /// Streams of its connection.
@@ -128,12 +163,18 @@ impl Client {
 pub(crate) struct Owner {
     connection: Rc<Connection>,
     unread: Cell<bool>,
+    account: RefCell<Account>,
 }
 
 impl Owner {
     /// The client has read some of the answer.
     pub(crate) fn progress(&self) {
         self.connection.progress_ns.set(monotonic_ns());
+    }
+
+    /// What is known of the request.
+    pub(crate) fn account(&self) -> RefMut<'_, Account> {
+        self.account.borrow_mut()
     }
 
     /// Nothing more is added to the answer: only the client can end the request.

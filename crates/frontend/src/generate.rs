@@ -364,6 +364,12 @@ pub(crate) async fn dispatch(
     let count = prompts.len() * params.n as usize;
     let most = shard.budget.request_streams_max();
     check_count(count, prompts.len(), params.n, most)?;
+    let asked = |prompt: &Tokenized| {
+        // Without a limit of the client's only what is produced counts, once it is known.
+        let answer = params.max_tokens.map_or(0, |_| prompt.max_tokens);
+        u64::from(prompt.len()) + u64::from(params.n) * u64::from(answer)
+    };
+    head.client.charge_tokens(prompts.iter().map(asked).sum())?;
     let quota = StreamQuota::take(shard, &head.client, count)?;
     // Prompts are kept while another worker may continue their answers.
     let keeps = head.resumes && shard.dispatching.keeps_requests();

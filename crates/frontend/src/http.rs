@@ -22,6 +22,7 @@ use slipstream_base::{Stage, StageTimes, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
 
+use crate::access::Entry;
 use crate::budget::{Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
 use crate::generate;
@@ -37,6 +38,7 @@ use crate::service::{Admission, Service};
 use crate::shard::{Plane, Shard};
 use crate::talk;
 use crate::text::{ChatOptions, EncodeCost};
+use crate::trace_context::TraceId;
 use crate::ui;
 use crate::upstream::{self, Relay};
 
@@ -120,7 +122,7 @@ impl Body for HttpBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
-        match &mut this.content {
+        let polled = match &mut this.content {
             Content::Whole(rest) => {
                 let Some(mut bytes) = rest.take() else {
                     return Poll::Ready(None);
@@ -132,13 +134,17 @@ impl Body for HttpBody {
                 if let Some(owner) = &this.owner {
                     owner.progress();
                 }
-                Poll::Ready(Some(Ok(Frame::data(bytes))))
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
-            Content::Slices(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Slices(body) => return body.poll_frame(cx).map_err(io::Error::other),
             Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Message(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Relay(relay) => Pin::new(&mut *relay.borrow_mut()).poll_frame(cx),
+        };
+        if let (Poll::Ready(Some(Ok(_))), Some(owner)) = (&polled, &this.owner) {
+            owner.account().note_piece();
         }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
@@ -196,6 +202,17 @@ pub(crate) async fn handle(
     shard.metrics.requests.add(1);
     let owner = connection.begin(now);
     let id = request_id(&shard, request.headers());
+    if shard.service.access.is_some() {
+        let entry = Entry {
+            request_id: id.clone(),
+            method: request.method().as_str().to_owned(),
+            path: request.uri().path().to_owned(),
+            begun_ns: now,
+            trace_id: TraceId::of(request.headers()).map(|id| id.as_str().to_owned()),
+            ..Entry::default()
+        };
+        owner.account().open_line(&shard.service, entry);
+    }
     let origin = allowed_origin(&shard.service, request.headers());
     let is_message = request.uri().path().starts_with(MESSAGES);
     let routed = if origin.is_some() && is_preflight(&request) {
@@ -254,6 +271,7 @@ pub(crate) async fn handle(
             );
         }
     }
+    owner.account().note_status(response.status().as_u16());
     let body = response.body_mut();
     if matches!(body.content, Content::Whole(_)) {
         owner.answered();
@@ -414,12 +432,19 @@ async fn route(
             Admission::Refused => return Err(ApiError::unauthorized()),
         },
     };
-    let client = || Client::new(owner.clone(), key);
+    let client = Client::new(owner.clone(), key);
     let Some(route) = found else {
         let method = request.method().as_str();
         return Err(ApiError::route_not_found(method, path));
     };
     allow(&request, route.methods)?;
+    if !route.open {
+        owner.account().note_model(Some(&service.model));
+        if route.methods == POST {
+            client.admit()?;
+        }
+    }
+    let client = || client;
     match route.endpoint {
         Endpoint::Chat => {
             let Received { head, body, charge } = receive(shard, client(), request, id).await?;

@@ -18,6 +18,8 @@
 //!   prompts. `meter`: how long a shard works on one thing.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates; [`structured`]: text that keeps to a
 //!   form. None knows sockets. `script`: an answer whose text is decided before it is generated.
+//! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `trace_context`: their
+//!   traces.
 //! * [`upstream`]: real engines, which answer in bytes over HTTP.
 //! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
 //!
@@ -28,6 +30,8 @@ pub mod openai;
 pub mod structured;
 pub mod text;
 
+mod access;
+mod account;
 mod alarm;
 mod budget;
 mod connection;
@@ -37,6 +41,7 @@ mod helpers;
 mod http;
 mod io;
 mod kv_network;
+mod limits;
 mod messages;
 mod meter;
 mod metrics;
@@ -52,12 +57,14 @@ mod shard;
 pub mod sim;
 mod table_lock;
 mod talk;
+mod trace_context;
 mod ui;
 pub mod upstream;
 
+pub use access::{AccessCollector, AccessLog, AccessTarget, Reopener};
 pub use kv_network::KvNetwork;
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};
-pub use service::{ApiKeys, Limits, Origins, Service};
+pub use service::{ApiKeys, KeyCollector, Limits, Origins, Service};
 pub use shard::{ShardPlane, Transport};

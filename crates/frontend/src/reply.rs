@@ -29,6 +29,7 @@ use slipstream_planes::{End, FirstPass, Prologue, Registration, StreamAddr, ToWo
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
 use tokio::time::Sleep;
 
+use crate::account::{Account, TokenCounts};
 use crate::budget::Charge;
 use crate::connection::Client;
 use crate::metrics::ShardMetrics;
@@ -710,6 +711,21 @@ impl ReplyState {
             self.wake();
         }
         true
+    }
+
+    /// Tells the request's account of tokens, if an engine took it.
+    fn note(&self, account: &mut Account) {
+        let taken = || self.sequences.iter().filter(|s| !s.refused);
+        let Some(first) = taken().next().filter(|_| account.wants_counts()) else {
+            return;
+        };
+        let sum = |of: fn(&Sequence) -> u32| taken().map(|s| u64::from(of(s))).sum();
+        account.note_engine(first.spec.target.worker);
+        account.note_counts(TokenCounts {
+            prompt: self.shape.prompt_tokens,
+            cached: Some(sum(|s| s.cached)),
+            completion: sum(|s| s.generated),
+        });
     }
 
     /// Records the sequences that an engine took.
@@ -1726,6 +1742,7 @@ impl Drop for ReplyHandle {
         if let Some(recorder) = &self.shard.service.recorder {
             state.record(recorder);
         }
+        state.note(&mut self.reply.client.owner().account());
         drop(state);
         self.shard.end_streams(&self.reply);
         let mut state = self.reply.state.borrow_mut();

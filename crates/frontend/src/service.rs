@@ -1,15 +1,24 @@
 //! What all shards serve: one model behind one fleet.
 
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
 use slipstream_base::BlockHash;
 use slipstream_config::cluster::LiveConfig;
 use slipstream_recorder::RecorderHandle;
 use slipstream_router::Fleets;
 use subtle::ConstantTimeEq;
 
+use crate::access::AccessLog;
 use crate::budget::ClientUse;
+use crate::limits::{KeyRates, KeyUse};
 use crate::text::TextModel;
 
 /// What is served, and within which limits. Immutable once the frontend runs.
@@ -38,6 +47,10 @@ pub struct Service {
     pub limits: Limits,
     /// Records requests at their end; `None`: nothing is recorded.
     pub recorder: Option<RecorderHandle>,
+    /// Has a line per request; `None`: there is none.
+    pub access: Option<AccessLog>,
+    /// Share of requests without a trace that begin one which is sampled, 0 to 1.
+    pub trace_sample: f64,
     /// When the server started, Unix time, s.
     pub created: u64,
     /// Locks all shards' stream tables by one mutex, to measure what it costs to share them.
@@ -126,9 +139,18 @@ impl Limits {
     }
 }
 
-/// API keys, compared in constant time.
+/// API keys, compared in constant time. Cheap to clone.
 #[derive(Clone, Default)]
-pub struct ApiKeys(Vec<(String, Arc<ClientUse>)>);
+pub struct ApiKeys(Arc<Keys>);
+
+/// Keys are found by a hash with a secret seed, so that ten thousand cost as much as one, and its time tells nothing.
+#[derive(Default)]
+struct Keys {
+    hasher: RandomState,
+    /// Numbers of the keys with a hash.
+    by_hash: HashMap<u64, Vec<usize>>,
+    all: Vec<(String, Arc<ClientUse>)>,
+}
 
 /// Who may use the API.
 pub(crate) enum Admission {
@@ -139,36 +161,179 @@ pub(crate) enum Admission {
     Refused,
 }
 
+impl Keys {
+    fn find(&self, key: &[u8]) -> Option<usize> {
+        let hash = self.hasher.hash_one(key);
+        let same = |&&at: &&usize| bool::from(self.all[at].0.as_bytes().ct_eq(key));
+        self.by_hash.get(&hash)?.iter().find(same).copied()
+    }
+
+    fn add(&mut self, key: String, use_of: KeyUse) {
+        let hash = self.hasher.hash_one(key.as_bytes());
+        self.by_hash.entry(hash).or_default().push(self.all.len());
+        self.all.push((key, Arc::new(ClientUse::of_key(use_of))));
+    }
+}
+
+/// The text of a line of keys; `None`: it is blank or a comment.
+fn key_line(line: &str) -> Option<&str> {
+    let line = line.trim().trim_start_matches('\u{feff}').trim_start();
+    (!line.is_empty() && !line.starts_with('#')).then_some(line)
+}
+
 impl ApiKeys {
     /// The keys that are accepted; blank ones, and comments (`# …`), are dropped.
     pub fn new(keys: impl IntoIterator<Item = String>) -> ApiKeys {
-        let keys = keys.into_iter();
-        let keys = keys.map(|key| key.trim().trim_start_matches('\u{feff}').to_owned());
-        let keys = keys.filter(|key| !key.is_empty() && !key.starts_with('#'));
-        ApiKeys(keys.map(|key| (key, Arc::default())).collect())
+        ApiKeys::default().with(keys)
+    }
+
+    /// These keys, and `more` without limits.
+    #[must_use]
+    pub fn with(self, more: impl IntoIterator<Item = String>) -> ApiKeys {
+        let mut keys = Arc::into_inner(self.0).unwrap_or_default();
+        for key in more {
+            if let Some(key) = key_line(&key)
+                && keys.find(key.as_bytes()).is_none()
+            {
+                let name = format!("key-{}", keys.all.len() + 1);
+                keys.add(key.to_owned(), KeyUse::new(name, KeyRates::default()));
+            }
+        }
+        ApiKeys(Arc::new(keys))
+    }
+
+    /// The keys of a file: one per line, with its name and limits after it, such as
+    /// `sk-1 name=web requests_per_s=5 request_burst=20 tokens_per_s=2000 token_burst=50000`.
+    ///
+    /// # Errors
+    /// The number of the line, and its fault; never the key.
+    pub fn parse(text: &str) -> Result<ApiKeys, String> {
+        let mut keys = Keys::default();
+        let mut names = HashMap::new();
+        for (number, line) in (1..).zip(text.lines()) {
+            let Some(line) = key_line(line) else {
+                continue;
+            };
+            let mut words = line.split_ascii_whitespace();
+            let key = words.next().unwrap_or_default();
+            let fault = |fault: String| format!("line {number}: {fault}");
+            if keys.find(key.as_bytes()).is_some() {
+                return Err(fault("the key is listed before; list each once".into()));
+            }
+            let (name, rates) = options(words).map_err(fault)?;
+            let name = name.unwrap_or_else(|| format!("key-{}", keys.all.len() + 1));
+            if let Some(before) = names.insert(name.clone(), number) {
+                return Err(fault(format!(
+                    "the name `{name}` is that of the key in line {before}; give each a name of its own"
+                )));
+            }
+            keys.add(key.to_owned(), KeyUse::new(name, rates));
+        }
+        Ok(ApiKeys(Arc::new(keys)))
     }
 
     /// Whether there are none, so that the API is open to all.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.0.all.is_empty()
+    }
+
+    /// Counts of the keys, by name.
+    pub fn collector(&self) -> KeyCollector {
+        KeyCollector(self.clone())
     }
 
     /// Whether a request with this `Authorization` header may pass.
     pub(crate) fn admit(&self, authorization: Option<&[u8]>) -> Admission {
-        if self.0.is_empty() {
+        if self.is_empty() {
             return Admission::Open;
         }
-        let Some(sent) = authorization.and_then(bearer_token) else {
-            return Admission::Refused;
+        let sent = authorization.and_then(bearer_token);
+        match sent.and_then(|sent| self.0.find(sent)) {
+            Some(at) => Admission::Key(self.0.all[at].1.clone()),
+            None => Admission::Refused,
+        }
+    }
+}
+
+/// Name and limits behind a key.
+fn options<'a>(words: impl Iterator<Item = &'a str>) -> Result<(Option<String>, KeyRates), String> {
+    const KNOWN: &str = "name, requests_per_s, request_burst, tokens_per_s and token_burst";
+    let (mut name, mut rates) = (None, KeyRates::default());
+    for word in words {
+        let Some((field, value)) = word.split_once('=') else {
+            // It may be a part of a key.
+            return Err(format!(
+                "a word behind the key is not FIELD=VALUE; fields are {KNOWN}, and keys have no spaces"
+            ));
         };
-        // All keys are looked at, so that the time does not tell which one was close.
-        let mut found = Admission::Refused;
-        for (key, client) in &self.0 {
-            if bool::from(key.as_bytes().ct_eq(sent)) {
-                found = Admission::Key(client.clone());
+        if field == "name" {
+            let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            if value.is_empty() || value.len() > 64 || !value.chars().all(plain) {
+                return Err("a name has 1 to 64 letters, digits, `-`, `_` and `.`".into());
+            }
+            name = Some(value.to_owned());
+            continue;
+        }
+        let (slot, least) = match field {
+            "requests_per_s" => (&mut rates.requests_per_s, 1e-6),
+            "request_burst" => (&mut rates.request_burst, 1.0),
+            "tokens_per_s" => (&mut rates.tokens_per_s, 1e-6),
+            "token_burst" => (&mut rates.token_burst, 1.0),
+            _ => return Err(format!("there is no field `{field}`; fields are {KNOWN}")),
+        };
+        let number = value.parse().ok().filter(|n| (least..=1e9).contains(n));
+        *slot = Some(number.ok_or(format!("`{field}` is a number from {least} to 1e9"))?);
+    }
+    for (rate, burst, what) in [
+        (rates.requests_per_s, rates.request_burst, "request"),
+        (rates.tokens_per_s, rates.token_burst, "token"),
+    ] {
+        if rate.is_none() && burst.is_some() {
+            return Err(format!("`{what}_burst` needs `{what}s_per_s`"));
+        }
+    }
+    Ok((name, rates))
+}
+
+/// Encodes the counts of API keys that were used.
+pub struct KeyCollector(ApiKeys);
+
+impl fmt::Debug for KeyCollector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "KeyCollector({} keys)", self.0.0.all.len())
+    }
+}
+
+impl Collector for KeyCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let all = || {
+            let each = self.0.0.all.iter();
+            each.filter_map(|(_, client)| client.key.as_ref())
+                .filter(|key| key.asked.load(Relaxed) > 0)
+        };
+        let help = "Requests of an API key that costs something, also those that were refused";
+        let mut family = encoder.encode_descriptor(
+            "slipstream_key_requests",
+            help,
+            None,
+            MetricType::Counter,
+        )?;
+        for key in all() {
+            family
+                .encode_family(&[("key", &*key.name)])?
+                .encode_counter::<NoLabelSet, u64, f64>(&key.asked.load(Relaxed), None)?;
+        }
+        let help = "Requests of an API key that were refused because of its rate";
+        let mut family =
+            encoder.encode_descriptor("slipstream_key_limited", help, None, MetricType::Counter)?;
+        for key in all() {
+            for (rate, count) in ["requests", "tokens"].iter().zip(&key.limited) {
+                family
+                    .encode_family(&[("key", &*key.name), ("rate", *rate)])?
+                    .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
             }
         }
-        found
+        Ok(())
     }
 }
 
@@ -243,6 +408,62 @@ mod tests {
         assert!(admits(&ApiKeys::default(), None), "no keys: open to all");
         let comments = ApiKeys::new(["# alpha".to_owned(), " ".to_owned()]);
         assert!(comments.is_empty());
+    }
+
+    #[test]
+    fn keys_of_a_file_have_names_and_limits() {
+        let text = "# team keys\n\nalpha\n beta  name=web requests_per_s=0.5 tokens_per_s=100 token_burst=1000\n";
+        let keys = ApiKeys::parse(text).unwrap().with(["gamma".to_owned()]);
+        let name = |key: &str| match keys.admit(Some(format!("Bearer {key}").as_bytes())) {
+            Admission::Key(client) => client.key.as_ref().unwrap().name.to_string(),
+            _ => panic!("{key}"),
+        };
+        assert_eq!(
+            [name("alpha"), name("beta"), name("gamma")],
+            ["key-1", "web", "key-3"]
+        );
+        assert!(!admits(&keys, Some(b"Bearer beta  name=web")));
+        for (line, part) in [
+            ("sk-secret sk-more", "FIELD=VALUE"),
+            ("sk-secret requests_per_s=0", "requests_per_s"),
+            ("sk-secret requests_per_s=NaN", "requests_per_s"),
+            ("sk-secret tokens_per_s=-1", "tokens_per_s"),
+            ("sk-secret token_burst=5", "needs `tokens_per_s`"),
+            ("sk-secret rps=5", "no field `rps`"),
+            ("sk-secret name=a/b", "letters"),
+            ("alpha", "listed before"),
+            ("sk-secret name=key-1", "in line 1"),
+        ] {
+            let error = ApiKeys::parse(&format!("alpha\n{line}\n"))
+                .err()
+                .expect(line);
+            assert!(
+                error.starts_with("line 2: ") && error.contains(part),
+                "{error}"
+            );
+            assert!(!error.contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn ten_thousand_keys_are_told_apart() {
+        let keys: Vec<String> = (0..10_000).map(|n| format!("sk-{n}")).collect();
+        let text: Vec<String> = keys
+            .iter()
+            .map(|key| format!("{key} requests_per_s=1"))
+            .collect();
+        let parsed = ApiKeys::parse(&text.join("\n")).unwrap();
+        for (at, key) in keys.iter().enumerate() {
+            let Admission::Key(client) = parsed.admit(Some(format!("Bearer {key}").as_bytes()))
+            else {
+                panic!("{key}");
+            };
+            assert_eq!(
+                *client.key.as_ref().unwrap().name,
+                format!("key-{}", at + 1)
+            );
+        }
+        assert!(!admits(&parsed, Some(b"Bearer sk-10000")));
     }
 
     #[test]

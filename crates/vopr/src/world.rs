@@ -773,6 +773,8 @@ impl<'a> World<'a> {
             origins: Origins::default(),
             limits,
             recorder: None,
+            access: None,
+            trace_sample: 0.0,
             created: 0,
             seed: self.plan.seed,
         };

@@ -21,7 +21,7 @@ use slipstream_router::{Fleet, Fleets};
 use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
 use super::reload::{self, Reload};
-use super::serve::{Dispatching, RecordArgs, service, shard_count, text_model};
+use super::serve::{Dispatching, RecordArgs, register, service, shard_count, text_model};
 use super::switches::Switches;
 
 /// Time at start in which engines may answer their first health check. A client that reads the address may
@@ -99,6 +99,7 @@ impl Live {
             fleets,
             engines: Some(engines.clone()),
         }));
+        register(&service, &mut registry);
         let recorder = record.attach(&mut service, &mut registry)?;
         let planes = (0..shards)
             .map(|shard| ShardPlane {

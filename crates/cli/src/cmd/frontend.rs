@@ -132,6 +132,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         model: cluster.model.name.clone(),
     }));
     let mut service = serve::service(cluster, text, fleets.clone())?;
+    serve::register(&service, &mut registry);
     let recorder = args.record.attach(&mut service, &mut registry)?;
     let dispatching = serve::Dispatching::new(cluster, fleets.clone(), shards);
     args.switches.apply(&mut service);

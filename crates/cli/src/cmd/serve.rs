@@ -234,6 +234,7 @@ impl Live {
             registry.register_collector(Box::new(events.collector()));
         }
         let mut service = service(cluster, text, fleets.clone())?;
+        register(&service, &mut registry);
         let recorder = record.attach(&mut service, &mut registry)?;
         let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
         switches.apply(&mut service);
@@ -377,6 +378,16 @@ fn engine(
     Ok(Engine::new(rank, config, timing, output)?)
 }
 
+/// Registers the metrics of what `service` has.
+pub(super) fn register(service: &Service, registry: &mut Registry) {
+    if !service.api_keys.is_empty() {
+        registry.register_collector(Box::new(service.api_keys.collector()));
+    }
+    if let Some(access) = &service.access {
+        registry.register_collector(Box::new(access.collector()));
+    }
+}
+
 pub(super) fn service(
     cluster: &Cluster,
     text: Arc<TextModel>,
@@ -405,6 +416,12 @@ pub(super) fn service(
             ..Limits::of(live)
         },
         recorder: None,
+        access: live
+            .access_log
+            .as_deref()
+            .map(super::access_log::start)
+            .transpose()?,
+        trace_sample: live.trace_sample,
         created: std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),
@@ -417,7 +434,7 @@ pub(super) fn service(
 /// The keys of `file` and of the environment variable. A source that is named and has none is an error:
 /// without any key the server is open to all.
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
-    let mut keys: Vec<String> = Vec::new();
+    let mut keys = ApiKeys::default();
     if let Some(file) = file {
         let text = super::files::read_text(file).with_context(|| {
             format!(
@@ -425,13 +442,18 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
                 file.display()
             )
         })?;
+        keys = ApiKeys::parse(&text).map_err(|fault| {
+            anyhow::anyhow!(
+                "API keys (live.api_keys_file) in {}: {fault}",
+                file.display()
+            )
+        })?;
         anyhow::ensure!(
-            !ApiKeys::new(text.lines().map(str::to_owned)).is_empty(),
+            !keys.is_empty(),
             "{} has no API key, and without one the server would be open to all; write one per line \
              (lines with # are comments), or remove `live.api_keys_file`",
             file.display()
         );
-        keys.extend(text.lines().map(str::to_owned));
     }
     if let Some(listed) = std::env::var_os(API_KEYS_VARIABLE) {
         let listed = listed.into_string();
@@ -442,9 +464,9 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
             "{API_KEYS_VARIABLE} is set and has no API key, and without one the server would be open \
              to all; set keys with commas between them, or unset it"
         );
-        keys.extend(listed);
+        keys = keys.with(listed);
     }
-    Ok(ApiKeys::new(keys))
+    Ok(keys)
 }
 
 /// Reaction to a signal.

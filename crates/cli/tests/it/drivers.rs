@@ -603,6 +603,8 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
             drain: second / 100,
             ..Limits::default()
         },
+        access: None,
+        trace_sample: 0.0,
         created: 0,
         #[cfg(feature = "bench")]
         locked_table: false,

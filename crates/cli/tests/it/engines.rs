@@ -1310,7 +1310,7 @@ fn modelled_and_real_pools_in_one_file_are_refused_with_the_way_out() {
     );
     assert!(error.contains("on another port"), "{error}");
     for (flag, hint) in [
-        ("--engine=https://gpu1", "TLS proxy"),
+        ("--engine=ftp://gpu1", "http:// or https://"),
         ("--engine=gpu1:8000", "http://127.0.0.1:8001"),
     ] {
         let (code, _, error) = crate::server::run(&["serve", flag]);

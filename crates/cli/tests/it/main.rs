@@ -17,6 +17,7 @@ mod kv;
 mod membership;
 mod misbehaving_peers;
 mod net;
+mod operating;
 mod plan;
 mod planes;
 mod predict;

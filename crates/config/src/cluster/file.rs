@@ -1241,6 +1241,11 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .within(0..=1024)
             .or(default.engine_threads),
         api_keys_file: t.path("api_keys_file").optional(),
+        access_log: t.path("access_log").optional(),
+        trace_sample: t
+            .get("trace_sample")
+            .within(0.0..=1.0)
+            .or(default.trace_sample),
         body_bytes_max: t
             .get("body_bytes_max")
             .within(1 << 10..=1 << 30)

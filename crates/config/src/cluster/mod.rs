@@ -670,6 +670,10 @@ pub struct LiveConfig {
     /// File of API keys, one per line. Keys in the variable `SLIPSTREAM_API_KEYS` (comma separated)
     /// are accepted too. Without either, no key is needed.
     pub api_keys_file: Option<PathBuf>,
+    /// File of the access log; a path that ends with `-`: standard output. `None`: there is none.
+    pub access_log: Option<PathBuf>,
+    /// Share of requests without a trace whose trace is sampled. Default 0.
+    pub trace_sample: f64,
     /// Largest request body, bytes. Default 8 MiB.
     pub body_bytes_max: u64,
     /// Largest request head, bytes; also the limit of buffered answer per connection. Default 16
@@ -718,6 +722,8 @@ impl Default for LiveConfig {
             shards: 0,
             engine_threads: 0,
             api_keys_file: None,
+            access_log: None,
+            trace_sample: 0.0,
             body_bytes_max: 8 << 20,
             header_bytes_max: 16 << 10,
             read_timeout_s: 10.0,

@@ -778,8 +778,25 @@ pub const KEYS: &[Key] = &[
         "live.api_keys_file",
         "path",
         "(none: no key needed)",
-        "File of API keys, one per line, in addition to those in `SLIPSTREAM_API_KEYS` (comma separated).",
+        "File of API keys, one per line, in addition to those in `SLIPSTREAM_API_KEYS` (comma separated). A key may be \
+         followed by its name and limits; `docs/engines.md` has the format.",
         "",
+    ),
+    key(
+        "live.access_log",
+        "path, or \"-\": standard output",
+        "(none)",
+        "File to which a JSON line is appended per request; `docs/engines.md` has the fields. SIGHUP opens it anew. Lines \
+         that cannot be written in time are dropped and counted.",
+        "On: names of keys and models, paths and lengths are on the disk.",
+    ),
+    key(
+        "live.trace_sample",
+        "0 to 1",
+        "0.0",
+        "Share of requests without a `traceparent` that get one which is marked as sampled, for engines. With an access \
+         log all others get one that is not.",
+        "High: engines that export traces export many.",
     ),
     key(
         "live.body_bytes_max",

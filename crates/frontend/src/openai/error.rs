@@ -279,6 +279,24 @@ impl ApiError {
         }
     }
 
+    /// 429: the key `name` has used up its rate of `what`: `requests` or `tokens`. As OpenAI's.
+    pub fn rate_limited(what: &'static str, name: &str, retry_after_s: u32) -> Self {
+        let message = format!(
+            "the rate limit of {what} of the API key named `{name}` is reached; try again in {retry_after_s} s"
+        );
+        ApiError {
+            retry_after_s: Some(retry_after_s),
+            ..ApiError::new(429, what, Some("rate_limit_exceeded"), message)
+        }
+    }
+
+    /// 508: the request came from this server, by way of its engines.
+    pub fn forwarding_loop() -> Self {
+        let message = "this router got its own request: one of its engines is the router itself, or forwards to it; \
+                       remove that address";
+        ApiError::new(508, "server_error", Some("forwarding_loop"), message.into())
+    }
+
     /// 503: bodies, answers and buffers of clients take all memory that they may.
     pub fn out_of_memory() -> Self {
         ApiError {

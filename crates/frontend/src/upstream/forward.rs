@@ -17,7 +17,6 @@ use slipstream_recorder::RecordedRequest;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::admin;
 use super::connection::{Connection, Failure};
 use super::disagg::{self, Leg};
 use super::engines::Visit;
@@ -29,6 +28,7 @@ use super::resume::StreamKind;
 use super::seat::Seat;
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
 use super::{Upstream, engines::Engine, tokens};
+use super::{admin, loops};
 use crate::budget::Charge;
 use crate::connection::{Client, Owner};
 use crate::helpers::NoResult;
@@ -37,6 +37,7 @@ use crate::metrics::Rejection;
 use crate::openai::ApiError;
 use crate::service::{Admission, Service};
 use crate::shard::Shard;
+use crate::trace_context::{TRACEPARENT, TRACESTATE, TraceId};
 
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
 const WHOLE_BYTES_MAX: u64 = 256 << 10;
@@ -62,6 +63,8 @@ pub(super) struct Exchange {
     pub(super) deadline_ns: Option<u64>,
     /// Its place among the open streams.
     room: Room,
+    /// The client's request.
+    pub(super) owner: Rc<Owner>,
     /// Its line in the record, if there is one.
     pub(super) recording: Option<RefCell<Recording>>,
 }
@@ -87,6 +90,7 @@ impl Exchange {
             wants_tokens: self.wants_tokens,
             deadline_ns: self.deadline_ns,
             room,
+            owner: self.owner.clone(),
             recording: None, // the first one's counts on
         }
     }
@@ -268,6 +272,9 @@ pub(crate) async fn handle(
     if http::head_bytes(&request) > limits.header_bytes_max as usize {
         return Err(ApiError::head_too_large(limits.header_bytes_max));
     }
+    if loops::is_own(request.headers()) {
+        return Err(ApiError::forwarding_loop());
+    }
     if let Some(response) = open_path(shard, &upstream, &request, id) {
         return response;
     }
@@ -281,6 +288,8 @@ pub(crate) async fn handle(
     let key = match admission {
         Admission::Open => None,
         Admission::Key(client) => Some(client),
+        // As of a server of modelled engines: it describes the API, and nothing else.
+        Admission::Refused if is_description(&request) => None,
         Admission::Refused => return Err(ApiError::unauthorized()),
     };
     let client = Client::new(owner.clone(), key);
@@ -311,7 +320,12 @@ pub(crate) async fn handle(
     forward(shard, &upstream, client, request, id).await
 }
 
-/// Paths that need no key.
+fn is_description(request: &Request<Incoming>) -> bool {
+    request.uri().path() == "/openapi.json"
+        && matches!(*request.method(), Method::GET | Method::HEAD)
+}
+
+/// Paths that need no key, and that the router answers.
 fn open_path(
     shard: &Rc<Shard>,
     upstream: &Upstream,
@@ -368,13 +382,17 @@ async fn forward(
     id: &str,
 ) -> Result<Response<HttpBody>, ApiError> {
     let arrival_ns = monotonic_ns();
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        client.admit()?;
+    }
     http::check_memory(shard)?;
     let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
     let limits = &shard.service.limits;
     let deadline_ns = limits
         .request_timeout
         .map(|limit| monotonic_ns().saturating_add(limit.as_nanos() as u64));
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
+    trace(shard, client.owner(), &mut parts.headers);
     let target = parts.uri.path_and_query();
     let target = target.map_or_else(|| "/".to_owned(), |target| target.as_str().to_owned());
     let head = http::head_of(&parts.headers, id, client.clone())?;
@@ -395,6 +413,7 @@ async fn forward(
         None
     };
     let seen = seen.unwrap_or_default();
+    client.owner().account().note_model(seen.model.as_deref());
     let (only, root) = served(upstream, seen.model.as_deref())?;
     let session = head.session;
     let block_size = shard.service.block_size;
@@ -422,10 +441,14 @@ async fn forward(
         resumes: false,
         answered: 0,
     };
+    // Without a limit of the client's only what is produced counts, once it is known.
+    let answer = u64::from(seen.n.unwrap_or(1)) * u64::from(seen.max_tokens.unwrap_or(0));
+    client.charge_tokens(u64::from(request.prompt.len()) + answer)?;
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
     let recording = recording(
         shard,
+        client.owner(),
         parts.uri.path(),
         &seen,
         &request,
@@ -437,6 +460,7 @@ async fn forward(
         // Both engines log the request by one name.
         wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
     }
+    headers.extend_from_slice(loops::line());
     // The router's own keys stay here.
     let authorization = parts.headers.get(AUTHORIZATION);
     let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
@@ -453,6 +477,7 @@ async fn forward(
         stream,
         deadline_ns,
         room,
+        owner: client.owner().clone(),
         recording,
     };
     let begun = obtain(shard, upstream, &exchange);
@@ -467,6 +492,23 @@ async fn forward(
         }
     };
     Relay::respond(shard, upstream, exchange, begun)
+}
+
+/// Gives a request without a usable trace one of its own, if traces are of interest.
+fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
+    let service = &shard.service;
+    if service.access.is_none() && service.trace_sample == 0.0 || TraceId::of(headers).is_some() {
+        return;
+    }
+    let draw = || shard.next_request_number();
+    let id = TraceId::drawn([draw(), draw()]);
+    let sampled = (draw() >> 11) as f64 / (1_u64 << 53) as f64 <= service.trace_sample;
+    let header = id.header(draw(), sampled && service.trace_sample > 0.0);
+    if let Ok(value) = HeaderValue::from_str(&header) {
+        headers.remove(TRACESTATE); // of another trace, or of none
+        headers.insert(TRACEPARENT, value);
+    }
+    owner.account().note_trace(&id);
 }
 
 /// A body up to this is read on the shard's thread, some 0.3 ms of work; a longer one by a helper thread.
@@ -531,14 +573,17 @@ async fn read<T: Send + 'static>(
 /// The line that a request for generated text will have in the record, if there is one.
 fn recording(
     shard: &Shard,
+    owner: &Rc<Owner>,
     path: &str,
     seen: &Read,
     request: &dispatch::Request,
     session: Option<u64>,
     arrival_ns: u64,
 ) -> Option<RefCell<Recording>> {
-    let recorder = shard.service.recorder.clone()?;
-    if !matches!(path, "/v1/completions" | "/v1/chat/completions") {
+    let generates = matches!(path, "/v1/completions" | "/v1/chat/completions");
+    let recorder = shard.service.recorder.clone().filter(|_| generates);
+    let account = owner.account().wants_counts().then(|| owner.clone());
+    if recorder.is_none() && account.is_none() {
         return None;
     }
     let known = RecordedRequest {
@@ -550,7 +595,9 @@ fn recording(
         ..RecordedRequest::default()
     };
     let choices = seen.n.unwrap_or(1);
-    Some(RefCell::new(Recording::new(recorder, known, choices)))
+    Some(RefCell::new(Recording::new(
+        recorder, account, known, choices,
+    )))
 }
 
 /// The prompt as engines will tokenize it; `None` if that is not certain, or there is no room for the work now.
@@ -738,11 +785,13 @@ pub(super) async fn obtain(
                     refusal = Some(Refusal::of_answer(engine, &answer));
                     engine.counters.retried.fetch_add(1, Relaxed);
                     shard.metrics.retries.add(1);
+                    exchange.owner.account().note_retry();
                     drop((answer, visit));
                     seat.failed_by(worker);
                     continue;
                 }
                 seat.begun();
+                exchange.owner.account().note_engine(&engine.spec.url);
                 return Ok(Begun {
                     seat,
                     visit,
@@ -762,6 +811,7 @@ pub(super) async fn obtain(
                 tracing::debug!(engine = %engine.spec.url, %failure, "asking another engine");
                 engine.counters.retried.fetch_add(1, Relaxed);
                 shard.metrics.retries.add(1);
+                exchange.owner.account().note_retry();
                 refusal = Some(Refusal { error });
                 drop(visit);
                 seat.failed_by(worker);

@@ -17,6 +17,7 @@ use tokio::time::Instant;
 use super::catalog::{Model, parse_models};
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, State};
+use super::loops;
 use super::wire::{self, BodyDecoder, Decoded};
 
 /// Limit of an answer to a question of this thread.
@@ -175,7 +176,7 @@ async fn ask(
         [&engine.spec.url.prefix, path],
         &engine.authority,
         engine.authorization.as_deref(),
-        b"connection: close\r\n",
+        &[b"connection: close\r\n", loops::line()].concat(),
         0,
     );
     let none = [Bytes::new(), Bytes::new()];
@@ -191,6 +192,10 @@ async fn ask(
             }
             Ok(Decoded::Data(_)) => {
                 return Err(Failure::Health(format!("{path} answers too much")));
+            }
+            Ok(Decoded::End) if head.status == StatusCode::LOOP_DETECTED => {
+                let text = "this address is the router itself, or an engine that forwards to it; remove it";
+                return Err(Failure::Health(text.into()));
             }
             Ok(Decoded::End) => return Ok((head.status, body.freeze())),
             Ok(Decoded::NeedMore) => {}

@@ -12,7 +12,7 @@
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
 //! * `disagg`: the two requests of a prompt that another engine computes.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
-//! * `metrics`: counters per engine. `record`: what a request leaves in the record.
+//! * `loops`: requests that come back to this process. `metrics`: counters per engine. `record`: what a request leaves in the record.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
 //! engine's socket, and one that disconnects drops the connection to the engine in the same poll.
@@ -24,6 +24,7 @@ mod disagg;
 mod engines;
 mod forward;
 pub mod health;
+mod loops;
 mod members;
 mod metrics;
 mod peek;

@@ -3,9 +3,14 @@
 //! Lengths are the engine's `usage`. A stream without it is counted as it passes: tokens that its events name, or
 //! its events with text.
 
+use std::rc::Rc;
+
 use memchr::memmem;
 use serde::Deserialize;
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
+
+use crate::account::TokenCounts;
+use crate::connection::Owner;
 
 /// The end of an answer that is kept for its `usage`, bytes.
 const TAIL_BYTES: usize = 4 << 10;
@@ -14,9 +19,10 @@ const TAIL_BYTES: usize = 4 << 10;
 const CHOICES_MAX: u32 = 128;
 
 /// A request that will be recorded: when it is dropped.
-#[derive(Debug)]
 pub(super) struct Recording {
-    recorder: RecorderHandle,
+    recorder: Option<RecorderHandle>,
+    /// The request whose line in the access log, or whose key, wants them.
+    account: Option<Rc<Owner>>,
     request: RecordedRequest,
     /// Answers that it asks for.
     choices: u32,
@@ -27,6 +33,8 @@ pub(super) struct Recording {
 #[derive(Debug, Default)]
 struct Tally {
     usage: Usage,
+    /// Some of an answer came.
+    begun: bool,
     /// Tokens by the events so far.
     counted: u32,
     /// The last bytes of an answer that is no stream.
@@ -37,14 +45,40 @@ struct Tally {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Usage {
+    /// The second name is that of Anthropic's API and of `/v1/responses`.
+    #[serde(alias = "input_tokens")]
     prompt_tokens: Option<u32>,
+    #[serde(alias = "output_tokens")]
     completion_tokens: Option<u32>,
+    prompt_tokens_details: Option<PromptDetails>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct PromptDetails {
+    cached_tokens: Option<u32>,
+}
+
+impl Usage {
+    /// Takes over what a later one says.
+    fn update(&mut self, later: Usage) {
+        self.prompt_tokens = later.prompt_tokens.or(self.prompt_tokens);
+        self.completion_tokens = later.completion_tokens.or(self.completion_tokens);
+        let details = later.prompt_tokens_details;
+        self.prompt_tokens_details = details.or(self.prompt_tokens_details.take());
+    }
 }
 
 impl Recording {
-    pub(super) fn new(recorder: RecorderHandle, request: RecordedRequest, choices: u32) -> Self {
+    pub(super) fn new(
+        recorder: Option<RecorderHandle>,
+        account: Option<Rc<Owner>>,
+        request: RecordedRequest,
+        choices: u32,
+    ) -> Self {
         Recording {
             recorder,
+            account,
             request,
             choices: choices.clamp(1, CHOICES_MAX),
             tally: Tally::default(),
@@ -70,10 +104,22 @@ impl Drop for Recording {
         }
         let usage = self.tally.usage.completion_tokens;
         let output = usage.unwrap_or(self.tally.counted);
+        if let Some(owner) = self.account.take().filter(|_| self.tally.begun) {
+            let cached = self.tally.usage.prompt_tokens_details.as_ref();
+            let cached = cached.and_then(|details| details.cached_tokens);
+            owner.account().note_counts(TokenCounts {
+                prompt: self.request.input_tokens.into(),
+                cached: cached.map(u64::from),
+                completion: output.into(),
+            });
+        }
+        let Some(recorder) = &self.recorder else {
+            return;
+        };
         // One line per sequence; which of them was how long is not known.
         for choice in 0..self.choices {
             let rest = u32::from(choice < output % self.choices);
-            self.recorder.record(RecordedRequest {
+            recorder.record(RecordedRequest {
                 output_tokens: output / self.choices + rest,
                 ..self.request.clone()
             });
@@ -83,18 +129,20 @@ impl Drop for Recording {
 
 impl Tally {
     fn on_events(&mut self, events: &[u8]) {
+        self.begun = true;
         for line in events.split(|&byte| byte == b'\n') {
             let Some(event) = line.strip_prefix(b"data:") else {
                 continue;
             };
             if let Some(usage) = usage_of(event) {
-                self.usage = usage;
+                self.usage.update(usage);
             }
             self.counted = self.counted.saturating_add(tokens_of(event));
         }
     }
 
     fn on_piece(&mut self, piece: &[u8]) {
+        self.begun = true;
         let piece = &piece[piece.len().saturating_sub(TAIL_BYTES)..];
         let keep = TAIL_BYTES - piece.len();
         let drop = self.tail.len().saturating_sub(keep);
@@ -104,7 +152,7 @@ impl Tally {
 
     fn close(&mut self) {
         if let Some(usage) = usage_of(&self.tail) {
-            self.usage = usage;
+            self.usage.update(usage);
         }
     }
 }

@@ -416,6 +416,7 @@ impl Relay {
             let counters = &loss.engine.counters;
             counters.resumed.fetch_add(1, Relaxed);
         }
+        self.exchange.owner.account().note_resume();
         self.flow = Some(Flow {
             seat,
             visit,

@@ -1,0 +1,41 @@
+//! The access log of a server, which SIGHUP opens anew.
+
+use std::path::Path;
+
+use anyhow::Context;
+use slipstream_frontend::{AccessLog, AccessTarget};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Opens `path` (`-`: standard output), and starts the thread that writes it.
+pub(super) fn start(path: &Path) -> anyhow::Result<AccessLog> {
+    let target = if path.ends_with("-") {
+        AccessTarget::Stdout
+    } else {
+        AccessTarget::File(path.to_owned())
+    };
+    let log = AccessLog::start(target).with_context(|| {
+        format!(
+            "opening the access log (live.access_log) {}; a FIFO needs a reader first",
+            path.display()
+        )
+    })?;
+    let reopener = log.reopener();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .build()?;
+    let mut hangup = {
+        let _entered = runtime.enter();
+        signal(SignalKind::hangup())?
+    };
+    // For as long as the process runs: without it the signal would end the process.
+    std::thread::Builder::new()
+        .name("access-reopen".into())
+        .spawn(move || {
+            runtime.block_on(async {
+                while hangup.recv().await.is_some() {
+                    reopener.reopen();
+                }
+            });
+        })?;
+    Ok(log)
+}

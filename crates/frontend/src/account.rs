@@ -1,0 +1,141 @@
+//! What is known of one request when it ends: its line in the access log, and the tokens that its key is charged for.
+
+use std::sync::Arc;
+
+use slipstream_planes::clock::monotonic_ns;
+
+use crate::access::{Entry, TEXT_BYTES_MAX, unix_now};
+use crate::budget::ClientUse;
+use crate::limits::KeyUse;
+use crate::service::Service;
+use crate::trace_context::TraceId;
+
+/// Tokens of a request and its answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TokenCounts {
+    pub(crate) prompt: u64,
+    /// Those of the prompt that were cached; `None`: the engine does not say.
+    pub(crate) cached: Option<u64>,
+    pub(crate) completion: u64,
+}
+
+/// Of one request. Settled when it is dropped.
+#[derive(Default)]
+pub(crate) struct Account {
+    line: Option<(Arc<Service>, Box<Entry>)>,
+    /// Tokens that its key was charged for.
+    charge: Option<(Arc<ClientUse>, u64)>,
+    counts: Option<TokenCounts>,
+}
+
+/// At most so much of `text` as a line takes.
+fn shortened(text: &str) -> String {
+    let mut end = text.len().min(TEXT_BYTES_MAX);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text[..end].to_owned()
+}
+
+impl Account {
+    /// The request will have a line.
+    pub(crate) fn open_line(&mut self, service: &Arc<Service>, mut entry: Entry) {
+        entry.path = shortened(&entry.path);
+        self.line = Some((service.clone(), Box::new(entry)));
+    }
+
+    /// Whether tokens are of interest.
+    pub(crate) fn wants_counts(&self) -> bool {
+        self.line.is_some() || self.charge.is_some()
+    }
+
+    fn entry(&mut self) -> Option<&mut Entry> {
+        self.line.as_mut().map(|(_, entry)| &mut **entry)
+    }
+
+    pub(crate) fn note_key(&mut self, key: &KeyUse) {
+        if let Some(entry) = self.entry() {
+            entry.key = Some(key.name.clone());
+        }
+    }
+
+    pub(crate) fn note_charge(&mut self, client: Arc<ClientUse>, tokens: u64) {
+        self.charge = Some((client, tokens));
+    }
+
+    pub(crate) fn note_status(&mut self, status: u16) {
+        if let Some(entry) = self.entry() {
+            entry.status = status;
+        }
+    }
+
+    pub(crate) fn note_model(&mut self, model: Option<&str>) {
+        if let Some(entry) = self.entry() {
+            entry.model = model.map(shortened);
+        }
+    }
+
+    /// `engine` makes the answer, or the rest of it.
+    pub(crate) fn note_engine(&mut self, engine: impl ToString) {
+        if let Some(entry) = self.entry() {
+            entry.engine = Some(engine.to_string());
+        }
+    }
+
+    pub(crate) fn note_trace(&mut self, id: &TraceId) {
+        if let Some(entry) = self.entry() {
+            entry.trace_id = Some(id.as_str().to_owned());
+        }
+    }
+
+    pub(crate) fn note_retry(&mut self) {
+        if let Some(entry) = self.entry() {
+            entry.retries += 1;
+        }
+    }
+
+    pub(crate) fn note_resume(&mut self) {
+        if let Some(entry) = self.entry() {
+            entry.resumes += 1;
+        }
+    }
+
+    /// A piece of a stream was sent.
+    #[inline]
+    pub(crate) fn note_piece(&mut self) {
+        if let Some(entry) = self.entry()
+            && entry.first_ns == 0
+        {
+            entry.first_ns = monotonic_ns();
+        }
+    }
+
+    /// The answer's tokens are known.
+    pub(crate) fn note_counts(&mut self, counts: TokenCounts) {
+        self.counts = Some(counts);
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        let counts = self.counts;
+        if let Some((client, charged)) = self.charge.take()
+            && let Some(key) = &client.key
+        {
+            // A request without an answer costs nothing.
+            let used = counts.map_or(0, |of| of.prompt + of.completion);
+            key.settle(charged, used);
+        }
+        let Some((service, mut entry)) = self.line.take() else {
+            return;
+        };
+        entry.ended_ns = monotonic_ns();
+        entry.unix = unix_now();
+        entry.prompt_tokens = counts.map(|of| of.prompt);
+        entry.cached_tokens = counts.and_then(|of| of.cached);
+        entry.completion_tokens = counts.map(|of| of.completion);
+        if let Some(log) = &service.access {
+            log.send(entry);
+        }
+    }
+}

@@ -77,6 +77,8 @@ enum Command {
     Presets(cmd::presets::Args),
     /// Write a cluster file from what running engines report
     Describe(cmd::describe::Args),
+    /// Show the workers or engines of a running server, live
+    Top(cmd::top::Args),
     /// Print events of engines: forward-pass metrics and KV events
     Events(cmd::events::Args),
     /// Benchmark KV block storage and transfer
@@ -119,6 +121,7 @@ fn main() -> ExitCode {
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
         Command::Presets(args) => cmd::presets::run(&args),
         Command::Describe(args) => cmd::describe::run(&args),
+        Command::Top(args) => cmd::top::run(&args),
         Command::Events(args) => cmd::events::run(&args),
         Command::Kv(args) => cmd::kv::run(&args),
         Command::Net(args) => cmd::net::run(&args),

@@ -38,6 +38,7 @@ pub(crate) mod shell;
 pub(crate) mod simulate;
 pub(crate) mod sweep;
 pub(crate) mod tokenizer;
+pub(crate) mod top;
 pub(crate) mod trace;
 pub(crate) mod worker;
 

@@ -319,3 +319,39 @@ fn the_description_of_the_api_needs_no_key_in_front_of_engines_either() {
     assert_eq!(server.get("/v1/models").status, 401);
     assert_eq!(server.post("/openapi.json", "{}").status, 401);
 }
+
+#[test]
+fn top_shows_workers_and_engines_in_a_pipe() {
+    let server = Server::start(&[FAST]);
+    server.assert_alive();
+    let url = format!("http://{}", server.address());
+    let (code, text, errors) = crate::server::run(&["top", &url]);
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(!text.contains('\u{1b}'), "no terminal: {text:?}");
+    let row = |name: &str| text.lines().find(|line| line.starts_with(name));
+    assert!(row("w0").unwrap().contains(" up "), "{text}");
+    assert!(row("w1").is_some() && text.contains("test-model"), "{text}");
+
+    let gone = Engine::start(|_, _| {});
+    let dead = gone.flag();
+    let dead_url = dead.trim_start_matches("--engine=").to_owned();
+    drop(gone);
+    let engine = Engine::start(|_, stream| stream_texts(stream, "a", &["there"]));
+    let router = front(&[&engine], &[&dead]);
+    let url = format!("http://{}", router.address());
+    let (code, text, errors) = crate::server::run(&["top", &url, "--once"]);
+    assert_eq!(code, Some(0), "{errors}");
+    let why = format!("{dead_url}: ");
+    assert!(text.contains(&why) && text.contains("down"), "{text}");
+    let (code, json, errors) = crate::server::run(&["top", &url, "--json"]);
+    assert_eq!(code, Some(0), "{errors}");
+    let figures: Value = serde_json::from_str(&json).unwrap();
+    let states = figures["engines"].as_array().unwrap().iter();
+    let mut states: Vec<&str> = states.map(|of| of["state"].as_str().unwrap()).collect();
+    states.sort_unstable();
+    assert_eq!(states, ["down", "up"]);
+    // What is no server of this kind is an error, not a table.
+    let engine = format!("http://{}", engine.address);
+    let (code, _, errors) = crate::server::run(&["top", &engine, "--once"]);
+    assert_ne!(code, Some(0), "{errors}");
+}

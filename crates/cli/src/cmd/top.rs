@@ -1,0 +1,357 @@
+//! `slipstream top`: a server's workers or engines, live in a terminal.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Read, Write as _};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use rustix::termios::{self, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
+use serde_json::Value;
+use slipstream_probe::Client;
+
+use super::client_args::ClientArgs;
+use crate::cmd::workload_args::time;
+use crate::out;
+
+/// Flags of `slipstream top`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The server, such as http://127.0.0.1:8000; `q` quits
+    url: String,
+    /// Print one table and end; so does output that is no terminal
+    #[arg(long)]
+    once: bool,
+    /// Print the figures of the table as JSON and end
+    #[arg(long)]
+    json: bool,
+    /// Interval of updates
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
+    interval: Duration,
+    #[command(flatten)]
+    client: ClientArgs,
+}
+
+/// Time limit of each question.
+const ASK: Duration = Duration::from_secs(5);
+
+/// Shows the fleet until `q`.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let client = args.client.client(&args.url)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let look = || runtime.block_on(look(&client));
+    if args.json {
+        let figures = look()?;
+        out::print(&format!("{}\n", serde_json::to_string_pretty(&figures)?))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let is_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
+    if args.once || !is_terminal {
+        out::print(&table(&args.url, &look()?, None))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let screen = Screen::open(args.interval)?;
+    let mut before: Option<Value> = None;
+    loop {
+        match look() {
+            Ok(figures) => {
+                screen.show(&table(&args.url, &figures, before.as_ref()))?;
+                before = Some(figures);
+            }
+            // It may be starting again.
+            Err(error) => screen.show(&format!("{}: {error:#}\n", plain(&args.url)))?,
+        }
+        if screen.quits()? {
+            return Ok(ExitCode::SUCCESS);
+        }
+    }
+}
+
+/// The server's figures, with the states of real engines.
+async fn look(client: &Client) -> anyhow::Result<Value> {
+    let answer = client.get("/ui.json", ASK).await?;
+    anyhow::ensure!(
+        answer.status == 200,
+        "GET /ui.json answers {}; is this a slipstream server of this version?",
+        answer.status
+    );
+    let mut figures: Value = serde_json::from_slice(&answer.body)?;
+    let health = client.get("/health", ASK).await?; // 503 has a body as well
+    let health: Value = serde_json::from_slice(&health.body).unwrap_or_default();
+    let states: BTreeMap<&str, &Value> = list(&health["engines"])
+        .iter()
+        .filter_map(|of| Some((of["url"].as_str()?, of)))
+        .collect();
+    if let Some(engines) = figures["engines"].as_array_mut() {
+        for engine in engines {
+            let known = engine["name"].as_str().and_then(|name| states.get(name));
+            if let Some(known) = known {
+                engine["state"] = known["state"].clone();
+                engine["last_failure"] = known["last_failure"].clone();
+            }
+        }
+    }
+    Ok(figures)
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// `text` for a terminal: without what would control it.
+fn plain(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}
+
+/// A count or a share; `-` if the server does not report it.
+fn shown(value: &Value, digits: usize) -> String {
+    value
+        .as_f64()
+        .map_or("-".into(), |of| format!("{of:.digits$}"))
+}
+
+fn percent(share: Option<f64>) -> String {
+    share.map_or("-".into(), |of| format!("{:.0}%", 100.0 * of))
+}
+
+/// The `q` quantile of a histogram since `before`, as its bucket's upper bound, s.
+fn quantile(now: &Value, before: Option<&Value>, q: f64) -> String {
+    let count = |of: &Value, at: usize| of["counts"][at].as_f64().unwrap_or(0.0);
+    let counts: Vec<f64> = (0..list(&now["counts"]).len())
+        .map(|at| count(now, at) - before.map_or(0.0, |of| count(of, at)))
+        .collect();
+    let all = counts.last().copied().unwrap_or(0.0);
+    let Some(at) = counts
+        .iter()
+        .position(|&count| count >= q * all)
+        .filter(|_| all > 0.0)
+    else {
+        return "-".into();
+    };
+    let seconds = |s: f64| {
+        if s < 0.01 {
+            format!("{:.2} ms", s * 1e3)
+        } else if s < 1.0 {
+            format!("{:.0} ms", s * 1e3)
+        } else {
+            format!("{s:.1} s")
+        }
+    };
+    match now["bounds"][at].as_f64() {
+        Some(bound) => format!("<= {}", seconds(bound)),
+        None => {
+            let last = at.checked_sub(1).and_then(|at| now["bounds"][at].as_f64());
+            format!("> {}", seconds(last.unwrap_or(0.0)))
+        }
+    }
+}
+
+/// The figures as text. Rates and latencies are those since `before`, or of all time.
+fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
+    let mut text = String::new();
+    let totals = &now["totals"];
+    let since = |field: &str| {
+        let total = |of: &Value| of["totals"][field].as_f64().unwrap_or(0.0);
+        // A server that was started again counts from 0.
+        before.map_or(total(now), |before| (total(now) - total(before)).max(0.0))
+    };
+    let ms = |of: &Value| of["at_ms"].as_f64().unwrap_or(0.0);
+    let seconds = before
+        .map(|before| (ms(now) - ms(before)) / 1e3)
+        .filter(|&s| s > 0.0);
+    let rate = |field: &str| {
+        seconds.map_or("-".into(), |seconds| {
+            format!("{:.1}", since(field) / seconds)
+        })
+    };
+    let hit = Some(since("prompt_tokens")).filter(|&of| of > 0.0);
+    let hit = hit.map(|prompt| since("cached_tokens") / prompt);
+    let _ = writeln!(
+        text,
+        "{}  {}  {} running  {} waiting  {} errors",
+        plain(url),
+        plain(now["model"].as_str().unwrap_or("real engines")),
+        shown(&totals["running"], 0),
+        shown(&totals["waiting"], 0),
+        shown(&totals["errors"], 0),
+    );
+    let _ = writeln!(
+        text,
+        "requests/s {}  tokens/s {}  hit rate {}  TTFT p50 {} p99 {}  ITL p50 {} p99 {}",
+        rate("requests"),
+        rate("generation_tokens"),
+        percent(hit),
+        quantile(&now["ttft"], before.map(|of| &of["ttft"]), 0.5),
+        quantile(&now["ttft"], before.map(|of| &of["ttft"]), 0.99),
+        quantile(&now["itl"], before.map(|of| &of["itl"]), 0.5),
+        quantile(&now["itl"], before.map(|of| &of["itl"]), 0.99),
+    );
+    text.push('\n');
+    let engines = list(&now["engines"]);
+    let mut rows = Vec::new();
+    if engines.is_empty() {
+        rows.push(["worker", "state", "running", "waiting", "KV use", "routed"].map(str::to_owned));
+        for worker in list(&now["workers"]) {
+            let state = if worker["ready"] == true {
+                "up"
+            } else {
+                "down"
+            };
+            rows.push([
+                plain(worker["name"].as_str().unwrap_or("?")),
+                state.into(),
+                shown(&worker["running"], 0),
+                shown(&worker["waiting"], 0),
+                percent(worker["kv_used"].as_f64()),
+                shown(&worker["routed"], 0),
+            ]);
+        }
+    } else {
+        rows.push(
+            [
+                "engine",
+                "state",
+                "in flight",
+                "requests",
+                "failures",
+                "blocks",
+            ]
+            .map(str::to_owned),
+        );
+        for engine in engines {
+            let ready = if engine["ready"] == true {
+                "up"
+            } else {
+                "down"
+            };
+            rows.push([
+                plain(engine["name"].as_str().unwrap_or("?")),
+                plain(engine["state"].as_str().unwrap_or(ready)),
+                shown(&engine["in_flight"], 0),
+                shown(&engine["requests"], 0),
+                shown(&engine["failures"], 0),
+                shown(&engine["cached_blocks"], 0),
+            ]);
+        }
+    }
+    let widths: Vec<usize> = (0..6)
+        .map(|at| {
+            rows.iter()
+                .map(|row| row[at].chars().count())
+                .max()
+                .unwrap_or(0)
+        })
+        .collect();
+    for row in &rows {
+        let _ = write!(
+            text,
+            "{:<1$}  {2:<3$}",
+            row[0], widths[0], row[1], widths[1]
+        );
+        for at in 2..6 {
+            let _ = write!(text, "  {:>1$}", row[at], widths[at]);
+        }
+        text.push('\n');
+    }
+    for engine in engines.iter().filter(|of| of["ready"] != true) {
+        if let Some(why) = engine["last_failure"].as_str() {
+            let name = engine["name"].as_str().unwrap_or("?");
+            let _ = writeln!(text, "{}: {}", plain(name), plain(why));
+        }
+    }
+    for (kind, count) in now["errors"].as_object().into_iter().flatten() {
+        if count.as_f64().is_some_and(|count| count > 0.0) {
+            let _ = writeln!(text, "{}: {}", plain(kind), shown(count, 0));
+        }
+    }
+    text
+}
+
+/// A terminal without line editing; as it was before once this is dropped.
+struct Screen {
+    before: Termios,
+}
+
+impl Screen {
+    /// Keys are waited for up to `interval`, 0.1 to 25.5 s.
+    fn open(interval: Duration) -> anyhow::Result<Screen> {
+        let before = termios::tcgetattr(std::io::stdin())?;
+        let mut raw = before.clone();
+        raw.local_modes -= LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG;
+        raw.special_codes[SpecialCodeIndex::VMIN] = 0;
+        let tenths = (interval.as_millis() / 100).clamp(1, 255);
+        raw.special_codes[SpecialCodeIndex::VTIME] = tenths as u8;
+        termios::tcsetattr(std::io::stdin(), OptionalActions::Now, &raw)?;
+        let screen = Screen { before };
+        out::print("\x1b[?1049h\x1b[?25l")?; // the other screen, no cursor
+        Ok(screen)
+    }
+
+    fn show(&self, text: &str) -> anyhow::Result<()> {
+        let size = termios::tcgetwinsize(std::io::stdout());
+        // 0: the terminal does not know.
+        let known = size.ok().filter(|size| size.ws_row > 0 && size.ws_col > 0);
+        let (rows, columns) = known.map_or((24, 80), |size| (size.ws_row, size.ws_col));
+        let mut shown = String::from("\x1b[H");
+        for line in text.lines().take(usize::from(rows.max(2)) - 1) {
+            shown.extend(line.chars().take(usize::from(columns.max(1))));
+            shown.push_str("\x1b[K\r\n");
+        }
+        shown.push_str("\x1b[J");
+        out::print(&shown)?;
+        Ok(())
+    }
+
+    /// Waits for a key up to the interval. True if it ends the display, or there are no more keys.
+    fn quits(&self) -> anyhow::Result<bool> {
+        let mut keys = [0; 16];
+        let count = std::io::stdin().read(&mut keys)?;
+        // `q`, ^C, ^D
+        Ok(keys[..count].iter().any(|key| matches!(key, b'q' | 3 | 4)))
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        let _ = termios::tcsetattr(std::io::stdin(), OptionalActions::Now, &self.before);
+        let mut stdout = std::io::stdout();
+        let _ = stdout.write_all(b"\x1b[?25h\x1b[?1049l");
+        let _ = stdout.flush();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn latencies_are_those_since_the_last_look() {
+        let before = json!({"bounds": [0.1, 0.5, null], "counts": [100.0, 100.0, 100.0]});
+        let now = json!({"bounds": [0.1, 0.5, null], "counts": [100.0, 109.0, 110.0]});
+        assert_eq!(quantile(&now, None, 0.5), "<= 100 ms");
+        assert_eq!(quantile(&now, Some(&before), 0.5), "<= 500 ms");
+        assert_eq!(quantile(&now, Some(&before), 0.99), "> 500 ms");
+        assert_eq!(quantile(&before, Some(&before), 0.5), "-");
+        assert_eq!(quantile(&json!({}), None, 0.5), "-");
+    }
+
+    #[test]
+    fn a_name_cannot_control_the_terminal() {
+        let figures = json!({
+            "totals": {}, "errors": {"engine: \u{1b}[2J": 1.0},
+            "engines": [{"name": "http://a\u{1b}]0;x\u{7}", "ready": false, "last_failure": "b\r\nc\u{9b}1m"}],
+        });
+        let text = table("http://x", &figures, None);
+        assert!(
+            text.chars().all(|c| c == '\n' || !c.is_control()),
+            "{text:?}"
+        );
+        assert!(text.contains("down"));
+    }
+}

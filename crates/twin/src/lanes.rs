@@ -41,7 +41,7 @@ use slipstream_workload::{Request, Schedule, SourceError};
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::sim::{
     Failure, Options, Outcome, Progress, REFUSED, RequestRecord, Sim, Sink, Tally, TwinError,
-    prompt_of, request_seed,
+    check_length, prompt_of, request_seed,
 };
 
 /// Arrivals per window and engine: enough that loading an engine's block pool into the processor's
@@ -159,6 +159,7 @@ struct Rules<'a> {
     options: &'a Options,
     block_size: u32,
     root: BlockHash,
+    context_max: u32,
     seed: u64,
     /// Whether the sink records each request.
     records: bool,
@@ -216,7 +217,11 @@ impl Lane {
         } = arrival;
         let (active, prompt) = match chosen {
             Some((chosen, prompt)) => (Some(chosen.charge(&rules.fleet, &prompt)), Ok(prompt)),
-            None => (None, prompt_of(&request, rules.block_size, rules.root)),
+            None => (
+                None,
+                check_length(&request, rules.context_max)
+                    .and_then(|()| prompt_of(&request, rules.block_size, rules.root)),
+            ),
         };
         let prompt = match prompt {
             Ok(prompt) => prompt,
@@ -354,6 +359,7 @@ struct Arrivals {
     /// Placeholder for every prompt, if the router reads no load and so no prompt.
     any_prompt: Option<Prompt>,
     root: BlockHash,
+    context_max: u32,
     now: SimTime,
     time_max: SimTime,
     window_max: usize,
@@ -442,7 +448,9 @@ impl Arrivals {
         let block_size = self.router.fleet().block_size();
         let prompt = match self.any_prompt {
             Some(_) => None,
-            None => match prompt_of(&request, block_size, self.root) {
+            None => match check_length(&request, self.context_max)
+                .and_then(|()| prompt_of(&request, block_size, self.root))
+            {
                 Ok(prompt) => Some(prompt),
                 Err(error) => {
                     self.refused.push(Ended::refused(request, self.now, error));
@@ -675,6 +683,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         schedule: parts.schedule,
         any_prompt: (!views).then(|| one_token(block_size)),
         root: parts.root,
+        context_max: parts.context_max,
         router,
         now: SimTime::ZERO,
         // One less than the end of time, so that a window can end after it.
@@ -696,6 +705,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
             options,
             block_size,
             root: parts.root,
+            context_max: parts.context_max,
             seed: parts.seed,
             records: sink.wants_requests(),
             tells_cache: views && fleet.config().kv_events,

@@ -476,6 +476,8 @@ pub(crate) struct Sim<'a> {
     awake: Vec<u32>,
     reserved: Vec<Reserved>,
     root: BlockHash,
+    /// Tokens of a prompt and its answer at most.
+    context_max: u32,
     seed: u64,
     pub(crate) now: SimTime,
     pub(crate) out: PassOutput,
@@ -490,6 +492,8 @@ pub(crate) struct Apart<'a> {
     pub(crate) router: Router,
     pub(crate) nodes: Vec<Node>,
     pub(crate) root: BlockHash,
+    /// Tokens of a prompt and its answer at most.
+    pub(crate) context_max: u32,
     pub(crate) seed: u64,
     /// Delay from a cache change to the router, ns.
     pub(crate) lag_ns: u64,
@@ -503,6 +507,7 @@ impl<'a> Sim<'a> {
             router: self.dispatch.into_router(),
             nodes: self.nodes,
             root: self.root,
+            context_max: self.context_max,
             seed: self.seed,
             lag_ns: self.serve.lag_ns,
         }
@@ -573,6 +578,7 @@ impl<'a> Sim<'a> {
             awake: Vec::new(),
             reserved: Vec::new(),
             root: BlockHash::root(&cluster.model.name, "", ""),
+            context_max: cluster.context_max(),
             seed: mix64(workload.seed ^ cluster.router.seed),
             now: SimTime::ZERO,
             out: PassOutput::default(),
@@ -907,7 +913,10 @@ impl<'a> Sim<'a> {
     /// Submits a request to the dispatcher.
     pub(crate) fn route(&mut self, slot: u32, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
-        let prompt = match prompt_of(&flight.request, self.serve.fleet.block_size(), self.root) {
+        let block_size = self.serve.fleet.block_size();
+        let prompt = check_length(&flight.request, self.context_max)
+            .and_then(|()| prompt_of(&flight.request, block_size, self.root));
+        let prompt = match prompt {
             Ok(prompt) => prompt,
             Err(error) => return self.refuse_for_good(slot, &error, 0, sink),
         };
@@ -1356,6 +1365,20 @@ impl<'a> Sim<'a> {
         self.tally
             .into_outcome(nodes, under_way, &self.schedule, cut)
     }
+}
+
+/// Refuses a request whose prompt and answer do not fit into the model, as the server does.
+pub(crate) fn check_length(request: &Request, context_max: u32) -> Result<(), String> {
+    let (prompt, answer) = (request.prompt.tokens(), request.output_len);
+    let room = context_max.saturating_sub(prompt);
+    if room > 0 && answer <= room {
+        return Ok(());
+    }
+    Err(format!(
+        "the model's maximum context length is {context_max} tokens, but the request has {} ({prompt} in the \
+         prompt, {answer} for the answer); shorten the requests or raise `max_model_len`",
+        u64::from(prompt) + u64::from(answer)
+    ))
 }
 
 /// The prompt of a request in blocks; its answer is named after it, so that a later turn hits it.

@@ -49,6 +49,17 @@ impl Cluster {
         (0..).map(WorkerId).zip(each)
     }
 
+    /// Tokens of a prompt and its answer at most, so that any engine can hold them: requests for more are
+    /// refused, live and simulated.
+    pub fn context_max(&self) -> u32 {
+        let engines = self.pools.iter().map(|pool| &pool.engine);
+        let held = |e: &EngineConfig| {
+            e.max_model_len
+                .min(e.num_gpu_blocks.saturating_mul(e.block_size))
+        };
+        engines.map(held).min().unwrap_or(0)
+    }
+
     /// Whether some workers compute prompts for others (disaggregated prefill).
     pub fn hands_over(&self) -> bool {
         self.pools.iter().any(|p| p.role == PoolRole::Prefill)

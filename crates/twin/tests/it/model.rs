@@ -704,6 +704,38 @@ fn clients_try_again_when_nobody_is_there() {
 }
 
 #[test]
+fn what_does_not_fit_into_the_model_is_refused_as_by_the_server() {
+    // 16,384 tokens fit, one more does not, however it is divided. Both queues of events refuse it.
+    for (isl, osl, fits) in [
+        (16_000, 384, true),
+        (16_000, 385, false),
+        (16_383, 1, true),
+        (16_384, 1, false),
+        (20_000, 10, false),
+    ] {
+        for one_queue in [false, true] {
+            let options = Options {
+                one_queue,
+                ..Options::default()
+            };
+            for pools in ["", APART] {
+                let (outcome, ended) =
+                    simulate(&ten_ms(pools, ""), &load(2, 1, isl, osl), &options);
+                for e in &ended {
+                    let error = e.error.as_deref().unwrap_or_default();
+                    assert_eq!(error.is_empty(), fits, "{isl} + {osl}: {error}");
+                    assert_eq!(e.tokens, if fits { osl } else { 0 });
+                    assert!(fits || error.contains("16384") && error.contains("max_model_len"));
+                }
+                assert_eq!(ended.len(), 2);
+                let refused = outcome.totals.errors.get(slipstream_twin::REFUSED);
+                assert_eq!(refused.is_some(), !fits);
+            }
+        }
+    }
+}
+
+#[test]
 fn requests_wait_in_turn_while_all_are_busy_and_the_rest_is_refused() {
     // A worker with 150 prompt tokens before it is busy: two prompts of 100. Five at once: two go, two
     // wait for the first tokens at 10 ms and go then, one is refused. The pass that begins at 10 ms was

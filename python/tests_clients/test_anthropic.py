@@ -51,6 +51,14 @@ def test_count_tokens_is_what_is_billed(client, model):
     assert 0 < plain < counted
 
 
+def test_count_tokens_of_a_prompt_that_does_not_fit(client, model):
+    long = [{"role": "user", "content": "word " * 50_000}]
+    counted = client.messages.count_tokens(model=model, messages=long).input_tokens
+    assert counted > 45_000, "clients ask in order to shorten it"
+    with pytest.raises(anthropic.BadRequestError, match="context length"):
+        client.messages.create(model=model, max_tokens=1, messages=long)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_of_tool_uses_ends(client, model, stream):
     messages = list(ASKED)

@@ -36,6 +36,9 @@ use crate::text::{ChatOptions, StopMatcher, TextError, TextModel};
 /// Work on one request before others have a turn, ns.
 const SLICE_NS: u64 = 1_000_000;
 
+/// An id of a token as JSON, with its comma, at most, bytes.
+const ID_BYTES: u64 = 11;
+
 /// Room made for a chat's tokens before they are counted.
 const CHAT_TOKENS_EXPECTED: usize = 1024;
 
@@ -45,6 +48,8 @@ pub(crate) struct Tokenized {
     max_tokens: u32,
     /// Its text, if it is to be repeated before the answer.
     echo: Option<Box<str>>,
+    /// Ids of its tokens, if the answer has them.
+    ids: Option<Box<[TokenId]>>,
     /// The answers of its choices, if they are decided already.
     scripts: Vec<Script>,
 }
@@ -115,6 +120,46 @@ pub(crate) fn prepare(
     })
 }
 
+/// Parses, checks and tokenizes completions that only compute their prompts. With them, a seed per prompt that
+/// follows from its tokens.
+pub(crate) fn prepare_inputs(
+    service: &Service,
+    body: &[u8],
+    mut times: StageTimes,
+) -> Result<(Prepared, Vec<u64>), ApiError> {
+    let mut request = parse_completion(body)?;
+    check_model(service, request.model.as_deref())?;
+    times.note(Stage::Parsed, monotonic_ns());
+    let mut seeds = Vec::new();
+    if let Input::Prompts(prompts) = &mut request.input {
+        for prompt in prompts {
+            if let PromptInput::Text(text) = prompt {
+                let least = service.text.tokens_min(text.len());
+                if least > service.context_max() as usize {
+                    return Err(too_long(service, request.kind, &request.params, least));
+                }
+                let mut tokens = Vec::with_capacity(text.len() / 3);
+                let special = request.params.add_special_tokens;
+                service.text.encode(text, special, &mut tokens);
+                *prompt = PromptInput::Tokens(tokens);
+            }
+            if let PromptInput::Tokens(tokens) = prompt {
+                let draw = |seed, &token: &TokenId| mix::draw(seed, u64::from(token));
+                seeds.push(tokens.iter().fold(0x656d_6265_6464, draw)); // "embedd"
+            }
+        }
+    }
+    let prompts = tokenize(service, &request)?;
+    times.note(Stage::Tokenized, monotonic_ns());
+    let prepared = Prepared {
+        kind: Kind::Completion,
+        params: request.params,
+        prompts,
+        times,
+    };
+    Ok((prepared, seeds))
+}
+
 /// Decides the answers of a request that says what they look like. Without a `seed` they follow from the body.
 #[cold]
 fn decide(
@@ -181,22 +226,39 @@ fn bound_answer(
 ) -> Result<(), ApiError> {
     let n = u64::from(params.n);
     let echo = |prompt: &Tokenized| prompt.echo.as_ref().map_or(0, |echo| echo.len() as u64);
-    let echoes = n * prompts.iter().map(echo).sum::<u64>();
+    // A chat has the ids of its prompt once.
+    let ids = |prompt: &Tokenized| {
+        prompt
+            .ids
+            .as_ref()
+            .map_or(0, |ids| ID_BYTES * ids.len() as u64)
+    };
+    let id_lists = match kind {
+        Kind::Completion => n,
+        Kind::Chat => 1,
+    };
+    let echoes =
+        n * prompts.iter().map(echo).sum::<u64>() + id_lists * prompts.iter().map(ids).sum::<u64>();
     let limits = &service.limits;
     if params.stream {
         let most = limits.stream_buffer_bytes_max;
         if echoes > most {
             return Err(ApiError::invalid(
-                "echo",
+                if params.echo {
+                    "echo"
+                } else {
+                    "return_token_ids"
+                },
                 format!(
                     "the prompts that the choices repeat have {echoes} bytes, and at most {most} may \
-                     wait for a client (`live.stream_buffer_bytes_max`); lower `n`, or do without `echo`"
+                     wait for a client (`live.stream_buffer_bytes_max`); lower `n`, or do without `echo` and `return_token_ids`"
                 ),
             ));
         }
         return Ok(());
     }
-    let per_token = token_json_max(&service.text, kind, params.logprobs);
+    let ids = if params.return_token_ids { ID_BYTES } else { 0 };
+    let per_token = token_json_max(&service.text, kind, params.logprobs) + ids;
     let tokens: u64 = prompts.iter().map(|p| u64::from(p.max_tokens)).sum();
     let bytes = n
         .saturating_mul(tokens)
@@ -252,29 +314,8 @@ pub(crate) fn tokenize(
     let text = &service.text;
     check_tokens(service, "stop_token_ids", &params.stop_token_ids)?;
     match &request.input {
-        Input::Chat {
-            messages,
-            add_generation_prompt,
-            template_kwargs,
-        } => {
-            let tools: Vec<Tree> = params.form.as_ref().map_or_else(Vec::new, |form| {
-                form.tools.iter().map(|tool| tool.whole.clone()).collect()
-            });
-            let options = ChatOptions {
-                add_generation_prompt: *add_generation_prompt,
-                tools: &tools,
-                template_kwargs,
-                now_unix_s: now_unix_s(),
-            };
-            let mut tokens = Vec::with_capacity(CHAT_TOKENS_EXPECTED);
-            let most = service.context_max();
-            text.encode_chat_within(messages, &options, most as usize, &mut tokens)
-                .map_err(|error| match error {
-                    TextError::TooLong { tokens } => {
-                        too_long(service, request.kind, params, tokens)
-                    }
-                    error => ApiError::invalid("messages", error.to_string()),
-                })?;
+        Input::Chat { .. } => {
+            let tokens = chat_tokens(service, request, service.context_max() as usize)?;
             Ok(vec![fit(service, request.kind, params, &tokens, None)?])
         }
         Input::Prompts(prompts) => prompts
@@ -298,6 +339,46 @@ pub(crate) fn tokenize(
             })
             .collect(),
     }
+}
+
+/// Tokens of a chat, which has `most` at most.
+fn chat_tokens(
+    service: &Service,
+    request: &ApiRequest<'_>,
+    most: usize,
+) -> Result<Vec<TokenId>, ApiError> {
+    let Input::Chat {
+        messages,
+        add_generation_prompt,
+        template_kwargs,
+    } = &request.input
+    else {
+        return Ok(Vec::new());
+    };
+    let params = &request.params;
+    let tools: Vec<Tree> = params.form.as_ref().map_or_else(Vec::new, |form| {
+        form.tools.iter().map(|tool| tool.whole.clone()).collect()
+    });
+    let options = ChatOptions {
+        add_generation_prompt: *add_generation_prompt,
+        tools: &tools,
+        template_kwargs,
+        now_unix_s: now_unix_s(),
+    };
+    let mut tokens = Vec::with_capacity(CHAT_TOKENS_EXPECTED);
+    service
+        .text
+        .encode_chat_within(messages, &options, most, &mut tokens)
+        .map_err(|error| match error {
+            TextError::TooLong { tokens } => too_long(service, request.kind, params, tokens),
+            error => ApiError::invalid("messages", error.to_string()),
+        })?;
+    Ok(tokens)
+}
+
+/// Counts the tokens of a chat, also of one that does not fit into the model: clients ask in order to shorten it.
+pub(crate) fn count_tokens(service: &Service, request: &ApiRequest<'_>) -> Result<u64, ApiError> {
+    Ok(chat_tokens(service, request, usize::MAX)?.len() as u64)
 }
 
 /// A prompt that has at least so many `tokens` by its length.
@@ -342,6 +423,7 @@ fn fit(
         prompt,
         max_tokens: params.max_tokens.unwrap_or(room),
         echo,
+        ids: params.return_token_ids.then(|| tokens.into()),
         scripts: Vec::new(),
     })
 }
@@ -375,10 +457,12 @@ pub(crate) async fn dispatch(
     let keeps = head.resumes && shard.dispatching.keeps_requests();
     let kept = prompts.iter().filter(|_| keeps).map(|p| p.prompt.bytes());
     let scripts = prompts.iter().flat_map(|prompt| &prompt.scripts);
+    let ids = prompts.iter().filter_map(|prompt| prompt.ids.as_ref());
     let bytes = REPLY_BYTES
         + SEQUENCE_BYTES * count as u64
         + kept.sum::<u64>()
-        + scripts.map(Script::bytes).sum::<u64>();
+        + scripts.map(Script::bytes).sum::<u64>()
+        + ids.map(|ids| size_of_val(&**ids) as u64).sum::<u64>();
     let charge = shard.budget.memory.charge(head.client.counts(), bytes)?;
     let shape = shape_of(shard, head, kind, params, &prompts);
     shard.metrics.prompt_tokens.add(shape.prompt_tokens);
@@ -463,6 +547,7 @@ fn sequences(
     let mut requests = Vec::with_capacity(count);
     for tokenized in prompts {
         let echo: Option<Rc<str>> = tokenized.echo.map(Into::into);
+        let prompt_ids: Option<Rc<[TokenId]>> = tokenized.ids.map(Into::into);
         let mut scripts = tokenized.scripts.into_iter().map(Rc::new);
         for _ in 0..params.n {
             let script = scripts.next();
@@ -508,7 +593,9 @@ fn sequences(
                 plain: stops.is_empty()
                     && params.logprobs.is_none()
                     && echo.is_none()
+                    && prompt_ids.is_none()
                     && script.is_none(),
+                prompt_ids: prompt_ids.clone(),
                 script,
                 ignores_eos: params.ignore_eos,
                 echo: echo.clone(),

@@ -25,6 +25,8 @@ use slipstream_router::Fleet;
 use crate::access::Entry;
 use crate::budget::{Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
+use crate::embeddings;
+use crate::faults::{self, Breaking};
 use crate::generate;
 use crate::helpers::NoResult;
 use crate::messages::{self, MessageBody};
@@ -34,6 +36,7 @@ use crate::openai::{
     models_json, openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
 };
 use crate::reply::{ReplyBody, Whole, WholeBody};
+use crate::responses::{self, ResponseBody};
 use crate::service::{Admission, Service};
 use crate::shard::{Plane, Shard};
 use crate::talk;
@@ -69,6 +72,8 @@ const BODY_FACTOR_HIGH: u64 = 512;
 /// Body of any answer.
 pub(crate) struct HttpBody {
     content: Content,
+    /// A fault by rate, if the stream has one.
+    breaking: Option<Box<Breaking>>,
     /// The request that it answers, which ends with it.
     owner: Option<Rc<Owner>>,
     /// What a large one takes.
@@ -85,14 +90,59 @@ enum Content {
     Stream(Box<ReplyBody>),
     /// The same as Anthropic has them.
     Message(Box<MessageBody>),
+    /// The same as the Responses API has them.
+    Response(Box<ResponseBody>),
     /// As an engine sends it.
     Relay(Rc<RefCell<Relay>>),
+}
+
+impl Content {
+    fn poll_frame(
+        &mut self,
+        owner: Option<&Owner>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+        match self {
+            Content::Whole(rest) => {
+                let Some(mut bytes) = rest.take() else {
+                    return Poll::Ready(None);
+                };
+                // In pieces, so that a client that reads a long one slowly is seen to read.
+                if bytes.len() > PIECE_BYTES {
+                    *rest = Some(bytes.split_off(PIECE_BYTES));
+                }
+                if let Some(owner) = owner {
+                    owner.progress();
+                }
+                Poll::Ready(Some(Ok(Frame::data(bytes))))
+            }
+            Content::Slices(body) => body.poll_frame(cx).map_err(io::Error::other),
+            _ => {
+                let polled = self.poll_stream(cx);
+                if let (Poll::Ready(Some(Ok(_))), Some(owner)) = (&polled, owner) {
+                    owner.account().note_piece();
+                }
+                polled
+            }
+        }
+    }
+
+    fn poll_stream(&mut self, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+        match self {
+            Content::Whole(_) | Content::Slices(_) => unreachable!("it is no stream"),
+            Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Message(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Response(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Relay(relay) => Pin::new(&mut *relay.borrow_mut()).poll_frame(cx),
+        }
+    }
 }
 
 impl HttpBody {
     fn new(content: Content) -> HttpBody {
         HttpBody {
             content,
+            breaking: None,
             owner: None,
             memory: None,
         }
@@ -104,6 +154,14 @@ impl HttpBody {
             memory,
             ..HttpBody::new(Content::Whole(bytes))
         }
+    }
+
+    /// Whether it is sent as events.
+    fn is_stream(&self) -> bool {
+        matches!(
+            self.content,
+            Content::Stream(_) | Content::Message(_) | Content::Response(_)
+        )
     }
 
     /// An engine's.
@@ -122,35 +180,24 @@ impl Body for HttpBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
-        let polled = match &mut this.content {
-            Content::Whole(rest) => {
-                let Some(mut bytes) = rest.take() else {
-                    return Poll::Ready(None);
-                };
-                // In pieces, so that a client that reads a long one slowly is seen to read.
-                if bytes.len() > PIECE_BYTES {
-                    *rest = Some(bytes.split_off(PIECE_BYTES));
-                }
-                if let Some(owner) = &this.owner {
-                    owner.progress();
-                }
-                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+        if let Some(breaking) = &mut this.breaking {
+            std::task::ready!(breaking.poll_ready(cx));
+            let piece = std::task::ready!(this.content.poll_frame(this.owner.as_deref(), cx));
+            if let Some(Ok(_)) = &piece {
+                breaking.pass()?;
             }
-            Content::Slices(body) => return body.poll_frame(cx).map_err(io::Error::other),
-            Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
-            Content::Message(body) => body.poll_frame(cx).map_err(io::Error::other),
-            Content::Relay(relay) => Pin::new(&mut *relay.borrow_mut()).poll_frame(cx),
-        };
-        if let (Poll::Ready(Some(Ok(_))), Some(owner)) = (&polled, &this.owner) {
-            owner.account().note_piece();
+            return Poll::Ready(piece);
         }
-        polled
+        this.content.poll_frame(this.owner.as_deref(), cx)
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.content {
             Content::Whole(bytes) => bytes.is_none(),
-            Content::Slices(_) | Content::Stream(_) | Content::Message(_) => false,
+            Content::Slices(_)
+            | Content::Stream(_)
+            | Content::Message(_)
+            | Content::Response(_) => false,
             Content::Relay(relay) => relay.borrow().is_end_stream(),
         }
     }
@@ -160,7 +207,10 @@ impl Body for HttpBody {
             Content::Whole(bytes) => {
                 SizeHint::with_exact(bytes.as_ref().map_or(0, |b| b.len() as u64))
             }
-            Content::Slices(_) | Content::Stream(_) | Content::Message(_) => SizeHint::default(),
+            Content::Slices(_)
+            | Content::Stream(_)
+            | Content::Message(_)
+            | Content::Response(_) => SizeHint::default(),
             Content::Relay(relay) => relay.borrow().size_hint(),
         }
     }
@@ -310,7 +360,7 @@ fn preflight() -> Response<HttpBody> {
     let mut response = status_only(StatusCode::NO_CONTENT);
     let headers = response.headers_mut();
     for (name, value) in [
-        (ACCESS_CONTROL_ALLOW_METHODS, "GET, HEAD, POST"),
+        (ACCESS_CONTROL_ALLOW_METHODS, "GET, HEAD, POST, DELETE"),
         (
             ACCESS_CONTROL_ALLOW_HEADERS,
             "authorization, content-type, x-request-id, x-session-id, x-slipstream-worker, \
@@ -330,6 +380,9 @@ enum Endpoint {
     Completion,
     Messages,
     CountTokens,
+    Responses,
+    Response,
+    Embeddings,
     Tokenize,
     Detokenize,
     Models,
@@ -353,17 +406,21 @@ struct Route {
 }
 
 const POST: &[Method] = &[Method::POST];
+const STORED: &[Method] = &[Method::GET, Method::HEAD, Method::POST, Method::DELETE];
 const READ: &[Method] = &[Method::GET, Method::HEAD];
 
 /// Where Anthropic's API begins, which has errors of its own shape.
 const MESSAGES: &str = "/v1/messages";
 
 /// The most frequent ones first.
-static ROUTES: [Route; 15] = [
+static ROUTES: [Route; 18] = [
     keyed("/v1/chat/completions", POST, Endpoint::Chat),
     keyed("/v1/completions", POST, Endpoint::Completion),
     keyed(MESSAGES, POST, Endpoint::Messages),
     keyed("/v1/messages/count_tokens", POST, Endpoint::CountTokens),
+    keyed("/v1/responses", POST, Endpoint::Responses),
+    keyed("/v1/responses/", STORED, Endpoint::Response),
+    keyed("/v1/embeddings", POST, Endpoint::Embeddings),
     keyed("/tokenize", POST, Endpoint::Tokenize),
     keyed("/detokenize", POST, Endpoint::Detokenize),
     keyed("/v1/models", READ, Endpoint::Models),
@@ -414,6 +471,9 @@ async fn route(
         return Err(ApiError::head_too_large(limit));
     }
     let path = request.uri().path();
+    if path == "/admin/faults" {
+        return faults::admin(shard, owner, request).await;
+    }
     let found = find_route(path);
     let headers = request.headers();
     let authorization = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
@@ -444,36 +504,81 @@ async fn route(
             client.admit()?;
         }
     }
-    let client = || client;
+    let fault = match route.endpoint {
+        Endpoint::Chat
+        | Endpoint::Completion
+        | Endpoint::Messages
+        | Endpoint::Responses
+        | Endpoint::Embeddings => service.faults.draw(),
+        _ => None,
+    };
+    if let Some(error) = fault.and_then(faults::error) {
+        fault.inspect(|&fault| service.faults.count(fault));
+        return Err(error);
+    }
+    let mut response = answer(shard, route, request, client, id, times).await?;
+    if let Some(fault) = fault
+        && response.body().is_stream()
+    {
+        let breaking = Breaking::new(fault, &service.faults);
+        response.body_mut().breaking = breaking.map(Box::new);
+    }
+    Ok(response)
+}
+
+/// Answers a request that has passed.
+async fn answer(
+    shard: &Rc<Shard>,
+    route: &Route,
+    request: Request<Incoming>,
+    client: Client,
+    id: &str,
+    times: StageTimes,
+) -> Result<Response<HttpBody>, ApiError> {
+    let service = &shard.service;
+    let path = request.uri().path();
     match route.endpoint {
         Endpoint::Chat => {
-            let Received { head, body, charge } = receive(shard, client(), request, id).await?;
+            let Received { head, body, charge } = receive(shard, client, request, id).await?;
             generate::generate(shard, Kind::Chat, head, body, charge, times).await
         }
         Endpoint::Completion => {
             if media_type(request.headers()) == Some("application/x-ndjson") {
                 check_memory(shard)?;
                 let (parts, body) = request.into_parts();
-                let head = head_of(&parts.headers, id, client())?;
+                let head = head_of(&parts.headers, id, client)?;
                 return talk::talk(shard, head, body, times).await;
             }
-            let Received { head, body, charge } = receive(shard, client(), request, id).await?;
+            let Received { head, body, charge } = receive(shard, client, request, id).await?;
             generate::generate(shard, Kind::Completion, head, body, charge, times).await
         }
         Endpoint::Messages => {
-            let Received { head, body, charge } = receive(shard, client(), request, id).await?;
+            let Received { head, body, charge } = receive(shard, client, request, id).await?;
             messages::create(shard, head, body, charge, times).await
         }
         Endpoint::CountTokens => {
-            let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
+            let Received { body, charge, .. } = receive(shard, client, request, id).await?;
             messages::count_tokens(shard, body, charge).await
         }
+        Endpoint::Responses => {
+            let Received { head, body, charge } = receive(shard, client, request, id).await?;
+            responses::create(shard, head, body, charge, times).await
+        }
+        Endpoint::Embeddings => {
+            let Received { head, body, charge } = receive(shard, client, request, id).await?;
+            embeddings::create(shard, head, body, charge, times).await
+        }
+        Endpoint::Response => {
+            let (method, query) = (request.method(), request.uri().query());
+            let rest = &path[route.path.len()..];
+            responses::stored(shard, &client, method, rest, query)
+        }
         Endpoint::Tokenize => {
-            let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
+            let Received { body, charge, .. } = receive(shard, client, request, id).await?;
             large_json(shard.run(body, charge, tokenize).await?)
         }
         Endpoint::Detokenize => {
-            let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
+            let Received { body, charge, .. } = receive(shard, client, request, id).await?;
             large_json(shard.run(body, charge, detokenize).await?)
         }
         Endpoint::Models => Ok(json(200, models_json(&[card(service)]))),
@@ -531,23 +636,38 @@ impl Shard {
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         body: Bytes,
+        charge: Charge,
+        job: impl FnOnce(&Service, &[u8]) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, Charge), ApiError> {
+        let bytes = body.len();
+        self.run_sized(body, bytes, charge, job).await
+    }
+
+    /// As [`run`](Self::run), for a job that handles so many `bytes`, at least those of the body.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub(crate) async fn run_sized<T: Send + 'static>(
+        &self,
+        body: Bytes,
+        bytes: usize,
         mut charge: Charge,
         job: impl FnOnce(&Service, &[u8]) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<(T, Charge), ApiError> {
         let service = &self.service;
-        let is_short = body.len() <= INLINE_BYTES_HIGH
-            || body.len() <= INLINE_BYTES_LOW && service.text.cost(&body) == EncodeCost::Low;
+        let is_short = bytes <= INLINE_BYTES_HIGH
+            || bytes <= INLINE_BYTES_LOW && service.text.cost(&body) == EncodeCost::Low;
         if is_short {
             return Ok((job(service, &body)?, charge));
         }
-        let (service, bytes) = (service.clone(), body.len());
+        let service = service.clone();
         let on_helper = move || {
             let factor = match service.text.cost(&body) {
                 EncodeCost::Low => BODY_FACTOR_LOW,
                 EncodeCost::High => BODY_FACTOR_HIGH,
             };
             let kept = charge.bytes();
-            charge.grow_to(kept + factor * body.len() as u64)?;
+            charge.grow_to(kept + factor * bytes as u64)?;
             let done = job(&service, &body)?;
             charge.shrink_to(kept);
             Ok((done, charge))
@@ -868,6 +988,19 @@ fn large_json((body, mut charge): (Vec<u8>, Charge)) -> Result<Response<HttpBody
     Ok(response)
 }
 
+/// An answer with vectors, and the trace of their prompts.
+pub(crate) fn embeddings(
+    body: Vec<u8>,
+    charge: Charge,
+    trace: Option<&str>,
+) -> Result<Response<HttpBody>, ApiError> {
+    let mut response = large_json((body, charge))?;
+    if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(trace).ok()) {
+        response.headers_mut().insert(X_TRACE, trace);
+    }
+    Ok(response)
+}
+
 /// A whole answer, with its trace.
 pub(crate) fn whole(answer: Whole, trace: Option<&str>) -> Response<HttpBody> {
     let mut response = match answer {
@@ -887,6 +1020,11 @@ pub(crate) fn whole(answer: Whole, trace: Option<&str>) -> Response<HttpBody> {
 /// A stream of events.
 pub(crate) fn events(body: ReplyBody) -> Response<HttpBody> {
     event_stream(Content::Stream(Box::new(body)))
+}
+
+/// The events of a response.
+pub(crate) fn response_events(body: ResponseBody) -> Response<HttpBody> {
+    event_stream(Content::Response(Box::new(body)))
 }
 
 /// The events of a message.

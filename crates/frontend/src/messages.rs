@@ -86,6 +86,10 @@ pub(crate) async fn create(
         // The text, and its JSON.
         charge.grow_to(3 * bytes)?;
     }
+    // As the chat's answer would have it.
+    if let Some(error) = chat.error() {
+        return Err(error);
+    }
     match whole.whole() {
         Ok(message) => Ok(http::json(200, message)),
         Err((status, message)) => Err(ApiError::failed(status, message)),
@@ -102,8 +106,7 @@ pub(crate) async fn count_tokens(
         let request = parse_messages(body, true)?;
         let chat = parse_chat(&request.chat)?;
         check_model(service, chat.model.as_deref())?;
-        let prompts = generate::tokenize(service, &chat)?;
-        Ok(prompts.iter().map(|prompt| u64::from(prompt.len())).sum())
+        generate::count_tokens(service, &chat)
     };
     let (tokens, _): (u64, Charge) = shard.run(body, charge, count).await?;
     Ok(http::json(200, input_tokens_json(tokens)))

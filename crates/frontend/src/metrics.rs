@@ -14,6 +14,7 @@ use prometheus_client::registry::Unit;
 use slipstream_base::{FinishReason, Stage, StageTimes};
 
 use crate::budget::Budget;
+use crate::faults::{FAULTS, Faults};
 
 /// A number that one thread writes and others read.
 #[derive(Debug, Default)]
@@ -206,6 +207,10 @@ pub(crate) struct ShardMetrics {
     pub(crate) streams_not_resumed: Count,
     /// Prompts that were sent to another worker than their answers.
     pub(crate) prompts_apart: Count,
+    /// Responses stored for requests that continue them.
+    pub(crate) responses_stored: Count,
+    /// Responses that were to be stored, and are not any more or never were for lack of room.
+    pub(crate) responses_evicted: Count,
     /// Bytes of keys and values that were sent between workers.
     pub(crate) kv_bytes: Count,
     /// Streams that were about to go to a worker that had just vanished.
@@ -272,6 +277,8 @@ impl ShardMetrics {
             streams_resumed: Count::default(),
             streams_not_resumed: Count::default(),
             prompts_apart: Count::default(),
+            responses_stored: Count::default(),
+            responses_evicted: Count::default(),
             kv_bytes: Count::default(),
             late_starts: Count::default(),
             plane_malformed: Count::default(),
@@ -328,6 +335,7 @@ impl ShardMetrics {
 pub(crate) struct FrontendCollector {
     pub(crate) shards: Vec<Arc<ShardMetrics>>,
     pub(crate) budget: Arc<Budget>,
+    pub(crate) faults: Arc<Faults>,
 }
 
 impl fmt::Debug for FrontendCollector {
@@ -388,6 +396,17 @@ impl FrontendCollector {
             family
                 .encode_family(&[("reason", reason)])?
                 .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        let mut family = e.encode_descriptor(
+            "slipstream_faults_injected",
+            "Requests with a fault by rate (`[live.faults]`)",
+            None,
+            MetricType::Counter,
+        )?;
+        for (fault, count) in FAULTS.into_iter().zip(self.faults.counts()) {
+            family
+                .encode_family(&[("fault", fault)])?
+                .encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
         }
         self.seconds(
             e,
@@ -697,6 +716,18 @@ impl Collector for FrontendCollector {
         )?;
         self.counter(
             e,
+            "slipstream_responses_stored",
+            "Responses stored for requests that continue them",
+            |s| &s.responses_stored,
+        )?;
+        self.counter(
+            e,
+            "slipstream_responses_evicted",
+            "Responses not stored, or removed from the store, for lack of room",
+            |s| &s.responses_evicted,
+        )?;
+        self.counter(
+            e,
             "slipstream_prompts_apart",
             "Prompts sent to another worker than their answers",
             |s| &s.prompts_apart,
@@ -763,7 +794,11 @@ mod tests {
         shards[1].on_rejected(Rejection::Busy);
         let mut registry = Registry::default();
         let budget = Budget::new(crate::Limits::default());
-        registry.register_collector(Box::new(FrontendCollector { shards, budget }));
+        registry.register_collector(Box::new(FrontendCollector {
+            shards,
+            budget,
+            faults: Arc::default(),
+        }));
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         let ttft = |le: &str| {

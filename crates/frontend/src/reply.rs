@@ -179,7 +179,7 @@ pub(crate) struct ReplyState {
     opened: bool,
     /// All events, `[DONE]` included, are in `out` or gone.
     complete: bool,
-    /// The reply failed; for whole answers, what to answer instead.
+    /// The reply failed: what to answer instead, if nothing of it is sent yet.
     error: Option<ApiError>,
     /// The client's side has taken all of it.
     delivered: bool,
@@ -280,6 +280,8 @@ pub(crate) struct SequenceSpec {
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<Rc<str>>,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
+    /// Ids of the prompt's tokens, if the answer has them and those of its own.
+    pub(crate) prompt_ids: Option<Rc<[TokenId]>>,
     /// The answer, if it is decided already: its tokens are shown in place of the engine's.
     pub(crate) script: SharedScript,
     /// What is known at the start of its line in the record, if there is one.
@@ -325,6 +327,8 @@ struct Sequence {
     /// Positions and numbers of the tokens that have log probabilities (whole answers). They follow from
     /// these, so they are made when they are rendered: they take a hundred times the memory.
     logprob_tokens: Vec<(u32, TokenId)>,
+    /// Ids of the tokens (whole answers), if the answer has them.
+    ids: Vec<TokenId>,
     /// Characters of text rendered, for `text_offset`.
     text_chars: u64,
     /// Tokens rendered, or consumed by a stop matcher: the position of the next one.
@@ -380,7 +384,10 @@ impl ReplyState {
             .enumerate()
             .map(|(index, spec)| Sequence {
                 render: {
-                    let render = SseRender::new(&head, index as u32);
+                    let mut render = SseRender::new(&head, index as u32);
+                    if let Some(prompt) = spec.prompt_ids.as_ref().filter(|_| shape.stream) {
+                        render = render.with_token_ids(prompt.clone());
+                    }
                     if shape.running_usage {
                         render.with_running_usage(u64::from(spec.prompt_tokens))
                     } else {
@@ -398,6 +405,7 @@ impl ReplyState {
                 stopped: None,
                 text: String::new(),
                 logprob_tokens: Vec::new(),
+                ids: Vec::new(),
                 text_chars: 0,
                 position: 0,
                 generated: 0,
@@ -886,9 +894,8 @@ impl ReplyState {
         }
         if self.shape.stream {
             SseRender::error(error, &mut self.out);
-        } else {
-            self.error = Some(error.clone());
         }
+        self.error = Some(error.clone());
         self.complete = true;
         self.open = 0;
         for sequence in &mut self.sequences {
@@ -1011,6 +1018,7 @@ impl ReplyState {
             for sequence in &mut self.sequences {
                 sequence.text = String::new();
                 sequence.logprob_tokens = Vec::new();
+                sequence.ids = Vec::new();
             }
         }
         if let Some(charge) = &mut self.charge {
@@ -1138,6 +1146,12 @@ impl WholeAnswer for Complete<'_> {
 
     fn text_offset(&self, choice: usize) -> u64 {
         self.state.sequences[choice].text_chars
+    }
+
+    fn token_ids(&self, choice: usize) -> Option<[&[TokenId]; 2]> {
+        let sequence = &self.state.sequences[choice];
+        let prompt = sequence.spec.prompt_ids.as_deref()?;
+        Some([prompt, &sequence.ids])
     }
 
     fn usage(&self) -> Usage {
@@ -1273,9 +1287,13 @@ impl Sequence {
     /// What a generated token adds, and whether it completed a stop string.
     fn take_piece(&mut self, token: TokenId, text: &TextModel) -> (Piece, bool) {
         let token = match self.spec.script.clone() {
-            None => token,
+            None => {
+                self.render.note_token(token);
+                token
+            }
             Some(script) => {
                 let token = script.token(self.position);
+                self.render.note_token(token);
                 match script.show(self.position) {
                     (Show::Text, _) => token,
                     show => return (self.take_call(&script, token, show, text), false),
@@ -1286,7 +1304,9 @@ impl Sequence {
         if let Some(echo) = self.spec.echo.take() {
             self.text_chars += echo.chars().count() as u64;
             shown.push_str(&echo);
-            self.spec.plain = self.spec.stop.is_none() && self.spec.top_logprobs.is_none();
+            self.spec.plain = self.spec.stop.is_none()
+                && self.spec.top_logprobs.is_none()
+                && self.spec.prompt_ids.is_none();
         }
         let echoed = shown.len();
         let logprobs = self.logprob(token, text).map(|token| LogprobsPiece {
@@ -1369,6 +1389,11 @@ impl Sequence {
         let mut token = token;
         if let Some(script) = &self.spec.script {
             token = script.token(self.position);
+        }
+        if self.spec.prompt_ids.is_some() {
+            self.ids.push(token);
+        }
+        if let Some(script) = &self.spec.script {
             if script.show(self.position).0 != Show::Text {
                 if self.spec.top_logprobs.is_some() && !text.is_special(token) {
                     self.logprob_tokens.push((self.position as u32, token));
@@ -1763,6 +1788,11 @@ impl ReplyBody {
         ReplyBody { handle, refills: 0 }
     }
 
+    /// Why the reply failed, if it did: the error that its last event has.
+    pub(crate) fn error(&self) -> Option<ApiError> {
+        self.handle.reply.state.borrow().error.clone()
+    }
+
     pub(crate) fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
@@ -1870,6 +1900,7 @@ mod tests {
             plain: stops.is_empty() && echo.is_none(),
             echo: echo.map(Rc::from),
             stop_token_ids: [].into(),
+            prompt_ids: None,
             script: None,
             ignores_eos: false,
             recorded: None,

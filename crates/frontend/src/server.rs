@@ -150,8 +150,10 @@ impl Frontend {
         registry.register_collector(Box::new(FrontendCollector {
             shards: metrics.clone(),
             budget: budget.clone(),
+            faults: service.faults.clone(),
         }));
         let shared = Shared {
+            responses: Arc::default(),
             #[cfg(feature = "bench")]
             table_lock: TableLock::new(service.locked_table),
             #[cfg(not(feature = "bench"))]

@@ -18,6 +18,7 @@ use subtle::ConstantTimeEq;
 
 use crate::access::AccessLog;
 use crate::budget::ClientUse;
+use crate::faults::Faults;
 use crate::limits::{KeyRates, KeyUse};
 use crate::text::TextModel;
 
@@ -45,6 +46,8 @@ pub struct Service {
     pub origins: Origins,
     /// Bounds on what clients may do.
     pub limits: Limits,
+    /// Errors and broken streams by rate.
+    pub faults: Arc<Faults>,
     /// Records requests at their end; `None`: nothing is recorded.
     pub recorder: Option<RecorderHandle>,
     /// Has a line per request; `None`: there is none.

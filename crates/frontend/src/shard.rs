@@ -25,6 +25,7 @@ use crate::openai::ApiError;
 use crate::remote::{Peer, Remote, RemotePlane};
 use crate::replies::Replies;
 use crate::reply::{NewTokens, StreamRole, StreamSlot};
+use crate::responses::ResponseStore;
 use crate::service::Service;
 use crate::table_lock::TableLock;
 use crate::upstream::{Engines, Upstream};
@@ -74,6 +75,8 @@ pub(crate) struct Shard {
     /// What clients of all shards hold.
     pub(crate) budget: Arc<Budget>,
     pub(crate) helpers: Arc<Helpers>,
+    /// Those that later requests may continue.
+    pub(crate) responses: Arc<ResponseStore>,
     pub(crate) replies: Replies,
     pub(crate) meter: Meter,
     requests: Cell<u64>,
@@ -88,6 +91,7 @@ pub(crate) struct Shared {
     pub(crate) registry: Arc<Registry>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) helpers: Arc<Helpers>,
+    pub(crate) responses: Arc<ResponseStore>,
     pub(crate) table_lock: TableLock,
 }
 
@@ -124,6 +128,7 @@ impl Shard {
             registry,
             budget,
             helpers,
+            responses,
             table_lock,
         } = shared;
         let streams_max = match &plane.kv_network {
@@ -147,6 +152,7 @@ impl Shard {
             table_lock,
             budget,
             helpers,
+            responses,
             replies: Replies::default(),
             requests: Cell::new(0),
             log: LogPace::default(),

@@ -103,6 +103,7 @@ impl SimFrontend {
     /// A frontend that serves `service` with the workers of `roster`.
     pub fn new(service: Service, roster: Arc<Roster>, limits: RemoteLimits) -> SimFrontend {
         let shared = Shared {
+            responses: Arc::default(),
             #[cfg(feature = "bench")]
             table_lock: TableLock::new(false),
             #[cfg(not(feature = "bench"))]

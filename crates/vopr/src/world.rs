@@ -775,6 +775,7 @@ impl<'a> World<'a> {
             recorder: None,
             access: None,
             trace_sample: 0.0,
+            faults: Arc::default(),
             created: 0,
             seed: self.plan.seed,
         };

@@ -11,13 +11,13 @@ use std::time::Duration;
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::{BlockHash, RankId, WorkerId};
-use slipstream_config::cluster::{Cluster, EngineConfig, EventBus};
+use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, FaultsConfig};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Faults, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -408,6 +408,7 @@ pub(super) fn service(
         fleets,
         api_keys: api_keys(live.api_keys_file.as_ref())?,
         origins: Origins::new(&live.cors_origins),
+        faults: Arc::new(Faults::new(live.faults.clone(), fault_key(&live.faults)?)),
         limits: Limits {
             memory_max: match live.memory_max {
                 0 => super::memory::half_of_host(),
@@ -433,6 +434,24 @@ pub(super) fn service(
 
 /// The keys of `file` and of the environment variable. A source that is named and has none is an error:
 /// without any key the server is open to all.
+/// The key of `/admin/faults`.
+fn fault_key(faults: &FaultsConfig) -> anyhow::Result<ApiKeys> {
+    let Some(file) = &faults.admin_key_file else {
+        return Ok(ApiKeys::default());
+    };
+    let text = super::files::read_text(file).with_context(|| {
+        let file = file.display();
+        format!("reading the admin key (live.faults.admin_key_file) from {file}")
+    })?;
+    let keys = ApiKeys::new(text.lines().map(str::to_owned));
+    anyhow::ensure!(
+        !keys.is_empty(),
+        "{} has no key; write one, or remove `live.faults.admin_key_file`",
+        file.display()
+    );
+    Ok(keys)
+}
+
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let mut keys = ApiKeys::default();
     if let Some(file) = file {

@@ -20,9 +20,10 @@ use std::path::Path;
 
 use super::upstream::{read_engines, read_upstream};
 use super::{
-    Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, Framework, HandOver,
-    Happening, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
-    OutputLen, PoolConfig, PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, FaultsConfig,
+    Framework, HandOver, Happening, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig,
+    NetworkConfig, NetworkMode, OutputLen, PoolConfig, PoolRole, RouterConfig, RouterPolicy,
+    SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -1317,7 +1318,33 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .within(0.0..=TIMEOUT_S_MAX)
             .or(default.drain_timeout_s),
         events: t.table("events", read_events),
+        faults: t.table("faults", read_faults),
     }
+}
+
+fn read_faults(t: &Table<'_>) -> FaultsConfig {
+    let default = FaultsConfig::default();
+    let rate = |key, default| t.get(key).within(0.0..=1.0).or(default);
+    let config = FaultsConfig {
+        error_429: rate("error_429", default.error_429),
+        error_500: rate("error_500", default.error_500),
+        stall: rate("stall", default.stall),
+        stall_s: t.get("stall_s").within(0.0..=86_400.0).or(default.stall_s),
+        cut: rate("cut", default.cut),
+        seed: t.get("seed").or(default.seed),
+        admin_key_file: t.path("admin_key_file").optional(),
+    };
+    let sum: f64 = config.rates().iter().sum();
+    if sum > 1.0 {
+        t.error(
+            "error_429",
+            format!(
+                "the rates of `[live.faults]` add up to {sum}, and a request has one fault at most"
+            ),
+            "lower them to 1 in all",
+        );
+    }
+    config
 }
 
 fn read_events(t: &Table<'_>) -> EventsConfig {

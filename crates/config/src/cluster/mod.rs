@@ -723,6 +723,48 @@ pub struct LiveConfig {
     pub drain_timeout_s: f64,
     /// `[live.events]`: destination of forward-pass metrics and KV events.
     pub events: EventsConfig,
+    /// `[live.faults]`: errors and broken streams by rate.
+    pub faults: FaultsConfig,
+}
+
+/// `[live.faults]`: chances of a request's faults, from 0 to 1 and 1 in all.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FaultsConfig {
+    /// 429 instead of an answer. Default 0.
+    pub error_429: f64,
+    /// 500 instead of an answer. Default 0.
+    pub error_500: f64,
+    /// A stream that pauses once. Default 0.
+    pub stall: f64,
+    /// How long it pauses, s. Default 10.
+    pub stall_s: f64,
+    /// A stream whose connection is closed before its end. Default 0.
+    pub cut: f64,
+    /// Decides which requests have faults. Default 0.
+    pub seed: u64,
+    /// File with the key of `/admin/faults`, which changes the rates; `None`: there is no such path.
+    pub admin_key_file: Option<PathBuf>,
+}
+
+impl FaultsConfig {
+    /// The chances of 429, 500, a stall and a cut.
+    pub fn rates(&self) -> [f64; 4] {
+        [self.error_429, self.error_500, self.stall, self.cut]
+    }
+}
+
+impl Default for FaultsConfig {
+    fn default() -> Self {
+        FaultsConfig {
+            error_429: 0.0,
+            error_500: 0.0,
+            stall: 0.0,
+            stall_s: 10.0,
+            cut: 0.0,
+            seed: 0,
+            admin_key_file: None,
+        }
+    }
 }
 
 impl Default for LiveConfig {
@@ -752,6 +794,7 @@ impl Default for LiveConfig {
             cors_origins: String::new(),
             drain_timeout_s: 30.0,
             events: EventsConfig::default(),
+            faults: FaultsConfig::default(),
         }
     }
 }

@@ -89,6 +89,7 @@ pub(super) static FIELDS: &[Field] = &[
     used(Where::Both, "user"),
     used(Where::Both, "request_id"),
     used(Where::Both, "cache_salt"),
+    used(Where::Both, "return_token_ids"),
     used(Where::Both, "best_of"),
     used(Where::Both, "temperature"),
     used(Where::Both, "top_p"),
@@ -195,15 +196,9 @@ pub(super) static FIELDS: &[Field] = &[
     ),
     refused(
         Where::Both,
-        "return_token_ids",
-        is_false,
-        "send the answer's text to /tokenize: it gives the tokens that were generated",
-    ),
-    refused(
-        Where::Both,
         "return_tokens_as_token_ids",
         is_false,
-        "send the answer's text to /tokenize: it gives the tokens that were generated",
+        "send `return_token_ids`, which gives them beside the text",
     ),
     refused(
         Where::Both,

@@ -112,6 +112,18 @@ pub(super) fn float(out: &mut impl Out, number: f64) {
     out.put(format!("{number:?}").as_bytes());
 }
 
+/// Appends an array of whole numbers.
+pub(super) fn integers(out: &mut impl Out, numbers: &[u32]) {
+    out.put(b"[");
+    for (at, &number) in numbers.iter().enumerate() {
+        if at > 0 {
+            out.put(b",");
+        }
+        integer(out, u64::from(number));
+    }
+    out.put(b"]");
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

@@ -4,6 +4,7 @@
 //! `docs/openai-api.md`; a test holds the list and the parser together.
 
 mod anthropic;
+mod embeddings;
 mod error;
 mod fields;
 mod form;
@@ -11,6 +12,7 @@ mod json;
 mod listing;
 mod logprobs;
 mod request;
+mod responses;
 mod sse;
 mod tokenize;
 mod unary;
@@ -18,6 +20,10 @@ mod value;
 
 pub use anthropic::{
     MessageStream, MessagesRequest, input_tokens_json, message_error, parse_messages,
+};
+pub use embeddings::{
+    DIMENSIONS, DIMENSIONS_MAX, EmbeddingsRequest, Encoding, embedding_field_names,
+    embeddings_json, parse_embeddings, unit_vector,
 };
 pub use error::ApiError;
 pub(crate) use form::schema_error;
@@ -30,6 +36,10 @@ pub use request::{
     ApiRequest, CHOICES_MAX, COMPLETION_MAX_TOKENS, Input, LOGPROBS_MAX, LogprobsWish, N_MAX,
     NAME_BYTES_MAX, PromptInput, RequestParams, STOP_BYTES_MAX, STOP_TOKENS_MAX, STOPS_MAX,
     parse_chat, parse_completion, parse_turn,
+};
+pub use responses::{
+    ResponseStream, ResponsesRequest, parse_responses, previous_response_id, response_field_names,
+    response_not_found,
 };
 pub use sse::{CallDelta, SseRender};
 pub use tokenize::{

@@ -110,6 +110,8 @@ pub struct RequestParams {
     pub request_id: Option<String>,
     /// Keeps prefixes apart from those of requests with another salt.
     pub cache_salt: Option<String>,
+    /// The answer has the ids of its tokens and of the prompt's.
+    pub return_token_ids: bool,
     /// Tools, and what the answer must look like; `None`: any text.
     pub form: Option<Box<Form>>,
 }
@@ -220,6 +222,7 @@ impl<'a> Raw<'a> {
                 user: None,
                 request_id: None,
                 cache_salt: None,
+                return_token_ids: false,
                 form: None,
             },
         }
@@ -279,6 +282,7 @@ impl<'a> Raw<'a> {
             "user" => params.user = Some(name_text(name, value)?),
             "request_id" => params.request_id = Some(printable(name, name_text(name, value)?)?),
             "cache_salt" => params.cache_salt = Some(name_text(name, value)?),
+            "return_token_ids" => params.return_token_ids = boolean(name, &value)?,
             "best_of" => self.best_of = Some(whole(name, &value, 1, N_MAX)?),
             // Samplers are not modelled: their settings change nothing, but must make sense.
             "temperature" => real(name, &value, |t| t >= 0.0, "0 or more")?,
@@ -526,7 +530,7 @@ fn printable(path: &str, name: String) -> Result<String, ApiError> {
     }
 }
 
-fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<u32, ApiError> {
+pub(super) fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<u32, ApiError> {
     let outside = |shown: &dyn fmt::Display| {
         ApiError::invalid(
             path,

@@ -1,5 +1,10 @@
 //! Server-sent events of one choice, from pieces rendered once.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use slipstream_base::TokenId;
+
 use super::json::{self, Out};
 use super::{Finish, Head, Kind, LogprobsPiece, Usage};
 
@@ -58,6 +63,19 @@ pub struct SseRender {
     body_at: u32,
     /// Counts of the choice so far, if every event carries them.
     running: Option<Usage>,
+    /// Ids of tokens for the next event, if events carry them.
+    ids: Option<Box<EventIds>>,
+    /// Events have nothing behind the text that changes.
+    fixed_end: bool,
+}
+
+/// Ids of tokens that the next event carries (vLLM's `return_token_ids`).
+#[derive(Clone, Debug)]
+struct EventIds {
+    /// Those of the prompt, until the first event has them.
+    prompt: RefCell<Option<Rc<[TokenId]>>>,
+    /// Generated since the last event.
+    generated: RefCell<Vec<TokenId>>,
 }
 
 /// Behind the text of an event that is not the last of its choice.
@@ -91,6 +109,25 @@ impl SseRender {
             choices_at: choices_at as u32,
             body_at: body_at as u32,
             running: None,
+            ids: None,
+            fixed_end: true,
+        }
+    }
+
+    /// Events carry the ids of their tokens, and the first one those of the prompt.
+    pub fn with_token_ids(mut self, prompt: Rc<[TokenId]>) -> SseRender {
+        self.ids = Some(Box::new(EventIds {
+            prompt: RefCell::new(Some(prompt)),
+            generated: RefCell::default(),
+        }));
+        self.fixed_end = false;
+        self
+    }
+
+    /// The id of a token of the next event, if events carry them.
+    pub fn note_token(&self, token: TokenId) {
+        if let Some(ids) = &self.ids {
+            ids.generated.borrow_mut().push(token);
         }
     }
 
@@ -101,6 +138,7 @@ impl SseRender {
             prompt_tokens,
             ..Usage::default()
         });
+        self.fixed_end = false;
         self
     }
 
@@ -151,7 +189,7 @@ impl SseRender {
         out.put(self.close_text());
         out.put(b"\"logprobs\":");
         logprobs.render(self.kind, out);
-        out.put(b",\"finish_reason\":null}]");
+        out.put(b",\"finish_reason\":null");
         self.close(out);
     }
 
@@ -179,9 +217,8 @@ impl SseRender {
             Some(finish) => {
                 out.put(b",");
                 finish.render(out);
-                out.put(b"}]");
             }
-            None => out.put(b",\"finish_reason\":null}]"),
+            None => out.put(b",\"finish_reason\":null"),
         }
         self.close(out);
     }
@@ -210,7 +247,6 @@ impl SseRender {
         }
         out.put(b",");
         finish.render(out);
-        out.put(b"}]");
         self.close(out);
     }
 
@@ -221,7 +257,6 @@ impl SseRender {
         out.put(self.close_text());
         out.put(b"\"logprobs\":null,");
         finish.render(out);
-        out.put(b"}]");
         self.close(out);
     }
 
@@ -250,11 +285,11 @@ impl SseRender {
     /// What goes after the text of an event that is not the last of its choice.
     #[inline]
     fn put_after(&self, out: &mut impl Out) {
-        if self.running.is_none() {
+        if self.fixed_end {
             out.put(self.after());
         } else {
             out.put(self.close_text());
-            out.put(b"\"logprobs\":null,\"finish_reason\":null}]");
+            out.put(b"\"logprobs\":null,\"finish_reason\":null");
             self.close(out);
         }
     }
@@ -276,7 +311,12 @@ impl SseRender {
         }
     }
 
+    /// The end of the choice and of the event.
     fn close(&self, out: &mut impl Out) {
+        match &self.ids {
+            None => out.put(b"}]"),
+            Some(ids) => self.close_with_ids(ids, out),
+        }
         if let Some(running) = &self.running {
             out.put(b",\"usage\":");
             running.render(out);
@@ -288,5 +328,28 @@ impl SseRender {
         } else {
             b"}\n\n"
         });
+    }
+
+    /// The end of the choice, with the ids where vLLM has them: a chat's prompt behind the choices, a
+    /// completion's in the choice.
+    #[cold]
+    fn close_with_ids(&self, ids: &EventIds, out: &mut impl Out) {
+        let prompt = ids.prompt.take();
+        let generated = ids.generated.take();
+        let first_of_chat = self.kind == Kind::Chat && prompt.is_some();
+        if let (Kind::Completion, Some(prompt)) = (self.kind, &prompt) {
+            out.put(b",\"prompt_token_ids\":");
+            json::integers(out, prompt);
+        }
+        // The event of a chat that has the role has no tokens.
+        if !(first_of_chat && generated.is_empty()) {
+            out.put(b",\"token_ids\":");
+            json::integers(out, &generated);
+        }
+        out.put(b"}]");
+        if let (true, Some(prompt)) = (first_of_chat, &prompt) {
+            out.put(b",\"prompt_token_ids\":");
+            json::integers(out, prompt);
+        }
     }
 }

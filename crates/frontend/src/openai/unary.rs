@@ -11,6 +11,9 @@ use super::{Finish, Head, Kind, LogprobsPiece, TokenLogprob, Usage};
 /// Bytes of a choice's text that are escaped in one go.
 const TEXT_BYTES: usize = 16 << 10;
 
+/// Ids of tokens that are written in one go.
+const IDS: usize = 4 << 10;
+
 /// The arrays of a completion's `logprobs`, as each begins.
 const COMPLETION_ARRAYS: [&[u8]; 4] = [
     b"{\"text_offset\":[",
@@ -54,6 +57,10 @@ pub trait WholeAnswer {
     fn logprob(&self, choice: usize, token: usize, with_top: bool) -> Cow<'_, TokenLogprob>;
     /// Where the first of these tokens starts in the choice's text, characters.
     fn text_offset(&self, choice: usize) -> u64;
+    /// Ids of the prompt's tokens for a choice and of those that were generated, if the client asked for them.
+    fn token_ids(&self, _choice: usize) -> Option<[&[u32]; 2]> {
+        None
+    }
     /// Token counts.
     fn usage(&self) -> Usage;
 }
@@ -82,7 +89,11 @@ enum Place {
     /// A token in such an array.
     Entry(usize, usize),
     Close,
+    /// Ids of tokens from this one on: of the choice's prompt, of the choice, of a chat's prompt.
+    Ids(usize, usize),
+    EndChoice,
     Tail,
+    Usage,
     Done,
 }
 
@@ -171,12 +182,27 @@ impl UnaryRender {
             Place::Close => {
                 out.put(b",");
                 answer.finish(self.choice).render(out);
+                match (answer.token_ids(self.choice), head.kind) {
+                    (None, _) => Place::EndChoice,
+                    (Some(_), Kind::Completion) => Place::Ids(0, 0),
+                    (Some(_), Kind::Chat) => Place::Ids(1, 0),
+                }
+            }
+            Place::Ids(list, from) => self.ids(answer, list, from, out),
+            Place::EndChoice => {
                 out.put(b"}");
                 self.choice += 1;
                 Place::Open
             }
             Place::Tail => {
-                out.put(b"],\"usage\":");
+                out.put(b"]");
+                match (answer.token_ids(0), head.kind) {
+                    (Some(_), Kind::Chat) => Place::Ids(2, 0),
+                    _ => Place::Usage,
+                }
+            }
+            Place::Usage => {
+                out.put(b",\"usage\":");
                 answer.usage().render(out);
                 out.put(b"}");
                 Place::Done
@@ -209,6 +235,34 @@ impl UnaryRender {
             Kind::Completion => b"\",\"logprobs\":",
         });
         self.after_text(answer, out)
+    }
+
+    fn ids(&self, answer: &impl WholeAnswer, list: usize, from: usize, out: &mut Vec<u8>) -> Place {
+        let choice = if list == 2 { 0 } else { self.choice };
+        let all = answer.token_ids(choice).unwrap_or_default()[list % 2];
+        if from == 0 {
+            out.put(if list == 1 {
+                b",\"token_ids\":[".as_slice()
+            } else {
+                b",\"prompt_token_ids\":["
+            });
+        }
+        let to = all.len().min(from + IDS);
+        for (at, &id) in (from..).zip(&all[from..to]) {
+            if at > 0 {
+                out.put(b",");
+            }
+            json::integer(out, u64::from(id));
+        }
+        if to < all.len() {
+            return Place::Ids(list, to);
+        }
+        out.put(b"]");
+        match list {
+            0 => Place::Ids(1, 0),
+            1 => Place::EndChoice,
+            _ => Place::Usage,
+        }
     }
 
     /// What follows `"logprobs":`.

@@ -3,6 +3,7 @@
 # them into target/clients (300 MB); without a network it skips with a message.
 #   scripts/test-clients.sh [pytest's arguments]
 # SLIPSTREAM_BIN names the binary to test; without it, the debug one is built. CLIENTS_ENV names the environment.
+# VLLM_BIN, or `vllm` in PATH: `vllm bench serve` runs too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

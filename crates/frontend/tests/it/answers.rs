@@ -238,10 +238,14 @@ fn the_openapi_document_has_every_route() {
             "/tokenize",
             "/v1/chat/completions",
             "/v1/completions",
+            "/v1/embeddings",
             "/v1/messages",
             "/v1/messages/count_tokens",
             "/v1/models",
             "/v1/models/{id}",
+            "/v1/responses",
+            "/v1/responses/{id}",
+            "/v1/responses/{id}/cancel",
             "/version",
         ]
     );

@@ -978,9 +978,11 @@ fn read_timing(
             &[
                 "base_ns",
                 "per_prefill_token_ns",
+                "per_prefill_pair_ns",
                 "per_decode_token_ns",
                 "per_sequence_ns",
                 "per_context_token_ns",
+                "api_ns",
             ],
         ),
         (Kind::Calibrated, &["gpu", "dtype", "framework", "profile"]),
@@ -1019,9 +1021,11 @@ fn read_timing(
                     0.0,
                 ),
                 per_prefill_token_ns: coefficient("per_prefill_token_ns"),
+                per_prefill_pair_ns: coefficient("per_prefill_pair_ns"),
                 per_decode_token_ns: coefficient("per_decode_token_ns"),
                 per_sequence_ns: coefficient("per_sequence_ns"),
                 per_context_token_ns: coefficient("per_context_token_ns"),
+                api_ns: coefficient("api_ns"),
             }
         }
         Kind::Roofline => {

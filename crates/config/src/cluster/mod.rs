@@ -294,18 +294,23 @@ pub enum TimingConfig {
         /// Duration of a pass, ns.
         step_ns: u64,
     },
-    /// `base + per_prefill_token·p + per_decode_token·d + per_sequence·s + per_context_token·c`, ns.
+    /// `base + per_prefill_token·p + per_prefill_pair·a + per_decode_token·d + per_sequence·s +
+    /// per_context_token·c`, ns.
     Linear {
         /// Fixed cost of a pass, ns.
         base_ns: f64,
         /// Per prompt token computed, ns.
         per_prefill_token_ns: f64,
+        /// Per (query, key) pair that causal attention scores for prompts, ns.
+        per_prefill_pair_ns: f64,
         /// Per sequence that decodes, ns.
         per_decode_token_ns: f64,
         /// Per sequence in the pass, ns.
         per_sequence_ns: f64,
         /// Per token of context attended to by decoding sequences, ns.
         per_context_token_ns: f64,
+        /// Time of a request outside of passes: HTTP, tokenizer, hops between processes, ns.
+        api_ns: f64,
     },
     /// The model's shape and the GPU's peaks, with overheads, efficiencies and residuals of a profile
     /// of measured deployments.

@@ -273,6 +273,13 @@ pub const KEYS: &[Key] = &[
         "0: prefill is free, and prefix reuse gains nothing.",
     ),
     key(
+        "engine.timing.per_prefill_pair_ns",
+        "ns, at least 0",
+        "0.0",
+        "Cost per (query, key) pair of causal attention over prompts: n·(n+1)/2 for a prompt of n tokens.",
+        "0: a long prompt costs no more per token than a short one.",
+    ),
+    key(
         "engine.timing.per_decode_token_ns",
         "ns, at least 0",
         "0.0",
@@ -292,6 +299,14 @@ pub const KEYS: &[Key] = &[
         "0.0",
         "Cost per token of context in decode.",
         "0: long contexts decode as fast as short ones.",
+    ),
+    key(
+        "engine.timing.api_ns",
+        "ns, at least 0; for \"linear\"",
+        "0.0",
+        "Time of a request outside of passes: HTTP, tokenizer, hops between processes. Simulated only: a live \
+         server has its own.",
+        "Low: TTFT without load is too short.",
     ),
     key(
         "engine.timing.gpu",

@@ -190,12 +190,15 @@ pub fn build(
         &TimingConfig::Linear {
             base_ns,
             per_prefill_token_ns,
+            per_prefill_pair_ns,
             per_decode_token_ns,
             per_sequence_ns,
             per_context_token_ns,
+            api_ns: _,
         } => Box::new(Linear {
             base_ns,
             per_prefill_token_ns,
+            per_prefill_pair_ns,
             per_decode_token_ns,
             per_sequence_ns,
             per_context_token_ns,
@@ -254,7 +257,7 @@ pub fn profile(
 }
 
 /// Time from the arrival of a request at the server of `config` to the engine's queue, ns; 0 unless
-/// its step times are calibrated.
+/// its step times are calibrated or linear.
 ///
 /// # Errors
 /// As [`build`].
@@ -263,6 +266,9 @@ pub fn api_ns(
     shape: &ModelShape,
     load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> Result<u64, TimingError> {
+    if let TimingConfig::Linear { api_ns, .. } = config.timing {
+        return Ok(api_ns.round() as u64);
+    }
     let Some(deployment) = deployment(config, shape) else {
         return Ok(0);
     };

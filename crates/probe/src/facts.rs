@@ -181,6 +181,8 @@ pub struct EngineFacts {
     pub max_num_batched_tokens: Option<u32>,
     /// Whether long prompts are split over steps.
     pub chunked_prefill: Option<bool>,
+    /// Whether a step is scheduled while the one before it runs.
+    pub async_scheduling: Option<bool>,
     /// Number format of the weights, in the engine's words.
     pub dtype: Option<String>,
     /// Quantization method of the weights.
@@ -429,6 +431,7 @@ fn vllm_config(config: &Value, facts: &mut EngineFacts, signs: &mut Signs) -> Re
     facts.max_num_seqs = whole(config, "/scheduler_config/max_num_seqs");
     facts.max_num_batched_tokens = whole(config, "/scheduler_config/max_num_batched_tokens");
     facts.chunked_prefill = boolean(config, "/scheduler_config/enable_chunked_prefill");
+    facts.async_scheduling = boolean(config, "/scheduler_config/async_scheduling");
     facts.max_model_len = whole(config, "/model_config/max_model_len");
     facts.quantization = text(config, "/model_config/quantization");
     facts.dtype = text(config, "/model_config/dtype").map(|dtype| dtype_name(&dtype));

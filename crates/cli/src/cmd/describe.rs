@@ -47,14 +47,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.json {
         out::print(&format!("{}\n", serde_json::to_string_pretty(&facts)?))?;
     } else {
-        out::print(&cluster_file(&facts)?)?;
+        out::print(&cluster_file(&facts, None)?)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// A cluster file of `engines`: one pool for all that are alike. Each key is one that
 /// `slipstream simulate` accepts; the others, and unknown values, are comments.
-fn cluster_file(engines: &[EngineFacts]) -> anyhow::Result<String> {
+/// `timing` replaces the section of step times.
+pub(super) fn cluster_file(
+    engines: &[EngineFacts],
+    timing: Option<&str>,
+) -> anyhow::Result<String> {
     let mut pools: Vec<(&EngineFacts, Vec<&str>)> = Vec::new();
     for facts in engines {
         match pools.iter_mut().find(|(first, _)| alike(first, facts)) {
@@ -94,7 +98,7 @@ fn cluster_file(engines: &[EngineFacts]) -> anyhow::Result<String> {
         } else {
             format!("{}-{at}", facts.kind)
         };
-        text.pool(&name, facts, urls);
+        text.pool(&name, facts, urls, timing);
     }
     text.router(engines);
     Ok(text.text)
@@ -216,7 +220,7 @@ impl Draft {
         }
     }
 
-    fn pool(&mut self, name: &str, facts: &EngineFacts, urls: &[&str]) {
+    fn pool(&mut self, name: &str, facts: &EngineFacts, urls: &[&str], timing: Option<&str>) {
         self.line(format!("\n[pool.{name}]"));
         self.key("workers", &urls.len().to_string(), &urls.join(", "));
         self.line(format!("\n[pool.{name}.engine]"));
@@ -245,6 +249,7 @@ impl Draft {
         for (key, value) in [
             ("enable_prefix_caching", facts.prefix_caching),
             ("enable_chunked_prefill", facts.chunked_prefill),
+            ("async_scheduling", facts.async_scheduling),
         ] {
             match value {
                 Some(value) => self.key(key, &value.to_string(), ""),
@@ -287,6 +292,10 @@ impl Draft {
                 "# kv_cache_dtype: {} is not modelled",
                 plain(dtype)
             )),
+        }
+        if let Some(timing) = timing {
+            self.line(format!("\n{}", timing.trim_end()));
+            return;
         }
         self.line(format!("\n[pool.{name}.engine.timing]"));
         self.line(
@@ -398,6 +407,7 @@ mod tests {
             max_num_seqs: Some(300),
             max_num_batched_tokens: Some(16_384),
             chunked_prefill: Some(true),
+            async_scheduling: Some(false),
             parallel: Parallel {
                 tensor: Some(2),
                 data: Some(1),
@@ -418,7 +428,7 @@ mod tests {
 
     #[test]
     fn every_fact_is_in_the_cluster() {
-        let cluster = read(&cluster_file(&[vllm()]).unwrap());
+        let cluster = read(&cluster_file(&[vllm()], None).unwrap());
         let engine = &cluster.pools[0].engine;
         assert_eq!(
             (&*cluster.model.name, &*cluster.model.preset),
@@ -436,6 +446,7 @@ mod tests {
         assert_eq!(engine.kv_cache_dtype.name(), "fp8");
         assert_eq!(engine.gpu_memory_utilization, 0.92);
         assert!(cluster.router.kv_events && engine.enable_prefix_caching);
+        assert!(!engine.async_scheduling);
     }
 
     #[test]
@@ -453,7 +464,7 @@ mod tests {
             },
             ..EngineFacts::default()
         };
-        let text = cluster_file(&[unknown]).unwrap();
+        let text = cluster_file(&[unknown], None).unwrap();
         for part in [
             "# The shape of odd \"name\"",
             "# block_size: not reported",
@@ -483,7 +494,7 @@ mod tests {
             max_model_len: Some(4_000_000_000),
             ..vllm()
         };
-        let text = cluster_file(&[facts]).unwrap();
+        let text = cluster_file(&[facts], None).unwrap();
         assert!(
             text.contains("# block_size = 4096: not supported here: "),
             "{text}"
@@ -506,7 +517,7 @@ mod tests {
             ..other("http://c:1")
         };
         let all = [vllm(), other("http://b:1"), bigger.clone()];
-        let cluster = read(&cluster_file(&all).unwrap());
+        let cluster = read(&cluster_file(&all, None).unwrap());
         let pools = cluster
             .pools
             .iter()
@@ -517,13 +528,17 @@ mod tests {
             block_size: Some(16),
             ..other("http://d:1")
         };
-        let error = cluster_file(&[vllm(), blocks]).unwrap_err().to_string();
+        let error = cluster_file(&[vllm(), blocks], None)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("--block-size"), "{error}");
         let model = EngineFacts {
             models: Vec::new(),
             ..other("http://d:1")
         };
-        let error = cluster_file(&[vllm(), model]).unwrap_err().to_string();
+        let error = cluster_file(&[vllm(), model], None)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("no model"), "{error}");
     }
 }

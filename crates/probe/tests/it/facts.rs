@@ -112,7 +112,7 @@ fn vllm_in_development_mode_says_more() {
     let info = json!({"vllm_config": {
         "parallel_config": parallel,
         "scheduler_config": {"max_num_seqs": 128, "max_num_batched_tokens": 2048,
-                             "enable_chunked_prefill": true},
+                             "enable_chunked_prefill": true, "async_scheduling": false},
         "model_config": {"max_model_len": 2048, "dtype": "torch.bfloat16", "quantization": "fp8"},
         "cache_config": {"block_size": 16, "num_gpu_blocks": 77, "enable_prefix_caching": false},
     }, "vllm_env": {}, "system_env": {}});
@@ -136,6 +136,8 @@ fn vllm_in_development_mode_says_more() {
         (facts.prefix_caching, facts.chunked_prefill),
         (Some(false), Some(true))
     );
+    // vLLM's CPU backend schedules synchronously.
+    assert_eq!(facts.async_scheduling, Some(false));
     assert_eq!(
         (facts.dtype.as_deref(), facts.quantization.as_deref()),
         (Some("bfloat16"), Some("fp8"))

@@ -17,6 +17,7 @@
 mod deployment;
 pub mod fit;
 mod linear_algebra;
+pub mod observed;
 mod physics;
 mod predict;
 mod profile;

@@ -342,7 +342,7 @@ fn show_progress(now: &Progress, last: &Progress) {
     let _ = stderr.flush();
 }
 
-fn id_range(text: &str) -> Result<std::ops::Range<u32>, String> {
+pub(super) fn id_range(text: &str) -> Result<std::ops::Range<u32>, String> {
     let wrong = || format!("`{text}` is not FIRST..END with FIRST below END, such as 1000..30000");
     let (first, end) = text.split_once("..").ok_or_else(wrong)?;
     let first = first.parse().map_err(|_| wrong())?;

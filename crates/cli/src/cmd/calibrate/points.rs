@@ -1,44 +1,28 @@
-//! `slipstream calibrate`: fits a profile to measured deployments, with its error on held-out folds.
+//! A profile fitted to measured deployments, with its error on held-out folds.
 
 use std::collections::{BTreeMap, HashSet};
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use slipstream_perf::fit::{self, Sample};
 use slipstream_perf::{Deployment, Profile, predict, read_rows, report};
 
+use super::{Args, name};
 use crate::out;
-
-/// Flags of `slipstream calibrate`.
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    /// CSV table of measured deployments, with `ttft_ms` and `tpot_ms` (docs/accuracy.md)
-    #[arg(long, value_name = "FILE")]
-    from_points: PathBuf,
-    /// CSV table of the rows to take: an `id`, and an empty or absent `why`
-    #[arg(long, value_name = "FILE")]
-    only: Option<PathBuf>,
-    /// Write the profile here
-    #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
-    /// Write the report here instead of to stdout (Markdown)
-    #[arg(long, value_name = "FILE")]
-    report: Option<PathBuf>,
-}
 
 /// Rows below which no folds can be held out.
 const ROWS_MIN: usize = 20;
 
 /// Fits, holds out, writes the profile and its errors.
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let read = |path: &PathBuf| {
-        let text =
-            super::files::read(path).with_context(|| format!("reading {}", path.display()))?;
+pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
+    let read = |path: &Path| {
+        let text = super::super::files::read(path)
+            .with_context(|| format!("reading {}", path.display()))?;
         read_rows(&text).with_context(|| format!("reading {}", path.display()))
     };
-    let rows = read(&args.from_points)?;
-    super::predict::note_unknown_columns(&rows);
+    let rows = read(points)?;
+    super::super::predict::note_unknown_columns(&rows);
     let prior = Profile::prior();
     let only: Option<HashSet<String>> = match &args.only {
         None => None,
@@ -86,31 +70,27 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(
         samples.len() >= ROWS_MIN,
         "{} has {} rows that can be fitted to; {ROWS_MIN} are needed",
-        args.from_points.display(),
+        points.display(),
         samples.len()
     );
-    let name = |path: &PathBuf| {
-        path.file_name()
-            .map_or(String::new(), |n| n.to_string_lossy().into_owned())
-    };
     let source = format!(
         "Step-time profile: parameters, residuals on log time (TPOT, TTFT), 80 % bands.\n\
          Fitted to columns ttft_ms and tpot_ms of {} deployments of {}{}.\n\
          Repeat: slipstream calibrate --from-points {}{} --out FILE\n\
          Held-out errors: docs/accuracy.md\n",
         samples.len(),
-        name(&args.from_points),
+        name(points),
         args.only.as_ref().map_or(String::new(), |only| format!(
             ", rows chosen by {}",
             name(only)
         )),
-        name(&args.from_points),
+        name(points),
         args.only
             .as_ref()
             .map_or(String::new(), |only| format!(" --only {}", name(only))),
     );
     let (profile, held_out) = fit::calibrate(&samples, source)
-        .with_context(|| format!("fitting to {}", args.from_points.display()))?;
+        .with_context(|| format!("fitting to {}", points.display()))?;
     if let Some(path) = &args.out {
         std::fs::write(path, profile.to_text())
             .with_context(|| format!("writing {}", path.display()))?;

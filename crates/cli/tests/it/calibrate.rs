@@ -1,0 +1,329 @@
+//! `slipstream calibrate` from requests, steps and a running engine: known answers, and what it refuses.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Output;
+
+use crate::server::{Server, slipstream};
+
+fn run(args: &[&str]) -> (Output, String, String) {
+    let output = slipstream().args(args).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    (output, out, err)
+}
+
+const TERMS: [(&str, f64); 6] = [
+    ("base_ns", 4e6),
+    ("per_prefill_token_ns", 30_000.0),
+    ("per_prefill_pair_ns", 40.0),
+    ("per_decode_token_ns", 250_000.0),
+    ("per_context_token_ns", 400.0),
+    ("api_ns", 6e6),
+];
+
+/// One engine with step times of `TERMS`.
+fn engine(folder: &Path, asynchronous: bool) -> std::path::PathBuf {
+    let terms: Vec<String> = TERMS
+        .iter()
+        .map(|(name, value)| format!("{name} = {value:?}\n"))
+        .collect();
+    let path = folder.join("cluster.toml");
+    let text = format!(
+        "[engine]\nmax_num_seqs = 32\nmax_num_batched_tokens = 512\nmax_model_len = 4096\n\
+         num_gpu_blocks = 4096\nenable_prefix_caching = false\nasync_scheduling = {asynchronous}\n\
+         [engine.timing]\nkind = \"linear\"\n{}[pool.main]\nworkers = 1\n",
+        terms.concat()
+    );
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+/// A workload of prompts up to three chunks long, at rates below and around what the engine keeps up with.
+const WORKLOAD: &str = "requests = 150\nseed = 3\n[arrival]\nkind = \"gamma\"\nrate_per_s = 4.5\ncv = 1.5\n\
+    [[class]]\nisl = { kind = \"uniform\", min = 16, max = 1300 }\nosl = { kind = \"uniform\", min = 4, max = 90 }\n";
+
+/// The requests of a simulated engine give its terms back: queues, chunks and batches included.
+#[test]
+fn the_terms_of_a_simulated_engine_come_back() {
+    for asynchronous in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name).display().to_string();
+        let cluster = engine(folder.path(), asynchronous);
+        let cluster = cluster.to_str().unwrap();
+        std::fs::write(at("w.toml"), WORKLOAD).unwrap();
+        let (records, workload, fitted) = (at("r.csv"), at("w.toml"), at("timing.toml"));
+        let simulate = [
+            "simulate",
+            cluster,
+            "--workload",
+            &workload,
+            "--drag",
+            &records,
+        ];
+        let (output, _, err) = run(&simulate);
+        assert_eq!(output.status.code(), Some(0), "{err}");
+        // Its own terms are replaced by others before the fit, and do not reach it.
+        let calibrate = [
+            "calibrate",
+            cluster,
+            "--set=engine.timing.base_ns=1.0",
+            "--requests",
+            &records,
+            "--out",
+            &fitted,
+        ];
+        let (output, out, err) = run(&calibrate);
+        assert_eq!(output.status.code(), Some(0), "{err}");
+        eprintln!("asynchronous {asynchronous}:\n{out}");
+        let text = std::fs::read_to_string(&fitted).unwrap();
+        let table: toml::Table = text.parse().unwrap();
+        let timing = &table["engine"]["timing"];
+        for (name, expected) in TERMS {
+            let found = timing[name].as_float().unwrap();
+            let off = found / expected - 1.0;
+            // Context moves a step by less than a tenth here.
+            let most = if name == "per_context_token_ns" {
+                0.10
+            } else {
+                0.04
+            };
+            assert!(
+                off.abs() < most,
+                "{name}: {found} for {expected}, {off:+.3}\n{out}"
+            );
+        }
+        // The section is one that a cluster file takes.
+        std::fs::write(
+            at("fitted.toml"),
+            format!("{text}[pool.main]\nworkers = 1\n"),
+        )
+        .unwrap();
+        let (output, _, err) = run(&["simulate", &at("fitted.toml"), "--requests=3", "--isl=100"]);
+        assert_eq!(output.status.code(), Some(0), "{err}");
+    }
+}
+
+#[test]
+fn requests_of_a_workload_that_shows_too_little_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let cluster = engine(folder.path(), true);
+    let cluster = cluster.to_str().unwrap();
+    let records = at("r.csv");
+    for (load, part) in [
+        (
+            &["--requests=60", "--rate=4", "--isl=300", "--osl=30"][..],
+            "too much alike",
+        ),
+        (
+            &["--requests=8", "--rate=4", "--isl=300", "--osl=30"],
+            "at least 20",
+        ),
+    ] {
+        let (output, _, err) = run(&[&["simulate", cluster, "--drag", &records], load].concat());
+        assert_eq!(output.status.code(), Some(0), "{err}");
+        let (output, out, err) = run(&["calibrate", cluster, "--requests", &records]);
+        assert_eq!(output.status.code(), Some(2), "{err}");
+        assert!(out.is_empty() && err.contains(part), "{err}");
+    }
+    // Two sequences at once on an engine for one: the file is of another engine.
+    std::fs::write(at("w.toml"), WORKLOAD).unwrap();
+    run(&[
+        "simulate",
+        cluster,
+        "--drag",
+        &records,
+        "--workload",
+        &at("w.toml"),
+    ]);
+    let (_, _, err) = run(&[
+        "calibrate",
+        cluster,
+        "--requests",
+        &records,
+        "--set=engine.max_num_seqs=1",
+    ]);
+    assert!(err.contains("`max_num_seqs` is 1"), "{err}");
+    let (_, _, err) = run(&[
+        "calibrate",
+        cluster,
+        "--requests",
+        &records,
+        "--set=engine.max_model_len=64",
+    ]);
+    assert!(err.contains("`max_model_len` is 64"), "{err}");
+    let (output, _, err) = run(&["calibrate", cluster]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(err.contains("--engine"), "{err}");
+}
+
+const SMALL: &[&str] = &[
+    "--max-concurrency=2",
+    "--max-prompt=128",
+    "--max-duration=60s",
+];
+
+#[test]
+fn a_running_engine_is_measured_and_described() {
+    let server = Server::start(&[&[
+        "--speedup=1",
+        "--set=model.name=test-model",
+        "--set=pool.main.workers=1",
+        "--set=engine.timing.kind=linear",
+        "--set=engine.timing.base_ns=1.5e6",
+        "--set=engine.timing.per_prefill_token_ns=5e3",
+        "--set=engine.num_gpu_blocks=1024",
+        "--set=engine.max_model_len=4096",
+    ]]);
+    let url = format!("http://{}", server.address());
+    let (output, out, err) = run(&[&["calibrate", "--engine", &url, "--dry-run"], SMALL].concat());
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert!(out.contains("| many at once | decode | 2 |"), "{out}");
+    assert_eq!(
+        server.metric("vllm:request_success_total"),
+        0.0,
+        "a dry run sends nothing"
+    );
+
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (fitted, records) = (at("cluster.toml"), at("records.csv"));
+    let flags = [
+        "calibrate",
+        "--engine",
+        &url,
+        "--out",
+        &fitted,
+        "--keep",
+        &records,
+    ];
+    let (output, out, err) = run(&[&flags[..], SMALL].concat());
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    for part in ["`per_prefill_token_ns`", "many at once", "TTFT, each"] {
+        assert!(out.contains(part), "{out}");
+    }
+    let text = std::fs::read_to_string(&fitted).unwrap();
+    assert!(
+        text.contains("num_gpu_blocks = 1024") && text.contains("kind = \"linear\""),
+        "{text}"
+    );
+    let (output, _, err) = run(&["simulate", &fitted, "--requests=3", "--isl=100", "--osl=5"]);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    // The records give the same terms again.
+    let timing = at("timing.toml");
+    let (output, _, err) = run(&[
+        "calibrate",
+        &fitted,
+        "--requests",
+        &records,
+        "--out",
+        &timing,
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    let base = |text: &str| {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with("base_ns"))
+            .unwrap();
+        line.split(' ').nth(2).unwrap().parse::<f64>().unwrap()
+    };
+    let again = base(&std::fs::read_to_string(&timing).unwrap());
+    assert!((again / base(&text) - 1.0).abs() < 0.05, "{again} {text}");
+
+    // Too short a time, by name.
+    let (output, _, err) = run(&[
+        &flags[..3],
+        &[
+            "--max-concurrency=2",
+            "--max-prompt=128",
+            "--max-duration=110ms",
+        ],
+    ]
+    .concat());
+    assert_eq!(output.status.code(), Some(2), "{err}");
+    assert!(err.contains("raise --max-duration"), "{err}");
+}
+
+/// An HTTP server that answers every request by `answer`, on a thread of its own.
+fn answering(answer: impl Fn(&str) -> String + Send + 'static) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().take(200) {
+            let Ok(mut stream) = stream else { return };
+            let mut head = Vec::new();
+            let mut buffer = [0; 4096];
+            while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+                match stream.read(&mut buffer) {
+                    Ok(1..) => head.extend_from_slice(&buffer),
+                    _ => break,
+                }
+            }
+            let text = String::from_utf8_lossy(&head).into_owned();
+            let path = text.split(' ').nth(1).unwrap_or("").to_owned();
+            let _ = stream.write_all(answer(&path).as_bytes());
+        }
+    });
+    format!("http://{address}")
+}
+
+fn response(status: &str, body: &str) -> String {
+    format!(
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+const MODELS: &str = r#"{"object":"list","data":[{"id":"m","object":"model","owned_by":"vllm","max_model_len":4096}]}"#;
+
+#[test]
+fn engines_that_refuse_fail_or_work_for_others_are_refused() {
+    let serving = |metrics: &'static str, status: &'static str| {
+        answering(move |path| match path {
+            "/v1/models" => response("200 OK", MODELS),
+            "/metrics" => response("200 OK", metrics),
+            "/v1/completions" => response(status, r#"{"error":{"message":"full","type":"x"}}"#),
+            _ => response("404 Not Found", "{}"),
+        })
+    };
+    let busy = "vllm:num_requests_running{engine=\"0\"} 3.0\nvllm:num_requests_waiting{engine=\"0\"} 1.0\n";
+    let idle = "vllm:num_requests_running{engine=\"0\"} 0.0\nvllm:num_requests_waiting{engine=\"0\"} 0.0\n";
+    for (url, part) in [
+        (serving(busy, "200 OK"), "runs 3 requests and has 1 waiting"),
+        (serving(idle, "429 Too Many Requests"), "requests failed"),
+        (
+            serving(idle, "500 Internal Server Error"),
+            "requests failed",
+        ),
+    ] {
+        let (output, _, err) = run(&[&["calibrate", "--engine", &url], SMALL].concat());
+        assert_eq!(output.status.code(), Some(2), "{err}");
+        assert!(err.contains(part), "{err}");
+    }
+    let (output, _, err) = run(&["calibrate", "--engine", "http://127.0.0.1:1"]);
+    assert_eq!(output.status.code(), Some(2), "{err}");
+}
+
+#[test]
+fn metrics_and_recordings_of_something_else_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let (a, b) = (at("a.prom", "up 1\n"), at("b.prom", "up 1\n"));
+    let (output, _, err) = run(&["calibrate", "--metrics", &a, &b]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(err.contains("is it the whole /metrics of a vLLM"), "{err}");
+    let fpm = at("f.jsonl", "{\"wall_time\": 0.0}\n");
+    let (output, _, err) = run(&["calibrate", "--fpm", &fpm]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(err.contains("not forward-pass metrics"), "{err}");
+    let requests = at("r.csv", "arrival_s,isl,osl,ttft_ms,e2e_ms\n0,10,5,20,-1\n");
+    let (output, _, err) = run(&["calibrate", "--requests", &requests]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(err.contains("below TTFT"), "{err}");
+}

@@ -68,6 +68,12 @@ fuzz:
 accuracy: build
 	./scripts/accuracy.sh
 
+# A real vLLM on a CPU, calibrated on one load and predicted at five others (docs/calibrate.md): 15 minutes or so on a
+# quiet machine. ROUNDS=N OUT=FILE; SETUP=1 makes the environment (3 GB).
+.PHONY: bench-calibrate
+bench-calibrate: build
+	./scripts/bench-calibrate.sh
+
 # Interleavings of the lock-free parts of the plane, under loom (its own target folder).
 .PHONY: loom
 loom:

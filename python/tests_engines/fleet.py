@@ -109,6 +109,7 @@ class Engine:
         log: Path,
         *,
         events: bool = False,
+        development: bool = False,
         transfer: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None,
     ) -> None:
@@ -123,6 +124,9 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
+        if development:
+            # It then reports its limits.
+            environment["VLLM_SERVER_DEV_MODE"] = "1"
         environment |= variables or {}
         command = [
             str(Path(sys.executable).with_name("vllm")),

@@ -45,7 +45,7 @@ def loads() -> list[Load]:
     long += "osl = {kind = 'uniform', min = 10, max = 40}\n"
     shared = "[[class]]\nisl = {kind = 'uniform', min = 450, max = 700}\n"
     shared += "osl = {kind = 'uniform', min = 20, max = 60}\n"
-    shared += "[[class.prefix]]\ntokens = 384\ncount = 4\n"
+    shared += "[[class.prefix]]\ntokens = 384\nbranches = 4\n"
     # Sixteen such answers need more blocks than the engine has.
     answers = "[[class]]\nisl = {kind = 'uniform', min = 500, max = 700}\n"
     answers += "osl = {kind = 'uniform', min = 500, max = 700}\n"

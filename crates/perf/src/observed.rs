@@ -1,4 +1,4 @@
-//! Terms of a step of one running engine, fitted to what was observed of it.
+//! Terms of a step of one running engine, fitted to its observed times.
 //!
 //! ```text
 //!  step = base + prefill_token·p + prefill_pair·a + decode·D + context·C         (ns)
@@ -145,16 +145,15 @@ fn not_negative(observations: &[Observation], weights: &[f64]) -> Result<Terms, 
             return Err(ObservedError::Singular);
         }
         let worst = (0..n).min_by(|&i, &j| b[i].total_cmp(&b[j]));
-        match worst.filter(|&at| b[at] < 0.0) {
-            Some(at) => drop(used.remove(at)),
-            None => {
-                let mut terms = [0.0; COUNT];
-                for (at, &i) in used.iter().enumerate() {
-                    terms[i] = b[at] / scale[at];
-                }
-                return Ok(terms);
-            }
+        if let Some(at) = worst.filter(|&at| b[at] < 0.0) {
+            used.remove(at);
+            continue;
         }
+        let mut terms = [0.0; COUNT];
+        for (at, &i) in used.iter().enumerate() {
+            terms[i] = b[at] / scale[at];
+        }
+        return Ok(terms);
     }
 }
 

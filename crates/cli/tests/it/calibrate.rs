@@ -257,7 +257,7 @@ fn answering(answer: impl Fn(&str) -> String + Send + 'static) -> String {
             let mut buffer = [0; 4096];
             while !head.windows(4).any(|end| end == b"\r\n\r\n") {
                 match stream.read(&mut buffer) {
-                    Ok(1..) => head.extend_from_slice(&buffer),
+                    Ok(read @ 1..) => head.extend_from_slice(&buffer[..read]),
                     _ => break,
                 }
             }
@@ -326,4 +326,73 @@ fn metrics_and_recordings_of_something_else_are_refused() {
     let (output, _, err) = run(&["calibrate", "--requests", &requests]);
     assert_eq!(output.status.code(), Some(2));
     assert!(err.contains("below TTFT"), "{err}");
+}
+
+/// A published run of vLLM (LLMServingSim's, MIT), if the data is present: terms fitted to four fifths of its requests
+/// predict the fifth that was left out. The whole fit is in docs/twin.md.
+#[test]
+fn a_measured_run_of_vllm_is_predicted_by_its_other_requests() {
+    if cfg!(debug_assertions) {
+        eprintln!("skipped: the run is replayed a thousand times; use cargo test --release");
+        return;
+    }
+    let data = std::env::var_os("SLIPSTREAM_DATA").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data"),
+        std::path::PathBuf::from,
+    );
+    let source = data.join("accuracy/runs/RTXPRO6000__Llama-3.1-8B");
+    let read = |name: &str| std::fs::read_to_string(source.join(name));
+    let (Ok(asked), Ok(truth)) = (read("requests.csv"), read("truth_requests.csv")) else {
+        eprintln!("skipped: no {}", source.display());
+        return;
+    };
+    // Leading blocks that an earlier prompt had are found in the cache.
+    let mut known = std::collections::HashSet::new();
+    let mut records =
+        "arrival_s,input_tokens,cached_tokens,output_tokens,ttft_ms,e2e_ms\n".to_owned();
+    for (asked, truth) in asked.lines().zip(truth.lines()).skip(1) {
+        let asked: Vec<&str> = asked.split(',').collect();
+        let truth: Vec<&str> = truth.split(',').collect();
+        let blocks: Vec<&str> = asked[5].split(' ').collect();
+        let hits = blocks.iter().take_while(|id| known.contains(*id)).count();
+        known.extend(blocks);
+        let input: usize = asked[3].parse().unwrap();
+        let cached = (hits * 16).min(input - 1);
+        let (arrival, output, ttft, e2e) = (asked[1], asked[4], truth[1], truth[3]);
+        records.push_str(&format!(
+            "{arrival},{input},{cached},{output},{ttft},{e2e}\n"
+        ));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let records = at("records.csv", &records);
+    // The server's settings in `deployment.json`.
+    let cluster = at(
+        "cluster.toml",
+        "[model]\npreset = \"llama-3.1-8b\"\n[engine]\nmax_num_seqs = 128\nmax_num_batched_tokens = 2048\n\
+         [engine.timing]\ngpu = \"rtx-pro-6000\"\n[pool.main]\nworkers = 1\n",
+    );
+    let (output, out, err) = run(&["calibrate", &cluster, "--requests", &records]);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    eprintln!("{out}");
+    let rows: Vec<Vec<f64>> = out
+        .lines()
+        .filter(|line| line.starts_with("| fifth"))
+        .map(|line| {
+            let cells = line
+                .split('|')
+                .skip(3)
+                .map(|cell| cell.trim().trim_end_matches(" %"));
+            cells.filter_map(|cell| cell.parse().ok()).collect()
+        })
+        .collect();
+    assert_eq!(rows.len(), 5, "{out}");
+    for row in &rows {
+        // Requirements on any usable fit, not today's digits: TTFT, TPOT and E2E of each request, %.
+        assert!(row[0] < 20.0 && row[2] < 4.0 && row[4] < 3.0, "{out}");
+    }
 }

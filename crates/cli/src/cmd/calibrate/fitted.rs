@@ -7,7 +7,7 @@ use slipstream_perf::observed::{COUNT, NAMES, Terms};
 /// Beyond this standard error a term is not determined.
 const SURE: f64 = 0.25;
 
-/// What was predicted of a part that the fit did not see.
+/// Errors on a part that the fit did not see.
 pub(super) struct HeldOut {
     pub(super) name: String,
     pub(super) count: usize,
@@ -23,9 +23,9 @@ pub(super) struct Fitted {
     /// Quantities of [`HeldOut::errors`].
     pub(super) quantities: &'static [&'static str],
     pub(super) held_out: Vec<HeldOut>,
-    /// What was fitted to, in words.
+    /// The data, in words.
     pub(super) data: String,
-    /// What the reader has to know.
+    /// Limits that the reader must know.
     pub(super) notes: Vec<String>,
 }
 

@@ -195,7 +195,7 @@ pub(super) fn table(loads: &[Load], args: &LoadArgs) -> String {
     text
 }
 
-/// What was measured.
+/// The measurement.
 pub(super) struct Measured {
     pub(super) records: Vec<Record>,
     /// Requests that the engine answered, those to warm up included.
@@ -236,7 +236,7 @@ pub(super) fn send(url: &str, loads: &[Load], args: &LoadArgs) -> anyhow::Result
         let workload = Workload {
             seed: args.seed * 1000 + turn as u64,
             requests: Some(u64::from(load.requests)),
-            // What is left, divided evenly: a slow load must not take the time of the others.
+            // An even part of the time left: a slow load must not take that of the others.
             duration_s: Some(left.as_secs_f64() / (all - turn) as f64),
             arrival: Arrival::Closed {
                 concurrency: load.concurrency,

@@ -165,9 +165,10 @@ fn record(row: &BTreeMap<String, String>) -> anyhow::Result<Record> {
             part: 0,
         });
     }
-    let cached = match CACHED.iter().any(|name| row.contains_key(*name)) {
-        true => count(row, CACHED)?,
-        false => 0,
+    let cached = if CACHED.iter().any(|name| row.contains_key(*name)) {
+        count(row, CACHED)?
+    } else {
+        0
     };
     Ok(Record {
         arrival_s: seconds(row, ARRIVAL)?,
@@ -263,7 +264,7 @@ pub(super) fn checked(mut records: Vec<Record>) -> anyhow::Result<Vec<Record>> {
     Ok(records)
 }
 
-/// Refuses records that cannot hold the terms, and says what is missing.
+/// Refuses records that cannot show the terms, and names the missing part.
 pub(super) fn enough(records: &[Record]) -> anyhow::Result<()> {
     const LEAST: usize = 20;
     /// Prompts of one length, and those of two, differ by at least this.
@@ -392,7 +393,7 @@ mod tests {
             assert!((r.ttft_s - 0.05).abs() < 1e-9 && (r.e2e_s - 0.35).abs() < 1e-9);
         }
         assert_eq!(csv[1].arrival_s, 0.5);
-        // What is kept can be read again.
+        // Kept records can be read again.
         assert_eq!(parse(&super::csv(&csv)).unwrap(), csv);
     }
 

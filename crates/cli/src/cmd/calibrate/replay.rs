@@ -141,7 +141,7 @@ impl<'a> Replay<'a> {
         const TOKENS_PER_ID: u32 = 512;
         let mut text = String::new();
         for (at, r) in records.iter().enumerate() {
-            // What the cache had is not computed; no two prompts share a block.
+            // Cached tokens are not computed; no two prompts share a block.
             let input = r.computed();
             let ids: Vec<u64> = (0..u64::from(input.div_ceil(TOKENS_PER_ID)))
                 .map(|block| (at as u64) << 24 | block)
@@ -269,8 +269,8 @@ impl Sink for Times {
     }
 }
 
-/// What requests saw, as sums of work: of each, the steps from its first token to its last; and of those whose
-/// prompt was computed alone, the time to the first. With the index of the request.
+/// Requests as sums of work: of each, the steps from its first token to its last; if its prompt was computed
+/// alone, also the time to the first. With the index of the request.
 fn observations(records: &[Record], budget: u32) -> Vec<(usize, Observation)> {
     let mut seen = Vec::new();
     let longest = records.iter().map(|r| r.e2e_s).fold(0.0, f64::max);

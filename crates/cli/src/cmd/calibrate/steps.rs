@@ -75,7 +75,7 @@ fn recorded(text: &str) -> anyhow::Result<Vec<Observation>> {
     Ok(seen)
 }
 
-/// What happened between one scrape of vLLM's `/metrics` and the next.
+/// Differences between successive scrapes of vLLM's `/metrics`.
 pub(super) fn of_metrics(paths: &[PathBuf]) -> anyhow::Result<Vec<Observation>> {
     let mut texts = Vec::new();
     for path in paths {
@@ -223,9 +223,10 @@ pub(super) fn fit(observations: &[Observation]) -> anyhow::Result<Fitted> {
             .filter(|o| o.work[0] > 0.0)
             .map(|o| o.work[i])
             .collect();
-        let (low, high) = match of.is_empty() {
-            true => (0.0, 0.0),
-            false => (quantile(&of, 0.02), quantile(&of, 0.98)),
+        let (low, high) = if of.is_empty() {
+            (0.0, 0.0)
+        } else {
+            (quantile(&of, 0.02), quantile(&of, 0.98))
         };
         ensure!(
             high > 1.2 * low && high > 0.0,

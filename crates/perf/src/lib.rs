@@ -15,6 +15,7 @@
 //! The crate does no I/O: texts go in and come out.
 
 mod deployment;
+mod elementary;
 pub mod fit;
 mod linear_algebra;
 pub mod observed;

@@ -4,6 +4,7 @@ use slipstream_config::cluster::Dtype;
 use slipstream_config::preset::{Attention, Gpu, Link, ModelShape};
 
 use crate::deployment::{Formats, Framework, Parallel, generation};
+use crate::elementary;
 use crate::profile::{Params, own, shared};
 
 const NS: f64 = 1e9;
@@ -186,7 +187,7 @@ impl Experts {
         let tokens = tokens * self.ranks;
         // An expert is left alone by n tokens with probability untouched^n; routing that prefers some
         // experts touches fewer than uniform routing.
-        let touched = 1.0 - libm::exp(self.untouched_ln * tokens);
+        let touched = 1.0 - elementary::exp(self.untouched_ln * tokens);
         // Kernels compute whole tiles: a touched expert costs rows that it has no tokens for.
         let rows = tokens * self.per_token * self.imbalance + touched * self.count * self.tile;
         root_of_squares(self.row_ns * rows, self.weights_ns * touched)

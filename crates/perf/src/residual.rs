@@ -70,7 +70,7 @@ fn within(x: f64, most: f64) -> f64 {
 }
 
 fn log2(x: f64) -> f64 {
-    libm::log2(x.max(1e-9))
+    crate::elementary::log2(x.max(1e-9))
 }
 
 /// Of the sequences on all ranks.

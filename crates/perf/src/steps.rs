@@ -1,6 +1,7 @@
 //! Steps of one rank for an engine: physics, and the residual at the step's own load.
 
 use crate::deployment::Deployment;
+use crate::elementary;
 use crate::physics::{Load, Physics};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
@@ -53,7 +54,9 @@ impl StepModel {
     /// Length of a step on `load`, ns.
     pub fn ns(&self, load: &Load) -> f64 {
         let mut ns = self.physics.ns(load);
-        if load.prefill_tokens > 0.0 && load.decodes > 0.0 {
+        // Where kernels were measured, prompts take no longer beside decodes than alone.
+        let slower = self.physics.interference();
+        if load.prefill_tokens > 0.0 && load.decodes > 0.0 && slower != 1.0 {
             let decodes = self.physics.ns(&Load {
                 prefills: 0.0,
                 prefill_tokens: 0.0,
@@ -61,7 +64,7 @@ impl StepModel {
                 prefill_context: 0.0,
                 ..*load
             });
-            ns = decodes + self.physics.interference() * (ns - decodes).max(0.0);
+            ns = decodes + slower * (ns - decodes).max(0.0);
         }
         ns * self.factor(load)
     }
@@ -77,7 +80,7 @@ impl StepModel {
         } else {
             (load.prefill_context / load.prefills.max(1.0), OSL)
         };
-        libm::exp(self.residual.at(load.decodes, isl, osl))
+        elementary::exp(self.residual.at(load.decodes, isl, osl))
     }
 
     /// Time of a request outside of the engine's steps, up to its first token: HTTP, tokenizer, the hop to

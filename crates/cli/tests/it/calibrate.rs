@@ -359,9 +359,8 @@ fn a_measured_run_of_vllm_is_predicted_by_its_other_requests() {
         let input: usize = asked[3].parse().unwrap();
         let cached = (hits * 16).min(input - 1);
         let (arrival, output, ttft, e2e) = (asked[1], asked[4], truth[1], truth[3]);
-        records.push_str(&format!(
-            "{arrival},{input},{cached},{output},{ttft},{e2e}\n"
-        ));
+        let line = format!("{arrival},{input},{cached},{output},{ttft},{e2e}\n");
+        records.push_str(&line);
     }
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str, text: &str| {

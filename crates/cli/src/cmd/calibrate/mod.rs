@@ -90,12 +90,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let fitted = replay::fit(&one_worker(cluster)?, &records, &records::fifths(&records))?;
         return finish(args, &fitted, &name(path), fitted::toml("engine", &fitted));
     }
-    let (observations, source) = match &args.fpm {
-        Some(path) => (steps::of_recording(path)?, name(path)),
-        None => {
-            let names: Vec<String> = args.metrics.iter().map(|path| name(path)).collect();
-            (steps::of_metrics(&args.metrics)?, names.join(", "))
-        }
+    let (observations, source) = if let Some(path) = &args.fpm {
+        (steps::of_recording(path)?, name(path))
+    } else {
+        let names: Vec<String> = args.metrics.iter().map(|path| name(path)).collect();
+        (steps::of_metrics(&args.metrics)?, names.join(", "))
     };
     let fitted = steps::fit(&observations)?;
     finish(args, &fitted, &source, fitted::toml("engine", &fitted))
@@ -110,12 +109,11 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
         .build()?;
     let facts = runtime.block_on(slipstream_probe::ask_client(&client, ASK))?;
     let text = super::describe::cluster_file(std::slice::from_ref(&facts), None)?;
-    let cluster = match args.cluster.file() {
-        Some(_) => args.cluster.resolve(&[])?,
-        None => {
-            let doc = Doc::parse("cluster.toml", text.as_bytes());
-            Some(file::read(doc, super::files::read)?.0)
-        }
+    let cluster = if args.cluster.file().is_some() {
+        args.cluster.resolve(&[])?
+    } else {
+        let doc = Doc::parse("cluster.toml", text.as_bytes());
+        Some(file::read(doc, super::files::read)?.0)
     };
     let Some(cluster) = cluster else {
         return Ok(ExitCode::SUCCESS);
@@ -143,12 +141,11 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
     let names: Vec<String> = loads.iter().map(|load| load.name.to_owned()).collect();
     let parts = records::by_part(&records, names);
     let fitted = replay::fit(&cluster, &records, &parts)?;
-    let text = match args.cluster.file() {
-        Some(_) => fitted::toml("engine", &fitted),
-        None => {
-            let timing = fitted::toml("pool.main.engine", &fitted);
-            super::describe::cluster_file(std::slice::from_ref(&facts), Some(&timing))?
-        }
+    let text = if args.cluster.file().is_some() {
+        fitted::toml("engine", &fitted)
+    } else {
+        let timing = fitted::toml("pool.main.engine", &fitted);
+        super::describe::cluster_file(std::slice::from_ref(&facts), Some(&timing))?
     };
     finish(args, &fitted, url, text)
 }

@@ -1,6 +1,7 @@
 //! Terms of one engine from its requests: a sum over the steps that each request saw, then the twin, which also
 //! knows queues.
 
+use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -146,11 +147,12 @@ impl<'a> Replay<'a> {
             let ids: Vec<u64> = (0..u64::from(input.div_ceil(TOKENS_PER_ID)))
                 .map(|block| (at as u64) << 24 | block)
                 .collect();
-            text.push_str(&format!(
-                "{{\"timestamp\": {:.6}, \"input_length\": {input}, \"output_length\": {}, \"hash_ids\": {ids:?}}}\n",
+            let _ = writeln!(
+                text,
+                "{{\"timestamp\": {:.6}, \"input_length\": {input}, \"output_length\": {}, \"hash_ids\": {ids:?}}}",
                 r.arrival_s * 1e3,
                 r.output
-            ));
+            );
         }
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!(
@@ -305,7 +307,7 @@ fn observations(records: &[Record], budget: u32) -> Vec<(usize, Observation)> {
             if end > begin && o.output > 1 {
                 let each = f64::from(o.output - 1) / (o.last_s() - o.first_s());
                 let tokens = each * (end - begin);
-                let written = each * ((begin + end) / 2.0 - o.first_s());
+                let written = each * (f64::midpoint(begin, end) - o.first_s());
                 work[3] += tokens;
                 work[4] += tokens * (f64::from(o.input) + written);
             }

@@ -58,7 +58,8 @@ fn recorded(text: &str) -> anyhow::Result<Vec<Observation>> {
         let chunk = s.sum_prefill_tokens as f64 / f64::from(s.num_prefill_requests.max(1));
         let context = s.sum_prefill_kv_tokens as f64 / f64::from(s.num_prefill_requests.max(1));
         // Chunks of one step as if they were of one length.
-        let pairs = f64::from(s.num_prefill_requests) * chunk * (context + (chunk + 1.0) / 2.0);
+        let pairs =
+            f64::from(s.num_prefill_requests) * chunk * (context + f64::midpoint(chunk, 1.0));
         seen.push(Observation {
             work: [
                 1.0,
@@ -302,7 +303,7 @@ mod tests {
                 decodes * (100 + i * 11 % 900),
             );
             let chunk = tokens as f64 / prompts.max(1) as f64;
-            let pairs = tokens as f64 * (chunk + 1.0) / 2.0;
+            let pairs = tokens as f64 * f64::midpoint(chunk, 1.0);
             let ns = TRUE[0]
                 + TRUE[1] * tokens as f64
                 + TRUE[2] * pairs
@@ -361,9 +362,8 @@ mod tests {
     /// Scrapes of a vLLM whose steps have known length.
     fn scrape(totals: &[f64; COUNTERS.len()]) -> String {
         let lines = COUNTERS.iter().zip(totals);
-        lines
-            .map(|(name, total)| format!("{name}{{engine=\"0\"}} {total}\n"))
-            .collect()
+        let lines = lines.map(|(name, total)| format!("{name}{{engine=\"0\"}} {total}"));
+        lines.collect::<Vec<String>>().join("\n")
     }
 
     #[test]

@@ -64,21 +64,7 @@ pub(crate) fn command_line() -> String {
     words.join(" ")
 }
 
-/// An error with its causes, without repetition: many an error's text already ends with its
-/// cause's.
-pub(crate) fn chain(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if text.is_empty() {
-            text = cause;
-        } else if !text.contains(&cause) {
-            text.push_str(": ");
-            text.push_str(&cause);
-        }
-    }
-    text
-}
+pub(crate) use slipstream_study::chain;
 
 /// Whether `error` means that the reader of stdout closed the pipe.
 pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
@@ -86,22 +72,4 @@ pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
         .chain()
         .filter_map(|cause| cause.downcast_ref::<io::Error>())
         .any(|e| e.kind() == io::ErrorKind::BrokenPipe)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_cause_is_said_once() {
-        let cause = || anyhow::anyhow!("no such file");
-        let error = cause()
-            .context("reading x: no such file")
-            .context("starting");
-        assert_eq!(chain(&error), "starting: reading x: no such file");
-        assert_eq!(
-            chain(&cause().context("reading x")),
-            "reading x: no such file"
-        );
-    }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use slipstream_base::slo::Shown;
 use slipstream_config::cluster::Cluster;
@@ -29,6 +30,8 @@ pub struct Question<'a> {
     pub length_s: f64,
     /// End the run when too many requests have missed their objectives. Otherwise it runs to its end.
     pub stop_early: bool,
+    /// Ends the run if it is set; its answer is then worthless.
+    pub interrupted: Option<&'a AtomicBool>,
 }
 
 /// A run's answer.
@@ -116,7 +119,8 @@ impl Sink for Judge<'_> {
             .zip(&self.allowed)
             .any(|(class, allowed)| missed(class) > *allowed);
         self.stopped |= self.question.stop_early && over;
-        !self.stopped
+        let interrupted = self.question.interrupted;
+        !self.stopped && !interrupted.is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use anyhow::Context;
-use slipstream_config::cluster::{Cluster, HostMode, file};
-use slipstream_config::doc::{Doc, Settings};
+use slipstream_config::cluster::{Cluster, HostMode};
+use slipstream_config::doc::Settings;
+use slipstream_study::source::ClusterSource;
 
 use crate::out;
 
@@ -38,18 +38,23 @@ impl ClusterArgs {
         self.cluster.as_ref()
     }
 
-    /// Source of the cluster in words: the file and its overrides.
-    pub(crate) fn name(&self) -> String {
-        let file = self.cluster.as_ref().map_or_else(
-            || "the defaults".to_owned(),
-            |path| path.display().to_string(),
-        );
-        let sets = self.set.iter().map(String::as_str);
-        [file.as_str()]
-            .into_iter()
-            .chain(sets)
-            .collect::<Vec<_>>()
-            .join(", ")
+    /// The file and its overrides, for a question.
+    pub(crate) fn source(&self) -> ClusterSource {
+        ClusterSource {
+            file: self.cluster.clone(),
+            text: None,
+            sets: self.set.clone(),
+        }
+    }
+
+    /// Whether the configuration is to be printed instead.
+    pub(crate) fn is_printed(&self) -> bool {
+        self.print_config
+    }
+
+    /// Prints the configuration, if that was asked for instead.
+    pub(crate) fn prints_config(&self) -> anyhow::Result<bool> {
+        Ok(self.print_config && self.resolve(&[])?.is_none())
     }
 
     /// The cluster, with `sets` (from a subcommand's own flags) as the last overrides. `None` if
@@ -66,40 +71,12 @@ impl ClusterArgs {
         sets: &[String],
     ) -> anyhow::Result<Option<(Cluster, Settings)>> {
         // Paths in the file are relative to it, so that a folder of configuration can be moved.
-        let (cluster, settings) = file::read(self.doc(sets)?, super::files::read)?;
+        let (cluster, settings) = self.source().resolve(sets)?;
         if self.print_config {
             out::print(&settings.to_toml())?;
             return Ok(None);
         }
         Ok(Some((cluster, settings)))
-    }
-
-    /// Names of the GPUs that the file defines, as `[gpu.NAME]`.
-    pub(crate) fn gpus(&self) -> anyhow::Result<Vec<String>> {
-        Ok(self.doc(&[])?.keys("gpu"))
-    }
-
-    /// The document of all layers, with `sets` as the last.
-    fn doc(&self, sets: &[String]) -> anyhow::Result<Doc> {
-        let mut doc = match &self.cluster {
-            None => Doc::empty(),
-            Some(path) => {
-                let text = super::files::read(path)
-                    .with_context(|| format!("reading the cluster file {}", path.display()))?;
-                Doc::parse(&path.display().to_string(), &text)
-            }
-        };
-        // A variable of another program may have any content. A variable with our prefix that is
-        // not UTF-8 gets a U+FFFD in its value, which the document then rejects by name.
-        let vars = std::env::vars_os().map(|(name, value)| {
-            let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
-            (text(name), text(value))
-        });
-        doc.env(file::ENV_PREFIX, vars);
-        for set in self.set.iter().chain(sets) {
-            doc.set(set);
-        }
-        Ok(doc)
     }
 
     /// As [`resolve`](Self::resolve), for a cluster that is to run live.
@@ -181,6 +158,7 @@ fn simulation_only(cluster: &Cluster) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use slipstream_config::cluster::file;
     use slipstream_config::doc::Doc;
 
     use super::*;

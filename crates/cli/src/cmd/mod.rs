@@ -4,13 +4,13 @@ mod access_log;
 mod cached;
 mod client_args;
 mod cluster_args;
-mod files;
 mod fleet_metrics;
 mod fleet_sink;
-mod memory;
 mod metrics_page;
+mod on;
 mod plane_args;
 mod price_args;
+mod progress;
 mod reload;
 mod switches;
 mod watch;
@@ -42,7 +42,4 @@ pub(crate) mod top;
 pub(crate) mod trace;
 pub(crate) mod worker;
 
-/// Cores available to this process: affinity and the cgroup's quota count.
-pub(crate) fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
-}
+pub(crate) use slipstream_study::{cores, files, memory};

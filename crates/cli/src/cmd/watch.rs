@@ -15,9 +15,10 @@ use slipstream_config::workload_file::Workload;
 use slipstream_report::drag::DragWriter;
 use slipstream_report::pass::PassWriter;
 use slipstream_report::perfetto::{KvSpan, PerfettoWriter, RequestSpan};
-use slipstream_report::series::{Ended, EngineInfo};
+use slipstream_report::series::EngineInfo;
 use slipstream_report::table::{counted, grouped, number};
 use slipstream_report::{DragRecord, PassRecord, Series};
+use slipstream_study::requests::ended;
 use slipstream_twin::{Progress, RequestRecord, Sink};
 
 use crate::out;
@@ -236,15 +237,7 @@ impl Sink for Watcher {
             drag.with(|drag| drag.write(&record));
         }
         if let Some(series) = &mut self.series {
-            series.on_request(&Ended {
-                due: record.request.due.0,
-                first: record.first.0,
-                last: record.last.0,
-                input_tokens: record.input_tokens.into(),
-                cached_tokens: record.cached_tokens.into(),
-                output_tokens: record.output_tokens.into(),
-                ok: record.error.is_none(),
-            });
+            series.on_request(&ended(record));
         }
         if let (Some(perfetto), Some(rank), None) = (&mut self.perfetto, record.rank, record.error)
             && let Some(&engine) = self.engine_of.get(&rank)

@@ -80,6 +80,10 @@ fn crates_depend_as_drawn() {
         ("bench", &["engine", "frontend", "planes", "worker"]),
         ("twin", &["bench", "frontend", "netsim", "planes", "worker"]),
         ("plan", &["bench", "frontend", "netsim", "planes", "worker"]),
+        (
+            "study",
+            &["bench", "frontend", "kvstore", "netsim", "planes", "worker"],
+        ),
         ("netsim", &["engine", "flows", "router", "workload"]),
         ("workload", &["engine", "planes", "router"]),
         ("report", &["engine", "planes", "router", "workload"]),

@@ -331,7 +331,8 @@ fn time(ms: f64) -> String {
     }
 }
 
-fn cdf(name: &str, latency: &Latency, marks: Vec<(f64, String)>) -> String {
+/// Chart of a distribution: the share that took no longer, with marks on the axis of time, in ms.
+pub fn cdf(name: &str, latency: &Latency, marks: Vec<(f64, String)>) -> String {
     let points = latency.cdf(CDF_POINTS);
     Chart {
         title: format!("{name}: share that took no longer"),

@@ -22,7 +22,9 @@ pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
         read_rows(&text).with_context(|| format!("reading {}", path.display()))
     };
     let rows = read(points)?;
-    super::super::predict::note_unknown_columns(&rows);
+    if let Some(note) = slipstream_study::predict::unknown_note(&rows) {
+        eprintln!("note: {note}");
+    }
     let prior = Profile::prior();
     let only: Option<HashSet<String>> = match &args.only {
         None => None,

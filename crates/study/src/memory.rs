@@ -10,7 +10,7 @@ const BLOCK_BYTES: u64 = 96;
 
 /// Returns an error with the numbers if `cluster`'s engines, all in this process, cannot fit into
 /// memory. Without a figure for the host's memory, nothing is checked.
-pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
+pub fn check(cluster: &Cluster) -> anyhow::Result<()> {
     let Some(free) = proc_bytes("/proc/meminfo", "MemAvailable:") else {
         return Ok(());
     };
@@ -42,7 +42,7 @@ const REQUEST_BYTES: u64 = 600;
 
 /// An error with the numbers if the requests that `workload` has under way at a time cannot fit into
 /// memory.
-pub(crate) fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
+pub fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
     let (Arrival::Closed { concurrency }, Some(free)) = (
         &workload.arrival,
         proc_bytes("/proc/meminfo", "MemAvailable:"),
@@ -67,7 +67,7 @@ pub(crate) fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
 
 /// Half of the memory that this process may have, bytes: the host's, or its control group's. 1 GiB if neither
 /// is known.
-pub(crate) fn half_of_host() -> u64 {
+pub fn half_of_host() -> u64 {
     let host = proc_bytes("/proc/meminfo", "MemTotal:");
     // As a container sees its own group; `max` is no limit and no number.
     let group = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
@@ -77,7 +77,7 @@ pub(crate) fn half_of_host() -> u64 {
 }
 
 /// A field of a file in `/proc` that counts in kilobytes, such as `MemAvailable:`, in bytes.
-pub(crate) fn proc_bytes(file: &str, field: &str) -> Option<u64> {
+pub fn proc_bytes(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(field))?;
     let kilobytes: u64 = line.split_whitespace().next()?.parse().ok()?;

@@ -10,9 +10,7 @@ use slipstream_report::html::plan::{PlanAnswer, PlanPage};
 use slipstream_report::latency::{P50, P99, cell};
 use slipstream_report::table::{Table, counted, grouped, number};
 
-use super::{Args, Asked, Choice, Excluded, Found, NotFound, Row};
-use crate::out;
-
+use super::{Asked, Choice, Excluded, Found, NotFound, Row};
 /// A share in percent, with enough digits to tell it from the target.
 fn percent(share: f64) -> String {
     let percent = 100.0 * share;
@@ -345,24 +343,20 @@ pub(super) fn excluded(excluded: &[Excluded]) -> String {
 }
 
 /// The command that simulates the answer, if its load is the workload's.
-fn repeat(args: &Args, context: &Asked, found: &Found) -> Option<String> {
-    let path = args.write.as_ref()?;
+fn repeat(
+    written: Option<(&std::path::Path, &str)>,
+    context: &Asked,
+    found: &Found,
+) -> Option<String> {
+    let (path, workload) = written?;
     (found.load == 1.0).then(|| {
-        let file = args.file.as_ref().map_or_else(
-            || "(the same workload flags)".to_owned(),
-            |file| {
-                let is_workload = file.extension().is_some_and(|e| e == "toml");
-                let flag = if is_workload { "--workload" } else { "--trace" };
-                format!("{flag} {}", file.display())
-            },
-        );
         let slo = context
             .objectives
             .all
             .as_ref()
             .map_or_else(String::new, |slo| format!(" --slo {slo}"));
         format!(
-            "check it: slipstream simulate {} {file}{slo} (digest {:016x})\n",
+            "check it: slipstream simulate {} {workload}{slo} (digest {:016x})\n",
             path.display(),
             found.best.answer.outcome.digest
         )
@@ -370,7 +364,11 @@ fn repeat(args: &Args, context: &Asked, found: &Found) -> Option<String> {
 }
 
 /// Everything as text, the answers first.
-pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &Args) -> String {
+pub(super) fn text(
+    context: &Asked,
+    results: &[Result<Found, NotFound>],
+    written: Option<(&std::path::Path, &str)>,
+) -> String {
     let mut text = String::new();
     let several = results.len() > 1;
     for result in results {
@@ -409,7 +407,7 @@ pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &
         for note in notes.into_iter().flatten() {
             text.extend([format!("{note}\n")]);
         }
-        text.push_str(&repeat(args, context, found).unwrap_or_default());
+        text.push_str(&repeat(written, context, found).unwrap_or_default());
         if !found.sensitivity.is_empty() {
             text.push('\n');
             let mut table = Table::new(knob_header(found));
@@ -558,7 +556,12 @@ pub(super) fn json(
 }
 
 /// Everything as a page.
-pub(super) fn page(context: &Asked, results: &[Result<Found, NotFound>], workload: &str) -> String {
+pub(super) fn page(
+    context: &Asked,
+    results: &[Result<Found, NotFound>],
+    workload: &str,
+    command: &str,
+) -> String {
     let answers = results
         .iter()
         .flatten()
@@ -659,7 +662,7 @@ pub(super) fn page(context: &Asked, results: &[Result<Found, NotFound>], workloa
             .collect(),
         answers,
         texts: vec![
-            ("Command".into(), out::command_line()),
+            ("Command".into(), command.to_owned()),
             ("Workload".into(), workload.to_owned()),
             ("Not searched".into(), excluded(&context.excluded)),
         ],

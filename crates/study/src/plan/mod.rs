@@ -1,14 +1,18 @@
-//! `slipstream plan`: finds the cheapest cluster that attains objectives under a workload.
+//! The cheapest cluster that attains objectives under a workload.
+//!
+//! A [`Plan`] is a checked question. [`Plan::answer`] searches; its trials run on threads, or through
+//! [`Elsewhere`] in other processes, each of which has the same plan and runs [`Plan::measure`].
 
 mod base;
 mod driver;
 mod output;
 
-use std::io::IsTerminal;
-use std::path::PathBuf;
-use std::process::ExitCode;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
 
 use anyhow::{Context, bail, ensure};
+use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
 use slipstream_config::cluster::{Dtype, EngineConfig, file};
 use slipstream_config::preset::{self, ModelShape};
@@ -19,16 +23,18 @@ use slipstream_plan::bound::{self, Ideal};
 use slipstream_plan::confidence::{self, Interval, StepError};
 use slipstream_plan::search::{Candidate, Nearest, grid};
 use slipstream_plan::space::{self, Setting, Shape};
-use slipstream_plan::trial::Answer;
+use slipstream_plan::trial::Answer as TrialAnswer;
 use slipstream_plan::{Choice, Conditions, Demand, Search, load};
 use slipstream_report::Objectives;
-use slipstream_report::table::{counted, number};
+use slipstream_report::table::number;
 
 use self::base::Base;
 use self::driver::{Driver, trial};
-use crate::cmd::price_args::{PriceArgs, percent};
-use crate::cmd::workload_args::WorkloadArgs;
-use crate::out;
+use crate::control::Control;
+use crate::source::{ClusterSource, PriceSource, WorkloadSource};
+use crate::{cores, files, memory};
+
+pub use self::driver::{Batch, Elsewhere, Result as TrialResult};
 
 /// Smallest part of a workload that settings are compared on, requests.
 const PART_MIN: f64 = 150.0;
@@ -41,146 +47,185 @@ const ROWS_MAX: usize = 8;
 /// Change of objectives and load for the sensitivity.
 const CHANGE: f64 = 0.2;
 
-/// Flags of `slipstream plan`.
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    /// Workload file (.toml), or a trace; or describe a load with the flags below
-    #[arg(value_name = "WORKLOAD|TRACE")]
-    file: Option<PathBuf>,
-
-    /// Objectives of each request, such as ttft=1s,itl=50ms [default: those of the workload's classes]
-    #[arg(long, value_name = "SLO", help_heading = "Question")]
-    slo: Option<Slo>,
-    /// Share of the requests of each class that must meet its objectives
-    #[arg(long, value_name = "PERCENT", default_value = "99%", value_parser = percent, help_heading = "Question")]
-    attain: f64,
-    /// Factors on the workload's load, each with an answer of its own: 0.5,1,2
-    #[arg(
-        long,
-        value_name = "FACTORS",
-        value_delimiter = ',',
-        default_value = "1",
-        help_heading = "Question"
-    )]
-    load: Vec<f64>,
-    /// Load beyond the stated one at which the objectives must still be attained
-    #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = percent, help_heading = "Question")]
-    headroom: f64,
-    /// Model: a preset's name, or a Hugging Face style config.json [default: the cluster file's]
-    #[arg(long, value_name = "MODEL", help_heading = "Question")]
-    model: Option<String>,
-    /// Cluster file with the settings that are not searched, such as `[network]` and `[host]`
-    #[arg(long, value_name = "CLUSTER.TOML", help_heading = "Question")]
-    cluster: Option<PathBuf>,
-    /// Override a key of the cluster file; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", help_heading = "Question")]
-    set: Vec<String>,
-
-    /// GPUs to choose from: presets (slipstream presets), or [gpu.NAME] of the cluster file
-    #[arg(
-        long,
-        value_name = "GPUS",
-        value_delimiter = ',',
-        default_value = "h100-sxm",
-        help_heading = "Search"
-    )]
-    gpus: Vec<String>,
-    /// GPUs of a worker
-    #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "1,2,4,8", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
-    tensor_parallel: Vec<u32>,
-    /// Formats of the weights: bf16, fp8, int8, int4, nvfp4, mxfp4 [default: the checkpoint's, and fp8 for bf16]
-    #[arg(
-        long,
-        value_name = "FORMATS",
-        value_delimiter = ',',
-        value_parser = precision,
-        help_heading = "Search"
-    )]
-    precision: Vec<Dtype>,
-    /// Formats of the KV cache: auto (the checkpoint's), bf16, fp8
-    #[arg(
-        long,
-        value_name = "FORMATS",
-        value_delimiter = ',',
-        default_value = "auto",
-        value_parser = kv_cache_dtype,
-        help_heading = "Search"
-    )]
-    kv_cache_dtype: Vec<KvCache>,
-    /// Workers that compute prompts and answers, or workers for each
-    #[arg(
-        long,
-        value_name = "KINDS",
-        value_delimiter = ',',
-        default_value = "aggregated,disaggregated",
-        help_heading = "Search"
-    )]
-    serving: Vec<ServingArg>,
-    /// Values of engine.max_num_seqs; the first one is the base
-    #[arg(long, value_name = "VALUES", value_delimiter = ',', default_value = "256,64,1024", value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Search")]
-    max_num_seqs: Vec<u32>,
-    /// Values of engine.max_num_batched_tokens; the first one is the base
-    #[arg(long, value_name = "VALUES", value_delimiter = ',', default_value = "8192,2048,16384", value_parser = clap::value_parser!(u32).range(1..=1 << 24), help_heading = "Search")]
-    max_num_batched_tokens: Vec<u32>,
-    /// Values of router.policy; the first one is the base
-    #[arg(
-        long,
-        value_name = "POLICIES",
-        value_delimiter = ',',
-        default_value = "kv,power_of_two,round_robin",
-        value_parser = policy,
-        help_heading = "Search"
-    )]
-    policies: Vec<String>,
-    /// Most GPUs of a cluster
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Search")]
-    max_gpus: u32,
-
-    #[command(flatten)]
-    price: PriceArgs,
-
-    #[command(flatten)]
-    what: WorkloadArgs,
-    /// Set a key of the workload file; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", help_heading = "Workload")]
-    workload_set: Vec<String>,
-
-    /// Seeds that the answer must attain on average; traces have one
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100), help_heading = "Run")]
-    seeds: u64,
-    /// Only the answer: no runners-up, headroom and sensitivity
-    #[arg(long, help_heading = "Run")]
-    quick: bool,
-    /// Concurrent simulations; the answer is the same for any number [default: cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Run")]
-    jobs: Option<u16>,
-
-    /// Print JSON (docs/plan.md)
-    #[arg(long, help_heading = "Output")]
-    json: bool,
-    /// Write the answer as a cluster file
-    #[arg(long, value_name = "CLUSTER.TOML", help_heading = "Output")]
-    write: Option<PathBuf>,
-    /// Write a self-contained HTML page to this file
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
-    html: Option<PathBuf>,
-    /// Show no progress
-    #[arg(long, help_heading = "Output")]
-    quiet: bool,
+/// The question: which cluster is the cheapest that attains these objectives under this workload?
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Question {
+    /// The workload.
+    pub workload: WorkloadSource,
+    /// Objectives of each request; `None`: those of the workload's classes.
+    #[serde(with = "crate::source::as_text")]
+    pub slo: Option<Slo>,
+    /// Share of the requests of each class that must meet its objectives.
+    pub attain: f64,
+    /// Factors on the workload's load, each with an answer of its own.
+    pub load: Vec<f64>,
+    /// Load beyond the stated one at which the objectives must still be attained, as a share.
+    pub headroom: f64,
+    /// Model: a preset's name, or the path of a `config.json`. `None`: the cluster file's.
+    pub model: Option<String>,
+    /// Settings that are not searched.
+    pub cluster: ClusterSource,
+    /// GPUs to choose from.
+    pub gpus: Vec<String>,
+    /// GPUs of a worker.
+    pub tensor_parallel: Vec<u32>,
+    /// Formats of the weights; empty: the checkpoint's, and FP8 if that is BF16.
+    pub precision: Vec<String>,
+    /// Formats of the KV cache.
+    pub kv_cache_dtype: Vec<String>,
+    /// `aggregated`, `disaggregated`.
+    pub serving: Vec<String>,
+    /// Values of `engine.max_num_seqs`; the first one is the base.
+    pub max_num_seqs: Vec<u32>,
+    /// Values of `engine.max_num_batched_tokens`; the first one is the base.
+    pub max_num_batched_tokens: Vec<u32>,
+    /// Values of `router.policy`; the first one is the base.
+    pub policies: Vec<String>,
+    /// Most GPUs of a cluster.
+    pub max_gpus: u32,
+    /// Prices per GPU-hour.
+    pub prices: PriceSource,
+    /// Seeds that the answer must attain on average; traces have one.
+    pub seeds: u64,
+    /// Only the answer: no runners-up, headroom and sensitivity.
+    pub quick: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum ServingArg {
-    /// Each worker computes prompts and answers
-    Aggregated,
-    /// Prefill workers and decode workers
-    Disaggregated,
+impl Default for Question {
+    fn default() -> Question {
+        let words = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
+        Question {
+            workload: WorkloadSource::default(),
+            slo: None,
+            attain: 0.99,
+            load: vec![1.0],
+            headroom: 0.0,
+            model: None,
+            cluster: ClusterSource::default(),
+            gpus: words(&["h100-sxm"]),
+            tensor_parallel: vec![1, 2, 4, 8],
+            precision: Vec::new(),
+            kv_cache_dtype: words(&["auto"]),
+            serving: words(&["aggregated", "disaggregated"]),
+            max_num_seqs: vec![256, 64, 1024],
+            max_num_batched_tokens: vec![8192, 2048, 16384],
+            policies: words(&["kv", "power_of_two", "round_robin"]),
+            max_gpus: 1024,
+            prices: PriceSource::default(),
+            seeds: 3,
+            quick: false,
+        }
+    }
+}
+
+/// The question, checked.
+#[derive(Debug)]
+struct Args {
+    attain: f64,
+    load: Vec<f64>,
+    headroom: f64,
+    gpus: Vec<String>,
+    tensor_parallel: Vec<u32>,
+    precision: Vec<Dtype>,
+    kv_cache_dtype: Vec<KvCache>,
+    /// Whether prefill and decode have workers of their own.
+    serving: Vec<bool>,
+    max_num_seqs: Vec<u32>,
+    max_num_batched_tokens: Vec<u32>,
+    policies: Vec<String>,
+    max_gpus: u32,
+    seeds: u64,
+    quick: bool,
+}
+
+impl Args {
+    fn of(question: &Question) -> anyhow::Result<Args> {
+        let words = |flag: &str, words: &[String]| {
+            ensure!(!words.is_empty(), "--{flag} has no value");
+            Ok(words.to_vec())
+        };
+        let numbers = |flag: &str, values: &[u32], max: u32| {
+            ensure!(!values.is_empty(), "--{flag} has no value");
+            for value in values {
+                ensure!(
+                    (1..=max).contains(value),
+                    "--{flag} has {value}, but must be 1 to {max}"
+                );
+            }
+            Ok(values.to_vec())
+        };
+        ensure!(
+            question.attain > 0.0 && question.attain <= 1.0,
+            "--attain is {} %, but must be above 0 and at most 100 %",
+            number(question.attain * 100.0)
+        );
+        ensure!(
+            (0.0..=10.0).contains(&question.headroom),
+            "--headroom is {} %, but must be 0 to 1,000 %",
+            number(question.headroom * 100.0)
+        );
+        ensure!(!question.load.is_empty(), "--load has no factor");
+        for &load in &question.load {
+            ensure!(
+                load.is_finite() && (1e-3..=1e3).contains(&load),
+                "--load has {load}, but factors must be 0.001 to 1,000"
+            );
+        }
+        let parsed = |flag: &'static str| move |error: String| anyhow::anyhow!("--{flag}: {error}");
+        let (policies, serving) = (&question.policies, &question.serving);
+        for name in policies {
+            policy(name).map_err(parsed("policies"))?;
+        }
+        let [max_gpus] = numbers("max-gpus", &[question.max_gpus], 65_536)?[..] else {
+            unreachable!("one number");
+        };
+        ensure!(
+            (1..=100).contains(&question.seeds),
+            "--seeds is {}, but must be 1 to 100",
+            question.seeds
+        );
+        Ok(Args {
+            attain: question.attain,
+            load: question.load.clone(),
+            headroom: question.headroom,
+            gpus: words("gpus", &question.gpus)?,
+            tensor_parallel: numbers("tensor-parallel", &question.tensor_parallel, 1024)?,
+            precision: question
+                .precision
+                .iter()
+                .map(|name| precision(name).map_err(parsed("precision")))
+                .collect::<anyhow::Result<_>>()?,
+            kv_cache_dtype: words("kv-cache-dtype", &question.kv_cache_dtype)?
+                .iter()
+                .map(|name| kv_cache_dtype(name).map_err(parsed("kv-cache-dtype")))
+                .collect::<anyhow::Result<_>>()?,
+            serving: words("serving", serving)?
+                .iter()
+                .map(|name| apart(name).map_err(parsed("serving")))
+                .collect::<anyhow::Result<_>>()?,
+            max_num_seqs: numbers("max-num-seqs", &question.max_num_seqs, 65_536)?,
+            max_num_batched_tokens: numbers(
+                "max-num-batched-tokens",
+                &question.max_num_batched_tokens,
+                1 << 24,
+            )?,
+            policies: words("policies", policies)?,
+            max_gpus,
+            seeds: question.seeds,
+            quick: question.quick,
+        })
+    }
 }
 
 /// A format of the KV cache; `None`: the checkpoint's.
-type KvCache = Option<Dtype>;
+pub type KvCache = Option<Dtype>;
 
-fn precision(text: &str) -> Result<Dtype, String> {
+/// The format of weights that a flag names.
+///
+/// # Errors
+/// A message with the values.
+pub fn precision(text: &str) -> Result<Dtype, String> {
     let names = || Dtype::ALL.map(Dtype::name).join(", ");
     Dtype::ALL
         .into_iter()
@@ -188,7 +233,11 @@ fn precision(text: &str) -> Result<Dtype, String> {
         .ok_or_else(|| format!("`{text}` is not a format of weights; one of {}", names()))
 }
 
-fn kv_cache_dtype(text: &str) -> Result<KvCache, String> {
+/// The format of the KV cache that a flag names.
+///
+/// # Errors
+/// A message with the values.
+pub fn kv_cache_dtype(text: &str) -> Result<KvCache, String> {
     match text {
         "auto" => Ok(None),
         "bf16" => Ok(Some(Dtype::Bf16)),
@@ -199,7 +248,25 @@ fn kv_cache_dtype(text: &str) -> Result<KvCache, String> {
     }
 }
 
-fn policy(text: &str) -> Result<String, String> {
+/// Whether prefill and decode have workers of their own, by the name of a kind of serving.
+///
+/// # Errors
+/// A message with the values.
+pub fn apart(text: &str) -> Result<bool, String> {
+    match text {
+        "aggregated" => Ok(false),
+        "disaggregated" => Ok(true),
+        _ => Err(format!(
+            "`{text}` is not a kind of serving; one of aggregated, disaggregated"
+        )),
+    }
+}
+
+/// The routing policy that a flag names.
+///
+/// # Errors
+/// A message with the values.
+pub fn policy(text: &str) -> Result<String, String> {
     let mut names = file::POLICIES
         .iter()
         .map(|(name, _)| *name)
@@ -216,21 +283,24 @@ fn policy(text: &str) -> Result<String, String> {
 }
 
 /// A shape that is not searched, and why.
+#[derive(Debug)]
 struct Excluded {
     name: String,
     reason: String,
 }
 
 /// A configuration with its figures.
+#[derive(Debug)]
 struct Row {
     sized: Choice,
     shape: Shape,
     setting: Setting,
     gpus: u64,
-    answer: Answer,
+    answer: TrialAnswer,
 }
 
 /// One knob changed, and what follows.
+#[derive(Debug)]
 struct Sensitivity {
     knob: String,
     /// Sizes of the answer's and the first runner-up's shapes; `None`: no size attains.
@@ -238,6 +308,7 @@ struct Sensitivity {
 }
 
 /// The answer to one load.
+#[derive(Debug)]
 struct Found {
     load: f64,
     best: Row,
@@ -264,6 +335,7 @@ struct Found {
 }
 
 /// A load that nothing attains.
+#[derive(Debug)]
 struct NotFound {
     load: f64,
     nearest: Option<(Nearest, Row)>,
@@ -273,6 +345,7 @@ struct NotFound {
 }
 
 /// Inputs of the output in addition to answers.
+#[derive(Debug)]
 struct Asked {
     model: String,
     workload: String,
@@ -291,119 +364,217 @@ struct Asked {
 }
 
 /// A shape with its bounds.
+#[derive(Debug)]
 struct Bounded {
     shape: Shape,
     candidate: Candidate,
 }
 
-/// Searches, and prints the answer of each load.
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let (what, workload, name) = workload(args)?;
-    check_flags(args)?;
-    let objectives = Objectives::of(&workload, args.slo.clone());
-    ensure!(
-        objectives.are_stated(),
-        "no objective to attain; state one with --slo, such as --slo ttft=1s,itl=50ms, or `slo` of the workload's classes"
-    );
-    let base = Base::read(args.cluster.as_deref(), args.model.as_deref(), &args.set)?;
-    let own = base.gpus();
-    check_gpus(args, &own)?;
-    let prices = args.price.read(&own)?;
-    let priced = check_prices(args, &prices)?;
-    let shared = base.shared()?;
-    super::memory::check_concurrency(&workload)?;
-    let demand = Demand::of(&workload)?;
-    let jobs = args.jobs.map_or(super::cores() as usize, usize::from);
-    let shows = std::io::stderr().is_terminal() && !args.quiet;
-
-    let mut context = Asked {
-        model: shared.model.name.clone(),
-        workload: name,
-        objectives,
-        target: args.attain,
-        headroom: args.headroom,
-        prices,
-        priced,
-        excluded: Vec::new(),
-        parts: String::new(),
-        searched: searched(args, &shared.model.shape),
-        seed: workload.seed,
-    };
-    let shapes = shapes(args, &base, &shared.model.shape, &mut context.excluded);
-    if shapes.is_empty() {
-        bail!(
-            "{} cannot run on any of the GPUs and sizes searched:\n{}",
-            context.model,
-            output::excluded(&context.excluded)
-        );
-    }
-    // The highest load first: what attains it is tried at lower ones, so that these never cost more.
-    let mut loads = args.load.clone();
-    loads.sort_by(|a, b| b.total_cmp(a));
-    loads.dedup();
-    let mut results: Vec<Result<Found, NotFound>> = Vec::new();
-    let mut above: Vec<(Shape, Setting, u32)> = Vec::new();
-    for &load in &loads {
-        let question = Question {
-            args,
-            base: &base,
-            shapes: &shapes,
-            workload: &workload,
-            demand: &demand,
-            load,
-            jobs,
-            shows,
-        };
-        results.push(question.answer(&mut context, &mut above)?);
-    }
-    results.reverse();
-    let mut failures = Vec::new();
-    if let Some(path) = &args.write
-        && let Some(Ok(found)) = results.first()
-    {
-        failures.extend(write(path, &base, found, &context)?);
-    }
-    if let Some(path) = &args.html {
-        let page = output::page(&context, &results, &what.text(&args.workload_set)?);
-        failures.extend(out::save(path, &page));
-    }
-    if args.json {
-        out::print(&output::json(&context, &results)?)?;
-    } else {
-        out::print(&output::text(&context, &results, args))?;
-    }
-    out::complain(&failures);
-    let found = results.iter().all(Result::is_ok);
-    Ok(if found && failures.is_empty() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+/// A question that can be answered.
+#[derive(Debug)]
+pub struct Plan {
+    args: Args,
+    base: Base,
+    shapes: Vec<Shape>,
+    workload: Workload,
+    workload_text: String,
+    /// At load 1.
+    demand: Demand,
+    asked: Asked,
+    notes: Vec<String>,
+    /// Inputs of the trials at a load, by its bits.
+    ready: Mutex<HashMap<u64, Arc<Ready>>>,
 }
 
-fn check_flags(args: &Args) -> anyhow::Result<()> {
-    ensure!(
-        args.attain > 0.0 && args.attain <= 1.0,
-        "--attain is {} %, but must be above 0 and at most 100 %",
-        number(args.attain * 100.0)
-    );
-    ensure!(
-        (0.0..=10.0).contains(&args.headroom),
-        "--headroom is {} %, but must be 0 to 1,000 %",
-        number(args.headroom * 100.0)
-    );
-    for &load in &args.load {
-        ensure!(
-            load.is_finite() && (1e-3..=1e3).contains(&load),
-            "--load has {load}, but factors must be 0.001 to 1,000"
-        );
+impl Question {
+    /// The question as JSON that can travel to another process, with the texts of its files.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or is not UTF-8.
+    pub fn travelling(&self) -> anyhow::Result<String> {
+        let mut question = self.clone();
+        question.cluster = question.cluster.with_text()?;
+        question.workload = question.workload.with_text()?;
+        question.prices = question.prices.with_text()?;
+        Ok(serde_json::to_string(&question)?)
     }
-    ensure!(
-        args.write.is_none() || args.load.len() == 1,
-        "--write writes one cluster, but --load asks for {}; run them one by one",
-        counted(args.load.len() as u64, "answer")
-    );
-    Ok(())
+
+    /// Reads the files, and checks everything.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or a value is wrong.
+    pub fn prepare(&self) -> anyhow::Result<Plan> {
+        let (workload, name) = self.workload.workload(&[])?;
+        let args = Args::of(self)?;
+        let objectives = Objectives::of(&workload, self.slo.clone());
+        ensure!(
+            objectives.are_stated(),
+            "no objective to attain; state one with --slo, such as --slo ttft=1s,itl=50ms, or `slo` of the workload's classes"
+        );
+        let base = Base::read(&self.cluster, self.model.as_deref())?;
+        let own = base.gpus();
+        check_gpus(&args, &own)?;
+        let prices = self.prices.read(&own)?;
+        let priced = check_prices(&args, &prices)?;
+        let shared = base.shared()?;
+        memory::check_concurrency(&workload)?;
+        let demand = Demand::of(&workload)?;
+        let mut asked = Asked {
+            model: shared.model.name.clone(),
+            workload: name,
+            objectives,
+            target: args.attain,
+            headroom: args.headroom,
+            prices,
+            priced,
+            excluded: Vec::new(),
+            parts: String::new(),
+            searched: searched(&args, &shared.model.shape),
+            seed: workload.seed,
+        };
+        let shapes = shapes(&args, &base, &shared.model.shape, &mut asked.excluded);
+        if shapes.is_empty() {
+            bail!(
+                "{} cannot run on any of the GPUs and sizes searched:\n{}",
+                asked.model,
+                output::excluded(&asked.excluded)
+            );
+        }
+        Ok(Plan {
+            notes: base.note_dropped().into_iter().collect(),
+            workload_text: self.workload.text()?,
+            args,
+            base,
+            shapes,
+            workload,
+            demand,
+            asked,
+            ready: Mutex::default(),
+        })
+    }
+}
+
+impl Plan {
+    /// Notes about the question.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Searches the answer of each load. Trials run `elsewhere`, or on `jobs` threads (`None`: one per core).
+    ///
+    /// # Errors
+    /// If a trial cannot run, or the search is interrupted.
+    pub fn answer(
+        mut self,
+        jobs: Option<usize>,
+        control: &Control,
+        elsewhere: Option<&dyn Elsewhere>,
+    ) -> anyhow::Result<Answer> {
+        let jobs = jobs.unwrap_or_else(|| cores() as usize).max(1);
+        // The highest load first: what attains it is tried at lower ones, so that these never cost more.
+        let mut loads = self.args.load.clone();
+        loads.sort_by(|a, b| b.total_cmp(a));
+        loads.dedup();
+        let mut results: Vec<Result<Found, NotFound>> = Vec::new();
+        let mut above: Vec<(Shape, Setting, u32)> = Vec::new();
+        let mut parts = String::new();
+        for &load in &loads {
+            let question = AtLoad {
+                plan: &self,
+                load,
+                jobs,
+                control,
+                elsewhere,
+            };
+            let ready = question.ready()?;
+            parts.clone_from(&ready.parts_text);
+            results.push(question.answer(&ready, &mut above)?);
+        }
+        results.reverse();
+        self.asked.parts = parts;
+        Ok(Answer {
+            asked: self.asked,
+            base: self.base,
+            workload_text: self.workload_text,
+            results,
+        })
+    }
+
+    /// Runs a batch of trials of this question's search.
+    ///
+    /// # Errors
+    /// If one cannot run, or is interrupted.
+    pub fn measure(
+        &self,
+        batch: &Batch,
+        jobs: Option<usize>,
+        control: &Control,
+    ) -> anyhow::Result<Vec<TrialResult>> {
+        let question = AtLoad {
+            plan: self,
+            load: batch.load(),
+            jobs: jobs.unwrap_or_else(|| cores() as usize).max(1),
+            control,
+            elsewhere: None,
+        };
+        let ready = question.ready()?;
+        question.driver(&ready).measure(batch)
+    }
+}
+
+/// The answers of a plan.
+#[derive(Debug)]
+pub struct Answer {
+    asked: Asked,
+    base: Base,
+    workload_text: String,
+    /// One per load, in rising order.
+    results: Vec<Result<Found, NotFound>>,
+}
+
+impl Answer {
+    /// Whether every load has an answer.
+    pub fn found(&self) -> bool {
+        self.results.iter().all(Result::is_ok)
+    }
+
+    /// Tables. `written`: where the answer was written, and the workload in the words of a command.
+    pub fn text(&self, written: Option<(&Path, &str)>) -> String {
+        output::text(&self.asked, &self.results, written)
+    }
+
+    /// One JSON object (`docs/plan.md`).
+    ///
+    /// # Errors
+    /// If it cannot be formatted.
+    pub fn json(&self) -> anyhow::Result<String> {
+        Ok(output::json(&self.asked, &self.results)?)
+    }
+
+    /// A self-contained page. `command`: what made it.
+    pub fn page(&self, command: &str) -> String {
+        output::page(&self.asked, &self.results, &self.workload_text, command)
+    }
+
+    /// The first answer as a cluster file; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the cluster cannot be resolved again.
+    pub fn cluster_file(&self, command: &str) -> anyhow::Result<Option<String>> {
+        let Some(Ok(found)) = self.results.first() else {
+            return Ok(None);
+        };
+        let best = &found.best;
+        let (_, settings) = self
+            .base
+            .resolve(&best.shape, &best.setting, best.sized.workers)?;
+        Ok(Some(format!(
+            "# {}\n# {}\n# Made by: {command}\n\n{}",
+            output::claim(found),
+            output::cost(&self.asked, found),
+            settings.given_to_toml()
+        )))
+    }
 }
 
 /// Refuses GPUs that are neither presets nor `own`, those of the cluster file.
@@ -419,48 +590,6 @@ fn check_gpus(args: &Args, own: &[String]) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// The workload of the positional file or the flags.
-fn workload(args: &Args) -> anyhow::Result<(WorkloadArgs, Workload, String)> {
-    let mut what = args.what.clone();
-    if let Some(file) = &args.file {
-        ensure!(
-            what.workload.is_none() && what.trace.is_none(),
-            "{} is the workload, so --workload and --trace have no place",
-            file.display()
-        );
-        ensure!(
-            what.isl.is_none() && what.osl.is_none(),
-            "{} has prompts and answers, so --isl and --osl have no place",
-            file.display()
-        );
-        let is_workload = file
-            .extension()
-            .is_some_and(|ending| ending.eq_ignore_ascii_case("toml"));
-        if is_workload {
-            ensure!(
-                what.rate.is_none() && what.concurrency.is_none(),
-                "{} has its arrivals; change them with --workload-set arrival.…, or with --load",
-                file.display()
-            );
-            what.workload = Some(file.clone());
-        } else {
-            what.trace = Some(file.clone());
-        }
-    } else {
-        let load = what.workload.is_some() || what.trace.is_some();
-        ensure!(
-            load || what.rate.is_some() || what.concurrency.is_some(),
-            "no workload; name a workload file or a trace, or describe a load with --rate, --isl and --osl"
-        );
-    }
-    ensure!(
-        args.workload_set.is_empty() || what.workload.is_some(),
-        "--workload-set changes a workload file, and there is none"
-    );
-    let (workload, name) = what.workload(&args.workload_set)?;
-    Ok((what, workload, name))
 }
 
 /// Whether costs are prices: then every GPU needs one.
@@ -569,7 +698,7 @@ fn shapes(
                 }
                 for serving in &args.serving {
                     shapes.push(Shape {
-                        prefill_share: (*serving == ServingArg::Disaggregated).then_some(0.5),
+                        prefill_share: serving.then_some(0.5),
                         ..shape.clone()
                     });
                 }
@@ -589,64 +718,113 @@ fn settings(args: &Args, apart: bool) -> Vec<Setting> {
 }
 
 /// The search at one load.
-struct Question<'a> {
-    args: &'a Args,
-    base: &'a Base,
-    shapes: &'a [Shape],
-    workload: &'a Workload,
-    /// At load 1.
-    demand: &'a Demand,
+struct AtLoad<'a> {
+    plan: &'a Plan,
     load: f64,
     jobs: usize,
-    shows: bool,
+    control: &'a Control,
+    elsewhere: Option<&'a dyn Elsewhere>,
 }
 
-impl Question<'_> {
+/// Inputs of the trials at a load.
+#[derive(Debug)]
+struct Ready {
+    demand: Demand,
+    /// Shapes that the bounds exclude, with the most that they can reach.
+    ideal: Vec<(String, Ideal)>,
+    shapes: Vec<Shape>,
+    /// Shape `[shapes]`.
+    candidates: Vec<Candidate>,
+    /// Shape `[shapes][settings]`.
+    settings: Vec<Vec<Setting>>,
+    parts: Vec<Workload>,
+    lengths_s: Vec<f64>,
+    /// Of the requests. Shape `[parts]`.
+    shares: Vec<f64>,
+    /// Index of the part that answers are found on.
+    main: usize,
+    parts_text: String,
+}
+
+impl AtLoad<'_> {
     /// The load that must be attained.
     fn hardest(&self) -> f64 {
-        self.load * (1.0 + self.args.headroom)
+        self.load * (1.0 + self.plan.args.headroom)
     }
 
-    fn answer(
-        &self,
-        context: &mut Asked,
-        above: &mut Vec<(Shape, Setting, u32)>,
-    ) -> anyhow::Result<Result<Found, NotFound>> {
-        let args = self.args;
-        let scaled;
+    fn ready(&self) -> anyhow::Result<Arc<Ready>> {
+        let key = self.load.to_bits();
+        let lock = || self.plan.ready.lock().expect("entries are whole");
+        if let Some(ready) = lock().get(&key) {
+            return Ok(ready.clone());
+        }
+        let plan = self.plan;
         let demand = if self.hardest() == 1.0 {
-            self.demand
+            plan.demand.clone()
         } else {
-            scaled = Demand::of(&load::scaled(self.workload, self.hardest()))?;
-            &scaled
+            Demand::of(&load::scaled(&plan.workload, self.hardest()))?
         };
         let mut ideal = Vec::new();
         let mut bounded = Vec::new();
-        for shape in self.shapes {
-            match self.bound(shape, demand, context)? {
+        for shape in &plan.shapes {
+            self.control.check()?;
+            match self.bound(shape, &demand, &plan.asked)? {
                 Ok(found) if found.candidate.workers_max < shape.workers_least() => {}
                 Ok(found) => bounded.push(found),
                 Err(most) => ideal.push((shape.name(), most)),
             }
         }
         let shapes: Vec<Shape> = bounded.iter().map(|b| b.shape.clone()).collect();
-        let candidates: Vec<Candidate> = bounded.iter().map(|b| b.candidate.clone()).collect();
         let settings: Vec<Vec<Setting>> = shapes
             .iter()
-            .map(|shape| settings(args, shape.prefill_share.is_some()))
+            .map(|shape| settings(&plan.args, shape.prefill_share.is_some()))
             .collect();
-        let (parts, lengths_s, shares, main) = self.parts(context);
-        let mut driver = Driver::new(
-            self.base,
-            &shapes,
-            &settings,
+        let (parts, lengths_s, shares, main, parts_text) = self.parts();
+        let ready = Arc::new(Ready {
+            demand,
+            ideal,
+            candidates: bounded.into_iter().map(|b| b.candidate).collect(),
+            shapes,
+            settings,
             parts,
             lengths_s,
-            &context.objectives,
-            args.attain,
+            shares,
+            main,
+            parts_text,
+        });
+        lock().insert(key, ready.clone());
+        Ok(ready)
+    }
+
+    fn driver<'b>(&'b self, ready: &'b Ready) -> Driver<'b> {
+        Driver::new(
+            &self.plan.base,
+            ready,
+            &self.plan.asked.objectives,
+            &self.plan.args,
+            self.load,
             self.jobs,
-            self.shows,
-        );
+            self.control,
+            self.elsewhere,
+        )
+    }
+
+    fn answer(
+        &self,
+        ready: &Ready,
+        above: &mut Vec<(Shape, Setting, u32)>,
+    ) -> anyhow::Result<Result<Found, NotFound>> {
+        let args = &self.plan.args;
+        let Ready {
+            demand,
+            shapes,
+            candidates,
+            settings,
+            shares,
+            ..
+        } = ready;
+        let (main, ideal) = (ready.main, ready.ideal.clone());
+        let mut driver = self.driver(ready);
         let plain = Conditions {
             load: self.hardest(),
             ..Conditions::PLAIN
@@ -660,7 +838,7 @@ impl Question<'_> {
                 requests,
             }));
         }
-        let mut search = Search::new(&candidates, args.attain, &shares, main, plain, &mut driver);
+        let mut search = Search::new(candidates, args.attain, shares, main, plain, &mut driver);
         let others: Vec<Choice> = above
             .iter()
             .filter_map(|(shape, setting, workers)| {
@@ -680,7 +858,7 @@ impl Question<'_> {
             best = search.confirm(&found)?;
         }
         // Generated workloads have chance in them: the answer attains on average over seeds.
-        let generated = matches!(self.workload.content, Content::Generated(_));
+        let generated = matches!(self.plan.workload.content, Content::Generated(_));
         let seeds = if generated { args.seeds } else { 1 };
         let mut sure = None;
         while let Some(found) = best {
@@ -717,7 +895,6 @@ impl Question<'_> {
                     Ok((nearest, row))
                 })
                 .transpose()?;
-            driver.clear();
             return Ok(Err(NotFound {
                 load: self.load,
                 nearest,
@@ -746,8 +923,7 @@ impl Question<'_> {
             let rivals: Vec<Choice> = std::iter::once(best)
                 .chain(others.first().copied())
                 .collect();
-            let mut search =
-                Search::new(&candidates, args.attain, &shares, main, plain, &mut driver);
+            let mut search = Search::new(candidates, args.attain, shares, main, plain, &mut driver);
             for (knob, conditions) in knobs(plain, step_error.as_ref()) {
                 let sizes = rivals
                     .iter()
@@ -761,7 +937,6 @@ impl Question<'_> {
             .into_iter()
             .map(|sized| row(&mut driver, sized, main, now))
             .collect::<anyhow::Result<Vec<Row>>>()?;
-        driver.clear();
         let by_load = driver
             .complete
             .iter()
@@ -795,7 +970,7 @@ impl Question<'_> {
             by_load,
             search_requests,
             all_requests: run_requests,
-            grid_requests: grid(&candidates, &apart, best.cost) * requests,
+            grid_requests: grid(candidates, &apart, best.cost) * requests,
             requests,
             best: best_row,
         }))
@@ -808,12 +983,15 @@ impl Question<'_> {
         demand: &Demand,
         context: &Asked,
     ) -> anyhow::Result<Result<Bounded, Ideal>> {
-        let args = self.args;
+        let args = &self.plan.args;
         let each = settings(args, shape.prefill_share.is_some());
-        let (cluster, _) = self.base.resolve(shape, &each[0], shape.workers_least())?;
+        let (cluster, _) = self
+            .plan
+            .base
+            .resolve(shape, &each[0], shape.workers_least())?;
         let engine: &EngineConfig = &cluster.pools[0].engine;
         let mut timing: Box<dyn StepTime> =
-            timing::build(engine, &cluster.model.shape, super::files::read)?;
+            timing::build(engine, &cluster.model.shape, files::read)?;
         let most = bound::ideal(
             demand,
             &context.objectives,
@@ -867,9 +1045,9 @@ impl Question<'_> {
 
     /// The parts of the workload: workloads, lengths in seconds, and shares of the requests; and the
     /// index of the one that answers are found on.
-    fn parts(&self, context: &mut Asked) -> (Vec<Workload>, Vec<f64>, Vec<f64>, usize) {
-        let all = self.demand.needs.len() as f64;
-        let length_s = self.demand.duration_s();
+    fn parts(&self) -> (Vec<Workload>, Vec<f64>, Vec<f64>, usize, String) {
+        let all = self.plan.demand.needs.len() as f64;
+        let length_s = self.plan.demand.duration_s();
         let mut shares = vec![1.0];
         let mut share = 1.0;
         if all > MAIN_MAX {
@@ -879,12 +1057,12 @@ impl Question<'_> {
         let main_share = share;
         while shares.len() <= PARTS_MAX + usize::from(all > MAIN_MAX)
             && all * share / 4.0 >= PART_MIN
-            && !self.demand.closed
+            && !self.plan.demand.closed
         {
             share /= 4.0;
             shares.insert(0, share);
         }
-        if self.demand.closed {
+        if self.plan.demand.closed {
             shares.truncate(1);
             shares[0] = 1.0;
         }
@@ -901,17 +1079,17 @@ impl Question<'_> {
         let mut lengths = Vec::new();
         let mut texts = Vec::new();
         for &share in &shares {
-            let mut part = self.workload.clone();
+            let mut part = self.plan.workload.clone();
             let length = length_s * share;
             if share < 1.0 {
-                let from = self.demand.busiest(length, weight);
+                let from = self.plan.demand.busiest(length, weight);
                 part.window_s = Some((from, length));
                 texts.push(format!("{} s from {} s", number(length), number(from)));
             }
             parts.push(part);
             lengths.push(length);
         }
-        context.parts = if texts.is_empty() {
+        let text = if texts.is_empty() {
             "every run has the whole workload".to_owned()
         } else {
             let found = if main_share < 1.0 {
@@ -925,7 +1103,7 @@ impl Question<'_> {
                 number(length_s)
             )
         };
-        (parts, lengths, shares, main)
+        (parts, lengths, shares, main, text)
     }
 }
 
@@ -938,8 +1116,8 @@ fn row(
 ) -> anyhow::Result<Row> {
     let trial = trial(&sized, part, conditions);
     let answer = driver.whole(&trial)?;
-    let shape = &driver.shapes[sized.shape];
-    let setting = &driver.settings[sized.shape][sized.setting];
+    let shape = &driver.ready.shapes[sized.shape];
+    let setting = &driver.ready.settings[sized.shape][sized.setting];
     Ok(Row {
         shape: shape.clone(),
         setting: setting.clone(),
@@ -966,7 +1144,7 @@ fn step_error(
         .last()
         .map_or(1, |pool| pool.workers * pool.engine.data_parallel_size);
     let engine = &cluster.pools[cluster.pools.len() - 1].engine;
-    let profile = timing::profile(engine, super::files::read)?;
+    let profile = timing::profile(engine, files::read)?;
     Ok(confidence::step_error(
         &cluster.model.shape,
         engine,
@@ -1024,25 +1202,6 @@ fn knobs(plain: Conditions, error: Option<&StepError>) -> Vec<(String, Condition
         ));
     }
     knobs
-}
-
-/// Writes the answer as a cluster file.
-fn write(
-    path: &std::path::Path,
-    base: &Base,
-    found: &Found,
-    context: &Asked,
-) -> anyhow::Result<Option<String>> {
-    let best = &found.best;
-    let (_, settings) = base.resolve(&best.shape, &best.setting, best.sized.workers)?;
-    let text = format!(
-        "# {}\n# {}\n# Made by: {}\n\n{}",
-        output::claim(found),
-        output::cost(context, found),
-        out::command_line(),
-        settings.given_to_toml()
-    );
-    Ok(out::save(path, &text))
 }
 
 impl Row {

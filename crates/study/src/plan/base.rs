@@ -7,6 +7,9 @@ use slipstream_config::cluster::{Cluster, NetworkMode, file};
 use slipstream_config::doc::{Diagnostics, Doc, Settings};
 use slipstream_plan::space::{self, Setting, Shape};
 
+use crate::files;
+use crate::source::{ClusterSource, environment};
+
 /// Keys that the search sets, with the flag that restricts each.
 const SEARCHED: &[(&str, &str)] = &[
     ("engine.timing.gpu", "--gpus"),
@@ -25,6 +28,7 @@ const SEARCHED: &[(&str, &str)] = &[
 ];
 
 /// A cluster file without pools, with its overrides.
+#[derive(Debug)]
 pub(super) struct Base {
     name: String,
     text: Vec<u8>,
@@ -35,12 +39,8 @@ pub(super) struct Base {
 
 impl Base {
     /// Reads `cluster`, or starts from the defaults. `model`: a preset, or a `config.json`.
-    pub(super) fn read(
-        cluster: Option<&Path>,
-        model: Option<&str>,
-        own: &[String],
-    ) -> anyhow::Result<Base> {
-        for set in own {
+    pub(super) fn read(source: &ClusterSource, model: Option<&str>) -> anyhow::Result<Base> {
+        for set in &source.sets {
             let key = set.split('=').next().unwrap_or_default().trim();
             let searched = SEARCHED
                 .iter()
@@ -49,11 +49,7 @@ impl Base {
                 anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");
             }
         }
-        let text = match cluster {
-            None => Vec::new(),
-            Some(path) => super::super::files::read(path)
-                .with_context(|| format!("reading the cluster file {}", path.display()))?,
-        };
+        let text = source.content()?.unwrap_or_default();
         let mut sets = Vec::new();
         if let Some(model) = model {
             let is_file = Path::new(model)
@@ -65,20 +61,16 @@ impl Base {
                 format!("model.preset={model}")
             });
         }
-        sets.extend(own.iter().cloned());
-        let name = cluster.map_or_else(String::new, |path| path.display().to_string());
+        sets.extend(source.sets.iter().cloned());
         let mut base = Base {
-            name,
+            name: source.file_name(),
             text,
             sets,
             adds_network: false,
         };
-        base.note_dropped();
         // Without any worker: only the model and the shared settings. A model that fits no default GPU is
         // no mistake yet, so the engine's size is left to the candidates.
-        let (cluster, _) = base
-            .resolve_plain()
-            .map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
+        let (cluster, _) = base.resolve_plain()?;
         base.adds_network = cluster.network.mode == NetworkMode::None;
         // Relative paths start from the folder of the file; a written plan lies elsewhere.
         for (key, path) in [
@@ -92,21 +84,21 @@ impl Base {
         Ok(base)
     }
 
-    /// Tells that parts of the file have no effect.
-    fn note_dropped(&self) {
+    /// A note that parts of the file have no effect.
+    pub(super) fn note_dropped(&self) -> Option<String> {
         let mut doc = Doc::parse(&self.name, &self.text);
         let dropped: Vec<&str> = [("pool", "[pool]"), ("event", "[[event]]")]
             .into_iter()
             .filter_map(|(key, name)| doc.remove(key).then_some(name))
             .collect();
-        if !dropped.is_empty() {
-            eprintln!(
-                "note: {} of {} {} left out: the plan has pools of its own, and no faults",
+        (!dropped.is_empty()).then(|| {
+            format!(
+                "{} of {} {} left out: the plan has pools of its own, and no faults",
                 dropped.join(" and "),
                 self.name,
                 if dropped.len() > 1 { "are" } else { "is" }
-            );
-        }
+            )
+        })
     }
 
     /// Names of the GPUs that the file defines.
@@ -118,11 +110,7 @@ impl Base {
         let mut doc = Doc::parse(&self.name, &self.text);
         doc.remove("pool");
         doc.remove("event");
-        let vars = std::env::vars_os().map(|(name, value)| {
-            let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
-            (text(name), text(value))
-        });
-        doc.env(file::ENV_PREFIX, vars);
+        environment(&mut doc);
         for set in &self.sets {
             doc.set(set);
         }
@@ -136,7 +124,7 @@ impl Base {
         doc.set("engine.tensor_parallel_size=1");
         doc.set("engine.timing.kind=constant");
         doc.set("engine.timing.step_ns=1000000");
-        file::read(doc, super::super::files::read)
+        file::read(doc, files::read)
     }
 
     /// The model and everything that candidates share.
@@ -164,7 +152,7 @@ impl Base {
         for set in self.sets(shape, setting, workers) {
             doc.set(&set);
         }
-        file::read(doc, super::super::files::read)
+        file::read(doc, files::read)
     }
 }
 

@@ -12,7 +12,7 @@ const BYTES_MAX: u64 = 256 << 20;
 /// # Errors
 /// If it cannot be read, or exceeds [`BYTES_MAX`] (a device, or weights instead of a
 /// `config.json`).
-pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     read_at_most(File::open(path)?, BYTES_MAX)
 }
 
@@ -20,7 +20,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
 ///
 /// # Errors
 /// As [`read`], and if it is not UTF-8.
-pub(crate) fn read_text(path: &Path) -> io::Result<String> {
+pub fn read_text(path: &Path) -> io::Result<String> {
     let text = String::from_utf8(read(path)?)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.utf8_error()))?;
     Ok(match text.strip_prefix('\u{feff}') {

@@ -1,0 +1,386 @@
+//! Runs trials on threads, and keeps what they show.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use slipstream_base::Slo;
+use slipstream_config::cluster::Cluster;
+use slipstream_config::workload_file::Workload;
+use slipstream_plan::search::Progress;
+use slipstream_plan::trial::{self, Answer, Question};
+use slipstream_plan::{Conditions, Evaluate, Measured, Trial, demand, load};
+use slipstream_report::Objectives;
+use slipstream_report::table::{counted, grouped};
+
+use super::base::Base;
+use super::{Args, Ready};
+use crate::control::Control;
+use crate::{files, memory};
+
+/// Trials of one step of a search, as data: another process with the same question runs them
+/// ([`super::Plan::measure`]). Factors travel as the bits of their numbers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Batch {
+    load: u64,
+    stop_early: bool,
+    trials: Vec<Spec>,
+}
+
+/// A trial of a batch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Spec {
+    shape: usize,
+    setting: usize,
+    workers: u32,
+    part: usize,
+    /// Factors on load, objectives and steps.
+    factors: [u64; 3],
+    seed: u64,
+    /// Requests per class, if they do not depend on the run.
+    expected: Option<Vec<u64>>,
+}
+
+impl Batch {
+    /// Factor on the workload's load that the search is for.
+    pub(super) fn load(&self) -> f64 {
+        f64::from_bits(self.load)
+    }
+}
+
+impl Spec {
+    fn of(trial: &Trial, expected: Option<Vec<u64>>) -> Spec {
+        let conditions = &trial.conditions;
+        Spec {
+            shape: trial.shape,
+            setting: trial.setting,
+            workers: trial.workers,
+            part: trial.part,
+            factors: [conditions.load, conditions.slo, conditions.slower].map(f64::to_bits),
+            seed: conditions.seed,
+            expected,
+        }
+    }
+
+    fn trial(&self) -> Trial {
+        let [load, slo, slower] = self.factors.map(f64::from_bits);
+        Trial {
+            shape: self.shape,
+            setting: self.setting,
+            workers: self.workers,
+            part: self.part,
+            conditions: Conditions {
+                load,
+                slo,
+                slower,
+                seed: self.seed,
+            },
+        }
+    }
+}
+
+/// The result of a trial, as data.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Result {
+    attains: bool,
+    /// Bits of the share.
+    share: u64,
+    requests: u64,
+}
+
+impl From<Measured> for Result {
+    fn from(measured: Measured) -> Result {
+        Result {
+            attains: measured.attains,
+            share: measured.share.to_bits(),
+            requests: measured.requests,
+        }
+    }
+}
+
+impl From<Result> for Measured {
+    fn from(result: Result) -> Measured {
+        Measured {
+            attains: result.attains,
+            share: f64::from_bits(result.share),
+            requests: result.requests,
+        }
+    }
+}
+
+/// Runs trials in other processes.
+pub trait Elsewhere: Sync {
+    /// Results in the order of the batch's trials. `said`: the progress of the search.
+    ///
+    /// # Errors
+    /// If a trial cannot run, or no process is left to run it.
+    fn measure(&self, batch: &Batch, said: &str) -> anyhow::Result<Vec<Result>>;
+}
+
+/// The question.
+pub(super) struct Driver<'a> {
+    base: &'a Base,
+    pub(super) ready: &'a Ready,
+    objectives: &'a Objectives,
+    target: f64,
+    /// Factor on the workload's load that the search is for.
+    load: f64,
+    jobs: usize,
+    control: &'a Control,
+    elsewhere: Option<&'a dyn Elsewhere>,
+    began: Instant,
+    /// Requests per class of a part at a load; `None` if they depend on the run.
+    counts: HashMap<(usize, u64, u64), Option<Vec<u64>>>,
+    /// Complete runs under the conditions of a question: for charts.
+    pub(super) complete: Vec<(Trial, f64)>,
+    requests: u64,
+}
+
+impl<'a> Driver<'a> {
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "fields of one struct, given once"
+    )]
+    pub(super) fn new(
+        base: &'a Base,
+        ready: &'a Ready,
+        objectives: &'a Objectives,
+        args: &Args,
+        load: f64,
+        jobs: usize,
+        control: &'a Control,
+        elsewhere: Option<&'a dyn Elsewhere>,
+    ) -> Driver<'a> {
+        Driver {
+            base,
+            ready,
+            objectives,
+            target: args.attain,
+            load,
+            jobs,
+            control,
+            elsewhere,
+            began: Instant::now(),
+            counts: HashMap::new(),
+            complete: Vec::new(),
+            requests: 0,
+        }
+    }
+
+    fn workload(&self, trial: &Trial) -> Workload {
+        let mut workload = load::scaled(&self.ready.parts[trial.part], trial.conditions.load);
+        workload.seed = workload.seed.wrapping_add(trial.conditions.seed);
+        workload
+    }
+
+    fn count(&mut self, trial: &Trial) -> anyhow::Result<Option<Vec<u64>>> {
+        let conditions = &trial.conditions;
+        let key = (trial.part, conditions.load.to_bits(), conditions.seed);
+        if let Some(count) = self.counts.get(&key) {
+            return Ok(count.clone());
+        }
+        let count = demand::count(&self.workload(trial))?;
+        let known = count.iter().sum::<u64>() > 0;
+        let count = known.then_some(count);
+        self.counts.insert(key, count.clone());
+        Ok(count)
+    }
+
+    /// The cluster of a trial.
+    pub(super) fn cluster(&self, trial: &Trial) -> anyhow::Result<Cluster> {
+        let shape = &self.ready.shapes[trial.shape];
+        let setting = &self.ready.settings[trial.shape][trial.setting];
+        let (cluster, _) = self.base.resolve(shape, setting, trial.workers)?;
+        memory::check(&cluster)?;
+        Ok(cluster)
+    }
+
+    /// Runs one trial.
+    fn simulate(
+        &self,
+        trial: &Trial,
+        expected: Option<&[u64]>,
+        stop_early: bool,
+    ) -> anyhow::Result<Answer> {
+        let cluster = self.cluster(trial)?;
+        let scaled;
+        let objectives = if trial.conditions.slo == 1.0 {
+            self.objectives
+        } else {
+            scaled = scale(self.objectives, trial.conditions.slo);
+            &scaled
+        };
+        let workload = self.workload(trial);
+        let question = Question {
+            objectives,
+            target: self.target,
+            expected,
+            slower: trial.conditions.slower,
+            // Compressed with the load, unless the load adds requests.
+            length_s: self.ready.lengths_s[trial.part] * self.ready.parts[trial.part].time_scale
+                / workload.time_scale,
+            stop_early,
+            interrupted: Some(&self.control.interrupted),
+        };
+        let answer = trial::run(&cluster, &workload, &question, files::read)?;
+        self.control.check()?;
+        Ok(answer)
+    }
+
+    /// Runs one trial to its end, for its figures.
+    pub(super) fn whole(&mut self, trial: &Trial) -> anyhow::Result<Answer> {
+        let expected = self.count(trial)?;
+        let answer = self.simulate(trial, expected.as_deref(), false)?;
+        self.requests += answer.measured.requests;
+        Ok(answer)
+    }
+
+    /// How far the search is.
+    fn said(&self, progress: &Progress, ended: usize, of: usize) -> String {
+        let seconds = self.began.elapsed().as_secs_f64();
+        let left = if progress.done > 0.5 {
+            let rest = (progress.expected - progress.done).max(0.0);
+            format!(", about {:.0} s left", seconds / progress.done * rest)
+        } else {
+            String::new()
+        };
+        format!(
+            "{}: {ended} of {}, {} simulated, {seconds:.0} s{left}",
+            progress.phase,
+            counted(of as u64, "run"),
+            grouped(self.requests)
+        )
+    }
+
+    /// Runs the trials of a batch on threads.
+    pub(super) fn measure(&self, batch: &Batch) -> anyhow::Result<Vec<Result>> {
+        let ready = self.ready;
+        for spec in &batch.trials {
+            anyhow::ensure!(
+                ready
+                    .settings
+                    .get(spec.shape)
+                    .is_some_and(|settings| spec.setting < settings.len())
+                    && spec.part < ready.parts.len(),
+                "a trial of another question: {spec:?}"
+            );
+        }
+        let trials: Vec<Trial> = batch.trials.iter().map(Spec::trial).collect();
+        let expected: Vec<Option<Vec<u64>>> =
+            batch.trials.iter().map(|s| s.expected.clone()).collect();
+        let measured = self.on_threads(&trials, &expected, batch.stop_early, None)?;
+        Ok(measured.into_iter().map(Result::from).collect())
+    }
+
+    fn on_threads(
+        &self,
+        trials: &[Trial],
+        expected: &[Option<Vec<u64>>],
+        stop_early: bool,
+        progress: Option<&Progress>,
+    ) -> anyhow::Result<Vec<Measured>> {
+        let next = AtomicUsize::new(0);
+        let ended = AtomicUsize::new(0);
+        let results: Vec<Mutex<Option<anyhow::Result<Measured>>>> =
+            trials.iter().map(|_| Mutex::new(None)).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..self.jobs.min(trials.len()) {
+                scope.spawn(|| {
+                    loop {
+                        let at = next.fetch_add(1, Ordering::Relaxed);
+                        let Some(trial) = trials.get(at) else { return };
+                        if self.control.is_interrupted() {
+                            return;
+                        }
+                        let expected = expected[at].as_deref();
+                        let result = self.simulate(trial, expected, stop_early);
+                        let result = result.map(|answer| answer.measured);
+                        *results[at].lock().expect("a result is stored whole") = Some(result);
+                        let ended = ended.fetch_add(1, Ordering::Relaxed) + 1;
+                        if let Some(progress) = progress {
+                            self.control
+                                .show(|| self.said(progress, ended, trials.len()));
+                        }
+                    }
+                });
+            }
+        });
+        self.control.check()?;
+        results
+            .into_iter()
+            .map(|result| {
+                let result = result.into_inner().expect("a result is stored whole");
+                result.expect("every trial was taken by a thread")
+            })
+            .collect()
+    }
+}
+
+/// Objectives with every limit multiplied by `factor`.
+fn scale(objectives: &Objectives, factor: f64) -> Objectives {
+    let scaled = |slo: &Option<Slo>| slo.as_ref().map(|slo| slo.scaled(factor));
+    Objectives {
+        all: scaled(&objectives.all),
+        classes: objectives
+            .classes
+            .iter()
+            .map(|(name, slo)| (name.clone(), scaled(slo)))
+            .collect(),
+    }
+}
+
+impl Evaluate for Driver<'_> {
+    type Error = anyhow::Error;
+
+    fn run(&mut self, trials: &[Trial], progress: &Progress) -> anyhow::Result<Vec<Measured>> {
+        let expected: Vec<Option<Vec<u64>>> = trials
+            .iter()
+            .map(|trial| self.count(trial))
+            .collect::<anyhow::Result<_>>()?;
+        // Of these, the share itself is shown.
+        let stop_early = !matches!(progress.phase, "headroom" | "size" | "seeds");
+        let measured = match self.elsewhere {
+            None => self.on_threads(trials, &expected, stop_early, Some(progress))?,
+            Some(elsewhere) => {
+                let batch = Batch {
+                    load: self.load.to_bits(),
+                    stop_early,
+                    trials: trials
+                        .iter()
+                        .zip(expected)
+                        .map(|(trial, expected)| Spec::of(trial, expected))
+                        .collect(),
+                };
+                let results = elsewhere.measure(&batch, &self.said(progress, 0, trials.len()))?;
+                self.control.check()?;
+                anyhow::ensure!(
+                    results.len() == trials.len(),
+                    "{} for {}",
+                    counted(results.len() as u64, "result"),
+                    counted(trials.len() as u64, "trial")
+                );
+                results.into_iter().map(Measured::from).collect()
+            }
+        };
+        for (trial, measured) in trials.iter().zip(&measured) {
+            self.requests += measured.requests;
+            if !stop_early {
+                self.complete.push((*trial, measured.share));
+            }
+        }
+        Ok(measured)
+    }
+}
+
+/// A trial on the part with index `part`.
+pub(super) fn trial(of: &slipstream_plan::Choice, part: usize, conditions: Conditions) -> Trial {
+    Trial {
+        shape: of.shape,
+        setting: of.setting,
+        workers: of.workers,
+        part,
+        conditions,
+    }
+}

@@ -1,0 +1,287 @@
+//! One simulation of a cluster under a workload.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use slipstream_base::SimTime;
+use slipstream_config::cluster::{Cluster, Happening};
+use slipstream_config::doc::Settings;
+use slipstream_config::workload_file::Workload;
+use slipstream_report::html::Page;
+use slipstream_report::html::run::{RunPage, cdf};
+use slipstream_report::run::{
+    EngineCounts, GpuCost, ProcessCost, Resumed, SCHEMA, Simulation, Transfers,
+};
+use slipstream_report::{Objectives, RunReport, Series, Slo};
+use slipstream_twin::{Options, Outcome, Sink};
+
+use crate::source::{ClusterSource, WorkloadSource};
+use crate::{files, memory};
+
+/// The question: how does this cluster answer this workload?
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Question {
+    /// The cluster.
+    pub cluster: ClusterSource,
+    /// The workload.
+    pub workload: WorkloadSource,
+    /// Objectives for goodput; `None`: those of the workload's classes.
+    #[serde(with = "crate::source::as_text")]
+    pub slo: Option<Slo>,
+    /// Name of the run in tables.
+    pub label: Option<String>,
+    /// Ends the run at this simulated time.
+    pub max_sim_time: Option<Duration>,
+    /// Divides modelled time.
+    pub speedup: f64,
+    /// Threads for independent engines; `None`: one per core.
+    pub threads: Option<u32>,
+    /// Client retries of a request that no worker took.
+    pub retries: u32,
+    /// Jump over passes in which nothing happens.
+    pub jump: bool,
+}
+
+impl Default for Question {
+    fn default() -> Question {
+        Question {
+            cluster: ClusterSource::default(),
+            workload: WorkloadSource::default(),
+            slo: None,
+            label: None,
+            max_sim_time: None,
+            speedup: 1.0,
+            threads: None,
+            retries: 0,
+            jump: true,
+        }
+    }
+}
+
+/// A run that can start.
+#[derive(Debug)]
+pub struct Run {
+    /// The cluster.
+    pub cluster: Cluster,
+    /// The origin of its values.
+    pub settings: Settings,
+    /// The workload.
+    pub workload: Workload,
+    /// Its short name.
+    pub name: String,
+    /// Its text, for the page.
+    pub workload_text: String,
+    /// Name of the run in tables.
+    pub label: String,
+    /// The objectives as asked for; those of classes are in `options`.
+    pub slo: Option<Slo>,
+    /// Options of the simulation.
+    pub options: Options,
+}
+
+impl Question {
+    /// Reads the files, and checks everything.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or a value is wrong.
+    pub fn prepare(&self) -> anyhow::Result<Run> {
+        let (cluster, settings) = self.cluster.resolve(&[])?;
+        let (workload, name) = self.workload.workload(&[])?;
+        // Slower than this, steps would last for years.
+        anyhow::ensure!(
+            (1e-3..=1e12).contains(&self.speedup),
+            "--speedup is {:e}, but must be 0.001 to 1e12",
+            self.speedup
+        );
+        let objectives = Objectives::of(&workload, self.slo.clone());
+        let options = Options {
+            speedup: self.speedup,
+            each_token: objectives.read_longest_gap(),
+            slo: objectives,
+            time_max: time_max(self.max_sim_time),
+            jump: self.jump,
+            threads: self.threads.unwrap_or_else(crate::cores).max(1),
+            retries: self.retries,
+            ..Options::default()
+        };
+        memory::check(&cluster)?;
+        memory::check_concurrency(&workload)?;
+        Ok(Run {
+            workload_text: self.workload.text()?,
+            label: self.label.clone().unwrap_or_else(|| "simulated".into()),
+            slo: self.slo.clone(),
+            cluster,
+            settings,
+            workload,
+            name,
+            options,
+        })
+    }
+}
+
+/// A limit on simulated time.
+pub(crate) fn time_max(limit: Option<Duration>) -> SimTime {
+    limit.map_or(SimTime::MAX, |d| {
+        SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
+    })
+}
+
+impl Run {
+    /// Simulates.
+    ///
+    /// # Errors
+    /// If the run cannot start, or its trace fails.
+    pub fn simulate(&self, sink: &mut dyn Sink) -> anyhow::Result<Outcome> {
+        let run = slipstream_twin::simulate(
+            &self.cluster,
+            &self.workload,
+            &self.options,
+            files::read,
+            sink,
+        );
+        Ok(run?)
+    }
+
+    /// The report of a run that took `wall_s`, with its own `cost` if that was measured.
+    ///
+    /// # Errors
+    /// If the profile of the step times cannot be read again.
+    pub fn report(
+        &self,
+        outcome: &Outcome,
+        wall_s: f64,
+        cost: Option<ProcessCost>,
+    ) -> anyhow::Result<RunReport> {
+        let totals = &outcome.totals;
+        let objectives = &self.options.slo;
+        let cluster = &self.cluster;
+        Ok(RunReport {
+            schema: SCHEMA,
+            label: self.label.clone(),
+            target: "simulated".into(),
+            model: cluster.model.name.clone(),
+            workload: self.name.clone(),
+            seed: self.workload.seed,
+            duration_s: totals.duration_s(),
+            requests: totals.requests,
+            errors: totals.errors.clone(),
+            tokens: totals.tokens(),
+            throughput: totals.throughput(),
+            latency: totals.latencies(),
+            goodput: totals.goodput(objectives),
+            classes: totals.class_reports(objectives),
+            gpu: Some(GpuCost {
+                gpus: cluster.gpus(),
+                hours: cluster.gpus() as f64 * totals.duration_s() / 3600.0,
+            }),
+            client: cost,
+            server: None,
+            simulation: Some(Simulation {
+                simulated_s: outcome.ended_at.as_secs_f64(),
+                wall_s,
+                passes: outcome.passes,
+                jumped: outcome.jumped,
+                extrapolated: outcome.extrapolated,
+                digest: format!("{:016x}", outcome.digest),
+                cut: outcome.cut.clone(),
+                expected_error: outcome.expected_errors(cluster, files::read)?,
+            }),
+            transfers: outcome.hand_overs.times.percentiles().map(|ms| Transfers {
+                count: ms.count,
+                bytes: outcome.hand_overs.bytes,
+                ms: Some(ms),
+            }),
+            resumed: outcome.resumes.times.percentiles().map(|ms| Resumed {
+                count: ms.count,
+                tokens: outcome.resumes.tokens,
+                ms: Some(ms),
+            }),
+            engine: Some(EngineCounts {
+                // All pools have blocks of one size; the router would not take them otherwise.
+                prefix_hit_blocks: outcome
+                    .engine
+                    .prefix_hit_tokens
+                    .map(|tokens| tokens / f64::from(cluster.pools[0].engine.block_size)),
+                ..outcome.engine
+            }),
+        })
+    }
+
+    /// The page of a run: its `report`, the run over time if it was recorded, and `facts` in addition to the
+    /// digest and the expected error.
+    pub fn page(
+        &self,
+        outcome: &Outcome,
+        report: &RunReport,
+        series: Option<&Series>,
+        facts: Vec<(String, String)>,
+    ) -> String {
+        let errors = report.simulation.iter().flat_map(|s| &s.expected_error);
+        let expected = errors.map(|error| ("expected error".into(), error.line()));
+        let digest = ("digest".into(), format!("{:016x}", outcome.digest));
+        let facts = facts.into_iter().chain([digest]).chain(expected);
+        RunPage {
+            title: "Simulated run",
+            report,
+            distributions: &outcome.totals.distributions(),
+            series,
+            slo: self.slo.as_ref(),
+            events: happenings(&self.cluster),
+            warnings: outcome
+                .cut
+                .iter()
+                .chain(&outcome.extrapolation())
+                .cloned()
+                .collect(),
+            facts: facts.collect(),
+            texts: vec![
+                ("Cluster, every value".into(), self.settings.to_toml()),
+                ("Workload".into(), self.workload_text.clone()),
+            ],
+        }
+        .render()
+    }
+}
+
+/// Latencies that a chart shows.
+pub const CHARTS: [&str; 4] = ["ttft", "itl", "tpot", "e2e"];
+
+impl Run {
+    /// A page with one chart: the share of requests (of gaps, for `itl`) whose latency was no longer. One of
+    /// [`CHARTS`]; an empty page for others, and for latencies that no request has.
+    pub fn chart(&self, outcome: &Outcome, latency: &str) -> String {
+        let all = outcome.totals.distributions();
+        let of = match latency {
+            "ttft" => Some(&all.ttft),
+            "itl" => Some(&all.itl),
+            "tpot" => Some(&all.tpot),
+            "e2e" => Some(&all.e2e),
+            _ => None,
+        };
+        let limit = self.slo.as_ref().and_then(|slo| slo.limit_ns(latency));
+        let marks = limit.map(|ns| (ns as f64 / 1e6, "objective".to_owned()));
+        let mut page = Page::new(&latency.to_uppercase(), &self.name);
+        page.charts(of.map(|of| cdf(&latency.to_uppercase(), of, marks.into_iter().collect())));
+        page.finish()
+    }
+}
+
+/// Events that the cluster file lists, by time.
+fn happenings(cluster: &Cluster) -> Vec<(f64, String)> {
+    let mut all = Vec::new();
+    for event in &cluster.events {
+        let name = match event.what {
+            Happening::Crash => "crash",
+            Happening::Drain => "drain",
+            Happening::Slow { .. } => "slow",
+            Happening::Link { .. } => "link",
+        };
+        all.push((event.at_s, format!("{name} w{}", event.worker)));
+        if let Some(until_s) = event.until_s {
+            all.push((until_s, format!("{name} w{} ends", event.worker)));
+        }
+    }
+    all.sort_by(|a, b| a.0.total_cmp(&b.0));
+    all
+}

@@ -1,0 +1,478 @@
+//! Where a cluster, a workload and prices come from.
+//!
+//! A source names a file, or has its text: a question that travels to another process takes the text with it.
+//! The files that a text refers to (a model's `config.json`, step times, a trace) are read where it is
+//! answered.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
+use slipstream_config::cluster::{Cluster, TimingConfig, file};
+use slipstream_config::doc::{Doc, Settings};
+use slipstream_config::prices::Prices;
+use slipstream_config::workload_file::{
+    self, Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
+};
+
+use crate::files;
+
+/// A cluster file and overrides. Precedence: override, environment, file, default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ClusterSource {
+    /// The file; paths in it are relative to it. `None`: the defaults.
+    pub file: Option<PathBuf>,
+    /// Its text; `None`: read from the file.
+    pub text: Option<String>,
+    /// Overrides, `KEY=VALUE`, the last one of a key being valid.
+    pub sets: Vec<String>,
+}
+
+impl ClusterSource {
+    /// In words: the file and its overrides.
+    pub fn name(&self) -> String {
+        let file = self.file.as_ref().map_or_else(
+            || "the defaults".to_owned(),
+            |path| path.display().to_string(),
+        );
+        let sets = self.sets.iter().map(String::as_str);
+        [file.as_str()]
+            .into_iter()
+            .chain(sets)
+            .collect::<Vec<_>>()
+            .join(", ")
+    }
+
+    /// The cluster, and the origin of each value, with `sets` as the last overrides.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or what it says is wrong.
+    pub fn resolve(&self, sets: &[String]) -> anyhow::Result<(Cluster, Settings)> {
+        Ok(file::read(self.doc(sets)?, files::read)?)
+    }
+
+    /// Names of the GPUs that the file defines, as `[gpu.NAME]`.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn gpus(&self) -> anyhow::Result<Vec<String>> {
+        Ok(self.doc(&[])?.keys("gpu"))
+    }
+
+    /// Content of the file; `None`: there is no file.
+    pub(crate) fn content(&self) -> anyhow::Result<Option<Vec<u8>>> {
+        match (&self.text, &self.file) {
+            (Some(text), _) => Ok(Some(text.clone().into_bytes())),
+            (None, Some(path)) => files::read(path)
+                .map(Some)
+                .with_context(|| format!("reading the cluster file {}", path.display())),
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// The same source with its text and with an absolute path: it can travel to another process.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is not UTF-8.
+    pub fn with_text(mut self) -> anyhow::Result<ClusterSource> {
+        carry(&mut self.file, &mut self.text, "reading the cluster file ")?;
+        Ok(self)
+    }
+
+    /// The document of all layers, with `sets` as the last.
+    fn doc(&self, sets: &[String]) -> anyhow::Result<Doc> {
+        let mut doc = match self.content()? {
+            None => Doc::empty(),
+            Some(text) => Doc::parse(&self.file_name(), &text),
+        };
+        environment(&mut doc);
+        for set in self.sets.iter().chain(sets) {
+            doc.set(set);
+        }
+        Ok(doc)
+    }
+
+    pub(crate) fn file_name(&self) -> String {
+        match (&self.file, &self.text) {
+            (Some(path), _) => path.display().to_string(),
+            (None, Some(_)) => "cluster".to_owned(),
+            (None, None) => String::new(),
+        }
+    }
+}
+
+/// Overlays `doc` with the variables of our prefix.
+pub(crate) fn environment(doc: &mut Doc) {
+    // A variable of another program may have any content. A variable with our prefix that is not UTF-8
+    // gets a U+FFFD in its value, which the document then rejects by name.
+    let vars = std::env::vars_os().map(|(name, value)| {
+        let text = |os: OsString| os.to_string_lossy().into_owned();
+        (text(name), text(value))
+    });
+    doc.env(file::ENV_PREFIX, vars);
+}
+
+/// The workload file `name` with the overrides `sets`, and the origin of each value.
+///
+/// # Errors
+/// If what it says is wrong.
+pub fn read_workload(
+    name: &str,
+    text: &[u8],
+    sets: &[String],
+) -> anyhow::Result<(Workload, Settings)> {
+    let mut doc = Doc::parse(name, text);
+    for assignment in sets {
+        doc.set(assignment);
+    }
+    Ok(workload_file::read(doc)?)
+}
+
+/// A workload: a file, a trace, or a simple load.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WorkloadSource {
+    /// A workload file.
+    pub file: Option<PathBuf>,
+    /// Its text; `None`: read from the file.
+    pub text: Option<String>,
+    /// Overrides of the workload file, `KEY=VALUE`.
+    pub sets: Vec<String>,
+    /// A trace to replay; read where the question is answered.
+    pub trace: Option<PathBuf>,
+    /// Closed loop: concurrent requests.
+    pub concurrency: Option<u32>,
+    /// Open loop: requests per second, Poisson arrivals.
+    pub rate: Option<f64>,
+    /// Tokens per prompt, without a file.
+    pub isl: Option<u32>,
+    /// Tokens per answer, without a file.
+    pub osl: Option<u32>,
+    /// Total number of requests.
+    pub requests: Option<u64>,
+    /// No session starts later than this (workload time).
+    pub duration: Option<Duration>,
+    /// Divides arrival and think times.
+    pub time_scale: Option<f64>,
+    /// Seed of the random numbers.
+    pub seed: Option<u64>,
+    /// Whether bad lines of the trace are skipped; `None`: as the file says, otherwise they end the run.
+    pub skip_bad_lines: Option<bool>,
+}
+
+impl WorkloadSource {
+    /// The flags of a command that gives this workload; without `--time-scale` and `--workload-set`.
+    pub fn flags(&self) -> Vec<OsString> {
+        let mut flags: Vec<OsString> = Vec::new();
+        for (name, path) in [("--workload", &self.file), ("--trace", &self.trace)] {
+            if let Some(path) = path {
+                flags.extend([name.into(), path.clone().into_os_string()]);
+            }
+        }
+        let mut number = |name: &str, value: Option<String>| {
+            flags.extend(value.map(|value| format!("{name}={value}").into()));
+        };
+        number("--concurrency", self.concurrency.map(|n| n.to_string()));
+        number("--rate", self.rate.map(|x| x.to_string()));
+        number("--isl", self.isl.map(|n| n.to_string()));
+        number("--osl", self.osl.map(|n| n.to_string()));
+        number("--requests", self.requests.map(|n| n.to_string()));
+        number(
+            "--duration",
+            self.duration.map(|d| format!("{}ns", d.as_nanos())),
+        );
+        number("--seed", self.seed.map(|n| n.to_string()));
+        let on_bad_line = self
+            .skip_bad_lines
+            .map(|skip| if skip { "skip" } else { "stop" });
+        number("--on-bad-line", on_bad_line.map(str::to_owned));
+        flags
+    }
+
+    /// The workload file with its overrides and `sets`; `None` if there is no file.
+    fn read(&self, sets: &[String]) -> anyhow::Result<Option<(Workload, Settings)>> {
+        let name = self
+            .file
+            .as_ref()
+            .map_or_else(|| "workload".to_owned(), |path| path.display().to_string());
+        let sets = [self.sets.as_slice(), sets].concat();
+        let content = match (&self.text, &self.file) {
+            (Some(text), _) => text.clone().into_bytes(),
+            (None, Some(path)) => files::read(path).with_context(|| format!("reading {name}"))?,
+            (None, None) => {
+                anyhow::ensure!(
+                    sets.is_empty(),
+                    "`{}` changes a workload file, and there is none",
+                    sets[0]
+                );
+                return Ok(None);
+            }
+        };
+        read_workload(&name, &content, &sets).map(Some)
+    }
+
+    /// The same source with the text of its file and with absolute paths: it can travel to another process.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is not UTF-8.
+    pub fn with_text(mut self) -> anyhow::Result<WorkloadSource> {
+        carry(&mut self.file, &mut self.text, "reading ")?;
+        if let Some(trace) = &mut self.trace {
+            *trace = std::path::absolute(&*trace)?;
+        }
+        Ok(self)
+    }
+
+    /// Whether there is a workload file, whose keys can be set.
+    pub fn has_file(&self) -> bool {
+        self.file.is_some() || self.text.is_some()
+    }
+
+    /// The workload, and its short name. `sets`: the last overrides of the workload file.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or a value is wrong.
+    pub fn workload(&self, sets: &[String]) -> anyhow::Result<(Workload, String)> {
+        let (mut workload, name) = match (self.read(sets)?, &self.trace) {
+            (Some((workload, _)), _) => {
+                let name = self.file.as_deref().map(file_name);
+                (workload, name.unwrap_or_else(|| "workload".to_owned()))
+            }
+            (None, Some(path)) => (self.trace_workload(path), file_name(path)),
+            (None, None) => self.plain_workload(),
+        };
+        if let Some(requests) = self.requests {
+            workload.requests = Some(requests);
+        }
+        if let Some(duration) = self.duration {
+            workload.duration_s = Some(duration.as_secs_f64());
+        }
+        if let Some(seed) = self.seed {
+            workload.seed = seed;
+        }
+        if let Some(scale) = self.time_scale {
+            if !(scale.is_finite() && scale > 0.0) {
+                bail!("--time-scale is {scale}, but must be a finite number above 0");
+            }
+            workload.time_scale = scale;
+        }
+        if let (Some(skip), Content::Trace(file)) = (self.skip_bad_lines, &mut workload.content) {
+            file.on_bad_line = if skip {
+                OnBadLine::Skip
+            } else {
+                OnBadLine::Stop
+            };
+        }
+        if let Some(rate) = self.rate
+            && !(rate > 0.0 && rate <= workload_file::RATE_MAX)
+        {
+            bail!(
+                "--rate is {rate:?}, but must be above 0 and at most {:e} requests/s",
+                workload_file::RATE_MAX
+            );
+        }
+        Ok((workload, name))
+    }
+
+    /// The workload as text, for a report: the file's effective values, or the flags.
+    ///
+    /// # Errors
+    /// As [`workload`](Self::workload).
+    pub fn text(&self) -> anyhow::Result<String> {
+        if let Some((_, settings)) = self.read(&[])? {
+            return Ok(settings.to_toml());
+        }
+        let flags = self.flags();
+        let words: Vec<_> = flags.iter().map(|flag| flag.to_string_lossy()).collect();
+        Ok(words.join(" "))
+    }
+
+    fn arrival(&self) -> Option<Arrival> {
+        match (self.concurrency, self.rate) {
+            (Some(concurrency), _) => Some(Arrival::Closed { concurrency }),
+            (None, Some(rate_per_s)) => Some(Arrival::Poisson { rate_per_s }),
+            (None, None) => None,
+        }
+    }
+
+    fn trace_workload(&self, path: &Path) -> Workload {
+        Workload {
+            arrival: self.arrival().unwrap_or(Arrival::Trace),
+            content: Content::Trace(TraceFile {
+                path: path.to_owned(),
+                on_bad_line: OnBadLine::Stop,
+                tokens_per_id: 512,
+            }),
+            ..Workload::default()
+        }
+    }
+
+    fn plain_workload(&self) -> (Workload, String) {
+        let (isl, osl) = (self.isl.unwrap_or(1024), self.osl.unwrap_or(128));
+        let arrival = self.arrival().unwrap_or(Arrival::Closed { concurrency: 1 });
+        let when = match &arrival {
+            Arrival::Closed { concurrency } => format!("c={concurrency}"),
+            _ => format!("{}/s", self.rate.unwrap_or_default()),
+        };
+        // Fewer than a few waves of a closed loop would show mostly its start-up.
+        let waves = 10 * u64::from(self.concurrency.unwrap_or(1));
+        let workload = Workload {
+            // A duration alone also ends the run.
+            requests: self.duration.is_none().then_some(waves.max(100)),
+            arrival,
+            content: Content::Generated(vec![Class {
+                isl: Dist::Exact(f64::from(isl)),
+                osl: Dist::Exact(f64::from(osl)),
+                ..Class::default()
+            }]),
+            ..Workload::default()
+        };
+        (workload, format!("{when} {isl}/{osl}"))
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name()
+        .unwrap_or(path.as_os_str())
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// Prices over a file of prices. Nothing has a default price.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PriceSource {
+    /// `GPU=PRICE` per GPU-hour.
+    pub prices: Vec<String>,
+    /// A file with `[prices]` and `[power]`.
+    pub file: Option<PathBuf>,
+    /// Its text; `None`: read from the file.
+    pub text: Option<String>,
+}
+
+impl PriceSource {
+    /// Prices of presets and of `own`, the GPUs of the cluster file.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or what it says is wrong.
+    pub fn read(&self, own: &[String]) -> anyhow::Result<Prices> {
+        let mut doc = match (&self.text, &self.file) {
+            (Some(text), file) => {
+                let name = file
+                    .as_ref()
+                    .map_or_else(|| "prices".to_owned(), |path| path.display().to_string());
+                Doc::parse(&name, text.as_bytes())
+            }
+            (None, None) => Doc::empty(),
+            (None, Some(path)) => {
+                let name = path.display().to_string();
+                let text = files::read(path).with_context(|| format!("reading {name}"))?;
+                Doc::parse(&name, &text)
+            }
+        };
+        for price in &self.prices {
+            doc.set(&format!("prices.{price}"));
+        }
+        Ok(Prices::read(doc, own)?)
+    }
+}
+
+impl PriceSource {
+    /// The same source with the text of its file: it can travel to another process.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is not UTF-8.
+    pub fn with_text(mut self) -> anyhow::Result<PriceSource> {
+        carry(&mut self.file, &mut self.text, "reading ")?;
+        Ok(self)
+    }
+}
+
+/// Reads the text of `file`, and makes its path absolute.
+fn carry(file: &mut Option<PathBuf>, text: &mut Option<String>, what: &str) -> anyhow::Result<()> {
+    if let Some(path) = file {
+        if text.is_none() {
+            let read = files::read_text(path);
+            *text = Some(read.with_context(|| format!("{what}{}", path.display()))?);
+        }
+        *path = std::path::absolute(&*path)?;
+    }
+    Ok(())
+}
+
+/// Cost of a cluster per hour.
+///
+/// # Errors
+/// A pool's GPU has no price, or is not known.
+pub fn per_hour(cluster: &Cluster, prices: &Prices) -> anyhow::Result<f64> {
+    let mut sum = 0.0;
+    for pool in &cluster.pools {
+        let (TimingConfig::Calibrated { gpu, .. } | TimingConfig::Roofline { gpu, .. }) =
+            &pool.engine.timing
+        else {
+            bail!(
+                "[pool.{}] names no GPU, so it has no price; prices need `engine.timing.kind` \"calibrated\" \
+                 or \"roofline\"",
+                pool.name
+            );
+        };
+        let gpu = &*gpu.name;
+        let price = prices.per_gpu_hour(gpu).with_context(|| {
+            format!("{gpu} has no price, or no power for that of energy; give --price {gpu}=PRICE")
+        })?;
+        let gpus = u64::from(pool.workers)
+            * u64::from(pool.engine.tensor_parallel_size)
+            * u64::from(pool.engine.data_parallel_size);
+        sum += price * gpus as f64;
+    }
+    Ok(sum)
+}
+
+/// `99%`, `99.9 %` or `0.99`, as a share.
+///
+/// # Errors
+/// A message with the expected form.
+pub fn percent(text: &str) -> Result<f64, String> {
+    let wrong = || format!("`{text}` is no share; write 99% or 0.99");
+    let share = match text.trim().strip_suffix('%') {
+        Some(percent) => percent.trim().parse::<f64>().map_err(|_| wrong())? / 100.0,
+        None => text.trim().parse::<f64>().map_err(|_| wrong())?,
+    };
+    if text.contains('%') || share <= 1.0 {
+        Ok(share)
+    } else {
+        Err(format!("`{text}` is above 1; write {text}% for percent"))
+    }
+}
+
+/// A value as its text, for values that are read from one.
+pub(crate) mod as_text {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(crate) fn serialize<T: Display, S: Serializer>(
+        value: &Option<T>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        match value {
+            Some(value) => to.collect_str(value),
+            None => to.serialize_none(),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, T, D>(from: D) -> Result<Option<T>, D::Error>
+    where
+        T: FromStr<Err: Display>,
+        D: Deserializer<'de>,
+    {
+        let text = Option::<String>::deserialize(from)?;
+        text.map(|text| text.parse().map_err(D::Error::custom))
+            .transpose()
+    }
+}

@@ -1,8 +1,51 @@
-"""Slipstream's Python side; the vLLM connector is in `slipstream.vllm`.
+"""Simulate, sweep and plan clusters that serve large language models.
 
-Nothing outside of `slipstream.vllm` imports vLLM.
+>>> import slipstream as ss
+>>> cluster = ss.Cluster().set("pool.main.workers", 4)
+>>> result = ss.simulate(cluster, ss.Workload(rate=20, requests=200), slo="ttft=1s,itl=50ms")
+>>> result.summary()["requests"]["succeeded"]
+200
+
+The reference is `docs/python.md`. The vLLM connector is in `slipstream.vllm`; nothing outside of it
+imports vLLM, and nothing here imports polars, pandas, pyarrow or ray before it is used.
 """
 
 from slipstream._native import KeyMirror, KeySet
+from slipstream.api import plan, predict, simulate, sweep
+from slipstream.errors import (
+    ConfigError,
+    Error,
+    FileError,
+    InterruptedRunError,
+    MissingFileError,
+    QuestionError,
+    RemoteError,
+    WorkloadError,
+)
+from slipstream.results import Page, Plan, Result, Sweep, Table
+from slipstream.sources import Cluster, Trace, Workload
 
-__all__ = ["KeyMirror", "KeySet"]
+__all__ = [
+    "Cluster",
+    "ConfigError",
+    "Error",
+    "FileError",
+    "InterruptedRunError",
+    "KeyMirror",
+    "KeySet",
+    "MissingFileError",
+    "Page",
+    "Plan",
+    "QuestionError",
+    "RemoteError",
+    "Result",
+    "Sweep",
+    "Table",
+    "Trace",
+    "Workload",
+    "WorkloadError",
+    "plan",
+    "predict",
+    "simulate",
+    "sweep",
+]

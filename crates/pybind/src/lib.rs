@@ -1,6 +1,9 @@
 //! The Rust part of slipstream's Python package: the extension module `slipstream._native`.
 //!
-//! Python calls Rust once per scheduler step, with all changes since the last
+//! - [`study`]: simulations, sweeps and plans, and [`table`]: their results as Arrow tables.
+//! - The others: the vLLM connector.
+//!
+//! The connector calls Rust once per scheduler step, with all changes since the last
 //! one ([`keys::KeySet::step`]), never once per block.
 //!
 //! pyo3 turns panics into Python exceptions. Values from Python are checked at their entry.
@@ -11,6 +14,8 @@ mod keys;
 mod peers;
 mod steps;
 mod store;
+mod study;
+mod table;
 mod warnings;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -27,6 +32,19 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     warnings::collect();
     module.add_function(wrap_pyfunction!(warnings::take_warnings, module)?)?;
     module.add_function(wrap_pyfunction!(content::digest_files, module)?)?;
+    module.add_function(wrap_pyfunction!(study::read_text, module)?)?;
+    module.add_function(wrap_pyfunction!(study::check_slo, module)?)?;
+    module.add_function(wrap_pyfunction!(study::cluster_toml, module)?)?;
+    module.add_function(wrap_pyfunction!(study::workload_text, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_sweep_check, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_sweep_rows, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_sweep_finish, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_plan_trials, module)?)?;
+    module.add_function(wrap_pyfunction!(study::start_predict, module)?)?;
+    module.add_class::<study::Job>()?;
+    module.add_class::<table::Table>()?;
     module.add_class::<groups::Groups>()?;
     module.add_class::<keys::KeySet>()?;
     module.add_class::<keys::KeyMirror>()?;

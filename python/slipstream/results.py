@@ -1,0 +1,271 @@
+"""Answers: figures, tables in Arrow's layout, and charts."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream import _native
+from slipstream.errors import QuestionError
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
+__all__ = ["Page", "Plan", "Result", "Sweep", "Table"]
+
+
+class Table:
+    """A table that libraries of Arrow read without a copy: `polars.DataFrame(table)`.
+
+    >>> import slipstream as ss
+    >>> table = ss.simulate(ss.Cluster(), ss.Workload(rate=5, requests=20)).requests
+    >>> len(table), table.column("status")[0]
+    (20, 'ok')
+    """
+
+    def __init__(self, native: _native.Table) -> None:
+        self._native = native
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self._native.num_rows
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns, in order."""
+        return self._native.column_names
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self._native.nbytes
+
+    def column(self, name: str) -> list[Any]:
+        """Return a column as a list, with `None` for values that are absent.
+
+        Raises
+        ------
+        KeyError
+            If there is no such column.
+        """
+        return self._native.column(name)
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return all columns as lists."""
+        return {name: self.column(name) for name in self.column_names}
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self._native.__arrow_c_stream__(requested_schema)
+
+    def __arrow_c_schema__(self) -> object:
+        return self._native.__arrow_c_schema__()
+
+    def to_polars(self) -> polars.DataFrame:
+        """Return a polars DataFrame, which shares this memory. Takes polars."""
+        import polars
+
+        return polars.DataFrame(self)
+
+    def to_arrow(self) -> pyarrow.Table:
+        """Return a pyarrow Table, which shares this memory. Takes pyarrow."""
+        import pyarrow
+
+        return pyarrow.table(self)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a pandas DataFrame. Takes pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.to_dict())
+
+    def __repr__(self) -> str:
+        return f"Table({self.num_rows:,} rows: {', '.join(self.column_names)})"
+
+    def _repr_html_(self) -> str:
+        names = self.column_names
+        shown = min(self.num_rows, 20)
+        columns = [self.column(name)[:shown] for name in names] if self.num_rows <= 10_000 else []
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+            for row in zip(*columns, strict=True)
+        )
+        return f"<p>{self.num_rows:,} rows</p><table><tr>{head}</tr>{rows}</table>"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A self-contained HTML page. A notebook shows it; `save` writes it."""
+
+    html: str
+    height: int = 600
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page to a file."""
+        Path(path).write_text(self.html, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        # A frame keeps the styles of the page and of the notebook apart.
+        return (
+            f'<iframe sandbox="allow-scripts" style="width:100%;border:0" height="{self.height}" '
+            f'srcdoc="{html.escape(self.html)}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Page({len(self.html):,} bytes; show it in a notebook, or save(path))"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of `simulate`. `print(result)` prints the command's table."""
+
+    json: str
+    text: str
+    notes: tuple[str, ...]
+    page: Page
+    charts: dict[str, str]
+    table: Table | None
+
+    def summary(self) -> dict[str, Any]:
+        """Return all figures, as `slipstream simulate --json` (`docs/results.md`)."""
+        figures: dict[str, Any] = json.loads(self.json)
+        return figures
+
+    @property
+    def requests(self) -> Table:
+        """One row per request.
+
+        Raises
+        ------
+        QuestionError
+            If they were not kept (`simulate(..., requests=False)`).
+        """
+        if self.table is None:
+            raise QuestionError("requests were not kept; call simulate(..., requests=True)")
+        return self.table
+
+    @property
+    def digest(self) -> str:
+        """Digest of every request's times, target and hits: equal if two runs were."""
+        digest: str = self.summary()["simulation"]["digest"]
+        return digest
+
+    def plot(self, latency: str = "ttft") -> Page:
+        """Return a chart of a latency's distribution: `ttft`, `itl`, `tpot` or `e2e`."""
+        if latency not in self.charts:
+            raise QuestionError(f"no chart `{latency}`; one of {', '.join(self.charts)}")
+        return Page(self.charts[latency], 380)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        sent = self.summary()["requests"]["sent"]
+        return f"Result({sent:,} requests, digest {self.digest})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The result of `sweep`, a row per configuration; `str(result)` is the command's table."""
+
+    table: Table
+    text: str
+    front_text: str
+    notes: tuple[str, ...]
+    page: Page
+
+    def front(self) -> list[dict[str, Any]]:
+        """Return the configurations on the Pareto front, each as a dict of its figures."""
+        columns = self.table.to_dict()
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [row for row in rows if row["front"]]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self.table.__arrow_c_stream__(requested_schema)
+
+    def to_polars(self) -> polars.DataFrame:
+        """Return a polars DataFrame. Takes polars."""
+        return self.table.to_polars()
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a pandas DataFrame. Takes pandas."""
+        return self.table.to_pandas()
+
+    def plot(self) -> Page:
+        """Return the page with the Pareto front."""
+        return self.page
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Sweep({len(self):,} configurations)"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of `plan`. `print(result)` prints the command's tables."""
+
+    found: bool
+    json: str
+    text: str
+    cluster_toml: str | None
+    notes: tuple[str, ...]
+    page: Page
+
+    def summary(self) -> dict[str, Any]:
+        """Return all figures, as `slipstream plan --json` (`docs/plan.md`)."""
+        figures: dict[str, Any] = json.loads(self.json)
+        return figures
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        """The answer of each load."""
+        answers: list[dict[str, Any]] = self.summary()["answers"]
+        return answers
+
+    def cluster(self) -> Any:
+        """Return the (first) answer as a `Cluster`.
+
+        Raises
+        ------
+        QuestionError
+            If nothing attains the objectives.
+        """
+        from slipstream.sources import Cluster
+
+        if self.cluster_toml is None:
+            raise QuestionError("nothing attains the objectives; print the plan for the reason")
+        return Cluster.parse(self.cluster_toml)
+
+    def plot(self) -> Page:
+        """Return the page of the plan."""
+        return self.page
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Plan({self.text.splitlines()[0]})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"

@@ -1,0 +1,308 @@
+"""What a question is about: a cluster, and a workload or a trace.
+
+Objects are immutable, and pickle as the text of their files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream import _native
+from slipstream.errors import QuestionError
+
+__all__ = ["Cluster", "Path", "Trace", "Value", "Workload", "as_text", "duration"]
+
+Value = bool | int | float | str | list[Any]
+"""A value of a configuration key."""
+
+
+def as_text(value: Value) -> str:
+    """Write `value` as in `--set KEY=VALUE`.
+
+    >>> as_text(True), as_text(0.5), as_text("kv"), as_text([1, 2])
+    ('true', '0.5', 'kv', '[1, 2]')
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(quoted(each) for each in value) + "]"
+    if isinstance(value, int | float) or hasattr(value, "__index__"):
+        return str(value)
+    raise TypeError(
+        f"{value!r} is no value of a key; use a number, a bool, a str or a list of these"
+    )
+
+
+def quoted(value: Value) -> str:
+    return json.dumps(value) if isinstance(value, str) else as_text(value)
+
+
+def duration(seconds: float | None, name: str) -> dict[str, int] | None:
+    """Return `seconds` in the form of a question."""
+    if seconds is None:
+        return None
+    ns = check_number(seconds, name) * 1e9
+    if not 0 <= ns < 2**63:
+        raise QuestionError(f"{name} is {seconds}, but must be 0 to 9e9 seconds")
+    return {"secs": int(ns // 10**9), "nanos": int(ns % 10**9)}
+
+
+def check_number(value: float, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, but must be a number")
+    return value
+
+
+def check_count(value: int | None, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}, but must be a whole number")
+    if not 0 <= int(value) < 2**64:
+        raise QuestionError(f"{name} is {value}, but must be 0 to {2**64 - 1}")
+    return int(value)
+
+
+def assignments(assigned: tuple[object, ...], keys: dict[str, Value]) -> tuple[str, ...]:
+    """Return `KEY=VALUE` of `set`'s arguments: a key and its value, or a mapping."""
+    match assigned:
+        case ():
+            pairs: dict[str, Value] = {}
+        case (dict() as pairs,):
+            pass
+        case (str() as key, value):
+            pairs = {key: value}  # type: ignore[dict-item]
+        case _:
+            raise TypeError("use set(KEY, VALUE) or set({KEY: VALUE, ...})")
+    return tuple(f"{key}={as_text(value)}" for key, value in {**pairs, **keys}.items())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster file with overrides (`docs/cluster-file.md`).
+
+    >>> cluster = Cluster().set("pool.main.workers", 16).set({"router.policy": "round_robin"})
+    >>> "workers = 16" in cluster.to_toml()
+    True
+    """
+
+    file: str | None = None
+    text: str | None = None
+    sets: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster file. Paths in it are relative to it.
+
+        Raises
+        ------
+        ConfigError
+            If a value is wrong.
+        FileError
+            If the file cannot be read.
+        """
+        path = os.fspath(path)
+        text = _native.read_text(path, "the cluster file ")
+        cluster = Cluster(os.path.abspath(path), text)
+        cluster.to_toml()
+        return cluster
+
+    @staticmethod
+    def parse(text: str) -> Cluster:
+        """Read a cluster from the text of a cluster file.
+
+        >>> Cluster.parse("engine.max_num_seqs = 64").set("router.policy", "random")
+        Cluster(router.policy=random)
+        """
+        cluster = Cluster(None, text)
+        cluster.to_toml()
+        return cluster
+
+    def set(self, *assigned: object, **keys: Value) -> Cluster:
+        """Return this cluster with keys changed: `set(KEY, VALUE)` or `set({KEY: VALUE})`.
+
+        Raises
+        ------
+        ConfigError
+            If a key or a value is wrong, with its remedy.
+        """
+        cluster = replace(self, sets=self.sets + assignments(assigned, keys))
+        cluster.to_toml()
+        return cluster
+
+    def to_toml(self) -> str:
+        """Return every value with its origin, as `--print-config` prints it."""
+        return _native.cluster_toml(json.dumps(self.source()))
+
+    def source(self) -> dict[str, Any]:
+        """Return this cluster as a part of a question."""
+        return {"file": self.file, "text": self.text, "sets": list(self.sets)}
+
+    def __repr__(self) -> str:
+        return f"Cluster({', '.join([*([self.file] if self.file else []), *self.sets])})"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A workload: a file (`Workload.read`), or a simple load.
+
+    >>> Workload(rate=10, isl=512, osl=64, requests=100, seed=1)
+    Workload(rate=10, isl=512, osl=64, requests=100, seed=1)
+    """
+
+    rate: float | None = None
+    concurrency: int | None = None
+    isl: int | None = None
+    osl: int | None = None
+    requests: int | None = None
+    duration_s: float | None = None
+    time_scale: float | None = None
+    seed: int | None = None
+    file: str | None = None
+    text: str | None = None
+    sets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "isl", "osl", "requests", "seed"):
+            check_count(getattr(self, name), name)
+        for name in ("rate", "duration_s", "time_scale"):
+            if getattr(self, name) is not None:
+                check_number(getattr(self, name), name)
+        if self.rate is not None and self.concurrency is not None:
+            raise QuestionError("rate and concurrency are two kinds of load; give one of them")
+        if self.text is not None:
+            given = [
+                n for n in ("rate", "concurrency", "isl", "osl") if getattr(self, n) is not None
+            ]
+            if given:
+                raise QuestionError(
+                    f"the workload file has {given[0]}; change it with .set(KEY, VALUE)"
+                )
+        self.check()
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Workload:
+        """Read a workload file (`docs/workload.md`).
+
+        Raises
+        ------
+        ConfigError
+            If a value is wrong.
+        FileError
+            If the file cannot be read.
+        """
+        path = os.fspath(path)
+        return Workload(file=os.path.abspath(path), text=_native.read_text(path, ""))
+
+    @staticmethod
+    def parse(text: str) -> Workload:
+        """Read a workload from the text of a workload file."""
+        return Workload(text=text)
+
+    def set(self, *assigned: object, **keys: Value) -> Workload:
+        """Return this workload with keys of its file changed.
+
+        Raises
+        ------
+        ConfigError
+            If a key or a value is wrong, with its remedy.
+        """
+        return replace(self, sets=self.sets + assignments(assigned, keys))
+
+    def check(self) -> None:
+        """Raise the error of a wrong value."""
+        _native.workload_text(json.dumps(self.source()))
+
+    def source(self) -> dict[str, Any]:
+        """Return this workload as a part of a question."""
+        return {
+            "file": self.file,
+            "text": self.text,
+            "sets": list(self.sets),
+            "rate": self.rate,
+            "concurrency": self.concurrency,
+            "isl": self.isl,
+            "osl": self.osl,
+            "requests": self.requests,
+            "duration": duration(self.duration_s, "duration_s"),
+            "time_scale": self.time_scale,
+            "seed": self.seed,
+        }
+
+    def __repr__(self) -> str:
+        given = [self.file] if self.file else []
+        numbers = (
+            "rate",
+            "concurrency",
+            "isl",
+            "osl",
+            "requests",
+            "duration_s",
+            "time_scale",
+            "seed",
+        )
+        given += [f"{n}={getattr(self, n)!r}" for n in numbers if getattr(self, n) is not None]
+        return f"Workload({', '.join([*given, *self.sets])})"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace to replay: Mooncake's JSONL, Azure's or BurstGPT's CSV, a folder of `serve --record`.
+
+    The file is read where a question is answered: each node of a Ray cluster needs it under the
+    same path.
+    """
+
+    path: str
+    requests: int | None = None
+    duration_s: float | None = None
+    time_scale: float | None = None
+    rate: float | None = None
+    concurrency: int | None = None
+    seed: int | None = None
+    on_bad_line: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "requests", "seed"):
+            check_count(getattr(self, name), name)
+        if self.on_bad_line not in (None, "stop", "skip"):
+            raise QuestionError(
+                f"on_bad_line is {self.on_bad_line!r}, but must be 'stop' or 'skip'"
+            )
+        _native.workload_text(json.dumps(self.source()))
+
+    @staticmethod
+    def read(path: str | os.PathLike[str], **options: Any) -> Trace:
+        """Name a trace. Options are the fields, such as `requests` and `time_scale`.
+
+        Raises
+        ------
+        MissingFileError
+            If there is no such file.
+        """
+        path = os.path.abspath(os.fspath(path))
+        if not os.path.exists(path):
+            from slipstream.errors import MissingFileError
+
+            raise MissingFileError(f"reading {path}: No such file or directory")
+        return Trace(path, **options)
+
+    def source(self) -> dict[str, Any]:
+        """Return this trace as a part of a question."""
+        skip = None if self.on_bad_line is None else self.on_bad_line == "skip"
+        return {
+            "trace": self.path,
+            "requests": self.requests,
+            "duration": duration(self.duration_s, "duration_s"),
+            "time_scale": self.time_scale,
+            "rate": self.rate,
+            "concurrency": self.concurrency,
+            "seed": self.seed,
+            "skip_bad_lines": skip,
+        }

@@ -153,6 +153,11 @@ soak-sched:
 test-nixl:
 	./scripts/test-nixl.sh
 
+# `sweep` and `plan` on a Ray of two nodes on this machine; the first run installs Ray from PyPI (200 MB).
+.PHONY: test-ray
+test-ray:
+	./scripts/test-ray.sh
+
 # The vLLM connector on vLLM's real scheduler, on a CPU; the first run makes an environment of 2 GB.
 # VLLM_VERSION=0.32.0: another release than the newest supported one.
 # bench-vllm: its cost per step, against others (docs/connector.md).

@@ -118,13 +118,13 @@ impl Shared {
 pub(crate) struct Job {
     shared: Arc<Shared>,
     control: Control,
-    results: Mutex<Option<Sender<std::result::Result<Vec<TrialResult>, String>>>>,
+    results: Mutex<Option<Sender<Vec<TrialResult>>>>,
 }
 
 /// Trials that Python runs elsewhere.
 struct ByPython {
     shared: Arc<Shared>,
-    results: Mutex<Receiver<std::result::Result<Vec<TrialResult>, String>>>,
+    results: Mutex<Receiver<Vec<TrialResult>>>,
 }
 
 impl Elsewhere for ByPython {
@@ -134,8 +134,7 @@ impl Elsewhere for ByPython {
             .change(|state| state.batch = Some((batch, said.to_owned())));
         // A job that is dropped drops the sender, which ends this wait.
         match lock(&self.results).recv() {
-            Ok(Ok(results)) => Ok(results),
-            Ok(Err(message)) => Err(anyhow::Error::msg(message)),
+            Ok(results) => Ok(results),
             Err(_) => Err(slipstream_study::control::Interrupted.into()),
         }
     }
@@ -254,7 +253,7 @@ impl Job {
         let results: Vec<TrialResult> = parse(results)?;
         if let Some(sender) = &*lock(&self.results) {
             // A search that has ended needs none.
-            let _ = sender.send(Ok(results));
+            let _ = sender.send(results);
         }
         Ok(())
     }

@@ -51,6 +51,9 @@ fn array(column: Column) -> Result<ArrayRef, ArrowError> {
     })
 }
 
+/// A column's name, kind, buffers, and bits of the rows that exist.
+type PickledColumn = (String, String, Vec<Vec<u8>>, Option<Vec<u8>>);
+
 /// A result in columns. `__arrow_c_stream__` passes it to polars, pyarrow, pandas and others without a copy.
 #[pyclass(module = "slipstream._native", frozen)]
 pub(crate) struct Table {
@@ -194,10 +197,7 @@ impl Table {
 
     /// The table of a pickle.
     #[staticmethod]
-    fn _of_buffers(
-        rows: usize,
-        columns: Vec<(String, String, Vec<Vec<u8>>, Option<Vec<u8>>)>,
-    ) -> PyResult<Table> {
+    fn _of_buffers(rows: usize, columns: Vec<PickledColumn>) -> PyResult<Table> {
         let broken = || PyValueError::new_err("the pickle of a table is broken");
         let mut names = Vec::new();
         let mut arrays: Vec<ArrayRef> = Vec::new();

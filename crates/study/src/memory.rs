@@ -10,6 +10,9 @@ const BLOCK_BYTES: u64 = 96;
 
 /// Returns an error with the numbers if `cluster`'s engines, all in this process, cannot fit into
 /// memory. Without a figure for the host's memory, nothing is checked.
+///
+/// # Errors
+/// If it does not fit.
 pub fn check(cluster: &Cluster) -> anyhow::Result<()> {
     let Some(free) = proc_bytes("/proc/meminfo", "MemAvailable:") else {
         return Ok(());
@@ -42,6 +45,9 @@ const REQUEST_BYTES: u64 = 600;
 
 /// An error with the numbers if the requests that `workload` has under way at a time cannot fit into
 /// memory.
+///
+/// # Errors
+/// If they do not fit.
 pub fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
     let (Arrival::Closed { concurrency }, Some(free)) = (
         &workload.arrival,

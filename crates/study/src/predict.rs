@@ -162,7 +162,7 @@ impl Answer {
         );
         for row in &self.rows {
             let id = quoted(&row.id);
-            text.push_str(&match &row.answer {
+            let line = match &row.answer {
                 Ok((estimate, assumed)) => {
                     let times = times(estimate).map(|ms| format!("{ms:.4}"));
                     format!(
@@ -174,7 +174,8 @@ impl Answer {
                     )
                 }
                 Err(reason) => format!("{id},,,,,,,,,,{}\n", quoted(reason)),
-            });
+            };
+            text.push_str(&line);
         }
         text
     }

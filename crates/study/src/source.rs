@@ -456,6 +456,7 @@ pub(crate) mod as_text {
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serializer};
 
+    #[expect(clippy::ref_option, reason = "the form that serde calls")]
     pub(crate) fn serialize<T: Display, S: Serializer>(
         value: &Option<T>,
         to: S,

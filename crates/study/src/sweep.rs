@@ -833,12 +833,13 @@ impl Answer {
             }
         }
         let mut text = table.render(false);
-        text.push_str(&format!(
+        let legend = format!(
             "goodput: requests per second {}; latencies in ms; *: on the Pareto front (no other gives more for fewer GPU-hours); \
              ~: equal to one on it within the tolerance; {}\n",
             goodput_is(&self.sweep.objectives),
             tolerance_is(self.sweep.question.tolerance)
-        ));
+        );
+        text.push_str(&legend);
         if let Some(attain) = self.sweep.question.attain {
             text.push_str(&self.cheapest(attain));
         }

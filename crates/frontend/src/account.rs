@@ -76,7 +76,7 @@ impl Account {
     }
 
     /// `engine` makes the answer, or the rest of it.
-    pub(crate) fn note_engine(&mut self, engine: impl ToString) {
+    pub(crate) fn note_engine(&mut self, engine: &dyn ToString) {
         if let Some(entry) = self.entry() {
             entry.engine = Some(engine.to_string());
         }

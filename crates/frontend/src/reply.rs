@@ -728,7 +728,7 @@ impl ReplyState {
             return;
         };
         let sum = |of: fn(&Sequence) -> u32| taken().map(|s| u64::from(of(s))).sum();
-        account.note_engine(first.spec.target.worker);
+        account.note_engine(&first.spec.target.worker);
         account.note_counts(TokenCounts {
             prompt: self.shape.prompt_tokens,
             cached: Some(sum(|s| s.cached)),
@@ -1393,15 +1393,15 @@ impl Sequence {
         if self.spec.prompt_ids.is_some() {
             self.ids.push(token);
         }
-        if let Some(script) = &self.spec.script {
-            if script.show(self.position).0 != Show::Text {
-                if self.spec.top_logprobs.is_some() && !text.is_special(token) {
-                    self.logprob_tokens.push((self.position as u32, token));
-                }
-                self.position += 1;
-                self.detok.push(text, token, &mut self.text);
-                return false;
+        if let Some(script) = &self.spec.script
+            && script.show(self.position).0 != Show::Text
+        {
+            if self.spec.top_logprobs.is_some() && !text.is_special(token) {
+                self.logprob_tokens.push((self.position as u32, token));
             }
+            self.position += 1;
+            self.detok.push(text, token, &mut self.text);
+            return false;
         }
         if self.spec.top_logprobs.is_some() && !text.is_special(token) {
             self.logprob_tokens.push((self.position as u32, token));

@@ -270,9 +270,10 @@ pub(crate) async fn create(
     };
     let ((prepared, request), charge) = shard.run_sized(body, work, charge, prepare).await?;
     let id = request.request_id.as_deref().unwrap_or(&head.id);
-    let id = match id.starts_with("resp_") {
-        true => id.to_owned(),
-        false => format!("resp_{id}"),
+    let id = if id.starts_with("resp_") {
+        id.to_owned()
+    } else {
+        format!("resp_{id}")
     };
     let created = generate::now_unix_s();
     let mut stream = ResponseStream::new(id, created, &shard.model, request.repeated);

@@ -52,18 +52,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         out::print(&table(&args.url, &look()?, None))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let screen = Screen::open(args.interval)?;
+    let _screen = Screen::open(args.interval)?;
     let mut before: Option<Value> = None;
     loop {
         match look() {
             Ok(figures) => {
-                screen.show(&table(&args.url, &figures, before.as_ref()))?;
+                Screen::show(&table(&args.url, &figures, before.as_ref()))?;
                 before = Some(figures);
             }
             // It may be starting again.
-            Err(error) => screen.show(&format!("{}: {error:#}\n", plain(&args.url)))?,
+            Err(error) => Screen::show(&format!("{}: {error:#}\n", plain(&args.url)))?,
         }
-        if screen.quits()? {
+        if Screen::quits()? {
             return Ok(ExitCode::SUCCESS);
         }
     }
@@ -141,13 +141,11 @@ fn quantile(now: &Value, before: Option<&Value>, q: f64) -> String {
             format!("{s:.1} s")
         }
     };
-    match now["bounds"][at].as_f64() {
-        Some(bound) => format!("<= {}", seconds(bound)),
-        None => {
-            let last = at.checked_sub(1).and_then(|at| now["bounds"][at].as_f64());
-            format!("> {}", seconds(last.unwrap_or(0.0)))
-        }
+    if let Some(bound) = now["bounds"][at].as_f64() {
+        return format!("<= {}", seconds(bound));
     }
+    let last = at.checked_sub(1).and_then(|at| now["bounds"][at].as_f64());
+    format!("> {}", seconds(last.unwrap_or(0.0)))
 }
 
 /// The figures as text. Rates and latencies are those since `before`, or of all time.
@@ -291,7 +289,7 @@ impl Screen {
         Ok(screen)
     }
 
-    fn show(&self, text: &str) -> anyhow::Result<()> {
+    fn show(text: &str) -> anyhow::Result<()> {
         let size = termios::tcgetwinsize(std::io::stdout());
         // 0: the terminal does not know.
         let known = size.ok().filter(|size| size.ws_row > 0 && size.ws_col > 0);
@@ -306,8 +304,8 @@ impl Screen {
         Ok(())
     }
 
-    /// Waits for a key up to the interval. True if it ends the display, or there are no more keys.
-    fn quits(&self) -> anyhow::Result<bool> {
+    /// Waits for a key up to the interval. True if it ends the display.
+    fn quits() -> anyhow::Result<bool> {
         let mut keys = [0; 16];
         let count = std::io::stdin().read(&mut keys)?;
         // `q`, ^C, ^D

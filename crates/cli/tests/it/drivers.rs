@@ -605,7 +605,7 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
         },
         access: None,
         trace_sample: 0.0,
-        faults: Default::default(),
+        faults: Arc::default(),
         created: 0,
         #[cfg(feature = "bench")]
         locked_table: false,

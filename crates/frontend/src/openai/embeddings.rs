@@ -187,9 +187,10 @@ fn base64(bytes: impl Iterator<Item = u8>, out: &mut Vec<u8>) {
             .iter()
             .fold(0, |word, byte| word << 8 | u32::from(byte.unwrap_or(0)));
         for at in 0..4 {
-            out.push(match at <= count {
-                true => DIGITS[(word >> (18 - 6 * at) & 63) as usize],
-                false => b'=',
+            out.push(if at <= count {
+                DIGITS[(word >> (18 - 6 * at) & 63) as usize]
+            } else {
+                b'='
             });
         }
     }

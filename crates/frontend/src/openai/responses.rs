@@ -211,7 +211,7 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
                 ("instructions", _) => instructions = Some(text(name, value)?.into_owned()),
                 ("input", _) => input = Some(input_items(name, value)?),
                 ("text", _) => {
-                    if let Some(format) = text_format(name, value)? {
+                    if let Some(format) = text_format(name, &value)? {
                         put("response_format", format);
                     }
                 }
@@ -493,9 +493,9 @@ fn plain_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
 }
 
 /// The chat's `response_format`.
-fn text_format(path: &str, value: Json<'_>) -> Result<Option<Tree>, ApiError> {
+fn text_format(path: &str, value: &Json<'_>) -> Result<Option<Tree>, ApiError> {
     let Json::Object(_) = value else {
-        return Err(wrong_type(path, "an object", &value));
+        return Err(wrong_type(path, "an object", value));
     };
     let path = format!("{path}.format");
     let Some(format) = value.member("format").filter(|f| **f != Json::Null) else {

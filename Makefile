@@ -88,6 +88,11 @@ bench-live: build
 bench-events: build
 	./scripts/bench-events.sh
 
+# Instructions per operation of each hot path, against benches/instructions.json. WRITE=1: new record.
+.PHONY: bench-instructions
+bench-instructions:
+	./scripts/instructions.sh
+
 # Effect of the fast path, reused buffers and unshared tables, each on and off.
 .PHONY: bench-stages
 bench-stages:

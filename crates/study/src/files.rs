@@ -10,7 +10,7 @@ const BYTES_MAX: u64 = 256 << 20;
 /// The content of `path`.
 ///
 /// # Errors
-/// If it cannot be read, or exceeds [`BYTES_MAX`] (a device, or weights instead of a
+/// If it cannot be read, or exceeds `BYTES_MAX` (a device, or weights instead of a
 /// `config.json`).
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     read_at_most(File::open(path)?, BYTES_MAX)

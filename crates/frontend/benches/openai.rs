@@ -1,4 +1,4 @@
-//! What a token and a request cost on their way through text and JSON.
+//! Cost of tokens and requests in text and JSON.
 //!
 //! `cargo bench -p slipstream-frontend --bench openai`
 //!
@@ -32,7 +32,7 @@ fn answer(model: &TextModel, len: u64) -> Vec<TokenId> {
         .collect()
 }
 
-/// One event a token, as a stream of an answer renders them: 1,024 tokens, then the buffer goes.
+/// One event per token, as a stream of an answer renders them: 1,024 tokens, then the buffer goes.
 fn sse(criterion: &mut Criterion, model: &TextModel) {
     let render = SseRender::new(&HEAD, 0);
     let tokens = answer(model, 1024);

@@ -163,7 +163,7 @@ struct Counts {
     reopen: AtomicBool,
 }
 
-/// An access log that is being written. What waits is written when it is dropped.
+/// An access log that is being written. Queued lines are written when it is dropped.
 pub struct AccessLog {
     send: Option<SyncSender<Box<Entry>>>,
     counts: Arc<Counts>,

@@ -1,4 +1,4 @@
-//! What is known of one request when it ends: its line in the access log, and the tokens that its key is charged for.
+//! Account of one request: its line in the access log, and the tokens that its key is charged for.
 
 use std::sync::Arc;
 

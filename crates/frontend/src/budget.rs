@@ -1,4 +1,4 @@
-//! What clients may take of the server: memory, connections, streams.
+//! Clients' shares of the server: memory, connections, streams.
 //!
 //! One [`Budget`] belongs to all shards of a frontend. A client is an API key, or an address if there are
 //! no keys. No client gets all of anything: one may hold half of the memory and, by default, seven eighths
@@ -23,7 +23,7 @@ const GROWTH_BYTES: u64 = 64 << 10;
 /// Addresses whose counts are kept before those without a connection are dropped.
 const ADDRESSES_KEPT: usize = 1024;
 
-/// What all shards count together.
+/// Counters of all shards together.
 pub(crate) struct Budget {
     pub(crate) memory: Arc<Memory>,
     limits: Limits,
@@ -35,7 +35,7 @@ pub(crate) struct Budget {
     pub(crate) refused_client_connections: AtomicU64,
 }
 
-/// What one client holds.
+/// Resources that one client holds.
 #[derive(Debug, Default)]
 pub(crate) struct ClientUse {
     connections: AtomicU64,
@@ -231,7 +231,7 @@ impl Memory {
         self.refused.load(Relaxed)
     }
 
-    /// Whether so much is charged that new requests are refused: what is under way may yet grow.
+    /// Whether so much is charged that new requests are refused: open ones may still grow.
     pub(crate) fn is_tight(&self) -> bool {
         self.used() > self.max - self.max / 8
     }

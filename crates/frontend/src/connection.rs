@@ -82,7 +82,7 @@ impl Connection {
             if stands && since >= most {
                 return kind;
             }
-            // What begins to stand still meanwhile is found a fourth of its time too late at most.
+            // A stream that stalls between two checks is found late by a fourth of its time at most.
             let left = most.saturating_sub(since).max(most / 4);
             tokio::time::sleep(left.max(Duration::from_millis(1)).min(most)).await;
         }
@@ -105,7 +105,7 @@ impl Client {
         Client { owner, counts }
     }
 
-    /// What the client holds.
+    /// Resources that the client holds.
     pub(crate) fn counts(&self) -> &Arc<ClientUse> {
         &self.counts
     }
@@ -172,7 +172,7 @@ impl Owner {
         self.connection.progress_ns.set(monotonic_ns());
     }
 
-    /// What is known of the request.
+    /// The account of the request.
     pub(crate) fn account(&self) -> RefMut<'_, Account> {
         self.account.borrow_mut()
     }

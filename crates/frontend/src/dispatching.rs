@@ -51,7 +51,7 @@ pub(crate) struct Dispatching {
     queued_seen: Cell<usize>,
 }
 
-/// What the dispatcher owns.
+/// State of the dispatcher.
 enum Open {
     /// A sequence, which a worker answers in tokens.
     Sequence(OpenRequest),
@@ -76,7 +76,7 @@ struct OpenRequest {
     reply: Rc<Reply>,
     index: u32,
     addr: StreamAddr,
-    /// What it takes to send it: until its first token has come, or until its end if another worker may
+    /// The data to send it: until its first token has come, or until its end if another worker may
     /// continue it.
     start: Option<Box<StartRequest>>,
     resumes: bool,
@@ -107,7 +107,7 @@ enum Step {
     },
 }
 
-/// What the dispatcher asks.
+/// Action of the dispatcher.
 struct Surroundings<'a> {
     open: &'a RefCell<Vec<Option<Open>>>,
     network: Option<&'a KvNetwork>,
@@ -288,7 +288,7 @@ impl Shard {
     /// Submits sequence `index` of `reply`, whose tokens come by `addr`. `scores` collects all candidates.
     ///
     /// # Errors
-    /// What to tell the client if no worker takes it.
+    /// Error for the client if no worker takes it.
     pub(crate) fn submit(
         &self,
         reply: &Rc<Reply>,
@@ -407,7 +407,7 @@ impl Shard {
         self.dispatching.take_request(id);
     }
 
-    /// Nobody wants the tokens of request `id` any more: takes it off its workers.
+    /// The client of request `id` is gone: takes it off its workers.
     pub(crate) fn cancel(&self, id: u32) {
         self.dispatching.dispatcher.borrow_mut().cancel(id);
         self.carry_out(None);
@@ -471,7 +471,7 @@ impl Shard {
         self.carry_out(None);
     }
 
-    /// `worker` refused request `id`; `error` tells the client so if no other worker may take it.
+    /// `worker` refused request `id`; the client gets `error` if no other worker may take it.
     pub(crate) fn on_refused(
         &self,
         id: u32,
@@ -925,7 +925,7 @@ impl Shard {
                     SendError::Full(ToWorker::Start(start))
                     | SendError::Closed(ToWorker::Start(start)),
                 ) => Err(start),
-                Err(_) => unreachable!("what comes back is what was sent"),
+                Err(_) => unreachable!("the entry is the one that was sent"),
             },
             Plane::Engines(_) => Err(start), // they take no tokens
             Plane::Sockets(remote) => remote.start(&start, &self.metrics).map_err(|why| {

@@ -280,7 +280,7 @@ fn bound_answer(
     Ok(())
 }
 
-/// 404 unless `model` is what is served, or is not named at all.
+/// 404 unless `model` is the served one, or absent.
 pub(crate) fn check_model(service: &Service, model: Option<&str>) -> Result<(), ApiError> {
     match model {
         Some(model) if model != service.model => {
@@ -447,7 +447,7 @@ pub(crate) async fn dispatch(
     let most = shard.budget.request_streams_max();
     check_count(count, prompts.len(), params.n, most)?;
     let asked = |prompt: &Tokenized| {
-        // Without a limit of the client's only what is produced counts, once it is known.
+        // Without a limit by the client only produced tokens count, once they are known.
         let answer = params.max_tokens.map_or(0, |_| prompt.max_tokens);
         u64::from(prompt.len()) + u64::from(params.n) * u64::from(answer)
     };
@@ -559,7 +559,7 @@ fn sequences(
                 _ => tokenized.max_tokens,
             };
             // Choices differ, also those of different prompts: else the sequences of a batch would
-            // all be of one length. The first is the one a request of its own would get.
+            // all be of one length. The first is the one that a separate request would get.
             let seed = match specs.len() as u64 {
                 0 => seed,
                 index => mix::draw(seed, index),
@@ -661,7 +661,7 @@ async fn submit(
             tokio::task::yield_now().await;
             slice_began = monotonic_ns();
             if reply.state.borrow().is_complete() {
-                break; // it has failed meanwhile
+                break; // it has failed
             }
         }
         // Always traced: the prologue's times feed the stage histograms, and cost 16 bytes.
@@ -720,7 +720,7 @@ impl<'a> StreamQuota<'a> {
         }
     }
 
-    /// Someone else gives it back.
+    /// Another owner gives it back.
     fn hand_on(self) {
         std::mem::forget(self);
     }

@@ -96,7 +96,7 @@ impl Helpers {
         let (send, result) = oneshot::channel();
         let run = Box::new(move || {
             if !send.is_closed() {
-                // Fails if the caller has gone meanwhile.
+                // Fails if the caller is gone.
                 let _ = send.send(job());
             }
         });

@@ -76,7 +76,7 @@ pub(crate) struct HttpBody {
     breaking: Option<Box<Breaking>>,
     /// The request that it answers, which ends with it.
     owner: Option<Rc<Owner>>,
-    /// What a large one takes.
+    /// Memory of a large one.
     #[allow(dead_code)] // given back when dropped
     memory: Option<Charge>,
 }
@@ -216,7 +216,7 @@ impl Body for HttpBody {
     }
 }
 
-/// What the head of a request says about how to serve it.
+/// Options in the head of a request.
 pub(crate) struct RequestHead {
     /// The client's id for it, if it sent a usable one; else one of ours.
     pub(crate) id: String,
@@ -373,7 +373,7 @@ fn preflight() -> Response<HttpBody> {
     response
 }
 
-/// What a path answers.
+/// Handler of a path.
 #[derive(Clone, Copy)]
 enum Endpoint {
     Chat,
@@ -691,7 +691,7 @@ fn detokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
     Ok(detokenize_json(&text))
 }
 
-/// Length of a request's head as HTTP/1.1 writes it, as far as can be told: of its target and of
+/// Length of a request's head as HTTP/1.1 writes it: of its target and of
 /// each header's name and value.
 pub(crate) fn head_bytes(request: &Request<Incoming>) -> usize {
     let target = request
@@ -835,7 +835,7 @@ fn request_id(shard: &Shard, headers: &HeaderMap) -> String {
     }
 }
 
-/// A path's text: clients write `meta/llama` as `meta%2Fllama`. What is no escape stays as it is.
+/// A path's text: clients write `meta/llama` as `meta%2Fllama`. Bytes that are no escape stay.
 pub(crate) fn percent_decode(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

@@ -25,7 +25,7 @@ struct Links {
     fabric: Fabric,
     /// Of transfers under way: the shard, and the request.
     carried: HashMap<TransferId, (u8, Arrival)>,
-    /// By shard: what has arrived and was not taken.
+    /// By shard: arrived transfers that were not taken yet.
     arrived: Vec<Vec<Arrival>>,
     wakers: Vec<Option<Arc<Notify>>>,
     scratch: Vec<TransferId>,
@@ -124,7 +124,7 @@ impl KvNetwork {
         }
     }
 
-    /// Moves what has arrived for `shard` to the end of `out`. Returns when something arrives next, for
+    /// Moves transfers that arrived for `shard` to the end of `out`. Returns the time of the next one, for
     /// any shard, if nothing changes before.
     pub(crate) fn take(&self, shard: u8, out: &mut Vec<Arrival>) -> Option<u64> {
         let mut guard = self.lock()?;

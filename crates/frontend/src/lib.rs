@@ -21,7 +21,7 @@
 //! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `trace_context`: their
 //!   traces.
 //! * [`upstream`]: real engines, which answer in bytes over HTTP.
-//! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
+//! * `metrics`: counts and histograms. `io`: a socket with a time limit.
 //!
 //! The frontend knows frames, not engines: nothing here depends on what computes the tokens.
 #![forbid(unsafe_code)]

@@ -82,7 +82,7 @@ impl Bucket {
         })
     }
 
-    /// Corrects what was taken.
+    /// Corrects a charge.
     fn settle(&self, now_ns: u64, taken: u64, used: u64) {
         if used > taken {
             let _ = self.take(now_ns, used - taken, |_, _| true);

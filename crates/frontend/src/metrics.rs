@@ -90,7 +90,7 @@ const BOUNDS_TOKENS: [u64; 21] = {
 /// A histogram over fixed bounds, written by one thread.
 pub(crate) struct Histogram {
     bounds: &'static [u64],
-    /// One count a bound, and one for what lies above the last.
+    /// One count per bound, and one above the last.
     counts: Box<[Count]>,
     sum: Count,
 }
@@ -168,7 +168,7 @@ pub(crate) const HAND_OVERS: [(Stage, Stage); 15] = [
     (Stage::Rendered, Stage::Written),
 ];
 
-/// What one shard counts.
+/// Counters of one shard.
 pub(crate) struct ShardMetrics {
     pub(crate) connections: Count,
     pub(crate) connections_open: Count,
@@ -195,7 +195,7 @@ pub(crate) struct ShardMetrics {
     pub(crate) stale_entries: Count,
     /// Entries for streams that their sender does not run.
     pub(crate) foreign_entries: Count,
-    /// Tokens beyond what was asked for.
+    /// Tokens beyond those that were requested.
     pub(crate) excess_tokens: Count,
     /// Streams given to another worker, as theirs did not take them or vanished.
     pub(crate) retries: Count,
@@ -352,7 +352,7 @@ impl FrontendCollector {
             .fold(0u64, |sum, shard| sum.wrapping_add(of(shard).get()))
     }
 
-    /// What clients hold, what was refused for it, and how long a shard worked on one thing.
+    /// Resources of clients, refusals, and the length of uninterrupted work of a shard.
     fn limits(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let budget = &self.budget;
         let (memory, load) = (&budget.memory, |count: &AtomicU64| count.load(Relaxed));
@@ -536,13 +536,13 @@ impl Collector for FrontendCollector {
         self.tokens(
             e,
             "vllm:request_prompt_tokens",
-            "Prompt tokens a request",
+            "Prompt tokens per request",
             |s| &s.prompt_len,
         )?;
         self.tokens(
             e,
             "vllm:request_generation_tokens",
-            "Generated tokens a request",
+            "Generated tokens per request",
             |s| &s.generation_len,
         )?;
         self.counter(e, "vllm:prompt_tokens", "Prompt tokens", |s| {
@@ -684,7 +684,7 @@ impl Collector for FrontendCollector {
         self.counter(
             e,
             "slipstream_excess_tokens",
-            "Tokens beyond what was asked for, not shown",
+            "Tokens beyond those that were requested, not shown",
             |s| &s.excess_tokens,
         )?;
         self.counter(e, "slipstream_frames", "Pass frames received", |s| {

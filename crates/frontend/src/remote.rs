@@ -114,7 +114,7 @@ pub(crate) struct Remote {
     limits: RemoteLimits,
     tls: Option<Tls>,
     listener: Cell<Option<StdListener>>,
-    /// Who runs a worker, by worker.
+    /// The process that runs a worker, by worker.
     peers: RefCell<Vec<Option<Rc<Peer>>>>,
     greetings: Cell<usize>,
     /// Peers that were turned away.
@@ -167,7 +167,7 @@ impl Remote {
         self.limits.credit_bytes
     }
 
-    /// Puts a start into the outbox of whoever runs its worker.
+    /// Puts a start into the outbox of the process of its worker.
     pub(crate) fn start(
         &self,
         start: &StartRequest,
@@ -193,7 +193,7 @@ impl Remote {
         Ok(())
     }
 
-    /// Puts a control into the outbox of whoever runs its worker. If nobody does there is nothing
+    /// Puts a control into the outbox of the process of its worker. If there is none there is nothing
     /// left to control.
     pub(crate) fn control(&self, message: &ToWorker) {
         let peers = self.peers.borrow();
@@ -515,7 +515,7 @@ impl Connection {
         }
         let unsent = self.link.unsent();
         self.peer.unsent.set(unsent);
-        // Requests stop at the bound, with one beyond it; what goes on are stops, kills and credit.
+        // Requests stop at the bound, with one beyond it; stops, kills and credit continue.
         if unsent > self.remote.limits.unsent_bytes_max + UNSENT_SLACK_BYTES {
             return Err(LinkError::Unread { bytes: unsent });
         }
@@ -587,7 +587,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Applies the deltas that came, together: engines change a few blocks a pass, and each change
+    /// Applies the deltas that came, together: engines change a few blocks per pass, and each change
     /// would wait for memory by itself.
     fn apply_deltas(&mut self) {
         let fleet = self.remote.roster.fleets();

@@ -1,7 +1,7 @@
 //! The replies of a shard, and the end of those that take too long.
 //!
-//! A body is asked for more only while its client reads: of an HTTP/2 stream whose window is shut nothing is
-//! heard. So the shard looks at all replies a few times in the shortest limit. Replies note the number of
+//! A body is asked for more only while its client reads: an HTTP/2 stream with a shut window gives no
+//! sign. So the shard looks at all replies several times in the shortest limit. Replies note the number of
 //! the last look (the tick) and not the time, so this costs nothing per token.
 
 use std::cell::{Cell, RefCell};

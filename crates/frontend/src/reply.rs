@@ -9,7 +9,7 @@
 //!
 //! A reply has one *sequence* for each choice of each prompt. It lives in an `Rc` shared by the
 //! stream table (which feeds it) and by the HTTP side (which owns it: dropping [`ReplyHandle`] kills
-//! what is still under way).
+//! parts that are still under way).
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -42,7 +42,7 @@ use crate::shard::Shard;
 use crate::text::{Detokenizer, StopMatcher, TextModel};
 
 /// Rendered bytes that may wait for one client. Beyond that its tokens are kept as numbers, a
-/// fiftieth of the size, until the client has read: 1,024 streams that nobody reads then hold
+/// fiftieth of the size, until the client has read: 1,024 streams without a reader then hold
 /// 8 MiB of text and not 200. One write of 8 KiB carries about 42 tokens; at twice that a token
 /// cost no less, and 1,024 streams 10 MiB more (`docs/benchmarks.md`). Less by an event, so that
 /// the last one does not double the buffer.
@@ -78,7 +78,7 @@ fn make_room(out: &mut BytesMut) {
     }
 }
 
-/// What the stream table holds for a stream: which sequence of which reply it feeds.
+/// Entry of the stream table: which sequence of which reply it feeds.
 pub(crate) struct StreamSlot {
     pub(crate) reply: Rc<Reply>,
     pub(crate) sequence: u32,
@@ -97,7 +97,7 @@ pub(crate) enum StreamRole {
     },
 }
 
-/// What tokens brought about.
+/// Effect of tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Taken {
     /// They are the first ones of the sequence.
@@ -195,34 +195,34 @@ pub(crate) struct ReplyState {
     polled_tick: u64,
     /// Sequences whose event with the reason is rendered.
     closed: usize,
-    /// Memory that it takes, bytes, and what is charged for it.
+    /// Its memory, bytes, and the charge for it.
     kept_bytes: u64,
     /// Of these, those that it takes from its begin to its end.
     base_bytes: u64,
     charge: Option<Charge>,
     unread_bytes_max: usize,
     waker: Option<Waker>,
-    /// What the client may yet send, if its input goes on.
+    /// Room for input from the client, if more may come.
     input: InputState,
     pub(crate) times: StageTimes,
     trace: Option<Trace>,
 }
 
-/// The input of a request whose body goes on.
+/// The input of a request with more to come.
 #[derive(Default)]
 struct InputState {
     /// Room that the worker has given and that is not used, bytes.
     room_bytes: u64,
-    /// Who reads the body.
+    /// The reader of the body.
     waker: Option<Waker>,
-    /// Nobody wants the answer any more.
+    /// The answer has no reader any more.
     over: bool,
     /// Turns that the client has asked for, and those that are answered.
     turns_asked: u64,
     turns_answered: u64,
 }
 
-/// What does not change over the life of a reply.
+/// Constants of a reply.
 pub(crate) struct Shape {
     pub(crate) kind: Kind,
     pub(crate) id: String,
@@ -250,7 +250,7 @@ impl Shape {
     }
 }
 
-/// What a traced request is told at its end, beside the stage times.
+/// Data of a traced request at its end, in addition to stage times.
 pub(crate) struct Trace {
     /// Tokens per block of the engines, at least 1.
     pub(crate) block_size: u32,
@@ -271,7 +271,7 @@ pub(crate) struct SequenceSpec {
     pub(crate) stop: Option<StopMatcher>,
     /// The stop strings that the matcher counts.
     pub(crate) stops: Rc<[String]>,
-    /// The sequence goes on to `max_tokens`.
+    /// The sequence runs to `max_tokens`.
     pub(crate) ignores_eos: bool,
     /// Before this many tokens no stop string ends the sequence.
     pub(crate) min_tokens: u32,
@@ -284,7 +284,7 @@ pub(crate) struct SequenceSpec {
     pub(crate) prompt_ids: Option<Rc<[TokenId]>>,
     /// The answer, if it is decided already: its tokens are shown in place of the engine's.
     pub(crate) script: SharedScript,
-    /// What is known at the start of its line in the record, if there is one.
+    /// Its line in the record as far as it is known at the start, if there is a record.
     pub(crate) recorded: Option<Box<RecordedRequest>>,
 }
 
@@ -306,7 +306,7 @@ struct Sequence {
     /// Which choice it is, and the answer's id: ids of calls are made of them.
     index: usize,
     answer_id: Rc<str>,
-    /// Who computed its prompt, if not the worker that generates.
+    /// The worker that computed its prompt, if not the worker that generates.
     prefilled: Option<RankId>,
     /// Bytes of tokens that the worker may have sent, all in all.
     granted_bytes: u64,
@@ -320,7 +320,7 @@ struct Sequence {
     /// Of the tokens in `held`, those that share an event: the position of the first of them, and how many
     /// there are. Runs of one are not listed.
     held_runs: VecDeque<(u64, u32)>,
-    /// What the step shows that completed a stop string, for the event with the reason.
+    /// Text of the step that completed a stop string, for the event with the reason.
     stopped: Option<Piece>,
     /// The answer so far (whole answers).
     text: String,
@@ -351,7 +351,7 @@ struct Sequence {
     closed: bool,
 }
 
-/// What the tokens of a step add to a streamed answer.
+/// Text that the tokens of a step add to a streamed answer.
 #[derive(Default)]
 struct Piece {
     shown: String,
@@ -495,7 +495,7 @@ impl ReplyState {
         spec.max_tokens = spec.max_tokens.saturating_add(max_tokens);
     }
 
-    /// So many tokens of input are on their way. What was sent cannot be sent again elsewhere.
+    /// So many tokens of input are on their way. Sent input cannot be sent again elsewhere.
     pub(crate) fn on_input_sent(&mut self, tokens: usize) {
         let bytes = (tokens * size_of::<TokenId>()) as u64;
         self.input.room_bytes = self.input.room_bytes.saturating_sub(bytes);
@@ -533,7 +533,7 @@ impl ReplyState {
         }
     }
 
-    /// A turn is answered: the event with its reason, after which the stream goes on.
+    /// A turn is answered: the event with its reason, after which the stream continues.
     pub(crate) fn on_turn(&mut self, index: u32, end: &End, text: &TextModel) {
         let sequence = &mut self.sequences[index as usize];
         if self.complete || sequence.ended.is_some() {
@@ -548,7 +548,7 @@ impl ReplyState {
     /// The worker admitted the sequence.
     pub(crate) fn on_prologue(&mut self, sequence: u32, prologue: &Prologue) {
         let sequence = &mut self.sequences[sequence as usize];
-        // What counts is what its prompt's worker found, when it began.
+        // The hits that its prompt's worker found, when it began.
         if sequence.prefilled.is_none() && sequence.resumed_at == 0 {
             sequence.cached = prologue.hit_tokens;
         }
@@ -585,7 +585,7 @@ impl ReplyState {
             return taken;
         }
         taken.begins = sequence.generated == sequence.resumed_at;
-        // A worker that goes on for ever costs no memory.
+        // A worker that never ends costs no memory.
         let room = sequence.spec.max_tokens.saturating_sub(sequence.generated) as usize;
         let (tokens, excess) = tokens.split_at(tokens.len().min(room));
         if !excess.is_empty() {
@@ -721,7 +721,7 @@ impl ReplyState {
         true
     }
 
-    /// Tells the request's account of tokens, if an engine took it.
+    /// Adds tokens to the request's account, if an engine took it.
     fn note(&self, account: &mut Account) {
         let taken = || self.sequences.iter().filter(|s| !s.refused);
         let Some(first) = taken().next().filter(|_| account.wants_counts()) else {
@@ -915,7 +915,7 @@ impl ReplyState {
         }
     }
 
-    /// Renders what is due now that tokens or the end of sequence `index` have come.
+    /// Renders due text after tokens or the end of sequence `index`.
     #[inline]
     fn settle(&mut self, index: u32, text: &TextModel) {
         if !self.shape.stream || self.complete {
@@ -925,7 +925,7 @@ impl ReplyState {
         self.close();
     }
 
-    /// Renders what is due now that the client has read.
+    /// Renders due text after the client has read.
     fn settle_all(&mut self, text: &TextModel) {
         if !self.shape.stream || self.complete {
             return;
@@ -967,7 +967,7 @@ impl ReplyState {
     }
 
     /// Fills the empty buffer from held tokens, now that the client has read. Returns the sequences
-    /// in which a stop string was found: the worker should be told to kill them.
+    /// in which a stop string was found: the worker should kill them.
     fn refill(&mut self, text: &TextModel) -> Vec<u32> {
         let mut stopped = Vec::new();
         for (index, sequence) in self.sequences.iter_mut().enumerate() {
@@ -1009,7 +1009,7 @@ impl ReplyState {
             || self.shape.stream && (self.paused || self.complete || !self.out.is_empty())
     }
 
-    /// Ends it: what is not rendered yet never will be.
+    /// Ends it: the rest is never rendered.
     pub(crate) fn cut(&mut self, error: &ApiError) {
         self.fail(error);
         self.cut = true;
@@ -1040,7 +1040,7 @@ impl ReplyState {
         }
     }
 
-    /// What the router held against each candidate, as JSON.
+    /// Cost of each candidate by the router, as JSON.
     pub(crate) fn set_scores(&mut self, scores: String) {
         if let Some(trace) = &mut self.trace {
             trace.scores = scores;
@@ -1252,7 +1252,7 @@ impl Sequence {
         false
     }
 
-    /// What the tokens of a step add, and whether one completed a stop string: those after it count for
+    /// Text that the tokens of a step add, and whether one completed a stop string: those after it count for
     /// nothing.
     fn take_step(&mut self, tokens: &[TokenId], text: &TextModel) -> (Piece, bool) {
         let mut step = Piece {
@@ -1284,7 +1284,7 @@ impl Sequence {
         (step, false)
     }
 
-    /// What a generated token adds, and whether it completed a stop string.
+    /// Text that a generated token adds, and whether it completed a stop string.
     fn take_piece(&mut self, token: TokenId, text: &TextModel) -> (Piece, bool) {
         let token = match self.spec.script.clone() {
             None => {
@@ -1324,7 +1324,7 @@ impl Sequence {
         (piece, stopped)
     }
 
-    /// What a token of a scripted call adds.
+    /// Text that a token of a scripted call adds.
     fn take_call(
         &mut self,
         script: &Script,
@@ -1449,7 +1449,7 @@ impl Sequence {
         true
     }
 
-    /// What was held back and turned out to be no stop string, and half characters.
+    /// Text that was held back and is no stop string, and half characters.
     fn take_rest(&mut self, shown: &mut String) {
         if matches!(self.ended, Some(Ending::StopString(_))) {
             return;
@@ -1548,8 +1548,8 @@ impl Sequence {
     }
 }
 
-/// The HTTP side's hold on a reply. Dropping it closes the streams and kills, at the workers, what
-/// has not ended.
+/// The HTTP side's hold on a reply. Dropping it closes the streams and kills, at the workers, those that
+/// have not ended.
 pub(crate) struct ReplyHandle {
     shard: Rc<Shard>,
     reply: Rc<Reply>,
@@ -1615,7 +1615,7 @@ impl ReplyHandle {
             Poll::Pending
         })
         .await;
-        // What follows needs no worker and no stream.
+        // The rest needs no worker and no stream.
         self.shard.end_streams(&self.reply);
         let mut state = self.reply.state.borrow_mut();
         if let Some(error) = &state.error {
@@ -1754,7 +1754,7 @@ impl Drop for ReplyHandle {
         }
         self.shard.metrics.on_stages(&state.times);
         for sequence in state.sequences.iter().filter(|s| !s.refused) {
-            // What nobody took to its end was not a success, though the engine was done.
+            // An answer that was not read to its end is no success, although the engine was done.
             let reason = match &sequence.ended {
                 Some(Ending::Engine(reason)) if state.delivered => *reason,
                 Some(Ending::StopString(_)) if state.delivered => FinishReason::Stop,
@@ -1916,7 +1916,7 @@ mod tests {
         }
     }
 
-    /// What the client has got: the JSON of each event, and the text where an event is none.
+    /// Data at the client: the JSON of each event, and the text where an event is none.
     fn events(state: &mut ReplyState) -> Vec<serde_json::Value> {
         let bytes = state.out.split();
         let text = std::str::from_utf8(&bytes).unwrap();
@@ -1952,7 +1952,7 @@ mod tests {
         }
     }
 
-    /// What is little work for one choice is refused for many.
+    /// A limit that one choice meets is exceeded by many.
     #[test]
     fn the_choices_of_a_request_share_a_bound_of_work() {
         let text = TextModel::builtin();
@@ -2030,7 +2030,7 @@ mod tests {
     }
 
     /// A stop string among tokens that wait for the client ends each sequence once, whether or not
-    /// the engine has ended it meanwhile.
+    /// the engine has ended it.
     #[test]
     fn stop_strings_in_held_tokens_end_every_sequence() {
         let text = TextModel::builtin();
@@ -2298,7 +2298,7 @@ mod tests {
             proptest::prop_assert_eq!(found.last().unwrap(), "[DONE]");
         }
 
-        /// A stop string ends the answer at its token wherever it lies in a step, and tokens after it in
+        /// A stop string ends the answer at its token at any place in a step, and tokens after it in
         /// that step are neither shown nor counted.
         #[test]
         fn a_stop_string_cuts_a_step(

@@ -137,7 +137,7 @@ struct Keep {
 }
 
 impl Keep {
-    /// Stores it, unless there is no room for it. What is not stored is counted.
+    /// Stores it, unless there is no room for it. Responses that are not stored are counted.
     fn store(self, stream: &ResponseStream) {
         let metrics = &self.shard.metrics;
         let Ok(body) = stream.whole() else {

@@ -11,7 +11,7 @@ use slipstream_planes::wire::{Hello, RankLoad, Reject, RejectReason};
 use slipstream_router::Fleets;
 use subtle::ConstantTimeEq;
 
-/// What the shards of a frontend know together of worker processes. A worker takes requests once
+/// State of worker processes, shared by the shards of a frontend. A worker takes requests once
 /// the process that runs it is connected to every shard: a router's choice is then good on each.
 pub struct Roster {
     /// Of this run of the frontend.
@@ -20,7 +20,7 @@ pub struct Roster {
     pub(crate) fingerprint: u64,
     /// For people.
     pub(crate) name: String,
-    /// What workers have to send.
+    /// Data that workers have to send.
     key: [u8; 16],
     shards: usize,
     fleets: Fleets,
@@ -28,12 +28,12 @@ pub struct Roster {
     workers: Mutex<Vec<Seat>>,
     /// Workers that vanished a moment ago.
     pub(crate) tombstones: Tombstones,
-    /// What worker processes last said of their ranks.
+    /// Last reports of worker processes on their ranks.
     loads: Mutex<Vec<RankLoad>>,
     counts: RosterCounts,
 }
 
-/// What a roster has counted.
+/// Counters of a roster.
 #[derive(Debug, Default)]
 struct RosterCounts {
     open: AtomicU64,
@@ -42,7 +42,7 @@ struct RosterCounts {
     lost: AtomicU64,
 }
 
-/// What a roster has counted, for metrics.
+/// Counters of a roster, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RosterTotals {
     /// Connections open now.
@@ -57,10 +57,10 @@ pub struct RosterTotals {
     pub tombstones: u64,
 }
 
-/// Who runs a worker.
+/// The process that runs a worker.
 #[derive(Debug, Default)]
 struct Seat {
-    /// The instance, and its name; `None` while nobody does.
+    /// The instance, and its name; `None` while there is none.
     held_by: Option<(u64, String)>,
     /// Shards that it is connected to.
     shards: BTreeSet<u8>,
@@ -93,7 +93,7 @@ impl Roster {
         }
     }
 
-    /// What the roster has counted.
+    /// Counters of the roster.
     pub fn totals(&self) -> RosterTotals {
         RosterTotals {
             open: self.counts.open.load(Relaxed),
@@ -104,7 +104,7 @@ impl Roster {
         }
     }
 
-    /// What worker processes last said of their ranks, by rank.
+    /// Last reports of worker processes on their ranks, by rank.
     pub fn loads(&self) -> Vec<RankLoad> {
         lock(&self.loads).clone()
     }
@@ -138,7 +138,7 @@ impl Roster {
 
     fn seat(&self, shard: u8, hello: &Hello) -> Result<(), Reject> {
         let reject = |reason, message| Err(Reject { reason, message });
-        // First: who does not know it learns nothing else.
+        // First: a peer without it learns nothing else.
         if !bool::from(hello.key.ct_eq(&self.key)) {
             return reject(
                 RejectReason::Key,
@@ -226,7 +226,7 @@ impl Roster {
     }
 
     /// The connection of `instance` to `shard` is gone. Its workers take no requests until it is
-    /// back on every shard; what one shard heard of their caches is forgotten.
+    /// back on every shard; the state of their caches is forgotten.
     pub(crate) fn on_lost(&self, shard: u8, instance: u64, of: &[WorkerId]) {
         self.counts.lost.fetch_add(1, Relaxed);
         self.counts.open.fetch_sub(1, Relaxed);
@@ -394,7 +394,7 @@ mod tests {
         roster.on_lost(0, 1, &[WorkerId(0)]);
         roster.admit(0, &hello(2, 0, &[1, 0], true)).unwrap();
         assert_eq!(ready(&roster), [true, true]);
-        // What the first says late no longer counts.
+        // Late reports of the first no longer count.
         roster.on_lost(0, 1, &[WorkerId(0)]);
         assert_eq!(ready(&roster), [true, true]);
     }
@@ -421,7 +421,7 @@ mod tests {
         assert_eq!(ready(&roster), [false, false]);
     }
 
-    /// Who holds a worker, and on how many shards, as the threads of the test saw it: kept beside
+    /// The process of a worker, and on how many shards, as the threads of the test saw it: kept apart from
     /// the roster, and in its order.
     struct Holders(Vec<AtomicU64>);
 
@@ -507,7 +507,7 @@ mod tests {
             let whole = seated.iter().all(|shard| shard[worker].is_some());
             assert_eq!(ready(&roster)[worker], whole, "w{worker}");
         }
-        // Who is missing somewhere comes there, and takes requests at once.
+        // A process that is missing at a shard comes there, and takes requests at once.
         for worker in 0..WORKERS {
             let at = worker as usize;
             let holder = seated.iter().find_map(|shard| shard[at]).unwrap_or(99);

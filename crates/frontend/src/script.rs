@@ -37,7 +37,7 @@ pub(crate) struct ScriptedCall {
     pub(crate) arguments: String,
 }
 
-/// What a client sees of a token.
+/// Client's view of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Show {
     /// Its text.
@@ -109,7 +109,7 @@ impl Script {
         (self.tokens.len() * size_of::<TokenId>() + calls.sum::<usize>()) as u64
     }
 
-    /// The token at `position`. Behind the last one, more of that: with `ignore_eos` an answer goes on.
+    /// The token at `position`. Behind the last one, more of that: with `ignore_eos` an answer continues.
     pub(crate) fn token(&self, position: u64) -> TokenId {
         self.tokens
             .get(position as usize)
@@ -117,7 +117,7 @@ impl Script {
             .unwrap_or(self.eos)
     }
 
-    /// What is seen of the token at `position`, and whether it is the last one of which that holds.
+    /// The view of the token at `position`, and whether it is the last one with that view.
     pub(crate) fn show(&self, position: u64) -> (Show, bool) {
         let at = self.spans.partition_point(|s| u64::from(s.end) <= position);
         match self.spans.get(at) {

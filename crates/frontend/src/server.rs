@@ -48,7 +48,7 @@ pub enum StartError {
     Bind {
         /// The address asked for.
         listen: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A thread or its runtime could not be made.
@@ -259,12 +259,12 @@ async fn accept(
             },
             Err(error) => {
                 // Out of descriptors, most often: give those in use time to be closed. A closed
-                // handshake (ECONNABORTED) costs one such pause, which no one notices.
+                // handshake (ECONNABORTED) costs one such pause, which has no effect.
                 if Instant::now() >= complain_after {
                     complain_after = Instant::now() + Duration::from_secs(1);
                     tracing::warn!(
                         %error,
-                        "accept failed; trying again every 20 ms (`slipstream doctor` tells how \
+                        "accept failed; trying again every 20 ms (`slipstream doctor` shows how \
                          many files this process may open)"
                     );
                 }
@@ -347,7 +347,7 @@ async fn run_shard(
 /// Requests that one HTTP/2 connection may have open; its client waits with more.
 const HTTP2_STREAMS_MAX: u32 = 1024;
 
-/// What an HTTP/2 client says first (RFC 9113, section 3.4), as far as it takes to tell: no method
+/// First bytes of an HTTP/2 client (RFC 9113, section 3.4), as many as distinguish it: no method
 /// of HTTP/1 begins so.
 const HTTP2_PREFACE: &[u8] = b"PRI * HT";
 
@@ -369,7 +369,7 @@ async fn speaks_http2(stream: &TcpStream, patience: Duration) -> Option<bool> {
                 return Some(true);
             }
             if peeked == seen {
-                // What was seen wakes a peek again and again: others get their turn.
+                // Seen bytes wake a peek again and again: others get their turn.
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             seen = peeked;
@@ -463,7 +463,7 @@ async fn serve_connection(
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(read_timeout)
-        // Bounds both what is read of a head and what is buffered for a slow reader.
+        // Bounds both the bytes of a head and the buffer of a slow reader.
         .max_buf_size((header_bytes_max as usize).max(8192))
         .serve_connection(io, service);
     tokio::pin!(connection);

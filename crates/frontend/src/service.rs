@@ -1,4 +1,4 @@
-//! What all shards serve: one model behind one fleet.
+//! The service of all shards: one model behind one fleet.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,13 +22,13 @@ use crate::faults::Faults;
 use crate::limits::{KeyRates, KeyUse};
 use crate::text::TextModel;
 
-/// What is served, and within which limits. Immutable once the frontend runs.
+/// The served model and the limits. Immutable once the frontend runs.
 pub struct Service {
     /// Name that clients send as `model`.
     pub model: String,
     /// Text to tokens and back.
     pub text: Arc<TextModel>,
-    /// What block hashes are chained from.
+    /// Root of block hashes.
     pub root: BlockHash,
     /// Tokens per block of the engines.
     pub block_size: u32,
@@ -146,7 +146,7 @@ impl Limits {
 #[derive(Clone, Default)]
 pub struct ApiKeys(Arc<Keys>);
 
-/// Keys are found by a hash with a secret seed, so that ten thousand cost as much as one, and its time tells nothing.
+/// Keys are found by a hash with a secret seed, so that ten thousand cost as much as one, and its time reveals nothing.
 #[derive(Default)]
 struct Keys {
     hasher: RandomState,
@@ -155,7 +155,7 @@ struct Keys {
     all: Vec<(String, Arc<ClientUse>)>,
 }
 
-/// Who may use the API.
+/// Access to the API.
 pub(crate) enum Admission {
     /// Everyone: there are no keys.
     Open,

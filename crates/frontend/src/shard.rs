@@ -1,4 +1,4 @@
-//! What one frontend thread owns, and how it takes frames apart.
+//! State of one frontend thread, and how it takes frames apart.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -50,7 +50,7 @@ pub struct ShardPlane {
     pub transport: Transport,
     /// Decides where its requests run.
     pub dispatcher: Dispatcher,
-    /// Where some workers compute prompts for others: what lies between them.
+    /// With workers that compute prompts for others: the network between them.
     pub kv_network: Option<Arc<KvNetwork>>,
 }
 
@@ -72,7 +72,7 @@ pub(crate) struct Shard {
     pub(crate) model: Rc<str>,
     pub(crate) plane: Plane,
     pub(crate) table_lock: TableLock,
-    /// What clients of all shards hold.
+    /// Resources of clients of all shards.
     pub(crate) budget: Arc<Budget>,
     pub(crate) helpers: Arc<Helpers>,
     /// Those that later requests may continue.
@@ -84,7 +84,7 @@ pub(crate) struct Shard {
     log: LogPace,
 }
 
-/// What shards share.
+/// State that shards share.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) service: Arc<Service>,
@@ -167,7 +167,7 @@ impl Shard {
         mix::draw(self.service.seed ^ (u64::from(self.index) << 56), number)
     }
 
-    /// Whether an answer of 5xx may be logged: one a second. Then: how many were not since the last.
+    /// Whether an answer of 5xx may be logged: one per second. Then: the number of others since the last.
     pub(crate) fn log_allowed(&self) -> Option<u64> {
         self.log.allows(monotonic_ns())
     }
@@ -250,7 +250,7 @@ impl Shard {
         }
     }
 
-    /// The server stops: what is under way ends with an error. Returns the number of streams.
+    /// The server stops: open requests end with an error. Returns the number of streams.
     pub(crate) fn end_all(&self) -> u64 {
         let mut cut = self.upstream().map_or(0, |upstream| upstream.stop());
         self.table.for_each(|_, feed| {
@@ -450,7 +450,7 @@ impl Shard {
     }
 }
 
-/// What a client is told when an engine refuses its request.
+/// The error for a client whose request an engine refuses.
 fn refusal(reason: RefusalReason, message: &str) -> ApiError {
     match reason {
         RefusalReason::Invalid => ApiError::bad_body(message),

@@ -29,7 +29,7 @@ use crate::shard::{Plane, Shard, ShardPlane, Shared, Transport};
 use crate::table_lock::TableLock;
 use crate::{KvNetwork, RemoteLimits, Roster, Service};
 
-/// What the shards of one simulated frontend share.
+/// State that the shards of one simulated frontend share.
 pub struct SimFrontend {
     shared: Shared,
     roster: Arc<Roster>,
@@ -42,7 +42,7 @@ pub struct SimShard {
     shard: Rc<Shard>,
 }
 
-/// What a shard holds, and what it has counted.
+/// State and counters of a shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShardState {
     /// Requests that the dispatcher has.
@@ -214,7 +214,7 @@ impl SimShard {
         beyond.map_or(Ok(()), Err)
     }
 
-    /// What it holds.
+    /// Its contents.
     pub fn state(&self) -> ShardState {
         let shard = &self.shard;
         let metrics = &shard.metrics;

@@ -1,13 +1,13 @@
-//! Requests whose body goes on while the answer comes: a client that sends while it receives.
+//! Requests whose body continues while the answer comes: a client that sends while it receives.
 //!
 //! `POST /v1/completions` with `Content-Type: application/x-ndjson`. The first line is a completion
-//! request with `"stream": true`; each further line, `{"prompt": …}`, is a turn that goes on where
+//! request with `"stream": true`; each further line, `{"prompt": …}`, is a turn that continues where
 //! the answer before it ended. Turns may come at any time; they are answered in order, each with
 //! `max_tokens` tokens at most, and each answer ends in an event with its `finish_reason`. The end
 //! of the body ends the input.
 //!
 //! The shard opens the stream by a start that says so, and sends input only once the worker has
-//! given room for it: that is how it hears that the stream was accepted.
+//! given room for it: this shows that the stream was accepted.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -33,7 +33,7 @@ use crate::shard::Shard;
 /// Tokens of input in one message; longer turns take several.
 const PIECE_TOKENS: usize = 4096;
 
-/// Serves a request whose body goes on.
+/// Serves a request with more input to come.
 pub(crate) async fn talk(
     shard: &Rc<Shard>,
     head: RequestHead,
@@ -75,10 +75,10 @@ pub(crate) async fn talk(
     Ok(http::events(ReplyBody::new(handle)))
 }
 
-/// What a request must be whose body goes on.
+/// Requirements of a request with more input to come.
 fn check_talk(request: &ApiRequest<'_>) -> Result<(), ApiError> {
     let params = &request.params;
-    let one = "a request whose body goes on (application/x-ndjson)";
+    let one = "a request with more input to come (application/x-ndjson)";
     if !params.stream {
         return Err(ApiError::invalid(
             "stream",
@@ -116,7 +116,7 @@ struct Feeder {
     /// Tokens that turns and their answers may yet take. The first prompt is not counted, its
     /// answer is.
     context_left: u32,
-    /// What a turn takes while it is tokenized.
+    /// Memory of a turn while it is tokenized.
     charge: Option<Charge>,
     /// How long the client may be silent when all its turns are answered.
     idle_timeout: Duration,
@@ -181,8 +181,8 @@ impl Feeder {
             ApiError::invalid(
                 "prompt",
                 format!(
-                    "this turn of {} tokens and its answer of up to {} do not fit into what is \
-                     left of the model's length, {} tokens; begin a new request",
+                    "this turn of {} tokens and its answer of up to {} do not fit into the \
+                     rest of the model's length, {} tokens; begin a new request",
                     tokens.len(),
                     self.turn_tokens,
                     self.context_left
@@ -230,7 +230,7 @@ impl Feeder {
         })));
     }
 
-    /// The client sent what cannot be taken: it is told in the answer, which ends.
+    /// The client sent invalid input: the answer ends with the error.
     fn fail(&self, error: &ApiError) {
         let mut state = self.reply.state.borrow_mut();
         if !state.has_ended(0) {
@@ -240,7 +240,7 @@ impl Feeder {
         }
     }
 
-    /// What `future` gives, unless the answer is over before.
+    /// Result of `future`, unless the answer is over before.
     async fn unless_over<T>(&self, future: impl Future<Output = T>) -> Option<T> {
         let mut future = std::pin::pin!(future);
         poll_fn(|cx| {
@@ -266,7 +266,7 @@ fn turn_tokens(
                 return Err(ApiError::invalid(
                     "prompt",
                     format!(
-                        "this turn of {least} tokens or more does not fit into what is left of the \
+                        "this turn of {least} tokens or more does not fit into the rest of the \
                          model's length, {tokens_max} tokens; begin a new request"
                     ),
                 ));
@@ -289,7 +289,7 @@ struct Lines {
     ended: bool,
     /// Longest line, bytes.
     bytes_max: u64,
-    /// What was read and is not taken.
+    /// Input that was read and is not taken.
     charge: Charge,
 }
 

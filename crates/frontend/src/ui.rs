@@ -298,7 +298,7 @@ fn bound(text: &str) -> Option<f64> {
 /// Labels of a series, unescaped.
 type Labels<'a> = Vec<(&'a str, String)>;
 
-/// A line `name{key="value",…} number` of an OpenMetrics text; `None` for comments and for what is not one.
+/// A line `name{key="value",…} number` of an OpenMetrics text; `None` for comments and other lines.
 fn series(line: &str) -> Option<(&str, Labels<'_>, f64)> {
     if line.starts_with('#') {
         return None;

@@ -4,7 +4,7 @@ use super::{StepLoad, StepTime};
 
 /// `base + a·prefill_tokens + e·prefill_attention + b·decode_sequences + c·sequences + d·decode_context`, ns.
 ///
-/// Fits what was measured on one deployment, where the batch stays in one regime (below or above
+/// Fits measurements of one deployment, where the batch stays in one regime (below or above
 /// the GPU's ridge); a roofline or a table follows it through both.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Linear {

@@ -60,7 +60,7 @@ pub trait StepTime: Send {
     }
 }
 
-/// What one pass works on, as sums over its sequences.
+/// Work of one pass, as sums over its sequences.
 ///
 /// A prefill chunk computes `chunk` prompt tokens of a sequence of which `context` tokens are
 /// already in the KV cache (computed by an earlier pass or found by prefix). A decode computes one
@@ -105,7 +105,7 @@ impl StepLoad {
         self.decode_prompt += u64::from(prompt);
     }
 
-    /// The load of the next pass if every decode goes on by one token and nothing is prefilled.
+    /// The load of the next pass if every decode adds one token and nothing is prefilled.
     #[inline]
     #[must_use]
     pub fn next_decode(&self) -> StepLoad {
@@ -144,7 +144,7 @@ pub enum TimingError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         #[source]
         error: io::Error,
     },
@@ -153,7 +153,7 @@ pub enum TimingError {
     ReadProfile {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         #[source]
         error: io::Error,
     },

@@ -8,7 +8,7 @@ use slipstream_config::preset::{Gpu, Link, ModelShape};
 
 use super::{StepLoad, StepTime};
 
-// What kernels reach of the peaks, fitted to measured kernels of vLLM 0.19 (LLMServingSim's
+// Shares of the peaks that kernels reach, fitted to measured kernels of vLLM 0.19 (LLMServingSim's
 // profiles, MIT: Llama-3.1-8B and Qwen3-32B, TP1 and TP2, 1 to 2,048 tokens, on an RTX PRO 6000
 // and an RTX 4090; the test `efficiencies_are_what_the_kernel_profiles_say` repeats the fit).
 // Nothing here is fitted to the reference table that the roofline is checked against.
@@ -27,7 +27,7 @@ const STREAM_MEMORY: f64 = 0.90;
 const ATTENTION_COMPUTE: f64 = 0.50;
 
 /// FlashAttention 2 packs the query heads of one key-value head into the rows of a tile only where every
-/// sequence has one query (`seqlenq_ngroups_swapped` in its `mha_varlen_fwd`). Beside a prefill each
+/// sequence has one query (`seqlenq_ngroups_swapped` in its `mha_varlen_fwd`). With a prefill each
 /// query head of a decode reads keys and values for itself, and caches catch most of that: every
 /// head beyond the first costs this much of the first one's time. Median of 45,360 mixed passes of
 /// 16 decodes or more at contexts of 512 and more, in the same profiles (RTX PRO 6000); it is the same
@@ -50,7 +50,7 @@ const PASS_FIXED_NS: f64 = 28_000.0;
 const ALL_REDUCE_BASE_NS: f64 = 6_600.0;
 const FABRIC_STEP_NS: f64 = 600.0;
 const PCIE_STEP_NS: f64 = 1_000.0;
-/// What NCCL expects of a link: 20.6 of 25 GB/s per NVLink of Hopper (20.0 of Ampere, 40.1 of 50 of
+/// Bandwidth that NCCL expects of a link: 20.6 of 25 GB/s per NVLink of Hopper (20.0 of Ampere, 40.1 of 50 of
 /// Blackwell), 12 of 16 GB/s of PCIe 3.0 x16. Source: NCCL, `src/graph/topo.h`.
 const FABRIC_BANDWIDTH: f64 = 0.82;
 const PCIE_BANDWIDTH: f64 = 0.75;
@@ -505,7 +505,7 @@ mod tests {
                 gpu.name
             );
         }
-        // What a layer costs at one token, beside its matrix products.
+        // Cost of a layer at one token, without its matrix products.
         let path = folder.join("RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1");
         let times = profile(&path.join("dense.csv"));
         let at_one = |layer: &str| times[&(layer.to_owned(), 1)];

@@ -31,7 +31,7 @@ const POINTS_MAX: usize = 1 << 22;
 /// | `step_us` | length of the pass, µs |
 ///
 /// The rows form a full grid, in any order: one for every combination of the values of the axes.
-/// A context of nobody may be left out: where `decode_sequences` is 0, one row stands for every
+/// The context of no sequence may be left out: where `decode_sequences` is 0, one row stands for every
 /// `decode_context`, and likewise for prefill. Below an axis' first value its first value is
 /// taken; beyond its last, the last two are continued in a straight line, but never below the
 /// shortest measured step, as a falling line would pass 0. Both are
@@ -52,7 +52,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// Index of the cell that `x` lies in (or is beyond), and how far along it lies.
+    /// Index of the cell that holds `x` (or is nearest), and the position of `x` along it.
     fn locate(&self, x: f64) -> (usize, f64) {
         let last = self.values.len() - 1;
         if last == 0 || x <= self.values[0] {
@@ -80,7 +80,7 @@ pub enum TableError {
         file: String,
         /// Line, from 1.
         line: u64,
-        /// What is wrong with it.
+        /// The error, as a sentence.
         message: String,
     },
     /// The file is not Parquet, as its name says, or this build has no Parquet.
@@ -88,7 +88,7 @@ pub enum TableError {
     Parquet {
         /// Name of the file.
         file: String,
-        /// What is wrong with it.
+        /// The error, as a sentence.
         message: String,
     },
     /// Rows of the grid are missing.
@@ -249,7 +249,7 @@ impl Table {
             points[index] = row.step_ns;
             lines[index] = row.line;
         }
-        // The context of nobody: any row with the same sequences will do.
+        // The context of no sequence: any row with the same sequences will do.
         let mut missing = Vec::new();
         for at in combinations(&axes) {
             if lines[index(&at)] != 0 {
@@ -323,7 +323,7 @@ impl StepTime for Table {
     }
 }
 
-/// Where a pass lies on the axes.
+/// Position of a pass on the axes.
 fn place_of(load: &StepLoad) -> [f64; 4] {
     let mean = |sum: u64, count: u32| {
         if count == 0 {
@@ -455,7 +455,7 @@ prefill_tokens,decode_sequences,decode_context,step_us
                 file: "g.csv".into()
             }
         );
-        // The context of nobody may be one of the axis' values, or another.
+        // The context of no sequence may be one of the axis' values, or another.
         let text = GRID.replace(",0,0,", ",0,300,");
         let mut table = Table::parse("g.csv", text.as_bytes()).unwrap();
         assert_eq!(table, Table::parse("g.csv", GRID.as_bytes()).unwrap());
@@ -485,7 +485,7 @@ prefill_tokens,decode_sequences,decode_context,step_us
         for (prefills, decodes, outside) in [
             (&[][..], &[100; 10][..], false),
             (&[(0, 1000)], &[300; 20], false),
-            (&[(0, 1000)], &[], false),       // the context of nobody
+            (&[(0, 1000)], &[], false),       // the context of no sequence
             (&[(7, 500)], &[200; 15], false), // no axis of the grid is the context of prefill
             (&[], &[99; 10], true),
             (&[], &[301; 10], true),

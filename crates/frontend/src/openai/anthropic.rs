@@ -367,7 +367,7 @@ pub fn input_tokens_json(tokens: u64) -> Vec<u8> {
 /// Turns the events of a chat into those of a message, and into the message itself.
 #[derive(Debug, Default)]
 pub struct MessageStream {
-    /// What is left of the last frame: a part of an event.
+    /// The rest of the last frame: a part of an event.
     partial: Vec<u8>,
     /// `id` and `model` once it has begun.
     head: Option<(String, String)>,

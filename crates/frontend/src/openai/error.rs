@@ -16,7 +16,7 @@ pub struct ApiError {
     pub code: Option<&'static str>,
     /// `error.param`: the field at fault, as a path (`messages.2.content`).
     pub param: Option<String>,
-    /// What, where, and how to mend it.
+    /// The problem, its position, and the remedy.
     pub message: String,
     /// Value of the `Retry-After` header, s.
     pub retry_after_s: Option<u32>,

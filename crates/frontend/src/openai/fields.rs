@@ -3,7 +3,7 @@
 use super::Kind;
 use super::value::Json;
 
-/// What is done with a field that is known. Fields that are not in the table are ignored.
+/// Treatment of a known field. Fields that are not in the table are ignored.
 #[derive(Clone, Copy)]
 pub(super) enum Rule {
     /// It is parsed and checked.
@@ -29,7 +29,7 @@ pub(super) struct Field {
     pub(super) rule: Rule,
 }
 
-/// The rule for `name` at `kind`; `None` if nobody knows it.
+/// The rule for `name` at `kind`; `None` if it is unknown.
 pub(super) fn rule(kind: Kind, name: &str) -> Option<Rule> {
     let here = match kind {
         Kind::Chat => Where::Chat,
@@ -198,7 +198,7 @@ pub(super) static FIELDS: &[Field] = &[
         Where::Both,
         "return_tokens_as_token_ids",
         is_false,
-        "send `return_token_ids`, which gives them beside the text",
+        "send `return_token_ids`, which adds them to the text",
     ),
     refused(
         Where::Both,

@@ -1,4 +1,4 @@
-//! What an answer must look like: calls of tools, JSON by a schema, one of some choices.
+//! Required form of an answer: calls of tools, JSON by a schema, one of some choices.
 
 use super::ApiError;
 use super::request::{boolean, missing, text, wrong_type};
@@ -36,7 +36,7 @@ pub enum ToolChoice {
     Named(usize),
 }
 
-/// What a text must look like.
+/// Required form of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TextForm {
     /// Any text.
@@ -51,7 +51,7 @@ pub enum TextForm {
     Pattern(String, &'static str),
 }
 
-/// What an answer must look like.
+/// Required form of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Form {
     /// The tools, in the client's order.

@@ -1,4 +1,4 @@
-//! What a server says about itself.
+//! Descriptions of the server: models, version, health.
 
 use super::json::{self, Out};
 

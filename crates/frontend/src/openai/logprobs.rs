@@ -16,7 +16,7 @@ use crate::text::TextModel;
 /// A token, and how likely it was.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprob {
-    /// Its text; what is no UTF-8 on its own is replaced by U+FFFD.
+    /// Its text; bytes that are no UTF-8 are replaced by U+FFFD.
     pub text: String,
     /// Its bytes.
     pub bytes: Box<[u8]>,

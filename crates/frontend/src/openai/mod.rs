@@ -1,6 +1,6 @@
 //! OpenAI's API as bytes in and bytes out: requests parsed and checked, answers rendered.
 //!
-//! No socket, clock or tokenizer here. What is accepted, refused and ignored is listed in
+//! No socket, clock or tokenizer here. Accepted, refused and ignored fields are listed in
 //! `docs/openai-api.md`; a test holds the list and the parser together.
 
 mod anthropic;
@@ -57,7 +57,7 @@ pub enum Kind {
     Completion,
 }
 
-/// What every answer to one request repeats.
+/// Fields that every answer to one request repeats.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
     /// Which endpoint answers.

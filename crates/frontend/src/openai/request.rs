@@ -31,7 +31,7 @@ pub const COMPLETION_MAX_TOKENS: u32 = 16;
 /// `user`, `request_id` and `cache_salt` at most, bytes.
 pub const NAME_BYTES_MAX: usize = 512;
 
-/// A request that is well formed. What depends on the model (its name, its length, its
+/// A well-formed request. All that depends on the model (its name, its length, its
 /// vocabulary) is for the caller to check.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiRequest<'a> {
@@ -39,18 +39,18 @@ pub struct ApiRequest<'a> {
     pub kind: Kind,
     /// `model`; without one, the model that is served (as vLLM does).
     pub model: Option<Cow<'a, str>>,
-    /// What to answer.
+    /// The prompts.
     pub input: Input<'a>,
     /// How to answer.
     pub params: RequestParams,
 }
 
-/// What to answer.
+/// The prompts.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input<'a> {
     /// A chat; at least one message.
     Chat {
-        /// What was said so far.
+        /// The messages so far.
         messages: Vec<Message<'a>>,
         /// Open the assistant's turn behind the last message. Default true.
         add_generation_prompt: bool,
@@ -86,7 +86,7 @@ pub struct RequestParams {
     pub max_tokens: Option<u32>,
     /// Tokens before anything may end a choice; at most `max_tokens`.
     pub min_tokens: u32,
-    /// Go on to `max_tokens` whatever comes.
+    /// Generate `max_tokens` tokens in any case.
     pub ignore_eos: bool,
     /// Stop strings, none empty.
     pub stop: Vec<String>,
@@ -104,7 +104,7 @@ pub struct RequestParams {
     pub add_special_tokens: bool,
     /// Under priority scheduling: lower goes first.
     pub priority: i32,
-    /// Who asks, by the client's name for them.
+    /// The user, by the client's name.
     pub user: Option<String>,
     /// The client's name for the request; the header `x-request-id` may give one too.
     pub request_id: Option<String>,
@@ -139,7 +139,7 @@ pub fn parse_completion(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
     parse(Kind::Completion, body)
 }
 
-/// Parses a further line of a request whose body goes on: `{"prompt": …}`, text or token ids.
+/// Parses a further line of a request with more input to come: `{"prompt": …}`, text or token ids.
 ///
 /// # Errors
 /// As [`parse_chat`].
@@ -455,7 +455,7 @@ pub(super) fn read_members<'a>(
             error.valid_up_to()
         ))
     })?;
-    // A broken body is told from a wrong field: the JSON is read to its end first.
+    // So that a broken body and a wrong field differ: the JSON is read to its end first.
     let mut wrong = None;
     let left = Cell::new(VALUES_MAX);
     let mut json = serde_json::Deserializer::from_str(body);

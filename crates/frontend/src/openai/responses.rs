@@ -14,7 +14,7 @@ use crate::structured::Tree;
 /// Bytes of `metadata` and the other fields that a response repeats, at most.
 const ECHO_BYTES_MAX: usize = 256 << 10;
 
-/// What is done with a field of a request.
+/// Treatment of a field of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rule {
     /// It becomes the field of a chat that has this name.

@@ -8,7 +8,7 @@ use slipstream_base::TokenId;
 use super::json::{self, Out};
 use super::{Finish, Head, Kind, LogprobsPiece, Usage};
 
-/// What a step adds to a call of a tool.
+/// Part of a tool call that a step adds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CallDelta {
     /// Which call of the choice, from 0.
@@ -41,7 +41,7 @@ impl CallDelta {
 /// Renders the events of one choice of one stream.
 ///
 /// All that does not change from token to token is rendered once, when the stream opens; an event
-/// is then three copies: what goes before the text, the text, what goes after.
+/// is then three copies: the bytes before the text, the text, those after.
 ///
 /// ```text
 /// data: {"id":…,"object":…,"created":…,"model":…,"choices":[{"index":0,"delta":{"content":" the"},…}]}
@@ -282,7 +282,7 @@ impl SseRender {
         SseRender::done(out);
     }
 
-    /// What goes after the text of an event that is not the last of its choice.
+    /// The bytes after the text of an event that is not the last of its choice.
     #[inline]
     fn put_after(&self, out: &mut impl Out) {
         if self.fixed_end {

@@ -15,7 +15,7 @@ use crate::text::Message;
 pub struct TokenizeRequest<'a> {
     /// `model`, if named.
     pub model: Option<Cow<'a, str>>,
-    /// What to tokenize.
+    /// The text or chat.
     pub input: TokenizeInput<'a>,
     /// Tokens such as BOS too. Default: for a prompt true, for a chat false.
     pub add_special_tokens: bool,
@@ -23,14 +23,14 @@ pub struct TokenizeRequest<'a> {
     pub return_token_strs: bool,
 }
 
-/// What to tokenize.
+/// The text or chat.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenizeInput<'a> {
     /// Text.
     Prompt(Cow<'a, str>),
     /// A chat, as its template renders it.
     Chat {
-        /// What was said.
+        /// The messages.
         messages: Vec<Message<'a>>,
         /// Open the assistant's turn at the end. Default true.
         add_generation_prompt: bool,

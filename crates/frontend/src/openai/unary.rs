@@ -35,7 +35,7 @@ pub struct WholeCall<'a> {
 
 /// A whole answer, as [`UnaryRender`] reads it. It does not change while it is rendered.
 pub trait WholeAnswer {
-    /// What does not depend on a choice.
+    /// Fields that do not depend on a choice.
     fn head(&self) -> Head<'_>;
     /// Number of choices.
     fn choices(&self) -> usize;
@@ -265,7 +265,7 @@ impl UnaryRender {
         }
     }
 
-    /// What follows `"logprobs":`.
+    /// The value of `"logprobs"`.
     fn after_text(&self, answer: &impl WholeAnswer, out: &mut Vec<u8>) -> Place {
         if answer.logprobs(self.choice).is_some() {
             Place::Array(0)

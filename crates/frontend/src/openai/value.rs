@@ -28,7 +28,7 @@ pub(super) enum Json<'a> {
 }
 
 impl<'a> Json<'a> {
-    /// What it is, for messages: `a string`.
+    /// Its type, for messages: `a string`.
     pub(super) fn what(&self) -> &'static str {
         match self {
             Json::Null => "null",
@@ -196,7 +196,7 @@ impl<'de> Visitor<'de> for JsonSeed<'_> {
                     tokens.push(n as u32);
                 }
                 other => {
-                    // Not token ids after all: what was taken for them moves over.
+                    // Not token ids after all: the numbers so far move over.
                     for token in std::mem::take(&mut tokens) {
                         self.count()?;
                         elements.push(Json::Unsigned(u64::from(token)));

@@ -16,7 +16,7 @@ use super::{DEPTH_MAX, Draws, OUT_BYTES_MAX, STEPS_MAX, Tree, pattern};
 pub struct FormError {
     /// Path within the schema, with points; empty for its root.
     pub at: String,
-    /// What is wrong there, as a sentence.
+    /// The error there, as a sentence.
     pub message: String,
 }
 
@@ -469,7 +469,7 @@ impl Maker<'_> {
         )))
     }
 
-    /// One of `branches`, together with the keywords beside them. Far down, one that ends soon.
+    /// One of `branches`, together with the keywords next to them. Far down, one that ends soon.
     fn branch(
         &mut self,
         schema: &Tree,
@@ -536,7 +536,7 @@ impl Maker<'_> {
         Ok(whole)
     }
 
-    /// What `$ref` points to: a JSON pointer (RFC 6901) as a fragment.
+    /// Target of `$ref`: a JSON pointer (RFC 6901) as a fragment.
     fn target(&self, to: &str) -> Result<&Tree, FormError> {
         target(self.root, to).ok_or_else(|| self.error(format!("`$ref` {to:?} points to nothing")))
     }

@@ -37,7 +37,7 @@ impl Tree {
         }
     }
 
-    /// What it is, as JSON Schema names types.
+    /// Its type, as JSON Schema names types.
     pub fn type_name(&self) -> &'static str {
         match self {
             Tree::Null => "null",

@@ -73,7 +73,7 @@ const CHATS: &[Chat] = &[
 /// A text, tokenized here.
 #[derive(Debug)]
 pub struct Sample {
-    /// What it tries.
+    /// Its test cases.
     pub name: String,
     /// Body of `POST /tokenize` for the same text.
     pub body: Vec<u8>,
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
     use crate::openai::{TokenizeInput, parse_tokenize, tokenize_json};
 
-    /// What our own server answers.
+    /// Answers of our own server.
     fn answer(text: &TextModel, body: &[u8]) -> Vec<u8> {
         let request = parse_tokenize(body).unwrap();
         let mut tokens = Vec::new();

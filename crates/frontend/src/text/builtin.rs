@@ -1,5 +1,5 @@
 //! The built-in tokenizer: no file, every text there and back, tokens that do not depend on what
-//! stands beside them.
+//! stands next to them.
 //!
 //! A text is cut into pieces by one rule, and each piece into tokens, longest first:
 //!
@@ -121,7 +121,7 @@ impl Builtin {
     /// Appends the tokens of `text`; names of special tokens in it count as those tokens.
     pub(super) fn encode(&self, text: &str, out: &mut Vec<TokenId>) {
         let bytes = text.as_bytes();
-        // English has about 4 bytes a token; a wrong guess costs one more allocation.
+        // English has about 4 bytes per token; a wrong guess costs one more allocation.
         out.reserve(bytes.len() / 4 + 8);
         let mut at = 0;
         while at < bytes.len() {
@@ -206,7 +206,7 @@ impl Builtin {
 /// The chat template of the built-in tokenizer, for libraries that want one.
 pub(super) const CHAT_TEMPLATE: &str = "{% if tools %}<|im_start|>system\nTools, one per line:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% for call in message.tool_calls or [] %}{% if message.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>\n{\"name\": {{ call.function.name | tojson }}, \"arguments\": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// What [`CHAT_TEMPLATE`] renders.
+/// Text that [`CHAT_TEMPLATE`] renders.
 pub(super) fn render_chat(messages: &[Message<'_>], options: &ChatOptions<'_>) -> String {
     let mut text = String::with_capacity(
         messages
@@ -237,7 +237,7 @@ pub(super) fn render_chat(messages: &[Message<'_>], options: &ChatOptions<'_>) -
     text
 }
 
-/// What the template tells the model of its tools.
+/// Text of the template on tools.
 fn tools_text(tools: &[Tree]) -> String {
     let mut text = String::from("Tools, one per line:\n");
     for tool in tools {
@@ -387,7 +387,7 @@ mod tests {
                 "\n"
             ]
         );
-        // A run of letters is cut behind the 16th, wherever a word would go on.
+        // A run of letters is cut behind the 16th, wherever a word would continue.
         assert_eq!(encode(&"z".repeat(40)).len(), 8 + 8 + 4);
     }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 use tokenizers::Tokenizer;
 
 /// Bytes of text and tokens that are kept between requests, so that a chat's next turn costs what
-/// is new in it. Segments between special tokens are the unit; the least recently used go first.
+/// is new. Segments between special tokens are the unit; the least recently used go first.
 const SEGMENT_CACHE_BYTES: usize = 32 << 20;
 
 /// Texts in which encoders have been seen to differ: contractions, runs of spaces and line ends,

@@ -13,7 +13,7 @@ use tokenizers::decoders::DecoderWrapper;
 use super::template::ChatTemplate;
 use super::{ChatOptions, Message, TextError, fast};
 
-/// What a directory holds.
+/// Files of a directory.
 pub(super) struct Hf {
     tokenizer: Tokenizer,
     fast: Result<fastokens::Tokenizer, String>,
@@ -22,7 +22,7 @@ pub(super) struct Hf {
     shrinks_to: usize,
 }
 
-/// What is worked out from it once.
+/// Data that is derived from it once.
 pub(super) struct Loaded {
     pub(super) hf: Hf,
     /// Bytes of each token, and whether it is special. Shape `[vocab]`.

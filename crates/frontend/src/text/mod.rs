@@ -31,15 +31,15 @@ pub use stop::{StopHit, StopMatcher};
 pub struct Message<'a> {
     /// `system`, `user`, `assistant`, or what else the template knows.
     pub role: Cow<'a, str>,
-    /// What was said.
+    /// The text.
     pub content: Cow<'a, str>,
-    /// Who said it, where roles do not tell.
+    /// The speaker, where roles do not suffice.
     pub name: Option<Cow<'a, str>>,
     /// Calls that it makes, or that it answers.
     pub tools: Option<Box<MessageTools>>,
 }
 
-/// What a message has to do with tools.
+/// Calls and results of tools in a message.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MessageTools {
     /// `tool_calls`, with `function.arguments` as objects, as templates take them.
@@ -81,7 +81,7 @@ pub struct ChatOptions<'a> {
 /// Why a tokenizer could not be loaded, or could not render a chat.
 ///
 /// Only [`Template`](TextError::Template), [`TooLong`](TextError::TooLong) and
-/// [`NoTemplate`](TextError::NoTemplate) come from a model that was loaded; it goes on.
+/// [`NoTemplate`](TextError::NoTemplate) come from a model that was loaded; it stays.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// The template refused the chat, or failed on it. The request's fault.
@@ -104,7 +104,7 @@ pub enum TextError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A file is not what it should be.
@@ -112,7 +112,7 @@ pub enum TextError {
     Parse {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and where.
+        /// The error, and its position.
         message: String,
     },
     /// The template is no Jinja.
@@ -127,7 +127,7 @@ pub enum TextError {
     Eos {
         /// The directory.
         dir: PathBuf,
-        /// What it names.
+        /// The name in it.
         named: Option<String>,
     },
     /// The tokens cannot be turned into bytes.
@@ -164,7 +164,7 @@ pub struct TextModel {
     answer_json_max: usize,
 }
 
-/// What a tokenizer takes for a byte of text.
+/// Cost of a tokenizer per byte of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EncodeCost {
     /// Some ns, and some bytes of memory.
@@ -257,7 +257,7 @@ impl TextModel {
         self.answer_json_max
     }
 
-    /// What it costs to encode the text in `json`, a request's body.
+    /// Cost of encoding the text in `json`, a request's body.
     pub(crate) fn cost(&self, json: &[u8]) -> EncodeCost {
         match &self.codec {
             Codec::Builtin(_) => EncodeCost::Low,
@@ -382,7 +382,7 @@ impl TextModel {
         self.output_vocab.clone()
     }
 
-    /// Tokens that answers may begin with: where the chat template trims what was said, a first
+    /// Tokens that answers may begin with: where the chat template trims messages, a first
     /// token with a space in front would come back as another. Else the same as
     /// [`output_vocab`](Self::output_vocab).
     pub fn first_vocab(&self) -> Arc<[TokenId]> {

@@ -117,7 +117,7 @@ impl StopMatcher {
         None
     }
 
-    /// Gives out `text` unseen, and what was held back before it: stop strings must not begin
+    /// Gives out `text` unchecked, and text held back before it: stop strings must not begin
     /// before it ends. For the first `min_tokens` tokens of an answer, as vLLM does.
     pub fn pass(&mut self, text: &str, out: &mut String) {
         self.finish(out);
@@ -127,7 +127,7 @@ impl StopMatcher {
         out.push_str(text);
     }
 
-    /// The answer has ended: appends what was held back.
+    /// The answer has ended: appends the text held back.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
@@ -145,7 +145,7 @@ mod tests {
 
     use super::*;
 
-    /// Pushes `pieces`; gives what came out before the end, what came out in all, and the hit.
+    /// Pushes `pieces`; gives the text before the end, all text, and the hit.
     fn run(stops: &[&str], include: bool, pieces: &[&str]) -> (String, String, Option<usize>) {
         let mut matcher = StopMatcher::new(stops, include);
         let mut out = String::new();

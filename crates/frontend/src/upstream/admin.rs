@@ -1,4 +1,4 @@
-//! `/admin/engines`: who has the admin key adds engines, removes them, and lists them.
+//! `/admin/engines`: adds, removes and lists engines, by the admin key.
 
 use std::rc::Rc;
 use std::sync::{Arc, PoisonError};

@@ -37,7 +37,7 @@ pub(super) fn parse_models(body: &[u8]) -> Option<Vec<Model>> {
 pub(super) struct Served {
     /// The engines, in rising order; `None`: all that have listed models.
     pub(super) only: Option<Arc<[WorkerId]>>,
-    /// What hashes of its prompts are chained from.
+    /// Root of the hashes of its prompts.
     pub(super) root: BlockHash,
     card: serde_json::Value,
 }

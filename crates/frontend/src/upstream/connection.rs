@@ -85,7 +85,7 @@ fn lost(error: &io::Error) -> Failure {
     }
 }
 
-/// What is wrong between the router and an engine that should speak TLS.
+/// A TLS error between the router and an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TlsFault {
     /// The engine's certificate is for other names.
@@ -133,7 +133,7 @@ impl TlsFault {
                 | Alert::CertificateUnknown
                 | Alert::UnknownCA
                 | Alert::AccessDenied
-                // What TLS 1.2 servers answer to a client without a certificate.
+                // Answer of TLS 1.2 servers to a client without a certificate.
                 | Alert::HandshakeFailure,
             ) => TlsFault::ClientCertificate,
             _ => TlsFault::Protocol,
@@ -273,7 +273,7 @@ impl Connection {
         let sent = match &mut self.stream {
             Stream::Plain(stream) => stream.write_all_buf(&mut message).await,
             Stream::Tls(stream) => match stream.write_all_buf(&mut message).await {
-                Ok(()) => stream.flush().await, // what was encrypted may wait for the socket
+                Ok(()) => stream.flush().await, // encrypted bytes may wait for the socket
                 error => error,
             },
         };
@@ -296,7 +296,7 @@ impl Connection {
         }
     }
 
-    /// Reads what has come. Ready with 0: the engine has closed the connection.
+    /// Reads available bytes. Ready with 0: the engine has closed the connection.
     pub(super) fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         if self.buf.capacity() - self.buf.len() < self.room / 2 {
             self.buf.reserve(self.room);

@@ -74,7 +74,7 @@ pub(super) fn prefill_body(body: &[u8]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// What precedes the fields of the client's body for the decode engine, after the prefill engine's `answer`.
+/// The bytes before the fields of the client's body for the decode engine, after the prefill engine's `answer`.
 /// `Ok(None)`: the engine has kept nothing.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! What all shards know of the engines.
+//! State of the engines, shared by all shards.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -184,7 +184,7 @@ struct Health {
     failures: u32,
     /// Next time without requests.
     ejection: Duration,
-    /// What failed last, for messages, and its kind.
+    /// The last failure, for messages, and its kind.
     last_failure: Option<(String, &'static str)>,
     /// It was removed: its slot may be another engine's.
     gone: bool,
@@ -264,7 +264,7 @@ impl Engine {
         self.state().name()
     }
 
-    /// What `GET /health` says of it.
+    /// Its entry in `GET /health`.
     pub(super) fn describe(&self) -> serde_json::Value {
         let models = self.models();
         let models: Vec<&str> = models.iter().map(|model| &*model.id).collect();
@@ -368,14 +368,14 @@ impl Engines {
         self
     }
 
-    /// The same engines, which whoever has `key` may add to and remove from (`/admin/engines`).
+    /// The same engines, with `/admin/engines` behind `key`.
     #[must_use]
     pub fn with_admin_key(mut self, key: String) -> Engines {
         self.admin_key = ApiKeys::new([key]);
         self
     }
 
-    /// Whether prompts are compared as tokens: the fleet is told of some engine's KV events.
+    /// Whether prompts are compared as tokens: the fleet gets some engine's KV events.
     pub fn set_tokenizes(&self, tokenizes: bool) {
         self.tokenizes.store(tokenizes, Relaxed);
     }

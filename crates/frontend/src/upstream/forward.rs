@@ -42,7 +42,7 @@ use crate::trace_context::{TRACEPARENT, TRACESTATE, TraceId};
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
 const WHOLE_BYTES_MAX: u64 = 256 << 10;
 
-/// What is sent to an engine, also again.
+/// The request as it is sent to engines.
 pub(super) struct Exchange {
     pub(super) method: Method,
     /// Path and query.
@@ -170,7 +170,7 @@ pub(super) struct Room(RefCell<Option<Held>>);
 struct Held {
     shard: Rc<Shard>,
     client: Client,
-    /// Memory of its body, and of what was sent of its answer.
+    /// Memory of its body, and of the sent part of its answer.
     charge: RefCell<Charge>,
 }
 
@@ -441,7 +441,7 @@ async fn forward(
         resumes: false,
         answered: 0,
     };
-    // Without a limit of the client's only what is produced counts, once it is known.
+    // Without a limit by the client only produced tokens count, once they are known.
     let answer = u64::from(seen.n.unwrap_or(1)) * u64::from(seen.max_tokens.unwrap_or(0));
     client.charge_tokens(u64::from(request.prompt.len()) + answer)?;
     let settings = &upstream.engines.settings;
@@ -514,7 +514,7 @@ fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
 /// A body up to this is read on the shard's thread, some 0.3 ms of work; a longer one by a helper thread.
 const READ_BYTES: usize = 64 << 10;
 
-/// What was read of a body.
+/// The read part of a body.
 #[derive(Debug, Default)]
 struct Read {
     model: Option<String>,
@@ -543,7 +543,7 @@ impl Read {
     }
 }
 
-/// What `job` makes of `body`, on a thread where it holds no other client up.
+/// Result of `job` on `body`, on a thread where it holds no other client up.
 ///
 /// # Errors
 /// 503: too many long bodies wait for that.
@@ -820,7 +820,7 @@ pub(super) async fn obtain(
     }
 }
 
-/// What an engine computed for another one.
+/// Work of an engine for another one.
 struct Prefilled {
     engine: Arc<Engine>,
     /// Fields for the decode engine; `None`: there is nothing to transfer.

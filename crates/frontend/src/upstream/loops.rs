@@ -1,6 +1,6 @@
 //! Requests that come back: an engine of the router is the router itself, or forwards to it.
 //!
-//! What is sent to engines has a `Via` with a name of this process (RFC 9110, section 7.6.3).
+//! Requests to engines have a `Via` with a name of this process (RFC 9110, section 7.6.3).
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::LazyLock;

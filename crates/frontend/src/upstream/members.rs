@@ -21,7 +21,7 @@ use super::engines::{Engine, EngineSpec, Engines};
 /// Engines by worker; `None`: a free slot.
 pub(super) type Members = Arc<[Option<Arc<Engine>>]>;
 
-/// What the engines of a pool have in common.
+/// Common settings of the engines of a pool.
 #[derive(Clone, Debug)]
 pub struct PoolSpec {
     /// NAME of `[pool.NAME]`.
@@ -146,7 +146,7 @@ impl Engines {
         self.generation.load(Acquire)
     }
 
-    /// Tells of changes of the members, also of those before the call.
+    /// Signals changes of the members, also of those before the call.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         let mut changes = self.changes.subscribe();
         changes.mark_changed();
@@ -269,7 +269,7 @@ impl Engines {
         let _one = self.next_id.lock().unwrap_or_else(PoisonError::into_inner);
         self.set_drain(engine, until_ns.max(1));
         tracing::info!(engine = %engine.spec.url, "engine drains for up to {limit:?}");
-        self.changes.send_modify(|changes| *changes += 1); // someone must see it out
+        self.changes.send_modify(|changes| *changes += 1); // a task must see it out
     }
 
     /// Removes draining engines without requests.
@@ -362,7 +362,7 @@ mod tests {
         );
         engines.on_healthy(&new, None);
         assert!(engines.fleets.serve.is_ready(1));
-        // What is learned late of the engine that had the slot does not concern it.
+        // Late news of the engine that had the slot do not concern it.
         let refused = super::super::connection::Failure::Refused("refused".into());
         engines.on_failure(&old, &refused, false);
         assert!(engines.fleets.serve.is_ready(1));

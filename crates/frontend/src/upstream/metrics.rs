@@ -34,7 +34,7 @@ pub(super) enum PrefillOutcome {
 /// Labels of [`PrefillOutcome`].
 const PREFILL_OUTCOMES: [&str; 4] = ["transferred", "no_params", "failed", "decode_failed"];
 
-/// What is counted of an engine, by all shards.
+/// Counters of an engine, by all shards.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     /// Attempts: a retry counts at each engine.

@@ -193,7 +193,7 @@ impl Upstream {
     /// Keeps a connection whose answer was complete.
     fn keep(&self, engine: &Engine, mut connection: Connection) {
         if !connection.rest(monotonic_ns()) {
-            return; // bytes that no one asked for
+            return; // bytes without a request
         }
         let mut idle = self.idle[engine.spec.worker.index()].borrow_mut();
         if idle.len() < self.engines.settings.connections_idle_max {

@@ -1,4 +1,4 @@
-//! What routing reads of a client's body. The body itself is passed on as it came.
+//! The fields of a client's body that routing reads. The body itself is passed on as it came.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 use slipstream_base::{BlockHash, Prompt, Tail};
 
 /// Fields of a body that decide where it goes. Values that are not of the expected type count as absent:
-/// the engine says what is wrong with them.
+/// the engine names their errors.
 #[derive(Debug, Default)]
 pub(super) struct Peek<'a> {
     pub(super) model: Option<String>,
@@ -109,7 +109,7 @@ impl Peek<'_> {
         self.is_bound || self.n.is_some_and(|n| n > 1) || self.prompt.is_none_or(is_several)
     }
 
-    /// The prompt in blocks of text, for an index of what was routed: `block_size` tokens of
+    /// The prompt in blocks of text, for an index of routed prompts: `block_size` tokens of
     /// [`BYTES_PER_TOKEN`] bytes each. Two prompts share blocks as far as their text is equal from the
     /// start, for one model and one set of tools. Text beyond [`TEXT_BYTES_MAX`] does not count.
     pub(super) fn text_blocks(&self, block_size: u32, root: BlockHash) -> Option<Prompt> {

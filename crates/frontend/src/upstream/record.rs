@@ -1,4 +1,4 @@
-//! What a forwarded request leaves in the record: lengths and hashes, no text.
+//! Record of a forwarded request: lengths and hashes, no text.
 //!
 //! Lengths are the engine's `usage`. A stream without it is counted as it passes: tokens that its events name, or
 //! its events with text.
@@ -29,7 +29,7 @@ pub(super) struct Recording {
     tally: Tally,
 }
 
-/// What is known of an answer's length.
+/// Knowledge of an answer's length.
 #[derive(Debug, Default)]
 struct Tally {
     usage: Usage,
@@ -162,7 +162,7 @@ fn usage_of(json: &[u8]) -> Option<Usage> {
     const NAME: &[u8] = b"\"usage\"";
     let at = memmem::rfind(json, NAME)? + NAME.len();
     let value = json[at..].trim_ascii_start().strip_prefix(b":")?;
-    // What follows the value is not read.
+    // The rest is not read.
     let mut values = serde_json::Deserializer::from_slice(value).into_iter::<Option<Usage>>();
     values.next()?.ok()?
 }

@@ -61,7 +61,7 @@ pub(crate) struct Relay {
     cut: Option<ApiError>,
     /// The engine that was lost, while the answer may continue elsewhere.
     loss: Option<Loss>,
-    /// It broke off; the client first gets what came before.
+    /// It broke off; the client first gets the part before.
     broken: Option<io::Error>,
 }
 
@@ -88,7 +88,7 @@ struct Flow {
 struct Events {
     /// The beginning of an event whose end has not come.
     held: BytesMut,
-    /// What was sent on, as long as another engine could continue it.
+    /// The part that was sent on, as long as another engine could continue it.
     sent: Option<Vec<u8>>,
     /// Why `sent` is not kept.
     not_kept: &'static str,
@@ -284,7 +284,7 @@ impl Relay {
         }
     }
 
-    /// What of `data` goes to the client now. Empty: nothing yet.
+    /// The part of `data` for the client now. Empty: nothing yet.
     fn pass(&mut self, data: Bytes) -> Bytes {
         if let Some(flow) = &self.flow {
             let bytes = &flow.visit.engine().counters.bytes;
@@ -309,7 +309,7 @@ impl Relay {
         passed
     }
 
-    /// The answer is complete: its connection may carry another. What was held back.
+    /// The answer is complete: its connection may carry another. Returns the part that was held back.
     fn finish(&mut self) -> Option<Bytes> {
         if let Some(flow) = self.flow.take() {
             if flow.keep_alive {
@@ -346,7 +346,7 @@ impl Relay {
         begun.map_err(|why| self.lost_for_good(&why))
     }
 
-    /// The answer of a lost engine does not continue. Returns what the client is told.
+    /// The answer of a lost engine does not continue. Returns the error for the client.
     fn lost_for_good(&mut self, why: &str) -> String {
         let Some(Loss { engine, text }) = self.loss.take() else {
             return why.to_owned();
@@ -441,7 +441,7 @@ impl Relay {
         self.resuming = None;
         self.shard.metrics.streams_lost.add(1);
         let Some(events) = &self.events else {
-            // The client sees that it is not complete. An error ends its connection at once, so what came
+            // The client sees that it is not complete. An error ends its connection at once, so the part that came
             // before is written first: hyper does so when the body has nothing.
             self.broken = Some(io::Error::other(error.message.clone()));
             cx.waker().wake_by_ref();

@@ -33,7 +33,7 @@ pub(super) struct Rewriter {
     role_sent: bool,
 }
 
-/// What the client has.
+/// The answer at the client.
 #[derive(Debug, Default)]
 struct Sent {
     id: Option<Value>,
@@ -500,7 +500,7 @@ mod tests {
             !out.contains("role") && out.contains(" you") && out.contains("\"c\""),
             "{out}"
         );
-        // A second loss: what was rewritten is part of what the client has.
+        // A second loss: the rewritten part is at the client, too.
         let twice = [&sent[..], out.as_bytes()].concat();
         let again = plan(StreamKind::Chat, body, &twice).unwrap();
         assert_eq!(body_of(&again)["messages"][1]["content"], "Hi you");

@@ -12,7 +12,7 @@ use super::Upstream;
 use crate::openai::ApiError;
 use crate::shard::Shard;
 
-/// What the dispatcher decided about a request.
+/// Decision of the dispatcher on a request.
 #[derive(Debug)]
 pub(crate) enum Decision {
     /// This worker gets it, for this part.

@@ -1,4 +1,4 @@
-//! A prompt as its engine will tokenize it, where the router can tell.
+//! A prompt as its engine will tokenize it, where the router knows how.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

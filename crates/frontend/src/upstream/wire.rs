@@ -400,7 +400,7 @@ mod tests {
     }
 
     /// Decodes `bytes`, which arrive in pieces of at most `piece`. The body, whether it is complete, and
-    /// what is left.
+    /// the rest.
     fn decode(
         framing: Framing,
         bytes: &[u8],

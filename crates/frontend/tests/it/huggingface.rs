@@ -59,7 +59,7 @@ fn the_exported_vocabulary_is_the_built_in_one() {
         assert_eq!(ours.token_json(token), theirs.token_json(token));
         assert_eq!(ours.is_special(token), theirs.is_special(token));
     }
-    // What the loader finds out by trying, the built-in one knows by construction: words with a
+    // The loader finds out by trying, the built-in one knows by construction: words with a
     // space in front. The loader takes fragments of that form too, evenly over the vocabulary.
     let found = theirs.output_vocab();
     let words = found.iter().filter(|t| ours.output_vocab().contains(t));
@@ -398,7 +398,7 @@ proptest! {
     }
 }
 
-/// Long prompts are split over threads, and chats come back with what was there before.
+/// Long prompts are split over threads, and chats come back with their history.
 #[test]
 fn fast_tokens_of_a_long_chat_are_those_of_the_library() {
     let mut chat = String::new();

@@ -1,4 +1,4 @@
-//! Requests as clients send them: what is understood, and what is answered when it is not.
+//! Requests as clients send them: accepted ones, and errors of others.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -589,7 +589,7 @@ fn any_json() -> impl Strategy<Value = Value> {
 }
 
 proptest! {
-    /// Whatever stands in a field, the answer is a request or a 400 that has a reason.
+    /// For any content of a field, the answer is a request or a 400 that has a reason.
     #[test]
     fn no_value_of_a_field_is_too_odd(
         name in prop::sample::select(vec![

@@ -1,4 +1,4 @@
-//! Tools and forms of answers: what is taken, what is refused, and what is made for them.
+//! Tools and forms of answers: accepted and refused requests, and their answers.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -58,7 +58,7 @@ fn tools_and_choices_are_understood() {
     let single = form(json!({"tools": tools, "parallel_tool_calls": false})).unwrap();
     assert!(!single.parallel);
     assert_eq!(single.tools[1].name, "b");
-    // What asks for nothing costs nothing.
+    // Requests without a form cost nothing.
     for idle in [
         json!({"tools": []}),
         json!({"tools": null, "tool_choice": "none"}),
@@ -227,7 +227,7 @@ fn calls_in_the_history_are_rendered_with_their_arguments() {
         .encode_chat(messages, &options, &mut theirs)
         .unwrap();
     assert_eq!(ours, theirs);
-    // What is no call is refused.
+    // An object that is no call is refused.
     for (arguments, part) in [
         (json!("["), "no JSON"),
         (json!("[]"), "object"),
@@ -307,7 +307,7 @@ fn schemas_that_demand_too_much_are_refused_and_not_computed() {
     );
 }
 
-/// What is made for `value` with a few seeds, or the first error.
+/// Answers for `value` with a few seeds, or the first error.
 fn made(value: &Value) -> Result<Vec<Value>, String> {
     let tree = schema(value).map_err(|error| error.message)?;
     (0..40)
@@ -542,7 +542,7 @@ fn any_tree() -> impl Strategy<Value = Value> {
 }
 
 proptest! {
-    /// Whatever a client sends as a schema: an error, or JSON of a bounded size, the same each time.
+    /// For any schema from a client: an error, or JSON of a bounded size, the same each time.
     #[test]
     fn no_schema_is_too_odd(value in any_tree(), seed in any::<u64>()) {
         if let Ok(tree) = schema(&value) {

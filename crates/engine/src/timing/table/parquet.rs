@@ -7,7 +7,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::record::reader::RowIter;
 
-/// The file as CSV, or what is wrong with it.
+/// The file as CSV, or the error.
 pub(super) fn as_csv(bytes: Vec<u8>) -> Result<Vec<u8>, String> {
     // The crate's decoders assert what a sound file holds; a damaged one must not end the process.
     catch_unwind(AssertUnwindSafe(|| convert(bytes.into())))

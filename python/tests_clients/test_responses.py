@@ -202,6 +202,14 @@ def test_logprobs(client, model):
     assert streamed == [token.logprob for token in tokens]
 
 
+def test_many_logprobs_are_refused(client, model):
+    params = {"model": model, "input": "x", "include": ["message.output_text.logprobs"]}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(top_logprobs=20, max_output_tokens=4000, **params)
+    assert refused.value.param == "max_output_tokens"
+    assert client.responses.create(top_logprobs=1, max_output_tokens=2, **params).output_text
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -23,9 +23,11 @@ pub(crate) struct TokenCounts {
 #[derive(Default)]
 pub(crate) struct Account {
     line: Option<(Arc<Service>, Box<Entry>)>,
-    /// Tokens that its key was charged for.
+    /// Charge of its key, ns of its rate.
     charge: Option<(Arc<ClientUse>, u64)>,
     counts: Option<TokenCounts>,
+    /// An answer began, or an error took its place.
+    answered: bool,
 }
 
 /// At most so much of `text` as a line takes.
@@ -41,6 +43,7 @@ impl Account {
     /// The request will have a line.
     pub(crate) fn open_line(&mut self, service: &Arc<Service>, mut entry: Entry) {
         entry.path = shortened(&entry.path);
+        entry.method = shortened(&entry.method);
         self.line = Some((service.clone(), Box::new(entry)));
     }
 
@@ -59,11 +62,12 @@ impl Account {
         }
     }
 
-    pub(crate) fn note_charge(&mut self, client: Arc<ClientUse>, tokens: u64) {
-        self.charge = Some((client, tokens));
+    pub(crate) fn note_charge(&mut self, client: Arc<ClientUse>, taken_ns: u64) {
+        self.charge = Some((client, taken_ns));
     }
 
     pub(crate) fn note_status(&mut self, status: u16) {
+        self.answered = true;
         if let Some(entry) = self.entry() {
             entry.status = status;
         }
@@ -75,9 +79,11 @@ impl Account {
         }
     }
 
-    /// `engine` makes the answer, or the rest of it.
-    pub(crate) fn note_engine(&mut self, engine: &dyn ToString) {
-        if let Some(entry) = self.entry() {
+    /// `engine` makes the answer, or the rest of it; or it `answers` with an error only.
+    pub(crate) fn note_engine(&mut self, engine: &dyn ToString, answers: bool) {
+        if let Some(entry) = self.entry()
+            && (answers || entry.engine.is_none())
+        {
             entry.engine = Some(engine.to_string());
         }
     }
@@ -122,9 +128,12 @@ impl Drop for Account {
         if let Some((client, charged)) = self.charge.take()
             && let Some(key) = &client.key
         {
-            // A request without an answer costs nothing.
+            // An error costs nothing. A client that left before the answer pays the charge: an engine may have computed
+            // any part of it.
             let used = counts.map_or(0, |of| of.prompt + of.completion);
-            key.settle(charged, used);
+            if counts.is_some() || self.answered {
+                key.settle(charged, used);
+            }
         }
         let Some((service, mut entry)) = self.line.take() else {
             return;

@@ -130,10 +130,10 @@ impl Client {
     pub(crate) fn charge_tokens(&self, tokens: u64) -> Result<(), ApiError> {
         let key = self.counts.key.as_ref();
         if let Some(key) = key.filter(|key| key.limits_tokens()) {
-            key.charge(tokens)?;
+            let taken_ns = key.charge(tokens)?;
             self.owner
                 .account()
-                .note_charge(self.counts.clone(), tokens);
+                .note_charge(self.counts.clone(), taken_ns);
         }
         Ok(())
     }

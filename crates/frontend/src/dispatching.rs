@@ -750,6 +750,7 @@ impl Shard {
             self.metrics.streams_resumed.add(u64::from(resumed));
             self.metrics.prompts_apart.add(u64::from(disaggregated));
             let mut state = job.reply.state.borrow_mut();
+            state.retries += u32::from(retried);
             if resumed {
                 state.resume(job.index);
                 if let Some(addr) = job.reply.renew_stream(job.index) {

@@ -45,7 +45,7 @@ const CHAT_TOKENS_EXPECTED: usize = 1024;
 /// A prompt, tokenized and hashed.
 pub(crate) struct Tokenized {
     prompt: Prompt,
-    max_tokens: u32,
+    pub(crate) max_tokens: u32,
     /// Its text, if it is to be repeated before the answer.
     echo: Option<Box<str>>,
     /// Ids of its tokens, if the answer has them.

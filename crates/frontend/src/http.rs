@@ -500,7 +500,7 @@ async fn route(
     allow(&request, route.methods)?;
     if !route.open {
         owner.account().note_model(Some(&service.model));
-        if route.methods == POST {
+        if !matches!(*request.method(), Method::GET | Method::HEAD) {
             client.admit()?;
         }
     }

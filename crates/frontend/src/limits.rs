@@ -47,15 +47,19 @@ impl Bucket {
     }
 
     /// Takes `units` at `now_ns` if `fits` says so of the time that the bucket would need to be full again, before and
-    /// after. Returns otherwise how long that time is.
-    fn take(&self, now_ns: u64, units: u64, fits: impl Fn(u64, u64) -> bool) -> Result<(), u64> {
+    /// after. Returns the time by which that grew, and otherwise how long it is.
+    fn take(&self, now_ns: u64, units: u64, fits: impl Fn(u64, u64) -> bool) -> Result<u64, u64> {
         let ns = self.ns(units);
         let taken = self.full_at_ns.fetch_update(Relaxed, Relaxed, |full_at| {
             let from = full_at.max(now_ns);
             let to = from.saturating_add(ns);
             fits(from - now_ns, to - now_ns).then_some(to)
         });
-        taken.map_or_else(|full_at| Err(full_at.saturating_sub(now_ns)), |_| Ok(()))
+        match taken {
+            // Less than `ns` at the end of the clock's range.
+            Ok(full_at) => Ok(ns.min(u64::MAX - full_at.max(now_ns))),
+            Err(full_at) => Err(full_at.saturating_sub(now_ns)),
+        }
     }
 
     /// Takes `units` if it has them all.
@@ -64,17 +68,17 @@ impl Bucket {
     /// The time until it has, ns.
     fn take_whole(&self, now_ns: u64, units: u64) -> Result<(), u64> {
         let taken = self.take(now_ns, units, |_, after| after <= self.burst_ns);
-        taken.map_err(|used| {
+        taken.map(|_| ()).map_err(|used| {
             used.saturating_add(self.ns(units))
                 .saturating_sub(self.burst_ns)
         })
     }
 
-    /// Takes `units` if it has any, so that it may owe some.
+    /// Takes `units` if it has any, so that it may owe some. Returns the charge, ns.
     ///
     /// # Errors
     /// The time until it has one, ns.
-    fn take_in_debt(&self, now_ns: u64, units: u64) -> Result<(), u64> {
+    fn take_in_debt(&self, now_ns: u64, units: u64) -> Result<u64, u64> {
         let taken = self.take(now_ns, units, |before, _| before < self.burst_ns);
         taken.map_err(|used| {
             used.saturating_add(self.ns(1))
@@ -82,15 +86,17 @@ impl Bucket {
         })
     }
 
-    /// Corrects a charge.
-    fn settle(&self, now_ns: u64, taken: u64, used: u64) {
-        if used > taken {
-            let _ = self.take(now_ns, used - taken, |_, _| true);
-        } else {
-            let ns = self.ns(taken - used);
-            let back = |full_at: u64| Some(full_at.saturating_sub(ns));
-            let _ = self.full_at_ns.fetch_update(Relaxed, Relaxed, back);
-        }
+    /// Corrects a charge of `taken_ns`, what [`take_in_debt`](Self::take_in_debt) returned, to that of `used` units.
+    fn settle(&self, now_ns: u64, taken_ns: u64, used: u64) {
+        let used_ns = self.ns(used);
+        let corrected = |full_at: u64| {
+            Some(match used_ns.checked_sub(taken_ns) {
+                Some(more) => full_at.max(now_ns).saturating_add(more),
+                // Never more than was added, or a refused request would pay the debts of others.
+                None => full_at.saturating_sub(taken_ns - used_ns),
+            })
+        };
+        let _ = self.full_at_ns.fetch_update(Relaxed, Relaxed, corrected);
     }
 }
 
@@ -141,20 +147,20 @@ impl KeyUse {
         taken.map_err(|wait_ns| self.refuse(0, wait_ns))
     }
 
-    /// A request for up to `tokens` is to begin.
+    /// A request for up to `tokens` is to begin. Returns its charge, for [`settle`](Self::settle).
     ///
     /// # Errors
     /// 429: earlier ones have used up the rate.
-    pub(crate) fn charge(&self, tokens: u64) -> Result<(), ApiError> {
+    pub(crate) fn charge(&self, tokens: u64) -> Result<u64, ApiError> {
         let taken = self.tokens.as_ref();
-        let taken = taken.map_or(Ok(()), |bucket| bucket.take_in_debt(monotonic_ns(), tokens));
+        let taken = taken.map_or(Ok(0), |bucket| bucket.take_in_debt(monotonic_ns(), tokens));
         taken.map_err(|wait_ns| self.refuse(1, wait_ns))
     }
 
-    /// A request that was charged `taken` tokens has used `used`.
-    pub(crate) fn settle(&self, taken: u64, used: u64) {
+    /// A request that was charged `taken_ns` has used `used` tokens.
+    pub(crate) fn settle(&self, taken_ns: u64, used: u64) {
         if let Some(bucket) = &self.tokens {
-            bucket.settle(monotonic_ns(), taken, used);
+            bucket.settle(monotonic_ns(), taken_ns, used);
         }
     }
 
@@ -192,23 +198,35 @@ mod tests {
     }
 
     #[test]
+    fn a_refused_charge_beyond_the_clock_pays_no_debts() {
+        let bucket = Bucket::new(10.0, 100.0);
+        let now = 1000 * S;
+        assert_eq!(bucket.take_in_debt(now, 99), Ok(99 * S / 10));
+        let taken = bucket.take_in_debt(now, u64::MAX).expect("one is left");
+        assert_eq!(taken, u64::MAX - now - 99 * S / 10);
+        bucket.settle(now, taken, 0);
+        assert_eq!(bucket.take_in_debt(now, 1), Ok(S / 10));
+        assert_eq!(bucket.take_in_debt(now, 1), Err(S / 10));
+    }
+
+    #[test]
     fn tokens_are_owed_and_settled() {
         let bucket = Bucket::new(100.0, 1000.0);
         let now = 1000 * S;
         // Longer than the burst, but served: it is paid for afterwards.
-        assert_eq!(bucket.take_in_debt(now, 5000), Ok(()));
+        assert_eq!(bucket.take_in_debt(now, 5000), Ok(50 * S));
         assert_eq!(bucket.take_in_debt(now, 1), Err(40 * S + S / 100));
         // It used little of that.
-        bucket.settle(now, 5000, 500);
-        assert_eq!(bucket.take_in_debt(now, 500), Ok(()));
+        bucket.settle(now, 50 * S, 500);
+        assert_eq!(bucket.take_in_debt(now, 500), Ok(5 * S));
         assert!(bucket.take_in_debt(now, 1).is_err());
-        assert_eq!(bucket.take_in_debt(now + S / 100, 0), Ok(()));
+        assert_eq!(bucket.take_in_debt(now + S / 100, 0), Ok(0));
         bucket.settle(now, 0, 100);
         assert!(bucket.take_in_debt(now + S, 1).is_err());
         // More is given back than time has left to be repaid: no credit beyond the burst.
         let later = now + 3600 * S;
-        assert_eq!(bucket.take_in_debt(later, 10), Ok(()));
-        bucket.settle(later + 3600 * S, 10, 0);
+        assert_eq!(bucket.take_in_debt(later, 10), Ok(S / 10));
+        bucket.settle(later + 3600 * S, S / 10, 0);
         assert_eq!(bucket.take_whole(later + 3600 * S, 1000), Ok(()));
         assert!(bucket.take_whole(later + 3600 * S, 1).is_err());
         // No number overflows.

@@ -173,6 +173,9 @@ pub(crate) struct ReplyState {
     sequences: Vec<Sequence>,
     /// Sequences that have not ended.
     open: u32,
+    /// Times that sequences went to another worker before, and after their first token.
+    pub(crate) retries: u32,
+    resumes: u32,
     out: BytesMut,
     /// The events that open each choice are rendered. That waits for the first token: a client that
     /// times the first event measures the prompt's computation, as with vLLM.
@@ -424,6 +427,8 @@ impl ReplyState {
             .collect();
         let mut state = ReplyState {
             open: sequences.len() as u32,
+            retries: 0,
+            resumes: 0,
             sequences,
             shape,
             out: BytesMut::new(),
@@ -728,10 +733,13 @@ impl ReplyState {
             return;
         };
         let sum = |of: fn(&Sequence) -> u32| taken().map(|s| u64::from(of(s))).sum();
-        account.note_engine(&first.spec.target.worker);
+        account.note_engine(&first.spec.target.worker, true);
+        (0..self.retries).for_each(|_| account.note_retry());
+        (0..self.resumes).for_each(|_| account.note_resume());
         account.note_counts(TokenCounts {
             prompt: self.shape.prompt_tokens,
-            cached: Some(sum(|s| s.cached)),
+            // Of each prompt once, as `prompt`.
+            cached: Some(self.usage().cached_tokens),
             completion: sum(|s| s.generated),
         });
     }
@@ -791,6 +799,7 @@ impl ReplyState {
     pub(crate) fn resume(&mut self, index: u32) {
         let sequence = &mut self.sequences[index as usize];
         sequence.resumed_at = sequence.generated;
+        self.resumes += 1;
         if sequence.credit_bytes != NO_LIMIT {
             let unread = (sequence.held.len() * size_of::<TokenId>()) as u64;
             let room = u64::from(sequence.credit_bytes).saturating_sub(unread);

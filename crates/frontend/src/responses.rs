@@ -16,7 +16,7 @@ use slipstream_base::StageTimes;
 
 use crate::budget::Charge;
 use crate::connection::Client;
-use crate::generate;
+use crate::generate::{self, Prepared};
 use crate::http::{self, HttpBody, RequestHead};
 use crate::openai::{
     ApiError, Kind, ResponseStream, parse_responses, previous_response_id, response_field_names,
@@ -140,6 +140,10 @@ impl Keep {
     /// Stores it, unless there is no room for it. Responses that are not stored are counted.
     fn store(self, stream: &ResponseStream) {
         let metrics = &self.shard.metrics;
+        // Before it is rendered.
+        if stream.bytes() > RESPONSE_BYTES_MAX {
+            return metrics.responses_evicted.add(1);
+        }
         let Ok(body) = stream.whole() else {
             return;
         };
@@ -237,6 +241,29 @@ fn charge_answer(
     charge.grow_to(6 * bytes)
 }
 
+/// Candidates of all log probabilities of an answer, at most. The last events repeat them, and are rendered in one go.
+const CANDIDATES_MAX: u32 = 16 << 10;
+
+/// Bounds the log probabilities of an answer: 400 if `max_output_tokens` asks for more, and a shorter answer without it.
+fn check_logprobs(prepared: &mut Prepared) -> Result<(), ApiError> {
+    let Some(wish) = prepared.params.logprobs else {
+        return Ok(());
+    };
+    let most = CANDIDATES_MAX / (wish.top + 1);
+    for prompt in &mut prepared.prompts {
+        if prepared.params.max_tokens.is_some() && prompt.max_tokens > most {
+            let text = format!(
+                "{} tokens with {} log probabilities each are too many; ask for at most {most} tokens, or for fewer \
+                 log probabilities",
+                prompt.max_tokens, wish.top
+            );
+            return Err(ApiError::invalid("max_output_tokens", text));
+        }
+        prompt.max_tokens = prompt.max_tokens.min(most);
+    }
+    Ok(())
+}
+
 /// Serves `POST /v1/responses`.
 pub(crate) async fn create(
     shard: &Rc<Shard>,
@@ -264,8 +291,9 @@ pub(crate) async fn create(
     let work = body.len() + previous.as_ref().map_or(0, Bytes::len);
     let prepare = move |service: &Service, body: &[u8]| {
         let request = parse_responses(body, previous.as_deref())?;
-        let prepared = generate::prepare(service, Kind::Chat, &request.chat, times, |_| Ok(()))
+        let mut prepared = generate::prepare(service, Kind::Chat, &request.chat, times, |_| Ok(()))
             .map_err(response_field_names)?;
+        check_logprobs(&mut prepared)?;
         Ok((prepared, request))
     };
     let ((prepared, request), charge) = shard.run_sized(body, work, charge, prepare).await?;

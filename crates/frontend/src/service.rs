@@ -220,6 +220,13 @@ impl ApiKeys {
             let mut words = line.split_ascii_whitespace();
             let key = words.next().unwrap_or_default();
             let fault = |fault: String| format!("line {number}: {fault}");
+            if let Some((field, _)) = key.split_once('=')
+                && FIELDS.contains(&field)
+            {
+                return Err(fault(format!(
+                    "it begins with `{field}`; write the key first, then its name and limits"
+                )));
+            }
             if keys.find(key.as_bytes()).is_some() {
                 return Err(fault("the key is listed before; list each once".into()));
             }
@@ -258,10 +265,20 @@ impl ApiKeys {
     }
 }
 
+/// Fields that may follow a key.
+const FIELDS: [&str; 5] = [
+    "name",
+    "requests_per_s",
+    "request_burst",
+    "tokens_per_s",
+    "token_burst",
+];
+
 /// Name and limits behind a key.
 fn options<'a>(words: impl Iterator<Item = &'a str>) -> Result<(Option<String>, KeyRates), String> {
     const KNOWN: &str = "name, requests_per_s, request_burst, tokens_per_s and token_burst";
     let (mut name, mut rates) = (None, KeyRates::default());
+    let mut seen = Vec::new();
     for word in words {
         let Some((field, value)) = word.split_once('=') else {
             // It may be a part of a key.
@@ -269,6 +286,10 @@ fn options<'a>(words: impl Iterator<Item = &'a str>) -> Result<(Option<String>, 
                 "a word behind the key is not FIELD=VALUE; fields are {KNOWN}, and keys have no spaces"
             ));
         };
+        if seen.contains(&field) {
+            return Err(format!("`{field}` is given twice"));
+        }
+        seen.push(field);
         if field == "name" {
             let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
             if value.is_empty() || value.len() > 64 || !value.chars().all(plain) {

@@ -41,6 +41,8 @@ pub struct Question {
     pub retries: u32,
     /// Jump over passes in which nothing happens.
     pub jump: bool,
+    /// Charge the time of the engine's API server; not for comparison with a live `serve`, which has its own.
+    pub api_time: bool,
 }
 
 impl Default for Question {
@@ -55,6 +57,7 @@ impl Default for Question {
             threads: None,
             retries: 0,
             jump: true,
+            api_time: true,
         }
     }
 }
@@ -101,6 +104,7 @@ impl Question {
             slo: objectives,
             time_max: time_max(self.max_sim_time),
             jump: self.jump,
+            api_time: self.api_time,
             threads: self.threads.unwrap_or_else(crate::cores).max(1),
             retries: self.retries,
             ..Options::default()

@@ -57,6 +57,9 @@ pub struct Options {
     /// Feed a block index even if the router could query the engines. The result is the same,
     /// slower.
     pub feed_index: bool,
+    /// Charge the time of the engine's API server that the timing model states. A live `serve` has a server of its
+    /// own instead.
+    pub api_time: bool,
     /// Client retries of a request that was refused because no worker could take it, after the
     /// refusal's retry time.
     pub retries: u32,
@@ -79,6 +82,7 @@ impl Default for Options {
             threads: 1,
             one_queue: false,
             feed_index: false,
+            api_time: true,
             retries: 0,
             #[cfg(feature = "journal")]
             journal: None,
@@ -534,8 +538,8 @@ impl<'a> Sim<'a> {
         let parts = Parts::new(cluster, options, tells_later, read)?;
         // A modelled frontend has costs of its own.
         let api_ns = match host {
-            None => api_ns(cluster, options, read)?,
-            Some(_) => 0,
+            None if options.api_time => api_ns(cluster, options, read)?,
+            _ => 0,
         };
         let schedule = Schedule::open(workload, 0, Shard::WHOLE)?.with_lag(api_ns);
         let router = |side: &Side| Router::new(side.fleet.clone(), 0);

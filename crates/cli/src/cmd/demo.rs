@@ -363,6 +363,7 @@ impl<'a> Demo<'a> {
             .arg(format!("--set=router.policy={policy}"))
             .arg(format!("--speedup={speedup}"))
             .arg(format!("--time-scale={speedup}"))
+            .arg("--no-api-time")
             .args(["--label", &format!("{label}, simulated"), "--quiet"])
             .arg("--out")
             .arg(self.dir.join(format!("{policy}.simulated.json")))

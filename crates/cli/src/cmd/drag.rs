@@ -415,6 +415,8 @@ fn twin(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<()> {
         .args(args.what.flags())
         .arg(format!("--time-scale={}", args.scale(speedup)))
         .arg(format!("--speedup={speedup}"))
+        // The live side is our own server, not vLLM's.
+        .arg("--no-api-time")
         .args(
             args.sets
                 .workload_set

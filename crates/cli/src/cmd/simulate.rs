@@ -49,6 +49,10 @@ pub(crate) struct Args {
     /// result is the same
     #[arg(long, help_heading = "Run")]
     no_jump: bool,
+    /// Leave out the time of vLLM's API server that the timing model states (about 30 ms per
+    /// request), to compare with `slipstream serve`, which has a server of its own
+    #[arg(long, help_heading = "Run")]
+    no_api_time: bool,
 
     /// Objectives for goodput, such as ttft=1s,itl=50ms
     #[arg(long, value_name = "SLO", help_heading = "Output")]
@@ -84,6 +88,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         threads: args.threads,
         retries: args.retries,
         jump: !args.no_jump,
+        api_time: !args.no_api_time,
     }
     .prepare()?;
     let shows = std::io::stderr().is_terminal() && !args.quiet;

@@ -234,8 +234,13 @@ impl ApiError {
 
     /// 404: the path is not one that is sent to engines.
     pub(crate) fn not_forwarded(method: &str, path: &str) -> Self {
+        let remedy = if path.starts_with("/admin/") {
+            "the admin API is off: `upstream.admin_key_file` switches it on"
+        } else {
+            "`upstream.forward` adds paths"
+        };
         let text = format!(
-            "{} {} is not forwarded to engines; `upstream.forward` adds paths",
+            "{} {} is not forwarded to engines; {remedy}",
             clip(method),
             clip(path)
         );

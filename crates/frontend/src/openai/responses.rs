@@ -142,10 +142,7 @@ pub struct ResponsesRequest {
 pub fn previous_response_id(body: &[u8]) -> Result<Option<String>, ApiError> {
     const NAME: &str = "previous_response_id";
     // Most bodies do not contain the name, and are parsed once.
-    if !body
-        .windows(NAME.len())
-        .any(|window| window == NAME.as_bytes())
-    {
+    if memchr::memmem::find(body, NAME.as_bytes()).is_none() {
         return Ok(None);
     }
     let mut id = None;

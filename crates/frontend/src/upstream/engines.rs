@@ -541,10 +541,6 @@ impl Engines {
             }
             _ => {}
         }
-        drop(health);
-        if !failure.is_health() && !failure.is_tls() {
-            engine.check_now.notify_one();
-        }
     }
 
     fn eject(&self, engine: &Engine, health: &mut Health) {
@@ -689,6 +685,10 @@ impl Visit {
     pub(super) fn on_failure(&mut self, failure: &Failure) {
         let engine = &self.engine;
         self.engines.on_failure(engine, failure, self.is_probe);
+        if !failure.is_health() && !failure.is_tls() {
+            // A failed check does not ask for another one, or a lost engine would be asked all the time.
+            engine.check_now.notify_one();
+        }
         self.judged = true;
     }
 }

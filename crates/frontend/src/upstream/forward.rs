@@ -42,6 +42,10 @@ use crate::trace_context::{TRACEPARENT, TRACESTATE, TraceId};
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
 const WHOLE_BYTES_MAX: u64 = 256 << 10;
 
+/// Choices and tokens of an answer that a request is charged for in advance, at most: more than any engine gives.
+const CHOICES_MAX: u32 = 128;
+const ANSWER_TOKENS_MAX: u32 = 4 << 20;
+
 /// The request as it is sent to engines.
 pub(super) struct Exchange {
     pub(super) method: Method,
@@ -442,8 +446,11 @@ async fn forward(
         answered: 0,
     };
     // Without a limit by the client only produced tokens count, once they are known.
-    let answer = u64::from(seen.n.unwrap_or(1)) * u64::from(seen.max_tokens.unwrap_or(0));
-    client.charge_tokens(u64::from(request.prompt.len()) + answer)?;
+    let most = |asked: Option<u32>, limit: u32| u64::from(asked.unwrap_or(0).min(limit));
+    let answer = most(seen.n.or(Some(1)), CHOICES_MAX) * most(seen.max_tokens, ANSWER_TOKENS_MAX);
+    if !counts_only(parts.uri.path()) {
+        client.charge_tokens(u64::from(request.prompt.len()) + answer)?;
+    }
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
     let recording = recording(
@@ -571,6 +578,12 @@ async fn read<T: Send + 'static>(
 }
 
 /// The line that a request for generated text will have in the record, if there is one.
+/// Whether requests to `path` count tokens, and compute none.
+fn counts_only(path: &str) -> bool {
+    const PATHS: [&str; 3] = ["/tokenize", "/detokenize", "/v1/messages/count_tokens"];
+    PATHS.contains(&path)
+}
+
 fn recording(
     shard: &Shard,
     owner: &Rc<Owner>,
@@ -582,7 +595,8 @@ fn recording(
 ) -> Option<RefCell<Recording>> {
     let generates = matches!(path, "/v1/completions" | "/v1/chat/completions");
     let recorder = shard.service.recorder.clone().filter(|_| generates);
-    let account = owner.account().wants_counts().then(|| owner.clone());
+    let wants_counts = !counts_only(path) && owner.account().wants_counts();
+    let account = wants_counts.then(|| owner.clone());
     if recorder.is_none() && account.is_none() {
         return None;
     }
@@ -732,7 +746,13 @@ pub(super) async fn obtain(
                     seat.prefilled();
                 }
                 Err(why) => {
-                    tracing::debug!(engine = %engine.spec.url, why, "prefill failed");
+                    if let Some(silent) = shard.log_allowed() {
+                        tracing::warn!(
+                            engine = %engine.spec.url,
+                            silent,
+                            "a prompt was not transferred, so one engine computes prompt and answer: {why}"
+                        );
+                    }
                     engine.counters.on_prefill(PrefillOutcome::Failed);
                     seat.prefill_failed();
                 }
@@ -774,7 +794,14 @@ pub(super) async fn obtain(
                 });
                 if is_decode && fails && status != StatusCode::SERVICE_UNAVAILABLE {
                     // Perhaps for the fields that the client did not send.
-                    tracing::debug!(engine = %engine.spec.url, %status, "decode failed");
+                    if let Some(silent) = shard.log_allowed() {
+                        tracing::warn!(
+                            engine = %engine.spec.url,
+                            silent,
+                            "the decode engine answered {status} to the parameters of a prefill engine, so one engine \
+                             computes prompt and answer"
+                        );
+                    }
                     drop((answer, visit));
                     seat.prefill_failed();
                     continue;
@@ -791,7 +818,11 @@ pub(super) async fn obtain(
                     continue;
                 }
                 seat.begun();
-                exchange.owner.account().note_engine(&engine.spec.url);
+                // A refused continuation does not change whose tokens the client has.
+                exchange
+                    .owner
+                    .account()
+                    .note_engine(&engine.spec.url, status.is_success());
                 return Ok(Begun {
                     seat,
                     visit,
@@ -866,9 +897,17 @@ async fn prefill(
         upstream.keep(engine, answer.connection);
     }
     if !status.is_success() {
-        return Err(format!("it answered {status}"));
+        let text = body.as_deref().map(String::from_utf8_lossy);
+        let text: String = text
+            .iter()
+            .flat_map(|text| text.chars())
+            .take(200)
+            .collect();
+        return Err(format!(
+            "the prefill engine answered {status}; does it have a KV connector? Its answer: {text:?}"
+        ));
     }
-    let body = body.ok_or("its answer is too long")?;
+    let body = body.ok_or("the answer of the prefill engine is too long")?;
     let fields = disagg::decode_fields(&body)?;
     match &fields {
         None => engine.counters.on_prefill(PrefillOutcome::NoParams),

@@ -51,7 +51,7 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         "return_token_ids" => {
                             peek.return_token_ids = read(map.next_value()?).unwrap_or(false);
                         }
-                        "max_tokens" | "max_completion_tokens" => {
+                        "max_tokens" | "max_completion_tokens" | "max_output_tokens" => {
                             peek.max_tokens = read(map.next_value()?).or(peek.max_tokens);
                         }
                         "n" => peek.n = read(map.next_value()?),

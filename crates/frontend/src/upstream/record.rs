@@ -50,7 +50,11 @@ struct Usage {
     prompt_tokens: Option<u32>,
     #[serde(alias = "output_tokens")]
     completion_tokens: Option<u32>,
+    #[serde(alias = "input_tokens_details")]
     prompt_tokens_details: Option<PromptDetails>,
+    /// Anthropic's `input_tokens` leaves these out.
+    cache_read_input_tokens: Option<u32>,
+    cache_creation_input_tokens: Option<u32>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -60,12 +64,29 @@ struct PromptDetails {
 }
 
 impl Usage {
+    fn prompt(&self) -> Option<u32> {
+        let cached = self.cache_read_input_tokens.unwrap_or(0);
+        let cached = cached.saturating_add(self.cache_creation_input_tokens.unwrap_or(0));
+        self.prompt_tokens
+            .map(|tokens| tokens.saturating_add(cached))
+    }
+
+    fn cached(&self) -> Option<u32> {
+        let details = self.prompt_tokens_details.as_ref();
+        let cached = details.and_then(|details| details.cached_tokens);
+        cached.or(self.cache_read_input_tokens)
+    }
+
     /// Takes over what a later one says.
     fn update(&mut self, later: Usage) {
         self.prompt_tokens = later.prompt_tokens.or(self.prompt_tokens);
         self.completion_tokens = later.completion_tokens.or(self.completion_tokens);
         let details = later.prompt_tokens_details;
         self.prompt_tokens_details = details.or(self.prompt_tokens_details.take());
+        let read = later.cache_read_input_tokens;
+        self.cache_read_input_tokens = read.or(self.cache_read_input_tokens);
+        let created = later.cache_creation_input_tokens;
+        self.cache_creation_input_tokens = created.or(self.cache_creation_input_tokens);
     }
 }
 
@@ -99,14 +120,18 @@ impl Recording {
 impl Drop for Recording {
     fn drop(&mut self) {
         self.tally.close();
-        if let Some(tokens) = self.tally.usage.prompt_tokens {
+        if let Some(tokens) = self.tally.usage.prompt() {
             self.request.input_tokens = tokens;
         }
-        let usage = self.tally.usage.completion_tokens;
-        let output = usage.unwrap_or(self.tally.counted);
+        // The usage of an event may be that of one choice.
+        let usage = self.tally.usage.completion_tokens.unwrap_or(0);
+        let output = if self.choices > 1 || usage == 0 {
+            usage.max(self.tally.counted)
+        } else {
+            usage
+        };
         if let Some(owner) = self.account.take().filter(|_| self.tally.begun) {
-            let cached = self.tally.usage.prompt_tokens_details.as_ref();
-            let cached = cached.and_then(|details| details.cached_tokens);
+            let cached = self.tally.usage.cached();
             owner.account().note_counts(TokenCounts {
                 prompt: self.request.input_tokens.into(),
                 cached: cached.map(u64::from),
@@ -184,7 +209,9 @@ fn tokens_of(event: &[u8]) -> u32 {
 
 /// Whether an event has text of an answer, in any of the fields that engines use for it.
 fn has_text(event: &[u8]) -> bool {
-    const FIELDS: [&[u8]; 5] = [
+    const FIELDS: [&[u8]; 7] = [
+        b"\"delta\":",
+        b"\"partial_json\":",
         b"\"content\":",
         b"\"text\":",
         b"\"reasoning_content\":",
@@ -210,6 +237,32 @@ mod tests {
         }
         tally.close();
         (tally.usage.completion_tokens, tally.counted)
+    }
+
+    #[test]
+    fn events_of_responses_and_messages_count() {
+        let delta = r#"{"type":"response.output_text.delta","delta":"a"}"#;
+        assert_eq!(counted(&[delta, delta]), (None, 2));
+        let json = r#"{"type":"content_block_delta","delta":{"type":"input_json_delta","partial_json":"{"}}"#;
+        assert_eq!(counted(&[json]), (None, 1));
+    }
+
+    #[test]
+    fn prompts_of_messages_include_their_cached_part() {
+        let mut tally = Tally::default();
+        tally.on_events(
+            br#"data: {"message":{"usage":{"input_tokens":9,"cache_read_input_tokens":400,"output_tokens":1}}}"#,
+        );
+        assert_eq!(tally.usage.prompt(), Some(409));
+        assert_eq!(tally.usage.cached(), Some(400));
+        let mut tally = Tally::default();
+        tally.on_events(
+            br#"data: {"usage":{"input_tokens":409,"input_tokens_details":{"cached_tokens":400},"output_tokens":1}}"#,
+        );
+        assert_eq!(
+            (tally.usage.prompt(), tally.usage.cached()),
+            (Some(409), Some(400))
+        );
     }
 
     #[test]

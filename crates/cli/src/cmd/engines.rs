@@ -50,6 +50,12 @@ impl Live {
         record: &RecordArgs,
         switches: Switches,
     ) -> anyhow::Result<Live> {
+        let faults = &cluster.live.faults;
+        anyhow::ensure!(
+            faults.rates() == [0.0; 4] && faults.admin_key_file.is_none(),
+            "`[live.faults]` affects modelled engines only, and this cluster has real ones; set it for the \
+             `slipstream serve` that models an engine"
+        );
         let bound = Bound::bind(&cluster.live.listen)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();

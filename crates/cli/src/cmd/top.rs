@@ -103,8 +103,13 @@ fn list(value: &Value) -> &[Value] {
 /// `text` for a terminal: without what would control it.
 fn plain(text: &str) -> String {
     text.chars()
-        .map(|c| if c.is_control() { '?' } else { c })
+        .map(|c| if c.is_control() || turns(c) { '?' } else { c })
         .collect()
+}
+
+/// Whether `c` changes the direction of the text around it (Unicode, UAX #9, "explicit formatting").
+fn turns(c: char) -> bool {
+    matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// A count or a share; `-` if the server does not report it.

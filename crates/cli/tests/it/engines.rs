@@ -1317,4 +1317,14 @@ fn modelled_and_real_pools_in_one_file_are_refused_with_the_way_out() {
         assert_eq!(code, Some(2), "{error}");
         assert!(error.contains(hint), "{error}");
     }
+    let (code, _, error) = crate::server::run(&[
+        "serve",
+        "--engine=http://127.0.0.1:1",
+        "--set=live.faults.error_500=0.5",
+    ]);
+    assert_eq!(code, Some(2), "{error}");
+    assert!(
+        error.contains("`[live.faults]` affects modelled engines only"),
+        "{error}"
+    );
 }

@@ -471,6 +471,11 @@ impl Shard {
         self.carry_out(None);
     }
 
+    /// Whether `attempt` is the one under way at request `id`, as a worker repeats it.
+    pub(crate) fn is_attempt(&self, id: u32, attempt: u8) -> bool {
+        attempt == self.dispatching.dispatcher.borrow().retries(id)
+    }
+
     /// `worker` refused request `id`; the client gets `error` if no other worker may take it.
     pub(crate) fn on_refused(
         &self,
@@ -803,6 +808,7 @@ impl Shard {
             let mut start = job.start.clone()?;
             start.rank = rank;
             start.dispatched_ns = monotonic_ns();
+            start.attempt = attempts_before;
             let mut state = job.reply.state.borrow_mut();
             start.addr = job.addr;
             start.request.params.answered = state.answered(job.index);
@@ -820,9 +826,7 @@ impl Shard {
                     job.answer_sent = true;
                 }
                 Role::Decode => {
-                    start.part = Part::Decode {
-                        attempt: attempts_before,
-                    };
+                    start.part = Part::Decode;
                     job.answer_sent = true;
                 }
                 Role::Prefill => {

@@ -674,6 +674,7 @@ async fn submit(
             traced: true,
             more,
             part: Part::Both,
+            attempt: 0,
         };
         let submission = Submission {
             start: Box::new(start),

@@ -419,13 +419,19 @@ impl Shard {
             }
             (
                 Entry::Refused {
-                    reason, message, ..
+                    attempt,
+                    reason,
+                    message,
+                    ..
                 },
                 _,
             ) => {
                 drop(state);
                 self.metrics.engine_refusals.add(1);
                 tracing::info!(%message, ?reason, "an engine refused a request");
+                if !self.is_attempt(id, attempt) {
+                    return true; // the stream was started again before this came
+                }
                 let error = refusal(reason, message);
                 self.on_refused(id, worker, reason.retry_elsewhere(), error);
             }

@@ -105,10 +105,7 @@ pub enum Part {
     /// It generates the answer to a prompt that another worker computes. Answered by
     /// [`Entry::Reserved`] once there are blocks for the prompt (or by [`Entry::Refused`]); runs after
     /// [`ToWorker::Receive`].
-    Decode {
-        /// Number of the attempt, so that entries of an earlier one are recognized.
-        attempt: u8,
-    },
+    Decode,
 }
 
 /// A request for an engine.
@@ -132,6 +129,9 @@ pub struct StartRequest {
     pub more: bool,
     /// The part that this worker computes; all of it if [`more`](Self::more).
     pub part: Part,
+    /// Number of the attempt. A request may return to a worker after an attempt that another one failed; answers to
+    /// the earlier attempt are recognized by it.
+    pub attempt: u8,
 }
 
 /// Tokens of a turn that follows the first prompt of a stream.
@@ -173,7 +173,7 @@ pub struct FirstPass {
 /// Blocks were reserved for a prompt that another worker computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reserved {
-    /// As in [`Part::Decode`].
+    /// As in [`StartRequest`].
     pub attempt: u8,
     /// Leading tokens of the prompt that are cached there and need not be transferred.
     pub cached_tokens: u32,
@@ -299,6 +299,8 @@ pub enum Entry<'a> {
     Refused {
         /// The stream.
         stream: StreamId,
+        /// As in [`StartRequest`]: a stream may have been started again since.
+        attempt: u8,
         /// The reason, as a code.
         reason: RefusalReason,
         /// The reason, for people: the error with its numbers, and the remedy.
@@ -377,7 +379,7 @@ impl Entry<'_> {
 /// TOKENS   kind|slot  generation  n  token*n
 /// FIRST    kind|slot  generation  n  start.lo start.hi end.lo end.hi  token*n
 /// PROLOGUE kind|slot  generation  hit_tokens  recv.lo recv.hi  admitted.lo admitted.hi
-/// REFUSED  kind|slot  generation  reason  text_offset  text_len
+/// REFUSED  kind|slot  generation  attempt  reason  text_offset  text_len
 /// END      kind|slot  generation  reason  prompt completion cached preemptions
 /// TURN     kind|slot  generation  reason  prompt completion cached preemptions
 /// ROOM     kind|slot  generation  bytes
@@ -433,14 +435,20 @@ impl PassFrame {
         );
     }
 
-    /// Adds the refusal of `stream`.
-    pub fn push_refused(&mut self, stream: StreamId, reason: RefusalReason, message: &str) {
+    /// Adds the refusal of an `attempt` at `stream` ([`StartRequest::attempt`]).
+    pub fn push_refused(
+        &mut self,
+        stream: StreamId,
+        attempt: u8,
+        reason: RefusalReason,
+        message: &str,
+    ) {
         let offset = self.text.len() as u32;
         self.text.push_str(message);
         self.push(
             kind::REFUSED,
             stream,
-            &[reason as u32, offset, message.len() as u32],
+            &[attempt.into(), reason as u32, offset, message.len() as u32],
         );
     }
 
@@ -730,8 +738,7 @@ fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProbl
         kind::TOKENS => tokens(1)?,
         kind::FIRST => tokens(5)?,
         kind::PROLOGUE | kind::END | kind::TURN => 5,
-        kind::REFUSED => 3,
-        kind::COMPUTED => 4,
+        kind::REFUSED | kind::COMPUTED => 4,
         kind::RESERVED => 6,
         other => return Err(FrameProblem::Kind(other)),
     };
@@ -740,9 +747,11 @@ fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProbl
         kind::END | kind::TURN if finish_reason(entry[0]).is_none() => {
             Err(FrameProblem::Reason(entry[0]))
         }
-        kind::RESERVED if entry[0] > u32::from(u8::MAX) => Err(FrameProblem::Attempt(entry[0])),
+        kind::RESERVED | kind::REFUSED if entry[0] > u32::from(u8::MAX) => {
+            Err(FrameProblem::Attempt(entry[0]))
+        }
         kind::REFUSED => {
-            let (reason, offset, len) = (entry[0], entry[1], entry[2]);
+            let (reason, offset, len) = (entry[1], entry[2], entry[3]);
             let end = offset as usize + len as usize;
             if reason as usize >= RefusalReason::ALL.len() {
                 Err(FrameProblem::Reason(reason))
@@ -839,16 +848,17 @@ impl<'a> Iterator for Entries<'a> {
                 (Entry::Prologue { stream, prologue }, &body[5..])
             }
             kind::REFUSED => {
-                let (offset, len) = (body[1] as usize, body[2] as usize);
-                let reason = RefusalReason::ALL[body[0] as usize];
+                let (offset, len) = (body[2] as usize, body[3] as usize);
+                let reason = RefusalReason::ALL[body[1] as usize];
                 let message = &self.text[offset..offset + len];
                 (
                     Entry::Refused {
                         stream,
+                        attempt: body[0] as u8,
                         reason,
                         message,
                     },
-                    &body[3..],
+                    &body[4..],
                 )
             }
             kind::END => {
@@ -896,7 +906,7 @@ mod tests {
     #[derive(Clone, Debug, PartialEq)]
     enum Owned {
         Prologue(StreamId, Prologue),
-        Refused(StreamId, RefusalReason, String),
+        Refused(StreamId, u8, RefusalReason, String),
         Tokens(StreamId, Vec<u32>, Option<FirstPass>),
         Turn(StreamId, End),
         Room(StreamId, u32),
@@ -911,9 +921,10 @@ mod tests {
                 Entry::Prologue { stream, prologue } => Owned::Prologue(stream, prologue),
                 Entry::Refused {
                     stream,
+                    attempt,
                     reason,
                     message,
-                } => Owned::Refused(stream, reason, message.to_owned()),
+                } => Owned::Refused(stream, attempt, reason, message.to_owned()),
                 Entry::Tokens {
                     stream,
                     tokens,
@@ -930,7 +941,9 @@ mod tests {
         fn push(&self, frame: &mut PassFrame) {
             match self {
                 Owned::Prologue(stream, prologue) => frame.push_prologue(*stream, prologue),
-                Owned::Refused(stream, reason, text) => frame.push_refused(*stream, *reason, text),
+                Owned::Refused(stream, attempt, reason, text) => {
+                    frame.push_refused(*stream, *attempt, *reason, text);
+                }
                 Owned::Tokens(stream, tokens, first) => frame.push_tokens(*stream, tokens, *first),
                 Owned::Turn(stream, end) => frame.push_turn(*stream, end),
                 Owned::Room(stream, bytes) => frame.push_room(*stream, *bytes),
@@ -987,7 +1000,8 @@ mod tests {
         });
         prop_oneof![
             (stream(), prologue).prop_map(|(s, p)| Owned::Prologue(s, p)),
-            (stream(), reason, ".{0,40}").prop_map(|(s, r, t)| Owned::Refused(s, r, t)),
+            (stream(), any::<u8>(), reason, ".{0,40}")
+                .prop_map(|(s, a, r, t)| Owned::Refused(s, a, r, t)),
             (stream(), prop::collection::vec(any::<u32>(), 1..9), first)
                 .prop_map(|(s, t, f)| Owned::Tokens(s, t, f)),
             (stream(), end.clone()).prop_map(|(s, e)| Owned::End(s, e)),
@@ -1068,9 +1082,15 @@ mod tests {
             3,
             FrameProblem::Attempt(256),
         );
-        check(&[5 << 24, 0, 99, 0, 0], "", 3, FrameProblem::Reason(99));
+        check(
+            &[5 << 24, 0, 256, 0, 0, 0],
+            "",
+            3,
+            FrameProblem::Attempt(256),
+        );
+        check(&[5 << 24, 0, 0, 99, 0, 0], "", 3, FrameProblem::Reason(99));
         let text = FrameProblem::Text { offset: 1, len: 1 };
-        check(&[5 << 24, 0, 0, 1, 1], "é", 3, text);
+        check(&[5 << 24, 0, 0, 0, 1, 1], "é", 3, text);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::frame::{FrameError, Input, NO_LIMIT, Part, PassFrame, StartRequest, T
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
 /// Version of the protocol.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 
 /// Bytes before a body.
 pub const HEADER_BYTES: usize = 8;
@@ -700,19 +700,13 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         if tokens.is_some() {
             flags |= start_flag::BLOCK_TOKENS;
         }
-        let attempt = match start.part {
+        flags |= match start.part {
             Part::Both => 0,
-            Part::Prefill => {
-                flags |= start_flag::PROMPT;
-                0
-            }
-            Part::Decode { attempt } => {
-                flags |= start_flag::ANSWER;
-                attempt
-            }
+            Part::Prefill => start_flag::PROMPT,
+            Part::Decode => start_flag::ANSWER,
         };
         out.push(flags);
-        out.push(attempt);
+        out.push(start.attempt);
         out.extend_from_slice(&start.dispatched_ns.to_le_bytes());
         out.extend_from_slice(&start.credit_bytes.to_le_bytes());
         out.extend_from_slice(&request.seed.to_le_bytes());
@@ -807,12 +801,9 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     let attempt = fields.u8()?;
     let part = match flags & (start_flag::PROMPT | start_flag::ANSWER) {
         start_flag::PROMPT => Part::Prefill,
-        start_flag::ANSWER => Part::Decode { attempt },
+        start_flag::ANSWER => Part::Decode,
         _ => Part::Both,
     };
-    if attempt != 0 && !matches!(part, Part::Decode { .. }) {
-        return Err(fields.bad("attempt", attempt.into()));
-    }
     let dispatched_ns = fields.u64()?;
     let credit_bytes = fields.u32()?;
     let more = flags & start_flag::MORE != 0;
@@ -888,6 +879,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
         traced: flags & start_flag::TRACED != 0,
         more,
         part,
+        attempt,
     })
 }
 
@@ -1096,7 +1088,7 @@ mod tests {
         dp_rank: 1,
     };
 
-    const ANSWER: Part = Part::Decode { attempt: 1 };
+    const ANSWER: Part = Part::Decode;
 
     fn addr(shard: u8) -> StreamAddr {
         StreamAddr {
@@ -1187,6 +1179,7 @@ mod tests {
             traced: !opaque,
             more: false,
             part: Part::Both,
+            attempt: 0,
         }
     }
 
@@ -1211,6 +1204,7 @@ mod tests {
     fn start_part(part: Part) -> StartRequest {
         StartRequest {
             part,
+            attempt: u8::from(part == ANSWER),
             ..start(false)
         }
     }
@@ -1234,7 +1228,7 @@ mod tests {
         pass.push_tokens(stream(1), &[101], Some(first));
         pass.push_tokens(stream(2), &[102], None);
         pass.push_tokens(stream(3), &[103, 104], None);
-        pass.push_refused(stream(4), RefusalReason::Busy, "full");
+        pass.push_refused(stream(4), 1, RefusalReason::Busy, "full");
         let usage = Usage {
             prompt_tokens: 20,
             completion_tokens: 2,
@@ -1547,7 +1541,6 @@ mod tests {
         check("start-opaque", 14, 12, "flags");
         check("start-prompt", 14, 32 | 64, "flags");
         check("start-more", 14, 16 | 32, "flags");
-        check("start-prompt", 15, 1, "attempt");
         check("start", 40, 0, "max_tokens");
         check("start", 68, 0, "block size");
         check("stop", 3, 1, "stream slot");

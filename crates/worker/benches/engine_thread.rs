@@ -111,6 +111,7 @@ impl Rig {
             traced: false,
             more: false,
             part: Part::Both,
+            attempt: 0,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         registration

@@ -20,6 +20,8 @@ pub(crate) struct LiveStream {
     pub(crate) talks: bool,
     /// The part of it that is computed here.
     pub(crate) part: Part,
+    /// Number of the attempt at the request.
+    pub(crate) attempt: u8,
 }
 
 const VACANT: u32 = u32::MAX;
@@ -33,6 +35,7 @@ pub(crate) struct NewStream {
     pub(crate) recv_ns: u64,
     pub(crate) talks: bool,
     pub(crate) part: Part,
+    pub(crate) attempt: u8,
 }
 
 impl LiveStream {
@@ -94,6 +97,7 @@ impl LiveTable {
                 recv_ns: 0,
                 talks: false,
                 part: Part::Both,
+                attempt: 0,
             };
             slots.resize(slot + 1, vacant);
         }
@@ -108,6 +112,7 @@ impl LiveTable {
             recv_ns: new.recv_ns,
             talks: new.talks,
             part: new.part,
+            attempt: new.attempt,
         };
         self.len += 1;
     }

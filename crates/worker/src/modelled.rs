@@ -12,7 +12,7 @@ impl Backend for Engine {
         let added = match part {
             Part::Both => self.add(now, request),
             Part::Prefill => self.add_prompt(now, request),
-            Part::Decode { .. } => self.add_answer(now, request),
+            Part::Decode => self.add_answer(now, request),
         };
         added.map_err(|refusal| Refused {
             reason: match refusal {

@@ -301,7 +301,7 @@ impl EngineThread {
                 "no rank {} runs in this process; refresh the fleet",
                 start.rank
             );
-            self.refuse(addr, RefusalReason::NoSuchRank, &message);
+            self.refuse(addr, start.attempt, RefusalReason::NoSuchRank, &message);
             return;
         };
         let new = NewStream {
@@ -314,11 +314,12 @@ impl EngineThread {
             recv_ns: if start.traced { now } else { 0 },
             talks: start.more,
             part: start.part,
+            attempt: start.attempt,
         };
         let talks = start.more.then(|| start.request.clone());
         if let Err(refused) = self.admit(at, start, now) {
             self.ranks[at].stats.refused.add(1);
-            self.refuse(addr, refused.reason, &refused.message);
+            self.refuse(addr, new.attempt, refused.reason, &refused.message);
             return;
         }
         self.live.insert(addr, new);
@@ -440,7 +441,7 @@ impl EngineThread {
         let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
             return;
         };
-        let rank = live.rank as usize;
+        let (rank, attempt) = (live.rank as usize, live.attempt);
         if talk.is_over() {
             let end = talk.end();
             self.inputs.remove(addr);
@@ -457,7 +458,7 @@ impl EngineThread {
                 self.inputs.remove(addr);
                 self.live.remove(addr);
                 self.ranks[rank].stats.refused.add(1);
-                self.refuse(addr, refused.reason, &refused.message);
+                self.refuse(addr, attempt, refused.reason, &refused.message);
                 return;
             }
         }
@@ -489,9 +490,9 @@ impl EngineThread {
         }
     }
 
-    fn refuse(&mut self, addr: StreamAddr, reason: RefusalReason, message: &str) {
+    fn refuse(&mut self, addr: StreamAddr, attempt: u8, reason: RefusalReason, message: &str) {
         if let Some(frame) = self.port.frame(addr.shard) {
-            frame.push_refused(addr.stream, reason, message);
+            frame.push_refused(addr.stream, attempt, reason, message);
         }
     }
 
@@ -692,13 +693,14 @@ impl EngineThread {
             else {
                 continue;
             };
-            let Part::Decode { attempt } = live.part else {
-                debug_assert!(false, "only answers wait for their prompts");
-                continue;
-            };
+            debug_assert_eq!(
+                live.part,
+                Part::Decode,
+                "only answers wait for their prompts"
+            );
             let recv = (live.recv_ns != 0).then_some(live.recv_ns);
             let reserved = Reserved {
-                attempt,
+                attempt: live.attempt,
                 cached_tokens: room.cached_tokens,
                 worker_recv_ns: recv,
                 at_ns: recv.map(|recv| at_ns.max(recv)),
@@ -719,13 +721,16 @@ impl EngineThread {
         let message = format!("the engine of {id} died: {dead}");
         for shard in 0..self.port.shards() as u8 {
             for addr in self.live.of_shard(shard) {
-                if self.live.get_mut(addr).is_some_and(|live| live.rank == at) {
+                if let Some(live) = self.live.get_mut(addr)
+                    && live.rank == at
+                {
+                    let attempt = live.attempt;
                     self.live.remove(addr);
                     self.inputs.remove(addr);
                     // Tokens that wait for credit are of no use without the end that would follow.
                     self.held.forget(addr);
                     self.ranks[at as usize].stats.finished_abort.add(1);
-                    self.refuse(addr, RefusalReason::Stopping, &message);
+                    self.refuse(addr, attempt, RefusalReason::Stopping, &message);
                 }
             }
         }
@@ -913,7 +918,7 @@ impl EngineThread {
         while let Some(message) = self.port.receive() {
             if let ToWorker::Start(start) = message {
                 let message = "the worker is shutting down; retry on another";
-                self.refuse(start.addr, RefusalReason::Stopping, message);
+                self.refuse(start.addr, start.attempt, RefusalReason::Stopping, message);
             }
         }
         let deadline = monotonic_ns() + DRAIN_NS;

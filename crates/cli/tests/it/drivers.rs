@@ -338,6 +338,7 @@ struct Placed {
     worker: WorkerId,
     addr: StreamAddr,
     part: Part,
+    attempt: u8,
 }
 
 /// A frontend whose engine threads the test plays, one worker each.
@@ -515,7 +516,7 @@ impl Live {
                 let part = match start.part {
                     Part::Both => Role::Both,
                     Part::Prefill => Role::Prefill,
-                    Part::Decode { .. } => Role::Decode,
+                    Part::Decode => Role::Decode,
                 };
                 assert_eq!(part, *role, "request {request}");
                 let answered = self.answered.get(&request).copied().unwrap_or_default();
@@ -524,6 +525,7 @@ impl Live {
                     worker: rank.worker,
                     addr: start.addr,
                     part: start.part,
+                    attempt: start.attempt,
                 };
                 self.placed
                     .insert((request, *role == Role::Prefill), placed);
@@ -551,11 +553,13 @@ fn push(frame: &mut PassFrame, placed: Placed, input: Input) {
             frame.push_computed(stream, pass);
         }
         Input::Reserved { cached_tokens } => {
-            let Part::Decode { attempt } = placed.part else {
-                panic!("only an answer's worker makes room")
-            };
+            assert_eq!(
+                placed.part,
+                Part::Decode,
+                "only an answer's worker makes room"
+            );
             let reserved = Reserved {
-                attempt,
+                attempt: placed.attempt,
                 cached_tokens,
                 ..Reserved::default()
             };

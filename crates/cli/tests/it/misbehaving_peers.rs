@@ -317,7 +317,7 @@ fn what_a_worker_says_of_streams_and_ranks_that_are_not_its_own_is_not_believed(
     liar.say(&first(stream, &[200, 201]));
     liar.say(&end(stream, 2));
     let refused = slipstream_planes::RefusalReason::Invalid;
-    liar.say(&pass(|pass| pass.push_refused(stream, refused, "no")));
+    liar.say(&pass(|pass| pass.push_refused(stream, 0, refused, "no")));
     server.await_metric("slipstream_foreign_entries_total", |n| n >= 4.0);
     // Addresses without a stream: another generation, another slot, the last slot.
     let stale = server.metric("slipstream_stale_entries_total");
@@ -533,6 +533,7 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
         traced: false,
         more: false,
         part: Part::Both,
+        attempt: 0,
     };
     let mut bytes = Vec::new();
     wire::encode_start(&start, &mut bytes);

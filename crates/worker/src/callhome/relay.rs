@@ -166,7 +166,7 @@ impl Relay {
             };
             if let ToWorker::Start(start) = message {
                 self.home.count(|s| &s.refused);
-                refusals.push_refused(start.addr.stream, reason, text);
+                refusals.push_refused(start.addr.stream, start.attempt, reason, text);
             }
         }
         if !refusals.is_empty() {

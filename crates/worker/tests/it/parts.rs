@@ -5,7 +5,7 @@ use slipstream_engine::timing::Constant;
 use slipstream_planes::{Part, StreamAddr, ToWorker};
 use slipstream_worker::WorkerSpec;
 
-use crate::rig::{Rig, Setup, Shard, config, engine, expected, workers};
+use crate::rig::{ATTEMPT, Rig, Setup, Shard, config, engine, expected, workers};
 
 const PROMPT: RankId = RankId {
     worker: slipstream_base::WorkerId(0),
@@ -34,9 +34,9 @@ fn compute(shard: &mut Shard, len: u32) -> StreamAddr {
 }
 
 /// Starts an answer to a prompt of `len` tokens, and waits until there is room for that.
-fn reserve(shard: &mut Shard, len: u32, attempt: u8) -> StreamAddr {
+fn reserve(shard: &mut Shard, len: u32) -> StreamAddr {
     let request = Shard::request(&tokens(len), 9, 5);
-    let addr = shard.start_part(ANSWER, request, Part::Decode { attempt });
+    let addr = shard.start_part(ANSWER, request, Part::Decode);
     shard.read_until(|shard| shard.answer(addr).reserved.is_some());
     addr
 }
@@ -48,9 +48,9 @@ fn a_prompt_is_kept_until_it_is_fetched_and_its_answer_runs_when_it_has_come() {
     let prompt = compute(&mut shard, 40);
     assert_eq!(used(&rig, PROMPT), 10, "40 tokens in blocks of 4");
     assert!(shard.answer(prompt).tokens.is_empty());
-    let answer = reserve(&mut shard, 40, 3);
+    let answer = reserve(&mut shard, 40);
     let reserved = shard.answer(answer).reserved.unwrap();
-    assert_eq!((reserved.attempt, reserved.cached_tokens), (3, 0));
+    assert_eq!((reserved.attempt, reserved.cached_tokens), (ATTEMPT, 0));
     assert!(reserved.at_ns >= reserved.worker_recv_ns);
     assert_eq!(used(&rig, ANSWER), 10);
 
@@ -91,7 +91,7 @@ fn a_prompt_is_kept_until_it_is_fetched_and_its_answer_runs_when_it_has_come() {
     );
     assert_eq!(stats[0].finished_abort.get(), 0);
     // Blocks that it computed can be hit, and so can those that it received.
-    let again = reserve(&mut shard, 40, 0);
+    let again = reserve(&mut shard, 40);
     assert_eq!(shard.answer(again).reserved.unwrap().cached_tokens, 36);
 }
 
@@ -100,7 +100,7 @@ fn a_kill_frees_either_part_at_any_stage() {
     let mut rig = Setup::default().start_ready(workers(2, 1_000));
     let mut shard = rig.shards.remove(0);
     let prompt = compute(&mut shard, 40);
-    let answer = reserve(&mut shard, 40, 0);
+    let answer = reserve(&mut shard, 40);
     let kill = |rank, addr| ToWorker::Kill { rank, addr };
     shard.port.send(kill(PROMPT, prompt)).unwrap();
     shard.port.send(kill(ANSWER, answer)).unwrap();
@@ -149,9 +149,9 @@ fn room_that_is_given_back_goes_to_the_next_in_line() {
     });
     let mut rig = Setup::default().start_ready(specs.into());
     let mut shard = rig.shards.remove(0);
-    let first = reserve(&mut shard, 40, 0);
+    let first = reserve(&mut shard, 40);
     let request = Shard::request(&tokens(44), 3, 6);
-    let second = shard.start_part(ANSWER, request, Part::Decode { attempt: 0 });
+    let second = shard.start_part(ANSWER, request, Part::Decode);
     shard.settle(ANSWER);
     assert!(shard.answer(second).reserved.is_none(), "there is no room");
     shard
@@ -185,7 +185,7 @@ fn a_worker_that_shuts_down_ends_both_parts() {
     let mut rig = Setup::default().start_ready(workers(2, 1_000));
     let mut shard = rig.shards.remove(0);
     let prompt = compute(&mut shard, 40);
-    let answer = reserve(&mut shard, 40, 0);
+    let answer = reserve(&mut shard, 40);
     let stopped = std::thread::spawn(move || rig.set.shutdown());
     shard.read_until(|shard| shard.answer(prompt).is_over() && shard.answer(answer).is_over());
     stopped.join().unwrap().unwrap();

@@ -394,6 +394,9 @@ impl Shard {
     }
 }
 
+/// Number of the attempt that every stream is started with.
+pub(crate) const ATTEMPT: u8 = 3;
+
 fn start_request(
     addr: StreamAddr,
     rank: RankId,
@@ -410,6 +413,7 @@ fn start_request(
         traced: true,
         more,
         part,
+        attempt: ATTEMPT,
     }
 }
 
@@ -421,8 +425,12 @@ fn note(answer: &mut Answer, entry: Entry<'_>) {
             answer.prologue = Some(prologue);
         }
         Entry::Refused {
-            reason, message, ..
+            attempt,
+            reason,
+            message,
+            ..
         } => {
+            assert_eq!(attempt, ATTEMPT);
             // Also of a stream under way, if its engine has died.
             answer.refused = Some((reason, message.to_owned()));
         }

@@ -301,9 +301,9 @@ class Rig:
         if self.is_async:
             before, self._planned = self._planned, (plan, planned)
             if before is not None:
-                self._note(self.scheduler.update_from_output(before[0], self.told(*before)))
+                self._note(self.scheduler.update_from_output(before[0], self.output_of(*before)))
         else:
-            self._note(self.scheduler.update_from_output(plan, self.told(plan, planned)))
+            self._note(self.scheduler.update_from_output(plan, self.output_of(plan, planned)))
         return plan
 
     def _note(self, outputs: Any) -> None:
@@ -312,7 +312,7 @@ class Rig:
                 if output.finish_reason is not None:
                     self.handed_over[output.request_id] = output.kv_transfer_params
 
-    def told(self, plan: Any, planned: "dict[str, Planned]") -> ModelRunnerOutput:
+    def output_of(self, plan: Any, planned: "dict[str, Planned]") -> ModelRunnerOutput:
         """Run the workers; return their aggregated output, as the executor does."""
         output = self.output(plan, planned=planned)
         if len(self.workers) == 1:

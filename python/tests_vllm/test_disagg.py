@@ -80,7 +80,7 @@ class Pair:
             if not self.decode.scheduler.has_unfinished_requests():
                 return
             self.decode.step()
-        raise AssertionError("the request waits for ever")
+        raise AssertionError("the request never ends")
 
 
 @pytest.fixture

@@ -617,7 +617,7 @@ impl BlockPool {
         }
         let run = &mut self.runs[id as usize];
         run.sealed = true;
-        // For subscribers nothing happens; the blocks that they still believe to follow go along.
+        // Subscribers are sent nothing: the hash stays stored. What was published of the blocks behind it moves along.
         let published = run.published.saturating_sub(at);
         run.published = run.published.min(at);
         let hashes = std::mem::take(&mut run.hashes);

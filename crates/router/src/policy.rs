@@ -573,7 +573,7 @@ mod tests {
     #[test]
     fn no_candidate_no_choice() {
         let fleet = fleet(1, RouterConfig::default());
-        let nobody = Candidates {
+        let none = Candidates {
             fleet: &fleet,
             targets: &[],
             hits: &[],
@@ -598,7 +598,7 @@ mod tests {
                 Box::new(kv(1.0, temperature)),
             ];
             for policy in &mut policies {
-                assert_eq!(policy.choose(&nobody, &request, &mut Rng::new(0)), None);
+                assert_eq!(policy.choose(&none, &request, &mut Rng::new(0)), None);
             }
         }
     }

@@ -844,8 +844,8 @@ impl Answer {
             text.push_str(&self.cheapest(attain));
         }
         let few = |row: &Row| {
-            let told = [row.latency.ttft_ms, row.latency.itl_ms];
-            told.into_iter().flatten().any(|p| p.leaves_out())
+            let percentiles = [row.latency.ttft_ms, row.latency.itl_ms];
+            percentiles.into_iter().flatten().any(|p| p.leaves_out())
         };
         if self.rows.iter().any(few) {
             text.push_str(TOO_FEW);

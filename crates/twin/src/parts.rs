@@ -238,27 +238,27 @@ impl Side {
 
     /// Prepares a choice at `now`, by the view that `turn` names: applies the KV events that have
     /// reached the router by then, or by its last refresh.
-    pub(crate) fn hear(&mut self, now: SimTime, turn: ViewTurn, nodes: &[Node]) {
+    pub(crate) fn refresh(&mut self, now: SimTime, turn: ViewTurn, nodes: &[Node]) {
         if !self.is_late {
             return;
         }
         if !self.views {
-            return self.hear_before(now + 1, nodes);
+            return self.apply_before(now + 1, nodes);
         }
         match turn {
             ViewTurn::Same => {}
             ViewTurn::Next => {
-                self.hear_before(self.looked, nodes);
+                self.apply_before(self.looked, nodes);
                 self.looked = now;
             }
             ViewTurn::Fresh => {
-                self.hear_before(now, nodes);
+                self.apply_before(now, nodes);
                 self.looked = now;
             }
         }
     }
 
-    fn hear_before(&mut self, limit: SimTime, nodes: &[Node]) {
+    fn apply_before(&mut self, limit: SimTime, nodes: &[Node]) {
         while let Some(entry) = self.late.first_entry()
             && entry.key().0 < limit
         {

@@ -405,7 +405,7 @@ impl Env for Surroundings<'_> {
             (Role::Prefill, Some(side)) => side,
             _ => &mut *self.serve,
         };
-        side.hear(now, turn, self.nodes);
+        side.refresh(now, turn, self.nodes);
     }
 
     fn caches(&self, role: Role) -> Option<&dyn CachedBlocks> {
@@ -624,7 +624,8 @@ impl<'a> Sim<'a> {
             self.now = next;
             if self.looks_first && self.schedule.next_due(next)? == Some(next) {
                 let router = self.dispatch.router();
-                self.serve.hear(next, router.view_turn(next), &self.nodes);
+                self.serve
+                    .refresh(next, router.view_turn(next), &self.nodes);
                 router.advance_view(next);
                 router.refresh();
             }

@@ -106,7 +106,7 @@ struct Pipe {
     stalled_until: u64,
     slow_ns: u64,
     ended: bool,
-    /// The reader is gone and nobody says so: bytes vanish.
+    /// The reader is gone, and the writer is not notified: bytes are lost.
     void: bool,
     reset: bool,
     corrupt: bool,

@@ -114,7 +114,7 @@ pub struct ClientPlan {
     pub choices: u32,
     /// Whether the answer is streamed.
     pub stream: bool,
-    /// Whether the answer goes on to `max_tokens`.
+    /// Whether the answer continues to `max_tokens`.
     pub ignore_eos: bool,
     /// Whether it belongs to a session, and to which.
     pub session: Option<u64>,

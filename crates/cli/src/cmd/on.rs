@@ -75,7 +75,7 @@ impl Ray {
     /// Rows of all configurations of a sweep.
     pub(crate) fn rows(&self) -> anyhow::Result<Vec<Row>> {
         let mut rows = Vec::new();
-        for slice in self.hear("rows")?.as_array().into_iter().flatten() {
+        for slice in self.read_field("rows")?.as_array().into_iter().flatten() {
             let text = slice.as_str().unwrap_or_default();
             rows.extend(serde_json::from_str::<Vec<Row>>(text)?);
         }
@@ -97,7 +97,7 @@ impl Ray {
     }
 
     /// The field `name` of the next answer.
-    fn hear(&self, name: &str) -> anyhow::Result<Value> {
+    fn read_field(&self, name: &str) -> anyhow::Result<Value> {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let mut line = String::new();
         process.stdout.read_line(&mut line)?;
@@ -121,7 +121,7 @@ impl Ray {
 impl Elsewhere for Ray {
     fn measure(&self, batch: &Batch, _: &str) -> anyhow::Result<Vec<TrialResult>> {
         self.say(&serde_json::to_string(batch)?)?;
-        Ok(serde_json::from_value(self.hear("results")?)?)
+        Ok(serde_json::from_value(self.read_field("results")?)?)
     }
 }
 

@@ -216,7 +216,7 @@ async fn check(engine: Engine, script: impl AsyncFnOnce(&Engine, &mut Index)) {
     let played = async {
         tokio::select! {
             never = following => match never {},
-            () = engine.serve_replays() => unreachable!("it serves for ever"),
+            () = engine.serve_replays() => unreachable!("it serves until it is dropped"),
             () = script(&engine, &mut index) => {}
         }
     };

@@ -231,7 +231,7 @@ pub(super) fn fit(observations: &[Observation]) -> anyhow::Result<Fitted> {
         };
         ensure!(
             high > 1.2 * low && high > 0.0,
-            "{what}: {low:.0} in nearly all of the recording, so their time cannot be told from the rest; {mend}"
+            "{what}: {low:.0} in nearly all of the recording, so their time cannot be separated from that of the others; {mend}"
         );
     }
     let terms = observed::fit(&steps)?;

@@ -566,11 +566,63 @@ fn read_engine(
         t.refuse(key, reason, "remove the key");
     }
     let timing = t.table("timing", |timing| read_timing(timing, model, gpus, load));
-    let tensor_parallel_size = t
+    let parallel = read_parallel(t, shape, &timing);
+    let kv = read_kv_cache(t, shape, &timing, &parallel);
+    let max_model_len = read_model_len(t, shape, &kv);
+    let budget = read_budget(t, &kv, max_model_len);
+    EngineConfig {
+        block_size: kv.block_size,
+        num_gpu_blocks: kv.blocks,
+        max_num_seqs: kv.max_num_seqs,
+        max_num_batched_tokens: budget.max_num_batched_tokens,
+        max_model_len,
+        enable_prefix_caching: t
+            .get("enable_prefix_caching")
+            .or(default.enable_prefix_caching),
+        enable_chunked_prefill: budget.enable_chunked_prefill,
+        scheduling_policy: t
+            .choice("scheduling_policy", SCHEDULING)
+            .or(default.scheduling_policy),
+        async_scheduling: t.get("async_scheduling").or(default.async_scheduling),
+        long_prefill_token_threshold: budget.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive: t
+            .get("long_prefill_token_threshold_adaptive")
+            .or(default.long_prefill_token_threshold_adaptive),
+        max_num_active_seqs: budget.max_num_active_seqs,
+        max_num_scheduled_tokens: budget.max_num_scheduled_tokens,
+        scheduler_reserve_full_isl: t
+            .get("scheduler_reserve_full_isl")
+            .or(default.scheduler_reserve_full_isl),
+        tensor_parallel_size: parallel.tensor,
+        data_parallel_size: parallel.data,
+        enable_expert_parallel: parallel.experts,
+        gpu_memory_utilization: kv.memory_utilization,
+        kv_cache_dtype: kv.dtype,
+        startup_s: t
+            .get("startup_s")
+            .within(0.0..=86_400.0)
+            .or(default.startup_s),
+        output_len: t.table("output_len", read_output_len),
+        timing,
+    }
+}
+
+/// How GPUs divide the model.
+struct Parallel {
+    tensor: u32,
+    /// Whether `tensor` divides the model evenly.
+    splits: bool,
+    data: u32,
+    experts: bool,
+}
+
+fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Parallel {
+    let default = EngineConfig::default();
+    let tensor = t
         .get("tensor_parallel_size")
         .within(1..=1024)
         .or(default.tensor_parallel_size);
-    let splits = shape.divides_into(tensor_parallel_size);
+    let splits = shape.divides_into(tensor);
     if !splits {
         let fitting: Vec<String> = (1..=64)
             .filter(|&tp| shape.divides_into(tp))
@@ -579,7 +631,7 @@ fn read_engine(
         t.error(
             "tensor_parallel_size",
             format!(
-                "`tensor_parallel_size` is {tensor_parallel_size}, but {} has {} attention heads, {} \
+                "`tensor_parallel_size` is {tensor}, but {} has {} attention heads, {} \
                  key-value heads and an MLP width of {}, which do not all split evenly",
                 shape.name,
                 shape.attention_heads,
@@ -589,23 +641,16 @@ fn read_engine(
             format!("one of {}", fitting.join(", ")),
         );
     }
-    let gpu_memory_utilization = t
-        .get("gpu_memory_utilization")
-        .within(0.01..=1.0)
-        .or(default.gpu_memory_utilization);
-    let kv_cache_dtype = t.choice("kv_cache_dtype", KV_DTYPES).or(None);
-    let kv_cache_dtype = kv_cache_dtype.unwrap_or(shape.kv_cache);
-    let block_size = t.get("block_size").within(1..=1024).or(default.block_size);
-    let data_parallel_size = t
+    let data = t
         .get("data_parallel_size")
         .within(1..=1024)
         .or(default.data_parallel_size);
     let mixture = shape.experts.is_some();
     let calibrated = matches!(timing, TimingConfig::Calibrated { .. });
-    let enable_expert_parallel = t
+    let experts = t
         .get("enable_expert_parallel")
         .or(default.enable_expert_parallel);
-    if enable_expert_parallel && !(mixture && calibrated) {
+    if experts && !(mixture && calibrated) {
         let reason = if mixture {
             "only `timing.kind` \"calibrated\" knows the exchange of tokens between experts"
                 .to_owned()
@@ -618,40 +663,80 @@ fn read_engine(
             "set it to false",
         );
     }
-    if data_parallel_size > 1 && mixture && !calibrated {
+    if data > 1 && mixture && !calibrated {
         t.error(
             "data_parallel_size",
             format!(
-                "`data_parallel_size` is {data_parallel_size}, but {} is a mixture of experts: its ranks \
+                "`data_parallel_size` is {data}, but {} is a mixture of experts: its ranks \
                  share the experts and meet in every step, which only `timing.kind` \"calibrated\" models",
                 shape.name
             ),
             "use that kind, or set it to 1 with more `workers` (each with all experts)",
         );
     }
+    Parallel {
+        tensor,
+        splits,
+        data,
+        experts,
+    }
+}
 
+/// The blocks of an engine's KV cache, and the keys that their number follows from.
+struct KvCache {
+    block_size: u32,
+    blocks: u32,
+    dtype: Dtype,
+    memory_utilization: f64,
+    max_num_seqs: u32,
+}
+
+impl KvCache {
+    fn capacity_tokens(&self) -> u64 {
+        u64::from(self.blocks) * u64::from(self.block_size)
+    }
+}
+
+fn read_kv_cache(
+    t: &Table<'_>,
+    shape: &ModelShape,
+    timing: &TimingConfig,
+    parallel: &Parallel,
+) -> KvCache {
+    let default = EngineConfig::default();
+    let memory_utilization = t
+        .get("gpu_memory_utilization")
+        .within(0.01..=1.0)
+        .or(default.gpu_memory_utilization);
+    let dtype = t.choice("kv_cache_dtype", KV_DTYPES).or(None);
+    let dtype = dtype.unwrap_or(shape.kv_cache);
+    let block_size = t.get("block_size").within(1..=1024).or(default.block_size);
     let max_num_seqs: u32 = t
         .get("max_num_seqs")
         .within(1..=65_536)
         .or(default.max_num_seqs);
-    let memory = match &timing {
-        TimingConfig::Roofline { gpu, dtype } | TimingConfig::Calibrated { gpu, dtype, .. }
-            if splits =>
-        {
-            Some(Memory {
-                gpu,
-                shape,
-                formats: match &timing {
-                    TimingConfig::Roofline { .. } => Formats::uniform(shape, *dtype),
-                    _ => Formats::of(shape, *dtype),
-                },
-                kv_dtype: kv_cache_dtype,
-                tensor_parallel: tensor_parallel_size,
-                data_parallel: data_parallel_size,
-                utilization: gpu_memory_utilization,
-                max_num_seqs,
-            })
+    let memory = match timing {
+        TimingConfig::Roofline {
+            gpu,
+            dtype: weights,
         }
+        | TimingConfig::Calibrated {
+            gpu,
+            dtype: weights,
+            ..
+        } if parallel.splits => Some(Memory {
+            gpu,
+            shape,
+            formats: match timing {
+                TimingConfig::Roofline { .. } => Formats::uniform(shape, *weights),
+                _ => Formats::of(shape, *weights),
+            },
+            kv_dtype: dtype,
+            tensor_parallel: parallel.tensor,
+            data_parallel: parallel.data,
+            utilization: memory_utilization,
+            max_num_seqs,
+        }),
         _ => None,
     };
     let (blocks_fit, origin) = match &memory {
@@ -659,14 +744,24 @@ fn read_engine(
         Some(memory) => memory.blocks(t, block_size),
     };
     // 2^24 blocks of 16 tokens are 268 million tokens, more than any GPU has memory for.
-    let num_gpu_blocks = t
+    let blocks = t
         .get("num_gpu_blocks")
         .within(1..=1 << 24)
         .or_from(origin, blocks_fit);
+    KvCache {
+        block_size,
+        blocks,
+        dtype,
+        memory_utilization,
+        max_num_seqs,
+    }
+}
 
-    let capacity = u64::from(num_gpu_blocks) * u64::from(block_size);
-    let len_fit = capacity.min(u64::from(shape.max_positions)) as u32;
-    let len_origin = Origin::Derived(if capacity < u64::from(shape.max_positions) {
+/// `max_model_len`: at most the model's positions and the tokens of the KV cache.
+fn read_model_len(t: &Table<'_>, shape: &ModelShape, kv: &KvCache) -> u32 {
+    let capacity = kv.capacity_tokens();
+    let fit = u32::try_from(capacity).map_or(shape.max_positions, |c| c.min(shape.max_positions));
+    let origin = Origin::Derived(if capacity < u64::from(shape.max_positions) {
         format!(
             "KV cache holds {capacity}, {} allows {}",
             shape.name, shape.max_positions
@@ -677,63 +772,51 @@ fn read_engine(
     let max_model_len: u32 = t
         .get("max_model_len")
         .within(1..=shape.max_positions)
-        .or_from(len_origin, len_fit);
+        .or_from(origin, fit);
     if u64::from(max_model_len) > capacity {
+        let (blocks, block_size) = (kv.blocks, kv.block_size);
         t.error(
             "max_model_len",
             format!(
                 "`max_model_len` is {max_model_len}, but the KV cache holds {capacity} {} \
-                 ({num_gpu_blocks} {} of {block_size})",
+                 ({blocks} {} of {block_size})",
                 several(capacity, "token"),
-                several(num_gpu_blocks.into(), "block"),
+                several(blocks.into(), "block"),
             ),
             format!("set `max_model_len = {capacity}` or less, or give the cache more memory"),
         );
     }
-    if block_size > max_model_len {
+    if kv.block_size > max_model_len {
         t.error(
             "block_size",
             format!(
-                "`block_size` is {block_size}, but `max_model_len` is {max_model_len}: \
-                 no prompt fills a block"
+                "`block_size` is {}, but `max_model_len` is {max_model_len}: \
+                 no prompt fills a block",
+                kv.block_size
             ),
             "set a smaller `block_size`; vLLM's default is 16",
         );
     }
+    max_model_len
+}
 
+/// Limits of one step of the scheduler.
+struct Budget {
+    enable_chunked_prefill: bool,
+    max_num_batched_tokens: u32,
+    long_prefill_token_threshold: u32,
+    max_num_active_seqs: Option<u32>,
+    max_num_scheduled_tokens: Option<u32>,
+}
+
+fn read_budget(t: &Table<'_>, kv: &KvCache, max_model_len: u32) -> Budget {
+    let default = EngineConfig::default();
+    let max_num_seqs = kv.max_num_seqs;
     let enable_chunked_prefill = t
         .get("enable_chunked_prefill")
         .or(default.enable_chunked_prefill);
-    let budget = t.get("max_num_batched_tokens").within(1..=1 << 24);
-    let max_num_batched_tokens = if enable_chunked_prefill {
-        budget.or(default.max_num_batched_tokens.max(max_num_seqs))
-    } else {
-        // Source: vLLM, `SchedulerConfig`: without chunking, a pass must hold a whole prompt.
-        let whole = max_model_len
-            .max(default.max_num_batched_tokens)
-            .max(max_num_seqs);
-        budget.or_from(Origin::Derived("fits the longest prompt".into()), whole)
-    };
-    if max_num_batched_tokens < max_num_seqs {
-        t.error(
-            "max_num_batched_tokens",
-            format!(
-                "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_num_seqs` is \
-                 {max_num_seqs}: not every running sequence gets a token"
-            ),
-            format!("set `max_num_batched_tokens = {max_num_seqs}` or more"),
-        );
-    }
-    if !enable_chunked_prefill && max_num_batched_tokens < max_model_len {
-        t.error(
-            "max_num_batched_tokens",
-            format!(
-                "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_model_len` is \
-                 {max_model_len} and chunked prefill is off: longer prompts can never run"
-            ),
-            format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
-        );
-    }
+    let max_num_batched_tokens =
+        read_batched_tokens(t, enable_chunked_prefill, max_num_seqs, max_model_len);
     let long_prefill_token_threshold: u32 = t
         .get("long_prefill_token_threshold")
         .or(default.long_prefill_token_threshold);
@@ -759,7 +842,7 @@ fn read_engine(
         .get("max_num_scheduled_tokens")
         .within(1..=1 << 24)
         .optional();
-    // As for `max_num_batched_tokens` above: without chunking, a pass must hold a whole prompt.
+    // As for `max_num_batched_tokens`: without chunking, a step must hold a whole prompt.
     if !enable_chunked_prefill && max_num_scheduled_tokens.is_some_and(|most| most < max_model_len)
     {
         t.error(
@@ -771,41 +854,53 @@ fn read_engine(
             format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
         );
     }
-    EngineConfig {
-        block_size,
-        num_gpu_blocks,
-        max_num_seqs,
-        max_num_batched_tokens,
-        max_model_len,
-        enable_prefix_caching: t
-            .get("enable_prefix_caching")
-            .or(default.enable_prefix_caching),
+    Budget {
         enable_chunked_prefill,
-        scheduling_policy: t
-            .choice("scheduling_policy", SCHEDULING)
-            .or(default.scheduling_policy),
-        async_scheduling: t.get("async_scheduling").or(default.async_scheduling),
+        max_num_batched_tokens,
         long_prefill_token_threshold,
-        long_prefill_token_threshold_adaptive: t
-            .get("long_prefill_token_threshold_adaptive")
-            .or(default.long_prefill_token_threshold_adaptive),
         max_num_active_seqs,
         max_num_scheduled_tokens,
-        scheduler_reserve_full_isl: t
-            .get("scheduler_reserve_full_isl")
-            .or(default.scheduler_reserve_full_isl),
-        tensor_parallel_size,
-        data_parallel_size,
-        enable_expert_parallel,
-        gpu_memory_utilization,
-        kv_cache_dtype,
-        startup_s: t
-            .get("startup_s")
-            .within(0.0..=86_400.0)
-            .or(default.startup_s),
-        output_len: t.table("output_len", read_output_len),
-        timing,
     }
+}
+
+fn read_batched_tokens(
+    t: &Table<'_>,
+    enable_chunked_prefill: bool,
+    max_num_seqs: u32,
+    max_model_len: u32,
+) -> u32 {
+    let default = EngineConfig::default();
+    let given = t.get("max_num_batched_tokens").within(1..=1 << 24);
+    let max_num_batched_tokens = if enable_chunked_prefill {
+        given.or(default.max_num_batched_tokens.max(max_num_seqs))
+    } else {
+        // Source: vLLM, `SchedulerConfig`: without chunking, a step must hold a whole prompt.
+        let whole = max_model_len
+            .max(default.max_num_batched_tokens)
+            .max(max_num_seqs);
+        given.or_from(Origin::Derived("fits the longest prompt".into()), whole)
+    };
+    if max_num_batched_tokens < max_num_seqs {
+        t.error(
+            "max_num_batched_tokens",
+            format!(
+                "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_num_seqs` is \
+                 {max_num_seqs}: not every running sequence gets a token"
+            ),
+            format!("set `max_num_batched_tokens = {max_num_seqs}` or more"),
+        );
+    }
+    if !enable_chunked_prefill && max_num_batched_tokens < max_model_len {
+        t.error(
+            "max_num_batched_tokens",
+            format!(
+                "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_model_len` is \
+                 {max_model_len} and chunked prefill is off: longer prompts can never run"
+            ),
+            format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
+        );
+    }
+    max_num_batched_tokens
 }
 
 /// Share of a GPU's memory that is left for the KV cache.

@@ -34,4 +34,4 @@ pub use action::{Action, Attempt};
 pub use dispatcher::{Dispatcher, QueueRoom, Rules};
 pub use env::{Env, Request, Via};
 /// The part of a request that a worker computes.
-pub use slipstream_config::cluster::PoolRole as Role;
+pub use slipstream_base::Role;

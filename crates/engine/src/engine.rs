@@ -11,7 +11,7 @@ use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::mix::mix64;
 use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
-    SimTime, Tail, TokenId,
+    Role, SimTime, Tail, TokenId,
 };
 use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 
@@ -347,14 +347,14 @@ impl Engine {
     /// # Errors
     /// [`Refusal`] if it can never run; the engine is unchanged then.
     pub fn add(&mut self, now: SimTime, request: EngineRequest) -> Result<(), Refusal> {
-        self.add_part(now, request, Part::Whole)
+        self.add_part(now, request, Role::Both)
     }
 
     fn add_part(
         &mut self,
         now: SimTime,
         request: EngineRequest,
-        part: Part,
+        role: Role,
     ) -> Result<(), Refusal> {
         self.check(&request)?;
         let prompt_len = request.prompt.len();
@@ -382,7 +382,7 @@ impl Engine {
             admitted: None,
             preemptions: 0,
             running: false,
-            part,
+            part: Part::Queued(role),
             generated_blocks: Vec::new(),
             table: Table::default(),
         };
@@ -753,7 +753,7 @@ impl Engine {
         let (rank, begun) = (sequence.rank(), sequence.has_begun());
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
-        if AHEAD && r.gets_token() && sequence.part != Part::Prompt {
+        if AHEAD && r.gets_token() && sequence.part != Part::Queued(Role::Prefill) {
             self.overtaken.push(r.slot);
         }
         self.release(table);
@@ -776,13 +776,13 @@ impl Engine {
                 break;
             }
             match self.sequences[slot].part {
-                Part::Answer => {
+                Part::Queued(Role::Decode) => {
                     if self.reserve(slot) {
                         continue;
                     }
                     break;
                 }
-                Part::Whole | Part::Prompt => {}
+                Part::Queued(Role::Both | Role::Prefill) => {}
                 Part::Loading { .. } | Part::Loaded => unreachable!("it is in no queue"),
             }
             let (computed, next_block) = self.find_hits(slot);
@@ -1105,7 +1105,7 @@ impl Engine {
                 preemptions: sequence.preemptions,
             },
         });
-        if sequence.part == Part::Prompt {
+        if sequence.part == Part::Queued(Role::Prefill) {
             let table = std::mem::take(&mut self.sequences[r.slot].table);
             self.handovers.held.insert(r.id, table);
         }

@@ -17,7 +17,7 @@ use slipstream_flows::TransferId;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::ring::SendError;
-use slipstream_planes::{Part, Registration, Reserved, StartRequest, StreamAddr, ToWorker};
+use slipstream_planes::{Registration, Reserved, StartRequest, StreamAddr, ToWorker};
 use slipstream_router::{RouteError, Score};
 use tokio::sync::Notify;
 
@@ -820,25 +820,18 @@ impl Shard {
                 state.times.note(Stage::Dispatched, start.dispatched_ns);
             }
             drop(state);
+            start.role = role;
             match role {
-                Role::Both => {
-                    start.part = Part::Both;
-                    job.answer_sent = true;
-                }
-                Role::Decode => {
-                    start.part = Part::Decode;
-                    job.answer_sent = true;
-                }
+                Role::Both | Role::Decode => job.answer_sent = true,
                 Role::Prefill => {
                     let feed = StreamSlot {
                         reply: job.reply.clone(),
                         sequence: job.index,
-                        leg: StreamRole::Prefill { id },
+                        role: StreamRole::Prefill { id },
                     };
                     let stream = self.table.register(feed).ok()?;
                     start.addr = stream.addr();
                     start.credit_bytes = NO_LIMIT;
-                    start.part = Part::Prefill;
                     job.prefill_stream = Some(stream);
                 }
             }

@@ -5,12 +5,12 @@ use std::rc::Rc;
 use bytes::Bytes;
 use hyper::Response;
 use slipstream_base::{
-    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Stage, StageTimes,
+    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Role, Stage, StageTimes,
     TokenId, mix,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
-use slipstream_planes::{Part, Registration, StartRequest, StreamAddr};
+use slipstream_planes::{Registration, StartRequest, StreamAddr};
 use slipstream_recorder::RecordedRequest;
 use slipstream_router::Score;
 
@@ -628,7 +628,7 @@ fn register(
         let feed = StreamSlot {
             reply: reply.clone(),
             sequence,
-            leg: StreamRole::Answer,
+            role: StreamRole::Answer,
         };
         registrations.push(shard.table.register(feed).map_err(|full| {
             shard.metrics.on_rejected(Rejection::StreamsMax);
@@ -673,7 +673,7 @@ async fn submit(
             credit_bytes,
             traced: true,
             more,
-            part: Part::Both,
+            role: Role::Both,
             attempt: 0,
         };
         let submission = Submission {

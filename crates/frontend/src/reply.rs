@@ -82,7 +82,7 @@ fn make_room(out: &mut BytesMut) {
 pub(crate) struct StreamSlot {
     pub(crate) reply: Rc<Reply>,
     pub(crate) sequence: u32,
-    pub(crate) leg: StreamRole,
+    pub(crate) role: StreamRole,
 }
 
 /// Which of a sequence's streams it is.

@@ -255,7 +255,7 @@ impl Shard {
         let mut cut = self.upstream().map_or(0, |upstream| upstream.stop());
         self.table.for_each(|_, feed| {
             let mut state = feed.reply.state.borrow_mut();
-            if feed.leg == StreamRole::Answer && !state.has_ended(feed.sequence) {
+            if feed.role == StreamRole::Answer && !state.has_ended(feed.sequence) {
                 cut += 1;
                 state.fail(&ApiError::stopping());
             }
@@ -333,7 +333,7 @@ impl Shard {
             let mut state = feed.reply.state.borrow_mut();
             let sequence = feed.sequence;
             let rank = state.target(sequence);
-            if feed.leg != StreamRole::Answer || self.is_foreign(Some(rank.worker), from) {
+            if feed.role != StreamRole::Answer || self.is_foreign(Some(rank.worker), from) {
                 return None;
             }
             let taken = state.on_tokens(sequence, &new, &self.service.text, &self.metrics);
@@ -356,13 +356,13 @@ impl Shard {
     /// Anything but tokens: a few entries per request. False if its stream is gone.
     fn on_event(&self, entry: &Entry<'_>, from: Option<&Peer>) -> bool {
         let stream = entry.stream();
-        let found = self
-            .table
-            .with(stream, |feed| (feed.reply.clone(), feed.sequence, feed.leg));
-        let Some((reply, index, leg)) = found else {
+        let found = self.table.with(stream, |feed| {
+            (feed.reply.clone(), feed.sequence, feed.role)
+        });
+        let Some((reply, index, role)) = found else {
             return false;
         };
-        let (id, worker) = match leg {
+        let (id, worker) = match role {
             StreamRole::Answer => {
                 let target = reply.state.borrow().target(index);
                 (stream.slot, Some(target.worker))
@@ -377,7 +377,7 @@ impl Shard {
         };
         let strange_clock = from.is_some_and(|peer| !peer.has_our_clock());
         let mut state = reply.state.borrow_mut();
-        match (*entry, leg) {
+        match (*entry, role) {
             (Entry::Prologue { prologue, .. }, _) => {
                 state.on_prologue(index, &prologue.unless(strange_clock));
             }
@@ -388,7 +388,7 @@ impl Shard {
             (Entry::End { end, .. }, _) => {
                 let unasked = end.reason == FinishReason::Abort && !state.has_ended(index);
                 let moves = || !state.has_begun(index) || self.dispatching.resumes(id);
-                if leg != StreamRole::Answer || unasked && moves() {
+                if role != StreamRole::Answer || unasked && moves() {
                     // The worker shuts down: another one begins, or continues.
                     drop(state);
                     self.on_given_up(id, worker);

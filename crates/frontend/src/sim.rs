@@ -207,7 +207,7 @@ impl SimShard {
         let mut beyond = None;
         self.shard.table.for_each(|stream, slot| {
             let state = slot.reply.state.borrow();
-            if slot.leg == StreamRole::Answer && state.exceeds_credit(slot.sequence) {
+            if slot.role == StreamRole::Answer && state.exceeds_credit(slot.sequence) {
                 beyond = Some((stream, state.target(slot.sequence).worker));
             }
         });

@@ -14,18 +14,18 @@ use slipstream_discovery::{BackendError, Folder, FolderOptions};
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub enum ProcessRole {
     /// It serves clients; workers connect to it.
     Frontend,
     /// It runs engines.
     Worker,
 }
 
-impl Role {
+impl ProcessRole {
     fn name(self) -> &'static str {
         match self {
-            Role::Frontend => "frontend",
-            Role::Worker => "worker",
+            ProcessRole::Frontend => "frontend",
+            ProcessRole::Worker => "worker",
         }
     }
 }
@@ -35,7 +35,7 @@ impl Role {
 #[serde(deny_unknown_fields)]
 pub struct Record {
     /// Its role.
-    pub role: Role,
+    pub role: ProcessRole,
     /// Drawn at its start: another run is another instance.
     pub instance: u64,
     /// Host and process, for people.
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn a_record_is_read_as_it_was_written_and_nothing_else_is() {
         let record = Record {
-            role: Role::Frontend,
+            role: ProcessRole::Frontend,
             instance: 0xa,
             name: "host:1".into(),
             fingerprint: 7,

@@ -1,6 +1,6 @@
 //! Messages: requests and controls to a worker, the outputs of passes back to a shard.
 
-use slipstream_base::{EngineRequest, FinishReason, RankId, TokenId, WorkerId};
+use slipstream_base::{EngineRequest, FinishReason, RankId, Role, TokenId, WorkerId};
 
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
@@ -25,7 +25,7 @@ pub enum ToWorker {
         /// The stream.
         addr: StreamAddr,
     },
-    /// The keys and values for a stream that is an answer ([`Part::Decode`]), and has reserved blocks,
+    /// The keys and values for a stream that is an answer ([`Role::Decode`]), and has reserved blocks,
     /// have arrived: it may run. Ignored if the stream is gone.
     Receive {
         /// The rank that runs it.
@@ -33,7 +33,7 @@ pub enum ToWorker {
         /// The stream.
         addr: StreamAddr,
     },
-    /// The keys and values of a prompt that was computed here ([`Part::Prefill`]) have been fetched:
+    /// The keys and values of a prompt that was computed here ([`Role::Prefill`]) have been fetched:
     /// its blocks are free, and the stream is over. Ignored if the stream is gone.
     Release {
         /// The rank that runs it.
@@ -92,22 +92,6 @@ impl ToWorker {
 /// Credit without a bound; see [`StartRequest::credit_bytes`].
 pub const NO_LIMIT: u32 = u32::MAX;
 
-/// The part of a request that a worker computes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Part {
-    /// All of it.
-    #[default]
-    Both,
-    /// It computes the prompt and keeps the blocks. Answered by [`Entry::Prologue`] and
-    /// [`Entry::Computed`] (or by [`Entry::Refused`]); ended by [`ToWorker::Release`] or
-    /// [`ToWorker::Kill`].
-    Prefill,
-    /// It generates the answer to a prompt that another worker computes. Answered by
-    /// [`Entry::Reserved`] once there are blocks for the prompt (or by [`Entry::Refused`]); runs after
-    /// [`ToWorker::Receive`].
-    Decode,
-}
-
 /// A request for an engine.
 #[derive(Clone, Debug)]
 pub struct StartRequest {
@@ -128,7 +112,14 @@ pub struct StartRequest {
     /// that answer, until the input ends. The stream's credit is [`NO_LIMIT`] then.
     pub more: bool,
     /// The part that this worker computes; all of it if [`more`](Self::more).
-    pub part: Part,
+    ///
+    /// - [`Role::Prefill`]: it computes the prompt and keeps the blocks. Answered by [`Entry::Prologue`] and
+    ///   [`Entry::Computed`] (or by [`Entry::Refused`]); ended by [`ToWorker::Release`] or
+    ///   [`ToWorker::Kill`].
+    /// - [`Role::Decode`]: it generates the answer to a prompt that another worker computes. Answered by
+    ///   [`Entry::Reserved`] once there are blocks for the prompt (or by [`Entry::Refused`]); runs after
+    ///   [`ToWorker::Receive`].
+    pub role: Role,
     /// Number of the attempt. A request may return to a worker after an attempt that another one failed; answers to
     /// the earlier attempt are recognized by it.
     pub attempt: u8,
@@ -173,7 +164,7 @@ pub struct FirstPass {
 /// Blocks were reserved for a prompt that another worker computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reserved {
-    /// As in [`StartRequest`].
+    /// As in [`StartRequest::attempt`].
     pub attempt: u8,
     /// Leading tokens of the prompt that are cached there and need not be transferred.
     pub cached_tokens: u32,

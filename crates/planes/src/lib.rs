@@ -36,7 +36,7 @@ pub mod wire;
 
 pub use events::EventSink;
 pub use frame::{
-    End, Entry, FirstPass, Input, Part, PassFrame, Prologue, RefusalReason, Reserved, StartRequest,
+    End, Entry, FirstPass, Input, PassFrame, Prologue, RefusalReason, Reserved, StartRequest,
     ToWorker, Usage,
 };
 pub use ring::{Flushed, Plane, PlaneLimits, Polled, SendError, ShardPort, ThreadPort};

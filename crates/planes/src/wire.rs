@@ -13,11 +13,11 @@
 //! All input is checked here once: lengths before any allocation, codes, shapes.
 
 use slipstream_base::{
-    BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, Tail,
-    WorkerId,
+    BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, Role,
+    Tail, WorkerId,
 };
 
-use crate::frame::{FrameError, Input, NO_LIMIT, Part, PassFrame, StartRequest, ToWorker};
+use crate::frame::{FrameError, Input, NO_LIMIT, PassFrame, StartRequest, ToWorker};
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
 /// Version of the protocol.
@@ -700,10 +700,10 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         if tokens.is_some() {
             flags |= start_flag::BLOCK_TOKENS;
         }
-        flags |= match start.part {
-            Part::Both => 0,
-            Part::Prefill => start_flag::PROMPT,
-            Part::Decode => start_flag::ANSWER,
+        flags |= match start.role {
+            Role::Both => 0,
+            Role::Prefill => start_flag::PROMPT,
+            Role::Decode => start_flag::ANSWER,
         };
         out.push(flags);
         out.push(start.attempt);
@@ -799,10 +799,10 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
         return Err(fields.bad("flags", flags.into()));
     }
     let attempt = fields.u8()?;
-    let part = match flags & (start_flag::PROMPT | start_flag::ANSWER) {
-        start_flag::PROMPT => Part::Prefill,
-        start_flag::ANSWER => Part::Decode,
-        _ => Part::Both,
+    let role = match flags & (start_flag::PROMPT | start_flag::ANSWER) {
+        start_flag::PROMPT => Role::Prefill,
+        start_flag::ANSWER => Role::Decode,
+        _ => Role::Both,
     };
     let dispatched_ns = fields.u64()?;
     let credit_bytes = fields.u32()?;
@@ -878,7 +878,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
         credit_bytes,
         traced: flags & start_flag::TRACED != 0,
         more,
-        part,
+        role,
         attempt,
     })
 }
@@ -1088,8 +1088,6 @@ mod tests {
         dp_rank: 1,
     };
 
-    const ANSWER: Part = Part::Decode;
-
     fn addr(shard: u8) -> StreamAddr {
         StreamAddr {
             shard,
@@ -1178,7 +1176,7 @@ mod tests {
             credit_bytes: 262_144,
             traced: !opaque,
             more: false,
-            part: Part::Both,
+            role: Role::Both,
             attempt: 0,
         }
     }
@@ -1201,10 +1199,10 @@ mod tests {
         }
     }
 
-    fn start_part(part: Part) -> StartRequest {
+    fn start_as(role: Role) -> StartRequest {
         StartRequest {
-            part,
-            attempt: u8::from(part == ANSWER),
+            role,
+            attempt: u8::from(role == Role::Decode),
             ..start(false)
         }
     }
@@ -1315,11 +1313,11 @@ mod tests {
             ),
             (
                 "start-prompt",
-                to_worker(&ToWorker::Start(Box::new(start_part(Part::Prefill)))),
+                to_worker(&ToWorker::Start(Box::new(start_as(Role::Prefill)))),
             ),
             (
                 "start-answer",
-                to_worker(&ToWorker::Start(Box::new(start_part(ANSWER)))),
+                to_worker(&ToWorker::Start(Box::new(start_as(Role::Decode)))),
             ),
             ("receive", to_worker(&ToWorker::Receive { rank, addr })),
             ("release", to_worker(&ToWorker::Release { rank, addr })),
@@ -1400,8 +1398,8 @@ mod tests {
             ("start-opaque", start(true)),
             ("start-tokens", start_with_tokens()),
             ("start-more", start_with_more()),
-            ("start-prompt", start_part(Part::Prefill)),
-            ("start-answer", start_part(ANSWER)),
+            ("start-prompt", start_as(Role::Prefill)),
+            ("start-answer", start_as(Role::Decode)),
         ] {
             let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();
             let ToWorker::Start(read) = read else {
@@ -1413,7 +1411,8 @@ mod tests {
             request.id = sent.request.id;
             assert_eq!(request, sent.request);
             assert_eq!((read.rank, read.traced), (sent.rank, sent.traced));
-            assert_eq!((read.more, read.part), (sent.more, sent.part));
+            let of = |start: &StartRequest| (start.more, start.role, start.attempt);
+            assert_eq!(of(&read), of(&sent));
             assert_eq!(read.dispatched_ns, sent.dispatched_ns);
             assert_eq!(read.credit_bytes, sent.credit_bytes);
         }

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, SimTime, Tail, WorkerId};
-use slipstream_config::cluster::{Cluster, PoolRole, RouterConfig};
+use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, Role, SimTime, Tail, WorkerId};
+use slipstream_config::cluster::{Cluster, RouterConfig};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 
 use crate::active::ActiveBlocks;
@@ -191,14 +191,14 @@ impl Fleet {
     /// # Errors
     /// [`FleetError`] if there are none, or the pools' block sizes differ.
     pub fn from_cluster(cluster: &Cluster) -> Result<Fleet, FleetError> {
-        Fleet::of_roles(cluster, &[PoolRole::Both, PoolRole::Prefill])
+        Fleet::of_roles(cluster, &[Role::Both, Role::Prefill])
     }
 
     /// The ranks of `cluster` in pools with one of `roles`, as workers are numbered over all pools.
     ///
     /// # Errors
     /// As [`from_cluster`](Self::from_cluster).
-    pub fn of_roles(cluster: &Cluster, roles: &[PoolRole]) -> Result<Fleet, FleetError> {
+    pub fn of_roles(cluster: &Cluster, roles: &[Role]) -> Result<Fleet, FleetError> {
         let cached = Fleet::index(&cluster.router);
         Fleet::of_roles_with(cluster, roles, cached)
     }
@@ -208,13 +208,13 @@ impl Fleet {
     ///
     /// # Errors
     /// As [`of_roles`](Self::of_roles).
-    pub fn of_roles_unindexed(cluster: &Cluster, roles: &[PoolRole]) -> Result<Fleet, FleetError> {
+    pub fn of_roles_unindexed(cluster: &Cluster, roles: &[Role]) -> Result<Fleet, FleetError> {
         Fleet::of_roles_with(cluster, roles, |_| Cached::Elsewhere)
     }
 
     fn of_roles_with(
         cluster: &Cluster,
-        roles: &[PoolRole],
+        roles: &[Role],
         cached: impl FnOnce(&[TargetConfig]) -> Cached,
     ) -> Result<Fleet, FleetError> {
         let mut targets = Vec::new();
@@ -687,7 +687,7 @@ pub(crate) mod tests {
         fleet
     }
 
-    fn pool(name: &str, role: PoolRole, workers: u32, ranks: u32, block_size: u32) -> PoolConfig {
+    fn pool(name: &str, role: Role, workers: u32, ranks: u32, block_size: u32) -> PoolConfig {
         PoolConfig {
             name: name.into(),
             role,
@@ -712,9 +712,9 @@ pub(crate) mod tests {
     fn targets_are_the_ranks_that_take_prompts() {
         let cluster = Cluster {
             pools: vec![
-                pool("a", PoolRole::Both, 2, 2, 16),
-                pool("d", PoolRole::Decode, 3, 1, 16),
-                pool("p", PoolRole::Prefill, 1, 1, 16),
+                pool("a", Role::Both, 2, 2, 16),
+                pool("d", Role::Decode, 3, 1, 16),
+                pool("p", Role::Prefill, 1, 1, 16),
             ],
             ..Cluster::default()
         };
@@ -741,8 +741,8 @@ pub(crate) mod tests {
         assert_eq!(Fleet::from_cluster(&none).err(), Some(FleetError::Empty));
         let two_sizes = Cluster {
             pools: vec![
-                pool("a", PoolRole::Both, 1, 1, 16),
-                pool("b", PoolRole::Both, 1, 1, 32),
+                pool("a", Role::Both, 1, 1, 16),
+                pool("b", Role::Both, 1, 1, 32),
             ],
             ..Cluster::default()
         };

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use slipstream_base::{KvDelta, RankId, WorkerId};
-use slipstream_config::cluster::{Cluster, PoolRole};
+use slipstream_base::{KvDelta, RankId, Role, WorkerId};
+use slipstream_config::cluster::Cluster;
 use slipstream_kvindex::Applied;
 
 use crate::fleet::{Fleet, FleetError};
@@ -35,11 +35,11 @@ impl Fleets {
         with: impl Fn(Fleet) -> Fleet,
     ) -> Result<Fleets, FleetError> {
         let of =
-            |roles: &[PoolRole]| Fleet::of_roles(cluster, roles).map(|fleet| Arc::new(with(fleet)));
+            |roles: &[Role]| Fleet::of_roles(cluster, roles).map(|fleet| Arc::new(with(fleet)));
         Ok(Fleets {
-            serve: of(&[PoolRole::Both, PoolRole::Decode])?,
+            serve: of(&[Role::Both, Role::Decode])?,
             prefill: if cluster.hands_over() {
-                Some(of(&[PoolRole::Prefill])?)
+                Some(of(&[Role::Prefill])?)
             } else {
                 None
             },

@@ -29,7 +29,7 @@ impl Outcome {
         let serve = cluster
             .pools
             .iter()
-            .filter(|pool| pool.role != slipstream_config::cluster::PoolRole::Prefill);
+            .filter(|pool| pool.role != slipstream_base::Role::Prefill);
         let ranks: u64 = serve
             .map(|pool| u64::from(pool.workers) * u64::from(pool.engine.data_parallel_size))
             .sum();

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, SimTime, WorkerId};
-use slipstream_config::cluster::{Cluster, Happening, PoolConfig, PoolRole};
+use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
+use slipstream_config::cluster::{Cluster, Happening, PoolConfig};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
@@ -143,7 +143,7 @@ struct Late {
 }
 
 impl Side {
-    fn new(cluster: &Cluster, roles: &[PoolRole], options: &Options) -> Result<Side, TwinError> {
+    fn new(cluster: &Cluster, roles: &[Role], options: &Options) -> Result<Side, TwinError> {
         let config = &cluster.router;
         let reads_cache = Fleet::would_read_cache(config);
         let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0;
@@ -287,10 +287,10 @@ impl Parts {
         tells_later: bool,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Parts, TwinError> {
-        let mut serve = Side::new(cluster, &[PoolRole::Both, PoolRole::Decode], options)?;
-        let apart = cluster.pools.iter().any(|p| p.role == PoolRole::Prefill);
+        let mut serve = Side::new(cluster, &[Role::Both, Role::Decode], options)?;
+        let apart = cluster.pools.iter().any(|p| p.role == Role::Prefill);
         let mut prefill = if apart {
-            Some(Side::new(cluster, &[PoolRole::Prefill], options)?)
+            Some(Side::new(cluster, &[Role::Prefill], options)?)
         } else {
             None
         };
@@ -317,7 +317,7 @@ impl Parts {
                 };
                 let (mut engine, pace) = engine(cluster, pool, rank, options, timing)?;
                 let side = match (pool.role, &mut prefill) {
-                    (PoolRole::Prefill, Some(side)) => side,
+                    (Role::Prefill, Some(side)) => side,
                     _ => &mut serve,
                 };
                 engine.list_kv(side.lists());

@@ -28,8 +28,8 @@ use std::sync::{Arc, Mutex, Once};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use slipstream_base::{BlockHash, RankId, WorkerId};
-use slipstream_config::cluster::{Cluster, OutputLen, PoolRole, RouterPolicy, TimingConfig, file};
+use slipstream_base::{BlockHash, RankId, Role, WorkerId};
+use slipstream_config::cluster::{Cluster, OutputLen, RouterPolicy, TimingConfig, file};
 use slipstream_config::doc::Doc;
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
@@ -37,7 +37,7 @@ use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, KvNetwork, Limits, Origins, RemoteLimits, Roster, Service};
 use slipstream_planes::clock::sim as clock;
-use slipstream_planes::discovery::{Event, Record, Role, SeatKey};
+use slipstream_planes::discovery::{Event, ProcessRole, Record, SeatKey};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::PlaneLimits;
 use slipstream_router::{Fleets, Router};
@@ -358,7 +358,7 @@ fn cluster_of(shape: &Shape, shared: &Shared) -> Cluster {
     let prefill = shape.prefill_workers() as u32;
     for pool in &mut cluster.pools {
         pool.workers = match pool.role {
-            PoolRole::Prefill => prefill,
+            Role::Prefill => prefill,
             _ => workers - prefill,
         };
         let engine = &mut pool.engine;
@@ -809,7 +809,7 @@ impl<'a> World<'a> {
             shards.push(shard);
         }
         let record = Record {
-            role: Role::Frontend,
+            role: ProcessRole::Frontend,
             instance,
             name,
             fingerprint: FINGERPRINT,

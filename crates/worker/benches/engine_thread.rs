@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use slipstream_base::{
-    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, WorkerId,
+    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Role, WorkerId,
 };
 use slipstream_config::cluster::{EngineConfig, OutputLen};
 use slipstream_engine::timing::Constant;
@@ -17,7 +17,7 @@ use slipstream_engine::{Engine, OutputModel};
 use slipstream_planes::events::NoEvents;
 use slipstream_planes::ring::Polled;
 use slipstream_planes::{
-    Entry, EventSink, Part, Plane, PlaneLimits, Registration, ShardPort, StartRequest, StreamTable,
+    Entry, EventSink, Plane, PlaneLimits, Registration, ShardPort, StartRequest, StreamTable,
     ToWorker,
 };
 use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec};
@@ -110,7 +110,7 @@ impl Rig {
             credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: false,
             more: false,
-            part: Part::Both,
+            role: Role::Both,
             attempt: 0,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();

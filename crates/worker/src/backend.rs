@@ -1,9 +1,9 @@
 //! The interface that an engine thread drives.
 
 use slipstream_base::kv_event::StoredBlocks;
-use slipstream_base::{EngineRequest, ForwardPassMetrics, KvDelta, RequestId, SimTime};
+use slipstream_base::{EngineRequest, ForwardPassMetrics, KvDelta, RequestId, Role, SimTime};
 use slipstream_engine::{PassOutput, Reserved, Stats};
-use slipstream_planes::{Part, RefusalReason};
+use slipstream_planes::RefusalReason;
 
 /// The engine of one rank, driven by an engine thread. It computes in steps, and a step returns any
 /// number of tokens per sequence.
@@ -18,23 +18,23 @@ use slipstream_planes::{Part, RefusalReason};
 ///
 /// A new implementation is a file and one line where workers are created (`WorkerSpec::ranks`).
 pub trait Backend: Send {
-    /// Adds a request to the waiting queue; `part` is the part of it to compute here. `now` may be within
+    /// Adds a request to the waiting queue; `role` is the part of it to compute here. `now` may be within
     /// the current step.
     ///
     /// # Errors
     /// [`Refused`]. The state is unchanged then.
-    fn start(&mut self, now: SimTime, request: EngineRequest, part: Part) -> Result<(), Refused>;
+    fn start(&mut self, now: SimTime, request: EngineRequest, role: Role) -> Result<(), Refused>;
 
     /// Drops a request, also in the middle of a step, and frees its blocks at once, including those
     /// held for another worker. Returns its number of preemptions; `None` if the request is unknown.
     /// No later output names it.
     fn kill(&mut self, id: RequestId) -> Option<u32>;
 
-    /// The prompt of a [`Part::Decode`] has arrived in the blocks reserved for it. False if no such
+    /// The prompt of a [`Role::Decode`] has arrived in the blocks reserved for it. False if no such
     /// request waits for it.
     fn receive(&mut self, id: RequestId) -> bool;
 
-    /// Frees the blocks of a computed [`Part::Prefill`]. False if none are held for it.
+    /// Frees the blocks of a computed [`Role::Prefill`]. False if none are held for it.
     fn release(&mut self, id: RequestId) -> bool;
 
     /// Begins a step at `now`, and returns its end; `None` if there is nothing to do until a

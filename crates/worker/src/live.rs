@@ -1,6 +1,7 @@
 //! The open streams of an engine thread.
 
-use slipstream_planes::{Part, StreamAddr, Usage};
+use slipstream_base::Role;
+use slipstream_planes::{StreamAddr, Usage};
 
 /// State of one stream in the thread that computes it.
 #[derive(Clone, Copy, Debug)]
@@ -19,8 +20,8 @@ pub(crate) struct LiveStream {
     /// Whether its input is open (see [`crate::inputs`]).
     pub(crate) talks: bool,
     /// The part of it that is computed here.
-    pub(crate) part: Part,
-    /// Number of the attempt at the request.
+    pub(crate) role: Role,
+    /// As in [`StartRequest::attempt`](slipstream_planes::StartRequest::attempt).
     pub(crate) attempt: u8,
 }
 
@@ -34,7 +35,7 @@ pub(crate) struct NewStream {
     pub(crate) credit_tokens: u32,
     pub(crate) recv_ns: u64,
     pub(crate) talks: bool,
-    pub(crate) part: Part,
+    pub(crate) role: Role,
     pub(crate) attempt: u8,
 }
 
@@ -96,7 +97,7 @@ impl LiveTable {
                 credit_tokens: 0,
                 recv_ns: 0,
                 talks: false,
-                part: Part::Both,
+                role: Role::Both,
                 attempt: 0,
             };
             slots.resize(slot + 1, vacant);
@@ -111,7 +112,7 @@ impl LiveTable {
             credit_tokens: new.credit_tokens,
             recv_ns: new.recv_ns,
             talks: new.talks,
-            part: new.part,
+            role: new.role,
             attempt: new.attempt,
         };
         self.len += 1;

@@ -1,18 +1,18 @@
 //! The modelled engine as a [`Backend`].
 
 use slipstream_base::kv_event::StoredBlocks;
-use slipstream_base::{EngineRequest, ForwardPassMetrics, KvDelta, RequestId, SimTime};
+use slipstream_base::{EngineRequest, ForwardPassMetrics, KvDelta, RequestId, Role, SimTime};
 use slipstream_engine::{Engine, PassOutput, Refusal, Reserved, Stats};
-use slipstream_planes::{Part, RefusalReason};
+use slipstream_planes::RefusalReason;
 
 use crate::backend::{Backend, Dead, Refused};
 
 impl Backend for Engine {
-    fn start(&mut self, now: SimTime, request: EngineRequest, part: Part) -> Result<(), Refused> {
-        let added = match part {
-            Part::Both => self.add(now, request),
-            Part::Prefill => self.add_prompt(now, request),
-            Part::Decode => self.add_answer(now, request),
+    fn start(&mut self, now: SimTime, request: EngineRequest, role: Role) -> Result<(), Refused> {
+        let added = match role {
+            Role::Both => self.add(now, request),
+            Role::Prefill => self.add_prompt(now, request),
+            Role::Decode => self.add_answer(now, request),
         };
         added.map_err(|refusal| Refused {
             reason: match refusal {

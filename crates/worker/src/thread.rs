@@ -7,14 +7,14 @@ use std::sync::atomic::Ordering;
 
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{
-    EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId,
-    WorkerId,
+    EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, Role, SimTime,
+    TokenId, WorkerId,
 };
 use slipstream_engine::{Finished, FirstToken, PassOutput, Reserved as Room};
 use slipstream_planes::clock::{is_simulated, monotonic_ns};
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{
-    End, EventSink, FirstPass, Flushed, Input, Part, PassFrame, Prologue, RefusalReason, Reserved,
+    End, EventSink, FirstPass, Flushed, Input, PassFrame, Prologue, RefusalReason, Reserved,
     StartRequest, StreamAddr, ThreadPort, ToWorker, Usage,
 };
 
@@ -313,7 +313,7 @@ impl EngineThread {
             },
             recv_ns: if start.traced { now } else { 0 },
             talks: start.more,
-            part: start.part,
+            role: start.role,
             attempt: start.attempt,
         };
         let talks = start.more.then(|| start.request.clone());
@@ -335,7 +335,7 @@ impl EngineThread {
         let mut request = start.request;
         request.id = start.addr.into();
         let model = self.ranks[at].model_now(now);
-        self.enqueue(at, request, start.part, model, now)
+        self.enqueue(at, request, start.role, model, now)
     }
 
     /// Puts a request into a rank's waiting queue at `model`, which is `now` by its modelled time.
@@ -343,7 +343,7 @@ impl EngineThread {
         &mut self,
         at: usize,
         request: EngineRequest,
-        part: Part,
+        role: Role,
         model: SimTime,
         now: u64,
     ) -> Result<(), Refused> {
@@ -368,7 +368,7 @@ impl EngineThread {
                 message: format!("{waiting} requests wait at {id}, which is the limit of {limit}"),
             });
         }
-        rank.backend.start(model, request, part)?;
+        rank.backend.start(model, request, role)?;
         rank.stats.note_engine(&rank.backend.stats());
         self.wake(at, now);
         Ok(())
@@ -454,7 +454,7 @@ impl EngineThread {
         if let Some(request) = talk.next_turn(addr) {
             let now = monotonic_ns();
             let model = at.unwrap_or_else(|| self.ranks[rank].model_now(now));
-            if let Err(refused) = self.enqueue(rank, request, Part::Both, model, now) {
+            if let Err(refused) = self.enqueue(rank, request, Role::Both, model, now) {
                 self.inputs.remove(addr);
                 self.live.remove(addr);
                 self.ranks[rank].stats.refused.add(1);
@@ -694,8 +694,8 @@ impl EngineThread {
                 continue;
             };
             debug_assert_eq!(
-                live.part,
-                Part::Decode,
+                live.role,
+                Role::Decode,
                 "only answers wait for their prompts"
             );
             let recv = (live.recv_ns != 0).then_some(live.recv_ns);
@@ -1122,7 +1122,7 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             debug_assert!(false, "an engine computed {addr}, which is not live");
             continue;
         };
-        if stream.part == Part::Prefill {
+        if stream.role == Role::Prefill {
             // It ends with its first token, which is computed again where the answer is generated.
             debug_assert!(
                 began.is_some() && done.is_some(),
@@ -1212,7 +1212,7 @@ fn begin_answer(
     frame: &mut PassFrame,
 ) {
     stream.cached_tokens = began.cached_tokens;
-    if stream.part == Part::Both {
+    if stream.role == Role::Both {
         let tokens = u64::from(stream.prompt_tokens);
         rank.stats.prompt_tokens.add(tokens);
     }

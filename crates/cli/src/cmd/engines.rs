@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
+use slipstream_base::Role;
 use slipstream_base::text::counted;
-use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig, PoolRole};
+use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
@@ -193,7 +194,7 @@ fn with_slots(mut cluster: Cluster, slots: u32) -> Cluster {
         return cluster;
     }
     for (name, is_prefill) in [("later", false), ("later-prefill", true)] {
-        let of_role = |pool: &&PoolConfig| (pool.role == PoolRole::Prefill) == is_prefill;
+        let of_role = |pool: &&PoolConfig| (pool.role == Role::Prefill) == is_prefill;
         let pools = cluster.pools.iter().filter(of_role);
         if let Some(largest) = pools.max_by_key(|pool| pool.engine.num_gpu_blocks) {
             let free = PoolConfig {

@@ -9,7 +9,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };
-use slipstream_planes::discovery::{self, Event, Record, Role, SeatKey, Session};
+use slipstream_planes::discovery::{self, Event, ProcessRole, Record, SeatKey, Session};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
 
@@ -88,7 +88,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     );
     let key = SeatKey::draw().context("drawing a key for workers")?;
     let record = Record {
-        role: Role::Frontend,
+        role: ProcessRole::Frontend,
         instance: instance(),
         name: process_name(),
         fingerprint: fingerprint(cluster),

@@ -21,7 +21,7 @@ use slipstream_frontend::{
     ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
 };
 use slipstream_planes::{
-    End, FirstPass, Flushed, Part, PassFrame, Plane, PlaneLimits, Prologue, Reserved, StreamAddr,
+    End, FirstPass, Flushed, PassFrame, Plane, PlaneLimits, Prologue, Reserved, StreamAddr,
     ThreadPort, ToWorker, Usage,
 };
 use slipstream_router::{Fleets, Router};
@@ -337,7 +337,7 @@ fn sort_by_request(lines: &mut [String]) {
 struct Placed {
     worker: WorkerId,
     addr: StreamAddr,
-    part: Part,
+    role: Role,
     attempt: u8,
 }
 
@@ -513,18 +513,13 @@ impl Live {
         assert_eq!(message.rank(), rank);
         match (action, message) {
             (Action::Start { role, .. }, ToWorker::Start(start)) => {
-                let part = match start.part {
-                    Part::Both => Role::Both,
-                    Part::Prefill => Role::Prefill,
-                    Part::Decode => Role::Decode,
-                };
-                assert_eq!(part, *role, "request {request}");
+                assert_eq!(start.role, *role, "request {request}");
                 let answered = self.answered.get(&request).copied().unwrap_or_default();
                 assert_eq!(start.request.params.answered, answered);
                 let placed = Placed {
                     worker: rank.worker,
                     addr: start.addr,
-                    part: start.part,
+                    role: start.role,
                     attempt: start.attempt,
                 };
                 self.placed
@@ -554,8 +549,8 @@ fn push(frame: &mut PassFrame, placed: Placed, input: Input) {
         }
         Input::Reserved { cached_tokens } => {
             assert_eq!(
-                placed.part,
-                Part::Decode,
+                placed.role,
+                Role::Decode,
                 "only an answer's worker makes room"
             );
             let reserved = Reserved {

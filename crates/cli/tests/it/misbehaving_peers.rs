@@ -6,12 +6,14 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use slipstream_base::{BlockHash, FinishReason, KvDelta, KvOp, RankId, SimTime, WorkerId, mix};
+use slipstream_base::{
+    BlockHash, FinishReason, KvDelta, KvOp, RankId, Role, SimTime, WorkerId, mix,
+};
 use slipstream_discovery::{Backend, Change, Record as _};
-use slipstream_planes::discovery::{self, Record, Role};
+use slipstream_planes::discovery::{self, ProcessRole, Record};
 use slipstream_planes::frame::{NO_LIMIT, StartRequest};
 use slipstream_planes::wire::{self, Announced, Hello, Kind, RankLoad, Welcome};
-use slipstream_planes::{End, FirstPass, Part, PassFrame, Prologue, StreamId, ToWorker, Usage};
+use slipstream_planes::{End, FirstPass, PassFrame, Prologue, StreamId, ToWorker, Usage};
 
 use crate::planes::{Worker, await_ready, begin, completion, frontend_command, rest};
 use crate::server::{FAST, FROZEN, Server};
@@ -40,7 +42,7 @@ const W1: RankId = RankId {
 };
 
 /// The record of the only process of `role` in `dir`, when it exists.
-fn record(dir: &Path, role: Role) -> Record {
+fn record(dir: &Path, role: ProcessRole) -> Record {
     let began = Instant::now();
     loop {
         let mut changes = Vec::new();
@@ -237,7 +239,7 @@ fn read_events(text: &str) -> (String, bool) {
 fn a_worker_cut_at_any_byte_of_its_session_ends_its_stream_once_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let server = quiet_frontend(dir.path(), &[FAST]);
-    let frontend = record(dir.path(), Role::Frontend);
+    let frontend = record(dir.path(), ProcessRole::Frontend);
     let hello = hello(&frontend, &[0]);
     let answer = |stream| {
         [
@@ -303,7 +305,7 @@ fn what_a_worker_says_of_streams_and_ranks_that_are_not_its_own_is_not_believed(
     let dir = tempfile::tempdir().unwrap();
     let direct: &[&str] = &["--set=router.policy=direct"];
     let server = quiet_frontend(dir.path(), &[FAST, direct]);
-    let frontend = record(dir.path(), Role::Frontend);
+    let frontend = record(dir.path(), ProcessRole::Frontend);
     let mut honest = Peer::worker(&frontend, &[0]);
     let mut liar = Peer::worker(&frontend, &[1]);
     await_ready(&server, 2);
@@ -362,7 +364,7 @@ fn noise_after_a_greeting_ends_that_connection_alone() {
     let server = quiet_frontend(dir.path(), &[FAST, IMPATIENT]);
     let worker = Worker::start(dir.path(), &[FAST, &["--pool=main", "--index=0"]]);
     await_ready(&server, 1);
-    let frontend = record(dir.path(), Role::Frontend);
+    let frontend = record(dir.path(), ProcessRole::Frontend);
     let stream = StreamId {
         slot: 3,
         generation: 4,
@@ -397,7 +399,7 @@ fn noise_after_a_greeting_ends_that_connection_alone() {
 fn half_open_connections_keep_a_worker_out_for_a_moment_and_no_longer() {
     let dir = tempfile::tempdir().unwrap();
     let server = quiet_frontend(dir.path(), &[FAST, IMPATIENT]);
-    let frontend = record(dir.path(), Role::Frontend);
+    let frontend = record(dir.path(), ProcessRole::Frontend);
     // More connections than are accepted at one time; half of them begin a hello.
     let mut half_open = Vec::new();
     for n in 0..300 {
@@ -424,7 +426,7 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
         "--set=engine.num_gpu_blocks=10000",
     ];
     let server = quiet_frontend(dir.path(), &[long, IMPATIENT]);
-    let frontend = record(dir.path(), Role::Frontend);
+    let frontend = record(dir.path(), ProcessRole::Frontend);
     let peer = Peer::worker(&frontend, &[0]);
     await_ready(&server, 1);
     // It sends pings, and reads nothing.
@@ -532,7 +534,7 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
         credit_bytes: NO_LIMIT,
         traced: false,
         more: false,
-        part: Part::Both,
+        role: Role::Both,
         attempt: 0,
     };
     let mut bytes = Vec::new();
@@ -571,7 +573,7 @@ fn free_address() -> String {
 fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served() {
     let dir = tempfile::tempdir().unwrap();
     let server = quiet_frontend(dir.path(), &[FAST, IMPATIENT]);
-    let stage = Stage::new(dir.path(), &record(dir.path(), Role::Frontend));
+    let stage = Stage::new(dir.path(), &record(dir.path(), ProcessRole::Frontend));
     let page = free_address();
     let metrics: &[&str] = &["--metrics", &page];
     let worker = Worker::start(dir.path(), &[FAST, IMPATIENT, metrics]);

@@ -22,11 +22,12 @@ use super::upstream::{read_engines, read_upstream};
 use super::{
     Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, FaultsConfig,
     Framework, HandOver, Happening, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig,
-    NetworkConfig, NetworkMode, OutputLen, PoolConfig, PoolRole, RouterConfig, RouterPolicy,
+    NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy,
     SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
+use slipstream_base::Role;
 use slipstream_base::text::{counted, several};
 
 /// Prefix of the environment variables that [`Doc::env`] reads for a cluster:
@@ -44,10 +45,10 @@ pub const POLICIES: &[(&str, RouterPolicy)] = &[
     ("direct", RouterPolicy::Direct),
 ];
 
-const ROLES: &[(&str, PoolRole)] = &[
-    ("both", PoolRole::Both),
-    ("prefill", PoolRole::Prefill),
-    ("decode", PoolRole::Decode),
+const ROLES: &[(&str, Role)] = &[
+    ("both", Role::Both),
+    ("prefill", Role::Prefill),
+    ("decode", Role::Decode),
 ];
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
     ("fcfs", SchedulingPolicy::Fcfs),
@@ -193,13 +194,13 @@ pub fn read(
 fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
     let has = |role| pools.iter().any(|pool| pool.role == role);
     let error = |message: &str, hint| root.error("pool", message, hint);
-    if has(PoolRole::Prefill) && !has(PoolRole::Decode) && !has(PoolRole::Both) {
+    if has(Role::Prefill) && !has(Role::Decode) && !has(Role::Both) {
         error(
             "every pool's `role` is \"prefill\", so no pool generates answers",
             "add a pool with `role = \"decode\"`",
         );
     }
-    if has(PoolRole::Decode) && !has(PoolRole::Prefill) {
+    if has(Role::Decode) && !has(Role::Prefill) {
         error(
             "a pool's `role` is \"decode\", but no pool's is \"prefill\" to compute its prompts",
             "add a pool with `role = \"prefill\"`, or use \"both\"",
@@ -436,10 +437,10 @@ fn read_pool(
         );
     }
     let engines = read_engines(t);
-    let role = t.choice("role", ROLES).or(PoolRole::Both);
+    let role = t.choice("role", ROLES).or(Role::Both);
     let kind = engines.as_ref().map(|engines| engines.kind);
     if let Some(kind @ (EngineKind::Sglang | EngineKind::LlamaCpp)) = kind
-        && role != PoolRole::Both
+        && role != Role::Both
     {
         t.error(
             "role",
@@ -2214,7 +2215,7 @@ mod tests {
 
         let cluster = read_example("cluster-prefill-decode.toml");
         let roles: Vec<_> = cluster.pools.iter().map(|p| (p.role, p.workers)).collect();
-        assert_eq!(roles, [(PoolRole::Prefill, 4), (PoolRole::Decode, 4)]);
+        assert_eq!(roles, [(Role::Prefill, 4), (Role::Decode, 4)]);
         assert_eq!(cluster.network.mode, NetworkMode::Flows);
         let cluster = read_example("cluster-faults.toml");
         assert_eq!(cluster.events.len(), 3);

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
-use slipstream_base::ids::WorkerId;
+use slipstream_base::{Role, WorkerId};
 
 pub use upstream::{EngineKind, EngineTls, EngineUrl, HttpEngines, Resume, UpstreamConfig};
 
@@ -62,7 +62,7 @@ impl Cluster {
 
     /// Whether some workers compute prompts for others (disaggregated prefill).
     pub fn hands_over(&self) -> bool {
-        self.pools.iter().any(|p| p.role == PoolRole::Prefill)
+        self.pools.iter().any(|p| p.role == Role::Prefill)
     }
 
     /// KV bytes per token, by the worker that computes it: 2 x layers x key-value heads x head size
@@ -134,36 +134,13 @@ impl Default for ModelConfig {
     }
 }
 
-/// The role of a pool's engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum PoolRole {
-    /// Prefill and decode in the same engine.
-    #[default]
-    Both,
-    /// Prefill only; the KV cache is transferred to a decode worker.
-    Prefill,
-    /// Decode only.
-    Decode,
-}
-
-impl PoolRole {
-    /// Its name in a cluster file.
-    pub fn name(self) -> &'static str {
-        match self {
-            PoolRole::Both => "both",
-            PoolRole::Prefill => "prefill",
-            PoolRole::Decode => "decode",
-        }
-    }
-}
-
 /// `[pool.NAME]`: a number of equal workers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolConfig {
     /// The NAME of `[pool.NAME]`.
     pub name: String,
     /// The role of its engines.
-    pub role: PoolRole,
+    pub role: Role,
     /// Number of workers. Default 1; with `engines`, their number.
     pub workers: u32,
     /// Real engines, reached by HTTP; `None`: the workers are modelled.

@@ -1,21 +1,17 @@
 //! A sequence on two engines: one computes the prompt, the other generates.
 
-use slipstream_base::{EngineRequest, RequestId, SimTime};
+use slipstream_base::{EngineRequest, RequestId, Role, SimTime};
 
 use super::{Engine, Plan, Running};
 use crate::error::Refusal;
 use crate::pool::Table;
 
 /// Which part of a sequence an engine computes, and its state.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
-    /// All of it.
-    #[default]
-    Whole,
-    /// The prompt; its blocks are held when it ends.
-    Prompt,
-    /// The answer; it waits for blocks into which the prompt's keys and values can come.
-    Answer,
+    /// It is in the engine's queues. [`Role::Prefill`]: its blocks are held when it ends.
+    /// [`Role::Decode`]: it waits for blocks into which the prompt's keys and values can come.
+    Queued(Role),
     /// The answer; it has its blocks and is in no queue until they are filled.
     Loading {
         /// Of them, found in this engine's own cache.
@@ -68,7 +64,7 @@ impl Engine {
     pub fn add_prompt(&mut self, now: SimTime, mut request: EngineRequest) -> Result<(), Refusal> {
         let one = request.params.answered.saturating_add(1);
         request.params.max_tokens = request.params.max_tokens.min(one);
-        self.add_part(now, request, Part::Prompt)
+        self.add_part(now, request, Role::Prefill)
     }
 
     /// As [`add`](Engine::add), for an engine that gets the prompt's keys and values from another one.
@@ -80,7 +76,7 @@ impl Engine {
     /// # Errors
     /// As [`add`](Engine::add).
     pub fn add_answer(&mut self, now: SimTime, request: EngineRequest) -> Result<(), Refusal> {
-        self.add_part(now, request, Part::Answer)
+        self.add_part(now, request, Role::Decode)
     }
 
     /// Moves the sequences that got their blocks since the last call to the end of `out`. To be called
@@ -169,7 +165,7 @@ impl Engine {
     fn run_loaded<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, plan: &mut Plan) {
         let sequence = &mut self.sequences[slot];
         // Once preempted, it is computed here like any other.
-        sequence.part = Part::Whole;
+        sequence.part = Part::Queued(Role::Both);
         sequence.running = true;
         sequence.admitted.get_or_insert(now);
         let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());

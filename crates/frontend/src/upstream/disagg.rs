@@ -13,6 +13,7 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
+use slipstream_base::Role;
 
 /// Maximum bytes of a prefill engine's answer.
 pub(super) const ANSWER_BYTES_MAX: usize = 4 << 20;
@@ -38,14 +39,12 @@ const OMITTED: &[&str] = &[
 ];
 
 /// A request to an engine, as a part of a client's request.
-#[derive(Clone, Debug)]
-pub(super) enum Leg {
-    /// All of it.
-    Whole,
-    /// Its prompt, by this body.
-    Prefill(Bytes),
-    /// Its answer. These fields precede those of the client's body.
-    Decode(Bytes),
+#[derive(Clone, Debug, Default)]
+pub(super) struct Leg {
+    /// The part.
+    pub(super) role: Role,
+    /// [`Role::Prefill`]: the body. [`Role::Decode`]: fields that precede those of the client's body.
+    pub(super) bytes: Bytes,
 }
 
 /// The body for the prefill engine; `None` if `body` is not a JSON object.

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use hyper::StatusCode;
 use serde_json::json;
-use slipstream_base::WorkerId;
+use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineTls, EngineUrl, PoolRole, Resume, UpstreamConfig,
+    Cluster, EngineKind, EngineTls, EngineUrl, Resume, UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::ClientTls;
@@ -35,7 +35,7 @@ pub struct EngineSpec {
     /// Key that it wants.
     pub api_key: Option<String>,
     /// The part of requests that it computes.
-    pub role: PoolRole,
+    pub role: Role,
     /// TLS of its pool; needed for `https://`.
     pub tls: Option<ClientTls>,
 }
@@ -405,7 +405,7 @@ impl Engines {
 
     /// Whether an engine takes requests that generates answers.
     pub(super) fn answers(&self) -> bool {
-        let serves = |of: &Arc<Engine>| of.spec.role != PoolRole::Prefill && of.takes_requests();
+        let serves = |of: &Arc<Engine>| of.spec.role != Role::Prefill && of.takes_requests();
         self.members().iter().flatten().any(serves)
     }
 
@@ -727,7 +727,7 @@ pub(super) mod tests {
             url: EngineUrl::parse(&format!("http://127.0.0.1:{}", 1000 + worker)).unwrap(),
             kind: EngineKind::Auto,
             api_key: None,
-            role: PoolRole::Both,
+            role: Role::Both,
             tls: None,
         });
         let engines = Engines::new(specs.collect(), config, Fleets::from(fleet));

@@ -9,7 +9,7 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER};
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::Prompt;
-use slipstream_base::{BlockHash, WorkerId};
+use slipstream_base::{BlockHash, Role, WorkerId};
 use slipstream_config::cluster::{EngineKind, Resume};
 use slipstream_dispatch as dispatch;
 use slipstream_planes::clock::monotonic_ns;
@@ -139,10 +139,10 @@ impl Exchange {
     fn body_for(&self, engine: &Engine, leg: &Leg) -> [Bytes; 2] {
         let wants_tokens = self.wants_tokens && engine.kind() == EngineKind::Vllm;
         let tokens: &'static [u8] = if wants_tokens { WITH_TOKENS } else { b"" };
-        let before: Bytes = match leg {
-            Leg::Prefill(body) => return [body.clone(), Bytes::new()],
-            Leg::Whole => Bytes::from_static(tokens),
-            Leg::Decode(params) => [tokens, params].concat().into(),
+        let before: Bytes = match leg.role {
+            Role::Prefill => return [leg.bytes.clone(), Bytes::new()],
+            Role::Both => Bytes::from_static(tokens),
+            Role::Decode => [tokens, &*leg.bytes].concat().into(),
         };
         let start = self.body.iter().position(|&b| b == b'{');
         match start {
@@ -164,7 +164,10 @@ impl Exchange {
             let done = shard.run(self.body.clone(), charge, job).await;
             done.ok().and_then(|(body, _)| body)
         };
-        body.map(|body| Leg::Prefill(body.into()))
+        body.map(|body| Leg {
+            role: Role::Prefill,
+            bytes: body.into(),
+        })
     }
 }
 
@@ -730,7 +733,7 @@ pub(super) async fn obtain(
         let engine = match (upstream.engine(worker), role) {
             (Some(engine), _) => engine,
             // Removed since it was chosen.
-            (None, dispatch::Role::Prefill) => {
+            (None, Role::Prefill) => {
                 seat.prefill_failed();
                 continue;
             }
@@ -739,7 +742,7 @@ pub(super) async fn obtain(
                 continue;
             }
         };
-        if role == dispatch::Role::Prefill {
+        if role == Role::Prefill {
             match prefill(shard, upstream, exchange, &engine).await {
                 Ok(fields) => {
                     prefilled = Some(Prefilled { engine, fields });
@@ -759,13 +762,16 @@ pub(super) async fn obtain(
             }
             continue;
         }
-        let prefilled = prefilled.take().filter(|_| role == dispatch::Role::Decode);
+        let prefilled = prefilled.take().filter(|_| role == Role::Decode);
         let leg = match &prefilled {
             Some(Prefilled {
                 fields: Some(fields),
                 ..
-            }) => Leg::Decode(fields.clone()),
-            _ => Leg::Whole,
+            }) => Leg {
+                role: Role::Decode,
+                bytes: fields.clone(),
+            },
+            _ => Leg::default(),
         };
         let count = |outcome| {
             let known = prefilled.as_ref().filter(|of| of.fields.is_some());
@@ -785,7 +791,7 @@ pub(super) async fn obtain(
             Ok(answer) => {
                 let status = answer.head.status;
                 visit.on_first_byte(status);
-                let is_decode = matches!(leg, Leg::Decode(_));
+                let is_decode = leg.role == Role::Decode;
                 let fails = status.is_client_error() || status.is_server_error();
                 count(if fails {
                     PrefillOutcome::DecodeFailed
@@ -870,10 +876,7 @@ async fn prefill(
 ) -> Result<Option<Bytes>, String> {
     let leg = exchange.prefill_leg(shard).await;
     let leg = leg.ok_or("the request could not be rewritten")?;
-    let Leg::Prefill(body) = &leg else {
-        unreachable!("it is a prefill leg");
-    };
-    if !exchange.keeps(body.len()) {
+    if !exchange.keeps(leg.bytes.len()) {
         return Err("there is no memory for a second body".into());
     }
     let mut visit = Visit::begin(&upstream.engines, engine.clone());
@@ -1021,9 +1024,9 @@ async fn converse_on(
     leg: &Leg,
 ) -> Result<Answer, Failure> {
     let body = exchange.body_for(engine, leg);
-    let headers = match leg {
-        Leg::Prefill(_) => disagg::prefill_headers(&exchange.headers),
-        _ => exchange.headers.clone(),
+    let headers = match leg.role {
+        Role::Prefill => disagg::prefill_headers(&exchange.headers),
+        Role::Both | Role::Decode => exchange.headers.clone(),
     };
     let head = wire::write_head(
         &exchange.method,

@@ -10,8 +10,8 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
-use slipstream_base::WorkerId;
-use slipstream_config::cluster::{EngineKind, EngineUrl, PoolRole};
+use slipstream_base::{Role, WorkerId};
+use slipstream_config::cluster::{EngineKind, EngineUrl};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::sync::watch;
@@ -31,7 +31,7 @@ pub struct PoolSpec {
     /// Key that they want.
     pub api_key: Option<String>,
     /// The part of requests that they compute.
-    pub role: PoolRole,
+    pub role: Role,
     /// TLS of its `https://` engines; `None`: it had none, and the host's authorities hold for later ones.
     pub tls: Option<ClientTls>,
 }
@@ -189,7 +189,7 @@ impl Engines {
             tracing::info!(engine = %url, "engine stays in the fleet");
             return Ok(worker);
         }
-        let is_prefill = pool.role == PoolRole::Prefill;
+        let is_prefill = pool.role == Role::Prefill;
         let is_of_role =
             |slot: &usize| self.fleets.is_prefill(WorkerId(*slot as u32)) == is_prefill;
         let slots = (0..members.len()).filter(is_of_role).count();
@@ -382,7 +382,7 @@ mod tests {
             name: name.into(),
             kind: EngineKind::Auto,
             api_key: None,
-            role: PoolRole::Both,
+            role: Role::Both,
             tls: None,
         };
         engines.set_pools(vec![spec("a"), spec("b")]);

@@ -8,7 +8,7 @@ use hyper::StatusCode;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
-use slipstream_config::cluster::PoolRole;
+use slipstream_base::Role;
 
 use super::connection::Failure;
 use super::engines::{Engine, Engines};
@@ -233,7 +233,7 @@ impl Collector for EngineCollector {
                 MetricType::Counter,
             )?;
             for (labels, engine) in each(&urls) {
-                if engine.spec.role != PoolRole::Prefill {
+                if engine.spec.role != Role::Prefill {
                     continue;
                 }
                 for (outcome, count) in PREFILL_OUTCOMES.iter().zip(&engine.counters.prefills) {

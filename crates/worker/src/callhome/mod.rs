@@ -30,7 +30,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use slipstream_base::WorkerId;
-use slipstream_planes::discovery::{self, Event, Record, Role, SeatKey, Session, SessionError};
+use slipstream_planes::discovery::{
+    self, Event, ProcessRole, Record, SeatKey, Session, SessionError,
+};
 use slipstream_planes::link::Socket;
 use slipstream_planes::tls::Tls;
 use slipstream_planes::{EventSink, ShardPort};
@@ -202,7 +204,7 @@ impl CallHome {
     ) -> Result<CallHome, CallHomeError> {
         let workers = workers_of(set);
         let record = Record {
-            role: Role::Worker,
+            role: ProcessRole::Worker,
             instance: config.instance,
             name: config.name.clone(),
             fingerprint: config.fingerprint,
@@ -355,7 +357,7 @@ impl Frontends {
 
     fn on_event(&mut self, event: Event<Record>) {
         match event {
-            Event::Appeared(record) if record.role == Role::Frontend => self.dial(&record),
+            Event::Appeared(record) if record.role == ProcessRole::Frontend => self.dial(&record),
             Event::Vanished(record) => {
                 // Open connections continue; no more are made.
                 if let Some(gone) = self.gone.remove(&record.instance) {

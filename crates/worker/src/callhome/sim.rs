@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId};
 use slipstream_planes::EventSink;
-use slipstream_planes::discovery::{Event, Record, Role};
+use slipstream_planes::discovery::{Event, ProcessRole, Record};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::{Plane, PlaneLimits};
 use tokio::sync::{mpsc, watch};
@@ -159,7 +159,7 @@ impl SimWorker {
         };
         let workers = workers_of(&set);
         let record = Record {
-            role: Role::Worker,
+            role: ProcessRole::Worker,
             instance: config.instance,
             name,
             fingerprint: config.fingerprint,

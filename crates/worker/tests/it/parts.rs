@@ -1,8 +1,8 @@
 //! Requests in two parts: a prompt that is kept for others, an answer that waits for its prompt.
 
-use slipstream_base::RankId;
+use slipstream_base::{RankId, Role};
 use slipstream_engine::timing::Constant;
-use slipstream_planes::{Part, StreamAddr, ToWorker};
+use slipstream_planes::{StreamAddr, ToWorker};
 use slipstream_worker::WorkerSpec;
 
 use crate::rig::{ATTEMPT, Rig, Setup, Shard, config, engine, expected, workers};
@@ -28,7 +28,7 @@ fn used(rig: &Rig, rank: RankId) -> u64 {
 /// Starts a prompt of `len` tokens and waits until it is computed.
 fn compute(shard: &mut Shard, len: u32) -> StreamAddr {
     let request = Shard::request(&tokens(len), 9, 5);
-    let addr = shard.start_part(PROMPT, request, Part::Prefill);
+    let addr = shard.start_part(PROMPT, request, Role::Prefill);
     shard.read_until(|shard| shard.answer(addr).computed.is_some());
     addr
 }
@@ -36,7 +36,7 @@ fn compute(shard: &mut Shard, len: u32) -> StreamAddr {
 /// Starts an answer to a prompt of `len` tokens, and waits until there is room for that.
 fn reserve(shard: &mut Shard, len: u32) -> StreamAddr {
     let request = Shard::request(&tokens(len), 9, 5);
-    let addr = shard.start_part(ANSWER, request, Part::Decode);
+    let addr = shard.start_part(ANSWER, request, Role::Decode);
     shard.read_until(|shard| shard.answer(addr).reserved.is_some());
     addr
 }
@@ -151,7 +151,7 @@ fn room_that_is_given_back_goes_to_the_next_in_line() {
     let mut shard = rig.shards.remove(0);
     let first = reserve(&mut shard, 40);
     let request = Shard::request(&tokens(44), 3, 6);
-    let second = shard.start_part(ANSWER, request, Part::Decode);
+    let second = shard.start_part(ANSWER, request, Role::Decode);
     shard.settle(ANSWER);
     assert!(shard.answer(second).reserved.is_none(), "there is no room");
     shard
@@ -166,7 +166,7 @@ fn room_that_is_given_back_goes_to_the_next_in_line() {
     let held = compute(&mut shard, 40);
     let other: Vec<u32> = (1_000..1_044).collect();
     let request = Shard::request(&other, 3, 6);
-    let next = shard.start_part(PROMPT, request, Part::Prefill);
+    let next = shard.start_part(PROMPT, request, Role::Prefill);
     shard.settle(PROMPT);
     assert!(shard.answer(next).computed.is_none(), "there is no room");
     shard

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use slipstream_base::{
     BlockHash, EngineRequest, ForwardPassMetrics, GenerationParams, KvDelta, Prompt, RankId,
-    RequestId, TokenId, WorkerId,
+    RequestId, Role, TokenId, WorkerId,
 };
 use slipstream_config::cluster::{EngineConfig, OutputLen};
 use slipstream_engine::timing::{Constant, StepTime};
 use slipstream_engine::{Engine, OutputModel, output_token};
 use slipstream_planes::ring::Polled;
 use slipstream_planes::{
-    End, Entry, EventSink, FirstPass, Input, Part, Plane, PlaneLimits, Prologue, RefusalReason,
+    End, Entry, EventSink, FirstPass, Input, Plane, PlaneLimits, Prologue, RefusalReason,
     Registration, Reserved, ShardPort, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
 };
 use slipstream_worker::{Backend, LiveTiming, WorkerSet, WorkerSpec};
@@ -288,11 +288,15 @@ impl Shard {
         &mut self,
         rank: RankId,
         request: EngineRequest,
-        part: Part,
+        role: Role,
     ) -> StreamAddr {
         let registration = self.table.register(()).unwrap();
         let addr = registration.addr();
-        self.send_part(addr, rank, request, false, part);
+        let start = StartRequest {
+            role,
+            ..start_request(addr, rank, request, false)
+        };
+        self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         self.answers.insert(addr.stream, Answer::default());
         self.open.insert(addr.stream, registration);
         addr
@@ -307,7 +311,7 @@ impl Shard {
     ) -> StreamAddr {
         let registration = self.table.register(()).unwrap();
         let addr = registration.addr();
-        let mut start = start_request(addr, rank, request, false, Part::Both);
+        let mut start = start_request(addr, rank, request, false);
         start.credit_bytes = credit_bytes;
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         self.answers.insert(addr.stream, Answer::default());
@@ -316,18 +320,7 @@ impl Shard {
     }
 
     fn send(&mut self, addr: StreamAddr, rank: RankId, request: EngineRequest, more: bool) {
-        self.send_part(addr, rank, request, more, Part::Both);
-    }
-
-    fn send_part(
-        &mut self,
-        addr: StreamAddr,
-        rank: RankId,
-        request: EngineRequest,
-        more: bool,
-        part: Part,
-    ) {
-        let start = start_request(addr, rank, request, more, part);
+        let start = start_request(addr, rank, request, more);
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
     }
 
@@ -402,7 +395,6 @@ fn start_request(
     rank: RankId,
     request: EngineRequest,
     more: bool,
-    part: Part,
 ) -> StartRequest {
     StartRequest {
         addr,
@@ -412,7 +404,7 @@ fn start_request(
         credit_bytes: slipstream_planes::frame::NO_LIMIT,
         traced: true,
         more,
-        part,
+        role: Role::Both,
         attempt: ATTEMPT,
     }
 }

@@ -4,10 +4,11 @@ use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
 use slipstream_base::{
-    EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RequestId, SimTime, TokenId, WorkerId,
+    EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RequestId, Role, SimTime, TokenId,
+    WorkerId,
 };
 use slipstream_engine::{Finished, FirstToken, PassOutput, Reserved, Stats, Usage, output_token};
-use slipstream_planes::{Part, PlaneLimits, RefusalReason, StreamAddr, ToWorker};
+use slipstream_planes::{PlaneLimits, RefusalReason, StreamAddr, ToWorker};
 use slipstream_worker::{Backend, Dead, LiveTiming, Refused, WorkerSpec};
 
 use crate::rig::{Rig, Setup, Shard, expected, rank, until, vocab};
@@ -63,7 +64,7 @@ impl Scripted {
 }
 
 impl Backend for Scripted {
-    fn start(&mut self, now: SimTime, request: EngineRequest, _: Part) -> Result<(), Refused> {
+    fn start(&mut self, now: SimTime, request: EngineRequest, _: Role) -> Result<(), Refused> {
         if let Some((_, reason)) = self.script.refuses.filter(|r| r.0 == request.seed) {
             let message = format!("seed {} is refused", request.seed);
             return Err(Refused { reason, message });

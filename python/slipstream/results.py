@@ -125,8 +125,20 @@ class Page:
         return f"Page({len(self.html):,} bytes; show it in a notebook, or save(path))"
 
 
+class _Printed:
+    """An answer whose `str` is the text of the command."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+
 @dataclass(frozen=True)
-class Result:
+class Result(_Printed):
     """The result of `simulate`. `print(result)` prints the command's table."""
 
     json: str
@@ -166,19 +178,13 @@ class Result:
             raise QuestionError(f"no chart `{latency}`; one of {', '.join(self.charts)}")
         return Page(self.charts[latency], 380)
 
-    def __str__(self) -> str:
-        return self.text
-
     def __repr__(self) -> str:
         sent = self.summary()["requests"]["sent"]
         return f"Result({sent:,} requests, digest {self.digest})"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"
-
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(_Printed):
     """The result of `sweep`, a row per configuration; `str(result)` is the command's table."""
 
     table: Table
@@ -211,18 +217,12 @@ class Sweep:
         """Return the page with the Pareto front."""
         return self.page
 
-    def __str__(self) -> str:
-        return self.text
-
     def __repr__(self) -> str:
         return f"Sweep({len(self):,} configurations)"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"
-
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(_Printed):
     """The result of `plan`. `print(result)` prints the command's tables."""
 
     found: bool
@@ -261,11 +261,5 @@ class Plan:
         """Return the page of the plan."""
         return self.page
 
-    def __str__(self) -> str:
-        return self.text
-
     def __repr__(self) -> str:
         return f"Plan({self.text.splitlines()[0]})"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"

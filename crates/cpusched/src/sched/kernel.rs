@@ -305,14 +305,28 @@ impl Kernel {
             self.apply(effect);
             return;
         }
-        // The CPU that runs the op is busy with it, and the task's run queue is locked.
+        // The CPU that runs the op is busy with it, and the task's run queue is locked: until after the
+        // insertion, also for a CPU that looks for work at the same instant.
         for cpu in [t.cpu as usize, self.cpu as usize] {
-            self.locked_until[cpu] = self.locked_until[cpu].max(self.now + self.gap_ns);
+            self.locked_until[cpu] = self.locked_until[cpu].max(self.now + self.gap_ns + 1);
         }
         let token = self.next_token;
         self.next_token = (token + 1) % TIMER_TOKEN;
         self.effects.insert(token, effect);
         self.actions.push(Action::Later(self.gap_ns, token));
+    }
+
+    /// Performs the insertions in progress under the lock of this CPU's run queue, which a task of another
+    /// class needs before it can take the CPU.
+    fn finish_insertions(&mut self, cpu: u32) {
+        let on_cpu = |e: &Effect| self.tasks[e.task as usize].cpu == cpu;
+        let due = self.effects.iter().filter(|(_, e)| on_cpu(e));
+        let tokens: Vec<u32> = due.map(|(&token, _)| token).collect();
+        for token in tokens {
+            if let Some(effect) = self.effects.remove(&token) {
+                self.apply(effect);
+            }
+        }
     }
 
     fn update_current(&mut self, task: TaskId) {
@@ -687,6 +701,7 @@ impl Host {
     pub(super) fn set_real_time(&mut self, cpu: u32, now: u64, busy: bool, prev: Option<TaskId>) {
         with(|k| {
             k.now = now;
+            k.finish_insertions(cpu);
             k.real_time[cpu as usize] = busy;
             k.current[cpu as usize] = prev;
             k.enter(cpu);

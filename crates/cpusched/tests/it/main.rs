@@ -9,17 +9,21 @@ mod sanitized;
 
 use proptest::test_runner::{Config, RngSeed};
 
-/// 64 cases, the same in every run; with `PROPTEST_CASES` that many, from a fresh seed. About one in
-/// 3,000 random hosts breaks a guarantee (docs/sched.md, "Shares").
+/// 64 cases, the same in every run; with `PROPTEST_CASES` that many, from `PROPTEST_RNG_SEED` or, without
+/// it, a fresh seed. About one in 3,000 random mixes exceeds a bound on shares or waits (docs/sched.md,
+/// "Shares").
 fn cases() -> Config {
-    let cases: Option<u32> = std::env::var("PROPTEST_CASES")
-        .ok()
-        .and_then(|n| n.parse().ok());
+    let number = |name: &str| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
+    let cases = number("PROPTEST_CASES");
+    let seed = number("PROPTEST_RNG_SEED");
     Config {
-        cases: cases.unwrap_or(64),
-        rng_seed: cases.map_or(RngSeed::Fixed(1), |_| RngSeed::Random),
+        cases: cases.map_or(64, |n| n as u32),
+        rng_seed: match (cases, seed) {
+            (Some(_), None) => RngSeed::Random,
+            (_, seed) => RngSeed::Fixed(seed.unwrap_or(1)),
+        },
         failure_persistence: None,
-        max_shrink_iters: 60,
+        max_shrink_iters: number("PROPTEST_MAX_SHRINK_ITERS").map_or(60, |n| n as u32),
         max_global_rejects: 1 << 20,
         ..Config::default()
     }

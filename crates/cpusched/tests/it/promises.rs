@@ -354,6 +354,56 @@ fn check_host(h: &Host) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+fn sleepers(machine: Machine, masks: &[u64], real_time: &[(u32, u64)], seed: u64) -> Host {
+    Host {
+        machine,
+        tasks: masks.iter().map(|&m| (m, 100, false)).collect(),
+        real_time: real_time.to_vec(),
+        away: None,
+        seed,
+    }
+}
+
+/// A CPU that looks for work at the instant at which an insertion into its queue ends must find the task:
+/// the kernel inserts under the lock of the run queue.
+#[test]
+fn task_inserted_while_its_cpu_looks_for_work_is_found() {
+    for seed in [3, 11] {
+        check_host(&sleepers(machine(1, 2), &[3, 3, 2, 2, 1], &[], seed)).unwrap();
+    }
+}
+
+/// Likewise a real-time task, which takes the lock before it takes the CPU.
+#[test]
+fn task_inserted_while_a_real_time_task_takes_its_cpu_is_found() {
+    let mut h = sleepers(
+        machine(1, 3),
+        &[7, 1, 4, 6, 7],
+        &[(0, 1)],
+        130_016_353_854_578_980,
+    );
+    h.tasks = vec![
+        (7, 20, false),
+        (1, 100, false),
+        (4, 20, true),
+        (6, 100, true),
+        (7, 100, false),
+    ];
+    check_host(&h).unwrap();
+    let masks = [37, 28, 43, 37, 8, 16];
+    let mut h = sleepers(
+        machine(2, 3),
+        &masks,
+        &[(3, 16)],
+        12_083_865_190_291_212_983,
+    );
+    for (task, weight) in h.tasks.iter_mut().zip([100, 400, 50, 20, 20, 100]) {
+        task.1 = weight;
+    }
+    (h.tasks[1].2, h.tasks[5].2) = (true, true);
+    check_host(&h).unwrap();
+}
+
 /// Hogs of one mask share its CPUs by their weights, while other hogs run freely.
 fn check_shares(
     (width, first): (u32, u32),

@@ -99,6 +99,8 @@ pub struct Progress {
 pub struct Candidate {
     /// Cost of one worker per hour, above 0.
     pub cost: f64,
+    /// Fewest workers that form a cluster: 2 if prefill and decode have workers of their own.
+    pub workers_least: u32,
     /// Sizes below this cannot attain.
     pub workers_min: u32,
     /// Sizes above this are not tried.
@@ -726,7 +728,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self.phase("sensitivity", 3.0, 10.0);
         let mut sizing = self.sizing(of.shape, of.workers, true);
         // A lower load needs fewer workers than the bound, which is that of the question.
-        sizing.fails = 0;
+        sizing.fails = self.shapes[of.shape].workers_least - 1;
         let mut job = [(of.shape, of.setting, sizing)];
         self.size(&mut job, self.whole(), conditions)?;
         Ok(self.sized(&job[0]))
@@ -774,7 +776,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
         let step = (best.workers / 10).max(1);
         let sizes: Vec<u32> = (-3i64..=3)
             .map(|n| i64::from(best.workers) + n * i64::from(step))
-            .filter(|n| (1..=i64::from(of.workers_max)).contains(n))
+            .filter(|n| (i64::from(of.workers_least)..=i64::from(of.workers_max)).contains(n))
             .map(|n| n as u32)
             .collect();
         let trials: Vec<Trial> = sizes
@@ -918,6 +920,7 @@ mod tests {
     fn candidates(costs: &[f64], settings: usize) -> Vec<Candidate> {
         let of = |(at, &cost): (usize, &f64)| Candidate {
             cost,
+            workers_least: 1,
             workers_min: 1,
             workers_max: 2000,
             settings,

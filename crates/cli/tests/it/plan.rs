@@ -456,6 +456,30 @@ fn the_axes_of_the_search_are_named() {
     assert!(out.contains(expected), "{out}");
 }
 
+/// One worker for prompts and one for answers: the sizes around that answer are clusters, too.
+#[test]
+fn the_smallest_split_cluster_has_runners_up_and_sensitivity() {
+    let flags = [
+        "--model=llama-3.1-8b",
+        "--gpus=h100-sxm",
+        "--rate=4",
+        "--isl=600",
+        "--osl=30",
+        "--requests=80",
+        "--serving=disaggregated",
+        "--max-num-seqs=256",
+        "--max-num-batched-tokens=8192",
+        "--policies=kv",
+        "--slo=ttft=5s,itl=500ms",
+    ];
+    let (code, json, err) = plan(&[&flags, &["--tensor-parallel=1", "--precision=bf16"]]);
+    assert_eq!(code, Some(0), "{err}");
+    let answer = &json["answers"][0];
+    assert_eq!(answer["answer"]["workers"], 2, "{json}");
+    assert_eq!(answer["answer"]["prefill_workers"], 1);
+    assert_eq!(answer["sensitivity"].as_array().unwrap().len(), 6);
+}
+
 #[test]
 fn the_format_of_the_kv_cache_is_searched() {
     // Half the bytes per token let twice as many long requests run at a time.

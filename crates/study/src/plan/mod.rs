@@ -1034,6 +1034,7 @@ impl AtLoad<'_> {
         Ok(Ok(Bounded {
             candidate: Candidate {
                 cost: per_gpu.context("every GPU has a price, as was checked")? * f64::from(gpus),
+                workers_least: shape.workers_least(),
                 workers_min,
                 workers_max,
                 settings: each.len(),

@@ -481,6 +481,25 @@ fn the_smallest_split_cluster_has_runners_up_and_sensitivity() {
 }
 
 #[test]
+fn names_that_are_nearly_right_are_suggested() {
+    for (flag, part) in [
+        (
+            "--gpus=H100",
+            "did you mean h100-sxm or h100-pcie or h100-nvl?",
+        ),
+        ("--model=llama3.1-8b", "did you mean llama-3.1-8b?"),
+        (
+            "--model=meta-llama/Llama-3.1-8",
+            "did you mean llama-3.1-8b?",
+        ),
+    ] {
+        let (code, _, err) = run(&["plan", "--rate=3", "--slo=ttft=1s", flag]);
+        assert_eq!(code, Some(2), "{flag}: {err}");
+        assert!(err.contains(part), "{flag}: {err}");
+    }
+}
+
+#[test]
 fn the_format_of_the_kv_cache_is_searched() {
     // Half the bytes per token let twice as many long requests run at a time.
     let flags = [

@@ -25,7 +25,7 @@ use super::{
     NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy,
     SchedulingPolicy, TimingConfig,
 };
-use crate::doc::{Diagnostics, Doc, Origin, Settings, Table};
+use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
 use slipstream_base::Role;
 use slipstream_base::text::{counted, several};
@@ -373,7 +373,11 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
         t.error(
             "preset",
             format!("`model.preset` is \"{preset}\", which is not a preset"),
-            format!("one of {}, or set `model.config`", names.join(", ")),
+            {
+                let names = suggestion(&preset, &names);
+                let end = if names.ends_with('?') { "" } else { ";" };
+                format!("{names}{end} `model.config` takes the config.json of any other model")
+            },
         );
     }
     let name = match &config {

@@ -149,6 +149,44 @@ pub(super) fn nearest<'c>(
         .map(|(_, c)| c)
 }
 
+/// The candidates that resemble `word`: that have it in their name, or that it has in its own; otherwise
+/// [`nearest`].
+pub(super) fn alike<'c>(word: &str, candidates: &[&'c str]) -> Vec<&'c str> {
+    const SHOWN_MAX: usize = 4;
+    // Shorter names are part of many words.
+    const PART_MIN: usize = 3;
+    const WHOLE_MIN: usize = 5;
+    let lower = word.to_lowercase();
+    // `meta-llama/Llama-3.1-8B-Instruct` is a folder and a name.
+    let word = lower.rsplit('/').next().unwrap_or_default();
+    let is_part = |candidate: &&&str| {
+        let candidate = candidate.to_lowercase();
+        word.len() >= PART_MIN && candidate.contains(word)
+            || candidate.len() >= WHOLE_MIN && word.contains(&candidate)
+    };
+    let parts: Vec<&str> = candidates
+        .iter()
+        .filter(is_part)
+        .take(SHOWN_MAX)
+        .copied()
+        .collect();
+    if parts.is_empty() {
+        return nearest(word, candidates.iter().copied())
+            .into_iter()
+            .collect();
+    }
+    parts
+}
+
+/// In words: the candidates that resemble `word`, or all of them if none does.
+pub fn suggestion(word: &str, candidates: &[&str]) -> String {
+    let alike = alike(word, candidates);
+    if alike.is_empty() {
+        return format!("one of {}", candidates.join(", "));
+    }
+    format!("did you mean {}?", alike.join(" or "))
+}
+
 /// Insertions, deletions, replacements and swaps of neighbors that turn `a` into `b` (optimal
 /// string alignment).
 fn edit_distance(a: &[char], b: &[char]) -> usize {
@@ -182,6 +220,33 @@ mod tests {
         assert_eq!(nearest("gup", keys), Some("gpu"));
         assert_eq!(nearest("temperature", keys), None);
         assert_eq!(nearest(&"x".repeat(1 << 20), keys), None);
+    }
+
+    #[test]
+    fn suggestions_know_parts_slips_and_folders() {
+        let gpus = ["h100-sxm", "h100-pcie", "l40s", "l4"];
+        assert_eq!(
+            suggestion("H100", &gpus),
+            "did you mean h100-sxm or h100-pcie?"
+        );
+        assert_eq!(suggestion("l40x", &gpus), "did you mean l40s?");
+        assert_eq!(
+            suggestion("abacus", &gpus),
+            "one of h100-sxm, h100-pcie, l40s, l4"
+        );
+        assert_eq!(
+            suggestion("", &gpus),
+            "one of h100-sxm, h100-pcie, l40s, l4"
+        );
+        let models = ["llama-3.1-8b", "qwen3-8b"];
+        assert_eq!(
+            suggestion("meta-llama/llama3.1-8b", &models),
+            "did you mean llama-3.1-8b?"
+        );
+        assert_eq!(
+            suggestion("Llama-3.1-8B-Instruct", &models),
+            "did you mean llama-3.1-8b?"
+        );
     }
 
     #[test]

@@ -51,7 +51,7 @@ mod node;
 mod settings;
 mod table;
 
-pub use diagnostic::{Diagnostic, Diagnostics};
+pub use diagnostic::{Diagnostic, Diagnostics, suggestion};
 pub use node::{Doc, Origin};
 pub use settings::{Setting, Settings};
 pub use table::{Field, Scalar, Table, Value};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use toml::de::DeValue;
 
-use super::diagnostic::{Diagnostic, Diagnostics, nearest, shown};
+use super::diagnostic::{Diagnostic, Diagnostics, alike, nearest, shown};
 use super::node::{Kind, Node, Origin, convert};
 use super::settings::{Settings, Step, dotted, string_to_toml};
 
@@ -292,8 +292,14 @@ impl<'a> Table<'a> {
             match choices.iter().find(|(word, _)| word == text) {
                 Some((_, value)) => Ok(value.clone()),
                 None => Err(Wrong {
-                    hint: nearest(text, choices.iter().map(|(w, _)| *w))
-                        .map(|word| format!("did you mean \"{word}\"?")),
+                    hint: {
+                        let words: Vec<&str> = choices.iter().map(|(w, _)| *w).collect();
+                        let alike = alike(text, &words);
+                        let quoted: Vec<String> =
+                            alike.iter().map(|word| format!("\"{word}\"")).collect();
+                        (!quoted.is_empty())
+                            .then(|| format!("did you mean {}?", quoted.join(" or ")))
+                    },
                     ..Wrong::of(node, must())
                 }),
             }

@@ -15,6 +15,7 @@ use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
 use slipstream_config::cluster::{Dtype, EngineConfig, file};
+use slipstream_config::doc::suggestion;
 use slipstream_config::preset::{self, ModelShape};
 use slipstream_config::prices::Prices;
 use slipstream_config::workload_file::{Content, Workload};
@@ -584,8 +585,8 @@ fn check_gpus(args: &Args, own: &[String]) -> anyhow::Result<()> {
             let presets = preset::GPUS.iter().map(|gpu| &*gpu.name);
             let names: Vec<&str> = own.iter().map(String::as_str).chain(presets).collect();
             bail!(
-                "--gpus has `{gpu}`, which is neither a preset nor a [gpu.{gpu}] of --cluster; one of {}",
-                names.join(", ")
+                "--gpus has `{gpu}`, which is neither a preset nor a [gpu.{gpu}] of --cluster; {}",
+                suggestion(gpu, &names)
             );
         }
     }

@@ -51,7 +51,24 @@ impl ClusterSource {
     /// # Errors
     /// If the file cannot be read, or what it says is wrong.
     pub fn resolve(&self, sets: &[String]) -> anyhow::Result<(Cluster, Settings)> {
-        Ok(file::read(self.doc(sets)?, files::read)?)
+        let doc = self.doc(sets)?;
+        let model = doc.keys("model");
+        let (cluster, settings) = file::read(doc, files::read)?;
+        // A default model would answer for engines that serve another one.
+        let real = cluster.pools.iter().find_map(|pool| {
+            let engines = pool.engines.as_ref()?;
+            Some((&pool.name, engines.urls.first()?))
+        });
+        if let Some((pool, url)) = real
+            && !model.iter().any(|key| key == "preset" || key == "config")
+        {
+            anyhow::bail!(
+                "{}: pool `{pool}` has real engines, and their model and GPU are not stated; `slipstream describe {url}` \
+                 prints a cluster file with both, or set `model.preset` and `engine.timing.gpu`",
+                self.name()
+            );
+        }
+        Ok((cluster, settings))
     }
 
     /// Names of the GPUs that the file defines, as `[gpu.NAME]`.

@@ -499,6 +499,30 @@ fn names_that_are_nearly_right_are_suggested() {
     }
 }
 
+/// Real engines serve a model that the file does not name: a simulation of the default one would answer for another.
+#[test]
+fn a_file_of_real_engines_is_not_simulated_as_the_default_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("c.toml");
+    let engines = "[pool.main]\nengines = [\"http://127.0.0.1:9\"]\n";
+    let file = path.display().to_string();
+    let simulate = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        run(&["simulate", &file, "--requests=3"])
+    };
+    let (code, _, err) = simulate(engines);
+    assert_eq!(code, Some(2), "{err}");
+    for part in [
+        "pool `main`",
+        "slipstream describe http://127.0.0.1:9",
+        "`model.preset`",
+    ] {
+        assert!(err.contains(part), "{part}: {err}");
+    }
+    let (code, _, err) = simulate(&format!("{engines}[model]\npreset = \"llama-3.1-8b\"\n"));
+    assert_eq!(code, Some(0), "{err}");
+}
+
 #[test]
 fn the_format_of_the_kv_cache_is_searched() {
     // Half the bytes per token let twice as many long requests run at a time.

@@ -125,7 +125,8 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
     let decoder = physics(d.parallel);
     let ranks = f64::from(d.parallel.attention_data);
     let context = d.isl + d.osl / 2.0;
-    let api = own!(params, d.framework, "api_ms") * 1e6;
+    let api = own!(params, d.framework, "api_ms") * 1e6
+        + own!(params, d.framework, "api_prompt_token_us") * 1e3 * d.isl;
     let per_request = own!(params, d.framework, "api_sequence_ms") * 1e6;
     match d.serving {
         Serving::Aggregated => {

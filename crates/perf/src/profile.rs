@@ -172,6 +172,12 @@ pub(crate) const OWN: &[(&str, f64, f64, &str)] = &[
         "server, tokenizer and hops before the first step, ms",
     ),
     (
+        "api_prompt_token_us",
+        4.0,
+        0.8,
+        "the same per token of the prompt, us",
+    ),
+    (
         "api_sequence_ms",
         0.3,
         0.8,

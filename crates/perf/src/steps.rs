@@ -19,6 +19,8 @@ pub struct StepModel {
     residual: StepResidual,
     /// Time of a request outside of the engine's steps, up to its first token, ns.
     api_ns: f64,
+    /// The same per token of its prompt, ns.
+    api_prompt_token_ns: f64,
     /// Steps by which tokens are behind, those that an engine runs itself included.
     lag_steps: f64,
     /// Length of such a step, ns.
@@ -40,6 +42,7 @@ impl StepModel {
             ),
             residual: Features::of(&d).of_steps(profile, d.parallel.attention_data),
             api_ns: own!(profile.params, d.framework, "api_ms") * 1e6,
+            api_prompt_token_ns: own!(profile.params, d.framework, "api_prompt_token_us") * 1e3,
             lag_steps: own!(profile.params, d.framework, "lag_steps"),
             lag_step_ns: 0.0,
         }
@@ -86,9 +89,15 @@ impl StepModel {
     /// Time of a request outside of the engine's steps, up to its first token: HTTP, tokenizer, the hop to
     /// the engine's process, and tokens that are one or more steps behind, ns. The lag counts as steps of
     /// one sequence, less the `own_steps` that the engine runs itself: 1, or 2 if it schedules each step
-    /// while the one before it runs.
+    /// while the one before it runs. A prompt adds [`api_prompt_token_ns`](Self::api_prompt_token_ns).
     pub fn api_ns(&self, own_steps: u32) -> f64 {
         let lag = (self.lag_steps - f64::from(own_steps)).max(0.0);
         self.api_ns + lag * self.lag_step_ns
+    }
+
+    /// Time that each token of a prompt adds to [`api_ns`](Self::api_ns), ns: parsing, tokenizing, copies
+    /// between processes.
+    pub fn api_prompt_token_ns(&self) -> f64 {
+        self.api_prompt_token_ns
     }
 }

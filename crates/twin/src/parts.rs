@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, Happening, PoolConfig};
-use slipstream_engine::timing::{StepLoad, StepTime};
+use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
 
@@ -349,24 +349,27 @@ fn timing_of(
     })
 }
 
-/// Time from the arrival of a request at the servers until the router sees it, ns: the longest of the
+/// Time from the arrival of a request at the servers until the router sees it: the longest of the
 /// pools that take requests.
-pub(crate) fn api_ns(
+pub(crate) fn api_time(
     cluster: &Cluster,
     options: &Options,
     read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
-) -> Result<u64, TwinError> {
-    let mut longest = 0;
+) -> Result<ApiTime, TwinError> {
+    let mut longest = ApiTime::default();
     for pool in &cluster.pools {
         let shape = &cluster.model.shape;
-        let found = slipstream_engine::timing::api_ns(&pool.engine, shape, |path| read(path));
+        let found = slipstream_engine::timing::api_time(&pool.engine, shape, |path| read(path));
         let found = found.map_err(|source| TwinError::Timing {
             pool: pool.name.clone(),
             source,
         })?;
-        longest = longest.max(found);
+        longest.request_ns = longest.request_ns.max(found.request_ns / options.speedup);
+        longest.prompt_token_ns = longest
+            .prompt_token_ns
+            .max(found.prompt_token_ns / options.speedup);
     }
-    Ok(ns(longest as f64 / options.speedup))
+    Ok(longest)
 }
 
 fn engine(

@@ -14,19 +14,19 @@ use slipstream_base::{
 use slipstream_config::cluster::{Cluster, HandOver, HostMode, RouterPolicy};
 use slipstream_config::workload_file::Workload;
 use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
-use slipstream_engine::timing::TimingError;
+use slipstream_engine::timing::{ApiTime, TimingError};
 use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved, Usage};
 use slipstream_report::run::EngineCounts;
 use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
 use slipstream_router::{CachedBlocks, FleetError, RouteError, Router, ViewTurn};
-use slipstream_workload::schedule::Shard;
+use slipstream_workload::schedule::{Lag, Shard};
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 
 use crate::faults::Faults;
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
-use crate::parts::{Engines, Parts, Side, api_ns};
+use crate::parts::{Engines, Parts, Side, api_time, ns};
 use crate::wire::{Frame, Frames, Wire};
 
 /// Options of a run.
@@ -455,9 +455,9 @@ pub(crate) struct Sim<'a> {
     sequence: u64,
     pub(crate) wire: Wire,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
-    /// Time from a request's arrival at the servers to the router, ns, in a closed loop. In an open one
-    /// the schedule has it.
-    api_ns: u64,
+    /// Time from a request's arrival at the servers to the router, in a closed loop. In an open one the
+    /// schedule has it.
+    api_time: ApiTime,
     /// Whether the router refreshes its view before all other events at the time of an arrival, as
     /// when it routes ahead (`lanes`).
     looks_first: bool,
@@ -537,11 +537,14 @@ impl<'a> Sim<'a> {
         let tells_later = host.is_some() || wire.carries_messages();
         let parts = Parts::new(cluster, options, tells_later, read)?;
         // A modelled frontend has costs of its own.
-        let api_ns = match host {
-            None if options.api_time => api_ns(cluster, options, read)?,
-            _ => 0,
+        let api_time = match host {
+            None if options.api_time => api_time(cluster, options, read)?,
+            _ => ApiTime::default(),
         };
-        let schedule = Schedule::open(workload, 0, Shard::WHOLE)?.with_lag(api_ns);
+        let schedule = Schedule::open(workload, 0, Shard::WHOLE)?.with_lag(Lag {
+            request_ns: ns(api_time.request_ns),
+            prompt_token_ns: api_time.prompt_token_ns,
+        });
         let router = |side: &Side| Router::new(side.fleet.clone(), 0);
         let dispatch = Dispatcher::new(
             dispatch::Rules::of_cluster(cluster),
@@ -560,7 +563,11 @@ impl<'a> Sim<'a> {
             lost: None,
             continuing: 0,
             watches: false,
-            api_ns: if schedule.is_closed() { api_ns } else { 0 },
+            api_time: if schedule.is_closed() {
+                api_time
+            } else {
+                ApiTime::default()
+            },
             schedule,
             serve: parts.serve,
             prefill: parts.prefill,
@@ -885,8 +892,9 @@ impl<'a> Sim<'a> {
             self.later(done, What::Route { slot, ticket });
         } else {
             let slot = self.flights.insert(flight).0 as u32;
-            if self.api_ns > 0 {
-                self.later(self.now + self.api_ns, What::Route { slot, ticket });
+            let api_ns = self.api_time.ns(isl);
+            if api_ns > 0 {
+                self.later(self.now + api_ns, What::Route { slot, ticket });
             } else {
                 self.route(slot, sink);
             }

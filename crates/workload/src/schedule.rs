@@ -1,6 +1,7 @@
 //! Due times of requests, including follow-up turns and closed loops. The driver passes `now`.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::OccupiedEntry;
 
 use slipstream_base::SimTime;
 use slipstream_config::workload_file::{Arrival, Workload};
@@ -19,7 +20,8 @@ pub struct Schedule {
     /// The first request of the next session.
     next_session: Option<Request>,
     exhausted: bool,
-    /// Later turns whose due time is known, in that order.
+    /// Later turns whose due time is known, in the order in which they are handed out. With a lag that
+    /// depends on the prompt, first turns that others may overtake, too.
     follow_ups: BTreeMap<(SimTime, u64), Request>,
     /// Closed loop: number of sessions that may begin.
     slots: Option<u64>,
@@ -30,9 +32,30 @@ pub struct Schedule {
     /// Requests in flight.
     in_flight: u64,
     abandoned: u64,
-    /// Time from a request's due time until it is handed out, ns.
-    lag_ns: u64,
+    lag: Lag,
 }
+
+/// Time from a request's due time until it is handed out.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Lag {
+    /// Of each request, ns.
+    pub request_ns: u64,
+    /// Of each token of its prompt, ns: short prompts overtake long ones.
+    pub prompt_token_ns: f64,
+}
+
+impl Lag {
+    /// When `request` is handed out.
+    fn release(&self, request: &Request) -> SimTime {
+        let tokens = f64::from(request.prompt.tokens());
+        let prompt_ns = (self.prompt_token_ns * tokens).round() as u64;
+        let lag_ns = self.request_ns.saturating_add(prompt_ns);
+        SimTime(request.due.0.saturating_add(lag_ns))
+    }
+}
+
+/// First turns that are read ahead at most, to find those that overtake others.
+const READ_AHEAD_MAX: usize = 1 << 14;
 
 /// The sessions of one driver, if several share a workload: those whose number modulo `count` is
 /// `index`.
@@ -86,18 +109,36 @@ impl Schedule {
             closes,
             in_flight: 0,
             abandoned: 0,
-            lag_ns: 0,
+            lag: Lag::default(),
         })
     }
 
-    /// Hands requests out `lag_ns` after they are due, if arrivals do not depend on answers. Their due
-    /// times stay as they are.
+    /// Hands requests out `lag` after they are due, if arrivals do not depend on answers. Their due
+    /// times stay as they are. More than 16,384 requests that overtake each other keep the order in which
+    /// they are due beyond that number.
     #[must_use]
-    pub fn with_lag(mut self, lag_ns: u64) -> Schedule {
+    pub fn with_lag(mut self, lag: Lag) -> Schedule {
         if !self.is_closed() {
-            self.lag_ns = lag_ns;
+            self.lag = lag;
         }
         self
+    }
+
+    /// Reads first turns until no later one can be handed out before the first of those.
+    fn read_ahead(&mut self) -> Result<(), SourceError> {
+        while self.follow_ups.len() < READ_AHEAD_MAX
+            && let Some(due) = self.peek_session(SimTime::ZERO)?
+        {
+            let earliest = SimTime(due.0.saturating_add(self.lag.request_ns));
+            let first = self.follow_ups.keys().next();
+            if first.is_some_and(|(at, _)| *at <= earliest) {
+                break;
+            }
+            let request = self.next_session.take().expect("peek_session saw one");
+            let release = self.lag.release(&request);
+            self.follow_ups.insert((release, request.id().0), request);
+        }
+        Ok(())
     }
 
     /// When the next request is due. `None` if that depends on a request in flight, or if there are
@@ -106,13 +147,21 @@ impl Schedule {
     /// # Errors
     /// [`SourceError`] if the trace fails; no session begins after that.
     pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
-        let session = self.peek_session(SimTime(now.0.saturating_sub(self.lag_ns)))?;
-        let follow_up = self.follow_ups.keys().next().map(|(due, _)| *due);
+        if self.lag.prompt_token_ns > 0.0 {
+            self.read_ahead()?;
+            let first = self.follow_ups.keys().next();
+            // Beyond the limit of reading ahead, a request may be late.
+            let due = first.map(|(release, _)| (*release).max(now));
+            return due.map(check_due).transpose();
+        }
+        let lag_ns = self.lag.request_ns;
+        let session = self.peek_session(SimTime(now.0.saturating_sub(lag_ns)))?;
+        let session = session.map(|due| SimTime(due.0.saturating_add(lag_ns)));
+        let follow_up = self.follow_ups.keys().next().map(|(release, _)| *release);
         let due = match (session, follow_up) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
-        let due = due.map(|due| SimTime(due.0.saturating_add(self.lag_ns)));
         due.map(check_due).transpose()
     }
 
@@ -121,13 +170,22 @@ impl Schedule {
     /// # Errors
     /// As [`next_due`](Self::next_due).
     pub fn pop(&mut self, now: SimTime) -> Result<Option<Request>, SourceError> {
-        let Some(now) = now.0.checked_sub(self.lag_ns).map(SimTime) else {
-            return Ok(None);
+        if self.lag.prompt_token_ns > 0.0 {
+            self.read_ahead()?;
+            let first = self.follow_ups.first_entry().filter(|e| e.key().0 <= now);
+            self.in_flight += u64::from(first.is_some());
+            return Ok(first.map(OccupiedEntry::remove));
+        }
+        let lag_ns = self.lag.request_ns;
+        let session = match now.0.checked_sub(lag_ns).map(SimTime) {
+            None => None,
+            Some(now) => self.peek_session(now)?.filter(|due| *due <= now),
         };
-        let session = self.peek_session(now)?.filter(|due| *due <= now);
         let follow_up = self.follow_ups.first_entry().filter(|e| e.key().0 <= now);
         let request = match (session, follow_up) {
-            (session, Some(entry)) if session.is_none_or(|due| entry.key().0 <= due) => {
+            (session, Some(entry))
+                if session.is_none_or(|due| entry.key().0.0 <= due.0.saturating_add(lag_ns)) =>
+            {
                 entry.remove()
             }
             (Some(due), _) => {
@@ -153,7 +211,8 @@ impl Schedule {
         let next = self.source.follow_up(request, answer_tokens, now + shift.0);
         if let Some(mut next) = next {
             next.due = SimTime(next.due.0 - shift.0);
-            self.follow_ups.insert((next.due, next.id().0), next);
+            let release = self.lag.release(&next);
+            self.follow_ups.insert((release, next.id().0), next);
             true
         } else {
             self.end_session();
@@ -174,7 +233,10 @@ impl Schedule {
         self.exhausted = true;
         self.next_session = None;
         for (_, request) in std::mem::take(&mut self.follow_ups) {
-            self.abandoned += u64::from(request.turns - request.turn);
+            // Those that were read ahead begin sessions.
+            if request.turn > 0 {
+                self.abandoned += u64::from(request.turns - request.turn);
+            }
         }
     }
 
@@ -383,6 +445,98 @@ mod tests {
         let whole = drive(&closed, Shard::WHOLE, 100);
         closed.window_s = Some((100.0, 1.0));
         assert_eq!(drive(&closed, Shard::WHOLE, 100), whole);
+    }
+
+    /// Drives `w` with `lag`, and returns name, due time and time of being handed out of each request, ms.
+    fn handed_out(w: &Workload, lag: Lag, service_ns: u64) -> Vec<(String, u64, u64)> {
+        let mut schedule = Schedule::open(w, 0, Shard::WHOLE).unwrap().with_lag(lag);
+        let mut served: BTreeMap<(SimTime, u64), Request> = BTreeMap::new();
+        let mut log = Vec::new();
+        loop {
+            let now = log.last().map_or(0, |(_, _, at): &(String, u64, u64)| *at);
+            let due = schedule.next_due(SimTime(now)).unwrap();
+            let done = served.keys().next().map(|k| k.0);
+            let Some(next) = due.into_iter().chain(done).min() else {
+                break;
+            };
+            if done.is_some_and(|done| done <= next) {
+                let ((at, _), request) = served.pop_first().unwrap();
+                schedule.on_done(&request, request.output_len, at);
+                continue;
+            }
+            while let Some(request) = schedule.pop(next).unwrap() {
+                log.push((request.name(), request.due.0, next.0));
+                served.insert((next + service_ns, request.id().0), request);
+            }
+        }
+        assert!(schedule.is_over());
+        log
+    }
+
+    #[test]
+    fn each_request_is_handed_out_after_the_lag_of_its_prompt_and_short_ones_overtake() {
+        let mut w = workload(Arrival::Constant { rate_per_s: 1000.0 }, 400, 2.0);
+        let Content::Generated(classes) = &mut w.content else {
+            unreachable!()
+        };
+        classes[0].isl = Dist::Uniform {
+            min: 100.0,
+            max: 5_000.0,
+        };
+        let lag = Lag {
+            request_ns: 2_000_000,
+            prompt_token_ns: 10_000.0,
+        };
+        // The prompts, from a schedule without a lag.
+        let mut tokens = BTreeMap::new();
+        let mut plain = Schedule::open(&w, 0, Shard::WHOLE).unwrap();
+        let mut now = SimTime::ZERO;
+        while let Some(due) = plain.next_due(now).unwrap() {
+            now = due;
+            while let Some(request) = plain.pop(now).unwrap() {
+                tokens.insert(request.name(), request.prompt.tokens());
+                plain.on_done(&request, request.output_len, now);
+            }
+        }
+        let log = handed_out(&w, lag, 30_000_000);
+        assert_eq!(log.len(), 400);
+        for (name, due, at) in &log {
+            assert_eq!(
+                at - due,
+                2_000_000 + 10_000 * u64::from(tokens[name]),
+                "{name}"
+            );
+        }
+        assert!(log.is_sorted_by_key(|(_, _, at)| *at));
+        let overtaken = log.windows(2).filter(|pair| pair[1].1 < pair[0].1).count();
+        assert!(overtaken > 50, "{overtaken}");
+        // The part per request alone moves all requests by the same time.
+        let constant = Lag {
+            prompt_token_ns: 0.0,
+            ..lag
+        };
+        for (_, due, at) in handed_out(&w, constant, 30_000_000) {
+            assert_eq!(at - due, 2_000_000);
+        }
+    }
+
+    #[test]
+    fn an_endless_burst_is_read_ahead_up_to_a_limit() {
+        let mut w = workload(Arrival::Constant { rate_per_s: 1e300 }, 1, 1.0);
+        w.requests = Some(u64::MAX);
+        let lag = Lag {
+            request_ns: 0,
+            prompt_token_ns: 1000.0,
+        };
+        let mut schedule = Schedule::open(&w, 0, Shard::WHOLE).unwrap().with_lag(lag);
+        let mut now = SimTime::ZERO;
+        for _ in 0..100 {
+            let due = schedule.next_due(now).unwrap().unwrap();
+            assert!(due >= now);
+            now = due;
+            assert!(schedule.pop(now).unwrap().is_some());
+        }
+        assert!(schedule.follow_ups.len() <= READ_AHEAD_MAX);
     }
 
     #[test]

@@ -1083,6 +1083,7 @@ fn read_timing(
                 "per_sequence_ns",
                 "per_context_token_ns",
                 "api_ns",
+                "api_prompt_token_ns",
             ],
         ),
         (Kind::Calibrated, &["gpu", "dtype", "framework", "profile"]),
@@ -1126,6 +1127,7 @@ fn read_timing(
                 per_sequence_ns: coefficient("per_sequence_ns"),
                 per_context_token_ns: coefficient("per_context_token_ns"),
                 api_ns: coefficient("api_ns"),
+                api_prompt_token_ns: coefficient("api_prompt_token_ns"),
             }
         }
         Kind::Roofline => {

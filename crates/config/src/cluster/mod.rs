@@ -288,6 +288,8 @@ pub enum TimingConfig {
         per_context_token_ns: f64,
         /// Time of a request outside of passes: HTTP, tokenizer, hops between processes, ns.
         api_ns: f64,
+        /// The same per token of the prompt, ns.
+        api_prompt_token_ns: f64,
     },
     /// The model's shape and the GPU's peaks, with overheads, efficiencies and residuals of a profile
     /// of measured deployments.

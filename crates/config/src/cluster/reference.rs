@@ -309,6 +309,14 @@ pub const KEYS: &[Key] = &[
         "Low: TTFT without load is too short.",
     ),
     key(
+        "engine.timing.api_prompt_token_ns",
+        "ns, at least 0; for \"linear\"",
+        "0.0",
+        "The same per token of the prompt, those found in the cache included: parsing and tokenizing. Simulated \
+         only.",
+        "Low: TTFT of long prompts is too short where their prefixes are cached.",
+    ),
+    key(
         "engine.timing.gpu",
         "string",
         "\"h100-sxm\"",

@@ -195,6 +195,7 @@ pub fn build(
             per_sequence_ns,
             per_context_token_ns,
             api_ns: _,
+            api_prompt_token_ns: _,
         } => Box::new(Linear {
             base_ns,
             per_prefill_token_ns,
@@ -256,25 +257,52 @@ pub fn profile(
     Ok(Cow::Owned(profile))
 }
 
-/// Time from the arrival of a request at the server of `config` to the engine's queue, ns; 0 unless
+/// Time of a request outside of passes: HTTP, tokenizer, hops between processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ApiTime {
+    /// Of each request, ns.
+    pub request_ns: f64,
+    /// Of each token of its prompt, ns.
+    pub prompt_token_ns: f64,
+}
+
+impl ApiTime {
+    /// Time of a request whose prompt has `tokens`, ns.
+    pub fn ns(&self, tokens: u32) -> u64 {
+        (self.request_ns + self.prompt_token_ns * f64::from(tokens)).round() as u64
+    }
+}
+
+/// Time from the arrival of a request at the server of `config` to the engine's queue; none unless
 /// its step times are calibrated or linear.
 ///
 /// # Errors
 /// As [`build`].
-pub fn api_ns(
+pub fn api_time(
     config: &EngineConfig,
     shape: &ModelShape,
     load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
-) -> Result<u64, TimingError> {
-    if let TimingConfig::Linear { api_ns, .. } = config.timing {
-        return Ok(api_ns.round() as u64);
+) -> Result<ApiTime, TimingError> {
+    if let TimingConfig::Linear {
+        api_ns,
+        api_prompt_token_ns,
+        ..
+    } = config.timing
+    {
+        return Ok(ApiTime {
+            request_ns: api_ns,
+            prompt_token_ns: api_prompt_token_ns,
+        });
     }
     let Some(deployment) = deployment(config, shape) else {
-        return Ok(0);
+        return Ok(ApiTime::default());
     };
     let model = StepModel::new(&deployment, &*profile(config, load)?);
     let own_steps = 1 + u32::from(config.async_scheduling);
-    Ok(model.api_ns(own_steps).round() as u64)
+    Ok(ApiTime {
+        request_ns: model.api_ns(own_steps),
+        prompt_token_ns: model.api_prompt_token_ns(),
+    })
 }
 
 /// Every pass takes the same time.

@@ -166,3 +166,48 @@ fn the_band_of_a_simulation_holds_the_prediction_at_any_length() {
     );
     assert!(median < 0.04 && worst < 0.15, "{median} {worst}");
 }
+
+/// The time of a request outside of steps grows with its prompt: requests that never meet take it, their one step of
+/// 10 ms, and nothing else, however many threads and whether or not arrivals depend on answers.
+#[test]
+fn each_prompt_token_delays_its_own_request() {
+    struct Ttft(Vec<(u32, u64)>);
+    impl slipstream_twin::Sink for Ttft {
+        fn on_request(&mut self, r: &slipstream_twin::RequestRecord<'_>) {
+            let tokens = r.request.prompt.tokens();
+            self.0.push((tokens, r.first.since(r.request.due)));
+        }
+    }
+    let cluster = cluster(
+        "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 8\n[router]\npolicy = \"round_robin\"\n\
+         [engine]\nnum_gpu_blocks = 4096\nmax_model_len = 16384\nasync_scheduling = false\n\
+         [engine.timing]\nkind = \"linear\"\nbase_ns = 1e7\napi_ns = 2e6\napi_prompt_token_ns = 5e3\n",
+    );
+    let class = "[[class]]\nisl = { kind = \"uniform\", min = 10, max = 6000 }\nosl = 1\n";
+    for arrival in [
+        "[arrival]\nkind = \"constant\"\nrate_per_s = 100\n",
+        "[arrival]\nkind = \"closed\"\nconcurrency = 1\n",
+    ] {
+        let workload = workload(&format!("requests = 200\n{arrival}{class}"));
+        let mut digests = Vec::new();
+        for threads in [1, 4] {
+            let options = Options {
+                threads,
+                ..Options::default()
+            };
+            let mut ttft = Ttft(Vec::new());
+            let read = |path: &std::path::Path| std::fs::read(path);
+            let outcome = simulate(&cluster, &workload, &options, read, &mut ttft).unwrap();
+            digests.push(outcome.digest);
+            assert_eq!(ttft.0.len(), 200);
+            for (tokens, ns) in ttft.0 {
+                assert_eq!(
+                    ns,
+                    12_000_000 + 5_000 * u64::from(tokens),
+                    "{tokens} tokens"
+                );
+            }
+        }
+        assert_eq!(digests[0], digests[1]);
+    }
+}

@@ -255,6 +255,8 @@ pub(super) fn timing(terms: &Terms) -> TimingConfig {
         per_sequence_ns: 0.0,
         per_context_token_ns: context,
         api_ns: api,
+        // Prompts take time of their own in steps: requests do not tell the two apart.
+        api_prompt_token_ns: 0.0,
     }
 }
 

@@ -238,6 +238,7 @@ mod tests {
                     due: SimTime(n * 1_000_000_000),
                     input,
                     cached: 0,
+                    repeated: 0,
                     output,
                     class: 0,
                 })

@@ -17,6 +17,8 @@ pub struct Need {
     pub input: u32,
     /// Of those, the most that any cache could hold; below `input`.
     pub cached: u32,
+    /// Prompt tokens that repeat the begin of an earlier prompt, or the turn before.
+    pub repeated: u32,
     /// Answer tokens.
     pub output: u32,
     /// Index of its class in the workload.
@@ -67,12 +69,14 @@ impl Demand {
             } else {
                 turns.remove(&request.session)
             };
+            let repeated = (hits * BLOCK).max(before.unwrap_or(0));
             // Engines compare smaller blocks, and find up to one of ours more.
-            let cached = (hits * BLOCK).max(before.unwrap_or(0)) + BLOCK - 1;
+            let cached = repeated + BLOCK - 1;
             demand.needs.push(Need {
                 due: request.due,
                 input,
                 cached: cached.min(input.saturating_sub(1)),
+                repeated: repeated.min(input),
                 output: request.output_len,
                 class: request.class,
             });
@@ -95,6 +99,13 @@ impl Demand {
         let count = self.needs.len().max(1) as f64;
         let sum = |of: fn(&Need) -> u32| self.needs.iter().map(|n| f64::from(of(n))).sum::<f64>();
         [sum(|n| n.input) / count, sum(|n| n.output) / count]
+    }
+
+    /// Share of the prompt tokens that repeat the begin of an earlier prompt, in blocks of 256 tokens, or
+    /// the turn before.
+    pub fn repeated_share(&self) -> f64 {
+        let sum = |of: fn(&Need) -> u32| self.needs.iter().map(|n| f64::from(of(n))).sum::<f64>();
+        sum(|n| n.repeated) / sum(|n| n.input).max(1.0)
     }
 
     /// Requests per class. Shape `[classes]`, at least 1.
@@ -206,6 +217,9 @@ mod tests {
             demand.needs.iter().partition(|n| n.input == 3000);
         assert_eq!((first.len(), later.len()), (20, 20));
         assert!(first.iter().all(|n| n.cached < BLOCK), "nothing is shared");
+        // Of 20 prompts of 3,000 tokens and 20 of 3,150, each of the latter repeats 3,100.
+        let repeated = f64::from(20 * 3100) / f64::from(20 * (3000 + 3150));
+        assert!((demand.repeated_share() - repeated).abs() < 1e-9);
         assert!(later.iter().all(|n| n.input == 3150 && n.cached >= 3100));
         assert_eq!(count(&w).unwrap(), [40]);
     }
@@ -216,6 +230,7 @@ mod tests {
             due: SimTime(s * 1_000_000_000),
             input,
             cached: 0,
+            repeated: 0,
             output: 1,
             class: 0,
         };

@@ -480,6 +480,54 @@ fn the_smallest_split_cluster_has_runners_up_and_sensitivity() {
     assert_eq!(answer["sensitivity"].as_array().unwrap().len(), 6);
 }
 
+/// The output says what was asked, and what stands in for what was not.
+#[test]
+fn the_question_and_its_assumptions_are_part_of_the_output() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    // 40 requests, one every half second; each other prompt of 1,024 tokens is one of before.
+    let lines: Vec<String> = (0..40)
+        .map(|n| {
+            let ids = [n / 2 * 2, n / 2 * 2 + 1];
+            format!(
+                "{{\"timestamp\": {}, \"input_length\": 1024, \"output_length\": 20, \"hash_ids\": {ids:?}}}\n",
+                n * 500
+            )
+        })
+        .collect();
+    std::fs::write(at("t.jsonl"), lines.concat()).unwrap();
+    let flags = [
+        "plan",
+        &at("t.jsonl"),
+        "--slo=ttft=5s,itl=500ms",
+        "--serving=aggregated",
+        "--tensor-parallel=1",
+        "--max-num-seqs=256",
+        "--max-num-batched-tokens=8192",
+        "--policies=kv",
+        "--quick",
+        "--quiet",
+    ];
+    let (code, out, err) = run(&flags);
+    assert_eq!(code, Some(0), "{err}");
+    for part in [
+        "workload   t.jsonl: 40 requests in 19.5 s (2.00 per second); prompts of 1,024 and answers of 20 tokens on average; \
+         50.0 % of the prompt tokens repeat earlier ones\n",
+        "objective  99.00 % of requests within ttft=5s,itl=500ms\n",
+        "assumed    model qwen3-8b, as neither --model nor --cluster names one\n",
+        "as there is no --cluster",
+    ] {
+        assert!(out.contains(part), "{part}: {out}");
+    }
+    // What is stated is not assumed.
+    std::fs::write(at("c.toml"), "[model]\npreset = \"llama-3.1-8b\"\n").unwrap();
+    let cluster = format!("--cluster={}", at("c.toml"));
+    let (code, out, err) = run(&[&flags[..], &[&cluster]].concat());
+    assert_eq!(code, Some(0), "{err}");
+    assert!(!out.contains("assumed"), "{out}");
+    assert!(out.contains("model      llama-3.1-8b\n"), "{out}");
+}
+
 #[test]
 fn names_that_are_nearly_right_are_suggested() {
     for (flag, part) in [

@@ -6,6 +6,7 @@ use anyhow::Context;
 use slipstream_config::cluster::{Cluster, NetworkMode, file};
 use slipstream_config::doc::{Diagnostics, Doc, Settings};
 use slipstream_plan::space::{self, Setting, Shape};
+use slipstream_report::table::number;
 
 use crate::files;
 use crate::source::{ClusterSource, environment};
@@ -99,6 +100,33 @@ impl Base {
                 if dropped.len() > 1 { "are" } else { "is" }
             )
         })
+    }
+
+    /// What the question leaves open, and the default that stands in, in words.
+    pub(super) fn assumed(&self, shared: &Cluster) -> Vec<String> {
+        let mut assumed = Vec::new();
+        let stated = self.doc().keys("model");
+        if !stated.iter().any(|key| key == "preset" || key == "config") {
+            assumed.push(format!(
+                "model {}, as neither --model nor --cluster names one",
+                shared.model.name
+            ));
+        }
+        if self.text.is_empty() {
+            let transfers = if self.adds_network {
+                format!(
+                    "; KV transfers at {} Gbit/s per GPU",
+                    number(shared.network.nic_bits_per_s / 1e9)
+                )
+            } else {
+                String::new()
+            };
+            assumed.push(format!(
+                "engines, router and network of docs/cluster-file.md, as there is no --cluster (vLLM with prefix \
+                 caching{transfers})"
+            ));
+        }
+        assumed
     }
 
     /// Names of the GPUs that the file defines.

@@ -361,7 +361,40 @@ struct Asked {
     parts: String,
     /// The values of each axis, defaults included: the answer is the best of these.
     searched: String,
+    /// What the question left open.
+    assumed: Vec<String>,
+    /// The workload at load 1.
+    traffic: Traffic,
     seed: u64,
+}
+
+/// A workload in a few numbers.
+#[derive(Clone, Copy, Debug)]
+struct Traffic {
+    requests: usize,
+    /// From the first due time to the last, s; `None` for a closed loop.
+    duration_s: Option<f64>,
+    /// Mean prompt and answer, tokens.
+    lengths: [f64; 2],
+    /// Share of the prompt tokens that repeat an earlier prompt.
+    repeated: f64,
+}
+
+impl Traffic {
+    fn of(demand: &Demand) -> Traffic {
+        Traffic {
+            requests: demand.needs.len(),
+            duration_s: (!demand.closed).then(|| demand.duration_s()),
+            lengths: demand.mean_lengths(),
+            repeated: demand.repeated_share(),
+        }
+    }
+
+    /// Requests per second, if they are spread over a time.
+    fn rate_per_s(&self) -> Option<f64> {
+        let duration_s = self.duration_s.filter(|duration_s| *duration_s > 0.0)?;
+        Some(self.requests.saturating_sub(1) as f64 / duration_s)
+    }
 }
 
 /// A shape with its bounds.
@@ -431,6 +464,8 @@ impl Question {
             excluded: Vec::new(),
             parts: String::new(),
             searched: searched(&args, &shared.model.shape),
+            assumed: base.assumed(&shared),
+            traffic: Traffic::of(&demand),
             seed: workload.seed,
         };
         let shapes = shapes(&args, &base, &shared.model.shape, &mut asked.excluded);
@@ -1173,33 +1208,31 @@ fn gap_limit_s(objectives: &Objectives) -> Option<f64> {
 
 /// One condition changed at a time.
 fn knobs(plain: Conditions, error: Option<&StepError>) -> Vec<(String, Conditions)> {
-    let percent = |change: f64| format!("{:+.0} %", change * 100.0);
+    let percent = |factor: f64| format!("{:.0}", (100.0 * (factor - 1.0)).abs());
     let mut knobs = Vec::new();
-    for change in [-CHANGE, CHANGE] {
+    for (slo, word) in [(1.0 - CHANGE, "tighter"), (1.0 + CHANGE, "looser")] {
         knobs.push((
-            format!("objectives {}", percent(change)),
+            format!("objectives are {} % {word}", percent(slo)),
+            Conditions { slo, ..plain },
+        ));
+    }
+    for (factor, word) in [(1.0 - CHANGE, "lower"), (1.0 + CHANGE, "higher")] {
+        knobs.push((
+            format!("the load is {} % {word}", percent(factor)),
             Conditions {
-                slo: 1.0 + change,
+                load: plain.load * factor,
                 ..plain
             },
         ));
     }
-    for change in [-CHANGE, CHANGE] {
-        knobs.push((
-            format!("load {}", percent(change)),
-            Conditions {
-                load: plain.load * (1.0 + change),
-                ..plain
-            },
-        ));
-    }
-    let steps: Vec<f64> = match error {
-        Some(error) => vec![error.low, error.high],
-        None => vec![1.0 - CHANGE / 2.0, 1.0 + CHANGE / 2.0],
+    let steps = match error {
+        Some(error) => [error.low, error.high],
+        None => [1.0 - CHANGE / 2.0, 1.0 + CHANGE / 2.0],
     };
     for slower in steps {
+        let word = if slower < 1.0 { "less time" } else { "longer" };
         knobs.push((
-            format!("step times {}", percent(slower - 1.0)),
+            format!("steps take {} % {word}", percent(slower)),
             Conditions { slower, ..plain },
         ));
     }

@@ -74,6 +74,45 @@ fn objective(context: &Asked) -> String {
     )
 }
 
+/// The workload in one line.
+fn traffic(context: &Asked) -> String {
+    let traffic = &context.traffic;
+    let when = match (traffic.rate_per_s(), traffic.duration_s) {
+        (Some(rate), Some(duration_s)) => {
+            format!(" in {} s ({} per second)", number(duration_s), number(rate))
+        }
+        (None, Some(_)) => " at once".to_owned(),
+        (_, None) => ", each as another one ends".to_owned(),
+    };
+    let [input, output] = traffic.lengths;
+    let repeated = if traffic.repeated > 0.0 {
+        format!(
+            "{} of the prompt tokens repeat earlier ones",
+            percent(traffic.repeated)
+        )
+    } else {
+        "no prompt repeats another one".to_owned()
+    };
+    format!(
+        "{}: {}{when}; prompts of {} and answers of {} tokens on average; {repeated}",
+        context.workload,
+        counted(traffic.requests as u64, "request"),
+        grouped(input.round() as u64),
+        grouped(output.round() as u64)
+    )
+}
+
+/// The question: names and values.
+fn question(context: &Asked) -> Vec<(&'static str, String)> {
+    let mut lines = vec![
+        ("model", context.model.clone()),
+        ("workload", traffic(context)),
+        ("objective", objective(context)),
+    ];
+    lines.extend(context.assumed.iter().map(|line| ("assumed", line.clone())));
+    lines
+}
+
 /// The answer in one line.
 pub(super) fn claim(found: &Found) -> String {
     format!(
@@ -161,11 +200,11 @@ fn cells(context: &Asked, row: &Row) -> Vec<String> {
 }
 
 fn knob_header(found: &Found) -> Vec<String> {
-    let mut header = vec!["changed".to_owned(), "the answer's shape".to_owned()];
+    let mut header = vec!["workers needed if".to_owned(), found.best.shape.name()];
     if let Some(rival) = found.others.first() {
         header.push(rival.shape.name());
     }
-    header.push("choice".to_owned());
+    header.push("cheaper".to_owned());
     header
 }
 
@@ -199,14 +238,11 @@ fn knob_rows(context: &Asked, found: &Found) -> Vec<(Vec<String>, bool)> {
             let chosen = choice(&knob.sizes);
             let mut cells = vec![knob.knob.clone()];
             cells.extend(knob.sizes.iter().map(size));
-            cells.push(
-                match chosen {
-                    None => "none",
-                    Some(0) => "the same",
-                    Some(_) => "changes",
-                }
-                .to_owned(),
-            );
+            cells.push(match (chosen, found.others.first()) {
+                (None, _) => "neither attains".to_owned(),
+                (Some(1), Some(rival)) => format!("{} instead", rival.shape.name()),
+                _ => format!("still {}", found.best.shape.name()),
+            });
             (cells, chosen != Some(0))
         })
         .collect()
@@ -256,14 +292,18 @@ fn classes(context: &Asked, row: &Row) -> Option<String> {
 fn ruled_out(ideal: &[(String, Ideal)]) -> Option<String> {
     let mut sorted: Vec<&(String, Ideal)> = ideal.iter().collect();
     sorted.sort_by(|a, b| b.1.share.total_cmp(&a.1.share));
-    let each: Vec<String> = sorted
+    const SHOWN_MAX: usize = 3;
+    let shown: Vec<String> = sorted
         .iter()
+        .take(SHOWN_MAX)
         .map(|(name, most)| format!("{name} ({})", percent(most.share)))
         .collect();
-    (!each.is_empty()).then(|| {
+    (!shown.is_empty()).then(|| {
         format!(
-            "too slow on any number of workers, by step times alone (share that can meet the objectives): {}",
-            each.join(", ")
+            "too slow on any number of workers, by step times alone: {}; the nearest (share of requests that can meet the \
+             objectives): {}",
+            counted(sorted.len() as u64, "shape"),
+            shown.join(", ")
         )
     })
 }
@@ -383,6 +423,10 @@ pub(super) fn text(
             Err(missed) => text.push_str(&failure(context, missed)),
         }
     }
+    text.push('\n');
+    for (name, value) in question(context) {
+        text.extend([format!("{name:<11}{value}\n")]);
+    }
     for found in results.iter().flatten() {
         text.push('\n');
         if several {
@@ -393,12 +437,7 @@ pub(super) fn text(
             table.row(cells(context, row));
         }
         text.push_str(&table.render(false));
-        text.extend([format!(
-            "{} for {}; {}\n",
-            context.model,
-            objective(context),
-            effort(found)
-        )]);
+        text.extend([format!("{}\n", effort(found))]);
         let notes = [
             step_note(found),
             classes(context, &found.best),
@@ -546,6 +585,15 @@ pub(super) fn json(
         "slo": context.objectives.to_string(),
         "attain": context.target,
         "headroom": context.headroom,
+        "assumed": context.assumed,
+        "traffic": {
+            "requests": context.traffic.requests,
+            "duration_s": context.traffic.duration_s,
+            "requests_per_s": context.traffic.rate_per_s(),
+            "input_tokens_mean": context.traffic.lengths[0],
+            "output_tokens_mean": context.traffic.lengths[1],
+            "repeated_prompt_share": context.traffic.repeated,
+        },
         "cost": if context.priced { "price" } else { "gpus" },
         "answers": answers,
         "not_searched": context.excluded.iter().map(|shape| json!({
@@ -638,8 +686,11 @@ pub(super) fn page(
                 by_workers: found.by_workers.clone(),
                 by_load: found.by_load.clone(),
                 target: context.target,
-                notes: [effort(found)]
-                    .into_iter()
+                notes: context
+                    .assumed
+                    .iter()
+                    .map(|line| format!("assumed: {line}"))
+                    .chain([effort(found)])
                     .chain(step_note(found))
                     .chain(classes(context, best))
                     .chain(ruled_out(&found.ideal))
@@ -652,7 +703,7 @@ pub(super) fn page(
         subtitle: format!(
             "{} · {} · {}",
             context.model,
-            context.workload,
+            traffic(context),
             objective(context)
         ),
         cost_unit: if context.priced { "per hour" } else { "GPUs" }.into(),

@@ -58,6 +58,11 @@ vopr-planted:
 survive:
 	SLIPSTREAM_KILLS=100 cargo test --locked --package slipstream-cli --test it survive -- --nocapture
 
+# Frontends and workers replaced under official clients that do not retry, ROLLS times each (in `make test`: once).
+.PHONY: rolling
+rolling:
+	SLIPSTREAM_ROLLS=$(or $(ROLLS),20) ./scripts/pytest.sh -s -k test_every_process_is_replaced
+
 # Decoders of external input under libFuzzer, a minute each; needs a C++ compiler.
 .PHONY: fuzz
 fuzz:

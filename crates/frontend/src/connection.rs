@@ -87,6 +87,26 @@ impl Connection {
             tokio::time::sleep(left.max(Duration::from_millis(1)).min(most)).await;
         }
     }
+
+    /// Waits until the connection has had no request for `time` from now on. At once if `time` is 0: a request
+    /// that has begun does not count then.
+    pub(crate) async fn idle_for(&self, time: Duration) {
+        if time.is_zero() {
+            return;
+        }
+        let called_ns = monotonic_ns();
+        loop {
+            let since_ns = self.progress_ns.get().max(called_ns);
+            let since = Duration::from_nanos(monotonic_ns().saturating_sub(since_ns));
+            let mut left = time.saturating_sub(since);
+            if self.open.get() > 0 {
+                left = time;
+            } else if left.is_zero() {
+                return;
+            }
+            tokio::time::sleep(left.max(Duration::from_millis(1))).await;
+        }
+    }
 }
 
 /// Whose request it is: an API key's, or an address's if there are no keys.

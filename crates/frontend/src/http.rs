@@ -607,6 +607,7 @@ fn card(service: &Service) -> ModelCard<'_> {
 /// The answer of `/ready`; `any_ready`: a worker or an engine is.
 pub(crate) fn ready(shard: &Shard, any_ready: bool) -> Response<HttpBody> {
     let reason = match shard.budget.exhausted() {
+        _ if shard.draining.get() => Some("draining"),
         _ if !any_ready => Some("no_worker"),
         limit => limit,
     };

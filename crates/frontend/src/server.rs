@@ -1,19 +1,22 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
+use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream, ToSocketAddrs};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use hyper::header::{CONNECTION, HeaderValue};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
 use slipstream_planes::clock::monotonic_ns;
-use socket2::{Domain, Socket, Type};
+use socket2::{Domain, SockFilter, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
@@ -51,6 +54,26 @@ pub enum StartError {
         /// The system's error.
         source: io::Error,
     },
+    /// The address cannot be shared.
+    #[error(
+        "cannot share {listen} (`live.reuse_port`); every process that listens on it needs \
+         `live.reuse_port` and the same user"
+    )]
+    Share {
+        /// The address asked for.
+        listen: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// The socket that a service manager passed is of no use.
+    #[error(
+        "the socket from the service manager (LISTEN_FDS) is no listening TCP socket; use \
+         `ListenStream=HOST:PORT` and `Accept=no` in its unit"
+    )]
+    Inherited {
+        /// The system's error.
+        source: io::Error,
+    },
     /// A thread or its runtime could not be made.
     #[error("cannot start a frontend thread")]
     Thread(#[from] io::Error),
@@ -61,13 +84,37 @@ pub struct Frontend {
     address: SocketAddr,
     stop: watch::Sender<bool>,
     threads: Vec<JoinHandle<()>>,
+    /// Until connections are accepted.
+    closed: Option<ClosedDoor>,
+}
+
+/// What is needed to accept connections.
+struct ClosedDoor {
+    bound: Bound,
+    doors: Vec<ShardDoor>,
+    budget: Arc<Budget>,
+    stopped: watch::Receiver<bool>,
 }
 
 /// An address that is bound but not yet served, so that a taken port is found before any engine
 /// starts.
 pub struct Bound {
-    listener: StdListener,
+    socket: Socket,
     address: SocketAddr,
+    sharing: Sharing,
+    /// As configured, for errors.
+    listen: String,
+}
+
+/// Whether other processes accept connections of the same address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sharing {
+    /// None does.
+    Exclusive,
+    /// Each has a socket of its own (`SO_REUSEPORT`), and the kernel chooses one per connection.
+    Port,
+    /// All have the same socket, which a service manager keeps.
+    Socket,
 }
 
 impl Bound {
@@ -76,46 +123,100 @@ impl Bound {
     /// # Errors
     /// [`StartError::Bind`] with what to do about it.
     pub fn bind(listen: &str) -> Result<Bound, StartError> {
-        let (listener, address) = bind(listen)?;
-        Ok(Bound { listener, address })
+        Bound::to(listen, Sharing::Exclusive)
+    }
+
+    /// As [`Bound::bind`], together with other processes of the same user that bind it in this way. The kernel
+    /// divides new connections among those whose [`Frontend::open`] has been called.
+    ///
+    /// # Errors
+    /// [`StartError::Share`].
+    pub fn bind_shared(listen: &str) -> Result<Bound, StartError> {
+        Bound::to(listen, Sharing::Port)
+    }
+
+    /// Takes a socket that listens already, as service managers pass it.
+    ///
+    /// # Errors
+    /// [`StartError::Inherited`]: it is no listening TCP socket.
+    pub fn inherited(socket: StdListener) -> Result<Bound, StartError> {
+        let check = || -> io::Result<Bound> {
+            let socket = Socket::from(socket);
+            if socket.r#type()? != Type::STREAM || !socket.is_listener()? {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            let no_address = || io::Error::from(io::ErrorKind::AddrNotAvailable);
+            let address = socket.local_addr()?.as_socket().ok_or_else(no_address)?;
+            socket.set_nonblocking(true)?;
+            Ok(Bound {
+                socket,
+                address,
+                sharing: Sharing::Socket,
+                listen: address.to_string(),
+            })
+        };
+        check().map_err(|source| StartError::Inherited { source })
+    }
+
+    fn to(listen: &str, sharing: Sharing) -> Result<Bound, StartError> {
+        let bind = || -> io::Result<(Socket, SocketAddr)> {
+            let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
+            for address in listen.to_socket_addrs()? {
+                match bind_one(address, sharing) {
+                    Ok(bound) => return Ok(bound),
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
+        };
+        let (socket, address) = bind().map_err(|source| {
+            let listen = listen.into();
+            match sharing {
+                Sharing::Exclusive | Sharing::Socket => StartError::Bind { listen, source },
+                Sharing::Port => StartError::Share { listen, source },
+            }
+        })?;
+        Ok(Bound {
+            socket,
+            address,
+            sharing,
+            listen: listen.into(),
+        })
     }
 
     /// The address bound, with the port that was picked.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
+
+    /// Whether another process may accept connections of this address: before this one does, while it
+    /// shuts down, and after.
+    pub fn is_shared(&self) -> bool {
+        self.sharing != Sharing::Exclusive
+    }
 }
 
 /// Binds the first address of `listen` that can be bound.
 pub(crate) fn bind(listen: &str) -> Result<(StdListener, SocketAddr), StartError> {
-    let bind = || -> io::Result<(StdListener, SocketAddr)> {
-        let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
-        for address in listen.to_socket_addrs()? {
-            match bind_one(address) {
-                Ok(listener) => {
-                    let address = listener.local_addr()?;
-                    return Ok((listener, address));
-                }
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
-    };
-    bind().map_err(|source| StartError::Bind {
-        listen: listen.into(),
-        source,
-    })
+    let bound = Bound::bind(listen)?;
+    Ok((bound.socket.into(), bound.address))
 }
 
-fn bind_one(address: SocketAddr) -> io::Result<StdListener> {
+fn bind_one(address: SocketAddr, sharing: Sharing) -> io::Result<(Socket, SocketAddr)> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-    // Not SO_REUSEPORT: a second server on the same port fails here instead of taking half of the
-    // clients.
     socket.set_reuse_address(true)?;
+    // Only on request: otherwise a second server on the same port fails here instead of taking half of
+    // the clients.
+    socket.set_reuse_port(sharing == Sharing::Port)?;
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)?;
-    Ok(socket.into())
+    if sharing == Sharing::Exclusive {
+        // A shared one listens once it is served: the kernel would hand connections to it.
+        socket.listen(BACKLOG)?;
+    }
+    let no_address = || io::Error::from(io::ErrorKind::AddrNotAvailable);
+    let address = socket.local_addr()?.as_socket().ok_or_else(no_address)?;
+    Ok((socket, address))
 }
 
 /// A client's socket on its way to a shard.
@@ -131,8 +232,8 @@ struct ShardDoor {
 }
 
 impl Frontend {
-    /// Serves `bound` with one shard per element of `planes`; adds its metrics to `registry`, which
-    /// `/metrics` then encodes as a whole.
+    /// Starts one shard per element of `planes`; adds their metrics to `registry`, which `/metrics` then
+    /// encodes as a whole. Connections are accepted after [`Frontend::open`].
     ///
     /// # Errors
     /// [`StartError::Thread`].
@@ -175,6 +276,11 @@ impl Frontend {
                 open: open.clone(),
             });
             let (shared, stopped) = (shared.clone(), stopped.clone());
+            let linger = if bound.is_shared() {
+                LINGER
+            } else {
+                Duration::ZERO
+            };
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()?;
@@ -183,26 +289,58 @@ impl Frontend {
                 .spawn(move || {
                     // Built here: a shard holds `Rc`s and never leaves its thread.
                     let shard = Rc::new(Shard::new(index as u8, shared, plane, metrics));
-                    let run = run_shard(shard, handed, open, stopped);
+                    let run = run_shard(shard, handed, open, stopped, linger);
                     LocalSet::new().block_on(&runtime, run);
                 })?;
             threads.push(thread);
         }
 
+        Ok(Frontend {
+            address: bound.address,
+            stop,
+            threads,
+            closed: Some(ClosedDoor {
+                bound,
+                doors,
+                budget,
+                stopped,
+            }),
+        })
+    }
+
+    /// Accepts connections from now on.
+    ///
+    /// # Errors
+    /// [`StartError::Thread`], and [`StartError::Share`]: another process has bound the address alone since.
+    pub fn open(&mut self) -> Result<(), StartError> {
+        let Some(closed) = self.closed.take() else {
+            return Ok(()); // it is open
+        };
+        let Bound {
+            socket,
+            sharing,
+            listen,
+            ..
+        } = closed.bound;
+        if sharing == Sharing::Port {
+            let share = |source| StartError::Share { listen, source };
+            socket.listen(BACKLOG).map_err(share)?;
+        }
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
-        let address = bound.address;
-        let listener = bound.listener;
-        let acceptor = std::thread::Builder::new()
+        let acceptor = Acceptor {
+            doors: closed.doors,
+            budget: closed.budget,
+            addresses: Addresses::default(),
+            log: LogPace::default(),
+        };
+        let accept = acceptor.run(socket.into(), sharing, closed.stopped);
+        let thread = std::thread::Builder::new()
             .name("acceptor".into())
-            .spawn(move || runtime.block_on(accept(listener, &doors, &budget, stopped)))?;
-        threads.push(acceptor);
-        Ok(Frontend {
-            address,
-            stop,
-            threads,
-        })
+            .spawn(move || runtime.block_on(accept))?;
+        self.threads.push(thread);
+        Ok(())
     }
 
     /// The address served.
@@ -213,6 +351,7 @@ impl Frontend {
     /// Stops accepting, lets open requests finish for up to the service's `drain` time, and waits
     /// for all threads.
     pub fn shutdown(self) {
+        drop(self.closed);
         // Receivers are gone only if every thread has ended already.
         let _ = self.stop.send(true);
         for thread in self.threads {
@@ -223,56 +362,127 @@ impl Frontend {
     }
 }
 
+/// Time in which handshakes end that have begun with a socket that is about to close. Longer than the round
+/// trip of most clients, and shorter than the second after which they repeat a SYN that was dropped.
+const HANDSHAKES: Duration = Duration::from_millis(200);
+
 /// Accepts, and hands each socket to the shard that holds the fewest.
-async fn accept(
-    listener: StdListener,
-    doors: &[ShardDoor],
-    budget: &Arc<Budget>,
-    mut stopped: watch::Receiver<bool>,
-) {
-    let listener = match TcpListener::from_std(listener) {
-        Ok(listener) => listener,
-        Err(error) => {
-            tracing::error!(%error, "the listening socket cannot be polled");
-            return;
-        }
-    };
-    let mut complain_after = Instant::now();
-    let mut addresses = Addresses::default();
-    let log = LogPace::default();
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            _ = stopped.changed() => return,
+struct Acceptor {
+    doors: Vec<ShardDoor>,
+    budget: Arc<Budget>,
+    addresses: Addresses,
+    log: LogPace,
+}
+
+impl Acceptor {
+    async fn run(
+        mut self,
+        socket: StdListener,
+        sharing: Sharing,
+        mut stopped: watch::Receiver<bool>,
+    ) {
+        let listener = match TcpListener::from_std(socket) {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!(%error, "the listening socket cannot be polled");
+                return;
+            }
         };
-        match accepted {
-            Ok((stream, from)) => match budget.connect(addresses.of(from.ip())) {
-                Ok(permit) => hand_over(stream, permit, doors),
-                Err(limit) => {
-                    if let Some(more) = log.allows(monotonic_ns()) {
+        let mut complain_after = Instant::now();
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                _ = stopped.changed() => break,
+            };
+            match accepted {
+                Ok((stream, from)) => self.admit(stream, from),
+                Err(error) => {
+                    // Out of descriptors, most often: give those in use time to be closed. A closed
+                    // handshake (ECONNABORTED) costs one such pause, which has no effect.
+                    if Instant::now() >= complain_after {
+                        complain_after = Instant::now() + Duration::from_secs(1);
                         tracing::warn!(
-                            "closed a connection from {from}: {limit} is reached ({more} more since \
-                             the last such line)"
+                            %error,
+                            "accept failed; trying again every 20 ms (`slipstream doctor` shows how \
+                             many files this process may open)"
                         );
                     }
+                    tokio::time::sleep(Duration::from_millis(20)).await;
                 }
-            },
-            Err(error) => {
-                // Out of descriptors, most often: give those in use time to be closed. A closed
-                // handshake (ECONNABORTED) costs one such pause, which has no effect.
-                if Instant::now() >= complain_after {
-                    complain_after = Instant::now() + Duration::from_secs(1);
+            }
+        }
+        if sharing == Sharing::Port {
+            self.leave(&listener).await;
+        }
+    }
+
+    /// Accepts connections that would be reset with the listening socket: those in its queue, and those whose
+    /// handshake has begun. The kernel gives new ones to other processes afterwards.
+    async fn leave(&mut self, listener: &TcpListener) {
+        if !hands_on_connections() {
+            match SockRef::from(listener).attach_filter(&NO_SYN) {
+                Ok(()) => {
+                    let until = tokio::time::Instant::now() + HANDSHAKES;
+                    while let Ok(accepted) = tokio::time::timeout_at(until, listener.accept()).await
+                    {
+                        match accepted {
+                            Ok((stream, from)) => self.admit(stream, from),
+                            Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
+                        }
+                    }
+                }
+                Err(error) => tracing::warn!(
+                    %error,
+                    "connections that are made at this moment may be reset: the kernel takes no filter for \
+                     them; set net.ipv4.tcp_migrate_req=1"
+                ),
+            }
+        }
+        let mut connection = std::pin::pin!(listener.accept());
+        let mut last = Context::from_waker(Waker::noop());
+        while let Poll::Ready(Ok((stream, from))) = connection.as_mut().poll(&mut last) {
+            self.admit(stream, from);
+            connection.set(listener.accept());
+        }
+    }
+
+    fn admit(&mut self, stream: TcpStream, from: SocketAddr) {
+        match self.budget.connect(self.addresses.of(from.ip())) {
+            Ok(permit) => hand_over(stream, permit, &self.doors),
+            Err(limit) => {
+                if let Some(more) = self.log.allows(monotonic_ns()) {
                     tracing::warn!(
-                        %error,
-                        "accept failed; trying again every 20 ms (`slipstream doctor` shows how \
-                         many files this process may open)"
+                        "closed a connection from {from}: {limit} is reached ({more} more since \
+                         the last such line)"
                     );
                 }
-                tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
     }
 }
+
+/// Whether the kernel gives the connections of a closed socket to others that share its port (Linux 5.14).
+fn hands_on_connections() -> bool {
+    let value = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_migrate_req");
+    value.is_ok_and(|value| value.trim() == "1")
+}
+
+/// A filter that drops packets which open a connection: SYN is set and ACK is not. Filters of TCP sockets see
+/// the TCP header first; its byte 13 has the flags (RFC 9293, section 3.1).
+const NO_SYN: [SockFilter; 5] = [
+    SockFilter::new(BPF_LOAD_BYTE, 0, 0, 13),
+    SockFilter::new(BPF_AND, 0, 0, 0x12),
+    SockFilter::new(BPF_JUMP_EQUAL, 0, 1, 0x02),
+    SockFilter::new(BPF_RETURN, 0, 0, 0),
+    SockFilter::new(BPF_RETURN, 0, 0, u32::MAX),
+];
+
+/// `BPF_LD | BPF_B | BPF_ABS`, `BPF_ALU | BPF_AND | BPF_K`, `BPF_JMP | BPF_JEQ | BPF_K`, `BPF_RET | BPF_K`
+/// (linux/bpf_common.h).
+const BPF_LOAD_BYTE: u16 = 0x30;
+const BPF_AND: u16 = 0x54;
+const BPF_JUMP_EQUAL: u16 = 0x15;
+const BPF_RETURN: u16 = 0x06;
 
 fn hand_over(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
     let door = doors
@@ -293,11 +503,16 @@ fn hand_over(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
 /// Time that clients have to take the error with which their streams are cut at shutdown.
 const FAREWELL: Duration = Duration::from_secs(1);
 
+/// Time for which an idle connection stays open at shutdown if another process serves the address. A request
+/// that the client is just sending is then answered, with `Connection: close`, instead of reset.
+const LINGER: Duration = Duration::from_secs(5);
+
 async fn run_shard(
     shard: Rc<Shard>,
     mut handed: mpsc::Receiver<Handed>,
     open: Arc<AtomicU64>,
     mut stopped: watch::Receiver<bool>,
+    linger: Duration,
 ) {
     let meter = shard.meter.clone();
     let tasks = [
@@ -305,29 +520,39 @@ async fn run_shard(
         meter.spawn(Shard::carry(shard.clone())),
         meter.spawn(Shard::look_after_replies(shard.clone())),
     ];
+    // Connections finish what they have begun; the deadline is for clients that do not.
+    let mut deadline = None;
+    let drain = || {
+        shard.draining.set(true);
+        Some(tokio::time::Instant::now() + shard.service.limits.drain)
+    };
+    let unseen = stopped.clone();
     loop {
         let stream = tokio::select! {
             stream = handed.recv() => stream,
-            _ = stopped.changed() => None,
+            _ = stopped.changed(), if deadline.is_none() => {
+                deadline = drain();
+                continue;
+            }
         };
+        // The acceptor hands over the last ones after the stop.
         let Some(Handed { socket, permit }) = stream else {
             break;
         };
-        let (shard, open, stopped) = (shard.clone(), open.clone(), stopped.clone());
+        let (shard, open, stopped) = (shard.clone(), open.clone(), unseen.clone());
         meter.spawn(async move {
             shard.metrics.connections.add(1);
             shard.metrics.connections_open.add(1);
             if let Ok(stream) = TcpStream::from_std(socket) {
                 let connection = Connection::new(permit.client.clone());
-                serve_connection(&shard, &connection, stream, stopped).await;
+                serve_connection(&shard, &connection, stream, stopped, linger).await;
             }
             drop(permit);
             shard.metrics.connections_open.sub(1);
             open.fetch_sub(1, Relaxed);
         });
     }
-    // Connections finish what they have begun; the deadline is for clients that do not.
-    let deadline = tokio::time::Instant::now() + shard.service.limits.drain;
+    let deadline = deadline.or_else(drain).expect("one of both");
     while open.load(Relaxed) > 0 && tokio::time::Instant::now() < deadline {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -378,6 +603,12 @@ async fn speaks_http2(stream: &TcpStream, patience: Duration) -> Option<bool> {
     tokio::time::timeout(patience, look).await.ok().flatten()
 }
 
+/// Waits until the server has been shutting down for `linger`.
+async fn stopped_for(mut stopped: watch::Receiver<bool>, linger: Duration) {
+    let _ = stopped.changed().await; // an error: the server is gone
+    tokio::time::sleep(linger).await;
+}
+
 /// Answer that waits for one HTTP/2 stream's window to open, bytes.
 const HTTP2_SEND_BYTES: usize = 64 << 10;
 
@@ -401,6 +632,7 @@ async fn serve_connection(
     client: &Rc<Connection>,
     stream: TcpStream,
     mut stopped: watch::Receiver<bool>,
+    linger: Duration,
 ) {
     // A small response must not wait for the client's delayed ACK.
     if stream.set_nodelay(true).is_err() {
@@ -418,17 +650,17 @@ async fn serve_connection(
     };
     let spoken = tokio::select! {
         spoken = speaks_http2(&stream, read_timeout) => spoken,
-        _ = stopped.changed() => return, // nothing was asked yet
+        () = stopped_for(stopped.clone(), linger) => return, // nothing was asked yet
     };
     let Some(http2) = spoken else {
         return; // it said nothing, or has gone
     };
     let io = ClientIo::new(stream, write_timeout, cut);
-    let service = {
-        let (shard, client) = (shard.clone(), client.clone());
-        service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
-    };
     if http2 {
+        let service = {
+            let (shard, client) = (shard.clone(), client.clone());
+            service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
+        };
         let connection = http2::Builder::new(OnThisThread(shard.meter.clone()))
             .timer(TokioTimer::new())
             .max_header_list_size(header_bytes_max.max(8192))
@@ -460,6 +692,21 @@ async fn serve_connection(
         }
         return;
     }
+    let service = {
+        let (shard, client) = (shard.clone(), client.clone());
+        service_fn(move |request| {
+            let shard = shard.clone();
+            let answer = http::handle(shard.clone(), client.clone(), request);
+            async move {
+                let mut response = answer.await?;
+                if shard.draining.get() {
+                    let headers = response.headers_mut();
+                    headers.insert(CONNECTION, HeaderValue::from_static("close"));
+                }
+                Ok::<_, Infallible>(response)
+            }
+        })
+    };
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(read_timeout)
@@ -469,10 +716,13 @@ async fn serve_connection(
     tokio::pin!(connection);
     let outcome = tokio::select! {
         outcome = connection.as_mut() => outcome,
-        _ = stopped.changed() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
+        _ = stopped.changed() => tokio::select! {
+            outcome = connection.as_mut() => outcome,
+            () = client.idle_for(linger) => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        },
     };
     if let Err(error) = outcome {
         tracing::debug!(%error, "connection ended");

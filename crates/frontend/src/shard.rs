@@ -79,6 +79,8 @@ pub(crate) struct Shard {
     pub(crate) responses: Arc<ResponseStore>,
     pub(crate) replies: Replies,
     pub(crate) meter: Meter,
+    /// The server shuts down.
+    pub(crate) draining: Cell<bool>,
     requests: Cell<u64>,
     /// Answers of 5xx.
     log: LogPace,
@@ -154,6 +156,7 @@ impl Shard {
             helpers,
             responses,
             replies: Replies::default(),
+            draining: Cell::new(false),
             requests: Cell::new(0),
             log: LogPace::default(),
             service,

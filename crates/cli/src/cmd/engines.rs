@@ -14,7 +14,7 @@ use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
-use slipstream_frontend::{Bound, Frontend, ShardPlane, Transport};
+use slipstream_frontend::{Frontend, ShardPlane, Transport};
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
@@ -57,7 +57,7 @@ impl Live {
             "`[live.faults]` affects modelled engines only, and this cluster has real ones; set it for the \
              `slipstream serve` that models an engine"
         );
-        let bound = Bound::bind(&cluster.live.listen)?;
+        let bound = super::serve::bind(&cluster.live)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();
         let specs = EngineSpec::of_cluster(cluster, read_key, read_tls)?;
@@ -117,7 +117,7 @@ impl Live {
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
         let reload = reload::start(args, sets, engines.clone()).context("watching the file")?;
-        let live = Live {
+        let mut live = Live {
             frontend,
             engines,
             checks,
@@ -126,6 +126,7 @@ impl Live {
             recorder,
         };
         live.await_first_checks();
+        live.frontend.open()?;
         Ok(live)
     }
 

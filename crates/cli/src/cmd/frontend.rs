@@ -6,9 +6,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
-use slipstream_frontend::{
-    Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
-};
+use slipstream_frontend::{Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport};
 use slipstream_planes::discovery::{self, Event, ProcessRole, Record, SeatKey, Session};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
@@ -58,8 +56,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     out::print(&format!("listening on http://{}\n", frontend.address()))?;
     signals.wait();
     serve::say_draining(&cluster);
-    drop(announced);
     frontend.shutdown();
+    // Last: until then, workers that start may continue its streams.
+    drop(announced);
     if let Some(recorder) = recorder {
         recorder.close();
     }
@@ -68,7 +67,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, Option<Recorder>)> {
     let live = &cluster.live;
-    let bound = Bound::bind(&live.listen)?;
+    let bound = serve::bind(live)?;
     // Every client needs a file descriptor, and the usual soft limit is 1,024.
     slipstream_bench::process::raise_open_files();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -145,8 +144,9 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
             kv_network: dispatching.kv_network.clone(),
         })
         .collect();
-    let frontend = Frontend::start(bound, service, planes, registry)?;
-    // Last, so that workers that find the record find the shards.
+    let shared = bound.is_shared();
+    let mut frontend = Frontend::start(bound, service, planes, registry)?;
+    // After it, so that workers that find the record find the shards.
     let folder = discovery::folder(&args.plane.directory()?)?;
     let on_event = |event: Event<Record>| {
         if let Event::Failed(error) = event {
@@ -154,5 +154,9 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         }
     };
     let announced = Session::start("discovery", folder, Some((record, lease)), on_event)?;
+    if shared {
+        serve::await_workers(&fleets);
+    }
+    frontend.open()?;
     Ok((frontend, announced, recorder))
 }

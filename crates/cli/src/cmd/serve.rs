@@ -6,12 +6,12 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::{BlockHash, RankId, WorkerId};
-use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, FaultsConfig};
+use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, FaultsConfig, LiveConfig};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
@@ -162,7 +162,7 @@ impl Live {
     fn start(cluster: &Cluster, switches: Switches, record: &RecordArgs) -> anyhow::Result<Live> {
         let live = &cluster.live;
         // First, because it is the most frequent failure: another server on the port.
-        let bound = Bound::bind(&live.listen)?;
+        let bound = bind(live)?;
         // Every client needs a file descriptor, and the usual soft limit is 1,024.
         slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
@@ -248,7 +248,12 @@ impl Live {
                 kv_network: dispatching.kv_network.clone(),
             })
             .collect();
-        let frontend = Frontend::start(bound, service, planes, registry)?;
+        let shared = bound.is_shared();
+        let mut frontend = Frontend::start(bound, service, planes, registry)?;
+        if shared {
+            await_workers(&fleets);
+        }
+        frontend.open()?;
         Ok(Live {
             frontend,
             workers: set,
@@ -266,6 +271,56 @@ impl Live {
         self.workers.shutdown()?;
         drop(self.events);
         Ok(())
+    }
+}
+
+/// Binds the address to listen on, or takes the socket of a service manager (`LISTEN_FDS`), if there is one.
+pub(super) fn bind(live: &LiveConfig) -> anyhow::Result<Bound> {
+    let mut given = listenfd::ListenFd::from_env();
+    match given.len() {
+        0 if live.reuse_port => Ok(Bound::bind_shared(&live.listen)?),
+        0 => Ok(Bound::bind(&live.listen)?),
+        1 => {
+            let socket = given.take_tcp_listener(0).context(
+                "the socket from the service manager (LISTEN_FDS) is no TCP socket; use \
+                 `ListenStream=HOST:PORT` in its unit",
+            )?;
+            let bound = Bound::inherited(socket.context("it was taken already")?)?;
+            tracing::info!(
+                "listening on the socket of the service manager, {}, instead of `live.listen`",
+                bound.address()
+            );
+            Ok(bound)
+        }
+        count => anyhow::bail!(
+            "the service manager passed {count} sockets (LISTEN_FDS); pass one: one `ListenStream` in one unit"
+        ),
+    }
+}
+
+/// Time that workers may take to become ready before a shared address is served regardless.
+const WORKERS_READY: Duration = Duration::from_secs(10);
+
+/// Waits until all workers are ready: clients of a process that is being replaced have no 503 from its
+/// successor then.
+pub(super) fn await_workers(fleets: &Fleets) {
+    let unready = || {
+        let of = |fleet: &Arc<Fleet>| {
+            let targets = 0..fleet.targets().len();
+            targets.filter(|&target| !fleet.is_ready(target)).count()
+        };
+        fleets.each().map(of).sum::<usize>()
+    };
+    let end = Instant::now() + WORKERS_READY;
+    while unready() > 0 && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    match unready() {
+        0 => {}
+        count => tracing::warn!(
+            "listening although {count} ranks of workers are not ready after {} s",
+            WORKERS_READY.as_secs()
+        ),
     }
 }
 

@@ -24,6 +24,7 @@ mod planes;
 mod predict;
 mod record;
 mod results;
+mod rolling;
 mod serve;
 mod server;
 mod survive;

@@ -52,8 +52,13 @@ impl Server {
 
     /// Starts a command that serves HTTP.
     pub(crate) fn spawn(mut command: Command) -> Server {
+        command.arg("--listen=127.0.0.1:0");
+        Server::spawn_as_it_is(command)
+    }
+
+    /// As [`Server::spawn`], with the address that the command has.
+    pub(crate) fn spawn_as_it_is(mut command: Command) -> Server {
         let mut child = command
-            .arg("--listen=127.0.0.1:0")
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
@@ -76,10 +81,7 @@ impl Server {
     }
 
     pub(crate) fn connect(&self) -> Client {
-        let stream = TcpStream::connect(self.address).expect("the server listens");
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
-        Client(BufReader::new(stream))
+        Client::connect(self.address)
     }
 
     /// One request on a separate connection.
@@ -191,6 +193,13 @@ pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
 pub(crate) struct Client(BufReader<TcpStream>);
 
 impl Client {
+    pub(crate) fn connect(address: SocketAddr) -> Client {
+        let stream = TcpStream::connect(address).expect("the server listens");
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        Client(BufReader::new(stream))
+    }
+
     pub(crate) fn write(&mut self, bytes: &[u8]) {
         self.0
             .get_mut()
@@ -275,6 +284,15 @@ impl Client {
         self.0.read_exact(&mut chunk).expect("a chunk");
         chunk.truncate(size);
         (size > 0).then_some(chunk)
+    }
+
+    /// Whether the server has closed the connection, or written what was not asked for, so far.
+    pub(crate) fn is_stale(&self) -> bool {
+        let stream = self.0.get_ref();
+        stream.set_nonblocking(true).unwrap();
+        let stale = stream.peek(&mut [0]).is_ok();
+        stream.set_nonblocking(false).unwrap();
+        stale
     }
 
     /// Whether the server has closed the connection: nothing is left to read.

@@ -1341,6 +1341,7 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
                 "an address and a port, such as \"127.0.0.1:8000\" or \"[::1]:0\"",
             )
             .or(default.listen),
+        reuse_port: t.get("reuse_port").or(default.reuse_port),
         speedup: t.get("speedup").within(0.0..=1e12).or(default.speedup),
         shards: t.get("shards").within(0..=1024).or(default.shards),
         engine_threads: t

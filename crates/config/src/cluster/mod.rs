@@ -656,6 +656,9 @@ pub struct Event {
 pub struct LiveConfig {
     /// Address to listen on. Default `127.0.0.1:8000`.
     pub listen: String,
+    /// Whether further processes of the same user may listen on the same address (`SO_REUSEPORT`). Default
+    /// false.
+    pub reuse_port: bool,
     /// Divides modelled time; 0: no waiting at all. Default 1.
     pub speedup: f64,
     /// Frontend shards (threads); 0: half of the cores, at least 1. Default 0.
@@ -755,6 +758,7 @@ impl Default for LiveConfig {
     fn default() -> Self {
         LiveConfig {
             listen: "127.0.0.1:8000".into(),
+            reuse_port: false,
             speedup: 1.0,
             shards: 0,
             engine_threads: 0,

@@ -777,6 +777,14 @@ pub const KEYS: &[Key] = &[
         "0.0.0.0 makes the server reachable from other machines.",
     ),
     key(
+        "live.reuse_port",
+        "true or false",
+        "false",
+        "Whether further processes of the same user may listen on the same address (`SO_REUSEPORT`), to replace a process \
+         without failed requests (`docs/reliability.md`).",
+        "true: a second server that was started by mistake takes a part of the clients, instead of an error.",
+    ),
+    key(
         "live.speedup",
         "0 to 1e12",
         "1.0",

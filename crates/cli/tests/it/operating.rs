@@ -149,6 +149,31 @@ fn tokens_of_real_engines_are_charged_by_their_usage() {
 }
 
 #[test]
+fn what_a_body_asks_for_is_charged_in_advance_whatever_type_it_is_announced_as() {
+    let (_dir, flag) = keys("sk-a name=a tokens_per_s=0.0001 token_burst=100\n");
+    let engine = Engine::start(|_, stream| {
+        // It answers once the second request was refused.
+        let mut byte = [0];
+        let _ = std::io::Read::read(stream, &mut byte);
+    });
+    let server = front(&[&engine], &[&flag]);
+    const BODY: &[u8] = br#"{"model":"m","prompt":"x","max_tokens":5000}"#;
+    let mut first = server.connect();
+    let length = format!("Content-Length: {}", BODY.len());
+    let headers = [
+        "Authorization: Bearer sk-a",
+        "Content-Type: text/plain",
+        &length,
+    ];
+    first.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\n");
+    first.write(format!("{}\r\n\r\n", headers.join("\r\n")).as_bytes());
+    first.write(BODY);
+    server.await_metric("slipstream_engine_in_flight", |open| open == 1.0);
+    let second = post(&server, "sk-a", r#"{"model":"m","prompt":"x"}"#);
+    assert_limited(&second, "tokens");
+}
+
+#[test]
 fn requests_have_a_line_with_their_trace() {
     let (_dir, flag) = keys("sk-a name=web\n");
     let engine = Engine::start(|_, stream| stream_texts(stream, "a", &["one", "two"]));

@@ -21,7 +21,7 @@ use super::connection::{Connection, Failure};
 use super::disagg::{self, Leg};
 use super::engines::Visit;
 use super::metrics::PrefillOutcome;
-use super::peek::{Peek, peek};
+use super::peek::{self, Peek, peek};
 use super::record::Recording;
 use super::relay::{Relay, is_event_stream};
 use super::resume::StreamKind;
@@ -414,7 +414,7 @@ async fn forward(
     let room = Room::take(shard, client.clone(), charge)?;
     upstream.earn();
 
-    let seen = if is_json(&parts.headers) {
+    let seen = if may_be_json(&parts.headers, &body) {
         read(shard, &client, &body, |body| peek(body).map(Read::of)).await?
     } else {
         None
@@ -651,7 +651,12 @@ async fn tokenized(
     prompt
 }
 
-fn is_json(headers: &HeaderMap) -> bool {
+/// Whether an engine may read the body as JSON. Some do whatever type the client names, so a body that begins as
+/// an object is read regardless of it: otherwise clients could choose not to be charged in advance.
+fn may_be_json(headers: &HeaderMap, body: &[u8]) -> bool {
+    if peek::without_bom(body).trim_ascii_start().starts_with(b"{") {
+        return true;
+    }
     let Some(kind) = headers.get(CONTENT_TYPE) else {
         return true;
     };
@@ -1104,6 +1109,30 @@ async fn converse_on(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn objects_are_read_whatever_type_they_are_announced_as() {
+        let json = |kind: Option<&'static str>, body: &str| {
+            let mut headers = HeaderMap::new();
+            if let Some(kind) = kind {
+                headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+            }
+            may_be_json(&headers, body.as_bytes())
+        };
+        let object = "\u{feff} \n{\"prompt\":\"a\",\"max_tokens\":9}";
+        for kind in [
+            None,
+            Some("text/plain"),
+            Some("application/x-www-form-urlencoded"),
+        ] {
+            assert!(json(kind, object), "{kind:?}");
+        }
+        assert_eq!(peek(object.as_bytes()).unwrap().max_tokens, Some(9));
+        assert!(json(Some("Application/JSON ; charset=utf-8"), "[]"));
+        assert!(json(Some("application/vnd.x+json"), "[]"));
+        assert!(!json(Some("multipart/form-data; boundary=b"), "--b\r\n{}"));
+        assert!(!json(Some("application/octet-stream"), ""));
+    }
 
     #[test]
     fn paths_that_change_engines_are_not_forwarded() {

@@ -28,7 +28,12 @@ pub(super) struct Peek<'a> {
 
 /// Reads `body`; `None` if it is not a JSON object.
 pub(super) fn peek(body: &[u8]) -> Option<Peek<'_>> {
-    serde_json::from_slice(body).ok()
+    serde_json::from_slice(without_bom(body)).ok()
+}
+
+/// A body without the byte order mark that some engines accept.
+pub(super) fn without_bom(body: &[u8]) -> &[u8] {
+    body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(body)
 }
 
 impl<'de> Deserialize<'de> for Peek<'de> {

@@ -273,12 +273,8 @@ pub(crate) async fn admin(
         }),
         Method::POST => {
             let client = Client::new(owner.clone(), Some(key));
-            let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
-            let read = http::read_body(request.into_body(), BODY_BYTES_MAX, &mut charge);
-            let limit = shard.service.limits.read_timeout;
-            let body = tokio::time::timeout(limit, read).await;
-            let body =
-                body.map_err(|_| ApiError::request_timeout("body", limit.as_secs_f64()))??;
+            let body = request.into_body();
+            let body = http::read_admin_body(shard, &client, body, BODY_BYTES_MAX).await?;
             faults.set(changed(faults.rates(), &body)?);
         }
         method => {

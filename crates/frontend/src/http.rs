@@ -781,6 +781,23 @@ fn media_type(headers: &HeaderMap) -> Option<&str> {
     Some(kind.split(';').next().unwrap_or_default().trim())
 }
 
+/// Reads the body of an administrator's request, of `bytes_max` bytes at most.
+pub(crate) async fn read_admin_body(
+    shard: &Shard,
+    client: &Client,
+    body: Incoming,
+    bytes_max: u64,
+) -> Result<Bytes, ApiError> {
+    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
+    let limit = shard.service.limits.read_timeout;
+    let read = tokio::time::timeout(limit, read_body(body, bytes_max, &mut charge)).await;
+    let read = read.map_err(|_| ApiError::request_timeout("body", limit.as_secs_f64()))?;
+    read.map_err(|error| match error.status {
+        413 => ApiError::admin_body_too_large(bytes_max),
+        _ => error,
+    })
+}
+
 /// Reads a body, and charges its bytes as they come.
 pub(crate) async fn read_body(
     mut body: Incoming,

@@ -176,6 +176,18 @@ impl ApiError {
         )
     }
 
+    /// 413: the body of a request to the admin API is longer than `limit_bytes`.
+    pub fn admin_body_too_large(limit_bytes: u64) -> Self {
+        ApiError::new(
+            413,
+            "invalid_request_error",
+            Some("body_too_large"),
+            format!(
+                "the body is longer than {limit_bytes} bytes, the limit of the admin API; shorten it"
+            ),
+        )
+    }
+
     /// 415: the body is announced as something that is not JSON.
     pub fn media_type(content_type: &str) -> Self {
         ApiError::new(

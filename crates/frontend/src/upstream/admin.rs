@@ -107,11 +107,7 @@ async fn read(
     client: &Client,
     request: Request<Incoming>,
 ) -> Result<Bytes, ApiError> {
-    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
-    let read = http::read_body(request.into_body(), BODY_BYTES_MAX, &mut charge);
-    let limit = shard.service.limits.read_timeout;
-    let read = tokio::time::timeout(limit, read).await;
-    read.map_err(|_| ApiError::request_timeout("body", limit.as_secs_f64()))?
+    http::read_admin_body(shard, client, request.into_body(), BODY_BYTES_MAX).await
 }
 
 /// The members of a query as a body.

@@ -9,7 +9,10 @@ use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -155,6 +158,8 @@ fn rfc3339(since: Duration) -> String {
 
 #[derive(Debug, Default)]
 struct Counts {
+    /// Handed over to the writer.
+    queued: AtomicU64,
     written: AtomicU64,
     /// The queue was full.
     crowded: AtomicU64,
@@ -206,14 +211,21 @@ impl AccessLog {
     /// Hands an entry over, if there is room.
     pub(crate) fn send(&self, entry: Box<Entry>) {
         let sent = self.send.as_ref().map(|send| send.try_send(entry));
-        if !matches!(sent, Some(Ok(()))) {
-            self.counts.crowded.fetch_add(1, Relaxed);
-        }
+        let count = match sent {
+            Some(Ok(())) => &self.counts.queued,
+            _ => &self.counts.crowded,
+        };
+        count.fetch_add(1, Release);
     }
 
     /// Opens the file anew, after a rotation.
     pub fn reopener(&self) -> Reopener {
         Reopener(self.counts.clone())
+    }
+
+    /// Waits for lines, if the process ends without dropping the log.
+    pub fn flusher(&self) -> Flusher {
+        Flusher(self.counts.clone())
     }
 
     /// Counts of its lines.
@@ -243,6 +255,23 @@ impl Reopener {
     /// It does so within a fraction of a second.
     pub fn reopen(&self) {
         self.0.reopen.store(true, Relaxed);
+    }
+}
+
+/// Waits until lines are written.
+#[derive(Clone, Debug)]
+pub struct Flusher(Arc<Counts>);
+
+impl Flusher {
+    /// Waits for the lines that were handed over before, `time` at most. Returns whether all are written.
+    pub fn flush(&self, time: Duration) -> bool {
+        let counts = &self.0;
+        let (end, queued) = (Instant::now() + time, counts.queued.load(Acquire));
+        let done = || counts.written.load(Relaxed) + counts.failed.load(Relaxed) >= queued;
+        while !done() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        done()
     }
 }
 
@@ -407,6 +436,22 @@ mod tests {
             assert_eq!(rfc3339(Duration::from_secs(seconds)), text);
         }
         assert!(rfc3339(Duration::from_millis(1_234)).ends_with("01.234Z"));
+    }
+
+    #[test]
+    fn lines_that_were_handed_over_can_be_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let log = AccessLog::start(AccessTarget::File(path.clone())).unwrap();
+        for _ in 0..1000 {
+            log.send(Box::default());
+        }
+        let flusher = log.flusher();
+        // As at the end of a process that drops nothing.
+        std::mem::forget(log);
+        assert!(flusher.flush(Duration::from_secs(10)));
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().count(), 1000);
     }
 
     #[test]

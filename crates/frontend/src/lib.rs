@@ -64,7 +64,7 @@ mod trace_context;
 mod ui;
 pub mod upstream;
 
-pub use access::{AccessCollector, AccessLog, AccessTarget, Reopener};
+pub use access::{AccessCollector, AccessLog, AccessTarget, Flusher, Reopener};
 pub use faults::Faults;
 pub use kv_network::KvNetwork;
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};

@@ -1,10 +1,22 @@
 //! The access log of a server, which SIGHUP opens anew.
 
 use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use anyhow::Context;
-use slipstream_frontend::{AccessLog, AccessTarget};
+use slipstream_frontend::{AccessLog, AccessTarget, Flusher};
 use tokio::signal::unix::{SignalKind, signal};
+
+/// Of this process's log.
+static FLUSHER: OnceLock<Flusher> = OnceLock::new();
+
+/// Writes the lines of requests that have ended, in a fraction of a second, before the process exits.
+pub(super) fn flush() {
+    if let Some(flusher) = FLUSHER.get() {
+        flusher.flush(Duration::from_millis(500));
+    }
+}
 
 /// Opens `path` (`-`: standard output), and starts the thread that writes it.
 pub(super) fn start(path: &Path) -> anyhow::Result<AccessLog> {
@@ -19,6 +31,7 @@ pub(super) fn start(path: &Path) -> anyhow::Result<AccessLog> {
             path.display()
         )
     })?;
+    let _ = FLUSHER.set(log.flusher()); // a process has one log
     let reopener = log.reopener();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()

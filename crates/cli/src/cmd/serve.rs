@@ -487,8 +487,6 @@ pub(super) fn service(
     })
 }
 
-/// The keys of `file` and of the environment variable. A source that is named and has none is an error:
-/// without any key the server is open to all.
 /// The key of `/admin/faults`.
 fn fault_key(faults: &FaultsConfig) -> anyhow::Result<ApiKeys> {
     let Some(file) = &faults.admin_key_file else {
@@ -507,6 +505,8 @@ fn fault_key(faults: &FaultsConfig) -> anyhow::Result<ApiKeys> {
     Ok(keys)
 }
 
+/// The keys of `file` and of the environment variable. A source that is named and has none is an error:
+/// without any key the server is open to all.
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let mut keys = ApiKeys::default();
     if let Some(file) = file {
@@ -582,6 +582,7 @@ impl Signals {
         self.next();
         std::thread::spawn(move || {
             self.next();
+            super::access_log::flush();
             std::process::exit(130);
         });
     }

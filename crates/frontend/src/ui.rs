@@ -135,7 +135,7 @@ const TOTALS: [(&str, &str); 3] = [
 ];
 
 /// Series that count errors: the label that names the kind, if there is one, and the kind's beginning.
-const ERRORS: [(&str, Option<&str>, &str); 6] = [
+const ERRORS: [(&str, Option<&str>, &str); 8] = [
     (
         "slipstream_requests_rejected_total",
         Some("reason"),
@@ -154,7 +154,12 @@ const ERRORS: [(&str, Option<&str>, &str); 6] = [
         None,
         "answer broken off",
     ),
+    ("slipstream_key_limited_total", Some("rate"), "rate limit"),
+    ("slipstream_faults_injected_total", Some("fault"), "fault"),
 ];
+
+/// Ends of prefills that are failures.
+const PREFILL_FAILURES: [&str; 2] = ["failed", "decode_failed"];
 
 /// The figures in an OpenMetrics text.
 fn snapshot(text: &str) -> Value {
@@ -196,6 +201,17 @@ fn snapshot(text: &str) -> Value {
                 engines.len() - 1
             });
             *engines[at].1.entry(field).or_default() += value;
+        }
+        if name == "slipstream_engine_prefills_total"
+            && let Some((engine, outcome)) = label("engine").zip(label("outcome"))
+            && let Some((_, row)) = engines.iter_mut().find(|(known, _)| known == engine)
+        {
+            let failed = PREFILL_FAILURES.contains(&outcome);
+            *row.entry("prefills").or_default() += value;
+            *row.entry("prefill_failures").or_default() += if failed { value } else { 0.0 };
+            if failed {
+                *errors.entry(format!("prefill: {outcome}")).or_default() += value;
+            }
         }
         if let Some((_, field)) = TOTALS.iter().find(|(series, _)| *series == name) {
             *totals.entry(field).or_default() += value;
@@ -272,6 +288,8 @@ fn snapshot(text: &str) -> Value {
                 "failures": field(row, "failures"),
                 "retries": field(row, "retries"),
                 "cached_blocks": field(row, "cached_blocks"),
+                "prefills": field(row, "prefills"),
+                "prefill_failures": field(row, "prefill_failures"),
             })
         })
         .collect();
@@ -403,6 +421,10 @@ mod tests {
             slipstream_engine_up{engine=\"http://b:1\"} 0.0\n\
             slipstream_engine_failures_total{engine=\"http://b:1\",cause=\"connect\"} 2\n\
             slipstream_engine_failures_total{engine=\"http://b:1\",cause=\"lost\"} 1\n\
+            slipstream_engine_prefills_total{engine=\"http://a:1\",outcome=\"transferred\"} 7\n\
+            slipstream_engine_prefills_total{engine=\"http://a:1\",outcome=\"decode_failed\"} 2\n\
+            slipstream_key_limited_total{key=\"k\",rate=\"tokens\"} 5\n\
+            slipstream_faults_injected_total{fault=\"429\"} 4\n\
             slipstream_engine_first_byte_seconds_bucket{le=\"+Inf\",engine=\"http://a:1\"} 9\n\
             slipstream_engine_first_byte_seconds_bucket{le=\"0.5\",engine=\"http://a:1\"} 4\n\
             slipstream_engine_first_byte_seconds_bucket{le=\"0.5\",engine=\"http://b:1\"} 3\n";
@@ -411,6 +433,12 @@ mod tests {
         assert_eq!(json["engines"][1]["failures"], 3.0);
         assert_eq!(json["engines"][1]["ready"], false);
         assert_eq!(json["engines"][0]["cached_blocks"], Value::Null);
+        assert_eq!(json["engines"][0]["prefills"], 9.0);
+        assert_eq!(json["engines"][0]["prefill_failures"], 2.0);
+        assert_eq!(json["engines"][1]["prefills"], Value::Null);
+        assert_eq!(json["errors"]["prefill: decode_failed"], 2.0);
+        assert_eq!(json["errors"]["rate limit: tokens"], 5.0);
+        assert_eq!(json["errors"]["fault: 429"], 4.0);
         assert_eq!(
             json["ttft"],
             json!({ "bounds": [0.5, null], "counts": [7.0, 9.0] })

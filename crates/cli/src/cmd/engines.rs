@@ -142,11 +142,23 @@ impl Live {
 
     /// The models and engines served, as text.
     pub(crate) fn summary(&self) -> String {
-        let (ready, count) = (self.engines.ready(), self.engines.count());
-        format!(
-            "serving {} ({ready} ready)",
-            counted(count as u64, "engine")
-        )
+        let ready = self.engines.ready();
+        let members = self.engines.list();
+        let of = |role: PoolRole| members.iter().filter(|of| of.spec().role == role).count() as u64;
+        let count = counted(members.len() as u64, "engine");
+        let roles: Vec<String> = [PoolRole::Prefill, PoolRole::Decode, PoolRole::Both]
+            .into_iter()
+            .filter(|&role| of(role) > 0)
+            .map(|role| match role {
+                PoolRole::Both => format!("{} for both", of(role)),
+                role => format!("{} {}", of(role), role.name()),
+            })
+            .collect();
+        if of(PoolRole::Both) == members.len() as u64 {
+            format!("serving {count} ({ready} ready)")
+        } else {
+            format!("serving {count}: {} ({ready} ready)", roles.join(", "))
+        }
     }
 
     /// Frontend first, so that open requests can finish.

@@ -6,6 +6,7 @@ use std::io::{IsTerminal, Read, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context;
 use rustix::termios::{self, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
 use serde_json::Value;
 use slipstream_probe::Client;
@@ -19,10 +20,10 @@ use crate::out;
 pub(crate) struct Args {
     /// The server, such as http://127.0.0.1:8000; `q` quits
     url: String,
-    /// Print one table and end; so does output that is no terminal
+    /// Print one table, with the rates of one interval, and end; so does output that is no terminal
     #[arg(long)]
     once: bool,
-    /// Print the figures of the table as JSON and end
+    /// Print the figures of the table as JSON and end: counters since the start, without rates
     #[arg(long)]
     json: bool,
     /// Interval of updates
@@ -49,7 +50,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let is_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
     if args.once || !is_terminal {
-        out::print(&table(&args.url, &look()?, None))?;
+        let before = look()?;
+        std::thread::sleep(args.interval);
+        out::print(&table(&args.url, &look()?, Some(&before)))?;
         return Ok(ExitCode::SUCCESS);
     }
     let _screen = Screen::open(args.interval)?;
@@ -72,12 +75,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// The server's figures, with the states of real engines.
 async fn look(client: &Client) -> anyhow::Result<Value> {
     let answer = client.get("/ui.json", ASK).await?;
-    anyhow::ensure!(
-        answer.status == 200,
-        "GET /ui.json answers {}; is this a slipstream server of this version?",
-        answer.status
-    );
-    let mut figures: Value = serde_json::from_slice(&answer.body)?;
+    let figures = serde_json::from_slice::<Value>(&answer.body).ok();
+    let figures = figures.filter(|of| answer.status == 200 && of["totals"].is_object());
+    let mut figures = figures.with_context(|| {
+        format!(
+            "this is no Slipstream server: GET /ui.json answers {}, without its figures; in front of another engine, \
+             such as vLLM, run `slipstream serve --engine URL`, and give `top` the address that it prints",
+            answer.status
+        )
+    })?;
     let health = client.get("/health", ASK).await?; // 503 has a body as well
     let health: Value = serde_json::from_slice(&health.body).unwrap_or_default();
     let states: BTreeMap<&str, &Value> = list(&health["engines"])
@@ -90,6 +96,7 @@ async fn look(client: &Client) -> anyhow::Result<Value> {
             if let Some(known) = known {
                 engine["state"] = known["state"].clone();
                 engine["last_failure"] = known["last_failure"].clone();
+                engine["role"] = known["role"].clone();
             }
         }
     }
@@ -195,16 +202,17 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
     );
     text.push('\n');
     let engines = list(&now["engines"]);
-    let mut rows = Vec::new();
+    let mut rows: Vec<Vec<String>> = Vec::new();
     if engines.is_empty() {
-        rows.push(["worker", "state", "running", "waiting", "KV use", "routed"].map(str::to_owned));
+        let head = ["worker", "state", "running", "waiting", "KV use", "routed"];
+        rows.push(head.map(str::to_owned).to_vec());
         for worker in list(&now["workers"]) {
             let state = if worker["ready"] == true {
                 "up"
             } else {
                 "down"
             };
-            rows.push([
+            rows.push(vec![
                 plain(worker["name"].as_str().unwrap_or("?")),
                 state.into(),
                 shown(&worker["running"], 0),
@@ -217,13 +225,17 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
         rows.push(
             [
                 "engine",
+                "role",
                 "state",
                 "in flight",
                 "requests",
                 "failures",
+                "prefills",
+                "failed",
                 "blocks",
             ]
-            .map(str::to_owned),
+            .map(str::to_owned)
+            .to_vec(),
         );
         for engine in engines {
             let ready = if engine["ready"] == true {
@@ -231,17 +243,27 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
             } else {
                 "down"
             };
-            rows.push([
+            rows.push(vec![
                 plain(engine["name"].as_str().unwrap_or("?")),
+                plain(engine["role"].as_str().unwrap_or("-")),
                 plain(engine["state"].as_str().unwrap_or(ready)),
                 shown(&engine["in_flight"], 0),
                 shown(&engine["requests"], 0),
                 shown(&engine["failures"], 0),
+                shown(&engine["prefills"], 0),
+                shown(&engine["prefill_failures"], 0),
                 shown(&engine["cached_blocks"], 0),
             ]);
         }
     }
-    let widths: Vec<usize> = (0..6)
+    // A column that no row fills says nothing.
+    let filled = |at: usize| rows.iter().skip(1).any(|row| row[at] != "-");
+    let columns: Vec<usize> = (0..rows[0].len())
+        .filter(|&at| at < 2 || filled(at))
+        .collect();
+    let widths: Vec<usize> = columns
+        .iter()
+        .copied()
         .map(|at| {
             rows.iter()
                 .map(|row| row[at].chars().count())
@@ -250,14 +272,17 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
         })
         .collect();
     for row in &rows {
-        let _ = write!(
-            text,
-            "{:<1$}  {2:<3$}",
-            row[0], widths[0], row[1], widths[1]
-        );
-        for at in 2..6 {
-            let _ = write!(text, "  {:>1$}", row[at], widths[at]);
-        }
+        // Names, roles and states to the left, numbers to the right.
+        let words = if engines.is_empty() { 2 } else { 3 };
+        let cells = columns.iter().zip(&widths).map(|(&at, &width)| {
+            let cell = &row[at];
+            if at < words {
+                format!("{cell:<width$}")
+            } else {
+                format!("{cell:>width$}")
+            }
+        });
+        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
         text.push('\n');
     }
     for engine in engines.iter().filter(|of| of["ready"] != true) {

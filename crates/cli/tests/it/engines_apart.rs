@@ -443,6 +443,37 @@ fn engines_join_the_pool_of_their_role() {
 }
 
 #[test]
+fn top_shows_roles_and_failed_prefills() {
+    let prefill = Engine::start(|_, stream| answer(stream, "500 Broken", "", b"{}"));
+    let decode = decode_engine();
+    let server = front(&[&prefill], &[&decode], &[]);
+    let got = server.post("/v1/completions", STREAM);
+    assert_eq!(text_of(&got.events()), "one two");
+    let url = format!("http://{}", server.address());
+    let (code, text, errors) = run(&["top", &url, "--once", "--interval=10ms"]);
+    assert_eq!(code, Some(0), "{errors}");
+    let cells = |name: &str| -> Vec<String> {
+        let line = text.lines().find(|line| line.starts_with(name));
+        let line = line.unwrap_or_else(|| panic!("{name} in {text}"));
+        let cells = line.split("  ").map(|cell| cell.trim().to_owned());
+        cells.filter(|cell| !cell.is_empty()).collect()
+    };
+    let columns = cells("engine");
+    let cell = |engine: &Engine, column: &str| {
+        let at = columns.iter().position(|name| name == column);
+        let row = cells(&format!("http://{}", engine.address));
+        row[at.unwrap_or_else(|| panic!("{column} in {text}"))].clone()
+    };
+    assert_eq!(cell(&prefill, "role"), "prefill");
+    assert_eq!(cell(&decode, "role"), "decode");
+    assert_eq!(
+        (&*cell(&prefill, "failed"), &*cell(&decode, "failed")),
+        ("1", "-")
+    );
+    assert!(text.contains("prefill: failed: 1"), "{text}");
+}
+
+#[test]
 fn engines_without_the_protocol_cannot_have_a_role() {
     for kind in ["sglang", "llamacpp"] {
         let (code, _, error) = run(&[

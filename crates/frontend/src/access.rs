@@ -51,6 +51,21 @@ pub enum AccessTarget {
     File(PathBuf),
 }
 
+/// How an answer ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum AnswerEnd {
+    /// All of it was passed to the client's connection.
+    Complete,
+    /// It broke off: its engine was lost, a limit was reached, or the server stopped.
+    Broken,
+    /// The client left before its end.
+    #[default]
+    ClientLeft,
+    /// It is an error of status 400 or above, and complete.
+    Refused,
+}
+
 /// One request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Entry {
@@ -73,6 +88,7 @@ pub(crate) struct Entry {
     pub(crate) retries: u32,
     pub(crate) resumes: u32,
     pub(crate) trace_id: Option<String>,
+    pub(crate) end: AnswerEnd,
     /// Wall clock at its end.
     pub(crate) unix: Duration,
 }
@@ -96,6 +112,7 @@ struct Line<'a> {
     retries: u32,
     resumes: u32,
     trace_id: Option<&'a str>,
+    end: AnswerEnd,
 }
 
 impl Entry {
@@ -119,6 +136,7 @@ impl Entry {
             retries: self.retries,
             resumes: self.resumes,
             trace_id: self.trace_id.as_deref(),
+            end: self.end,
         };
         serde_json::to_writer(&mut *out, &line).expect("strings and numbers into memory");
         out.push(b'\n');

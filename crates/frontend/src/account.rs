@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use slipstream_planes::clock::monotonic_ns;
 
-use crate::access::{Entry, TEXT_BYTES_MAX, unix_now};
+use crate::access::{AnswerEnd, Entry, TEXT_BYTES_MAX, unix_now};
 use crate::budget::ClientUse;
 use crate::limits::KeyUse;
 use crate::service::Service;
@@ -28,6 +28,8 @@ pub(crate) struct Account {
     counts: Option<TokenCounts>,
     /// An answer began, or an error took its place.
     answered: bool,
+    /// How the answer ended; `None`: its client left.
+    end: Option<AnswerEnd>,
 }
 
 /// At most so much of `text` as a line takes.
@@ -116,6 +118,11 @@ impl Account {
         }
     }
 
+    /// The answer is over. What is noted first stands.
+    pub(crate) fn note_end(&mut self, end: AnswerEnd) {
+        self.end.get_or_insert(end);
+    }
+
     /// The answer's tokens are known.
     pub(crate) fn note_counts(&mut self, counts: TokenCounts) {
         self.counts = Some(counts);
@@ -140,6 +147,10 @@ impl Drop for Account {
         };
         entry.ended_ns = monotonic_ns();
         entry.unix = unix_now();
+        entry.end = match self.end {
+            Some(AnswerEnd::Complete) if entry.status >= 400 => AnswerEnd::Refused,
+            end => end.unwrap_or_default(),
+        };
         entry.prompt_tokens = counts.map(|of| of.prompt);
         entry.cached_tokens = counts.and_then(|of| of.cached);
         entry.completion_tokens = counts.map(|of| of.completion);

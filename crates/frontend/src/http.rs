@@ -22,7 +22,7 @@ use slipstream_base::{Stage, StageTimes, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
 
-use crate::access::Entry;
+use crate::access::{AnswerEnd, Entry};
 use crate::budget::{Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
 use crate::embeddings;
@@ -170,6 +170,20 @@ impl HttpBody {
     }
 }
 
+impl HttpBody {
+    fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+        if let Some(breaking) = &mut self.breaking {
+            std::task::ready!(breaking.poll_ready(cx));
+            let piece = std::task::ready!(self.content.poll_frame(self.owner.as_deref(), cx));
+            if let Some(Ok(_)) = &piece {
+                breaking.pass()?;
+            }
+            return Poll::Ready(piece);
+        }
+        self.content.poll_frame(self.owner.as_deref(), cx)
+    }
+}
+
 impl Body for HttpBody {
     type Data = Bytes;
     /// The rest of an answer will not come.
@@ -180,15 +194,19 @@ impl Body for HttpBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
-        if let Some(breaking) = &mut this.breaking {
-            std::task::ready!(breaking.poll_ready(cx));
-            let piece = std::task::ready!(this.content.poll_frame(this.owner.as_deref(), cx));
-            if let Some(Ok(_)) = &piece {
-                breaking.pass()?;
+        let polled = this.poll_piece(cx);
+        if let (Poll::Ready(piece), Some(owner)) = (&polled, &this.owner) {
+            match piece {
+                Some(Err(_)) => owner.account().note_end(AnswerEnd::Broken),
+                None => owner.account().note_end(AnswerEnd::Complete),
+                // It may not be polled again.
+                Some(Ok(_)) if this.is_end_stream() => {
+                    owner.account().note_end(AnswerEnd::Complete);
+                }
+                Some(Ok(_)) => {}
             }
-            return Poll::Ready(piece);
         }
-        this.content.poll_frame(this.owner.as_deref(), cx)
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
@@ -264,6 +282,7 @@ pub(crate) async fn handle(
         owner.account().open_line(&shard.service, entry);
     }
     let origin = allowed_origin(&shard.service, request.headers());
+    let is_head = *request.method() == Method::HEAD;
     let is_message = request.uri().path().starts_with(MESSAGES);
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
@@ -325,6 +344,9 @@ pub(crate) async fn handle(
     let body = response.body_mut();
     if matches!(body.content, Content::Whole(_)) {
         owner.answered();
+    }
+    if is_head || body.is_end_stream() {
+        owner.account().note_end(AnswerEnd::Complete); // no body is asked for
     }
     body.owner = Some(owner);
     Ok(response)

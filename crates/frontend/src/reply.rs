@@ -29,6 +29,7 @@ use slipstream_planes::{End, FirstPass, Prologue, Registration, StreamAddr, ToWo
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
 use tokio::time::Sleep;
 
+use crate::access::AnswerEnd;
 use crate::account::{Account, TokenCounts};
 use crate::budget::Charge;
 use crate::connection::Client;
@@ -1833,6 +1834,10 @@ impl ReplyBody {
                 Poll::Ready(Some(Ok(Frame::data(state.out.split().freeze()))))
             } else if state.complete {
                 state.delivered = true;
+                if state.error.is_some() {
+                    let owner = handle.reply.client.owner();
+                    owner.account().note_end(AnswerEnd::Broken);
+                }
                 Poll::Ready(None)
             } else {
                 // The client has everything there is.

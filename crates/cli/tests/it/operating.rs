@@ -1,11 +1,14 @@
 //! Limits per API key, the access log and traces, as an operator sees them.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::engines::{Engine, PATIENCE, STREAM, answer, front, stream_texts};
+use crate::engines::{
+    EVENTS, Engine, PATIENCE, STREAM, answer, chunk, front, say, stream_texts, text_event,
+};
 use crate::server::{Answer, FAST, Server};
 
 /// A folder with a file of keys, and the flag that names it.
@@ -215,6 +218,68 @@ fn requests_have_a_line_with_their_trace() {
 }
 
 #[test]
+fn the_log_says_how_each_answer_ended() {
+    let engine = Engine::start(|request, stream| {
+        let body = request.json();
+        match body["prompt"].as_str().unwrap() {
+            "whole" => answer(stream, "200 OK", "", b"{}"),
+            "long" => answer(stream, "200 OK", "", &vec![b' '; 400 << 10]),
+            "wrong" => answer(stream, "422 Unprocessable", "", b"{}"),
+            "events" => stream_texts(stream, "a", &["one", "two"]),
+            // The answer never ends, or breaks off behind its first event.
+            kind => {
+                say(stream, EVENTS);
+                chunk(stream, &text_event("a", "one"));
+                if kind == "endless" {
+                    let _ = stream.read(&mut [0]);
+                }
+            }
+        }
+    });
+    let log = Log::new();
+    let server = front(&[&engine], &[&log.flag(), "--set=upstream.resume=\"off\""]);
+    let body = |prompt: &str| {
+        serde_json::json!({"model": "m", "prompt": prompt, "stream": true}).to_string()
+    };
+    for (prompt, end) in [
+        ("whole", "complete"),
+        ("long", "complete"),
+        ("events", "complete"),
+        ("wrong", "refused"),
+        ("broken", "broken"),
+        ("endless", "client_left"),
+    ] {
+        let mut client = server.connect();
+        let body = body(prompt);
+        client.write_head("POST", "/v1/completions", &[], body.len());
+        client.write(body.as_bytes());
+        if prompt == "endless" {
+            assert_eq!(client.head().status, 200);
+            assert!(client.chunk().is_some());
+            drop(client);
+        } else {
+            client.answer();
+        }
+        let lines = Log::await_lines(&log.path(), "/v1/completions", 1);
+        let line = lines.last().unwrap();
+        let known = lines.len();
+        assert_eq!(line["end"], end, "{prompt}: {line}");
+        std::fs::write(log.path(), "").unwrap();
+        assert_eq!(known, 1);
+    }
+    // An answer of a known length was counted as a client's disconnect.
+    assert_eq!(server.metric("slipstream_client_disconnects_total"), 1.0);
+    let mut client = server.connect();
+    client.write_head("HEAD", "/v1/models", &[], 0);
+    assert_eq!(client.head().status, 200);
+    assert_eq!(server.get("/nothing").status, 404);
+    let head = Log::await_lines(&log.path(), "/v1/models", 1);
+    assert_eq!(head[0]["end"], "complete");
+    let refused = Log::await_lines(&log.path(), "/nothing", 1);
+    assert_eq!(refused[0]["end"], "refused");
+}
+
+#[test]
 fn modelled_engines_have_lines_too_and_the_file_is_rotated() {
     let log = Log::new();
     let server = Server::start(&[FAST, &[&log.flag()]]);
@@ -223,12 +288,14 @@ fn modelled_engines_have_lines_too_and_the_file_is_rotated() {
     assert_eq!(server.post("/v1/chat/completions", "{").status, 400);
     let lines = Log::await_lines(&log.path(), "/v1/completions", 1);
     assert_eq!(lines[0]["completion_tokens"], 7);
+    assert_eq!(lines[0]["end"], "complete");
     assert_eq!(lines[0]["model"], "test-model");
     assert_eq!(lines[0]["key"], Value::Null);
     assert!(lines[0]["engine"].as_str().unwrap().starts_with('w'));
     assert!(lines[0]["prompt_tokens"].as_u64().unwrap() > 0);
     let refused = Log::await_lines(&log.path(), "/v1/chat/completions", 1);
     assert_eq!(refused[0]["status"], 400);
+    assert_eq!(refused[0]["end"], "refused");
     assert_eq!(refused[0]["completion_tokens"], Value::Null);
 
     let old = log.dir.path().join("access.log.1");
@@ -350,11 +417,13 @@ fn top_shows_workers_and_engines_in_a_pipe() {
     let server = Server::start(&[FAST]);
     server.assert_alive();
     let url = format!("http://{}", server.address());
-    let (code, text, errors) = crate::server::run(&["top", &url]);
+    let (code, text, errors) = crate::server::run(&["top", &url, "--interval=10ms"]);
     assert_eq!(code, Some(0), "{errors}");
     assert!(!text.contains('\u{1b}'), "no terminal: {text:?}");
     let row = |name: &str| text.lines().find(|line| line.starts_with(name));
     assert!(row("w0").unwrap().contains(" up "), "{text}");
+    let rates = row("requests/s").unwrap();
+    assert!(rates.starts_with("requests/s 0.0  tokens/s 0.0"), "{text}");
     assert!(row("w1").is_some() && text.contains("test-model"), "{text}");
 
     let gone = Engine::start(|_, _| {});
@@ -364,10 +433,19 @@ fn top_shows_workers_and_engines_in_a_pipe() {
     let engine = Engine::start(|_, stream| stream_texts(stream, "a", &["there"]));
     let router = front(&[&engine], &[&dead]);
     let url = format!("http://{}", router.address());
-    let (code, text, errors) = crate::server::run(&["top", &url, "--once"]);
+    let once = ["top", &*url, "--once", "--interval=10ms"];
+    let (code, text, errors) = crate::server::run(&once);
     assert_eq!(code, Some(0), "{errors}");
     let why = format!("{dead_url}: ");
     assert!(text.contains(&why) && text.contains("down"), "{text}");
+    let columns = text
+        .lines()
+        .find(|line| line.starts_with("engine "))
+        .unwrap();
+    assert!(
+        columns.contains("role") && !columns.contains("prefills"),
+        "{text}"
+    );
     let (code, json, errors) = crate::server::run(&["top", &url, "--json"]);
     assert_eq!(code, Some(0), "{errors}");
     let figures: Value = serde_json::from_str(&json).unwrap();
@@ -379,4 +457,5 @@ fn top_shows_workers_and_engines_in_a_pipe() {
     let engine = format!("http://{}", engine.address);
     let (code, _, errors) = crate::server::run(&["top", &engine, "--once"]);
     assert_ne!(code, Some(0), "{errors}");
+    assert!(errors.contains("no Slipstream server"), "{errors}");
 }

@@ -24,6 +24,7 @@ use super::forward::{Answer, Begun, Exchange, Room, ends_events, may_keep, obtai
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
+use crate::access::AnswerEnd;
 use crate::http::HttpBody;
 use crate::openai::ApiError;
 use crate::service::Service;
@@ -440,6 +441,8 @@ impl Relay {
         self.flow = None;
         self.resuming = None;
         self.shard.metrics.streams_lost.add(1);
+        let owner = self.exchange.owner.clone();
+        owner.account().note_end(AnswerEnd::Broken);
         let Some(events) = &self.events else {
             // The client sees that it is not complete. An error ends its connection at once, so the part that came
             // before is written first: hyper does so when the body has nothing.
@@ -643,6 +646,9 @@ impl Relay {
                     let data = this.pass(data);
                     if !data.is_empty() {
                         this.left = this.left.map(|left| left.saturating_sub(data.len() as u64));
+                        if this.left == Some(0) {
+                            this.finish(); // no more of it is asked for
+                        }
                         return Poll::Ready(Some(Ok(Frame::data(data))));
                     }
                 }

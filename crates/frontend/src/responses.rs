@@ -364,10 +364,15 @@ pub(crate) fn stored(
         let found = shard.responses.get(owner, id);
         found.ok_or_else(|| response_not_found("response_id", id))
     };
-    let path = http::percent_decode(path);
-    match (method, path.split_once('/')) {
+    // Parts are divided before they are decoded: an id may have an escaped `/`.
+    let (id, action) = match path.split_once('/') {
+        Some((id, action)) => (id, Some(action)),
+        None => (path, None),
+    };
+    let id = &*http::percent_decode(id);
+    match (method, action) {
         (&Method::GET | &Method::HEAD, None) => {
-            let (body, _) = find(&path)?;
+            let (body, _) = find(id)?;
             let wants = |part: &str| part == "stream=true" || part.starts_with("starting_after=");
             if query.is_some_and(|query| query.split('&').any(wants)) {
                 return Err(ApiError::unsupported(
@@ -377,13 +382,13 @@ pub(crate) fn stored(
             }
             Ok(http::json(200, body.to_vec()))
         }
-        (&Method::DELETE, None) if shard.responses.remove(owner, &path) => {
-            let answer = serde_json::json!({"id": path, "object": "response", "deleted": true});
+        (&Method::DELETE, None) if shard.responses.remove(owner, id) => {
+            let answer = serde_json::json!({"id": id, "object": "response", "deleted": true});
             Ok(http::json(200, answer.to_string().into_bytes()))
         }
-        (&Method::DELETE, None) => Err(response_not_found("response_id", &path)),
+        (&Method::DELETE, None) => Err(response_not_found("response_id", id)),
         // None is in progress when its id is stored.
-        (&Method::POST, Some((id, "cancel"))) => {
+        (&Method::POST, Some("cancel")) => {
             find(id)?;
             Err(ApiError::invalid(
                 "response_id",

@@ -10,6 +10,7 @@ mod document_commands;
 mod documents;
 mod drivers;
 mod duplex;
+mod engine_responses;
 mod engine_tls;
 mod engines;
 mod engines_apart;

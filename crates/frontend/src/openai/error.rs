@@ -259,6 +259,47 @@ impl ApiError {
         ApiError::new(404, "invalid_request_error", Some("unknown_url"), text)
     }
 
+    /// 404: the engine that stored a response left the fleet.
+    pub(crate) fn response_gone(id: &str, param: Option<&str>, engine: &str) -> Self {
+        let text = format!(
+            "response `{}` is lost: engine {engine}, which stored it, left the fleet; send the whole conversation \
+             without `previous_response_id`",
+            clip(id)
+        );
+        ApiError {
+            param: param.map(str::to_owned),
+            ..ApiError::new(
+                404,
+                "invalid_request_error",
+                Some("previous_response_not_found"),
+                text,
+            )
+        }
+    }
+
+    /// 409: the engine that stores a response takes no requests now.
+    pub(crate) fn response_unavailable(
+        id: &str,
+        param: Option<&str>,
+        engine: &str,
+        state: &str,
+    ) -> Self {
+        let text = format!(
+            "engine {engine}, which stores response `{}`, takes no requests ({state}); send the whole conversation \
+             without `previous_response_id`, or try again once it is up",
+            clip(id)
+        );
+        ApiError {
+            param: param.map(str::to_owned),
+            ..ApiError::new(
+                409,
+                "invalid_request_error",
+                Some("response_unavailable"),
+                text,
+            )
+        }
+    }
+
     /// 502: an engine failed the request, which may be sent again.
     pub(crate) fn engine_failed(engine: &str, why: &str) -> Self {
         let text = format!("engine {engine}: {why}; try again");

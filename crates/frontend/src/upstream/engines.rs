@@ -19,6 +19,7 @@ use super::catalog::{Catalog, Model};
 use super::connection::Failure;
 use super::members::{Members, PoolSpec};
 use super::metrics::Counters;
+use super::stored::StoredAnswers;
 use crate::service::ApiKeys;
 
 /// An engine as it is configured.
@@ -149,6 +150,8 @@ pub struct Engines {
     pub(super) admin_key: ApiKeys,
     /// Prompts that were tokenized, and others.
     pub(super) prompts: [AtomicU64; 2],
+    /// Answers that engines store.
+    pub(super) stored: StoredAnswers,
 }
 
 /// Whether an engine takes requests, and why not.
@@ -357,6 +360,7 @@ impl Engines {
             tokenizes: AtomicBool::new(false),
             admin_key: ApiKeys::default(),
             prompts: Default::default(),
+            stored: StoredAnswers::default(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! From a client's request to the first bytes of an engine's answer.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -26,6 +26,7 @@ use super::record::Recording;
 use super::relay::{Relay, is_event_stream};
 use super::resume::StreamKind;
 use super::seat::Seat;
+use super::stored::{self, Named};
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
 use super::{Upstream, engines::Engine, tokens};
 use super::{admin, loops};
@@ -69,6 +70,8 @@ pub(super) struct Exchange {
     room: Room,
     /// The client's request.
     pub(super) owner: Rc<Owner>,
+    /// The engine may store its answer, whose id is not known yet.
+    pub(super) stores: Cell<bool>,
     /// Its line in the record, if there is one.
     pub(super) recording: Option<RefCell<Recording>>,
 }
@@ -95,7 +98,8 @@ impl Exchange {
             deadline_ns: self.deadline_ns,
             room,
             owner: self.owner.clone(),
-            recording: None, // the first one's counts on
+            stores: Cell::new(false), // such streams do not continue
+            recording: None,          // the first one's counts on
         }
     }
 
@@ -419,9 +423,22 @@ async fn forward(
     } else {
         None
     };
-    let seen = seen.unwrap_or_default();
+    let mut seen = seen.unwrap_or_default();
     client.owner().account().note_model(seen.model.as_deref());
     let (only, root) = served(upstream, seen.model.as_deref())?;
+    // The router's own keys stay here.
+    let authorization = parts.headers.get(AUTHORIZATION);
+    let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
+    let authorization = authorization.map(|value| Bytes::copy_from_slice(value.as_bytes()));
+    let named = Named::of(parts.uri.path(), seen.previous_response_id.take());
+    let direct = match (head.worker, &named) {
+        (None, Some(named)) => {
+            let (engines, lookups) = (&upstream.engines, &upstream.lookups);
+            let only = only.as_deref();
+            stored::engine_of(engines, lookups, named, authorization.clone(), only).await?
+        }
+        (worker, _) => worker,
+    };
     let session = head.session;
     let block_size = shard.service.block_size;
     let tokens = tokenized(shard, upstream, &client, parts.uri.path(), &body, &seen).await;
@@ -441,7 +458,7 @@ async fn forward(
         prompt: blocks.unwrap_or_else(|| no_prompt(block_size)),
         max_tokens: seen.max_tokens.unwrap_or(0),
         session: head.session,
-        direct: head.worker,
+        direct,
         only,
         streams_input: false,
         whole: !apart,
@@ -471,14 +488,12 @@ async fn forward(
         wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
     }
     headers.extend_from_slice(loops::line());
-    // The router's own keys stay here.
-    let authorization = parts.headers.get(AUTHORIZATION);
-    let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
+    let stores = parts.method == Method::POST && parts.uri.path() == stored::CREATE;
     let exchange = Exchange {
         method: parts.method,
         target,
         headers: headers.freeze(),
-        authorization: authorization.map(|value| Bytes::copy_from_slice(value.as_bytes())),
+        authorization,
         wants_tokens: stream.is_some()
             && settings.resume == Resume::Tokens
             && !seen.return_token_ids,
@@ -488,6 +503,7 @@ async fn forward(
         deadline_ns,
         room,
         owner: client.owner().clone(),
+        stores: Cell::new(stores),
         recording,
     };
     let begun = obtain(shard, upstream, &exchange);
@@ -533,6 +549,7 @@ struct Read {
     max_tokens: Option<u32>,
     n: Option<u32>,
     priority: Option<i32>,
+    previous_response_id: Option<String>,
     has_prompt: bool,
     /// One engine must compute prompt and answer.
     whole: bool,
@@ -546,6 +563,7 @@ impl Read {
             max_tokens: seen.max_tokens,
             n: seen.n,
             priority: seen.priority,
+            previous_response_id: seen.previous_response_id.clone(),
             has_prompt: seen.has_prompt(),
             whole: seen.stays_whole(),
             model: seen.model,

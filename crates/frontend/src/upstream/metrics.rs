@@ -12,6 +12,7 @@ use slipstream_base::Role;
 
 use super::connection::Failure;
 use super::engines::{Engine, Engines};
+use super::stored::OUTCOMES;
 
 /// Upper bounds of the time to the first byte, s.
 const BOUNDS_S: [f64; 16] = [
@@ -243,6 +244,17 @@ impl Collector for EngineCollector {
                         .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
                 }
             }
+        }
+        let mut stored = encoder.encode_descriptor(
+            "slipstream_engine_stored_responses",
+            "Requests that name a stored response, by how its engine was found",
+            None,
+            MetricType::Counter,
+        )?;
+        for (outcome, count) in OUTCOMES.iter().zip(&self.0.stored.outcomes) {
+            stored
+                .encode_family(&[("engine_was", *outcome)])?
+                .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
         }
         if self.0.tokenized.is_some() {
             let mut prompts = encoder.encode_descriptor(

@@ -12,6 +12,7 @@
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
 //! * `disagg`: the two requests of a prompt that another engine computes.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
+//! * `stored`: which engine stores the answer that a request names.
 //! * `loops`: requests that come back to this process. `metrics`: counters per engine. `record`: what a request leaves in the record.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
@@ -32,6 +33,7 @@ mod record;
 mod relay;
 mod resume;
 mod seat;
+mod stored;
 mod tokens;
 mod wire;
 
@@ -75,6 +77,8 @@ pub(crate) struct Upstream {
     stopping: Cell<bool>,
     /// Tasks that relay answers, by number of the request.
     relays: RefCell<Vec<Option<Waker>>>,
+    /// Stored answers that are being looked up.
+    lookups: stored::Lookups,
     /// Answers on their way, to be ended when they are overdue.
     watched: RefCell<Vec<Weak<RefCell<Relay>>>>,
 }
@@ -103,6 +107,7 @@ impl Upstream {
             budget: Cell::new(RETRIES_AT_ONCE),
             stopping: Cell::new(false),
             relays: RefCell::default(),
+            lookups: stored::Lookups::default(),
             watched: RefCell::default(),
         }
     }

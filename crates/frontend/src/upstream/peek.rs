@@ -18,6 +18,8 @@ pub(super) struct Peek<'a> {
     /// Answers; 1 unless set.
     pub(super) n: Option<u32>,
     pub(super) priority: Option<i32>,
+    /// The stored answer that this one follows.
+    pub(super) previous_response_id: Option<String>,
     /// A field keeps prompt and answer at one engine ([`Peek::stays_whole`]).
     is_bound: bool,
     /// Fields that precede the prompt's text in the engine's template: `tools`, `system`, `instructions`.
@@ -69,6 +71,9 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         }
                         "prompt_logprobs" | "kv_transfer_params" => {
                             peek.is_bound |= map.next_value::<&RawValue>()?.get() != "null";
+                        }
+                        "previous_response_id" => {
+                            peek.previous_response_id = read(map.next_value()?);
                         }
                         "priority" => peek.priority = read(map.next_value()?),
                         "messages" | "prompt" | "input" => {

@@ -19,10 +19,11 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Upstream;
 use super::connection::{Connection, Failure};
-use super::engines::{Engine, Visit};
+use super::engines::{Engine, Engines, Visit};
 use super::forward::{Answer, Begun, Exchange, Room, ends_events, may_keep, obtain};
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
+use super::stored;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
 use crate::access::AnswerEnd;
 use crate::http::HttpBody;
@@ -138,6 +139,14 @@ impl Relay {
                 .counters
                 .bytes
                 .fetch_add(first.len() as u64, Relaxed);
+            learn(
+                &upstream.engines,
+                &exchange,
+                visit.engine(),
+                head.status,
+                is_events,
+                &first,
+            );
             note(&exchange, head.status, is_events, &first);
             if may_keep(&exchange, &head) {
                 upstream.keep(visit.engine(), connection);
@@ -293,11 +302,19 @@ impl Relay {
         }
         let max = self.upstream.engines.settings.resume_bytes_max;
         let Some(events) = &mut self.events else {
+            if let Some(flow) = &self.flow {
+                let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
+                learn(engines, &self.exchange, engine, self.status, false, &data);
+            }
             note(&self.exchange, self.status, false, &data);
             return data;
         };
         let was_kept = events.sent.is_some();
         let passed = events.pass(data, max);
+        if let Some(flow) = &self.flow {
+            let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
+            learn(engines, &self.exchange, engine, self.status, true, &passed);
+        }
         note(&self.exchange, self.status, true, &passed);
         if let Some(sent) = &events.sent
             && !self.exchange.keeps(sent.len())
@@ -504,6 +521,28 @@ impl Relay {
         if let Some(waker) = self.waiting.take() {
             waker.wake();
         }
+    }
+}
+
+/// Remembers the engine of an answer that it may store, by the beginning of the answer.
+fn learn(
+    engines: &Engines,
+    exchange: &Exchange,
+    engine: &Engine,
+    status: StatusCode,
+    is_events: bool,
+    piece: &[u8],
+) {
+    if !exchange.stores.get() || piece.is_empty() {
+        return;
+    }
+    // The first event has the id, as has the beginning of an object. Comments may precede that event.
+    let is_begun = !is_events || memchr::memmem::find(piece, b"data:").is_some();
+    exchange.stores.set(!is_begun);
+    if status.is_success()
+        && let Some(id) = stored::id_of(piece, is_events)
+    {
+        engines.stored.remember(&id, engine);
     }
 }
 

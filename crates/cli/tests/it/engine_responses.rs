@@ -1,0 +1,216 @@
+//! Responses that engines store, behind a router: requests that name one reach the engine that has it.
+
+use serde_json::{Value, json};
+
+use crate::engines::{Engine, answer, front};
+use crate::server::{Answer, FAST, Server};
+
+const ROUND_ROBIN: &str = "--set=router.policy=\"round_robin\"";
+
+/// Engines that store responses: servers of this kind, with modelled engines.
+fn storing() -> [Server; 2] {
+    [(); 2].map(|()| Server::start(&[FAST, &["--set=live.shards=1"]]))
+}
+
+fn router(engines: &[Server], more: &[&str]) -> Server {
+    let flags: Vec<String> = engines
+        .iter()
+        .map(|engine| format!("--engine=http://{}", engine.address()))
+        .collect();
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    Server::start(&[&flags, more, &[ROUND_ROBIN, "--set=live.shards=2"]])
+}
+
+fn create(server: &Server, previous: Option<&str>, stream: bool) -> Answer {
+    let body = json!({
+        "model": "test-model", "input": "Say more.", "max_output_tokens": 3,
+        "previous_response_id": previous, "stream": stream,
+    });
+    server.post("/v1/responses", &body.to_string())
+}
+
+/// The id of the created response.
+#[track_caller]
+fn id_of(answer: &Answer) -> String {
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let text = answer.text();
+    let object = match text.split_once("\ndata: ") {
+        None => answer.json(),
+        Some((_, event)) => {
+            let event: Value = serde_json::from_str(event.lines().next().unwrap()).unwrap();
+            event["response"].clone()
+        }
+    };
+    object["id"].as_str().expect("an id").to_owned()
+}
+
+fn found(server: &Server, how: &str) -> f64 {
+    let series = "slipstream_engine_stored_responses_total{engine_was=\"HOW\"}";
+    server.metric(&series.replace("HOW", how))
+}
+
+#[test]
+fn chains_of_responses_stay_at_the_engine_that_stores_them() {
+    let engines = storing();
+    let server = router(&engines, &[]);
+    let mut last = Vec::new();
+    for stream in [false, true, false] {
+        let mut id = id_of(&create(&server, None, stream));
+        for _ in 0..3 {
+            id = id_of(&create(&server, Some(&id), stream));
+            let path = format!("/v1/responses/{id}");
+            let stored = server.get(&path);
+            assert_eq!(stored.status, 200, "{}", stored.text());
+            assert_eq!(stored.json()["id"], *id);
+        }
+        last.push(id);
+    }
+    assert_eq!(found(&server, "known"), 18.0);
+    assert_eq!(found(&server, "asked"), 0.0);
+    // Both engines have some: the chains did not just happen to meet one engine.
+    let here = |engine: &Server, id: &str| engine.get(&format!("/v1/responses/{id}")).status == 200;
+    for engine in &engines {
+        assert!(last.iter().any(|id| here(engine, id)), "{last:?}");
+    }
+    let path = format!("/v1/responses/{}", last[0]);
+    assert_eq!(
+        server.send("POST", &format!("{path}/cancel"), b"").status,
+        400,
+        "it is complete"
+    );
+    assert_eq!(server.send("DELETE", &path, b"").status, 200);
+    assert_eq!(server.get(&path).status, 404);
+
+    // A router that has not seen the answers asks the engines, once per chain.
+    let other = router(&engines, &[]);
+    let id = id_of(&create(&other, Some(&last[1]), false));
+    id_of(&create(&other, Some(&id), false));
+    id_of(&create(&other, Some(&last[1]), false));
+    assert_eq!((found(&other, "asked"), found(&other, "known")), (1.0, 2.0));
+    // One that none has is the engine's to refuse.
+    let unknown = create(&other, Some("resp_none"), false);
+    assert_eq!(unknown.status, 404, "{}", unknown.text());
+    assert_eq!(found(&other, "unknown"), 1.0);
+}
+
+#[test]
+fn an_id_with_a_slash_is_one_part_of_the_path() {
+    let engines = storing();
+    let server = router(&engines, &[]);
+    for turn in 0..2 {
+        let header = format!("X-Request-Id: a/b%{turn}?");
+        let body = br#"{"model":"test-model","input":"x","max_output_tokens":3}"#;
+        let got = server
+            .connect()
+            .send("POST", "/v1/responses", &[&header], body);
+        let id = id_of(&got);
+        assert!(id.contains("a/b"), "{id}");
+        let path = format!(
+            "/v1/responses/{}",
+            id.replace('%', "%25")
+                .replace('/', "%2F")
+                .replace('?', "%3f")
+        );
+        let stored = server.get(&path);
+        assert_eq!((stored.status, &stored.json()["id"]), (200, &json!(id)));
+        // Also at a router that has to ask for it.
+        let other = router(&engines, &[]);
+        assert_eq!(other.get(&path).status, 200);
+        assert_eq!(found(&other, "asked"), 1.0);
+    }
+}
+
+#[test]
+fn a_response_whose_engine_is_gone_is_a_typed_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let key = dir.path().join("key");
+    std::fs::write(&key, "secret\n").unwrap();
+    let key = format!("--set=upstream.admin_key_file={}", key.display());
+    let [one, two] = storing();
+    let engines = [one, two];
+    let server = router(&engines, &[&key, "--set=upstream.health_interval_s=0.2"]);
+    let ids = [
+        id_of(&create(&server, None, false)),
+        id_of(&create(&server, None, true)),
+    ];
+    let [one, two] = engines;
+    let has = |engine: &Server, id: &str| engine.get(&format!("/v1/responses/{id}")).status == 200;
+    let of_two: Vec<&String> = ids.iter().filter(|id| has(&two, id)).collect();
+    assert_eq!(of_two.len(), 1, "{ids:?}");
+    let url = format!("http://{}", two.address());
+    two.kill();
+    server.await_metric(&format!("slipstream_engine_up{{engine=\"{url}\"}}"), |up| {
+        up == 0.0
+    });
+    let got = create(&server, Some(of_two[0]), false);
+    assert_eq!(got.status, 409, "{}", got.text());
+    let error = &got.json()["error"];
+    assert_eq!(error["code"], "response_unavailable");
+    assert_eq!(error["param"], "previous_response_id");
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains(&url) && message.contains("(down)"),
+        "{message}"
+    );
+    let removed = server.connect().send(
+        "DELETE",
+        &format!("/admin/engines?url={url}"),
+        &["Authorization: Bearer secret"],
+        b"",
+    );
+    assert_eq!(removed.status, 202, "{}", removed.text());
+    server.await_metric("slipstream_engines_removed_total", |count| count == 1.0);
+    let path = format!("/v1/responses/{}", of_two[0]);
+    for got in [create(&server, Some(of_two[0]), true), server.get(&path)] {
+        assert_eq!(got.status, 404, "{}", got.text());
+        assert_eq!(got.json()["error"]["code"], "previous_response_not_found");
+        assert!(got.error().contains("left the fleet"), "{}", got.text());
+    }
+    assert_eq!(found(&server, "gone"), 3.0);
+    // The other engine's goes on.
+    let other = ids.iter().find(|id| has(&one, id)).unwrap();
+    id_of(&create(&server, Some(other), false));
+}
+
+#[test]
+fn a_hostile_id_asks_for_nothing_but_a_response() {
+    let refusing = || {
+        Engine::start(|request, stream| {
+            let status = if request.line.starts_with("GET ") {
+                "404 Not Found"
+            } else {
+                "200 OK"
+            };
+            answer(
+                stream,
+                status,
+                "content-type: application/json\r\n",
+                b"{\"id\":\"resp_9\"}",
+            );
+        })
+    };
+    let engines = [refusing(), refusing()];
+    let server = front(&[&engines[0], &engines[1]], &[]);
+    let body = r#"{"model":"m","input":"x","previous_response_id":"../../sleep?\r\nX: 1 \u00e9"}"#;
+    let got = server.post("/v1/responses", body);
+    assert_eq!(got.status, 200);
+    for engine in &engines {
+        let asked = engine
+            .seen()
+            .into_iter()
+            .find(|of| of.line.starts_with("GET "));
+        assert_eq!(
+            asked.expect("it is asked").line,
+            "GET /v1/responses/%2E%2E%2F%2E%2E%2Fsleep%3F%0D%0AX%3A%201%20%C3%A9 HTTP/1.1"
+        );
+    }
+    // Longer than any id: not asked for.
+    let body = json!({"model": "m", "input": "x", "previous_response_id": "x".repeat(5000)});
+    assert_eq!(server.post("/v1/responses", &body.to_string()).status, 200);
+    let asked = engines
+        .iter()
+        .flat_map(Engine::seen)
+        .filter(|of| of.line.starts_with("GET "));
+    assert_eq!(asked.count(), 2);
+    assert_eq!(found(&server, "unknown"), 2.0);
+}

@@ -1,0 +1,397 @@
+//! Answers that engines store for later requests (`/v1/responses`): a request that names one goes to its engine.
+//!
+//! Ids are learned from the answers as they pass. An id that is not known, since the router was started again or has
+//! forgotten it, is asked for at the engines (`GET /v1/responses/ID`).
+
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::{Method, StatusCode};
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use slipstream_base::WorkerId;
+use slipstream_config::cluster::PoolRole;
+use tokio::task::JoinSet;
+
+use super::connection::{Connection, Failure};
+use super::engines::{Engine, Engines, State};
+use super::{loops, wire};
+use crate::http;
+use crate::openai::ApiError;
+
+/// Ids that are remembered: the oldest are forgotten. Some 8 MB at most.
+const KNOWN_MAX: usize = 1 << 16;
+
+/// Longest id that is remembered or asked for, bytes. Those of vLLM have 37.
+const ID_BYTES_MAX: usize = 128;
+
+/// Ids that a shard asks engines for at a time. Each costs a request per engine.
+const LOOKUPS_MAX: usize = 16;
+
+/// Limit of such a question.
+const LOOKUP_TIME: Duration = Duration::from_secs(2);
+
+/// Where new answers are made, and where stored ones are read.
+pub(super) const CREATE: &str = "/v1/responses";
+const READ: &str = "/v1/responses/";
+
+/// Which engine stores which answer. Shared by the shards: one lock per request to `/v1/responses`.
+#[derive(Debug, Default)]
+pub(super) struct StoredAnswers {
+    known: Mutex<Known>,
+    /// Requests whose engine was known, was found by asking, was not found, and takes no requests.
+    pub(super) outcomes: [AtomicU64; 4],
+}
+
+/// Labels of [`StoredAnswers::outcomes`].
+pub(super) const OUTCOMES: [&str; 4] = ["known", "asked", "unknown", "gone"];
+
+#[derive(Clone, Copy)]
+enum Outcome {
+    Known,
+    Asked,
+    Unknown,
+    Gone,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    by_id: HashMap<Arc<str>, Holder>,
+    /// Oldest first.
+    order: VecDeque<Arc<str>>,
+}
+
+/// The engine that stores an answer.
+#[derive(Clone, Debug)]
+struct Holder {
+    /// [`Engine::id`].
+    engine: u64,
+    worker: WorkerId,
+    url: Arc<str>,
+}
+
+impl StoredAnswers {
+    fn known(&self) -> std::sync::MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self, outcome: Outcome) {
+        self.outcomes[outcome as usize].fetch_add(1, Relaxed);
+    }
+
+    /// `engine` stores the answer `id`.
+    pub(super) fn remember(&self, id: &str, engine: &Engine) {
+        if id.is_empty() || id.len() > ID_BYTES_MAX {
+            return;
+        }
+        let holder = Holder {
+            engine: engine.id,
+            worker: engine.spec.worker,
+            url: engine.spec.url.to_string().into(),
+        };
+        let mut known = self.known();
+        if let Some(held) = known.by_id.get_mut(id) {
+            *held = holder;
+            return;
+        }
+        if known.order.len() >= KNOWN_MAX
+            && let Some(oldest) = known.order.pop_front()
+        {
+            known.by_id.remove(&oldest);
+        }
+        let id: Arc<str> = id.into();
+        known.order.push_back(id.clone());
+        known.by_id.insert(id, holder);
+    }
+
+    fn holder(&self, id: &str) -> Option<Holder> {
+        self.known().by_id.get(id).cloned()
+    }
+}
+
+/// The stored answer that a request names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Named {
+    pub(super) id: String,
+    /// The field that names it; `None`: the path does.
+    param: Option<&'static str>,
+}
+
+impl Named {
+    /// The answer that a request to `path` reads or continues. `previous` is `previous_response_id` of its body.
+    pub(super) fn of(path: &str, previous: Option<String>) -> Option<Named> {
+        if path == CREATE {
+            return Some(Named {
+                id: previous?,
+                param: Some("previous_response_id"),
+            });
+        }
+        // `a%2Fb` is one part of the path; `a/cancel` are two.
+        let part = path.strip_prefix(READ)?.split('/').next()?;
+        let id = http::percent_decode(part);
+        (!id.is_empty()).then_some(Named { id, param: None })
+    }
+}
+
+/// Lookups of a shard that are under way.
+#[derive(Default)]
+pub(super) struct Lookups(RefCell<usize>);
+
+struct Lookup<'a>(&'a Lookups);
+
+impl Lookups {
+    fn begin(&self) -> Option<Lookup<'_>> {
+        let mut open = self.0.borrow_mut();
+        (*open < LOOKUPS_MAX).then(|| {
+            *open += 1;
+            Lookup(self)
+        })
+    }
+}
+
+impl Drop for Lookup<'_> {
+    fn drop(&mut self) {
+        *self.0.0.borrow_mut() -= 1;
+    }
+}
+
+/// The engine that stores the answer `named`, of those of `only`. `None`: any may be asked, since none is known to.
+///
+/// # Errors
+/// 404 or 409: its engine is gone, or takes no requests now. 503: too many ids are being looked up.
+pub(super) async fn engine_of(
+    engines: &Arc<Engines>,
+    lookups: &Lookups,
+    named: &Named,
+    authorization: Option<Bytes>,
+    only: Option<&[WorkerId]>,
+) -> Result<Option<WorkerId>, ApiError> {
+    let stored = &engines.stored;
+    if let Some(holder) = stored.holder(&named.id) {
+        let members = engines.members();
+        let member = members.get(holder.worker.index()).and_then(Option::as_ref);
+        let Some(engine) = member.filter(|of| of.id == holder.engine) else {
+            stored.count(Outcome::Gone);
+            return Err(ApiError::response_gone(&named.id, named.param, &holder.url));
+        };
+        if engine.is_draining() || engine.state() == State::Down {
+            stored.count(Outcome::Gone);
+            let state = engine.state_name();
+            return Err(ApiError::response_unavailable(
+                &named.id,
+                named.param,
+                &holder.url,
+                state,
+            ));
+        }
+        stored.count(Outcome::Known);
+        return Ok(Some(holder.worker));
+    }
+    let mut asked = engines.each();
+    if asked.len() < 2 {
+        return Ok(None);
+    }
+    asked.retain(|engine| {
+        let worker = engine.spec.worker;
+        engine.spec.role != PoolRole::Prefill
+            && engine.takes_requests()
+            && only.is_none_or(|only| only.binary_search(&worker).is_ok())
+    });
+    if named.id.len() > ID_BYTES_MAX {
+        stored.count(Outcome::Unknown);
+        return Ok(None);
+    }
+    let Some(_lookup) = lookups.begin() else {
+        return Err(ApiError::overloaded(
+            "too many stored responses are being looked up at the engines; try again",
+            1,
+        ));
+    };
+    let path: Rc<str> = format!("{READ}{}", escaped(&named.id)).into();
+    let mut questions = JoinSet::new();
+    for engine in asked {
+        let (path, authorization) = (path.clone(), authorization.clone());
+        let limit = engines.settings.connect_timeout;
+        questions.spawn_local(async move {
+            let has = has(&engine, &path, authorization.as_deref(), limit);
+            let has = tokio::time::timeout(LOOKUP_TIME, has).await;
+            matches!(has, Ok(Ok(true))).then_some(engine)
+        });
+    }
+    // The other questions end with the set.
+    while let Some(found) = questions.join_next().await {
+        if let Ok(Some(engine)) = found {
+            stored.remember(&named.id, &engine);
+            stored.count(Outcome::Asked);
+            return Ok(Some(engine.spec.worker));
+        }
+    }
+    stored.count(Outcome::Unknown);
+    Ok(None)
+}
+
+/// Whether `engine` answers `GET path` with 200.
+async fn has(
+    engine: &Engine,
+    path: &str,
+    authorization: Option<&[u8]>,
+    connect_timeout: Duration,
+) -> Result<bool, Failure> {
+    let mut connection = Connection::open(engine, connect_timeout).await?;
+    let head = wire::write_head(
+        &Method::GET,
+        [&engine.spec.url.prefix, path],
+        &engine.authority,
+        engine.authorization.as_deref().or(authorization),
+        &[b"connection: close\r\n", loops::line()].concat(),
+        0,
+    );
+    let none = [Bytes::new(), Bytes::new()];
+    connection.send(head, &none).await?;
+    let head = connection.read_head(&Method::GET).await?;
+    Ok(head.status == StatusCode::OK)
+}
+
+/// `id` as one part of a path: everything but letters, digits, `-` and `_` is escaped, dots as well.
+fn escaped(id: &str) -> String {
+    let mut out = String::with_capacity(id.len());
+    for byte in id.bytes() {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_') {
+            out.push(byte.into());
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    out
+}
+
+/// The id of the answer that begins with `piece`: that of the object, or in `is_events` of `response` in the first
+/// event that has one. `piece` may be cut off.
+pub(super) fn id_of(piece: &[u8], is_events: bool) -> Option<String> {
+    let of = |json: &[u8]| {
+        let mut id = None;
+        let read = Fields {
+            id: &mut id,
+            inner: is_events,
+        };
+        // An error: it is cut off behind the id, or not JSON.
+        let _ = read.deserialize(&mut serde_json::Deserializer::from_slice(json));
+        id
+    };
+    if !is_events {
+        return of(piece);
+    }
+    let lines = piece.split(|&byte| byte == b'\n');
+    lines
+        .filter_map(|line| line.strip_prefix(b"data:"))
+        .find_map(of)
+}
+
+/// Reads `id` of an object, or with `inner` that of its `response`.
+struct Fields<'i> {
+    id: &'i mut Option<String>,
+    inner: bool,
+}
+
+impl<'de> DeserializeSeed<'de> for Fields<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Fields<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(name) = map.next_key::<std::borrow::Cow<'de, str>>()? {
+            match (&*name, self.inner) {
+                ("id", false) => {
+                    *self.id = Some(map.next_value()?);
+                }
+                ("response", true) => map.next_value_seed(Fields {
+                    id: &mut *self.id,
+                    inner: false,
+                })?,
+                _ => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_config::cluster::UpstreamConfig;
+
+    use super::super::engines::tests::{at, engines};
+    use super::*;
+
+    #[test]
+    fn ids_are_read_from_answers_and_their_events() {
+        let whole = br#"{"object":"response","metadata":{"id":"no"},"id":"resp_1","output":["#;
+        assert_eq!(id_of(whole, false).as_deref(), Some("resp_1"));
+        let events = b"event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"id\":\"resp_2\"}}\n\n";
+        assert_eq!(id_of(events, true).as_deref(), Some("resp_2"));
+        for (piece, is_events) in [
+            (&b"{\"id\":7}"[..], false),
+            (b"{\"id\":\"cut", false),
+            (b"", false),
+            (b": comment\n\ndata: [DONE]\n\n", true),
+            (b"data: {\"id\":\"event\"}\n\n", true),
+            (b"data: {\"response\":null}\n\n", true),
+        ] {
+            assert_eq!(id_of(piece, is_events), None, "{piece:?}");
+        }
+    }
+
+    #[test]
+    fn requests_name_answers_by_path_or_field() {
+        let id = |path: &str| Named::of(path, None).map(|named| named.id);
+        assert_eq!(id("/v1/responses/resp_1"), Some("resp_1".into()));
+        assert_eq!(id("/v1/responses/resp_1/cancel"), Some("resp_1".into()));
+        assert_eq!(id("/v1/responses/a%2Fb%25"), Some("a/b%".into()));
+        for path in ["/v1/responses", "/v1/responses/", "/v1/completions"] {
+            assert_eq!(id(path), None, "{path}");
+        }
+        let named = Named::of(CREATE, Some("r".into())).unwrap();
+        assert_eq!(named.param, Some("previous_response_id"));
+        assert_eq!(Named::of("/v1/completions", Some("r".into())), None);
+        // As a part of a path it cannot leave the folder of stored answers.
+        assert_eq!(escaped("../a b/ä"), "%2E%2E%2Fa%20b%2F%C3%A4");
+        assert_eq!(http::percent_decode(&escaped("../a b/ä")), "../a b/ä");
+    }
+
+    #[test]
+    fn the_oldest_ids_are_forgotten() {
+        let engines = engines(2, &UpstreamConfig::default());
+        let stored = &engines.stored;
+        for number in 0..KNOWN_MAX + 10 {
+            stored.remember(&format!("r{number}"), &at(&engines, number % 2));
+        }
+        assert!(stored.holder("r9").is_none() && stored.holder("r10").is_some());
+        assert_eq!(stored.holder("r11").unwrap().worker, WorkerId(1));
+        stored.remember("r11", &at(&engines, 0));
+        assert_eq!(stored.holder("r11").unwrap().worker, WorkerId(0));
+        let known = stored.known();
+        assert_eq!(
+            (known.by_id.len(), known.order.len()),
+            (KNOWN_MAX, KNOWN_MAX)
+        );
+        drop(known);
+        stored.remember(&"x".repeat(ID_BYTES_MAX + 1), &at(&engines, 0));
+        assert!(stored.holder(&"x".repeat(ID_BYTES_MAX + 1)).is_none());
+    }
+}

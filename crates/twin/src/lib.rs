@@ -15,13 +15,14 @@
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
 //! engine with its requests; `hand_over`, `wire` and `host` model KV transfers, the network and the
 //! frontend's processors; `faults` changes them; `lanes` runs independent engines on several
-//! threads; `expected` takes the expected error from the profile of the step times.
+//! threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
 #![forbid(unsafe_code)]
 
 mod expected;
 mod faults;
+mod follow;
 mod hand_over;
 mod host;
 mod lanes;
@@ -31,6 +32,7 @@ mod sim;
 pub mod sweep;
 mod wire;
 
+pub use follow::{Follower, LateRequest};
 pub use node::Hops;
 pub use sim::{
     Failure, HandOvers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,

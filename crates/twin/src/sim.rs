@@ -1,7 +1,7 @@
 //! The run: processes events until there are none.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -360,6 +360,7 @@ pub(crate) struct Surroundings<'a> {
     nodes: &'a [Node],
     flights: &'a Flights,
     wire: &'a Wire,
+    pins: &'a Pins,
     root: BlockHash,
     /// The side whose router is about to choose.
     choosing: Role,
@@ -393,9 +394,14 @@ impl Env for Surroundings<'_> {
     fn request(&self, id: u32) -> dispatch::Request {
         let flight = self.flights.get(RequestId(id.into()));
         let prompt = prompt_of(&flight.request, self.serve.fleet.block_size(), self.root);
+        let direct = self.pins.get(&flight.request.id().0).copied();
         dispatch::Request {
             answered: flight.answered,
-            ..dispatched(&flight.request, prompt.expect("it was routed before"))
+            ..dispatched(
+                &flight.request,
+                prompt.expect("it was routed before"),
+                direct,
+            )
         }
     }
 
@@ -419,12 +425,12 @@ impl Env for Surroundings<'_> {
 }
 
 /// A request in the dispatcher's form.
-fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
+fn dispatched(request: &Request, prompt: Prompt, direct: Option<WorkerId>) -> dispatch::Request {
     dispatch::Request {
         prompt,
         max_tokens: request.output_len,
         session: Some(request.session),
-        direct: None,
+        direct,
         only: None,
         streams_input: false,
         whole: false,
@@ -432,6 +438,9 @@ fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
         answered: 0,
     }
 }
+
+/// The worker of each request that is not the router's to choose, by number of the request.
+pub(crate) type Pins = BTreeMap<u64, WorkerId>;
 
 pub(crate) struct Sim<'a> {
     pub(crate) options: &'a Options,
@@ -483,6 +492,10 @@ pub(crate) struct Sim<'a> {
     /// Tokens of a prompt and its answer at most.
     context_max: u32,
     seed: u64,
+    /// Workers of requests that are not the router's to choose.
+    pub(crate) pins: Pins,
+    /// No request that arrives later is known yet: passes are jumped up to here.
+    pub(crate) horizon: SimTime,
     pub(crate) now: SimTime,
     pub(crate) out: PassOutput,
     run: DecodeRun,
@@ -517,7 +530,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    fn new(
+    pub(crate) fn new(
         cluster: &'a Cluster,
         workload: &Workload,
         options: &'a Options,
@@ -591,6 +604,8 @@ impl<'a> Sim<'a> {
             root: BlockHash::root(&cluster.model.name, "", ""),
             context_max: cluster.context_max(),
             seed: mix64(workload.seed ^ cluster.router.seed),
+            pins: Pins::new(),
+            horizon: SimTime::MAX,
             now: SimTime::ZERO,
             out: PassOutput::default(),
             run: DecodeRun::default(),
@@ -610,12 +625,7 @@ impl<'a> Sim<'a> {
     }
 
     fn run(mut self, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
-        for side in [Some(&self.serve), self.prefill.as_ref()]
-            .into_iter()
-            .flatten()
-        {
-            side.fleet.promise_single_writer();
-        }
+        self.promise_single_writer();
         let mut cut = None;
         let mut events = 0u64;
         while let Some(next) = self.next_time()? {
@@ -628,45 +638,8 @@ impl<'a> Sim<'a> {
                 ));
                 break;
             }
-            self.now = next;
-            if self.looks_first && self.schedule.next_due(next)? == Some(next) {
-                let router = self.dispatch.router();
-                self.serve
-                    .refresh(next, router.view_turn(next), &self.nodes);
-                router.advance_view(next);
-                router.refresh();
-            }
-            self.end_passes(sink);
-            self.happen(sink);
-            self.admit_waiting(sink);
-            self.take_arrivals(sink)?;
-            self.begin_passes(sink)?;
-            if self.refuses_all {
-                cut = Some(format!(
-                    "stuck: more than {} came at {}, were refused, and each let the next one begin; let them \
-                     wait (`router.queue_max`), raise the busy thresholds of `[router]`, or send them again \
-                     later (`--retries`)",
-                    counted(self.options.in_flight_max as u64, "request"),
-                    self.now
-                ));
-                break;
-            }
-            if self.flights.len() > self.options.in_flight_max {
-                cut = Some(format!(
-                    "unstable: {} under way at {}, and more come than are answered",
-                    counted(self.flights.len() as u64, "request"),
-                    self.now
-                ));
-                break;
-            }
-            if self.wire.messages_under_way() > self.options.messages_max {
-                cut = Some(format!(
-                    "unstable: {} under way on the network at {}, and more are sent than it carries; raise \
-                     `network.nic_bits_per_s` or `network.frontend_bits_per_s`, send fewer requests, or \
-                     leave messages out (`network.messages = false`)",
-                    counted(self.wire.messages_under_way() as u64, "message"),
-                    self.now
-                ));
+            cut = self.step(next, sink)?;
+            if cut.is_some() {
                 break;
             }
             events += 1;
@@ -686,6 +659,60 @@ impl<'a> Sim<'a> {
         Ok(self.finish(cut))
     }
 
+    /// Nothing but this run writes the fleets.
+    pub(crate) fn promise_single_writer(&self) {
+        let sides = [Some(&self.serve), self.prefill.as_ref()];
+        for side in sides.into_iter().flatten() {
+            side.fleet.promise_single_writer();
+        }
+    }
+
+    /// Processes the events of `now`, the next time with any. Returns why the run cannot continue, if so.
+    pub(crate) fn step(
+        &mut self,
+        now: SimTime,
+        sink: &mut dyn Sink,
+    ) -> Result<Option<String>, TwinError> {
+        self.now = now;
+        if self.looks_first && self.schedule.next_due(now)? == Some(now) {
+            let router = self.dispatch.router();
+            self.serve.refresh(now, router.view_turn(now), &self.nodes);
+            router.advance_view(now);
+            router.refresh();
+        }
+        self.end_passes(sink);
+        self.happen(sink);
+        self.admit_waiting(sink);
+        self.take_arrivals(sink)?;
+        self.begin_passes(sink)?;
+        if self.refuses_all {
+            return Ok(Some(format!(
+                "stuck: more than {} came at {}, were refused, and each let the next one begin; let them \
+                 wait (`router.queue_max`), raise the busy thresholds of `[router]`, or send them again \
+                 later (`--retries`)",
+                counted(self.options.in_flight_max as u64, "request"),
+                self.now
+            )));
+        }
+        if self.flights.len() > self.options.in_flight_max {
+            return Ok(Some(format!(
+                "unstable: {} under way at {}, and more come than are answered",
+                counted(self.flights.len() as u64, "request"),
+                self.now
+            )));
+        }
+        if self.wire.messages_under_way() > self.options.messages_max {
+            return Ok(Some(format!(
+                "unstable: {} under way on the network at {}, and more are sent than it carries; raise \
+                 `network.nic_bits_per_s` or `network.frontend_bits_per_s`, send fewer requests, or \
+                 leave messages out (`network.messages = false`)",
+                counted(self.wire.messages_under_way() as u64, "message"),
+                self.now
+            )));
+        }
+        Ok(None)
+    }
+
     fn progress(&self) -> Progress {
         Progress {
             now: self.now,
@@ -695,7 +722,7 @@ impl<'a> Sim<'a> {
     }
 
     /// Time of the next event; `None` if there is none, or none with an effect.
-    fn next_time(&mut self) -> Result<Option<SimTime>, TwinError> {
+    pub(crate) fn next_time(&mut self) -> Result<Option<SimTime>, TwinError> {
         let due = self.schedule.next_due(self.now)?;
         let end = self.ends.peek().map(|Reverse((end, ..))| *end);
         let next = due.into_iter().chain(end).min();
@@ -814,6 +841,9 @@ impl<'a> Sim<'a> {
             sink.on_request(&record);
             self.schedule
                 .on_done(&flight.request, done.usage.output_tokens, now);
+            if !self.pins.is_empty() {
+                self.pins.remove(&flight.request.id().0);
+            }
         }
     }
 
@@ -917,6 +947,7 @@ impl<'a> Sim<'a> {
             nodes: &self.nodes,
             flights: &self.flights,
             wire: &self.wire,
+            pins: &self.pins,
             root: self.root,
             choosing: Role::Both,
         };
@@ -933,7 +964,8 @@ impl<'a> Sim<'a> {
             Ok(prompt) => prompt,
             Err(error) => return self.refuse_for_good(slot, &error, 0, sink),
         };
-        let request = dispatched(&flight.request, prompt);
+        let direct = self.pins.get(&flight.request.id().0).copied();
+        let request = dispatched(&flight.request, prompt, direct);
         let now = self.now;
         let (dispatch, mut env) = self.dispatching();
         dispatch.submit(now, slot, &request, &mut env, None);
@@ -1206,6 +1238,7 @@ impl<'a> Sim<'a> {
         self.tally.note(record, 0, &self.options.slo);
         sink.on_request(record);
         self.schedule.on_failed(record.request);
+        self.pins.remove(&record.request.id().0);
     }
 
     /// Begins a pass on each engine whose last one has ended, or that got work.
@@ -1271,9 +1304,9 @@ impl<'a> Sim<'a> {
         if !self.options.jump || self.tells_later || awake == 0 {
             return Ok(SimTime::ZERO);
         }
-        let mut until = SimTime::MAX;
+        let mut until = self.horizon;
         if !self.is_plain() {
-            until = self.next_other().unwrap_or(SimTime::MAX);
+            until = self.next_other().map_or(until, |next| next.min(until));
         }
         if self.prefill.is_some()
             && let Some(Reverse((end, ..))) = self.ends.peek()

@@ -165,6 +165,12 @@ impl Schedule {
         due.map(check_due).transpose()
     }
 
+    /// Adds a request that is not of the workload: it is due at `request.due`, and no other follows from it.
+    pub fn push(&mut self, request: Request) {
+        self.follow_ups
+            .insert((request.due, request.id().0), request);
+    }
+
     /// Takes a request that is due at `now`, the earliest first.
     ///
     /// # Errors

@@ -4,16 +4,18 @@ mod calibrated;
 mod model;
 mod real;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use proptest::prelude::*;
-use slipstream_base::{ForwardPassMetrics, SimTime};
+use slipstream_base::{ForwardPassMetrics, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, RouterPolicy, file};
 use slipstream_config::doc::Doc;
 use slipstream_config::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_report::series::{EngineInfo, Series};
 use slipstream_report::{Latency, Objectives, PassRecord};
-use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};
+use slipstream_twin::{Follower, Options, Outcome, Progress, RequestRecord, Sink, simulate};
+use slipstream_workload::Request;
 
 fn cluster(text: &str) -> Cluster {
     let no_file = |_: &Path| Err(std::io::Error::from(std::io::ErrorKind::NotFound));
@@ -412,6 +414,36 @@ impl Sink for Passes {
     }
 }
 
+/// Requests as they were computed, in the form in which they can be fed to another run, and their times.
+#[derive(Default)]
+struct Fed {
+    requests: Vec<(Request, WorkerId)>,
+    times: BTreeMap<u64, (SimTime, SimTime, u32, u32, WorkerId)>,
+}
+
+impl Sink for Fed {
+    fn on_request(&mut self, r: &RequestRecord<'_>) {
+        let Some(rank) = r.rank else {
+            return; // refused: no engine had it
+        };
+        let request = Request {
+            turns: r.request.turn + 1,
+            output_len: r.output_tokens,
+            ignore_eos: true,
+            ..r.request.clone()
+        };
+        self.requests.push((request, rank.worker));
+        let times = (
+            r.first,
+            r.last,
+            r.cached_tokens,
+            r.output_tokens,
+            rank.worker,
+        );
+        self.times.insert(r.request.id().0, times);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -497,6 +529,40 @@ proptest! {
         prop_assert_eq!(asked.digest, heard.digest);
         prop_assert_eq!(asked.engine, heard.engine);
         prop_assert_eq!(asked.totals.latencies(), heard.totals.latencies());
+    }
+
+    /// A run that gets its requests while it advances, each at the worker that had it, computes the times of a run
+    /// that knew them at its start, whatever its steps are.
+    #[test]
+    fn a_run_fed_in_steps_is_the_whole_run(
+        (cluster, mut workload) in scenario(),
+        rate in 5u32..400,
+        steps in prop::collection::vec(1u64..400, 1..20),
+    ) {
+        workload.arrival = Arrival::Poisson { rate_per_s: rate.into() };
+        let mut whole = Fed::default();
+        let outcome = run(&cluster, &workload, &Options::default(), &mut whole);
+        prop_assert!(outcome.cut.is_none());
+        let mut requests: Vec<(Request, WorkerId)> = whole.requests;
+        requests.sort_by_key(|(request, _)| request.due);
+        let options = Options::default();
+        let read = |path: &Path| std::fs::read(path);
+        let mut follower = Follower::new(&cluster, &options, read).unwrap();
+        let mut fed = Fed::default();
+        let mut waiting = requests.into_iter().peekable();
+        let mut steps = steps.into_iter().cycle();
+        let mut to = SimTime::ZERO;
+        while waiting.peek().is_some() || follower.open() > 0 {
+            to = SimTime(to.0 + steps.next().unwrap() * 1_000_000);
+            while let Some((request, worker)) = waiting.next_if(|(of, _)| of.due < to) {
+                follower.push(request, worker).unwrap();
+            }
+            prop_assert_eq!(follower.advance(to, &mut fed).unwrap(), None);
+            prop_assert!(to < outcome.ended_at + 1_000_000_000, "{} are open", follower.open());
+        }
+        prop_assert_eq!(fed.times, whole.times);
+        let late = Request { due: SimTime(to.0 - 1), ..fed.requests[0].0.clone() };
+        prop_assert!(follower.push(late, WorkerId(0)).is_err());
     }
 
     /// Independent engines, and those whose loads are refreshed at intervals, give the same results

@@ -43,6 +43,18 @@ pub(crate) struct Args {
     /// Keep the records and reports of both sides in this directory
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
+    /// Load this running engine instead, such as http://gpu1:8000, and compare it with the twin of the cluster file; without
+    /// one, with that of `slipstream describe`
+    #[arg(long, value_name = "URL", conflicts_with_all = ["compare", "print_speedup", "speedup"])]
+    engine: Option<String>,
+    /// Range of token ids in the prompts for `--engine`, FIRST..END: all must be in its vocabulary
+    #[arg(
+        long,
+        value_name = "RANGE",
+        default_value = "1000..30000",
+        requires = "engine"
+    )]
+    token_ids: String,
     /// Compare two files of drag records instead of running anything
     #[arg(long, value_names = ["FILE", "FILE"], num_args = 2, conflicts_with_all = ["cluster", "workload", "trace"])]
     compare: Vec<PathBuf>,
@@ -164,6 +176,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         out::print(&gaps::render([&names[0], &names[1]], [&runs[0], &runs[1]]))?;
         return Ok(code([&names[0], &names[1]], [&runs[0], &runs[1]]));
     }
+    if let Some(url) = &args.engine {
+        return engine(args, url);
+    }
     // Errors in the files are reported before anything is started.
     if args.cluster.resolve_modelled(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
@@ -209,6 +224,101 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         eprintln!("{warning}");
     }
     Ok(code(names, runs))
+}
+
+/// Loads the engine at `url`, simulates its twin, and compares the latencies that clients see.
+fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
+    args.what.workload(&args.sets.workload_set)?;
+    let own;
+    let dir = if let Some(dir) = &args.keep {
+        std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
+        dir.as_path()
+    } else {
+        own = TempDir::new()?;
+        &own.0
+    };
+    let described = dir.join("twin.toml");
+    let mut cluster = args.cluster.flags();
+    if args.cluster.file().is_none() {
+        let mut describe = slipstream()?;
+        let output = describe.args(["describe", url]).stderr(Stdio::inherit());
+        let output = output.output().context("starting `slipstream describe`")?;
+        ensure!(
+            output.status.success(),
+            "`slipstream describe` did not run; its message is above"
+        );
+        std::fs::write(&described, output.stdout)?;
+        cluster.insert(0, described.clone().into());
+        eprintln!(
+            "note: no cluster file is given, so step times are those of the default GPU: name one that \
+             `slipstream calibrate` has fitted to the engine, or set engine.timing.gpu"
+        );
+    } else if args.cluster.resolve_modelled(&[])?.is_none() {
+        return Ok(ExitCode::SUCCESS); // --print-config
+    }
+    let mut bench = slipstream()?;
+    bench
+        .args(["bench", url])
+        .args(args.what.flags())
+        .args(same_seed(&args.what))
+        .args(
+            args.sets
+                .workload_set
+                .iter()
+                .map(|set| format!("--set={set}")),
+        )
+        .args(["--prompt-form", "tokens", "--token-ids", &args.token_ids])
+        .arg("--out")
+        .arg(dir.join("live.json"))
+        .args(["--label", "engine"])
+        .stdout(Stdio::null());
+    let before = HostSample::now();
+    let status = bench.status().context("starting `slipstream bench`")?;
+    let load = HostSample::now().since(&before);
+    // 1 means that requests failed, which the report shows.
+    ensure!(
+        status.code().is_some_and(|code| code < 2),
+        "`slipstream bench` did not run; its message is above"
+    );
+    let mut simulate = slipstream()?;
+    simulate
+        .arg("simulate")
+        .args(&cluster)
+        .args(args.what.flags())
+        .args(
+            args.sets
+                .workload_set
+                .iter()
+                .map(|set| format!("--workload-set={set}")),
+        )
+        .arg("--out")
+        .arg(dir.join("twin.json"))
+        .args(["--label", "twin"])
+        .stdout(Stdio::null());
+    let simulated = simulate
+        .status()
+        .context("starting `slipstream simulate`")?;
+    ensure!(
+        simulated.code().is_some_and(|code| code < 2),
+        "`slipstream simulate` did not run; its message is above"
+    );
+    let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
+    let host = Host::new(load, None, step_ms(&reports[1]));
+    if args.json {
+        let [live, twin] = &reports;
+        let output = serde_json::json!({"host": host.json(), "engine": live, "twin": twin});
+        out::print(&format!("{output}\n"))?;
+    } else {
+        out::print(&compare::render(&reports, false))?;
+        if let Some(line) = host.line() {
+            out::print(&format!("this {line}"))?;
+        }
+    }
+    Ok(if status.success() && simulated.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 pub(super) fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {

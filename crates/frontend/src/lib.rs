@@ -55,6 +55,7 @@ pub mod roster;
 mod script;
 pub mod server;
 mod service;
+pub mod shadow;
 mod shard;
 #[cfg(feature = "sim")]
 pub mod sim;

@@ -20,6 +20,7 @@ use crate::access::AccessLog;
 use crate::budget::ClientUse;
 use crate::faults::Faults;
 use crate::limits::{KeyRates, KeyUse};
+use crate::shadow::ShadowFeed;
 use crate::text::TextModel;
 
 /// The served model and the limits. Immutable once the frontend runs.
@@ -50,6 +51,8 @@ pub struct Service {
     pub faults: Arc<Faults>,
     /// Records requests at their end; `None`: nothing is recorded.
     pub recorder: Option<RecorderHandle>,
+    /// A twin of the real engines that gets their requests.
+    pub shadow: Option<ShadowFeed>,
     /// Has a line per request; `None`: there is none.
     pub access: Option<AccessLog>,
     /// Share of requests without a trace that begin one which is sampled, 0 to 1.

@@ -127,6 +127,14 @@ const OF_ENGINE: [(&str, &str); 6] = [
     ("slipstream_engine_kv_blocks", "cached_blocks"),
 ];
 
+/// Series of the twin of a real engine, and their quantity. The label `side` says which of the two it is.
+const OF_TWIN: [(&str, &str); 4] = [
+    ("slipstream_shadow_ttft_mean_seconds", "ttft"),
+    ("slipstream_shadow_itl_mean_seconds", "itl"),
+    ("slipstream_shadow_e2e_mean_seconds", "e2e"),
+    ("slipstream_shadow_hit_ratio", "hits"),
+];
+
 /// Sums over all label sets.
 const TOTALS: [(&str, &str); 3] = [
     ("vllm:prompt_tokens_total", "prompt_tokens"),
@@ -167,6 +175,7 @@ fn snapshot(text: &str) -> Value {
     let mut engines: Vec<(String, Row)> = Vec::new();
     let mut totals: BTreeMap<&str, f64> = TOTALS.iter().map(|&(_, field)| (field, 0.0)).collect();
     let mut errors: BTreeMap<String, f64> = BTreeMap::new();
+    let mut twins: BTreeMap<String, Value> = BTreeMap::new();
     let [mut ttft, mut first_byte, mut itl] = [(); 3].map(|()| Cumulative::default());
     let (mut completed, mut queued) = (0.0, 0.0);
 
@@ -201,6 +210,19 @@ fn snapshot(text: &str) -> Value {
                 engines.len() - 1
             });
             *engines[at].1.entry(field).or_default() += value;
+        }
+        if let Some(engine) = label("engine") {
+            if let Some((_, quantity)) = OF_TWIN.iter().find(|(series, _)| *series == name)
+                && let Some(side) = label("side")
+            {
+                twins.entry(engine.to_owned()).or_default()[*quantity][side] = value.into();
+            }
+            if name == "slipstream_shadow_parted"
+                && let Some(of) = label("of")
+            {
+                let parted = &mut twins.entry(engine.to_owned()).or_default()["parted"];
+                parted[of] = (value > 0.0).into();
+            }
         }
         if name == "slipstream_engine_prefills_total"
             && let Some((engine, outcome)) = label("engine").zip(label("outcome"))
@@ -290,6 +312,7 @@ fn snapshot(text: &str) -> Value {
                 "cached_blocks": field(row, "cached_blocks"),
                 "prefills": field(row, "prefills"),
                 "prefill_failures": field(row, "prefill_failures"),
+                "twin": twins.get(name),
             })
         })
         .collect();
@@ -421,6 +444,9 @@ mod tests {
             slipstream_engine_up{engine=\"http://b:1\"} 0.0\n\
             slipstream_engine_failures_total{engine=\"http://b:1\",cause=\"connect\"} 2\n\
             slipstream_engine_failures_total{engine=\"http://b:1\",cause=\"lost\"} 1\n\
+            slipstream_shadow_ttft_mean_seconds{engine=\"http://a:1\",side=\"measured\"} 0.5\n\
+            slipstream_shadow_ttft_mean_seconds{engine=\"http://a:1\",side=\"predicted\"} 0.25\n\
+            slipstream_shadow_parted{engine=\"http://a:1\",of=\"ttft\"} 1\n\
             slipstream_engine_prefills_total{engine=\"http://a:1\",outcome=\"transferred\"} 7\n\
             slipstream_engine_prefills_total{engine=\"http://a:1\",outcome=\"decode_failed\"} 2\n\
             slipstream_key_limited_total{key=\"k\",rate=\"tokens\"} 5\n\
@@ -433,6 +459,10 @@ mod tests {
         assert_eq!(json["engines"][1]["failures"], 3.0);
         assert_eq!(json["engines"][1]["ready"], false);
         assert_eq!(json["engines"][0]["cached_blocks"], Value::Null);
+        let twin = &json["engines"][0]["twin"];
+        assert_eq!(twin["ttft"], json!({ "measured": 0.5, "predicted": 0.25 }));
+        assert_eq!(twin["parted"], json!({ "ttft": true }));
+        assert_eq!(json["engines"][1]["twin"], Value::Null);
         assert_eq!(json["engines"][0]["prefills"], 9.0);
         assert_eq!(json["engines"][0]["prefill_failures"], 2.0);
         assert_eq!(json["engines"][1]["prefills"], Value::Null);

@@ -773,6 +773,7 @@ impl<'a> World<'a> {
             origins: Origins::default(),
             limits,
             recorder: None,
+            shadow: None,
             access: None,
             trace_sample: 0.0,
             faults: Arc::default(),

@@ -23,6 +23,7 @@ use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
 use super::reload::{self, Reload};
 use super::serve::{Dispatching, RecordArgs, register, service, shard_count, text_model};
+use super::shadow::{Shadow, ShadowArgs};
 use super::switches::Switches;
 
 /// Time at start in which engines may answer their first health check. A client that reads the address may
@@ -40,6 +41,7 @@ pub(crate) struct Live {
     events: Option<Following>,
     reload: Option<Reload>,
     recorder: Option<Recorder>,
+    shadow: Option<Shadow>,
 }
 
 impl Live {
@@ -49,6 +51,7 @@ impl Live {
         args: &ClusterArgs,
         sets: &[String],
         record: &RecordArgs,
+        shadow: &ShadowArgs,
         switches: Switches,
     ) -> anyhow::Result<Live> {
         let faults = &cluster.live.faults;
@@ -64,6 +67,7 @@ impl Live {
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(read_key);
         let admin_key = admin_key.transpose()?;
         let slots = slots(cluster, args.file().is_some() || admin_key.is_some())?;
+        let given = cluster.clone();
         let (cluster, follows) = match engine_kv::learn(cluster, &specs)? {
             Ok(sizes) => (sizes.cluster(cluster)?, true),
             Err(why) => (as_routed(cluster, &why), false),
@@ -108,6 +112,11 @@ impl Live {
         }));
         register(&service, &mut registry);
         let recorder = record.attach(&mut service, &mut registry)?;
+        let shadow = shadow.start(&given, service.block_size)?;
+        if let Some(shadow) = &shadow {
+            service.shadow = Some(shadow.feed());
+            registry.register_collector(Box::new(shadow.collector()));
+        }
         let planes = (0..shards)
             .map(|shard| ShardPlane {
                 transport: Transport::Engines(engines.clone()),
@@ -124,6 +133,7 @@ impl Live {
             events,
             reload,
             recorder,
+            shadow,
         };
         live.await_first_checks();
         live.frontend.open()?;
@@ -168,6 +178,7 @@ impl Live {
         if let Some(recorder) = self.recorder {
             recorder.close();
         }
+        drop(self.shadow);
         drop(self.checks);
         drop(self.events);
     }

@@ -12,6 +12,7 @@ mod plane_args;
 mod price_args;
 mod progress;
 mod reload;
+mod shadow;
 mod switches;
 mod watch;
 mod workload_args;

@@ -27,6 +27,7 @@ use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, eng
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
+use crate::cmd::shadow::ShadowArgs;
 use crate::cmd::switches::Switches;
 use crate::out;
 
@@ -49,6 +50,8 @@ pub(crate) struct Args {
     speedup: Option<f64>,
     #[command(flatten)]
     record: RecordArgs,
+    #[command(flatten)]
+    shadow: ShadowArgs,
     #[command(flatten)]
     switches: Switches,
 }
@@ -112,6 +115,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if cluster.has_engines() {
         return run_engines(&cluster, args, &sets);
     }
+    anyhow::ensure!(
+        !args.shadow.is_on(),
+        "`--shadow` follows real engines, and this cluster has modelled ones: `slipstream drag` compares those \
+         with the twin"
+    );
     let live = Live::start(&cluster, args.switches, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     eprintln!(
@@ -136,8 +144,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// Serves real engines until interrupted.
 fn run_engines(cluster: &Cluster, args: &Args, sets: &[String]) -> anyhow::Result<ExitCode> {
-    let (record, switches) = (&args.record, args.switches);
-    let live = super::engines::Live::start(cluster, &args.cluster, sets, record, switches)?;
+    let (record, shadow, switches) = (&args.record, &args.shadow, args.switches);
+    let live = super::engines::Live::start(cluster, &args.cluster, sets, record, shadow, switches)?;
     eprintln!("{}", live.summary());
     let signals = Signals::install()?;
     out::print(&format!(
@@ -472,6 +480,7 @@ pub(super) fn service(
             ..Limits::of(live)
         },
         recorder: None,
+        shadow: None,
         access: live
             .access_log
             .as_deref()

@@ -585,6 +585,7 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
     let second = Duration::from_secs(1);
     Service {
         recorder: None,
+        shadow: None,
         model: cluster.model.name.clone(),
         text: text(),
         root: BlockHash::root(&cluster.model.name, "", ""),

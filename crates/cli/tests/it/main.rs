@@ -11,6 +11,7 @@ mod documents;
 mod drivers;
 mod duplex;
 mod engine_responses;
+mod engine_shadow;
 mod engine_tls;
 mod engines;
 mod engines_apart;

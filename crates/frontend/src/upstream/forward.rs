@@ -103,6 +103,13 @@ impl Exchange {
         }
     }
 
+    /// Notes something for the record, if there is one.
+    pub(super) fn recorded(&self, note: impl FnOnce(&mut Recording)) {
+        if let Some(recording) = &self.recording {
+            note(&mut recording.borrow_mut());
+        }
+    }
+
     /// Charges its body and `sent` bytes of its answer. False if there is no memory for them.
     pub(super) fn keeps(&self, sent: usize) -> bool {
         self.room.grow_to(self.body.len() + sent)
@@ -618,7 +625,11 @@ fn recording(
     let recorder = shard.service.recorder.clone().filter(|_| generates);
     let wants_counts = !counts_only(path) && owner.account().wants_counts();
     let account = wants_counts.then(|| owner.clone());
-    if recorder.is_none() && account.is_none() {
+    let choices = seen.n.unwrap_or(1);
+    let shadow = shard.service.shadow.as_ref();
+    let shadow = shadow.filter(|_| generates && choices == 1);
+    let shadow = shadow.and_then(|shadow| shadow.begin(arrival_ns));
+    if recorder.is_none() && account.is_none() && shadow.is_none() {
         return None;
     }
     let known = RecordedRequest {
@@ -629,9 +640,8 @@ fn recording(
         priority: seen.priority.unwrap_or_default(),
         ..RecordedRequest::default()
     };
-    let choices = seen.n.unwrap_or(1);
     Some(RefCell::new(Recording::new(
-        recorder, account, known, choices,
+        recorder, account, shadow, known, choices,
     )))
 }
 
@@ -841,12 +851,14 @@ pub(super) async fn obtain(
                     refusal = Some(Refusal::of_answer(engine, &answer));
                     engine.counters.retried.fetch_add(1, Relaxed);
                     shard.metrics.retries.add(1);
+                    exchange.recorded(Recording::on_moved);
                     exchange.owner.account().note_retry();
                     drop((answer, visit));
                     seat.failed_by(worker);
                     continue;
                 }
                 seat.begun();
+                exchange.recorded(|recording| recording.on_begun(worker));
                 // A refused continuation does not change whose tokens the client has.
                 exchange
                     .owner
@@ -871,6 +883,7 @@ pub(super) async fn obtain(
                 tracing::debug!(engine = %engine.spec.url, %failure, "asking another engine");
                 engine.counters.retried.fetch_add(1, Relaxed);
                 shard.metrics.retries.add(1);
+                exchange.recorded(Recording::on_moved);
                 exchange.owner.account().note_retry();
                 refusal = Some(Refusal { error });
                 drop(visit);

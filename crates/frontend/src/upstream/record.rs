@@ -7,10 +7,13 @@ use std::rc::Rc;
 
 use memchr::memmem;
 use serde::Deserialize;
+use slipstream_base::WorkerId;
+use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
 
 use crate::account::TokenCounts;
 use crate::connection::Owner;
+use crate::shadow::Shadowed;
 
 /// The end of an answer that is kept for its `usage`, bytes.
 const TAIL_BYTES: usize = 4 << 10;
@@ -24,6 +27,8 @@ pub(super) struct Recording {
     /// The request whose line in the access log, or whose key, wants them.
     account: Option<Rc<Owner>>,
     request: RecordedRequest,
+    /// The same for a twin of the fleet.
+    shadow: Option<Shadowed>,
     /// Answers that it asks for.
     choices: u32,
     tally: Tally,
@@ -94,12 +99,14 @@ impl Recording {
     pub(super) fn new(
         recorder: Option<RecorderHandle>,
         account: Option<Rc<Owner>>,
+        shadow: Option<Shadowed>,
         request: RecordedRequest,
         choices: u32,
     ) -> Self {
         Recording {
             recorder,
             account,
+            shadow,
             request,
             choices: choices.clamp(1, CHOICES_MAX),
             tally: Tally::default(),
@@ -108,12 +115,47 @@ impl Recording {
 
     /// Whole events of a stream.
     pub(super) fn on_events(&mut self, events: &[u8]) {
+        let before = self.tally.counted;
         self.tally.on_events(events);
+        if let Some(Shadowed { request, .. }) = &mut self.shadow {
+            let now = monotonic_ns();
+            if before == 0 && self.tally.counted > 0 {
+                request.first_ns = now;
+            }
+            // Events behind the last token have no text.
+            if self.tally.counted > before {
+                request.last_ns = now;
+            }
+        }
     }
 
     /// A piece of an answer that is no stream.
     pub(super) fn on_piece(&mut self, piece: &[u8]) {
         self.tally.on_piece(piece);
+        if let Some(Shadowed { request, .. }) = &mut self.shadow {
+            request.last_ns = monotonic_ns();
+        }
+    }
+
+    /// `worker` begins the answer.
+    pub(super) fn on_begun(&mut self, worker: WorkerId) {
+        if let Some(Shadowed { request, .. }) = &mut self.shadow {
+            request.worker = Some(worker);
+        }
+    }
+
+    /// Another engine had a part of it, or gets one.
+    pub(super) fn on_moved(&mut self) {
+        if let Some(Shadowed { request, .. }) = &mut self.shadow {
+            request.is_moved = true;
+        }
+    }
+
+    /// The engine has sent all of the answer.
+    pub(super) fn on_complete(&mut self) {
+        if let Some(Shadowed { request, .. }) = &mut self.shadow {
+            request.is_complete = true;
+        }
     }
 }
 
@@ -137,6 +179,15 @@ impl Drop for Recording {
                 cached: cached.map(u64::from),
                 completion: output.into(),
             });
+        }
+        if let Some(mut shadow) = self.shadow.take() {
+            let request = &mut shadow.request;
+            request.input_tokens = self.request.input_tokens;
+            request.cached_tokens = self.tally.usage.cached();
+            request.blocks = self.request.blocks.clone();
+            request.output_tokens = output;
+            request.priority = self.request.priority;
+            shadow.end();
         }
         let Some(recorder) = &self.recorder else {
             return;

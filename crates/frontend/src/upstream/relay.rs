@@ -21,6 +21,7 @@ use super::Upstream;
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, Visit};
 use super::forward::{Answer, Begun, Exchange, Room, ends_events, may_keep, obtain};
+use super::record::Recording;
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
 use super::stored;
@@ -148,6 +149,7 @@ impl Relay {
                 &first,
             );
             note(&exchange, head.status, is_events, &first);
+            exchange.recorded(Recording::on_complete);
             if may_keep(&exchange, &head) {
                 upstream.keep(visit.engine(), connection);
             }
@@ -334,6 +336,7 @@ impl Relay {
                 self.upstream.keep(flow.visit.engine(), flow.connection);
             }
             flow.seat.ended();
+            self.exchange.recorded(Recording::on_complete);
         }
         let held = self.events.as_mut().map(|events| events.held.split());
         held.filter(|held| !held.is_empty()).map(BytesMut::freeze)
@@ -435,6 +438,7 @@ impl Relay {
             counters.resumed.fetch_add(1, Relaxed);
         }
         self.exchange.owner.account().note_resume();
+        self.exchange.recorded(Recording::on_moved);
         self.flow = Some(Flow {
             seat,
             visit,
@@ -698,6 +702,7 @@ impl Relay {
                 // All of it has come, but not the end of its framing.
                 Err(_) if this.events.as_ref().is_some_and(|events| events.done) => {
                     if let Some(flow) = this.flow.take() {
+                        this.exchange.recorded(Recording::on_complete);
                         flow.seat.ended();
                     }
                     return Poll::Ready(None);

@@ -63,7 +63,7 @@ impl Live {
         let bound = super::serve::bind(&cluster.live)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();
-        let specs = EngineSpec::of_cluster(cluster, read_key, read_tls)?;
+        let (specs, pools) = EngineSpec::of_cluster(cluster, read_key, read_tls)?;
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(read_key);
         let admin_key = admin_key.transpose()?;
         let slots = slots(cluster, args.file().is_some() || admin_key.is_some())?;
@@ -87,6 +87,7 @@ impl Live {
         if let Some(key) = admin_key {
             engines = engines.with_admin_key(key);
         }
+        engines.set_pools(pools);
         let engines = Arc::new(engines);
         let follow = || {
             let (engines, fleets) = (engines.clone(), fleets.clone());

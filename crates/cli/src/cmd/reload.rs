@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use slipstream_config::cluster::{Cluster, EngineUrl};
 use slipstream_config::doc::Settings;
-use slipstream_frontend::upstream::{EngineSpec, Engines, MemberError, PoolSpec};
+use slipstream_frontend::upstream::{EngineSpec, Engines, MemberError};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
@@ -60,6 +60,8 @@ fn others(settings: &Settings) -> BTreeMap<String, Option<String>> {
             "cert_file",
             "key_file",
             "server_name",
+            "weight",
+            "mirror",
         ];
         path.starts_with("pool.") && of_pool.contains(&key)
     };
@@ -176,12 +178,10 @@ impl Watcher {
         if !cluster.has_engines() {
             return refuse("it lists no engines any more");
         }
-        let specs = match EngineSpec::of_cluster(cluster, read_key, read_tls) {
-            Ok(specs) => specs,
+        let pools = match EngineSpec::of_cluster(cluster, read_key, read_tls) {
+            Ok((_, pools)) => pools,
             Err(error) => return refuse(&format!("{error:#}")),
         };
-        let mut pools: Vec<PoolSpec> = specs.iter().map(PoolSpec::of).collect();
-        pools.dedup_by(|a, b| a.name == b.name);
         self.engines.set_pools(pools);
         let now = listed(cluster);
         for (name, (url, pool)) in &self.listed {

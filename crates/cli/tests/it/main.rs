@@ -13,6 +13,7 @@ mod duplex;
 mod engine_responses;
 mod engine_shadow;
 mod engine_tls;
+mod engine_traffic;
 mod engines;
 mod engines_apart;
 mod first_commands;

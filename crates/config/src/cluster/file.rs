@@ -192,6 +192,18 @@ pub fn read(
 
 /// Some pool must compute prompts, and some must compute answers.
 fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
+    let mirrors = |pool: &PoolConfig| {
+        pool.engines
+            .as_ref()
+            .is_some_and(|of| of.traffic.mirror.is_some())
+    };
+    if !pools.is_empty() && pools.iter().all(mirrors) {
+        root.error(
+            "pool",
+            "every pool has `mirror`, so no pool answers clients",
+            "remove `mirror` from a pool",
+        );
+    }
     let has = |role| pools.iter().any(|pool| pool.role == role);
     let error = |message: &str, hint| root.error("pool", message, hint);
     if has(Role::Prefill) && !has(Role::Decode) && !has(Role::Both) {
@@ -453,6 +465,18 @@ fn read_pool(
                 kind.name()
             ),
             "remove `role`; disaggregated prefill needs vLLM's protocol",
+        );
+    }
+    let traffic = engines.as_ref().map(|engines| engines.traffic);
+    let key = traffic.and_then(|of| {
+        let weight = of.weight.map(|_| "weight");
+        weight.or(of.mirror.map(|_| "mirror"))
+    });
+    if let Some(key) = key.filter(|_| role != PoolRole::Both) {
+        t.error(
+            key,
+            format!("`{key}` needs a pool with the role \"both\": a request has engines of two pools otherwise"),
+            "remove `role`, or the share of traffic",
         );
     }
     let workers = match &engines {
@@ -2128,6 +2152,7 @@ mod tests {
         );
         check_refused("[pool.a]\nengines = []\n", &["1 to 4,096"]);
         check_refused("[pool.a]\nkind = \"vllm\"\n", &["has no `engines`"]);
+        check_refused("[pool.a]\nweight = 3\n", &["has no `engines`"]);
         check_refused(
             "[pool.a]\nengines = [\"http://a:1\"]\nca_file = \"ca.pem\"\n",
             &["no engine of the pool is `https://`"],
@@ -2139,6 +2164,22 @@ mod tests {
         check_refused(
             "[pool.a]\nengines = [\"http://a:1\"]\n[pool.b]\nengines = [\"http://a:1/\"]\n[pool.c]\n",
             &["in pool `a` and in pool `b`", "cannot have both"],
+        );
+        check_refused(
+            "[pool.a]\nengines = [\"http://a:1\"]\nweight = 1\nmirror = 0.5\n",
+            &["remove one of them", "no pool answers clients"],
+        );
+        check_refused(
+            "[pool.a]\nengines = [\"http://a:1\"]\nrole = \"decode\"\nweight = 2\n[pool.b]\nengines = [\"http://b:1\"]\nmirror = 1.5\n",
+            &[
+                "no pool's is \"prefill\"",
+                "`weight` needs a pool with the role \"both\"",
+                "`pool.b.mirror` is 1.5",
+            ],
+        );
+        check_refused(
+            "[pool.a]\ndns = [\"http://10.0.0.1:8000\", \"https://x\"]\n",
+            &["an address, not a name", "set `server_name`"],
         );
         check_refused(
             "[upstream]\nforward = [\"x\"]\nfailures_max = 0\n",

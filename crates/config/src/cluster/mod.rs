@@ -14,7 +14,9 @@ use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
-pub use upstream::{EngineKind, EngineTls, EngineUrl, HttpEngines, Resume, UpstreamConfig};
+pub use upstream::{
+    EngineKind, EngineTls, EngineUrl, HttpEngines, PoolTraffic, Resume, UpstreamConfig,
+};
 
 /// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]

@@ -457,6 +457,29 @@ pub const KEYS: &[Key] = &[
         "An engine that does not answer gets no requests until it does; the server starts without it.",
     ),
     key(
+        "pool.NAME.dns",
+        "list of addresses, 1 to 64",
+        "(none)",
+        "Names whose addresses are further engines of the pool, such as `[\"http://engines.default.svc:8000\"]`: all of their A and \
+         AAAA records, looked up again every `upstream.dns_interval_s`.",
+        "A name that cannot be looked up changes nothing. `https://` needs `server_name`.",
+    ),
+    key(
+        "pool.NAME.weight",
+        "0 to 1,000,000",
+        "(1; no weights if no pool has one)",
+        "Share of the requests for a model that the pool gets, relative to the weights of the other pools that serve it, as in the \
+         Gateway API. Requests of a session (`x-session-id`) stay in one pool. 0: none.",
+        "Pools without a ready engine count as 0. Without weights all engines of a model compete for a request.",
+    ),
+    key(
+        "pool.NAME.mirror",
+        "0 to 1",
+        "(none)",
+        "Share of requests of which the pool gets a copy. Its answers are dropped and counted, and it answers no client.",
+        "High: as many requests again, and their bodies in memory until the copy is answered.",
+    ),
+    key(
         "pool.NAME.kind",
         "\"auto\", \"vllm\", \"sglang\", \"llamacpp\" or \"openai\"",
         "\"auto\"",
@@ -1208,6 +1231,14 @@ pub const KEYS: &[Key] = &[
         "600.0",
         "Time that the open requests of an engine have to end once it is removed. Streams that have not continue on other engines.",
         "Low: answers continue elsewhere that could have ended. High: an engine stays for long.",
+    ),
+    key(
+        "upstream.dns_interval_s",
+        "0.001 to 86,400",
+        "5.0",
+        "Interval at which the names of `pool.NAME.dns` are looked up, s. The system's resolver does not report the time to live \
+         of an address.",
+        "High: engines are noticed late. Low: load on the name server.",
     ),
 ];
 

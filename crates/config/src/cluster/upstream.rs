@@ -147,6 +147,19 @@ pub struct HttpEngines {
     pub api_key_file: Option<PathBuf>,
     /// TLS towards its `https://` engines.
     pub tls: EngineTls,
+    /// Its share of the requests.
+    pub traffic: PoolTraffic,
+    /// Names whose addresses are engines as well, looked up again every `upstream.dns_interval_s`.
+    pub dns: Vec<EngineUrl>,
+}
+
+/// Share of the requests that the engines of a pool get.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PoolTraffic {
+    /// Weight among the pools that serve a model; `None`: 1, or no weights at all if no pool has one.
+    pub weight: Option<u32>,
+    /// Share of requests of which it gets a copy, and whose answers are dropped. It answers no client.
+    pub mirror: Option<f64>,
 }
 
 /// TLS towards the engines of a pool.
@@ -206,8 +219,16 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
             "a list of 1 to 4,096 addresses",
         )
         .optional();
-    let Some(written) = written else {
-        for key in ["kind", "api_key_file"].into_iter().chain(TLS_KEYS) {
+    let names: Option<Vec<String>> = t
+        .get("dns")
+        .check(
+            |urls: &Vec<String>| !urls.is_empty() && urls.len() <= NAMES_MAX,
+            "a list of 1 to 64 addresses",
+        )
+        .optional();
+    let Some(written) = written.or(names.is_some().then(Vec::new)) else {
+        let more = ["kind", "api_key_file", "weight", "mirror"];
+        for key in more.into_iter().chain(TLS_KEYS) {
             t.unused(key, "engines", "the pool has no `engines`");
         }
         return None;
@@ -230,9 +251,34 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
             ),
         }
     }
+    let mut dns = Vec::new();
+    for text in names.iter().flatten() {
+        match EngineUrl::parse(text) {
+            Ok(url) if url.host.parse::<std::net::IpAddr>().is_ok() => t.error(
+                "dns",
+                format!("`{text}` has an address, not a name"),
+                "list addresses in `engines`",
+            ),
+            Ok(url) => dns.push(url),
+            Err(why) => t.error(
+                "dns",
+                format!("`{text}` {why}"),
+                "write a name and its port, such as \"http://engines.default.svc:8000\"",
+            ),
+        }
+    }
+    let traffic = read_traffic(t);
     t.unused("workers", "engines", "each of `engines` is one worker");
-    let tls = if urls.iter().any(|url| url.tls) {
-        read_tls(t)
+    let tls = if urls.iter().chain(&dns).any(|url| url.tls) {
+        let tls = read_tls(t);
+        if tls.server_name.is_none() && dns.iter().any(|url| url.tls) {
+            t.error(
+                "dns",
+                "a name in `dns` is `https://`, and its engines are reached by address, which no certificate carries",
+                "set `server_name` to the name in their certificates",
+            );
+        }
+        tls
     } else {
         for key in TLS_KEYS {
             t.unused(key, "engines", "no engine of the pool is `https://`");
@@ -244,7 +290,25 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
         kind,
         api_key_file,
         tls,
+        traffic,
+        dns,
     })
+}
+
+/// Limit of names in one pool.
+const NAMES_MAX: usize = 64;
+
+fn read_traffic(t: &Table<'_>) -> PoolTraffic {
+    let weight = t.get("weight").within(0..=1_000_000).optional();
+    let mirror = t.get("mirror").within(0.0..=1.0).optional();
+    if weight.is_some() && mirror.is_some() {
+        t.error(
+            "mirror",
+            "the pool has `weight`, so it answers clients, and `mirror`, so it does not",
+            "remove one of them",
+        );
+    }
+    PoolTraffic { weight, mirror }
 }
 
 /// Treatment of a stream whose engine is lost.
@@ -307,6 +371,8 @@ pub struct UpstreamConfig {
     pub engines_max: u32,
     /// Time that the open requests of a removed engine have to end, s. Default 600.
     pub drain_timeout_s: f64,
+    /// Interval at which names (`pool.NAME.dns`) are looked up, s. Default 5.
+    pub dns_interval_s: f64,
 }
 
 impl Default for UpstreamConfig {
@@ -331,6 +397,7 @@ impl Default for UpstreamConfig {
             admin_key_file: None,
             engines_max: 0,
             drain_timeout_s: 600.0,
+            dns_interval_s: 5.0,
         }
     }
 }
@@ -386,6 +453,7 @@ pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
             .get("drain_timeout_s")
             .within(0.0..=86_400.0)
             .or(default.drain_timeout_s),
+        dns_interval_s: seconds("dns_interval_s", default.dns_interval_s),
     }
 }
 

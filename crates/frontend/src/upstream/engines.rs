@@ -8,7 +8,7 @@ use hyper::StatusCode;
 use serde_json::json;
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineTls, EngineUrl, Resume, UpstreamConfig,
+    Cluster, EngineKind, EngineTls, EngineUrl, PoolTraffic, Resume, UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::ClientTls;
@@ -20,6 +20,7 @@ use super::connection::Failure;
 use super::members::{Members, PoolSpec};
 use super::metrics::Counters;
 use super::stored::StoredAnswers;
+use super::traffic::TrafficCounts;
 use crate::service::ApiKeys;
 
 /// An engine as it is configured.
@@ -39,10 +40,12 @@ pub struct EngineSpec {
     pub role: Role,
     /// TLS of its pool; needed for `https://`.
     pub tls: Option<ClientTls>,
+    /// Its pool's share of the requests.
+    pub traffic: PoolTraffic,
 }
 
 impl EngineSpec {
-    /// The engines of `cluster`, in the order of their numbers. `read_key` reads a pool's API key, and `read_tls` its
+    /// The engines of `cluster`, in the order of their numbers, and its pools of engines. `read_key` reads a pool's API key, and `read_tls` its
     /// certificates.
     ///
     /// # Errors
@@ -51,9 +54,13 @@ impl EngineSpec {
         cluster: &Cluster,
         mut read_key: impl FnMut(&std::path::Path) -> Result<String, E>,
         mut read_tls: impl FnMut(&EngineTls) -> Result<ClientTls, E>,
-    ) -> Result<Vec<EngineSpec>, E> {
-        let mut specs = Vec::new();
+    ) -> Result<(Vec<EngineSpec>, Vec<PoolSpec>), E> {
+        let (mut specs, mut pools) = (Vec::new(), Vec::new());
+        // A pool without engines at the start has a free worker.
+        let mut first_of_pool = 0;
         for pool in &cluster.pools {
+            let first = first_of_pool;
+            first_of_pool += pool.workers;
             let Some(engines) = &pool.engines else {
                 continue;
             };
@@ -62,21 +69,30 @@ impl EngineSpec {
                 .as_deref()
                 .map(&mut read_key)
                 .transpose()?;
-            let is_tls = engines.urls.iter().any(|url| url.tls);
+            let is_tls = engines.urls.iter().chain(&engines.dns).any(|url| url.tls);
             let tls = is_tls.then(|| read_tls(&engines.tls)).transpose()?;
-            for url in &engines.urls {
+            pools.push(PoolSpec {
+                name: pool.name.clone(),
+                kind: engines.kind,
+                api_key: api_key.clone(),
+                role: pool.role,
+                tls: tls.clone(),
+                traffic: engines.traffic,
+            });
+            for (number, url) in (first..).zip(&engines.urls) {
                 specs.push(EngineSpec {
-                    worker: WorkerId(specs.len() as u32),
+                    worker: WorkerId(number),
                     pool: pool.name.clone(),
                     url: url.clone(),
                     kind: engines.kind,
                     api_key: api_key.clone(),
                     role: pool.role,
                     tls: tls.clone(),
+                    traffic: engines.traffic,
                 });
             }
         }
-        Ok(specs)
+        Ok((specs, pools))
     }
 }
 
@@ -152,6 +168,10 @@ pub struct Engines {
     pub(super) prompts: [AtomicU64; 2],
     /// Answers that engines store.
     pub(super) stored: StoredAnswers,
+    /// Some pool has a weight; some pool gets copies.
+    pub(super) is_weighted: AtomicBool,
+    pub(super) has_mirrors: AtomicBool,
+    pub(super) traffic_counts: TrafficCounts,
 }
 
 /// Whether an engine takes requests, and why not.
@@ -281,6 +301,7 @@ impl Engine {
             "in_flight": self.counters.in_flight.load(Relaxed),
             "models": models,
             "last_failure": self.last_failure(),
+            "mirror": self.is_mirror(),
             "last_failure_cause": self.health().last_failure.as_ref().map(|of| of.1),
         })
     }
@@ -302,6 +323,11 @@ impl Engine {
 
     pub(super) fn takes_requests(&self) -> bool {
         matches!(self.state(), State::Up | State::HalfOpen) && !self.is_draining()
+    }
+
+    /// It gets copies of requests, and answers no client.
+    pub(super) fn is_mirror(&self) -> bool {
+        self.spec.traffic.mirror.is_some()
     }
 
     pub(super) fn models(&self) -> Arc<[Model]> {
@@ -345,7 +371,7 @@ impl Engines {
             members[slot] = Some(Arc::new(Engine::new(spec, next_id, &settings)));
             next_id += 1;
         }
-        Engines {
+        let engines = Engines {
             members: RwLock::new(members.into()),
             generation: AtomicU64::new(0),
             changes: watch::Sender::new(0),
@@ -361,7 +387,12 @@ impl Engines {
             admin_key: ApiKeys::default(),
             prompts: Default::default(),
             stored: StoredAnswers::default(),
-        }
+            is_weighted: AtomicBool::new(false),
+            has_mirrors: AtomicBool::new(false),
+            traffic_counts: TrafficCounts::default(),
+        };
+        engines.note_traffic();
+        engines
     }
 
     /// The same engines, in a router whose tokenizer is that of `model` and its LoRA adapters. Their prompts
@@ -409,7 +440,9 @@ impl Engines {
 
     /// Whether an engine takes requests that generates answers.
     pub(super) fn answers(&self) -> bool {
-        let serves = |of: &Arc<Engine>| of.spec.role != Role::Prefill && of.takes_requests();
+        let serves = |of: &Arc<Engine>| {
+            of.spec.role != Role::Prefill && of.takes_requests() && !of.is_mirror()
+        };
         self.members().iter().flatten().any(serves)
     }
 
@@ -455,6 +488,7 @@ impl Engines {
         }
         health.state = state;
         let takes = matches!(state, State::Up | State::HalfOpen) && !engine.is_draining();
+        let takes = takes && !engine.is_mirror();
         if !health.gone {
             self.fleets.set_ready(engine.spec.worker, takes);
         }
@@ -610,7 +644,7 @@ impl Engines {
     /// Merges the models of all engines.
     pub(super) fn list_models(&self) {
         let members = self.members();
-        let all = members.iter().flatten();
+        let all = members.iter().flatten().filter(|of| !of.is_mirror());
         let catalog = Catalog::new(all.map(|of| (of.spec.worker, of.models())));
         let slot = self.catalog.write();
         *slot.unwrap_or_else(PoisonError::into_inner) = Arc::new(catalog);
@@ -733,6 +767,7 @@ pub(super) mod tests {
             api_key: None,
             role: Role::Both,
             tls: None,
+            traffic: PoolTraffic::default(),
         });
         let engines = Engines::new(specs.collect(), config, Fleets::from(fleet));
         for engine in engines.each() {

@@ -9,6 +9,7 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER};
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::Prompt;
+use slipstream_base::mix::mix64;
 use slipstream_base::{BlockHash, Role, WorkerId};
 use slipstream_config::cluster::{EngineKind, Resume};
 use slipstream_dispatch as dispatch;
@@ -27,6 +28,7 @@ use super::relay::{Relay, is_event_stream};
 use super::resume::StreamKind;
 use super::seat::Seat;
 use super::stored::{self, Named};
+use super::traffic::{CopyDrop, RequestCopy};
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
 use super::{Upstream, engines::Engine, tokens};
 use super::{admin, loops};
@@ -432,6 +434,8 @@ async fn forward(
     };
     let mut seen = seen.unwrap_or_default();
     client.owner().account().note_model(seen.model.as_deref());
+    let has_mirrors = upstream.engines.has_mirrors.load(Relaxed);
+    let model = has_mirrors.then(|| seen.model.clone()).flatten();
     let (only, root) = served(upstream, seen.model.as_deref())?;
     // The router's own keys stay here.
     let authorization = parts.headers.get(AUTHORIZATION);
@@ -447,6 +451,13 @@ async fn forward(
         (worker, _) => worker,
     };
     let session = head.session;
+    // Requests of a session stay in one pool.
+    let draw = shard.next_request_number();
+    let engines = &upstream.engines;
+    let pool = match direct {
+        None => engines.weighted(only.as_deref(), session.map_or(draw, mix64)),
+        Some(_) => None,
+    };
     let block_size = shard.service.block_size;
     let tokens = tokenized(shard, upstream, &client, parts.uri.path(), &body, &seen).await;
     let blocks = match tokens {
@@ -466,7 +477,7 @@ async fn forward(
         max_tokens: seen.max_tokens.unwrap_or(0),
         session: head.session,
         direct,
-        only,
+        only: pool.clone().or_else(|| only.clone()),
         streams_input: false,
         whole: !apart,
         resumes: false,
@@ -496,10 +507,33 @@ async fn forward(
     }
     headers.extend_from_slice(loops::line());
     let stores = parts.method == Method::POST && parts.uri.path() == stored::CREATE;
-    let exchange = Exchange {
+    let headers = headers.freeze();
+    let changes = !matches!(parts.method, Method::GET | Method::HEAD);
+    if has_mirrors && changes && named.is_none() && !counts_only(parts.uri.path()) {
+        for engine in engines.mirrors(model.as_deref(), draw) {
+            let memory = shard
+                .budget
+                .memory
+                .charge(client.counts(), body.len() as u64);
+            let Ok(charge) = memory else {
+                engines.traffic_counts.drop_copy(CopyDrop::Memory);
+                continue;
+            };
+            let copy = RequestCopy {
+                method: parts.method.clone(),
+                target: target.clone(),
+                headers: headers.clone(),
+                authorization: authorization.clone(),
+                body: body.clone(),
+                charge,
+            };
+            upstream.send_copy(engine, copy);
+        }
+    }
+    let mut exchange = Exchange {
         method: parts.method,
         target,
-        headers: headers.freeze(),
+        headers,
         authorization,
         wants_tokens: stream.is_some()
             && settings.resume == Resume::Tokens
@@ -513,7 +547,21 @@ async fn forward(
         stores: Cell::new(stores),
         recording,
     };
-    let begun = obtain(shard, upstream, &exchange);
+    let begun = async {
+        match obtain(shard, upstream, &exchange).await {
+            // Another pool may take it.
+            Err(error) if pool.is_some() && matches!(error.status, 502 | 503) => {
+                upstream
+                    .engines
+                    .traffic_counts
+                    .fallbacks
+                    .fetch_add(1, Relaxed);
+                exchange.request.only = only;
+                obtain(shard, upstream, &exchange).await
+            }
+            begun => begun,
+        }
+    };
     let begun = match deadline_ns {
         None => begun.await?,
         Some(deadline_ns) => {

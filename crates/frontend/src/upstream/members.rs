@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{EngineKind, EngineUrl};
+use slipstream_config::cluster::{EngineKind, EngineUrl, PoolTraffic};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::sync::watch;
@@ -34,6 +34,8 @@ pub struct PoolSpec {
     pub role: Role,
     /// TLS of its `https://` engines; `None`: it had none, and the host's authorities hold for later ones.
     pub tls: Option<ClientTls>,
+    /// Its share of the requests.
+    pub traffic: PoolTraffic,
 }
 
 impl PoolSpec {
@@ -45,6 +47,7 @@ impl PoolSpec {
             api_key: spec.api_key.clone(),
             role: spec.role,
             tls: spec.tls.clone(),
+            traffic: spec.traffic,
         }
     }
 }
@@ -162,6 +165,16 @@ impl Engines {
     pub fn set_pools(&self, pools: Vec<PoolSpec>) {
         let known = self.pools.write();
         *known.unwrap_or_else(PoisonError::into_inner) = pools;
+        self.note_traffic();
+    }
+
+    /// The pools have changed: whether some have shares is known without a look at them.
+    pub(super) fn note_traffic(&self) {
+        let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
+        let weighted = pools.iter().any(|of| of.traffic.weight.is_some());
+        let mirrors = pools.iter().any(|of| of.traffic.mirror.is_some());
+        self.is_weighted.store(weighted, Relaxed);
+        self.has_mirrors.store(mirrors, Relaxed);
     }
 
     /// Adds the engine at `url` to `pool`, which may be `None` if there is one. It takes requests once it
@@ -219,6 +232,7 @@ impl Engines {
             kind: kind.unwrap_or(pool.kind),
             api_key: api_key.or(pool.api_key),
             role: pool.role,
+            traffic: pool.traffic,
         };
         let worker = spec.worker;
         let engine = Engine::new(spec, *next_id, &self.settings);
@@ -384,6 +398,7 @@ mod tests {
             api_key: None,
             role: Role::Both,
             tls: None,
+            traffic: PoolTraffic::default(),
         };
         engines.set_pools(vec![spec("a"), spec("b")]);
         assert!(refused(None).contains("`a`, `b`"));

@@ -13,6 +13,7 @@ use slipstream_base::Role;
 use super::connection::Failure;
 use super::engines::{Engine, Engines};
 use super::stored::OUTCOMES;
+use super::traffic::{COPY_DROPS, COPY_OUTCOMES};
 
 /// Upper bounds of the time to the first byte, s.
 const BOUNDS_S: [f64; 16] = [
@@ -59,6 +60,8 @@ pub(super) struct Counters {
     pub(super) checks: AtomicU64,
     /// Prompts that it was to compute for other engines, by [`PREFILL_OUTCOMES`].
     pub(super) prefills: [AtomicU64; PREFILL_OUTCOMES.len()],
+    /// Copies of requests, by [`COPY_OUTCOMES`].
+    pub(super) copies: [AtomicU64; COPY_OUTCOMES.len()],
     pub(super) ejections: AtomicU64,
     pub(super) ejections_suppressed: AtomicU64,
     /// Of bodies of answers.
@@ -243,6 +246,44 @@ impl Collector for EngineCollector {
                         .encode_family(&labels)?
                         .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
                 }
+            }
+        }
+        if self.0.is_weighted.load(Relaxed) {
+            let fallbacks = self.0.traffic_counts.fallbacks.load(Relaxed);
+            encoder
+                .encode_descriptor(
+                    "slipstream_pool_fallbacks",
+                    "Requests that the pool of their weight failed, and that were sent to the others",
+                    None,
+                    MetricType::Counter,
+                )?
+                .encode_counter::<NoLabelSet, u64, f64>(&fallbacks, None)?;
+        }
+        if self.0.has_mirrors.load(Relaxed) {
+            let mut mirrored = encoder.encode_descriptor(
+                "slipstream_engine_mirrored",
+                "Copies of requests that the engine got, by their end",
+                None,
+                MetricType::Counter,
+            )?;
+            for (labels, engine) in each(&urls).filter(|(_, engine)| engine.is_mirror()) {
+                for (outcome, count) in COPY_OUTCOMES.iter().zip(&engine.counters.copies) {
+                    let labels = [labels[0], ("outcome", *outcome)];
+                    mirrored
+                        .encode_family(&labels)?
+                        .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+                }
+            }
+            let mut dropped = encoder.encode_descriptor(
+                "slipstream_mirror_dropped",
+                "Copies of requests that were not sent",
+                None,
+                MetricType::Counter,
+            )?;
+            for (reason, count) in COPY_DROPS.iter().zip(&self.0.traffic_counts.dropped) {
+                dropped
+                    .encode_family(&[("reason", *reason)])?
+                    .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
             }
         }
         let mut stored = encoder.encode_descriptor(

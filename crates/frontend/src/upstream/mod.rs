@@ -13,6 +13,7 @@
 //! * `disagg`: the two requests of a prompt that another engine computes.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `stored`: which engine stores the answer that a request names.
+//! * `traffic`: pools with weights, and pools that get copies of requests.
 //! * `loops`: requests that come back to this process. `metrics`: counters per engine. `record`: what a request leaves in the record.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
@@ -35,6 +36,7 @@ mod resume;
 mod seat;
 mod stored;
 mod tokens;
+mod traffic;
 mod wire;
 
 use std::cell::{Cell, RefCell};
@@ -79,6 +81,8 @@ pub(crate) struct Upstream {
     relays: RefCell<Vec<Option<Waker>>>,
     /// Stored answers that are being looked up.
     lookups: stored::Lookups,
+    /// Copies that are under way.
+    copies: Cell<usize>,
     /// Answers on their way, to be ended when they are overdue.
     watched: RefCell<Vec<Weak<RefCell<Relay>>>>,
 }
@@ -108,6 +112,7 @@ impl Upstream {
             stopping: Cell::new(false),
             relays: RefCell::default(),
             lookups: stored::Lookups::default(),
+            copies: Cell::new(0),
             watched: RefCell::default(),
         }
     }

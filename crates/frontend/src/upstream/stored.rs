@@ -200,6 +200,7 @@ pub(super) async fn engine_of(
         let worker = engine.spec.worker;
         engine.spec.role != PoolRole::Prefill
             && engine.takes_requests()
+            && !engine.is_mirror()
             && only.is_none_or(|only| only.binary_search(&worker).is_ok())
     });
     if named.id.len() > ID_BYTES_MAX {

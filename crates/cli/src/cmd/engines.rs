@@ -21,6 +21,7 @@ use slipstream_router::{Fleet, Fleets};
 
 use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
+use super::membership::{self, Membership};
 use super::reload::{self, Reload};
 use super::serve::{Dispatching, RecordArgs, register, service, shard_count, text_model};
 use super::shadow::{Shadow, ShadowArgs};
@@ -40,6 +41,7 @@ pub(crate) struct Live {
     checks: HealthChecks,
     events: Option<Following>,
     reload: Option<Reload>,
+    membership: Option<Membership>,
     recorder: Option<Recorder>,
     shadow: Option<Shadow>,
 }
@@ -63,10 +65,17 @@ impl Live {
         let bound = super::serve::bind(&cluster.live)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();
+        let file = cluster;
+        let cluster = &membership::resolved(file)?;
         let (specs, pools) = EngineSpec::of_cluster(cluster, read_key, read_tls)?;
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(read_key);
         let admin_key = admin_key.transpose()?;
-        let slots = slots(cluster, args.file().is_some() || admin_key.is_some())?;
+        let has_names = file.pools.iter().any(|pool| {
+            let engines = pool.engines.as_ref();
+            engines.is_some_and(|engines| !engines.dns.is_empty())
+        });
+        let may_grow = args.file().is_some() || admin_key.is_some() || has_names;
+        let slots = slots(cluster, may_grow)?;
         let given = cluster.clone();
         let (cluster, follows) = match engine_kv::learn(cluster, &specs)? {
             Ok(sizes) => (sizes.cluster(cluster)?, true),
@@ -127,12 +136,14 @@ impl Live {
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
         let reload = reload::start(args, sets, engines.clone()).context("watching the file")?;
+        let membership = membership::start(file, &given, &engines)?;
         let mut live = Live {
             frontend,
             engines,
             checks,
             events,
             reload,
+            membership,
             recorder,
             shadow,
         };
@@ -155,17 +166,17 @@ impl Live {
     pub(crate) fn summary(&self) -> String {
         let ready = self.engines.ready();
         let members = self.engines.list();
-        let of = |role: PoolRole| members.iter().filter(|of| of.spec().role == role).count() as u64;
+        let of = |role: Role| members.iter().filter(|of| of.spec().role == role).count() as u64;
         let count = counted(members.len() as u64, "engine");
-        let roles: Vec<String> = [PoolRole::Prefill, PoolRole::Decode, PoolRole::Both]
+        let roles: Vec<String> = [Role::Prefill, Role::Decode, Role::Both]
             .into_iter()
             .filter(|&role| of(role) > 0)
             .map(|role| match role {
-                PoolRole::Both => format!("{} for both", of(role)),
+                Role::Both => format!("{} for both", of(role)),
                 role => format!("{} {}", of(role), role.name()),
             })
             .collect();
-        if of(PoolRole::Both) == members.len() as u64 {
+        if of(Role::Both) == members.len() as u64 {
             format!("serving {count} ({ready} ready)")
         } else {
             format!("serving {count}: {} ({ready} ready)", roles.join(", "))
@@ -174,6 +185,7 @@ impl Live {
 
     /// Frontend first, so that open requests can finish.
     pub(crate) fn shutdown(self) {
+        drop(self.membership);
         drop(self.reload);
         self.frontend.shutdown();
         if let Some(recorder) = self.recorder {

@@ -6,6 +6,7 @@ mod client_args;
 mod cluster_args;
 mod fleet_metrics;
 mod fleet_sink;
+mod membership;
 mod metrics_page;
 mod on;
 mod plane_args;

@@ -20,9 +20,9 @@ use anyhow::Context;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
-use slipstream_base::SimTime;
+use slipstream_base::{Role, SimTime};
 use slipstream_base::text::counted;
-use slipstream_config::cluster::{Cluster, PoolRole, file};
+use slipstream_config::cluster::{Cluster, file};
 use slipstream_config::doc::Doc;
 use slipstream_frontend::shadow::{ShadowEvent, ShadowFeed, ShadowRequest};
 use slipstream_planes::clock::monotonic_ns;
@@ -165,7 +165,7 @@ fn check(fleet: &Cluster, twin: &Cluster) -> anyhow::Result<Vec<String>> {
         counted(urls.len() as u64, "engine")
     );
     let has_roles =
-        |cluster: &Cluster| cluster.pools.iter().any(|pool| pool.role != PoolRole::Both);
+        |cluster: &Cluster| cluster.pools.iter().any(|pool| pool.role != Role::Both);
     anyhow::ensure!(
         !has_roles(fleet) && !has_roles(twin),
         "pools with the role \"prefill\" or \"decode\" cannot be followed: a request has one engine"

@@ -1,4 +1,4 @@
-//! Shares of requests: pools with weights, and pools that get copies.
+//! Shares of requests: pools with weights, pools that get copies, and pools whose engines a name lists.
 
 use std::net::TcpListener;
 
@@ -231,4 +231,29 @@ fn a_mirror_that_never_answers_delays_no_client() {
         "copies do not hold an exit up"
     );
     drop(hold);
+}
+
+#[test]
+fn engines_of_a_name_are_found_at_the_start() {
+    let engine = named("here");
+    let name = format!(
+        "--set=pool.a.dns=[\"http://localhost:{}\"]",
+        engine.address.port()
+    );
+    // A label has 63 characters at most, so no name server is asked.
+    let none = format!("--set=pool.b.dns=[\"http://{}:1\"]", "x".repeat(64));
+    let server = Server::start(&[&[&name, &none, "--set=upstream.dns_interval_s=0.05"]]);
+    let url = format!("http://{}", engine.address);
+    server.await_metric(&format!("slipstream_engine_up{{engine=\"{url}\"}}"), |up| {
+        up == 1.0
+    });
+    assert_eq!(server.post("/v1/completions", BODY).text(), "here");
+    let engines = server.get("/health").json()["engines"].clone();
+    let found = engines
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|of| of["url"] == *url);
+    assert_eq!(found.unwrap()["pool"], "a");
+    assert!(server.terminate().success());
 }

@@ -472,7 +472,7 @@ fn read_pool(
         let weight = of.weight.map(|_| "weight");
         weight.or(of.mirror.map(|_| "mirror"))
     });
-    if let Some(key) = key.filter(|_| role != PoolRole::Both) {
+    if let Some(key) = key.filter(|_| role != Role::Both) {
         t.error(
             key,
             format!("`{key}` needs a pool with the role \"both\": a request has engines of two pools otherwise"),

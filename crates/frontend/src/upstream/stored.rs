@@ -14,8 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use hyper::{Method, StatusCode};
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
-use slipstream_base::WorkerId;
-use slipstream_config::cluster::PoolRole;
+use slipstream_base::{Role, WorkerId};
 use tokio::task::JoinSet;
 
 use super::connection::{Connection, Failure};
@@ -198,7 +197,7 @@ pub(super) async fn engine_of(
     }
     asked.retain(|engine| {
         let worker = engine.spec.worker;
-        engine.spec.role != PoolRole::Prefill
+        engine.spec.role != Role::Prefill
             && engine.takes_requests()
             && !engine.is_mirror()
             && only.is_none_or(|only| only.binary_search(&worker).is_ok())

@@ -72,7 +72,14 @@ impl EngineUrl {
         let (tls, rest) = match (text.strip_prefix("http://"), text.strip_prefix("https://")) {
             (Some(rest), _) => (false, rest),
             (None, Some(rest)) => (true, rest),
-            (None, None) => return Err("does not begin with http:// or https://".into()),
+            (None, None) if text.is_empty() || text.contains("://") => {
+                return Err("does not begin with http:// or https://".into());
+            }
+            (None, None) => {
+                return Err(format!(
+                    "does not begin with http:// or https://; write http://{text}"
+                ));
+            }
         };
         let (authority, path) = match rest.find('/') {
             Some(at) => rest.split_at(at),
@@ -463,6 +470,13 @@ mod tests {
 
     #[test]
     fn addresses_of_engines() {
+        // As people type it first: the answer is what to type.
+        let error = EngineUrl::parse("127.0.0.1:9402").unwrap_err();
+        assert!(error.ends_with("write http://127.0.0.1:9402"), "{error}");
+        for other in ["ftp://a:1", ""] {
+            let error = EngineUrl::parse(other).unwrap_err();
+            assert!(error.ends_with("https://"), "{error}");
+        }
         let good = [
             ("http://gpu1:8000", "http://gpu1:8000"),
             ("http://10.0.0.1", "http://10.0.0.1:80"),

@@ -32,6 +32,14 @@ impl WorkerCollector {
         }
     }
 
+    fn labels(&self, stats: &RankStats) -> Vec<(&'static str, String)> {
+        vec![
+            ("model_name", self.model.clone()),
+            ("worker", stats.rank.worker.to_string()),
+            ("engine", stats.rank.dp_rank.to_string()),
+        ]
+    }
+
     fn by_rank(
         &self,
         encoder: &mut DescriptorEncoder<'_>,
@@ -42,13 +50,7 @@ impl WorkerCollector {
     ) -> fmt::Result {
         let mut family = encoder.encode_descriptor(name, help, None, kind)?;
         for stats in &self.ranks {
-            let worker = stats.rank.worker.to_string();
-            let engine = stats.rank.dp_rank.to_string();
-            let labels = [
-                ("model_name", self.model.as_str()),
-                ("worker", worker.as_str()),
-                ("engine", engine.as_str()),
-            ];
+            let labels = self.labels(stats);
             let mut metric = family.encode_family(&labels)?;
             match kind {
                 MetricType::Counter => {
@@ -140,6 +142,29 @@ impl Collector for WorkerCollector {
         self.by_rank(e, "vllm:num_preemptions", "Preemptions", Counter, |s| {
             s.preemptions.get() as f64
         })?;
+        let help = "Sequences waiting, by reason: modelled engines defer none";
+        let name = "vllm:num_requests_waiting_by_reason";
+        let mut family = e.encode_descriptor(name, help, None, Gauge)?;
+        for stats in &self.ranks {
+            for (reason, waiting) in [("capacity", stats.waiting.get()), ("deferred", 0)] {
+                let mut labels = self.labels(stats);
+                labels.push(("reason", reason.to_owned()));
+                family
+                    .encode_family(&labels)?
+                    .encode_gauge(&(waiting as f64))?;
+            }
+        }
+        let help = "Tokens per engine step: computed ones of prompts, and generated ones";
+        let name = "vllm:iteration_tokens_total";
+        let mut family = e.encode_descriptor(name, help, None, MetricType::Histogram)?;
+        for stats in &self.ranks {
+            let tokens = &stats.pass_tokens;
+            let buckets: Vec<(f64, u64)> = tokens.buckets().collect();
+            let count = buckets.iter().map(|(_, n)| n).sum();
+            family
+                .encode_family(&self.labels(stats))?
+                .encode_histogram::<NoLabelSet>(tokens.sum() as f64, count, &buckets, None)?;
+        }
         // Our own.
         self.by_rank(
             e,

@@ -81,6 +81,40 @@ pub struct RankStats {
     pub late_anchors: Cell64,
     /// KV snapshots published (counter).
     pub resyncs: Cell64,
+    /// Tokens per pass: computed ones of prompts, and generated ones.
+    pub pass_tokens: TokenHistogram,
+}
+
+/// Counts of tokens by powers of two: bucket `i` counts those up to `2^i` (and above `2^(i-1)`).
+#[derive(Debug, Default)]
+pub struct TokenHistogram {
+    buckets: [Cell64; TokenHistogram::BUCKETS],
+    sum: Cell64,
+}
+
+impl TokenHistogram {
+    /// The last bucket begins above 2^17 tokens.
+    const BUCKETS: usize = 19;
+
+    pub(crate) fn note(&self, tokens: u64) {
+        let bucket = (u64::BITS - tokens.saturating_sub(1).leading_zeros()) as usize;
+        self.buckets[bucket.min(Self::BUCKETS - 1)].add(1);
+        self.sum.add(tokens);
+    }
+
+    /// Upper bound of each bucket, tokens (the last one's is infinite), and the count in it.
+    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
+        self.buckets.iter().enumerate().map(|(i, count)| {
+            let last = i == Self::BUCKETS - 1;
+            let bound = if last { f64::MAX } else { (1u64 << i) as f64 };
+            (bound, count.get())
+        })
+    }
+
+    /// All tokens.
+    pub fn sum(&self) -> u64 {
+        self.sum.get()
+    }
 }
 
 impl RankStats {
@@ -194,6 +228,28 @@ impl Histogram {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tokens_are_counted_up_to_a_power_of_two() {
+        let tokens = TokenHistogram::default();
+        for n in [0, 1, 2, 3, 4, 8, 9, 1 << 17, (1 << 17) + 1, u64::MAX / 2] {
+            tokens.note(n);
+        }
+        let filled: Vec<_> = tokens.buckets().filter(|&(_, n)| n > 0).collect();
+        let last = f64::from(1 << 17);
+        assert_eq!(
+            filled,
+            [
+                (1.0, 2),
+                (2.0, 1),
+                (4.0, 2),
+                (8.0, 1),
+                (16.0, 1),
+                (last, 1),
+                (f64::MAX, 2)
+            ]
+        );
+    }
 
     #[test]
     fn a_time_is_counted_below_the_next_power_of_two() {

@@ -744,6 +744,9 @@ impl EngineThread {
             self.bury(at, &dead);
             return false;
         }
+        let computed = self.out.fpm.scheduled_prefill.tokens;
+        let tokens = computed + u64::from(self.out.token_count);
+        rank.stats.pass_tokens.note(tokens);
         let pass = FirstPass {
             start_ns: rank.timeline.wall_ns(start),
             end_ns: rank.timeline.wall_ns(end),

@@ -121,6 +121,7 @@ fn requests(criterion: &mut Criterion, model: &TextModel) {
         .into();
     let options = ChatOptions {
         add_generation_prompt: true,
+        continue_final_message: false,
         tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,

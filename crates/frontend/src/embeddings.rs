@@ -48,13 +48,18 @@ pub(crate) async fn create(
         return Err(ApiError::answer_too_large(bytes, most));
     }
     charge.grow_to(bytes)?;
+    let adapter = prepared
+        .adapter
+        .as_ref()
+        .map(|adapter| adapter.name.clone());
+    let model = adapter.unwrap_or_else(|| shard.model.to_string());
     let tokens = prepared.prompts.iter().map(|p| u64::from(p.len())).sum();
     let handle = generate::dispatch(shard, &head, prepared, false)
         .await
         .map_err(embedding_field_names)?;
     // Its text is of no use.
     let (_, trace) = handle.whole().await?;
-    let (id, model) = (format!("embd-{}", head.id), shard.model.to_string());
+    let id = format!("embd-{}", head.id);
     let created = generate::now_unix_s();
     let render = move || {
         let head = Head {

@@ -1,6 +1,7 @@
 //! From the body of a request to dispatched sequences.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use hyper::Response;
@@ -18,6 +19,7 @@ use crate::budget::Charge;
 use crate::connection::Client;
 use crate::dispatching::Submission;
 use crate::http::{self, HttpBody, RequestHead};
+use crate::management::{Adapter, AdapterUse};
 use crate::metrics::Rejection;
 use crate::openai::{
     ApiError, ApiRequest, Input, Kind, LogprobsWish, PromptInput, RequestParams, parse_chat,
@@ -31,13 +33,17 @@ use crate::script::{Script, scripts};
 use crate::service::Service;
 use crate::shard::Shard;
 use crate::structured::Tree;
-use crate::text::{ChatOptions, StopMatcher, TextError, TextModel};
+use crate::text::{ChatOptions, Message, StopMatcher, TextError, TextModel};
+use crate::vocab::AnswerVocab;
 
 /// Work on one request before others have a turn, ns.
 const SLICE_NS: u64 = 1_000_000;
 
 /// An id of a token as JSON, with its comma, at most, bytes.
 const ID_BYTES: u64 = 11;
+
+/// Tokens of all images of a chat at most, if the model has no longer context.
+const IMAGE_TOKENS_MAX: u32 = 1 << 20;
 
 /// Room made for a chat's tokens before they are counted.
 const CHAT_TOKENS_EXPECTED: usize = 1024;
@@ -48,7 +54,7 @@ pub(crate) struct Tokenized {
     pub(crate) max_tokens: u32,
     /// Its text, if it is to be repeated before the answer.
     echo: Option<Box<str>>,
-    /// Ids of its tokens, if the answer has them.
+    /// Ids of its tokens, if the answer has them or their log probabilities.
     ids: Option<Box<[TokenId]>>,
     /// The answers of its choices, if they are decided already.
     scripts: Vec<Script>,
@@ -59,6 +65,7 @@ pub(crate) struct Prepared {
     pub(crate) kind: Kind,
     pub(crate) params: RequestParams,
     pub(crate) prompts: Vec<Tokenized>,
+    pub(crate) adapter: Option<Arc<Adapter>>,
     pub(crate) times: StageTimes,
 }
 
@@ -80,7 +87,8 @@ pub(crate) async fn generate(
 ) -> Result<Response<HttpBody>, ApiError> {
     let prepare =
         move |service: &Service, body: &[u8]| prepare(service, kind, body, times, |_| Ok(()));
-    let (prepared, charge) = shard.run(body, charge, prepare).await?;
+    let bytes = body.len() + images_bytes(&shard.service, &body);
+    let (prepared, charge) = shard.run_sized(body, bytes, charge, prepare).await?;
     drop(charge); // with the body
     let stream = prepared.params.stream;
     let handle = dispatch(shard, &head, prepared, false).await?;
@@ -103,10 +111,10 @@ pub(crate) fn prepare(
         Kind::Chat => parse_chat(body)?,
         Kind::Completion => parse_completion(body)?,
     };
-    check_model(service, request.model.as_deref())?;
+    let adapter = check_model(service, request.model.as_deref())?;
     check(&request)?;
     times.note(Stage::Parsed, monotonic_ns());
-    let mut prompts = tokenize(service, &request)?;
+    let mut prompts = tokenize(service, &request, adapter.as_deref())?;
     if request.params.form.is_some() {
         decide(service, body, &mut request, &mut prompts)?;
     }
@@ -116,6 +124,7 @@ pub(crate) fn prepare(
         kind,
         params: request.params,
         prompts,
+        adapter,
         times,
     })
 }
@@ -128,7 +137,7 @@ pub(crate) fn prepare_inputs(
     mut times: StageTimes,
 ) -> Result<(Prepared, Vec<u64>), ApiError> {
     let mut request = parse_completion(body)?;
-    check_model(service, request.model.as_deref())?;
+    let adapter = check_model(service, request.model.as_deref())?;
     times.note(Stage::Parsed, monotonic_ns());
     let mut seeds = Vec::new();
     if let Input::Prompts(prompts) = &mut request.input {
@@ -149,12 +158,13 @@ pub(crate) fn prepare_inputs(
             }
         }
     }
-    let prompts = tokenize(service, &request)?;
+    let prompts = tokenize(service, &request, adapter.as_deref())?;
     times.note(Stage::Tokenized, monotonic_ns());
     let prepared = Prepared {
         kind: Kind::Completion,
         params: request.params,
         prompts,
+        adapter,
         times,
     };
     Ok((prepared, seeds))
@@ -216,6 +226,23 @@ fn token_json_max(text: &TextModel, kind: Kind, logprobs: Option<LogprobsWish>) 
         }
 }
 
+/// Bytes of the log probabilities of a prompt's tokens at most, as JSON.
+fn prompt_json_max(text: &TextModel, params: &RequestParams, ids: &[TokenId]) -> u64 {
+    // A byte takes six as `\u00XX`. A token is listed among its alternatives too.
+    let own: u64 = ids
+        .iter()
+        .map(|&id| 6 * text.token_bytes(id).len() as u64)
+        .sum();
+    let alternative = text.answer_json_max() as u64;
+    let each = |top: u32, fixed: u64| {
+        2 * own + ids.len() as u64 * (fixed + u64::from(top) * (alternative + fixed))
+    };
+    // `"ID":{"logprob":…,"rank":…,"decoded_token":…}`.
+    let listed = params.prompt_logprobs.map_or(0, |wish| each(wish.top, 80));
+    let echoed = params.logprobs.filter(|_| params.scores_echo);
+    listed + echoed.map_or(0, |wish| each(wish.top, 64))
+}
+
 /// Checks that the answer stays within its limits, whatever the engines generate. Without a `max_tokens` the
 /// limit of a whole answer shortens it.
 fn bound_answer(
@@ -237,8 +264,12 @@ fn bound_answer(
         Kind::Completion => n,
         Kind::Chat => 1,
     };
-    let echoes =
-        n * prompts.iter().map(echo).sum::<u64>() + id_lists * prompts.iter().map(ids).sum::<u64>();
+    let scores = |prompt: &Tokenized| {
+        let ids = prompt.ids.as_deref().unwrap_or_default();
+        prompt_json_max(&service.text, params, ids)
+    };
+    let lists = prompts.iter().map(|prompt| ids(prompt) + scores(prompt));
+    let echoes = n * prompts.iter().map(echo).sum::<u64>() + id_lists * lists.sum::<u64>();
     let limits = &service.limits;
     if params.stream {
         let most = limits.stream_buffer_bytes_max;
@@ -250,7 +281,7 @@ fn bound_answer(
                     "return_token_ids"
                 },
                 format!(
-                    "the prompts that the choices repeat have {echoes} bytes, and at most {most} may \
+                    "the prompts that the choices repeat take up to {echoes} bytes, and at most {most} may \
                      wait for a client (`live.stream_buffer_bytes_max`); lower `n`, or do without `echo` and `return_token_ids`"
                 ),
             ));
@@ -280,14 +311,23 @@ fn bound_answer(
     Ok(())
 }
 
-/// 404 unless `model` is the served one, or absent.
-pub(crate) fn check_model(service: &Service, model: Option<&str>) -> Result<(), ApiError> {
-    match model {
-        Some(model) if model != service.model => {
-            Err(ApiError::model_not_found(model, &[&service.model]))
-        }
-        _ => Ok(()),
+/// 404 unless `model` is the served one, or one of its adapters, or absent.
+pub(crate) fn check_model(
+    service: &Service,
+    model: Option<&str>,
+) -> Result<Option<Arc<Adapter>>, ApiError> {
+    let Some(model) = model.filter(|model| *model != service.model) else {
+        return Ok(None);
+    };
+    if let Some(adapter) = service.management.adapter(model) {
+        return Ok(Some(adapter));
     }
+    let adapters = service.management.adapters();
+    let adapters = adapters.iter().map(|adapter| adapter.name.as_str());
+    let served: Vec<&str> = std::iter::once(service.model.as_str())
+        .chain(adapters)
+        .collect();
+    Err(ApiError::model_not_found(model, &served))
 }
 
 /// 400 unless all of `tokens` are in the vocabulary.
@@ -309,14 +349,43 @@ pub(crate) fn check_tokens(
 pub(crate) fn tokenize(
     service: &Service,
     request: &ApiRequest<'_>,
+    adapter: Option<&Adapter>,
 ) -> Result<Vec<Tokenized>, ApiError> {
     let params = &request.params;
     let text = &service.text;
+    // Its log probabilities need all of a prompt computed: as in vLLM, none of it is taken from the cache.
+    let root = match scores_prompt(params) {
+        true => service.management.unshared_root(&service.model),
+        false => service
+            .management
+            .root(service, adapter, params.cache_salt.as_deref()),
+    };
     check_tokens(service, "stop_token_ids", &params.stop_token_ids)?;
+    if let Some(limits) = &params.vocab {
+        check_tokens(service, "logit_bias", &limits.banned)?;
+        check_tokens(service, "logit_bias", &limits.forced)?;
+        check_tokens(service, "allowed_token_ids", &limits.allowed)?;
+        if AnswerVocab::new(limits, text).is_empty() {
+            return Err(ApiError::invalid(
+                "logit_bias",
+                "no token is left that an answer could have; exclude fewer in `logit_bias`",
+            ));
+        }
+    }
     match &request.input {
-        Input::Chat { .. } => {
+        Input::Chat { messages, .. } => {
             let tokens = chat_tokens(service, request, service.context_max() as usize)?;
-            Ok(vec![fit(service, request.kind, params, &tokens, None)?])
+            let last = messages.last().filter(|last| last.role == "assistant");
+            let echo = last.filter(|_| params.echo);
+            let echo = echo.map(|message| message.content.as_ref().into());
+            Ok(vec![fit(
+                service,
+                request.kind,
+                params,
+                &tokens,
+                echo,
+                root,
+            )?])
         }
         Input::Prompts(prompts) => prompts
             .iter()
@@ -329,12 +398,12 @@ pub(crate) fn tokenize(
                     let mut tokens = Vec::with_capacity(prompt.len() / 3);
                     text.encode(prompt, params.add_special_tokens, &mut tokens);
                     let echo = params.echo.then(|| prompt.as_ref().into());
-                    fit(service, request.kind, params, &tokens, echo)
+                    fit(service, request.kind, params, &tokens, echo, root)
                 }
                 PromptInput::Tokens(tokens) => {
                     check_tokens(service, "prompt", tokens)?;
                     let echo = params.echo.then(|| text.decode(tokens).into());
-                    fit(service, request.kind, params, tokens, echo)
+                    fit(service, request.kind, params, tokens, echo, root)
                 }
             })
             .collect(),
@@ -350,6 +419,7 @@ fn chat_tokens(
     let Input::Chat {
         messages,
         add_generation_prompt,
+        continue_final_message,
         template_kwargs,
     } = &request.input
     else {
@@ -361,11 +431,14 @@ fn chat_tokens(
     });
     let options = ChatOptions {
         add_generation_prompt: *add_generation_prompt,
+        continue_final_message: *continue_final_message,
         tools: &tools,
         template_kwargs,
         now_unix_s: now_unix_s(),
     };
     let mut tokens = Vec::with_capacity(CHAT_TOKENS_EXPECTED);
+    let with_images = show_images(service, messages, most)?;
+    let messages = with_images.as_deref().unwrap_or(messages);
     service
         .text
         .encode_chat_within(messages, &options, most, &mut tokens)
@@ -374,6 +447,67 @@ fn chat_tokens(
             error => ApiError::invalid("messages", error.to_string()),
         })?;
     Ok(tokens)
+}
+
+/// The messages with a text in place of each image, which has the image's number of tokens. `None`: there are no images.
+pub(crate) fn show_images<'a>(
+    service: &Service,
+    messages: &[Message<'a>],
+    most: usize,
+) -> Result<Option<Vec<Message<'a>>>, ApiError> {
+    let Some(first) = messages
+        .iter()
+        .position(|message| !message.images.is_empty())
+    else {
+        return Ok(None);
+    };
+    if service.image_tokens == 0 {
+        return Err(ApiError::unsupported(
+            format!("messages.{first}.content"),
+            format!(
+                "model `{}` takes no images; send text only, or set `model.image_tokens` in the cluster file",
+                service.model
+            ),
+        ));
+    }
+    let count: usize = messages.iter().map(|message| message.images.len()).sum();
+    let tokens = count.saturating_mul(service.image_tokens as usize);
+    // Before as much memory is used. A count alone has no such limit.
+    let limit = most.min(service.context_max().max(IMAGE_TOKENS_MAX) as usize);
+    if tokens > limit {
+        return Err(ApiError::invalid(
+            format!("messages.{first}.content"),
+            format!("{count} images have {tokens} tokens, more than {limit}; send fewer"),
+        ));
+    }
+    let each = messages.iter().map(|message| {
+        let mut message = message.clone();
+        for image in message.images.iter().rev() {
+            let mut shown = service.text.image_text(image.hash, service.image_tokens);
+            let text = message.content.to_mut();
+            if image.at > 0 {
+                shown.insert(0, '\n');
+            }
+            if image.at < text.len() {
+                shown.push('\n');
+            }
+            text.insert_str(image.at, &shown);
+        }
+        message
+    });
+    Ok(Some(each.collect()))
+}
+
+/// Bytes of the text that stands for the images in `body`, about: so that a helper thread encodes it if it is long.
+fn images_bytes(service: &Service, body: &[u8]) -> usize {
+    const TOKEN_BYTES: usize = 6;
+    const PART: &[u8] = b"\"image_url\"";
+    if service.image_tokens == 0 {
+        return 0;
+    }
+    // An image names it twice at most: as its type, and as a member.
+    let count = body.windows(PART.len()).filter(|window| *window == PART);
+    count.count() * service.image_tokens as usize * TOKEN_BYTES
 }
 
 /// Counts the tokens of a chat, also of one that does not fit into the model: clients ask in order to shorten it.
@@ -394,6 +528,7 @@ fn fit(
     params: &RequestParams,
     tokens: &[TokenId],
     echo: Option<Box<str>>,
+    root: BlockHash,
 ) -> Result<Tokenized, ApiError> {
     let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
     let limit = service.context_max();
@@ -406,10 +541,6 @@ fn fit(
             limit,
         ));
     }
-    let root = match &params.cache_salt {
-        None => service.root,
-        Some(salt) => BlockHash::root(&service.model, "", salt),
-    };
     let prompt = Prompt::from_tokens(tokens, service.block_size, root)
         .and_then(|prompt| {
             if service.keep_tokens {
@@ -423,9 +554,14 @@ fn fit(
         prompt,
         max_tokens: params.max_tokens.unwrap_or(room),
         echo,
-        ids: params.return_token_ids.then(|| tokens.into()),
+        ids: (params.return_token_ids || scores_prompt(params)).then(|| tokens.into()),
         scripts: Vec::new(),
     })
+}
+
+/// Whether the answer has log probabilities of the prompt's tokens.
+fn scores_prompt(params: &RequestParams) -> bool {
+    params.prompt_logprobs.is_some() || params.scores_echo
 }
 
 /// Opens a stream per sequence and submits each; with `more`, as one whose input continues.
@@ -440,6 +576,7 @@ pub(crate) async fn dispatch(
         kind,
         params,
         prompts,
+        adapter,
         times,
     } = prepared;
     let params = &params;
@@ -464,7 +601,10 @@ pub(crate) async fn dispatch(
         + scripts.map(Script::bytes).sum::<u64>()
         + ids.map(|ids| size_of_val(&**ids) as u64).sum::<u64>();
     let charge = shard.budget.memory.charge(head.client.counts(), bytes)?;
-    let shape = shape_of(shard, head, kind, params, &prompts);
+    let mut shape = shape_of(shard, head, kind, params, &prompts);
+    if let Some(adapter) = &adapter {
+        shape.model = adapter.name.as_str().into();
+    }
     shard.metrics.prompt_tokens.add(shape.prompt_tokens);
     let trace = head.traced.then(|| Trace {
         block_size: service.block_size.max(1),
@@ -477,7 +617,8 @@ pub(crate) async fn dispatch(
         let timeout_ns = u64::try_from(t.as_nanos()).unwrap_or(u64::MAX);
         monotonic_ns().saturating_add(timeout_ns)
     });
-    let state = ReplyState::new(shape, specs, times, trace, unread_max, Some(charge));
+    let mut state = ReplyState::new(shape, specs, times, trace, unread_max, Some(charge));
+    state.adapter = adapter.map(AdapterUse::new);
     let reply = Rc::new(Reply::new(state, head.client.clone(), deadline_ns));
     let registrations = register(shard, &reply, count)?;
     let addresses: Vec<StreamAddr> = registrations.iter().map(Registration::addr).collect();
@@ -543,6 +684,11 @@ fn sequences(
     let matcher =
         (!stops.is_empty()).then(|| StopMatcher::new(&stops, params.include_stop_str_in_output));
     let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
+    let vocab = params.vocab.as_deref().map(|limits| {
+        let text = &shard.service.text;
+        Rc::new(AnswerVocab::new(limits, text))
+    });
+    let ignore_eos = params.ignore_eos || vocab.as_ref().is_some_and(|vocab| !vocab.may_end());
     let mut specs = Vec::with_capacity(count);
     let mut requests = Vec::with_capacity(count);
     for tokenized in prompts {
@@ -570,10 +716,11 @@ fn sequences(
                 params: GenerationParams {
                     max_tokens,
                     min_tokens: params.min_tokens,
-                    ignore_eos: params.ignore_eos || script.is_some(),
+                    ignore_eos: ignore_eos || script.is_some(),
                     // The engine's tokens are not those that the client sees.
                     stop_token_ids: match script {
                         Some(_) => [].into(),
+                        None if vocab.is_some() => [].into(),
                         None => params.stop_token_ids.as_slice().into(),
                     },
                     answered: 0,
@@ -594,10 +741,15 @@ fn sequences(
                     && params.logprobs.is_none()
                     && echo.is_none()
                     && prompt_ids.is_none()
+                    && vocab.is_none()
                     && script.is_none(),
-                prompt_ids: prompt_ids.clone(),
+                prompt_ids: prompt_ids.clone().filter(|_| params.return_token_ids),
+                scored_prompt: prompt_ids.clone().filter(|_| scores_prompt(params)),
+                prompt_tops: params.prompt_logprobs.map(|wish| wish.top),
+                vocab: vocab.clone(),
                 script,
                 ignores_eos: params.ignore_eos,
+                scores_echo: params.scores_echo,
                 echo: echo.clone(),
                 stop_token_ids: stop_token_ids.clone(),
                 recorded: shard.service.recorder.is_some().then(|| {

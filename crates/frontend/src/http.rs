@@ -29,6 +29,7 @@ use crate::embeddings;
 use crate::faults::{self, Breaking};
 use crate::generate;
 use crate::helpers::NoResult;
+use crate::management::{self, Manage};
 use crate::messages::{self, MessageBody};
 use crate::metrics::Rejection;
 use crate::openai::{
@@ -415,6 +416,7 @@ enum Endpoint {
     Version,
     OpenApi,
     Metrics,
+    Manage(Manage),
 }
 
 /// A path of the API.
@@ -435,7 +437,7 @@ const READ: &[Method] = &[Method::GET, Method::HEAD];
 const MESSAGES: &str = "/v1/messages";
 
 /// The most frequent ones first.
-static ROUTES: [Route; 18] = [
+static ROUTES: [Route; 24] = [
     keyed("/v1/chat/completions", POST, Endpoint::Chat),
     keyed("/v1/completions", POST, Endpoint::Completion),
     keyed(MESSAGES, POST, Endpoint::Messages),
@@ -447,6 +449,24 @@ static ROUTES: [Route; 18] = [
     keyed("/detokenize", POST, Endpoint::Detokenize),
     keyed("/v1/models", READ, Endpoint::Models),
     keyed("/v1/models/", READ, Endpoint::Model),
+    keyed(
+        "/v1/load_lora_adapter",
+        POST,
+        Endpoint::Manage(Manage::LoadAdapter),
+    ),
+    keyed(
+        "/v1/unload_lora_adapter",
+        POST,
+        Endpoint::Manage(Manage::UnloadAdapter),
+    ),
+    keyed(
+        "/reset_prefix_cache",
+        POST,
+        Endpoint::Manage(Manage::ResetPrefixCache),
+    ),
+    keyed("/sleep", POST, Endpoint::Manage(Manage::Sleep)),
+    keyed("/wake_up", POST, Endpoint::Manage(Manage::WakeUp)),
+    keyed("/is_sleeping", READ, Endpoint::Manage(Manage::IsSleeping)),
     open("/metrics", Endpoint::Metrics),
     open("/health", Endpoint::Health),
     open("/ready", Endpoint::Ready),
@@ -515,7 +535,11 @@ async fn route(
         },
     };
     let client = Client::new(owner.clone(), key);
-    let Some(route) = found else {
+    let is_served = |route: &&Route| match route.endpoint {
+        Endpoint::Manage(_) => service.management.is_served(),
+        _ => true,
+    };
+    let Some(route) = found.filter(is_served) else {
         let method = request.method().as_str();
         return Err(ApiError::route_not_found(method, path));
     };
@@ -537,6 +561,16 @@ async fn route(
     if let Some(error) = fault.and_then(faults::error) {
         fault.inspect(|&fault| service.faults.count(fault));
         return Err(error);
+    }
+    if matches!(
+        route.endpoint,
+        Endpoint::Chat
+            | Endpoint::Completion
+            | Endpoint::Messages
+            | Endpoint::Responses
+            | Endpoint::Embeddings
+    ) {
+        service.management.awake().await;
     }
     let mut response = answer(shard, route, request, client, id, times).await?;
     if let Some(fault) = fault
@@ -603,11 +637,40 @@ async fn answer(
             let Received { body, charge, .. } = receive(shard, client, request, id).await?;
             large_json(shard.run(body, charge, detokenize).await?)
         }
-        Endpoint::Models => Ok(json(200, models_json(&[card(service)]))),
+        Endpoint::Manage(manage) => {
+            let query = request.uri().query().unwrap_or_default().to_owned();
+            let body = match manage {
+                Manage::LoadAdapter | Manage::UnloadAdapter => {
+                    receive(shard, client, request, id).await?.body
+                }
+                _ => Bytes::new(),
+            };
+            management::answer(service, manage, &query, &body)
+        }
+        Endpoint::Models => {
+            let adapters = service.management.adapters();
+            let base = card(service);
+            let of_adapters = adapters.iter().map(|adapter| ModelCard {
+                id: &adapter.name,
+                parent: Some(&service.model),
+                ..base
+            });
+            let cards: Vec<ModelCard<'_>> = std::iter::once(base).chain(of_adapters).collect();
+            Ok(json(200, models_json(&cards)))
+        }
         Endpoint::Model => {
             let model = percent_decode(&path[route.path.len()..]);
-            generate::check_model(service, Some(&model))?;
-            Ok(json(200, model_json(&card(service))))
+            let adapter = generate::check_model(service, Some(&model))?;
+            let base = card(service);
+            let shown = match &adapter {
+                None => base,
+                Some(_) => ModelCard {
+                    id: &model,
+                    parent: Some(&service.model),
+                    ..base
+                },
+            };
+            Ok(json(200, model_json(&shown)))
         }
         Endpoint::Health => Ok(health(shard)),
         Endpoint::Ready => Ok(ready(shard, any_ready(&shard.service.fleets.serve))),
@@ -621,6 +684,7 @@ async fn answer(
 fn card(service: &Service) -> ModelCard<'_> {
     ModelCard {
         id: &service.model,
+        parent: None,
         created: service.created,
         max_model_len: service.max_model_len,
     }
@@ -939,16 +1003,23 @@ fn tokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
         TokenizeInput::Chat {
             messages,
             add_generation_prompt,
+            continue_final_message,
         } => {
+            let with_images = generate::show_images(service, messages, usize::MAX)?;
             let options = ChatOptions {
                 add_generation_prompt: *add_generation_prompt,
+                continue_final_message: *continue_final_message,
                 tools: &[],
                 template_kwargs: &[],
                 now_unix_s: generate::now_unix_s(),
             };
             service
                 .text
-                .encode_chat(messages, &options, &mut tokens)
+                .encode_chat(
+                    with_images.as_deref().unwrap_or(messages),
+                    &options,
+                    &mut tokens,
+                )
                 .map_err(|error| ApiError::invalid("messages", error.to_string()))?;
         }
     }

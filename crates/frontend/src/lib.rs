@@ -17,7 +17,9 @@
 //! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
 //!   prompts. `meter`: how long a shard works on one thing.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates; [`structured`]: text that keeps to a
-//!   form. None knows sockets. `script`: an answer whose text is decided before it is generated.
+//!   form. None knows sockets. `script`: an answer whose text is decided before it is generated; `vocab`: one that is
+//!   made of some tokens only.
+//! * `management`: what vLLM's routes for operators change: adapters, the prefix cache, sleep.
 //! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `trace_context`: their
 //!   traces.
 //! * [`upstream`]: real engines, which answer in bytes over HTTP.
@@ -44,6 +46,7 @@ mod http;
 mod io;
 mod kv_network;
 mod limits;
+mod management;
 mod messages;
 mod meter;
 mod metrics;
@@ -64,10 +67,12 @@ mod talk;
 mod trace_context;
 mod ui;
 pub mod upstream;
+mod vocab;
 
 pub use access::{AccessCollector, AccessLog, AccessTarget, Flusher, Reopener};
 pub use faults::Faults;
 pub use kv_network::KvNetwork;
+pub use management::{Management, NameError};
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};

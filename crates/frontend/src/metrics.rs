@@ -8,13 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 use slipstream_base::{FinishReason, Stage, StageTimes};
 
 use crate::budget::Budget;
 use crate::faults::{FAULTS, Faults};
+use crate::management::Management;
+use crate::service::Service;
 
 /// A number that one thread writes and others read.
 #[derive(Debug, Default)]
@@ -168,6 +170,17 @@ pub(crate) const HAND_OVERS: [(Stage, Stage); 15] = [
     (Stage::Rendered, Stage::Written),
 ];
 
+/// Numbers of a sequence at its end.
+pub(crate) struct FinishedSequence {
+    /// Tokens of its prompt, and those of them that were cached.
+    pub(crate) prompt: u32,
+    pub(crate) cached: u32,
+    /// Tokens of its answer, and those that were asked for at most.
+    pub(crate) generated: u32,
+    pub(crate) max_tokens: u32,
+    pub(crate) preemptions: u32,
+}
+
 /// Counters of one shard.
 pub(crate) struct ShardMetrics {
     pub(crate) connections: Count,
@@ -242,6 +255,17 @@ pub(crate) struct ShardMetrics {
     pub(crate) call_home_lookup: Histogram,
     prompt_len: Histogram,
     generation_len: Histogram,
+    generation_len_max: Histogram,
+    params_n: Histogram,
+    params_max_tokens: Histogram,
+    preemptions: Histogram,
+    computed_len: Histogram,
+    pub(crate) computed_tokens: Count,
+    queue_time: Histogram,
+    prefill_time: Histogram,
+    decode_time: Histogram,
+    inference_time: Histogram,
+    token_time: Histogram,
     hand_overs: [Histogram; HAND_OVERS.len()],
 }
 
@@ -301,6 +325,17 @@ impl ShardMetrics {
             call_home_lookup: step(),
             prompt_len: tokens(),
             generation_len: tokens(),
+            generation_len_max: tokens(),
+            params_n: tokens(),
+            params_max_tokens: tokens(),
+            preemptions: tokens(),
+            computed_len: tokens(),
+            computed_tokens: Count::default(),
+            queue_time: time(),
+            prefill_time: time(),
+            decode_time: time(),
+            inference_time: time(),
+            token_time: time(),
             hand_overs: std::array::from_fn(|_| time()),
         }
     }
@@ -310,10 +345,41 @@ impl ShardMetrics {
     }
 
     /// Counts a sequence that came to its end.
-    pub(crate) fn on_finished(&self, reason: FinishReason, prompt: u32, generated: u32) {
+    pub(crate) fn on_finished(&self, reason: FinishReason, sequence: &FinishedSequence) {
         self.finished[reason as usize].add(1);
-        self.prompt_len.observe(u64::from(prompt));
-        self.generation_len.observe(u64::from(generated));
+        self.prompt_len.observe(u64::from(sequence.prompt));
+        self.generation_len.observe(u64::from(sequence.generated));
+        self.params_max_tokens
+            .observe(u64::from(sequence.max_tokens));
+        self.preemptions.observe(u64::from(sequence.preemptions));
+        let computed = u64::from(sequence.prompt.saturating_sub(sequence.cached));
+        self.computed_len.observe(computed);
+    }
+
+    /// Counts a prompt all of whose `n` choices came to their end; the longest has so many tokens.
+    pub(crate) fn on_choices(&self, n: u32, generated_max: u32) {
+        self.params_n.observe(u64::from(n));
+        self.generation_len_max.observe(u64::from(generated_max));
+    }
+
+    /// Notes how long a sequence waited, and how long its prompt and its answer took. Choices of a request share the times
+    /// up to the first token of any. Phases: vLLM, `vllm/v1/metrics/stats.py`.
+    pub(crate) fn on_phases(&self, times: &StageTimes, last_token_ns: u64, generated: u32) {
+        let Some((admitted, first)) = times.at(Stage::Admitted).zip(times.at(Stage::FirstPassEnd))
+        else {
+            return; // it got no token
+        };
+        let queued = times.at(Stage::WorkerRecv).unwrap_or(admitted);
+        self.queue_time.observe(admitted.saturating_sub(queued));
+        self.prefill_time.observe(first.saturating_sub(admitted));
+        self.inference_time
+            .observe(last_token_ns.saturating_sub(admitted));
+        let shown = times.at(Stage::FrameRecv).unwrap_or(first);
+        let decode = last_token_ns.saturating_sub(shown);
+        self.decode_time.observe(decode);
+        if generated > 1 {
+            self.token_time.observe(decode / u64::from(generated - 1));
+        }
     }
 
     /// Notes the length of every hand-over whose two ends are known.
@@ -336,6 +402,23 @@ pub(crate) struct FrontendCollector {
     pub(crate) shards: Vec<Arc<ShardMetrics>>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) faults: Arc<Faults>,
+    pub(crate) management: Arc<Management>,
+    /// Labels of vLLM's metrics: `model_name` and `engine`.
+    pub(crate) labels: Vec<(&'static str, String)>,
+}
+
+/// Labels of vLLM's metrics. `engine` is the number of the only engine, or `all` if the metric is the sum of several.
+pub(crate) fn vllm_labels(service: &Service) -> Vec<(&'static str, String)> {
+    let ranks: Vec<_> = service
+        .fleets
+        .each()
+        .flat_map(|fleet| fleet.loads())
+        .collect();
+    let engine = match &ranks[..] {
+        [only] => only.rank.dp_rank.to_string(),
+        _ => "all".to_owned(),
+    };
+    vec![("model_name", service.model.clone()), ("engine", engine)]
 }
 
 impl fmt::Debug for FrontendCollector {
@@ -424,6 +507,130 @@ impl FrontendCollector {
         .encode_gauge(&(max_ns.unwrap_or(0) as f64 / 1e9))
     }
 
+    /// The encoder of the one metric of a family: vLLM's have labels, so that its dashboards find them.
+    fn only<'e>(
+        &'e self,
+        name: &str,
+        mut family: MetricEncoder<'e>,
+        encode: impl Fn(MetricEncoder<'_>) -> fmt::Result,
+    ) -> fmt::Result {
+        if name.starts_with("vllm:") {
+            encode(family.encode_family(&self.labels)?)
+        } else {
+            encode(family)
+        }
+    }
+
+    /// Families of vLLM's on requests, but for those of their first token.
+    fn requests(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        type Of = fn(&ShardMetrics) -> &Histogram;
+        let times: [(&str, &str, Of); 5] = [
+            (
+                "vllm:request_queue_time",
+                "From arrival at an engine to admission",
+                |s| &s.queue_time,
+            ),
+            (
+                "vllm:request_prefill_time",
+                "From admission to the end of the first token's step",
+                |s| &s.prefill_time,
+            ),
+            (
+                "vllm:request_decode_time",
+                "From the first token to the last",
+                |s| &s.decode_time,
+            ),
+            (
+                "vllm:request_inference_time",
+                "From admission to the last token",
+                |s| &s.inference_time,
+            ),
+            (
+                "vllm:request_time_per_output_token",
+                "Time per output token after the first, per request",
+                |s| &s.token_time,
+            ),
+        ];
+        for (name, help, of) in times {
+            self.seconds(e, name, help, of)?;
+        }
+        let counts: [(&str, &str, Of); 5] = [
+            (
+                "vllm:request_max_num_generation_tokens",
+                "Tokens of the longest choice of a prompt",
+                |s| &s.generation_len_max,
+            ),
+            (
+                "vllm:request_params_n",
+                "Choices per prompt, as requested",
+                |s| &s.params_n,
+            ),
+            (
+                "vllm:request_params_max_tokens",
+                "Limit of the answer's tokens, as requested or as fits",
+                |s| &s.params_max_tokens,
+            ),
+            (
+                "vllm:request_num_preemptions",
+                "Preemptions per request",
+                |s| &s.preemptions,
+            ),
+            (
+                "vllm:request_prefill_kv_computed_tokens",
+                "Prompt tokens per request that were not cached",
+                |s| &s.computed_len,
+            ),
+        ];
+        for (name, help, of) in counts {
+            self.tokens(e, name, help, of)?;
+        }
+        let cached = self.sum(|s| &s.cached_tokens);
+        self.counter(
+            e,
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens found cached",
+            |s| &s.cached_tokens,
+        )?;
+        let help = "Prompt tokens by source; those of open requests are in none";
+        let name = "vllm:prompt_tokens_by_source";
+        let mut family = e.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (source, value) in [
+            ("local_compute", self.sum(|s| &s.computed_tokens)),
+            ("local_cache_hit", cached),
+            ("external_kv_transfer", 0),
+        ] {
+            let mut labels = self.labels.clone();
+            labels.push(("source", source.to_owned()));
+            family
+                .encode_family(&labels)?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        // Of caches that modelled engines do not have.
+        for (name, help) in [
+            (
+                "vllm:external_prefix_cache_queries",
+                "Tokens looked up in an external cache: none is modelled",
+            ),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Tokens found in an external cache: none is modelled",
+            ),
+            (
+                "vllm:mm_cache_queries",
+                "Images looked up in a cache: none is modelled",
+            ),
+            (
+                "vllm:mm_cache_hits",
+                "Images found in a cache: none is modelled",
+            ),
+        ] {
+            e.encode_descriptor(name, help, None, MetricType::Counter)?
+                .encode_family(&self.labels)?
+                .encode_counter::<NoLabelSet, u64, f64>(&0, None)?;
+        }
+        self.management.encode(e, &self.labels)
+    }
+
     fn counter(
         &self,
         encoder: &mut DescriptorEncoder<'_>,
@@ -431,9 +638,11 @@ impl FrontendCollector {
         help: &str,
         of: impl Fn(&ShardMetrics) -> &Count,
     ) -> fmt::Result {
-        encoder
-            .encode_descriptor(name, help, None, MetricType::Counter)?
-            .encode_counter::<NoLabelSet, u64, f64>(&self.sum(of), None)
+        let family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        let sum = self.sum(of);
+        self.only(name, family, |mut metric| {
+            metric.encode_counter::<NoLabelSet, u64, f64>(&sum, None)
+        })
     }
 
     fn gauge(
@@ -483,9 +692,11 @@ impl FrontendCollector {
         of: impl Fn(&ShardMetrics) -> &Histogram,
     ) -> fmt::Result {
         let merged = self.merged(of, 1e9);
-        encoder
-            .encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?
-            .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
+        let family =
+            encoder.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?;
+        self.only(name, family, |mut metric| {
+            metric.encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
+        })
     }
 
     fn tokens(
@@ -496,9 +707,10 @@ impl FrontendCollector {
         of: impl Fn(&ShardMetrics) -> &Histogram,
     ) -> fmt::Result {
         let merged = self.merged(of, 1.0);
-        encoder
-            .encode_descriptor(name, help, None, MetricType::Histogram)?
-            .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
+        let family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
+        self.only(name, family, |mut metric| {
+            metric.encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
+        })
     }
 }
 
@@ -560,11 +772,14 @@ impl Collector for FrontendCollector {
             )?;
             for (reason, name) in FINISH.iter().enumerate() {
                 let value = self.sum(|s| &s.finished[reason]);
+                let mut labels = self.labels.clone();
+                labels.push(("finished_reason", (*name).to_owned()));
                 family
-                    .encode_family(&[("finished_reason", *name)])?
+                    .encode_family(&labels)?
                     .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
             }
         }
+        self.requests(e)?;
         // Our own.
         self.seconds(
             e,
@@ -798,11 +1013,15 @@ mod tests {
             shards,
             budget,
             faults: Arc::default(),
+            management: Arc::default(),
+            labels: vec![("model_name", "m".to_owned()), ("engine", "0".to_owned())],
         }));
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         let ttft = |le: &str| {
-            let key = format!("vllm:time_to_first_token_seconds_bucket{{le=\"{le}\"}} ");
+            let key = format!(
+                "vllm:time_to_first_token_seconds_bucket{{le=\"{le}\",model_name=\"m\",engine=\"0\"}} "
+            );
             text.lines()
                 .find_map(|l| l.strip_prefix(&key))
                 .map(str::to_owned)

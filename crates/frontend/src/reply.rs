@@ -33,7 +33,8 @@ use crate::access::AnswerEnd;
 use crate::account::{Account, TokenCounts};
 use crate::budget::Charge;
 use crate::connection::Client;
-use crate::metrics::ShardMetrics;
+use crate::management::AdapterUse;
+use crate::metrics::{FinishedSequence, ShardMetrics};
 use crate::openai::{
     ApiError, CallDelta, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob,
     UnaryRender, Usage, WholeAnswer, WholeCall,
@@ -41,6 +42,7 @@ use crate::openai::{
 use crate::script::{Script, ScriptedCall, SharedScript, Show, call_id};
 use crate::shard::Shard;
 use crate::text::{Detokenizer, StopMatcher, TextModel};
+use crate::vocab::AnswerVocab;
 
 /// Rendered bytes that may wait for one client. Beyond that its tokens are kept as numbers, a
 /// fiftieth of the size, until the client has read: 1,024 streams without a reader then hold
@@ -210,6 +212,8 @@ pub(crate) struct ReplyState {
     input: InputState,
     pub(crate) times: StageTimes,
     trace: Option<Trace>,
+    /// The adapter that it uses.
+    pub(crate) adapter: Option<AdapterUse>,
 }
 
 /// The input of a request with more to come.
@@ -283,9 +287,18 @@ pub(crate) struct SequenceSpec {
     pub(crate) plain: bool,
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<Rc<str>>,
+    /// The echo has log probabilities.
+    pub(crate) scores_echo: bool,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
     /// Ids of the prompt's tokens, if the answer has them and those of its own.
     pub(crate) prompt_ids: Option<Rc<[TokenId]>>,
+    /// Ids of the prompt's tokens, if the answer has their log probabilities: by `prompt_logprobs`, or as an
+    /// echo's.
+    pub(crate) scored_prompt: Option<Rc<[TokenId]>>,
+    /// Number of alternatives per token of `prompt_logprobs`; `None`: there are none.
+    pub(crate) prompt_tops: Option<u32>,
+    /// Tokens of the answer, if they are limited: the engine's are replaced by these.
+    pub(crate) vocab: Option<Rc<AnswerVocab>>,
     /// The answer, if it is decided already: its tokens are shown in place of the engine's.
     pub(crate) script: SharedScript,
     /// Its line in the record as far as it is known at the start, if there is a record.
@@ -454,6 +467,7 @@ impl ReplyState {
             },
             times,
             trace,
+            adapter: None,
         };
         if !state.shape.stream {
             let per_prompt = state.shape.choices_per_prompt.max(1) as usize;
@@ -606,6 +620,9 @@ impl ReplyState {
             self.times.note(Stage::FirstPassStart, first.start_ns);
             self.times.note(Stage::FirstPassEnd, first.end_ns);
             self.times.note(Stage::FrameRecv, now_ns);
+            if let Some(adapter) = &mut self.adapter {
+                adapter.run();
+            }
             if let Some(accept) = self.times.at(Stage::Accept) {
                 metrics.ttft.observe(now_ns.saturating_sub(accept));
             }
@@ -707,6 +724,8 @@ impl ReplyState {
         // As in `usage`: a prompt counts once, however many choices it has.
         if index.is_multiple_of(per_prompt) {
             metrics.cached_tokens.add(u64::from(sequence.cached));
+            let computed = sequence.spec.prompt_tokens.saturating_sub(sequence.cached);
+            metrics.computed_tokens.add(u64::from(computed));
         }
         if self.complete || sequence.ended.is_some() {
             return true;
@@ -1140,13 +1159,18 @@ impl WholeAnswer for Complete<'_> {
     fn logprobs(&self, choice: usize) -> Option<usize> {
         let sequence = &self.state.sequences[choice];
         sequence.spec.top_logprobs?;
-        Some(sequence.logprob_tokens.len())
+        Some(sequence.echoed_tokens() + sequence.logprob_tokens.len())
     }
 
     fn logprob(&self, choice: usize, token: usize, with_top: bool) -> Cow<'_, TokenLogprob> {
         let sequence = &self.state.sequences[choice];
-        let (position, token) = sequence.logprob_tokens[token];
         let top = sequence.spec.top_logprobs.filter(|_| with_top);
+        let echoed = sequence.echoed_tokens();
+        if token < echoed {
+            let top = top.unwrap_or_default();
+            return Cow::Owned(sequence.prompt_logprob(token, top, self.text));
+        }
+        let (position, token) = sequence.logprob_tokens[token - echoed];
         let (seed, position) = (sequence.spec.seed, u64::from(position));
         let top = top.unwrap_or_default();
         Cow::Owned(TokenLogprob::modelled(
@@ -1155,7 +1179,22 @@ impl WholeAnswer for Complete<'_> {
     }
 
     fn text_offset(&self, choice: usize) -> u64 {
-        self.state.sequences[choice].text_chars
+        match &self.state.sequences[choice] {
+            echoed if echoed.echoed_tokens() > 0 => 0,
+            sequence => sequence.text_chars,
+        }
+    }
+
+    fn prompt_logprobs(&self, choice: usize) -> Option<usize> {
+        let spec = &self.state.sequences[choice].spec;
+        spec.prompt_tops?;
+        spec.scored_prompt.as_ref().map(|ids| ids.len())
+    }
+
+    fn prompt_logprob(&self, choice: usize, token: usize) -> TokenLogprob {
+        let sequence = &self.state.sequences[choice];
+        let top = sequence.spec.prompt_tops.unwrap_or_default();
+        sequence.prompt_logprob(token, top, self.text)
     }
 
     fn token_ids(&self, choice: usize) -> Option<[&[TokenId]; 2]> {
@@ -1170,6 +1209,29 @@ impl WholeAnswer for Complete<'_> {
 }
 
 impl Sequence {
+    /// Tokens of the prompt whose log probabilities go before those of the answer: with an echo.
+    fn echoed_tokens(&self) -> usize {
+        let spec = &self.spec;
+        if !spec.scores_echo {
+            return 0;
+        }
+        spec.scored_prompt.as_ref().map_or(0, |ids| ids.len())
+    }
+
+    /// Log probability of a token of the prompt.
+    fn prompt_logprob(&self, at: usize, top: u32, text: &TextModel) -> TokenLogprob {
+        let ids = self.spec.scored_prompt.as_deref().unwrap_or_default();
+        TokenLogprob::of_prompt(text, at as u64, ids[at], top)
+    }
+
+    /// The token that the answer has in place of the engine's.
+    fn allowed(&self, token: TokenId) -> TokenId {
+        match &self.spec.vocab {
+            Some(vocab) => vocab.token(token, self.spec.seed, self.position),
+            None => token,
+        }
+    }
+
     /// Bytes of all tokens that came.
     fn came_bytes(&self) -> u64 {
         u64::from(self.generated) * size_of::<TokenId>() as u64
@@ -1298,6 +1360,7 @@ impl Sequence {
     fn take_piece(&mut self, token: TokenId, text: &TextModel) -> (Piece, bool) {
         let token = match self.spec.script.clone() {
             None => {
+                let token = self.allowed(token);
                 self.render.note_token(token);
                 token
             }
@@ -1311,18 +1374,35 @@ impl Sequence {
             }
         };
         let mut shown = String::new();
+        let mut echoed_logprobs = None;
         if let Some(echo) = self.spec.echo.take() {
+            // Those of the echoed prompt go before those of its first token.
+            if let Some(top) = self.spec.top_logprobs.filter(|_| self.echoed_tokens() > 0) {
+                let tokens = (0..self.echoed_tokens()).map(|at| self.prompt_logprob(at, top, text));
+                echoed_logprobs = Some(LogprobsPiece {
+                    tokens: tokens.collect(),
+                    text_offset: self.text_chars,
+                });
+            }
             self.text_chars += echo.chars().count() as u64;
             shown.push_str(&echo);
             self.spec.plain = self.spec.stop.is_none()
                 && self.spec.top_logprobs.is_none()
+                && self.spec.vocab.is_none()
                 && self.spec.prompt_ids.is_none();
         }
         let echoed = shown.len();
-        let logprobs = self.logprob(token, text).map(|token| LogprobsPiece {
-            tokens: vec![token],
-            text_offset: self.text_chars,
-        });
+        let own = self.logprob(token, text);
+        let logprobs = match echoed_logprobs {
+            Some(mut all) => {
+                all.tokens.extend(own);
+                Some(all)
+            }
+            None => own.map(|token| LogprobsPiece {
+                tokens: vec![token],
+                text_offset: self.text_chars,
+            }),
+        };
         let stopped = self.take_text(token, text, &mut shown);
         self.text_chars += shown[echoed..].chars().count() as u64;
         self.render.set_counts(self.position, self.cached.into());
@@ -1397,8 +1477,9 @@ impl Sequence {
     /// Adds one generated token to a whole answer. Returns whether it completed a stop string.
     fn take_whole(&mut self, token: TokenId, text: &TextModel) -> bool {
         let mut token = token;
-        if let Some(script) = &self.spec.script {
-            token = script.token(self.position);
+        match &self.spec.script {
+            Some(script) => token = script.token(self.position),
+            None => token = self.allowed(token),
         }
         if self.spec.prompt_ids.is_some() {
             self.ids.push(token);
@@ -1770,9 +1851,24 @@ impl Drop for ReplyHandle {
                 Some(Ending::StopString(_)) if state.delivered => FinishReason::Stop,
                 _ => FinishReason::Abort,
             };
-            let prompt = sequence.spec.prompt_tokens;
             let metrics = &self.shard.metrics;
-            metrics.on_finished(reason, prompt, sequence.generated);
+            let finished = FinishedSequence {
+                prompt: sequence.spec.prompt_tokens,
+                cached: sequence.cached,
+                generated: sequence.generated,
+                max_tokens: sequence.spec.max_tokens,
+                preemptions: sequence.preemptions,
+            };
+            metrics.on_finished(reason, &finished);
+            metrics.on_phases(&state.times, sequence.last_token_ns, sequence.generated);
+        }
+        let per_prompt = state.shape.choices_per_prompt.max(1);
+        for choices in state.sequences.chunks(per_prompt as usize) {
+            if choices.iter().any(|choice| !choice.refused) {
+                let longest = choices.iter().map(|choice| choice.generated).max();
+                let metrics = &self.shard.metrics;
+                metrics.on_choices(per_prompt, longest.unwrap_or_default());
+            }
         }
         if let Some(recorder) = &self.shard.service.recorder {
             state.record(recorder);
@@ -1915,6 +2011,10 @@ mod tests {
             echo: echo.map(Rc::from),
             stop_token_ids: [].into(),
             prompt_ids: None,
+            scored_prompt: None,
+            scores_echo: false,
+            prompt_tops: None,
+            vocab: None,
             script: None,
             ignores_eos: false,
             recorded: None,

@@ -304,7 +304,12 @@ pub(crate) async fn create(
         format!("resp_{id}")
     };
     let created = generate::now_unix_s();
-    let mut stream = ResponseStream::new(id, created, &shard.model, request.repeated);
+    let model = prepared
+        .adapter
+        .as_ref()
+        .map(|adapter| adapter.name.clone());
+    let model = model.as_deref().unwrap_or(&shard.model);
+    let mut stream = ResponseStream::new(id, created, model, request.repeated);
     let client = head.client.clone();
     let keep = request.store.then(|| Keep {
         shard: shard.clone(),

@@ -27,7 +27,7 @@ use crate::helpers::Helpers;
 use crate::http;
 use crate::io::ClientIo;
 use crate::meter::Meter;
-use crate::metrics::{FrontendCollector, ShardMetrics};
+use crate::metrics::{FrontendCollector, ShardMetrics, vllm_labels};
 use crate::shard::{LogPace, Shard, ShardPlane, Shared};
 use crate::table_lock::TableLock;
 use crate::{Limits, Service};
@@ -252,6 +252,8 @@ impl Frontend {
             shards: metrics.clone(),
             budget: budget.clone(),
             faults: service.faults.clone(),
+            management: service.management.clone(),
+            labels: vllm_labels(&service),
         }));
         let shared = Shared {
             responses: Arc::default(),

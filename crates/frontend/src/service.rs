@@ -20,6 +20,7 @@ use crate::access::AccessLog;
 use crate::budget::ClientUse;
 use crate::faults::Faults;
 use crate::limits::{KeyRates, KeyUse};
+use crate::management::Management;
 use crate::shadow::ShadowFeed;
 use crate::text::TextModel;
 
@@ -47,6 +48,10 @@ pub struct Service {
     pub origins: Origins,
     /// Bounds on what clients may do.
     pub limits: Limits,
+    /// What operators change by vLLM's routes: adapters, the prefix cache, sleep.
+    pub management: Arc<Management>,
+    /// Tokens of an image in a chat; 0: the model takes none.
+    pub image_tokens: u32,
     /// Errors and broken streams by rate.
     pub faults: Arc<Faults>,
     /// Records requests at their end; `None`: nothing is recorded.

@@ -777,6 +777,8 @@ impl<'a> World<'a> {
             access: None,
             trace_sample: 0.0,
             faults: Arc::default(),
+            management: Arc::default(),
+            image_tokens: 0,
             created: 0,
             seed: self.plan.seed,
         };

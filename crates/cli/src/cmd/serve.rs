@@ -17,7 +17,8 @@ use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Faults, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Faults, Frontend, KvNetwork, Limits, Management, Origins, Service, ShardPlane,
+    Transport,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -472,6 +473,12 @@ pub(super) fn service(
         api_keys: api_keys(live.api_keys_file.as_ref())?,
         origins: Origins::new(&live.cors_origins),
         faults: Arc::new(Faults::new(live.faults.clone(), fault_key(&live.faults)?)),
+        management: Arc::new(Management::new(
+            live.management,
+            &cluster.model.lora_adapters,
+            &cluster.model.name,
+        )?),
+        image_tokens: cluster.model.image_tokens,
         limits: Limits {
             memory_max: match live.memory_max {
                 0 => super::memory::half_of_host(),

@@ -606,6 +606,8 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
         access: None,
         trace_sample: 0.0,
         faults: Arc::default(),
+        management: Arc::default(),
+        image_tokens: 0,
         created: 0,
         #[cfg(feature = "bench")]
         locked_table: false,

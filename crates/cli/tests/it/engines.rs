@@ -1093,6 +1093,7 @@ fn prompts_go_to_the_engine_whose_events_show_them() {
     let text = "Be brief. ".repeat(80);
     let options = ChatOptions {
         add_generation_prompt: true,
+        continue_final_message: false,
         tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,

@@ -34,3 +34,4 @@ mod survive;
 mod torture;
 mod twin;
 mod ui;
+mod vllm_clients;

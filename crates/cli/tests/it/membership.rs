@@ -428,6 +428,7 @@ fn tokens_of(asked: &Value) -> Vec<u32> {
         .collect();
     let options = slipstream_frontend::text::ChatOptions {
         add_generation_prompt: asked["add_generation_prompt"] == true,
+        continue_final_message: false,
         tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,

@@ -431,7 +431,8 @@ fn a_client_that_goes_away_frees_its_blocks() {
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
     server.await_metric("vllm:kv_cache_usage_perc", |used| used == 0.0);
     assert_eq!(server.metric("slipstream_client_disconnects_total"), 1.0);
-    let aborted = r#"vllm:request_success_total{finished_reason="abort"}"#;
+    let aborted =
+        r#"vllm:request_success_total{model_name="test-model",engine="0",finished_reason="abort"}"#;
     server.await_metric(aborted, |aborted| aborted == 1.0);
     // A whole answer uses another wait.
     let body = r#"{"prompt":"a b c","max_tokens":100,"ignore_eos":true}"#;

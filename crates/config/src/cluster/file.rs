@@ -425,6 +425,17 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
         name,
         config,
         tokenizer: t.path("tokenizer").optional(),
+        lora_adapters: t
+            .get("lora_adapters")
+            .check(
+                |names: &Vec<String>| {
+                    let fits = |name: &String| !name.is_empty() && name.len() <= 256;
+                    names.len() <= 1024 && names.iter().all(fits)
+                },
+                "up to 1,024 names of 1 to 256 bytes",
+            )
+            .or(Vec::new()),
+        image_tokens: t.get("image_tokens").within(0..=65_536).or(0),
         shape,
     }
 }
@@ -1374,6 +1385,7 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .or(default.engine_threads),
         api_keys_file: t.path("api_keys_file").optional(),
         access_log: t.path("access_log").optional(),
+        management: t.get("management").or(default.management),
         trace_sample: t
             .get("trace_sample")
             .within(0.0..=1.0)

@@ -116,6 +116,10 @@ pub struct ModelConfig {
     pub config: Option<PathBuf>,
     /// Directory with `tokenizer.json` (and a chat template); `None`: the built-in tokenizer.
     pub tokenizer: Option<PathBuf>,
+    /// LoRA adapters that are served from the start, by name.
+    pub lora_adapters: Vec<String>,
+    /// Tokens of an image in a chat; 0: images are refused. Default 0.
+    pub image_tokens: u32,
     /// The shape of `config` or `preset`.
     pub shape: ModelShape,
 }
@@ -131,6 +135,8 @@ impl Default for ModelConfig {
             name: Self::PRESET.into(),
             config: None,
             tokenizer: None,
+            lora_adapters: Vec::new(),
+            image_tokens: 0,
             shape: preset::model(Self::PRESET).expect("it is a preset").clone(),
         }
     }
@@ -672,6 +678,8 @@ pub struct LiveConfig {
     pub api_keys_file: Option<PathBuf>,
     /// File of the access log; a path that ends with `-`: standard output. `None`: there is none.
     pub access_log: Option<PathBuf>,
+    /// vLLM's routes for operators are served: adapters, prefix cache, sleep. Default false.
+    pub management: bool,
     /// Share of requests without a trace whose trace is sampled. Default 0.
     pub trace_sample: f64,
     /// Largest request body, bytes. Default 8 MiB.
@@ -766,6 +774,7 @@ impl Default for LiveConfig {
             engine_threads: 0,
             api_keys_file: None,
             access_log: None,
+            management: false,
             trace_sample: 0.0,
             body_bytes_max: 8 << 20,
             header_bytes_max: 16 << 10,

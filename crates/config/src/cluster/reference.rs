@@ -66,6 +66,20 @@ pub const KEYS: &[Key] = &[
         "A tokenizer other than the real deployment's gives other prompt lengths.",
     ),
     key(
+        "model.lora_adapters",
+        "names",
+        "[]",
+        "LoRA adapters that are served from the start: model names with a prefix cache of their own.",
+        "An adapter changes no step time: its cost is not modelled.",
+    ),
+    key(
+        "model.image_tokens",
+        "tokens, 0 to 65,536",
+        "0",
+        "Tokens of an image in a chat; 0: chats with images are refused.",
+        "One number for images of any size. The time of an image encoder is not modelled.",
+    ),
+    key(
         "engine.block_size",
         "tokens, 1 to 1,024",
         "16",
@@ -843,6 +857,14 @@ pub const KEYS: &[Key] = &[
         "File to which a JSON line is appended per request; `docs/engines.md` has the fields. SIGHUP opens it anew. Lines \
          that cannot be written in time are dropped and counted.",
         "On: names of keys and models, paths and lengths are on the disk.",
+    ),
+    key(
+        "live.management",
+        "true or false",
+        "false",
+        "Serve vLLM's routes for operators: `/sleep`, `/wake_up`, `/is_sleeping`, `/reset_prefix_cache`, and those that load and unload \
+         LoRA adapters.",
+        "On: every client that may send requests can stop the server's answers.",
     ),
     key(
         "live.trace_sample",

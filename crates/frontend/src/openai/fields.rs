@@ -84,6 +84,7 @@ pub(super) static FIELDS: &[Field] = &[
     used(Where::Both, "echo"),
     used(Where::Both, "add_special_tokens"),
     used(Where::Chat, "add_generation_prompt"),
+    used(Where::Chat, "continue_final_message"),
     used(Where::Chat, "chat_template_kwargs"),
     used(Where::Both, "priority"),
     used(Where::Both, "user"),
@@ -99,6 +100,8 @@ pub(super) static FIELDS: &[Field] = &[
     used(Where::Both, "presence_penalty"),
     used(Where::Both, "repetition_penalty"),
     used(Where::Both, "logit_bias"),
+    used(Where::Both, "allowed_token_ids"),
+    used(Where::Both, "prompt_logprobs"),
     used(Where::Chat, "tools"),
     used(Where::Chat, "tool_choice"),
     used(Where::Chat, "parallel_tool_calls"),
@@ -156,12 +159,6 @@ pub(super) static FIELDS: &[Field] = &[
         "the model's own template is used; set `model.tokenizer` to change it",
     ),
     refused(
-        Where::Chat,
-        "continue_final_message",
-        is_false,
-        "send the start of the answer as a prompt to /v1/completions",
-    ),
-    refused(
         Where::Completion,
         "suffix",
         |v| is_text(v, ""),
@@ -174,7 +171,6 @@ pub(super) static FIELDS: &[Field] = &[
         "send `prompt` as text or token ids",
     ),
     refused(Where::Both, "bad_words", is_empty, NO_SAMPLING),
-    refused(Where::Both, "allowed_token_ids", is_empty, NO_SAMPLING),
     refused(Where::Both, "logits_processors", is_empty, NO_SAMPLING),
     refused(
         Where::Both,
@@ -184,9 +180,40 @@ pub(super) static FIELDS: &[Field] = &[
     ),
     refused(
         Where::Both,
-        "prompt_logprobs",
-        never,
-        "log probabilities are modelled for generated tokens alone",
+        "logprob_token_ids",
+        is_empty,
+        "send `logprobs`, which has the likeliest tokens",
+    ),
+    refused(
+        Where::Both,
+        "return_token_offsets",
+        is_false,
+        "send `return_token_ids`, which has the tokens",
+    ),
+    refused(
+        Where::Chat,
+        "return_prompt_text",
+        is_false,
+        "send `return_token_ids`, which has the prompt's tokens",
+    ),
+    refused(
+        Where::Both,
+        "return_mm_kwargs",
+        is_false,
+        "images are counted only",
+    ),
+    refused(Where::Both, "mm_payload", never, "images are counted only"),
+    refused(
+        Where::Both,
+        "stream_interval",
+        |v| *v == Json::Unsigned(1),
+        "each step of an engine has an event; leave it out",
+    ),
+    refused(
+        Where::Both,
+        "ec_transfer_params",
+        is_empty,
+        "transfers between encoders are not modelled",
     ),
     refused(
         Where::Both,
@@ -258,10 +285,10 @@ mod tests {
         parsed.expect_err(&body)
     }
 
-    fn kinds(field: &Field) -> &'static [(Kind, &'static str)] {
+    fn kinds(at: Where) -> &'static [(Kind, &'static str)] {
         const CHAT: (Kind, &str) = (Kind::Chat, "ChatRequest");
         const COMPLETION: (Kind, &str) = (Kind::Completion, "CompletionRequest");
-        match field.at {
+        match at {
             Where::Chat => &[CHAT],
             Where::Completion => &[COMPLETION],
             Where::Both => &[CHAT, COMPLETION],
@@ -269,13 +296,11 @@ mod tests {
     }
 
     #[test]
-    fn parser_openapi_and_docs_agree() {
+    fn parser_and_openapi_agree() {
         let api: Value = serde_json::from_slice(openapi_json()).unwrap();
-        let docs = include_str!("../../../../docs/openai-api.md");
         for field in FIELDS {
             let name = field.name;
-            assert!(docs.contains(&format!("`{name}`")), "docs lack `{name}`");
-            for &(kind, schema) in kinds(field) {
+            for &(kind, schema) in kinds(field.at) {
                 let listed = &api["components"]["schemas"][schema]["properties"][name];
                 match field.rule {
                     Rule::Used => {
@@ -296,12 +321,303 @@ mod tests {
                     }
                     Rule::Refused { .. } => {
                         assert!(listed.is_null(), "{schema} lists `{name}`");
-                        let error = error_of(kind, name, &json!([{"x": 1}]));
-                        assert_eq!(error.param.as_deref(), Some(name));
-                        assert_eq!(error.code, Some("unsupported_parameter"));
                     }
                 }
             }
+        }
+    }
+
+    /// How the docs say that a field is handled.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Handling {
+        Honored,
+        Modelled,
+        Checked,
+        Refused,
+        Ignored,
+    }
+
+    /// A row of the table of fields.
+    struct Row {
+        name: &'static str,
+        at: Where,
+        handling: Handling,
+    }
+
+    /// The table of fields in the docs, a row per field.
+    fn table() -> Vec<Row> {
+        let docs = include_str!("../../../../docs/openai-api.md");
+        let section = docs
+            .split("\n## Fields\n")
+            .nth(1)
+            .expect("it has a section `Fields`");
+        let section = section.split("\n## ").next().unwrap();
+        let mut rows = Vec::new();
+        for line in section.lines().filter(|line| line.starts_with("| `")) {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let [_, names, at, handling, ..] = cells[..] else {
+                panic!("{line}");
+            };
+            let at = match at {
+                "both" => Where::Both,
+                "chat" => Where::Chat,
+                "completions" => Where::Completion,
+                other => panic!("{other}: {line}"),
+            };
+            let handling = match handling {
+                "honored" => Handling::Honored,
+                "modelled" => Handling::Modelled,
+                "checked" => Handling::Checked,
+                "refused" => Handling::Refused,
+                "ignored" => Handling::Ignored,
+                other => panic!("{other}: {line}"),
+            };
+            for name in names.split(", ") {
+                let name = name.trim_matches('`');
+                rows.push(Row { name, at, handling });
+            }
+        }
+        rows
+    }
+
+    /// A value of `name` that is not the default, and the other fields that it needs.
+    fn sample(kind: Kind, name: &str) -> Value {
+        let tool = json!([{"type": "function", "function": {"name": "f"}}]);
+        let schema = json!({"type": "json_schema", "json_schema": {"schema": {"type": "null"}}});
+        let value = match name {
+            "messages" => json!([{"role": "user", "content": "y"}]),
+            "prompt" => json!([1, 2]),
+            "stream"
+            | "ignore_eos"
+            | "include_stop_str_in_output"
+            | "echo"
+            | "return_token_ids" => {
+                json!(true)
+            }
+            "add_special_tokens" => json!(kind == Kind::Chat),
+            "stream_options" => {
+                return json!({"stream": true, name: {"include_usage": true}});
+            }
+            "top_logprobs" => return json!({"logprobs": true, name: 3}),
+            "logprobs" if kind == Kind::Chat => json!(true),
+            "add_generation_prompt" => json!(false),
+            "continue_final_message" => return json!({"add_generation_prompt": false, name: true}),
+            "tool_choice" => return json!({"tools": tool, name: "required"}),
+            "parallel_tool_calls" => return json!({"tools": tool, name: false}),
+            "tools" => tool,
+            "response_format" => schema,
+            "structured_outputs" => json!({"choice": ["a"]}),
+            "guided_json" => json!({"type": "null"}),
+            "guided_choice" | "stop" => json!(["a"]),
+            "guided_regex" => json!("a+"),
+            "stop_token_ids" | "allowed_token_ids" => json!([5]),
+            "logit_bias" => json!({"5": -100}),
+            "chat_template_kwargs" => json!({"a": 1}),
+            "model" | "user" | "request_id" | "cache_salt" => json!("m"),
+            "best_of" | "top_p" | "min_p" | "repetition_penalty" => json!(1),
+            "temperature" | "frequency_penalty" | "presence_penalty" => json!(0.5),
+            _ => json!(3),
+        };
+        json!({ name: value })
+    }
+
+    /// The body of the smallest request, with `fields`.
+    fn body_with(kind: Kind, fields: &Value) -> String {
+        let mut body = match kind {
+            Kind::Chat => json!({"messages": [{"role": "user", "content": "x"}]}),
+            Kind::Completion => json!({"prompt": "x"}),
+        };
+        for (name, value) in fields.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        body.to_string()
+    }
+
+    /// Whether the requests with the bodies mean the same.
+    fn same(kind: Kind, one: &str, other: &str) -> bool {
+        let parse = match kind {
+            Kind::Chat => parse_chat,
+            Kind::Completion => parse_completion,
+        };
+        let parsed = |body: &str| {
+            parse(body.as_bytes())
+                .map(|r| format!("{r:?}"))
+                .expect(body)
+        };
+        parsed(one) == parsed(other)
+    }
+
+    /// Every field of the docs' table is sent, and does what the table says.
+    #[test]
+    fn fields_behave_as_the_docs_say() {
+        let table = table();
+        let nonsense = [
+            json!(true),
+            json!(7),
+            json!("x"),
+            json!({"a": [1]}),
+            json!([1]),
+        ];
+        for Row { name, at, handling } in &table {
+            let ignored_at = match at {
+                Where::Both => &[],
+                Where::Chat => kinds(Where::Completion),
+                Where::Completion => kinds(Where::Chat),
+            };
+            for &(kind, _) in kinds(*at) {
+                let fields = sample(kind, name);
+                let mut without = fields.clone();
+                without.as_object_mut().unwrap().remove(*name);
+                let (with, without) = (body_with(kind, &fields), body_with(kind, &without));
+                match handling {
+                    Handling::Honored | Handling::Modelled => {
+                        assert!(
+                            !same(kind, &with, &without),
+                            "{name} changes nothing: {with}"
+                        );
+                    }
+                    Handling::Checked => {
+                        assert!(
+                            same(kind, &with, &without),
+                            "{name} changes something: {with}"
+                        );
+                        let error = error_of(kind, name, &json!({"a": 1}));
+                        assert_eq!(error.param.as_deref(), Some(*name));
+                    }
+                    Handling::Refused => {
+                        let error = error_of(kind, name, &json!([{"x": 1}]));
+                        assert_eq!(error.param.as_deref(), Some(*name));
+                        assert_eq!(error.code, Some("unsupported_parameter"));
+                    }
+                    Handling::Ignored => {
+                        for value in &nonsense {
+                            let with = body_with(kind, &json!({ *name: value }));
+                            assert!(same(kind, &with, &body_with(kind, &json!({}))), "{with}");
+                        }
+                    }
+                }
+            }
+            for &(kind, _) in ignored_at {
+                // Some have another meaning there.
+                if table.iter().any(|row| row.name == *name && row.at != *at) {
+                    continue;
+                }
+                let with = body_with(kind, &json!({ *name: {"a": [1]} }));
+                assert!(same(kind, &with, &body_with(kind, &json!({}))), "{with}");
+            }
+        }
+    }
+
+    /// Fields of vLLM 0.32's requests.
+    const VLLM_BOTH: &[&str] = &[
+        "model",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "n",
+        "presence_penalty",
+        "response_format",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "user",
+        "use_beam_search",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "watermarking",
+        "length_penalty",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "allowed_token_ids",
+        "bad_words",
+        "echo",
+        "add_special_tokens",
+        "structured_outputs",
+        "priority",
+        "request_id",
+        "session_id",
+        "return_tokens_as_token_ids",
+        "return_token_ids",
+        "routed_experts_prompt_start",
+        "return_token_offsets",
+        "mm_payload",
+        "return_mm_kwargs",
+        "cache_salt",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "vllm_xargs",
+        "repetition_detection",
+        "thinking_token_budget",
+        "stream_interval",
+    ];
+    const VLLM_CHAT: &[&str] = &[
+        "messages",
+        "top_logprobs",
+        "max_completion_tokens",
+        "tools",
+        "tool_choice",
+        "reasoning_effort",
+        "include_reasoning",
+        "parallel_tool_calls",
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "return_prompt_text",
+    ];
+    const VLLM_COMPLETION: &[&str] = &["prompt", "suffix", "prompt_embeds"];
+
+    #[test]
+    fn the_docs_list_every_field() {
+        let table = table();
+        for row in &table {
+            let copies = table.iter().filter(|other| other.name == row.name);
+            assert_eq!(copies.count(), 1, "`{}` has two rows", row.name);
+        }
+        let listed = |name: &str, at: Where| {
+            let mut rows = table.iter().filter(|row| row.name == name);
+            rows.any(|row| row.at == at || row.at == Where::Both)
+        };
+        let vllm = [
+            (VLLM_BOTH, Where::Both),
+            (VLLM_CHAT, Where::Chat),
+            (VLLM_COMPLETION, Where::Completion),
+        ];
+        for (names, at) in vllm {
+            for name in names {
+                assert!(listed(name, at), "the docs lack `{name}` of vLLM");
+            }
+        }
+        for field in FIELDS {
+            assert!(
+                listed(field.name, field.at),
+                "the docs lack `{}`",
+                field.name
+            );
+        }
+        for row in table.iter().filter(|row| row.handling != Handling::Ignored) {
+            let known = |field: &Field| field.name == row.name && field.at == row.at;
+            assert!(
+                FIELDS.iter().any(known),
+                "`{}` is not handled there",
+                row.name
+            );
         }
     }
 }

@@ -7,6 +7,8 @@ use super::json::{self, Out};
 pub struct ModelCard<'a> {
     /// The name that clients send.
     pub id: &'a str,
+    /// The model that it adapts, if it is an adapter.
+    pub parent: Option<&'a str>,
     /// When the server started, Unix time, s.
     pub created: u64,
     /// Prompt plus answer at most, tokens.
@@ -21,7 +23,12 @@ impl ModelCard<'_> {
         json::integer(out, self.created);
         out.put(b",\"owned_by\":\"slipstream\",\"root\":");
         json::string(out, self.id);
-        out.put(b",\"parent\":null,\"max_model_len\":");
+        out.put(b",\"parent\":");
+        match self.parent {
+            Some(parent) => json::string(out, parent),
+            None => out.put(b"null"),
+        }
+        out.put(b",\"max_model_len\":");
         json::integer(out, u64::from(self.max_model_len));
         out.put(b"}");
     }

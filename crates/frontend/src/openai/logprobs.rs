@@ -20,8 +20,10 @@ pub struct TokenLogprob {
     pub text: String,
     /// Its bytes.
     pub bytes: Box<[u8]>,
-    /// Natural logarithm of its probability.
-    pub logprob: f64,
+    /// Its id.
+    pub id: TokenId,
+    /// Natural logarithm of its probability; `None` for the first token of a prompt.
+    pub logprob: Option<f64>,
     /// The likeliest tokens at this place, best first. Shape `[top]`, as asked for.
     pub top: Vec<TokenLogprob>,
 }
@@ -65,9 +67,24 @@ impl TokenLogprob {
         chosen
     }
 
+    /// The modelled log probability of a token of a prompt, at `position` from its begin. It follows from the two.
+    pub fn of_prompt(model: &TextModel, position: u64, token: TokenId, top: u32) -> TokenLogprob {
+        const STREAM: u64 = 0x0070_726f_6d70_7473; // "prompts"
+        if position == 0 {
+            return TokenLogprob {
+                logprob: None,
+                ..TokenLogprob::new(model, token, 0.0)
+            };
+        }
+        let seed = STREAM ^ u64::from(token);
+        TokenLogprob::modelled(model, seed, position, token, top)
+    }
+
     fn new(model: &TextModel, token: TokenId, logprob: f64) -> TokenLogprob {
         let bytes = model.token_bytes(token);
+        let logprob = Some(logprob);
         TokenLogprob {
+            id: token,
             text: String::from_utf8_lossy(bytes).into_owned(),
             bytes: bytes.into(),
             logprob,
@@ -93,13 +110,48 @@ impl TokenLogprob {
         out.put(b"]}");
     }
 
+    /// Appends an entry of `prompt_logprobs`: by token id, as vLLM has it.
+    pub(super) fn render_in_prompt(&self, out: &mut impl Out) {
+        if self.logprob.is_none() {
+            return out.put(b"null");
+        }
+        let only = std::slice::from_ref(self);
+        let shown = if self.top.is_empty() { only } else { &self.top };
+        out.put(b"{");
+        let mut rank = 0;
+        separated(out, shown, |out, token| {
+            rank += 1;
+            out.put(b"\"");
+            json::integer(out, u64::from(token.id));
+            out.put(b"\":{\"logprob\":");
+            token.put_logprob(out);
+            out.put(b",\"rank\":");
+            json::integer(out, rank);
+            out.put(b",\"decoded_token\":");
+            json::string(out, &token.text);
+            out.put(b"}");
+        });
+        out.put(b"}");
+    }
+
+    /// Appends the log probability.
+    pub(super) fn put_logprob(&self, out: &mut impl Out) {
+        match self.logprob {
+            Some(logprob) => json::float(out, logprob),
+            None => out.put(b"null"),
+        }
+    }
+
     /// Appends an entry of a completion's `top_logprobs`.
     pub(super) fn render_tops(&self, out: &mut impl Out) {
+        if self.logprob.is_none() {
+            return out.put(b"null");
+        }
         out.put(b"{");
         separated(out, &self.top, |out, other| {
             json::string(out, &other.text);
             out.put(b":");
-            json::float(out, other.logprob);
+            other.put_logprob(out);
         });
         out.put(b"}");
     }
@@ -109,7 +161,7 @@ impl TokenLogprob {
         out.put(b"\"token\":");
         json::string(out, &self.text);
         out.put(b",\"logprob\":");
-        json::float(out, self.logprob);
+        self.put_logprob(out);
         out.put(b",\"bytes\":[");
         for (at, byte) in self.bytes.iter().enumerate() {
             if at > 0 {
@@ -153,7 +205,7 @@ impl LogprobsPiece {
             offset += token.chars();
         });
         out.put(b"],\"token_logprobs\":[");
-        separated(out, &self.tokens, |out, t| json::float(out, t.logprob));
+        separated(out, &self.tokens, |out, t| t.put_logprob(out));
         out.put(b"],\"tokens\":[");
         separated(out, &self.tokens, |out, t| json::string(out, &t.text));
         out.put(b"],\"top_logprobs\":[");

@@ -35,7 +35,7 @@ pub use logprobs::{LogprobsPiece, TokenLogprob};
 pub use request::{
     ApiRequest, CHOICES_MAX, COMPLETION_MAX_TOKENS, Input, LOGPROBS_MAX, LogprobsWish, N_MAX,
     NAME_BYTES_MAX, PromptInput, RequestParams, STOP_BYTES_MAX, STOP_TOKENS_MAX, STOPS_MAX,
-    parse_chat, parse_completion, parse_turn,
+    VocabLimits, parse_chat, parse_completion, parse_turn,
 };
 pub use responses::{
     ResponseStream, ResponsesRequest, parse_responses, previous_response_id, response_field_names,

@@ -5,14 +5,14 @@ use std::cell::Cell;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
-use slipstream_base::TokenId;
+use slipstream_base::{TokenId, mix};
 
 use super::error::clip;
 use super::fields::{self, Rule};
 use super::form::{Form, RawForm, form_field, tool_calls};
 use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
 use super::{ApiError, Kind};
-use crate::text::{Message, MessageTools};
+use crate::text::{ImagePart, Message, MessageTools};
 
 /// Choices of one request at most: `n` times its prompts.
 pub const CHOICES_MAX: u32 = 1024;
@@ -54,6 +54,8 @@ pub enum Input<'a> {
         messages: Vec<Message<'a>>,
         /// Open the assistant's turn behind the last message. Default true.
         add_generation_prompt: bool,
+        /// The answer continues the last message.
+        continue_final_message: bool,
         /// `chat_template_kwargs`: variables for the template.
         template_kwargs: Vec<(String, serde_json::Value)>,
     },
@@ -98,7 +100,14 @@ pub struct RequestParams {
     pub seed: Option<u64>,
     /// Log probabilities of the generated tokens.
     pub logprobs: Option<LogprobsWish>,
-    /// Completions: the prompt's text goes before the answer's.
+    /// Log probabilities of the prompt's tokens, with so many alternatives each.
+    pub prompt_logprobs: Option<LogprobsWish>,
+    /// The prompt is repeated with its log probabilities: `echo` and `logprobs` of a completion.
+    pub scores_echo: bool,
+    /// Tokens that answers are made of, or not made of; `None`: all of the model's.
+    pub vocab: Option<Box<VocabLimits>>,
+    /// Completions: the prompt's text goes before the answer's. Chats: the last message's text, if it is
+    /// the assistant's.
     pub echo: bool,
     /// Tokens such as BOS around the prompt: completions yes, chats no (their template has them).
     pub add_special_tokens: bool,
@@ -114,6 +123,17 @@ pub struct RequestParams {
     pub return_token_ids: bool,
     /// Tools, and what the answer must look like; `None`: any text.
     pub form: Option<Box<Form>>,
+}
+
+/// Limits of the tokens of an answer: `logit_bias` at its ends, and `allowed_token_ids`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VocabLimits {
+    /// Tokens with a bias of -100, which the answer does not have. Sorted.
+    pub banned: Vec<TokenId>,
+    /// If there are any: tokens with a bias of 100, the only ones that the answer has. Sorted.
+    pub forced: Vec<TokenId>,
+    /// If there are any: `allowed_token_ids`, out of which the answer is made. Sorted.
+    pub allowed: Vec<TokenId>,
 }
 
 /// Log probabilities asked for.
@@ -180,7 +200,8 @@ struct Raw<'a> {
     chat_logprobs: bool,
     top_logprobs: Option<u32>,
     completion_logprobs: Option<u32>,
-    add_generation_prompt: bool,
+    add_generation_prompt: Option<bool>,
+    continue_final_message: bool,
     template_kwargs: Vec<(String, serde_json::Value)>,
     add_special_tokens: Option<bool>,
     form: RawForm,
@@ -199,7 +220,8 @@ impl<'a> Raw<'a> {
             chat_logprobs: false,
             top_logprobs: None,
             completion_logprobs: None,
-            add_generation_prompt: true,
+            add_generation_prompt: None,
+            continue_final_message: false,
             template_kwargs: Vec::new(),
             add_special_tokens: None,
             form: RawForm::default(),
@@ -216,6 +238,9 @@ impl<'a> Raw<'a> {
                 include_stop_str_in_output: false,
                 seed: None,
                 logprobs: None,
+                prompt_logprobs: None,
+                scores_echo: false,
+                vocab: None,
                 echo: false,
                 add_special_tokens: false,
                 priority: 0,
@@ -276,7 +301,8 @@ impl<'a> Raw<'a> {
             "top_logprobs" => self.top_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?),
             "echo" => params.echo = boolean(name, &value)?,
             "add_special_tokens" => self.add_special_tokens = Some(boolean(name, &value)?),
-            "add_generation_prompt" => self.add_generation_prompt = boolean(name, &value)?,
+            "add_generation_prompt" => self.add_generation_prompt = Some(boolean(name, &value)?),
+            "continue_final_message" => self.continue_final_message = boolean(name, &value)?,
             "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
             "priority" => params.priority = priority(name, &value)?,
             "user" => params.user = Some(name_text(name, value)?),
@@ -297,7 +323,20 @@ impl<'a> Raw<'a> {
             "frequency_penalty" | "presence_penalty" => {
                 real(name, &value, |p| (-2.0..=2.0).contains(&p), "from -2 to 2")?;
             }
-            "logit_bias" => logit_bias(name, &value)?,
+            "logit_bias" => {
+                let (banned, forced) = logit_bias(name, &value)?;
+                let limits = params.vocab.get_or_insert_default();
+                (limits.banned, limits.forced) = (banned, forced);
+            }
+            "allowed_token_ids" => {
+                let mut allowed = stop_tokens(name, value)?;
+                allowed.sort_unstable();
+                params.vocab.get_or_insert_default().allowed = allowed;
+            }
+            "prompt_logprobs" => {
+                let top = whole(name, &value, 0, LOGPROBS_MAX)?;
+                params.prompt_logprobs = Some(LogprobsWish { top });
+            }
             "repetition_penalty" => real(name, &value, |p| p > 0.0, "above 0")?,
             other => unreachable!("`{other}` is in the table of fields, but nothing takes it"),
         }
@@ -309,8 +348,13 @@ impl<'a> Raw<'a> {
         let mut params = self.params;
         let input = match kind {
             Kind::Chat => Input::Chat {
+                continue_final_message: self.continue_final_message,
+                add_generation_prompt: opens_turn(
+                    self.continue_final_message,
+                    self.add_generation_prompt,
+                    self.messages.as_ref().and_then(|messages| messages.last()),
+                )?,
                 messages: self.messages.ok_or_else(|| missing("messages"))?,
-                add_generation_prompt: self.add_generation_prompt,
                 template_kwargs: self.template_kwargs,
             },
             Kind::Completion => Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?),
@@ -369,19 +413,28 @@ impl<'a> Raw<'a> {
             }
             Kind::Chat => None,
         };
-        if params.echo && kind == Kind::Chat {
-            return Err(ApiError::unsupported(
-                "echo",
-                "`echo` is not supported in a chat: the client has the messages; leave it out",
-            ));
+        if let (true, Some(LogprobsWish { top })) = (params.stream, params.prompt_logprobs) {
+            // As in vLLM: 0 asks for nothing in a stream.
+            if top > 0 {
+                return Err(ApiError::invalid(
+                    "prompt_logprobs",
+                    "`prompt_logprobs` are not part of streams; send `stream: false`, or `echo` with \
+                     `logprobs` to /v1/completions",
+                ));
+            }
+            params.prompt_logprobs = None;
         }
-        if params.echo && params.logprobs.is_some() {
-            return Err(ApiError::unsupported(
-                "echo",
-                "`echo` with `logprobs` is not supported: log probabilities are modelled for \
-                 generated tokens alone; leave out one of the two",
-            ));
+        match kind {
+            Kind::Completion => params.scores_echo = params.echo && params.logprobs.is_some(),
+            // As in vLLM: an echoed chat has them as `prompt_logprobs`.
+            Kind::Chat if params.echo && !params.stream => {
+                params.prompt_logprobs = params.prompt_logprobs.or(params.logprobs);
+            }
+            Kind::Chat => {}
         }
+        params.vocab = params
+            .vocab
+            .filter(|limits| **limits != VocabLimits::default());
         if let Input::Prompts(prompts) = &input {
             let choices = prompts.len() as u64 * u64::from(params.n);
             if choices > u64::from(CHOICES_MAX) {
@@ -403,6 +456,35 @@ impl<'a> Raw<'a> {
             params,
         })
     }
+}
+
+/// Whether the template opens the assistant's turn behind the `last` message: `asked`, unless the answer
+/// `continues` that message.
+pub(super) fn opens_turn(
+    continues: bool,
+    asked: Option<bool>,
+    last: Option<&Message<'_>>,
+) -> Result<bool, ApiError> {
+    const FIELD: &str = "continue_final_message";
+    if !continues {
+        return Ok(asked.unwrap_or(true));
+    }
+    // Also if it was not sent: true is the default, and vLLM refuses that too.
+    if asked != Some(false) {
+        return Err(ApiError::invalid(
+            FIELD,
+            "`continue_final_message` continues the last message, and `add_generation_prompt` (true by \
+             default) begins a new one; send `\"add_generation_prompt\": false` with it",
+        ));
+    }
+    if last.is_some_and(|last| !last.calls().is_empty()) {
+        return Err(ApiError::invalid(
+            FIELD,
+            "the last message calls tools, and only text can be continued; leave out its `tool_calls`, \
+             or `continue_final_message`",
+        ));
+    }
+    Ok(false)
 }
 
 /// Reads `body` as a JSON object and gives `take` each member whose name is `known`; the others
@@ -566,27 +648,45 @@ fn real(path: &str, value: &Json<'_>, holds: fn(f64) -> bool, range: &str) -> Re
     }
 }
 
-/// Biases by token id: checked, as those of samplers are.
-fn logit_bias(path: &str, value: &Json<'_>) -> Result<(), ApiError> {
+/// Tokens that a bias excludes, and those that it forces, sorted. Other biases change nothing: no logits are modelled.
+fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId>), ApiError> {
+    let (mut banned, mut forced) = (Vec::new(), Vec::new());
     let Json::Object(members) = value else {
         return Err(wrong_type(path, "an object", value));
     };
     for (token, bias) in members {
         let at = format!("{path}.{token}");
-        if token.parse::<TokenId>().is_err() {
+        let Ok(id) = token.parse::<TokenId>() else {
             return Err(ApiError::invalid(
                 at.clone(),
                 format!("`{at}`: names in `{path}` must be token ids"),
             ));
-        }
+        };
         real(
             &at,
             bias,
             |b| (-100.0..=100.0).contains(&b),
             "from -100 to 100",
         )?;
+        match bias {
+            Json::Negative(-100) => banned.push(id),
+            Json::Unsigned(100) => forced.push(id),
+            Json::Real(bias) if *bias == -100.0 => banned.push(id),
+            Json::Real(bias) if *bias == 100.0 => forced.push(id),
+            _ => {}
+        }
+        if banned.len().max(forced.len()) > STOP_TOKENS_MAX {
+            return Err(ApiError::invalid(
+                path,
+                format!(
+                    "`{path}` excludes or forces more than {STOP_TOKENS_MAX} tokens; name fewer"
+                ),
+            ));
+        }
     }
-    Ok(())
+    banned.sort_unstable();
+    forced.sort_unstable();
+    Ok((banned, forced))
 }
 
 fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
@@ -789,6 +889,7 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
     };
     let mut role = None;
     let mut content = None;
+    let mut images = Vec::new();
     let mut name = None;
     let mut calls = Vec::new();
     let mut call_id = None;
@@ -799,7 +900,10 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
         let at = || format!("{path}.{member}");
         match &*member {
             "role" => role = Some(text(&at(), value)?),
-            "content" => content = Some(message_content(&at(), value)?),
+            "content" => {
+                images.clear();
+                content = Some(message_content(&at(), value, &mut images)?);
+            }
             "name" => name = Some(text(&at(), value)?),
             "tool_calls" => calls = tool_calls(&at(), value)?,
             "tool_call_id" => call_id = Some(text(&at(), value)?.into_owned()),
@@ -833,6 +937,7 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
         role,
         content,
         name,
+        images,
         tools: (!calls.is_empty() || call_id.is_some())
             .then(|| Box::new(MessageTools { calls, call_id })),
     })
@@ -840,50 +945,105 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
 
 /// Text, or parts of it, which are joined by a newline as vLLM does for templates that take text
 /// (`vllm/entrypoints/chat_utils.py`).
-fn message_content<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiError> {
+fn message_content<'a>(
+    path: &str,
+    value: Json<'a>,
+    images: &mut Vec<ImagePart>,
+) -> Result<Cow<'a, str>, ApiError> {
     if let Json::Text(text) = value {
         return Ok(text);
     }
     let parts = value
         .into_elements()
         .map_err(|other| wrong_type(path, "a string or an array of text parts", &other))?;
-    let mut texts = parts
-        .into_iter()
-        .enumerate()
-        .map(|(at, part)| content_part(&format!("{path}.{at}"), part));
-    let first = texts.next().unwrap_or(Ok(Cow::Borrowed("")))?;
-    texts.try_fold(first, |mut joined, next| {
-        let whole = joined.to_mut();
-        whole.push('\n');
-        whole.push_str(&next?);
-        Ok(joined)
-    })
+    let mut joined: Option<Cow<'a, str>> = None;
+    for (at, part) in parts.into_iter().enumerate() {
+        match (content_part(&format!("{path}.{at}"), part)?, &mut joined) {
+            (Part::Image(hash), text) => {
+                let at = text.as_ref().map_or(0, |text| text.len());
+                images.push(ImagePart { at, hash });
+            }
+            (Part::Text(first), None) => joined = Some(first),
+            (Part::Text(next), Some(text)) => {
+                let text = text.to_mut();
+                // An image between the two has its own line breaks.
+                if images.last().is_none_or(|image| image.at < text.len()) {
+                    text.push('\n');
+                }
+                text.push_str(&next);
+            }
+        }
+    }
+    Ok(joined.unwrap_or_default())
 }
 
-fn content_part<'a>(path: &str, part: Json<'a>) -> Result<Cow<'a, str>, ApiError> {
+/// A part of a message.
+enum Part<'a> {
+    Text(Cow<'a, str>),
+    /// An image, by the hash of its address or data.
+    Image(u64),
+}
+
+fn content_part<'a>(path: &str, part: Json<'a>) -> Result<Part<'a>, ApiError> {
     let members = match part {
-        Json::Text(text) => return Ok(text),
+        Json::Text(text) => return Ok(Part::Text(text)),
         Json::Object(members) => members,
         other => return Err(wrong_type(path, "an object with a `type`", &other)),
     };
     let mut kind = None;
     let mut said = None;
+    let mut image = None;
     for (member, value) in members {
         match &*member {
             "type" => kind = Some(text(&format!("{path}.type"), value)?),
             "text" => said = Some(text(&format!("{path}.text"), value)?),
+            "image_url" => image = Some(image_hash(&format!("{path}.image_url"), value)?),
             _ => {}
         }
     }
     match kind.as_deref() {
-        Some("text") => said.ok_or_else(|| missing(&format!("{path}.text"))),
+        Some("text") => {
+            let text = said.ok_or_else(|| missing(&format!("{path}.text")))?;
+            Ok(Part::Text(text))
+        }
+        Some("image_url") => {
+            let hash = image.ok_or_else(|| missing(&format!("{path}.image_url")))?;
+            Ok(Part::Image(hash))
+        }
         Some(other) => Err(ApiError::unsupported(
             path,
             format!(
-                "`{path}` is a part of type `{}`; only `text` parts are supported",
+                "`{path}` is a part of type `{}`; only `text` and `image_url` parts are supported",
                 clip(other)
             ),
         )),
         None => Err(missing(&format!("{path}.type"))),
     }
+}
+
+/// Hash of an image's address or data. It is not fetched.
+fn image_hash(path: &str, value: Json<'_>) -> Result<u64, ApiError> {
+    let url = match value {
+        Json::Object(members) => {
+            let url = members.into_iter().find(|(name, _)| name == "url");
+            let (_, url) = url.ok_or_else(|| missing(&format!("{path}.url")))?;
+            text(&format!("{path}.url"), url)?
+        }
+        url => text(path, url)?,
+    };
+    if !["http://", "https://", "data:image/"]
+        .iter()
+        .any(|start| url.starts_with(start))
+    {
+        return Err(ApiError::invalid(
+            path,
+            format!("`{path}` must begin with `http://`, `https://` or `data:image/`"),
+        ));
+    }
+    let hash = |hash, chunk: &[u8]| {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        mix::draw(hash, u64::from_le_bytes(word))
+    };
+    Ok(url.as_bytes().chunks(8).fold(url.len() as u64, hash))
 }

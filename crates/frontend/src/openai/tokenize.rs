@@ -6,7 +6,7 @@ use slipstream_base::TokenId;
 
 use super::ApiError;
 use super::json::{self, Out};
-use super::request::{boolean, messages, missing, read_members, text, tokens};
+use super::request::{boolean, messages, missing, opens_turn, read_members, text, tokens};
 use super::value::Json;
 use crate::text::Message;
 
@@ -34,6 +34,8 @@ pub enum TokenizeInput<'a> {
         messages: Vec<Message<'a>>,
         /// Open the assistant's turn at the end. Default true.
         add_generation_prompt: bool,
+        /// The last message stays open. Default false.
+        continue_final_message: bool,
     },
 }
 
@@ -46,7 +48,8 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
     let mut prompt = None;
     let mut chat = None;
     let mut special = None;
-    let mut opened = true;
+    let mut opened = None;
+    let mut continues = false;
     let mut strs = false;
     let known = |name: &str| {
         matches!(
@@ -56,6 +59,7 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
                 | "messages"
                 | "add_special_tokens"
                 | "add_generation_prompt"
+                | "continue_final_message"
                 | "return_token_strs"
         )
     };
@@ -68,7 +72,8 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
             "prompt" => prompt = Some(text(name, value)?),
             "messages" => chat = Some(messages(name, value)?),
             "add_special_tokens" => special = Some(boolean(name, &value)?),
-            "add_generation_prompt" => opened = boolean(name, &value)?,
+            "add_generation_prompt" => opened = Some(boolean(name, &value)?),
+            "continue_final_message" => continues = boolean(name, &value)?,
             _ => strs = boolean(name, &value)?,
         }
         Ok(())
@@ -77,8 +82,9 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
     let input = match (prompt, chat) {
         (Some(prompt), None) => TokenizeInput::Prompt(prompt),
         (None, Some(messages)) => TokenizeInput::Chat {
+            add_generation_prompt: opens_turn(continues, opened, messages.last())?,
+            continue_final_message: continues,
             messages,
-            add_generation_prompt: opened,
         },
         (None, None) => return Err(missing("prompt")),
         (Some(_), Some(_)) => {

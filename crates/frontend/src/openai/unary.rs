@@ -61,6 +61,14 @@ pub trait WholeAnswer {
     fn token_ids(&self, _choice: usize) -> Option<[&[u32]; 2]> {
         None
     }
+    /// Number of tokens of a choice's prompt, if the client asked for their log probabilities.
+    fn prompt_logprobs(&self, _choice: usize) -> Option<usize> {
+        None
+    }
+    /// Log probability of a token of a choice's prompt, with its alternatives.
+    fn prompt_logprob(&self, _choice: usize, _token: usize) -> TokenLogprob {
+        unreachable!("no prompt has log probabilities")
+    }
     /// Token counts.
     fn usage(&self) -> Usage;
 }
@@ -92,7 +100,12 @@ enum Place {
     /// Ids of tokens from this one on: of the choice's prompt, of the choice, of a chat's prompt.
     Ids(usize, usize),
     EndChoice,
+    /// The log probability of this token of the choice's prompt.
+    Prompt(usize),
+    ClosedChoice,
     Tail,
+    /// After the ids of a chat's prompt.
+    TailPrompt,
     Usage,
     Done,
 }
@@ -189,7 +202,40 @@ impl UnaryRender {
                 }
             }
             Place::Ids(list, from) => self.ids(answer, list, from, out),
-            Place::EndChoice => {
+            // A chat has those of its prompt once, behind the choices.
+            Place::EndChoice if head.kind == Kind::Completion => {
+                match answer.prompt_logprobs(self.choice) {
+                    Some(_) => Place::Prompt(0),
+                    None => Place::ClosedChoice,
+                }
+            }
+            Place::EndChoice => Place::ClosedChoice,
+            Place::Prompt(at) => {
+                let choice = if head.kind == Kind::Chat {
+                    0
+                } else {
+                    self.choice
+                };
+                out.put(if at == 0 {
+                    b",\"prompt_logprobs\":[".as_slice()
+                } else {
+                    b","
+                });
+                answer.prompt_logprob(choice, at).render_in_prompt(out);
+                if at + 1 < answer.prompt_logprobs(choice).unwrap_or_default() {
+                    return Place::Prompt(at + 1);
+                }
+                out.put(b"]");
+                match head.kind {
+                    Kind::Chat => Place::Usage,
+                    Kind::Completion => Place::ClosedChoice,
+                }
+            }
+            Place::TailPrompt => match (answer.prompt_logprobs(0), head.kind) {
+                (Some(_), Kind::Chat) => Place::Prompt(0),
+                _ => Place::Usage,
+            },
+            Place::ClosedChoice => {
                 out.put(b"}");
                 self.choice += 1;
                 Place::Open
@@ -198,7 +244,7 @@ impl UnaryRender {
                 out.put(b"]");
                 match (answer.token_ids(0), head.kind) {
                     (Some(_), Kind::Chat) => Place::Ids(2, 0),
-                    _ => Place::Usage,
+                    _ => Place::TailPrompt,
                 }
             }
             Place::Usage => {
@@ -261,7 +307,7 @@ impl UnaryRender {
         match list {
             0 => Place::Ids(1, 0),
             1 => Place::EndChoice,
-            _ => Place::Usage,
+            _ => Place::TailPrompt,
         }
     }
 
@@ -288,7 +334,7 @@ impl UnaryRender {
                 json::integer(out, self.offset);
                 self.offset += token.chars();
             }
-            (Kind::Completion, 1) => json::float(out, token.logprob),
+            (Kind::Completion, 1) => token.put_logprob(out),
             (Kind::Completion, 2) => json::string(out, &token.text),
             (Kind::Completion, _) => token.render_tops(out),
         }

@@ -146,6 +146,7 @@ pub fn samples(text: &TextModel, model: &str, now_unix_s: u64) -> Vec<Sample> {
         let messages: Vec<Message<'_>> = turns.iter().map(|(r, c)| Message::new(r, c)).collect();
         let options = ChatOptions {
             add_generation_prompt: open,
+            continue_final_message: false,
             tools: &[],
             template_kwargs: &[],
             now_unix_s,
@@ -219,9 +220,11 @@ mod tests {
             TokenizeInput::Chat {
                 messages,
                 add_generation_prompt,
+                continue_final_message,
             } => {
                 let options = ChatOptions {
                     add_generation_prompt: *add_generation_prompt,
+                    continue_final_message: *continue_final_message,
                     tools: &[],
                     template_kwargs: &[],
                     now_unix_s: 0,

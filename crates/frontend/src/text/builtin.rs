@@ -183,7 +183,7 @@ impl Builtin {
             out.push(self.special(2));
             out.push(NEWLINE);
         }
-        for message in messages {
+        for (at, message) in (1..).zip(messages) {
             out.push(self.special(1));
             self.encode(&message.role, out);
             out.push(NEWLINE);
@@ -191,6 +191,9 @@ impl Builtin {
                 self.encode(&message.content, out);
             } else {
                 self.encode(&with_calls(message), out);
+            }
+            if options.continue_final_message && at == messages.len() {
+                return;
             }
             out.push(self.special(2));
             out.push(NEWLINE);
@@ -221,14 +224,19 @@ pub(super) fn render_chat(messages: &[Message<'_>], options: &ChatOptions<'_>) -
             text.push_str(part);
         }
     }
-    for message in messages {
+    for (at, message) in (1..).zip(messages) {
         let content = match message.calls() {
             [] => Cow::Borrowed(&*message.content),
             _ => Cow::Owned(with_calls(message)),
         };
-        for part in [IM_START, &*message.role, "\n", &*content, IM_END, "\n"] {
+        for part in [IM_START, &*message.role, "\n", &*content] {
             text.push_str(part);
         }
+        if options.continue_final_message && at == messages.len() {
+            return text;
+        }
+        text.push_str(IM_END);
+        text.push('\n');
     }
     if options.add_generation_prompt {
         text.push_str(IM_START);
@@ -437,11 +445,12 @@ mod tests {
         #[test]
         fn a_chat_in_parts_is_the_chat_as_text(
             contents in prop::collection::vec("(<\\|im_(start|end)\\|>|<\\||[a-z <|>\\n]|.){0,12}", 0..4),
-            open in any::<bool>(),
+            (open, continues) in prop_oneof![Just((false, false)), Just((true, false)), Just((false, true))],
         ) {
             let messages: Vec<_> = contents.iter().map(|c| super::Message::new("user", c)).collect();
             let options = super::super::ChatOptions {
                 add_generation_prompt: open,
+                continue_final_message: continues,
                 tools: &[],
                 template_kwargs: &[],
                 now_unix_s: 0,

@@ -113,6 +113,9 @@ impl Hf {
         options: &ChatOptions<'_>,
     ) -> Result<String, TextError> {
         match &self.template {
+            Some(template) if options.continue_final_message => {
+                template.render_open(messages, options)
+            }
             Some(template) => template.render(messages, options),
             None => Err(TextError::NoTemplate),
         }
@@ -395,6 +398,7 @@ fn first_in_chat(hf: &Hf, tokens: &[(Vec<u8>, bool)], safe: &[TokenId], first: T
     ];
     let options = ChatOptions {
         add_generation_prompt: true,
+        continue_final_message: false,
         tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,

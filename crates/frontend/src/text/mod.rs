@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 pub use detok::Detokenizer;
 pub use export::builtin_files;
-use slipstream_base::TokenId;
+use slipstream_base::{TokenId, mix};
 
 use crate::structured::Tree;
 pub use stop::{StopHit, StopMatcher};
@@ -37,6 +37,17 @@ pub struct Message<'a> {
     pub name: Option<Cow<'a, str>>,
     /// Calls that it makes, or that it answers.
     pub tools: Option<Box<MessageTools>>,
+    /// Its images, in order.
+    pub images: Vec<ImagePart>,
+}
+
+/// An image in a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImagePart {
+    /// Where it stands in the message's text, bytes. A line break separates it from the text.
+    pub at: usize,
+    /// Hash of its address or data: equal images have equal tokens.
+    pub hash: u64,
 }
 
 /// Calls and results of tools in a message.
@@ -56,6 +67,7 @@ impl<'a> Message<'a> {
             content: content.into(),
             name: None,
             tools: None,
+            images: Vec::new(),
         }
     }
 
@@ -70,6 +82,8 @@ impl<'a> Message<'a> {
 pub struct ChatOptions<'a> {
     /// Open the assistant's turn behind the last message.
     pub add_generation_prompt: bool,
+    /// The answer continues the last message, which stays open. Not with `add_generation_prompt`.
+    pub continue_final_message: bool,
     /// Tools that the model may call, as the client sent them.
     pub tools: &'a [Tree],
     /// Variables for the template, from the request.
@@ -387,6 +401,14 @@ impl TextModel {
     /// [`output_vocab`](Self::output_vocab).
     pub fn first_vocab(&self) -> Arc<[TokenId]> {
         self.first_vocab.clone()
+    }
+
+    /// Text of `tokens` tokens that stands for the image with `hash`.
+    pub(crate) fn image_text(&self, hash: u64, tokens: u32) -> String {
+        let vocab = &self.output_vocab;
+        let word = |at| vocab[mix::below(mix::draw(hash, at), vocab.len() as u64) as usize];
+        let words: Vec<TokenId> = (0..u64::from(tokens)).map(word).collect();
+        self.decode(&words)
     }
 
     /// The token that ends an answer.

@@ -53,6 +53,32 @@ impl ChatTemplate {
         })
     }
 
+    /// Renders `messages` up to the end of the last one's content, which the answer continues.
+    pub(super) fn render_open(
+        &self,
+        messages: &[Message<'_>],
+        options: &ChatOptions<'_>,
+    ) -> Result<String, TextError> {
+        // Stands behind the content, to find its end. Where the template trims, its space is gone.
+        const END: &str = "\u{f8ff}end of the open message\u{f8ff} ";
+        let mut messages = messages.to_vec();
+        if let Some(last) = messages.last_mut() {
+            last.content.to_mut().push_str(END);
+        }
+        let mut text = self.render(&messages, options)?;
+        let Some(at) = text.rfind(END.trim_end()) else {
+            return Err(TextError::Template(
+                "it leaves out the last message, which `continue_final_message` continues".into(),
+            ));
+        };
+        let trims = !text[at..].starts_with(END);
+        text.truncate(at);
+        if trims {
+            text.truncate(text.trim_end().len());
+        }
+        Ok(text)
+    }
+
     /// Renders `messages`.
     pub(super) fn render(
         &self,
@@ -288,6 +314,7 @@ mod tests {
                     &messages,
                     &ChatOptions {
                         add_generation_prompt: true,
+                        continue_final_message: false,
                         tools: &[],
                         template_kwargs: &[("thinking".into(), false.into())],
                         now_unix_s: 1_783_000_000,

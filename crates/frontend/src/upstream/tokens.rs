@@ -109,6 +109,7 @@ fn chat(text: &TextModel, fields: &Fields<'_>) -> Option<Vec<TokenId>> {
     let kwargs: Vec<_> = kwargs.into_iter().collect();
     let options = ChatOptions {
         add_generation_prompt: optional(fields, "add_generation_prompt", true)?,
+        continue_final_message: false,
         tools: &[],
         template_kwargs: &kwargs,
         now_unix_s: now_unix_s(),
@@ -144,6 +145,7 @@ fn message(fields: &Fields<'_>) -> Option<Message<'static>> {
         content: Cow::Owned(content),
         name: optional(fields, "name", None::<String>)?.map(Cow::Owned),
         tools: None,
+        images: Vec::new(),
     })
 }
 
@@ -195,6 +197,7 @@ mod tests {
         ];
         let options = ChatOptions {
             add_generation_prompt: true,
+            continue_final_message: false,
             tools: &[],
             template_kwargs: &[],
             now_unix_s: 0,

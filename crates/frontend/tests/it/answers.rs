@@ -40,7 +40,8 @@ fn logprobs() -> LogprobsPiece {
     let entry = |text: &str, logprob, top| TokenLogprob {
         text: text.into(),
         bytes: text.as_bytes().into(),
-        logprob,
+        id: 7,
+        logprob: Some(logprob),
         top,
     };
     LogprobsPiece {
@@ -162,6 +163,7 @@ fn whole_answers_have_choices_and_usage() {
 fn the_small_answers() {
     let card = ModelCard {
         id: "m",
+        parent: None,
         created: 5,
         max_model_len: 1024,
     };
@@ -231,14 +233,18 @@ fn the_openapi_document_has_every_route() {
         [
             "/detokenize",
             "/health",
+            "/is_sleeping",
             "/live",
             "/metrics",
             "/openapi.json",
             "/ready",
+            "/reset_prefix_cache",
+            "/sleep",
             "/tokenize",
             "/v1/chat/completions",
             "/v1/completions",
             "/v1/embeddings",
+            "/v1/load_lora_adapter",
             "/v1/messages",
             "/v1/messages/count_tokens",
             "/v1/models",
@@ -246,7 +252,9 @@ fn the_openapi_document_has_every_route() {
             "/v1/responses",
             "/v1/responses/{id}",
             "/v1/responses/{id}/cancel",
+            "/v1/unload_lora_adapter",
             "/version",
+            "/wake_up",
         ]
     );
     // Every reference leads somewhere.
@@ -365,8 +373,12 @@ proptest! {
         texts.sort();
         texts.dedup();
         prop_assert_eq!(texts.len(), top as usize);
-        let sum: f64 = drawn.top.iter().map(|t| t.logprob.exp()).sum();
+        let sum: f64 = drawn.top.iter().filter_map(|t| t.logprob).map(f64::exp).sum();
         prop_assert!(sum <= 1.0 + 1e-9, "{}", sum);
-        prop_assert!(drawn.logprob >= 0.5f64.ln());
+        prop_assert!(drawn.logprob >= Some(0.5f64.ln()));
+        // Those of a prompt follow from position and token; its first token has none.
+        let of_prompt = TokenLogprob::of_prompt(model(), position, token, top);
+        prop_assert_eq!(&of_prompt, &TokenLogprob::of_prompt(model(), position, token, top));
+        prop_assert_eq!(of_prompt.logprob.is_none(), position == 0);
     }
 }

@@ -43,6 +43,7 @@ fn encode(model: &TextModel, text: &str) -> Vec<u32> {
 fn options(add_generation_prompt: bool) -> ChatOptions<'static> {
     ChatOptions {
         add_generation_prompt,
+        continue_final_message: false,
         tools: &[],
         template_kwargs: &[],
         now_unix_s: 0,
@@ -79,14 +80,16 @@ proptest! {
     #[test]
     fn the_exported_template_renders_what_the_built_in_one_does(
         contents in prop::collection::vec(".{0,24}", 1..4),
-        open in any::<bool>(),
+        (open, continues) in prop_oneof![Just((false, false)), Just((true, false)), Just((false, true))],
     ) {
         let messages: Vec<Message<'_>> =
             contents.iter().map(|content| Message::new("user", content)).collect();
-        prop_assert_eq!(
-            builtin().render_chat(&messages, &options(open)).unwrap(),
-            exported().render_chat(&messages, &options(open)).unwrap()
-        );
+        let options = ChatOptions { continue_final_message: continues, ..options(open) };
+        let text = builtin().render_chat(&messages, &options).unwrap();
+        if continues {
+            prop_assert!(text.ends_with(contents.last().unwrap()), "{text:?}");
+        }
+        prop_assert_eq!(text, exported().render_chat(&messages, &options).unwrap());
     }
 }
 
@@ -117,6 +120,30 @@ fn where_the_template_trims_answers_begin_without_a_space() {
         .encode_chat(&said, &options(false), &mut tokens)
         .unwrap();
     assert!(tokens.windows(3).any(|window| window == answer), "{text}");
+}
+
+/// As `transformers` does it: where the template trims, the continued message has no space at its end.
+#[test]
+fn a_trimmed_message_is_continued_at_its_end() {
+    let dir = export(|name, json| {
+        if name == "tokenizer_config.json" {
+            let template = json["chat_template"].as_str().unwrap();
+            json["chat_template"] = template
+                .replace("message.content", "message.content|trim")
+                .into();
+        }
+    });
+    let model = TextModel::load(dir.path()).unwrap();
+    let said = [
+        Message::new("user", "go"),
+        Message::new("assistant", "I went "),
+    ];
+    let options = ChatOptions {
+        continue_final_message: true,
+        ..options(false)
+    };
+    let text = model.render_chat(&said, &options).unwrap();
+    assert!(text.ends_with("\nI went"), "{text:?}");
 }
 
 /// SentencePiece's spelling: `▁` for a space, `<0x0A>` for a byte, merges instead of pieces.

@@ -67,6 +67,7 @@ fn everything_that_is_modelled_is_understood() {
     let Input::Chat {
         messages,
         add_generation_prompt,
+        continue_final_message,
         template_kwargs,
     } = &request.input
     else {
@@ -82,7 +83,7 @@ fn everything_that_is_modelled_is_understood() {
         ]
     );
     assert_eq!(messages[0].name.as_deref(), Some("ops"));
-    assert!(!add_generation_prompt);
+    assert!(!add_generation_prompt && !continue_final_message);
     assert_eq!(template_kwargs, &[("thinking".to_owned(), json!(false))]);
     let params = &request.params;
     assert!(params.stream && params.include_usage && params.ignore_eos);
@@ -318,10 +319,10 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
         (
             json!({"messages": [{"role": "user", "content": [
                 {"type": "text", "text": "see"},
-                {"type": "image_url", "image_url": {"url": "data:"}},
+                {"type": "video_url", "video_url": {"url": "data:"}},
             ]}]}),
             "messages.0.content.1",
-            "`image_url`; only `text` parts",
+            "`video_url`; only `text` and `image_url` parts",
         ),
         (
             json!({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
@@ -339,7 +340,51 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "top_logprobs",
             "from 0 to 20",
         ),
-        (json!({"echo": true}), "echo", "not supported in a chat"),
+        (
+            json!({"continue_final_message": true}),
+            "continue_final_message",
+            "`\"add_generation_prompt\": false`",
+        ),
+        (
+            json!({"continue_final_message": true, "add_generation_prompt": true}),
+            "continue_final_message",
+            "`\"add_generation_prompt\": false`",
+        ),
+        (
+            json!({
+                "continue_final_message": true, "add_generation_prompt": false,
+                "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            }),
+            "continue_final_message",
+            "calls tools",
+        ),
+        (
+            json!({"prompt_logprobs": 1, "stream": true}),
+            "prompt_logprobs",
+            "`stream: false`",
+        ),
+        (
+            json!({"prompt_logprobs": 21}),
+            "prompt_logprobs",
+            "from 0 to 20",
+        ),
+        (
+            json!({"allowed_token_ids": ["a"]}),
+            "allowed_token_ids.0",
+            "a whole number",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [
+                {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+            ]}]}),
+            "messages.0.content.0.image_url",
+            "`https://`",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
+            "messages.0.content.0",
+            "`image_url`",
+        ),
         (
             json!({"logit_bias": {"5": 101}}),
             "logit_bias.5",
@@ -398,11 +443,6 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "a whole number, not a boolean",
         ),
         (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
-        (
-            json!({"echo": true, "logprobs": 1}),
-            "echo",
-            "with `logprobs`",
-        ),
         (json!({"suffix": "end"}), "suffix", "not supported"),
     ] {
         check_refused(Completion, fields, param, part);
@@ -425,10 +465,6 @@ fn what_is_not_modelled_is_refused_unless_it_asks_for_nothing() {
         (
             json!({"use_beam_search": true}),
             json!({"use_beam_search": false}),
-        ),
-        (
-            json!({"continue_final_message": true}),
-            json!({"continue_final_message": false}),
         ),
     ] {
         let param = asks.as_object().unwrap().keys().next().unwrap().clone();

@@ -203,6 +203,7 @@ fn calls_in_the_history_are_rendered_with_their_arguments() {
     )])];
     let options = ChatOptions {
         add_generation_prompt: true,
+        continue_final_message: false,
         tools: &tools,
         template_kwargs: &[],
         now_unix_s: 0,

@@ -20,15 +20,15 @@ use anyhow::Context;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
-use slipstream_base::{Role, SimTime};
 use slipstream_base::text::counted;
+use slipstream_base::{Role, SimTime};
 use slipstream_config::cluster::{Cluster, file};
 use slipstream_config::doc::Doc;
 use slipstream_frontend::shadow::{ShadowEvent, ShadowFeed, ShadowRequest};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_twin::{Follower, Options, RequestRecord, Sink};
 use slipstream_workload::Request;
-use slipstream_workload::prompt::{Content, PromptSource, Role, Segment};
+use slipstream_workload::prompt::{self, Content, PromptSource, Segment};
 
 /// Interval at which the twin advances.
 const TURN: Duration = Duration::from_millis(250);
@@ -164,8 +164,7 @@ fn check(fleet: &Cluster, twin: &Cluster) -> anyhow::Result<Vec<String>> {
         counted(workers.into(), "worker"),
         counted(urls.len() as u64, "engine")
     );
-    let has_roles =
-        |cluster: &Cluster| cluster.pools.iter().any(|pool| pool.role != Role::Both);
+    let has_roles = |cluster: &Cluster| cluster.pools.iter().any(|pool| pool.role != Role::Both);
     anyhow::ensure!(
         !has_roles(fleet) && !has_roles(twin),
         "pools with the role \"prefill\" or \"decode\" cannot be followed: a request has one engine"
@@ -377,7 +376,7 @@ fn prompt(request: &ShadowRequest, block_size: u32) -> PromptSource {
     let segment = |text: u64, tokens: u32| Segment {
         content: Content::Text(text),
         tokens,
-        role: Role::User,
+        role: prompt::Role::User,
     };
     let blocks = shared.len() as u32;
     let rest = request.input_tokens - blocks * block_size;

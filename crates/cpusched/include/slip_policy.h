@@ -381,13 +381,23 @@ slip_inline void slip_on_kept(const struct slip_params *p, struct slip_task *t,
 slip_inline void slip_on_turn(struct slip_task *t) { t->queued = 1; }
 
 /*
- * Key in a queue: the task's virtual deadline on the LLC's clock, i.e. its virtual time
- * after one more slice. Among equals the task with the smaller slice goes first (as in EEVDF); the share
- * of the CPU depends on virtual time alone.
+ * Key in the queue of one domain: the task's virtual deadline on the domain's clock, i.e. its virtual
+ * time after one more slice. Among equals the task with the smaller slice goes first (as in EEVDF); the
+ * share of the CPU depends on virtual time alone.
+ */
+slip_inline u64 slip_own_key(const struct slip_task *t, u64 slice)
+{
+	return t->vtime + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+}
+
+/*
+ * Key in a queue of several domains: the same on the LLC's clock. It is not used for the tasks bound to
+ * one CPU: while they wait, their domain can be moved up, and tasks with keys of before would go ahead
+ * of those that came later, whatever their weights.
  */
 slip_inline u64 slip_queue_key(const struct slip_task *t, const struct slip_domain *d, u64 slice)
 {
-	return t->vtime + d->offset + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	return slip_own_key(t, slice) + d->offset;
 }
 
 /*

@@ -243,6 +243,7 @@ unsafe extern "C" {
     fn slip_n_on_kept(p: &Params, t: &mut Task, d: &Domain);
     fn slip_n_on_turn(t: &mut Task);
     fn slip_n_change_domain(t: &mut Task, from: &Domain, to: &Domain);
+    fn slip_n_own_key(t: &Task, slice: u64) -> u64;
     fn slip_n_queue_key(t: &Task, d: &Domain, slice: u64) -> u64;
     fn slip_n_charge(t: &mut Task, exec_ns: u64) -> u64;
     fn slip_n_on_sync_wake(t: &mut Task, exec_ns: u64);
@@ -497,7 +498,8 @@ impl Core {
         unsafe { slip_n_slice(&self.params, &self.tasks[task], &self.llcs[llc as usize]) }
     }
 
-    /// Prepares a task to be queued on `llc`; returns its key there.
+    /// Prepares a task to be queued on `llc`; returns its key there, or in its CPU's queue if it is bound
+    /// to one CPU.
     pub fn on_runnable(&mut self, task: usize, llc: u32, now: u64) -> u64 {
         let slice = self.slice(task, llc);
         let domain = self.domain(self.tasks[task].domain, llc);
@@ -506,8 +508,18 @@ impl Core {
         // SAFETY: live, aligned structs, all distinct; nothing is kept.
         unsafe {
             slip_n_on_runnable(&self.params, t, l, d, now);
-            slip_n_queue_key(t, d, slice)
+            if t.domain < DOMAINS {
+                slip_n_queue_key(t, d, slice)
+            } else {
+                slip_n_own_key(t, slice)
+            }
         }
+    }
+
+    /// A key of the queue of the tasks bound to a CPU, on the clock of its LLC.
+    pub fn shared_key(&self, cpu: u32, own_key: u64) -> u64 {
+        let d = &self.domains[self.domain(DOMAINS + cpu, 0)];
+        own_key.wrapping_add(d.offset)
     }
 
     /// The key that a task would have if it were queued on `llc`.

@@ -2,6 +2,7 @@
 
 mod config;
 mod deferred;
+mod fluid;
 mod host;
 mod promises;
 mod queues;

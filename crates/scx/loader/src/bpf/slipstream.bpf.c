@@ -646,8 +646,8 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	d = domain_of(&tc->t, id);
 	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
 	slice = slip_slice(params(), &tc->t, &s->llc);
-	key = slip_queue_key(&tc->t, d, slice);
 	if (tc->t.domain >= SLIP_DOMAINS) {
+		key = slip_own_key(&tc->t, slice);
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
 		c->bound_put++;
 		if (claimed)
@@ -658,6 +658,7 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 			scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
 		return;
 	}
+	key = slip_queue_key(&tc->t, d, slice);
 	scx_bpf_dsq_insert_vtime(p, id, slice, key, enq_flags);
 	set_queued(s, (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id)) + 1);
 	__sync_fetch_and_add(&s->put, 1);
@@ -831,6 +832,7 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 	heads.has_handover = 0;
 	heads.has_prev = 0;
 	heads.has_llc = 0;
+	heads.cpu_key = 0;
 	heads.has_cpu = has_bound(c);
 	if (prev && (prev->scx.flags & SCX_TASK_QUEUED))
 		tc = task_of(prev);
@@ -850,6 +852,7 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 		}
 		if (heads.has_cpu)
 			heads.has_cpu = first_key(DSQ_CPU + cpu, cpu, 1, &heads.cpu_key);
+		heads.cpu_key += c->own.offset;
 		heads.has_llc = first_key(id, cpu, PEEKS, &heads.llc_key);
 		from = slip_choose(&heads);
 		if (from == SLIP_FROM_PREV) {

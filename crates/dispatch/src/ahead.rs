@@ -7,6 +7,10 @@ use slipstream_router::{Chosen, RouteError, RouteRequest, Router};
 ///
 /// # Errors
 /// [`RouteError`].
+#[expect(
+    clippy::disallowed_methods,
+    reason = "only this crate decides (clippy.toml)"
+)]
 pub fn choose(
     router: &mut Router,
     now: SimTime,

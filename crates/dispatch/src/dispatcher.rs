@@ -846,6 +846,10 @@ impl Apart {
     }
 }
 
+#[expect(
+    clippy::disallowed_methods,
+    reason = "only this crate decides (clippy.toml)"
+)]
 fn route_with(
     router: &mut Router,
     role: Role,

@@ -19,8 +19,6 @@
 //! [`env`](mod@env) the driver's answers, `life` the states of a request, and [`ahead`] decisions for
 //! requests that do not depend on each other.
 #![forbid(unsafe_code)]
-// Only in this crate (clippy.toml).
-#![allow(clippy::disallowed_methods)]
 
 pub mod action;
 pub mod ahead;

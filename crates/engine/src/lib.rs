@@ -14,6 +14,7 @@
 //! ```
 //!
 //! The model and its differences from vLLM: `docs/engine-model.md`.
+#![cfg_attr(test, allow(clippy::disallowed_methods))] // its tests do I/O
 #![forbid(unsafe_code)]
 
 mod answer;

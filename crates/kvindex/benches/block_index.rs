@@ -2,6 +2,7 @@
 //!
 //! Every case runs on a full index: each target holds 16,384 blocks (vLLM's size of a small KV
 //! cache), in prompts of 190 blocks (the mean of Mooncake's conversation trace in blocks of 64).
+#![allow(clippy::disallowed_methods)] // it has threads, clocks or files
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};

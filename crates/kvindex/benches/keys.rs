@@ -2,6 +2,7 @@
 //!
 //! Keys have 36 bytes, as vLLM's under SHA-256. The slowest step of a resync is timed by hand and in
 //! CPU time, because its maximum matters, not its mean.
+#![allow(clippy::disallowed_methods)] // it has threads, clocks or files
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

@@ -12,6 +12,7 @@
 //!
 //! Owners are dense *target* indexes `0..T`: all ranks of all workers, in an order that the caller
 //! chooses.
+#![cfg_attr(test, allow(clippy::disallowed_methods))] // its tests do I/O
 #![forbid(unsafe_code)]
 
 pub mod approximate;

@@ -238,6 +238,7 @@ impl Router {
         request: &RouteRequest<'_>,
         scores: Option<&mut Vec<Score>>,
     ) -> Result<Routed, RouteError> {
+        #[expect(clippy::disallowed_methods, reason = "its own")]
         let chosen = self.choose(now, request, scores)?;
         Ok(self.charge(chosen, request))
     }

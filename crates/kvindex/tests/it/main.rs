@@ -1,4 +1,5 @@
 //! Concurrent writers and readers of one index, on real threads; sets of whole keys in [`keys`].
+#![allow(clippy::disallowed_methods)] // it has threads, clocks or files
 
 mod keys;
 

@@ -2,6 +2,7 @@
 
 use crate::ids::RankId;
 use crate::token::{BlockHash, TokenId};
+use crate::width::to_u32;
 
 /// One change of the set of blocks that a rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +60,7 @@ impl StoredBlocks {
     /// Adds a block: its tokens (none if they are not known), and whether it opens a prompt.
     pub fn push(&mut self, tokens: &[TokenId], first: bool) {
         self.tokens.extend_from_slice(tokens);
-        let end = self.tokens.len() as u32;
+        let end = to_u32(self.tokens.len());
         self.blocks.push(StoredBlock { end, first });
     }
 

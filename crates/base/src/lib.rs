@@ -3,6 +3,15 @@
 //!
 //! This crate does no I/O, reads no clock and depends on no other crate of the workspace. Types are
 //! plain values; constructors check their invariants once.
+// Casts that could change a number go through `crate::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod fpm;
@@ -17,6 +26,7 @@ pub mod stage;
 pub mod text;
 pub mod time;
 pub mod token;
+pub mod width;
 
 pub use fpm::ForwardPassMetrics;
 pub use ids::{RankId, RequestId, WorkerId};

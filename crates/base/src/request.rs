@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::ids::RequestId;
 use crate::token::{BlockHash, TokenId};
+use crate::width::to_u32;
 
 /// A prompt as hashed blocks. The engine needs no token of a full block: identity is in its hash.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +75,7 @@ impl Prompt {
         let blocks = root.chain(tokens, block_size);
         let tail = &tokens[blocks.len() * block_size as usize..];
         let prompt = Prompt::from_parts(
-            tokens.len() as u32,
+            to_u32(tokens.len()),
             block_size,
             blocks.into(),
             Tail::Tokens(tail.into()),
@@ -188,7 +189,7 @@ impl Prompt {
         let len = self.len.saturating_add(count);
         let mut blocks = self.blocks.to_vec();
         let mut parent = blocks.last().copied().unwrap_or(self.root);
-        for j in self.blocks.len() as u32..len / self.block_size {
+        for j in to_u32(self.blocks.len())..len / self.block_size {
             parent = parent.child_of_id(id, u64::from(j));
             blocks.push(parent);
         }

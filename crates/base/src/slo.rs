@@ -4,6 +4,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::width::round_u64;
+
 /// Objectives, ns; `None` if not set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Slo {
@@ -50,7 +52,7 @@ impl Slo {
 
     /// The same objectives with every limit multiplied by `factor`, above 0.
     pub fn scaled(&self, factor: f64) -> Slo {
-        let scale = |limit: Option<u64>| limit.map(|ns| (ns as f64 * factor).round() as u64);
+        let scale = |limit: Option<u64>| limit.map(|ns| round_u64(ns as f64 * factor));
         let limits = [
             ("ttft", scale(self.ttft)),
             ("itl", scale(self.itl)),
@@ -165,7 +167,7 @@ pub fn parse_ns(text: &str) -> Result<u64, String> {
     if !(number.is_finite() && number >= 0.0) {
         return Err(format!("`{text}` is not a time: it must not be negative"));
     }
-    Ok((number * scale).round() as u64)
+    Ok(round_u64(number * scale))
 }
 
 #[cfg(test)]

@@ -4,6 +4,8 @@ use std::fmt;
 use std::ops::{Add, AddAssign, Sub};
 use std::time::Duration;
 
+use crate::width::round_u64;
+
 /// Nanoseconds since the start of a run (simulated) or since an arbitrary origin (live:
 /// `CLOCK_MONOTONIC`). 584 years fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -17,7 +19,7 @@ impl SimTime {
 
     /// `seconds` after the origin, rounded to the nearest ns; negative and NaN give the origin.
     pub fn from_secs_f64(seconds: f64) -> SimTime {
-        SimTime((seconds * 1e9).round() as u64)
+        SimTime(round_u64(seconds * 1e9))
     }
 
     /// Seconds since the origin.

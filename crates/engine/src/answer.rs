@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use slipstream_base::TokenId;
 use slipstream_base::mix::{below, draw, mix64, unit};
+use slipstream_base::width::{floor_u32, to_usize};
 use slipstream_config::cluster::OutputLen;
 
 use crate::error::EngineError;
@@ -58,7 +59,7 @@ impl OutputModel {
 /// be empty. [`OutputModel::token`] says which vocabulary is drawn from.
 #[inline]
 pub fn output_token(vocab: &[TokenId], seed: u64, position: u32) -> TokenId {
-    vocab[below(draw(seed, u64::from(position)), vocab.len() as u64) as usize]
+    vocab[to_usize(below(draw(seed, u64::from(position)), vocab.len() as u64))]
 }
 
 /// Natural length of the answer of a request with this `seed`, tokens, at least 1, the
@@ -82,7 +83,7 @@ pub fn natural_len(lengths: &OutputLen, seed: u64) -> u32 {
             let mu = libm::log(mean) - variance / 2.0;
             let tokens = libm::round(libm::exp(mu + libm::sqrt(variance) * normal));
             // NaN and negative numbers go to 0 here, hence the lower bound.
-            (tokens as u32).max(1)
+            floor_u32(tokens).max(1)
         }
     }
 }

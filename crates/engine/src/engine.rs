@@ -9,6 +9,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use slipstream_base::fpm::{DecodeStats, PrefillStats};
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::mix::mix64;
+use slipstream_base::width::to_u32;
 use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
     Role, SimTime, Tail, TokenId,
@@ -280,7 +281,7 @@ impl Engine {
         // and never come back. vLLM does not start with such a configuration unless it may
         // lower max_model_len by itself (`--max-model-len auto`), which is what happens here.
         let cache_tokens = u64::from(config.num_gpu_blocks) * u64::from(config.block_size);
-        let mut max_len = u64::from(config.max_model_len).min(cache_tokens) as u32;
+        let mut max_len = to_u32(u64::from(config.max_model_len).min(cache_tokens));
         let budget = config
             .max_num_scheduled_tokens
             .unwrap_or(u32::MAX)
@@ -404,7 +405,7 @@ impl Engine {
     /// Notes the hashes of the full blocks that end in the answer's part from another engine.
     fn hash_answered(&mut self, sequence: &mut Sequence) {
         let prompt = &sequence.request.prompt;
-        let known = prompt.blocks().len() as u32;
+        let known = to_u32(prompt.blocks().len());
         let mut parent = prompt.blocks().last().copied().unwrap_or(prompt.root());
         for j in known..sequence.tokens() / self.block_size {
             let tokens = &mut self.block_tokens;
@@ -610,7 +611,7 @@ impl Engine {
 
     /// Most tokens that one sequence may have in a pass. A sequence that is alone starves no other.
     fn most_of_one(&self) -> u32 {
-        let sequences = self.by_id.len() as u32;
+        let sequences = to_u32(self.by_id.len());
         if self.long_prefill == u32::MAX || sequences <= 1 {
             return u32::MAX;
         }
@@ -742,7 +743,7 @@ impl Engine {
         let known = prompt_blocks + sequence.generated_blocks.len();
         let generated = &mut sequence.generated_blocks;
         self.pool
-            .hashes_from(&sequence.table, known as u32, generated);
+            .hashes_from(&sequence.table, to_u32(known), generated);
         sequence.outputs = r.len - r.prompt_len;
         if slipstream_base::planted!("forgotten-token") {
             sequence.outputs = sequence.outputs.saturating_sub(1);
@@ -768,7 +769,7 @@ impl Engine {
 
     fn admit_waiting<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         self.admit_loaded::<AHEAD>(now, plan);
-        while plan.budget > 0 && (self.running.len() as u32) < self.max_running {
+        while plan.budget > 0 && to_u32(self.running.len()) < self.max_running {
             let Some(slot) = self.waiting.first() else {
                 break;
             };
@@ -872,7 +873,7 @@ impl Engine {
         loop {
             let sequence = &self.sequences[slot];
             let prompt = &sequence.request.prompt;
-            let j = (prompt.blocks().len() + sequence.generated_blocks.len()) as u32;
+            let j = to_u32(prompt.blocks().len() + sequence.generated_blocks.len());
             if j >= blocks {
                 return;
             }
@@ -947,19 +948,19 @@ impl Engine {
         }
         let sequence = &mut self.sequences[slot];
         let prompt_blocks = sequence.request.prompt.blocks();
-        let known = (prompt_blocks.len() as u32).clamp(full.start, full.end);
+        let known = to_u32(prompt_blocks.len()).clamp(full.start, full.end);
         if full.start < known {
             let parent = parent_of(sequence, full.start, &self.pool);
             let Sequence { request, table, .. } = sequence;
             let hashes = &request.prompt.blocks()[full.start as usize..known as usize];
             let copies = self.pool.cache(table, parent, hashes, &mut self.ops);
-            self.note_stored(slot, full.start + copies as u32..known);
+            self.note_stored(slot, full.start + to_u32(copies)..known);
         }
         for j in known..full.end {
             let (hash, parent) = self.generated_block(slot, j);
             let table = &mut self.sequences[slot].table;
             let copies = self.pool.cache(table, parent, &[hash], &mut self.ops);
-            self.note_stored(slot, j + copies as u32..j + 1);
+            self.note_stored(slot, j + to_u32(copies)..j + 1);
         }
     }
 
@@ -1214,7 +1215,7 @@ impl Engine {
     /// The engine's state in numbers; O(1).
     pub fn stats(&self) -> Stats {
         Stats {
-            running: self.by_id.len() as u32 - self.waiting.len() - self.handovers.loading,
+            running: to_u32(self.by_id.len()) - self.waiting.len() - self.handovers.loading,
             waiting: self.waiting.len(),
             used_blocks: self.pool.used(),
             free_blocks: self.pool.free(),
@@ -1491,7 +1492,7 @@ impl Slab {
             slot
         } else {
             self.slots.push(Some(sequence));
-            self.slots.len() as u32 - 1
+            to_u32(self.slots.len()) - 1
         }
     }
 
@@ -1504,7 +1505,7 @@ impl Slab {
 
     fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> {
         let slots = self.slots.iter().enumerate();
-        slots.filter_map(|(slot, s)| Some((slot as u32, s.as_ref()?)))
+        slots.filter_map(|(slot, s)| Some((to_u32(slot), s.as_ref()?)))
     }
 }
 

@@ -15,6 +15,15 @@
 //!
 //! The model and its differences from vLLM: `docs/engine-model.md`.
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // its tests do I/O
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod answer;

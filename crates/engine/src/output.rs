@@ -1,5 +1,6 @@
 //! Results of a pass.
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{FinishReason, ForwardPassMetrics, KvDelta, RequestId, SimTime, TokenId};
 
 /// Results of one pass. A driver keeps one and hands it in again and again: its vectors are
@@ -85,7 +86,7 @@ impl StepTokens {
                 self.entries.push(TokenEntry {
                     id,
                     token,
-                    several: tokens.len() as u32,
+                    several: to_u32(tokens.len()),
                 });
             }
         }

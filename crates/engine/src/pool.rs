@@ -40,6 +40,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, KvOp};
 
 const NIL: u32 = u32::MAX;
@@ -297,9 +298,9 @@ impl BlockPool {
         if let Some(last) = hits.segments.last_mut() {
             let run = &self.runs[last.run as usize];
             let more = shared(&run.blocks()[last.len as usize..], hashes);
-            last.len += more as u32;
-            hits.blocks += more as u32;
-            hits.free += if run.refs == 0 { more as u32 } else { 0 };
+            last.len += to_u32(more);
+            hits.blocks += to_u32(more);
+            hits.free += if run.refs == 0 { to_u32(more) } else { 0 };
             at = more;
             if last.len < run.len {
                 return at;
@@ -309,7 +310,7 @@ impl BlockPool {
             && let Some(&id) = self.heads.get(&hashes[at])
         {
             let run = &self.runs[id as usize];
-            let len = shared(run.blocks(), &hashes[at..]) as u32;
+            let len = to_u32(shared(run.blocks(), &hashes[at..]));
             hits.segments.push(Segment { run: id, len });
             hits.blocks += len;
             hits.free += if run.refs == 0 { len } else { 0 };
@@ -365,7 +366,7 @@ impl BlockPool {
         hashes: &[BlockHash],
         ops: &mut Vec<KvOp>,
     ) -> usize {
-        let count = hashes.len() as u32;
+        let count = to_u32(hashes.len());
         assert!(count <= table.blank, "a block becomes full once");
         let opens = table.cached == 0;
         table.blank -= count;
@@ -410,7 +411,7 @@ impl BlockPool {
             opens,
             hashes,
         } = fresh;
-        let len = hashes.len() as u32;
+        let len = to_u32(hashes.len());
         self.cached += len;
         if self.watched.is_some_and(|hash| hashes.contains(&hash)) {
             self.watched_came = true;
@@ -553,7 +554,7 @@ impl BlockPool {
                 break;
             }
         }
-        at as u32
+        to_u32(at)
     }
 
     /// Frees `count` blocks of the LRU list, from its beginning.
@@ -807,7 +808,7 @@ impl BlockPool {
     fn add_run(&mut self, hashes: &[BlockHash], parent: BlockHash, opens: bool, copy: bool) -> u32 {
         let hashes = self.buffers.copy_of(hashes);
         self.insert_run(Run {
-            len: hashes.len() as u32,
+            len: to_u32(hashes.len()),
             hashes,
             parent,
             published: 0,
@@ -827,7 +828,7 @@ impl BlockPool {
         let id = self.spare;
         if id == NIL {
             self.runs.push(run);
-            return self.runs.len() as u32 - 1;
+            return to_u32(self.runs.len()) - 1;
         }
         self.spare = self.runs[id as usize].next;
         self.runs[id as usize] = run;
@@ -901,7 +902,7 @@ impl BlockPool {
             }
         }
         assert_eq!(self.heads.len(), heads);
-        assert_eq!(ends.len() as u32, self.cached, "distinct hashes");
+        assert_eq!(to_u32(ends.len()), self.cached, "distinct hashes");
         assert_eq!(idle, self.idle, "cached blocks that no sequence holds");
         assert_eq!(self.blank + idle + held + held_blank, self.total);
         let (mut at, mut prev) = (self.lru_first, NIL);

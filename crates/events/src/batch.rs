@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use slipstream_base::RankId;
+use slipstream_base::width::to_u32;
 use tokio::sync::Notify;
 
 use crate::zmtp;
@@ -187,9 +188,9 @@ impl Lane {
         inner.open.records.push(Record {
             rank,
             sequence,
-            start: start as u32,
-            payload: payload as u32,
-            end: end as u32,
+            start: to_u32(start),
+            payload: to_u32(payload),
+            end: to_u32(end),
         });
         self.counters.queued.fetch_add(1, Ordering::Relaxed);
         if end >= BATCH_BYTES {

@@ -16,6 +16,7 @@
 
 use serde::Serialize;
 use slipstream_base::kv_event::StoredBlocks;
+use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{BlockHash, KvOp, TokenId};
 
 use crate::msgpack::{self, DecodeError, Reader};
@@ -159,7 +160,7 @@ impl KvEventBatch {
         let mut out = Vec::new();
         msgpack::array(&mut out, 3);
         msgpack::float(&mut out, self.ts);
-        msgpack::array(&mut out, self.events.len() as u32);
+        msgpack::array(&mut out, to_u32(self.events.len()));
         for event in &self.events {
             match event {
                 KvEvent::BlockStored(stored) => stored.write(&mut out),
@@ -215,7 +216,7 @@ impl BlockStored {
             self.session_id.is_some(),
             self.lookahead_token_ids.is_some(),
         ];
-        let optional = optional.iter().filter(|&&is_some| is_some).count() as u16;
+        let optional = to_u16(optional.iter().filter(|&&is_some| is_some).count());
         // `msgspec` chooses the header for all 16 fields of vLLM's class before it omits defaults.
         map16(out, 8 + optional);
         string(out, "type");
@@ -238,7 +239,7 @@ impl BlockStored {
             "extra_keys",
             self.extra_keys.as_ref(),
             |out, blocks| {
-                array(out, blocks.len() as u32);
+                array(out, to_u32(blocks.len()));
                 for keys in blocks {
                     write_or_nil(out, keys.as_deref(), write_keys);
                 }
@@ -263,7 +264,7 @@ impl BlockStored {
         write_if_some(out, "session_id", self.session_id.as_deref(), string);
         let lookahead = self.lookahead_token_ids.as_ref();
         write_if_some(out, "lookahead_token_ids", lookahead, |out, blocks| {
-            array(out, blocks.len() as u32);
+            array(out, to_u32(blocks.len()));
             for tokens in blocks {
                 write_tokens(out, tokens);
             }
@@ -279,7 +280,7 @@ impl BlockRemoved {
             self.locality.is_some(),
             self.ownership.is_some(),
         ];
-        let optional = optional.iter().filter(|&&is_some| is_some).count() as u32;
+        let optional = to_u32(optional.iter().filter(|&&is_some| is_some).count());
         map(out, 3 + optional);
         string(out, "type");
         string(out, "BlockRemoved");
@@ -302,7 +303,7 @@ fn write_cleared(out: &mut Vec<u8>) {
 
 fn write_hashes(out: &mut Vec<u8>, hashes: &[ExternalHash]) {
     msgpack::string(out, "block_hashes");
-    msgpack::array(out, hashes.len() as u32);
+    msgpack::array(out, to_u32(hashes.len()));
     for hash in hashes {
         write_hash(out, hash);
     }
@@ -316,14 +317,14 @@ fn write_hash(out: &mut Vec<u8>, hash: &ExternalHash) {
 }
 
 fn write_tokens(out: &mut Vec<u8>, tokens: &[TokenId]) {
-    msgpack::array(out, tokens.len() as u32);
+    msgpack::array(out, to_u32(tokens.len()));
     for &token in tokens {
         msgpack::uint(out, token.into());
     }
 }
 
 fn write_keys(out: &mut Vec<u8>, keys: &[ExtraKey]) {
-    msgpack::array(out, keys.len() as u32);
+    msgpack::array(out, to_u32(keys.len()));
     for key in keys {
         match key {
             ExtraKey::Text(text) => msgpack::string(out, text),
@@ -572,7 +573,7 @@ fn read_keys(reader: &mut Reader<'_>, depth: u32) -> Result<Vec<ExtraKey>, Decod
         match reader.peek(what)? {
             0xa0..=0xbf | 0xd9..=0xdb => Ok(ExtraKey::Text(reader.str(what)?.to_owned())),
             0xe0..=0xff | 0xd0..=0xd3 => {
-                let number = reader.uint(what)? as i64;
+                let number = reader.uint(what)?.cast_signed();
                 Ok(u64::try_from(number).map_or(ExtraKey::Int(number), ExtraKey::Uint))
             }
             _ => reader.uint(what).map(ExtraKey::Uint),
@@ -729,7 +730,7 @@ impl KvChanges<'_> {
         use msgpack::{array, float, map, map16, nil, string, uint};
         array(out, 3);
         float(out, self.ts);
-        array(out, self.runs().count() as u32);
+        array(out, to_u32(self.runs().count()));
         for run in self.runs() {
             let ops = &self.ops[run.start..run.end];
             match ops[0] {
@@ -738,7 +739,7 @@ impl KvChanges<'_> {
                     string(out, "type");
                     string(out, "BlockStored");
                     string(out, "block_hashes");
-                    array(out, ops.len() as u32);
+                    array(out, to_u32(ops.len()));
                     for hash in ops.iter().filter_map(hash_of) {
                         uint(out, hash.0);
                     }
@@ -752,7 +753,7 @@ impl KvChanges<'_> {
                     string(out, "token_ids");
                     let blocks = run.block..run.block + ops.len();
                     let tokens: usize = blocks.clone().map(|b| self.tokens(b).len()).sum();
-                    array(out, tokens as u32);
+                    array(out, to_u32(tokens));
                     for &token in blocks.flat_map(|block| self.tokens(block)) {
                         uint(out, token.into());
                     }
@@ -765,7 +766,7 @@ impl KvChanges<'_> {
                     string(out, "lora_name");
                     nil(out);
                     string(out, "extra_keys");
-                    array(out, ops.len() as u32);
+                    array(out, to_u32(ops.len()));
                     match self.salt(is_first, parent) {
                         Some(salt) => {
                             array(out, 1);

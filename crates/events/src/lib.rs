@@ -15,6 +15,15 @@
 //!
 //! It is separate from `planes`, so that frames and rings, which shards and engine threads share,
 //! do not depend on NATS's client and the codecs. It depends on no engine and no router.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod batch;

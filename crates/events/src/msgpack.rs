@@ -4,11 +4,13 @@
 //! Source of the format: the MessagePack specification (`spec.md` of the msgpack project). Numbers
 //! are written in their shortest form, as `rmp-serde` and `msgspec` do.
 
+use slipstream_base::width::{low_u8, low_u16, low_u32, to_u8, to_u16, to_u32, to_usize};
+
 /// Appends a map header.
 pub(crate) fn map(out: &mut Vec<u8>, len: u32) {
     match len {
-        0..=15 => out.push(0x80 | len as u8),
-        16..=0xffff => tagged(out, 0xde, &(len as u16).to_be_bytes()),
+        0..=15 => out.push(0x80 | to_u8(len)),
+        16..=0xffff => tagged(out, 0xde, &to_u16(len).to_be_bytes()),
         _ => tagged(out, 0xdf, &len.to_be_bytes()),
     }
 }
@@ -22,8 +24,8 @@ pub(crate) fn map16(out: &mut Vec<u8>, len: u16) {
 /// Appends an array header.
 pub(crate) fn array(out: &mut Vec<u8>, len: u32) {
     match len {
-        0..=15 => out.push(0x90 | len as u8),
-        16..=0xffff => tagged(out, 0xdc, &(len as u16).to_be_bytes()),
+        0..=15 => out.push(0x90 | to_u8(len)),
+        16..=0xffff => tagged(out, 0xdc, &to_u16(len).to_be_bytes()),
         _ => tagged(out, 0xdd, &len.to_be_bytes()),
     }
 }
@@ -33,10 +35,10 @@ pub(crate) fn array(out: &mut Vec<u8>, len: u32) {
 pub(crate) fn string(out: &mut Vec<u8>, text: &str) {
     let len = text.len();
     match len {
-        0..=31 => out.push(0xa0 | len as u8),
-        32..=0xff => tagged(out, 0xd9, &[len as u8]),
-        0x100..=0xffff => tagged(out, 0xda, &(len as u16).to_be_bytes()),
-        _ => tagged(out, 0xdb, &(len as u32).to_be_bytes()),
+        0..=31 => out.push(0xa0 | to_u8(len)),
+        32..=0xff => tagged(out, 0xd9, &[to_u8(len)]),
+        0x100..=0xffff => tagged(out, 0xda, &to_u16(len).to_be_bytes()),
+        _ => tagged(out, 0xdb, &to_u32(len).to_be_bytes()),
     }
     out.extend_from_slice(text.as_bytes());
 }
@@ -45,9 +47,9 @@ pub(crate) fn string(out: &mut Vec<u8>, text: &str) {
 pub(crate) fn bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     let len = bytes.len();
     match len {
-        0..=0xff => tagged(out, 0xc4, &[len as u8]),
-        0x100..=0xffff => tagged(out, 0xc5, &(len as u16).to_be_bytes()),
-        _ => tagged(out, 0xc6, &(len as u32).to_be_bytes()),
+        0..=0xff => tagged(out, 0xc4, &[to_u8(len)]),
+        0x100..=0xffff => tagged(out, 0xc5, &to_u16(len).to_be_bytes()),
+        _ => tagged(out, 0xc6, &to_u32(len).to_be_bytes()),
     }
     out.extend_from_slice(bytes);
 }
@@ -57,10 +59,10 @@ pub(crate) fn bytes(out: &mut Vec<u8>, bytes: &[u8]) {
 #[allow(clippy::inline_always)] // 20 calls a message, most of them one byte
 pub(crate) fn uint(out: &mut Vec<u8>, value: u64) {
     match value {
-        0..=0x7f => out.push(value as u8),
-        0x80..=0xff => tagged(out, 0xcc, &[value as u8]),
-        0x100..=0xffff => tagged(out, 0xcd, &(value as u16).to_be_bytes()),
-        0x1_0000..=0xffff_ffff => tagged(out, 0xce, &(value as u32).to_be_bytes()),
+        0..=0x7f => out.push(to_u8(value)),
+        0x80..=0xff => tagged(out, 0xcc, &[to_u8(value)]),
+        0x100..=0xffff => tagged(out, 0xcd, &to_u16(value).to_be_bytes()),
+        0x1_0000..=0xffff_ffff => tagged(out, 0xce, &to_u32(value).to_be_bytes()),
         _ => tagged(out, 0xcf, &value.to_be_bytes()),
     }
 }
@@ -74,11 +76,11 @@ pub(crate) fn float(out: &mut Vec<u8>, value: f64) {
 /// Appends a signed number.
 pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
     match value {
-        0.. => uint(out, value as u64),
-        -0x20..=-1 => out.push(value as u8),
-        -0x80..=-0x21 => tagged(out, 0xd0, &(value as i8).to_be_bytes()),
-        -0x8000..=-0x81 => tagged(out, 0xd1, &(value as i16).to_be_bytes()),
-        -0x8000_0000..=-0x8001 => tagged(out, 0xd2, &(value as i32).to_be_bytes()),
+        0.. => uint(out, value.cast_unsigned()),
+        -0x20..=-1 => out.push(low_u8(value.cast_unsigned())),
+        -0x80..=-0x21 => tagged(out, 0xd0, &[low_u8(value.cast_unsigned())]),
+        -0x8000..=-0x81 => tagged(out, 0xd1, &low_u16(value.cast_unsigned()).to_be_bytes()),
+        -0x8000_0000..=-0x8001 => tagged(out, 0xd2, &low_u32(value.cast_unsigned()).to_be_bytes()),
         _ => tagged(out, 0xd3, &value.to_be_bytes()),
     }
 }
@@ -227,8 +229,8 @@ impl<'b> Reader<'b> {
         self.at += 1;
         let len = match tag {
             _ if tag & 0xf0 == fix => usize::from(tag & 0x0f),
-            _ if tag == tag16 => self.be(2, what)? as usize,
-            _ if tag == tag16 + 1 => self.be(4, what)? as usize,
+            _ if tag == tag16 => to_usize(self.be(2, what)?),
+            _ if tag == tag16 + 1 => to_usize(self.be(4, what)?),
             _ => {
                 self.at = at;
                 return Err(DecodeError::Type { at, what, tag });
@@ -248,9 +250,9 @@ impl<'b> Reader<'b> {
         self.at += 1;
         let len = match tag {
             0xa0..=0xbf => usize::from(tag & 0x1f),
-            0xd9 => self.be(1, what)? as usize,
-            0xda => self.be(2, what)? as usize,
-            0xdb => self.be(4, what)? as usize,
+            0xd9 => to_usize(self.be(1, what)?),
+            0xda => to_usize(self.be(2, what)?),
+            0xdb => to_usize(self.be(4, what)?),
             _ => {
                 self.at = at;
                 return Err(DecodeError::Type { at, what, tag });
@@ -270,7 +272,7 @@ impl<'b> Reader<'b> {
             _ => return Ok(None),
         };
         self.at += 1;
-        let len = self.be(width, what)? as usize;
+        let len = to_usize(self.be(width, what)?);
         self.take(len, what).map(Some)
     }
 
@@ -281,14 +283,14 @@ impl<'b> Reader<'b> {
         self.at += 1;
         match tag {
             0x00..=0x7f => Ok(u64::from(tag)),
-            0xe0..=0xff => Ok(i64::from(tag as i8) as u64),
+            0xe0..=0xff => Ok(i64::from(tag.cast_signed()).cast_unsigned()),
             0xcc => self.be(1, what),
             0xcd => self.be(2, what),
             0xce => self.be(4, what),
             0xcf | 0xd3 => self.be(8, what),
-            0xd0 => Ok(i64::from(self.be(1, what)? as i8) as u64),
-            0xd1 => Ok(i64::from(self.be(2, what)? as i16) as u64),
-            0xd2 => Ok(i64::from(self.be(4, what)? as i32) as u64),
+            0xd0 => Ok(i64::from(low_u8(self.be(1, what)?).cast_signed()).cast_unsigned()),
+            0xd1 => Ok(i64::from(low_u16(self.be(2, what)?).cast_signed()).cast_unsigned()),
+            0xd2 => Ok(i64::from(low_u32(self.be(4, what)?).cast_signed()).cast_unsigned()),
             _ => {
                 self.at = at;
                 Err(DecodeError::Type { at, what, tag })
@@ -313,9 +315,9 @@ impl<'b> Reader<'b> {
             }
             0xca => {
                 self.at += 1;
-                Ok(f64::from(f32::from_bits(self.be(4, what)? as u32)))
+                Ok(f64::from(f32::from_bits(to_u32(self.be(4, what)?))))
             }
-            0xe0..=0xff | 0xd0..=0xd3 => Ok(self.uint(what)? as i64 as f64),
+            0xe0..=0xff | 0xd0..=0xd3 => Ok(self.uint(what)?.cast_signed() as f64),
             _ => Ok(self.uint(what)? as f64),
         }
     }
@@ -348,9 +350,9 @@ impl<'b> Reader<'b> {
                 // Not `str`: skipped values need not be UTF-8.
                 self.at += 1;
                 let len = match tag {
-                    0xd9 => self.be(1, what)? as usize,
-                    0xda => self.be(2, what)? as usize,
-                    0xdb => self.be(4, what)? as usize,
+                    0xd9 => to_usize(self.be(1, what)?),
+                    0xda => to_usize(self.be(2, what)?),
+                    0xdb => to_usize(self.be(4, what)?),
                     _ => usize::from(tag & 0x1f),
                 };
                 self.take(len, what)?;
@@ -362,7 +364,7 @@ impl<'b> Reader<'b> {
             }
             0xc7..=0xc9 => {
                 self.at += 1;
-                let len = self.be(1 << (tag - 0xc7), what)? as usize;
+                let len = to_usize(self.be(1 << (tag - 0xc7), what)?);
                 self.take(len.saturating_add(1), what)?;
                 0
             }

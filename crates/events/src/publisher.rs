@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use slipstream_base::kv_event::StoredBlocks;
+use slipstream_base::width::to_usize;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId};
 use slipstream_config::cluster::{EventBus, EventsConfig};
 use slipstream_planes::EventSink;
@@ -117,7 +118,7 @@ impl EventPlane {
         let topics = Arc::new(topics(config, &ranks)?);
         let bell = Arc::new(Notify::new());
         let queue = || {
-            let bytes_max = config.queue_bytes_max as usize;
+            let bytes_max = to_usize(config.queue_bytes_max);
             Arc::new(ThreadQueue::new(bytes_max, Arc::clone(&bell)))
         };
         let shared = Arc::new(Shared {

@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_config::cluster::EventsConfig;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -163,7 +164,7 @@ impl ZmqBus {
         topics: &[RankTopics],
         counters: &Arc<BusCounters>,
     ) -> io::Result<ZmqBus> {
-        let outbox_bytes_max = config.queue_bytes_max as usize;
+        let outbox_bytes_max = to_usize(config.queue_bytes_max);
         let socket = |listener: StdListener, topics: Vec<Bytes>| {
             let socket = Rc::new(PubSocket {
                 subscribers: RefCell::default(),
@@ -345,7 +346,7 @@ impl PubSocket {
     fn publish(&self, batch: &Batch) {
         for subscriber in self.subscribers.borrow().iter() {
             if subscriber.takes_all.get() {
-                let events = batch.records.len() as u32;
+                let events = to_u32(batch.records.len());
                 self.queue(subscriber, batch.wire().clone(), events);
                 continue;
             }

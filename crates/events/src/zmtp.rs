@@ -12,6 +12,7 @@
 use std::io;
 
 use bytes::{Buf, Bytes, BytesMut};
+use slipstream_base::width::{to_u8, to_u32, to_usize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -125,16 +126,16 @@ pub(crate) fn put_frame(out: &mut Vec<u8>, body: &[u8], more: bool) {
 fn put_command(out: &mut Vec<u8>, name: &str, data: &[u8]) {
     let len = 1 + name.len() + data.len();
     // All commands here are short.
-    out.extend_from_slice(&[COMMAND, len as u8, name.len() as u8]);
+    out.extend_from_slice(&[COMMAND, to_u8(len), to_u8(name.len())]);
     out.extend_from_slice(name.as_bytes());
     out.extend_from_slice(data);
 }
 
 fn ready(socket_type: &str) -> Vec<u8> {
     const PROPERTY: &str = "Socket-Type";
-    let mut data = vec![PROPERTY.len() as u8];
+    let mut data = vec![to_u8(PROPERTY.len())];
     data.extend_from_slice(PROPERTY.as_bytes());
-    data.extend_from_slice(&(socket_type.len() as u32).to_be_bytes());
+    data.extend_from_slice(&to_u32(socket_type.len()).to_be_bytes());
     data.extend_from_slice(socket_type.as_bytes());
     let mut out = Vec::new();
     put_command(&mut out, "READY", &data);
@@ -172,7 +173,7 @@ pub(crate) fn take_frame(buffer: &mut BytesMut, max: usize) -> Result<Option<Fra
     if len > max as u64 {
         return Err(ZmtpError::TooLong { len, max });
     }
-    let len = len as usize;
+    let len = to_usize(len);
     if buffer.len() < header + len {
         buffer.reserve(header + len - buffer.len());
         return Ok(None);

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, KvDelta, KvOp};
 
 use crate::owners::{Owners, Padded};
@@ -196,7 +197,7 @@ impl BlockIndex {
                 }
                 // Blocks that this delta stored earlier are removed as well, and are not yet in `held`.
                 KvOp::Cleared if self.held(target) == 0 && applied.stored == 0 => {}
-                KvOp::Cleared => applied.removed += self.owners.clear(target) as u32,
+                KvOp::Cleared => applied.removed += to_u32(self.owners.clear(target)),
             }
         }
         // The stream's lock makes this thread the only writer.

@@ -3,6 +3,7 @@
 //! Byte by byte, with golden examples: `docs/kv-keys.md`.
 
 use slipstream_base::BlockHash;
+use slipstream_base::width::{low_u32, to_u16, to_usize};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Version of the packed messages.
@@ -162,13 +163,12 @@ impl<'a> KeyMessage<'a> {
         if version != WIRE_VERSION || flags & !(BEGIN | END | REPEAT) != 0 {
             return Err(KeyError::Version { version, flags });
         }
-        let u32_at = |at: usize| {
-            u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes")) as u64
-        };
+        let u32_at =
+            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
         let u64_at =
             |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
         let key_bytes = u64::from(u16::from_le_bytes([header[2], header[3]]));
-        let (added, removed) = (u32_at(4), u32_at(8));
+        let (added, removed) = (u64::from(u32_at(4)), u64::from(u32_at(8)));
         let want = (added + removed) * key_bytes; // below 2^49
         // Without this check, keys of no bytes would be read as often as a hostile header asks.
         if keys.len() as u64 != want || (key_bytes == 0 && added + removed > 0) {
@@ -177,18 +177,18 @@ impl<'a> KeyMessage<'a> {
                 got: bytes.len(),
             });
         }
-        let (want, got) = (u32_at(12) as u32, checksum(header, keys));
+        let (want, got) = (u32_at(12), checksum(header, keys));
         if want != got {
             return Err(KeyError::Checksum { want, got });
         }
-        let (added, removed) = keys.split_at((added * key_bytes) as usize);
+        let (added, removed) = keys.split_at(to_usize(added * key_bytes));
         Ok(KeyMessage {
             begins: flags & BEGIN != 0,
             repeats: flags & REPEAT != 0,
             ends: flags & END != 0,
             stream: u64_at(16),
             sequence: u64_at(24),
-            key_bytes: key_bytes as usize,
+            key_bytes: to_usize(key_bytes),
             added,
             removed,
         })
@@ -211,7 +211,7 @@ fn checksum(header: &[u8; HEADER_BYTES], keys: &[u8]) -> u32 {
     hash.update(&header[..12]);
     hash.update(&header[16..]);
     hash.update(keys);
-    hash.digest() as u32
+    low_u32(hash.digest())
 }
 
 /// A message under construction, at the end of a buffer.
@@ -244,7 +244,7 @@ impl<'a> Writer<'a> {
         header[1] = (u8::from(message.begins) * BEGIN)
             | (u8::from(message.ends) * END)
             | (u8::from(message.repeats) * REPEAT);
-        header[2..4].copy_from_slice(&(message.key_bytes as u16).to_le_bytes());
+        header[2..4].copy_from_slice(&to_u16(message.key_bytes).to_le_bytes());
         header[4..8].copy_from_slice(&added.to_le_bytes());
         header[8..12].copy_from_slice(&removed.to_le_bytes());
         header[16..24].copy_from_slice(&message.stream.to_le_bytes());

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
+use slipstream_base::width::to_u32;
 
 use crate::key_message::{KeyError, KeyMessage, Writer, digest};
 
@@ -125,7 +126,7 @@ impl KeySet {
         let slots = self.slots.iter().enumerate();
         slots
             .filter(|(_, slot)| slot.holders > 0)
-            .map(|(at, _)| self.key(at as u32))
+            .map(|(at, _)| self.key(to_u32(at)))
     }
 
     /// Applies changes in order, up to the first that is rejected.
@@ -381,7 +382,7 @@ impl KeySet {
             for (at, slot) in (next..end).zip(&mut self.slots[next..end]) {
                 if slot.holders > 0 && slot.published != self.epoch {
                     slot.published = self.epoch;
-                    writer.key(key_at(&self.keys, at as u32, self.key_bytes));
+                    writer.key(key_at(&self.keys, to_u32(at), self.key_bytes));
                     added += 1;
                 }
             }
@@ -413,7 +414,7 @@ impl KeySet {
             writer.key(key_at(&self.keys, at, self.key_bytes));
             self.release(at);
         }
-        let removed = gone.len() as u32;
+        let removed = to_u32(gone.len());
         gone.clear();
         self.gone = gone;
         // A snapshot message without keys is still sent: its begin and end flags matter.

@@ -13,6 +13,15 @@
 //! Owners are dense *target* indexes `0..T`: all ranks of all workers, in an order that the caller
 //! chooses.
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // its tests do I/O
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod approximate;

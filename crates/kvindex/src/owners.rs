@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::BlockHash;
+use slipstream_base::width::to_u32;
 
 use crate::table::{Full, Table};
 
@@ -196,7 +197,7 @@ impl Owners {
                 let between = blocks[settled..end].iter().copied().zip(slots);
                 for (hash, slot) in between.chain([(hash, slot)]) {
                     live = self.keep(slot, hash, &mut alive[..live], |target| {
-                        ended(target, settled as u32);
+                        ended(target, to_u32(settled));
                     });
                     settled += 1;
                 }
@@ -207,7 +208,7 @@ impl Owners {
             (stride, count) = (self.stride.min(stride * 4), GROUP.min(count * 2));
         }
         for alive in &alive[..live] {
-            for_each(*alive, |target| ended(target, settled as u32));
+            for_each(*alive, |target| ended(target, to_u32(settled)));
         }
     }
 

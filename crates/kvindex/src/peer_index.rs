@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hashbrown::HashTable;
+use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, SimTime};
 
 use crate::key_message::{KeyError, KeyMessage, Knowledge, Order, digest};
@@ -348,9 +349,9 @@ impl Held {
             .find_entry(digest.0, |&other| other as usize == at);
         gone.expect("an entry is indexed").remove();
         if let Some(&(moved, _)) = self.entries.get(at) {
-            let from = self.entries.len() as u32;
+            let from = to_u32(self.entries.len());
             let place = self.index.find_mut(moved.0, |&other| other == from);
-            *place.expect("an entry is indexed") = at as u32;
+            *place.expect("an entry is indexed") = to_u32(at);
         }
         self.unswept = self.unswept.min(self.entries.len());
     }

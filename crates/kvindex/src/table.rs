@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::BlockHash;
 use slipstream_base::mix::below;
+use slipstream_base::width::to_usize;
 
 /// An atomic word. A trait, so that loom can test the interleavings of this code with its own atomics.
 pub(crate) trait Word: Sized {
@@ -135,7 +136,7 @@ impl<A: Word> Table<A> {
             (0, mixed)
         } else {
             (
-                (mixed >> (64 - self.shard_bits)) as usize,
+                to_usize(mixed >> (64 - self.shard_bits)),
                 mixed << self.shard_bits,
             )
         };
@@ -160,7 +161,7 @@ impl<A: Word> Table<A> {
     /// First word of a bucket.
     #[inline]
     fn base(&self, shard: usize, bucket: u64) -> usize {
-        (shard * self.shard_buckets as usize + bucket as usize) * self.bucket_words
+        (shard * to_usize(self.shard_buckets) + to_usize(bucket)) * self.bucket_words
     }
 
     /// The word with the hash of slot `slot` of the bucket that begins at `base`; its owners follow.
@@ -179,7 +180,7 @@ impl<A: Word> Table<A> {
     }
 
     fn probes_max(&self) -> usize {
-        PROBES_MAX.min(self.shard_buckets as usize)
+        PROBES_MAX.min(to_usize(self.shard_buckets))
     }
 
     /// Prefetches the first two cache lines of the home bucket of `hash`: reads a word of each, and
@@ -203,7 +204,7 @@ impl<A: Word> Table<A> {
             let meta = self.word(base).load_acquire();
             let mut matches = match_tags(meta, home.tag);
             while matches != 0 {
-                let slot = self.slot(base, matches.trailing_zeros() as usize / 8);
+                let slot = self.slot(base, to_usize(matches.trailing_zeros()) / 8);
                 if self.word(slot).load_acquire() == home.key {
                     return Some(slot);
                 }

@@ -7,6 +7,7 @@ use crate::copy::{copy, copy_hashed};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
+use slipstream_base::width::to_usize;
 
 /// Why shared memory cannot be created or mapped.
 #[derive(Debug, thiserror::Error)]
@@ -107,11 +108,11 @@ impl Arena {
             return Err(peer("it is not sealed against shrinking".into()));
         }
         let there = rustix::fs::fstat(&fd).map_err(|error| peer(error.to_string()))?;
-        if (there.st_size as u64) < bytes || bytes == 0 {
+        if there.st_size.cast_unsigned() < bytes || bytes == 0 {
             let size = there.st_size;
             return Err(peer(format!("it has {size} bytes instead of {bytes}")));
         }
-        let bytes = bytes as usize;
+        let bytes = to_usize(bytes);
         let base = map(&fd, bytes, ProtFlags::READ).map_err(|error| peer(error.to_string()))?;
         Ok(Arena { fd, base, bytes })
     }
@@ -164,7 +165,7 @@ impl Arena {
         // no other thread uses, so the two do not overlap. `copy` reads without a data race: bytes
         // that the peer changes at the same time arrive with their old or their new value.
         unsafe {
-            let from = self.base.as_ptr().add(at as usize);
+            let from = self.base.as_ptr().add(to_usize(at));
             let to = out.as_mut_ptr();
             if let Some(sum) = sum {
                 return copy_hashed(from, to, out.len()) == sum;

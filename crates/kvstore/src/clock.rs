@@ -14,5 +14,5 @@ pub fn unix_ns() -> u64 {
 }
 
 fn ns(time: Timespec) -> u64 {
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
 }

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::FlockOperation;
+use slipstream_base::width::{high_u64, low_u64, to_usize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 /// Bytes that a thread hashes at a time.
@@ -144,7 +145,7 @@ impl Opened<'_> {
 
     fn full(&self) -> Result<u128, ContentError> {
         let ranges: Vec<(u64, u64)> = (0..self.before.len())
-            .step_by(CHUNK_BYTES as usize)
+            .step_by(to_usize(CHUNK_BYTES))
             .map(|at| (at, CHUNK_BYTES.min(self.before.len() - at)))
             .collect();
         self.hash(&ranges)
@@ -178,7 +179,7 @@ impl Opened<'_> {
         if header_len > HEADER_BYTES_MAX || 8 + header_len > len {
             return Ok(None);
         }
-        let mut header = vec![0; header_len as usize];
+        let mut header = vec![0; to_usize(header_len)];
         self.file.read_exact_at(&mut header, 8)?;
         let Ok(serde_json::Value::Object(entries)) = serde_json::from_slice(&header) else {
             return Ok(None);
@@ -217,7 +218,7 @@ impl Opened<'_> {
                 let Some(&(begin, len)) = ranges.get(at) else {
                     return;
                 };
-                bytes.resize(len as usize, 0);
+                bytes.resize(to_usize(len), 0);
                 match self.file.read_exact_at(&mut bytes, begin) {
                     Ok(()) => crate::held(&parts)[at] = xxh3_128(&bytes),
                     Err(error) => {
@@ -253,7 +254,7 @@ impl Opened<'_> {
     fn full_cached(&self, cache: &Path) -> Result<u128, ContentError> {
         let mut what = stamp(&self.before).to_vec();
         let sampled = self.sampled()?;
-        what.extend([(sampled >> 64) as u64, sampled as u64]);
+        what.extend([high_u64(sampled), low_u64(sampled)]);
         let what: Vec<u8> = what.iter().flat_map(|word| word.to_le_bytes()).collect();
         let entry = cache.join(format!("{:032x}", xxh3_128(&what)));
         if let Some(found) = read_entry(&entry) {
@@ -311,10 +312,10 @@ fn stamp(meta: &Metadata) -> [u64; 7] {
         meta.dev(),
         meta.ino(),
         meta.len(),
-        meta.mtime() as u64,
-        meta.mtime_nsec() as u64,
-        meta.ctime() as u64,
-        meta.ctime_nsec() as u64,
+        meta.mtime().cast_unsigned(),
+        meta.mtime_nsec().cast_unsigned(),
+        meta.ctime().cast_unsigned(),
+        meta.ctime_nsec().cast_unsigned(),
     ]
 }
 

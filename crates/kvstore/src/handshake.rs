@@ -1,5 +1,7 @@
 //! Whether the blocks of two engines are compatible: compared once, when they connect.
 
+use slipstream_base::width::to_u16;
+
 use crate::wire::{FrameKind, Reader, WireError, frame, put_text};
 
 /// The properties that a block's bytes depend on, in addition to its key. Two stores whose profiles
@@ -109,7 +111,7 @@ impl Hello {
         body.extend(self.instance.to_le_bytes());
         body.extend(self.arena_bytes.to_le_bytes());
         put_text(&mut body, &self.name);
-        body.extend((self.fields.len() as u16).to_le_bytes());
+        body.extend(to_u16(self.fields.len()).to_le_bytes());
         for (field, value) in &self.fields {
             put_text(&mut body, field);
             put_text(&mut body, value);

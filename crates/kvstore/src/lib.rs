@@ -14,6 +14,15 @@
 //!   compatible; [`content`]: digests of model weights.
 //! - [`store`]: the tiers of one rank, its peers, and the threads between them; [`discovery`]: the
 //!   records by which stores find each other.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 pub mod arena;
 pub mod clock;

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use slipstream_base::mix::draw;
+use slipstream_base::width::{floor_u64, to_u32, to_usize};
 use slipstream_base::{BlockHash, SimTime};
 use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 
@@ -42,7 +43,7 @@ impl Options {
     /// Bytes of blocks that the serving side holds per size: more than the private caches, unless
     /// `scale` is small.
     fn served_bytes(&self) -> usize {
-        ((self.scale * 1e9) as usize).clamp(8 << 20, 128 << 20) & !((1 << 20) - 1)
+        to_usize(floor_u64(self.scale * 1e9)).clamp(8 << 20, 128 << 20) & !((1 << 20) - 1)
     }
 
     fn nixl(&self, staging_bytes: usize) -> Nixl {
@@ -129,7 +130,7 @@ pub enum MeasureError {
 }
 
 fn at(sorted: &[f64], part: f64) -> f64 {
-    sorted[((sorted.len() - 1) as f64 * part) as usize]
+    sorted[to_usize(floor_u64((sorted.len() - 1) as f64 * part))]
 }
 
 fn profile() -> Profile {
@@ -305,7 +306,7 @@ impl Client {
         depth: usize,
         bytes: u64,
     ) -> Result<[f64; 2], MeasureError> {
-        let span = batch as usize * self.size;
+        let span = to_usize(batch) * self.size;
         let region = Region::new(span * depth);
         let mut next = 0;
         let mut in_flight = HashMap::new();
@@ -375,7 +376,7 @@ impl Client {
         apart: Duration,
         other: u32,
     ) -> Result<(Vec<f64>, f64), MeasureError> {
-        let region = Region::new(batch as usize * self.size);
+        let region = Region::new(to_usize(batch) * self.size);
         let mut times = Vec::with_capacity(rounds);
         let cpu = || Ok::<_, MeasureError>(process_cpu_s() * 1e6 - cpu_us() + cpu_of_us(other)?);
         let mut before = cpu()?;
@@ -447,8 +448,8 @@ pub fn transfers(
     addresses: &[(usize, Address)],
     other: u32,
 ) -> Result<Vec<Row>, MeasureError> {
-    let times = |n: f64| ((n * options.scale) as usize).max(20);
-    let bytes = |n: u64| (n as f64 * options.scale) as u64;
+    let times = |n: f64| to_usize(floor_u64(n * options.scale)).max(20);
+    let bytes = |n: u64| floor_u64(n as f64 * options.scale);
     let mut rows = Vec::new();
     let [small, middle, medium, large] = SIZES;
     let nixl = options.nixl.as_ref().map(|_| "NIXL");
@@ -564,7 +565,7 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
     ];
     for (name, tier, turns) in cases {
         let (mut put, mut got) = (Duration::ZERO, Duration::ZERO);
-        let turns = ((turns * options.scale) as u64).max(1);
+        let turns = floor_u64(turns * options.scale).max(1);
         for turn in 0..turns {
             for n in 0..count as u64 {
                 let n = turn * count as u64 + n;
@@ -583,7 +584,7 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
                 }
             }
         }
-        let bytes = (turns as usize * count * size) as f64;
+        let bytes = (to_usize(turns) * count * size) as f64;
         for (what, time) in [("put", put), ("get", got)] {
             let rate = bytes / time.as_secs_f64() / 1e9;
             rows.push(Row::new(
@@ -611,7 +612,7 @@ fn writers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
     let mut rows = Vec::new();
     for (size, target) in [(64 << 10, 1.0), (1 << 20, 1.5)] {
         // Less than the bound, so that writers do not wait for the disk.
-        let bytes = ((options.scale * 4e8) as u64).clamp(4 << 20, DIRTY_BYTES / 2);
+        let bytes = floor_u64(options.scale * 4e8).clamp(4 << 20, DIRTY_BYTES / 2);
         let count = bytes / size as u64 / WRITERS;
         let path = folder.join(format!("writers-{size}"));
         let tier = DiskTier::open(
@@ -700,13 +701,13 @@ fn seconds(clock: ClockId) -> f64 {
 pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
     let wrong = |error: slipstream_kvindex::KeyError| MeasureError::Wrong(error.to_string());
     let mut rows = Vec::new();
-    let steps = ((400.0 * options.scale) as u64).max(20);
+    let steps = floor_u64(400.0 * options.scale).max(20);
     let mut line = Vec::new();
     for held in [2_048u64, 1 << 14, 1 << 16, 1 << 18] {
-        let mut set = KeySet::new(held as usize + 1_024, 1);
+        let mut set = KeySet::new(to_usize(held) + 1_024, 1);
         let key = |n: u64| key(7, n);
         for n in 0..held {
-            set.change(&key(n), Change::Add(n as u32)).map_err(wrong)?;
+            set.change(&key(n), Change::Add(to_u32(n))).map_err(wrong)?;
         }
         set.set_consumed(true);
         let mut message = Vec::new();
@@ -723,7 +724,7 @@ pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
                 let into: Vec<_> = (end..end + count).map(key).collect();
                 let start = cpu_us();
                 for (at, (out, into)) in out.iter().zip(&into).enumerate() {
-                    let block = ((first + at as u64) % held) as u32;
+                    let block = to_u32((first + at as u64) % held);
                     set.change(out, Change::Remove(block)).map_err(wrong)?;
                     set.change(into, Change::Add(block)).map_err(wrong)?;
                 }
@@ -766,11 +767,11 @@ fn slope(points: &[(f64, f64)]) -> f64 {
 fn look_ups(steps: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
     const PEERS: usize = 64;
     const HELD: u64 = 1 << 13;
-    let index = PeerIndex::new(PEERS, PEERS * HELD as usize, u64::MAX);
+    let index = PeerIndex::new(PEERS, PEERS * to_usize(HELD), u64::MAX);
     // All peers hold one half of each peer's keys.
     let common: Vec<_> = (0..HELD / 2).map(|n| key(7, n)).collect();
     for peer in 0..PEERS {
-        let mut set = KeySet::new(HELD as usize, 1);
+        let mut set = KeySet::new(to_usize(HELD), 1);
         set.set_consumed(true);
         let own: Vec<_> = (0..HELD / 2).map(|n| key(100 + peer, n)).collect();
         for key in common.iter().chain(&own) {
@@ -784,7 +785,7 @@ fn look_ups(steps: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
     let mut out = vec![0; PEERS];
     let mut digests: Vec<BlockHash> = Vec::new();
     for step in 0..20 * steps {
-        let chain = &common[(step * 256 % (HELD / 2)) as usize..][..256];
+        let chain = &common[to_usize(step * 256 % (HELD / 2))..][..256];
         let start = cpu_us();
         digests.clear();
         digests.extend(chain.iter().map(|key| digest(key)));
@@ -802,9 +803,9 @@ fn look_ups(steps: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
 
 fn resyncs(times: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
     const HELD: u64 = 1 << 16;
-    let mut set = KeySet::new(HELD as usize, 1);
+    let mut set = KeySet::new(to_usize(HELD), 1);
     for n in 0..HELD {
-        set.change(&key(7, n), Change::Add(n as u32))?;
+        set.change(&key(7, n), Change::Add(to_u32(n)))?;
     }
     set.set_consumed(true);
     let index = PeerIndex::new(64, 64 << 16, u64::MAX);

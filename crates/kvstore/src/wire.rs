@@ -1,5 +1,6 @@
 //! The messages between two stores, as bytes. `docs/kvstore.md` describes the frames.
 
+use slipstream_base::width::{low_u32, to_u16, to_u32};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Version of the frames and of their order.
@@ -72,7 +73,7 @@ impl FrameKind {
 pub(crate) fn frame(kind: FrameKind, body: &[u8]) -> Vec<u8> {
     assert!(body.len() <= BODY_BYTES_MAX, "callers bound the length");
     let mut out = Vec::with_capacity(HEADER_BYTES + body.len());
-    out.extend((body.len() as u32).to_le_bytes());
+    out.extend(to_u32(body.len()).to_le_bytes());
     out.extend([VERSION, kind as u8, 0, 0]);
     out.extend(frame_checksum(&out, body).to_le_bytes());
     out.extend(body);
@@ -82,7 +83,7 @@ pub(crate) fn frame(kind: FrameKind, body: &[u8]) -> Vec<u8> {
 /// The low half of the XXH3 of the body, seeded with the first eight bytes of the header.
 fn frame_checksum(header: &[u8], body: &[u8]) -> u32 {
     let seed = u64::from_le_bytes(header.try_into().expect("eight bytes"));
-    xxh3_64_with_seed(body, seed) as u32
+    low_u32(xxh3_64_with_seed(body, seed))
 }
 
 /// A frame's kind, body and total length.
@@ -177,7 +178,7 @@ pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
         .into_iter()
         .find(|&end| text.is_char_boundary(end))
         .unwrap_or(0);
-    out.extend((len as u16).to_le_bytes());
+    out.extend(to_u16(len).to_le_bytes());
     out.extend(&text.as_bytes()[..len]);
 }
 
@@ -234,10 +235,10 @@ impl Get {
         let mut body = Vec::with_capacity(16 + self.blocks.len() * 48);
         body.extend(self.request.to_le_bytes());
         body.extend(self.deadline_ms.to_le_bytes());
-        body.extend((self.blocks.len() as u32).to_le_bytes());
+        body.extend(to_u32(self.blocks.len()).to_le_bytes());
         for block in &self.blocks {
             body.extend(block.len.to_le_bytes());
-            body.extend((block.key.len() as u16).to_le_bytes());
+            body.extend(to_u16(block.key.len()).to_le_bytes());
             body.extend(&block.key);
         }
         frame(FrameKind::Get, &body)
@@ -291,7 +292,7 @@ impl Blocks {
     pub(crate) fn frame(&self) -> Vec<u8> {
         let mut body = Vec::with_capacity(12 + self.answers.len() * Blocks::ANSWER_BYTES);
         body.extend(self.request.to_le_bytes());
-        body.extend((self.answers.len() as u32).to_le_bytes());
+        body.extend(to_u32(self.answers.len()).to_le_bytes());
         for answer in &self.answers {
             let (status, checksum, offset, len) = match *answer {
                 Answer::Here {

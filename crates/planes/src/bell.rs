@@ -130,8 +130,8 @@ impl ThreadBell {
         use std::num::NonZeroU32;
 
         let deadline = deadline_ns.map(|ns| futex::Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as _,
+            tv_sec: (ns / 1_000_000_000).cast_signed(),
+            tv_nsec: (ns % 1_000_000_000).cast_signed(),
         });
         // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, whereas FUTEX_WAIT takes a
         // duration (futex(2)). Its outcomes (rung, timed out, interrupted, no longer asleep) are

@@ -10,7 +10,7 @@ pub fn monotonic_ns() -> u64 {
         return now;
     }
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
 /// Time since the first call, ns: comparable inside this process only.
@@ -24,7 +24,7 @@ pub fn monotonic_ns() -> u64 {
         return now;
     }
     // 1 s ahead, because a reading of 0 means "absent" in stage times.
-    ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64 + 1_000_000_000
+    slipstream_base::width::nanos(ORIGIN.get_or_init(Instant::now).elapsed()) + 1_000_000_000
 }
 
 /// Identifies the clock that [`monotonic_ns`] reads. Processes of one host share it until the next

@@ -1,5 +1,6 @@
 //! Messages: requests and controls to a worker, the outputs of passes back to a shard.
 
+use slipstream_base::width::{low_u32 as low, to_u8, to_u32};
 use slipstream_base::{EngineRequest, FinishReason, RankId, Role, TokenId, WorkerId};
 
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
@@ -434,12 +435,12 @@ impl PassFrame {
         reason: RefusalReason,
         message: &str,
     ) {
-        let offset = self.text.len() as u32;
+        let offset = to_u32(self.text.len());
         self.text.push_str(message);
         self.push(
             kind::REFUSED,
             stream,
-            &[attempt.into(), reason as u32, offset, message.len() as u32],
+            &[attempt.into(), reason as u32, offset, to_u32(message.len())],
         );
     }
 
@@ -450,7 +451,7 @@ impl PassFrame {
             ([], _) => {}
             (&[token], None) => self.push(kind::TOKEN, stream, &[token]),
             (_, None) => {
-                self.push(kind::TOKENS, stream, &[tokens.len() as u32]);
+                self.push(kind::TOKENS, stream, &[to_u32(tokens.len())]);
                 self.words.extend_from_slice(tokens);
             }
             (_, Some(first)) => {
@@ -458,7 +459,7 @@ impl PassFrame {
                     kind::FIRST,
                     stream,
                     &[
-                        tokens.len() as u32,
+                        to_u32(tokens.len()),
                         low(first.start_ns),
                         high(first.start_ns),
                         low(first.end_ns),
@@ -622,10 +623,6 @@ impl PassFrame {
             }
         }
     }
-}
-
-fn low(x: u64) -> u32 {
-    x as u32
 }
 
 fn high(x: u64) -> u32 {
@@ -845,7 +842,7 @@ impl<'a> Iterator for Entries<'a> {
                 (
                     Entry::Refused {
                         stream,
-                        attempt: body[0] as u8,
+                        attempt: to_u8(body[0]),
                         reason,
                         message,
                     },
@@ -873,7 +870,7 @@ impl<'a> Iterator for Entries<'a> {
             }
             kind::RESERVED => {
                 let reserved = Reserved {
-                    attempt: body[0] as u8,
+                    attempt: to_u8(body[0]),
                     cached_tokens: body[1],
                     worker_recv_ns: present(wide(body[2], body[3])),
                     at_ns: present(wide(body[4], body[5])),

@@ -17,6 +17,15 @@
 //!
 //! The frames are words without pointers, so that the same ones can cross a socket. Nothing here
 //! depends on OpenAI, on scheduling or on a runtime: a shard may run on any executor.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod bell;

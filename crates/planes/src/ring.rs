@@ -11,6 +11,7 @@ use std::task::{Context, Poll};
 
 use rtrb::{Consumer, Producer, PushError, RingBuffer};
 use slipstream_base::WorkerId;
+use slipstream_base::width::to_u8;
 
 use crate::bell::{TaskBell, ThreadBell};
 use crate::clock::monotonic_ns;
@@ -88,7 +89,7 @@ impl Plane {
             .zip(task_bells)
             .enumerate()
             .map(|(shard, (links, bell))| ShardPort {
-                shard: shard as u8,
+                shard: to_u8(shard),
                 links: links.into(),
                 bell,
                 next: Cell::new(0),

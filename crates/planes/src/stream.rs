@@ -5,6 +5,7 @@ use std::fmt;
 use std::rc::Rc;
 
 use slipstream_base::RequestId;
+use slipstream_base::width::low_u32;
 
 /// A place in one shard's [`StreamTable`]: a slot, and the number of times it was freed before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,7 +47,7 @@ impl From<RequestId> for StreamAddr {
             shard: (id.0 >> 56) as u8,
             stream: StreamId {
                 slot: (id.0 >> 32) as u32 & (SLOTS_MAX - 1),
-                generation: id.0 as u32,
+                generation: low_u32(id.0),
             },
         }
     }

@@ -12,6 +12,7 @@
 //!
 //! All input is checked here once: lengths before any allocation, codes, shapes.
 
+use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, Role,
     Tail, WorkerId,
@@ -28,11 +29,12 @@ pub const HEADER_BYTES: usize = 8;
 
 /// Maximum body, bytes. A pass of 65,536 tokens takes 0.8 MiB, a prompt of a million tokens in
 /// blocks of 16 half a MiB, a snapshot of a million blocks 8 MiB.
-pub const BODY_BYTES_MAX: usize = 16 << 20;
+pub const BODY_BYTES_MAX: usize = BODY_BYTES as usize;
+const BODY_BYTES: u32 = 16 << 20;
 
 /// Maximum blocks of one rank's cache whose snapshot fits a frame, for any chaining (24 bytes per
 /// block in runs of one).
-pub const SNAPSHOT_BLOCKS_MAX: u32 = (BODY_BYTES_MAX as u32 - 64) / 24;
+pub const SNAPSHOT_BLOCKS_MAX: u32 = (BODY_BYTES - 64) / 24;
 
 /// First bytes of a greeting's body: `SLIP`. Distinguishes a peer from other clients (such as HTTP).
 const MAGIC: u32 = u32::from_le_bytes(*b"SLIP");
@@ -242,7 +244,7 @@ fn frame(out: &mut Vec<u8>, kind: Kind, write: impl FnOnce(&mut Vec<u8>)) {
     let at = out.len();
     out.extend_from_slice(&[0, 0, 0, 0, VERSION, kind as u8, 0, 0]);
     write(out);
-    let len = (out.len() - at - HEADER_BYTES) as u32;
+    let len = to_u32(out.len() - at - HEADER_BYTES);
     out[at..at + 4].copy_from_slice(&len.to_le_bytes());
 }
 
@@ -351,7 +353,7 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    out.extend_from_slice(&(end as u16).to_le_bytes());
+    out.extend_from_slice(&to_u16(end).to_le_bytes());
     out.extend_from_slice(&text.as_bytes()[..end]);
 }
 
@@ -427,7 +429,7 @@ impl Hello {
             out.extend_from_slice(&self.deadline_ms.to_le_bytes());
             out.extend_from_slice(&self.clock.to_le_bytes());
             put_text(out, &self.name);
-            out.extend_from_slice(&(self.workers.len() as u16).to_le_bytes());
+            out.extend_from_slice(&to_u16(self.workers.len()).to_le_bytes());
             for announced in &self.workers {
                 out.extend_from_slice(&announced.worker.0.to_le_bytes());
                 out.extend_from_slice(&announced.ranks.to_le_bytes());
@@ -665,7 +667,7 @@ pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
                 flags |= input_flag::LAST;
             }
             out.push(flags);
-            out.extend_from_slice(&(input.tokens.len() as u32).to_le_bytes());
+            out.extend_from_slice(&to_u32(input.tokens.len()).to_le_bytes());
             put_words(out, &input.tokens);
         }),
         // It means that the connection is gone, so it never crosses one.
@@ -715,7 +717,7 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         out.extend_from_slice(&request.params.min_tokens.to_le_bytes());
         out.extend_from_slice(&request.params.answered.to_le_bytes());
         let stops = &request.params.stop_token_ids;
-        out.extend_from_slice(&(stops.len() as u32).to_le_bytes());
+        out.extend_from_slice(&to_u32(stops.len()).to_le_bytes());
         put_words(out, stops);
         out.extend_from_slice(&prompt.len().to_le_bytes());
         out.extend_from_slice(&prompt.block_size().to_le_bytes());
@@ -889,8 +891,8 @@ pub fn encode_pass(pass: &PassFrame, out: &mut Vec<u8>) {
     out.reserve(HEADER_BYTES + 16 + words.len() * 4 + text.len());
     frame(out, Kind::Pass, |out| {
         out.extend_from_slice(&pass.sent_ns.to_le_bytes());
-        out.extend_from_slice(&(words.len() as u32).to_le_bytes());
-        out.extend_from_slice(&(text.len() as u32).to_le_bytes());
+        out.extend_from_slice(&to_u32(words.len()).to_le_bytes());
+        out.extend_from_slice(&to_u32(text.len()).to_le_bytes());
         put_words(out, words);
         out.extend_from_slice(text.as_bytes());
     });
@@ -939,7 +941,7 @@ pub fn encode_kv(delta: &KvDelta, snapshot: bool, out: &mut Vec<u8>) {
                 KvOp::Cleared => run::CLEARED,
             };
             out.extend_from_slice(&kind.to_le_bytes());
-            out.extend_from_slice(&(len as u32).to_le_bytes());
+            out.extend_from_slice(&to_u32(len).to_le_bytes());
             if let KvOp::Stored { parent, .. } = run[0] {
                 out.extend_from_slice(&parent.0.to_le_bytes());
             }

@@ -1,5 +1,6 @@
 //! A sequence on two engines: one computes the prompt, the other generates.
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{EngineRequest, RequestId, Role, SimTime};
 
 use super::{Engine, Plan, Running};
@@ -148,7 +149,7 @@ impl Engine {
     /// Moves sequences whose prompts have come to the running queue.
     pub(super) fn admit_loaded<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         while plan.budget > 0
-            && (self.running.len() as u32) < self.max_running
+            && to_u32(self.running.len()) < self.max_running
             && let Some(slot) = self.handovers.loaded.pop_front()
         {
             self.handovers.loading -= 1;

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RequestId, SimTime};
 
 use super::{Engine, Running, decode_stats};
@@ -90,7 +91,7 @@ impl Phases {
         self.places.resize(running.len(), 0);
         for (place, r) in running.iter().enumerate() {
             let at = &mut self.begins[(r.computed % block_size) as usize];
-            self.places[*at as usize] = place as u32;
+            self.places[*at as usize] = to_u32(place);
             *at += 1;
         }
         // Each begin has moved on to the next one's.
@@ -149,7 +150,7 @@ impl Engine {
             return 0;
         }
         let load = StepLoad {
-            decode_sequences: self.running.len() as u32,
+            decode_sequences: to_u32(self.running.len()),
             decode_context: contexts.tokens,
             decode_prompt: self.running.iter().map(|r| u64::from(r.prompt_len)).sum(),
             ..StepLoad::default()
@@ -187,7 +188,7 @@ impl Engine {
 
     /// True if no waiting sequence can be admitted while the running ones do nothing but decode.
     fn waiting_cannot_move(&mut self) -> bool {
-        let running = self.running.len() as u32;
+        let running = to_u32(self.running.len());
         if running > self.budget {
             return false; // not all of them are in a pass
         }
@@ -230,7 +231,7 @@ impl Engine {
             } else {
                 0..0
             };
-            if growing.len() as u32 > self.pool.free() {
+            if to_u32(growing.len()) > self.pool.free() {
                 return pass - 1;
             }
             if !self.hash_filled(pass, filling.clone(), phases) {
@@ -240,7 +241,7 @@ impl Engine {
             self.note_range(&load);
             run.ends.push(end);
             run.used_blocks.push(self.pool.used());
-            run.kv_ends.push(self.ops.len() as u32);
+            run.kv_ends.push(to_u32(self.ops.len()));
             load = load.next_decode();
         }
         quiet

@@ -1,5 +1,6 @@
 //! Step times by physics and a profile of measured deployments (`slipstream-perf`).
 
+use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::{Formats, ModelShape};
 use slipstream_perf::{Deployment, Load, Parallel, Serving, StepModel};
@@ -31,7 +32,7 @@ impl StepTime for Calibrated {
             prefill_pairs: load.prefill_attention as f64,
             prefill_context: load.prefill_context as f64,
         };
-        self.model.ns(&load).round() as u64
+        round_u64(self.model.ns(&load))
     }
 
     fn copy(&self) -> Option<Box<dyn StepTime>> {

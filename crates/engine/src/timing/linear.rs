@@ -1,5 +1,7 @@
 //! A pass as a weighted sum of its work.
 
+use slipstream_base::width::round_u64;
+
 use super::{StepLoad, StepTime};
 
 /// `base + a·prefill_tokens + e·prefill_attention + b·decode_sequences + c·sequences + d·decode_context`, ns.
@@ -30,7 +32,7 @@ impl StepTime for Linear {
             + self.per_decode_token_ns * f64::from(load.decode_sequences)
             + self.per_sequence_ns * f64::from(load.sequences())
             + self.per_context_token_ns * load.decode_context as f64;
-        ns.round() as u64 // saturates; negative and NaN give 0
+        round_u64(ns) // saturates; negative and NaN give 0
     }
 }
 

@@ -23,6 +23,7 @@ use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::ModelShape;
 use slipstream_perf::{Profile, ProfileError, StepModel};
@@ -269,7 +270,7 @@ pub struct ApiTime {
 impl ApiTime {
     /// Time of a request whose prompt has `tokens`, ns.
     pub fn ns(&self, tokens: u32) -> u64 {
-        (self.request_ns + self.prompt_token_ns * f64::from(tokens)).round() as u64
+        round_u64(self.request_ns + self.prompt_token_ns * f64::from(tokens))
     }
 }
 

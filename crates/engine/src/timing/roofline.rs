@@ -3,6 +3,7 @@
 //! Every part of a pass is bound by arithmetic, by memory or by a link; the equations, symbols and
 //! sources stand in `docs/step-time.md`, with how far the result is off from reference tables.
 
+use slipstream_base::width::round_u64;
 use slipstream_config::cluster::Dtype;
 use slipstream_config::preset::{Gpu, Link, ModelShape};
 
@@ -289,7 +290,7 @@ impl Roofline {
 
 impl StepTime for Roofline {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        self.breakdown(load).total().round() as u64
+        round_u64(self.breakdown(load).total())
     }
 }
 

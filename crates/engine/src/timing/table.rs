@@ -1,5 +1,6 @@
 //! Step times from a grid of measured passes.
 
+use slipstream_base::width::round_u64;
 use thiserror::Error;
 
 use super::{StepLoad, StepTime};
@@ -306,7 +307,7 @@ impl Table {
 
 impl StepTime for Table {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        self.interpolate(place_of(load)).round() as u64
+        round_u64(self.interpolate(place_of(load)))
     }
 
     fn has_range(&self) -> bool {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use slipstream_base::width::to_u32;
 use slipstream_kvindex::{Change, KeySet};
 
 use crate::clock;
@@ -70,7 +71,7 @@ impl KeyLedger {
 
     /// Removes all keys that were published for a tier.
     pub(super) fn clear_tier(&mut self, index: usize) {
-        let holder = index as u32;
+        let holder = to_u32(index);
         for keys in [&mut self.keys, &mut self.served] {
             let held: Vec<Box<[u8]>> = keys.iter().map(Into::into).collect();
             let _ = keys.apply(held.iter().map(|key| (&key[..], Change::Remove(holder))));
@@ -81,7 +82,7 @@ impl KeyLedger {
     }
 
     fn apply(&mut self, index: usize, change: &TierChange) {
-        let holder = index as u32;
+        let holder = to_u32(index);
         let (key, change) = match change {
             TierChange::Stored(key) => (key, Change::Add(holder)),
             TierChange::Removed(key) => (key, Change::Remove(holder)),

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use slipstream_base::width::nanos;
 use slipstream_kvindex::PeerIndex;
 
 use super::StoreError;
@@ -129,7 +130,7 @@ impl PeerLinks {
             (endpoint.serves, endpoint.lower) = (Some(memory), lower);
         }
         endpoint.nixl = options.nixl;
-        let silence_ns = endpoint.silence_max.as_nanos() as u64;
+        let silence_ns = nanos(endpoint.silence_max);
         let index = index_keys
             .map(|keys| Arc::new(PeerIndex::new(endpoint.peers_max, keys, 2 * silence_ns)));
         endpoint.index.clone_from(&index);

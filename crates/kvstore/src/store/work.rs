@@ -7,6 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use slipstream_base::width::to_u32;
+
 use super::LoadEnd;
 use super::keys::KeyLedger;
 use super::links::PeerLinks;
@@ -228,7 +230,7 @@ impl Shared {
     }
 
     fn end_closed(&self, load: Load) {
-        let all = (0..load.keys.len() as u32).collect();
+        let all = (0..to_u32(load.keys.len())).collect();
         self.end(load.job, all, "closed", load.into);
     }
 
@@ -328,7 +330,7 @@ impl Shared {
         for (at, key) in load.keys.iter().enumerate() {
             let closed = self.stop.load(Ordering::Relaxed);
             if closed || Instant::now() >= load.deadline {
-                failed.push(at as u32);
+                failed.push(to_u32(at));
                 reason = if closed { "closed" } else { "deadline" };
                 continue;
             }
@@ -340,10 +342,10 @@ impl Shared {
             }
             match &load.sources[at][..] {
                 "" => {
-                    failed.push(at as u32);
+                    failed.push(to_u32(at));
                     reason = "absent";
                 }
-                peer => remote.entry(peer).or_default().push(at as u32),
+                peer => remote.entry(peer).or_default().push(to_u32(at)),
             }
         }
         let links = if remote.is_empty() {

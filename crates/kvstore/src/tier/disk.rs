@@ -24,6 +24,7 @@ use std::time::SystemTime;
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 use slipstream_base::SimTime;
+use slipstream_base::width::{nanos, to_u16, to_usize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Medium, Tier, TierChange, TierError, TierStats};
@@ -443,7 +444,7 @@ impl Tier for DiskTier {
         if len != out.len() as u64 {
             return Err(TierError::Length {
                 want: out.len(),
-                got: len as usize,
+                got: to_usize(len),
             });
         }
         let read = read_block(&blocks, key, out);
@@ -766,7 +767,7 @@ impl Head {
     fn bytes(&self) -> Vec<u8> {
         let mut head = Vec::with_capacity(HEADER_BYTES + self.key.len());
         head.extend(MAGIC);
-        head.extend((self.key.len() as u16).to_le_bytes());
+        head.extend(to_u16(self.key.len()).to_le_bytes());
         head.extend([0; 6]);
         head.extend(self.len.to_le_bytes());
         head.extend(self.checksum.to_le_bytes());
@@ -861,7 +862,7 @@ fn modified(path: &Path) -> std::time::SystemTime {
 
 fn since_1970_ns(time: std::time::SystemTime) -> u64 {
     let since = time.duration_since(std::time::UNIX_EPOCH);
-    since.map_or(0, |since| since.as_nanos() as u64)
+    since.map_or(0, nanos)
 }
 
 fn remove_file(path: &Path) {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::SimTime;
+use slipstream_base::width::to_u32;
 
 use super::{Medium, Tier, TierChange, TierError, TierStats};
 use crate::arena::Arena;
@@ -120,7 +121,7 @@ impl MemoryTier {
             block_bytes: options.block_bytes,
             state: Mutex::new(State {
                 ledger: Ledger::new(options.ttl_ns),
-                free: (0..slots as u32).rev().collect(),
+                free: (0..to_u32(slots)).rev().collect(),
                 pins: vec![0; slots],
                 doomed: vec![false; slots],
                 cleared: Vec::new(),
@@ -304,7 +305,7 @@ impl Tier for MemoryTier {
         unsafe { self.arena.bytes_mut(self.offset(slot), bytes.len()) }.copy_from_slice(bytes);
         let block = StoredBlock {
             slot,
-            len: bytes.len() as u32,
+            len: to_u32(bytes.len()),
             checksum: checksum(bytes),
         };
         let mut state = self.state();

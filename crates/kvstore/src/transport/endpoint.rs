@@ -13,6 +13,7 @@ use std::time::Duration;
 use crossbeam_queue::ArrayQueue;
 use rustix::event::{EventfdFlags, eventfd};
 use slipstream_base::SimTime;
+use slipstream_base::width::to_u32;
 use slipstream_kvindex::PeerIndex;
 
 use super::conn::Scheme;
@@ -221,7 +222,7 @@ impl BlockEndpoint {
         }
         let peers = options.peers_max.clamp(1, 1 << 16);
         let free_slots = ArrayQueue::new(peers);
-        for slot in 0..peers as u32 {
+        for slot in 0..to_u32(peers) {
             free_slots
                 .push(slot)
                 .expect("the queue has room for all slots");
@@ -400,7 +401,7 @@ impl BlockTransport for BlockEndpoint {
                 .iter()
                 .map(|block| Wanted {
                     key: block.key.into(),
-                    len: block.len as u32,
+                    len: to_u32(block.len),
                 })
                 .collect(),
         };

@@ -10,6 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use slipstream_base::SimTime;
+use slipstream_base::width::{to_u32, to_usize};
 
 use super::conn::{Conn, Piece, Scheme};
 use super::run::{CloseReason, Run, TURN_BYTES, destination_of};
@@ -297,9 +298,9 @@ impl Run {
                         let end = offset.checked_add(u64::from(len));
                         end.is_some_and(|end| end <= remote.bytes)
                     });
-                    let wanted = destination_of(&mut self.transfers, request, block as u32)
+                    let wanted = destination_of(&mut self.transfers, request, to_u32(block))
                         .map(|destination| destination.len());
-                    if !there || wanted.is_some_and(|wanted| wanted != len as usize) {
+                    if !there || wanted.is_some_and(|wanted| wanted != to_usize(len)) {
                         return Err(CloseReason::Text(
                             "its blocks are outside of its memory, or differ from the requested length"
                                 .into(),
@@ -309,14 +310,14 @@ impl Run {
                         .remote
                         .as_ref()
                         .expect("a pull's connection has remote memory");
-                    let from = (remote.base + offset) as usize;
-                    chunks.extend((0..len as usize).step_by(SLOT_BYTES).map(|inside| Chunk {
+                    let from = to_usize(remote.base + offset);
+                    chunks.extend((0..to_usize(len)).step_by(SLOT_BYTES).map(|inside| Chunk {
                         block,
                         inside,
                         from: from + inside,
-                        bytes: (len as usize - inside).min(SLOT_BYTES),
+                        bytes: (to_usize(len) - inside).min(SLOT_BYTES),
                     }));
-                    blocks.push((len as usize, sum));
+                    blocks.push((to_usize(len), sum));
                     // An empty block needs no read.
                     if len > 0 {
                         continue;
@@ -471,7 +472,7 @@ impl Run {
             let deadline = self.transfers.get(&read.request).map(|t| t.deadline);
             let (Some(deadline), Some(destination)) = (
                 deadline,
-                destination_of(&mut self.transfers, read.request, chunk.block as u32),
+                destination_of(&mut self.transfers, read.request, to_u32(chunk.block)),
             ) else {
                 continue;
             };

@@ -13,6 +13,7 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use slipstream_base::SimTime;
+use slipstream_base::width::{low_u32, nanos, to_i64, to_u32, to_usize};
 use socket2::{Domain, SockAddr, Socket, Type};
 
 use super::conn::{
@@ -120,7 +121,7 @@ const SKIPPED_MAX: u32 = 64;
 impl Spin {
     fn new(max: Duration) -> Spin {
         Spin {
-            max_ns: max.as_nanos() as u64,
+            max_ns: nanos(max),
             last: SimTime::ZERO,
             awaited: None,
             backoff: [SpinBackoff::default(); 2],
@@ -234,7 +235,7 @@ impl Run {
         let mut ready: Vec<epoll::Event> = Vec::with_capacity(64);
         let busy = spin || !self.copies.is_empty() || self.sweeping;
         let mut timeout_ns = 0;
-        let spin_ns = self.shared.options.spin.as_nanos() as u64;
+        let spin_ns = nanos(self.shared.options.spin);
         let pause_ns = self
             .pulls
             .as_ref()
@@ -254,8 +255,8 @@ impl Run {
             }
         }
         let timeout = Timespec {
-            tv_sec: (timeout_ns / 1_000_000_000) as i64,
-            tv_nsec: (timeout_ns % 1_000_000_000) as i64,
+            tv_sec: to_i64(timeout_ns / 1_000_000_000),
+            tv_nsec: to_i64(timeout_ns % 1_000_000_000),
         };
         let waited = epoll::wait(&self.epoll, spare_capacity(&mut ready), Some(&timeout));
         self.shared.sleeping.store(false, Ordering::SeqCst);
@@ -267,10 +268,10 @@ impl Run {
         if data == WAKE {
             let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         } else if data & LISTENERS != 0 {
-            self.accept((data & !LISTENERS) as usize);
+            self.accept(to_usize(data & !LISTENERS));
         } else {
             let peer = PeerId {
-                slot: data as u32,
+                slot: low_u32(data),
                 generation: (data >> 32) as u32,
             };
             self.with_conn(peer, |run, conn| {
@@ -744,7 +745,7 @@ impl Run {
 
     /// How long a request may pin blocks: until its own deadline, but at most `serve_max`.
     fn serve_ns(&self, get: &Get) -> u64 {
-        let max = self.shared.options.serve_max.as_nanos() as u64;
+        let max = nanos(self.shared.options.serve_max);
         (u64::from(get.deadline_ms) * 1_000_000).min(max)
     }
 
@@ -773,7 +774,7 @@ impl Run {
                 continue;
             };
             if pin.len() != wanted.len as usize {
-                answers.push(Answer::Length(pin.len() as u32));
+                answers.push(Answer::Length(to_u32(pin.len())));
                 continue;
             }
             count(&counters.served_blocks, 1);
@@ -849,7 +850,7 @@ impl Run {
                             "its blocks differ from the requested length".into(),
                         ));
                     }
-                    coming.push_back((at as u32, len, checksum));
+                    coming.push_back((to_u32(at), len, checksum));
                 }
                 Answer::Absent => failed.push((at, FetchError::Absent)),
                 Answer::Length(_) => failed.push((at, FetchError::Length)),
@@ -961,7 +962,7 @@ impl Run {
                         ..
                     } => {
                         let Some(destination) =
-                            destination_of(&mut self.transfers, request, at as u32)
+                            destination_of(&mut self.transfers, request, to_u32(at))
                         else {
                             continue;
                         };
@@ -1038,7 +1039,7 @@ impl Run {
                 count(&counters.fetched_bytes, destination.len() as u64);
             }
             Err(why) => {
-                transfer.failed.push((at as u32, why));
+                transfer.failed.push((to_u32(at), why));
                 count(&counters.failed[why as usize], 1);
             }
         }
@@ -1053,7 +1054,7 @@ impl Run {
         self.deadlines.remove(&(transfer.deadline, request));
         let done = Completion {
             transfer: super::TransferId(request),
-            blocks: transfer.destinations.len() as u32,
+            blocks: to_u32(transfer.destinations.len()),
             bytes: transfer.bytes,
             failed: transfer.failed,
             took_ns: clock::now().since(transfer.started),
@@ -1093,7 +1094,7 @@ impl Run {
         if now < self.next_ping {
             return;
         }
-        let silence_ns = self.shared.options.silence_max.as_nanos() as u64;
+        let silence_ns = nanos(self.shared.options.silence_max);
         self.next_ping = now + silence_ns / 4;
         if let Some(pulls) = &mut self.pulls {
             pulls.progress();

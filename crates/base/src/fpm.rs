@@ -38,12 +38,13 @@ pub struct PrefillStats {
     pub length_variance: f64,
 }
 
-/// Totals over decode sequences.
+/// Totals over decode sequences. The schema has no count of output tokens: a sequence may get several in
+/// a pass, so `requests` is not that count.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DecodeStats {
-    /// Sequences.
+    /// Sequences, each once however many tokens it gets in the pass.
     pub requests: u32,
-    /// Tokens of context that they attend to.
+    /// Tokens of context before the pass, and those that the pass computes.
     pub kv_tokens: u64,
     /// Variance of that context over the sequences.
     pub kv_tokens_variance: f64,

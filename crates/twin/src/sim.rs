@@ -1381,7 +1381,7 @@ impl<'a> Sim<'a> {
                 start,
                 end,
                 fpm: &self.out.fpm,
-                tokens: sequences,
+                tokens: run.tokens(),
                 used_blocks,
                 preemptions: 0,
                 gaps: &[(end.since(start), sequences)],

@@ -9,8 +9,9 @@ use super::{Engine, Running, decode_stats};
 use crate::timing::StepLoad;
 use crate::waiting::Sums;
 
-/// Result of a run of decode passes: in each of them every running sequence got one token, none
-/// its first and none its last. A driver keeps one and hands it in again and again.
+/// Result of a run of decode passes: in each of them every running sequence got tokens, none its first
+/// and none its last, and all passes gave the same number. A driver keeps one and hands it in again and
+/// again.
 #[derive(Clone, Debug, Default)]
 pub struct DecodeRun {
     /// When the first pass began.
@@ -25,6 +26,8 @@ pub struct DecodeRun {
     pub kv_sequence: u64,
     /// Blocks that sequences held in each pass. Shape `[ends.len()]`.
     pub used_blocks: Vec<u32>,
+    /// Output tokens of each pass, over all sequences.
+    tokens: u32,
     /// Record of the first pass.
     first: ForwardPassMetrics,
 }
@@ -39,17 +42,23 @@ impl DecodeRun {
         &self.kv_ops[begin as usize..self.kv_ends[index] as usize]
     }
 
-    /// Sequences that got a token in each pass.
+    /// Sequences that got tokens in each pass.
     pub fn sequences(&self) -> u32 {
         self.first.scheduled_decode.requests
+    }
+
+    /// Output tokens of each pass: as many as [`sequences`](Self::sequences), or more if the engine verifies
+    /// drafts.
+    pub fn tokens(&self) -> u32 {
+        self.tokens
     }
 
     /// Fills `out` with the record of pass `index`.
     pub fn fpm_of(&self, index: usize, out: &mut ForwardPassMetrics) {
         out.clone_from(&self.first);
         out.counter += index as u64;
-        // Every context grows by one per pass, so their spread stays.
-        out.scheduled_decode.kv_tokens += index as u64 * u64::from(self.sequences());
+        // Every context grows by as much per pass, so their spread stays.
+        out.scheduled_decode.kv_tokens += index as u64 * u64::from(self.tokens);
         let start = match index {
             0 => self.start,
             _ => self.ends[index - 1],
@@ -181,6 +190,8 @@ impl Engine {
         self.kv_sequence += changed.count() as u64;
         self.heartbeat(&mut run.first);
         run.first.scheduled_decode = decode_stats(&contexts);
+        // The modelled engine drafts nothing.
+        run.tokens = run.sequences();
         self.fpm_counter += u64::from(passes) - 1;
         self.passes += u64::from(passes);
         passes
@@ -332,5 +343,41 @@ impl Engine {
     /// Ids of the running sequences, in the order in which they run.
     pub fn running_ids(&self) -> impl Iterator<Item = RequestId> + '_ {
         self.running.iter().filter(|r| !r.gone).map(|r| r.id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_base::fpm::DecodeStats;
+
+    use super::*;
+
+    /// Three passes of two sequences that get three tokens each: contexts of 100 tokens together.
+    #[test]
+    fn contexts_grow_by_the_tokens_of_a_pass() {
+        let run = DecodeRun {
+            start: SimTime(1_000),
+            ends: [2_000, 3_500, 5_500].map(SimTime).to_vec(),
+            tokens: 6,
+            first: ForwardPassMetrics {
+                counter: 7,
+                scheduled_decode: DecodeStats {
+                    requests: 2,
+                    kv_tokens: 100,
+                    kv_tokens_variance: 4.0,
+                },
+                ..ForwardPassMetrics::default()
+            },
+            ..DecodeRun::default()
+        };
+        assert_eq!((run.sequences(), run.tokens()), (2, 6));
+        let mut fpm = ForwardPassMetrics::default();
+        let found = [0, 1, 2].map(|pass| {
+            run.fpm_of(pass, &mut fpm);
+            let decode = fpm.scheduled_decode;
+            assert_eq!((decode.requests, decode.kv_tokens_variance), (2, 4.0));
+            (fpm.counter, fpm.wall_time_s, decode.kv_tokens)
+        });
+        assert_eq!(found, [(7, 1e-6, 100), (8, 1.5e-6, 106), (9, 2e-6, 112)]);
     }
 }

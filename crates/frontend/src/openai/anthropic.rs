@@ -5,6 +5,7 @@
 
 use serde_json::{Value, json};
 
+use super::chunks::Chunks;
 use super::error::clip;
 use super::request::{missing, read_members, text, wrong_type};
 use super::value::Json;
@@ -367,8 +368,7 @@ pub fn input_tokens_json(tokens: u64) -> Vec<u8> {
 /// Turns the events of a chat into those of a message, and into the message itself.
 #[derive(Debug, Default)]
 pub struct MessageStream {
-    /// The rest of the last frame: a part of an event.
-    partial: Vec<u8>,
+    chunks: Chunks,
     /// `id` and `model` once it has begun.
     head: Option<(String, String)>,
     /// Blocks so far, if the message is sent as a whole.
@@ -397,20 +397,9 @@ enum Block {
 impl MessageStream {
     /// Takes a frame of the chat's events. Appends the message's events to `out` if there is one.
     pub fn take(&mut self, frame: &[u8], mut out: Option<&mut Vec<u8>>) {
-        let mut bytes = std::mem::take(&mut self.partial);
-        bytes.extend_from_slice(frame);
-        let mut rest = &bytes[..];
-        while let Some(end) = rest.windows(2).position(|w| w == b"\n\n") {
-            let (event, after) = rest.split_at(end);
-            rest = &after[2..];
-            // Comments and `[DONE]` say nothing of the message.
-            if let Some(data) = event.strip_prefix(b"data: ")
-                && let Ok(chunk) = serde_json::from_slice::<Value>(data)
-            {
-                self.chunk(&chunk, &mut out);
-            }
-        }
-        self.partial = rest.to_vec();
+        let mut chunks = std::mem::take(&mut self.chunks);
+        chunks.take(frame, |chunk| self.chunk(chunk, &mut out));
+        self.chunks = chunks;
     }
 
     /// Bytes of the blocks so far.

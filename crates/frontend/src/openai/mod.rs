@@ -4,6 +4,7 @@
 //! `docs/openai-api.md`; a test holds the list and the parser together.
 
 mod anthropic;
+mod chunks;
 mod embeddings;
 mod error;
 mod fields;

@@ -5,6 +5,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::chunks::Chunks;
 use super::error::clip;
 use super::request::{LOGPROBS_MAX, boolean, missing, read_members, text, whole, wrong_type};
 use super::value::Json;
@@ -618,8 +619,7 @@ pub struct ResponseStream {
     id: String,
     created: u64,
     repeated: Map<String, Value>,
-    /// The rest of the last frame: a part of an event.
-    partial: Vec<u8>,
+    chunks: Chunks,
     items: Vec<Item>,
     /// Bytes of the items.
     bytes: usize,
@@ -673,7 +673,7 @@ impl ResponseStream {
             id,
             created,
             repeated,
-            partial: Vec::new(),
+            chunks: Chunks::default(),
             items: Vec::new(),
             bytes: 0,
             open: false,
@@ -711,20 +711,9 @@ impl ResponseStream {
 
     /// Takes a frame of the chat's events. Appends the response's events to `out` if there is one.
     pub fn take(&mut self, frame: &[u8], mut out: Option<&mut Vec<u8>>) {
-        let mut bytes = std::mem::take(&mut self.partial);
-        bytes.extend_from_slice(frame);
-        let mut rest = &bytes[..];
-        while let Some(end) = rest.windows(2).position(|w| w == b"\n\n") {
-            let (event, after) = rest.split_at(end);
-            rest = &after[2..];
-            // Comments and `[DONE]` add nothing.
-            if let Some(data) = event.strip_prefix(b"data: ")
-                && let Ok(chunk) = serde_json::from_slice::<Value>(data)
-            {
-                self.chunk(&chunk, &mut out);
-            }
-        }
-        self.partial = rest.to_vec();
+        let mut chunks = std::mem::take(&mut self.chunks);
+        chunks.take(frame, |chunk| self.chunk(chunk, &mut out));
+        self.chunks = chunks;
     }
 
     /// The response fails: `response.failed`.

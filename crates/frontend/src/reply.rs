@@ -591,8 +591,8 @@ impl ReplyState {
         let &NewTokens {
             tokens,
             first,
-            end_follows,
             now_ns,
+            ..
         } = new;
         let sequence = &mut self.sequences[index as usize];
         let mut taken = Taken::default();
@@ -637,32 +637,54 @@ impl ReplyState {
         sequence.last_token_ns = now_ns;
         sequence.last_token = *tokens.last().expect("an entry of tokens holds one");
         metrics.generation_tokens.add(tokens.len() as u64);
+        taken.kill = if self.shape.stream {
+            self.stream_tokens(index, &NewTokens { tokens, ..*new }, text, metrics)
+        } else {
+            self.gather_tokens(index, tokens, text, metrics)
+        };
+        taken
+    }
 
-        let mut stopped = false;
-        if !self.shape.stream {
-            for &token in tokens {
-                sequence.generated += 1;
-                stopped = sequence.take_whole(token, text);
-                if stopped {
-                    break;
-                }
-            }
-            if stopped {
-                self.close_sequence(index);
-            }
-            let bytes = WHOLE_TOKEN_BYTES * tokens.len() as u64;
-            taken.kill = stopped || !self.keep(index, bytes, metrics);
-            if self.open == 0 {
-                self.wake();
-            }
-            return taken;
+    /// Adds tokens to an answer that is sent as a whole. True if the worker should stop.
+    fn gather_tokens(
+        &mut self,
+        index: u32,
+        tokens: &[TokenId],
+        text: &TextModel,
+        metrics: &ShardMetrics,
+    ) -> bool {
+        let sequence = &mut self.sequences[index as usize];
+        let stopped = tokens.iter().any(|&token| {
+            sequence.generated += 1;
+            sequence.take_whole(token, text)
+        });
+        if stopped {
+            self.close_sequence(index);
         }
+        let bytes = WHOLE_TOKEN_BYTES * tokens.len() as u64;
+        let kill = stopped || !self.keep(index, bytes, metrics);
+        if self.open == 0 {
+            self.wake();
+        }
+        kill
+    }
+
+    /// Renders tokens as events, or holds them for a client that reads slowly. True if the worker should stop.
+    fn stream_tokens(
+        &mut self,
+        index: u32,
+        new: &NewTokens<'_>,
+        text: &TextModel,
+        metrics: &ShardMetrics,
+    ) -> bool {
+        let tokens = new.tokens;
+        let mut stopped = false;
         if !self.opened {
             self.open_choices();
         }
         let sequence = &mut self.sequences[index as usize];
         if sequence.held.is_empty() && self.out.len() < RENDERED_BYTES_MAX {
-            if end_follows {
+            if new.end_follows {
                 // They share an event with the reason, which is known in a moment.
                 sequence.hold(tokens);
             } else {
@@ -684,24 +706,21 @@ impl ReplyState {
                     1,
                 ));
                 self.sequences[index as usize].ended = Some(Ending::Engine(FinishReason::Abort));
-                taken.kill = true;
-                return taken;
+                return true;
             }
             if !self.keep(index, size_of_val(tokens) as u64, metrics) {
-                taken.kill = true;
-                return taken;
+                return true;
             }
         }
         if stopped {
             self.close_sequence(index);
         }
         self.settle(index, text);
-        if first.is_some() {
+        if new.first.is_some() {
             self.times.note(Stage::Rendered, monotonic_ns());
         }
         self.wake();
-        taken.kill = stopped;
-        taken
+        stopped
     }
 
     /// The engine ended the sequence. False if it had done so before: nothing changes then.

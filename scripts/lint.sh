@@ -19,6 +19,7 @@ RUSTDOCFLAGS="-D warnings" cargo doc --quiet --workspace --no-deps --locked
 cargo fmt --manifest-path crates/pybind/Cargo.toml --check
 cargo clippy --manifest-path crates/pybind/Cargo.toml --locked -- -D warnings
 RUSTFLAGS="--cfg fuzzing" cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
+scripts/msrv.sh
 if cargo deny --version >/dev/null 2>&1; then
     for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
         cargo deny --log-level error --manifest-path "$manifest" check bans licenses sources

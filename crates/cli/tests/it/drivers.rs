@@ -1,9 +1,9 @@
 //! One script, both drivers of the dispatcher. The twin runs a cluster with faults and records the
 //! inputs and decisions of its dispatcher. The frontend then receives the same inputs in the same order,
 //! from HTTP clients and engine threads that the test plays. It must make the same decisions and send them.
+//! `one_sided` lists the inputs that one driver alone gives, with the tests that cover them.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::io::Write as _;
 use std::net::TcpStream;
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use slipstream_base::{BlockHash, FinishReason, WorkerId};
-use slipstream_config::cluster::{Cluster, file};
+use slipstream_config::cluster::{Cluster, Happening, file};
 use slipstream_config::doc::Doc;
 use slipstream_config::workload_file;
 use slipstream_dispatch::journal::{Input, Journal, Line};
@@ -35,8 +35,37 @@ enum Fault {
     None,
     /// The worker vanishes and does not return.
     Crash(u32),
-    /// The worker takes no new requests.
-    Drain(u32),
+    /// The worker takes no new requests, for ever or for some time.
+    Drain {
+        worker: u32,
+        returns: bool,
+    },
+    /// The worker's steps take longer for some time.
+    Slow(u32),
+    /// The worker's network interface is slower, or down, for some time.
+    Link {
+        worker: u32,
+        share: f64,
+    },
+}
+
+impl Fault {
+    /// The `[[event]]` of a cluster file.
+    fn event(self) -> String {
+        let (kind, worker, rest) = match self {
+            Fault::None => return String::new(),
+            Fault::Crash(worker) => ("crash", worker, String::new()),
+            Fault::Drain { worker, returns } => {
+                let end = if returns { "until_s = 0.5\n" } else { "" };
+                ("drain", worker, end.to_owned())
+            }
+            Fault::Slow(worker) => ("slow", worker, "until_s = 0.6\nfactor = 3\n".to_owned()),
+            Fault::Link { worker, share } => {
+                ("link", worker, format!("until_s = 0.6\nshare = {share}\n"))
+            }
+        };
+        format!("[[event]]\nkind = \"{kind}\"\nworker = {worker}\nat_s = 0.4\n{rest}")
+    }
 }
 
 struct Case {
@@ -76,52 +105,75 @@ fn case(n: u32) -> Case {
     };
     let fault = match crash {
         Some(worker) => Fault::Crash(worker),
-        None if n.is_multiple_of(4) => Fault::Drain(n / 4 % (serve + prefill)),
+        None if n.is_multiple_of(4) => Fault::Drain {
+            worker: n / 4 % (serve + prefill),
+            returns: false,
+        },
         None => Fault::None,
     };
-    let mut cluster = String::from("[model]\nname = \"test-model\"\n");
     let order = if n.is_multiple_of(2) { "pull" } else { "push" };
-    let _ = write!(
-        cluster,
-        "[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\nremote_prefill_tokens_min = 64\n\
-         seed = {n}\nresumes_max = {}\n",
-        if (n / 8).is_multiple_of(2) { 3 } else { 0 }
+    let resumes_max = if (n / 8).is_multiple_of(2) { 3 } else { 0 };
+    let mut cluster = format!(
+        "[model]\nname = \"test-model\"\n[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\n\
+         remote_prefill_tokens_min = 64\nseed = {n}\nresumes_max = {resumes_max}\n"
     );
     if queue {
         cluster += "queue_max = 6\nbusy_kv_share = 0.5\n";
     }
-    cluster += "[engine]\nblock_size = 16\nnum_gpu_blocks = 128\nmax_model_len = 1024\n\
-         max_num_seqs = 16\nmax_num_batched_tokens = 64\n";
-    if apart {
-        let _ = write!(
-            cluster,
-            "[pool.d]\nrole = \"decode\"\nworkers = {serve}\n[pool.p]\nrole = \"prefill\"\nworkers = {prefill}\n"
-        );
-    } else {
-        let _ = write!(cluster, "[pool.main]\nworkers = {serve}\n");
-    }
-    cluster += "[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n";
-    let (kind, worker) = match fault {
-        Fault::None => ("", 0),
-        Fault::Crash(worker) => ("crash", worker),
-        Fault::Drain(worker) => ("drain", worker),
-    };
-    if !kind.is_empty() {
-        let _ = write!(
-            cluster,
-            "[[event]]\nkind = \"{kind}\"\nworker = {worker}\nat_s = 0.4\n"
-        );
-    }
-    let workload = format!(
-        "requests = 32\nseed = {n}\n[arrival]\nkind = \"poisson\"\nrate_per_s = 50\n\
-         [[class]]\nisl = {{ kind = \"uniform\", min = 20, max = 300 }}\nosl = {{ kind = \"uniform\", min = 1, max = 12 }}\n"
-    );
+    cluster += &rest_of_cluster(serve, prefill);
+    cluster += &fault.event();
     Case {
         name: format!("case {n}: {policy} {order} apart={apart} queue={queue} {fault:?}"),
         cluster,
-        workload,
+        workload: workload(n),
         fault,
     }
+}
+
+/// A case of `fault`, whose pools have two workers each, or one if `queue`.
+fn case_of(fault: Fault, order: &str, policy: &str, queue: bool, network: bool) -> Case {
+    let (workers, rest) = if queue {
+        (1, "queue_max = 16\nbusy_kv_share = 0.5\n")
+    } else {
+        (2, "")
+    };
+    let mut cluster = format!(
+        "[model]\nname = \"test-model\"\n[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\n\
+         remote_prefill_tokens_min = 64\nseed = 3\n{rest}"
+    );
+    cluster += &rest_of_cluster(workers, if queue { 0 } else { workers });
+    if network {
+        cluster += "[network]\nmode = \"flows\"\n";
+    }
+    cluster += &fault.event();
+    Case {
+        name: format!("{policy} {order} queue={queue} {fault:?}"),
+        cluster,
+        workload: workload(3),
+        fault,
+    }
+}
+
+/// Engines with steps of 10 ms, and pools of so many workers.
+fn rest_of_cluster(serve: u32, prefill: u32) -> String {
+    let pools = if prefill > 0 {
+        format!(
+            "[pool.d]\nrole = \"decode\"\nworkers = {serve}\n[pool.p]\nrole = \"prefill\"\nworkers = {prefill}\n"
+        )
+    } else {
+        format!("[pool.main]\nworkers = {serve}\n")
+    };
+    format!(
+        "[engine]\nblock_size = 16\nnum_gpu_blocks = 128\nmax_model_len = 1024\nmax_num_seqs = 16\n\
+         max_num_batched_tokens = 64\n{pools}[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n"
+    )
+}
+
+fn workload(seed: u32) -> String {
+    format!(
+        "requests = 32\nseed = {seed}\n[arrival]\nkind = \"poisson\"\nrate_per_s = 50\n\
+         [[class]]\nisl = {{ kind = \"uniform\", min = 20, max = 300 }}\nosl = {{ kind = \"uniform\", min = 1, max = 12 }}\n"
+    )
 }
 
 fn cluster(text: &str) -> Cluster {
@@ -425,6 +477,21 @@ impl Live {
         self.workers[worker.index()] = None;
     }
 
+    /// What the fault changes in the fleet: its begin is the first change, its end the second.
+    fn change_fleet(&mut self, fault: Fault, changes: u32) {
+        match (fault, changes) {
+            (Fault::Drain { worker, .. }, 1) => self.fleets.set_ready(WorkerId(worker), false),
+            (Fault::Drain { worker, .. }, _) => self.fleets.set_ready(WorkerId(worker), true),
+            (Fault::Crash(worker), 1) => {
+                // It had nothing.
+                self.workers[worker as usize] = None;
+                self.fleets.on_worker_lost(WorkerId(worker));
+            }
+            // They change only when inputs come.
+            (Fault::None | Fault::Crash(_) | Fault::Slow(_) | Fault::Link { .. }, _) => {}
+        }
+    }
+
     fn submit(&mut self, prompt_tokens: u32, max_tokens: u32) {
         let n = self.clients.len() as u32;
         let tokens: Vec<String> = (0..prompt_tokens)
@@ -620,7 +687,7 @@ fn check(case: &Case) -> usize {
     let cluster = cluster(&case.cluster);
     let lines = twin_lines(&cluster, &case.workload);
     let mut live = Live::start(&cluster);
-    let mut faulted = false;
+    let mut changes = 0;
     for (at, step) in steps(&lines).iter().enumerate() {
         match &step.stimulus {
             Stimulus::Submit {
@@ -629,21 +696,12 @@ fn check(case: &Case) -> usize {
             } => live.submit(*prompt_tokens, *max_tokens),
             Stimulus::Entries(entries) => live.send(entries),
             Stimulus::Crash(worker) => {
-                faulted = true;
+                changes += 1;
                 live.crash(*worker, &step.resumed);
             }
-            Stimulus::FleetChanged if faulted => {}
             Stimulus::FleetChanged => {
-                faulted = true;
-                match case.fault {
-                    Fault::None => {}
-                    Fault::Drain(worker) => live.fleets.set_ready(WorkerId(worker), false),
-                    Fault::Crash(worker) => {
-                        // It had nothing.
-                        live.workers[worker as usize] = None;
-                        live.fleets.on_worker_lost(WorkerId(worker));
-                    }
-                }
+                changes += 1;
+                live.change_fleet(case.fault, changes);
             }
         }
         let (mut found, actions) = live.lines(step.expected.len());
@@ -673,6 +731,109 @@ fn check(case: &Case) -> usize {
     count
 }
 
+/// Every fault of a cluster file under both drivers. One form exists in one driver alone: a crashed worker
+/// returns in the twin and as a process of its own (`crates/vopr`, `tests/it/survive.rs`), but an engine thread
+/// that has ended does not, and these are engine threads.
+#[test]
+fn every_fault_gives_the_same_actions_under_both_drivers() {
+    // Complete: a new kind of fault needs a row.
+    let row = |of: &Happening| match of {
+        Happening::Crash => 0,
+        Happening::Drain => 1,
+        Happening::Slow { .. } => 2,
+        Happening::Link { .. } => 3,
+    };
+    let mut rows = std::collections::BTreeSet::new();
+    let mut delayed = false;
+    for (fault, queue) in [
+        (Fault::Crash(1), false),
+        (drain(0, false), false),
+        (drain(3, false), false),
+        (drain(1, true), false),
+        (drain(2, true), false),
+        (drain(0, true), true),
+        (Fault::Slow(0), false),
+        (Fault::Slow(3), false),
+        (
+            Fault::Link {
+                worker: 2,
+                share: 0.1,
+            },
+            false,
+        ),
+        (
+            Fault::Link {
+                worker: 1,
+                share: 0.0,
+            },
+            false,
+        ),
+    ] {
+        for (order, policy) in [("pull", "least_requests"), ("push", "round_robin")] {
+            // A slow link delays transfers in the twin alone, as no frontend can slow a link down: ranks would
+            // be charged for longer there. What is decided must not depend on charges.
+            let network = matches!(fault, Fault::Link { .. });
+            let policy = if network { "round_robin" } else { policy };
+            let case = case_of(fault, order, policy, queue, network);
+            let faulty = cluster(&case.cluster);
+            rows.extend(faulty.events.iter().map(|event| row(&event.what)));
+            let lines = twin_lines(&faulty, &case.workload);
+            let same = case_of(Fault::None, order, policy, queue, network);
+            let undisturbed = twin_lines(&cluster(&same.cluster), &same.workload);
+            assert_ne!(
+                lines, undisturbed,
+                "{}: the fault changes nothing",
+                case.name
+            );
+            delayed |= queue && has_queued(&lines);
+            assert!(check(&case) > 32, "{}: something happened", case.name);
+        }
+    }
+    assert_eq!(rows.len(), 4, "every kind of fault has a row");
+    assert!(delayed, "requests waited until the worker returned");
+}
+
+fn drain(worker: u32, returns: bool) -> Fault {
+    Fault::Drain { worker, returns }
+}
+
+/// Whether a request started later than its submission.
+fn has_queued(lines: &[Line]) -> bool {
+    lines.windows(2).any(|pair| {
+        let submitted = matches!(
+            pair[0],
+            Line::Input {
+                input: Input::Submitted { .. },
+                ..
+            }
+        );
+        submitted && !matches!(pair[1], Line::Action(_))
+    })
+}
+
+/// Why one of the drivers never gives an input; `None`: both do.
+fn one_sided(input: &Input) -> Option<&'static str> {
+    match input {
+        Input::Submitted { .. }
+        | Input::Prefilled
+        | Input::Reserved { .. }
+        | Input::Transferred
+        | Input::FirstToken
+        | Input::Resumed { .. }
+        | Input::Ended
+        | Input::Failed { .. } => None,
+        Input::PrefillFailed => Some(
+            "live alone, at engines over HTTP: a modelled engine that lives computes its prompts \
+             (`a_prefill_engine_that_fails_costs_no_answer`)",
+        ),
+        Input::Refused { .. } => Some(
+            "a request that fits no engine: the twin's arrives there, a live one is answered 400 before it \
+             is submitted (`what_does_not_fit_into_the_model_is_refused_as_by_the_server`)",
+        ),
+        Input::Canceled => Some("live alone: modelled clients wait for their answers"),
+    }
+}
+
 #[test]
 fn both_drivers_take_the_same_actions() {
     let mut kinds = std::collections::BTreeSet::new();
@@ -681,7 +842,10 @@ fn both_drivers_take_the_same_actions() {
         let cluster = cluster(&case.cluster);
         for line in twin_lines(&cluster, &case.workload) {
             let kind = match line {
-                Line::Input { input, .. } => format!("{input:?}"),
+                Line::Input { input, .. } => {
+                    assert_eq!(one_sided(&input), None, "{}: {input:?}", case.name);
+                    format!("{input:?}")
+                }
                 Line::Action(action) => format!("{action:?}"),
                 Line::FleetChanged => "FleetChanged".into(),
             };

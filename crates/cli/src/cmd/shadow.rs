@@ -7,7 +7,7 @@
 //! The twin computes a request once its end is known, since its length is, and once all requests that arrived before it
 //! have ended. Each request goes to the engine that had it: the twin checks engines, not the router.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -397,7 +397,7 @@ fn follow(
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     let read = |path: &Path| super::files::read(path);
     // By arrival and number: requests under way, and those that the twin has not got.
-    let mut open: BTreeMap<(u64, u64), ()> = BTreeMap::new();
+    let mut open: BTreeSet<(u64, u64)> = BTreeSet::new();
     let mut arrivals: HashMap<u64, u64> = HashMap::new();
     let mut ended: BTreeMap<(u64, u64), Box<ShadowRequest>> = BTreeMap::new();
     'anew: loop {
@@ -421,7 +421,7 @@ fn follow(
             for event in events.try_iter() {
                 match event {
                     ShadowEvent::Arrived { id, arrival_ns } => {
-                        open.insert((arrival_ns, id), ());
+                        open.insert((arrival_ns, id));
                         arrivals.insert(id, arrival_ns);
                     }
                     ShadowEvent::Ended(request) => {
@@ -444,13 +444,13 @@ fn follow(
                     }
                 }
             }
-            while let Some(entry) = open.first_entry()
-                && entry.key().0 + HOLD_NS < now_ns
+            while let Some(&(arrival_ns, id)) = open.first()
+                && arrival_ns + HOLD_NS < now_ns
             {
-                arrivals.remove(&entry.key().1);
-                entry.remove();
+                arrivals.remove(&id);
+                open.pop_first();
             }
-            let first_open = open.keys().next().map(|key| key.0);
+            let first_open = open.first().map(|key| key.0);
             let known_ns = now_ns.saturating_sub(ANNOUNCED_NS);
             let to_ns = first_open.map_or(known_ns, |first| first.min(known_ns));
             figures.lag_ns.store(now_ns.saturating_sub(to_ns), Relaxed);

@@ -72,7 +72,7 @@ impl Live {
         let admin_key = admin_key.transpose()?;
         let has_names = file.pools.iter().any(|pool| {
             let engines = pool.engines.as_ref();
-            engines.is_some_and(|engines| !engines.dns.is_empty())
+            engines.is_some_and(|of| !of.dns.is_empty() || of.endpoint_slices.is_some())
         });
         let may_grow = args.file().is_some() || admin_key.is_some() || has_names;
         let slots = slots(cluster, may_grow)?;

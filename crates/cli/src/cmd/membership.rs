@@ -1,4 +1,4 @@
-//! Engines of a pool that something else lists: addresses of a name.
+//! Engines of a pool that something else lists: addresses of a name, or Kubernetes.
 //!
 //! A source yields whole lists, and a thread applies them: engines that are new join, and those that are gone drain.
 //! A source that fails changes nothing.
@@ -17,20 +17,25 @@ use slipstream_frontend::upstream::{Engines, MemberError};
 use tokio::sync::watch;
 use tokio::task::LocalSet;
 
+use super::endpoint_slices::EndpointSlices;
+
 /// Time limit of a look-up.
 const LOOKUP: Duration = Duration::from_secs(5);
 
 /// Time for look-ups at the start of the server, together.
 const AT_START: Duration = Duration::from_secs(3);
 
+/// Interval at which engines that did not get a slot are tried again.
+const RETRY: Duration = Duration::from_secs(5);
+
 /// Engines of one source at most.
 const MEMBERS_MAX: usize = 4096;
 
 /// A list of engines, or why there is none now.
-type Listing<'s> = Pin<Box<dyn Future<Output = Result<BTreeSet<String>, String>> + 's>>;
+pub(super) type Listing<'s> = Pin<Box<dyn Future<Output = Result<BTreeSet<String>, String>> + 's>>;
 
 /// A source of the engines of a pool, by their addresses as [`EngineUrl`] writes them.
-trait MemberSource {
+pub(super) trait MemberSource {
     /// Name for messages.
     fn name(&self) -> String;
 
@@ -135,6 +140,12 @@ pub(super) fn resolved(cluster: &Cluster) -> anyhow::Result<Cluster> {
     Ok(cluster)
 }
 
+/// A source of any kind.
+enum Source {
+    Dns(DnsName),
+    Slices(Box<EndpointSlices>),
+}
+
 /// Follows sources until it is dropped.
 pub(super) struct Membership {
     stop: watch::Sender<bool>,
@@ -162,7 +173,7 @@ pub(super) fn start(
     engines: &Arc<Engines>,
 ) -> anyhow::Result<Option<Membership>> {
     let interval = Duration::from_secs_f64(given.upstream.dns_interval_s);
-    let mut followers = Vec::new();
+    let mut followers: Vec<(Source, Follower)> = Vec::new();
     for (pool, with) in given.pools.iter().zip(&now.pools) {
         let (Some(of), Some(with)) = (&pool.engines, &with.engines) else {
             continue;
@@ -178,16 +189,37 @@ pub(super) fn start(
                 })
             };
             followers.push((
-                DnsName {
+                Source::Dns(DnsName {
                     url: url.clone(),
                     interval,
                     asked: false,
-                },
+                }),
                 Follower {
                     pool: pool.name.clone(),
                     listed: listed.iter().filter(|url| of_name(url)).cloned().collect(),
                     own: own.clone(),
                     failing: false,
+                    refused: false,
+                },
+            ));
+        }
+    }
+    for pool in &given.pools {
+        let Some(of) = &pool.engines else {
+            continue;
+        };
+        if let Some(selector) = &of.endpoint_slices {
+            let config = &given.upstream.kubernetes;
+            let source = EndpointSlices::new(config, selector, of.endpoint_port.as_deref());
+            let source = source.with_context(|| format!("[pool.{}]", pool.name))?;
+            followers.push((
+                Source::Slices(Box::new(source)),
+                Follower {
+                    pool: pool.name.clone(),
+                    listed: BTreeSet::new(),
+                    own: of.urls.iter().map(ToString::to_string).collect(),
+                    failing: false,
+                    refused: false,
                 },
             ));
         }
@@ -203,7 +235,11 @@ pub(super) fn start(
     let run = move || {
         let tasks = LocalSet::new();
         for (source, follower) in followers {
-            tasks.spawn_local(follow(source, follower, engines.clone()));
+            let engines = engines.clone();
+            match source {
+                Source::Dns(source) => tasks.spawn_local(follow(source, follower, engines)),
+                Source::Slices(source) => tasks.spawn_local(follow(*source, follower, engines)),
+            };
         }
         runtime.block_on(tasks.run_until(async move {
             let _ = stopped.changed().await;
@@ -222,9 +258,22 @@ pub(super) fn start(
 }
 
 async fn follow(mut source: impl MemberSource, mut follower: Follower, engines: Arc<Engines>) {
+    let name = source.name();
+    let mut last = None;
     loop {
-        let name = source.name();
-        let list = source.next().await;
+        let mut next = source.next();
+        let list = loop {
+            tokio::select! {
+                list = &mut next => break list,
+                // A slot may be free by now, and the list may never change again.
+                () = tokio::time::sleep(RETRY), if follower.refused => {
+                    if let Some(last) = last.clone() {
+                        follower.apply(&name, Ok(last), &*engines);
+                    }
+                }
+            }
+        };
+        last = list.as_ref().ok().cloned().or(last);
         follower.apply(&name, list, &*engines);
     }
 }
@@ -256,6 +305,8 @@ struct Follower {
     /// Engines that the cluster file lists by address: they do not leave.
     own: BTreeSet<String>,
     failing: bool,
+    /// Some of the last list did not join.
+    refused: bool,
 }
 
 impl Follower {
@@ -300,12 +351,19 @@ impl Follower {
             }
         }
         let mut listed = list.clone();
+        let mut refused = None;
         for url in urls(&list, &self.listed) {
             if let Err(error) = members.join(&url, &self.pool) {
-                // Tried again with the next list, and not reported each time.
-                tracing::debug!(engine = %url, source, "not added: {error}");
-                listed.remove(&url.to_string());
+                listed.remove(&url.to_string()); // tried again with the next list
+                refused.get_or_insert((url, error));
             }
+        }
+        match refused {
+            Some((url, error)) if !std::mem::replace(&mut self.refused, true) => {
+                let missing = list.len() - listed.len();
+                tracing::warn!(engine = %url, source, missing, "engines are not added: {error}");
+            }
+            refused => self.refused = refused.is_some(),
         }
         self.listed = listed;
     }
@@ -337,19 +395,18 @@ mod tests {
         }
     }
 
-    fn list(hosts: &[&str]) -> Result<BTreeSet<String>, String> {
-        Ok(hosts
-            .iter()
-            .map(|host| format!("http://{host}:80"))
-            .collect())
+    fn list(hosts: &[&str]) -> BTreeSet<String> {
+        let urls = hosts.iter().map(|host| format!("http://{host}:80"));
+        urls.collect()
     }
 
     fn follower(listed: &[&str], own: &[&str]) -> Follower {
         Follower {
             pool: "p".into(),
-            listed: list(listed).unwrap(),
-            own: list(own).unwrap(),
+            listed: list(listed),
+            own: list(own),
             failing: false,
+            refused: false,
         }
     }
 
@@ -357,19 +414,19 @@ mod tests {
     fn engines_join_and_leave_as_the_list_changes_and_faults_change_nothing() {
         let log = Log::default();
         let mut follower = follower(&["a", "b"], &[]);
-        let mut apply = |list, expected: &[&str]| {
+        let mut apply = |list: Result<_, String>, expected: &[&str]| {
             follower.apply("s", list, &log);
             assert_eq!(log.seen.take(), expected);
         };
-        apply(list(&["a", "b"]), &[]);
-        apply(list(&["b", "c"]), &["-http://a:80", "+http://c:80 p"]);
+        apply(Ok(list(&["a", "b"])), &[]);
+        apply(Ok(list(&["b", "c"])), &["-http://a:80", "+http://c:80 p"]);
         apply(Err("no name server".into()), &[]);
-        apply(list(&[]), &[]);
+        apply(Ok(list(&[])), &[]);
         let many: Vec<String> = (0..=MEMBERS_MAX).map(|n| format!("h{n}")).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        apply(list(&many), &[]);
-        apply(list(&["b"]), &["-http://c:80"]);
-        apply(list(&["a", "b"]), &["+http://a:80 p"]);
+        apply(Ok(list(&many)), &[]);
+        apply(Ok(list(&["b"])), &["-http://c:80"]);
+        apply(Ok(list(&["a", "b"])), &["+http://a:80 p"]);
     }
 
     #[test]
@@ -379,10 +436,10 @@ mod tests {
             ..Log::default()
         };
         let mut follower = follower(&["a"], &["a"]);
-        follower.apply("s", list(&["a", "b"]), &log);
+        follower.apply("s", Ok(list(&["a", "b"])), &log);
         assert_eq!(log.seen.take(), [""; 0]);
         log.full = false;
-        follower.apply("s", list(&["b"]), &log);
+        follower.apply("s", Ok(list(&["b"])), &log);
         assert_eq!(log.seen.take(), ["+http://b:80 p"]);
     }
 

@@ -4,6 +4,7 @@ mod access_log;
 mod cached;
 mod client_args;
 mod cluster_args;
+mod endpoint_slices;
 mod fleet_metrics;
 mod fleet_sink;
 mod membership;

@@ -12,6 +12,7 @@ mod drivers;
 mod duplex;
 mod engine_responses;
 mod engine_shadow;
+mod engine_slices;
 mod engine_tls;
 mod engine_traffic;
 mod engines;

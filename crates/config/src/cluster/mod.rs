@@ -15,7 +15,8 @@ use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
 pub use upstream::{
-    EngineKind, EngineTls, EngineUrl, HttpEngines, PoolTraffic, Resume, UpstreamConfig,
+    EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, PoolTraffic, Resume,
+    UpstreamConfig,
 };
 
 /// A whole cluster. The default is that of an empty file.

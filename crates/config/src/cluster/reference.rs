@@ -479,6 +479,21 @@ pub const KEYS: &[Key] = &[
         "A name that cannot be looked up changes nothing. `https://` needs `server_name`.",
     ),
     key(
+        "pool.NAME.endpoint_slices",
+        "label selector",
+        "(none)",
+        "The ready endpoints of Kubernetes' EndpointSlices with these labels are further engines of the pool, such as \
+         `\"kubernetes.io/service-name=vllm\"`. They are watched, so changes are noticed at once.",
+        "The service account must list and watch endpointslices. While the API server does not answer, nothing changes.",
+    ),
+    key(
+        "pool.NAME.endpoint_port",
+        "name or number, as text; needs `endpoint_slices`",
+        "(the only port of a slice)",
+        "The port of the EndpointSlices that the engines listen on.",
+        "Slices without it have no engines.",
+    ),
+    key(
         "pool.NAME.weight",
         "0 to 1,000,000",
         "(1; no weights if no pool has one)",
@@ -1261,6 +1276,34 @@ pub const KEYS: &[Key] = &[
         "Interval at which the names of `pool.NAME.dns` are looked up, s. The system's resolver does not report the time to live \
          of an address.",
         "High: engines are noticed late. Low: load on the name server.",
+    ),
+    key(
+        "upstream.kubernetes_url",
+        "address",
+        "(as in a pod: `KUBERNETES_SERVICE_HOST` and `_PORT`)",
+        "Kubernetes' API server, for `pool.NAME.endpoint_slices`. `http://` is for `kubectl proxy`: no token is sent.",
+        "",
+    ),
+    key(
+        "upstream.kubernetes_namespace",
+        "namespace",
+        "(the pod's)",
+        "Namespace of the EndpointSlices.",
+        "",
+    ),
+    key(
+        "upstream.kubernetes_token_file",
+        "path",
+        "(the pod's)",
+        "File with the bearer token, read for each request.",
+        "Missing or without rights: 401 or 403, and the engines stay as they are.",
+    ),
+    key(
+        "upstream.kubernetes_ca_file",
+        "path",
+        "(the pod's)",
+        "PEM file of the authorities that sign the API server's certificate, which is always verified.",
+        "",
     ),
 ];
 

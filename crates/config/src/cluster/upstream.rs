@@ -158,6 +158,10 @@ pub struct HttpEngines {
     pub traffic: PoolTraffic,
     /// Names whose addresses are engines as well, looked up again every `upstream.dns_interval_s`.
     pub dns: Vec<EngineUrl>,
+    /// Label of Kubernetes' EndpointSlices whose ready endpoints are engines as well.
+    pub endpoint_slices: Option<String>,
+    /// Name or number of their port; `None`: a slice has one.
+    pub endpoint_port: Option<String>,
 }
 
 /// Share of the requests that the engines of a pool get.
@@ -233,7 +237,28 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
             "a list of 1 to 64 addresses",
         )
         .optional();
-    let Some(written) = written.or(names.is_some().then(Vec::new)) else {
+    let printable = |text: &String| {
+        !text.is_empty()
+            && text.len() <= 1024
+            && text.bytes().all(|b| b.is_ascii_graphic() || b == b' ')
+    };
+    let endpoint_slices = t
+        .get("endpoint_slices")
+        .check(printable, "a label selector, such as \"app=vllm\"")
+        .optional();
+    let endpoint_port = t
+        .get("endpoint_port")
+        .check(printable, "a port's name or number, as text")
+        .optional();
+    if endpoint_slices.is_none() {
+        t.unused(
+            "endpoint_port",
+            "endpoint_slices",
+            "the pool has no `endpoint_slices`",
+        );
+    }
+    let is_listed = names.is_some() || endpoint_slices.is_some();
+    let Some(written) = written.or(is_listed.then(Vec::new)) else {
         let more = ["kind", "api_key_file", "weight", "mirror"];
         for key in more.into_iter().chain(TLS_KEYS) {
             t.unused(key, "engines", "the pool has no `engines`");
@@ -299,6 +324,8 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
         tls,
         traffic,
         dns,
+        endpoint_slices,
+        endpoint_port,
     })
 }
 
@@ -380,6 +407,46 @@ pub struct UpstreamConfig {
     pub drain_timeout_s: f64,
     /// Interval at which names (`pool.NAME.dns`) are looked up, s. Default 5.
     pub dns_interval_s: f64,
+    /// Kubernetes' API server, for `pool.NAME.endpoint_slices`.
+    pub kubernetes: KubernetesConfig,
+}
+
+/// Kubernetes' API server, and how the router proves itself to it. Missing: as in a pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KubernetesConfig {
+    /// Its address.
+    pub url: Option<EngineUrl>,
+    /// Namespace of the EndpointSlices.
+    pub namespace: Option<String>,
+    /// File with the bearer token. Not sent to `http://`.
+    pub token_file: Option<PathBuf>,
+    /// PEM file of the authorities that sign its certificate.
+    pub ca_file: Option<PathBuf>,
+}
+
+fn read_kubernetes(t: &Table<'_>) -> KubernetesConfig {
+    let written: Option<String> = t.get("kubernetes_url").optional();
+    let url = written.and_then(|text| match EngineUrl::parse(&text) {
+        Ok(url) => Some(url),
+        Err(why) => {
+            let hint = "write the API server's address, such as \"https://10.0.0.1:6443\"";
+            t.error("kubernetes_url", format!("`{text}` {why}"), hint);
+            None
+        }
+    });
+    let is_name = |name: &String| {
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !name.is_empty() && name.len() <= 63 && name.chars().all(plain)
+    };
+    KubernetesConfig {
+        url,
+        namespace: t
+            .get("kubernetes_namespace")
+            .check(is_name, "a namespace: lower-case letters, digits and `-`")
+            .optional(),
+        token_file: t.path("kubernetes_token_file").optional(),
+        ca_file: t.path("kubernetes_ca_file").optional(),
+    }
 }
 
 impl Default for UpstreamConfig {
@@ -405,6 +472,7 @@ impl Default for UpstreamConfig {
             engines_max: 0,
             drain_timeout_s: 600.0,
             dns_interval_s: 5.0,
+            kubernetes: KubernetesConfig::default(),
         }
     }
 }
@@ -461,6 +529,7 @@ pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
             .within(0.0..=86_400.0)
             .or(default.drain_timeout_s),
         dns_interval_s: seconds("dns_interval_s", default.dns_interval_s),
+        kubernetes: read_kubernetes(t),
     }
 }
 

@@ -1,0 +1,424 @@
+//! Engines that Kubernetes lists: the ready endpoints of EndpointSlices, by label.
+//!
+//! A list, and then a watch from its version. A watch that ends continues from the last version, which bookmarks
+//! advance; a version that the server has forgotten (410) begins with a new list.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper::header::{ACCEPT, AUTHORIZATION, HOST, USER_AGENT};
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use slipstream_config::cluster::{EngineUrl, KubernetesConfig};
+use slipstream_planes::tls::{ClientFiles, ClientTls};
+use tokio::net::TcpStream;
+
+use super::membership::{Listing, MemberSource};
+
+/// Files and variables of a process in a pod.
+const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+const HOST_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
+const PORT_VARIABLE: &str = "KUBERNETES_SERVICE_PORT";
+
+/// Time limit of a list, and of the head of a watch.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// The server ends a watch after this, s, and the next one continues it.
+const WATCH_S: u32 = 300;
+
+/// A watch without a byte for longer than it may last is dead.
+const SILENCE: Duration = Duration::from_secs(WATCH_S as u64 + 30);
+
+/// Pause after a failure.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Limits of a list, and of an event, bytes.
+const LIST_BYTES_MAX: usize = 64 << 20;
+const EVENT_BYTES_MAX: usize = 8 << 20;
+
+/// An API server.
+struct Api {
+    url: EngineUrl,
+    tls: Option<ClientTls>,
+    /// Read for each request: tokens are renewed.
+    token_file: Option<PathBuf>,
+}
+
+/// EndpointSlices with a label.
+pub(super) struct EndpointSlices {
+    api: Api,
+    /// Path and query of the list.
+    path: String,
+    selector: String,
+    /// Name or number of the port; `None`: a slice has one.
+    port: Option<String>,
+    /// Engines by slice.
+    slices: BTreeMap<String, BTreeSet<String>>,
+    /// The version that the next watch begins at; `None`: a list is needed.
+    version: Option<String>,
+    watch: Option<Watch>,
+    failed: bool,
+}
+
+struct Watch {
+    body: Incoming,
+    /// Read, but not a whole event yet.
+    held: BytesMut,
+}
+
+/// Why there is no list or event.
+enum Fault {
+    /// The server does not know this version any more.
+    Gone,
+    Failed(String),
+}
+
+impl EndpointSlices {
+    /// Slices with the label `selector`.
+    ///
+    /// # Errors
+    /// The API server's address is not known, or its files cannot be read.
+    pub(super) fn new(
+        config: &KubernetesConfig,
+        selector: &str,
+        port: Option<&str>,
+    ) -> anyhow::Result<EndpointSlices> {
+        let in_pod = |name: &str| PathBuf::from(ACCOUNT).join(name);
+        let url = match &config.url {
+            Some(url) => url.clone(),
+            None => {
+                let variable = |name: &str| {
+                    std::env::var(name).map_err(|_| {
+                        anyhow::anyhow!(
+                            "`endpoint_slices` needs Kubernetes' API server: {name} is not set, as it is in a pod; set \
+                             `upstream.kubernetes_url`"
+                        )
+                    })
+                };
+                let (host, port) = (variable(HOST_VARIABLE)?, variable(PORT_VARIABLE)?);
+                let host = if host.contains(':') {
+                    format!("[{host}]")
+                } else {
+                    host
+                };
+                let text = format!("https://{host}:{port}");
+                EngineUrl::parse(&text).map_err(|why| anyhow::anyhow!("`{text}` {why}"))?
+            }
+        };
+        let files = ClientFiles {
+            ca: config.ca_file.clone().or_else(|| Some(in_pod("ca.crt"))),
+            ..ClientFiles::default()
+        };
+        let tls = url.tls.then(|| ClientTls::load(&files)).transpose()?;
+        // A token is not sent without encryption.
+        let token_file = url
+            .tls
+            .then(|| config.token_file.clone().unwrap_or_else(|| in_pod("token")));
+        let namespace = match &config.namespace {
+            Some(namespace) => namespace.clone(),
+            None => std::fs::read_to_string(in_pod("namespace")).map_err(|error| {
+                anyhow::anyhow!(
+                    "`endpoint_slices` needs a namespace: {} cannot be read ({error}); set `upstream.kubernetes_namespace`",
+                    in_pod("namespace").display()
+                )
+            })?,
+        };
+        let path = format!(
+            "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices?labelSelector={}",
+            escaped(namespace.trim()),
+            escaped(selector)
+        );
+        Ok(EndpointSlices {
+            api: Api {
+                url,
+                tls,
+                token_file,
+            },
+            path,
+            selector: selector.to_owned(),
+            port: port.map(str::to_owned),
+            slices: BTreeMap::new(),
+            version: None,
+            watch: None,
+            failed: false,
+        })
+    }
+
+    /// Lists, or reads an event. True: the engines may have changed.
+    async fn step(&mut self) -> Result<bool, Fault> {
+        let Some(version) = self.version.clone() else {
+            let list = self.api.json(&self.path).await?;
+            self.slices.clear();
+            for slice in list["items"].as_array().into_iter().flatten() {
+                self.put(slice);
+            }
+            let version = list["metadata"]["resourceVersion"].as_str();
+            let version = version.ok_or_else(|| Fault::Failed("the list has no version".into()))?;
+            self.version = Some(version.to_owned());
+            return Ok(true);
+        };
+        let Some(watch) = &mut self.watch else {
+            let path = format!(
+                "{}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}&resourceVersion={}",
+                self.path,
+                escaped(&version)
+            );
+            let body = self.api.get(&path).await?.into_body();
+            self.watch = Some(Watch {
+                body,
+                held: BytesMut::new(),
+            });
+            return Ok(false);
+        };
+        let Some(line) = watch.line().await? else {
+            self.watch = None; // its time is over
+            return Ok(false);
+        };
+        let event: Value = serde_json::from_slice(&line)
+            .map_err(|error| Fault::Failed(format!("an event is not JSON: {error}")))?;
+        let object = &event["object"];
+        let kind = event["type"].as_str().unwrap_or_default();
+        if kind == "ERROR" {
+            let text = object["message"].as_str().unwrap_or("no message");
+            return Err(match object["code"].as_u64() {
+                Some(410) => Fault::Gone,
+                _ => Fault::Failed(format!("the watch failed: {text}")),
+            });
+        }
+        if let Some(version) = object["metadata"]["resourceVersion"].as_str() {
+            self.version = Some(version.to_owned());
+        }
+        match kind {
+            "ADDED" | "MODIFIED" => self.put(object),
+            "DELETED" => {
+                let name = object["metadata"]["name"].as_str().unwrap_or_default();
+                self.slices.remove(name);
+            }
+            _ => return Ok(false), // a bookmark
+        }
+        Ok(true)
+    }
+
+    fn put(&mut self, slice: &Value) {
+        let Some(name) = slice["metadata"]["name"].as_str() else {
+            return;
+        };
+        let engines = engines(slice, self.port.as_deref());
+        self.slices.insert(name.to_owned(), engines);
+    }
+}
+
+impl MemberSource for EndpointSlices {
+    fn name(&self) -> String {
+        format!("EndpointSlices {}", self.selector)
+    }
+
+    fn next(&mut self) -> Listing<'_> {
+        Box::pin(async move {
+            if std::mem::take(&mut self.failed) {
+                tokio::time::sleep(PAUSE).await;
+            }
+            loop {
+                match self.step().await {
+                    Ok(true) => return Ok(self.slices.values().flatten().cloned().collect()),
+                    Ok(false) => {}
+                    Err(fault) => {
+                        self.watch = None;
+                        self.failed = true;
+                        match fault {
+                            Fault::Gone if self.version.is_some() => {
+                                self.version = None;
+                                self.failed = false;
+                            }
+                            Fault::Gone => return Err("its versions expire at once".into()),
+                            Fault::Failed(why) => return Err(why),
+                        }
+                    }
+                }
+            }
+        })
+    }
+}
+
+/// The ready endpoints of `slice`.
+fn engines(slice: &Value, port: Option<&str>) -> BTreeSet<String> {
+    let ports = slice["ports"].as_array().map_or(&[][..], Vec::as_slice);
+    let is_it = |of: &&Value| match port {
+        None => ports.len() == 1,
+        Some(name) => of["name"] == *name || of["port"].to_string() == name,
+    };
+    let Some(port) = ports.iter().find(is_it).and_then(|of| of["port"].as_u64()) else {
+        return BTreeSet::new();
+    };
+    let is_v6 = slice["addressType"] == "IPv6";
+    let endpoints = slice["endpoints"].as_array().into_iter().flatten();
+    endpoints
+        // Absent means ready.
+        .filter(|of| of["conditions"]["ready"] != false)
+        .filter_map(|of| {
+            let address = of["addresses"][0].as_str()?;
+            let text = match is_v6 {
+                true => format!("http://[{address}]:{port}"),
+                false => format!("http://{address}:{port}"),
+            };
+            Some(EngineUrl::parse(&text).ok()?.to_string())
+        })
+        .collect()
+}
+
+impl Api {
+    async fn get(&self, path: &str) -> Result<Response<Incoming>, Fault> {
+        let failed = |error: &dyn std::fmt::Display| Fault::Failed(error.to_string());
+        let asked = async {
+            let to = (&*self.url.host, self.url.port);
+            let stream = TcpStream::connect(to).await.map_err(|e| failed(&e))?;
+            let mut sender = match &self.tls {
+                None => connect(TokioIo::new(stream)).await?,
+                Some(tls) => {
+                    let stream = tls.connect(&self.url.host, stream).await;
+                    connect(TokioIo::new(stream.map_err(|e| failed(&e))?)).await?
+                }
+            };
+            let mut request = Request::get(format!("{}{path}", self.url.prefix))
+                .header(HOST, self.url.authority())
+                .header(ACCEPT, "application/json")
+                .header(USER_AGENT, "slipstream");
+            if let Some(file) = &self.token_file {
+                let token = std::fs::read_to_string(file).map_err(|error| {
+                    Fault::Failed(format!("the token {}: {error}", file.display()))
+                })?;
+                request = request.header(AUTHORIZATION, format!("Bearer {}", token.trim()));
+            }
+            let request = request
+                .body(Empty::<Bytes>::new())
+                .map_err(|e| failed(&e))?;
+            sender.send_request(request).await.map_err(|e| failed(&e))
+        };
+        let asked = tokio::time::timeout(ANSWER, asked).await;
+        let answer = asked.map_err(|_| Fault::Failed(format!("no answer within {ANSWER:?}")))??;
+        match answer.status() {
+            StatusCode::OK => Ok(answer),
+            StatusCode::GONE => Err(Fault::Gone),
+            status => Err(Fault::Failed(format!(
+                "{} answers {status}{}",
+                self.url,
+                match status {
+                    StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN =>
+                        "; the service account needs list and watch of endpointslices (discovery.k8s.io)",
+                    _ => "",
+                }
+            ))),
+        }
+    }
+
+    async fn json(&self, path: &str) -> Result<Value, Fault> {
+        let body = self.get(path).await?.into_body();
+        let body = http_body_util::Limited::new(body, LIST_BYTES_MAX).collect();
+        let body = tokio::time::timeout(ANSWER, body).await;
+        let body = body.map_err(|_| Fault::Failed(format!("the list takes over {ANSWER:?}")))?;
+        let body = body.map_err(|error| Fault::Failed(error.to_string()))?;
+        serde_json::from_slice(&body.to_bytes())
+            .map_err(|error| Fault::Failed(format!("the list is not JSON: {error}")))
+    }
+}
+
+async fn connect<T>(stream: T) -> Result<http1::SendRequest<Empty<Bytes>>, Fault>
+where
+    T: hyper::rt::Read + hyper::rt::Write + Unpin + 'static,
+{
+    let connected = http1::handshake(stream).await;
+    let (sender, connection) = connected.map_err(|error| Fault::Failed(error.to_string()))?;
+    // Ends with the answer that it carries.
+    tokio::task::spawn_local(async move {
+        let _ = connection.await;
+    });
+    Ok(sender)
+}
+
+impl Watch {
+    /// The next event; `None`: the watch is over.
+    async fn line(&mut self) -> Result<Option<Bytes>, Fault> {
+        loop {
+            if let Some(end) = self.held.iter().position(|&byte| byte == b'\n') {
+                let line = self.held.split_to(end + 1).freeze();
+                if line.trim_ascii().is_empty() {
+                    continue;
+                }
+                return Ok(Some(line));
+            }
+            if self.held.len() > EVENT_BYTES_MAX {
+                return Err(Fault::Failed("an event is too long".into()));
+            }
+            match tokio::time::timeout(SILENCE, self.body.frame()).await {
+                Err(_) | Ok(None) => return Ok(None),
+                Ok(Some(Err(error))) => return Err(Fault::Failed(error.to_string())),
+                Ok(Some(Ok(frame))) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.held.extend_from_slice(&data);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `text` as a part of a path, or a value of a query.
+fn escaped(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
+            out.push(byte.into());
+        } else {
+            let _ = write!(out, "%{byte:02X}"); // into memory
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn ready_endpoints_of_the_port_are_engines() {
+        let slice = json!({
+            "metadata": {"name": "s"}, "addressType": "IPv4",
+            "ports": [{"name": "http", "port": 8000}, {"name": "metrics", "port": 9000}],
+            "endpoints": [
+                {"addresses": ["10.0.0.1"], "conditions": {"ready": true}},
+                {"addresses": ["10.0.0.2"], "conditions": {"ready": false, "terminating": true}},
+                {"addresses": ["10.0.0.3"], "conditions": {}},
+                {"addresses": ["10.0.0.4"]},
+                {"addresses": []},
+                {"addresses": ["not an address"]},
+            ],
+        });
+        let of = |port| engines(&slice, port).into_iter().collect::<Vec<_>>();
+        let expected = [
+            "http://10.0.0.1:8000",
+            "http://10.0.0.3:8000",
+            "http://10.0.0.4:8000",
+        ];
+        assert_eq!(of(Some("http")), expected);
+        assert_eq!(of(Some("8000")), expected);
+        assert_eq!(of(Some("other")), [""; 0]);
+        assert_eq!(of(None), [""; 0], "which of the two?");
+        let v6 = json!({
+            "addressType": "IPv6", "ports": [{"port": 80}], "endpoints": [{"addresses": ["fd00::1"]}],
+        });
+        assert_eq!(
+            engines(&v6, None).into_iter().next().unwrap(),
+            "http://[fd00::1]:80"
+        );
+        assert_eq!(engines(&json!({}), None).len(), 0);
+    }
+}

@@ -39,6 +39,10 @@ use crate::vocab::AnswerVocab;
 /// Work on one request before others have a turn, ns.
 const SLICE_NS: u64 = 1_000_000;
 
+/// Log probabilities of echoed prompts at most in a stream, as JSON, bytes: those of a prompt are one event, which is
+/// rendered in one go. Some 4 ms.
+const STREAM_SCORES_BYTES_MAX: u64 = 512 << 10;
+
 /// An id of a token as JSON, with its comma, at most, bytes.
 const ID_BYTES: u64 = 11;
 
@@ -272,6 +276,16 @@ fn bound_answer(
     let echoes = n * prompts.iter().map(echo).sum::<u64>() + id_lists * lists.sum::<u64>();
     let limits = &service.limits;
     if params.stream {
+        let scored = n * prompts.iter().map(scores).sum::<u64>();
+        if scored > STREAM_SCORES_BYTES_MAX {
+            return Err(ApiError::invalid(
+                "echo",
+                format!(
+                    "the log probabilities of the echoed prompts take up to {scored} bytes, and a stream sends at \
+                     most {STREAM_SCORES_BYTES_MAX} in one event; send `stream: false`, or lower `n` or `logprobs`"
+                ),
+            ));
+        }
         let most = limits.stream_buffer_bytes_max;
         if echoes > most {
             return Err(ApiError::invalid(
@@ -354,11 +368,11 @@ pub(crate) fn tokenize(
     let params = &request.params;
     let text = &service.text;
     // Its log probabilities need all of a prompt computed: as in vLLM, none of it is taken from the cache.
-    let root = match scores_prompt(params) {
-        true => service.management.unshared_root(&service.model),
-        false => service
-            .management
-            .root(service, adapter, params.cache_salt.as_deref()),
+    let root = if scores_prompt(params) {
+        service.management.unshared_root(&service.model)
+    } else {
+        let salt = params.cache_salt.as_deref();
+        service.management.root(service, adapter, salt)
     };
     check_tokens(service, "stop_token_ids", &params.stop_token_ids)?;
     if let Some(limits) = &params.vocab {

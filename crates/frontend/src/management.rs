@@ -104,9 +104,10 @@ impl AdapterUse {
 
 impl Drop for AdapterUse {
     fn drop(&mut self) {
-        let count = match self.runs {
-            true => &self.adapter.running,
-            false => &self.adapter.waiting,
+        let count = if self.runs {
+            &self.adapter.running
+        } else {
+            &self.adapter.waiting
         };
         count.fetch_sub(1, Relaxed);
     }
@@ -347,7 +348,7 @@ pub(crate) fn answer(
             json!({"success": true})
         }
         Manage::Sleep => {
-            let level = values("level").last().unwrap_or("1");
+            let level = values("level").next_back().unwrap_or("1");
             let level = level
                 .parse()
                 .ok()
@@ -375,9 +376,10 @@ pub(crate) fn answer(
             } else {
                 parts
             };
-            let status = match management.wake(parts) {
-                true => "awake",
-                false => "sleeping",
+            let status = if management.wake(parts) {
+                "awake"
+            } else {
+                "sleeping"
             };
             let tags = (!tags.is_empty()).then_some(tags);
             json!({"status": status, "tags": tags})

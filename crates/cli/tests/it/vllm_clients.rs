@@ -105,6 +105,13 @@ fn an_echo_has_the_log_probabilities_of_its_prompt() {
         array(&events[0]["choices"][0]["logprobs"], "tokens").len(),
         prompt + 1
     );
+    // One event with all of a long prompt would keep others waiting.
+    let long = json!({
+        "prompt": vec![300; 3000], "max_tokens": 1, "echo": true, "logprobs": 20, "stream": true,
+    });
+    let refused = server.post("/v1/completions", &long.to_string());
+    let param = refused.json()["error"]["param"].clone();
+    assert_eq!((refused.status, param), (400, json!("echo")));
 }
 
 #[test]

@@ -728,7 +728,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self.phase("sensitivity", 3.0, 10.0);
         let mut sizing = self.sizing(of.shape, of.workers, true);
         // A lower load needs fewer workers than the bound, which is that of the question.
-        sizing.fails = self.shapes[of.shape].workers_least - 1;
+        sizing.fails = self.shapes[of.shape].workers_least.saturating_sub(1);
         let mut job = [(of.shape, of.setting, sizing)];
         self.size(&mut job, self.whole(), conditions)?;
         Ok(self.sized(&job[0]))

@@ -84,6 +84,11 @@ bench-calibrate: build
 loom:
 	LOOM_MAX_PREEMPTIONS=3 RUSTFLAGS="--cfg loom" cargo test --release --locked --package slipstream-planes --lib loom --target-dir target/loom
 
+# Memory of the server per idle connection (docs/reliability.md).
+.PHONY: bench-idle
+bench-idle: build
+	./scripts/idle-connections.py $${CARGO_TARGET_DIR:-target}/release/slipstream
+
 # Cost and latency of the live path at speed-up 1e6 (docs/benchmarks.md).
 bench-live: build
 	./scripts/bench-live.sh

@@ -27,6 +27,8 @@ pub(crate) struct Connection {
     progress_ns: Cell<u64>,
     /// A request has come.
     served: Cell<bool>,
+    /// All that was written has been given to the system.
+    flushed: Cell<bool>,
 }
 
 /// Why a connection ends that its client leaves open.
@@ -47,7 +49,19 @@ impl Connection {
             unread: Cell::new(0),
             progress_ns: Cell::new(monotonic_ns()),
             served: Cell::new(false),
+            flushed: Cell::new(true),
         })
+    }
+
+    pub(crate) fn set_flushed(&self, flushed: bool) {
+        self.flushed.set(flushed);
+    }
+
+    /// Since when the connection has had no request after its last one, ns; `None`: it has one, had none yet, or its
+    /// last answer is not written.
+    pub(crate) fn idle_since(&self) -> Option<u64> {
+        let is_idle = self.served.get() && self.open.get() == 0 && self.flushed.get();
+        is_idle.then(|| self.progress_ns.get())
     }
 
     /// A request has begun, at `now_ns`.

@@ -1,18 +1,21 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
 use std::convert::Infallible;
+use std::error::Error;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream, ToSocketAddrs};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use hyper::body::{Body, Incoming};
 use hyper::header::{CONNECTION, HeaderValue};
 use hyper::server::conn::{http1, http2};
-use hyper::service::service_fn;
+use hyper::service::{HttpService, service_fn};
 use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
 use slipstream_planes::clock::monotonic_ns;
@@ -440,11 +443,14 @@ impl Acceptor {
                 ),
             }
         }
-        let mut connection = std::pin::pin!(listener.accept());
-        let mut last = Context::from_waker(Waker::noop());
-        while let Poll::Ready(Ok((stream, from))) = connection.as_mut().poll(&mut last) {
-            self.admit(stream, from);
-            connection.set(listener.accept());
+        // Not by the poller, which may not have seen the last ones yet.
+        while let Ok((socket, from)) = SockRef::from(listener).accept() {
+            let stream = socket
+                .set_nonblocking(true)
+                .and_then(|()| TcpStream::from_std(socket.into()));
+            if let (Ok(stream), Some(from)) = (stream, from.as_socket()) {
+                self.admit(stream, from);
+            }
         }
     }
 
@@ -657,7 +663,7 @@ async fn serve_connection(
     let Some(http2) = spoken else {
         return; // it said nothing, or has gone
     };
-    let io = ClientIo::new(stream, write_timeout, cut);
+    let io = ClientIo::new(stream, client.clone(), write_timeout, cut);
     if http2 {
         let service = {
             let (shard, client) = (shard.clone(), client.clone());
@@ -685,8 +691,15 @@ async fn serve_connection(
                 return;
             }
             _ = stopped.changed() => {
-                connection.as_mut().graceful_shutdown();
-                connection.await
+                // Some clients take GOAWAY for the end of streams, also of those whose end they have not read yet.
+                let most = if linger.is_zero() { linger } else { shard.service.limits.drain / 2 };
+                let ended = tokio::time::timeout(most, until_rest(&mut connection, client, BUFFERS_KEPT, None)).await;
+                if let Ok(Some(outcome)) = ended {
+                    outcome
+                } else {
+                    connection.as_mut().graceful_shutdown();
+                    connection.await
+                }
             }
         };
         if let Err(error) = outcome {
@@ -709,24 +722,211 @@ async fn serve_connection(
             }
         })
     };
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(read_timeout)
-        // Bounds both the bytes of a head and the buffer of a slow reader.
-        .max_buf_size((header_bytes_max as usize).max(8192))
-        .serve_connection(io, service);
-    tokio::pin!(connection);
-    let outcome = tokio::select! {
-        outcome = connection.as_mut() => outcome,
-        _ = stopped.changed() => tokio::select! {
-            outcome = connection.as_mut() => outcome,
-            () = client.idle_for(linger) => {
-                connection.as_mut().graceful_shutdown();
-                connection.await
-            }
-        },
+    let limits = Http1Limits {
+        read_timeout,
+        header_bytes_max: header_bytes_max as usize,
+        buffers_kept: BUFFERS_KEPT,
+        linger,
     };
-    if let Err(error) = outcome {
+    if let Err(error) = serve_http1(io, client, service, &limits, stopped).await {
         tracing::debug!(%error, "connection ended");
+    }
+}
+
+/// Time for which an idle HTTP/1 connection keeps its buffers, 16 KiB. Those of most are idle for longer, or hardly
+/// ever.
+const BUFFERS_KEPT: Duration = Duration::from_secs(1);
+
+/// Of an HTTP/1 connection.
+struct Http1Limits {
+    read_timeout: Duration,
+    header_bytes_max: usize,
+    buffers_kept: Duration,
+    linger: Duration,
+}
+
+/// Serves HTTP/1 until the connection ends.
+async fn serve_http1<S>(
+    mut io: ClientIo,
+    client: &Connection,
+    mut service: S,
+    limits: &Http1Limits,
+    mut stopped: watch::Receiver<bool>,
+) -> hyper::Result<()>
+where
+    S: HttpService<Incoming, ResBody: 'static, Error: Into<Box<dyn Error + Send + Sync>>> + Unpin,
+    <S::ResBody as Body>::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.read_timeout)
+        // Bounds both the bytes of a head and the buffer of a slow reader.
+        .max_buf_size(limits.header_bytes_max.max(8192));
+    // When it became idle the last time that its buffers were given back.
+    let mut rested = None;
+    loop {
+        let mut connection = builder.serve_connection(io, service);
+        tokio::select! {
+            outcome = until_rest(&mut connection, client, limits.buffers_kept, rested) => {
+                if let Some(outcome) = outcome {
+                    return outcome;
+                }
+            }
+            _ = stopped.changed() => {
+                return tokio::select! {
+                    outcome = &mut connection => outcome,
+                    () = client.idle_for(limits.linger) => {
+                        Pin::new(&mut connection).graceful_shutdown();
+                        connection.await
+                    }
+                };
+            }
+        }
+        let parts = connection.into_parts();
+        (io, service) = (parts.io, parts.service);
+        rested = client.idle_since();
+        if !parts.read_buf.is_empty() {
+            // A part of a head.
+            io.unread(parts.read_buf);
+            continue;
+        }
+        let mut stopped = stopped.clone();
+        tokio::select! {
+            () = io.readable() => {}
+            _ = stopped.changed() => {}
+            // As for a head that does not come.
+            () = tokio::time::sleep(limits.read_timeout.saturating_sub(limits.buffers_kept)) => return Ok(()),
+        }
+    }
+}
+
+/// Drives a connection until it ends, or has been idle for `kept` (`None`). That does not count again if it has been
+/// idle since `rested`.
+async fn until_rest<C: Future + Unpin>(
+    connection: &mut C,
+    client: &Connection,
+    kept: Duration,
+    rested: Option<u64>,
+) -> Option<C::Output> {
+    let mut timer = std::pin::pin!(tokio::time::sleep(kept));
+    // Requests do not touch it: it is set for the first time that may be the end, and looked at then.
+    let mut is_set = false;
+    std::future::poll_fn(move |cx| {
+        if let Poll::Ready(outcome) = Pin::new(&mut *connection).poll(cx) {
+            return Poll::Ready(Some(outcome));
+        }
+        loop {
+            let Some(since_ns) = client.idle_since().filter(|&since| Some(since) != rested) else {
+                return Poll::Pending;
+            };
+            let idle = Duration::from_nanos(monotonic_ns().saturating_sub(since_ns));
+            if idle >= kept {
+                return Poll::Ready(None);
+            }
+            if !is_set {
+                is_set = true;
+                let end = tokio::time::Instant::now() + (kept - idle);
+                timer.as_mut().reset(end);
+            }
+            if timer.as_mut().poll(cx).is_pending() {
+                return Poll::Pending;
+            }
+            is_set = false;
+        }
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use http_body_util::{BodyExt, Full};
+    use hyper::{Request, Response};
+
+    use super::*;
+
+    /// Answers each request with its path and the length of its body, on one connection that gives its buffers
+    /// back after every answer.
+    fn answers(portions: &[&[u8]], count: usize) -> Vec<String> {
+        let listener = StdListener::bind("127.0.0.1:0").unwrap();
+        let mut there = StdStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (here, _) = listener.accept().unwrap();
+        here.set_nonblocking(true).unwrap();
+        let serving = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap();
+            runtime.block_on(async {
+                let client = Connection::new(Arc::default());
+                let of_request = client.clone();
+                let service = service_fn(move |request: Request<Incoming>| {
+                    let owner = of_request.begin(monotonic_ns());
+                    async move {
+                        let path = request.uri().path().to_owned();
+                        let length = request.into_body().collect().await?.to_bytes().len();
+                        drop(owner);
+                        let text = format!("{path} {length}\n");
+                        Ok::<_, hyper::Error>(Response::new(Full::<bytes::Bytes>::from(text)))
+                    }
+                });
+                let stream = TcpStream::from_std(here).unwrap();
+                let io = ClientIo::new(stream, client.clone(), Duration::from_secs(30), || {});
+                let limits = Http1Limits {
+                    read_timeout: Duration::from_secs(30),
+                    header_bytes_max: 16 << 10,
+                    buffers_kept: Duration::ZERO,
+                    linger: Duration::ZERO,
+                };
+                let (_stop, stopped) = watch::channel(false);
+                serve_http1(io, &client, service, &limits, stopped).await
+            })
+        });
+        let mut got = String::new();
+        let mut sent = Vec::new();
+        for portion in portions {
+            there.write_all(portion).unwrap();
+            sent.extend_from_slice(portion);
+            // A portion that ends a request is followed by the next one once all are answered.
+            let text = std::str::from_utf8(&sent).unwrap();
+            let due = if text.ends_with("\r\n\r\n") {
+                text.matches(" HTTP/1.1").count()
+            } else {
+                0
+            };
+            while got.matches(" 200 OK").count() < due || (due > 0 && !got.ends_with('\n')) {
+                let mut piece = [0; 4096];
+                let length = there.read(&mut piece).unwrap();
+                assert!(length > 0, "closed after {got}");
+                got += std::str::from_utf8(&piece[..length]).unwrap();
+            }
+        }
+        while !got.ends_with('\n') || got.matches(" 200 OK").count() < count {
+            let mut piece = [0; 4096];
+            let length = there.read(&mut piece).unwrap();
+            assert!(length > 0, "closed after {got}");
+            got += std::str::from_utf8(&piece[..length]).unwrap();
+        }
+        drop(there);
+        serving.join().unwrap().unwrap();
+        let lines = got.lines().filter(|line| line.starts_with('/'));
+        lines.map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_connection_that_gave_its_buffers_back_answers_further_requests() {
+        let get = |path: &str| format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").into_bytes();
+        let (one, two, three) = (get("/1"), get("/2"), get("/3"));
+        assert_eq!(answers(&[&one, &two, &three], 3), ["/1 0", "/2 0", "/3 0"]);
+        // Heads that come in parts, also with the end of the request before.
+        let both = [&one[..], &two[..]].concat();
+        for cut in 1..both.len() {
+            let found = answers(&[&both[..cut], &both[cut..], &three], 3);
+            assert_eq!(found, ["/1 0", "/2 0", "/3 0"], "{cut}");
+        }
+        let body = "POST /4 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello";
+        assert_eq!(answers(&[&one, body.as_bytes()], 2), ["/1 0", "/4 5"]);
     }
 }

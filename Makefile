@@ -84,6 +84,14 @@ bench-calibrate: build
 loom:
 	LOOM_MAX_PREEMPTIONS=3 RUSTFLAGS="--cfg loom" cargo test --release --locked --package slipstream-planes --lib loom --target-dir target/loom
 
+# Undefined behavior in crates without I/O, under Miri: a nightly toolchain with the components miri and rust-src.
+.PHONY: miri
+miri:
+	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=2 cargo +nightly miri test --locked --target-dir target/miri \
+	  --package slipstream-des --package slipstream-kvindex --package slipstream-engine --lib
+	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=2 cargo +nightly miri test --locked --target-dir target/miri \
+	  --package slipstream-planes --lib frame
+
 # Memory of the server per idle connection (docs/reliability.md).
 .PHONY: bench-idle
 bench-idle: build

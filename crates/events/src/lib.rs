@@ -29,6 +29,8 @@
 mod batch;
 pub mod bus;
 pub mod fpm;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod kv;
 pub mod metrics;
 mod msgpack;

@@ -202,7 +202,7 @@ pub(crate) fn pong(data: &[u8]) -> Vec<u8> {
 }
 
 /// The value of `Socket-Type` in the properties of READY.
-fn socket_type(mut properties: &[u8]) -> Option<&[u8]> {
+pub(crate) fn socket_type(mut properties: &[u8]) -> Option<&[u8]> {
     while let Some((name, rest)) = split_command(properties) {
         let (len, rest) = rest.split_at_checked(4)?;
         let len = u32::from_be_bytes(len.try_into().expect("4 bytes")) as usize;

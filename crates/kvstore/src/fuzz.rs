@@ -10,6 +10,15 @@ use slipstream_kvindex::KeyMessage;
 use crate::handshake::{Hello, Profile};
 use crate::wire::{Blocks, FrameKind, Get, Introduction, Reader, WireError, frame, read_frame};
 
+/// Reads `input` as the head of a block's file on disk.
+///
+/// # Panics
+///
+/// If a head does not survive a round trip.
+pub fn check_block_file(input: &[u8]) {
+    crate::tier::disk::check_head(input);
+}
+
 /// Reads the frames of `input` as a connection does.
 ///
 /// # Panics

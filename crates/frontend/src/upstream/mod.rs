@@ -25,6 +25,8 @@ mod connection;
 mod disagg;
 mod engines;
 mod forward;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod health;
 mod loops;
 mod members;

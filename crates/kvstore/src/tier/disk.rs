@@ -779,7 +779,7 @@ impl Head {
         head
     }
 
-    fn read(file: &mut File) -> io::Result<Option<Head>> {
+    fn read(file: &mut impl Read) -> io::Result<Option<Head>> {
         let mut head = vec![0; HEADER_BYTES];
         file.read_exact(&mut head)?;
         let u64_at = |head: &[u8], at: usize| {
@@ -803,7 +803,45 @@ impl Head {
 }
 
 fn file_bytes(key_bytes: usize, len: u64) -> u64 {
-    (HEADER_BYTES + key_bytes) as u64 + len
+    // A file may state any length.
+    ((HEADER_BYTES + key_bytes) as u64).saturating_add(len)
+}
+
+/// Reads `bytes` as a file's head: as they are, and with the checksum that they should have.
+///
+/// # Panics
+/// If a head is not written as it was read.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn check_head(bytes: &[u8]) {
+    let _ = Head::read(&mut &*bytes);
+    if bytes.len() < HEADER_BYTES {
+        assert!(Head::read(&mut &*bytes).is_err(), "a whole head");
+        return;
+    }
+    let mut file = bytes.to_vec();
+    file[..8].copy_from_slice(&MAGIC);
+    let key_bytes = usize::from(u16::from_le_bytes([file[8], file[9]]));
+    let end = HEADER_BYTES + key_bytes;
+    let sum = HEADER_BYTES - 8;
+    if file.len() < end {
+        assert!(Head::read(&mut &*file).is_err(), "a whole key");
+        return;
+    }
+    file[sum..HEADER_BYTES].fill(0);
+    let right = xxh3_64(&file[..end]).to_le_bytes();
+    file[sum..HEADER_BYTES].copy_from_slice(&right);
+    let head = Head::read(&mut &*file).expect("it is complete");
+    let head = head.expect("its checksum is right");
+    let _ = file_bytes(head.key.len(), head.len);
+    let again = Head::read(&mut &*head.bytes()).expect("it is complete");
+    let again = again.expect("its checksum is right");
+    assert_eq!(again.key, head.key);
+    assert_eq!(
+        (again.len, again.checksum, again.until_unix_ns),
+        (head.len, head.checksum, head.until_unix_ns)
+    );
+    file[sum] ^= 1;
+    assert!(Head::read(&mut &*file).expect("it is complete").is_none());
 }
 
 /// Reads the head of a file that has the length it states. The block is verified only when it is

@@ -60,9 +60,12 @@ impl Plane {
     /// threads.
     ///
     /// # Panics
-    /// If there are no shards, no threads, or more than 256 shards.
+    /// If there are no shards, no threads, or more than 255 shards.
     pub fn new(shards: usize, threads: usize, limits: PlaneLimits) -> Plane {
-        assert!((1..=256).contains(&shards), "an address names 256 shards");
+        assert!(
+            (1..=255).contains(&shards),
+            "a shard and their count have 8 bits"
+        );
         assert!(threads > 0, "engines need a thread to run on");
         let task_bells: Vec<_> = (0..shards).map(|_| Arc::new(TaskBell::default())).collect();
         let mut shard_links: Vec<Vec<ShardLink>> = (0..shards).map(|_| Vec::new()).collect();

@@ -365,7 +365,7 @@ impl Dispatching {
 /// Number of shards: as configured, or for 0 one per two cores.
 pub(super) fn shard_count(configured: u32, cores: usize) -> usize {
     match configured {
-        0 => (cores / 2).max(1),
+        0 => (cores / 2).clamp(1, 255), // the limit of `live.shards`
         shards => shards as usize,
     }
 }

@@ -117,7 +117,10 @@ const NOT_MODELLED: &[(&str, &str)] = &[
 ];
 
 /// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
-const WORKERS_MAX: u32 = 65_536;
+/// Processes announce their workers with a count of 16 bits.
+const WORKERS_MAX: u32 = 65_535;
+/// An address has 8 bits for the shard, and so has a count of shards.
+const SHARDS_MAX: u32 = 255;
 
 /// A year, s: a longer time is an error in the unit, and products with 1e9 ns must fit.
 const TIME_S_MAX: f64 = 86_400.0 * 366.0;
@@ -1378,7 +1381,7 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .or(default.listen),
         reuse_port: t.get("reuse_port").or(default.reuse_port),
         speedup: t.get("speedup").within(0.0..=1e12).or(default.speedup),
-        shards: t.get("shards").within(0..=1024).or(default.shards),
+        shards: t.get("shards").within(0..=SHARDS_MAX).or(default.shards),
         engine_threads: t
             .get("engine_threads")
             .within(0..=1024)
@@ -1691,6 +1694,28 @@ mod tests {
                256 sequences on each of 1 GPU of h100-sxm, but 85.5 GB of it is 77.0 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
                hint: set `tensor_parallel_size = 4`, or use a larger GPU",
             ],
+        );
+    }
+
+    /// The widths of counts on the wire and in addresses.
+    #[test]
+    fn counts_that_no_message_can_hold_are_refused() {
+        let (cluster, _) = parse("[pool.a]\nworkers = 65_535\n[live]\nshards = 255\n").unwrap();
+        assert_eq!(
+            (cluster.pools[0].workers, cluster.live.shards),
+            (65_535, 255)
+        );
+        check_refused(
+            "[pool.a]\nworkers = 65_536\n",
+            &["c.toml:2:11: `pool.a.workers` is 65536, but must be 1 to 65535"],
+        );
+        check_refused(
+            "[pool.a]\nworkers = 65_535\n[pool.b]\nworkers = 1\n",
+            &["the pools have 65536 workers, but must have at most 65535"],
+        );
+        check_refused(
+            "[live]\nshards = 256\n",
+            &["c.toml:2:10: `live.shards` is 256, but must be 0 to 255"],
         );
     }
 

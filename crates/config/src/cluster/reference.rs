@@ -448,7 +448,7 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "pool.NAME.workers",
-        "workers, 1 to 65,536 (all pools together as well)",
+        "workers, 1 to 65,535 (all pools together as well)",
         "1",
         "Number of equal workers in this pool.",
         "High: cached prefixes are spread over many workers, and each worker needs memory for its block pool.",
@@ -845,7 +845,7 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "live.shards",
-        "threads, 0 to 1,024",
+        "threads, 0 to 255",
         "0",
         "Frontend shards; 0: half of the cores, at least 1.",
         "High: shards and engine threads compete for cores.",

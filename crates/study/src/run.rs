@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use slipstream_base::SimTime;
-use slipstream_config::cluster::{Cluster, Happening};
+use slipstream_config::cluster::Cluster;
 use slipstream_config::doc::Settings;
 use slipstream_config::workload_file::Workload;
 use slipstream_report::html::Page;
@@ -275,12 +275,7 @@ impl Run {
 fn happenings(cluster: &Cluster) -> Vec<(f64, String)> {
     let mut all = Vec::new();
     for event in &cluster.events {
-        let name = match event.what {
-            Happening::Crash => "crash",
-            Happening::Drain => "drain",
-            Happening::Slow { .. } => "slow",
-            Happening::Link { .. } => "link",
-        };
+        let name = event.what.name();
         all.push((event.at_s, format!("{name} w{}", event.worker)));
         if let Some(until_s) = event.until_s {
             all.push((until_s, format!("{name} w{} ends", event.worker)));

@@ -647,6 +647,18 @@ pub enum Happening {
     },
 }
 
+impl Happening {
+    /// Its name in a cluster file.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Happening::Crash => "crash",
+            Happening::Drain => "drain",
+            Happening::Slow { .. } => "slow",
+            Happening::Link { .. } => "link",
+        }
+    }
+}
+
 /// An `[[event]]`: a fault of a worker at a time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {

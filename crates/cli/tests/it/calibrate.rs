@@ -1,5 +1,6 @@
 //! `slipstream calibrate` from requests, steps and a running engine: known answers, and what it refuses.
 
+use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
@@ -379,10 +380,12 @@ fn measured_run() -> Option<Vec<Measured>> {
 fn records_of<'a>(requests: impl IntoIterator<Item = &'a Measured>) -> String {
     let mut text = "arrival_s,input_tokens,cached_tokens,output_tokens,ttft_ms,e2e_ms\n".to_owned();
     for r in requests {
-        text.push_str(&format!(
-            "{:?},{},{},{},{:?},{:?}\n",
+        writeln!(
+            text,
+            "{:?},{},{},{},{:?},{:?}",
             r.arrival_s, r.input, r.cached, r.output, r.ttft_ms, r.e2e_ms
-        ));
+        )
+        .unwrap();
     }
     text
 }
@@ -491,12 +494,14 @@ fn a_measured_run_of_vllm_is_predicted_by_its_first_minute() {
         let mut ids = r.blocks.clone();
         // The last tokens, which fill no block, are no other prompt's.
         ids.resize(r.input.div_ceil(16), (1 << 40) + n as u64);
-        trace.push_str(&format!(
-            "{{\"timestamp\": {:?}, \"input_length\": {}, \"output_length\": {}, \"hash_ids\": {ids:?}}}\n",
+        writeln!(
+            trace,
+            "{{\"timestamp\": {:?}, \"input_length\": {}, \"output_length\": {}, \"hash_ids\": {ids:?}}}",
             r.arrival_s * 1e3,
             r.input,
             r.output
-        ));
+        )
+        .unwrap();
     }
     write("trace.jsonl", &trace);
     write(

@@ -22,6 +22,11 @@ test-python:
 test-clients:
 	./scripts/test-clients.sh
 
+# Every page in a headless Chromium, by axe-core: no serious finding. Skips without Chromium or npm.
+.PHONY: test-pages
+test-pages: build
+	./scripts/test-pages.sh
+
 # Format, lints, documentation, types, shell scripts, licenses.
 .PHONY: lint
 lint:

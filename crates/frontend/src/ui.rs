@@ -142,6 +142,9 @@ const TOTALS: [(&str, &str); 3] = [
     ("slipstream_cached_tokens_total", "cached_tokens"),
 ];
 
+/// Prompt tokens of requests that ended, by source.
+const COMPUTED: &str = "vllm:prompt_tokens_by_source_total";
+
 /// Series that count errors: the label that names the kind, if there is one, and the kind's beginning.
 const ERRORS: [(&str, Option<&str>, &str); 8] = [
     (
@@ -173,7 +176,9 @@ const PREFILL_FAILURES: [&str; 2] = ["failed", "decode_failed"];
 fn snapshot(text: &str) -> Value {
     let mut workers: BTreeMap<(u64, String), Row> = BTreeMap::new();
     let mut engines: Vec<(String, Row)> = Vec::new();
-    let mut totals: BTreeMap<&str, f64> = TOTALS.iter().map(|&(_, field)| (field, 0.0)).collect();
+    let fields = TOTALS.iter().map(|&(_, field)| field);
+    let fields = fields.chain(["computed_tokens"]);
+    let mut totals: BTreeMap<&str, f64> = fields.map(|field| (field, 0.0)).collect();
     let mut errors: BTreeMap<String, f64> = BTreeMap::new();
     let mut twins: BTreeMap<String, Value> = BTreeMap::new();
     let [mut ttft, mut first_byte, mut itl] = [(); 3].map(|()| Cumulative::default());
@@ -237,6 +242,9 @@ fn snapshot(text: &str) -> Value {
         }
         if let Some((_, field)) = TOTALS.iter().find(|(series, _)| *series == name) {
             *totals.entry(field).or_default() += value;
+        }
+        if name == COMPUTED && label("source") == Some("local_compute") {
+            *totals.entry("computed_tokens").or_default() += value;
         }
         if let Some((_, key, kind)) = ERRORS.iter().find(|(series, ..)| *series == name) {
             let kind = match key.and_then(label) {
@@ -415,6 +423,8 @@ mod tests {
             vllm:kv_cache_usage_perc{model_name=\"m\",worker=\"w10\",engine=\"0\"} 0.25\n\
             slipstream_requests_queued 5\n\
             vllm:prompt_tokens_total 70\n\
+            vllm:prompt_tokens_by_source_total{source=\"local_compute\"} 40\n\
+            vllm:prompt_tokens_by_source_total{source=\"local_cache_hit\"} 20\n\
             slipstream_requests_rejected_total{reason=\"busy\"} 6\n\
             slipstream_streams_lost_total 1\n";
         let json = snapshot(text);
@@ -432,6 +442,7 @@ mod tests {
             "at workers and in the router's queue"
         );
         assert_eq!(json["totals"]["prompt_tokens"], 70.0);
+        assert_eq!(json["totals"]["computed_tokens"], 40.0);
         assert_eq!(json["errors"]["rejected: busy"], 6.0);
         assert_eq!(json["totals"]["errors"], 7.0);
     }

@@ -105,9 +105,14 @@ impl Page {
 
     /// A table whose first `texts` columns are text and the others numbers. A row may be marked.
     pub fn table(&mut self, header: &[&str], texts: usize, rows: &[(Vec<String>, bool)]) {
-        let mut html = String::from("<div class=\"wide\"><table><thead><tr>");
+        // Wide tables scroll, also by the keyboard.
+        let mut html = String::from(
+            "<div class=\"wide\" tabindex=\"0\" role=\"group\" aria-label=\"Table\"><table><thead><tr>",
+        );
         for name in header {
-            write!(html, "<th>{}</th>", escape(name)).expect("a String takes every write");
+            // A column of names needs no header.
+            let tag = if name.is_empty() { "td" } else { "th" };
+            write!(html, "<{tag}>{}</{tag}>", escape(name)).expect("a String takes every write");
         }
         html.push_str("</tr></thead><tbody>");
         for (cells, marked) in rows {
@@ -144,7 +149,7 @@ impl Page {
              style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
              <meta name=\"generator\" content=\"slipstream {}\">\n\
-             <title>{}</title>\n<style>\n{}</style></head>\n<body>\n{}\
+             <title>{}</title>\n<style>\n{}</style></head>\n<body>\n<main>{}</main>\
              <script>\n{}</script></body></html>\n",
             env!("CARGO_PKG_VERSION"),
             escape(&self.title),

@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Look at the pages of Slipstream in a headless Chromium.
+
+pages.py axe AXE_JS       check every page by axe-core; exits 1 if a finding is serious or critical
+pages.py picture FILE     write a picture of `/ui` under load as PNG, for the README
+
+SLIPSTREAM_BIN names the binary (default: target/release/slipstream), CHROMIUM the browser.
+Exits 77 with a message where there is no browser.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE_S = 60
+SERIOUS = ("serious", "critical")
+# Load before the picture, at its real pace, so that a busy host keeps time.
+LOADED_S = 60
+
+
+class Browser:
+    """A Chromium that takes commands through a pipe."""
+
+    def __init__(self, folder):
+        name = os.environ.get("CHROMIUM") or next(filter(shutil.which, BROWSERS), None)
+        if name is None:
+            print("skipped: no Chromium (Debian: apt-get install chromium)", file=sys.stderr)
+            sys.exit(77)
+        (there, write), (read, here) = os.pipe(), os.pipe()
+        command = [name, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += ["--remote-debugging-pipe", f"--user-data-dir={folder}"]
+        # The browser reads commands from descriptor 3 and writes answers to 4.
+        shell = f'exec "$@" 3<&{there} 4>&{here}'
+        self.process = subprocess.Popen(
+            ["bash", "-c", shell, "bash", *command],
+            pass_fds=(there, here),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(there)
+        os.close(here)
+        self.commands, self.answers = os.fdopen(write, "wb"), os.fdopen(read, "rb")
+        self.number = 0
+        target = self.ask("Target.createTarget", {"url": "about:blank"})["targetId"]
+        attach = {"targetId": target, "flatten": True}
+        self.session = self.ask("Target.attachToTarget", attach)["sessionId"]
+        self.ask("Page.enable", session=True)
+        # The check is injected; the pages allow no script but their own.
+        self.ask("Page.setBypassCSP", {"enabled": True}, session=True)
+
+    def ask(self, method, params=None, session=False):
+        """Send a command, and return its result."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params or {}}
+        if session:
+            message["sessionId"] = self.session
+        self.commands.write(json.dumps(message).encode() + b"\0")
+        self.commands.flush()
+        while True:
+            answer = json.loads(self.message())
+            if answer.get("id") != self.number:
+                continue  # an event
+            if "error" in answer:
+                sys.exit(f"{method}: {answer['error']['message']}")
+            return answer["result"]
+
+    def message(self):
+        """Read the next message."""
+        data = bytearray()
+        while (byte := self.answers.read(1)) != b"\0":
+            if not byte:
+                sys.exit("the browser ended")
+            data += byte
+        return bytes(data)
+
+    def show(self, url, width, height, dark=False):
+        """Load a page at this size, in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.ask("Emulation.setDeviceMetricsOverride", size, session=True)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.ask("Emulation.setEmulatedMedia", {"features": scheme}, session=True)
+        self.ask("Page.navigate", {"url": url}, session=True)
+        self.wait("document.readyState === 'complete'")
+
+    def evaluate(self, expression):
+        """Return the value of an expression on the page."""
+        params = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        result = self.ask("Runtime.evaluate", params, session=True)
+        if "exceptionDetails" in result:
+            sys.exit(f"on the page: {result['exceptionDetails']}")
+        return result["result"].get("value")
+
+    def wait(self, expression):
+        """Wait until an expression holds."""
+        begun = time.monotonic()
+        while not self.evaluate(expression):
+            if time.monotonic() - begun > PATIENCE_S:
+                sys.exit(f"{expression} does not hold after {PATIENCE_S} s")
+            time.sleep(0.1)
+
+    def close(self):
+        """End the browser."""
+        self.ask("Browser.close")
+        self.process.wait(PATIENCE_S)
+
+
+def slipstream():
+    """Return the binary to run."""
+    return os.environ.get("SLIPSTREAM_BIN") or str(ROOT / "target/release/slipstream")
+
+
+@contextlib.contextmanager
+def serving(*flags):
+    """Serve on a free port; yields the address."""
+    command = [slipstream(), "serve", "--listen=127.0.0.1:0", *flags]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def reports(folder):
+    """Write a page of each kind; yields name and address."""
+    small = ["--isl=256", "--osl=64", "--requests=200"]
+    commands = {
+        "run": ["simulate", "examples/cluster.toml", "--rate=20", *small],
+        "sweep": ["sweep", "--vary=pool.main.workers=1..3", "--rate=20", *small],
+        "plan": [
+            "plan",
+            "examples/plan.workload.toml",
+            "--model=llama-3.1-8b",
+            "--gpus=h100-sxm",
+            "--quick",
+        ],
+        "net": ["net", "run", "examples/net/web-search.toml"],
+    }
+    for name, command in commands.items():
+        page = Path(folder) / f"{name}.html"
+        ran = subprocess.run(
+            [slipstream(), *command, f"--html={page}"], cwd=ROOT, capture_output=True, text=True
+        )
+        if not page.exists():
+            sys.exit(f"{' '.join(command)}: {ran.stderr}")
+        yield name, page.as_uri()
+
+
+def check(browser, axe, name, url):
+    """Return the number of serious findings on a page, after naming them."""
+    serious = 0
+    for width, dark in ((1280, False), (1280, True), (390, False)):
+        browser.show(url, width, 900, dark)
+        time.sleep(0.5)  # the page draws
+        browser.evaluate(axe)
+        options = json.dumps({"resultTypes": ["violations"]})
+        found = browser.evaluate(f"axe.run(document, {options}).then(r => r.violations)")
+        for finding in found:
+            nodes = [" ".join(node["target"]) for node in finding["nodes"][:3]]
+            mode = "dark" if dark else "light"
+            print(f"{name}, {width} px, {mode}: {finding['impact']}: {finding['help']}: {nodes}")
+            serious += finding["impact"] in SERIOUS
+    return serious
+
+
+def main_axe(axe):
+    """Check every page."""
+    code = Path(axe).read_text(encoding="utf-8") + "\n;0"
+    with tempfile.TemporaryDirectory() as folder:
+        browser = Browser(f"{folder}/browser")
+        serious = pages = 0
+        with serving("--speedup=0") as address:
+            pages += 1
+            serious += check(browser, code, "/ui", f"{address}/ui")
+        for name, url in reports(folder):
+            pages += 1
+            serious += check(browser, code, name, url)
+        browser.close()
+    print(f"{pages} pages, {serious} serious findings")
+    return 1 if serious else 0
+
+
+def main_picture(file):
+    """Write the picture."""
+    with tempfile.TemporaryDirectory() as folder:
+        browser = Browser(f"{folder}/browser")
+        with serving("examples/cluster.toml") as address:
+            browser.show(f"{address}/ui", 1280, 860)
+            load = [slipstream(), "bench", address, "-w", "examples/chat.workload.toml"]
+            load += ["--seed=1", f"--duration={LOADED_S}s"]
+            process = subprocess.Popen(load, cwd=ROOT, stdout=subprocess.DEVNULL)
+            time.sleep(LOADED_S - 5)
+            shot = browser.ask("Page.captureScreenshot", {"format": "png"}, session=True)
+            process.kill()
+            process.wait()
+        browser.close()
+    Path(file).write_bytes(base64.b64decode(shot["data"]))
+    return 0
+
+
+def main():
+    """Run what the arguments say."""
+    actions = {"axe": main_axe, "picture": main_picture}
+    if len(sys.argv) != 3 or sys.argv[1] not in actions:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return actions[sys.argv[1]](sys.argv[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -516,10 +516,9 @@ impl Core {
         }
     }
 
-    /// A key of the queue of the tasks bound to a CPU, on the clock of its LLC.
-    pub fn shared_key(&self, cpu: u32, own_key: u64) -> u64 {
-        let d = &self.domains[self.domain(DOMAINS + cpu, 0)];
-        own_key.wrapping_add(d.offset)
+    /// From the clock of the domain of a CPU's bound tasks to that of its LLC.
+    pub fn own_offset(&self, cpu: u32) -> u64 {
+        self.domains[self.domain(DOMAINS + cpu, 0)].offset
     }
 
     /// The key that a task would have if it were queued on `llc`.

@@ -12,7 +12,9 @@ fn flow(masks: &[u32], limit: &[f64], cpus: usize) -> f64 {
         let mut from_cpu: Vec<Option<usize>> = vec![None; n];
         let mut seen = vec![false; n];
         let mut queue: Vec<usize> = (0..n).filter(|&i| limit[i] - of_task[i] > 1e-9).collect();
-        queue.iter().for_each(|&i| seen[i] = true);
+        for &i in &queue {
+            seen[i] = true;
+        }
         let mut end = None;
         let mut at = 0;
         'search: while at < queue.len() {
@@ -83,7 +85,7 @@ pub(crate) fn due(tasks: &[(u32, u32)], cpus: usize) -> Vec<f64> {
         };
         let (mut low, mut high) = (0.0, 1.0);
         for _ in 0..60 {
-            let mid = (low + high) / 2.0;
+            let mid = f64::midpoint(low, high);
             // A task that reaches a whole CPU stops there: it is fixed below.
             let bounded = (0..tasks.len()).all(|i| fixed[i].is_some() || mid * weight[i] <= 1.0);
             if bounded && fits(&at(mid, None), 1e-6) {

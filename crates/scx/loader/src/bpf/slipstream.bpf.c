@@ -39,6 +39,7 @@ struct task_ctx {
 	struct slip_task t;
 	u64 comm[2];		/* the name at its last classification */
 	u64 classed_at;
+	u64 queued_offset;	/* of its domain, when it was last queued */
 	u32 class_weight;	/* 0: by nice value */
 	u32 path;		/* placement, from select_cpu to enqueue */
 	u32 llc;
@@ -648,6 +649,7 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	slice = slip_slice(params(), &tc->t, &s->llc);
 	if (tc->t.domain >= SLIP_DOMAINS) {
 		key = slip_own_key(&tc->t, slice);
+		tc->queued_offset = d->offset;
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
 		c->bound_put++;
 		if (claimed)
@@ -690,6 +692,29 @@ static __always_inline bool first_key(u64 dsq, s32 cpu, u32 looks, u64 *key)
 			*key = p->scx.dsq_vtime;
 			if (bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 				break;
+		}
+	}
+	bpf_iter_scx_dsq_destroy(&it);
+	return found;
+}
+
+/*
+ * The key of the first task bound to `cpu`, on its LLC's clock as of when it was queued, like the keys of
+ * the LLC's queue; false if there is none.
+ */
+static __always_inline bool first_bound_key(s32 cpu, u64 *key)
+{
+	struct bpf_iter_scx_dsq it;
+	struct task_struct *p;
+	struct task_ctx *tc;
+	bool found = 0;
+
+	if (!bpf_iter_scx_dsq_new(&it, DSQ_CPU + cpu, 0)) {
+		p = bpf_iter_scx_dsq_next(&it);
+		tc = p ? task_of(p) : NULL;
+		if (tc) {
+			*key = p->scx.dsq_vtime + tc->queued_offset;
+			found = 1;
 		}
 	}
 	bpf_iter_scx_dsq_destroy(&it);
@@ -851,8 +876,7 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 					 (is_masked(tc) || slip_llc_ok(&tc->t, id));
 		}
 		if (heads.has_cpu)
-			heads.has_cpu = first_key(DSQ_CPU + cpu, cpu, 1, &heads.cpu_key);
-		heads.cpu_key += c->own.offset;
+			heads.has_cpu = first_bound_key(cpu, &heads.cpu_key);
 		heads.has_llc = first_key(id, cpu, PEEKS, &heads.llc_key);
 		from = slip_choose(&heads);
 		if (from == SLIP_FROM_PREV) {

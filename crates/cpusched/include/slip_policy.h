@@ -745,6 +745,31 @@ slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env,
 	return other && other->idle_mask && slip_worth_moving(p, llc, other) ? far : -1;
 }
 
+/*
+ * By how much the weight per CPU of the heavier of two LLCs would fall, if a task of this weight moved from
+ * `from` to `to`; scaled, 0 if the gain is not worth the cache refill. `from_sum` and `to_sum` are the
+ * weights of their runnable tasks.
+ *
+ * Idle CPUs pull tasks, which balances their number. If no CPU idles, only this balances the weights:
+ * the share of a task is that of its weight among the tasks of its LLC.
+ */
+slip_inline u64 slip_balance_gain(const struct slip_params *p, u64 from_sum, u32 from_cpus, u64 to_sum,
+				  u32 to_cpus, u32 weight)
+{
+	u64 from, to, above, below;
+
+	if (!from_cpus || !to_cpus || weight > from_sum)
+		return 0;
+	from = from_sum * SLIP_LOAD_SCALE / from_cpus;
+	to = to_sum * SLIP_LOAD_SCALE / to_cpus;
+	if (from * 100 <= to * (100 + p->slack_pct))
+		return 0;
+	above = (from_sum - weight) * SLIP_LOAD_SCALE / from_cpus;
+	below = (to_sum + weight) * SLIP_LOAD_SCALE / to_cpus;
+	above = slip_max(above, below);
+	return above < from && (from - above) * 32 > from ? from - above : 0;
+}
+
 /* ---- dispatch ---------------------------------------------------------------------------- */
 
 /* Sources of work for a CPU. */

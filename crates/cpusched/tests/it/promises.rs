@@ -178,6 +178,31 @@ fn weights_hold_on_all_cpus() {
     }
 }
 
+/// Eight tasks of nice 0 and eight of nice 10 in two LLCs, in any arrangement at the start: the LLCs
+/// are balanced by weight, although no CPU ever idles.
+#[test]
+fn weights_hold_between_llcs() {
+    let m = machine(2, 4);
+    for first in [0, 2, 5, 8] {
+        let mut w = Workload::default();
+        for i in 0..8 {
+            // `first` of the heavy tasks start on LLC 0, and as many light ones on LLC 1.
+            let (heavy, light) = if i < first { (0, 4) } else { (4, 0) };
+            w.add_hog("nice 0", 100, CpuMask::ALL, heavy + i % 4);
+            w.add_hog("nice 10", 11, CpuMask::ALL, light + i % 4);
+        }
+        for seed in 1..4 {
+            let r = run_seed(m, &w, Kind::Slipstream, 2_000, 4_000, seed);
+            let share = cpus(&r, "nice 0") / 8.0;
+            let due = 100.0 / 111.0;
+            assert!(
+                (share - due).abs() < 0.03,
+                "{share} from {first}, seed {seed}"
+            );
+        }
+    }
+}
+
 #[test]
 fn groups_weights_hold_in_the_model_of_eevdf() {
     let m = machine(1, 4);

@@ -91,26 +91,25 @@ impl EndpointSlices {
         port: Option<&str>,
     ) -> anyhow::Result<EndpointSlices> {
         let in_pod = |name: &str| PathBuf::from(ACCOUNT).join(name);
-        let url = match &config.url {
-            Some(url) => url.clone(),
-            None => {
-                let variable = |name: &str| {
-                    std::env::var(name).map_err(|_| {
+        let url = if let Some(url) = &config.url {
+            url.clone()
+        } else {
+            let variable = |name: &str| {
+                std::env::var(name).map_err(|_| {
                         anyhow::anyhow!(
                             "`endpoint_slices` needs Kubernetes' API server: {name} is not set, as it is in a pod; set \
                              `upstream.kubernetes_url`"
                         )
                     })
-                };
-                let (host, port) = (variable(HOST_VARIABLE)?, variable(PORT_VARIABLE)?);
-                let host = if host.contains(':') {
-                    format!("[{host}]")
-                } else {
-                    host
-                };
-                let text = format!("https://{host}:{port}");
-                EngineUrl::parse(&text).map_err(|why| anyhow::anyhow!("`{text}` {why}"))?
-            }
+            };
+            let (host, port) = (variable(HOST_VARIABLE)?, variable(PORT_VARIABLE)?);
+            let host = if host.contains(':') {
+                format!("[{host}]")
+            } else {
+                host
+            };
+            let text = format!("https://{host}:{port}");
+            EngineUrl::parse(&text).map_err(|why| anyhow::anyhow!("`{text}` {why}"))?
         };
         let files = ClientFiles {
             ca: config.ca_file.clone().or_else(|| Some(in_pod("ca.crt"))),
@@ -250,9 +249,10 @@ impl MemberSource for EndpointSlices {
 /// The ready endpoints of `slice`.
 fn engines(slice: &Value, port: Option<&str>) -> BTreeSet<String> {
     let ports = slice["ports"].as_array().map_or(&[][..], Vec::as_slice);
+    let number = |of: &Value| of["port"].as_u64().map(|number| number.to_string());
     let is_it = |of: &&Value| match port {
         None => ports.len() == 1,
-        Some(name) => of["name"] == *name || of["port"].to_string() == name,
+        Some(name) => of["name"] == *name || number(of).as_deref() == Some(name),
     };
     let Some(port) = ports.iter().find(is_it).and_then(|of| of["port"].as_u64()) else {
         return BTreeSet::new();
@@ -264,9 +264,10 @@ fn engines(slice: &Value, port: Option<&str>) -> BTreeSet<String> {
         .filter(|of| of["conditions"]["ready"] != false)
         .filter_map(|of| {
             let address = of["addresses"][0].as_str()?;
-            let text = match is_v6 {
-                true => format!("http://[{address}]:{port}"),
-                false => format!("http://{address}:{port}"),
+            let text = if is_v6 {
+                format!("http://[{address}]:{port}")
+            } else {
+                format!("http://{address}:{port}")
             };
             Some(EngineUrl::parse(&text).ok()?.to_string())
         })

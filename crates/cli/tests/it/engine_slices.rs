@@ -73,8 +73,8 @@ impl Api {
                             &mut stream,
                             b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
                         );
-                        let text: String =
-                            events.iter().map(|event| format!("{event}\n")).collect();
+                        let lines: Vec<String> = events.iter().map(Value::to_string).collect();
+                        let text = lines.join("\n") + "\n";
                         // Cut anywhere.
                         for piece in text.as_bytes().chunks(50) {
                             chunk(&mut stream, std::str::from_utf8(piece).unwrap());

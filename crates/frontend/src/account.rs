@@ -118,7 +118,7 @@ impl Account {
         }
     }
 
-    /// The answer is over. What is noted first stands.
+    /// The answer is over. The first end that is noted stands.
     pub(crate) fn note_end(&mut self, end: AnswerEnd) {
         self.end.get_or_insert(end);
     }

@@ -1,5 +1,5 @@
-//! What operators change while a server of modelled engines runs, by vLLM's routes: LoRA adapters, the prefix cache,
-//! sleep.
+//! State that operators change while a server of modelled engines runs, by vLLM's routes: LoRA adapters, the prefix
+//! cache, sleep.
 //!
 //! The routes exist only with `live.management`: a client that uses them affects all others. State is that of one
 //! frontend process, shared by its shards; it costs a request two loads.
@@ -55,7 +55,7 @@ pub struct Management {
     resets: AtomicU64,
     /// Prompts that share no block so far.
     unshared: AtomicU64,
-    /// What sleeps, of [`WEIGHTS`] and [`KV_CACHE`], and the level.
+    /// The parts that sleep, of [`WEIGHTS`] and [`KV_CACHE`], and the level.
     asleep: AtomicU64,
     woken: Notify,
 }

@@ -91,7 +91,7 @@ pub struct Frontend {
     closed: Option<ClosedDoor>,
 }
 
-/// What is needed to accept connections.
+/// State needed to accept connections.
 struct ClosedDoor {
     bound: Bound,
     doors: Vec<ShardDoor>,
@@ -826,7 +826,7 @@ async fn until_rest<C: Future + Unpin>(
             }
             if !is_set {
                 is_set = true;
-                let end = tokio::time::Instant::now() + (kept - idle);
+                let end = tokio::time::Instant::now() + kept.saturating_sub(idle);
                 timer.as_mut().reset(end);
             }
             if timer.as_mut().poll(cx).is_pending() {

@@ -48,7 +48,7 @@ pub struct Service {
     pub origins: Origins,
     /// Bounds on what clients may do.
     pub limits: Limits,
-    /// What operators change by vLLM's routes: adapters, the prefix cache, sleep.
+    /// State that operators change by vLLM's routes: adapters, the prefix cache, sleep.
     pub management: Arc<Management>,
     /// Tokens of an image in a chat; 0: the model takes none.
     pub image_tokens: u32,

@@ -1,6 +1,6 @@
-//! Requests for a twin that runs beside a fleet of real engines: their arrival, engine, lengths and times.
+//! Requests for a twin that runs next to a fleet of real engines: their arrival, engine, lengths and times.
 //!
-//! Shards put them into a bounded queue and never wait. What finds no room is dropped and counted.
+//! Shards put them into a bounded queue and never wait. Messages without room are dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -184,7 +184,7 @@ impl KvMirror {
         ops.push(KvOp::Cleared);
     }
 
-    /// Forgets all blocks, and what is known of the engine: it is another process.
+    /// Forgets all blocks and all facts of the engine: it is another process.
     pub fn restart(&mut self, ops: &mut Vec<KvOp>) {
         self.clear(ops);
         self.group = None;

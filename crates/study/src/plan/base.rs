@@ -102,7 +102,7 @@ impl Base {
         })
     }
 
-    /// What the question leaves open, and the default that stands in, in words.
+    /// Settings that the question leaves open, and their defaults, in words.
     pub(super) fn assumed(&self, shared: &Cluster) -> Vec<String> {
         let mut assumed = Vec::new();
         let stated = self.doc().keys("model");

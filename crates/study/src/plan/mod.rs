@@ -361,7 +361,7 @@ struct Asked {
     parts: String,
     /// The values of each axis, defaults included: the answer is the best of these.
     searched: String,
-    /// What the question left open.
+    /// Settings that the question left open.
     assumed: Vec<String>,
     /// The workload at load 1.
     traffic: Traffic,

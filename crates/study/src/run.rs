@@ -89,7 +89,7 @@ impl Question {
     /// # Errors
     /// If a file cannot be read, or a value is wrong.
     pub fn prepare(&self) -> anyhow::Result<Run> {
-        let (cluster, settings) = self.cluster.resolve(&[])?;
+        let (cluster, settings) = self.cluster.resolve_simulated(&[])?;
         let (workload, name) = self.workload.workload(&[])?;
         // Slower than this, steps would last for years.
         anyhow::ensure!(

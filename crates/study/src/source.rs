@@ -51,6 +51,14 @@ impl ClusterSource {
     /// # Errors
     /// If the file cannot be read, or what it says is wrong.
     pub fn resolve(&self, sets: &[String]) -> anyhow::Result<(Cluster, Settings)> {
+        Ok(file::read(self.doc(sets)?, files::read)?)
+    }
+
+    /// As [`resolve`](Self::resolve), for a simulation.
+    ///
+    /// # Errors
+    /// Also if a pool has real engines, and the model is not stated.
+    pub fn resolve_simulated(&self, sets: &[String]) -> anyhow::Result<(Cluster, Settings)> {
         let doc = self.doc(sets)?;
         let model = doc.keys("model");
         let (cluster, settings) = file::read(doc, files::read)?;

@@ -440,7 +440,8 @@ impl Live {
         let bound = Bound::bind("127.0.0.1:0").unwrap();
         let service = service(cluster, fleets.clone());
         let registry = prometheus_client::registry::Registry::default();
-        let frontend = Frontend::start(bound, service, planes, registry).unwrap();
+        let mut frontend = Frontend::start(bound, service, planes, registry).unwrap();
+        frontend.open().unwrap();
         Live {
             frontend,
             workers: plane.threads.into_iter().map(Some).collect(),

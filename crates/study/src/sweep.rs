@@ -270,7 +270,10 @@ impl Question {
                     .concat()
                     .join(", ")
             };
-            let (cluster, _) = question.cluster.resolve_simulated(&sets).with_context(all)?;
+            let (cluster, _) = question
+                .cluster
+                .resolve_simulated(&sets)
+                .with_context(all)?;
             let varied = if workload_sets.is_empty() {
                 workload.clone()
             } else {

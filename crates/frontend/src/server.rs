@@ -231,7 +231,35 @@ struct Handed {
 /// One shard's way in: sockets, and how many it holds.
 struct ShardDoor {
     sockets: mpsc::Sender<Handed>,
-    open: Arc<AtomicU64>,
+    open: Open,
+}
+
+/// Connections that are open.
+#[derive(Clone, Default)]
+struct Open {
+    /// At one shard.
+    own: Arc<AtomicU64>,
+    /// At all shards.
+    all: Arc<AtomicU64>,
+}
+
+impl Open {
+    fn at_another_shard(&self) -> Open {
+        Open {
+            own: Arc::default(),
+            all: self.all.clone(),
+        }
+    }
+
+    fn add(&self) {
+        self.all.fetch_add(1, Relaxed);
+        self.own.fetch_add(1, Relaxed);
+    }
+
+    fn sub(&self) {
+        self.own.fetch_sub(1, Relaxed);
+        self.all.fetch_sub(1, Relaxed);
+    }
 }
 
 impl Frontend {
@@ -273,9 +301,10 @@ impl Frontend {
 
         let mut threads = Vec::new();
         let mut doors = Vec::new();
+        let open = Open::default();
         for (index, (plane, metrics)) in planes.into_iter().zip(metrics).enumerate() {
             let (sockets, handed) = mpsc::channel(HANDED_SOCKETS_MAX);
-            let open = Arc::new(AtomicU64::new(0));
+            let open = open.at_another_shard();
             doors.push(ShardDoor {
                 sockets,
                 open: open.clone(),
@@ -495,15 +524,15 @@ const BPF_RETURN: u16 = 0x06;
 fn hand_over(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
     let door = doors
         .iter()
-        .min_by_key(|door| door.open.load(Relaxed))
+        .min_by_key(|door| door.open.own.load(Relaxed))
         .expect("a frontend has at least one shard");
     // `into_std` moves the socket out of this thread's poller, into the shard's.
     let Ok(socket) = stream.into_std() else {
         return;
     };
-    door.open.fetch_add(1, Relaxed);
+    door.open.add();
     if door.sockets.try_send(Handed { socket, permit }).is_err() {
-        door.open.fetch_sub(1, Relaxed);
+        door.open.sub();
         tracing::warn!("a shard is {HANDED_SOCKETS_MAX} sockets behind; connection closed");
     }
 }
@@ -518,7 +547,7 @@ const LINGER: Duration = Duration::from_secs(5);
 async fn run_shard(
     shard: Rc<Shard>,
     mut handed: mpsc::Receiver<Handed>,
-    open: Arc<AtomicU64>,
+    open: Open,
     mut stopped: watch::Receiver<bool>,
     linger: Duration,
 ) {
@@ -557,18 +586,19 @@ async fn run_shard(
             }
             drop(permit);
             shard.metrics.connections_open.sub(1);
-            open.fetch_sub(1, Relaxed);
+            open.sub();
         });
     }
     let deadline = deadline.or_else(drain).expect("one of both");
-    while open.load(Relaxed) > 0 && tokio::time::Instant::now() < deadline {
+    // Of all shards: a worker whose connection to one of them is gone takes no requests of the others either.
+    while open.all.load(Relaxed) > 0 && tokio::time::Instant::now() < deadline {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let cut = shard.end_all();
     if cut > 0 {
         tracing::warn!("{cut} streams were cut: they took longer than `live.drain_timeout_s`");
         let farewell = tokio::time::Instant::now() + FAREWELL;
-        while open.load(Relaxed) > 0 && tokio::time::Instant::now() < farewell {
+        while open.own.load(Relaxed) > 0 && tokio::time::Instant::now() < farewell {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }

@@ -213,3 +213,36 @@ fn a_connection_that_is_open_is_answered_once_more_while_a_shared_server_shuts_d
     }
     assert!(ended.join().unwrap().success());
 }
+
+/// The shard whose connections end first keeps its connections to the workers: without them no shard has a worker.
+#[test]
+fn the_last_connections_of_a_frontend_that_shuts_down_have_workers() {
+    let dir = tempfile::tempdir().unwrap();
+    let _workers: Vec<Worker> = (0..2)
+        .map(|index| Worker::start(dir.path(), &[CLUSTER, &[&format!("--index={index}")]]))
+        .collect();
+    let command = frontend_command(dir.path(), &[CLUSTER], &[SHARE, "--listen=127.0.0.1:0"]);
+    let front = Server::spawn_as_it_is(command);
+    let body = completion("hello", 3, false);
+    let ask = |client: &mut Client| {
+        let answer = client.send("POST", "/v1/completions", &[], body.as_bytes());
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        answer
+    };
+    // A new connection goes to the shard with the fewest, so these are at one shard and the other in turns.
+    let mut clients: Vec<Client> = (0..64)
+        .map(|_| {
+            let mut client = front.connect();
+            ask(&mut client);
+            client
+        })
+        .collect();
+    let mut rest: Vec<Client> = (0..32).map(|at| clients.remove(at)).collect();
+    let ended = std::thread::spawn(move || front.terminate());
+    drop(clients);
+    while ask(&mut rest[0]).header("connection") != Some("close") {}
+    for client in &mut rest[1..] {
+        assert_eq!(ask(client).header("connection"), Some("close"));
+    }
+    assert!(ended.join().unwrap().success());
+}

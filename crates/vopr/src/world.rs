@@ -480,6 +480,7 @@ impl<'a> World<'a> {
         loop {
             let before = self.queue.now();
             if self.settle()? {
+                self.check_wake_ups()?;
                 turns += 1;
                 if turns > TURNS_MAX {
                     return Err("livelock: tasks run without an end while no time passes".into());
@@ -1149,6 +1150,24 @@ impl<'a> World<'a> {
     // The oracle.
 
     /// After every event.
+    /// No task sleeps while there is something for it: else a later ping or frame would hide a lost wake-up.
+    fn check_wake_ups(&self) -> Result<(), String> {
+        let now = self.queue.now();
+        for (index, process) in self.processes.iter().enumerate() {
+            let Some((worker, _)) = process.up.as_ref().filter(|_| process.frozen_until <= now)
+            else {
+                continue;
+            };
+            let bytes = worker.kv_waiting();
+            if bytes > 0 {
+                return Err(format!(
+                    "process {index}: no connection was woken for {bytes} bytes of KV deltas"
+                ));
+            }
+        }
+        Ok(())
+    }
+
     fn check(&self) -> Result<(), String> {
         let shape = &self.plan.shape;
         for (index, process) in self.processes.iter().enumerate() {

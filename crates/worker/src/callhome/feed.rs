@@ -90,6 +90,16 @@ impl Feed {
         }
     }
 
+    /// Bytes of KV deltas that wait for a connection's task.
+    #[cfg(feature = "sim")]
+    pub(crate) fn kv_waiting(&self) -> usize {
+        let subscribers = lock(&self.shared.subscribers);
+        subscribers
+            .iter()
+            .map(|of| lock(&of.waiting).kv.len())
+            .sum()
+    }
+
     /// Times that a subscriber was too far behind.
     pub(crate) fn overflows(&self) -> u64 {
         self.shared.overflows.load(Ordering::Relaxed)

@@ -277,6 +277,11 @@ impl SimWorker {
         self.stats.malformed.load(Relaxed)
     }
 
+    /// Bytes of KV deltas that wait for a connection's task. None do while no task is woken.
+    pub fn kv_waiting(&self) -> usize {
+        self.feed.kv_waiting()
+    }
+
     /// Whether every rank accepts requests.
     pub fn is_ready(&self) -> bool {
         self.set.ranks().iter().all(|rank| rank.is_ready())

@@ -255,6 +255,20 @@ impl Memory {
     }
 }
 
+impl Memory {
+    /// Charges `bytes` of a copy to `copies`, which may hold an eighth of the memory. `None`: there is no room.
+    pub(crate) fn charge_copy(
+        self: &Arc<Self>,
+        copies: &Arc<ClientUse>,
+        bytes: u64,
+    ) -> Option<Charge> {
+        if copies.bytes.load(Relaxed).saturating_add(bytes) > self.max / 8 {
+            return None;
+        }
+        self.charge(copies, bytes).ok()
+    }
+}
+
 impl Charge {
     /// Charges at least `bytes` in all.
     ///

@@ -23,7 +23,7 @@ use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
 
 use crate::access::{AnswerEnd, Entry};
-use crate::budget::{Charge, ClientUse};
+use crate::budget::{Budget, Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
 use crate::embeddings;
 use crate::faults::{self, Breaking};
@@ -34,7 +34,8 @@ use crate::messages::{self, MessageBody};
 use crate::metrics::Rejection;
 use crate::openai::{
     ApiError, Kind, ModelCard, TokenizeInput, detokenize_json, message_error, model_json,
-    models_json, openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
+    models_json, openapi_json, openapi_json_without, parse_detokenize, parse_tokenize,
+    tokenize_json, version_json,
 };
 use crate::reply::{ReplyBody, Whole, WholeBody};
 use crate::responses::{self, ResponseBody};
@@ -570,7 +571,7 @@ async fn route(
             | Endpoint::Responses
             | Endpoint::Embeddings
     ) {
-        service.management.awake().await;
+        until_awake(shard, &client).await?;
     }
     let mut response = answer(shard, route, request, client, id, times).await?;
     if let Some(fault) = fault
@@ -580,6 +581,33 @@ async fn route(
         response.body_mut().breaking = breaking.map(Box::new);
     }
     Ok(response)
+}
+
+/// Waits while the engines sleep: as an open stream of the client, and within the time of a request.
+async fn until_awake(shard: &Shard, client: &Client) -> Result<(), ApiError> {
+    struct Waits<'w>(&'w Budget, &'w ClientUse);
+    impl Drop for Waits<'_> {
+        fn drop(&mut self) {
+            self.0.close_streams(self.1, 1);
+        }
+    }
+    let service = &shard.service;
+    if !service.management.is_sleeping() {
+        return Ok(());
+    }
+    shard.budget.open_streams(client.counts(), 1)?;
+    let _waits = Waits(&shard.budget, client.counts());
+    let awake = service.management.awake(|| shard.draining.get());
+    match service.limits.request_timeout {
+        Some(limit) => tokio::time::timeout(limit, awake)
+            .await
+            .map_err(|_| ApiError::deadline(limit.as_secs_f64()))?,
+        None => awake.await,
+    }
+    if shard.draining.get() && service.management.is_sleeping() {
+        return Err(ApiError::stopping());
+    }
+    Ok(())
 }
 
 /// Answers a request that has passed.
@@ -676,7 +704,16 @@ async fn answer(
         Endpoint::Ready => Ok(ready(shard, any_ready(&shard.service.fleets.serve))),
         Endpoint::Live => Ok(json(200, b"{\"live\":true}".to_vec())),
         Endpoint::Version => Ok(json(200, version_json().to_vec())),
-        Endpoint::OpenApi => Ok(json(200, openapi_json().to_vec())),
+        Endpoint::OpenApi if service.management.is_served() => {
+            Ok(json(200, openapi_json().to_vec()))
+        }
+        Endpoint::OpenApi => {
+            let managed = ROUTES
+                .iter()
+                .filter(|route| matches!(route.endpoint, Endpoint::Manage(_)))
+                .map(|route| route.path);
+            Ok(json(200, openapi_json_without(managed)))
+        }
         Endpoint::Metrics => metrics(shard, id),
     }
 }

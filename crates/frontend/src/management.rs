@@ -220,19 +220,25 @@ impl Management {
         BlockHash::root(model, "\u{0}unshared", &salt)
     }
 
-    fn is_sleeping(&self) -> bool {
+    pub(crate) fn is_sleeping(&self) -> bool {
         self.asleep.load(Relaxed) & (WEIGHTS | KV_CACHE) != 0
     }
 
-    /// Waits until the engines are awake.
-    pub(crate) async fn awake(&self) {
-        while self.is_sleeping() {
+    /// Waits until the engines are awake, or `stops` is true after [`Self::look_again`].
+    pub(crate) async fn awake(&self, stops: impl Fn() -> bool) {
+        let waits = || self.is_sleeping() && !stops();
+        while waits() {
             let mut woken = pin!(self.woken.notified());
             woken.as_mut().enable();
-            if self.is_sleeping() {
+            if waits() {
                 woken.await;
             }
         }
+    }
+
+    /// Those who wait for the engines look again.
+    pub(crate) fn look_again(&self) {
+        self.woken.notify_waiters();
     }
 
     fn sleep(&self, level: u64) {

@@ -561,6 +561,7 @@ async fn run_shard(
     let mut deadline = None;
     let drain = || {
         shard.draining.set(true);
+        shard.service.management.look_again();
         Some(tokio::time::Instant::now() + shard.service.limits.drain)
     };
     let unseen = stopped.clone();

@@ -34,6 +34,8 @@ pub struct ShadowRequest {
     pub arrival_ns: u64,
     /// The engine that answered it; `None`: none did.
     pub worker: Option<WorkerId>,
+    /// Its address.
+    pub engine: Arc<str>,
     /// Other engines had a part of it: its times are not those of one engine.
     pub is_moved: bool,
     /// Its client has all of the answer.

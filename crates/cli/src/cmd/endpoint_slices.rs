@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Empty};
@@ -36,8 +36,11 @@ const WATCH_S: u32 = 300;
 /// A watch without a byte for longer than it may last is dead.
 const SILENCE: Duration = Duration::from_secs(WATCH_S as u64 + 30);
 
-/// Pause after a failure.
+/// Pause after a failure, and before a watch that follows a shorter one.
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// A version that the server forgets sooner is a failure.
+const VERSION_LASTS: Duration = Duration::from_secs(5);
 
 /// Limits of a list, and of an event, bytes.
 const LIST_BYTES_MAX: usize = 64 << 20;
@@ -65,12 +68,16 @@ pub(super) struct EndpointSlices {
     version: Option<String>,
     watch: Option<Watch>,
     failed: bool,
+    listed: Option<Instant>,
 }
 
 struct Watch {
+    began: Instant,
     body: Incoming,
     /// Read, but not a whole event yet.
     held: BytesMut,
+    /// Bytes of it without a line break.
+    searched: usize,
 }
 
 /// Why there is no list or event.
@@ -147,6 +154,7 @@ impl EndpointSlices {
             version: None,
             watch: None,
             failed: false,
+            listed: None,
         })
     }
 
@@ -161,6 +169,7 @@ impl EndpointSlices {
             let version = list["metadata"]["resourceVersion"].as_str();
             let version = version.ok_or_else(|| Fault::Failed("the list has no version".into()))?;
             self.version = Some(version.to_owned());
+            self.listed = Some(Instant::now());
             return Ok(true);
         };
         let Some(watch) = &mut self.watch else {
@@ -171,13 +180,17 @@ impl EndpointSlices {
             );
             let body = self.api.get(&path).await?.into_body();
             self.watch = Some(Watch {
+                began: Instant::now(),
                 body,
                 held: BytesMut::new(),
+                searched: 0,
             });
             return Ok(false);
         };
         let Some(line) = watch.line().await? else {
+            let lasted = watch.began.elapsed();
             self.watch = None; // its time is over
+            tokio::time::sleep(PAUSE.saturating_sub(lasted)).await;
             return Ok(false);
         };
         let event: Value = serde_json::from_slice(&line)
@@ -231,14 +244,19 @@ impl MemberSource for EndpointSlices {
                     Err(fault) => {
                         self.watch = None;
                         self.failed = true;
-                        match fault {
-                            Fault::Gone if self.version.is_some() => {
-                                self.version = None;
+                        let Fault::Failed(why) = fault else {
+                            self.version = None;
+                            if self
+                                .listed
+                                .take()
+                                .is_some_and(|at| at.elapsed() > VERSION_LASTS)
+                            {
                                 self.failed = false;
+                                continue;
                             }
-                            Fault::Gone => return Err("its versions expire at once".into()),
-                            Fault::Failed(why) => return Err(why),
-                        }
+                            return Err("it forgets its versions at once (410 Gone)".into());
+                        };
+                        return Err(why);
                     }
                 }
             }
@@ -347,13 +365,16 @@ impl Watch {
     /// The next event; `None`: the watch is over.
     async fn line(&mut self) -> Result<Option<Bytes>, Fault> {
         loop {
-            if let Some(end) = self.held.iter().position(|&byte| byte == b'\n') {
-                let line = self.held.split_to(end + 1).freeze();
+            let rest = &self.held[self.searched..];
+            if let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
+                let line = self.held.split_to(self.searched + end + 1).freeze();
+                self.searched = 0;
                 if line.trim_ascii().is_empty() {
                     continue;
                 }
                 return Ok(Some(line));
             }
+            self.searched = self.held.len();
             if self.held.len() > EVENT_BYTES_MAX {
                 return Err(Fault::Failed("an event is too long".into()));
             }

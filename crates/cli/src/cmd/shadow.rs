@@ -93,11 +93,10 @@ impl ShadowArgs {
         let bytes = super::files::read(path).with_context(named)?;
         let doc = Doc::parse(&path.display().to_string(), &bytes);
         let (cluster, _) = file::read(doc, super::files::read).with_context(named)?;
-        let urls = check(fleet, &cluster).with_context(named)?;
+        check(fleet, &cluster).with_context(named)?;
         let (feed, events, dropped) = ShadowFeed::new();
         let figures = Arc::new(Figures {
             ratio: self.shadow_ratio,
-            urls,
             dropped,
             ..Figures::default()
         });
@@ -141,17 +140,10 @@ impl Drop for Shadow {
     }
 }
 
-/// The engines' addresses by worker, if `twin` has a worker for each.
-fn check(fleet: &Cluster, twin: &Cluster) -> anyhow::Result<Vec<String>> {
-    let engines = |cluster: &Cluster| -> Vec<String> {
-        let pools = cluster
-            .pools
-            .iter()
-            .filter_map(|pool| pool.engines.as_ref());
-        let urls = pools.flat_map(|engines| &engines.urls);
-        urls.map(ToString::to_string).collect()
-    };
-    let urls = engines(fleet);
+/// Whether `twin` has a worker for each engine.
+fn check(fleet: &Cluster, twin: &Cluster) -> anyhow::Result<()> {
+    let pools = fleet.pools.iter().filter_map(|pool| pool.engines.as_ref());
+    let engines: usize = pools.map(|engines| engines.urls.len()).sum();
     anyhow::ensure!(
         !twin.has_engines(),
         "it lists real engines, and the twin's are modelled: write `workers` instead of `engines`, or use the \
@@ -159,17 +151,17 @@ fn check(fleet: &Cluster, twin: &Cluster) -> anyhow::Result<Vec<String>> {
     );
     let workers: u32 = twin.pools.iter().map(|pool| pool.workers).sum();
     anyhow::ensure!(
-        workers as usize >= urls.len(),
+        workers as usize >= engines,
         "it has {}, and the fleet {}: each engine is the worker of the same number",
         counted(workers.into(), "worker"),
-        counted(urls.len() as u64, "engine")
+        counted(engines as u64, "engine")
     );
     let has_roles = |cluster: &Cluster| cluster.pools.iter().any(|pool| pool.role != Role::Both);
     anyhow::ensure!(
         !has_roles(fleet) && !has_roles(twin),
         "pools with the role \"prefill\" or \"decode\" cannot be followed: a request has one engine"
     );
-    Ok(urls)
+    Ok(())
 }
 
 fn options() -> Options {
@@ -260,9 +252,8 @@ impl EngineFigures {
 #[derive(Debug, Default)]
 struct Figures {
     ratio: f64,
-    /// By worker.
-    urls: Vec<String>,
-    engines: Mutex<BTreeMap<u32, EngineFigures>>,
+    /// By address.
+    engines: Mutex<BTreeMap<Arc<str>, EngineFigures>>,
     compared: AtomicU64,
     /// Messages for which there was no room.
     dropped: Arc<AtomicU64>,
@@ -301,7 +292,8 @@ struct Comparison<'f> {
     /// Clock of the fleet at the twin's time 0, ns.
     base_ns: u64,
     measured: HashMap<u64, Box<ShadowRequest>>,
-    pairs: BTreeMap<u32, VecDeque<Pair>>,
+    /// By the engine's address: another engine can get its worker.
+    pairs: BTreeMap<Arc<str>, VecDeque<Pair>>,
 }
 
 impl Sink for Comparison<'_> {
@@ -312,9 +304,6 @@ impl Sink for Comparison<'_> {
         if record.error.is_some() || record.output_tokens == 0 {
             return self.figures.skip(Skip::Refused);
         }
-        let Some(worker) = measured.worker else {
-            return;
-        };
         let seconds = |from: SimTime, to: SimTime| to.since(from) as f64 / 1e9;
         let due = record.request.due;
         let per_gap = |from: SimTime, to: SimTime| {
@@ -347,7 +336,7 @@ impl Sink for Comparison<'_> {
         // A client that left, or an answer that broke off: its load counts, its times do not.
         if measured.is_complete {
             self.figures.compared.fetch_add(1, Relaxed);
-            let pairs = self.pairs.entry(worker.0).or_default();
+            let pairs = self.pairs.entry(measured.engine.clone()).or_default();
             if pairs.len() >= WINDOW_REQUESTS {
                 pairs.pop_front();
             }
@@ -360,10 +349,13 @@ impl Comparison<'_> {
     /// Forgets pairs that have left the window, and publishes the means of the others.
     fn publish(&mut self, now_ns: u64) {
         let mut engines = BTreeMap::new();
-        for (worker, pairs) in &mut self.pairs {
+        self.pairs.retain(|engine, pairs| {
             pairs.retain(|pair| pair.ended_ns + WINDOW_NS > now_ns);
-            engines.insert(*worker, EngineFigures::of(pairs));
-        }
+            if !pairs.is_empty() {
+                engines.insert(engine.clone(), EngineFigures::of(pairs));
+            }
+            !pairs.is_empty()
+        });
         let published = self.figures.engines.lock();
         *published.unwrap_or_else(PoisonError::into_inner) = engines;
     }
@@ -524,16 +516,15 @@ impl Collector for ShadowCollector {
         let figures = &*self.0;
         let engines = figures.engines.lock();
         let engines = engines.unwrap_or_else(PoisonError::into_inner).clone();
-        let url = |worker: u32| figures.urls.get(worker as usize).map_or("", String::as_str);
         for (quantity, (name, help)) in GAUGES.iter().enumerate() {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            for (worker, of) in &engines {
+            for (engine, of) in &engines {
                 let Some((measured, predicted)) = of.means[quantity] else {
                     continue;
                 };
                 for (side, value) in [("measured", measured), ("predicted", predicted)] {
                     family
-                        .encode_family(&[("engine", url(*worker)), ("side", side)])?
+                        .encode_family(&[("engine", &**engine), ("side", side)])?
                         .encode_gauge(&value)?;
                 }
             }
@@ -544,10 +535,10 @@ impl Collector for ShadowCollector {
             None,
             MetricType::Gauge,
         )?;
-        for (worker, of) in &engines {
+        for (engine, of) in &engines {
             if let Some(value) = of.queued {
                 queued
-                    .encode_family(&[("engine", url(*worker))])?
+                    .encode_family(&[("engine", &**engine)])?
                     .encode_gauge(&value)?;
             }
         }
@@ -557,11 +548,11 @@ impl Collector for ShadowCollector {
             None,
             MetricType::Gauge,
         )?;
-        for (worker, of) in &engines {
+        for (engine, of) in &engines {
             for (at, quantity) in QUANTITIES.iter().enumerate() {
                 if let Some(is_parted) = of.parted(at, figures.ratio) {
                     parted
-                        .encode_family(&[("engine", url(*worker)), ("of", quantity)])?
+                        .encode_family(&[("engine", &**engine), ("of", quantity)])?
                         .encode_gauge(&f64::from(u8::from(is_parted)))?;
                 }
             }

@@ -233,6 +233,34 @@ fn a_mirror_that_never_answers_delays_no_client() {
     drop(hold);
 }
 
+/// Copies are charged to no client, and are dropped before they hold an eighth of the memory.
+#[test]
+fn a_mirror_that_never_answers_takes_no_clients_memory() {
+    let serving = named("serving");
+    let (hold, held) = std::sync::mpsc::channel::<()>();
+    let held = std::sync::Mutex::new(held);
+    let silent = Engine::start(move |_, _| {
+        let _ = held.lock().unwrap().recv_timeout(PATIENCE);
+    });
+    let pools = [
+        pool("a", &[&serving], ""),
+        pool("m", &[&silent], "mirror=1.0"),
+    ];
+    let server = front(&pools, &["--set=live.memory_max=33554432"]);
+    server.await_metric("slipstream_engine_up", |up| up == 2.0);
+    let body = format!(
+        "{{\"model\":\"m\",\"prompt\":\"{}\"}}",
+        "a ".repeat(500_000)
+    );
+    for _ in 0..40 {
+        assert_eq!(server.post("/v1/completions", &body).text(), "serving");
+    }
+    let dropped = "slipstream_mirror_dropped_total{reason=\"memory\"}";
+    assert_eq!(server.metric(dropped), 36.0, "4 of 1 MB are held");
+    drop(hold);
+    assert!(server.terminate().success());
+}
+
 #[test]
 fn engines_of_a_name_are_found_at_the_start() {
     let engine = named("here");

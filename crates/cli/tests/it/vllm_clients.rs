@@ -412,6 +412,40 @@ fn adapters_with_open_requests_are_in_the_metrics() {
     server.await_metric(&info(""), |value| value > 1e9);
 }
 
+/// Requests that wait for sleeping engines are open streams, end in time, and hold no exit up.
+#[test]
+fn requests_that_wait_for_sleeping_engines_have_limits() {
+    let limits = [
+        "--set=live.request_timeout_s=0.5",
+        "--set=live.streams_max=2",
+    ];
+    let server = Server::start(&[FAST, ONE, MANAGED, &limits]);
+    assert_eq!(server.post("/sleep", "").status, 200);
+    let body = json!({"prompt": "a", "max_tokens": 1}).to_string();
+    assert_eq!(server.post("/v1/completions", &body).status, 504);
+    let ask = || server.post("/v1/completions", &body).status;
+    std::thread::scope(|scope| {
+        let asked: Vec<_> = (0..6).map(|_| scope.spawn(ask)).collect();
+        let mut statuses: Vec<u16> = asked.into_iter().map(|of| of.join().unwrap()).collect();
+        statuses.sort_unstable();
+        assert_eq!(statuses[5], 504, "{statuses:?}");
+        assert!(statuses[0] < 504, "two streams may be open: {statuses:?}");
+    });
+
+    let server = Server::start(&[FAST, ONE, MANAGED, &["--set=live.streams_max=1"]]);
+    assert_eq!(server.post("/sleep", "").status, 200);
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    while server.get("/ready").status == 200 {
+        std::thread::yield_now(); // no stream is left once it waits
+    }
+    assert!(server.terminate().success());
+    let answer = client.answer();
+    assert_eq!(answer.status, 503);
+    assert_eq!(answer.json()["error"]["code"], "stopping");
+}
+
 #[test]
 fn asleep_requests_wait_and_the_cache_is_lost() {
     let server = Server::start(&[FAST, ONE, MANAGED]);

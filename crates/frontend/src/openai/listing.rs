@@ -64,3 +64,15 @@ pub fn version_json() -> &'static [u8] {
 pub fn openapi_json() -> &'static [u8] {
     include_bytes!("../../assets/openapi.json")
 }
+
+/// The same without `paths`, which this server does not serve.
+pub fn openapi_json_without<'p>(paths: impl Iterator<Item = &'p str>) -> Vec<u8> {
+    let mut document: serde_json::Value =
+        serde_json::from_slice(openapi_json()).expect("the document is JSON");
+    if let Some(all) = document["paths"].as_object_mut() {
+        for path in paths {
+            all.remove(path);
+        }
+    }
+    serde_json::to_vec(&document).expect("JSON in memory")
+}

@@ -31,7 +31,9 @@ pub(crate) use form::schema_error;
 pub use form::{Form, TOOLS_MAX, TextForm, Tool, ToolChoice};
 pub use json::Out;
 pub(crate) use json::escape;
-pub use listing::{ModelCard, model_json, models_json, openapi_json, version_json};
+pub use listing::{
+    ModelCard, model_json, models_json, openapi_json, openapi_json_without, version_json,
+};
 pub use logprobs::{LogprobsPiece, TokenLogprob};
 pub use request::{
     ApiRequest, CHOICES_MAX, COMPLETION_MAX_TOKENS, Input, LOGPROBS_MAX, LogprobsWish, N_MAX,

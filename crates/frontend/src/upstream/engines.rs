@@ -224,6 +224,8 @@ pub(crate) struct Engine {
     pub(super) came_up: Notify,
     /// How its cache is known, in words.
     pub(super) cache_view: Mutex<String>,
+    /// Its address, for records.
+    pub(super) name: Arc<str>,
     /// Value of `Host`.
     pub(super) authority: String,
     /// Value of `Authorization`.
@@ -246,6 +248,7 @@ impl Engine {
             drain_until_ns: AtomicU64::new(0),
             came_up: Notify::new(),
             cache_view: Mutex::default(),
+            name: spec.url.to_string().into(),
             authority: spec.url.authority(),
             authorization: spec
                 .api_key

@@ -511,11 +511,8 @@ async fn forward(
     let changes = !matches!(parts.method, Method::GET | Method::HEAD);
     if has_mirrors && changes && named.is_none() && !counts_only(parts.uri.path()) {
         for engine in engines.mirrors(model.as_deref(), draw) {
-            let memory = shard
-                .budget
-                .memory
-                .charge(client.counts(), body.len() as u64);
-            let Ok(charge) = memory else {
+            let (copies, bytes) = (&engines.traffic_counts.held, body.len() as u64);
+            let Some(charge) = shard.budget.memory.charge_copy(copies, bytes) else {
                 engines.traffic_counts.drop_copy(CopyDrop::Memory);
                 continue;
             };
@@ -906,7 +903,7 @@ pub(super) async fn obtain(
                     continue;
                 }
                 seat.begun();
-                exchange.recorded(|recording| recording.on_begun(worker));
+                exchange.recorded(|recording| recording.on_begun(worker, &engine.name));
                 // A refused continuation does not change whose tokens the client has.
                 exchange
                     .owner

@@ -4,6 +4,7 @@
 //! its events with text.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use memchr::memmem;
 use serde::Deserialize;
@@ -138,9 +139,10 @@ impl Recording {
     }
 
     /// `worker` begins the answer.
-    pub(super) fn on_begun(&mut self, worker: WorkerId) {
+    pub(super) fn on_begun(&mut self, worker: WorkerId, engine: &Arc<str>) {
         if let Some(Shadowed { request, .. }) = &mut self.shadow {
             request.worker = Some(worker);
+            request.engine = engine.clone();
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use hyper::{Method, StatusCode};
@@ -13,10 +14,17 @@ use super::Upstream;
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, Visit};
 use super::wire::{self, BodyDecoder, Decoded};
-use crate::budget::Charge;
+use crate::budget::{Charge, ClientUse};
 
 /// Copies of a shard that are under way. Further ones are dropped and counted.
 const COPIES_MAX: usize = 256;
+
+/// Bytes of a copy's answer that are read at most, and in one turn of its task.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+const TURN_BYTES: usize = 256 << 10;
+
+/// Time limit of a copy.
+const COPY_TIME: Duration = Duration::from_secs(600);
 
 /// How a copy ended.
 pub(super) const COPY_OUTCOMES: [&str; 3] = ["answered", "error_status", "failed"];
@@ -38,6 +46,8 @@ pub(super) struct TrafficCounts {
     pub(super) dropped: [AtomicU64; COPY_DROPS.len()],
     /// Requests whose pool failed them before a byte, and that were sent to the others.
     pub(super) fallbacks: AtomicU64,
+    /// Memory of copies. Clients are not charged for it.
+    pub(super) held: Arc<ClientUse>,
 }
 
 impl TrafficCounts {
@@ -162,7 +172,8 @@ impl Upstream {
         self.copies.set(open + 1);
         let upstream = self.clone();
         tokio::task::spawn_local(async move {
-            let outcome = upstream.copy(&engine, &copy).await;
+            let outcome = tokio::time::timeout(COPY_TIME, upstream.copy(&engine, &copy)).await;
+            let outcome = outcome.unwrap_or(Err(Failure::Stalled(COPY_TIME)));
             let at = match outcome {
                 Ok(status) if status.is_success() => 0,
                 Ok(_) => 1,
@@ -188,6 +199,7 @@ impl Upstream {
         let (mut connection, head) = begun.inspect_err(|failure| visit.on_failure(failure))?;
         visit.on_first_byte(head.status);
         let mut decoder = BodyDecoder::new(head.framing);
+        let (mut read, mut turn) = (0, 0);
         loop {
             match decoder.decode(&mut connection.buf) {
                 Ok(Decoded::Data(_)) => continue,
@@ -199,9 +211,19 @@ impl Upstream {
             match tokio::time::timeout(settings.idle_timeout, piece).await {
                 Ok(Ok(0)) if decoder.ends_at_close() => return Ok(head.status),
                 Ok(Ok(0)) => return Err(Failure::Lost("closed within its answer".into())),
-                Ok(Ok(_)) => {}
+                Ok(Ok(bytes)) => {
+                    read += bytes;
+                    turn += bytes;
+                }
                 Ok(Err(error)) => return Err(Failure::Lost(error.to_string())),
                 Err(_) => return Err(Failure::Stalled(settings.idle_timeout)),
+            }
+            if read > ANSWER_BYTES_MAX {
+                return Err(Failure::Lost("sent an answer without an end".into()));
+            }
+            if turn >= TURN_BYTES {
+                turn = 0;
+                tokio::task::yield_now().await; // clients go first
             }
         }
         if head.keep_alive && head.status.is_success() {

@@ -176,12 +176,6 @@ test-sched:
 soak-sched:
 	scripts/vm/soak.sh
 
-# A soak in the simulator: the BPF program under masks, weights, hotplug and real-time tasks, 10 seeds of
-# 60 virtual seconds on 4 and 8 CPUs (minutes).
-.PHONY: soak-sched-sim
-soak-sched-sim:
-	SLIPSTREAM_SOAK_SECONDS=60 cargo test --release --locked -p slipstream-cpusched --test it soak_ends -- --nocapture
-
 # Blocks by NIXL, on the library of its PyPI package (70 MB); skips with the reason if it is missing.
 .PHONY: test-nixl
 test-nixl:

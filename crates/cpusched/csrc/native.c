@@ -145,8 +145,6 @@ u64 slip_n_queue_key(const struct slip_task *t, const struct slip_domain *d, u64
 	return slip_queue_key(t, d, slice);
 }
 
-u64 slip_n_own_key(const struct slip_task *t, u64 slice) { return slip_own_key(t, slice); }
-
 u64 slip_n_charge(struct slip_task *t, u64 exec_ns) { return slip_charge(t, exec_ns); }
 
 void slip_n_on_sync_wake(struct slip_task *t, u64 exec_ns) { slip_on_sync_wake(t, exec_ns); }

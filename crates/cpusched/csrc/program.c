@@ -56,7 +56,6 @@ s32 slip_k_create_dsq(u64 dsq);
 void slip_k_insert(u32 task, u64 dsq, u64 slice, u64 vtime, u32 by_vtime, u64 flags);
 u32 slip_k_move_to_local(u64 dsq);
 u32 slip_k_move(u32 task, u64 dsq, u64 flags);
-u32 slip_k_move_vtime(u32 task, u64 dsq, u64 vtime);
 s32 slip_k_nr_queued(u64 dsq);
 void slip_k_kick(s32 cpu, u64 flags);
 u32 slip_k_claim_idle(s32 cpu);
@@ -99,18 +98,6 @@ bool scx_bpf_dsq_move(struct bpf_iter_scx_dsq *it, struct task_struct *p, u64 ds
 {
 	(void)it;
 	return slip_k_move(id_of(p), dsq, flags);
-}
-
-/* The fourth word of the iterator: the virtual time of the next move. */
-void scx_bpf_dsq_move_set_vtime(struct bpf_iter_scx_dsq *it, u64 vtime)
-{
-	it->__opaque[3] = vtime;
-}
-
-bool scx_bpf_dsq_move_vtime(struct bpf_iter_scx_dsq *it, struct task_struct *p, u64 dsq, u64 flags)
-{
-	(void)flags;
-	return slip_k_move_vtime(id_of(p), dsq, it->__opaque[3]);
 }
 
 s32 scx_bpf_dsq_nr_queued(u64 dsq) { return slip_k_nr_queued(dsq); }

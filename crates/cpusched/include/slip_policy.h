@@ -381,23 +381,13 @@ slip_inline void slip_on_kept(const struct slip_params *p, struct slip_task *t,
 slip_inline void slip_on_turn(struct slip_task *t) { t->queued = 1; }
 
 /*
- * Key in the queue of one domain: the task's virtual deadline on the domain's clock, i.e. its virtual
- * time after one more slice. Among equals the task with the smaller slice goes first (as in EEVDF); the
- * share of the CPU depends on virtual time alone.
- */
-slip_inline u64 slip_own_key(const struct slip_task *t, u64 slice)
-{
-	return t->vtime + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
-}
-
-/*
- * Key in a queue of several domains: the same on the LLC's clock. It is not used for the tasks bound to
- * one CPU: while they wait, their domain can be moved up, and tasks with keys of before would go ahead
- * of those that came later, whatever their weights.
+ * Key in a queue: the task's virtual deadline on the LLC's clock, i.e. its virtual time
+ * after one more slice. Among equals the task with the smaller slice goes first (as in EEVDF); the share
+ * of the CPU depends on virtual time alone.
  */
 slip_inline u64 slip_queue_key(const struct slip_task *t, const struct slip_domain *d, u64 slice)
 {
-	return slip_own_key(t, slice) + d->offset;
+	return t->vtime + d->offset + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
 }
 
 /*
@@ -743,31 +733,6 @@ slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env,
 	far = slip_pick_two(env, 0, home, nr_llcs, rnd, 0);
 	other = far >= 0 ? slip_env_llc(env, (u32)far) : 0;
 	return other && other->idle_mask && slip_worth_moving(p, llc, other) ? far : -1;
-}
-
-/*
- * By how much the weight per CPU of the heavier of two LLCs would fall, if a task of this weight moved from
- * `from` to `to`; scaled, 0 if the gain is not worth the cache refill. `from_sum` and `to_sum` are the
- * weights of their runnable tasks.
- *
- * Idle CPUs pull tasks, which balances their number. If no CPU idles, only this balances the weights:
- * the share of a task is that of its weight among the tasks of its LLC.
- */
-slip_inline u64 slip_balance_gain(const struct slip_params *p, u64 from_sum, u32 from_cpus, u64 to_sum,
-				  u32 to_cpus, u32 weight)
-{
-	u64 from, to, above, below;
-
-	if (!from_cpus || !to_cpus || weight > from_sum)
-		return 0;
-	from = from_sum * SLIP_LOAD_SCALE / from_cpus;
-	to = to_sum * SLIP_LOAD_SCALE / to_cpus;
-	if (from * 100 <= to * (100 + p->slack_pct))
-		return 0;
-	above = (from_sum - weight) * SLIP_LOAD_SCALE / from_cpus;
-	below = (to_sum + weight) * SLIP_LOAD_SCALE / to_cpus;
-	above = slip_max(above, below);
-	return above < from && (from - above) * 32 > from ? from - above : 0;
 }
 
 /* ---- dispatch ---------------------------------------------------------------------------- */

@@ -243,7 +243,6 @@ unsafe extern "C" {
     fn slip_n_on_kept(p: &Params, t: &mut Task, d: &Domain);
     fn slip_n_on_turn(t: &mut Task);
     fn slip_n_change_domain(t: &mut Task, from: &Domain, to: &Domain);
-    fn slip_n_own_key(t: &Task, slice: u64) -> u64;
     fn slip_n_queue_key(t: &Task, d: &Domain, slice: u64) -> u64;
     fn slip_n_charge(t: &mut Task, exec_ns: u64) -> u64;
     fn slip_n_on_sync_wake(t: &mut Task, exec_ns: u64);
@@ -498,8 +497,7 @@ impl Core {
         unsafe { slip_n_slice(&self.params, &self.tasks[task], &self.llcs[llc as usize]) }
     }
 
-    /// Prepares a task to be queued on `llc`; returns its key there, or in its CPU's queue if it is bound
-    /// to one CPU.
+    /// Prepares a task to be queued on `llc`; returns its key there.
     pub fn on_runnable(&mut self, task: usize, llc: u32, now: u64) -> u64 {
         let slice = self.slice(task, llc);
         let domain = self.domain(self.tasks[task].domain, llc);
@@ -508,17 +506,8 @@ impl Core {
         // SAFETY: live, aligned structs, all distinct; nothing is kept.
         unsafe {
             slip_n_on_runnable(&self.params, t, l, d, now);
-            if t.domain < DOMAINS {
-                slip_n_queue_key(t, d, slice)
-            } else {
-                slip_n_own_key(t, slice)
-            }
+            slip_n_queue_key(t, d, slice)
         }
-    }
-
-    /// From the clock of the domain of a CPU's bound tasks to that of its LLC.
-    pub fn own_offset(&self, cpu: u32) -> u64 {
-        self.domains[self.domain(DOMAINS + cpu, 0)].offset
     }
 
     /// The key that a task would have if it were queued on `llc`.

@@ -889,29 +889,6 @@ extern "C" fn slip_k_move(task: u32, dsq: u64, _flags: u64) -> u32 {
     })
 }
 
-/// Moves a task from one queue to another, by virtual time.
-#[unsafe(no_mangle)]
-extern "C" fn slip_k_move_vtime(task: u32, dsq: u64, vtime: u64) -> u32 {
-    with(|k| {
-        if !matches!(k.tasks[task as usize].place, Place::Dsq(..)) {
-            return 0;
-        }
-        k.remove(task);
-        k.seq += 1;
-        let key = (true, unwrap_key(vtime), k.seq);
-        let Some(queue) = k.dsqs.get_mut(&dsq) else {
-            k.fail(format!(
-                "task {task} moved to queue {dsq:#x}, which is not there"
-            ));
-            return 0;
-        };
-        queue.insert(key, task);
-        slip_p_set_vtime(task, vtime);
-        k.tasks[task as usize].place = Place::Dsq(dsq, key);
-        1
-    })
-}
-
 #[unsafe(no_mangle)]
 extern "C" fn slip_k_nr_queued(dsq: u64) -> i32 {
     with(|k| {

@@ -178,31 +178,6 @@ fn weights_hold_on_all_cpus() {
     }
 }
 
-/// Eight tasks of nice 0 and eight of nice 10 in two LLCs, in any arrangement at the start: the LLCs
-/// are balanced by weight, although no CPU ever idles.
-#[test]
-fn weights_hold_between_llcs() {
-    let m = machine(2, 4);
-    for first in [0, 2, 5, 8] {
-        let mut w = Workload::default();
-        for i in 0..8 {
-            // `first` of the heavy tasks start on LLC 0, and as many light ones on LLC 1.
-            let (heavy, light) = if i < first { (0, 4) } else { (4, 0) };
-            w.add_hog("nice 0", 100, CpuMask::ALL, heavy + i % 4);
-            w.add_hog("nice 10", 11, CpuMask::ALL, light + i % 4);
-        }
-        for seed in 1..4 {
-            let r = run_seed(m, &w, Kind::Slipstream, 2_000, 4_000, seed);
-            let share = cpus(&r, "nice 0") / 8.0;
-            let due = 100.0 / 111.0;
-            assert!(
-                (share - due).abs() < 0.03,
-                "{share} from {first}, seed {seed}"
-            );
-        }
-    }
-}
-
 #[test]
 fn groups_weights_hold_in_the_model_of_eevdf() {
     let m = machine(1, 4);
@@ -427,95 +402,6 @@ fn task_inserted_while_a_real_time_task_takes_its_cpu_is_found() {
     }
     (h.tasks[1].2, h.tasks[5].2) = (true, true);
     check_host(&h).unwrap();
-}
-
-/// A host under all kinds of load at once: a benchmark of futexes with 1 to 16 workers, hogs and sleepers of
-/// random masks and weights, tasks that end, real-time tasks, a CPU that goes offline and returns.
-fn soak(llcs: u32, seed: u64, seconds: u64) -> (Machine, Workload, u64) {
-    let m = machine(llcs, 4);
-    let n = m.cpus();
-    let mut rng = sim::Rng::new(seed);
-    let mut below = move |n: u64| rng.word() % n;
-    // One worker per CPU of a host of 16, of which 1 to 16 stay.
-    let load = 0.2 + below(8) as f64 / 10.0;
-    let mut w = Workload::schbench_closed(machine(4, 4), 1, Span::Exp(500_000), load);
-    w.tasks.truncate(2 + below(16) as usize);
-    w.tasks.iter_mut().for_each(|t| t.home %= n);
-    for i in 0..4 + below(12) {
-        let bits = 1 + below((1 << n) - 1);
-        let mask = match below(3) {
-            0 => CpuMask::ALL,
-            _ => CpuMask::of((0..n).filter(|c| bits >> c & 1 == 1)),
-        };
-        let home = bits.trailing_zeros();
-        let name = format!("soak {i}");
-        match below(3) {
-            0 => w.add_hog(&name, 100, mask, home),
-            _ => w.add_sleeper(&name, Span::Exp(2 * MS), Span::Exp(MS), mask, home),
-        }
-        let t = w.tasks.last_mut().unwrap();
-        t.weight = [15, 51, 100, 100, 300, 932][below(6) as usize];
-        if below(4) == 0 {
-            let (rest, work) = (Span::Uniform(0, seconds * 500 * MS), Span::Exp(200 * MS));
-            t.script = [Op::Sleep(rest), Op::Run(work), Op::Exit].into();
-        }
-    }
-    let mut burst = 0;
-    for _ in 0..below(3) {
-        let run_ns = (1 + below(30)) * MS;
-        burst = burst.max(run_ns);
-        w.real_time.push(RealTime {
-            cpu: below(u64::from(n)) as u32,
-            from_ns: below(200) * MS,
-            run_ns,
-            period_ns: (100 + below(400)) * MS,
-        });
-    }
-    let cpu = below(u64::from(n)) as u32;
-    for i in 0..seconds {
-        let at_ns = i * 1_000 * MS + below(900) * MS;
-        let online = i % 2 == 1;
-        w.hotplug.push(Hotplug { cpu, at_ns, online });
-    }
-    (m, w, burst)
-}
-
-/// `make soak-sched-sim` runs 10 seeds of 60 virtual seconds; without the variable it is one of 2 s.
-#[test]
-fn soak_ends_without_a_stall() {
-    let seconds = std::env::var("SLIPSTREAM_SOAK_SECONDS").map(|s| s.parse().expect("seconds"));
-    let (seconds, seeds) = seconds.map_or((2, 1), |s| (s, 10));
-    for (llcs, seed) in [1, 2]
-        .into_iter()
-        .flat_map(|l| (1..=seeds).map(move |s| (l, s)))
-    {
-        let (m, w, burst) = soak(llcs, seed, seconds);
-        let r = run_seed(m, &w, Kind::Slipstream, 0, seconds * 1_000, seed);
-        let longest = r.groups.iter().map(|g| g.wait_max_ns).max().unwrap();
-        if seeds > 1 {
-            eprintln!(
-                "{} CPUs, seed {seed}: {} tasks, {} requests, longest wait {} ms, {} ms beside an idle CPU",
-                m.cpus(),
-                w.tasks.len(),
-                r.requests,
-                longest / MS,
-                r.idle_beside_work_ns / MS
-            );
-        }
-        // A burst of a real-time task can catch one task that was just sent to its CPU, two bursts two.
-        let beside = r.idle_beside_work_ns;
-        assert!(
-            beside <= TICK + burst,
-            "{} CPUs, seed {seed}: {beside} ns beside an idle CPU",
-            m.cpus()
-        );
-        // After 2 s a task is sent ahead of the order, one per queue and 100 ms.
-        assert!(
-            longest < 4_000 * MS,
-            "{} CPUs, seed {seed}: a task waited {longest} ns",
-            m.cpus()
-        );
-    }
 }
 
 /// Hogs of one mask share its CPUs by their weights, while other hogs run freely.

@@ -42,8 +42,6 @@ struct Host {
     longest_wait: Vec<u64>,
     llc: BTreeSet<(i64, usize)>,
     own: Vec<BTreeSet<(i64, usize)>>,
-    /// Of a bound task's domain, when it was queued.
-    queued_offset: Vec<u64>,
     local: Vec<VecDeque<usize>>,
     /// The task that runs, and the end of its slice.
     running: Vec<Option<(usize, u64)>>,
@@ -82,7 +80,6 @@ impl Host {
             longest_wait: vec![0; n],
             llc: BTreeSet::new(),
             own: vec![BTreeSet::new(); cpus],
-            queued_offset: vec![0; n],
             local: vec![VecDeque::new(); cpus],
             running: vec![None; cpus],
             taken: vec![false; cpus],
@@ -151,7 +148,6 @@ impl Host {
         self.state[task] = State::Queued;
         let kick = if self.single(task) {
             self.own[cpu].insert((key, task));
-            self.queued_offset[task] = self.core.own_offset(cpu as u32);
             let hog = woken && self.core.tasks[task].level == 0 && self.core.cpus[cpu].level == 2;
             (self.is_idle(cpu) || hog).then_some(cpu)
         } else {
@@ -185,9 +181,8 @@ impl Host {
             heads.prev_key = self.core.key(task, 0);
             heads.has_prev = 1;
         }
-        if let Some((key, task)) = own {
-            let offset = self.queued_offset[task];
-            (heads.has_cpu, heads.cpu_key) = (1, (key as u64).wrapping_add(offset));
+        if let Some((key, _)) = own {
+            (heads.has_cpu, heads.cpu_key) = (1, key as u64);
         }
         if let Some((key, _)) = shared {
             (heads.has_llc, heads.llc_key) = (1, key as u64);
@@ -342,24 +337,6 @@ fn a_free_hog_does_not_spoil_the_shares_of_pinned_ones() {
     }
 }
 
-/// The hogs of the other CPUs make the clock of the LLC advance faster than those of CPU 1, whose domain is
-/// therefore moved up all the time, also while they wait.
-#[test]
-fn hogs_of_one_cpu_share_it_by_weight_beside_crowded_and_free_cpus() {
-    let weights = [341, 329, 140, 67, 384, 385];
-    let mut specs: Vec<Spec> = weights.iter().map(|&w| hog(2, w)).collect();
-    specs.extend([(13, 331), (14, 126), (13, 283), (11, 82)].map(|(m, w)| hog(m, w)));
-    let mut host = Host::new(4, specs);
-    host.run(1_000);
-    let got = host.run(8_000);
-    let all: f64 = got[..weights.len()].iter().sum();
-    let sum: u32 = weights.iter().sum();
-    for (g, w) in got.iter().zip(weights) {
-        let due = f64::from(w) / f64::from(sum);
-        assert!((g / all / due - 1.0).abs() < 0.03, "{got:?}");
-    }
-}
-
 #[test]
 fn weights_hold_on_all_cpus() {
     let specs = (0..8)
@@ -439,30 +416,28 @@ proptest! {
     }
 
     /// Hogs of one mask share the mask's CPU time by their weights, whatever runs elsewhere. This also
-    /// holds if other masks overlap theirs in part, unless a hog is due nearly a whole CPU: then it shares
-    /// that CPU occasionally.
+    /// holds if other masks overlap theirs in part, unless a hog has nearly a whole CPU: a task
+    /// that is due a whole one, or more, shares it occasionally.
     #[test]
     fn hogs_of_one_mask_share_by_weight(
         (mask, weights) in (1u32..16, prop::collection::vec(50u32..400, 2..6)),
         others in prop::collection::vec((1u32..16, 50u32..400), 0..8),
     ) {
         let n = weights.len();
-        let mut mix: Vec<(u32, u32)> = weights.iter().map(|&w| (mask, w)).collect();
-        mix.extend(&others);
-        let due = crate::fluid::due(&mix, 4);
-        let mut host = Host::new(4, mix.iter().map(|&(m, w)| hog(m, w)).collect());
+        let mut specs: Vec<Spec> = weights.iter().map(|&w| hog(mask, w)).collect();
+        specs.extend(others.iter().map(|&(m, w)| hog(m, w)));
+        let mut host = Host::new(4, specs);
         host.run(1_000);
         let got = host.run(8_000);
-        let uncapped: Vec<usize> = (0..n).filter(|&i| due[i].max(got[i]) < 0.85).collect();
+        let uncapped: Vec<usize> = (0..n).filter(|&i| got[i] < 0.85).collect();
         let per_weight = |i: &usize| got[*i] / f64::from(weights[*i]);
         let most = uncapped.iter().map(per_weight).fold(0.0, f64::max);
         let least = uncapped.iter().map(per_weight).fold(f64::MAX, f64::min);
-        prop_assert!(uncapped.len() < 2 || most <= least * 1.10, "{got:?} of {weights:?}, mask {mask:b}, {others:?}");
+        prop_assert!(uncapped.len() < 2 || most <= least * 1.06, "{got:?} of {weights:?}, mask {mask:b}, {others:?}");
     }
 
-    /// No task waits for more than twice the time of two rounds, plus its earlier debt and the heaviest task's
-    /// credit. In a round every other task has its longest slice and half a tick as often as its weight
-    /// requires. Of 30,000 mixes, 4 had a task that waited for more than 1.1 times the time itself, at most 1.75 times.
+    /// No task waits for longer than two rounds, plus its earlier debt and the heaviest task's credit. In
+    /// a round every other task has its longest slice and half a tick as often as its weight requires.
     #[test]
     fn waits_are_bounded(
         specs in prop::collection::vec(task(4), 1..16),
@@ -476,7 +451,7 @@ proptest! {
         for (i, s) in specs.iter().enumerate() {
             let rounds = 28_000_000 * (2 + total / u64::from(s.weight));
             let bound = rounds + 4_800_000_000 / u64::from(s.weight) + 500_000 * heaviest;
-            prop_assert!(host.longest_wait[i] <= 2 * bound, "task {i} waited {} of {bound} ns: {specs:?}", host.longest_wait[i]);
+            prop_assert!(host.longest_wait[i] <= bound, "task {i} waited {} of {bound} ns: {specs:?}", host.longest_wait[i]);
         }
     }
 }

@@ -39,14 +39,14 @@ struct slip_cpu_state {
 	u32 seen_put;		/* its LLC's `put` when this CPU last looked for work */
 	u32 pull_hint;		/* 1 + the LLC to pull a task from, set by the kicking CPU; 0 none */
 	u32 real_time_since;	/* when a real-time task took it, ms; 0: none has it */
-	u32 weight;		/* of the task that was running here at the last tick; 0: idle */
+	u32 pad;
 };
 
 /* An LLC, its queue, its domains, its CPUs by bit, and how their hardware threads pair. */
 struct slip_llc_state {
 	struct slip_llc llc;
 	u32 put;		/* tasks inserted into the queue, or about to be */
-	u32 weight;		/* of its runnable tasks, a moving average */
+	u32 pad;
 	struct slip_domain domains[SLIP_DOMAINS];
 	u64 pair_first;		/* bits whose next bit is their only sibling */
 	u64 single;		/* bits of CPUs without a sibling */

@@ -29,7 +29,6 @@ char _license[] SEC("license") = "GPL";
 #define DSQ_HANDOVER	0x20000ull	/* + cpu: the task handed off to it */
 #define PULL_LOOKS	8	/* tasks of another LLC's queue that a pull examines */
 #define PEEKS		8	/* tasks of its LLC's queue that a CPU examines for one it may run */
-#define WEIGH_LOOKS	64	/* tasks of a queue that count for its LLC's weight */
 #define RESCUE_LOOKS	4	/* tasks of a queue for which the tick and the timer look for a CPU */
 #define RECLASSIFY_NS	100000000ull	/* after which a task's cgroup is looked up again */
 #define TIMER_NS	100000000ull
@@ -40,7 +39,6 @@ struct task_ctx {
 	struct slip_task t;
 	u64 comm[2];		/* the name at its last classification */
 	u64 classed_at;
-	u64 queued_offset;	/* of its domain, when it was last queued */
 	u32 class_weight;	/* 0: by nice value */
 	u32 path;		/* placement, from select_cpu to enqueue */
 	u32 llc;
@@ -648,9 +646,8 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	d = domain_of(&tc->t, id);
 	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
 	slice = slip_slice(params(), &tc->t, &s->llc);
+	key = slip_queue_key(&tc->t, d, slice);
 	if (tc->t.domain >= SLIP_DOMAINS) {
-		key = slip_own_key(&tc->t, slice);
-		tc->queued_offset = d->offset;
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
 		c->bound_put++;
 		if (claimed)
@@ -661,7 +658,6 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 			scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
 		return;
 	}
-	key = slip_queue_key(&tc->t, d, slice);
 	scx_bpf_dsq_insert_vtime(p, id, slice, key, enq_flags);
 	set_queued(s, (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id)) + 1);
 	__sync_fetch_and_add(&s->put, 1);
@@ -693,29 +689,6 @@ static __always_inline bool first_key(u64 dsq, s32 cpu, u32 looks, u64 *key)
 			*key = p->scx.dsq_vtime;
 			if (bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 				break;
-		}
-	}
-	bpf_iter_scx_dsq_destroy(&it);
-	return found;
-}
-
-/*
- * The key of the first task bound to `cpu`, on its LLC's clock as of when it was queued, like the keys of
- * the LLC's queue; false if there is none.
- */
-static __always_inline bool first_bound_key(s32 cpu, u64 *key)
-{
-	struct bpf_iter_scx_dsq it;
-	struct task_struct *p;
-	struct task_ctx *tc;
-	bool found = 0;
-
-	if (!bpf_iter_scx_dsq_new(&it, DSQ_CPU + cpu, 0)) {
-		p = bpf_iter_scx_dsq_next(&it);
-		tc = p ? task_of(p) : NULL;
-		if (tc) {
-			*key = p->scx.dsq_vtime + tc->queued_offset;
-			found = 1;
 		}
 	}
 	bpf_iter_scx_dsq_destroy(&it);
@@ -858,7 +831,6 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 	heads.has_handover = 0;
 	heads.has_prev = 0;
 	heads.has_llc = 0;
-	heads.cpu_key = 0;
 	heads.has_cpu = has_bound(c);
 	if (prev && (prev->scx.flags & SCX_TASK_QUEUED))
 		tc = task_of(prev);
@@ -877,7 +849,7 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 					 (is_masked(tc) || slip_llc_ok(&tc->t, id));
 		}
 		if (heads.has_cpu)
-			heads.has_cpu = first_bound_key(cpu, &heads.cpu_key);
+			heads.has_cpu = first_key(DSQ_CPU + cpu, cpu, 1, &heads.cpu_key);
 		heads.has_llc = first_key(id, cpu, PEEKS, &heads.llc_key);
 		from = slip_choose(&heads);
 		if (from == SLIP_FROM_PREV) {
@@ -953,11 +925,8 @@ void BPF_PROG(slip_tick, struct task_struct *p)
 	u64 now = scx_bpf_now();
 	s32 target, idle;
 
-	cpu_of(cpu)->weight = 0;
 	if (tc) {
 		c->level = tc->t.level;
-		if (tc->t.domain < SLIP_DOMAINS)
-			cpu_of(cpu)->weight = tc->t.weight;
 		if (rq->nr_running > 1 && slip_tick_wants_room(params(), &tc->t, c, now)) {
 			p->scx.slice = 0;
 			count(SLIP_C_MADE_ROOM);
@@ -1040,125 +1009,11 @@ __attribute__((noinline)) u32 slip_send_aged(u64 dsq, u64 now)
 	return sent;
 }
 
-/* Updates the weight of the tasks of LLC `id` that run or are queued, without those bound to one CPU. */
-__attribute__((noinline)) u32 slip_weigh(u32 id)
-{
-	struct slip_llc_state *s = llc_of(id);
-	struct bpf_iter_scx_dsq it;
-	struct task_struct *p;
-	u32 i, sum = 0;
-
-	bpf_for(i, 0, SLIP_LLC_CPUS) {
-		if (i < s->llc.nr_cpus)
-			sum += cpu_of(s->cpu_of_bit[i & 63])->weight;
-	}
-	bpf_rcu_read_lock(); /* the timer belongs to a program that may sleep */
-	if (!bpf_iter_scx_dsq_new(&it, id, 0)) {
-		bpf_for(i, 0, WEIGH_LOOKS) {
-			struct task_ctx *tc;
-
-			p = bpf_iter_scx_dsq_next(&it);
-			if (!p)
-				break;
-			tc = task_of(p);
-			if (tc)
-				sum += tc->t.weight;
-		}
-	}
-	bpf_iter_scx_dsq_destroy(&it);
-	bpf_rcu_read_unlock();
-	s->weight = s->weight ? (3 * s->weight + sum) / 4 : sum;
-	return sum;
-}
-
-/*
- * Moves the waiting task of LLC `from` that best balances the weights to LLC `to`'s queue. Tasks with a CPU
- * mask stay.
- */
-__attribute__((noinline)) u32 slip_balance(u32 from, u32 to)
-{
-	struct slip_llc_state *a = llc_of(from), *b = llc_of(to);
-	struct bpf_iter_scx_dsq it;
-	struct task_struct *p;
-	struct task_ctx *tc;
-	u64 gain, most = 0;
-	s32 best = 0;
-	u32 i, moved = 0;
-
-	bpf_rcu_read_lock();
-	if (!bpf_iter_scx_dsq_new(&it, from, 0)) {
-		bpf_for(i, 0, WEIGH_LOOKS) {
-			p = bpf_iter_scx_dsq_next(&it);
-			if (!p)
-				break;
-			tc = task_of(p);
-			if (!tc || is_masked(tc) || !slip_llc_ok(&tc->t, to))
-				continue;
-			gain = slip_balance_gain(params(), a->weight, a->llc.nr_cpus, b->weight,
-						 b->llc.nr_cpus, tc->t.weight);
-			if (gain > most) {
-				most = gain;
-				best = p->pid;
-			}
-		}
-	}
-	bpf_iter_scx_dsq_destroy(&it);
-	if (!bpf_iter_scx_dsq_new(&it, from, 0)) {
-		bpf_for(i, 0, WEIGH_LOOKS) {
-			struct slip_domain *d = &b->domains[0];
-
-			p = most ? bpf_iter_scx_dsq_next(&it) : NULL;
-			if (!p)
-				break;
-			tc = task_of(p);
-			if (!tc || p->pid != best)
-				continue;
-			slip_change_domain(&tc->t, domain_of(&tc->t, tc->t.llc), d);
-			tc->t.llc = to;
-			tc->t.runs_on_llc = 0;
-			scx_bpf_dsq_move_set_vtime(
-				&it, slip_queue_key(&tc->t, d,
-						    slip_slice(params(), &tc->t, &b->llc)));
-			if (scx_bpf_dsq_move_vtime(&it, p, to, 0)) {
-				a->weight -= slip_min(a->weight, tc->t.weight);
-				b->weight += tc->t.weight;
-				moved = 1;
-			}
-			break;
-		}
-	}
-	bpf_iter_scx_dsq_destroy(&it);
-	bpf_rcu_read_unlock();
-	return moved;
-}
-
 static int on_timer(void *map, int *key, struct bpf_timer *timer)
 {
-	u64 now = scx_bpf_now(), load, heaviest = 0, lightest = ~0ull;
-	u32 i, from = 0, to = 0;
+	u64 now = scx_bpf_now();
+	u32 i;
 
-	if (slip_config.nr_llcs > 1) {
-		bpf_for(i, 0, SLIP_LLCS_MAX) {
-			struct slip_llc_state *s = llc_of(i);
-
-			if (i >= slip_config.nr_llcs)
-				break;
-			slip_weigh(i);
-			load = (u64)s->weight * SLIP_LOAD_SCALE / slip_max(s->llc.nr_cpus, 1);
-			if (load > heaviest && s->llc.nr_queued) {
-				heaviest = load;
-				from = i;
-			}
-			if (load < lightest) {
-				lightest = load;
-				to = i;
-			}
-		}
-		if (from != to && slip_balance(from, to)) {
-			count(SLIP_C_FAR_PULL);
-			__sync_fetch_and_add(&llc_of(to)->put, 1);
-		}
-	}
 	bpf_for(i, 0, SLIP_LLCS_MAX) {
 		if (i >= slip_config.nr_llcs)
 			break;
@@ -1183,8 +1038,6 @@ void BPF_PROG(slip_update_idle, s32 cpu, bool idle)
 	struct slip_llc_state *s = llc_of(c->cpu.llc);
 
 	slip_cpu_set_idle(params(), &s->llc, &c->cpu, idle);
-	if (idle)
-		c->weight = 0;
 	if (!idle && has_real_time(cpu)) {
 		c->real_time_since = coarse(scx_bpf_now());
 		/* The task that it was woken for must run elsewhere. */

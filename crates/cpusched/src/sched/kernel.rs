@@ -538,19 +538,20 @@ impl Host {
         let (prev, is_single) = with(|k| {
             k.now = w.now;
             k.enter(w.waker_cpu);
-            (k.fallback(task), k.tasks[task as usize].allowed == 1)
+            let t = &k.tasks[task as usize];
+            (t.cpu, t.allowed == 1)
         });
         // The kernel does not call select_cpu for a task bound to one CPU.
         let cpu = if is_single {
-            prev
+            prev as i32
         } else {
             let flags = WAKE_TTWU | if w.sync { WAKE_SYNC } else { 0 };
-            let cpu = slip_p_select_cpu(task, prev as i32, flags);
-            u32::try_from(cpu)
-                .ok()
-                .filter(|&c| with(|k| c < k.online.len() as u32 && k.can_run(task, c)))
-                .unwrap_or(prev)
+            slip_p_select_cpu(task, prev as i32, flags)
         };
+        let cpu = u32::try_from(cpu)
+            .ok()
+            .filter(|&c| with(|k| c < k.online.len() as u32 && k.can_run(task, c)))
+            .unwrap_or_else(|| with(|k| k.fallback(task)));
         let direct = with(|k| {
             k.set_cpu(task, cpu);
             k.set_runnable(task, true);
@@ -769,8 +770,10 @@ impl Host {
         });
         self.widen_masks();
         with(|k| {
+            // A sleeping task stays assigned to the CPU it last ran on, until it wakes up.
             for t in 0..k.tasks.len() as TaskId {
-                if !matches!(k.tasks[t as usize].place, Place::Running(_)) {
+                let task = &k.tasks[t as usize];
+                if task.runnable && !matches!(task.place, Place::Running(_)) {
                     let cpu = k.fallback(t);
                     k.set_cpu(t, cpu);
                 }

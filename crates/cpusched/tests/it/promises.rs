@@ -116,6 +116,28 @@ fn wakee_whose_mask_lost_a_cpu_is_not_lost() {
     }
 }
 
+/// The kernel passes the CPU on which a task last ran as its previous one, also when that CPU has gone
+/// offline since and the program was loaded without it.
+#[test]
+fn task_that_slept_while_its_cpu_went_offline_is_placed() {
+    for m in [machine(1, 4), machine(2, 4)] {
+        let mut w = Workload::default();
+        for cpu in 0..m.cpus() {
+            let (sleep, work) = (Span::Fixed(20 * MS), Span::Fixed(MS));
+            w.add_sleeper("free", sleep, work, CpuMask::ALL, cpu);
+        }
+        w.add_hogs(m, m.cpus());
+        w.hotplug = vec![Hotplug {
+            cpu: m.cpus() - 1,
+            at_ns: 110 * MS,
+            online: false,
+        }];
+        let r = run(m, &w, Kind::Slipstream, 100, 500);
+        let waited = group(&r, "free").wait_max_ns;
+        assert!(waited < 50 * MS, "{waited} ns");
+    }
+}
+
 #[test]
 fn cpu_that_returns_is_used_again() {
     let m = machine(2, 2);

@@ -509,6 +509,13 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 	w.prev_cpu = prev_cpu;
 	prev = &cpu_of(prev_cpu)->cpu;
 	here = &cpu_of(w.waker_cpu)->cpu;
+	if (here->llc >= slip_config.nr_llcs)
+		return prev_cpu; /* this CPU has come online, and the loader is about to load us again */
+	if (prev->llc >= slip_config.nr_llcs) {
+		/* The CPU it last ran on was offline when we were loaded; a sleeping task stays assigned to it. */
+		w.prev_cpu = prev_cpu = w.waker_cpu;
+		prev = here;
+	}
 	classify(p, tc, w.now);
 	account(p, tc, prev, 1);
 	tc->t.queued_at = w.now;

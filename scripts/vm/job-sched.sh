@@ -125,6 +125,11 @@ for i in 1 2 3 4; do
   check "beside a real-time hog on one of its two CPUs hog $i has $(got hog$i) per mille, 250 expected" within "$(got hog$i)" 237 263
 done
 check "and the scheduler stays" [ "$(state)" = enabled ]
+# One that comes back every 3 ms: the task that it preempts must not have the CPU back each time.
+run_load share 2 1@1:rt:naps 2@1 1@2-3:rt:naps 4@2-3
+for i in 1 2 4 5 6 7; do
+  check "beside real-time naps hog $i has $(got hog$i) per mille, 490 expected" within "$(got hog$i)" 460 515
+done
 
 # ---- everything at once ----
 run_load soak 4 1

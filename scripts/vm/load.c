@@ -4,7 +4,7 @@
  * prints `name value` lines; the job compares them with what is due.
  *
  *   load requests WORKERS MESSENGERS THINK_US WORK_US SECONDS   message threads wake workers by futex
- *   load share SECONDS GROUP...      CPU time of hogs; a group is N@CPUS[:NICE][:rt], "4@0-1:5"
+ *   load share SECONDS GROUP...      CPU time of hogs; a group is N@CPUS[:NICE][:rt][:naps], "4@0-1:5"
  *   load leave SECONDS CPU GROUP     half of the hogs end, as they are found on CPU; then the others' time
  *   load delay SECONDS CPUS GROUP... how late a sleeper on CPUS wakes up beside hogs
  *   load pair SECONDS CPUS CPUS      two threads wake each other by pipe; the longest round
@@ -121,6 +121,7 @@ struct hog {
 	cpu_set_t set;
 	int nice;
 	bool rt;
+	bool naps;		/* sleeps 3 ms after each 20 us */
 	int leave;		/* -1, or ends if found there when told to */
 	_Atomic u64 ran;	/* CPU time, ns */
 	atomic_bool left;
@@ -139,6 +140,8 @@ static void *run_hog(void *arg)
 	while (!stop) {
 		spin(20000);
 		h->ran = clock_of(CLOCK_THREAD_CPUTIME_ID);
+		if (h->naps)
+			sleep_ns(3000000);
 		if (leave_now && h->leave >= 0 && sched_getcpu() == h->leave &&
 		    atomic_fetch_add(&nr_left, 1) < nr_hogs / 2) {
 			h->left = true;
@@ -148,15 +151,15 @@ static void *run_hog(void *arg)
 	return NULL;
 }
 
-/* N@CPUS[:NICE][:rt] */
+/* N@CPUS[:NICE][:rt][:naps] */
 static void add_hogs(char *text, int leave)
 {
 	char *at = strchr(text, '@'), *colon, *rest;
 	int n = atoi(text), nice = 0;
-	bool rt = false;
+	bool rt = false, naps = false;
 
 	if (!at || n < 1 || nr_hogs + n > THREADS) {
-		fprintf(stderr, "load: a group is N@CPUS[:NICE][:rt], not %s\n", text);
+		fprintf(stderr, "load: a group is N@CPUS[:NICE][:rt][:naps], not %s\n", text);
 		exit(2);
 	}
 	colon = strchr(at, ':');
@@ -168,6 +171,8 @@ static void add_hogs(char *text, int leave)
 			*rest++ = 0;
 		if (!strcmp(colon, "rt"))
 			rt = true;
+		else if (!strcmp(colon, "naps"))
+			naps = true;
 		else
 			nice = atoi(colon);
 	}
@@ -177,6 +182,7 @@ static void add_hogs(char *text, int leave)
 		h->set = cpus(at + 1);
 		h->nice = nice;
 		h->rt = rt;
+		h->naps = naps;
 		h->leave = leave;
 		if (pthread_create(&h->thread, NULL, run_hog, h))
 			fail("pthread_create");

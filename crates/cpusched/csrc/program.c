@@ -449,10 +449,17 @@ void slip_p_cpu_release(s32 cpu)
 {
 #ifdef SLIP_OP_cpu_release
 	struct scx_cpu_release_args args = { 0 };
+	struct task_struct *p = slip_host_current();
 
+	p->migration_disabled++; /* by the entry code of BPF programs */
 	slipstream.cpu_release(cpu, &args);
+	p->migration_disabled--;
 #endif
 }
+
+u32 slip_p_migration_disabled(u32 task) { return tasks[task]->p.migration_disabled; }
+
+u64 slip_p_ops_flags(void) { return slipstream.flags; }
 
 void slip_p_cpu_acquire(s32 cpu)
 {

@@ -39,6 +39,7 @@ const WAKE_SYNC: u64 = 0x10;
 const WAKE_TTWU: u64 = 0x08;
 const ENQ_WAKEUP: u64 = 1;
 const ENQ_REENQ: u64 = 1 << 40;
+const OPS_ENQ_MIGRATION_DISABLED: u64 = 1 << 4;
 const KICK_IDLE: u64 = 1;
 const KICK_PREEMPT: u64 = 2;
 const PICK_IDLE_CORE: u64 = 1;
@@ -77,6 +78,8 @@ unsafe extern "C" {
     safe fn slip_p_update_idle(cpu: i32, idle: u32);
     safe fn slip_p_cpu_release(cpu: i32);
     safe fn slip_p_cpu_acquire(cpu: i32);
+    safe fn slip_p_migration_disabled(task: u32) -> u32;
+    safe fn slip_p_ops_flags() -> u64;
     safe fn slip_p_timer(timer: u32);
     fn slip_p_counters(out: *mut u64);
 }
@@ -739,7 +742,12 @@ impl Host {
         }
         // Tasks in the local queue of a CPU that idled stay there.
         if was_ours {
-            with(|k| k.enter(cpu));
+            // On behalf of the task that is about to be descheduled.
+            with(|k| {
+                k.current[cpu as usize] = prev;
+                k.enter(cpu);
+                k.current[cpu as usize] = None;
+            });
             slip_p_cpu_release(cpu as i32);
             with(Kernel::deliver_kicks);
         }
@@ -973,7 +981,13 @@ extern "C" fn slip_k_reenqueue_local() -> u32 {
         }
         tasks
     });
+    let asks = slip_p_ops_flags() & OPS_ENQ_MIGRATION_DISABLED != 0;
     for &task in &tasks {
+        if slip_p_migration_disabled(task) > 0 && !asks {
+            slip_p_set_slice(task, SLICE_DEFAULT_NS);
+            with(|k| k.put_local(task, k.cpu));
+            continue;
+        }
         slip_p_enqueue(task, ENQ_REENQ);
         with(|k| k.settle(task, false));
     }

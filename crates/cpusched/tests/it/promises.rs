@@ -237,6 +237,34 @@ fn real_time_task_leaves_masked_tasks_their_other_cpus() {
     }
 }
 
+/// A real-time task that comes every few milliseconds preempts tasks in the middle of their slices. The one
+/// that it preempts must not have the CPU back ahead of all others, again and again.
+#[test]
+fn real_time_task_that_comes_often_favors_nobody() {
+    let m = machine(1, 4);
+    for mask in [CpuMask::of([1]), CpuMask::of([0, 1]), CpuMask::ALL] {
+        let homes: Vec<u32> = mask.iter(m.cpus()).collect();
+        let mut w = Workload::default();
+        for (i, home) in homes.iter().chain(&homes).enumerate() {
+            w.add_hog(&i.to_string(), 100, mask.clone(), *home);
+        }
+        w.real_time = homes
+            .iter()
+            .map(|&cpu| RealTime {
+                cpu,
+                from_ns: (20 + u64::from(cpu)) * MS,
+                run_ns: MS / 10,
+                period_ns: 4 * MS,
+            })
+            .collect();
+        let r = run(m, &w, Kind::Slipstream, 500, 2_000);
+        for i in 0..w.tasks.len() {
+            let used = cpus(&r, &i.to_string());
+            assert!((used - 0.4875).abs() < 0.03, "task {i} used {used}");
+        }
+    }
+}
+
 /// Each burst of a real-time task wakes its CPU from idle, or interrupts a task there. Tasks that wait in
 /// the other LLC, whose CPUs are all busy, must not be moved to a CPU that is about to be taken.
 #[test]

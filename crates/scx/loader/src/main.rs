@@ -15,12 +15,14 @@ mod notify;
 mod watch;
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::{Parser, Subcommand};
+use libbpf_rs::btf::{Btf, types};
 use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, Object, ObjectBuilder};
 use slipstream_cpusched::policy::{COUNTERS, Params};
@@ -228,6 +230,25 @@ fn map<'o>(object: &'o Object, name: &str) -> anyhow::Result<libbpf_rs::Map<'o>>
     found.with_context(|| format!("the BPF object has no map `{name}`; rebuild it"))
 }
 
+/// The flags of `struct sched_ext_ops` that the running kernel knows; it refuses all others.
+fn kernels_flags() -> anyhow::Result<u64> {
+    let btf = Btf::from_vmlinux().context("reading the kernel's types (/sys/kernel/btf/vmlinux)")?;
+    let is_flag = |name: Option<&OsStr>| {
+        name.and_then(OsStr::to_str)
+            .is_some_and(|n| n.starts_with("SCX_OPS_"))
+    };
+    // 64 bits wide since it has a flag above bit 31.
+    if let Some(flags) = btf.type_by_name::<types::Enum64<'_>>("scx_ops_flags") {
+        let flags = flags.iter().filter(|f| is_flag(f.name));
+        return Ok(flags.fold(0, |all, f| all | f.value as u64));
+    }
+    let flags = btf
+        .type_by_name::<types::Enum<'_>>("scx_ops_flags")
+        .context("this kernel has no `enum scx_ops_flags`: it lacks sched_ext")?;
+    let flags = flags.iter().filter(|f| is_flag(f.name));
+    Ok(flags.fold(0, |all, f| all | f.value as u64))
+}
+
 fn load(
     params: &Params,
     t: &Topology,
@@ -266,12 +287,16 @@ fn load(
             .set_initial_value(&value)
             .with_context(|| format!("filling section `{name}`"))?;
     }
-    // The first member of our `struct sched_ext_ops`; the kernel ignores 0.
+    let known = kernels_flags()?;
+    // The first members of our `struct sched_ext_ops`; the kernel ignores a sequence number of 0.
     open.maps_mut()
         .find(|m| m.name() == "slipstream")
         .and_then(|mut m| {
-            let member = m.initial_value_mut()?.get_mut(..8)?;
-            member.copy_from_slice(&hotplug_seq.to_ne_bytes());
+            let members = m.initial_value_mut()?.get_mut(..16)?;
+            let (seq, flags) = members.split_at_mut(8);
+            seq.copy_from_slice(&hotplug_seq.to_ne_bytes());
+            let ours = u64::from_ne_bytes((*flags).try_into().ok()?);
+            flags.copy_from_slice(&(ours & known).to_ne_bytes());
             Some(())
         })
         .context("the BPF object has no scheduler; rebuild it")?;

@@ -95,7 +95,9 @@ struct scx_exit_task_args {
 
 /* A part of the kernel's struct: libbpf copies the members over by name. */
 struct sched_ext_ops {
-	u64 hotplug_seq;	/* first: the loader writes it */
+	/* First: the loader writes these. */
+	u64 hotplug_seq;
+	u64 flags;
 	s32 (*select_cpu)(struct task_struct *p, s32 prev_cpu, u64 wake_flags);
 	void (*enqueue)(struct task_struct *p, u64 enq_flags);
 	void (*dispatch)(s32 cpu, struct task_struct *prev);
@@ -111,7 +113,6 @@ struct sched_ext_ops {
 	void (*dump_task)(struct scx_dump_ctx *ctx, struct task_struct *p);
 	s32 (*init)(void);
 	void (*exit)(struct scx_exit_info *ei);
-	u64 flags;
 	u32 timeout_ms;
 	char name[128];
 };
@@ -122,6 +123,7 @@ struct bpf_iter_scx_dsq {
 
 /* Values of include/linux/sched/ext.h and kernel/sched/ext.c; part of sched_ext's interface. */
 #define SCX_OPS_KEEP_BUILTIN_IDLE	1ull
+#define SCX_OPS_ENQ_MIGRATION_DISABLED	16ull
 #define SCX_WAKE_SYNC	0x10ull
 #define SCX_ENQ_WAKEUP	1ull
 #define SCX_KICK_PREEMPT	2ull

@@ -190,6 +190,17 @@ static __always_inline struct slip_domain *domain_of(const struct slip_task *t, 
 	return &llc_of(id)->domains[domain & (SLIP_DOMAINS - 1)];
 }
 
+/*
+ * Whether a task must stay on its CPU until it leaves a section of the kernel. Most kernels count the current
+ * task as such while it runs a BPF program; it is not bound to its CPU any longer than that.
+ */
+static __always_inline bool is_pinned(struct task_struct *p)
+{
+	if (!bpf_core_field_exists(p->migration_disabled) || !p->migration_disabled)
+		return 0;
+	return p->migration_disabled > 1 || p != bpf_get_current_task_btf();
+}
+
 static __always_inline void count(u32 counter)
 {
 	u64 *n = bpf_map_lookup_elem(&slip_stats, &counter);
@@ -654,7 +665,7 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
 	slice = slip_slice(params(), &tc->t, &s->llc);
 	key = slip_queue_key(&tc->t, d, slice);
-	if (tc->t.domain >= SLIP_DOMAINS) {
+	if (tc->t.domain >= SLIP_DOMAINS || is_pinned(p)) {
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
 		c->bound_put++;
 		if (claimed)
@@ -746,7 +757,7 @@ static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 			if (!p)
 				break;
 			tc = task_of(p);
-			if (!tc || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
+			if (!tc || is_pinned(p) || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 				continue;
 			if (!is_masked(tc) && (!slip_llc_ok(&tc->t, own) ||
 					       (!asked && !slip_may_leave(params(), &tc->t, 0, now))))
@@ -970,7 +981,7 @@ static __always_inline s32 aged_cpu(struct task_struct *p, const struct task_ctx
 	struct slip_llc_state *s = llc_of(cpu_of(cpu)->cpu.llc);
 	u32 i;
 
-	if (tc->t.domain >= SLIP_DOMAINS || !has_real_time(cpu))
+	if (tc->t.domain >= SLIP_DOMAINS || is_pinned(p) || !has_real_time(cpu))
 		return cpu;
 	bpf_for(i, 0, SLIP_LLC_CPUS) {
 		u32 other = s->cpu_of_bit[i & 63];
@@ -1266,7 +1277,13 @@ struct sched_ext_ops slipstream = {
 	.dump_task = (void *)slip_dump_task,
 	.init = (void *)slip_init,
 	.exit = (void *)slip_exit_op,
-	.flags = SCX_OPS_KEEP_BUILTIN_IDLE,
+	/*
+	 * The second, which the loader takes out for kernels that do not know it: without it a kernel that does
+	 * sends tasks that may not migrate back to the CPU that they are on, ahead of all others and with a slice
+	 * of 20 ms. That includes the task that a real-time one preempts, because ops.cpu_release runs on its
+	 * behalf. It would keep the CPU for good if the real-time task comes back within those 20 ms.
+	 */
+	.flags = SCX_OPS_KEEP_BUILTIN_IDLE | SCX_OPS_ENQ_MIGRATION_DISABLED,
 	/*
 	 * The kernel's maximum. A task bound to one CPU waits as long as a real-time task keeps that CPU;
 	 * Linux 6.18 reserves no share for our class.

@@ -342,19 +342,26 @@ slip_inline void slip_change_domain(struct slip_task *t, const struct slip_domai
 }
 
 /*
- * A task is about to be queued: its virtual time is raised to a minimum, so that its credit is
- * bounded. The bound is so large that it does not affect tasks that compete with each other, whose
- * order determines their shares. It is for a task that cannot use its share, on one CPU.
+ * Raises a runnable task's virtual time to a minimum, so that its credit is bounded. The bound is so large
+ * that it does not affect tasks that compete with each other, whose order determines their shares. It is
+ * for a task that cannot use its share, on one CPU, and for all others when the domain's clock leaps
+ * because a task far in debt got a CPU that none of them may use.
  */
-slip_inline void slip_on_runnable(const struct slip_params *p, struct slip_task *t,
-				  struct slip_llc *llc, struct slip_domain *d, u64 now)
+slip_inline void slip_bound_credit(struct slip_task *t, const struct slip_domain *d)
 {
 	u64 floor = d->clock - SLIP_LAG_MAX_NS;
 
-	t->queued_at = now;
-	t->queued = 1;
 	if (slip_before(t->vtime, floor))
 		t->vtime = floor;
+}
+
+/* A task is about to be queued. */
+slip_inline void slip_on_runnable(const struct slip_params *p, struct slip_task *t,
+				  struct slip_llc *llc, struct slip_domain *d, u64 now)
+{
+	t->queued_at = now;
+	t->queued = 1;
+	slip_bound_credit(t, d);
 	slip_domain_sync(p, llc, d);
 }
 
@@ -462,6 +469,8 @@ slip_inline bool slip_account(const struct slip_params *p, struct slip_task *t, 
 	if (t->sync_ns)
 		lied = slip_learn(p, t, exec_ns);
 	if (!blocked) {
+		/* A task that keeps its CPU turn after turn is never queued, where its credit is bounded too. */
+		slip_bound_credit(t, d);
 		if (t->burst_ns >= slip_level_slice(p, t->level) && t->level < SLIP_LEVELS - 1)
 			t->level++;
 		return lied;

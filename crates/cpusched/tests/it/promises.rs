@@ -96,6 +96,27 @@ fn sleeper_beside_hogs_of_its_mask_is_not_kept_waiting() {
     }
 }
 
+/// Whenever one of the early tasks sleeps, a light one gets its CPU for a moment, in which its virtual time
+/// passes a hundred times as fast as that of the others. They must not keep their CPUs for as long
+/// as it takes to catch up, once one more task wants a share.
+#[test]
+fn task_that_comes_later_has_its_share() {
+    let m = machine(1, 4);
+    let mut w = Workload::default();
+    for i in 0..3 {
+        w.add_hog("early", 100, CpuMask::ALL, i);
+    }
+    let (sleep, work) = (Span::Fixed(2 * MS), Span::Fixed(60 * MS));
+    w.add_sleeper("early", sleep, work, CpuMask::ALL, 3);
+    w.add_hog("light", 1, CpuMask::ALL, 3);
+    let (sleep, work) = (Span::Fixed(1_000 * MS), Span::Fixed(60_000 * MS));
+    w.add_sleeper("late", sleep, work, CpuMask::ALL, 3);
+    let r = run(m, &w, Kind::Slipstream, 1_500, 2_000);
+    let (early, late) = (cpus(&r, "early") / 4.0, cpus(&r, "late"));
+    assert!((early - 0.8).abs() < 0.02, "early ones {early}");
+    assert!((late - 0.8).abs() < 0.02, "late one {late}");
+}
+
 #[test]
 fn wakee_whose_mask_lost_a_cpu_is_not_lost() {
     let m = machine(1, 4);

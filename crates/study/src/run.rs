@@ -231,7 +231,7 @@ impl Run {
             distributions: &outcome.totals.distributions(),
             series,
             slo: self.slo.as_ref(),
-            events: happenings(&self.cluster),
+            events: event_labels(&self.cluster),
             warnings: outcome
                 .cut
                 .iter()
@@ -272,10 +272,10 @@ impl Run {
 }
 
 /// Events that the cluster file lists, by time.
-fn happenings(cluster: &Cluster) -> Vec<(f64, String)> {
+fn event_labels(cluster: &Cluster) -> Vec<(f64, String)> {
     let mut all = Vec::new();
     for event in &cluster.events {
-        let name = event.what.name();
+        let name = event.fault.name();
         all.push((event.at_s, format!("{name} w{}", event.worker)));
         if let Some(until_s) = event.until_s {
             all.push((until_s, format!("{name} w{} ends", event.worker)));

@@ -1,7 +1,7 @@
 //! Faults: workers that are lost and restart, drain, or are slow; links that are slow or down.
 
 use slipstream_base::{RequestId, SimTime, WorkerId};
-use slipstream_config::cluster::{Cluster, Event, Happening};
+use slipstream_config::cluster::{Cluster, Event, Fault};
 use slipstream_engine::Usage;
 
 use crate::parts::ns;
@@ -44,7 +44,7 @@ impl Sim<'_> {
             self.later(at, What::End { event: index });
         }
         let worker = WorkerId(event.worker);
-        if event.what == Happening::Crash && !self.faults.down[worker.index()] {
+        if event.fault == Fault::Crash && !self.faults.down[worker.index()] {
             self.crash(worker, sink);
         }
         self.refresh(worker);
@@ -54,7 +54,7 @@ impl Sim<'_> {
         self.faults.active[index as usize] = false;
         let event = &self.cluster.events[index as usize];
         let worker = WorkerId(event.worker);
-        let crashes = |e: &Event| e.what == Happening::Crash;
+        let crashes = |e: &Event| e.fault == Fault::Crash;
         if crashes(event) && !self.active(worker).any(crashes) {
             let starts = &mut self.faults.starts[worker.index()];
             *starts += 1;
@@ -86,10 +86,10 @@ impl Sim<'_> {
     fn refresh(&mut self, worker: WorkerId) {
         let (mut ready, mut pace, mut share) = (!self.faults.down[worker.index()], 1.0, 1.0);
         for event in self.active(worker) {
-            match event.what {
-                Happening::Crash | Happening::Drain => ready = false,
-                Happening::Slow { factor } => pace *= factor,
-                Happening::Link { share: left } => share *= left,
+            match event.fault {
+                Fault::Crash | Fault::Drain => ready = false,
+                Fault::Slow { factor } => pace *= factor,
+                Fault::Link { share: left } => share *= left,
             }
         }
         for side in [Some(&self.serve), self.prefill.as_ref()]

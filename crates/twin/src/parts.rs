@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
-use slipstream_config::cluster::{Cluster, Happening, PoolConfig};
+use slipstream_config::cluster::{Cluster, Fault, PoolConfig};
 use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
@@ -382,7 +382,7 @@ fn engine(
     let slows = cluster
         .events
         .iter()
-        .any(|event| event.worker == rank.worker.0 && matches!(event.what, Happening::Slow { .. }));
+        .any(|event| event.worker == rank.worker.0 && matches!(event.fault, Fault::Slow { .. }));
     let (timing, pace): (Box<dyn StepTime>, _) = if slows || options.speedup != 1.0 {
         let pace = Arc::new(Pace::new(1.0));
         let paced = Paced {

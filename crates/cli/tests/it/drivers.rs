@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use slipstream_base::{BlockHash, FinishReason, WorkerId};
-use slipstream_config::cluster::{Cluster, Happening, file};
+use slipstream_config::cluster::{self, Cluster, file};
 use slipstream_config::doc::Doc;
 use slipstream_config::workload_file;
 use slipstream_dispatch::journal::{Input, Journal, Line};
@@ -738,11 +738,11 @@ fn check(case: &Case) -> usize {
 #[test]
 fn every_fault_gives_the_same_actions_under_both_drivers() {
     // Complete: a new kind of fault needs a row.
-    let row = |of: &Happening| match of {
-        Happening::Crash => 0,
-        Happening::Drain => 1,
-        Happening::Slow { .. } => 2,
-        Happening::Link { .. } => 3,
+    let row = |of: &cluster::Fault| match of {
+        cluster::Fault::Crash => 0,
+        cluster::Fault::Drain => 1,
+        cluster::Fault::Slow { .. } => 2,
+        cluster::Fault::Link { .. } => 3,
     };
     let mut rows = std::collections::BTreeSet::new();
     let mut delayed = false;
@@ -777,7 +777,7 @@ fn every_fault_gives_the_same_actions_under_both_drivers() {
             let policy = if network { "round_robin" } else { policy };
             let case = case_of(fault, order, policy, queue, network);
             let faulty = cluster(&case.cluster);
-            rows.extend(faulty.events.iter().map(|event| row(&event.what)));
+            rows.extend(faulty.events.iter().map(|event| row(&event.fault)));
             let lines = twin_lines(&faulty, &case.workload);
             let same = case_of(Fault::None, order, policy, queue, network);
             let undisturbed = twin_lines(&cluster(&same.cluster), &same.workload);

@@ -20,10 +20,9 @@ use std::path::Path;
 
 use super::upstream::{read_engines, read_upstream};
 use super::{
-    Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, FaultsConfig,
-    Framework, HandOver, Happening, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig,
-    NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy,
-    SchedulingPolicy, TimingConfig,
+    Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, Fault, FaultsConfig,
+    Framework, HandOver, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig,
+    NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -186,7 +185,7 @@ pub fn read(
             kv: root.table("kv", |t| KvConfig {
                 hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
             }),
-            events: read_happenings(root, workers),
+            events: read_event_list(root, workers),
             live: root.table("live", read_live),
             upstream: root.table("upstream", read_upstream),
         }
@@ -255,7 +254,7 @@ fn check_engines(root: &Table<'_>, pools: &[PoolConfig]) {
 }
 
 /// `[[event]]`, sorted by time.
-fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
+fn read_event_list(root: &Table<'_>, workers: u64) -> Vec<Event> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
         Crash,
@@ -298,16 +297,16 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
         if kind != Kind::Link {
             t.unused("share", "kind", "only \"link\" uses it");
         }
-        let what = match kind {
-            Kind::Crash => Happening::Crash,
-            Kind::Drain => Happening::Drain,
-            Kind::Slow => Happening::Slow {
+        let fault = match kind {
+            Kind::Crash => Fault::Crash,
+            Kind::Drain => Fault::Drain,
+            Kind::Slow => Fault::Slow {
                 factor: t
                     .get("factor")
                     .within(0.001..=1e6)
                     .required("set the factor by which passes take longer", 1.0),
             },
-            Kind::Link => Happening::Link {
+            Kind::Link => Fault::Link {
                 share: t
                     .get("share")
                     .within(0.0..=1.0)
@@ -318,7 +317,7 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
             at_s,
             until_s,
             worker,
-            what,
+            fault,
         }
     });
     events.sort_by(|a, b| a.at_s.total_cmp(&b.at_s));
@@ -1675,13 +1674,10 @@ mod tests {
              [[event]]\nkind = \"drain\"\nat_s = 2\nuntil_s = 3\nworker = 0\n",
         )
         .unwrap();
-        let kinds: Vec<_> = cluster.events.iter().map(|e| (e.at_s, e.what)).collect();
+        let kinds: Vec<_> = cluster.events.iter().map(|e| (e.at_s, e.fault)).collect();
         assert_eq!(
             kinds,
-            [
-                (2.0, Happening::Drain),
-                (9.0, Happening::Link { share: 0.0 })
-            ]
+            [(2.0, Fault::Drain), (9.0, Fault::Link { share: 0.0 })]
         );
     }
 

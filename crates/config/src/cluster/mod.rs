@@ -629,7 +629,7 @@ pub struct KvConfig {
 
 /// A fault of a worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Happening {
+pub enum Fault {
     /// It stops and loses its state; at the end it starts again.
     Crash,
     /// It takes no more requests, and finishes those in progress; at the end it takes requests
@@ -647,14 +647,14 @@ pub enum Happening {
     },
 }
 
-impl Happening {
+impl Fault {
     /// Its name in a cluster file.
     pub fn name(&self) -> &'static str {
         match self {
-            Happening::Crash => "crash",
-            Happening::Drain => "drain",
-            Happening::Slow { .. } => "slow",
-            Happening::Link { .. } => "link",
+            Fault::Crash => "crash",
+            Fault::Drain => "drain",
+            Fault::Slow { .. } => "slow",
+            Fault::Link { .. } => "link",
         }
     }
 }
@@ -669,7 +669,7 @@ pub struct Event {
     /// Number of the worker, over all pools in file order.
     pub worker: u32,
     /// The fault.
-    pub what: Happening,
+    pub fault: Fault,
 }
 
 /// `[live]`: settings of `serve` only.

@@ -1,11 +1,11 @@
 //! Faults: workers that are lost and restart, drain, or are slow; links that are slow or down.
 
 use slipstream_base::{RequestId, SimTime, WorkerId};
-use slipstream_config::cluster::{Cluster, Event, Fault};
+use slipstream_config::cluster::{self, Cluster, Fault};
 use slipstream_engine::Usage;
 
 use crate::parts::ns;
-use crate::sim::{Sim, Sink, What};
+use crate::sim::{Event, Sim, Sink};
 
 /// The current faults of each worker.
 pub(crate) struct Faults {
@@ -41,7 +41,7 @@ impl Sim<'_> {
         self.faults.active[index as usize] = true;
         if let Some(until_s) = event.until_s {
             let at = SimTime::from_secs_f64(until_s);
-            self.later(at, What::End { event: index });
+            self.plan_event(at, Event::End { event: index });
         }
         let worker = WorkerId(event.worker);
         if event.fault == Fault::Crash && !self.faults.down[worker.index()] {
@@ -54,14 +54,14 @@ impl Sim<'_> {
         self.faults.active[index as usize] = false;
         let event = &self.cluster.events[index as usize];
         let worker = WorkerId(event.worker);
-        let crashes = |e: &Event| e.fault == Fault::Crash;
+        let crashes = |e: &cluster::Event| e.fault == Fault::Crash;
         if crashes(event) && !self.active(worker).any(crashes) {
             let starts = &mut self.faults.starts[worker.index()];
             *starts += 1;
             let start = *starts;
             let at = self.now + self.faults.startup_ns[worker.index()];
             let worker = worker.0;
-            self.later(at, What::Ready { worker, start });
+            self.plan_event(at, Event::Ready { worker, start });
         }
         self.refresh(worker);
     }
@@ -75,7 +75,7 @@ impl Sim<'_> {
         }
     }
 
-    fn active(&self, worker: WorkerId) -> impl Iterator<Item = &Event> {
+    fn active(&self, worker: WorkerId) -> impl Iterator<Item = &cluster::Event> {
         let events = self.cluster.events.iter().zip(&self.faults.active);
         events
             .filter(move |(event, active)| **active && event.worker == worker.0)

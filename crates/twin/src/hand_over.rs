@@ -6,7 +6,7 @@ use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::Reserved;
 use slipstream_report::PassRecord;
 
-use crate::sim::{Sim, Sink, What};
+use crate::sim::{Event, Sim, Sink};
 
 impl Sim<'_> {
     /// A pass of a prefill node ends.
@@ -71,14 +71,14 @@ impl Sim<'_> {
         let from = self.dispatch.prefill_rank(slot);
         let to = self.dispatch.decode_rank(slot);
         let (from, to) = from.zip(to).expect("its prompt was not transferred yet");
-        let received = What::Received { slot, attempt };
+        let received = Event::Received { slot, attempt };
         let (bytes, transfer) =
             self.wire
                 .send_kv(self.now, from.worker, to.worker, tokens, received);
         self.flights.get_mut(RequestId(slot.into())).sent = Some((self.now, transfer));
         self.tally.hand_overs.bytes += bytes;
         if transfer.is_none() {
-            self.later(self.now, received);
+            self.plan_event(self.now, received);
         }
     }
 

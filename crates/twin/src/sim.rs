@@ -319,7 +319,7 @@ type PassEnd = Reverse<(SimTime, u64, u32, u32)>;
 /// Planned events, except ends of passes and arrivals. Requests are identified by slot and ticket:
 /// those that have ended are not found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum What {
+pub(crate) enum Event {
     /// A request has been read, or is retried: its worker is chosen.
     Route { slot: u32, ticket: u64 },
     /// A request is sent to a node.
@@ -335,7 +335,7 @@ pub(crate) enum What {
     /// It has ended.
     Received { slot: u32, attempt: Attempt },
     /// The clients have the tokens of a pass.
-    Tell { frame: u32 },
+    Output { frame: u32 },
     /// A fault of the cluster file begins.
     Begin { event: u32 },
     /// It ends.
@@ -460,7 +460,7 @@ pub(crate) struct Sim<'a> {
     ends: BinaryHeap<PassEnd>,
     /// Ends of passes on prefill nodes.
     prefill_ends: BinaryHeap<PassEnd>,
-    queue: BinaryHeap<Reverse<(SimTime, u64, What)>>,
+    queue: BinaryHeap<Reverse<(SimTime, u64, Event)>>,
     sequence: u64,
     pub(crate) wire: Wire,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
@@ -613,14 +613,14 @@ impl<'a> Sim<'a> {
         };
         for (index, event) in (0u32..).zip(&cluster.events) {
             let at = SimTime::from_secs_f64(event.at_s);
-            sim.later(at, What::Begin { event: index });
+            sim.plan_event(at, Event::Begin { event: index });
         }
         Ok(sim)
     }
 
-    /// Plans `what` for `at`.
-    pub(crate) fn later(&mut self, at: SimTime, what: What) {
-        self.queue.push(Reverse((at, self.sequence, what)));
+    /// Plans `event` for `at`.
+    pub(crate) fn plan_event(&mut self, at: SimTime, event: Event) {
+        self.queue.push(Reverse((at, self.sequence, event)));
         self.sequence += 1;
     }
 
@@ -681,7 +681,7 @@ impl<'a> Sim<'a> {
             router.refresh();
         }
         self.end_passes(sink);
-        self.happen(sink);
+        self.run_due_events(sink);
         self.admit_waiting(sink);
         self.take_arrivals(sink)?;
         self.begin_passes(sink)?;
@@ -848,31 +848,31 @@ impl<'a> Sim<'a> {
     }
 
     /// Processes the planned events that are due now, in the order of planning.
-    fn happen(&mut self, sink: &mut dyn Sink) {
+    fn run_due_events(&mut self, sink: &mut dyn Sink) {
         loop {
             self.take_from_wire();
-            let Some(&Reverse((at, _, what))) = self.queue.peek() else {
+            let Some(&Reverse((at, _, event))) = self.queue.peek() else {
                 break;
             };
             if at > self.now {
                 break;
             }
             self.queue.pop();
-            match what {
-                What::Route { slot, ticket } => {
+            match event {
+                Event::Route { slot, ticket } => {
                     if self.flights.find(slot, ticket).is_some() {
                         self.route(slot, sink);
                     }
                 }
-                What::Send { step } => self.send(step),
-                What::Deliver { step } => self.deliver(step, None, sink),
-                What::Fetch {
+                Event::Send { step } => self.send(step),
+                Event::Deliver { step } => self.deliver(step, None, sink),
+                Event::Fetch {
                     slot,
                     attempt,
                     tokens,
                 } => self.fetch(slot, attempt, tokens),
-                What::Received { slot, attempt } => self.received(slot, attempt, sink),
-                What::Tell { frame } => {
+                Event::Received { slot, attempt } => self.received(slot, attempt, sink),
+                Event::Output { frame } => {
                     if let Some(Frame { node, life, out }) = self.frames.take(frame) {
                         // Messages in transit from a lost worker never arrive.
                         if self.nodes[node as usize].life == life {
@@ -881,9 +881,9 @@ impl<'a> Sim<'a> {
                         self.out = out; // reuse its memory
                     }
                 }
-                What::Begin { event } => self.begin_event(event, sink),
-                What::End { event } => self.end_event(event),
-                What::Ready { worker, start } => self.worker_ready(worker, start),
+                Event::Begin { event } => self.begin_event(event, sink),
+                Event::End { event } => self.end_event(event),
+                Event::Ready { worker, start } => self.worker_ready(worker, start),
             }
         }
         self.dispatch.on_timeout(self.now);
@@ -919,12 +919,12 @@ impl<'a> Sim<'a> {
             flight.hops.parsed = SimTime(done.0 - after_parsing);
             flight.hops.tokenized = SimTime(done.0 - after_tokenizing);
             let slot = self.flights.insert(flight).0 as u32;
-            self.later(done, What::Route { slot, ticket });
+            self.plan_event(done, Event::Route { slot, ticket });
         } else {
             let slot = self.flights.insert(flight).0 as u32;
             let api_ns = self.api_time.ns(isl);
             if api_ns > 0 {
-                self.later(self.now + api_ns, What::Route { slot, ticket });
+                self.plan_event(self.now + api_ns, Event::Route { slot, ticket });
             } else {
                 self.route(slot, sink);
             }
@@ -990,7 +990,7 @@ impl<'a> Sim<'a> {
                         node: self.node_of(role, rank),
                     };
                     if self.is_second(role) {
-                        self.later(at, What::Deliver { step });
+                        self.plan_event(at, Event::Deliver { step });
                     } else {
                         self.begin_step(step, prompt.take(), sink);
                     }
@@ -1010,12 +1010,12 @@ impl<'a> Sim<'a> {
                     at,
                     ..
                 } => {
-                    let what = What::Fetch {
+                    let fetch = Event::Fetch {
                         slot,
                         attempt,
                         tokens,
                     };
-                    self.later(at, what);
+                    self.plan_event(at, fetch);
                 }
                 Action::CancelTransfer { id } => {
                     let flight = self.flights.get_mut(RequestId(id.into()));
@@ -1079,7 +1079,7 @@ impl<'a> Sim<'a> {
         (flight.prefill, flight.sent) = (None, None);
         if let Some((host, costs)) = &mut self.host {
             let done = host.run(self.now, costs.dispatch());
-            self.later(done, What::Send { step });
+            self.plan_event(done, Event::Send { step });
         } else if self.wire.carries_messages() {
             self.send(step);
         } else {
@@ -1096,13 +1096,13 @@ impl<'a> Sim<'a> {
         if flight.hops.dispatched < flight.hops.routed {
             flight.hops.dispatched = self.now;
         }
-        let deliver = What::Deliver { step };
+        let deliver = Event::Deliver { step };
         if self.wire.carries_messages() {
             let worker = self.nodes[step.node as usize].rank.worker;
             let tokens = flight.request.prompt.tokens();
             self.wire.send_request(self.now, worker, tokens, deliver);
         } else {
-            self.later(self.now, deliver);
+            self.plan_event(self.now, deliver);
         }
     }
 
@@ -1179,7 +1179,7 @@ impl<'a> Sim<'a> {
             let ticket = flight.ticket;
             self.tally.totals.requests.retries += 1;
             let at = self.now + u64::from(wait_s) * 1_000_000_000;
-            self.later(at, What::Route { slot, ticket });
+            self.plan_event(at, Event::Route { slot, ticket });
         } else {
             self.refuse_for_good(slot, &error.to_string(), failed_over, sink);
         }

@@ -7,7 +7,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_engine::{Finished, PassOutput};
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
-use crate::sim::{Sim, What};
+use crate::sim::{Event, Sim};
 
 /// The network, if one is modelled; otherwise transfers take no time.
 pub(crate) struct Wire {
@@ -41,12 +41,12 @@ struct Waiting {
 
 enum Carried {
     /// A KV transfer, with its own flow.
-    Then(What),
+    Then(Event),
     Messages(Connection, Vec<Message>),
 }
 
 enum Message {
-    Then(What),
+    Then(Event),
     Frame(u32),
 }
 
@@ -98,7 +98,7 @@ impl Wire {
         }
     }
 
-    pub(crate) fn send_request(&mut self, now: SimTime, to: WorkerId, tokens: u32, then: What) {
+    pub(crate) fn send_request(&mut self, now: SimTime, to: WorkerId, tokens: u32, then: Event) {
         let bytes = u64::from(tokens) * self.request_token_bytes;
         let from = self.frontend;
         self.send_message(
@@ -150,7 +150,7 @@ impl Wire {
         from: WorkerId,
         to: WorkerId,
         tokens: u32,
-        then: What,
+        then: Event,
     ) -> (u64, Option<TransferId>) {
         let bytes = u64::from(tokens) * self.kv_token_bytes[from.index()];
         let (from, to) = (Endpoint::of_worker(from), Endpoint::of_worker(to));
@@ -163,10 +163,10 @@ impl Wire {
         from: Endpoint,
         to: Endpoint,
         bytes: u64,
-        what: Carried,
+        carried: Carried,
     ) -> Option<TransferId> {
         let id = self.network.as_mut()?.send(now, from, to, bytes);
-        self.carried.insert(id, what);
+        self.carried.insert(id, carried);
         Some(id)
     }
 
@@ -265,13 +265,13 @@ impl Sim<'_> {
         network.advance(self.now, &mut arrived);
         for id in arrived.drain(..) {
             match self.wire.carried.remove(&id) {
-                Some(Carried::Then(what)) => self.later(self.now, what),
+                Some(Carried::Then(what)) => self.plan_event(self.now, what),
                 Some(Carried::Messages(on, messages)) => {
                     self.wire.messages_under_way -= messages.len();
                     self.wire.send_waiting(self.now, on);
                     for message in messages {
                         match message {
-                            Message::Then(what) => self.later(self.now, what),
+                            Message::Then(event) => self.plan_event(self.now, event),
                             Message::Frame(frame) => self.frame_received(frame),
                         }
                     }
@@ -303,6 +303,6 @@ impl Sim<'_> {
         };
         n.told = n.told.max(done);
         let at = n.told;
-        self.later(at, What::Tell { frame });
+        self.plan_event(at, Event::Output { frame });
     }
 }

@@ -191,11 +191,15 @@ impl Run {
                 cut: outcome.cut.clone(),
                 expected_error: outcome.expected_errors(cluster, files::read)?,
             }),
-            transfers: outcome.hand_overs.times.percentiles().map(|ms| Transfers {
-                count: ms.count,
-                bytes: outcome.hand_overs.bytes,
-                ms: Some(ms),
-            }),
+            transfers: outcome
+                .kv_transfers
+                .times
+                .percentiles()
+                .map(|ms| Transfers {
+                    count: ms.count,
+                    bytes: outcome.kv_transfers.bytes,
+                    ms: Some(ms),
+                }),
             resumed: outcome.resumes.times.percentiles().map(|ms| Resumed {
                 count: ms.count,
                 tokens: outcome.resumes.tokens,

@@ -13,7 +13,7 @@
 //! [`Outcome::digest`] is the same on every machine.
 //!
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
-//! engine with its requests; `hand_over`, `wire` and `host` model KV transfers, the network and the
+//! engine with its requests; `kv_transfer`, `wire` and `host` model KV transfers, the network and the
 //! frontend's processors; `faults` changes them; `lanes` runs independent engines on several
 //! threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
 //!
@@ -23,8 +23,8 @@
 mod expected;
 mod faults;
 mod follow;
-mod hand_over;
 mod host;
+mod kv_transfer;
 mod lanes;
 mod node;
 mod parts;
@@ -35,6 +35,6 @@ mod wire;
 pub use follow::{Follower, LateRequest};
 pub use node::Hops;
 pub use sim::{
-    Failure, HandOvers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,
+    Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,
     WORKER_LOST, simulate,
 };

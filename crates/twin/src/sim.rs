@@ -234,7 +234,7 @@ pub struct Outcome {
     /// Passes beyond the table of step times, whose durations were extrapolated.
     pub extrapolated: u64,
     /// Prompts that one worker computed for another.
-    pub hand_overs: HandOvers,
+    pub kv_transfers: KvTransfers,
     /// Answers that a worker continued after another one was lost.
     pub resumes: Resumes,
     /// Digest of every request's times, targets and hits: equal if two runs were.
@@ -260,7 +260,7 @@ impl Outcome {
 
 /// Prompts computed by one worker for another.
 #[derive(Clone, Debug, Default)]
-pub struct HandOvers {
+pub struct KvTransfers {
     /// Bytes of keys and values that crossed the network.
     pub bytes: u64,
     /// Durations of KV transfers.
@@ -1449,7 +1449,7 @@ pub(crate) struct Tally {
     pub(crate) totals: Totals,
     pub(crate) passes: u64,
     pub(crate) jumped: u64,
-    pub(crate) hand_overs: HandOvers,
+    pub(crate) kv_transfers: KvTransfers,
     pub(crate) resumes: Resumes,
     digest: u64,
     pub(crate) ended_at: SimTime,
@@ -1506,8 +1506,8 @@ impl Tally {
         self.totals.add(&other.totals);
         self.passes += other.passes;
         self.jumped += other.jumped;
-        self.hand_overs.bytes += other.hand_overs.bytes;
-        self.hand_overs.times.add(&other.hand_overs.times);
+        self.kv_transfers.bytes += other.kv_transfers.bytes;
+        self.kv_transfers.times.add(&other.kv_transfers.times);
         self.resumes.times.add(&other.resumes.times);
         self.resumes.tokens += other.resumes.tokens;
         self.digest = self.digest.wrapping_add(other.digest);
@@ -1546,7 +1546,7 @@ impl Tally {
             passes: self.passes,
             jumped: self.jumped,
             extrapolated,
-            hand_overs: self.hand_overs,
+            kv_transfers: self.kv_transfers,
             resumes: self.resumes,
             digest: self.digest,
             cut,

@@ -138,8 +138,8 @@ fn short_prompts_and_busy_pools_are_not_handed_over() {
     ended.sort_by_key(|e| e.id);
     let by: Vec<_> = ended.iter().map(|e| e.workers.0).collect();
     assert_eq!(by, [Some(0), Some(0), None, None]);
-    assert_eq!(outcome.hand_overs.times.count(), 2);
-    assert_eq!(outcome.hand_overs.bytes, 200 * KV_BYTES);
+    assert_eq!(outcome.kv_transfers.times.count(), 2);
+    assert_eq!(outcome.kv_transfers.bytes, 200 * KV_BYTES);
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn what_the_decode_worker_has_is_not_sent() {
     );
     let (outcome, ended) = simulate(&cluster, &load, &Options::default());
     assert_eq!(ended.len(), 2);
-    assert_eq!(outcome.hand_overs.bytes, (100 + 260 - 144) * KV_BYTES);
+    assert_eq!(outcome.kv_transfers.bytes, (100 + 260 - 144) * KV_BYTES);
 }
 
 #[test]
@@ -624,7 +624,7 @@ fn a_prompt_survives_the_worker_that_computed_it() {
     );
     assert_eq!((outcome.totals.requests.failed, ended[0].retries), (0, 1));
     assert_eq!(ended[0].workers, (Some(1), Some(2)));
-    assert_eq!(outcome.hand_overs.times.count(), 1, "one came");
+    assert_eq!(outcome.kv_transfers.times.count(), 1, "one came");
 }
 
 #[test]
@@ -851,7 +851,7 @@ proptest! {
             prop_assert_eq!(&jumped.cut, &other.cut);
             prop_assert_eq!(jumped.totals.requests, other.totals.requests);
             prop_assert_eq!(jumped.totals.latencies(), other.totals.latencies());
-            prop_assert_eq!(jumped.hand_overs.bytes, other.hand_overs.bytes);
+            prop_assert_eq!(jumped.kv_transfers.bytes, other.kv_transfers.bytes);
         }
         let key = |e: &Ended| (e.id, e.first, e.last);
         let sorted = |mut all: Vec<Ended>| { all.sort_by_key(key); all };

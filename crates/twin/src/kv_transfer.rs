@@ -76,7 +76,7 @@ impl Sim<'_> {
             self.wire
                 .send_kv(self.now, from.worker, to.worker, tokens, received);
         self.flights.get_mut(RequestId(slot.into())).sent = Some((self.now, transfer));
-        self.tally.hand_overs.bytes += bytes;
+        self.tally.kv_transfers.bytes += bytes;
         if transfer.is_none() {
             self.plan_event(self.now, received);
         }
@@ -92,7 +92,7 @@ impl Sim<'_> {
         if !flight.is_resumed() {
             flight.hops.kv = Some((began, self.now));
         }
-        self.tally.hand_overs.times.record(self.now.since(began));
+        self.tally.kv_transfers.times.record(self.now.since(began));
         self.carry_out(None, sink);
     }
 

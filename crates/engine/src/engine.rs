@@ -72,7 +72,7 @@ pub struct Engine {
     waiting_prefill: Sums,
     /// Waiting sequences that had been decoding: their tokens.
     waiting_decode: Sums,
-    stuck: Option<Stuck>,
+    blocked_head: Option<BlockedHead>,
     /// Block tables of sequences that left, for those to come.
     spare_tables: Vec<Table>,
     handovers: Handovers,
@@ -224,12 +224,12 @@ struct Plan {
 
 /// Why the head of the waiting queue could not be admitted, and what would have to change.
 ///
-/// Looking for the blocks of a long prompt in every pass would cost O(prompt) a pass. The
+/// Looking for the blocks of a long prompt in every pass would cost O(prompt) per pass. The
 /// need of a sequence shrinks only when its next block becomes cached, and free blocks grow only by
 /// releases; so until one of the two happens the answer stays no. (A hit block that another sequence
 /// touches leaves both sides one lower.)
 #[derive(Clone, Copy)]
-struct Stuck {
+struct BlockedHead {
     slot: u32,
     releases: u64,
     next_block: Option<BlockHash>,
@@ -319,7 +319,7 @@ impl Engine {
             waiting: Waiting::new(config.scheduling_policy),
             waiting_prefill: Sums::default(),
             waiting_decode: Sums::default(),
-            stuck: None,
+            blocked_head: None,
             spare_tables: Vec::new(),
             handovers: Handovers::default(),
             pass: None,
@@ -463,7 +463,7 @@ impl Engine {
         self.waiting = Waiting::new(self.policy);
         self.waiting_prefill = Sums::default();
         self.waiting_decode = Sums::default();
-        self.stuck = None;
+        self.blocked_head = None;
         self.handovers = Handovers::default();
         self.pass = None;
         self.next = None;
@@ -773,7 +773,7 @@ impl Engine {
             let Some(slot) = self.waiting.first() else {
                 break;
             };
-            if self.is_stuck(slot) {
+            if self.is_blocked(slot) {
                 break;
             }
             match self.sequences[slot].part {
@@ -806,7 +806,7 @@ impl Engine {
             if new_blocks + self.hits.free() > self.pool.free() {
                 // The need for a chunk depends on the rest of the budget, too.
                 if self.reserves_full {
-                    self.note_stuck(slot, next_block);
+                    self.note_blocked_head(slot, next_block);
                 }
                 break;
             }
@@ -817,9 +817,9 @@ impl Engine {
         }
     }
 
-    fn note_stuck(&mut self, slot: u32, next_block: Option<BlockHash>) {
+    fn note_blocked_head(&mut self, slot: u32, next_block: Option<BlockHash>) {
         self.pool.watch(next_block);
-        self.stuck = Some(Stuck {
+        self.blocked_head = Some(BlockedHead {
             slot,
             releases: self.pool.releases(),
             next_block,
@@ -827,15 +827,14 @@ impl Engine {
     }
 
     /// True if the sequence could not be admitted lately, and nothing happened that could help.
-    fn is_stuck(&mut self, slot: u32) -> bool {
-        let Some(stuck) = self.stuck else {
+    fn is_blocked(&mut self, slot: u32) -> bool {
+        let Some(head) = self.blocked_head else {
             return false;
         };
-        let same = stuck.slot == slot
-            && stuck.releases == self.pool.releases()
-            && !self.pool.watched_came();
+        let same =
+            head.slot == slot && head.releases == self.pool.releases() && !self.pool.watched_came();
         if !same {
-            self.stuck = None;
+            self.blocked_head = None;
         }
         same
     }
@@ -991,8 +990,8 @@ impl Engine {
         } else {
             self.waiting_prefill.remove(sequence.tokens());
         }
-        if self.stuck.is_some_and(|s| s.slot == slot) {
-            self.stuck = None;
+        if self.blocked_head.is_some_and(|s| s.slot == slot) {
+            self.blocked_head = None;
         }
     }
 
@@ -1139,8 +1138,8 @@ impl Engine {
             self.waiting_prefill.remove(before);
         }
         self.waiting_decode.add(before + 1);
-        if self.stuck.is_some_and(|s| s.slot == slot) {
-            self.stuck = None;
+        if self.blocked_head.is_some_and(|s| s.slot == slot) {
+            self.blocked_head = None;
         }
         let stops = stops_at(sequence, position, token);
         if ends || stops {

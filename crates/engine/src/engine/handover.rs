@@ -128,7 +128,7 @@ impl Engine {
         let len = self.sequences[slot].tokens();
         let missing = len.div_ceil(self.block_size) - self.hits.blocks();
         if missing + self.hits.free() > self.pool.free() {
-            self.note_stuck(slot, next_block);
+            self.note_blocked_head(slot, next_block);
             return false;
         }
         self.leave_waiting(slot);

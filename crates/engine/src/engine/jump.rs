@@ -209,7 +209,7 @@ impl Engine {
         match self.waiting.first() {
             None => true,
             Some(head) => {
-                running >= self.max_running || running == self.budget || self.is_stuck(head)
+                running >= self.max_running || running == self.budget || self.is_blocked(head)
             }
         }
     }
@@ -266,7 +266,10 @@ impl Engine {
             let r = &self.running[phases.places[i] as usize];
             let j = (r.computed + pass) / self.block_size - 1;
             let (hash, parent) = self.generated_block(r.slot, j);
-            if self.stuck.is_some_and(|s| s.next_block == Some(hash)) {
+            if self
+                .blocked_head
+                .is_some_and(|s| s.next_block == Some(hash))
+            {
                 return false;
             }
             phases.filled.push((hash, parent));

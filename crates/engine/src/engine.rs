@@ -21,7 +21,7 @@ use crate::error::{EngineError, Refusal};
 use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
 use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
-use crate::waiting::{Rank, Sums, Waiting};
+use crate::waiting::{Rank, RunningStats, Waiting};
 
 pub use handover::Reserved;
 use handover::{Handovers, Part};
@@ -69,9 +69,9 @@ pub struct Engine {
     running: Vec<Running>,
     waiting: Waiting,
     /// Waiting sequences that have no token yet: tokens of their prompts.
-    waiting_prefill: Sums,
+    waiting_prefill: RunningStats,
     /// Waiting sequences that had been decoding: their tokens.
-    waiting_decode: Sums,
+    waiting_decode: RunningStats,
     blocked_head: Option<BlockedHead>,
     /// Block tables of sequences that left, for those to come.
     spare_tables: Vec<Table>,
@@ -206,8 +206,8 @@ struct Pass {
     start: SimTime,
     end: SimTime,
     load: StepLoad,
-    chunks: Sums,
-    contexts: Sums,
+    chunks: RunningStats,
+    contexts: RunningStats,
 }
 
 /// Work of a pass that is being scheduled.
@@ -217,8 +217,8 @@ struct Plan {
     /// Most tokens of one sequence.
     most: u32,
     load: StepLoad,
-    chunks: Sums,
-    contexts: Sums,
+    chunks: RunningStats,
+    contexts: RunningStats,
     preempted: bool,
 }
 
@@ -317,8 +317,8 @@ impl Engine {
             by_id: HashMap::default(),
             running: Vec::new(),
             waiting: Waiting::new(config.scheduling_policy),
-            waiting_prefill: Sums::default(),
-            waiting_decode: Sums::default(),
+            waiting_prefill: RunningStats::default(),
+            waiting_decode: RunningStats::default(),
             blocked_head: None,
             spare_tables: Vec::new(),
             handovers: Handovers::default(),
@@ -461,8 +461,8 @@ impl Engine {
         self.by_id.clear();
         self.running.clear();
         self.waiting = Waiting::new(self.policy);
-        self.waiting_prefill = Sums::default();
-        self.waiting_decode = Sums::default();
+        self.waiting_prefill = RunningStats::default();
+        self.waiting_decode = RunningStats::default();
         self.blocked_head = None;
         self.handovers = Handovers::default();
         self.pass = None;
@@ -681,7 +681,7 @@ impl Engine {
     /// first of another kind; returns how many.
     fn schedule_decodes<const AHEAD: bool>(&mut self, at: usize, plan: &mut Plan) -> usize {
         let mut load = StepLoad::default();
-        let mut contexts = Sums::default();
+        let mut contexts = RunningStats::default();
         for r in self.running[at..].iter_mut().take(plan.budget as usize) {
             let target = r.before::<AHEAD>() + 1;
             // With its last token under way it may end before it is computed again.
@@ -1461,7 +1461,7 @@ fn push_stored(
     stored.push(tokens, j == 0);
 }
 
-fn prefill_stats(sums: &Sums) -> PrefillStats {
+fn prefill_stats(sums: &RunningStats) -> PrefillStats {
     PrefillStats {
         requests: sums.count,
         tokens: sums.tokens,
@@ -1469,7 +1469,7 @@ fn prefill_stats(sums: &Sums) -> PrefillStats {
     }
 }
 
-fn decode_stats(sums: &Sums) -> DecodeStats {
+fn decode_stats(sums: &RunningStats) -> DecodeStats {
     DecodeStats {
         requests: sums.count,
         kv_tokens: sums.tokens,

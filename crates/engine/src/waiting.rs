@@ -136,13 +136,13 @@ impl Waiting {
 /// Count, sum and sum of squares of token counts, kept as sequences come and go. Integers, so that
 /// no history of additions and removals leaves a rounding error behind.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Sums {
+pub(crate) struct RunningStats {
     pub(crate) count: u32,
     pub(crate) tokens: u64,
     squares: u128,
 }
 
-impl Sums {
+impl RunningStats {
     #[inline]
     pub(crate) fn add(&mut self, tokens: u32) {
         self.count += 1;
@@ -151,7 +151,7 @@ impl Sums {
     }
 
     #[inline]
-    pub(crate) fn add_all(&mut self, other: &Sums) {
+    pub(crate) fn add_all(&mut self, other: &RunningStats) {
         self.count += other.count;
         self.tokens += other.tokens;
         self.squares += other.squares;
@@ -165,9 +165,9 @@ impl Sums {
     }
 
     /// As it is once each count has grown by `more`.
-    pub(crate) fn grown(&self, more: u32) -> Sums {
+    pub(crate) fn grown(&self, more: u32) -> RunningStats {
         let (n, more) = (u64::from(self.count), u64::from(more));
-        Sums {
+        RunningStats {
             count: self.count,
             tokens: self.tokens + n * more,
             squares: self.squares
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn variance_is_that_of_the_population() {
-        let mut sums = Sums::default();
+        let mut sums = RunningStats::default();
         for n in [2, 4, 4, 4, 5, 5, 7, 9, 1000] {
             sums.add(n);
         }

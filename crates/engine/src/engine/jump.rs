@@ -7,7 +7,7 @@ use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RequestId, SimTime};
 
 use super::{Engine, Running, decode_stats};
 use crate::timing::StepLoad;
-use crate::waiting::Sums;
+use crate::waiting::RunningStats;
 
 /// Result of a run of decode passes: in each of them every running sequence got tokens, none its first
 /// and none its last, and all passes gave the same number. A driver keeps one and hands it in again and
@@ -143,7 +143,7 @@ impl Engine {
         if self.stored_blocks.is_some() || !self.waiting_cannot_move() {
             return 0;
         }
-        let mut contexts = Sums::default();
+        let mut contexts = RunningStats::default();
         let mut quiet = max_passes;
         // Ahead of its pass each sequence has its token scheduled already.
         let scheduled = u32::from(self.ahead);

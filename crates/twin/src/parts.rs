@@ -26,7 +26,7 @@ pub(crate) struct Side {
     /// queries the engines, whose published state is the same.
     pub(crate) hears: bool,
     /// If engines are queried: those that have the first block of a prompt.
-    openings: Openings,
+    first_blocks: FirstBlockIndex,
     /// Cache changes that have not reached the router, by their arrival time.
     late: BTreeMap<(SimTime, u64), Late>,
     pub(crate) lag_ns: u64,
@@ -43,7 +43,7 @@ pub(crate) struct Side {
 pub(crate) struct Engines<'a> {
     nodes: &'a [Node],
     of_target: &'a [u32],
-    openings: &'a Openings,
+    first_blocks: &'a FirstBlockIndex,
 }
 
 impl CachedBlocks for Engines<'_> {
@@ -56,7 +56,7 @@ impl CachedBlocks for Engines<'_> {
         let Some(&first) = blocks.first() else {
             return;
         };
-        for (word, &owners) in (0..).zip(self.openings.owners(first)) {
+        for (word, &owners) in (0..).zip(self.first_blocks.owners(first)) {
             let mut owners = owners;
             while owners != 0 {
                 let target = word * 64 + owners.trailing_zeros() as usize;
@@ -68,7 +68,7 @@ impl CachedBlocks for Engines<'_> {
 }
 
 /// Owners of first blocks of prompts: only these need to be queried for more blocks.
-struct Openings {
+struct FirstBlockIndex {
     /// Words of 64 targets.
     words: usize,
     /// Indexes into `owners` of the cached first blocks.
@@ -77,9 +77,9 @@ struct Openings {
     spare: Vec<u32>,
 }
 
-impl Openings {
-    fn new(targets: usize) -> Openings {
-        Openings {
+impl FirstBlockIndex {
+    fn new(targets: usize) -> FirstBlockIndex {
+        FirstBlockIndex {
             words: targets.div_ceil(64),
             blocks: HashMap::new(),
             owners: Vec::new(),
@@ -154,13 +154,13 @@ impl Side {
             Fleet::of_roles_unindexed(cluster, roles)?
         };
         let fleet = Arc::new(fleet);
-        let openings = Openings::new(fleet.targets().len());
+        let first_blocks = FirstBlockIndex::new(fleet.targets().len());
         Ok(Side {
             reads_cache,
             hears,
             fleet,
             nodes: Vec::new(),
-            openings,
+            first_blocks,
             late: BTreeMap::new(),
             lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
             views: cluster.router.view_interval_ms > 0.0,
@@ -177,7 +177,7 @@ impl Side {
         }
         if !self.hears {
             if let Some(target) = self.fleet.target_of(delta.rank) {
-                self.openings.on_kv(target, &delta.ops);
+                self.first_blocks.on_kv(target, &delta.ops);
             }
             return;
         }
@@ -204,7 +204,7 @@ impl Side {
         Engines {
             nodes,
             of_target: &self.nodes,
-            openings: &self.openings,
+            first_blocks: &self.first_blocks,
         }
     }
 
@@ -231,7 +231,7 @@ impl Side {
         self.fleet.on_worker_lost(worker);
         for (target, config) in self.fleet.targets().iter().enumerate() {
             if config.rank.worker == worker {
-                self.openings.clear(target);
+                self.first_blocks.clear(target);
             }
         }
     }

@@ -150,9 +150,9 @@ const REJECTIONS: [&str; 6] = [
 ];
 const FINISH: [&str; 3] = ["stop", "length", "abort"];
 
-/// Stages that the frontend sees, with the one before: a hand-over's two ends. A request whose prompt
-/// another worker computes has the stages between its admission and the pass of its first token.
-pub(crate) const HAND_OVERS: [(Stage, Stage); 15] = [
+/// Stages that the frontend sees, with the one before. A request whose prompt another
+/// worker computes has the stages between its admission and the pass of its first token.
+pub(crate) const STAGE_PAIRS: [(Stage, Stage); 15] = [
     (Stage::Accept, Stage::Parsed),
     (Stage::Parsed, Stage::Tokenized),
     (Stage::Tokenized, Stage::Routed),
@@ -266,7 +266,7 @@ pub(crate) struct ShardMetrics {
     decode_time: Histogram,
     inference_time: Histogram,
     token_time: Histogram,
-    hand_overs: [Histogram; HAND_OVERS.len()],
+    between_stages: [Histogram; STAGE_PAIRS.len()],
 }
 
 impl ShardMetrics {
@@ -336,7 +336,7 @@ impl ShardMetrics {
             decode_time: time(),
             inference_time: time(),
             token_time: time(),
-            hand_overs: std::array::from_fn(|_| time()),
+            between_stages: std::array::from_fn(|_| time()),
         }
     }
 
@@ -382,9 +382,9 @@ impl ShardMetrics {
         }
     }
 
-    /// Notes the length of every hand-over whose two ends are known.
+    /// Records the time between each pair of stages if both are known.
     pub(crate) fn on_stages(&self, times: &StageTimes) {
-        for ((from, to), histogram) in HAND_OVERS.iter().zip(&self.hand_overs) {
+        for ((from, to), histogram) in STAGE_PAIRS.iter().zip(&self.between_stages) {
             if (*from, *to) == (Stage::Admitted, Stage::FirstPassStart)
                 && times.at(Stage::Prefilled).is_some()
             {
@@ -983,8 +983,8 @@ impl Collector for FrontendCollector {
             Some(&Unit::Seconds),
             MetricType::Histogram,
         )?;
-        for (i, (from, to)) in HAND_OVERS.iter().enumerate() {
-            let merged = self.merged(|s| &s.hand_overs[i], 1e9);
+        for (i, (from, to)) in STAGE_PAIRS.iter().enumerate() {
+            let merged = self.merged(|s| &s.between_stages[i], 1e9);
             family
                 .encode_family(&[("from", from.name()), ("to", to.name())])?
                 .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)?;

@@ -37,7 +37,7 @@ use crate::{Limits, Service};
 
 /// Sockets that may wait for a shard to take them. A shard that is this far behind is not helped by
 /// more.
-const HANDED_SOCKETS_MAX: usize = 1024;
+const QUEUED_SOCKETS_MAX: usize = 1024;
 
 /// Handshakes that may wait to be accepted. The standard library's 128 are fewer than the
 /// connections that a load tool opens at once: SYNs were dropped, and sent again after a second.
@@ -223,14 +223,14 @@ fn bind_one(address: SocketAddr, sharing: Sharing) -> io::Result<(Socket, Socket
 }
 
 /// A client's socket on its way to a shard.
-struct Handed {
+struct AcceptedSocket {
     socket: StdStream,
     permit: ConnectionPermit,
 }
 
 /// One shard's way in: sockets, and how many it holds.
 struct ShardDoor {
-    sockets: mpsc::Sender<Handed>,
+    sockets: mpsc::Sender<AcceptedSocket>,
     open: Open,
 }
 
@@ -303,7 +303,7 @@ impl Frontend {
         let mut doors = Vec::new();
         let open = Open::default();
         for (index, (plane, metrics)) in planes.into_iter().zip(metrics).enumerate() {
-            let (sockets, handed) = mpsc::channel(HANDED_SOCKETS_MAX);
+            let (sockets, accepted) = mpsc::channel(QUEUED_SOCKETS_MAX);
             let open = open.at_another_shard();
             doors.push(ShardDoor {
                 sockets,
@@ -323,7 +323,7 @@ impl Frontend {
                 .spawn(move || {
                     // Built here: a shard holds `Rc`s and never leaves its thread.
                     let shard = Rc::new(Shard::new(index as u8, shared, plane, metrics));
-                    let run = run_shard(shard, handed, open, stopped, linger);
+                    let run = run_shard(shard, accepted, open, stopped, linger);
                     LocalSet::new().block_on(&runtime, run);
                 })?;
             threads.push(thread);
@@ -485,7 +485,7 @@ impl Acceptor {
 
     fn admit(&mut self, stream: TcpStream, from: SocketAddr) {
         match self.budget.connect(self.addresses.of(from.ip())) {
-            Ok(permit) => hand_over(stream, permit, &self.doors),
+            Ok(permit) => assign_to_shard(stream, permit, &self.doors),
             Err(limit) => {
                 if let Some(more) = self.log.allows(monotonic_ns()) {
                     tracing::warn!(
@@ -521,7 +521,7 @@ const BPF_AND: u16 = 0x54;
 const BPF_JUMP_EQUAL: u16 = 0x15;
 const BPF_RETURN: u16 = 0x06;
 
-fn hand_over(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
+fn assign_to_shard(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
     let door = doors
         .iter()
         .min_by_key(|door| door.open.own.load(Relaxed))
@@ -531,9 +531,13 @@ fn hand_over(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
         return;
     };
     door.open.add();
-    if door.sockets.try_send(Handed { socket, permit }).is_err() {
+    if door
+        .sockets
+        .try_send(AcceptedSocket { socket, permit })
+        .is_err()
+    {
         door.open.sub();
-        tracing::warn!("a shard is {HANDED_SOCKETS_MAX} sockets behind; connection closed");
+        tracing::warn!("a shard is {QUEUED_SOCKETS_MAX} sockets behind; connection closed");
     }
 }
 
@@ -546,7 +550,7 @@ const LINGER: Duration = Duration::from_secs(5);
 
 async fn run_shard(
     shard: Rc<Shard>,
-    mut handed: mpsc::Receiver<Handed>,
+    mut accepted: mpsc::Receiver<AcceptedSocket>,
     open: Open,
     mut stopped: watch::Receiver<bool>,
     linger: Duration,
@@ -567,14 +571,14 @@ async fn run_shard(
     let unseen = stopped.clone();
     loop {
         let stream = tokio::select! {
-            stream = handed.recv() => stream,
+            stream = accepted.recv() => stream,
             _ = stopped.changed(), if deadline.is_none() => {
                 deadline = drain();
                 continue;
             }
         };
         // The acceptor hands over the last ones after the stop.
-        let Some(Handed { socket, permit }) = stream else {
+        let Some(AcceptedSocket { socket, permit }) = stream else {
             break;
         };
         let (shard, open, stopped) = (shard.clone(), open.clone(), unseen.clone());

@@ -19,7 +19,7 @@ use slipstream_base::TokenId;
 use slipstream_base::mix;
 
 use crate::openai::{ApiError, Form, RequestParams, TextForm, Tool, ToolChoice, schema_error};
-use crate::structured::{Draws, Tree, json_by_schema, text_by_pattern, write_text};
+use crate::structured::{Rng, Tree, json_by_schema, text_by_pattern, write_text};
 use crate::text::TextModel;
 
 /// Bytes of all texts of a request at most: some hundreds of µs to make and to tokenize.
@@ -160,17 +160,17 @@ pub(crate) fn scripts(
             0 => seed,
             index => mix::draw(seed, index),
         };
-        let mut draws = Draws::new(seed ^ 0x666f_726d); // "form": apart from the answer's length
+        let mut rng = Rng::new(seed ^ 0x666f_726d); // "form": apart from the answer's length
         let mut script = Script::new(model.eos());
         if calls {
-            bytes += write_calls(model, form, &mut draws, &mut script)?;
+            bytes += write_calls(model, form, &mut rng, &mut script)?;
         } else {
-            let text = text_in_form(&form.text, &mut draws)?;
+            let text = text_in_form(&form.text, &mut rng)?;
             bytes += text.len();
             script.push(model, &text, Show::Text);
         }
         script.end();
-        work += draws.spent();
+        work += rng.spent();
         let more_follow = index + 1 < choices as u64;
         if bytes > REQUEST_BYTES_MAX || more_follow && work > REQUEST_WORK_MAX {
             return Err(ApiError::invalid(
@@ -186,7 +186,7 @@ pub(crate) fn scripts(
     Ok(scripts)
 }
 
-fn text_in_form(form: &TextForm, draws: &mut Draws) -> Result<String, ApiError> {
+fn text_in_form(form: &TextForm, rng: &mut Rng) -> Result<String, ApiError> {
     match form {
         TextForm::Free => Ok(String::new()),
         TextForm::JsonObject => {
@@ -199,16 +199,16 @@ fn text_in_form(form: &TextForm, draws: &mut Draws) -> Result<String, ApiError> 
                 ),
                 ("minProperties".into(), Tree::Number(2.into())),
             ]);
-            json_by_schema(&any, draws).map_err(|error| schema_error("response_format", &error))
+            json_by_schema(&any, rng).map_err(|error| schema_error("response_format", &error))
         }
         TextForm::Schema(schema, field) => {
-            json_by_schema(schema, draws).map_err(|error| schema_error(field, &error))
+            json_by_schema(schema, rng).map_err(|error| schema_error(field, &error))
         }
         TextForm::Choice(texts) => {
-            let chosen = draws.below(texts.len() as u64) as usize;
+            let chosen = rng.below(texts.len() as u64) as usize;
             Ok(texts[chosen].clone())
         }
-        TextForm::Pattern(pattern, field) => text_by_pattern(pattern, draws).map_err(|reason| {
+        TextForm::Pattern(pattern, field) => text_by_pattern(pattern, rng).map_err(|reason| {
             ApiError::unsupported(*field, format!("the pattern in `{field}` {reason}"))
         }),
     }
@@ -218,7 +218,7 @@ fn text_in_form(form: &TextForm, draws: &mut Draws) -> Result<String, ApiError> 
 fn write_calls(
     model: &TextModel,
     form: &Form,
-    draws: &mut Draws,
+    rng: &mut Rng,
     script: &mut Script,
 ) -> Result<usize, ApiError> {
     let named = match form.choice {
@@ -227,16 +227,16 @@ fn write_calls(
     };
     script.named = named.is_some();
     // Mostly one, as models do; of several, two now and then.
-    let two = named.is_none() && form.parallel && draws.below(4) == 0;
+    let two = named.is_none() && form.parallel && rng.below(4) == 0;
     let mut bytes = 0;
     for call in 0..=u32::from(two) {
-        let at = named.unwrap_or_else(|| draws.below(form.tools.len() as u64) as usize);
+        let at = named.unwrap_or_else(|| rng.below(form.tools.len() as u64) as usize);
         let Tool {
             name, parameters, ..
         } = &form.tools[at];
         let arguments = match parameters {
             None => "{}".to_owned(),
-            Some(schema) => json_by_schema(&of_object(schema), draws).map_err(|error| {
+            Some(schema) => json_by_schema(&of_object(schema), rng).map_err(|error| {
                 schema_error(&format!("tools.{at}.function.parameters"), &error)
             })?,
         };

@@ -3,7 +3,7 @@
 use super::ApiError;
 use super::request::{boolean, missing, text, wrong_type};
 use super::value::Json;
-use crate::structured::{Draws, FormError, Tree, check_schema, text_by_pattern};
+use crate::structured::{FormError, Rng, Tree, check_schema, text_by_pattern};
 
 /// Tools of a request at most. OpenAI takes 128.
 pub const TOOLS_MAX: usize = 512;
@@ -386,7 +386,7 @@ fn choices(path: &str, value: Json<'_>) -> Result<TextForm, ApiError> {
 
 fn pattern(path: &str, field: &'static str, value: Json<'_>) -> Result<TextForm, ApiError> {
     let pattern = text(path, value)?.into_owned();
-    text_by_pattern(&pattern, &mut Draws::new(0)).map_err(|reason| {
+    text_by_pattern(&pattern, &mut Rng::new(0)).map_err(|reason| {
         ApiError::unsupported(path, format!("the pattern in `{path}` {reason}"))
     })?;
     Ok(TextForm::Pattern(pattern, field))

@@ -22,25 +22,25 @@ pub const DEPTH_MAX: u32 = 32;
 /// Bytes of a text at most.
 pub const OUT_BYTES_MAX: usize = 16 << 10;
 
-/// A stream of draws: the same seed, the same draws.
+/// Pseudo-random numbers: the same seed gives the same numbers.
 #[derive(Clone, Debug)]
-pub struct Draws {
+pub struct Rng {
     seed: u64,
     index: u64,
     spent: u32,
 }
 
-impl Draws {
-    /// The stream of `seed`.
-    pub fn new(seed: u64) -> Draws {
-        Draws {
+impl Rng {
+    /// A generator with `seed`.
+    pub fn new(seed: u64) -> Rng {
+        Rng {
             seed,
             index: 0,
             spent: 0,
         }
     }
 
-    /// Work that was done with these draws, in values made or copied: some 100 ns each.
+    /// Work that was done with it, in values made or copied: some 100 ns each.
     pub fn spent(&self) -> u32 {
         self.spent
     }
@@ -66,9 +66,9 @@ impl Draws {
 ///
 /// # Errors
 /// The reason, as the end of a sentence that begins with the pattern's name.
-pub fn text_by_pattern(pattern: &str, draws: &mut Draws) -> Result<String, String> {
-    draws.spend(32 + pattern.len() as u32);
-    let found = pattern::matching(pattern, draws)?;
-    draws.spend(found.len() as u32);
+pub fn text_by_pattern(pattern: &str, rng: &mut Rng) -> Result<String, String> {
+    rng.spend(32 + pattern.len() as u32);
+    let found = pattern::matching(pattern, rng)?;
+    rng.spend(found.len() as u32);
     Ok(found)
 }

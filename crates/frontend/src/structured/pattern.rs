@@ -3,7 +3,7 @@
 use regex_syntax::ParserBuilder;
 use regex_syntax::hir::{Class, Hir, HirKind, Look};
 
-use super::Draws;
+use super::Rng;
 
 /// Bytes of a pattern at most.
 const PATTERN_BYTES_MAX: usize = 4 << 10;
@@ -21,14 +21,14 @@ const NODES_MAX: u32 = 4 << 10;
 /// # Errors
 /// The reason, if the pattern is no regular expression, or needs more than one can do without a search
 /// (look-around, back references, word boundaries), or makes a text that is too long.
-pub(super) fn matching(pattern: &str, draws: &mut Draws) -> Result<String, String> {
+pub(super) fn matching(pattern: &str, rng: &mut Rng) -> Result<String, String> {
     let hir = parse(pattern)?;
     let mut text = Text {
         out: String::new(),
         chars: 0,
         nodes: 0,
         ended: false,
-        draws,
+        rng,
     };
     text.node(&hir)?;
     Ok(text.out)
@@ -65,7 +65,7 @@ struct Text<'a> {
     nodes: u32,
     /// Past an assertion of the end.
     ended: bool,
-    draws: &'a mut Draws,
+    rng: &'a mut Rng,
 }
 
 impl Text<'_> {
@@ -109,13 +109,13 @@ impl Text<'_> {
                 let least = repetition.min;
                 let most = repetition.max.unwrap_or(u32::MAX);
                 let most = most.min(least.saturating_add(MORE_MAX));
-                let count = least + self.draws.below(u64::from(most - least) + 1) as u32;
+                let count = least + self.rng.below(u64::from(most - least) + 1) as u32;
                 (0..count).try_for_each(|_| self.node(&repetition.sub))
             }
             HirKind::Capture(capture) => self.node(&capture.sub),
             HirKind::Concat(parts) => parts.iter().try_for_each(|part| self.node(part)),
             HirKind::Alternation(parts) => {
-                let chosen = self.draws.below(parts.len() as u64) as usize;
+                let chosen = self.rng.below(parts.len() as u64) as usize;
                 self.node(&parts[chosen])
             }
         }
@@ -148,9 +148,9 @@ impl Text<'_> {
         let Some(some) = choices.into_iter().find(|ranges| !ranges.is_empty()) else {
             return Err("matches no character".into());
         };
-        let (low, high) = some[self.draws.below(some.len() as u64) as usize];
+        let (low, high) = some[self.rng.below(some.len() as u64) as usize];
         let count = u64::from(high) - u64::from(low) + 1;
-        let drawn = u32::from(low) + self.draws.below(count) as u32;
+        let drawn = u32::from(low) + self.rng.below(count) as u32;
         // Only the gap of the surrogates has no characters.
         Ok(char::from_u32(drawn).unwrap_or(low))
     }

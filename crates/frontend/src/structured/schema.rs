@@ -9,7 +9,7 @@ use std::fmt;
 
 use super::judge::Judge;
 use super::tree::write_text;
-use super::{DEPTH_MAX, Draws, OUT_BYTES_MAX, STEPS_MAX, Tree, pattern};
+use super::{DEPTH_MAX, OUT_BYTES_MAX, Rng, STEPS_MAX, Tree, pattern};
 
 /// Why no text can be made: where in the schema, and what stands there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,14 +121,14 @@ pub fn check_schema(schema: &Tree) -> Result<(), FormError> {
     check.schema(schema, 0)
 }
 
-/// JSON that satisfies `schema`, which [`check_schema`] has passed. The same draws make the same JSON.
+/// JSON that satisfies `schema`, which [`check_schema`] has passed. Equal generators make equal JSON.
 ///
 /// # Errors
 /// [`FormError`] if no value can satisfy it, or none of a bounded size was found.
-pub fn json_by_schema(schema: &Tree, draws: &mut Draws) -> Result<String, FormError> {
+pub fn json_by_schema(schema: &Tree, rng: &mut Rng) -> Result<String, FormError> {
     let mut maker = Maker {
         root: schema,
-        draws,
+        rng,
         steps: 0,
         work: 0,
         vary: false,
@@ -146,7 +146,7 @@ pub fn json_by_schema(schema: &Tree, draws: &mut Draws) -> Result<String, FormEr
             .map_err(|error| maker.error(format!("the value that was made is no JSON: {error}")))?;
         let before = judge.work;
         let right = judge.satisfies(&value, schema, 0)?;
-        maker.draws.spend(judge.work - before);
+        maker.rng.spend(judge.work - before);
         if right {
             return Ok(maker.out);
         }
@@ -285,7 +285,7 @@ impl Check {
                         );
                         return Err(error(&self.path, message));
                     }
-                    pattern::matching(text, &mut Draws::new(0)).map_err(|reason| {
+                    pattern::matching(text, &mut Rng::new(0)).map_err(|reason| {
                         error(&self.path, format!("the pattern {text:?} {reason}"))
                     })?;
                 }
@@ -354,7 +354,7 @@ impl Check {
 
 struct Maker<'a> {
     root: &'a Tree,
-    draws: &'a mut Draws,
+    rng: &'a mut Rng,
     steps: u32,
     /// Values of schemas that were copied.
     work: u32,
@@ -370,7 +370,7 @@ impl Maker<'_> {
     }
 
     fn word(&mut self) -> &'static str {
-        WORDS[self.draws.below(WORDS.len() as u64) as usize]
+        WORDS[self.rng.below(WORDS.len() as u64) as usize]
     }
 
     /// Counts the values of schemas that are copied when two are joined.
@@ -381,7 +381,7 @@ impl Maker<'_> {
     /// Counts work that is about that of copying so many values.
     fn spend(&mut self, work: u32) -> Result<(), FormError> {
         self.work = self.work.saturating_add(work);
-        self.draws.spend(work);
+        self.rng.spend(work);
         if self.work > WORK_MAX {
             return Err(self
                 .error("`$ref`, `allOf`, `anyOf` or `oneOf` join too many or too large schemas, patterns are \
@@ -392,7 +392,7 @@ impl Maker<'_> {
 
     fn step(&mut self, depth: u32) -> Result<(), FormError> {
         self.steps += 1;
-        self.draws.spend(1);
+        self.rng.spend(1);
         if self.steps > STEPS_MAX || depth > DEPTH_MAX || self.out.len() > OUT_BYTES_MAX {
             return Err(self.error(format!(
                 "the JSON that the schema demands has more than {STEPS_MAX} values, {DEPTH_MAX} levels or \
@@ -432,7 +432,7 @@ impl Maker<'_> {
             "number" => self.number(schema),
             "integer" => self.integer(schema),
             "boolean" => {
-                let value = self.draws.below(2) == 1;
+                let value = self.rng.below(2) == 1;
                 self.out.push_str(if value { "true" } else { "false" });
                 Ok(())
             }
@@ -451,7 +451,7 @@ impl Maker<'_> {
         judge.path.clone_from(&self.path);
         let start = match values.len() {
             0 => 0,
-            count => self.draws.below(count as u64) as usize,
+            count => self.rng.below(count as u64) as usize,
         };
         for at in 0..values.len() {
             let value = &values[(start + at) % values.len()];
@@ -478,7 +478,7 @@ impl Maker<'_> {
         depth: u32,
     ) -> Result<(), FormError> {
         let rest = without(schema, name);
-        let start = self.draws.below(branches.len() as u64) as usize;
+        let start = self.rng.below(branches.len() as u64) as usize;
         let mut order: Vec<usize> = (0..branches.len())
             .map(|at| (start + at) % branches.len())
             .collect();
@@ -698,11 +698,11 @@ impl Maker<'_> {
             };
         }
         let null = types.contains(&"null");
-        if null && (depth > DEPTH_WIDE || types.len() == 1 || self.draws.below(4) == 0) {
+        if null && (depth > DEPTH_WIDE || types.len() == 1 || self.rng.below(4) == 0) {
             return "null";
         }
         let types: Vec<_> = types.into_iter().filter(|t| *t != "null").collect();
-        types[self.draws.below(types.len() as u64) as usize]
+        types[self.rng.below(types.len() as u64) as usize]
     }
 
     fn object(&mut self, schema: &Tree, depth: u32) -> Result<(), FormError> {
@@ -724,8 +724,7 @@ impl Maker<'_> {
         for (name, value) in properties {
             let needed = required.contains(&name.as_str());
             let room = optional > 0 && *value != Tree::Bool(false);
-            let wanted =
-                least >= properties.len() || depth <= DEPTH_WIDE && self.draws.below(2) == 0;
+            let wanted = least >= properties.len() || depth <= DEPTH_WIDE && self.rng.below(2) == 0;
             if needed || room && wanted {
                 if !needed {
                     optional -= 1;
@@ -800,7 +799,7 @@ impl Maker<'_> {
         let usual = if depth > DEPTH_WIDE {
             least
         } else {
-            (first.len() as u64).max(1 + self.draws.below(3))
+            (first.len() as u64).max(1 + self.rng.below(3))
         };
         let count = usual.clamp(least, most);
         let unique = schema.get("uniqueItems") == Some(&Tree::Bool(true));
@@ -885,10 +884,10 @@ impl Maker<'_> {
         } else if self.vary {
             let count = least.max(12).min(most);
             (0..count)
-                .map(|_| char::from(b'a' + self.draws.below(26) as u8))
+                .map(|_| char::from(b'a' + self.rng.below(26) as u8))
                 .collect()
         } else {
-            let words = 1 + self.draws.below(4);
+            let words = 1 + self.rng.below(4);
             let mut text = String::new();
             let mut count = 0;
             while count < words || text.len() < least {
@@ -910,7 +909,7 @@ impl Maker<'_> {
             self.step(0)?;
             // It is parsed each time, at some 100 ns per byte.
             self.spend(32 + text.len() as u32)?;
-            let found = pattern::matching(text, self.draws)
+            let found = pattern::matching(text, self.rng)
                 .map_err(|reason| self.error(format!("the pattern {text:?} {reason}")))?;
             self.spend(found.len() as u32)?;
             let count = found.chars().count();
@@ -963,23 +962,23 @@ impl Maker<'_> {
 
     /// A text in a format that the specification defines; other formats are annotations.
     fn by_format(&mut self, format: &str) -> Option<String> {
-        let mut two = |from: u64, count: u64| format!("{:02}", from + self.draws.below(count));
+        let mut two = |from: u64, count: u64| format!("{:02}", from + self.rng.below(count));
         let date = format!("20{}-{}-{}", two(10, 20), two(1, 12), two(1, 28));
         let time = format!("{}:{}:{}Z", two(0, 24), two(0, 60), two(0, 60));
         Some(match format {
             "date-time" => format!("{date}T{time}"),
             "date" => date,
             "time" => time,
-            "duration" => format!("P{}D", 1 + self.draws.below(30)),
+            "duration" => format!("P{}D", 1 + self.rng.below(30)),
             "email" | "idn-email" => format!("{}@example.com", self.word()),
             "hostname" | "idn-hostname" => format!("{}.example.com", self.word()),
-            "ipv4" => format!("192.0.2.{}", 1 + self.draws.below(254)),
-            "ipv6" => format!("2001:db8::{:x}", 1 + self.draws.below(0xfffe)),
+            "ipv4" => format!("192.0.2.{}", 1 + self.rng.below(254)),
+            "ipv6" => format!("2001:db8::{:x}", 1 + self.rng.below(0xfffe)),
             "uri" | "iri" | "uri-reference" | "iri-reference" | "url" => {
                 format!("https://example.com/{}", self.word())
             }
             "uuid" => {
-                let (high, low) = (self.draws.below(u64::MAX), self.draws.below(u64::MAX));
+                let (high, low) = (self.rng.below(u64::MAX), self.rng.below(u64::MAX));
                 format!(
                     "{:08x}-{:04x}-4{:03x}-a{:03x}-{:012x}",
                     high >> 32,
@@ -1043,7 +1042,7 @@ impl Maker<'_> {
         if low > high || low.abs() * step > EXACT || high.abs() * step > EXACT {
             return Err(self.error("no integer of up to 53 bits is within the bounds"));
         }
-        let drawn = low as i64 + self.draws.below((high - low) as u64 + 1) as i64;
+        let drawn = low as i64 + self.rng.below((high - low) as u64 + 1) as i64;
         self.out.push_str(&(drawn * step as i64).to_string());
         Ok(())
     }
@@ -1077,7 +1076,7 @@ impl Maker<'_> {
                 && ceiling.is_none_or(|b| value <= b)
                 && under.is_none_or(|b| value < b)
         };
-        let drawn = low + self.draws.unit() * (high - low);
+        let drawn = low + self.rng.unit() * (high - low);
         let short = (drawn * 100.0).round() / 100.0;
         let value = [short, drawn, low + (high - low) / 2.0, low, high]
             .into_iter()

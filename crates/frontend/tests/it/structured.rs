@@ -7,7 +7,7 @@ use slipstream_frontend::openai::{
     parse_completion, parse_messages,
 };
 use slipstream_frontend::structured::{
-    Draws, OUT_BYTES_MAX, Tree, check_schema, json_by_schema, text_by_pattern,
+    OUT_BYTES_MAX, Rng, Tree, check_schema, json_by_schema, text_by_pattern,
 };
 use slipstream_frontend::text::{ChatOptions, TextModel};
 
@@ -298,10 +298,10 @@ fn schemas_that_demand_too_much_are_refused_and_not_computed() {
         (json!({"allOf": [{"const": 1}, {"const": 2}]}), "const"),
     ] {
         let tree = schema(&demand).unwrap();
-        let error = json_by_schema(&tree, &mut Draws::new(1)).unwrap_err();
+        let error = json_by_schema(&tree, &mut Rng::new(1)).unwrap_err();
         assert!(error.message.contains(part), "{}", error.message);
     }
-    let error = text_by_pattern("((a{100}){100}){100}", &mut Draws::new(1)).unwrap_err();
+    let error = text_by_pattern("((a{100}){100}){100}", &mut Rng::new(1)).unwrap_err();
     assert!(
         error.contains("more than") || error.contains("repeats"),
         "{error}"
@@ -313,7 +313,7 @@ fn made(value: &Value) -> Result<Vec<Value>, String> {
     let tree = schema(value).map_err(|error| error.message)?;
     (0..40)
         .map(|seed| {
-            let text = json_by_schema(&tree, &mut Draws::new(seed)).map_err(|e| e.message)?;
+            let text = json_by_schema(&tree, &mut Rng::new(seed)).map_err(|e| e.message)?;
             Ok(serde_json::from_str(&text).unwrap())
         })
         .collect()
@@ -435,9 +435,9 @@ fn unique_items_differ_as_values() {
     let items = json!({"type": "integer", "minimum": 0, "maximum": 1999});
     let tree =
         schema(&json!({"type": "array", "items": items, "minItems": 2000, "uniqueItems": true}));
-    let mut draws = Draws::new(1);
-    assert!(json_by_schema(&tree.unwrap(), &mut draws).is_err());
-    assert!(draws.spent() < 20_000, "{}", draws.spent());
+    let mut rng = Rng::new(1);
+    assert!(json_by_schema(&tree.unwrap(), &mut rng).is_err());
+    assert!(rng.spent() < 20_000, "{}", rng.spent());
 }
 
 #[test]
@@ -548,8 +548,8 @@ proptest! {
     fn no_schema_is_too_odd(value in any_tree(), seed in any::<u64>()) {
         if let Ok(tree) = schema(&value) {
             prop_assert!(check_schema(&tree).is_ok());
-            let made = json_by_schema(&tree, &mut Draws::new(seed));
-            prop_assert_eq!(&made, &json_by_schema(&tree, &mut Draws::new(seed)));
+            let made = json_by_schema(&tree, &mut Rng::new(seed));
+            prop_assert_eq!(&made, &json_by_schema(&tree, &mut Rng::new(seed)));
             if let Ok(json) = made {
                 prop_assert!(json.len() < 4 * OUT_BYTES_MAX);
                 prop_assert!(serde_json::from_str::<Value>(&json).is_ok(), "{}", json);
@@ -562,7 +562,7 @@ proptest! {
         let tree = schema(&json!({
             "type": "integer", "minimum": low, "maximum": low + span, "multipleOf": step,
         })).unwrap();
-        match json_by_schema(&tree, &mut Draws::new(7)) {
+        match json_by_schema(&tree, &mut Rng::new(7)) {
             Ok(text) => {
                 let number: i64 = text.parse().unwrap();
                 prop_assert!((low..=low + span).contains(&number) && number % step == 0, "{}", text);

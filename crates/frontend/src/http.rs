@@ -25,6 +25,7 @@ use slipstream_router::Fleet;
 use crate::access::{AnswerEnd, Entry};
 use crate::budget::{Budget, Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
+use crate::duplex;
 use crate::embeddings;
 use crate::faults::{self, Breaking};
 use crate::generate;
@@ -41,7 +42,6 @@ use crate::reply::{ReplyBody, Whole, WholeBody};
 use crate::responses::{self, ResponseBody};
 use crate::service::{Admission, Service};
 use crate::shard::{Plane, Shard};
-use crate::talk;
 use crate::text::{ChatOptions, EncodeCost};
 use crate::trace_context::TraceId;
 use crate::ui;
@@ -631,7 +631,7 @@ async fn answer(
                 check_memory(shard)?;
                 let (parts, body) = request.into_parts();
                 let head = head_of(&parts.headers, id, client)?;
-                return talk::talk(shard, head, body, times).await;
+                return duplex::serve(shard, head, body, times).await;
             }
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
             generate::generate(shard, Kind::Completion, head, body, charge, times).await

@@ -38,6 +38,7 @@ mod alarm;
 mod budget;
 mod connection;
 mod dispatching;
+mod duplex;
 mod embeddings;
 mod faults;
 mod generate;
@@ -63,7 +64,6 @@ mod shard;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod table_lock;
-mod talk;
 mod trace_context;
 mod ui;
 pub mod upstream;

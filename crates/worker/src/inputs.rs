@@ -22,12 +22,12 @@ const TOKEN_BYTES: u32 = size_of::<TokenId>() as u32;
 /// The open inputs of an engine thread, by shard and slot.
 #[derive(Debug, Default)]
 pub(crate) struct Inputs {
-    streams: HashMap<(u8, u32), Talk>,
+    streams: HashMap<(u8, u32), DuplexStream>,
 }
 
 /// One stream.
 #[derive(Debug)]
-pub(crate) struct Talk {
+pub(crate) struct DuplexStream {
     generation: u32,
     /// The conversation up to and including the present turn.
     prompt: Prompt,
@@ -64,7 +64,7 @@ pub(crate) struct Overrun;
 impl Inputs {
     /// Records a stream whose first turn is being answered.
     pub(crate) fn begin(&mut self, addr: StreamAddr, request: &EngineRequest) {
-        let talk = Talk {
+        let duplex = DuplexStream {
             generation: addr.stream.generation,
             prompt: request.prompt.clone(),
             answer: Vec::new(),
@@ -83,17 +83,17 @@ impl Inputs {
             cached_tokens: None,
             input_tokens: request.prompt.len(),
         };
-        self.streams.insert(key(addr), talk);
+        self.streams.insert(key(addr), duplex);
     }
 
     /// The stream at `addr`, if its input is open.
-    pub(crate) fn get_mut(&mut self, addr: StreamAddr) -> Option<&mut Talk> {
-        let talk = self.streams.get_mut(&key(addr))?;
-        (talk.generation == addr.stream.generation).then_some(talk)
+    pub(crate) fn get_mut(&mut self, addr: StreamAddr) -> Option<&mut DuplexStream> {
+        let duplex = self.streams.get_mut(&key(addr))?;
+        (duplex.generation == addr.stream.generation).then_some(duplex)
     }
 
     /// Removes the stream at `addr`, and returns its state, if it was there.
-    pub(crate) fn remove(&mut self, addr: StreamAddr) -> Option<Talk> {
+    pub(crate) fn remove(&mut self, addr: StreamAddr) -> Option<DuplexStream> {
         if self.streams.is_empty() {
             return None; // the usual case
         }
@@ -102,7 +102,7 @@ impl Inputs {
     }
 }
 
-impl Talk {
+impl DuplexStream {
     /// Adds received input.
     ///
     /// # Errors
@@ -268,29 +268,36 @@ mod tests {
         let mut inputs = Inputs::default();
         inputs.begin(addr(1), &request(&[1, 2, 3]));
         assert!(inputs.get_mut(addr(2)).is_none(), "another generation");
-        let talk = inputs.get_mut(addr(1)).unwrap();
-        assert_eq!(talk.room_due(), ROOM_BYTES, "accepted");
-        talk.take(&input(&[20], false, false)).unwrap();
-        talk.take(&input(&[21], true, false)).unwrap();
-        talk.take(&input(&[30], true, true)).unwrap();
-        assert_eq!(talk.next_turn(addr(1)), None, "the first is being answered");
-        assert_eq!(talk.room_due(), 0, "what waits takes room");
+        let duplex = inputs.get_mut(addr(1)).unwrap();
+        assert_eq!(duplex.room_due(), ROOM_BYTES, "accepted");
+        duplex.take(&input(&[20], false, false)).unwrap();
+        duplex.take(&input(&[21], true, false)).unwrap();
+        duplex.take(&input(&[30], true, true)).unwrap();
+        assert_eq!(
+            duplex.next_turn(addr(1)),
+            None,
+            "the first is being answered"
+        );
+        assert_eq!(duplex.room_due(), 0, "what waits takes room");
         for token in [10, 11] {
-            talk.on_tokens(&[token]);
+            duplex.on_tokens(&[token]);
         }
-        assert!(!talk.on_answered(FinishReason::Length, 0));
-        let turn = talk.next_turn(addr(1)).unwrap();
+        assert!(!duplex.on_answered(FinishReason::Length, 0));
+        let turn = duplex.next_turn(addr(1)).unwrap();
         assert_eq!(turn.prompt, request(&[1, 2, 3, 10, 11, 20, 21]).prompt);
-        assert_eq!(talk.room_due(), 8, "of what the turn took");
-        talk.on_tokens(&[12]);
-        assert!(!talk.on_answered(FinishReason::Length, 1));
-        let turn = talk.next_turn(addr(1)).unwrap();
+        assert_eq!(duplex.room_due(), 8, "of what the turn took");
+        duplex.on_tokens(&[12]);
+        assert!(!duplex.on_answered(FinishReason::Length, 1));
+        let turn = duplex.next_turn(addr(1)).unwrap();
         assert_eq!(
             turn.prompt,
             request(&[1, 2, 3, 10, 11, 20, 21, 12, 30]).prompt
         );
-        assert!(talk.on_answered(FinishReason::Length, 0), "nothing is left");
-        let usage = talk.usage();
+        assert!(
+            duplex.on_answered(FinishReason::Length, 0),
+            "nothing is left"
+        );
+        let usage = duplex.usage();
         assert_eq!((usage.prompt_tokens, usage.completion_tokens), (6, 3));
         assert_eq!(usage.preemptions, 1);
         assert!(inputs.remove(addr(2)).is_none());
@@ -301,19 +308,23 @@ mod tests {
     fn more_than_there_is_room_for_or_after_the_last_is_refused() {
         let mut inputs = Inputs::default();
         inputs.begin(addr(1), &request(&[1]));
-        let talk = inputs.get_mut(addr(1)).unwrap();
-        assert_eq!(talk.take(&input(&[1], true, false)), Err(Overrun), "early");
-        talk.room_due();
+        let duplex = inputs.get_mut(addr(1)).unwrap();
+        assert_eq!(
+            duplex.take(&input(&[1], true, false)),
+            Err(Overrun),
+            "early"
+        );
+        duplex.room_due();
         let most = vec![5; (ROOM_BYTES / TOKEN_BYTES) as usize];
-        talk.take(&input(&most, false, false)).unwrap();
-        assert_eq!(talk.room_due(), 0);
-        assert_eq!(talk.take(&input(&[1], false, false)), Err(Overrun));
+        duplex.take(&input(&most, false, false)).unwrap();
+        assert_eq!(duplex.room_due(), 0);
+        assert_eq!(duplex.take(&input(&[1], false, false)), Err(Overrun));
         // The turn that is next in line may be longer than what may wait.
-        talk.on_answered(FinishReason::Length, 0);
-        assert_eq!(talk.room_due(), ROOM_BYTES);
-        talk.take(&input(&most, true, true)).unwrap();
-        assert_eq!(talk.take(&input(&[], false, true)), Err(Overrun));
-        let turn = talk.next_turn(addr(1)).unwrap();
+        duplex.on_answered(FinishReason::Length, 0);
+        assert_eq!(duplex.room_due(), ROOM_BYTES);
+        duplex.take(&input(&most, true, true)).unwrap();
+        assert_eq!(duplex.take(&input(&[], false, true)), Err(Overrun));
+        let turn = duplex.next_turn(addr(1)).unwrap();
         assert_eq!(turn.prompt.len() as usize, 1 + 2 * most.len());
     }
 }

@@ -18,7 +18,7 @@ pub(crate) struct LiveStream {
     /// Time at which the thread received it, ns; 0 unless traced.
     pub(crate) recv_ns: u64,
     /// Whether its input is open (see [`crate::inputs`]).
-    pub(crate) talks: bool,
+    pub(crate) is_duplex: bool,
     /// The part of it that is computed here.
     pub(crate) role: Role,
     /// As in [`StartRequest::attempt`](slipstream_planes::StartRequest::attempt).
@@ -34,7 +34,7 @@ pub(crate) struct NewStream {
     pub(crate) prompt_tokens: u32,
     pub(crate) credit_tokens: u32,
     pub(crate) recv_ns: u64,
-    pub(crate) talks: bool,
+    pub(crate) is_duplex: bool,
     pub(crate) role: Role,
     pub(crate) attempt: u8,
 }
@@ -96,7 +96,7 @@ impl LiveTable {
                 cached_tokens: 0,
                 credit_tokens: 0,
                 recv_ns: 0,
-                talks: false,
+                is_duplex: false,
                 role: Role::Both,
                 attempt: 0,
             };
@@ -111,7 +111,7 @@ impl LiveTable {
             cached_tokens: 0,
             credit_tokens: new.credit_tokens,
             recv_ns: new.recv_ns,
-            talks: new.talks,
+            is_duplex: new.is_duplex,
             role: new.role,
             attempt: new.attempt,
         };

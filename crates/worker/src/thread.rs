@@ -20,7 +20,7 @@ use slipstream_planes::{
 
 use crate::backend::{Backend, Dead, Refused};
 use crate::held::HeldTokens;
-use crate::inputs::{Inputs, Talk};
+use crate::inputs::{DuplexStream, Inputs};
 use crate::live::{LiveStream, LiveTable, NewStream};
 use crate::set::{Control, LiveTiming, OnReady};
 use crate::stats::{RankStats, ThreadStats};
@@ -312,18 +312,18 @@ impl EngineThread {
                 bytes => bytes / TOKEN_BYTES,
             },
             recv_ns: if start.traced { now } else { 0 },
-            talks: start.more,
+            is_duplex: start.more,
             role: start.role,
             attempt: start.attempt,
         };
-        let talks = start.more.then(|| start.request.clone());
+        let opening = start.more.then(|| start.request.clone());
         if let Err(refused) = self.admit(at, start, now) {
             self.ranks[at].stats.refused.add(1);
             self.refuse(addr, new.attempt, refused.reason, &refused.message);
             return;
         }
         self.live.insert(addr, new);
-        if let Some(request) = talks {
+        if let Some(request) = opening {
             self.inputs.begin(addr, &request);
             self.go_on(addr, None);
         }
@@ -423,11 +423,12 @@ impl EngineThread {
     /// More input of a stream. If the stream has ended, the input crossed the end.
     fn take_input(&mut self, input: &Input) {
         let addr = input.addr;
-        let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
+        let (Some(duplex), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr))
+        else {
             return;
         };
         let max_len = self.ranks[live.rank as usize].backend.max_len() as usize;
-        if talk.take(input).is_err() || talk.gathered() > max_len {
+        if duplex.take(input).is_err() || duplex.gathered() > max_len {
             self.stats.overruns.add(1);
             self.end_early(addr, true);
             return;
@@ -438,12 +439,13 @@ impl EngineThread {
     /// Begins the next turn of a stream with more input, or ends it, and says how much room
     /// there is for more. `at` is the modelled end of the pass that answered the turn before.
     fn go_on(&mut self, addr: StreamAddr, at: Option<SimTime>) {
-        let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
+        let (Some(duplex), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr))
+        else {
             return;
         };
         let (rank, attempt) = (live.rank as usize, live.attempt);
-        if talk.is_over() {
-            let end = talk.end();
+        if duplex.is_over() {
+            let end = duplex.end();
             self.inputs.remove(addr);
             self.live.remove(addr);
             if let Some(frame) = self.port.frame(addr.shard) {
@@ -451,7 +453,7 @@ impl EngineThread {
             }
             return;
         }
-        if let Some(request) = talk.next_turn(addr) {
+        if let Some(request) = duplex.next_turn(addr) {
             let now = monotonic_ns();
             let model = at.unwrap_or_else(|| self.ranks[rank].model_now(now));
             if let Err(refused) = self.enqueue(rank, request, Role::Both, model, now) {
@@ -462,8 +464,8 @@ impl EngineThread {
                 return;
             }
         }
-        if let Some(talk) = self.inputs.get_mut(addr) {
-            let due = talk.room_due();
+        if let Some(duplex) = self.inputs.get_mut(addr) {
+            let due = duplex.room_due();
             if due > 0
                 && let Some(frame) = self.port.frame(addr.shard)
             {
@@ -508,8 +510,8 @@ impl EngineThread {
         let rank = &mut self.ranks[live.rank as usize];
         let id = RequestId::from(addr);
         let mut preemptions = 0;
-        let talk = self.inputs.remove(addr);
-        if talk.as_ref().is_none_or(Talk::is_answering) {
+        let duplex = self.inputs.remove(addr);
+        if duplex.as_ref().is_none_or(DuplexStream::is_answering) {
             let known = if slipstream_base::planted!("unkilled") {
                 Some(0)
             } else {
@@ -524,9 +526,9 @@ impl EngineThread {
         if !tell {
             return;
         }
-        let usage = match talk {
+        let usage = match duplex {
             None => live.usage(preemptions),
-            Some(talk) => talk.usage(),
+            Some(duplex) => duplex.usage(),
         };
         let end = End {
             reason: FinishReason::Abort,
@@ -1135,12 +1137,12 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             end_prompt(began, stream, rank, addr, pass, frame);
             continue;
         }
-        if stream.talks
-            && let Some(talk) = inputs.get_mut(addr)
+        if stream.is_duplex
+            && let Some(duplex) = inputs.get_mut(addr)
         {
-            talk.on_tokens(tokens);
+            duplex.on_tokens(tokens);
             if let Some(began) = began {
-                talk.on_cached(began.cached_tokens);
+                duplex.on_cached(began.cached_tokens);
             }
         }
         // Later turns of a stream have a prologue each in the engine, and none here.
@@ -1164,15 +1166,15 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
         };
         count_finished(rank, done.reason);
         let mut end = end_of(done);
-        if stream.talks
-            && let Some(talk) = inputs.get_mut(addr)
+        if stream.is_duplex
+            && let Some(duplex) = inputs.get_mut(addr)
         {
-            if !talk.on_answered(done.reason, done.usage.preemptions) {
+            if !duplex.on_answered(done.reason, done.usage.preemptions) {
                 frame.push_turn(addr.stream, &end);
                 turned.push(addr);
                 continue;
             }
-            end = talk.end();
+            end = duplex.end();
             inputs.remove(addr);
         }
         if held.is_empty() || !held.end(addr, end) {

@@ -116,7 +116,7 @@ fn a_client_sends_while_it_receives_and_each_turn_goes_on_from_the_last() {
 }
 
 #[test]
-fn what_cannot_be_a_talk_is_refused_and_a_bad_turn_ends_it() {
+fn a_request_that_cannot_be_duplex_is_refused_and_a_bad_turn_ends_it() {
     let server = Server::start(&[FAST]);
     let check_refused = |line: &str, param: &str| {
         let mut client = open(&server);

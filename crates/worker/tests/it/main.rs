@@ -634,7 +634,7 @@ fn say(rig: &mut Rig, addr: StreamAddr, turns: usize, tokens: &[TokenId], last: 
 fn a_stream_whose_input_goes_on_is_answered_turn_by_turn() {
     let mut rig = Setup::default().start_ready(workers(1, 1_000_000));
     let request = Shard::request(&prompt(1, 10), 6, 7);
-    let addr = rig.shards[0].start_talk(rank(0), request);
+    let addr = rig.shards[0].start_duplex(rank(0), request);
     say(&mut rig, addr, 0, &prompt(2, 5), false); // while the first is answered, or after
     rig.shards[0].send_input(addr, rank(0), &prompt(3, 3), false, false);
     rig.shards[0].send_input(addr, rank(0), &prompt(4, 2), true, true);
@@ -664,7 +664,7 @@ fn a_stream_whose_input_goes_on_is_answered_turn_by_turn() {
 fn a_stream_between_its_turns_can_be_ended_stopped_and_killed() {
     let mut rig = Setup::default().start_ready(workers(1, 1_000_000));
     let begin = |rig: &mut Rig| {
-        let addr = rig.shards[0].start_talk(rank(0), Shard::request(&prompt(1, 10), 6, 7));
+        let addr = rig.shards[0].start_duplex(rank(0), Shard::request(&prompt(1, 10), 6, 7));
         say(rig, addr, 1, &prompt(2, 5), false);
         rig.shards[0].read_until(|shard| shard.answer(addr).turns.len() == 2);
         addr
@@ -704,7 +704,7 @@ fn a_stream_between_its_turns_can_be_ended_stopped_and_killed() {
 fn input_beyond_its_room_or_behind_its_last_ends_the_stream_and_is_counted() {
     let mut rig = Setup::default().start_ready(workers(1, 1_000_000));
     for (count, tokens, last) in [(1, vec![5; (64 << 8) + 1], false), (2, vec![5], true)] {
-        let addr = rig.shards[0].start_talk(rank(0), Shard::request(&prompt(1, 10), 400, 7));
+        let addr = rig.shards[0].start_duplex(rank(0), Shard::request(&prompt(1, 10), 400, 7));
         rig.shards[0].read_until(|shard| shard.answer(addr).room_bytes > 0);
         rig.shards[0].send_input(addr, rank(0), &[1], false, last);
         rig.shards[0].send_input(addr, rank(0), &tokens, true, false);

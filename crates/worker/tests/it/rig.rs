@@ -252,7 +252,7 @@ impl Shard {
     }
 
     /// As [`Shard::start`], for a stream with more input.
-    pub(crate) fn start_talk(&mut self, rank: RankId, request: EngineRequest) -> StreamAddr {
+    pub(crate) fn start_duplex(&mut self, rank: RankId, request: EngineRequest) -> StreamAddr {
         let registration = self.table.register(()).unwrap();
         let addr = registration.addr();
         self.send(addr, rank, request, true);

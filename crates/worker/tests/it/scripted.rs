@@ -406,7 +406,7 @@ fn a_backend_that_dies_ends_its_streams_and_no_others() {
 fn turns_of_several_tokens_per_step_make_one_conversation() {
     let (mut rig, _) = start(Setup::default(), vec![steps_of(&[3, 1])]);
     let shard = &mut rig.shards[0];
-    let addr = shard.start_talk(rank(0), Shard::request(&[1, 2], 5, 3));
+    let addr = shard.start_duplex(rank(0), Shard::request(&[1, 2], 5, 3));
     shard.read_until(|shard| shard.answer(addr).turns.len() == 1);
     assert_eq!(shard.answer(addr).tokens, expected(3, 5));
     shard.send_input(addr, rank(0), &[4, 5], true, true);

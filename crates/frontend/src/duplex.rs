@@ -34,7 +34,7 @@ use crate::shard::Shard;
 const PIECE_TOKENS: usize = 4096;
 
 /// Serves a request with more input to come.
-pub(crate) async fn talk(
+pub(crate) async fn serve(
     shard: &Rc<Shard>,
     head: RequestHead,
     body: Incoming,
@@ -55,7 +55,7 @@ pub(crate) async fn talk(
         .ok_or_else(|| ApiError::bad_body("the body is empty; its first line is the request"))?;
     let charge = shard.budget.memory.charge(head.client.counts(), 0)?;
     let prepare = move |service: &Service, line: &[u8]| {
-        generate::prepare(service, Kind::Completion, line, times, check_talk)
+        generate::prepare(service, Kind::Completion, line, times, check_duplex)
     };
     let (prepared, charge) = shard.run(first.freeze(), charge, prepare).await?;
     let used = prepared.prompts.first().map_or(0, generate::Tokenized::len);
@@ -76,7 +76,7 @@ pub(crate) async fn talk(
 }
 
 /// Requirements of a request with more input to come.
-fn check_talk(request: &ApiRequest<'_>) -> Result<(), ApiError> {
+fn check_duplex(request: &ApiRequest<'_>) -> Result<(), ApiError> {
     let params = &request.params;
     let one = "a request with more input to come (application/x-ndjson)";
     if !params.stream {

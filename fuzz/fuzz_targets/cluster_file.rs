@@ -14,12 +14,12 @@ use slipstream_config::doc::Doc;
 fuzz_target!(|bytes: &[u8]| {
     let absent = |_: &Path| Err(std::io::ErrorKind::NotFound.into());
     match cluster::file::read(Doc::parse("cluster.toml", bytes), absent) {
-        Err(mistakes) => assert!(!mistakes.to_string().is_empty()),
+        Err(diagnostics) => assert!(!diagnostics.to_string().is_empty()),
         Ok((cluster, settings)) => {
             let printed = settings.to_toml();
             let (again, _) =
                 cluster::file::read(Doc::parse("printed.toml", printed.as_bytes()), absent)
-                    .unwrap_or_else(|mistakes| panic!("{mistakes}\n{printed}"));
+                    .unwrap_or_else(|diagnostics| panic!("{diagnostics}\n{printed}"));
             assert_eq!(again, cluster, "{printed}");
         }
     }

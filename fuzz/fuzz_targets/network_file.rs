@@ -19,7 +19,7 @@ fuzz_target!(|bytes: &[u8]| {
         memory_bytes_max: 16 << 20,
     };
     match config::read_with(Doc::parse("net.toml", bytes), &resources) {
-        Err(mistakes) => assert!(!mistakes.to_string().is_empty()),
+        Err(diagnostics) => assert!(!diagnostics.to_string().is_empty()),
         Ok(config) => {
             let (hosts, nodes) = {
                 let topology = &config.scenario.topology;

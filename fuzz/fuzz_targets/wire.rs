@@ -7,7 +7,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use slipstream_base::KvDelta;
-use slipstream_planes::wire::{self, Hello, Kind, RawFrame, Reject, WireError, Welcome};
+use slipstream_planes::wire::{self, Hello, Kind, RawFrame, Reject, Welcome, WireError};
 use slipstream_planes::{PassFrame, ToWorker};
 
 fuzz_target!(|bytes: &[u8]| {
@@ -59,7 +59,8 @@ fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
             wire::encode_kv(&delta, snapshot, back);
             let mut again = KvDelta::default();
             let frame = wire::split(back).unwrap().expect("a whole frame");
-            wire::decode_kv(frame.kind, frame.body, &mut again).expect("a frame that we wrote is readable");
+            wire::decode_kv(frame.kind, frame.body, &mut again)
+                .expect("a frame that we wrote is readable");
             // Clearing twice is clearing once.
             assert!(again.ops.len() <= delta.ops.len());
             return Ok(false);

@@ -11,11 +11,11 @@ use slipstream_config::workload_file;
 
 fuzz_target!(|bytes: &[u8]| {
     match workload_file::read(Doc::parse("workload.toml", bytes)) {
-        Err(mistakes) => assert!(!mistakes.to_string().is_empty()),
+        Err(diagnostics) => assert!(!diagnostics.to_string().is_empty()),
         Ok((workload, settings)) => {
             let printed = settings.to_toml();
             let (again, _) = workload_file::read(Doc::parse("printed.toml", printed.as_bytes()))
-                .unwrap_or_else(|mistakes| panic!("{mistakes}\n{printed}"));
+                .unwrap_or_else(|diagnostics| panic!("{diagnostics}\n{printed}"));
             assert_eq!(again, workload, "{printed}");
         }
     }

@@ -279,7 +279,7 @@ fn packets(count: u64) -> u64 {
         count * 1_000
     );
     let config = slipstream_netsim::config::read(Doc::parse("hotpaths.toml", toml.as_bytes()))
-        .unwrap_or_else(|mistakes| panic!("{mistakes}"));
+        .unwrap_or_else(|diagnostics| panic!("{diagnostics}"));
     let execution = Execution {
         threads: 1,
         ..Execution::default()

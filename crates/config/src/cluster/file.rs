@@ -1610,7 +1610,7 @@ mod tests {
     fn check_refused(text: &str, expected: &[&str]) {
         let shown = match parse(text) {
             Ok(_) => panic!("accepted: {text}"),
-            Err(mistakes) => format!("error: {mistakes}"),
+            Err(diagnostics) => format!("error: {diagnostics}"),
         };
         for part in expected {
             assert!(shown.contains(part), "no {part:?} in\n{shown}");
@@ -1900,8 +1900,8 @@ mod tests {
                 "a100-sxm-80gb has no FP8 units, and FP8 weights with 16-bit arithmetic",
             ),
         ] {
-            let mistakes = parse_with_json(FP8_JSON, text).unwrap_err().to_string();
-            assert!(mistakes.contains(part), "{mistakes}");
+            let diagnostics = parse_with_json(FP8_JSON, text).unwrap_err().to_string();
+            assert!(diagnostics.contains(part), "{diagnostics}");
         }
     }
 

@@ -94,7 +94,7 @@ impl<'m> IntoIterator for &'m Diagnostics {
 
 impl fmt::Display for Diagnostics {
     /// One error after the other, with `error: ` before each except the first, so that a program
-    /// that prints `error: {mistakes}` gets uniform blocks.
+    /// that prints `error: {diagnostics}` gets uniform blocks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, mistake) in self.0.iter().take(Self::SHOWN_MAX).enumerate() {
             if index > 0 {

@@ -158,7 +158,7 @@ impl Node {
 pub struct Doc {
     name: Arc<str>,
     root: Node,
-    mistakes: Vec<Diagnostic>,
+    diagnostics: Vec<Diagnostic>,
     /// Lines with a syntax error: their values are not reported a second time.
     broken_lines: Vec<u32>,
 }
@@ -177,7 +177,7 @@ impl Doc {
         let mut doc = Doc {
             name: name.into(),
             root: Node::empty_table(Origin::Default),
-            mistakes: Vec::new(),
+            diagnostics: Vec::new(),
             broken_lines: Vec::new(),
         };
         let whole = Origin::File {
@@ -228,7 +228,7 @@ impl Doc {
         Doc {
             name: "".into(),
             root: Node::empty_table(Origin::Default),
-            mistakes: Vec::new(),
+            diagnostics: Vec::new(),
             broken_lines: Vec::new(),
         }
     }
@@ -326,7 +326,7 @@ impl Doc {
         let cx = Context {
             file: self.name,
             broken_lines,
-            mistakes: RefCell::new(self.mistakes),
+            diagnostics: RefCell::new(self.diagnostics),
             known: RefCell::default(),
             unknown: RefCell::default(),
             settings: RefCell::default(),
@@ -338,7 +338,7 @@ impl Doc {
     }
 
     fn note(&mut self, at: Origin, message: String, hint: Option<String>) {
-        self.mistakes.push(Diagnostic { at, message, hint });
+        self.diagnostics.push(Diagnostic { at, message, hint });
     }
 
     fn broken(&mut self, at: Origin, message: &str, hint: Option<String>) {

@@ -18,7 +18,7 @@ pub(super) struct Context {
     pub(super) file: Arc<str>,
     /// In ascending order.
     pub(super) broken_lines: Vec<u32>,
-    pub(super) mistakes: RefCell<Vec<Diagnostic>>,
+    pub(super) diagnostics: RefCell<Vec<Diagnostic>>,
     /// Paths that were read, with the length of their table's part.
     pub(super) known: RefCell<BTreeSet<(String, String)>>,
     pub(super) unknown: RefCell<Vec<Unknown>>,
@@ -41,7 +41,7 @@ impl Context {
         {
             return; // the syntax error on that line is reported
         }
-        self.mistakes
+        self.diagnostics
             .borrow_mut()
             .push(Diagnostic { at, message, hint });
     }
@@ -63,9 +63,9 @@ impl Context {
             );
         }
         drop(known);
-        match Diagnostics::collect(self.mistakes.into_inner()) {
+        match Diagnostics::collect(self.diagnostics.into_inner()) {
             None => Ok(self.settings.into_inner()),
-            Some(mistakes) => Err(mistakes),
+            Some(diagnostics) => Err(diagnostics),
         }
     }
 }
@@ -533,8 +533,8 @@ impl<'a> Table<'a> {
 
     /// Errors noted in the whole document so far. Checks that build on values read before are skipped if
     /// those were wrong already.
-    pub fn mistake_count(&self) -> usize {
-        self.cx.mistakes.borrow().len()
+    pub fn error_count(&self) -> usize {
+        self.cx.diagnostics.borrow().len()
     }
 
     /// Rejects `key` with a reason, if it is set; for keys that are known but cannot be used.
@@ -887,7 +887,7 @@ mod tests {
         })
     }
 
-    fn mistakes_of(text: &str) -> String {
+    fn errors_of(text: &str) -> String {
         format!(
             "error: {}",
             read(Doc::parse("f.toml", text.as_bytes())).unwrap_err()
@@ -918,7 +918,7 @@ mod tests {
         let text = "[plant]\nrate = 11\nkind = \"too\"\nlamp = \"3\"\nsize = 1\nrtae = 2\n\
             [later]\nx = 1\n[common]\nsize = 0\n[part]\nloose = 1\n[part.p]\n[part.q]\n";
         assert_eq!(
-            mistakes_of(text),
+            errors_of(text),
             "error: f.toml:1:2: `plant.name` is missing\nhint: name it\n\
              error: f.toml:2:8: `plant.rate` is 11.0, but must be 0 to 10\n\
              error: f.toml:3:8: `plant.kind` is a string (\"too\"), but must be one of \"one\", \"two\"\n\
@@ -940,7 +940,7 @@ mod tests {
     #[test]
     fn broken_syntax_does_not_hide_other_mistakes_nor_double_them() {
         let text = "[plant]\nname = x\nrate = 99\nkind = \"one\nlamp = 0\n";
-        let shown = mistakes_of(text);
+        let shown = errors_of(text);
         let lines: Vec<&str> = shown.lines().filter(|l| l.starts_with("error")).collect();
         assert_eq!(lines.len(), 4, "{shown}");
         for (line, place) in lines.iter().zip(["2:8", "3:8", "4:", "5:8"]) {
@@ -1059,9 +1059,9 @@ mod tests {
                 unit.repeat(100_000),
                 unit.repeat(100_000)
             );
-            let mistakes = read(Doc::parse("f.toml", text.as_bytes())).unwrap_err();
+            let diagnostics = read(Doc::parse("f.toml", text.as_bytes())).unwrap_err();
             assert!(
-                mistakes.to_string().len() < 100_000,
+                diagnostics.to_string().len() < 100_000,
                 "most are counted, not shown"
             );
         }
@@ -1086,9 +1086,9 @@ mod tests {
         let lines = |line: fn(u32) -> String| (0..5000).map(line).collect::<Vec<_>>().concat();
         let parts = lines(|i| format!("[part.p{i}]\n"));
         let strangers = lines(|i| format!("k{i} = 1\n"));
-        let shown = mistakes_of(&format!("{strangers}[plant]\nname = \"a\"\n{parts}"));
+        let shown = errors_of(&format!("{strangers}[plant]\nname = \"a\"\n{parts}"));
         assert!(shown.contains("and 4951 more errors"), "{shown}");
-        let shown = mistakes_of(&format!("[plant]\nname = \"a\"\n{parts}"));
+        let shown = errors_of(&format!("[plant]\nname = \"a\"\n{parts}"));
         assert!(
             shown.contains("`part` has 5000 entries, but must have at most 1024"),
             "{shown}"
@@ -1102,12 +1102,12 @@ mod tests {
             "[plant]\nname = \"{}\"\n[later]\nx = [{many}]\n",
             ".".repeat(1000)
         );
-        let mistakes = mistakes_of(&text);
+        let diagnostics = errors_of(&text);
         assert!(
-            mistakes.starts_with("error: f.toml:3:2: `later`"),
-            "{mistakes}"
+            diagnostics.starts_with("error: f.toml:3:2: `later`"),
+            "{diagnostics}"
         );
-        assert_eq!(mistakes.matches("error: ").count(), 1);
+        assert_eq!(diagnostics.matches("error: ").count(), 1);
     }
 
     #[test]
@@ -1151,7 +1151,7 @@ mod tests {
                 .collect();
             let text = text.concat();
             match read(Doc::parse("f.toml", text.as_bytes())) {
-                Err(mistakes) => prop_assert!(mistakes.len() > 0 && !mistakes.to_string().is_empty()),
+                Err(diagnostics) => prop_assert!(diagnostics.len() > 0 && !diagnostics.to_string().is_empty()),
                 Ok((plant, settings)) => {
                     let again = read(Doc::parse("f.toml", settings.to_toml().as_bytes()));
                     prop_assert_eq!(plant, again.map_err(|e| e.to_string()).unwrap().0);

@@ -199,7 +199,7 @@ impl<'a> Reader<'a> {
             false
         });
         self.given = given.into_inner();
-        let mistakes = root.mistake_count();
+        let before = root.error_count();
         let (mut flows, mut items) = (Vec::new(), Vec::new());
         let mut keep = |flows: &mut Vec<ParsedFlow>, made: (Item, Vec<ParsedFlow>)| {
             let (mut item, made) = made;
@@ -231,7 +231,7 @@ impl<'a> Reader<'a> {
             keep(&mut flows, made);
         }
         notes.extend(self.notes.take());
-        if root.mistake_count() > mistakes {
+        if root.error_count() > before {
             // Flows are missing, so dependencies on them would be reported as errors too.
             return flows;
         }

@@ -27,7 +27,7 @@ pub(crate) fn run(toml: &str) -> RunResult {
 /// The error of `toml`, from reading it or from the set-up.
 pub(crate) fn error(toml: &str) -> String {
     match config::read(Doc::parse("test.toml", toml.as_bytes())) {
-        Err(mistakes) => mistakes.to_string(),
+        Err(diagnostics) => diagnostics.to_string(),
         Ok(config) => match Simulation::new(config.scenario, Execution::default()) {
             Err(error) => error.to_string(),
             Ok(_) => panic!("accepted: {toml}"),

@@ -724,8 +724,8 @@ fn shapes(
                     continue;
                 }
                 let setting = &settings(args, false)[0];
-                if let Err(mistakes) = base.resolve(&shape, setting, 1) {
-                    let first = mistakes.iter().next().map(|m| m.message.clone());
+                if let Err(diagnostics) = base.resolve(&shape, setting, 1) {
+                    let first = diagnostics.iter().next().map(|m| m.message.clone());
                     excluded.push(Excluded {
                         name: shape.name(),
                         reason: first.unwrap_or_default(),

@@ -18,7 +18,7 @@ impl Sim<'_> {
         if let Some(side) = &mut self.prefill {
             side.on_kv(self.now, node, n.life, &out.kv);
         }
-        n.tell(self.now, &out, &mut self.flights, &mut self.tally.totals);
+        n.record_output(self.now, &out, &mut self.flights, &mut self.tally.totals);
         if let Some(watch) = &n.watch {
             sink.on_pass(&PassRecord {
                 engine: node,

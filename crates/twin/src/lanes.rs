@@ -166,7 +166,7 @@ struct Rules<'a> {
     /// The fleet to charge requests and apply cache changes to, if the router reads them.
     fleet: Arc<Fleet>,
     /// Whether cache changes are published.
-    tells_cache: bool,
+    publishes_kv: bool,
     /// Their delay, ns.
     lag_ns: u64,
 }
@@ -270,7 +270,7 @@ impl Lane {
         let passes = worker.run.ends.len() as u64;
         worker.tally.passes += passes;
         worker.tally.jumped += passes;
-        if rules.tells_cache && !worker.run.kv_ops.is_empty() {
+        if rules.publishes_kv && !worker.run.kv_ops.is_empty() {
             let mut sequence = worker.run.kv_sequence;
             for (pass, &at) in worker.run.ends.iter().enumerate() {
                 let ops = worker.run.kv_of(pass);
@@ -299,13 +299,13 @@ impl Lane {
 
     /// Records a cache change at `at`.
     fn on_kv(&mut self, at: SimTime, delta: &KvDelta, rules: &Rules<'_>) {
-        if rules.tells_cache && !delta.ops.is_empty() {
+        if rules.publishes_kv && !delta.ops.is_empty() {
             self.late.push_back((at, delta.clone()));
         }
     }
 
     /// Applies the changes that reach the router before `limit`.
-    fn tell_cache(&mut self, limit: SimTime, rules: &Rules<'_>) {
+    fn apply_kv(&mut self, limit: SimTime, rules: &Rules<'_>) {
         while let Some((at, delta)) = self.late.front()
             && *at + rules.lag_ns < limit
         {
@@ -319,11 +319,11 @@ impl Lane {
             tally, ended, out, ..
         } = worker;
         self.node.finish(out);
-        if rules.tells_cache && !out.kv.ops.is_empty() {
+        if rules.publishes_kv && !out.kv.ops.is_empty() {
             self.late.push_back((now, out.kv.clone()));
         }
         self.node
-            .tell(now, out, &mut self.flights, &mut tally.totals);
+            .record_output(now, out, &mut self.flights, &mut tally.totals);
         tally.passes += 1;
         for first in &out.first {
             self.flights.get_mut(first.id).on_first(first, now, now);
@@ -500,7 +500,7 @@ struct Shared<'a> {
     /// Whether the next window has been routed, as far as possible.
     routed: AtomicBool,
     /// The next piece of cache changes to apply.
-    next_told: AtomicUsize,
+    next_applied: AtomicUsize,
     control: Mutex<Control>,
     in_flight: AtomicUsize,
     answered: AtomicU64,
@@ -551,8 +551,8 @@ impl Shared<'_> {
         self.in_flight.fetch_add(in_flight, Ordering::AcqRel);
         let answered = worker.tally.totals.requests.sent - sent;
         self.answered.fetch_add(answered, Ordering::AcqRel);
-        if self.rules.tells_cache {
-            self.tell_caches(window);
+        if self.rules.publishes_kv {
+            self.apply_kv_of_lanes(window);
         }
         if !worker.ended.is_empty() {
             lock(&self.ended[parity]).append(&mut worker.ended);
@@ -566,18 +566,18 @@ impl Shared<'_> {
 
     /// Applies the cache changes that reach the router in `window`, shared between the threads. It
     /// starts when the next window has been routed, which uses the earlier state.
-    fn tell_caches(&self, window: Window) {
+    fn apply_kv_of_lanes(&self, window: Window) {
         while !self.routed.load(Ordering::Acquire) {
             std::thread::yield_now(); // some microseconds at most
         }
         loop {
-            let lanes = self.lanes_of(self.next_told.fetch_add(1, Ordering::AcqRel));
+            let lanes = self.lanes_of(self.next_applied.fetch_add(1, Ordering::AcqRel));
             if lanes.is_empty() {
                 break;
             }
             for index in lanes {
                 // A thread that still advances it holds its lock.
-                lock(&self.lanes[index]).tell_cache(window.until, &self.rules);
+                lock(&self.lanes[index]).apply_kv(window.until, &self.rules);
             }
         }
     }
@@ -620,7 +620,7 @@ impl Shared<'_> {
         control.over |= control.cut.is_some() || control.error.is_some();
         self.windows.fetch_add(1, Ordering::AcqRel);
         self.routed.store(false, Ordering::Release);
-        self.next_told.store(0, Ordering::Release);
+        self.next_applied.store(0, Ordering::Release);
         self.next.store(0, Ordering::Release);
     }
 
@@ -629,7 +629,7 @@ impl Shared<'_> {
     }
 
     /// Records the requests that ended in window number `window`, in the order of their ends.
-    fn tell(&self, window: u64, tally: &mut Tally, sink: &mut dyn Sink) {
+    fn report(&self, window: u64, tally: &mut Tally, sink: &mut dyn Sink) {
         let mut ended = std::mem::take(&mut *lock(&self.ended[(window % 2) as usize]));
         ended.sort_unstable_by_key(|e| (e.last, e.request.id()));
         for e in &ended {
@@ -708,7 +708,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
             context_max: parts.context_max,
             seed: parts.seed,
             records: sink.wants_requests(),
-            tells_cache: views && fleet.config().kv_events,
+            publishes_kv: views && fleet.config().kv_events,
             lag_ns: parts.lag_ns,
             fleet,
         },
@@ -719,7 +719,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         next: AtomicUsize::new(0),
         piece,
         routed: AtomicBool::new(false),
-        next_told: AtomicUsize::new(0),
+        next_applied: AtomicUsize::new(0),
         control: Mutex::new(Control {
             window,
             following: None,
@@ -755,7 +755,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         while !shared.is_over() {
             shared.work(&mut worker);
             shared.barrier.meet(|| shared.turn());
-            shared.tell(window, &mut tally, sink);
+            shared.report(window, &mut tally, sink);
             window += 1;
         }
         spawned
@@ -769,7 +769,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
     });
     let mut refused = std::mem::take(&mut lock(&shared.arrivals).refused);
     lock(&shared.ended[0]).append(&mut refused);
-    shared.tell(0, &mut tally, sink);
+    shared.report(0, &mut tally, sink);
     for other in others.iter().chain([&worker.tally]) {
         tally.add(other);
     }

@@ -418,7 +418,7 @@ impl Node {
         self.gaps = Gaps::new(self.gaps.always, self.gaps.of_class.len());
     }
 
-    /// Ends the pass that ends now. Its output is to be [recorded](Self::tell).
+    /// Ends the pass that ends now. Its output is to be [recorded](Self::record_output).
     pub(crate) fn finish(&mut self, out: &mut PassOutput) {
         self.engine.finish_pass(out);
         self.phase = Phase::Awake;
@@ -451,7 +451,7 @@ impl Node {
 
     /// Delivers the tokens of a pass to their clients: counts the gaps before them. The caller
     /// records first tokens and ends after this.
-    pub(crate) fn tell(
+    pub(crate) fn record_output(
         &mut self,
         now: SimTime,
         out: &PassOutput,

@@ -284,7 +284,7 @@ impl Parts {
     pub(crate) fn new(
         cluster: &Cluster,
         options: &Options,
-        tells_later: bool,
+        delays_output: bool,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Parts, TwinError> {
         let mut serve = Side::new(cluster, &[Role::Both, Role::Decode], options)?;
@@ -295,7 +295,7 @@ impl Parts {
             None
         };
         // Passes whose tokens are still in transit may overlap with later ones.
-        let each_token = options.each_token || tells_later;
+        let each_token = options.each_token || delays_output;
         let classes = options.slo.classes.len();
         let mut nodes = Vec::new();
         // Engines of a pool are equal: their step times are built once.

@@ -294,7 +294,7 @@ pub fn simulate(
             node.watch = Some(Box::default());
         }
     }
-    let plain = sim.prefill.is_none() && !sim.tells_later && cluster.events.is_empty();
+    let plain = sim.prefill.is_none() && !sim.delays_output && cluster.events.is_empty();
     let follow_ups = sim.schedule.may_follow_up()?;
     let independent = plain
         && lanes::are_independent(sim.serve.reads_cache, &cluster.router, workload, follow_ups);
@@ -471,7 +471,7 @@ pub(crate) struct Sim<'a> {
     /// when it routes ahead (`lanes`).
     looks_first: bool,
     /// Whether tokens reach clients later than their passes end.
-    tells_later: bool,
+    delays_output: bool,
     pub(crate) frames: Frames,
     /// Requests at one time above which time is assumed not to advance any more.
     refuses_all: bool,
@@ -547,8 +547,8 @@ impl<'a> Sim<'a> {
             )),
         };
         let wire = Wire::new(cluster, options.speedup);
-        let tells_later = host.is_some() || wire.carries_messages();
-        let parts = Parts::new(cluster, options, tells_later, read)?;
+        let delays_output = host.is_some() || wire.carries_messages();
+        let parts = Parts::new(cluster, options, delays_output, read)?;
         // A modelled frontend has costs of its own.
         let api_time = match host {
             None if options.api_time => api_time(cluster, options, read)?,
@@ -595,7 +595,7 @@ impl<'a> Sim<'a> {
             wire,
             host,
             looks_first: false,
-            tells_later,
+            delays_output,
             frames: Frames::default(),
             refuses_all: false,
             faults: Faults::new(cluster),
@@ -787,18 +787,18 @@ impl<'a> Sim<'a> {
         n.finish(&mut out);
         self.tally.passes += 1;
         self.serve.on_kv(self.now, node, n.life, &out.kv);
-        if self.tells_later {
+        if self.delays_output {
             self.send_frame(node, out);
             return;
         }
-        self.tell(node, &out, sink);
+        self.deliver_output(node, &out, sink);
         self.out = out;
     }
 
     /// Delivers the output of a pass to the clients.
-    fn tell(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
+    fn deliver_output(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
         let now = self.now;
-        // Before `tell`, which may move the time of a request's last token to now.
+        // Before `record_output`, which may move the time of a request's last token to now.
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
             if flight.is_resumed() {
@@ -808,7 +808,7 @@ impl<'a> Sim<'a> {
             }
         }
         let n = &mut self.nodes[node as usize];
-        n.tell(now, out, &mut self.flights, &mut self.tally.totals);
+        n.record_output(now, out, &mut self.flights, &mut self.tally.totals);
         if let Some(watch) = &n.watch {
             sink.on_pass(&PassRecord {
                 engine: node,
@@ -876,7 +876,7 @@ impl<'a> Sim<'a> {
                     if let Some(Frame { node, life, out }) = self.frames.take(frame) {
                         // Messages in transit from a lost worker never arrive.
                         if self.nodes[node as usize].life == life {
-                            self.tell(node, &out, sink);
+                            self.deliver_output(node, &out, sink);
                         }
                         self.out = out; // reuse its memory
                     }
@@ -1301,7 +1301,7 @@ impl<'a> Sim<'a> {
     /// Limit of jumps for the `awake` engines that begin a pass now: a request must find the state
     /// of its target engine, and of the router's index, at its time.
     fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
-        if !self.options.jump || self.tells_later || awake == 0 {
+        if !self.options.jump || self.delays_output || awake == 0 {
             return Ok(SimTime::ZERO);
         }
         let mut until = self.horizon;
@@ -1365,13 +1365,13 @@ impl<'a> Sim<'a> {
             }
         }
         if self.watches {
-            self.tell_jump(node, sink);
+            self.report_jump(node, sink);
         }
         Some(end)
     }
 
     /// Reports the passes that were just jumped over.
-    fn tell_jump(&mut self, node: u32, sink: &mut dyn Sink) {
+    fn report_jump(&mut self, node: u32, sink: &mut dyn Sink) {
         let (run, sequences) = (&self.run, self.run.sequences());
         let mut start = run.start;
         for (pass, (&end, &used_blocks)) in run.ends.iter().zip(&run.used_blocks).enumerate() {

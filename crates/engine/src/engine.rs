@@ -1,6 +1,6 @@
 //! The scheduler: which sequences a pass works on, and what becomes of them.
 
-mod handover;
+mod disagg;
 mod jump;
 
 use std::collections::HashMap;
@@ -23,8 +23,8 @@ use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, RunningStats, Waiting};
 
-pub use handover::Reserved;
-use handover::{Handovers, Part};
+pub use disagg::Reserved;
+use disagg::{KvTransfers, TransferState};
 pub use jump::DecodeRun;
 
 /// One rank of one engine: its scheduler and its KV cache.
@@ -75,7 +75,7 @@ pub struct Engine {
     blocked_head: Option<BlockedHead>,
     /// Block tables of sequences that left, for those to come.
     spare_tables: Vec<Table>,
-    handovers: Handovers,
+    transfers: KvTransfers,
 
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
@@ -120,7 +120,7 @@ struct Sequence {
     admitted: Option<SimTime>,
     preemptions: u32,
     running: bool,
-    part: Part,
+    transfer: TransferState,
     /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
     generated_blocks: Vec<BlockHash>,
     /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.
@@ -321,7 +321,7 @@ impl Engine {
             waiting_decode: RunningStats::default(),
             blocked_head: None,
             spare_tables: Vec::new(),
-            handovers: Handovers::default(),
+            transfers: KvTransfers::default(),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -383,7 +383,7 @@ impl Engine {
             admitted: None,
             preemptions: 0,
             running: false,
-            part: Part::Queued(role),
+            transfer: TransferState::Queued(role),
             generated_blocks: Vec::new(),
             table: Table::default(),
         };
@@ -464,7 +464,7 @@ impl Engine {
         self.waiting_prefill = RunningStats::default();
         self.waiting_decode = RunningStats::default();
         self.blocked_head = None;
-        self.handovers = Handovers::default();
+        self.transfers = KvTransfers::default();
         self.pass = None;
         self.next = None;
         self.overtaken.clear();
@@ -518,8 +518,8 @@ impl Engine {
             } else {
                 self.running.remove(at);
             }
-        } else if self.sequences[slot].part.is_on_its_way() {
-            self.leave_handovers(slot);
+        } else if self.sequences[slot].transfer.is_on_its_way() {
+            self.leave_transfers(slot);
         } else {
             let arrived = self.sequences[slot].arrived;
             self.leave_waiting(slot);
@@ -754,7 +754,7 @@ impl Engine {
         let (rank, begun) = (sequence.rank(), sequence.has_begun());
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
-        if AHEAD && r.gets_token() && sequence.part != Part::Queued(Role::Prefill) {
+        if AHEAD && r.gets_token() && sequence.transfer != TransferState::Queued(Role::Prefill) {
             self.overtaken.push(r.slot);
         }
         self.release(table);
@@ -776,15 +776,17 @@ impl Engine {
             if self.is_blocked(slot) {
                 break;
             }
-            match self.sequences[slot].part {
-                Part::Queued(Role::Decode) => {
+            match self.sequences[slot].transfer {
+                TransferState::Queued(Role::Decode) => {
                     if self.reserve(slot) {
                         continue;
                     }
                     break;
                 }
-                Part::Queued(Role::Both | Role::Prefill) => {}
-                Part::Loading { .. } | Part::Loaded => unreachable!("it is in no queue"),
+                TransferState::Queued(Role::Both | Role::Prefill) => {}
+                TransferState::Loading { .. } | TransferState::Loaded => {
+                    unreachable!("it is in no queue")
+                }
             }
             let (computed, next_block) = self.find_hits(slot);
             let len = self.sequences[slot].tokens();
@@ -1074,7 +1076,7 @@ impl Engine {
         self.take_kv(&mut out.kv);
         self.report(&pass, &mut out.fpm);
         let queued = self.running.len() + self.waiting.len() as usize;
-        assert_eq!(queued + self.handovers.loading as usize, self.by_id.len());
+        assert_eq!(queued + self.transfers.loading as usize, self.by_id.len());
     }
 
     /// Notes the first token of the sequence, unless it has had one: before it was preempted, or from
@@ -1105,9 +1107,9 @@ impl Engine {
                 preemptions: sequence.preemptions,
             },
         });
-        if sequence.part == Part::Queued(Role::Prefill) {
+        if sequence.transfer == TransferState::Queued(Role::Prefill) {
             let table = std::mem::take(&mut self.sequences[r.slot].table);
-            self.handovers.held.insert(r.id, table);
+            self.transfers.held.insert(r.id, table);
         }
         self.remove(r.slot);
     }
@@ -1214,7 +1216,7 @@ impl Engine {
     /// The engine's state in numbers; O(1).
     pub fn stats(&self) -> Stats {
         Stats {
-            running: to_u32(self.by_id.len()) - self.waiting.len() - self.handovers.loading,
+            running: to_u32(self.by_id.len()) - self.waiting.len() - self.transfers.loading,
             waiting: self.waiting.len(),
             used_blocks: self.pool.used(),
             free_blocks: self.pool.free(),
@@ -1311,11 +1313,11 @@ impl Engine {
         for (slot, sequence) in self.sequences.iter() {
             assert_eq!(self.by_id.get(&sequence.request.id), Some(&slot));
             running += u32::from(sequence.running);
-            let holds = sequence.running || sequence.part.is_on_its_way();
+            let holds = sequence.running || sequence.transfer.is_on_its_way();
             assert!(holds || sequence.table.is_empty());
         }
         let tables = self.sequences.iter().map(|(_, sequence)| &sequence.table);
-        self.pool.audit(tables.chain(self.handovers.held.values()));
+        self.pool.audit(tables.chain(self.transfers.held.values()));
         let stats = self.stats();
         assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
         assert_eq!(running, stats.running);

@@ -203,7 +203,7 @@ impl Engine {
         if running > self.budget {
             return false; // not all of them are in a pass
         }
-        if !self.handovers.loaded.is_empty() && running < self.max_running {
+        if !self.transfers.loaded.is_empty() && running < self.max_running {
             return false;
         }
         match self.waiting.first() {

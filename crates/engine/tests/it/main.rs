@@ -4,7 +4,7 @@
 mod against_plain;
 mod allocations;
 mod continued;
-mod handovers;
+mod disagg;
 mod jumps;
 mod known_answers;
 mod plain;

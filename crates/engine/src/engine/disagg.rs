@@ -7,25 +7,25 @@ use super::{Engine, Plan, Running};
 use crate::error::Refusal;
 use crate::pool::Table;
 
-/// Which part of a sequence an engine computes, and its state.
+/// The progress of the KV transfer of a sequence, and the part that this engine computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum TransferState {
     /// It is in the engine's queues. [`Role::Prefill`]: its blocks are held when it ends.
     /// [`Role::Decode`]: it waits for blocks into which the prompt's keys and values can come.
     Queued(Role),
-    /// The answer; it has its blocks and is in no queue until they are filled.
+    /// It has its blocks and is in no queue until the transfer has filled them.
     Loading {
         /// Of them, found in this engine's own cache.
         cached_tokens: u32,
     },
-    /// The answer; its prompt is there, less the last token, which is computed here.
+    /// Its prompt has been received, except the last token, which is computed here.
     Loaded,
 }
 
-impl Part {
+impl TransferState {
     /// Holds blocks and is in no queue of the engine's own.
     pub(super) fn is_on_its_way(self) -> bool {
-        matches!(self, Part::Loading { .. } | Part::Loaded)
+        matches!(self, TransferState::Loading { .. } | TransferState::Loaded)
     }
 }
 
@@ -39,15 +39,15 @@ pub struct Reserved {
     pub cached_tokens: u32,
 }
 
-/// Sequences that are handed over, apart from their places in queues.
+/// Sequences of disaggregated prefill that are in no queue of this engine.
 #[derive(Default)]
-pub(super) struct Handovers {
+pub(super) struct KvTransfers {
     /// Blocks of prompts that were computed here, until they are fetched.
     pub(super) held: std::collections::BTreeMap<RequestId, Table>,
-    /// Sequences that are [`Part::Loading`] or [`Part::Loaded`].
+    /// Sequences that are [`TransferState::Loading`] or [`TransferState::Loaded`].
     pub(super) loading: u32,
-    /// Slots of those that are [`Part::Loaded`], in the order in which their prompts came. They go
-    /// before all who wait: they hold blocks, which the head of the queue may be waiting for.
+    /// Slots of those that are [`TransferState::Loaded`], in the order of their transfers. They run
+    /// before all that wait: they hold blocks, which the head of the queue may be waiting for.
     pub(super) loaded: std::collections::VecDeque<u32>,
     /// Not taken yet.
     reserved: Vec<Reserved>,
@@ -83,7 +83,7 @@ impl Engine {
     /// Moves the sequences that got their blocks since the last call to the end of `out`. To be called
     /// after each [`begin_pass`](Engine::begin_pass), also after one that began none.
     pub fn take_reserved(&mut self, out: &mut Vec<Reserved>) {
-        out.append(&mut self.handovers.reserved);
+        out.append(&mut self.transfers.reserved);
     }
 
     /// The prompt's keys and values have come: its full blocks can be hit, and the next pass may
@@ -96,20 +96,20 @@ impl Engine {
         let Some(&slot) = self.by_id.get(&id) else {
             return false;
         };
-        let Part::Loading { .. } = self.sequences[slot].part else {
+        let TransferState::Loading { .. } = self.sequences[slot].transfer else {
             return false;
         };
         let sequence = &mut self.sequences[slot];
-        sequence.part = Part::Loaded;
+        sequence.transfer = TransferState::Loaded;
         let len = sequence.tokens();
         self.cache_full(slot, len - 1);
-        self.handovers.loaded.push_back(slot);
+        self.transfers.loaded.push_back(slot);
         true
     }
 
     /// Frees the blocks of a prompt that was computed here. False if there are none of that name.
     pub fn release_held(&mut self, id: RequestId) -> bool {
-        let Some(table) = self.handovers.held.remove(&id) else {
+        let Some(table) = self.transfers.held.remove(&id) else {
             return false;
         };
         self.release(table);
@@ -119,7 +119,7 @@ impl Engine {
     /// Blocks that are held for others to fetch, and sequences that wait for theirs to be filled.
     /// With any of them an engine may have sequences and yet begin no pass.
     pub fn hands_over(&self) -> bool {
-        !self.handovers.held.is_empty() || self.handovers.loading > 0
+        !self.transfers.held.is_empty() || self.transfers.loading > 0
     }
 
     /// Gives the waiting sequence `slot` blocks for its whole prompt; false if there are too few.
@@ -137,12 +137,12 @@ impl Engine {
         self.pool.allocate(missing, &mut table, &mut self.ops);
         let sequence = &mut self.sequences[slot];
         sequence.table = table;
-        sequence.part = Part::Loading { cached_tokens };
+        sequence.transfer = TransferState::Loading { cached_tokens };
         sequence.cached_tokens = cached_tokens;
         let id = sequence.request.id;
-        self.handovers.loading += 1;
+        self.transfers.loading += 1;
         let reserved = Reserved { id, cached_tokens };
-        self.handovers.reserved.push(reserved);
+        self.transfers.reserved.push(reserved);
         true
     }
 
@@ -150,23 +150,23 @@ impl Engine {
     pub(super) fn admit_loaded<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         while plan.budget > 0
             && to_u32(self.running.len()) < self.max_running
-            && let Some(slot) = self.handovers.loaded.pop_front()
+            && let Some(slot) = self.transfers.loaded.pop_front()
         {
-            self.handovers.loading -= 1;
+            self.transfers.loading -= 1;
             self.run_loaded::<AHEAD>(now, slot, plan);
         }
     }
 
     /// Forgets that a sequence, which is aborted, was on its way.
-    pub(super) fn leave_handovers(&mut self, slot: u32) {
-        self.handovers.loading -= 1;
-        self.handovers.loaded.retain(|&s| s != slot);
+    pub(super) fn leave_transfers(&mut self, slot: u32) {
+        self.transfers.loading -= 1;
+        self.transfers.loaded.retain(|&s| s != slot);
     }
 
     fn run_loaded<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, plan: &mut Plan) {
         let sequence = &mut self.sequences[slot];
         // Once preempted, it is computed here like any other.
-        sequence.part = Part::Queued(Role::Both);
+        sequence.transfer = TransferState::Queued(Role::Both);
         sequence.running = true;
         sequence.admitted.get_or_insert(now);
         let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());

@@ -3,10 +3,11 @@
 //! The live side runs this binary's `serve` and `bench` as separate processes on loopback, as a
 //! user would.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -256,52 +257,16 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
     } else if args.cluster.resolve_modelled(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
-    let mut bench = slipstream()?;
-    bench
-        .args(["bench", url])
-        .args(args.what.flags())
-        .args(same_seed(&args.what))
-        .args(
-            args.sets
-                .workload_set
-                .iter()
-                .map(|set| format!("--set={set}")),
-        )
-        .args(["--prompt-form", "tokens", "--token-ids", &args.token_ids])
-        .arg("--out")
-        .arg(dir.join("live.json"))
-        .args(["--label", "engine"])
-        .stdout(Stdio::null());
+    let mut bench = bench(args, url, "engine", dir)?;
+    bench.args(["--prompt-form", "tokens", "--token-ids", &args.token_ids]);
     let before = HostSample::now();
     let status = bench.status().context("starting `slipstream bench`")?;
     let load = HostSample::now().since(&before);
-    // 1 means that requests failed, which the report shows.
-    ensure!(
-        status.code().is_some_and(|code| code < 2),
-        "`slipstream bench` did not run; its message is above"
-    );
-    let mut simulate = slipstream()?;
-    simulate
-        .arg("simulate")
-        .args(&cluster)
-        .args(args.what.flags())
-        .args(
-            args.sets
-                .workload_set
-                .iter()
-                .map(|set| format!("--workload-set={set}")),
-        )
-        .arg("--out")
-        .arg(dir.join("twin.json"))
-        .args(["--label", "twin"])
-        .stdout(Stdio::null());
-    let simulated = simulate
+    ensure_ran("bench", status)?;
+    let simulated = simulate(args, &cluster, dir)?
         .status()
         .context("starting `slipstream simulate`")?;
-    ensure!(
-        simulated.code().is_some_and(|code| code < 2),
-        "`slipstream simulate` did not run; its message is above"
-    );
+    ensure_ran("simulate", simulated)?;
     let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
     let host = Host::new(load, None, step_ms(&reports[1]));
     if args.json {
@@ -474,26 +439,13 @@ fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Opti
         bail!("`slipstream serve` did not start; its message is above");
     };
     await_ranks(url)?;
-    let mut bench = slipstream()?;
+    let mut bench = bench(args, url, "live", dir)?;
     bench
-        .args(["bench", url])
-        .args(args.what.flags())
-        .args(same_seed(&args.what))
         .arg(format!("--time-scale={}", args.scale(speedup)))
-        .args(
-            args.sets
-                .workload_set
-                .iter()
-                .map(|set| format!("--set={set}")),
-        )
         .arg("--trace-stages")
         .arg("--drag")
         .arg(dir.join("live.csv"))
-        .arg("--out")
-        .arg(dir.join("live.json"))
-        .args(["--label", "live"])
-        .arg(format!("--server-pid={}", server.0.id()))
-        .stdout(Stdio::null());
+        .arg(format!("--server-pid={}", server.0.id()));
     let before = HostSample::now();
     let at_start = RunQueue::of(server.0.id());
     let mut client = bench.spawn().context("starting `slipstream bench`")?;
@@ -509,42 +461,62 @@ fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Opti
     let load = HostSample::now().since(&before);
     let of_server = RunQueue::of(server.0.id()).map(|now| now.since(at_start.unwrap_or_default()));
     let queue = of_server.map(|server| server.plus(of_client.unwrap_or_default()));
-    // 1 means that requests failed, which the records show in detail.
-    ensure!(
-        status.code().is_some_and(|code| code < 2),
-        "`slipstream bench` did not run; its message is above"
-    );
+    ensure_ran("bench", status)?;
     Ok((load, queue))
 }
 
 fn twin(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<()> {
-    let mut simulate = slipstream()?;
+    let mut simulate = simulate(args, &args.cluster.flags(), dir)?;
     simulate
-        .arg("simulate")
-        .args(args.cluster.flags())
-        .args(args.what.flags())
         .arg(format!("--time-scale={}", args.scale(speedup)))
         .arg(format!("--speedup={speedup}"))
         // The live side is our own server, not vLLM's.
         .arg("--no-api-time")
-        .args(
-            args.sets
-                .workload_set
-                .iter()
-                .map(|set| format!("--workload-set={set}")),
-        )
         .arg("--drag")
-        .arg(dir.join("twin.csv"))
+        .arg(dir.join("twin.csv"));
+    let status = simulate
+        .status()
+        .context("starting `slipstream simulate`")?;
+    ensure_ran("simulate", status)
+}
+
+/// `slipstream bench` of the server at `url`, with its report in `live.json`.
+fn bench(args: &Args, url: &str, label: &str, dir: &Path) -> anyhow::Result<Command> {
+    let mut bench = slipstream()?;
+    bench
+        .args(["bench", url])
+        .args(args.what.flags())
+        .args(same_seed(&args.what))
+        .args(args.workload_sets("--set"))
+        .arg("--out")
+        .arg(dir.join("live.json"))
+        .args(["--label", label])
+        .stdout(Stdio::null());
+    Ok(bench)
+}
+
+/// `slipstream simulate` of the same load, with its report in `twin.json`. `cluster`: the arguments
+/// that name the cluster.
+fn simulate(args: &Args, cluster: &[OsString], dir: &Path) -> anyhow::Result<Command> {
+    let mut simulate = slipstream()?;
+    simulate
+        .arg("simulate")
+        .args(cluster)
+        .args(args.what.flags())
+        .args(args.workload_sets("--workload-set"))
         .arg("--out")
         .arg(dir.join("twin.json"))
         .args(["--label", "twin"])
         .stdout(Stdio::null());
-    let status = simulate
-        .status()
-        .context("starting `slipstream simulate`")?;
+    Ok(simulate)
+}
+
+/// Fails unless the command did its work. Exit status 1 means that requests failed: the report
+/// shows them.
+fn ensure_ran(command: &str, status: ExitStatus) -> anyhow::Result<()> {
     ensure!(
         status.code().is_some_and(|code| code < 2),
-        "`slipstream simulate` did not run; its message is above"
+        "`slipstream drag` runs `slipstream {command}`, which failed ({status}); its message is above"
     );
     Ok(())
 }
@@ -553,6 +525,12 @@ impl Args {
     /// Compression of arrivals and think times.
     fn scale(&self, speedup: f64) -> f64 {
         self.what.time_scale.unwrap_or(1.0) * speedup
+    }
+
+    /// The values of `--workload-set`, each as an argument of `flag`.
+    fn workload_sets(&self, flag: &str) -> impl Iterator<Item = String> {
+        let sets = self.sets.workload_set.iter();
+        sets.map(move |set| format!("{flag}={set}"))
     }
 }
 

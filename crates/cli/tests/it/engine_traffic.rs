@@ -1,6 +1,7 @@
 //! Shares of requests: pools with weights, pools that get copies, and pools whose engines a name lists.
 
 use std::net::TcpListener;
+use std::sync::{Mutex, mpsc};
 
 use crate::engines::{Engine, PATIENCE, STREAM, answer, stream_texts, text_of};
 use crate::server::Server;
@@ -204,61 +205,73 @@ fn a_mirror_gets_copies_and_answers_no_client() {
     );
 }
 
+/// A server in front of an engine, and of a mirror that never answers while `hold` exists.
+struct Mirrored {
+    server: Server,
+    _serving: Engine,
+    silent: Engine,
+    hold: mpsc::Sender<()>,
+}
+
+impl Mirrored {
+    fn start(more: &[&str]) -> Mirrored {
+        let serving = named("serving");
+        let (hold, held) = mpsc::channel();
+        let held = Mutex::new(held);
+        let silent = Engine::start(move |_, _| {
+            let _ = held.lock().unwrap().recv_timeout(PATIENCE);
+        });
+        let pools = [
+            pool("a", &[&serving], ""),
+            pool("m", &[&silent], "mirror=1.0"),
+        ];
+        let server = front(&pools, more);
+        server.await_metric("slipstream_engine_up", |up| up == 2.0);
+        Mirrored {
+            server,
+            _serving: serving,
+            silent,
+            hold,
+        }
+    }
+}
+
 #[test]
 fn a_mirror_that_never_answers_delays_no_client() {
-    let serving = named("serving");
-    let (hold, held) = std::sync::mpsc::channel::<()>();
-    let held = std::sync::Mutex::new(held);
-    let silent = Engine::start(move |_, _| {
-        let _ = held.lock().unwrap().recv_timeout(PATIENCE);
-    });
-    let pools = [
-        pool("a", &[&serving], ""),
-        pool("m", &[&silent], "mirror=1.0"),
-    ];
-    let server = front(&pools, &[]);
-    server.await_metric("slipstream_engine_up", |up| up == 2.0);
+    let fleet = Mirrored::start(&[]);
     for _ in 0..5 {
-        assert_eq!(server.post("/v1/completions", BODY).text(), "serving");
+        assert_eq!(fleet.server.post("/v1/completions", BODY).text(), "serving");
     }
-    let url = format!("http://{}", silent.address);
-    server.await_metric(
+    let url = format!("http://{}", fleet.silent.address);
+    fleet.server.await_metric(
         &format!("slipstream_engine_in_flight{{engine=\"{url}\"}}"),
         |of| of == 5.0,
     );
     assert!(
-        server.terminate().success(),
+        fleet.server.terminate().success(),
         "copies do not hold an exit up"
     );
-    drop(hold);
+    drop(fleet.hold);
 }
 
 /// Copies are charged to no client, and are dropped before they hold an eighth of the memory.
 #[test]
 fn a_mirror_that_never_answers_takes_no_clients_memory() {
-    let serving = named("serving");
-    let (hold, held) = std::sync::mpsc::channel::<()>();
-    let held = std::sync::Mutex::new(held);
-    let silent = Engine::start(move |_, _| {
-        let _ = held.lock().unwrap().recv_timeout(PATIENCE);
-    });
-    let pools = [
-        pool("a", &[&serving], ""),
-        pool("m", &[&silent], "mirror=1.0"),
-    ];
-    let server = front(&pools, &["--set=live.memory_max=33554432"]);
-    server.await_metric("slipstream_engine_up", |up| up == 2.0);
+    let fleet = Mirrored::start(&["--set=live.memory_max=33554432"]);
     let body = format!(
         "{{\"model\":\"m\",\"prompt\":\"{}\"}}",
         "a ".repeat(500_000)
     );
     for _ in 0..40 {
-        assert_eq!(server.post("/v1/completions", &body).text(), "serving");
+        assert_eq!(
+            fleet.server.post("/v1/completions", &body).text(),
+            "serving"
+        );
     }
     let dropped = "slipstream_mirror_dropped_total{reason=\"memory\"}";
-    assert_eq!(server.metric(dropped), 36.0, "4 of 1 MB are held");
-    drop(hold);
-    assert!(server.terminate().success());
+    assert_eq!(fleet.server.metric(dropped), 36.0, "4 of 1 MB are held");
+    drop(fleet.hold);
+    assert!(fleet.server.terminate().success());
 }
 
 #[test]

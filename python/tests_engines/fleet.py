@@ -173,6 +173,18 @@ class Engine:
 
 
 @contextmanager
+def ready(engines: list[Engine]) -> Iterator[None]:
+    """Wait until all engines answer; they are killed at the end."""
+    try:
+        for engine in engines:
+            engine.await_ready()
+        yield
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+@contextmanager
 def router(urls: list[str], *flags: str, prefill: list[str] | None = None) -> Iterator[str]:
     """`slipstream serve` in front of `urls`; yields its address. `prefill` compute prompts."""
     engines = [f"--engine={url}" for url in urls]

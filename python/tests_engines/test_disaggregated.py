@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engine, free_port, make_model, metric, post, router
+from fleet import Engine, free_port, make_model, metric, post, ready, router
 
 pytest.importorskip("slipstream._native", reason="the connector is not installed")
 
@@ -303,9 +303,7 @@ def test_parameters_of_nixl_are_passed_on(fleet: Fleet) -> None:
         )
         for n in range(2)
     ]
-    try:
-        for engine in engines:
-            engine.await_ready()
+    with ready(engines):
         prefill, decode = engines
         with router([decode.url], prefill=[prefill.url]) as front:
             for _ in range(6):
@@ -321,6 +319,3 @@ def test_parameters_of_nixl_are_passed_on(fleet: Fleet) -> None:
         while metric(decode.url, "vllm:nixl_bytes_transferred_sum") == 0:
             assert time.monotonic() < end, "no block was transferred"
             time.sleep(0.5)
-    finally:
-        for engine in engines:
-            engine.kill()

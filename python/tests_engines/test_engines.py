@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engine, make_model, metric, post, router
+from fleet import Engine, make_model, metric, post, ready, router
 from openai import OpenAI
 
 PROMPT = "Once upon a time there was an engineer who measured everything twice, and then"
@@ -25,13 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(model: Path) -> Iterator[list[Engine]]:
     started = [Engine(model, model.parent / f"vllm-{n}.log") for n in range(2)]
-    try:
-        for engine in started:
-            engine.await_ready()
+    with ready(started):
         yield started
-    finally:
-        for engine in started:
-            engine.kill()
 
 
 def bare(answer: dict[str, Any]) -> dict[str, Any]:

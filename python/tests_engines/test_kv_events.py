@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engine, make_model, metric, post, router
+from fleet import Engine, make_model, metric, post, ready, router
 
 SETTLED_S = 60
 """Events of an answer arrive within this time, also on a busy machine."""
@@ -18,13 +18,8 @@ SETTLED_S = 60
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Engine]]]:
     model = make_model(tmp_path_factory.mktemp("events") / "tiny")
     started = [Engine(model, model.parent / f"vllm-{n}.log", events=True) for n in range(2)]
-    try:
-        for engine in started:
-            engine.await_ready()
+    with ready(started):
         yield model, started
-    finally:
-        for engine in started:
-            engine.kill()
 
 
 def cached_tokens(url: str, path: str, body: dict[str, Any]) -> int:

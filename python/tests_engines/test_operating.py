@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engine, make_model, metric, post, router, slipstream
+from fleet import Engine, make_model, metric, post, ready, router, slipstream
 from openai import OpenAI
 
 ROUND_ROBIN = '--set=router.policy="round_robin"'
@@ -23,13 +23,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         Engine(model, model.parent / f"vllm-{n}.log", development=True, variables=stores)
         for n in range(2)
     ]
-    try:
-        for engine in started:
-            engine.await_ready()
+    with ready(started):
         yield started
-    finally:
-        for engine in started:
-            engine.kill()
 
 
 def await_metric(url: str, name: str, least: float, **labels: str) -> None:

@@ -9,6 +9,15 @@
 //! Order is part of the contract: events run by time, and equal times run in the order in which the
 //! wheel received them while both were in the same level. The order is a function of the calls
 //! made, never of threads or addresses, so that a run repeats exactly.
+// This crate has no dependencies, and so its own casts.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod barrier;

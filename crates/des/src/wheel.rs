@@ -22,6 +22,12 @@ const INSERTION_MAX: usize = 24;
 /// Bins of the counting sort; wider buckets with many events use the standard stable sort.
 const BINS: usize = 1024;
 
+/// The low 32 bits of `n`.
+#[inline]
+fn low(n: u64) -> u32 {
+    (n & 0xffff_ffff) as u32
+}
+
 /// An event that carries the low 32 bits of its time.
 ///
 /// 32 bits keep the event small; the wheel adds the rest, because an event in a ring is less than
@@ -74,7 +80,7 @@ impl Ring {
 
     #[inline]
     fn push<E: Copy>(&mut self, bucket: u64, event: E, chunks: &mut Chunks<E>) {
-        let slot = bucket as usize & (SLOTS - 1);
+        let slot = low(bucket) as usize & (SLOTS - 1);
         if chunks.push(&mut self.buckets[slot], event) {
             self.occupied[slot >> 6] |= 1 << (slot & 63);
             self.words |= 1 << (slot >> 6);
@@ -83,7 +89,7 @@ impl Ring {
 
     /// Empties a bucket and returns its events; the caller frees their chunks.
     fn take(&mut self, bucket: u64) -> Bucket {
-        let slot = bucket as usize & (SLOTS - 1);
+        let slot = low(bucket) as usize & (SLOTS - 1);
         self.vacate(slot);
         std::mem::replace(&mut self.buckets[slot], Bucket::EMPTY)
     }
@@ -99,14 +105,14 @@ impl Ring {
     /// The first occupied bucket at or after `from`, which must be the ring's earliest possible.
     #[inline]
     fn first(&self, from: u64) -> Option<u64> {
-        let start = from as usize & (SLOTS - 1);
+        let start = low(from) as usize & (SLOTS - 1);
         let (word, bit) = (start >> 6, start & 63);
         let masked = self.occupied[word] >> bit;
         if masked != 0 {
             return Some(from + u64::from(masked.trailing_zeros()));
         }
         // The words after this one in ring order, this one (its low part) last.
-        let after = self.words.rotate_right(word as u32 + 1);
+        let after = self.words.rotate_right(low(word as u64) + 1);
         if after == 0 {
             return None;
         }
@@ -183,7 +189,7 @@ impl<E: Timed> Wheel<E> {
     /// `time` must not be before the last event popped: simulated time does not run back.
     #[inline]
     pub fn push(&mut self, time: u64, event: E) {
-        debug_assert_eq!(event.time_low(), time as u32);
+        debug_assert_eq!(event.time_low(), low(time));
         self.len += 1;
         let bucket = time >> self.shift;
         let ahead = bucket.wrapping_sub(self.cursor);
@@ -296,7 +302,7 @@ impl<E: Timed> Wheel<E> {
         let start_ns = start << self.shift;
         while let Some((chunk, count)) = self.chunks.take_chunk(&mut events) {
             for &event in &chunk[..count] {
-                let time = start_ns + u64::from(event.time_low().wrapping_sub(start_ns as u32));
+                let time = start_ns + u64::from(event.time_low().wrapping_sub(low(start_ns)));
                 self.fine.push(time >> self.shift, event, &mut self.chunks);
             }
         }
@@ -323,7 +329,7 @@ impl<E: Timed> Wheel<E> {
         if self.near.is_empty() && self.run_at < self.run.len() {
             let start = self.cursor << self.shift;
             let event = &self.run[self.run_at];
-            let time = start + u64::from(event.time_low().wrapping_sub(start as u32));
+            let time = start + u64::from(event.time_low().wrapping_sub(low(start)));
             if time >= until {
                 return None;
             }
@@ -344,7 +350,7 @@ impl<E: Timed> Wheel<E> {
         let run = self
             .run
             .get(self.run_at)
-            .map(|e| start + u64::from(e.time_low().wrapping_sub(start as u32)));
+            .map(|e| start + u64::from(e.time_low().wrapping_sub(low(start))));
         let near = self.near.peek().map(|Reverse(n)| n.time);
         // Equal times: events that waited in the bucket come first.
         let from_run = match (run, near) {
@@ -369,11 +375,11 @@ impl<E: Timed> Wheel<E> {
         self.cursor = bucket;
         self.open = true;
         self.run_at = 0;
-        let start = (bucket << self.shift) as u32;
+        let start = low(bucket << self.shift);
         self.run.clear();
         let events = self.fine.take(bucket);
         let count = self.chunks.len(events);
-        if count > INSERTION_MAX && self.bucket_ns() as usize <= BINS {
+        if count > INSERTION_MAX && self.bucket_ns() <= BINS as u64 {
             self.counting_sort(events, count, start);
         } else {
             for piece in self.chunks.pieces(events) {

@@ -38,6 +38,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use slipstream_base::SimTime;
+use slipstream_base::width::{low_u8, nanos};
 
 use crate::notify::Notify;
 use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker};
@@ -205,7 +206,7 @@ impl Folder {
         is_due: bool,
         changes: &mut Vec<Change>,
     ) -> Result<(), BackendError> {
-        let poll_ns = self.options.poll.as_nanos() as u64;
+        let poll_ns = nanos(self.options.poll);
         self.next_look = now + poll_ns;
         let path = self.options.path.clone();
         let found = match stat(&path) {
@@ -288,7 +289,7 @@ impl Folder {
             Ok(read) => {
                 self.invalid.remove(key);
                 let entry = Entry {
-                    lease_ns: read.lease.as_nanos() as u64,
+                    lease_ns: nanos(read.lease),
                     inode: read.inode,
                     modified: read.modified,
                     changed_at: now,
@@ -440,7 +441,7 @@ impl Backend for Folder {
         assert!(value.len() <= VALUE_BYTES_MAX, "values are, too");
         let record: &RawValue = serde_json::from_str(value).expect("values are JSON");
         let envelope = Envelope {
-            lease_ms: lease.as_millis() as u64,
+            lease_ms: nanos(lease) / 1_000_000,
             record,
         };
         let text = serde_json::to_string(&envelope).expect("it is plain data");
@@ -620,7 +621,8 @@ fn is_local(path: &Path) -> bool {
         0xf2f5_2010,
         0x2fc1_2fc1,
     ];
-    rustix::fs::statfs(path).is_ok_and(|found| LOCAL.contains(&(found.f_type as u32)))
+    rustix::fs::statfs(path)
+        .is_ok_and(|found| u32::try_from(found.f_type).is_ok_and(|kind| LOCAL.contains(&kind)))
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -661,7 +663,7 @@ fn random_position() -> String {
     let hasher = std::collections::hash_map::RandomState::new().build_hasher();
     // After a letter, as keys begin with one.
     let bits = hasher.finish();
-    let letter = char::from(b'a' + (bits % 26) as u8);
+    let letter = char::from(b'a' + low_u8(bits % 26));
     format!("{letter}{bits:x}")
 }
 

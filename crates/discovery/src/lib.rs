@@ -9,6 +9,15 @@
 //! The thread is the point: a file system may block a caller for as long as it likes (NFS whose
 //! server is away), so no thread that serves connections touches it. Stopping a session takes
 //! a bounded time even if the backend never returns.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 mod folder;
 mod notify;

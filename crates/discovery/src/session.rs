@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use slipstream_base::SimTime;
+use slipstream_base::width::nanos;
 
 use crate::{Backend, BackendError, Change, Waker};
 
@@ -178,9 +179,9 @@ impl<B: Backend, R: Record, F: FnMut(Event<R>)> Driver<B, R, F> {
             self.is_stopped.store(true, Ordering::Release);
         }
         let key = own.as_ref().map(|(key, ..)| key.as_str());
-        let renewal_ns = own.as_ref().map_or(u64::MAX, |(.., lease)| {
-            lease.as_nanos() as u64 / u64::from(RENEWALS)
-        });
+        let renewal_ns = own
+            .as_ref()
+            .map_or(u64::MAX, |(.., lease)| nanos(*lease) / u64::from(RENEWALS));
         self.watch(key, renewal_ns.max(1));
         if let Some(key) = key {
             // If it cannot be removed, its lease ends it.
@@ -279,7 +280,7 @@ fn parse<R: Record>(key: &str, value: &str) -> Result<R, String> {
 /// Time since the first call in this process.
 fn now() -> SimTime {
     static ORIGIN: OnceLock<Instant> = OnceLock::new();
-    SimTime::ZERO + ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64
+    SimTime::ZERO + nanos(ORIGIN.get_or_init(Instant::now).elapsed())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use slipstream_base::width::round_u64;
 use slipstream_base::{RankId, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, HandOver};
 use slipstream_router::{RouteError, RouteRequest, Routed, Router, Score, ViewTurn};
@@ -46,7 +47,7 @@ impl Rules {
                 cluster.kv.hand_over
             },
             queue_max: cluster.router.queue_max as usize,
-            view_interval_ns: (cluster.router.view_interval_ms * 1e6).round() as u64,
+            view_interval_ns: round_u64(cluster.router.view_interval_ms * 1e6),
             retries_max: if cluster.has_engines() {
                 cluster.upstream.retries_max as usize
             } else {

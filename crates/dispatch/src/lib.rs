@@ -18,6 +18,15 @@
 //! Modules: [`dispatcher`] has the inputs and their rules, [`action`] the actions for the driver,
 //! [`env`](mod@env) the driver's answers, `life` the states of a request, and [`ahead`] decisions for
 //! requests that do not depend on each other.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod action;

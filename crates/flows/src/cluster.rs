@@ -1,6 +1,7 @@
 //! The network between the workers of a cluster file.
 
 use slipstream_base::WorkerId;
+use slipstream_base::width::{round_u64, to_u32};
 use slipstream_config::cluster::{Cluster, NetworkMode};
 
 use crate::{Endpoint, FabricConfig};
@@ -22,7 +23,7 @@ impl FabricConfig {
             })
             .collect();
         let per_leaf = network.workers_per_leaf;
-        let mut leaf: Vec<u32> = (0..rates.len() as u32)
+        let mut leaf: Vec<u32> = (0..to_u32(rates.len()))
             .map(|worker| worker.checked_div(per_leaf).unwrap_or(0))
             .collect();
         rates.push(network.frontend_bits_per_s * speedup);
@@ -36,7 +37,7 @@ impl FabricConfig {
             endpoint_bits_per_s: rates,
             leaf,
             uplink_bits_per_s: Some(uplink).filter(|&rate| rate > 0.0),
-            hop_latency_ns: (network.hop_latency_us * 1e3 / speedup).round() as u64,
+            hop_latency_ns: round_u64(network.hop_latency_us * 1e3 / speedup),
         })
     }
 }

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use slipstream_base::SimTime;
+use slipstream_base::width::to_u32;
 
 use crate::share::{LinkId, Sharing};
 use crate::{Endpoint, Network, TransferId};
@@ -67,7 +68,7 @@ impl Fabric {
             }
         }
         Fabric {
-            leaf_links: 2 * endpoints as u32,
+            leaf_links: 2 * to_u32(endpoints),
             config,
             sharing,
             transfers: BTreeMap::new(),

@@ -10,6 +10,15 @@
 //!
 //! Source: Bertsekas and Gallager, "Data Networks", 2nd ed., section 6.5.2 (max-min flow control,
 //! and the progressive filling that computes it).
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod cluster;

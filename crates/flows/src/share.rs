@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use slipstream_base::SimTime;
+use slipstream_base::width::{floor_u64, to_u8, to_u32};
 
 /// Index of a link.
 pub(super) type LinkId = u32;
@@ -62,14 +63,14 @@ impl Sharing {
             open: 0,
             round: 0,
         });
-        self.links.len() as u32 - 1
+        to_u32(self.links.len()) - 1
     }
 
     /// Starts a flow named `name` of `bits` over `path`; returns its slot.
     pub(super) fn begin(&mut self, now: SimTime, name: u64, path: &[LinkId], bits: f64) -> u32 {
         let mut flow = Flow {
             path: [0; PATH_MAX],
-            hops: path.len() as u8,
+            hops: to_u8(path.len()),
             left: bits,
             rate: 0.0,
             since: now,
@@ -87,7 +88,7 @@ impl Sharing {
             slot
         } else {
             self.flows.push(flow);
-            self.flows.len() as u32 - 1
+            to_u32(self.flows.len()) - 1
         };
         for &link in path {
             self.links[link as usize].flows.push(slot);
@@ -163,7 +164,7 @@ impl Sharing {
         if l.round != self.round {
             l.round = self.round;
             l.left = l.bits_per_s;
-            l.open = l.flows.len() as u32;
+            l.open = to_u32(l.flows.len());
             self.reached_links.push(link);
         }
     }
@@ -218,7 +219,7 @@ impl Sharing {
                 let ns = if flow.left == 0.0 {
                     0
                 } else {
-                    ns.ceil() as u64
+                    floor_u64(ns.ceil())
                 };
                 let end = (now + ns, flow.name, slot, flow.version);
                 self.ends.push(Reverse(end));

@@ -24,7 +24,7 @@ use crate::prometheus::Samples;
 const MODELS_MAX: usize = 4096;
 
 /// Data-parallel ranks at most.
-const RANKS_MAX: u64 = 1024;
+const RANKS_MAX: u32 = 1024;
 
 /// An information endpoint. All are optional for an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -515,7 +515,7 @@ fn sglang_info(
         && let Ok(config) = serde_json::from_str::<Value>(&config)
         && config.get("publisher").and_then(Value::as_str) == Some("zmq")
     {
-        for rank in 0..facts.ranks().min(RANKS_MAX as u32) {
+        for rank in 0..facts.ranks().min(RANKS_MAX) {
             facts
                 .kv_events
                 .extend(kv_event_source(&config, host, rank, rank));
@@ -550,7 +550,7 @@ fn kv_event_sources(value: &Value, host: &str, facts: &mut EngineFacts) -> Resul
         let rank = rank
             .parse()
             .map_err(|_| format!("`{}` is not a rank", rank.escape_default()))?;
-        if u64::from(rank) >= RANKS_MAX {
+        if rank >= RANKS_MAX {
             return Err(format!("rank {rank} is above {RANKS_MAX}"));
         }
         if config.get("publisher").and_then(Value::as_str) == Some("zmq") {

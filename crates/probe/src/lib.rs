@@ -9,6 +9,15 @@
 //! Each of them has a part without I/O ([`facts::learn`], [`load::read`], [`KvMirror`]) and a part
 //! that owns sockets. Every body, wait and map is bounded. This crate knows no router, no frontend
 //! and no tokenizer.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod ask;

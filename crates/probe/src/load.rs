@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde::Serialize;
+use slipstream_base::width::floor_u64;
 
 use crate::http::{Client, FetchError};
 use crate::prometheus::Samples;
@@ -67,7 +68,7 @@ pub fn read(text: &str) -> Option<EngineLoad> {
     let found = Samples::parse(text);
     let sum = |names: &[&str]| {
         let value = names.iter().find_map(|name| found.sum(name))?;
-        (value >= 0.0).then_some(value as u64)
+        (value >= 0.0).then(|| floor_u64(value))
     };
     let share = KV_USE.iter().find_map(|name| {
         let shares = found.of(name).map(|sample| sample.value);

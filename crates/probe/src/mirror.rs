@@ -454,7 +454,7 @@ fn fold(parent: BlockHash, keys: &[ExtraKey]) -> BlockHash {
         ExtraKey::Text(text) => parent.child_of_id(xxh3_64(text.as_bytes()), 1),
         ExtraKey::Bytes(bytes) => parent.child_of_id(xxh3_64(bytes), 2),
         ExtraKey::Uint(number) => parent.child_of_id(*number, 3),
-        ExtraKey::Int(number) => parent.child_of_id(*number as u64, 4),
+        ExtraKey::Int(number) => parent.child_of_id(number.cast_unsigned(), 4),
         ExtraKey::List(keys) => fold(parent.child_of_id(keys.len() as u64, 5), keys),
     })
 }

@@ -17,6 +17,15 @@
 //!
 //! Callers never wait: they put requests into a bounded queue, and drops are counted. A thread
 //! writes files of limited size, deletes the oldest ones beyond a limit, and syncs them.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -34,6 +43,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use slipstream_base::BlockHash;
+use slipstream_base::width::nanos;
 
 /// Version of the format, in the first line of each file.
 pub const FORMAT: u64 = 1;
@@ -288,7 +298,7 @@ impl Writer {
         let mut writer = Writer {
             epoch_ms: unix.as_secs_f64() * 1e3 - monotonic_ns as f64 / 1e6,
             // Names sort by time, also after those of earlier runs.
-            next_file: unix.as_millis() as u64,
+            next_file: nanos(unix) / 1_000_000,
             options,
             counters,
             key: RandomState::new(),

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, Prompt};
 
 use crate::fleet::Fleet;
@@ -35,7 +36,7 @@ impl ActiveSequence {
         let hit_tokens = u64::from(hit_blocks) * u64::from(prompt.block_size());
         let sequence = ActiveSequence {
             fleet: Arc::clone(fleet),
-            target: target as u32,
+            target: to_u32(target),
             chain: prompt.shared_blocks(),
             private_blocks: u64::from(!prompt.len().is_multiple_of(prompt.block_size())),
             prefill_tokens: u64::from(prompt.len()) - hit_tokens,
@@ -152,8 +153,8 @@ impl ActiveBlocks {
             let Some(run) = self.runs.get_mut(&chain[at]) else {
                 let fresh = Run {
                     chain: Arc::clone(chain),
-                    start: at as u32,
-                    end: chain.len() as u32,
+                    start: to_u32(at),
+                    end: to_u32(chain.len()),
                     sequences: 1,
                 };
                 self.runs.insert(chain[at], fresh);
@@ -232,7 +233,7 @@ impl Run {
 
     /// Keeps the first `at` blocks; the rest, if any, as a run of its own.
     fn split_off(&mut self, at: usize) -> Option<Run> {
-        let middle = self.start + at as u32;
+        let middle = self.start + to_u32(at);
         (middle < self.end).then(|| Run {
             chain: Arc::clone(&self.chain),
             start: middle,

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use slipstream_base::width::to_u16;
 use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, Role, SimTime, Tail, WorkerId};
 use slipstream_config::cluster::{Cluster, RouterConfig};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
@@ -239,7 +240,7 @@ impl Fleet {
                     targets.push(TargetConfig {
                         rank: RankId {
                             worker: WorkerId(id),
-                            dp_rank: dp_rank as u16,
+                            dp_rank: to_u16(dp_rank),
                         },
                         kv_blocks: pool.engine.num_gpu_blocks,
                         prefix_caching: pool.engine.enable_prefix_caching,

@@ -16,6 +16,15 @@
 //! Modules: [`fleet`] is the shared state ([`Fleets`]: one for prompts, one for answers),
 //! [`router`] a decision from request to accounting, [`policy`] the routing policies, [`active`]
 //! the load of live sequences.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // its tests route
 

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use slipstream_base::RankId;
 use slipstream_base::mix::{below, draw, unit};
+use slipstream_base::width::to_usize;
 use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 
 use crate::fleet::Fleet;
@@ -99,7 +100,7 @@ impl Rng {
 
     /// A number in `0..n`; 0 for `n == 0`.
     pub fn below(&mut self, n: usize) -> usize {
-        below(self.bits(), n as u64) as usize
+        to_usize(below(self.bits(), n as u64))
     }
 
     /// A number in `[0, 1)`.
@@ -173,7 +174,7 @@ impl RoutePolicy for RoundRobin {
             .counters
             .turns
             .fetch_add(1, Ordering::Relaxed);
-        (turn as usize).checked_rem(candidates.len())
+        turn.checked_rem(candidates.len() as u64).map(to_usize)
     }
 
     fn reads_loads(&self) -> bool {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use slipstream_base::mix::draw;
+use slipstream_base::width::{floor_u32, round_u64, to_u32};
 use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
 use slipstream_config::cluster::RouterPolicy;
 
@@ -177,7 +178,7 @@ impl Router {
         // Busy thresholds read loads, too.
         let reads_loads = policy.reads_loads() || fleet.has_thresholds();
         let views = (config.view_interval_ms > 0.0 && reads_loads)
-            .then(|| Views::new((config.view_interval_ms * 1e6).round() as u64));
+            .then(|| Views::new(round_u64(config.view_interval_ms * 1e6)));
         Router {
             policy,
             rng: Rng::new(draw(fleet.config().seed, shard.into())),
@@ -367,11 +368,11 @@ impl Router {
             views.on_routed(target, request.prompt, hit_blocks);
         }
         if let (Some(sessions), Some(session)) = (&fleet.sessions, request.session) {
-            sessions.on_routed(now, session, target as u32);
+            sessions.on_routed(now, session, to_u32(target));
         }
         Ok(Chosen {
             target: fleet.targets()[target].rank,
-            index: target as u32,
+            index: to_u32(target),
             hit_blocks,
         })
     }
@@ -386,7 +387,7 @@ impl Router {
             self.ready.extend(
                 targets
                     .filter(|&target| self.fleet.is_ready(target))
-                    .map(|target| target as u32),
+                    .map(|target| to_u32(target)),
             );
         }
     }
@@ -543,7 +544,7 @@ impl DrainRate {
             })
             .fold(f64::INFINITY, f64::min);
         if wait_s.is_finite() {
-            wait_s.ceil().clamp(1.0, Self::RETRY_AFTER_MAX_S) as u32
+            floor_u32(wait_s.ceil().clamp(1.0, Self::RETRY_AFTER_MAX_S))
         } else {
             1
         }

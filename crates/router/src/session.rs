@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use lru::LruCache;
 use slipstream_base::SimTime;
 use slipstream_base::mix::{below, mix64};
+use slipstream_base::width::to_usize;
 
 /// Limit of sessions; the least recently used one is evicted first, and counted.
 const SESSIONS_MAX: usize = 1 << 18;
@@ -71,7 +72,7 @@ impl SessionTable {
     }
 
     fn part(&self, session: u64) -> MutexGuard<'_, LruCache<u64, Entry>> {
-        self.parts[below(mix64(session), LOCKS as u64) as usize]
+        self.parts[to_usize(below(mix64(session), LOCKS as u64))]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{Prompt, SimTime};
 
 use crate::fleet::Fleet;
@@ -137,7 +138,7 @@ impl Views {
         if self.seen {
             self.next[target].add(more);
         } else {
-            self.routed.push((target as u32, more));
+            self.routed.push((to_u32(target), more));
         }
     }
 }

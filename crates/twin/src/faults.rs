@@ -7,6 +7,40 @@ use slipstream_engine::Usage;
 use crate::parts::ns;
 use crate::sim::{Event, Sim, Sink};
 
+/// The effect of a fault on its worker while it is active. A crash also takes the worker's state.
+pub(crate) struct Effect {
+    takes_requests: bool,
+    /// Factor on the times of its steps; `None` if no such fault changes them.
+    pub(crate) pace: Option<f64>,
+    /// Share that is left of its interface's rate.
+    link_share: f64,
+}
+
+impl Effect {
+    const NONE: Effect = Effect {
+        takes_requests: true,
+        pace: None,
+        link_share: 1.0,
+    };
+
+    pub(crate) fn of(fault: Fault) -> Effect {
+        match fault {
+            Fault::Crash | Fault::Drain => Effect {
+                takes_requests: false,
+                ..Effect::NONE
+            },
+            Fault::Slow { factor } => Effect {
+                pace: Some(factor),
+                ..Effect::NONE
+            },
+            Fault::Link { share } => Effect {
+                link_share: share,
+                ..Effect::NONE
+            },
+        }
+    }
+}
+
 /// The current faults of each worker.
 pub(crate) struct Faults {
     /// By event of the cluster file: whether it is active.
@@ -86,11 +120,10 @@ impl Sim<'_> {
     fn refresh(&mut self, worker: WorkerId) {
         let (mut ready, mut pace, mut share) = (!self.faults.down[worker.index()], 1.0, 1.0);
         for event in self.active(worker) {
-            match event.fault {
-                Fault::Crash | Fault::Drain => ready = false,
-                Fault::Slow { factor } => pace *= factor,
-                Fault::Link { share: left } => share *= left,
-            }
+            let effect = Effect::of(event.fault);
+            ready &= effect.takes_requests;
+            pace *= effect.pace.unwrap_or(1.0);
+            share *= effect.link_share;
         }
         for side in [Some(&self.serve), self.prefill.as_ref()]
             .into_iter()

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
-use slipstream_config::cluster::{Cluster, Fault, PoolConfig};
+use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
 
+use crate::faults::Effect;
 use crate::node::Node;
 use crate::sim::{Options, TwinError};
 
@@ -382,7 +383,7 @@ fn engine(
     let slows = cluster
         .events
         .iter()
-        .any(|event| event.worker == rank.worker.0 && matches!(event.fault, Fault::Slow { .. }));
+        .any(|event| event.worker == rank.worker.0 && Effect::of(event.fault).pace.is_some());
     let (timing, pace): (Box<dyn StepTime>, _) = if slows || options.speedup != 1.0 {
         let pace = Arc::new(Pace::new(1.0));
         let paced = Paced {

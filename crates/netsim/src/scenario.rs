@@ -7,6 +7,7 @@ use crate::route::Routing;
 use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
 pub use crate::transport::OtherTransport;
+use crate::transport::congestion;
 pub use crate::transport::congestion::OtherCongestion;
 pub use crate::transport::dcqcn::Dcqcn;
 use crate::trim::Trim;
@@ -162,6 +163,20 @@ pub enum Congestion {
     Bbr,
     /// Another entry of the crate's table, called through a pointer.
     Other(OtherCongestion),
+}
+
+impl Congestion {
+    /// All congestion controls: the first value of `cc_algorithm` that names each, and its label.
+    pub fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
+        congestion::ALGORITHMS
+            .iter()
+            .map(|algorithm| (algorithm.words[0], algorithm.label))
+    }
+
+    /// Name in outputs.
+    pub fn label(&self) -> &'static str {
+        congestion::label(self)
+    }
 }
 
 /// TCP of a flow.

@@ -6,18 +6,9 @@ use slipstream_netsim::scenario::{Congestion, Transport};
 
 use crate::common::{config, pair, run};
 
-/// Every congestion control by its name in a file.
-const CONTROLS: [&str; 4] = ["NewReno", "CUBIC", "DCTCP", "BBR"];
-
-/// Fails to compile when a congestion control is added, as [`CONTROLS`] must list it.
-fn name(congestion: Congestion) -> &'static str {
-    match congestion {
-        Congestion::NewReno => "NewReno",
-        Congestion::Cubic(_) => "CUBIC",
-        Congestion::Dctcp { .. } => "DCTCP",
-        Congestion::Bbr => "BBR",
-        Congestion::Other(_) => unreachable!("only tests have others"),
-    }
+/// Every congestion control by its name in a file, so that one that is added is tested here.
+fn controls() -> impl Iterator<Item = &'static str> {
+    Congestion::names().map(|(name, _)| name)
 }
 
 fn tcp(size: u64, mss: u32, tcp: &str) -> String {
@@ -47,12 +38,12 @@ fn check_packets(result: &RunResult, size: u64, mss: u32, what: &str) {
 
 #[test]
 fn without_loss_every_congestion_control_sends_full_segments() {
-    for control in CONTROLS {
+    for (control, label) in Congestion::names() {
         let toml = narrow("", &tcp(1, 1, &format!("cc_algorithm = \"{control}\"")));
         let Transport::Tcp(made) = config(&toml).scenario.flows[0].transport else {
             panic!("{control} is not TCP");
         };
-        assert_eq!(name(made.congestion), control);
+        assert_eq!(made.congestion.label(), label);
         for (size, mss, more) in [
             (20_000_000, 1460, "ssthresh = 100_000"),
             (1_048_576, 1460, "ssthresh = 65_535"),
@@ -73,7 +64,7 @@ fn without_loss_every_congestion_control_sends_full_segments() {
 fn windows_cut_by_marks_send_full_segments_too() {
     // Marks repeatedly cut windows to fractions of a segment, without any loss.
     let switch = "drop = \"ECN_THRESHOLD\"\necn_threshold = 8\ncapacity = 0";
-    for control in CONTROLS {
+    for control in controls() {
         let flow = tcp(
             5_000_000,
             1460,
@@ -107,7 +98,7 @@ fn the_other_transports_send_full_packets() {
 #[test]
 fn data_of_the_application_is_sent_at_once() {
     // Chunks of 300 bytes 100 us apart into an open window: no Nagle delay, one packet each.
-    for control in CONTROLS {
+    for control in controls() {
         let flow = format!(
             "[[flow]]\nflow_id = 1\nflow_type = \"TCP\"\ngraph = [[0, 1]]\ntraffic = {{ \
              duration = 0.01, arr_dist = 0.0001, pkt_size_dist = 300, \
@@ -132,7 +123,7 @@ proptest! {
         ssthresh in 1u64..40_000,
         window in 1u32..20,
         capacity in 1u32..40,
-        control in prop::sample::select(CONTROLS.to_vec()),
+        control in prop::sample::select(controls().collect::<Vec<_>>()),
         ecn in prop::sample::select(vec![false, true]),
         loss in prop::sample::select(vec![0.0, 0.02, 0.2]),
         pieces in prop::sample::select(vec![false, true]),

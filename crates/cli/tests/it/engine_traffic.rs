@@ -207,10 +207,11 @@ fn a_mirror_gets_copies_and_answers_no_client() {
 
 /// A server in front of an engine, and of a mirror that never answers while `hold` exists.
 struct Mirrored {
+    /// Before the engines, which end once it is dropped.
+    hold: mpsc::Sender<()>,
     server: Server,
     _serving: Engine,
     silent: Engine,
-    hold: mpsc::Sender<()>,
 }
 
 impl Mirrored {
@@ -219,7 +220,7 @@ impl Mirrored {
         let (hold, held) = mpsc::channel();
         let held = Mutex::new(held);
         let silent = Engine::start(move |_, _| {
-            let _ = held.lock().unwrap().recv_timeout(PATIENCE);
+            let _ = held.lock().unwrap().recv();
         });
         let pools = [
             pool("a", &[&serving], ""),
@@ -228,10 +229,10 @@ impl Mirrored {
         let server = front(&pools, more);
         server.await_metric("slipstream_engine_up", |up| up == 2.0);
         Mirrored {
+            hold,
             server,
             _serving: serving,
             silent,
-            hold,
         }
     }
 }

@@ -83,6 +83,7 @@ impl WindowBarrier {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)] // they have threads
 mod tests {
     use super::*;
 

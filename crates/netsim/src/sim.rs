@@ -351,6 +351,10 @@ impl Simulation {
             .end
             .store(shared.window_end(first), Ordering::Relaxed);
         let report = Mutex::new(report);
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "threads of one run, without a clock"
+        )]
         std::thread::scope(|scope| {
             for thread in 1..threads {
                 let (shared, report) = (&shared, &report);

@@ -293,6 +293,10 @@ pub fn held_out(samples: &[Sample], kind: Distance) -> Result<Vec<HeldOut>, FitE
         }
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "threads of one fit, whatever their number"
+    )]
     let mut results = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         let mut all = Vec::with_capacity(samples.len());

@@ -1,4 +1,5 @@
 //! Predictions against measured deployments, if the data is present.
+#![allow(clippy::disallowed_methods)] // it has files
 
 use std::collections::HashSet;
 use std::path::PathBuf;

@@ -736,6 +736,10 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
 
     let mut worker = Worker::default();
     let mut tally = Tally::default();
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "threads of one run, without a clock"
+    )]
     let others = std::thread::scope(|scope| {
         let spawned: Vec<_> = (1..threads)
             .map(|_| {

@@ -1,4 +1,5 @@
 //! Whole runs against known answers.
+#![allow(clippy::disallowed_methods)] // it has files
 
 mod changes;
 mod common;

@@ -20,7 +20,7 @@ cargo clippy --workspace --all-targets --locked -- -D warnings
 RUSTDOCFLAGS="-D warnings" cargo doc --quiet --workspace --no-deps --locked
 cargo fmt --manifest-path crates/pybind/Cargo.toml --check
 cargo clippy --manifest-path crates/pybind/Cargo.toml --locked -- -D warnings
-RUSTFLAGS="--cfg fuzzing" cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
+cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
 scripts/msrv.sh
 if cargo deny --version >/dev/null 2>&1; then
     for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do

@@ -6,4 +6,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| slipstream_kvstore::fuzz::check_block_file(bytes));
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::block_file(bytes));

@@ -6,4 +6,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| slipstream_kvstore::fuzz::check(bytes));
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::kv_wire(bytes));

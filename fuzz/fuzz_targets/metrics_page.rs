@@ -5,12 +5,5 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use slipstream_probe::load;
-use slipstream_probe::prometheus::Samples;
 
-fuzz_target!(|text: &str| {
-    if let Some(load) = load::read(text) {
-        let _ = format!("{load:?}");
-    }
-    let _ = Samples::parse(text);
-});
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::metrics_page::check(bytes));

@@ -6,34 +6,5 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use slipstream_config::doc::Doc;
-use slipstream_netsim::config::{self, Resources};
-use slipstream_netsim::{Execution, Simulation};
 
-/// Larger networks are valid, but their layout takes too long for a fuzzer.
-const SMALL: u32 = 4_096;
-
-fuzz_target!(|bytes: &[u8]| {
-    let resources = Resources {
-        open: &|path| Err(format!("{} is not there", path.display())),
-        memory_bytes_max: 16 << 20,
-    };
-    match config::read_with(Doc::parse("net.toml", bytes), &resources) {
-        Err(diagnostics) => assert!(!diagnostics.to_string().is_empty()),
-        Ok(config) => {
-            let (hosts, nodes) = {
-                let topology = &config.scenario.topology;
-                (topology.host_count(), topology.node_count())
-            };
-            if hosts <= SMALL && nodes <= SMALL && config.scenario.flows.len() <= SMALL as usize {
-                let execution = Execution {
-                    memory_bytes_max: 64 << 20,
-                    ..Execution::default()
-                };
-                if let Err(error) = Simulation::new(config.scenario, execution) {
-                    assert!(!error.to_string().is_empty());
-                }
-            }
-        }
-    }
-});
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::network_file::check(bytes));

@@ -5,27 +5,5 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use slipstream_discovery::Record;
-use slipstream_kvstore::discovery::PeerRecord;
-use slipstream_planes::discovery;
 
-fuzz_target!(|bytes: &[u8]| {
-    if let Ok(record) = serde_json::from_slice::<discovery::Record>(bytes) {
-        check(&record);
-    }
-    if let Ok(record) = serde_json::from_slice::<PeerRecord>(bytes) {
-        check(&record);
-    }
-});
-
-fn check<R: Record + std::fmt::Debug>(record: &R) {
-    if let Err(why) = record.check() {
-        assert!(!why.is_empty());
-    }
-    let key = record.key();
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    assert!(!key.is_empty() && key.chars().all(plain), "{key}");
-    let text = serde_json::to_string(record).expect("a record is JSON");
-    let again: R = serde_json::from_str(&text).expect("a record that we wrote");
-    assert!(&again == record, "{text}");
-}
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::record::check(bytes));

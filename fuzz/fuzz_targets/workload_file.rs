@@ -6,17 +6,5 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use slipstream_config::doc::Doc;
-use slipstream_config::workload_file;
 
-fuzz_target!(|bytes: &[u8]| {
-    match workload_file::read(Doc::parse("workload.toml", bytes)) {
-        Err(diagnostics) => assert!(!diagnostics.to_string().is_empty()),
-        Ok((workload, settings)) => {
-            let printed = settings.to_toml();
-            let (again, _) = workload_file::read(Doc::parse("printed.toml", printed.as_bytes()))
-                .unwrap_or_else(|diagnostics| panic!("{diagnostics}\n{printed}"));
-            assert_eq!(again, workload, "{printed}");
-        }
-    }
-});
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::workload_file::check(bytes));

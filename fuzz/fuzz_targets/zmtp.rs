@@ -6,4 +6,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| slipstream_events::fuzz::check_zmtp(bytes));
+fuzz_target!(|bytes: &[u8]| slipstream_fuzzing::zmtp(bytes));

@@ -29,7 +29,7 @@
 mod batch;
 pub mod bus;
 pub mod fpm;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod kv;
 pub mod metrics;

@@ -26,7 +26,7 @@
 
 pub mod approximate;
 pub mod block_index;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod groups;
 pub mod key_message;

@@ -29,7 +29,7 @@ pub mod clock;
 pub mod content;
 mod copy;
 pub mod discovery;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod handshake;
 mod ledger;

@@ -25,7 +25,7 @@ mod connection;
 mod disagg;
 mod engines;
 mod forward;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod health;
 mod loops;

@@ -811,7 +811,7 @@ fn file_bytes(key_bytes: usize, len: u64) -> u64 {
 ///
 /// # Panics
 /// If a head is not written as it was read.
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn check_head(bytes: &[u8]) {
     let _ = Head::read(&mut &*bytes);
     if bytes.len() < HEADER_BYTES {

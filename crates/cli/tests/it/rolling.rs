@@ -160,6 +160,42 @@ fn a_server_on_a_socket_of_the_service_manager_is_restarted_and_no_request_fails
 }
 
 #[test]
+fn sockets_that_no_service_manager_can_have_passed_are_refused() {
+    for (variables, named) in [
+        (&["LISTEN_FDS=abc"][..], "LISTEN_FDS is \"abc\""),
+        (&["LISTEN_FDS="], "LISTEN_FDS is \"\""),
+        (&["LISTEN_FDS=-1"], "LISTEN_FDS is \"-1\""),
+        (&["LISTEN_FDS=400000000"], "passed 400000000 sockets"),
+        (&["LISTEN_FDS=4000000000"], "LISTEN_FDS is \"4000000000\""),
+        (&["LISTEN_FDS=1", "LISTEN_PID=me"], "LISTEN_PID is \"me\""),
+        (
+            &["LISTEN_FDS=1", "LISTEN_FDS_FIRST_FD=x"],
+            "LISTEN_FDS_FIRST_FD is \"x\"",
+        ),
+        // Passed, and not open: of this process, 1,000 files are not.
+        (
+            &["LISTEN_FDS=1", "LISTEN_FDS_FIRST_FD=1000"],
+            "no TCP socket",
+        ),
+    ] {
+        let mut command = Command::new("env");
+        command.args(variables).arg(slipstream().get_program());
+        command.arg("serve").args(FAST).stdin(Stdio::null());
+        let output = command.output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{variables:?}: {error}");
+        assert!(error.contains(named), "{variables:?}: {error}");
+    }
+    // Meant for another process: ignored.
+    let mut command = Command::new("env");
+    command
+        .args(["LISTEN_FDS=1", "LISTEN_PID=1"])
+        .arg(slipstream().get_program());
+    command.arg("serve").args(FAST).arg("--listen=127.0.0.1:0");
+    assert!(Server::spawn_as_it_is(command).terminate().success());
+}
+
+#[test]
 fn an_address_is_shared_only_among_those_that_allow_it() {
     let shares = Server::start(&[FAST, &[SHARE]]);
     let listen = format!("--listen={}", shares.address());

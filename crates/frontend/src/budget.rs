@@ -41,6 +41,8 @@ pub(crate) struct ClientUse {
     connections: AtomicU64,
     streams: AtomicU64,
     bytes: AtomicU64,
+    /// Stored responses that engines are being asked for.
+    lookups: AtomicU64,
     /// Its API key, if it is known by one.
     pub(crate) key: Option<KeyUse>,
 }
@@ -52,6 +54,19 @@ impl ClientUse {
             key: Some(key),
             ..ClientUse::default()
         }
+    }
+
+    /// Counts a question to all engines, unless it is one of more than `most` at a time.
+    pub(crate) fn begin_lookup(&self, most: u64) -> bool {
+        let fits = self.lookups.fetch_add(1, Relaxed) < most;
+        if !fits {
+            self.end_lookup();
+        }
+        fits
+    }
+
+    pub(crate) fn end_lookup(&self) {
+        self.lookups.fetch_sub(1, Relaxed);
     }
 }
 

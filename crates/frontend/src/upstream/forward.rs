@@ -445,8 +445,9 @@ async fn forward(
     let direct = match (head.worker, &named) {
         (None, Some(named)) => {
             let (engines, lookups) = (&upstream.engines, &upstream.lookups);
-            let only = only.as_deref();
-            stored::engine_of(engines, lookups, named, authorization.clone(), only).await?
+            let is_read = matches!(parts.method, Method::GET | Method::HEAD);
+            let (only, keys) = (only.as_deref(), authorization.clone());
+            stored::engine_of(engines, lookups, &client, is_read, named, keys, only).await?
         }
         (worker, _) => worker,
     };

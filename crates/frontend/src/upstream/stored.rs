@@ -20,6 +20,8 @@ use tokio::task::JoinSet;
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, State};
 use super::{loops, wire};
+use crate::budget::ClientUse;
+use crate::connection::Client;
 use crate::http;
 use crate::openai::ApiError;
 
@@ -32,6 +34,9 @@ const ID_BYTES_MAX: usize = 128;
 /// Ids that a shard asks engines for at a time. Each costs a request per engine.
 const LOOKUPS_MAX: usize = 16;
 
+/// Of these, ids that one client may have asked for at a time, on all shards.
+const CLIENT_LOOKUPS_MAX: u64 = 4;
+
 /// Limit of such a question.
 const LOOKUP_TIME: Duration = Duration::from_secs(2);
 
@@ -43,12 +48,13 @@ const READ: &str = "/v1/responses/";
 #[derive(Debug, Default)]
 pub(super) struct StoredAnswers {
     known: Mutex<Known>,
-    /// Requests whose engine was known, was found by asking, was not found, and takes no requests.
-    pub(super) outcomes: [AtomicU64; 4],
+    /// Requests whose engine was known, was found by asking, was not found, and takes no requests; and requests
+    /// for which no engine was asked, because of a limit.
+    pub(super) outcomes: [AtomicU64; 5],
 }
 
 /// Labels of [`StoredAnswers::outcomes`].
-pub(super) const OUTCOMES: [&str; 4] = ["known", "asked", "unknown", "gone"];
+pub(super) const OUTCOMES: [&str; 5] = ["known", "asked", "unknown", "gone", "refused"];
 
 #[derive(Clone, Copy)]
 enum Outcome {
@@ -56,6 +62,7 @@ enum Outcome {
     Asked,
     Unknown,
     Gone,
+    Refused,
 }
 
 #[derive(Debug, Default)]
@@ -141,31 +148,53 @@ impl Named {
 #[derive(Default)]
 pub(super) struct Lookups(RefCell<usize>);
 
-struct Lookup<'a>(&'a Lookups);
+/// A place of the shard and one of the client, until it is dropped.
+struct Lookup<'a> {
+    of_shard: &'a RefCell<usize>,
+    of_client: &'a ClientUse,
+}
 
 impl Lookups {
-    fn begin(&self) -> Option<Lookup<'_>> {
+    /// # Errors
+    /// 429: the client has too many. 503: all clients together have.
+    fn begin<'a>(&'a self, client: &'a ClientUse) -> Result<Lookup<'a>, ApiError> {
         let mut open = self.0.borrow_mut();
-        (*open < LOOKUPS_MAX).then(|| {
-            *open += 1;
-            Lookup(self)
+        if *open >= LOOKUPS_MAX {
+            return Err(ApiError::overloaded(
+                "too many stored responses are being looked up at the engines; try again",
+                1,
+            ));
+        }
+        if !client.begin_lookup(CLIENT_LOOKUPS_MAX) {
+            return Err(ApiError::too_many(format!(
+                "{CLIENT_LOOKUPS_MAX} stored responses of this client are being looked up at the engines, which \
+                 is the limit; wait until some are found"
+            )));
+        }
+        *open += 1;
+        Ok(Lookup {
+            of_shard: &self.0,
+            of_client: client,
         })
     }
 }
 
 impl Drop for Lookup<'_> {
     fn drop(&mut self) {
-        *self.0.0.borrow_mut() -= 1;
+        *self.of_shard.borrow_mut() -= 1;
+        self.of_client.end_lookup();
     }
 }
 
 /// The engine that stores the answer `named`, of those of `only`. `None`: any may be asked, since none is known to.
 ///
 /// # Errors
-/// 404 or 409: its engine is gone, or takes no requests now. 503: too many ids are being looked up.
+/// 404 or 409: its engine is gone, or takes no requests now. 429, 503: too many ids are being looked up.
 pub(super) async fn engine_of(
     engines: &Arc<Engines>,
     lookups: &Lookups,
+    client: &Client,
+    is_read: bool,
     named: &Named,
     authorization: Option<Bytes>,
     only: Option<&[WorkerId]>,
@@ -206,12 +235,10 @@ pub(super) async fn engine_of(
         stored.count(Outcome::Unknown);
         return Ok(None);
     }
-    let Some(_lookup) = lookups.begin() else {
-        return Err(ApiError::overloaded(
-            "too many stored responses are being looked up at the engines; try again",
-            1,
-        ));
-    };
+    // It costs a request per engine: reads, which count as no request else, count as one here.
+    let admitted = if is_read { client.admit() } else { Ok(()) };
+    let lookup = admitted.and_then(|()| lookups.begin(client.counts()));
+    let _lookup = lookup.inspect_err(|_| stored.count(Outcome::Refused))?;
     let path: Rc<str> = format!("{READ}{}", escaped(&named.id)).into();
     let mut questions = JoinSet::new();
     for engine in asked {
@@ -372,6 +399,31 @@ mod tests {
         // As a part of a path it cannot leave the folder of stored answers.
         assert_eq!(escaped("../a b/ä"), "%2E%2E%2Fa%20b%2F%C3%A4");
         assert_eq!(http::percent_decode(&escaped("../a b/ä")), "../a b/ä");
+    }
+
+    #[test]
+    fn one_client_leaves_lookups_for_others() {
+        let lookups = Lookups::default();
+        let clients: Vec<ClientUse> = (0..5).map(|_| ClientUse::default()).collect();
+        let status = |client: &ClientUse| lookups.begin(client).err().map(|error| error.status);
+        let mut open = Vec::new();
+        for client in &clients[..4] {
+            for _ in 0..CLIENT_LOOKUPS_MAX {
+                open.push(lookups.begin(client).unwrap());
+            }
+            // The last client of those has the last places of the shard.
+            let expected = if open.len() < LOOKUPS_MAX { 429 } else { 503 };
+            assert_eq!(status(client), Some(expected));
+        }
+        assert_eq!(status(&clients[4]), Some(503));
+        open.remove(0);
+        assert_eq!(status(&clients[1]), Some(429));
+        assert_eq!(status(&clients[4]), None);
+        drop(open);
+        assert_eq!(*lookups.0.borrow(), 0);
+        for client in &clients {
+            assert!(client.begin_lookup(1), "a place was not given back");
+        }
     }
 
     #[test]

@@ -1,6 +1,11 @@
 //! Errors as a client sees them: OpenAI's shape, with a status and a remedy.
 
+use std::fmt::Write as _;
+
 use super::json;
+
+/// Models that an error names.
+const MODELS_LISTED: usize = 16;
 
 /// A refusal or a failure, ready to be sent to a client.
 ///
@@ -103,17 +108,19 @@ impl ApiError {
         )
     }
 
-    /// 404: `model` is not served here; `served` are the names that are.
+    /// 404: `model` is not served here; `served` are the names that are, of which the first few are listed.
     pub fn model_not_found(model: &str, served: &[&str]) -> Self {
-        let message = format!(
+        let listed = served.iter().take(MODELS_LISTED);
+        let listed: Vec<String> = listed.map(|name| format!("`{}`", clip(name))).collect();
+        let mut message = format!(
             "the model `{}` does not exist; this server has {}",
             clip(model),
-            served
-                .iter()
-                .map(|name| format!("`{name}`"))
-                .collect::<Vec<_>>()
-                .join(", ")
+            listed.join(", ")
         );
+        let more = served.len() - listed.len();
+        if more > 0 {
+            let _ = write!(message, " and {more} more (`GET /v1/models`)"); // into memory
+        }
         ApiError {
             param: Some("model".into()),
             ..ApiError::new(
@@ -468,5 +475,17 @@ mod tests {
         let error = ApiError::model_not_found(&long, &["m"]);
         assert!(error.message.contains(&"é".repeat(64)));
         assert!(!error.message.contains(&"é".repeat(65)));
+    }
+
+    #[test]
+    fn an_unknown_model_is_answered_with_few_of_many_names() {
+        let long = "n".repeat(1000);
+        let names: Vec<String> = (0..5000).map(|n| format!("m{n}-{long}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let listed = |count: usize| ApiError::model_not_found("x", &names[..count]).message;
+        assert!(listed(5000).len() < 4096, "{}", listed(5000).len());
+        assert!(listed(5000).ends_with("and 4984 more (`GET /v1/models`)"));
+        assert!(listed(16).contains("`m15-n") && !listed(16).contains("more"));
+        assert!(listed(17).contains("`m15-n") && !listed(17).contains("`m16-n"));
     }
 }

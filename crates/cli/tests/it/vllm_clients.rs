@@ -200,6 +200,7 @@ fn biases_exclude_and_force_tokens() {
     }
     for (fields, param) in [
         (json!({"logit_bias": {"4000000": -100}}), "logit_bias"),
+        (json!({"allowed_token_ids": []}), "allowed_token_ids"),
         (
             json!({"allowed_token_ids": [9], "logit_bias": {"9": -100}}),
             "logit_bias",

@@ -330,6 +330,14 @@ impl<'a> Raw<'a> {
             }
             "allowed_token_ids" => {
                 let mut allowed = stop_tokens(name, value)?;
+                // As in vLLM. No limit at all would be its opposite.
+                if allowed.is_empty() {
+                    return Err(ApiError::invalid(
+                        name,
+                        "`allowed_token_ids` is empty, so no token could be answered; name at least one \
+                         token, or leave it out",
+                    ));
+                }
                 allowed.sort_unstable();
                 params.vocab.get_or_insert_default().allowed = allowed;
             }

@@ -374,6 +374,11 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "a whole number",
         ),
         (
+            json!({"allowed_token_ids": []}),
+            "allowed_token_ids",
+            "is empty",
+        ),
+        (
             json!({"messages": [{"role": "user", "content": [
                 {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
             ]}]}),

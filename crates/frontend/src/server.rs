@@ -541,8 +541,16 @@ fn assign_to_shard(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDo
     }
 }
 
-/// Time that clients have to take the error with which their streams are cut at shutdown.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// When a shutdown that may take `drain` cuts the streams that are still open, after its begin, and the time that
+/// clients then have to take the error. Both are part of `drain`: a service manager kills the process after it.
+fn last_moments(drain: Duration) -> (Duration, Duration) {
+    let farewell = (drain / 8).clamp(FAREWELL_MIN, FAREWELL_MAX);
+    (drain.saturating_sub(farewell), farewell)
+}
+
+/// Limits of the time that clients have to take that error. At least: for a drain of no time as well.
+const FAREWELL_MIN: Duration = Duration::from_millis(50);
+const FAREWELL_MAX: Duration = Duration::from_secs(1);
 
 /// Time for which an idle connection stays open at shutdown if another process serves the address. A request
 /// that the client is just sending is then answered, with `Connection: close`, instead of reset.
@@ -563,10 +571,11 @@ async fn run_shard(
     ];
     // Connections finish what they have begun; the deadline is for clients that do not.
     let mut deadline = None;
+    let (time_left, farewell) = last_moments(shard.service.limits.drain);
     let drain = || {
         shard.draining.set(true);
         shard.service.management.look_again();
-        Some(tokio::time::Instant::now() + shard.service.limits.drain)
+        Some(tokio::time::Instant::now() + time_left)
     };
     let unseen = stopped.clone();
     loop {
@@ -602,8 +611,8 @@ async fn run_shard(
     let cut = shard.end_all();
     if cut > 0 {
         tracing::warn!("{cut} streams were cut: they took longer than `live.drain_timeout_s`");
-        let farewell = tokio::time::Instant::now() + FAREWELL;
-        while open.own.load(Relaxed) > 0 && tokio::time::Instant::now() < farewell {
+        let end = tokio::time::Instant::now() + farewell;
+        while open.own.load(Relaxed) > 0 && tokio::time::Instant::now() < end {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -881,6 +890,19 @@ mod tests {
     use hyper::{Request, Response};
 
     use super::*;
+
+    #[test]
+    fn a_drain_ends_within_its_time() {
+        for drain in [0, 40, 50, 200, 1000, 8000, 30_000, 600_000].map(Duration::from_millis) {
+            let (streams, clients) = last_moments(drain);
+            assert!(streams + clients <= drain.max(FAREWELL_MIN), "{drain:?}");
+            assert!(
+                streams + clients >= drain
+                    && streams >= drain.mul_f64(0.7).saturating_sub(FAREWELL_MIN)
+            );
+            assert!(clients >= FAREWELL_MIN && clients <= FAREWELL_MAX);
+        }
+    }
 
     /// Answers each request with its path and the length of its body, on one connection that gives its buffers
     /// back after every answer.

@@ -272,8 +272,9 @@ pub(crate) async fn create(
     charge: Charge,
     times: StageTimes,
 ) -> Result<Response<HttpBody>, ApiError> {
-    let mut charge = charge;
-    let previous = match previous_response_id(&body)? {
+    let find = |_: &Service, body: &[u8]| previous_response_id(body);
+    let (previous, mut charge) = shard.run(body.clone(), charge, find).await?;
+    let previous = match previous {
         None => None,
         Some(id) => {
             let stored = shard.responses.get(owner(shard, &head.client), &id);

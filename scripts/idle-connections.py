@@ -97,7 +97,7 @@ def measure(binary: str, count: int, case: str) -> float:
                     assert piece, f"the server closed connection {number}: {got}"
                     got += piece
                 connections.append(connection)
-            time.sleep(3)  # idle connections give back their buffers after a second
+            time.sleep(3)  # idle connections give back their buffers
             return (resident(server.pid) - before) / count
         finally:
             server.terminate()

@@ -664,6 +664,9 @@ async fn stopped_for(mut stopped: watch::Receiver<bool>, linger: Duration) {
 /// Answer that waits for one HTTP/2 stream's window to open, bytes.
 const HTTP2_SEND_BYTES: usize = 64 << 10;
 
+/// At shutdown, time without a stream after which an HTTP/2 connection gets GOAWAY.
+const GOAWAY_REST: Duration = Duration::from_secs(1);
+
 /// Time that the client of an idle connection has to close it.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
 
@@ -683,7 +686,7 @@ async fn serve_connection(
     shard: &Rc<Shard>,
     client: &Rc<Connection>,
     stream: TcpStream,
-    mut stopped: watch::Receiver<bool>,
+    stopped: watch::Receiver<bool>,
     linger: Duration,
 ) {
     // A small response must not wait for the client's delayed ACK.
@@ -708,47 +711,9 @@ async fn serve_connection(
         return; // it said nothing, or has gone
     };
     let io = ClientIo::new(stream, client.clone(), write_timeout, cut);
+    // Boxed: a task has room for the largest of its states, and most connections are idle.
     if http2 {
-        let service = {
-            let (shard, client) = (shard.clone(), client.clone());
-            service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
-        };
-        let connection = http2::Builder::new(OnThisThread(shard.meter.clone()))
-            .timer(TokioTimer::new())
-            .max_header_list_size(header_bytes_max.max(8192))
-            .max_concurrent_streams(HTTP2_STREAMS_MAX)
-            .max_send_buf_size(HTTP2_SEND_BYTES)
-            .serve_connection(io, service);
-        tokio::pin!(connection);
-        let outcome = tokio::select! {
-            outcome = connection.as_mut() => outcome,
-            why = client.expired(&shard.service.limits) => {
-                let count = match why {
-                    Expired::Idle => &shard.metrics.connections_idle,
-                    Expired::Unread => &shard.metrics.connections_unread,
-                };
-                count.add(1);
-                if why == Expired::Idle {
-                    connection.as_mut().graceful_shutdown();
-                    let _ = tokio::time::timeout(CLOSE_GRACE, connection).await;
-                }
-                return;
-            }
-            _ = stopped.changed() => {
-                // Some clients take GOAWAY for the end of streams, also of those whose end they have not read yet.
-                let most = if linger.is_zero() { linger } else { shard.service.limits.drain / 2 };
-                let ended = tokio::time::timeout(most, until_rest(&mut connection, client, BUFFERS_KEPT, None)).await;
-                if let Ok(Some(outcome)) = ended {
-                    outcome
-                } else {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
-                }
-            }
-        };
-        if let Err(error) = outcome {
-            tracing::debug!(%error, "connection ended");
-        }
+        Box::pin(serve_http2(shard, client, io, stopped, linger)).await;
         return;
     }
     let service = {
@@ -778,8 +743,9 @@ async fn serve_connection(
 }
 
 /// Time for which an idle HTTP/1 connection keeps its buffers, 16 KiB. Those of most are idle for longer, or hardly
-/// ever.
-const BUFFERS_KEPT: Duration = Duration::from_secs(1);
+/// ever. Memory of a process is that of the connections that had them at one time, so it is short; to take
+/// new ones costs a few µs.
+const BUFFERS_KEPT: Duration = Duration::from_millis(250);
 
 /// Of an HTTP/1 connection.
 struct Http1Limits {
@@ -795,39 +761,29 @@ async fn serve_http1<S>(
     client: &Connection,
     mut service: S,
     limits: &Http1Limits,
-    mut stopped: watch::Receiver<bool>,
+    stopped: watch::Receiver<bool>,
 ) -> hyper::Result<()>
 where
     S: HttpService<Incoming, ResBody: 'static, Error: Into<Box<dyn Error + Send + Sync>>> + Unpin,
     <S::ResBody as Body>::Error: Into<Box<dyn Error + Send + Sync>>,
 {
-    let mut builder = http1::Builder::new();
-    builder
-        .timer(TokioTimer::new())
-        .header_read_timeout(limits.read_timeout)
-        // Bounds both the bytes of a head and the buffer of a slow reader.
-        .max_buf_size(limits.header_bytes_max.max(8192));
     // When it became idle the last time that its buffers were given back.
     let mut rested = None;
     loop {
-        let mut connection = builder.serve_connection(io, service);
-        tokio::select! {
-            outcome = until_rest(&mut connection, client, limits.buffers_kept, rested) => {
-                if let Some(outcome) = outcome {
-                    return outcome;
-                }
-            }
-            _ = stopped.changed() => {
-                return tokio::select! {
-                    outcome = &mut connection => outcome,
-                    () = client.idle_for(limits.linger) => {
-                        Pin::new(&mut connection).graceful_shutdown();
-                        connection.await
-                    }
-                };
-            }
-        }
-        let parts = connection.into_parts();
+        let mut stopped = stopped.clone();
+        // Boxed, and dropped here: while it is idle, the connection keeps none of it.
+        let active = Box::pin(serve_until_rest(
+            io,
+            client,
+            service,
+            limits,
+            rested,
+            stopped.clone(),
+        ))
+        .await;
+        let Some(parts) = active? else {
+            return Ok(());
+        };
         (io, service) = (parts.io, parts.service);
         rested = client.idle_since();
         if !parts.read_buf.is_empty() {
@@ -835,13 +791,97 @@ where
             io.unread(parts.read_buf);
             continue;
         }
-        let mut stopped = stopped.clone();
         tokio::select! {
             () = io.readable() => {}
             _ = stopped.changed() => {}
             // As for a head that does not come.
             () = tokio::time::sleep(limits.read_timeout.saturating_sub(limits.buffers_kept)) => return Ok(()),
         }
+    }
+}
+
+/// Serves HTTP/1 until the connection ends (`None`), or is idle for longer than it keeps its buffers.
+async fn serve_until_rest<S>(
+    io: ClientIo,
+    client: &Connection,
+    service: S,
+    limits: &Http1Limits,
+    rested: Option<u64>,
+    mut stopped: watch::Receiver<bool>,
+) -> hyper::Result<Option<http1::Parts<ClientIo, S>>>
+where
+    S: HttpService<Incoming, ResBody: 'static, Error: Into<Box<dyn Error + Send + Sync>>> + Unpin,
+    <S::ResBody as Body>::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    let mut connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.read_timeout)
+        // Bounds both the bytes of a head and the buffer of a slow reader.
+        .max_buf_size(limits.header_bytes_max.max(8192))
+        .serve_connection(io, service);
+    let ended = tokio::select! {
+        outcome = until_rest(&mut connection, client, limits.buffers_kept, rested) => outcome,
+        _ = stopped.changed() => Some(tokio::select! {
+            outcome = &mut connection => outcome,
+            () = client.idle_for(limits.linger) => {
+                Pin::new(&mut connection).graceful_shutdown();
+                (&mut connection).await
+            }
+        }),
+    };
+    match ended {
+        Some(outcome) => outcome.map(|()| None),
+        None => Ok(Some(connection.into_parts())),
+    }
+}
+
+/// Serves HTTP/2 until the connection ends.
+async fn serve_http2(
+    shard: &Rc<Shard>,
+    client: &Rc<Connection>,
+    io: ClientIo,
+    mut stopped: watch::Receiver<bool>,
+    linger: Duration,
+) {
+    let service = {
+        let (shard, client) = (shard.clone(), client.clone());
+        service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
+    };
+    let connection = http2::Builder::new(OnThisThread(shard.meter.clone()))
+        .timer(TokioTimer::new())
+        .max_header_list_size(shard.service.limits.header_bytes_max.max(8192))
+        .max_concurrent_streams(HTTP2_STREAMS_MAX)
+        .max_send_buf_size(HTTP2_SEND_BYTES)
+        .serve_connection(io, service);
+    tokio::pin!(connection);
+    let outcome = tokio::select! {
+        outcome = connection.as_mut() => outcome,
+        why = client.expired(&shard.service.limits) => {
+            let count = match why {
+                Expired::Idle => &shard.metrics.connections_idle,
+                Expired::Unread => &shard.metrics.connections_unread,
+            };
+            count.add(1);
+            if why == Expired::Idle {
+                connection.as_mut().graceful_shutdown();
+                let _ = tokio::time::timeout(CLOSE_GRACE, connection).await;
+            }
+            return;
+        }
+        _ = stopped.changed() => {
+            // Some clients take GOAWAY for the end of streams, also of those whose end they have not read yet.
+            let most = if linger.is_zero() { linger } else { shard.service.limits.drain / 2 };
+            let ended = tokio::time::timeout(most, until_rest(&mut connection, client, GOAWAY_REST, None)).await;
+            if let Ok(Some(outcome)) = ended {
+                outcome
+            } else {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        }
+    };
+    if let Err(error) = outcome {
+        tracing::debug!(%error, "connection ended");
     }
 }
 
@@ -890,6 +930,32 @@ mod tests {
     use hyper::{Request, Response};
 
     use super::*;
+
+    /// Size of the state of a call of `_of`.
+    fn size_of_call<A, F>(_of: impl FnOnce(A) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn a_connection_without_a_request_keeps_no_state_of_one() {
+        type Arguments = (
+            &'static Rc<Shard>,
+            &'static Rc<Connection>,
+            TcpStream,
+            watch::Receiver<bool>,
+        );
+        let bytes = size_of_call(|(shard, client, stream, stopped): Arguments| {
+            serve_connection(shard, client, stream, stopped, LINGER)
+        });
+        type Request1 = (Rc<Shard>, Rc<Connection>, Request<Incoming>);
+        let of_request =
+            size_of_call(|(shard, client, request): Request1| http::handle(shard, client, request));
+        // Connections of both protocols take more than this, and the handling of a request takes most.
+        assert!(
+            bytes <= 1536 && bytes < of_request,
+            "{bytes} bytes, {of_request} per request"
+        );
+    }
 
     #[test]
     fn a_drain_ends_within_its_time() {

@@ -102,6 +102,11 @@ miri:
 bench-idle: build
 	./scripts/idle-connections.py $${CARGO_TARGET_DIR:-target}/release/slipstream
 
+# CPU time for which one request holds up a frontend thread (docs/reliability.md); fails above 10 ms.
+.PHONY: bench-polls
+bench-polls: build
+	./scripts/longest-polls.py $${CARGO_TARGET_DIR:-target}/release/slipstream
+
 # Cost and latency of the live path at speed-up 1e6 (docs/benchmarks.md).
 bench-live: build
 	./scripts/bench-live.sh

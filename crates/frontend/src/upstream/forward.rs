@@ -72,8 +72,8 @@ pub(super) struct Exchange {
     room: Room,
     /// The client's request.
     pub(super) owner: Rc<Owner>,
-    /// The engine may store its answer, whose id is not known yet.
-    pub(super) stores: Cell<bool>,
+    /// The engine may store its answer, whose id is not known yet, for this one.
+    pub(super) stores: Cell<Option<stored::Owner>>,
     /// Its line in the record, if there is one.
     pub(super) recording: Option<RefCell<Recording>>,
 }
@@ -100,8 +100,8 @@ impl Exchange {
             deadline_ns: self.deadline_ns,
             room,
             owner: self.owner.clone(),
-            stores: Cell::new(false), // such streams do not continue
-            recording: None,          // the first one's counts on
+            stores: Cell::new(None), // such streams do not continue
+            recording: None,         // the first one's counts on
         }
     }
 
@@ -333,7 +333,7 @@ pub(crate) async fn handle(
     if path == "/props" && !matches!(*method, Method::GET | Method::HEAD) {
         return Err(ApiError::method_not_allowed(method.as_str(), path, "GET"));
     }
-    if !is_forwarded(path, &upstream.engines.settings.forward) {
+    if stored::is_disguised(path) || !is_forwarded(path, &upstream.engines.settings.forward) {
         let method = request.method().as_str();
         return Err(ApiError::not_forwarded(method, path));
     }
@@ -432,6 +432,12 @@ async fn forward(
     } else {
         None
     };
+    let stores = parts.method == Method::POST && parts.uri.path() == stored::CREATE;
+    if stores {
+        stored::check_new(seen.as_ref())?;
+        // Some engines name the answer by it.
+        parts.headers.remove(X_REQUEST_ID);
+    }
     let mut seen = seen.unwrap_or_default();
     client.owner().account().note_model(seen.model.as_deref());
     let has_mirrors = upstream.engines.has_mirrors.load(Relaxed);
@@ -442,12 +448,28 @@ async fn forward(
     let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
     let authorization = authorization.map(|value| Bytes::copy_from_slice(value.as_bytes()));
     let named = Named::of(parts.uri.path(), seen.previous_response_id.take());
+    let asker = stored::Owner::of(&shard.service, &client);
+    match &named {
+        Some(named) => stored::check_owner(&upstream.engines.stored, named, asker)?,
+        // An engine might list the answers of all keys.
+        None if asker != stored::Owner::Open && !stores && stored::is_path(parts.uri.path()) => {
+            let (method, path) = (parts.method.as_str(), parts.uri.path());
+            return Err(ApiError::route_not_found(method, path));
+        }
+        None => {}
+    }
     let direct = match (head.worker, &named) {
         (None, Some(named)) => {
             let (engines, lookups) = (&upstream.engines, &upstream.lookups);
             let is_read = matches!(parts.method, Method::GET | Method::HEAD);
-            let (only, keys) = (only.as_deref(), authorization.clone());
-            stored::engine_of(engines, lookups, &client, is_read, named, keys, only).await?
+            let only = only.as_deref();
+            let keys = authorization.clone();
+            let asker = stored::Asker {
+                client: &client,
+                owner: asker,
+                is_read,
+            };
+            stored::engine_of(engines, lookups, asker, named, keys, only).await?
         }
         (worker, _) => worker,
     };
@@ -502,12 +524,14 @@ async fn forward(
         arrival_ns,
     );
     let mut headers = wire::write_headers(&parts.headers);
-    if apart && !parts.headers.contains_key(X_REQUEST_ID) {
+    if stores {
+        let id = stored::fresh_request_id();
+        wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
+    } else if apart && !parts.headers.contains_key(X_REQUEST_ID) {
         // Both engines log the request by one name.
         wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
     }
     headers.extend_from_slice(loops::line());
-    let stores = parts.method == Method::POST && parts.uri.path() == stored::CREATE;
     let headers = headers.freeze();
     let changes = !matches!(parts.method, Method::GET | Method::HEAD);
     if has_mirrors && changes && named.is_none() && !counts_only(parts.uri.path()) {
@@ -542,7 +566,7 @@ async fn forward(
         deadline_ns,
         room,
         owner: client.owner().clone(),
-        stores: Cell::new(stores),
+        stores: Cell::new(stores.then_some(asker)),
         recording,
     };
     let begun = async {
@@ -570,7 +594,11 @@ async fn forward(
             })??
         }
     };
-    Relay::respond(shard, upstream, exchange, begun)
+    let mut response = Relay::respond(shard, upstream, exchange, begun)?;
+    if stores {
+        response.headers_mut().remove(X_REQUEST_ID); // the client's own follows
+    }
+    Ok(response)
 }
 
 /// Gives a request without a usable trace one of its own, if traces are of interest.
@@ -595,7 +623,8 @@ const READ_BYTES: usize = 64 << 10;
 
 /// The read part of a body.
 #[derive(Debug, Default)]
-struct Read {
+#[allow(clippy::struct_excessive_bools)] // each is a field of the body
+pub(super) struct Read {
     model: Option<String>,
     stream: bool,
     return_token_ids: bool,
@@ -618,6 +647,8 @@ impl Read {
             priority: seen.priority,
             previous_response_id: seen.previous_response_id.clone(),
             has_prompt: seen.has_prompt(),
+    pub(super) has_two_previous: bool,
+    pub(super) chooses_id: bool,
             whole: seen.stays_whole(),
             model: seen.model,
         }
@@ -632,6 +663,8 @@ async fn read<T: Send + 'static>(
     shard: &Shard,
     client: &Client,
     body: &Bytes,
+            has_two_previous: seen.has_two_previous,
+            chooses_id: seen.chooses_id,
     job: impl FnOnce(&[u8]) -> T + Send + 'static,
 ) -> Result<T, ApiError> {
     if body.len() <= READ_BYTES {

@@ -20,6 +20,10 @@ pub(super) struct Peek<'a> {
     pub(super) priority: Option<i32>,
     /// The stored answer that this one follows.
     pub(super) previous_response_id: Option<String>,
+    /// `previous_response_id` is there more than once: parsers differ on which counts.
+    pub(super) has_two_previous: bool,
+    /// `request_id` names the request, and what it makes.
+    pub(super) chooses_id: bool,
     /// A field keeps prompt and answer at one engine ([`Peek::stays_whole`]).
     is_bound: bool,
     /// Fields that precede the prompt's text in the engine's template: `tools`, `system`, `instructions`.
@@ -50,6 +54,7 @@ impl<'de> Deserialize<'de> for Peek<'de> {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Peek<'de>, A::Error> {
                 let mut peek = Peek::default();
+                let mut previous = 0;
                 // The last one of a name wins, as in Python's parser.
                 while let Some(name) = map.next_key::<std::borrow::Cow<'de, str>>()? {
                     match &*name {
@@ -72,7 +77,12 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         "prompt_logprobs" | "kv_transfer_params" => {
                             peek.is_bound |= map.next_value::<&RawValue>()?.get() != "null";
                         }
+                        "request_id" => {
+                            peek.chooses_id |= map.next_value::<&RawValue>()?.get() != "null";
+                        }
                         "previous_response_id" => {
+                            previous += 1;
+                            peek.has_two_previous = previous > 1;
                             peek.previous_response_id = read(map.next_value()?);
                         }
                         "priority" => peek.priority = read(map.next_value()?),

@@ -537,16 +537,16 @@ fn learn(
     is_events: bool,
     piece: &[u8],
 ) {
-    if !exchange.stores.get() || piece.is_empty() {
+    let Some(owner) = exchange.stores.get().filter(|_| !piece.is_empty()) else {
         return;
-    }
+    };
     // The first event has the id, as has the beginning of an object. Comments may precede that event.
     let is_begun = !is_events || memchr::memmem::find(piece, b"data:").is_some();
-    exchange.stores.set(!is_begun);
+    exchange.stores.set((!is_begun).then_some(owner));
     if status.is_success()
         && let Some(id) = stored::id_of(piece, is_events)
     {
-        engines.stored.remember(&id, engine);
+        engines.stored.remember(&id, engine, owner);
     }
 }
 

@@ -1,11 +1,17 @@
 //! Answers that engines store for later requests (`/v1/responses`): a request that names one goes to its engine.
 //!
-//! Ids are learned from the answers as they pass. An id that is not known, since the router was started again or has
-//! forgotten it, is asked for at the engines (`GET /v1/responses/ID`).
+//! Ids are learned from the answers as they pass, with the API key of the request. Engines do not tell the router's
+//! keys apart, so the router does: an answer is for the key that made it, and any other one gets the 404 of an id that
+//! is not stored. Clients choose no ids, which would replace the answers of others.
+//!
+//! An id that is not known, since the router was started again or has forgotten it, is asked for at the engines
+//! (`GET /v1/responses/ID`) if the router has no keys. With keys its owner is not known, so nobody may have it.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::hash_map::RandomState;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::{self, Write as _};
+use std::hash::{BuildHasher, Hasher};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,11 +25,13 @@ use tokio::task::JoinSet;
 
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, State};
+use super::forward::Read;
 use super::{loops, wire};
 use crate::budget::ClientUse;
 use crate::connection::Client;
 use crate::http;
-use crate::openai::ApiError;
+use crate::openai::{ApiError, response_not_found};
+use crate::service::Service;
 
 /// Ids that are remembered: the oldest are forgotten. Some 8 MB at most.
 const KNOWN_MAX: usize = 1 << 16;
@@ -48,13 +56,13 @@ const READ: &str = "/v1/responses/";
 #[derive(Debug, Default)]
 pub(super) struct StoredAnswers {
     known: Mutex<Known>,
-    /// Requests whose engine was known, was found by asking, was not found, and takes no requests; and requests
-    /// for which no engine was asked, because of a limit.
-    pub(super) outcomes: [AtomicU64; 5],
+    /// Requests whose engine was known, was found by asking, was not found, and takes no requests; requests
+    /// for which no engine was asked, because of a limit; and those for a response of another key.
+    pub(super) outcomes: [AtomicU64; 6],
 }
 
 /// Labels of [`StoredAnswers::outcomes`].
-pub(super) const OUTCOMES: [&str; 5] = ["known", "asked", "unknown", "gone", "refused"];
+pub(super) const OUTCOMES: [&str; 6] = ["known", "asked", "unknown", "gone", "refused", "denied"];
 
 #[derive(Clone, Copy)]
 enum Outcome {
@@ -63,13 +71,82 @@ enum Outcome {
     Unknown,
     Gone,
     Refused,
+    Denied,
+}
+
+/// Whose a stored answer is: the API key that made it. Without keys all clients are one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Owner {
+    /// The router has no keys.
+    Open,
+    /// The address of the key's counters, which live as long as the router.
+    Key(usize),
+    /// Two keys were answered with one id, so it names neither's answer.
+    Disputed,
+}
+
+impl Owner {
+    pub(super) fn of(service: &Service, client: &Client) -> Owner {
+        if service.api_keys.is_empty() {
+            Owner::Open
+        } else {
+            Owner::Key(Arc::as_ptr(client.counts()) as usize)
+        }
+    }
+}
+
+/// The client whose request names a stored answer.
+pub(super) struct Asker<'a> {
+    pub(super) client: &'a Client,
+    pub(super) owner: Owner,
+    /// The request counts as no request of its client yet.
+    pub(super) is_read: bool,
 }
 
 #[derive(Debug, Default)]
 struct Known {
     by_id: HashMap<Arc<str>, Holder>,
-    /// Oldest first.
-    order: VecDeque<Arc<str>>,
+    /// By age: the number at which each was learned.
+    order: BTreeMap<u64, Arc<str>>,
+    /// Numbers of each owner's, oldest first.
+    of_owner: HashMap<Owner, VecDeque<u64>>,
+    next: u64,
+}
+
+impl Known {
+    fn add(&mut self, id: &str, holder: Holder) {
+        let owner = holder.owner;
+        if self.order.len() >= KNOWN_MAX {
+            // An owner of half of them makes room itself: it cannot make the router forget those of others.
+            let own = self.of_owner.get(&owner);
+            let own = own.filter(|own| own.len() >= KNOWN_MAX / 2);
+            let oldest = own.and_then(VecDeque::front).copied();
+            let oldest = oldest.or_else(|| self.order.keys().next().copied());
+            self.forget(oldest.expect("there are some"));
+        }
+        let (id, number): (Arc<str>, u64) = (id.into(), self.next);
+        self.next += 1;
+        self.order.insert(number, id.clone());
+        self.of_owner.entry(owner).or_default().push_back(number);
+        self.by_id.insert(id, holder);
+    }
+
+    /// Forgets the oldest of all, or the oldest of its owner.
+    fn forget(&mut self, number: u64) {
+        let Some(id) = self.order.remove(&number) else {
+            return;
+        };
+        let Some(holder) = self.by_id.remove(&id) else {
+            return;
+        };
+        if let Some(numbers) = self.of_owner.get_mut(&holder.owner) {
+            // The oldest of all is its owner's oldest as well.
+            numbers.pop_front();
+            if numbers.is_empty() {
+                self.of_owner.remove(&holder.owner);
+            }
+        }
+    }
 }
 
 /// The engine that stores an answer.
@@ -79,6 +156,20 @@ struct Holder {
     engine: u64,
     worker: WorkerId,
     url: Arc<str>,
+    /// The key whose room in [`Known`] it takes.
+    owner: Owner,
+    /// Another owner was answered with the same id.
+    is_disputed: bool,
+}
+
+impl Holder {
+    fn owner(&self) -> Owner {
+        if self.is_disputed {
+            Owner::Disputed
+        } else {
+            self.owner
+        }
+    }
 }
 
 impl StoredAnswers {
@@ -90,8 +181,8 @@ impl StoredAnswers {
         self.outcomes[outcome as usize].fetch_add(1, Relaxed);
     }
 
-    /// `engine` stores the answer `id`.
-    pub(super) fn remember(&self, id: &str, engine: &Engine) {
+    /// `engine` stores the answer `id` of `owner`.
+    pub(super) fn remember(&self, id: &str, engine: &Engine, owner: Owner) {
         if id.is_empty() || id.len() > ID_BYTES_MAX {
             return;
         }
@@ -99,20 +190,21 @@ impl StoredAnswers {
             engine: engine.id,
             worker: engine.spec.worker,
             url: engine.spec.url.to_string().into(),
+            owner,
+            is_disputed: false,
         };
         let mut known = self.known();
-        if let Some(held) = known.by_id.get_mut(id) {
-            *held = holder;
-            return;
+        match known.by_id.get_mut(id) {
+            // The engine has one of the two answers, and the router cannot say which.
+            Some(held) if held.owner != owner => held.is_disputed = true,
+            Some(held) => {
+                *held = Holder {
+                    is_disputed: held.is_disputed,
+                    ..holder
+                };
+            }
+            None => known.add(id, holder),
         }
-        if known.order.len() >= KNOWN_MAX
-            && let Some(oldest) = known.order.pop_front()
-        {
-            known.by_id.remove(&oldest);
-        }
-        let id: Arc<str> = id.into();
-        known.order.push_back(id.clone());
-        known.by_id.insert(id, holder);
     }
 
     fn holder(&self, id: &str) -> Option<Holder> {
@@ -142,6 +234,48 @@ impl Named {
         let id = http::percent_decode(part);
         (!id.is_empty()).then_some(Named { id, param: None })
     }
+}
+
+/// Whether `path` is that of stored answers, in another spelling than [`CREATE`] and [`READ`] have. Engines decode paths,
+/// so it would reach an answer that [`Named`] does not see.
+pub(super) fn is_disguised(path: &str) -> bool {
+    is_path(&http::percent_decode(path)) && !is_path(path)
+}
+
+/// Whether `path` is that of stored answers.
+pub(super) fn is_path(path: &str) -> bool {
+    path == CREATE || path.starts_with(READ)
+}
+
+/// Checks what a request that makes an answer says of ids. `seen`: its body, as far as it was read.
+///
+/// # Errors
+/// 400: it chooses the id of its answer, or it may, since its body is not a JSON object that the router can read.
+pub(super) fn check_new(seen: Option<&Read>) -> Result<(), ApiError> {
+    let Some(seen) = seen else {
+        return Err(ApiError::bad_body(
+            "the body is not a JSON object in UTF-8; send `/v1/responses` one, so that the router can check its ids",
+        ));
+    };
+    if seen.chooses_id {
+        return Err(ApiError::invalid(
+            "request_id",
+            "`request_id` would be the id of the response, which the engine chooses; leave it out",
+        ));
+    }
+    if seen.has_two_previous {
+        return Err(ApiError::invalid(
+            "previous_response_id",
+            "`previous_response_id` is given twice; give it once",
+        ));
+    }
+    Ok(())
+}
+
+/// An id for engines that name an answer by the `X-Request-Id` of its request: 128 random bits.
+pub(crate) fn fresh_request_id() -> String {
+    let draw = || RandomState::new().build_hasher().finish();
+    format!("{:016x}{:016x}", draw(), draw())
 }
 
 /// Lookups of a shard that are under way.
@@ -186,15 +320,41 @@ impl Drop for Lookup<'_> {
     }
 }
 
+/// Checks that `owner` may have the answer `named`.
+///
+/// # Errors
+/// 404: it may not, or nobody knows whose it is.
+pub(super) fn check_owner(
+    stored: &StoredAnswers,
+    named: &Named,
+    owner: Owner,
+) -> Result<(), ApiError> {
+    let known = stored.known();
+    let of = known.by_id.get(&*named.id).map(Holder::owner);
+    let outcome = match of {
+        Some(of) if of == owner => return Ok(()),
+        None if owner == Owner::Open => return Ok(()), // the engines are asked
+        Some(_) => Outcome::Denied,
+        None => Outcome::Unknown,
+    };
+    drop(known);
+    stored.count(outcome);
+    // One text for both: it does not say whether there is such an answer.
+    Err(response_not_found(
+        named.param.unwrap_or("response_id"),
+        &named.id,
+    ))
+}
+
 /// The engine that stores the answer `named`, of those of `only`. `None`: any may be asked, since none is known to.
+/// [`check_owner`] comes before.
 ///
 /// # Errors
 /// 404 or 409: its engine is gone, or takes no requests now. 429, 503: too many ids are being looked up.
 pub(super) async fn engine_of(
     engines: &Arc<Engines>,
     lookups: &Lookups,
-    client: &Client,
-    is_read: bool,
+    asker: Asker<'_>,
     named: &Named,
     authorization: Option<Bytes>,
     only: Option<&[WorkerId]>,
@@ -236,8 +396,8 @@ pub(super) async fn engine_of(
         return Ok(None);
     }
     // It costs a request per engine: reads, which count as no request else, count as one here.
-    let admitted = if is_read { client.admit() } else { Ok(()) };
-    let lookup = admitted.and_then(|()| lookups.begin(client.counts()));
+    let admitted = if asker.is_read { asker.client.admit() } else { Ok(()) };
+    let lookup = admitted.and_then(|()| lookups.begin(asker.client.counts()));
     let _lookup = lookup.inspect_err(|_| stored.count(Outcome::Refused))?;
     let path: Rc<str> = format!("{READ}{}", escaped(&named.id)).into();
     let mut questions = JoinSet::new();
@@ -253,7 +413,7 @@ pub(super) async fn engine_of(
     // The other questions end with the set.
     while let Some(found) = questions.join_next().await {
         if let Ok(Some(engine)) = found {
-            stored.remember(&named.id, &engine);
+            stored.remember(&named.id, &engine, asker.owner);
             stored.count(Outcome::Asked);
             return Ok(Some(engine.spec.worker));
         }
@@ -431,19 +591,81 @@ mod tests {
         let engines = engines(2, &UpstreamConfig::default());
         let stored = &engines.stored;
         for number in 0..KNOWN_MAX + 10 {
-            stored.remember(&format!("r{number}"), &at(&engines, number % 2));
+            stored.remember(
+                &format!("r{number}"),
+                &at(&engines, number % 2),
+                Owner::Open,
+            );
         }
         assert!(stored.holder("r9").is_none() && stored.holder("r10").is_some());
         assert_eq!(stored.holder("r11").unwrap().worker, WorkerId(1));
-        stored.remember("r11", &at(&engines, 0));
+        stored.remember("r11", &at(&engines, 0), Owner::Open);
         assert_eq!(stored.holder("r11").unwrap().worker, WorkerId(0));
-        let known = stored.known();
-        assert_eq!(
-            (known.by_id.len(), known.order.len()),
-            (KNOWN_MAX, KNOWN_MAX)
-        );
-        drop(known);
-        stored.remember(&"x".repeat(ID_BYTES_MAX + 1), &at(&engines, 0));
+        check_known(stored);
+        stored.remember(&"x".repeat(ID_BYTES_MAX + 1), &at(&engines, 0), Owner::Open);
         assert!(stored.holder(&"x".repeat(ID_BYTES_MAX + 1)).is_none());
+    }
+
+    /// As many as there may be, each counted once.
+    fn check_known(stored: &StoredAnswers) {
+        let known = stored.known();
+        let owned: usize = known.of_owner.values().map(VecDeque::len).sum();
+        assert_eq!(
+            (known.by_id.len(), known.order.len(), owned),
+            (KNOWN_MAX, KNOWN_MAX, KNOWN_MAX)
+        );
+    }
+
+    #[test]
+    fn a_key_with_many_answers_does_not_make_others_forgotten() {
+        let engines = engines(1, &UpstreamConfig::default());
+        let (stored, engine) = (&engines.stored, at(&engines, 0));
+        let (quiet, greedy) = (Owner::Key(1), Owner::Key(2));
+        stored.remember("quiet", &engine, quiet);
+        for number in 0..2 * KNOWN_MAX {
+            stored.remember(&format!("r{number}"), &engine, greedy);
+        }
+        assert!(stored.holder("quiet").is_some());
+        assert!(stored.holder(&format!("r{}", 2 * KNOWN_MAX - 1)).is_some());
+        check_known(stored);
+    }
+
+    #[test]
+    fn an_answer_is_for_the_key_that_made_it() {
+        let engines = engines(1, &UpstreamConfig::default());
+        let (stored, engine) = (&engines.stored, at(&engines, 0));
+        let (one, two) = (Owner::Key(1), Owner::Key(2));
+        let named = |id: &str| Named::of(CREATE, Some(id.into())).unwrap();
+        let may = |id: &str, owner| check_owner(stored, &named(id), owner).map_err(|e| e.status);
+        stored.remember("a", &engine, one);
+        assert_eq!((may("a", one), may("a", two)), (Ok(()), Err(404)));
+        // Whose it is is not known: nobody's with keys, everybody's without.
+        assert_eq!((may("b", one), may("b", Owner::Open)), (Err(404), Ok(())));
+        let text = |id: &str| check_owner(stored, &named(id), two).unwrap_err().message;
+        assert_eq!(text("a").replace("`a`", "`b`"), text("b"));
+        // An engine that gives one id twice: from then on it is nobody's, whoever asks again.
+        stored.remember("a", &engine, two);
+        stored.remember("a", &engine, one);
+        assert_eq!((may("a", one), may("a", two)), (Err(404), Err(404)));
+    }
+
+    #[test]
+    fn other_spellings_of_the_path_are_seen() {
+        for path in [
+            "/v1/%72esponses/a",
+            "/v1%2Fresponses",
+            "/v1/responses%2Fa",
+            "/%761/responses/",
+        ] {
+            assert!(is_disguised(path), "{path}");
+        }
+        for path in [
+            "/v1/responses",
+            "/v1/responses/",
+            "/v1/responses/a%2Fb",
+            "/v1/completions",
+        ] {
+            assert!(!is_disguised(path), "{path}");
+        }
     }
 }

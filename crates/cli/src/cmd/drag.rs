@@ -3,6 +3,7 @@
 //! The live side runs this binary's `serve` and `bench` as separate processes on loopback, as a
 //! user would.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -259,31 +260,142 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
     }
     let mut bench = bench(args, url, "engine", dir)?;
     bench.args(["--prompt-form", "tokens", "--token-ids", &args.token_ids]);
+    bench.arg("--drag").arg(dir.join("live.csv"));
     let before = HostSample::now();
     let status = bench.status().context("starting `slipstream bench`")?;
     let load = HostSample::now().since(&before);
     ensure_ran("bench", status)?;
     let simulated = simulate(args, &cluster, dir)?
+        .arg("--drag")
+        .arg(dir.join("twin.csv"))
         .status()
         .context("starting `slipstream simulate`")?;
     ensure_ran("simulate", simulated)?;
     let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
     let host = Host::new(load, None, step_ms(&reports[1]));
+    let lengths = Lengths::of(
+        &read_lengths(dir, "live.csv")?,
+        &read_lengths(dir, "twin.csv")?,
+    );
     if args.json {
         let [live, twin] = &reports;
-        let output = serde_json::json!({"host": host.json(), "engine": live, "twin": twin});
+        let output = serde_json::json!({
+            "host": host.json(), "lengths": lengths.json(), "engine": live, "twin": twin,
+        });
         out::print(&format!("{output}\n"))?;
-    } else {
+    } else if lengths.is_same() {
         out::print(&compare::render(&reports, false))?;
         if let Some(line) = host.line() {
             out::print(&format!("this {line}"))?;
         }
     }
-    Ok(if status.success() && simulated.success() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    if let Some(refusal) = lengths.refusal() {
+        eprintln!("{refusal}");
+    }
+    Ok(
+        if status.success() && simulated.success() && lengths.is_same() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        },
+    )
+}
+
+/// Share of the twin's tokens that an engine may leave out, or add, and still do the same work. A client that ends one
+/// token early on 1 in 100 moves no figure by more than that.
+const TOKENS_SHARE_MAX: f64 = 0.01;
+
+/// Lengths of the answers of an engine and of its twin, of requests that both answered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Lengths {
+    /// Requests that both answered.
+    requests: u64,
+    /// Those with fewer tokens from the engine.
+    shorter: u64,
+    /// Those with more.
+    longer: u64,
+    /// Tokens that the engine left out, in answers that are too short.
+    tokens_missing: u64,
+    /// Tokens beyond the twin's, in answers that are too long.
+    tokens_extra: u64,
+    /// Tokens of the engine, and of the twin.
+    engine_tokens: u64,
+    twin_tokens: u64,
+}
+
+impl Lengths {
+    /// Compares tokens of answers by request.
+    fn of(engine: &BTreeMap<String, u32>, twin: &BTreeMap<String, u32>) -> Lengths {
+        let mut lengths = Lengths::default();
+        for (id, &asked) in twin {
+            let Some(&answered) = engine.get(id) else {
+                continue; // it failed, which the report shows
+            };
+            let (asked, answered) = (u64::from(asked), u64::from(answered));
+            lengths.requests += 1;
+            lengths.engine_tokens += answered;
+            lengths.twin_tokens += asked;
+            lengths.shorter += u64::from(answered < asked);
+            lengths.longer += u64::from(answered > asked);
+            lengths.tokens_missing += asked.saturating_sub(answered);
+            lengths.tokens_extra += answered.saturating_sub(asked);
+        }
+        lengths
+    }
+
+    fn json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "requests": self.requests,
+            "shorter": self.shorter,
+            "longer": self.longer,
+            "tokens_missing": self.tokens_missing,
+            "tokens_extra": self.tokens_extra,
+            "engine_tokens": self.engine_tokens,
+            "twin_tokens": self.twin_tokens,
+        })
+    }
+
+    /// Whether both sides did the same work.
+    fn is_same(&self) -> bool {
+        let off = self.tokens_missing.max(self.tokens_extra) as f64;
+        off <= TOKENS_SHARE_MAX * self.twin_tokens as f64
+    }
+
+    /// Why the figures of both sides are not compared.
+    fn refusal(&self) -> Option<String> {
+        if self.is_same() {
+            return None;
+        }
+        let (count, what) = if self.tokens_missing >= self.tokens_extra {
+            (self.shorter, "fewer")
+        } else {
+            (self.longer, "more")
+        };
+        Some(format!(
+            "error: not compared: the engine answered {} of {} with {what} tokens than asked ({} tokens instead of {}), \
+             so its latencies and rates are those of other work than the twin's; {}",
+            grouped(count),
+            counted(self.requests, "request"),
+            grouped(self.engine_tokens),
+            grouped(self.twin_tokens),
+            "use an engine that honours `ignore_eos`, keep `--isl` plus `--osl` within its context, or lower `--osl` below \
+             the length of its answers; `--json` and `--keep DIR` have both reports"
+        ))
+    }
+}
+
+/// Tokens of each whole answer in the records of `name`, by request.
+fn read_lengths(dir: &Path, name: &str) -> anyhow::Result<BTreeMap<String, u32>> {
+    let path = dir.join(name);
+    let named = || path.display().to_string();
+    let mut lengths = BTreeMap::new();
+    for record in drag::read(&path).with_context(named)? {
+        let record = record.with_context(named)?;
+        if let Some(osl) = record.osl.filter(|_| record.status == "ok") {
+            lengths.insert(record.id, osl);
+        }
+    }
+    Ok(lengths)
 }
 
 pub(super) fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {

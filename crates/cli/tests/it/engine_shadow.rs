@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::engines::{Engine, answer};
+use crate::engines::{EVENTS, Engine, answer, chunk, say, text_event};
 use crate::server::{Server, run};
 
 /// Engines in real time, with steps of 10 ms.
@@ -191,4 +191,61 @@ fn drag_compares_an_engine_with_its_twin() {
         .lines()
         .find(|line| line.contains("engine") && line.contains("twin"));
     assert!(head.is_some() && out.contains("ITL"), "{out}");
+}
+
+/// An engine whose answers have `given` tokens whatever is asked for, and which says so in `usage`.
+fn of_length(given: usize) -> Engine {
+    Engine::start(move |request, stream| {
+        if request.line.starts_with("GET ") {
+            return answer(stream, "404 Not Found", "", b"");
+        }
+        let prompt = request.json()["prompt"].as_array().map_or(0, Vec::len);
+        say(stream, EVENTS);
+        for _ in 0..given {
+            chunk(stream, &text_event("a", "x"));
+        }
+        let usage = serde_json::json!({
+            "id": "a", "choices": [],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given},
+        });
+        chunk(stream, &format!("data: {usage}\n\ndata: [DONE]\n\n"));
+        say(stream, b"0\r\n\r\n");
+    })
+}
+
+/// Regression: an engine that ended its answers early looked faster than its twin, without a word.
+#[test]
+fn drag_does_not_compare_answers_of_other_lengths() {
+    let (_dir, path) = twin(1, 10);
+    let load = ["--requests=6", "--rate=50", "--isl=40", "--osl=50"];
+    let drag = |given: usize, more: &[&str]| {
+        let engine = of_length(given);
+        let flag = engine.flag();
+        run(&[&["drag", path.to_str().unwrap(), &flag], &load[..], more].concat())
+    };
+    for (given, what) in [(20, "fewer"), (70, "more")] {
+        let (code, out, errors) = drag(given, &[]);
+        assert_eq!(code, Some(1), "{errors}");
+        assert_eq!(out, "", "no table");
+        let total = 6 * given;
+        for part in [
+            format!("6 of 6 requests with {what} tokens than asked"),
+            format!("{total} tokens instead of 300"),
+            "ignore_eos".to_owned(),
+        ] {
+            assert!(errors.contains(&part), "{part}: {errors}");
+        }
+    }
+    let (code, out, errors) = drag(20, &["--json"]);
+    assert_eq!(code, Some(1), "{errors}");
+    let both: serde_json::Value = serde_json::from_str(&out).expect(&out);
+    assert_eq!(both["lengths"]["shorter"], 6);
+    assert_eq!(both["lengths"]["tokens_missing"], 180);
+    let (code, out, errors) = drag(50, &[]);
+    assert_eq!(
+        (code, errors.contains("not compared")),
+        (Some(0), false),
+        "{errors}"
+    );
+    assert!(out.contains("ITL"), "{out}");
 }

@@ -24,6 +24,8 @@ use prometheus_client::metrics::MetricType;
 use rustix::fs::OFlags;
 use serde::Serialize;
 
+use crate::trace_context::Span;
+
 /// Entries that may wait to be written.
 const QUEUE: usize = 8192;
 
@@ -52,8 +54,7 @@ pub enum AccessTarget {
 }
 
 /// How an answer ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum AnswerEnd {
     /// All of it was passed to the client's connection.
     Complete,
@@ -64,6 +65,18 @@ pub(crate) enum AnswerEnd {
     ClientLeft,
     /// It is an error of status 400 or above, and complete.
     Refused,
+}
+
+impl AnswerEnd {
+    /// As it is written in lines and spans.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            AnswerEnd::Complete => "complete",
+            AnswerEnd::Broken => "broken",
+            AnswerEnd::ClientLeft => "client_left",
+            AnswerEnd::Refused => "refused",
+        }
+    }
 }
 
 /// One request.
@@ -88,6 +101,8 @@ pub(crate) struct Entry {
     pub(crate) retries: u32,
     pub(crate) resumes: u32,
     pub(crate) trace_id: Option<String>,
+    /// Set if its span is exported.
+    pub(crate) span: Option<Span>,
     pub(crate) end: AnswerEnd,
     /// Wall clock at its end.
     pub(crate) unix: Duration,
@@ -112,7 +127,7 @@ struct Line<'a> {
     retries: u32,
     resumes: u32,
     trace_id: Option<&'a str>,
-    end: AnswerEnd,
+    end: &'static str,
 }
 
 impl Entry {
@@ -136,7 +151,7 @@ impl Entry {
             retries: self.retries,
             resumes: self.resumes,
             trace_id: self.trace_id.as_deref(),
-            end: self.end,
+            end: self.end.name(),
         };
         serde_json::to_writer(&mut *out, &line).expect("strings and numbers into memory");
         out.push(b'\n');

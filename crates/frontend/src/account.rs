@@ -1,4 +1,4 @@
-//! Account of one request: its line in the access log, and the tokens that its key is charged for.
+//! Account of one request: its line in the access log, its span, and the tokens that its key is charged for.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::access::{AnswerEnd, Entry, TEXT_BYTES_MAX, unix_now};
 use crate::budget::ClientUse;
 use crate::limits::KeyUse;
 use crate::service::Service;
-use crate::trace_context::TraceId;
+use crate::trace_context::{Span, TraceId};
 
 /// Tokens of a request and its answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub(crate) struct TokenCounts {
 #[derive(Default)]
 pub(crate) struct Account {
     line: Option<(Arc<Service>, Box<Entry>)>,
+    /// The entry is for the access log, which counts tokens; otherwise for a span alone.
+    is_logged: bool,
     /// Charge of its key, ns of its rate.
     charge: Option<(Arc<ClientUse>, u64)>,
     counts: Option<TokenCounts>,
@@ -42,8 +44,9 @@ fn shortened(text: &str) -> String {
 }
 
 impl Account {
-    /// The request will have a line.
+    /// The request will have a line, or a span, or both.
     pub(crate) fn open_line(&mut self, service: &Arc<Service>, mut entry: Entry) {
+        self.is_logged = service.access.is_some();
         entry.path = shortened(&entry.path);
         entry.method = shortened(&entry.method);
         self.line = Some((service.clone(), Box::new(entry)));
@@ -51,7 +54,12 @@ impl Account {
 
     /// Whether tokens are of interest.
     pub(crate) fn wants_counts(&self) -> bool {
-        self.line.is_some() || self.charge.is_some()
+        self.is_logged || self.charge.is_some()
+    }
+
+    /// Its span, if it has one.
+    pub(crate) fn span(&self) -> Option<&Span> {
+        self.line.as_ref()?.1.span.as_ref()
     }
 
     fn entry(&mut self) -> Option<&mut Entry> {
@@ -154,8 +162,15 @@ impl Drop for Account {
         entry.prompt_tokens = counts.map(|of| of.prompt);
         entry.cached_tokens = counts.and_then(|of| of.cached);
         entry.completion_tokens = counts.map(|of| of.completion);
-        if let Some(log) = &service.access {
-            log.send(entry);
+        let spans = service.spans.as_ref().filter(|_| entry.span.is_some());
+        match (&service.access, spans) {
+            (None, None) => {}
+            (Some(log), None) => log.send(entry),
+            (None, Some(spans)) => spans.send(entry),
+            (Some(log), Some(spans)) => {
+                spans.send(entry.clone());
+                log.send(entry);
+            }
         }
     }
 }

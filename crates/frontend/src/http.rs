@@ -43,7 +43,7 @@ use crate::responses::{self, ResponseBody};
 use crate::service::{Admission, Service};
 use crate::shard::{Plane, Shard};
 use crate::text::{ChatOptions, EncodeCost};
-use crate::trace_context::TraceId;
+use crate::trace_context::{Span, TraceId};
 use crate::ui;
 use crate::upstream::{self, Relay};
 
@@ -272,13 +272,19 @@ pub(crate) async fn handle(
     shard.metrics.requests.add(1);
     let owner = connection.begin(now);
     let id = request_id(&shard, request.headers());
-    if shard.service.access.is_some() {
+    let span = begin_span(&shard, &request);
+    if shard.service.access.is_some() || span.is_some() {
+        let trace_id = match &span {
+            Some(span) => Some(span.trace.clone()),
+            None => TraceId::of(request.headers()),
+        };
         let entry = Entry {
             request_id: id.clone(),
             method: request.method().as_str().to_owned(),
             path: request.uri().path().to_owned(),
             begun_ns: now,
-            trace_id: TraceId::of(request.headers()).map(|id| id.as_str().to_owned()),
+            trace_id: trace_id.map(|id| id.as_str().to_owned()),
+            span,
             ..Entry::default()
         };
         owner.account().open_line(&shard.service, entry);
@@ -352,6 +358,22 @@ pub(crate) async fn handle(
     }
     body.owner = Some(owner);
     Ok(response)
+}
+
+/// The span of a request, if spans are exported and its trace is sampled.
+fn begin_span(shard: &Shard, request: &Request<Incoming>) -> Option<Span> {
+    /// Paths that are asked for all the time, and compute nothing.
+    const UNTRACED: [&str; 6] = [
+        "/metrics", "/health", "/ready", "/live", "/ping", "/version",
+    ];
+    let service = &shard.service;
+    service.spans.as_ref()?;
+    let path = request.uri().path();
+    if UNTRACED.contains(&path) || matches!(path, "/ui" | "/ui.json") {
+        return None;
+    }
+    let draw = || shard.next_request_number();
+    Span::begin(request.headers(), service.trace_sample, draw)
 }
 
 /// The origin of the page that sent the request, if `live.cors_origins` names it.

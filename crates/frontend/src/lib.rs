@@ -20,7 +20,7 @@
 //!   form. None knows sockets. `script`: an answer whose text is decided before it is generated; `vocab`: one that is
 //!   made of some tokens only.
 //! * `management`: what vLLM's routes for operators change: adapters, the prefix cache, sleep.
-//! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `trace_context`: their
+//! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `otlp`: their spans; `trace_context`: their
 //!   traces.
 //! * [`upstream`]: real engines, which answer in bytes over HTTP.
 //! * `metrics`: counts and histograms. `io`: a socket with a time limit.
@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 pub mod openai;
+mod otlp;
 pub mod structured;
 pub mod text;
 
@@ -73,6 +74,7 @@ pub use access::{AccessCollector, AccessLog, AccessTarget, Flusher, Reopener};
 pub use faults::Faults;
 pub use kv_network::KvNetwork;
 pub use management::{Management, NameError};
+pub use otlp::{SpanCollector, SpanExporter, SpanFlusher};
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};

@@ -21,6 +21,7 @@ use crate::budget::ClientUse;
 use crate::faults::Faults;
 use crate::limits::{KeyRates, KeyUse};
 use crate::management::Management;
+use crate::otlp::SpanExporter;
 use crate::shadow::ShadowFeed;
 use crate::text::TextModel;
 
@@ -60,6 +61,8 @@ pub struct Service {
     pub shadow: Option<ShadowFeed>,
     /// Has a line per request; `None`: there is none.
     pub access: Option<AccessLog>,
+    /// Exports spans of sampled requests; `None`: there are none.
+    pub spans: Option<SpanExporter>,
     /// Share of requests without a trace that begin one which is sampled, 0 to 1.
     pub trace_sample: f64,
     /// When the server started, Unix time, s.

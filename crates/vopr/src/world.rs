@@ -776,6 +776,7 @@ impl<'a> World<'a> {
             recorder: None,
             shadow: None,
             access: None,
+            spans: None,
             trace_sample: 0.0,
             faults: Arc::default(),
             management: Arc::default(),

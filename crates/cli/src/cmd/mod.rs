@@ -15,6 +15,7 @@ mod price_args;
 mod progress;
 mod reload;
 mod shadow;
+mod spans;
 mod switches;
 mod watch;
 mod workload_args;

@@ -483,6 +483,9 @@ pub(super) fn register(service: &Service, registry: &mut Registry) {
     if let Some(access) = &service.access {
         registry.register_collector(Box::new(access.collector()));
     }
+    if let Some(spans) = &service.spans {
+        registry.register_collector(Box::new(spans.collector()));
+    }
 }
 
 pub(super) fn service(
@@ -525,6 +528,11 @@ pub(super) fn service(
             .access_log
             .as_deref()
             .map(super::access_log::start)
+            .transpose()?,
+        spans: live
+            .otlp_endpoint
+            .clone()
+            .map(super::spans::start)
             .transpose()?,
         trace_sample: live.trace_sample,
         created: std::time::SystemTime::now()
@@ -632,6 +640,7 @@ impl Signals {
         std::thread::spawn(move || {
             self.next();
             super::access_log::flush();
+            super::spans::flush();
             std::process::exit(130);
         });
     }

@@ -672,6 +672,7 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
             ..Limits::default()
         },
         access: None,
+        spans: None,
         trace_sample: 0.0,
         faults: Arc::default(),
         management: Arc::default(),

@@ -30,7 +30,9 @@ mod record;
 mod results;
 mod rolling;
 mod serve;
+
 mod server;
+mod spans;
 mod survive;
 mod torture;
 mod twin;

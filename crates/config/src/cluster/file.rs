@@ -18,7 +18,7 @@
 use std::io;
 use std::path::Path;
 
-use super::upstream::{read_engines, read_upstream};
+use super::upstream::{EngineUrl, read_engines, read_upstream};
 use super::{
     Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, Fault, FaultsConfig,
     Framework, HandOver, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig,
@@ -1362,6 +1362,27 @@ fn read_router(t: &Table<'_>) -> RouterConfig {
     }
 }
 
+fn read_otlp_endpoint(t: &Table<'_>) -> Option<EngineUrl> {
+    let text: String = t.get("otlp_endpoint").optional()?;
+    let (why, hint) = match EngineUrl::parse(&text) {
+        Ok(url) if url.tls => (
+            "is encrypted, which is not supported".to_owned(),
+            "name a collector on this host or network, such as \"http://127.0.0.1:4318\", which may send spans on with TLS",
+        ),
+        Ok(url) if url.prefix.ends_with("/v1/traces") => (
+            "ends with /v1/traces, which is appended".to_owned(),
+            "write it without that path",
+        ),
+        Ok(url) => return Some(url),
+        Err(why) => (
+            why,
+            "write the collector's address, such as \"http://127.0.0.1:4318\"",
+        ),
+    };
+    t.error("otlp_endpoint", format!("`{text}` {why}"), hint);
+    None
+}
+
 fn read_live(t: &Table<'_>) -> LiveConfig {
     let default = LiveConfig::default();
     const TIMEOUT_S_MAX: f64 = 86_400.0;
@@ -1387,6 +1408,7 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .or(default.engine_threads),
         api_keys_file: t.path("api_keys_file").optional(),
         access_log: t.path("access_log").optional(),
+        otlp_endpoint: read_otlp_endpoint(t),
         management: t.get("management").or(default.management),
         trace_sample: t
             .get("trace_sample")

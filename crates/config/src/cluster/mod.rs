@@ -691,6 +691,8 @@ pub struct LiveConfig {
     pub api_keys_file: Option<PathBuf>,
     /// File of the access log; a path that ends with `-`: standard output. `None`: there is none.
     pub access_log: Option<PathBuf>,
+    /// OTLP/HTTP endpoint of the collector of spans. `None`: no span is exported.
+    pub otlp_endpoint: Option<EngineUrl>,
     /// vLLM's routes for operators are served: adapters, prefix cache, sleep. Default false.
     pub management: bool,
     /// Share of requests without a trace whose trace is sampled. Default 0.
@@ -787,6 +789,7 @@ impl Default for LiveConfig {
             engine_threads: 0,
             api_keys_file: None,
             access_log: None,
+            otlp_endpoint: None,
             management: false,
             trace_sample: 0.0,
             body_bytes_max: 8 << 20,

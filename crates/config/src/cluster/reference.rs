@@ -874,6 +874,14 @@ pub const KEYS: &[Key] = &[
         "On: names of keys and models, paths and lengths are on the disk.",
     ),
     key(
+        "live.otlp_endpoint",
+        "URL, such as \"http://127.0.0.1:4318\"",
+        "(none)",
+        "OpenTelemetry collector that gets a span per sampled request: OTLP over HTTP, JSON, at `/v1/traces` below this URL. \
+         `docs/engines.md` has the attributes. Spans that it does not take in time are dropped and counted.",
+        "On: ids, paths and models of requests leave this process.",
+    ),
+    key(
         "live.management",
         "true or false",
         "false",
@@ -885,9 +893,9 @@ pub const KEYS: &[Key] = &[
         "live.trace_sample",
         "0 to 1",
         "0.0",
-        "Share of requests without a `traceparent` that get one which is marked as sampled, for engines. With an access \
-         log all others get one that is not.",
-        "High: engines that export traces export many.",
+        "Share of requests without a `traceparent` that get one which is marked as sampled, for engines and for \
+         `live.otlp_endpoint`. With an access log all others get one that is not.",
+        "High: engines, and the server itself, export many spans.",
     ),
     key(
         "live.body_bytes_max",

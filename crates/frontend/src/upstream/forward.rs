@@ -40,7 +40,7 @@ use crate::metrics::Rejection;
 use crate::openai::ApiError;
 use crate::service::{Admission, Service};
 use crate::shard::Shard;
-use crate::trace_context::{TRACEPARENT, TRACESTATE, TraceId};
+use crate::trace_context::{TRACEPARENT, TRACESTATE, TraceId, is_drawn};
 
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
 const WHOLE_BYTES_MAX: u64 = 256 << 10;
@@ -601,16 +601,31 @@ async fn forward(
     Ok(response)
 }
 
-/// Gives a request without a usable trace one of its own, if traces are of interest.
+/// Makes the request's span the parent of those of engines, if it has one; otherwise gives a request without a usable
+/// trace one of its own, if traces are of interest.
 fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
     let service = &shard.service;
+    let span = owner
+        .account()
+        .span()
+        .map(|of| (of.header(), of.parent.is_none()));
+    if let Some((header, is_root)) = span {
+        if let Ok(value) = HeaderValue::from_str(&header) {
+            if is_root {
+                headers.remove(TRACESTATE);
+            }
+            headers.insert(TRACEPARENT, value);
+        }
+        return;
+    }
     if service.access.is_none() && service.trace_sample == 0.0 || TraceId::of(headers).is_some() {
         return;
     }
     let draw = || shard.next_request_number();
     let id = TraceId::drawn([draw(), draw()]);
-    let sampled = (draw() >> 11) as f64 / (1_u64 << 53) as f64 <= service.trace_sample;
-    let header = id.header(draw(), sampled && service.trace_sample > 0.0);
+    // If spans are exported, that was drawn before.
+    let sampled = service.spans.is_none() && is_drawn(service.trace_sample, draw());
+    let header = id.header(draw(), sampled);
     if let Ok(value) = HeaderValue::from_str(&header) {
         headers.remove(TRACESTATE); // of another trace, or of none
         headers.insert(TRACEPARENT, value);
@@ -632,6 +647,8 @@ pub(super) struct Read {
     n: Option<u32>,
     priority: Option<i32>,
     previous_response_id: Option<String>,
+    pub(super) has_two_previous: bool,
+    pub(super) chooses_id: bool,
     has_prompt: bool,
     /// One engine must compute prompt and answer.
     whole: bool,
@@ -646,9 +663,9 @@ impl Read {
             n: seen.n,
             priority: seen.priority,
             previous_response_id: seen.previous_response_id.clone(),
+            has_two_previous: seen.has_two_previous,
+            chooses_id: seen.chooses_id,
             has_prompt: seen.has_prompt(),
-    pub(super) has_two_previous: bool,
-    pub(super) chooses_id: bool,
             whole: seen.stays_whole(),
             model: seen.model,
         }
@@ -663,8 +680,6 @@ async fn read<T: Send + 'static>(
     shard: &Shard,
     client: &Client,
     body: &Bytes,
-            has_two_previous: seen.has_two_previous,
-            chooses_id: seen.chooses_id,
     job: impl FnOnce(&[u8]) -> T + Send + 'static,
 ) -> Result<T, ApiError> {
     if body.len() <= READ_BYTES {

@@ -39,7 +39,7 @@ mod seat;
 mod stored;
 mod tokens;
 mod traffic;
-mod wire;
+pub(crate) mod wire;
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -58,6 +58,7 @@ pub use metrics::EngineCollector;
 pub(crate) use forward::handle;
 pub(crate) use relay::Relay;
 pub(crate) use seat::{Decision, Ticket};
+pub(crate) use stored::fresh_request_id;
 
 use connection::Connection;
 use engines::Engine;

@@ -11,7 +11,7 @@ use hyper::header::{
 use hyper::{Method, StatusCode};
 
 /// Limit of the bytes of an answer's head.
-pub(super) const HEAD_BYTES_MAX: usize = 64 << 10;
+pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;
 /// Limit of the header lines of an answer.
 const HEADERS_MAX: usize = 128;
 /// Limit of the bytes of a chunk's size line, and of a trailer.
@@ -19,7 +19,7 @@ const LINE_BYTES_MAX: usize = 8 << 10;
 
 /// Why bytes are not an answer. The connection cannot be used any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum WireError {
+pub(crate) enum WireError {
     #[error("its answer is not HTTP/1.1: {0}")]
     Head(String),
     #[error("the head of its answer is longer than {HEAD_BYTES_MAX} bytes")]
@@ -32,7 +32,7 @@ pub(super) enum WireError {
 
 /// How the end of a body is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Framing {
+pub(crate) enum Framing {
     /// This many bytes.
     Sized(u64),
     Chunked,
@@ -41,18 +41,18 @@ pub(super) enum Framing {
 
 /// Head of an answer.
 #[derive(Debug)]
-pub(super) struct ResponseHead {
-    pub(super) status: StatusCode,
+pub(crate) struct ResponseHead {
+    pub(crate) status: StatusCode,
     /// Without those that concern one connection only.
-    pub(super) headers: HeaderMap,
-    pub(super) framing: Framing,
+    pub(crate) headers: HeaderMap,
+    pub(crate) framing: Framing,
     /// The connection may carry another request after the body.
-    pub(super) keep_alive: bool,
+    pub(crate) keep_alive: bool,
 }
 
 /// Takes the head of an answer to a request of `method` off `buf`; `None`: it is not complete. Interim
 /// answers (1xx) are skipped.
-pub(super) fn take_head(
+pub(crate) fn take_head(
     buf: &mut BytesMut,
     method: &Method,
 ) -> Result<Option<ResponseHead>, WireError> {
@@ -195,7 +195,7 @@ static HOP_BY_HOP: [HeaderName; 9] = [
 
 /// Headers of a client's request as they are sent to any engine: without those of its connection, of
 /// its framing, `Host` and `Authorization`. They are written once, also for retries.
-pub(super) fn write_headers(headers: &HeaderMap) -> BytesMut {
+pub(crate) fn write_headers(headers: &HeaderMap) -> BytesMut {
     let mut out = BytesMut::with_capacity(512);
     let named: Vec<&str> = headers.get_all(CONNECTION).iter().flat_map(words).collect();
     for (name, value) in headers {
@@ -214,7 +214,7 @@ pub(super) fn write_headers(headers: &HeaderMap) -> BytesMut {
     out
 }
 
-pub(super) fn write_header(out: &mut BytesMut, name: &str, value: &[u8]) {
+pub(crate) fn write_header(out: &mut BytesMut, name: &str, value: &[u8]) {
     out.reserve(name.len() + value.len() + 4);
     out.put_slice(name.as_bytes());
     out.put_slice(b": ");
@@ -223,7 +223,7 @@ pub(super) fn write_header(out: &mut BytesMut, name: &str, value: &[u8]) {
 }
 
 /// The head of a request: `headers` are lines as of [`write_headers`].
-pub(super) fn write_head(
+pub(crate) fn write_head(
     method: &Method,
     target: [&str; 2],
     authority: &str,
@@ -264,13 +264,13 @@ enum State {
 
 /// Takes a body out of its framing.
 #[derive(Debug)]
-pub(super) struct BodyDecoder {
+pub(crate) struct BodyDecoder {
     state: State,
 }
 
 /// A step of [`BodyDecoder::decode`].
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Decoded {
+pub(crate) enum Decoded {
     /// Bytes of the body; not empty.
     Data(Bytes),
     /// More has to be read.
@@ -280,7 +280,7 @@ pub(super) enum Decoded {
 }
 
 impl BodyDecoder {
-    pub(super) fn new(framing: Framing) -> BodyDecoder {
+    pub(crate) fn new(framing: Framing) -> BodyDecoder {
         BodyDecoder {
             state: match framing {
                 Framing::Sized(0) => State::Complete,
@@ -292,12 +292,12 @@ impl BodyDecoder {
     }
 
     /// Whether a closed connection is the end of the body.
-    pub(super) fn ends_at_close(&self) -> bool {
+    pub(crate) fn ends_at_close(&self) -> bool {
         self.state == State::UntilClose
     }
 
     /// Takes the next piece of the body off `buf`.
-    pub(super) fn decode(&mut self, buf: &mut BytesMut) -> Result<Decoded, WireError> {
+    pub(crate) fn decode(&mut self, buf: &mut BytesMut) -> Result<Decoded, WireError> {
         loop {
             match self.state {
                 State::Complete => return Ok(Decoded::End),

@@ -27,6 +27,41 @@ pub(crate) fn stream(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
 }
 
+/// Checks before long work that files can be written at its end.
+///
+/// # Errors
+/// If a folder is absent, is read-only, or is at the place of a file.
+pub(crate) fn check_writable<'a>(
+    files: impl IntoIterator<Item = (&'static str, Option<&'a Path>)>,
+) -> anyhow::Result<()> {
+    for (flag, path) in files {
+        let Some(path) = path else { continue };
+        let folder = match path.parent() {
+            Some(folder) if folder != Path::new("") => folder,
+            _ => Path::new("."),
+        };
+        anyhow::ensure!(
+            !path.is_dir(),
+            "--{flag} {}: that is a folder; name a file",
+            path.display()
+        );
+        let about = std::fs::metadata(folder);
+        anyhow::ensure!(
+            about.as_ref().is_ok_and(std::fs::Metadata::is_dir),
+            "--{flag} {}: there is no folder {}; create it first",
+            path.display(),
+            folder.display()
+        );
+        anyhow::ensure!(
+            about.is_ok_and(|about| !about.permissions().readonly()),
+            "--{flag} {}: {} is read-only; name a file elsewhere",
+            path.display(),
+            folder.display()
+        );
+    }
+    Ok(())
+}
+
 /// Writes `text` to a file; returns an error message on failure.
 pub(crate) fn save(path: &Path, text: &str) -> Option<String> {
     let error = slipstream_report::record::save_text(path, text).err()?;

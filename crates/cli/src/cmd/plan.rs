@@ -28,7 +28,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SLO", help_heading = "Question")]
     slo: Option<Slo>,
     /// Share of the requests of each class that must meet its objectives
-    #[arg(long, value_name = "PERCENT", default_value = "99%", value_parser = percent, help_heading = "Question")]
+    #[arg(long, value_name = "PERCENT", default_value = "99%", value_parser = percent, allow_hyphen_values = true, help_heading = "Question")]
     attain: f64,
     /// Factors on the workload's load, each with an answer of its own: 0.5,1,2
     #[arg(
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     )]
     load: Vec<f64>,
     /// Load beyond the stated one at which the objectives must still be attained
-    #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = percent, help_heading = "Question")]
+    #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = percent, allow_hyphen_values = true, help_heading = "Question")]
     headroom: f64,
     /// Model: a preset's name, or a Hugging Face style config.json [default: the cluster file's]
     #[arg(long, value_name = "MODEL", help_heading = "Question")]
@@ -176,6 +176,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--write writes one cluster, but --load asks for {}; run them one by one",
         counted(args.load.len() as u64, "answer")
     );
+    out::check_writable([
+        ("write", args.write.as_deref()),
+        ("html", args.html.as_deref()),
+    ])?;
     let asked = args
         .on
         .as_ref()

@@ -265,14 +265,25 @@ impl Doc {
         }
     }
 
-    /// Drops a top-level key, with everything below it. Returns whether it was there.
+    /// Drops a key, such as `pool` or `engine.timing`, with everything below it. Returns whether it was there.
     pub fn remove(&mut self, key: &str) -> bool {
-        let Kind::Table(keys) = &mut self.root.kind else {
+        let (tables, last) = key.rsplit_once('.').unwrap_or(("", key));
+        let mut node = &mut self.root;
+        for part in tables.split('.').filter(|part| !part.is_empty()) {
+            let Kind::Table(entries) = &mut node.kind else {
+                return false;
+            };
+            let Some((_, below)) = entries.iter_mut().find(|(name, _)| name == part) else {
+                return false;
+            };
+            node = below;
+        }
+        let Kind::Table(entries) = &mut node.kind else {
             return false;
         };
-        let before = keys.len();
-        keys.retain(|(name, _)| name != key);
-        keys.len() < before
+        let before = entries.len();
+        entries.retain(|(name, _)| name != last);
+        entries.len() < before
     }
 
     /// Keys of the top-level table `table`, in document order; none if it is not a table.

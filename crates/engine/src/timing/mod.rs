@@ -150,7 +150,7 @@ pub enum TimingError {
         error: io::Error,
     },
     /// The profile cannot be read.
-    #[error("reading the profile {}", path.display())]
+    #[error("`engine.timing.profile`: reading {}", path.display())]
     ReadProfile {
         /// The file.
         path: PathBuf,
@@ -159,7 +159,7 @@ pub enum TimingError {
         error: io::Error,
     },
     /// The profile is malformed.
-    #[error("{}", path.display())]
+    #[error("`engine.timing.profile`: {}", path.display())]
     Profile {
         /// The file.
         path: PathBuf,

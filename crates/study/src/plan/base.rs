@@ -49,6 +49,14 @@ impl Base {
             if let Some((_, flag)) = searched {
                 anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");
             }
+            if let Some(gpu) = key.strip_prefix("prices.") {
+                let value = set
+                    .split_once('=')
+                    .map_or("PRICE", |(_, value)| value.trim());
+                anyhow::bail!(
+                    "--set {set}: prices are no part of a cluster file; write --price {gpu}={value}, or --prices FILE"
+                );
+            }
         }
         let text = source.content()?.unwrap_or_default();
         let mut sets = Vec::new();
@@ -148,6 +156,8 @@ impl Base {
     /// The cluster with step times that need no memory for weights.
     fn resolve_plain(&self) -> Result<(Cluster, Settings), Diagnostics> {
         let mut doc = self.doc();
+        // Keys of other kinds of step times would be refused beside this one.
+        doc.remove("engine.timing");
         doc.set("engine.num_gpu_blocks=16777216");
         doc.set("engine.tensor_parallel_size=1");
         doc.set("engine.timing.kind=constant");

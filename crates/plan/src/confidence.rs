@@ -42,30 +42,70 @@ pub fn interval(values: &[f64]) -> Interval {
     Interval { mean, half, count }
 }
 
-/// The 95 % interval of a share from consecutive parts of one run, each with its count of all and of
-/// hits: batch means, as a ratio estimate. Requests that are close in time fail together, so an
-/// interval that takes them as independent would be too narrow.
-pub fn of_parts(parts: &[(u64, u64)]) -> Interval {
-    let parts: Vec<(f64, f64)> = parts
+/// A share of requests with its 95 % interval.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Share {
+    /// Hits over requests.
+    pub mean: f64,
+    /// Lower end, above 0 unless nothing was hit.
+    pub low: f64,
+    /// Upper end, below 1 unless everything was hit.
+    pub high: f64,
+    /// Seeds or parts that it comes from.
+    pub count: usize,
+}
+
+/// The 95 % interval of a share from clusters of requests, such as seeds or consecutive parts of one
+/// run, each with its count of all and of hits. `None` for fewer than two clusters.
+///
+/// Requests of one cluster fail together, so they count as fewer: as their number over Kish's design
+/// effect, the variance of the ratio estimate (Cochran, Sampling Techniques, 6.3) over that of as many
+/// independent requests. It is taken as at least 1, so equal clusters do not make the interval narrower
+/// than independent requests would. The interval is Wilson's score interval, which has a width without
+/// misses, with Student's t for the number of clusters.
+pub fn share(clusters: &[(u64, u64)]) -> Option<Share> {
+    let clusters: Vec<(f64, f64)> = clusters
         .iter()
-        .filter(|part| part.0 > 0)
+        .filter(|cluster| cluster.0 > 0)
         .map(|&(all, hits)| (all as f64, hits as f64))
         .collect();
-    let count = parts.len();
-    let (all, hits) = parts
+    let freedom = clusters.len().checked_sub(2)? + 1;
+    let count = clusters.len() as f64;
+    let (all, hits) = clusters
         .iter()
-        .fold((0.0, 0.0), |sum, part| (sum.0 + part.0, sum.1 + part.1));
-    let mean = if all > 0.0 { hits / all } else { 0.0 };
-    let freedom = count.saturating_sub(1);
-    let half = if freedom == 0 {
-        f64::INFINITY
+        .fold((0.0, 0.0), |sum, each| (sum.0 + each.0, sum.1 + each.1));
+    let mean = hits / all;
+    let residuals: f64 = clusters.iter().map(|(n, h)| (h - mean * n).powi(2)).sum();
+    let variance = residuals / freedom as f64 * count / (all * all);
+    let independent = mean * (1.0 - mean) / all;
+    let effect = if independent > 0.0 {
+        (variance / independent).max(1.0)
     } else {
-        // Residuals of the ratio estimator (Cochran, Sampling Techniques, 6.3).
-        let residuals: f64 = parts.iter().map(|(n, h)| (h - mean * n).powi(2)).sum();
-        let average = all / count as f64;
-        t_975(freedom) * (residuals / freedom as f64 / count as f64).sqrt() / average
+        1.0
     };
-    Interval { mean, half, count }
+    let [low, high] = wilson(mean, all / effect, t_975(freedom));
+    Some(Share {
+        mean,
+        low,
+        high,
+        count: clusters.len(),
+    })
+}
+
+/// Wilson's score interval of a share `p` of `n` independent requests, with the quantile `z`.
+///
+/// Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, Journal of
+/// the American Statistical Association 22 (1927).
+fn wilson(p: f64, n: f64, z: f64) -> [f64; 2] {
+    let square = z * z / n;
+    let center = p + square / 2.0;
+    let half = z * (p * (1.0 - p) / n + square / n / 4.0).sqrt();
+    let end = |value: f64| (value / (1.0 + square)).clamp(0.0, 1.0);
+    // Without misses the upper end is 1, and not nearly so by rounding.
+    [
+        if p <= 0.0 { 0.0 } else { end(center - half) },
+        if p >= 1.0 { 1.0 } else { end(center + half) },
+    ]
 }
 
 /// Expected error of step times: 80 % of measured deployments fall between `low` and `high` of the
@@ -129,18 +169,57 @@ mod tests {
         assert_eq!(interval(&[0.5, 0.5, 0.5]).half, 0.0);
     }
 
+    /// Figures of R. G. Newcombe, Two-sided confidence intervals for the single proportion, Statistics in
+    /// Medicine 17 (1998), table I, method 3.
+    #[test]
+    fn score_intervals_are_those_published() {
+        for (hits, all, low, high) in [
+            (81.0, 263.0, 0.2553, 0.3662),
+            (15.0, 148.0, 0.0624, 0.1605),
+            (0.0, 20.0, 0.0, 0.1611),
+            (1.0, 29.0, 0.0061, 0.1718),
+        ] {
+            let found = wilson(hits / all, all, 1.959_964);
+            assert!((found[0] - low).abs() < 5e-5, "{hits} of {all}: {found:?}");
+            assert!((found[1] - high).abs() < 5e-5, "{hits} of {all}: {found:?}");
+            // Misses instead of hits: the mirror image.
+            let other = wilson(1.0 - hits / all, all, 1.959_964);
+            assert!((other[0] - (1.0 - found[1])).abs() < 1e-12);
+        }
+    }
+
+    #[test]
+    fn no_miss_among_few_requests_is_not_certain() {
+        // n / (n + t²), with t(19) = 2.093 and t(2) = 4.303.
+        let run = share(&[(12, 12); 20]).unwrap();
+        assert_eq!((run.mean, run.high, run.count), (1.0, 1.0, 20));
+        assert!((run.low - 240.0 / (240.0 + 2.093f64.powi(2))).abs() < 1e-9);
+        let seeds = share(&[(80, 80); 3]).unwrap();
+        assert!((seeds.low - 240.0 / (240.0 + 4.303f64.powi(2))).abs() < 1e-9);
+        let nothing = share(&[(80, 0); 3]).unwrap();
+        assert_eq!((nothing.mean, nothing.low), (0.0, 0.0));
+        assert!((nothing.high - (1.0 - seeds.low)).abs() < 1e-9);
+    }
+
     #[test]
     fn parts_that_fail_together_widen_the_interval() {
-        let even = of_parts(&[(100, 98); 10]);
-        assert_eq!((even.mean, even.half), (0.98, 0.0));
+        // Ten equal parts are no more certain than 1,000 independent requests.
+        let even = share(&[(100, 98); 10]).unwrap();
+        let expected = wilson(0.98, 1000.0, 2.262);
+        assert!((even.low - expected[0]).abs() < 1e-9, "{even:?}");
+        assert!((even.high - expected[1]).abs() < 1e-9, "{even:?}");
         let mut parts = [(100, 100); 10];
         parts[3] = (100, 80);
-        let burst = of_parts(&parts);
+        let burst = share(&parts).unwrap();
         assert_eq!(burst.mean, 0.98);
-        // As independent requests: 1.96 x sqrt(0.98 x 0.02 / 1000) = 0.0087. In one part: 0.045.
-        assert!(burst.half > 0.04 && burst.half < 0.05, "{burst:?}");
-        assert_eq!(of_parts(&[(0, 0), (7, 7)]).half, f64::INFINITY);
-        assert_eq!(of_parts(&[]).mean, 0.0);
+        // Residuals of 18 and nine times 2: a variance of (18² + 9 x 2²) / 9 x 10 / 1000² = 4e-4, over
+        // 0.98 x 0.02 / 1000: 20.4 times that of independent requests, so they count as 49.
+        let expected = wilson(0.98, 49.0, 2.262);
+        assert!((burst.low - expected[0]).abs() < 1e-9, "{burst:?}");
+        assert!((burst.high - expected[1]).abs() < 1e-9, "{burst:?}");
+        assert!(burst.low < 0.90 && burst.high > 0.99, "{burst:?}");
+        assert_eq!(share(&[(0, 0), (7, 7)]), None);
+        assert_eq!(share(&[]), None);
     }
 
     #[test]

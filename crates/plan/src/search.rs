@@ -2,10 +2,11 @@
 //!
 //! A *candidate* is a shape with a setting; its size is a number of workers. The search assumes that
 //! more workers attain whenever fewer do, and finds the smallest size by bisection. It sizes every
-//! shape on a small part of the workload, tries all settings of the promising ones there, keeps the
-//! better quarter, and repeats with them on larger parts (successive halving). On the whole workload
-//! it sizes those that are left, and then challenges the answer: every shape, and every setting of
-//! shapes that nearly attain, is tried at the largest size that would be cheaper.
+//! promising shape on a small part of the workload. There it tries all settings at the largest size that
+//! would be cheaper than the best one; most miss soon, which takes few requests. The better quarter goes
+//! on to larger parts (successive halving). On the whole workload the best is sized, and then challenged
+//! in the same way by those that are left, by every shape, and by the better settings of shapes that
+//! nearly attain.
 //!
 //! Trials are asked for in batches that depend on results alone.
 
@@ -67,7 +68,11 @@ pub struct Measured {
     /// was stopped because it can no longer attain: among those that had ended, which rises with
     /// the time until then.
     pub share: f64,
-    /// Requests that were simulated.
+    /// Requests of that class, of which `share` met their objectives.
+    pub judged: u64,
+    /// Of the times of all requests: trials of one shape, size and part with equal digests ran alike.
+    pub digest: u64,
+    /// Requests that were simulated, those under way when it was stopped included.
     pub requests: u64,
 }
 
@@ -109,6 +114,9 @@ pub struct Candidate {
     pub settings: usize,
     /// Shapes of one kind compete for a place of their own in the table, such as GPUs of one preset.
     pub kind: usize,
+    /// Whether prefill and decode have workers of their own: of equally cheap shapes, one without is
+    /// preferred.
+    pub apart: bool,
 }
 
 impl Candidate {
@@ -189,6 +197,13 @@ const KEEP_MIN: usize = 6;
 const FLAT: usize = 4;
 /// Limit of rounds of challenges.
 const ROUNDS_MAX: usize = 8;
+/// A share of misses on a part is hopeless if this share of them, with no other miss, is too many for the
+/// whole: parts are the busiest, and begin with cold caches.
+const HOPELESS: f64 = 0.5;
+/// Growth of the load at which candidates of equal cost are compared.
+const LOAD_GROWTH: f64 = 1.3;
+/// Limit of candidates that cost as much as the answer and are compared with it.
+const EQUAL_MAX: usize = 8;
 
 /// Finds the smallest size that attains.
 #[derive(Clone, Debug)]
@@ -344,6 +359,25 @@ impl<'a, E: Evaluate> Search<'a, E> {
         Ok(trials.iter().map(|trial| self.seen[&key(trial)]).collect())
     }
 
+    /// Whether a trial of a part misses so much that it cannot attain on the whole, whatever happens there
+    /// outside of the part.
+    fn is_hopeless(&self, part: usize, measured: &Measured) -> bool {
+        let misses = (1.0 - measured.share) * self.parts[part] / self.parts[self.whole()];
+        !measured.attains && misses * HOPELESS > 1.0 - self.target
+    }
+
+    /// Of trials on the whole workload, under the conditions of the question, those that parts do not show to be
+    /// hopeless. Smaller parts come first: they take the fewest requests.
+    fn screen(&mut self, mut trials: Vec<Trial>) -> Result<Vec<Trial>, E::Error> {
+        for part in 0..self.whole() {
+            let on_part: Vec<Trial> = trials.iter().map(|t| Trial { part, ..*t }).collect();
+            let measured = self.run(&on_part)?;
+            let mut each = measured.iter();
+            trials.retain(|_| each.next().is_some_and(|m| !self.is_hopeless(part, m)));
+        }
+        Ok(trials)
+    }
+
     /// Sizes candidates on a part; all of them advance together.
     fn size(
         &mut self,
@@ -398,18 +432,18 @@ impl<'a, E: Evaluate> Search<'a, E> {
         })
     }
 
-    /// The cheapest candidate that attains on the whole workload; `None` if none does. `others`:
-    /// configurations that attain a harder question, such as a higher load: the answer does not cost
-    /// more than those of them that attain here.
+    /// The cheapest candidate that attains on the whole workload; `None` if none does. Of equally cheap ones
+    /// the simpler, and then the one with more headroom on the largest part. `others`: configurations that
+    /// attain a harder question, such as a higher load: the answer does not cost more than those of them that
+    /// attain here.
     ///
     /// # Errors
     /// As the evaluation's.
     pub fn find(&mut self, others: &[Choice]) -> Result<Option<Choice>, E::Error> {
         let shapes = self.shapes.len();
-        let settings: usize = self.shapes.iter().map(|shape| shape.settings).sum();
-        let later = 8.0 + 2.0 * shapes as f64;
-        let mut sizes = self.size_shapes(later)?;
-        let left = self.halve(&mut sizes, settings, later)?;
+        let later = 8.0 + shapes as f64;
+        let sizes = self.size_shapes(later)?;
+        let ranked = self.halve(&sizes, later)?;
         // The whole workload, the most promising candidate first.
         self.phase("whole workload", later * 0.6, later * 0.4);
         let whole = self.whole();
@@ -424,7 +458,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 });
             }
         }
-        let mut left = left.into_iter();
+        let mut left = ranked.into_iter();
         for (shape, setting, workers) in left.by_ref() {
             let mut job = [(shape, setting, self.sizing(shape, workers, true))];
             if let Some(best) = best {
@@ -444,7 +478,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }
         }
         let rest: Vec<(usize, usize)> = left.map(|(shape, setting, _)| (shape, setting)).collect();
-        best = self.challenge(best, &rest)?;
+        best = self.race(best, &rest, whole)?.0;
         // Every shape once more, with its best known setting, and every setting where it is near.
         self.phase("challenges", later * 0.4, 0.0);
         for _ in 0..ROUNDS_MAX {
@@ -452,12 +486,15 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let each: Vec<(usize, usize)> = (0..shapes)
                 .map(|shape| (shape, self.known[shape].map_or(0, |known| known.0)))
                 .collect();
-            best = self.challenge(best, &each)?;
-            let near = self.near(best);
-            best = self.challenge(best, &near)?;
+            best = self.race(best, &each, whole)?.0;
+            let near = self.near(best)?;
+            best = self.race(best, &near, whole)?.0;
             if best == before {
                 break;
             }
+        }
+        if let Some(found) = best {
+            best = Some(self.prefer(found)?);
         }
         if let Some(best) = best {
             self.known[best.shape] = Some((best.setting, best.workers));
@@ -475,186 +512,450 @@ impl<'a, E: Evaluate> Search<'a, E> {
         }
     }
 
-    /// Sizes every shape with its base setting, on the smallest part on which it can be. Result: part
-    /// and size. Shape `[shapes]`.
+    /// Sizes every shape with its base setting, on the smallest part on which it can be. Cheap sizes are
+    /// tried first; shapes that are not promising at the sizes that are left are not tried. Result: part and
+    /// size. Shape `[shapes]`.
     fn size_shapes(&mut self, later: f64) -> Result<Vec<Option<(usize, u32)>>, E::Error> {
         let mut sizes: Vec<Option<(usize, u32)>> = vec![None; self.shapes.len()];
+        // Shapes that are left out on larger parts. Shape `[shapes]`.
+        let mut hopeless = vec![false; self.shapes.len()];
         for part in 0..=self.whole() {
             let open = sizes.iter().filter(|size| size.is_none()).count();
-            self.phase("sizes", self.parts[part] * 6.0 * open as f64, later);
+            self.phase("sizes", self.parts[part] * 3.0 * open as f64, later);
             let mut jobs: Vec<(usize, usize, Sizing)> = (0..self.shapes.len())
-                .filter(|&shape| sizes[shape].is_none())
+                .filter(|&shape| sizes[shape].is_none() && !hopeless[shape])
                 .map(|shape| {
                     let start = self.shapes[shape].workers_min.max(1);
                     (shape, 0, self.sizing(shape, start, false))
                 })
                 .collect();
-            self.size(&mut jobs, part, self.plain)?;
-            for (shape, _, sizing) in &jobs {
-                if let Some(workers) = sizing.attains {
-                    sizes[*shape] = Some((part, workers));
-                    self.known[*shape] = Some((0, workers));
+            loop {
+                for job in &mut jobs {
+                    let found = job.2.attains.map(|workers| (part, workers));
+                    sizes[job.0] = sizes[job.0].filter(|_| found.is_none()).or(found);
+                }
+                for (shape, _, sizing) in &mut jobs {
+                    // A smaller step, if the next size is too large to be promising.
+                    while let Some(next) = sizing.next
+                        && !self.is_promising(&sizes, *shape, next)
+                    {
+                        sizing.next = Some(u32::midpoint(sizing.fails, next))
+                            .filter(|&between| between > sizing.fails && between < next);
+                    }
+                }
+                let cost =
+                    |job: &(usize, usize, Sizing)| Some(self.shapes[job.0].cost_of(job.2.next?));
+                let least = jobs.iter().filter_map(cost).fold(f64::INFINITY, f64::min);
+                if least.is_infinite() {
+                    break;
+                }
+                let (at, trials): (Vec<usize>, Vec<Trial>) = (0..jobs.len())
+                    .filter(|&at| cost(&jobs[at]).is_some_and(|cost| cost <= least * PROMISING))
+                    .filter_map(|at| {
+                        let trial = Trial {
+                            part,
+                            ..self.trial(jobs[at].0, 0, jobs[at].2.next?)
+                        };
+                        Some((at, trial))
+                    })
+                    .unzip();
+                let measured = self.run(&trials)?;
+                for ((at, trial), measured) in at.iter().zip(&trials).zip(&measured) {
+                    jobs[*at].2.take(trial.workers, measured);
+                    // That of its largest size is what counts.
+                    hopeless[trial.shape] = self.is_hopeless(part, measured);
                 }
             }
         }
+        for (shape, size) in sizes.iter().enumerate() {
+            self.known[shape] = size.map(|(_, workers)| (0, workers));
+        }
         Ok(sizes)
+    }
+
+    /// Whether a shape that needs `workers` with its base setting may be the cheapest with another one, or is
+    /// the cheapest of its kind.
+    fn is_promising(&self, sizes: &[Option<(usize, u32)>], shape: usize, workers: u32) -> bool {
+        let of = &self.shapes[shape];
+        let lowest = |kind: Option<usize>| {
+            let each = self.shapes.iter().zip(sizes);
+            each.filter(|(shape, _)| kind.is_none_or(|kind| shape.kind == kind))
+                .filter_map(|(shape, size)| Some(shape.cost_of((*size)?.1)))
+                .fold(f64::INFINITY, f64::min)
+        };
+        // What a setting worth a factor of [`PROMISING`] saves, in whole workers: half of two.
+        let least = (f64::from(workers.saturating_sub(1)) / PROMISING) as u32 + 1;
+        let cost = of.cost_of(workers);
+        of.cost_of(least) < lowest(None)
+            || cost <= lowest(None) * PROMISING
+            || cost <= lowest(Some(of.kind))
     }
 
     /// Tries all settings of promising shapes on growing parts, and keeps the better ones. Result:
     /// shape, setting and size, the most promising first.
     fn halve(
         &mut self,
-        sizes: &mut [Option<(usize, u32)>],
-        settings: usize,
+        sizes: &[Option<(usize, u32)>],
         later: f64,
     ) -> Result<Vec<(usize, usize, u32)>, E::Error> {
-        let cost = |at: usize, workers: u32| self.shapes[at].cost_of(workers);
-        let costs: Vec<Option<f64>> = sizes
+        let mut first: Vec<Choice> = Vec::new();
+        for (shape, size) in sizes.iter().enumerate() {
+            if let Some((_, workers)) = *size
+                && self.is_promising(sizes, shape, workers)
+            {
+                first.push(Choice {
+                    shape,
+                    setting: 0,
+                    workers,
+                    cost: self.shapes[shape].cost_of(workers),
+                    share: 0.0,
+                });
+            }
+        }
+        first.sort_by(|a, b| a.cost.total_cmp(&b.cost).then(a.shape.cmp(&b.shape)));
+        let mut ranked: Vec<(usize, usize)> = first
             .iter()
-            .enumerate()
-            .map(|(shape, size)| size.map(|(_, workers)| cost(shape, workers)))
-            .collect();
-        let lowest = costs
-            .iter()
-            .flatten()
-            .copied()
-            .fold(f64::INFINITY, f64::min);
-        let of_kind = |kind: usize| {
-            let same = (0..costs.len()).filter(|&shape| self.shapes[shape].kind == kind);
-            same.filter_map(|shape| costs[shape])
-                .fold(f64::INFINITY, f64::min)
-        };
-        let promising: Vec<usize> = (0..costs.len())
-            .filter(|&shape| {
-                sizes[shape].is_some_and(|(_, workers)| {
-                    // What a setting worth a factor of [`PROMISING`] saves, in whole workers: half of two.
-                    let least = (f64::from(workers - 1) / PROMISING) as u32 + 1;
-                    cost(shape, least) < lowest
-                        || cost(shape, workers)
-                            <= (lowest * PROMISING).max(of_kind(self.shapes[shape].kind))
-                })
-            })
-            .collect();
-        let mut pairs: Vec<(usize, usize, u32)> = promising
-            .iter()
-            .flat_map(|&shape| {
-                let workers = sizes[shape].map_or(1, |size| size.1);
-                (0..self.shapes[shape].settings).map(move |setting| (shape, setting, workers))
-            })
+            .flat_map(|of| (0..self.shapes[of.shape].settings).map(|s| (of.shape, s)))
             .collect();
         for part in 0..self.whole() {
-            let share = self.parts[part];
-            let work = share * 1.5 * pairs.len().min(settings) as f64;
+            let work = self.parts[part] * 0.5 * ranked.len() as f64;
             self.phase("settings", work, later);
-            let mut jobs: Vec<(usize, usize, Sizing)> = pairs
-                .iter()
-                .map(|&(shape, setting, workers)| {
-                    let mut sizing = self.sizing(shape, workers, true);
-                    // One size below that of the base setting tells settings apart.
-                    let below = workers.saturating_sub(1).max(sizing.fails + 1);
-                    sizing.next = (below <= sizing.max).then_some(below);
-                    sizing.attains = (below < workers).then_some(workers);
-                    (shape, setting, sizing)
-                })
-                .collect();
-            self.size(&mut jobs, part, self.plain)?;
-            let mut ranked: Vec<(f64, f64, usize, usize, u32)> = jobs
-                .iter()
-                .zip(&pairs)
-                .map(|((shape, setting, sizing), pair)| {
-                    let workers = sizing.attains.unwrap_or(pair.2);
-                    // Of two settings with one size, the better is the one that nearly does with less.
-                    let share = if sizing.tried {
-                        sizing.failed_share
-                    } else {
-                        sizing.attained_share
-                    };
-                    let cost = self.shapes[*shape].cost_of(workers);
-                    (cost, -share, *shape, *setting, workers)
-                })
-                .collect();
-            ranked.sort_by(|a, b| a.partial_cmp(b).expect("costs and shares are numbers"));
+            let Some(&(shape, setting)) = ranked.first() else {
+                break;
+            };
+            // The most promising candidate is sized on this part; the others have to be cheaper.
+            let start = self.known[shape].map_or(1, |known| known.1);
+            let mut job = [(shape, setting, self.sizing(shape, start, true))];
+            self.size(&mut job, part, self.plain)?;
+            let best = self.sized(&job[0]);
+            ranked = self.race(best, &ranked, part)?.1;
             let keep = ranked.len().div_ceil(KEEP).max(KEEP_MIN);
             let mut kinds: Vec<usize> = Vec::new();
-            pairs = Vec::new();
-            for (place, &(_, _, shape, setting, workers)) in ranked.iter().enumerate() {
-                if pairs.iter().all(|pair| pair.0 != shape) {
-                    // The first of each shape is its best.
-                    self.known[shape] = Some((setting, workers));
-                }
+            let mut place = 0;
+            ranked.retain(|&(shape, _)| {
                 let kind = self.shapes[shape].kind;
-                if place < keep || !kinds.contains(&kind) {
-                    pairs.push((shape, setting, workers));
+                place += 1;
+                let kept = place <= keep || !kinds.contains(&kind);
+                if kept {
                     kinds.push(kind);
+                }
+                kept
+            });
+            // The first of each shape is its best.
+            for &(shape, setting) in ranked.iter().rev() {
+                if let Some(known) = &mut self.known[shape] {
+                    known.0 = setting;
                 }
             }
         }
-        pairs.sort_by(|a, b| {
-            let cost = |pair: &(usize, usize, u32)| self.shapes[pair.0].cost_of(pair.2);
-            cost(a).total_cmp(&cost(b))
-        });
-        Ok(pairs)
+        Ok(ranked
+            .into_iter()
+            .map(|(shape, setting)| {
+                let workers = self.known[shape].map_or(1, |known| known.1);
+                (shape, setting, workers)
+            })
+            .collect())
     }
 
-    /// Tries candidates at the largest size that is cheaper than `best`, and sizes those that attain.
-    /// Without `best`, sizes all of them.
-    fn challenge(
+    /// Tries candidates on a part at the largest size that is cheaper than `best`. The first of those that
+    /// attain is sized, and the others have to be cheaper than that, until none is. Without `best`, all are
+    /// sized. Result: the cheapest, and the candidates, best first: those that were beaten later, and of
+    /// these the ones that came nearer. Candidates that ran exactly as a better one of the same shape, so
+    /// that their settings have no effect there, are left out.
+    #[expect(clippy::type_complexity, reason = "a pair")]
+    fn race(
         &mut self,
         best: Option<Choice>,
         candidates: &[(usize, usize)],
-    ) -> Result<Option<Choice>, E::Error> {
-        let mut jobs: Vec<(usize, usize, Sizing)> = candidates
-            .iter()
-            .filter_map(|&(shape, setting)| {
-                let of = &self.shapes[shape];
-                let start = self.known[shape].map_or(of.workers_min, |known| known.1);
-                let sizing = match best {
-                    None => self.sizing(shape, start, false),
-                    Some(best) => {
-                        let max = of.cheaper_than(best.cost)?;
-                        Sizing::new(of.workers_min.max(1), max, max, true, self.target)
-                    }
-                };
-                Some((shape, setting, sizing))
-            })
-            .collect();
-        self.size(&mut jobs, self.whole(), self.plain)?;
-        let mut least = best;
-        for job in &jobs {
-            let Some(sized) = self.sized(job) else {
-                continue;
-            };
-            self.known[sized.shape] = Some((sized.setting, sized.workers));
-            let better = least.is_none_or(|least| {
-                sized.cost < least.cost * (1.0 - 1e-9)
-                    || sized.cost <= least.cost && sized.share > least.share && Some(least) != best
-            });
-            if better {
-                least = Some(sized);
+        part: usize,
+    ) -> Result<(Option<Choice>, Vec<(usize, usize)>), E::Error> {
+        let mut open: Vec<(usize, usize)> = Vec::new();
+        for candidate in candidates {
+            let is_best = best.is_some_and(|best| (best.shape, best.setting) == *candidate);
+            if !is_best && !open.contains(candidate) {
+                open.push(*candidate);
             }
         }
-        Ok(least)
+        let Some(mut best) = best else {
+            return self.size_all(&open, part);
+        };
+        // Beaten candidates of each round: share, place, shape and setting, with what tells runs apart.
+        let mut beaten: Vec<Vec<(f64, usize, (usize, usize), Option<(u32, u64)>)>> = Vec::new();
+        loop {
+            let mut out = Vec::new();
+            let mut trials: Vec<Trial> = Vec::new();
+            for (place, &(shape, setting)) in open.iter().enumerate() {
+                match self.shapes[shape].cheaper_than(best.cost) {
+                    Some(workers) => trials.push(Trial {
+                        part,
+                        ..self.trial(shape, setting, workers)
+                    }),
+                    // Its smallest cluster costs as much.
+                    None => out.push((0.0, place, (shape, setting), None)),
+                }
+            }
+            if part == self.whole() {
+                trials = self.screen(trials)?;
+            }
+            let measured = self.run(&trials)?;
+            let mut attain: Vec<(Choice, Measured)> = Vec::new();
+            for (place, (trial, measured)) in trials.iter().zip(&measured).enumerate() {
+                if measured.attains {
+                    let choice = Choice {
+                        shape: trial.shape,
+                        setting: trial.setting,
+                        workers: trial.workers,
+                        cost: self.shapes[trial.shape].cost_of(trial.workers),
+                        share: measured.share,
+                    };
+                    attain.push((choice, *measured));
+                } else {
+                    let run = Some((trial.workers, measured.digest));
+                    out.push((measured.share, place, (trial.shape, trial.setting), run));
+                }
+            }
+            out.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+            beaten.push(out);
+            // The cheapest, and of these the one with the largest share; the first of equal ones.
+            let next = attain.iter().map(|each| each.0).reduce(|a, b| {
+                let less = b.cost < a.cost * (1.0 - 1e-9);
+                let same = b.cost <= a.cost * (1.0 + 1e-9);
+                if less || same && b.share > a.share {
+                    b
+                } else {
+                    a
+                }
+            });
+            let Some(next) = next else { break };
+            let min = self.shapes[next.shape].workers_min.max(1);
+            let mut sizing = Sizing::new(min, next.workers, next.workers, true, self.target);
+            let attained = Measured {
+                attains: true,
+                share: next.share,
+                ..attain[0].1
+            };
+            sizing.take(next.workers, &attained);
+            let mut job = [(next.shape, next.setting, sizing)];
+            self.size(&mut job, part, self.plain)?;
+            let before = (best.shape, best.setting);
+            if candidates.contains(&before) {
+                beaten
+                    .last_mut()
+                    .expect("a round was pushed")
+                    .insert(0, (1.0, 0, before, None));
+            }
+            best = self.sized(&job[0]).unwrap_or(next);
+            if part == self.whole() || self.known[best.shape].is_none() {
+                self.known[best.shape] = Some((best.setting, best.workers));
+            }
+            open = Vec::new();
+            let mut runs: Vec<(usize, u32, u64)> = Vec::new();
+            for (each, measured) in &attain {
+                let run = (each.shape, each.workers, measured.digest);
+                let same = (best.shape, best.setting) == (each.shape, each.setting);
+                if !same && !runs.contains(&run) {
+                    open.push((each.shape, each.setting));
+                }
+                runs.push(run);
+            }
+        }
+        let mut ranked = Vec::new();
+        if candidates.contains(&(best.shape, best.setting)) {
+            ranked.push((best.shape, best.setting));
+        }
+        let mut runs: Vec<(usize, u32, u64)> = Vec::new();
+        for (_, _, (shape, setting), run) in beaten.into_iter().rev().flatten() {
+            if let Some((workers, digest)) = run {
+                let run = (shape, workers, digest);
+                if runs.contains(&run) {
+                    continue;
+                }
+                runs.push(run);
+            }
+            ranked.push((shape, setting));
+        }
+        Ok((Some(best), ranked))
     }
 
-    /// Every setting of the shapes that nearly attain at the largest size that is cheaper than `best`.
-    fn near(&self, best: Option<Choice>) -> Vec<(usize, usize)> {
-        let Some(best) = best else { return Vec::new() };
-        let mut near = Vec::new();
-        for (shape, of) in self.shapes.iter().enumerate() {
-            let Some(workers) = of.cheaper_than(best.cost) else {
+    /// Sizes candidates on a part. Result: the cheapest, and all of them, the cheapest first.
+    #[expect(clippy::type_complexity, reason = "a pair")]
+    fn size_all(
+        &mut self,
+        candidates: &[(usize, usize)],
+        part: usize,
+    ) -> Result<(Option<Choice>, Vec<(usize, usize)>), E::Error> {
+        let mut jobs: Vec<(usize, usize, Sizing)> = candidates
+            .iter()
+            .map(|&(shape, setting)| {
+                let of = &self.shapes[shape];
+                let start = self.known[shape].map_or(of.workers_min, |known| known.1);
+                (shape, setting, self.sizing(shape, start, false))
+            })
+            .collect();
+        self.size(&mut jobs, part, self.plain)?;
+        let mut ranked: Vec<(f64, f64, (usize, usize))> = Vec::new();
+        let mut best: Option<Choice> = None;
+        for job in &jobs {
+            let sized = self.sized(job);
+            let cost = sized.map_or(f64::INFINITY, |sized| sized.cost);
+            ranked.push((cost, -job.2.failed_share, (job.0, job.1)));
+            let Some(sized) = sized else { continue };
+            if best.is_none_or(|best| {
+                (sized.cost, -sized.share) < (best.cost * (1.0 - 1e-9), -best.share)
+            }) {
+                best = Some(sized);
+            }
+            if part == self.whole() {
+                self.known[sized.shape] = Some((sized.setting, sized.workers));
+            }
+        }
+        ranked.sort_by(|a, b| a.partial_cmp(b).expect("costs and shares are numbers"));
+        Ok((best, ranked.into_iter().map(|each| each.2).collect()))
+    }
+
+    /// Settings of the shapes that nearly attain at the largest size that is cheaper than `best`: the better
+    /// ones at that size on the parts.
+    fn near(&mut self, best: Option<Choice>) -> Result<Vec<(usize, usize)>, E::Error> {
+        let Some(best) = best else {
+            return Ok(Vec::new());
+        };
+        let mut all = Vec::new();
+        for shape in 0..self.shapes.len() {
+            let Some(workers) = self.shapes[shape].cheaper_than(best.cost) else {
                 continue;
             };
-            let is_near = (0..of.settings).any(|setting| {
+            let settings = self.shapes[shape].settings;
+            let is_near = (0..settings).any(|setting| {
                 let t = self.trial(shape, setting, workers);
                 let key = (t.shape, t.setting, t.workers, t.part, t.conditions.key());
                 let share = self.seen.get(&key).map(|measured| measured.share);
                 share.is_some_and(|share| share >= self.target - NEAR)
             });
-            if is_near {
-                near.extend((0..of.settings).map(|setting| (shape, setting)));
+            if !is_near {
+                continue;
+            }
+            let mut near: Vec<usize> = (0..settings).collect();
+            for part in 0..self.whole() {
+                let trials: Vec<Trial> = near
+                    .iter()
+                    .map(|&setting| Trial {
+                        part,
+                        ..self.trial(shape, setting, workers)
+                    })
+                    .collect();
+                let measured = self.run(&trials)?;
+                let mut ranked: Vec<(bool, f64, usize, u64)> = near
+                    .iter()
+                    .zip(&measured)
+                    .map(|(&setting, m)| (!m.attains, -m.share, setting, m.digest))
+                    .collect();
+                ranked.sort_by(|a, b| a.partial_cmp(b).expect("shares are numbers"));
+                let mut runs = Vec::new();
+                ranked.retain(|each| {
+                    let new = !runs.contains(&each.3);
+                    runs.push(each.3);
+                    new
+                });
+                ranked.truncate(near.len().div_ceil(KEEP).max(KEEP_MIN));
+                near = ranked.into_iter().map(|each| each.2).collect();
+            }
+            all.extend(near.into_iter().map(|setting| (shape, setting)));
+        }
+        Ok(all)
+    }
+
+    /// Of the candidates that attain at the cost of `best`: one with workers of one kind, if any has; and of
+    /// these the one that attains at the highest load on the largest part that is not the whole.
+    fn prefer(&mut self, best: Choice) -> Result<Choice, E::Error> {
+        self.phase("equal cost", 2.0, 0.0);
+        let mut equal: Vec<Trial> = Vec::new();
+        for (shape, of) in self.shapes.iter().enumerate() {
+            let workers = (best.cost / of.cost).round();
+            let same = (of.cost * workers - best.cost).abs() <= best.cost * 1e-9;
+            let fits =
+                workers >= f64::from(of.workers_min.max(1)) && workers <= f64::from(of.workers_max);
+            let simpler = u8::from(of.apart) <= u8::from(self.shapes[best.shape].apart);
+            if !(same && fits && simpler) {
+                continue;
+            }
+            // The base setting, too: the best known one is that of smaller sizes, or of smaller parts.
+            for setting in [0, self.known[shape].map_or(0, |known| known.0)] {
+                let trial = self.trial(shape, setting, workers as u32);
+                if (shape, setting) != (best.shape, best.setting) && !equal.contains(&trial) {
+                    equal.push(trial);
+                }
             }
         }
-        near
+        let is_apart = |trial: &Trial| self.shapes[trial.shape].apart;
+        equal.sort_by_key(is_apart);
+        equal.truncate(EQUAL_MAX);
+        let mut found = best;
+        let own = self.trial(best.shape, best.setting, best.workers);
+        while !equal.is_empty() {
+            // Simpler ones, if there are any, and then those like the answer.
+            let apart = is_apart(&equal[0]);
+            let mut left: Vec<Trial> = equal.clone();
+            left.retain(|trial| self.shapes[trial.shape].apart == apart);
+            if apart == self.shapes[best.shape].apart {
+                left.push(own);
+            }
+            let first = self.strongest(left)?;
+            if first == own {
+                break;
+            }
+            let measured = self.run(&[first])?[0];
+            if measured.attains {
+                found = Choice {
+                    shape: first.shape,
+                    setting: first.setting,
+                    workers: first.workers,
+                    cost: best.cost,
+                    share: measured.share,
+                };
+                break;
+            }
+            equal.retain(|trial| *trial != first);
+        }
+        Ok(found)
+    }
+
+    /// Of trials, at least one: the one that attains at the highest load on the largest part that is not the
+    /// whole; the one that comes nearest if none does any more.
+    fn strongest(&mut self, mut left: Vec<Trial>) -> Result<Trial, E::Error> {
+        let part = self.whole().saturating_sub(1);
+        let mut load = 1.0;
+        while left.len() > 1 && load < LOAD_MAX {
+            load *= LOAD_GROWTH;
+            let conditions = Conditions {
+                load: self.plain.load * load,
+                ..self.plain
+            };
+            let trials: Vec<Trial> = left
+                .iter()
+                .map(|each| Trial {
+                    part,
+                    conditions,
+                    ..*each
+                })
+                .collect();
+            let measured = self.run(&trials)?;
+            let attain = |at: &usize| measured[*at].attains;
+            let kept: Vec<usize> = if measured.iter().any(|measured| measured.attains) {
+                (0..left.len()).filter(attain).collect()
+            } else {
+                // The first of equal ones.
+                let nearest = (0..left.len()).reduce(|a, b| {
+                    if measured[b].share > measured[a].share {
+                        b
+                    } else {
+                        a
+                    }
+                });
+                nearest.into_iter().collect()
+            };
+            left = kept.into_iter().map(|at| left[at]).collect();
+        }
+        Ok(left[0])
     }
 
     /// The size of an answer on the last part: itself, if it was found there. `None` if no size attains.
@@ -677,7 +978,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
     }
 
     /// The sizes of other shapes on the whole workload, with their best known settings: the best of
-    /// each kind, and others up to `limit`, the cheapest first. `best`: the answer.
+    /// each kind, and other promising ones up to `limit`, the cheapest first. `best`: the answer.
     ///
     /// # Errors
     /// As the evaluation's.
@@ -711,7 +1012,13 @@ impl<'a, E: Evaluate> Search<'a, E> {
             .collect();
         self.size(&mut jobs, self.whole(), self.plain)?;
         let mut sized: Vec<Choice> = jobs.iter().filter_map(|job| self.sized(job)).collect();
-        sized.sort_by(|a, b| a.cost.total_cmp(&b.cost).then(a.shape.cmp(&b.shape)));
+        // Of equally cheap ones the simpler first, and then the one with the larger share.
+        let apart = |of: &Choice| self.shapes[of.shape].apart;
+        sized.sort_by(|a, b| {
+            let cost = a.cost.total_cmp(&b.cost).then(apart(a).cmp(&apart(b)));
+            let share = b.share.total_cmp(&a.share);
+            cost.then(share).then(a.shape.cmp(&b.shape))
+        });
         Ok(sized)
     }
 
@@ -910,6 +1217,8 @@ mod tests {
                 Measured {
                     attains: enough >= 1.0,
                     share: TARGET * enough.min(1.0),
+                    judged: 100,
+                    digest: capacity.to_bits() ^ t.setting as u64,
                     requests: (self.parts[t.part] * self.requests as f64) as u64,
                 }
             };
@@ -925,6 +1234,7 @@ mod tests {
             workers_max: 2000,
             settings,
             kind: at % 2,
+            apart: false,
         };
         costs.iter().enumerate().map(of).collect()
     }
@@ -1028,7 +1338,7 @@ mod tests {
             while let Some(workers) = sizing.next {
                 prop_assert!((min..=500).contains(&workers));
                 let share = TARGET * f64::from(workers) / f64::from(need);
-                sizing.take(workers, &Measured { attains: workers >= need, share: share.min(1.0), requests: 1 });
+                sizing.take(workers, &Measured { attains: workers >= need, share: share.min(1.0), judged: 1, digest: 0, requests: 1 });
                 trials += 1;
                 prop_assert!(trials <= 30);
             }
@@ -1055,6 +1365,36 @@ mod tests {
         assert_eq!((best.shape, best.setting, best.workers), (1, 1, 1));
     }
 
+    /// Capacity tells the headroom; a split shape comes first, and has the most.
+    #[test]
+    fn of_equal_cost_the_simpler_and_then_the_one_with_more_headroom_is_chosen() {
+        let answer = |capacity: [f64; 4], apart: [bool; 4]| {
+            let mut space = candidates(&[2.0, 1.0, 2.0, 2.0], 1);
+            for (shape, apart) in space.iter_mut().zip(apart) {
+                shape.apart = apart;
+                shape.workers_min = if apart { 2 } else { 1 };
+            }
+            let parts = vec![0.25, 1.0];
+            let mut known = Known {
+                capacity: capacity.iter().map(|&each| vec![each]).collect(),
+                load: 16.0,
+                requests: 1000,
+                parts: parts.clone(),
+                runs: Vec::new(),
+            };
+            let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, &mut known);
+            let best = search.find(&[]).unwrap().unwrap();
+            (best.shape, best.workers, best.cost)
+        };
+        // 2 workers for 4.0 each, except the second, which takes 4.
+        let split_first = [true, false, false, false];
+        assert_eq!(answer([20.0, 4.1, 8.5, 11.0], split_first), (3, 2, 4.0));
+        assert_eq!(answer([20.0, 6.1, 8.5, 8.6], split_first), (1, 3, 3.0));
+        assert_eq!(answer([20.0, 5.2, 8.5, 8.6], split_first), (1, 4, 4.0));
+        // Nothing is simpler.
+        assert_eq!(answer([9.0, 4.1, 11.0, 8.6], [true; 4]), (2, 2, 4.0));
+    }
+
     #[test]
     fn what_no_size_attains_ends_soon() {
         let mut sizing = Sizing::new(1, 100_000, 1, false, TARGET);
@@ -1066,6 +1406,8 @@ mod tests {
                 &Measured {
                     attains: false,
                     share,
+                    judged: 1,
+                    digest: 0,
                     requests: 1,
                 },
             );

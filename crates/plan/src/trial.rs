@@ -15,6 +15,9 @@ use crate::search::Measured;
 /// Parts of a run for the confidence interval.
 pub const PARTS: usize = 20;
 
+/// Events between two looks at whether a run can still attain: most runs of a search miss soon.
+const LOOK_EVENTS: u64 = 32;
+
 /// Requirements of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Question<'a> {
@@ -43,8 +46,8 @@ pub struct Answer {
     pub by_class: Vec<(u64, u64)>,
     /// Each objective's name, requests that have it, and those that met it.
     pub by_objective: Vec<(&'static str, u64, u64)>,
-    /// Requests and those that met their objectives, in consecutive parts of equal length. Shape
-    /// [`PARTS`].
+    /// Requests of the class with the lowest share, and those of them that met their objectives, in
+    /// consecutive parts of equal length. Shape [`PARTS`], or empty if only the totals are known.
     pub parts: Vec<(u64, u64)>,
     /// The simulation's own outcome. Incomplete if the run was stopped.
     pub outcome: Outcome,
@@ -55,10 +58,13 @@ struct Judge<'a> {
     question: &'a Question<'a>,
     ended: Vec<(u64, u64)>,
     by_objective: Vec<(&'static str, u64, u64)>,
-    parts: Vec<(u64, u64)>,
+    /// Shape `[classes][PARTS]`.
+    parts: Vec<[(u64, u64); PARTS]>,
     /// Misses that each class may have. Shape `[classes]`, or empty if not known.
     allowed: Vec<u64>,
     stopped: bool,
+    /// Requests under way when it was stopped.
+    under_way: u64,
 }
 
 /// Requests of `expected` that may miss their objectives.
@@ -89,6 +95,7 @@ impl Sink for Judge<'_> {
         let at = class as usize;
         if at >= self.ended.len() {
             self.ended.resize(at + 1, (0, 0));
+            self.parts.resize(at + 1, [(0, 0); PARTS]);
         }
         self.ended[at].0 += 1;
         self.ended[at].1 += u64::from(met);
@@ -107,18 +114,21 @@ impl Sink for Judge<'_> {
         }
         let place = due.as_secs_f64() / self.question.length_s.max(1e-9);
         let part = ((place * PARTS as f64) as usize).min(PARTS - 1);
-        self.parts[part].0 += 1;
-        self.parts[part].1 += u64::from(met);
+        self.parts[at][part].0 += 1;
+        self.parts[at][part].1 += u64::from(met);
     }
 
-    fn on_progress(&mut self, _: Progress) -> bool {
+    fn on_progress(&mut self, progress: Progress) -> bool {
         let missed = |&(all, met): &(u64, u64)| all - met;
         let over = self
             .ended
             .iter()
             .zip(&self.allowed)
             .any(|(class, allowed)| missed(class) > *allowed);
-        self.stopped |= self.question.stop_early && over;
+        if self.question.stop_early && over && !self.stopped {
+            self.stopped = true;
+            self.under_way = progress.in_flight as u64;
+        }
         let interrupted = self.question.interrupted;
         !self.stopped && !interrupted.is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
@@ -139,13 +149,18 @@ pub fn run(
         slo: objectives.clone(),
         each_token: objectives.read_longest_gap(),
         speedup: 1.0 / question.slower,
+        progress_events: if question.stop_early {
+            LOOK_EVENTS
+        } else {
+            1 << 12
+        },
         ..Options::default()
     };
     let mut judge = Judge {
         question,
         ended: vec![(0, 0)],
         by_objective: Vec::new(),
-        parts: vec![(0, 0); PARTS],
+        parts: vec![[(0, 0); PARTS]],
         allowed: question.expected.map_or_else(Vec::new, |classes| {
             classes
                 .iter()
@@ -153,6 +168,7 @@ pub fn run(
                 .collect()
         }),
         stopped: false,
+        under_way: 0,
     };
     let outcome = slipstream_twin::simulate(cluster, workload, &options, read, &mut judge)?;
     let requests: u64 = judge.ended.iter().map(|class| class.0).sum();
@@ -190,10 +206,19 @@ pub fn run(
         })
         .collect();
     let judged: Vec<&(u64, u64)> = by_class.iter().filter(|class| class.0 > 0).collect();
-    let share = judged
-        .iter()
-        .map(|(all, met)| *met as f64 / *all as f64)
-        .fold(1.0, f64::min);
+    let share_of = |class: &(u64, u64)| class.1 as f64 / class.0.max(1) as f64;
+    let lowest = (0..classes)
+        .filter(|&at| by_class[at].0 > 0)
+        .min_by(|&a, &b| share_of(&by_class[a]).total_cmp(&share_of(&by_class[b])));
+    let share = lowest.map_or(0.0, |at| share_of(&by_class[at]));
+    let parts = lowest
+        .filter(|_| !objectives.read_longest_gap())
+        .map_or_else(Vec::new, |at| {
+            let mut parts = judge.parts.get(at).map_or([(0, 0); PARTS], |parts| *parts);
+            // Requests that never ended are missed ones of the last part.
+            parts[PARTS - 1].0 += by_class[at].0 - sent(at);
+            parts.to_vec()
+        });
     let attains = !judge.stopped
         && outcome.cut.is_none()
         && judged
@@ -202,12 +227,14 @@ pub fn run(
     Ok(Answer {
         measured: Measured {
             attains,
-            share: if judged.is_empty() { 0.0 } else { share },
-            requests,
+            share,
+            judged: lowest.map_or(0, |at| by_class[at].0),
+            digest: outcome.digest,
+            requests: requests + judge.under_way,
         },
         by_class,
         by_objective: judge.by_objective,
-        parts: judge.parts,
+        parts,
         outcome,
     })
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use slipstream_config::cluster::Cluster;
 use slipstream_config::prices::Prices;
 use slipstream_config::workload_file::{Arrival, Content, Workload};
-use slipstream_plan::confidence::{Interval, interval};
+use slipstream_plan::confidence::{Interval, Share, interval, share};
 use slipstream_plan::load;
 use slipstream_report::html::sweep::{SweepPage, SweepPoint};
 use slipstream_report::latency::{P50, P99, TOO_FEW, cell};
@@ -138,8 +138,8 @@ pub struct Row {
     pub goodput_half: Option<f64>,
     /// Share of requests that met their objectives, of the class with the lowest one; mean over seeds.
     pub attained: Option<f64>,
-    /// Half the width of its 95 % interval, if there are several seeds.
-    pub attained_half: Option<f64>,
+    /// Its 95 % interval, if there are several seeds.
+    pub attained_range: Option<[f64; 2]>,
     /// Per hour, if GPUs have prices.
     pub cost_per_hour: Option<f64>,
     /// Of answers, mean over seeds.
@@ -374,9 +374,12 @@ impl Sweep {
         let goodput = mean(&|o| o.totals.goodput_per_s());
         let duration_s = mean(&|o| o.totals.duration_s()).mean;
         let output_tokens_per_s = mean(&|o| o.totals.throughput().output_tokens_per_s).mean;
-        let attained = objectives
-            .are_stated()
-            .then(|| mean(&|o| attained(o, objectives)));
+        let met: Vec<(u64, u64)> = outcomes.iter().map(|o| attained(o, objectives)).collect();
+        let attained = objectives.are_stated().then(|| {
+            let (all, met) = met.iter().fold((0, 0), |sum, m| (sum.0 + m.0, sum.1 + m.1));
+            met as f64 / all.max(1) as f64
+        });
+        let sure: Option<Share> = attained.and_then(|_| share(&met));
         let several = outcomes.len() > 1;
         let mut outcomes = outcomes.into_iter();
         let mut outcome = outcomes.next().context("every configuration ran")?;
@@ -406,8 +409,8 @@ impl Sweep {
             gpu_hours: gpus as f64 * duration_s / 3600.0,
             goodput_per_s: goodput.mean,
             goodput_half: several.then_some(goodput).and_then(half),
-            attained: attained.map(|attained| attained.mean),
-            attained_half: attained.filter(|_| several).and_then(half),
+            attained,
+            attained_range: sure.map(|sure| [sure.low, sure.high]),
             cost_per_hour: if self.prices.are_stated() {
                 Some(per_hour(cluster, &self.prices)?)
             } else {
@@ -559,32 +562,38 @@ fn load_factor(value: &str) -> anyhow::Result<f64> {
     Ok(factor)
 }
 
-/// Share of the requests that met their objectives, of the class with the lowest one. Requests that
-/// never ended, or were never sent because an earlier turn failed, have missed them.
-fn attained(outcome: &Outcome, objectives: &Objectives) -> f64 {
+/// Requests of the class with the lowest share of requests that met their objectives, or of all if that is
+/// lower, and those that met them. Requests that never ended, or were never sent because an earlier turn
+/// failed, have missed them.
+fn attained(outcome: &Outcome, objectives: &Objectives) -> (u64, u64) {
     let requests = &outcome.totals.requests;
     let lost = requests.abandoned + requests.unfinished;
-    let share = |met: u64, all: u64| met as f64 / all.max(1) as f64;
-    let all = outcome
-        .totals
-        .goodput(objectives)
-        .map_or(0.0, |goodput| share(goodput.met, requests.sent + lost));
+    let met = outcome.totals.goodput(objectives).map_or(0, |all| all.met);
+    let share = |&(all, met): &(u64, u64)| met as f64 / all.max(1) as f64;
     outcome
         .totals
         .class_reports(objectives)
         .iter()
         .filter(|class| class.sent > 0)
-        .filter_map(|class| Some(share(class.goodput.as_ref()?.met, class.sent)))
-        .fold(all, f64::min)
+        .filter_map(|class| Some((class.sent, class.goodput.as_ref()?.met)))
+        .fold((requests.sent + lost, met), |lowest, class| {
+            if share(&class) < share(&lowest) {
+                class
+            } else {
+                lowest
+            }
+        })
 }
 
 /// Columns of a row's record, after the varied keys.
-const FIGURES: [(&str, ColumnType); 35] = [
+const FIGURES: [(&str, ColumnType); 37] = [
     ("front", ColumnType::U64),
     ("goodput_per_s", ColumnType::F64),
     ("goodput_half_per_s", ColumnType::F64),
     ("attained", ColumnType::F64),
     ("attained_half", ColumnType::F64),
+    ("attained_low", ColumnType::F64),
+    ("attained_high", ColumnType::F64),
     ("cost_per_hour", ColumnType::F64),
     ("cost_per_million_output_tokens", ColumnType::F64),
     ("gpus", ColumnType::U64),
@@ -642,7 +651,7 @@ impl Answer {
         if first.is_some_and(|row| row.attained.is_some()) {
             names.push("attained %");
             if question.seeds > 1 {
-                names.push("±");
+                names.push("95 % interval");
             }
             if question.attain.is_some() {
                 names.push("attains");
@@ -676,18 +685,19 @@ impl Answer {
         let tokens = &row.tokens;
         let hits = 100.0 * tokens.cached.unwrap_or(0) as f64 / tokens.input.max(1) as f64;
         let several = self.sweep.question.seeds > 1;
-        let half = |half: Option<f64>, factor: f64| {
-            half.map_or_else(|| "-".to_owned(), |half| number(factor * half))
-        };
+        let half = |half: Option<f64>| half.map_or_else(|| "-".to_owned(), number);
         let mut cells = self.sweep.values[row.at].clone();
         cells.push(number(row.goodput_per_s));
         if several {
-            cells.push(half(row.goodput_half, 1.0));
+            cells.push(half(row.goodput_half));
         }
         if let Some(attained) = row.attained {
             cells.push(format!("{:.2}", 100.0 * attained));
             if several {
-                cells.push(half(row.attained_half, 100.0));
+                cells.push(row.attained_range.map_or_else(
+                    || "-".to_owned(),
+                    |[low, high]| format!("{:.2}–{:.2}", 100.0 * low, 100.0 * high),
+                ));
             }
             if let Some(attains) = self.attains(row) {
                 cells.push(if attains { "yes" } else { "no" }.to_owned());
@@ -969,7 +979,9 @@ impl Answer {
             Cell::F64(row.goodput_per_s),
             Cell::from(row.goodput_half),
             Cell::from(row.attained),
-            Cell::from(row.attained_half),
+            Cell::from(row.attained_range.map(|[low, high]| (high - low) / 2.0)),
+            Cell::from(row.attained_range.map(|[low, _]| low)),
+            Cell::from(row.attained_range.map(|[_, high]| high)),
             Cell::from(row.cost_per_hour),
             Cell::from(row.per_million()),
             Cell::U64(row.gpus),

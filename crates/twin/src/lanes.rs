@@ -688,7 +688,10 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         now: SimTime::ZERO,
         // One less than the end of time, so that a window can end after it.
         time_max: options.time_max.min(SimTime(u64::MAX - 1)),
-        window_max: (ARRIVALS_PER_LANE * lanes.len()).min(ARRIVALS_MAX),
+        window_max: (ARRIVALS_PER_LANE * lanes.len())
+            .min(ARRIVALS_MAX)
+            .min(usize::try_from(options.progress_events).unwrap_or(ARRIVALS_MAX))
+            .max(1),
         in_flight_max: options.in_flight_max,
         refused: Vec::new(),
     };

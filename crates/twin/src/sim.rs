@@ -51,6 +51,9 @@ pub struct Options {
     /// Threads for independent engines, at least 1: for a router that reads no load, and requests
     /// of which none waits for another. Other runs use one. The result is the same for any number.
     pub threads: u32,
+    /// Events, or arrivals of independent engines, between two calls of [`Sink::on_progress`], at most and at
+    /// least 1. The result is the same for any number, unless the sink ends the run.
+    pub progress_events: u64,
     /// Use one queue for the events of all engines, even independent ones. The result is the same,
     /// slower.
     pub one_queue: bool,
@@ -80,6 +83,7 @@ impl Default for Options {
             in_flight_max: 1 << 20,
             messages_max: 1 << 20,
             threads: 1,
+            progress_events: 1 << 12,
             one_queue: false,
             feed_index: false,
             api_time: true,
@@ -97,7 +101,7 @@ pub enum TwinError {
     #[error(transparent)]
     Fleet(#[from] FleetError),
     /// An engine cannot be built.
-    #[error("[pool.{pool}]: {source}")]
+    #[error("pool `{pool}`: {source}")]
     Engine {
         /// The pool.
         pool: String,
@@ -105,7 +109,7 @@ pub enum TwinError {
         source: EngineError,
     },
     /// Step times cannot be modelled.
-    #[error("[pool.{pool}]: {source}")]
+    #[error("pool `{pool}`: {source}")]
     Timing {
         /// The pool.
         pool: String,
@@ -308,9 +312,6 @@ pub fn simulate(
     }
     sim.run(sink)
 }
-
-/// Events per call of [`Sink::on_progress`].
-const PROGRESS_EVENTS: u64 = 1 << 12;
 
 /// End of a pass. At equal times in the order in which the passes began; with its node's number of
 /// restarts.
@@ -643,7 +644,9 @@ impl<'a> Sim<'a> {
                 break;
             }
             events += 1;
-            if events.is_multiple_of(PROGRESS_EVENTS) && !sink.on_progress(self.progress()) {
+            if events.is_multiple_of(self.options.progress_events.max(1))
+                && !sink.on_progress(self.progress())
+            {
                 cut = Some(format!("interrupted at {}", self.now));
                 break;
             }

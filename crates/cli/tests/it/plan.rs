@@ -1,6 +1,7 @@
 //! `slipstream plan`: its answer holds in `slipstream simulate`, and is that of every combination.
 
 use serde_json::Value;
+use slipstream_base::mix::mix64;
 
 use crate::server::run;
 
@@ -110,6 +111,87 @@ fn the_answer_is_that_of_every_combination() {
     assert_eq!(answer, least);
 }
 
+/// Questions drawn from a seed: the lowest cost is that of a sweep over every combination up to it, on workloads
+/// long enough that most trials run on parts of them.
+#[test]
+fn answers_of_random_questions_are_those_of_every_combination() {
+    let mut state = 0u64;
+    let mut draw = |values: &[&str]| {
+        state += 1;
+        let at = mix64(state) % values.len() as u64;
+        values[at as usize].to_owned()
+    };
+    let mut judged = 0;
+    for _ in 0..6 {
+        let load = [
+            format!("--rate={}", draw(&["12", "25", "40"])),
+            format!("--isl={}", draw(&["500", "1200", "2500"])),
+            format!("--osl={}", draw(&["20", "50"])),
+            "--requests=700".into(),
+            format!(
+                "--slo=ttft={},itl={}",
+                draw(&["250ms", "600ms", "2s"]),
+                draw(&["30ms", "60ms", "120ms"])
+            ),
+            format!("--attain={}", draw(&["90%", "95%", "99%"])),
+            "--quiet".into(),
+        ];
+        let load: Vec<&str> = load.iter().map(String::as_str).collect();
+        let space = [
+            "--model=llama-3.1-8b",
+            "--gpus=l40s",
+            "--precision=bf16",
+            "--tensor-parallel=1,2",
+            "--serving=aggregated",
+            "--max-num-seqs=256,8",
+            "--max-num-batched-tokens=8192",
+            "--policies=kv,round_robin",
+            "--max-gpus=12",
+            "--seeds=1",
+            "--quick",
+        ];
+        let (code, json, err) = plan(&[&load, &space]);
+        assert!(code == Some(0) || code == Some(1), "{err}");
+        // If nothing attains, no combination does.
+        let answer = (code == Some(0)).then(|| gpus(&json));
+        let mut least = None;
+        for tp in [1, 2] {
+            let workers = format!("--vary=pool.main.workers=1..{}", answer.unwrap_or(12) / tp);
+            if answer.unwrap_or(12) < tp {
+                continue;
+            }
+            let size = format!("--set=engine.tensor_parallel_size={tp}");
+            let sweep = [
+                "sweep",
+                "--set=model.preset=llama-3.1-8b",
+                "--set=engine.timing.gpu=l40s",
+                "--set=engine.timing.dtype=bf16",
+                &size,
+                &workers,
+                "--vary=engine.max_num_seqs=256,8",
+                "--vary=router.policy=kv,round_robin",
+            ];
+            let (code, out, err) = run(&[&sweep[..], &load].concat());
+            assert_eq!(code, Some(0), "{err}");
+            for line in out.lines() {
+                let cells: Vec<&str> = line.split_whitespace().collect();
+                let workers = cells.first().and_then(|cell| cell.parse::<u64>().ok());
+                if let Some(workers) = workers
+                    && cells.contains(&"yes")
+                {
+                    least = Some(least.unwrap_or(u64::MAX).min(workers * tp));
+                }
+            }
+        }
+        assert_eq!(answer, least, "{load:?}");
+        judged += u32::from(answer.is_some_and(|gpus| gpus > 1));
+    }
+    assert!(
+        judged >= 3,
+        "{judged} of 6 questions need more than one GPU"
+    );
+}
+
 #[test]
 fn the_answer_does_not_depend_on_threads() {
     let (_, one, err) = plan(&[LOAD, SMALL, &["--jobs=1"]]);
@@ -190,6 +272,121 @@ fn prices_decide_among_kinds() {
     let (code, _, err) = plan(&[LOAD, &space, &["--price=l40x=1"]]);
     assert_eq!(code, Some(2));
     assert!(err.contains("l40x"), "{err}");
+}
+
+/// No request of few misses its objectives: that is no proof that none will.
+#[test]
+fn attaining_without_a_miss_has_an_interval_with_a_width() {
+    let (code, json, err) = plan(&[ONE, &["--model=llama-3.1-8b", "--tensor-parallel=1"]]);
+    assert_eq!(code, Some(0), "{err}");
+    let answer = &json["answers"][0];
+    assert_eq!(answer["answer"]["attained"], 1.0);
+    let interval = &answer["interval"];
+    // 80 requests in 20 parts: n / (n + t²), with t(19) = 2.093.
+    let low = 80.0 / (80.0 + 2.093f64.powi(2));
+    assert!(
+        (interval["low"].as_f64().unwrap() - low).abs() < 1e-9,
+        "{interval}"
+    );
+    assert_eq!(interval["high"], 1.0);
+    let flags = ["plan", "--model=llama-3.1-8b", "--tensor-parallel=1"];
+    let (_, out, err) = run(&[&flags[..], ONE].concat());
+    assert!(
+        out.contains("attained 100.0 % (95 % interval 94.8 to 100.0 %, 20 parts of the run)"),
+        "{out}{err}"
+    );
+}
+
+/// Two clusters for the price of two GPUs: the one without a transfer of KV caches is the answer.
+#[test]
+fn of_equal_cost_a_cluster_of_one_kind_of_workers_is_preferred() {
+    let flags = [
+        "--model=llama-3.1-8b",
+        "--gpus=h100-sxm",
+        "--precision=fp8",
+        "--tensor-parallel=1",
+        "--rate=18",
+        "--isl=2000",
+        "--osl=200",
+        "--requests=700",
+        "--seeds=1",
+        "--max-num-seqs=256",
+        "--max-num-batched-tokens=8192",
+        "--policies=kv",
+        "--slo=ttft=1s,itl=30ms",
+        "--quick",
+        "--quiet",
+    ];
+    let answer = |serving: &str| {
+        let (code, json, err) = plan(&[&flags, &[serving]]);
+        assert_eq!(code, Some(0), "{err}");
+        json["answers"][0]["answer"].clone()
+    };
+    // Either kind would do.
+    assert_eq!(answer("--serving=disaggregated")["gpus"], 2);
+    assert_eq!(answer("--serving=aggregated")["gpus"], 2);
+    for serving in ["disaggregated,aggregated", "aggregated,disaggregated"] {
+        let both = answer(&format!("--serving={serving}"));
+        assert_eq!(
+            (&both["gpus"], &both["prefill_workers"]),
+            (&2.into(), &Value::Null)
+        );
+    }
+}
+
+/// Mistakes of the question are found before the search.
+#[test]
+fn files_and_profiles_are_checked_before_the_search() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    std::fs::write(at("bad.profile"), "junk\n").unwrap();
+    let folder = at("");
+    for (flags, parts) in [
+        (
+            vec![format!("--write={}", at("none/plan.toml"))],
+            ["there is no folder", "none; create it"],
+        ),
+        (
+            vec![format!("--html={}", at("none/plan.html"))],
+            ["--html", "there is no folder"],
+        ),
+        (
+            vec![format!("--write={folder}")],
+            ["that is a folder", "name a file"],
+        ),
+        (
+            vec![format!(
+                "--set=engine.timing.profile={}",
+                at("none.profile")
+            )],
+            ["none.profile: No such file", "slipstream calibrate"],
+        ),
+        (
+            vec![format!("--set=engine.timing.profile={}", at("bad.profile"))],
+            ["`engine.timing.profile`", "bad.profile: line 1"],
+        ),
+        (
+            vec!["--set=prices.h100-sxm=2".into()],
+            ["no part of a cluster file", "--price h100-sxm=2"],
+        ),
+        (
+            vec!["--headroom".into(), "-5%".into()],
+            ["--headroom is -5.00 %", "0 to 1,000 %"],
+        ),
+        (
+            vec!["--attain".into(), "-5%".into()],
+            ["--attain is -5.00 %", "above 0"],
+        ),
+    ] {
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let base = ["plan", "--model=llama-3.1-8b", "--rate=2", "--slo=ttft=5s"];
+        let (code, out, err) = run(&[&base[..], &flags].concat());
+        assert_eq!(code, Some(2), "{flags:?}: {out}{err}");
+        for part in parts {
+            assert!(err.contains(part), "{flags:?}: {err}");
+        }
+        assert!(!err.contains("pool"), "the question has no pool: {err}");
+    }
 }
 
 #[test]

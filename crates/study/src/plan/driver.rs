@@ -87,6 +87,8 @@ pub struct Result {
     attains: bool,
     /// Bits of the share.
     share: u64,
+    judged: u64,
+    digest: u64,
     requests: u64,
 }
 
@@ -95,6 +97,8 @@ impl From<Measured> for Result {
         Result {
             attains: measured.attains,
             share: measured.share.to_bits(),
+            judged: measured.judged,
+            digest: measured.digest,
             requests: measured.requests,
         }
     }
@@ -105,6 +109,8 @@ impl From<Result> for Measured {
         Measured {
             attains: result.attains,
             share: f64::from_bits(result.share),
+            judged: result.judged,
+            digest: result.digest,
             requests: result.requests,
         }
     }

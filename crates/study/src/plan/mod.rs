@@ -15,13 +15,13 @@ use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
 use slipstream_config::cluster::{Dtype, EngineConfig, file};
-use slipstream_config::doc::suggestion;
+use slipstream_config::doc::{Diagnostics, suggestion};
 use slipstream_config::preset::{self, ModelShape};
 use slipstream_config::prices::Prices;
 use slipstream_config::workload_file::{Content, Workload};
 use slipstream_engine::timing::{self, StepTime};
 use slipstream_plan::bound::{self, Ideal};
-use slipstream_plan::confidence::{self, Interval, StepError};
+use slipstream_plan::confidence::{self, Share, StepError};
 use slipstream_plan::search::{Candidate, Nearest, grid};
 use slipstream_plan::space::{self, Setting, Shape};
 use slipstream_plan::trial::Answer as TrialAnswer;
@@ -313,8 +313,8 @@ struct Sensitivity {
 struct Found {
     load: f64,
     best: Row,
-    /// Attainment over seeds, or over parts of the trace.
-    sure: Interval,
+    /// Attainment over seeds, or over parts of the run; `None` if there is one.
+    sure: Option<Share>,
     /// Seeds of `sure`; 0: parts of the run.
     seeds: u64,
     /// Factor on the load up to which it attains, and from which it does not.
@@ -468,7 +468,7 @@ impl Question {
             traffic: Traffic::of(&demand),
             seed: workload.seed,
         };
-        let shapes = shapes(&args, &base, &shared.model.shape, &mut asked.excluded);
+        let shapes = shapes(&args, &base, &shared.model.shape, &mut asked.excluded)?;
         if shapes.is_empty() {
             bail!(
                 "{} cannot run on any of the GPUs and sizes searched:\n{}",
@@ -694,13 +694,17 @@ fn searched(args: &Args, model: &ModelShape) -> String {
 }
 
 /// Every shape that a cluster file can express and memory can hold.
+///
+/// # Errors
+/// If all shapes have the same mistake, which is then one of the cluster file.
 fn shapes(
     args: &Args,
     base: &Base,
     model: &ModelShape,
     excluded: &mut Vec<Excluded>,
-) -> Vec<Shape> {
+) -> anyhow::Result<Vec<Shape>> {
     let mut shapes = Vec::new();
+    let mut common: Option<Diagnostics> = None;
     let formats = formats(args, model);
     for gpu in &args.gpus {
         for (&dtype, &kv_cache) in formats.iter().flat_map(|dtype| {
@@ -726,6 +730,7 @@ fn shapes(
                 let setting = &settings(args, false)[0];
                 if let Err(diagnostics) = base.resolve(&shape, setting, 1) {
                     let first = diagnostics.iter().next().map(|m| m.message.clone());
+                    common.get_or_insert(diagnostics);
                     excluded.push(Excluded {
                         name: shape.name(),
                         reason: first.unwrap_or_default(),
@@ -741,7 +746,17 @@ fn shapes(
             }
         }
     }
-    shapes
+    let of_file = |mistakes: &Diagnostics| {
+        let message = mistakes.iter().next().map(|m| m.message.as_str());
+        excluded.len() > 1
+            && excluded
+                .iter()
+                .all(|shape| Some(shape.reason.as_str()) == message)
+    };
+    match common {
+        Some(mistakes) if shapes.is_empty() && of_file(&mistakes) => Err(mistakes.into()),
+        _ => Ok(shapes),
+    }
 }
 
 fn settings(args: &Args, apart: bool) -> Vec<Setting> {
@@ -902,10 +917,11 @@ impl AtLoad<'_> {
                 .map(|seed| Conditions { seed, ..plain })
                 .collect();
             let measured = search.check_to_end(&found, &conditions)?;
-            let of: Vec<f64> = measured.iter().map(|m| m.share).collect();
-            let over = confidence::interval(&of);
-            if seeds == 1 || over.mean >= args.attain {
-                sure = Some(over);
+            let of = measured
+                .iter()
+                .map(|m| (m.judged, (m.share * m.judged as f64).round() as u64));
+            sure = confidence::share(&of.collect::<Vec<_>>());
+            if sure.is_none_or(|over| over.mean >= args.attain - 1e-12) {
                 break;
             }
             let more = Choice {
@@ -983,10 +999,7 @@ impl AtLoad<'_> {
             })
             .map(|(trial, share)| (trial.conditions.load / self.load, *share))
             .collect();
-        let sure = match sure {
-            Some(over) if seeds > 1 => over,
-            _ => confidence::of_parts(&best_row.answer.parts),
-        };
+        let sure = sure.or_else(|| confidence::share(&best_row.answer.parts));
         above.push((
             shapes[best.shape].clone(),
             settings[best.shape][best.setting].clone(),
@@ -1075,6 +1088,7 @@ impl AtLoad<'_> {
                 workers_max,
                 settings: each.len(),
                 kind: kind.unwrap_or(0),
+                apart: shape.prefill_share.is_some(),
             },
             shape,
         }))

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 use slipstream_plan::bound::Ideal;
+use slipstream_plan::confidence::Share;
 use slipstream_plan::search::LOAD_MAX;
 use slipstream_report::html::Tile;
 use slipstream_report::html::plan::{PlanAnswer, PlanPage};
@@ -11,14 +12,26 @@ use slipstream_report::latency::{P50, P99, cell};
 use slipstream_report::table::{Table, counted, grouped, number};
 
 use super::{Asked, Choice, Excluded, Found, NotFound, Row};
-/// A share in percent, with enough digits to tell it from the target.
-fn percent(share: f64) -> String {
+
+/// A share in percent, with enough digits to tell it from the target. Rounded down, so that neither a
+/// target nor all of the requests is claimed without being reached.
+fn digits(share: f64) -> String {
     let percent = 100.0 * share;
-    if (99.0..100.0).contains(&percent) {
-        format!("{percent:.2} %")
+    let floor = |unit: f64| (percent * unit + 1e-6).floor() / unit;
+    if (99.0..100.0).contains(&floor(100.0)) {
+        format!("{:.2}", floor(100.0))
     } else {
-        format!("{percent:.1} %")
+        format!("{:.1}", floor(10.0))
     }
+}
+
+fn percent(share: f64) -> String {
+    format!("{} %", digits(share))
+}
+
+/// `98.3 to 100.0 %`.
+fn range(sure: &Share) -> String {
+    format!("{} to {}", digits(sure.low), percent(sure.high))
 }
 
 impl Row {
@@ -135,19 +148,13 @@ pub(super) fn cost(context: &Asked, found: &Found) -> String {
         None => "no prices given: fewest GPUs".to_owned(),
     };
     write!(text, "; attained {}", percent(best.share())).expect("a String takes every write");
-    if found.sure.half.is_finite() {
+    if let Some(sure) = &found.sure {
         let of = if found.seeds > 0 {
             counted(found.seeds, "seed")
         } else {
-            format!("{} parts of the run", found.sure.count)
+            format!("{} parts of the run", sure.count)
         };
-        write!(
-            text,
-            " (95 % interval {} ± {} %, {of})",
-            percent(found.sure.mean),
-            number(100.0 * found.sure.half)
-        )
-        .expect("a String takes every write");
+        write!(text, " (95 % interval {}, {of})", range(sure)).expect("a String takes every write");
     }
     if let Some((attains, fails)) = found.headroom {
         let headroom = match fails {
@@ -192,7 +199,7 @@ fn cells(context: &Asked, row: &Row) -> Vec<String> {
             .map_or_else(|| "-".to_owned(), |cost| format!("{cost:.2}")),
         or_dash(row.per_million(context)),
         or_dash(row.joules_per_token(context)),
-        format!("{:.2}", 100.0 * row.share()),
+        digits(row.share()),
         cell(latency.ttft_ms, P50),
         cell(latency.ttft_ms, P99),
         cell(latency.tpot_ms, P99),
@@ -547,10 +554,12 @@ pub(super) fn json(
                 "requests": found.requests,
                 "answer": row_json(context, &found.best),
                 "interval": {
-                    "mean": found.sure.mean,
-                    "half": found.sure.half.is_finite().then_some(found.sure.half),
+                    "mean": found.sure.map_or(found.best.share(), |sure| sure.mean),
+                    "low": found.sure.map(|sure| sure.low),
+                    "high": found.sure.map(|sure| sure.high),
+                    "half": found.sure.map(|sure| (sure.high - sure.low) / 2.0),
                     "seeds": (found.seeds > 0).then_some(found.seeds),
-                    "parts": (found.seeds == 0).then_some(found.sure.count),
+                    "parts": (found.seeds == 0).then_some(found.sure.map_or(1, |sure| sure.count)),
                 },
                 "headroom": found.headroom.map(|(attains, fails)| json!({"attains": attains, "fails": fails})),
                 "step_times": found.step_error.as_ref().map(|error| json!({
@@ -616,11 +625,10 @@ pub(super) fn page(
         .map(|found| {
             let best = &found.best;
             let rows = || std::iter::once(best).chain(&found.others);
-            let sure = if found.sure.half.is_finite() {
-                format!("± {} % (95 % interval)", number(100.0 * found.sure.half))
-            } else {
-                String::new()
-            };
+            let sure = found
+                .sure
+                .as_ref()
+                .map_or_else(String::new, |sure| format!("95 % interval {}", range(sure)));
             let cost = best.per_hour(context);
             PlanAnswer {
                 heading: if results.len() > 1 {

@@ -702,6 +702,7 @@ async fn answer(
             let base = card(service);
             let of_adapters = adapters.iter().map(|adapter| ModelCard {
                 id: &adapter.name,
+                root: &adapter.path,
                 parent: Some(&service.model),
                 ..base
             });
@@ -714,8 +715,9 @@ async fn answer(
             let base = card(service);
             let shown = match &adapter {
                 None => base,
-                Some(_) => ModelCard {
+                Some(adapter) => ModelCard {
                     id: &model,
+                    root: &adapter.path,
                     parent: Some(&service.model),
                     ..base
                 },
@@ -743,6 +745,7 @@ async fn answer(
 fn card(service: &Service) -> ModelCard<'_> {
     ModelCard {
         id: &service.model,
+        root: &service.model,
         parent: None,
         created: service.created,
         max_model_len: service.max_model_len,

@@ -18,14 +18,13 @@ use hyper::Response;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
-use serde::Deserialize;
 use serde_json::json;
 use slipstream_base::BlockHash;
 use tokio::sync::Notify;
 
 use crate::generate::now_unix_s;
 use crate::http::{self, HttpBody};
-use crate::openai::ApiError;
+use crate::openai::{AdapterRequest, ApiError, parse_adapter};
 use crate::service::Service;
 
 /// Adapters at most, loaded at once.
@@ -69,8 +68,16 @@ const LEVEL: u32 = 8;
 #[derive(Debug)]
 pub(crate) struct Adapter {
     pub(crate) name: String,
-    /// Differs between two adapters of one name, of which the first was unloaded.
-    generation: u64,
+    /// Where its weights would be. Another path is another cache, as in vLLM (`_gen_lora_extra_hash_keys`): an adapter
+    /// that is loaded again from the same path finds its blocks.
+    pub(crate) path: String,
+    /// Those of an adapter that is replaced in place go on.
+    open: Arc<OpenRequests>,
+}
+
+/// Open requests of an adapter.
+#[derive(Debug, Default)]
+struct OpenRequests {
     waiting: AtomicU64,
     running: AtomicU64,
 }
@@ -85,7 +92,7 @@ pub(crate) struct AdapterUse {
 impl AdapterUse {
     /// A request that waits for its first token.
     pub(crate) fn new(adapter: Arc<Adapter>) -> AdapterUse {
-        adapter.waiting.fetch_add(1, Relaxed);
+        adapter.open.waiting.fetch_add(1, Relaxed);
         AdapterUse {
             adapter,
             runs: false,
@@ -96,8 +103,8 @@ impl AdapterUse {
     pub(crate) fn run(&mut self) {
         if !self.runs {
             self.runs = true;
-            self.adapter.waiting.fetch_sub(1, Relaxed);
-            self.adapter.running.fetch_add(1, Relaxed);
+            self.adapter.open.waiting.fetch_sub(1, Relaxed);
+            self.adapter.open.running.fetch_add(1, Relaxed);
         }
     }
 }
@@ -105,9 +112,9 @@ impl AdapterUse {
 impl Drop for AdapterUse {
     fn drop(&mut self) {
         let count = if self.runs {
-            &self.adapter.running
+            &self.adapter.open.running
         } else {
-            &self.adapter.waiting
+            &self.adapter.open.waiting
         };
         count.fetch_sub(1, Relaxed);
     }
@@ -130,7 +137,7 @@ impl Management {
             ..Management::default()
         };
         for name in adapters {
-            management.load(name, model)?;
+            management.load(name, name, model, false)?;
         }
         Ok(management)
     }
@@ -164,22 +171,26 @@ impl Management {
         self.read().values().cloned().collect()
     }
 
-    fn load(&self, name: &str, model: &str) -> Result<(), NameError> {
+    /// Loads an adapter of `model`, `in_place` of one that has the name.
+    fn load(&self, name: &str, path: &str, model: &str, in_place: bool) -> Result<(), NameError> {
         let mut adapters = self.write();
         if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
             return Err(NameError::Form(name.to_owned()));
         }
-        if name == model || adapters.contains_key(name) {
-            return Err(NameError::Taken(name.to_owned()));
+        if name == model {
+            return Err(NameError::Model(name.to_owned()));
         }
-        if adapters.len() >= ADAPTERS_MAX {
-            return Err(NameError::TooMany);
-        }
+        let open = match adapters.get(name) {
+            None if adapters.len() >= ADAPTERS_MAX => return Err(NameError::TooMany),
+            None => Arc::default(),
+            Some(_) if !in_place => return Err(NameError::Loaded(name.to_owned())),
+            Some(replaced) => replaced.open.clone(),
+        };
+        self.has_adapters.fetch_add(1, Relaxed);
         let adapter = Adapter {
             name: name.to_owned(),
-            generation: self.has_adapters.fetch_add(1, Relaxed),
-            waiting: AtomicU64::new(0),
-            running: AtomicU64::new(0),
+            path: path.to_owned(),
+            open,
         };
         adapters.insert(name.to_owned(), Arc::new(adapter));
         Ok(())
@@ -196,18 +207,13 @@ impl Management {
         if let (None, None, 0) = (adapter, salt, resets) {
             return service.root;
         }
-        // No name has control characters.
+        // No name has control characters; a path, which may have them, is last.
         let cache = match (adapter, resets) {
             (None, 0) => String::new(),
             (None, resets) => format!("\u{0}{resets}"),
-            (Some(adapter), 0) if adapter.generation == 0 => adapter.name.clone(),
-            (
-                Some(Adapter {
-                    name, generation, ..
-                }),
-                resets,
-            ) => {
-                format!("{name}\u{0}{generation}\u{0}{resets}")
+            (Some(Adapter { name, path, .. }), 0) if name == path => name.clone(),
+            (Some(Adapter { name, path, .. }), resets) => {
+                format!("{name}\u{0}{resets}\u{0}{path}")
             }
         };
         BlockHash::root(&service.model, &cache, salt.unwrap_or_default())
@@ -300,8 +306,14 @@ impl Management {
         family
             .encode_family(&[
                 ("max_lora", ADAPTERS_MAX.to_string()),
-                ("waiting_lora_adapters", names(|adapter| &adapter.waiting)),
-                ("running_lora_adapters", names(|adapter| &adapter.running)),
+                (
+                    "waiting_lora_adapters",
+                    names(|adapter| &adapter.open.waiting),
+                ),
+                (
+                    "running_lora_adapters",
+                    names(|adapter| &adapter.open.running),
+                ),
             ])?
             .encode_gauge(&(now_unix_s() as f64))
     }
@@ -315,21 +327,18 @@ pub enum NameError {
         "the adapter's name {0:?} must have 1 to {NAME_BYTES_MAX} bytes and no control character"
     )]
     Form(String),
-    /// The model or another adapter has it.
-    #[error("a model or adapter `{0}` is served already; unload it first, or choose another name")]
-    Taken(String),
+    /// The model has it.
+    #[error("`{0}` is the served model; choose another name for the adapter")]
+    Model(String),
+    /// Another adapter has it.
+    #[error(
+        "the adapter `{0}` is loaded already; send `\"load_inplace\": true` to replace it, unload it first, or choose \
+         another name"
+    )]
+    Loaded(String),
     /// There is no room.
     #[error("{ADAPTERS_MAX} adapters are loaded, and no more may be; unload one")]
     TooMany,
-}
-
-/// Body of a request to load or unload an adapter.
-#[derive(Deserialize)]
-struct AdapterBody {
-    lora_name: String,
-    lora_path: Option<String>,
-    #[serde(default)]
-    load_inplace: bool,
 }
 
 /// Answers a request to one of the routes.
@@ -403,42 +412,35 @@ fn text(text: String) -> Response<HttpBody> {
     response
 }
 
-fn adapter_body(body: &[u8]) -> Result<AdapterBody, ApiError> {
-    serde_json::from_slice(body).map_err(|error| {
-        ApiError::bad_body(format!("the body is not a request for an adapter: {error}"))
-    })
-}
-
 fn load_adapter(service: &Service, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
-    let body = adapter_body(body)?;
-    if body.lora_path.is_none_or(|path| path.is_empty()) {
-        return Err(ApiError::invalid(
+    let AdapterRequest {
+        name,
+        path,
+        in_place,
+    } = parse_adapter(body)?;
+    let path = path.filter(|path| !path.is_empty()).ok_or_else(|| {
+        ApiError::invalid(
             "lora_path",
             "`lora_path` is missing; modelled engines read nothing from it, and vLLM requires it",
-        ));
-    }
-    if body.load_inplace {
-        service.management.write().remove(&body.lora_name);
-    }
-    let loaded = service.management.load(&body.lora_name, &service.model);
+        )
+    })?;
+    let loaded = service
+        .management
+        .load(&name, &path, &service.model, in_place);
     loaded.map_err(|error| ApiError::invalid("lora_name", error.to_string()))?;
-    let done = format!(
-        "Success: LoRA adapter '{}' added successfully.",
-        body.lora_name
-    );
-    Ok(text(done))
+    Ok(text(format!(
+        "Success: LoRA adapter '{name}' added successfully."
+    )))
 }
 
 fn unload_adapter(service: &Service, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
-    let body = adapter_body(body)?;
-    if service.management.write().remove(&body.lora_name).is_none() {
+    let AdapterRequest { name, .. } = parse_adapter(body)?;
+    if service.management.write().remove(&name).is_none() {
         let adapters = service.management.adapters();
         let loaded: Vec<&str> = adapters.iter().map(|a| a.name.as_str()).collect();
-        return Err(ApiError::model_not_found(&body.lora_name, &loaded));
+        return Err(ApiError::model_not_found(&name, &loaded));
     }
-    let done = format!(
-        "Success: LoRA adapter '{}' removed successfully.",
-        body.lora_name
-    );
-    Ok(text(done))
+    Ok(text(format!(
+        "Success: LoRA adapter '{name}' removed successfully."
+    )))
 }

@@ -355,6 +355,13 @@ fn adapters_come_and_go() {
         ),
         (r#"{"lora_name":"","lora_path":"/a"}"#, "lora_name"),
         (r#"{"lora_name":"new"}"#, "lora_path"),
+        (r#"{"lora_name":"new","lora_path":""}"#, "lora_path"),
+        (r#"{"lora_name":"new","lora_path":[]}"#, "lora_path"),
+        (r#"{"lora_name":[],"lora_path":"/a"}"#, "lora_name"),
+        (
+            r#"{"lora_name":"sql","lora_path":"/a","load_inplace":[]}"#,
+            "load_inplace",
+        ),
     ] {
         let refused = server.post("/v1/load_lora_adapter", body);
         assert_eq!(refused.json()["error"]["param"], param, "{body}");
@@ -370,7 +377,13 @@ fn adapters_come_and_go() {
         listed,
         [("test-model", None), ("base-sql", base), ("sql", base)]
     );
-    assert_eq!(server.get("/v1/models/sql").json()["parent"], "test-model");
+    let sql = server.get("/v1/models/sql").json();
+    assert_eq!(
+        (&sql["parent"], &sql["root"]),
+        (&json!("test-model"), &json!("/adapters/sql"))
+    );
+    let empty = server.post("/v1/unload_lora_adapter", r#"{"lora_name":""}"#);
+    assert_eq!(empty.status, 400, "{}", empty.text());
 
     // Each has a cache of its own.
     let prompt = "the ".repeat(100);
@@ -389,9 +402,21 @@ fn adapters_come_and_go() {
     let gone = server.post("/v1/completions", r#"{"model":"sql","prompt":"x"}"#);
     assert_eq!(gone.status, 404);
     assert!(gone.error().contains("`base-sql`"), "{}", gone.error());
-    // Another adapter of the name does not have the first one's cache.
+    // vLLM's keys of blocks have name and path: the same adapter finds its blocks, another of the name does not.
     assert_eq!(server.post("/v1/load_lora_adapter", body).status, 200);
+    assert!(cached(&ask("sql")) > 0);
+    let other = r#"{"lora_name":"sql","lora_path":"/adapters/sql-2","load_inplace":true}"#;
+    assert_eq!(server.post("/v1/load_lora_adapter", other).status, 200);
+    assert_eq!(
+        server.get("/v1/models/sql").json()["root"],
+        "/adapters/sql-2"
+    );
     assert_eq!(cached(&ask("sql")), 0);
+    assert!(cached(&ask("base-sql")) > 0, "others keep theirs");
+    // In place of nothing it is loaded, too.
+    let new = r#"{"lora_name":"new","lora_path":"/adapters/new","load_inplace":true}"#;
+    assert_eq!(server.post("/v1/load_lora_adapter", new).status, 200);
+    assert_eq!(ask("new")["model"], "new");
 }
 
 #[test]

@@ -7,6 +7,8 @@ use super::json::{self, Out};
 pub struct ModelCard<'a> {
     /// The name that clients send.
     pub id: &'a str,
+    /// Where it is stored: the model's name, or an adapter's path.
+    pub root: &'a str,
     /// The model that it adapts, if it is an adapter.
     pub parent: Option<&'a str>,
     /// When the server started, Unix time, s.
@@ -22,7 +24,7 @@ impl ModelCard<'_> {
         out.put(b",\"object\":\"model\",\"created\":");
         json::integer(out, self.created);
         out.put(b",\"owned_by\":\"slipstream\",\"root\":");
-        json::string(out, self.id);
+        json::string(out, self.root);
         out.put(b",\"parent\":");
         match self.parent {
             Some(parent) => json::string(out, parent),

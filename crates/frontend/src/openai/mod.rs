@@ -3,6 +3,7 @@
 //! No socket, clock or tokenizer here. Accepted, refused and ignored fields are listed in
 //! `docs/openai-api.md`; a test holds the list and the parser together.
 
+mod adapters;
 mod anthropic;
 mod chunks;
 mod embeddings;
@@ -19,6 +20,7 @@ mod tokenize;
 mod unary;
 mod value;
 
+pub(crate) use adapters::{AdapterRequest, parse_adapter};
 pub use anthropic::{
     MessageStream, MessagesRequest, input_tokens_json, message_error, parse_messages,
 };

@@ -163,11 +163,12 @@ fn whole_answers_have_choices_and_usage() {
 fn the_small_answers() {
     let card = ModelCard {
         id: "m",
+        root: "/adapters/m",
         parent: None,
         created: 5,
         max_model_len: 1024,
     };
-    let shown = r#"{"id":"m","object":"model","created":5,"owned_by":"slipstream","root":"m","parent":null,"max_model_len":1024}"#;
+    let shown = r#"{"id":"m","object":"model","created":5,"owned_by":"slipstream","root":"/adapters/m","parent":null,"max_model_len":1024}"#;
     assert_eq!(String::from_utf8(model_json(&card)).unwrap(), shown);
     assert_eq!(
         String::from_utf8(models_json(&[card, card])).unwrap(),

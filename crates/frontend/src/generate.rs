@@ -764,6 +764,7 @@ fn sequences(
                 script,
                 ignores_eos: params.ignore_eos,
                 scores_echo: params.scores_echo,
+                echo_only: params.echo_only,
                 echo: echo.clone(),
                 stop_token_ids: stop_token_ids.clone(),
                 recorded: shard.service.recorder.is_some().then(|| {

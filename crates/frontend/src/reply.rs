@@ -289,6 +289,8 @@ pub(crate) struct SequenceSpec {
     pub(crate) echo: Option<Rc<str>>,
     /// The echo has log probabilities.
     pub(crate) scores_echo: bool,
+    /// The answer shows the echo only: its one token is counted, and not shown.
+    pub(crate) echo_only: bool,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
     /// Ids of the prompt's tokens, if the answer has them and those of its own.
     pub(crate) prompt_ids: Option<Rc<[TokenId]>>,
@@ -1410,6 +1412,16 @@ impl Sequence {
                 && self.spec.vocab.is_none()
                 && self.spec.prompt_ids.is_none();
         }
+        if self.spec.echo_only {
+            self.position += 1;
+            self.render.set_counts(self.position, self.cached.into());
+            let piece = Piece {
+                shown,
+                logprobs: echoed_logprobs,
+                ..Piece::default()
+            };
+            return (piece, false);
+        }
         let echoed = shown.len();
         let own = self.logprob(token, text);
         let logprobs = match echoed_logprobs {
@@ -1502,6 +1514,10 @@ impl Sequence {
         }
         if self.spec.prompt_ids.is_some() {
             self.ids.push(token);
+        }
+        if self.spec.echo_only {
+            self.position += 1;
+            return false;
         }
         if let Some(script) = &self.spec.script
             && script.show(self.position).0 != Show::Text
@@ -2032,6 +2048,7 @@ mod tests {
             prompt_ids: None,
             scored_prompt: None,
             scores_echo: false,
+            echo_only: false,
             prompt_tops: None,
             vocab: None,
             script: None,

@@ -114,6 +114,73 @@ fn an_echo_has_the_log_probabilities_of_its_prompt() {
     assert_eq!((refused.status, param), (400, json!("echo")));
 }
 
+/// As vLLM answers it: the engine generates one token, which is counted and not shown.
+#[test]
+fn an_echo_without_an_answer_scores_the_prompt() {
+    let server = Server::start(&[FAST, ONE]);
+    let whole = json!({"echo": true, "logprobs": 1, "max_tokens": 0, "return_token_ids": true});
+    let answer = complete(&server, whole);
+    let (choice, usage) = (&answer["choices"][0], &answer["usage"]);
+    assert_eq!(choice["text"], "Once upon a time");
+    assert_eq!(choice["finish_reason"], "length");
+    assert_eq!(usage["completion_tokens"], 1);
+    let prompt = array(choice, "prompt_token_ids").len();
+    assert_eq!(usage["prompt_tokens"], prompt);
+    assert_eq!(array(choice, "token_ids").len(), 1);
+    for name in ["tokens", "token_logprobs", "text_offset", "top_logprobs"] {
+        assert_eq!(array(&choice["logprobs"], name).len(), prompt, "{name}");
+    }
+    // Its scores are those of the prompt before an answer.
+    let fields = json!({"echo": true, "logprobs": 1, "max_tokens": 2});
+    let longer = complete(&server, fields)["choices"][0]["logprobs"].clone();
+    assert_eq!(
+        array(&longer, "token_logprobs")[..prompt],
+        array(&choice["logprobs"], "token_logprobs")[..]
+    );
+
+    let body = json!({
+        "prompt": ["One", "Two words"], "n": 2, "max_tokens": 0, "echo": true, "logprobs": 0, "stream": true,
+        "stream_options": {"include_usage": true},
+    });
+    let events = server.post("/v1/completions", &body.to_string()).events();
+    let events: Vec<Value> = events[..events.len() - 1]
+        .iter()
+        .map(|event| serde_json::from_str(event).unwrap())
+        .collect();
+    let mut texts = BTreeMap::new();
+    for event in &events[..events.len() - 1] {
+        let choice = &event["choices"][0];
+        let text = choice["text"].as_str().unwrap().to_owned();
+        let scored: String = array(&choice["logprobs"], "tokens")
+            .iter()
+            .map(|token| token.as_str().unwrap())
+            .collect();
+        assert_eq!(
+            (&scored, &choice["finish_reason"]),
+            (&text, &json!("length"))
+        );
+        let index = choice["index"].as_u64().unwrap();
+        assert_eq!(texts.insert(index, text), None, "one event per choice");
+    }
+    let texts: Vec<String> = texts.into_values().collect();
+    assert_eq!(texts, ["One", "One", "Two words", "Two words"]);
+    assert_eq!(events[events.len() - 1]["usage"]["completion_tokens"], 4);
+
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "x", "max_tokens": 0})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0, "echo": true}),
+        ),
+    ] {
+        let refused = server.post(path, &body.to_string());
+        assert_eq!(
+            (refused.status, &refused.json()["error"]["param"]),
+            (400, &json!("max_tokens"))
+        );
+    }
+}
+
 #[test]
 fn prompts_have_log_probabilities_and_are_computed_for_them() {
     let server = Server::start(&[FAST, ONE]);

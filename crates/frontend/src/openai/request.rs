@@ -109,6 +109,9 @@ pub struct RequestParams {
     /// Completions: the prompt's text goes before the answer's. Chats: the last message's text, if it is
     /// the assistant's.
     pub echo: bool,
+    /// Completions with `echo` and a `max_tokens` of 0: the answer shows the prompt only. As in vLLM, the engine
+    /// generates one token, which is counted, and `max_tokens` is 1 here.
+    pub echo_only: bool,
     /// Tokens such as BOS around the prompt: completions yes, chats no (their template has them).
     pub add_special_tokens: bool,
     /// Under priority scheduling: lower goes first.
@@ -242,6 +245,7 @@ impl<'a> Raw<'a> {
                 scores_echo: false,
                 vocab: None,
                 echo: false,
+                echo_only: false,
                 add_special_tokens: false,
                 priority: 0,
                 user: None,
@@ -280,6 +284,10 @@ impl<'a> Raw<'a> {
             "stream" => params.stream = boolean(name, &value)?,
             "stream_options" => self.stream_options = Some(stream_options(name, &value)?),
             "n" => params.n = whole(name, &value, 1, N_MAX)?,
+            // 0 has a meaning with `echo`, which may follow.
+            "max_tokens" if kind == Kind::Completion => {
+                params.max_tokens = Some(whole(name, &value, 0, u32::MAX)?);
+            }
             "max_tokens" => params.max_tokens = Some(whole(name, &value, 1, u32::MAX)?),
             "max_completion_tokens" => {
                 self.max_completion_tokens = Some(whole(name, &value, 1, u32::MAX)?);
@@ -383,6 +391,20 @@ impl<'a> Raw<'a> {
         params.max_tokens = self.max_completion_tokens.or(params.max_tokens);
         if kind == Kind::Completion && params.max_tokens.is_none() {
             params.max_tokens = Some(COMPLETION_MAX_TOKENS);
+        }
+        if params.max_tokens == Some(0) {
+            if !params.echo {
+                return Err(ApiError::invalid(
+                    "max_tokens",
+                    format!(
+                        "`max_tokens` is 0; it must be from 1 to {}, or 0 with `echo: true`, which answers \
+                         with the prompt only",
+                        u32::MAX
+                    ),
+                ));
+            }
+            params.echo_only = true;
+            params.max_tokens = Some(1);
         }
         if let Some(max_tokens) = params.max_tokens
             && params.min_tokens > max_tokens

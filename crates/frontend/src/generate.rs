@@ -91,7 +91,7 @@ pub(crate) async fn generate(
 ) -> Result<Response<HttpBody>, ApiError> {
     let prepare =
         move |service: &Service, body: &[u8]| prepare(service, kind, body, times, |_| Ok(()));
-    let bytes = body.len() + images_bytes(&shard.service, &body);
+    let bytes = body.len() + images_bytes(&shard.service, &body, CHAT_IMAGE);
     let (prepared, charge) = shard.run_sized(body, bytes, charge, prepare).await?;
     drop(charge); // with the body
     let stream = prepared.params.stream;
@@ -512,15 +512,17 @@ pub(crate) fn show_images<'a>(
     Ok(Some(each.collect()))
 }
 
+/// Name of an image's part in chats, in quotes. A part names it twice at most: as its type, and as a member.
+pub(crate) const CHAT_IMAGE: &[u8] = b"\"image_url\"";
+
 /// Bytes of the text that stands for the images in `body`, about: so that a helper thread encodes it if it is long.
-fn images_bytes(service: &Service, body: &[u8]) -> usize {
+/// `part`: what every image has in the body.
+pub(crate) fn images_bytes(service: &Service, body: &[u8], part: &[u8]) -> usize {
     const TOKEN_BYTES: usize = 6;
-    const PART: &[u8] = b"\"image_url\"";
     if service.image_tokens == 0 {
         return 0;
     }
-    // An image names it twice at most: as its type, and as a member.
-    let count = body.windows(PART.len()).filter(|window| *window == PART);
+    let count = body.windows(part.len()).filter(|window| *window == part);
     count.count() * service.image_tokens as usize * TOKEN_BYTES
 }
 

@@ -50,6 +50,11 @@ impl MessageBody {
     }
 }
 
+/// Bytes to tokenize of a message, about.
+fn work(shard: &Shard, body: &[u8]) -> usize {
+    body.len() + generate::images_bytes(&shard.service, body, b"\"image\"")
+}
+
 /// Serves `POST /v1/messages`.
 pub(crate) async fn create(
     shard: &Rc<Shard>,
@@ -63,7 +68,8 @@ pub(crate) async fn create(
         let prepared = generate::prepare(service, Kind::Chat, &request.chat, times, |_| Ok(()))?;
         Ok((prepared, request.stream))
     };
-    let ((prepared, stream), charge) = shard.run(body, charge, prepare).await?;
+    let work = work(shard, &body);
+    let ((prepared, stream), charge) = shard.run_sized(body, work, charge, prepare).await?;
     let handle = generate::dispatch(shard, &head, prepared, false).await?;
     let mut chat = ReplyBody::new(handle);
     if stream {
@@ -108,6 +114,7 @@ pub(crate) async fn count_tokens(
         check_model(service, chat.model.as_deref())?;
         generate::count_tokens(service, &chat)
     };
-    let (tokens, _): (u64, Charge) = shard.run(body, charge, count).await?;
+    let work = work(shard, &body);
+    let (tokens, _): (u64, Charge) = shard.run_sized(body, work, charge, count).await?;
     Ok(http::json(200, input_tokens_json(tokens)))
 }

@@ -289,7 +289,12 @@ pub(crate) async fn create(
             Some(stored.1)
         }
     };
-    let work = body.len() + previous.as_ref().map_or(0, Bytes::len);
+    let mut work = body.len() + generate::images_bytes(&shard.service, &body, b"\"input_image\"");
+    if let Some(previous) = &previous {
+        // It is stored as a chat's messages.
+        let images = generate::images_bytes(&shard.service, previous, generate::CHAT_IMAGE);
+        work += previous.len() + images;
+    }
     let prepare = move |service: &Service, body: &[u8]| {
         let request = parse_responses(body, previous.as_deref())?;
         let mut prepared = generate::prepare(service, Kind::Chat, &request.chat, times, |_| Ok(()))

@@ -392,6 +392,107 @@ fn images_count_as_tokens() {
     );
 }
 
+/// The other two APIs have their own forms for them.
+#[test]
+fn images_of_messages_and_responses_count_as_in_chats() {
+    let server = Server::start(&[FAST, ONE, &["--set=model.image_tokens=300"]]);
+    let text = "What is it?";
+    let block = |source: Value| json!({"type": "image", "source": source});
+    let cat = block(json!({"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}));
+    let dog = block(json!({"type": "url", "url": "https://a.example/dog.png"}));
+    let input = |answer: &Value| {
+        let cached = answer["usage"]["cache_read_input_tokens"].as_u64();
+        answer["usage"]["input_tokens"].as_u64().unwrap() + cached.unwrap_or(0)
+    };
+    let message = |content: Value| {
+        let messages = json!([{"role": "user", "content": content}]);
+        ask(
+            &server,
+            "/v1/messages",
+            json!({"messages": messages, "max_tokens": 1}),
+            json!({}),
+        )
+    };
+    let said = json!({"type": "text", "text": text});
+    let alone = input(&message(json!([said])));
+    // A line break separates the two.
+    assert_eq!(input(&message(json!([cat, said]))), alone + 301);
+    assert_eq!(input(&message(json!([dog, said, cat]))), alone + 602);
+    let again = message(json!([cat, said]));
+    let found = again["usage"]["cache_read_input_tokens"].as_u64();
+    assert!(found >= Some(288), "an equal image is cached: {again}");
+    // The same as the chat with the data as an address.
+    let url = json!({"url": "data:image/png;base64,aGVsbG8="});
+    let parts = json!([{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]);
+    let as_chat = json!({"messages": [{"role": "user", "content": parts}], "max_tokens": 1});
+    let as_chat = ask(&server, "/v1/chat/completions", as_chat, json!({}));
+    assert!(cached(&as_chat) >= 288, "{as_chat}");
+    let count = json!({"messages": [{"role": "user", "content": [cat, said]}]});
+    let count = ask(&server, "/v1/messages/count_tokens", count, json!({}));
+    assert_eq!(count["input_tokens"], alone + 301);
+
+    // A screenshot that a tool returned, as agents that use a computer send it.
+    let call = json!([{"type": "tool_use", "id": "t", "name": "look", "input": {}}]);
+    let round = |result: Value| {
+        let result = json!([{"type": "tool_result", "tool_use_id": "t", "content": result}]);
+        let messages = json!([
+            {"role": "user", "content": "x"}, {"role": "assistant", "content": call},
+            {"role": "user", "content": result},
+        ]);
+        ask(
+            &server,
+            "/v1/messages",
+            json!({"messages": messages, "max_tokens": 1}),
+            json!({}),
+        )
+    };
+    let without = input(&round(json!([said])));
+    assert!(input(&round(json!([said, cat]))) >= without + 300);
+
+    let respond = |content: Value| {
+        let body = json!({"input": [{"role": "user", "content": content}], "max_output_tokens": 1});
+        ask(&server, "/v1/responses", body, json!({}))
+    };
+    let asked = json!({"type": "input_text", "text": text});
+    let picture = |url: &str| json!({"type": "input_image", "image_url": url, "detail": "auto"});
+    let total = |answer: &Value| answer["usage"]["input_tokens"].as_u64().unwrap();
+    let alone = total(&respond(json!([asked])));
+    let first = respond(json!([picture("https://a.example/dog.png"), asked]));
+    assert_eq!(total(&first), alone + 301);
+    // Later responses see it, from the cache.
+    let body =
+        json!({"input": "And now?", "previous_response_id": first["id"], "max_output_tokens": 1});
+    let next = ask(&server, "/v1/responses", body, json!({}));
+    let found = next["usage"]["input_tokens_details"]["cached_tokens"].as_u64();
+    assert!(total(&next) > alone + 301 && found >= Some(288), "{next}");
+
+    for (source, param) in [
+        (json!({"type": "base64", "media_type": "image/png"}), "data"),
+        (
+            json!({"type": "base64", "media_type": "text/html", "data": "eA=="}),
+            "media_type",
+        ),
+        (json!({"type": "url", "url": "file:///etc/passwd"}), "url"),
+        (json!({"type": "file", "file_id": "f"}), "type"),
+    ] {
+        let messages = json!([{"role": "user", "content": [block(source)]}]);
+        let body = json!({"messages": messages, "max_tokens": 1}).to_string();
+        let refused = server.post("/v1/messages", &body);
+        let field = format!("`messages.0.content.0.source.{param}`");
+        let message = refused.json()["error"]["message"].clone();
+        assert_eq!(refused.status, 400);
+        assert!(message.as_str().unwrap().starts_with(&field), "{message}");
+    }
+    let plain = Server::start(&[FAST]);
+    let body =
+        json!({"input": [{"role": "user", "content": [picture("https://a.example/x.png")]}]});
+    let refused = plain.post("/v1/responses", &body.to_string());
+    assert_eq!(
+        (refused.status, &refused.json()["error"]["param"]),
+        (400, &json!("input.0.content"))
+    );
+}
+
 #[test]
 fn adapters_come_and_go() {
     let plain = Server::start(&[FAST]);

@@ -157,7 +157,7 @@ fn unsupported_block(path: &str, kind: &str) -> ApiError {
     ApiError::unsupported(
         path,
         format!(
-            "`{path}` is a block of type `{}`; text, and uses and results of tools, are supported",
+            "`{path}` is a block of type `{}`; text, images, and uses and results of tools, are supported",
             clip(kind)
         ),
     )
@@ -211,7 +211,8 @@ fn turn(
     let blocks = content
         .into_elements()
         .map_err(|other| wrong_type(path, "a string or an array of blocks", &other))?;
-    let mut texts = Vec::new();
+    let mut parts = Vec::new();
+    let mut images = 0;
     let mut calls = Vec::new();
     let results = messages.len();
     for (at, block) in blocks.into_iter().enumerate() {
@@ -224,9 +225,13 @@ fn turn(
         };
         match kind(&path, &block)? {
             "text" => match member("text")? {
-                Tree::Text(text) => texts.push(text),
+                text @ Tree::Text(_) => parts.push(text_part(text)),
                 _ => return Err(missing(&format!("{path}.text"))),
             },
+            "image" => {
+                images += 1;
+                parts.push(image_part(&path, &block)?);
+            }
             "tool_use" if role == "assistant" => {
                 let function = [("name", member("name")?), ("arguments", member("input")?)];
                 calls.push(object([
@@ -236,25 +241,38 @@ fn turn(
                 ]));
             }
             "tool_result" if role == "user" => {
-                let content = match result {
-                    None | Some(Json::Null) => String::new(),
-                    Some(content) => plain_text(&format!("{path}.content"), content)?,
+                let (content, shown) = match result {
+                    None | Some(Json::Null) => (String::new(), Vec::new()),
+                    Some(content) => tool_result(&format!("{path}.content"), content)?,
                 };
                 messages.push(object([
                     ("role", Tree::Text("tool".into())),
                     ("tool_call_id", member("tool_use_id")?),
                     ("content", Tree::Text(content)),
                 ]));
+                if !shown.is_empty() {
+                    // As in vLLM: templates take images from users only.
+                    messages.push(object([
+                        ("role", Tree::Text("user".into())),
+                        ("content", Tree::Array(shown)),
+                    ]));
+                }
             }
             // Modelled answers have no thoughts, and templates leave out those of earlier turns.
             "thinking" | "redacted_thinking" => {}
             other => return Err(unsupported_block(&path, other)),
         }
     }
-    if !texts.is_empty() || !calls.is_empty() || messages.len() == results {
+    if !parts.is_empty() || !calls.is_empty() || messages.len() == results {
+        let content = if images > 0 {
+            Tree::Array(parts)
+        } else {
+            let texts = parts.iter().filter_map(|part| part.get("text")?.as_text());
+            Tree::Text(texts.collect::<Vec<_>>().join("\n"))
+        };
         let mut message = vec![
             ("role".to_owned(), Tree::Text(role)),
-            ("content".to_owned(), Tree::Text(texts.join("\n"))),
+            ("content".to_owned(), content),
         ];
         if !calls.is_empty() {
             message.push(("tool_calls".to_owned(), Tree::Array(calls)));
@@ -262,6 +280,84 @@ fn turn(
         messages.push(Tree::Object(message));
     }
     Ok(())
+}
+
+/// Text and images of a tool's result, apart.
+fn tool_result(path: &str, value: Json<'_>) -> Result<(String, Vec<Tree>), ApiError> {
+    let (mut texts, mut images) = (Vec::new(), Vec::new());
+    let blocks = match value {
+        Json::Text(text) => return Ok((text.into_owned(), images)),
+        value => value
+            .into_elements()
+            .map_err(|other| wrong_type(path, "a string or an array of blocks", &other))?,
+    };
+    for (at, block) in blocks.into_iter().enumerate() {
+        let path = format!("{path}.{at}");
+        let block = block.into_tree();
+        match kind(&path, &block)? {
+            "text" => match block.get("text").and_then(Tree::as_text) {
+                Some(text) => texts.push(text.to_owned()),
+                None => return Err(missing(&format!("{path}.text"))),
+            },
+            "image" => images.push(image_part(&path, &block)?),
+            other => return Err(unsupported_block(&path, other)),
+        }
+    }
+    Ok((texts.join("\n"), images))
+}
+
+fn text_part(text: Tree) -> Tree {
+    object([("type", Tree::Text("text".into())), ("text", text)])
+}
+
+/// The chat's part for a block of type `image`: data become a `data:` address, as in vLLM.
+fn image_part(path: &str, block: &Tree) -> Result<Tree, ApiError> {
+    let path = format!("{path}.source");
+    let source = block.get("source").ok_or_else(|| missing(&path))?;
+    let member = |name: &str| {
+        let value = source.get(name).and_then(Tree::as_text);
+        value
+            .filter(|value| !value.is_empty())
+            .ok_or_else(|| missing(&format!("{path}.{name}")))
+    };
+    let wrong = |name: &str, must: &str| {
+        ApiError::invalid(
+            format!("{path}.{name}"),
+            format!("`{path}.{name}` must {must}"),
+        )
+    };
+    let url = match member("type")? {
+        "base64" => {
+            let media = member("media_type")?;
+            if !media.starts_with("image/") {
+                return Err(wrong("media_type", "begin with `image/`"));
+            }
+            format!("data:{media};base64,{}", member("data")?)
+        }
+        "url" => {
+            let url = member("url")?;
+            if !["http://", "https://"]
+                .iter()
+                .any(|start| url.starts_with(start))
+            {
+                return Err(wrong("url", "begin with `http://` or `https://`"));
+            }
+            url.to_owned()
+        }
+        other => {
+            return Err(ApiError::unsupported(
+                format!("{path}.type"),
+                format!(
+                    "`{path}.type` is `{}`; images are taken as `base64` or by `url`",
+                    clip(other)
+                ),
+            ));
+        }
+    };
+    Ok(object([
+        ("type", Tree::Text("image_url".into())),
+        ("image_url", object([("url", Tree::Text(url))])),
+    ]))
 }
 
 fn tools(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {

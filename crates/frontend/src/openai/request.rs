@@ -1051,6 +1051,19 @@ fn content_part<'a>(path: &str, part: Json<'a>) -> Result<Part<'a>, ApiError> {
     }
 }
 
+pub(super) fn is_image_address(url: &str) -> bool {
+    ["http://", "https://", "data:image/"]
+        .iter()
+        .any(|start| url.starts_with(start))
+}
+
+pub(super) fn wrong_image_address(path: &str) -> ApiError {
+    ApiError::invalid(
+        path,
+        format!("`{path}` must begin with `http://`, `https://` or `data:image/`"),
+    )
+}
+
 /// Hash of an image's address or data. It is not fetched.
 fn image_hash(path: &str, value: Json<'_>) -> Result<u64, ApiError> {
     let url = match value {
@@ -1061,14 +1074,8 @@ fn image_hash(path: &str, value: Json<'_>) -> Result<u64, ApiError> {
         }
         url => text(path, url)?,
     };
-    if !["http://", "https://", "data:image/"]
-        .iter()
-        .any(|start| url.starts_with(start))
-    {
-        return Err(ApiError::invalid(
-            path,
-            format!("`{path}` must begin with `http://`, `https://` or `data:image/`"),
-        ));
+    if !is_image_address(&url) {
+        return Err(wrong_image_address(path));
     }
     let hash = |hash, chunk: &[u8]| {
         let mut word = [0; 8];

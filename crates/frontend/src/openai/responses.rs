@@ -389,10 +389,10 @@ fn input_item(path: &str, item: Json<'_>, messages: &mut Vec<Tree>) -> Result<()
                 ));
             }
             let (name, content) = content.ok_or_else(|| missing(&format!("{path}.content")))?;
-            let content = plain_text(&format!("{path}.{name}"), content)?;
+            let parts = content_parts(&format!("{path}.{name}"), content)?;
             messages.push(object([
                 ("role", Tree::Text(role.into())),
-                ("content", Tree::Text(content)),
+                ("content", parts),
             ]));
         }
         Some("function_call") => {
@@ -412,10 +412,7 @@ fn input_item(path: &str, item: Json<'_>, messages: &mut Vec<Tree>) -> Result<()
             messages.push(object([
                 ("role", Tree::Text("tool".into())),
                 ("tool_call_id", Tree::Text(member("call_id")?.into())),
-                (
-                    "content",
-                    Tree::Text(plain_text(&format!("{path}.{name}"), output)?),
-                ),
+                ("content", content_parts(&format!("{path}.{name}"), output)?),
             ]));
         }
         // Modelled answers have no thoughts, and templates leave out those of earlier turns.
@@ -451,15 +448,16 @@ fn join_call(call: Tree, messages: &mut Vec<Tree>) {
     ]));
 }
 
-/// A text, or parts of text, which are joined by line breaks.
-fn plain_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
+/// Content of a chat's message: a text, or parts. Parts of text are joined by line breaks unless there are images.
+fn content_parts(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
     let parts = match value {
-        Json::Text(text) => return Ok(text.into_owned()),
+        Json::Text(text) => return Ok(Tree::Text(text.into_owned())),
         value => value
             .into_elements()
             .map_err(|other| wrong_type(path, "a string or an array of parts", &other))?,
     };
-    let mut whole = String::new();
+    let mut content = Vec::with_capacity(parts.len());
+    let mut images = 0;
     for (at, part) in parts.into_iter().enumerate() {
         let path = format!("{path}.{at}");
         let part = part.into_tree();
@@ -469,11 +467,16 @@ fn plain_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
         let field = match kind {
             "input_text" | "output_text" | "text" => "text",
             "refusal" => "refusal",
+            "input_image" => {
+                images += 1;
+                content.push(image_part(&path, &part)?);
+                continue;
+            }
             other => {
                 return Err(ApiError::unsupported(
                     format!("{path}.type"),
                     format!(
-                        "`{path}` is a part of type `{}`; only text is modelled",
+                        "`{path}` is a part of type `{}`; only text and images are modelled",
                         clip(other)
                     ),
                 ));
@@ -482,12 +485,40 @@ fn plain_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
         let Some(text) = part.get(field).and_then(Tree::as_text) else {
             return Err(missing(&format!("{path}.{field}")));
         };
-        if at > 0 {
-            whole.push('\n');
-        }
-        whole.push_str(text);
+        content.push(object([
+            ("type", Tree::Text("text".into())),
+            ("text", Tree::Text(text.into())),
+        ]));
     }
-    Ok(whole)
+    if images > 0 {
+        return Ok(Tree::Array(content));
+    }
+    let texts = content
+        .iter()
+        .filter_map(|part| part.get("text")?.as_text());
+    Ok(Tree::Text(texts.collect::<Vec<_>>().join("\n")))
+}
+
+/// The chat's part for one of type `input_image`.
+fn image_part(path: &str, part: &Tree) -> Result<Tree, ApiError> {
+    if part.get("file_id").is_some_and(|id| *id != Tree::Null) {
+        return Err(ApiError::unsupported(
+            format!("{path}.file_id"),
+            format!("`{path}.file_id` is not supported: no files are stored; send `image_url`"),
+        ));
+    }
+    let path = format!("{path}.image_url");
+    let Some(url) = part.get("image_url").and_then(Tree::as_text) else {
+        return Err(missing(&path));
+    };
+    // Here, because the chat's parts are counted from other places.
+    if !super::request::is_image_address(url) {
+        return Err(super::request::wrong_image_address(&path));
+    }
+    Ok(object([
+        ("type", Tree::Text("image_url".into())),
+        ("image_url", object([("url", Tree::Text(url.into()))])),
+    ]))
 }
 
 /// The chat's `response_format`.
@@ -1140,8 +1171,16 @@ mod tests {
                 "input.0.role",
             ),
             (
-                json!({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+                json!({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
                 "input.0.content.0.type",
+            ),
+            (
+                json!({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+                "input.0.content.0.image_url",
+            ),
+            (
+                json!({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}),
+                "input.0.content.0.file_id",
             ),
             (
                 json!({"input": [{"type": "item_reference", "id": "x"}]}),

@@ -621,8 +621,12 @@ fn messages_of_anthropic_become_a_chat() {
             "messages.0.role",
         ),
         (
-            json!({"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+            json!({"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "document"}]}]}),
             "messages.0.content.0",
+        ),
+        (
+            json!({"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+            "messages.0.content.0.source",
         ),
         (json!({"mcp_servers": [{}]}), "mcp_servers"),
     ] {

@@ -130,6 +130,8 @@ fn an_echo_without_an_answer_scores_the_prompt() {
     for name in ["tokens", "token_logprobs", "text_offset", "top_logprobs"] {
         assert_eq!(array(&choice["logprobs"], name).len(), prompt, "{name}");
     }
+    let listed = array(choice, "prompt_logprobs");
+    assert_eq!((listed.len(), &listed[0]), (prompt, &Value::Null));
     // Its scores are those of the prompt before an answer.
     let fields = json!({"echo": true, "logprobs": 1, "max_tokens": 2});
     let longer = complete(&server, fields)["choices"][0]["logprobs"].clone();

@@ -328,7 +328,9 @@ fn image_part(path: &str, block: &Tree) -> Result<Tree, ApiError> {
     };
     let url = match member("type")? {
         "base64" => {
-            let media = member("media_type")?;
+            // As in vLLM, which the API's reference does not allow.
+            let media = source.get("media_type").and_then(Tree::as_text);
+            let media = media.unwrap_or("image/jpeg");
             if !media.starts_with("image/") {
                 return Err(wrong("media_type", "begin with `image/`"));
             }

@@ -455,7 +455,13 @@ impl<'a> Raw<'a> {
             params.prompt_logprobs = None;
         }
         match kind {
-            Kind::Completion => params.scores_echo = params.echo && params.logprobs.is_some(),
+            Kind::Completion => {
+                params.scores_echo = params.echo && params.logprobs.is_some();
+                // As in vLLM: an echo that is not streamed has them a second time.
+                if params.scores_echo && !params.stream {
+                    params.prompt_logprobs = params.prompt_logprobs.or(params.logprobs);
+                }
+            }
             // As in vLLM: an echoed chat has them as `prompt_logprobs`.
             Kind::Chat if params.echo && !params.stream => {
                 params.prompt_logprobs = params.prompt_logprobs.or(params.logprobs);

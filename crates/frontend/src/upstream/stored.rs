@@ -396,7 +396,11 @@ pub(super) async fn engine_of(
         return Ok(None);
     }
     // It costs a request per engine: reads, which count as no request else, count as one here.
-    let admitted = if asker.is_read { asker.client.admit() } else { Ok(()) };
+    let admitted = if asker.is_read {
+        asker.client.admit()
+    } else {
+        Ok(())
+    };
     let lookup = admitted.and_then(|()| lookups.begin(asker.client.counts()));
     let _lookup = lookup.inspect_err(|_| stored.count(Outcome::Refused))?;
     let path: Rc<str> = format!("{READ}{}", escaped(&named.id)).into();

@@ -746,15 +746,15 @@ fn shapes(
             }
         }
     }
-    let of_file = |mistakes: &Diagnostics| {
-        let message = mistakes.iter().next().map(|m| m.message.as_str());
+    let of_file = |diagnostics: &Diagnostics| {
+        let message = diagnostics.iter().next().map(|m| m.message.as_str());
         excluded.len() > 1
             && excluded
                 .iter()
                 .all(|shape| Some(shape.reason.as_str()) == message)
     };
     match common {
-        Some(mistakes) if shapes.is_empty() && of_file(&mistakes) => Err(mistakes.into()),
+        Some(diagnostics) if shapes.is_empty() && of_file(&diagnostics) => Err(diagnostics.into()),
         _ => Ok(shapes),
     }
 }

@@ -34,6 +34,19 @@ fn export(edit: impl Fn(&str, &mut Value)) -> TempDir {
     dir
 }
 
+/// The built-in tokenizer with a template that trims messages.
+fn trimming() -> TextModel {
+    let dir = export(|name, json| {
+        if name == "tokenizer_config.json" {
+            let template = json["chat_template"].as_str().unwrap();
+            json["chat_template"] = template
+                .replace("message.content", "message.content|trim")
+                .into();
+        }
+    });
+    TextModel::load(dir.path()).unwrap()
+}
+
 fn encode(model: &TextModel, text: &str) -> Vec<u32> {
     let mut out = Vec::new();
     model.encode(text, true, &mut out);
@@ -97,15 +110,7 @@ proptest! {
 /// with a word that has none.
 #[test]
 fn where_the_template_trims_answers_begin_without_a_space() {
-    let dir = export(|name, json| {
-        if name == "tokenizer_config.json" {
-            let template = json["chat_template"].as_str().unwrap();
-            json["chat_template"] = template
-                .replace("message.content", "message.content|trim")
-                .into();
-        }
-    });
-    let model = TextModel::load(dir.path()).unwrap();
+    let model = trimming();
     assert!(model.token_bytes(model.output_vocab()[0]).starts_with(b" "));
     let answer = [
         model.first_vocab()[3],
@@ -125,15 +130,7 @@ fn where_the_template_trims_answers_begin_without_a_space() {
 /// As `transformers` does it: where the template trims, the continued message has no space at its end.
 #[test]
 fn a_trimmed_message_is_continued_at_its_end() {
-    let dir = export(|name, json| {
-        if name == "tokenizer_config.json" {
-            let template = json["chat_template"].as_str().unwrap();
-            json["chat_template"] = template
-                .replace("message.content", "message.content|trim")
-                .into();
-        }
-    });
-    let model = TextModel::load(dir.path()).unwrap();
+    let model = trimming();
     let said = [
         Message::new("user", "go"),
         Message::new("assistant", "I went "),

@@ -105,3 +105,49 @@ fn crates_depend_as_drawn() {
         );
     }
 }
+
+/// The text of all Rust files below `folder`.
+fn sources(folder: &Path, out: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() && !path.ends_with("target") {
+            sources(&path, out);
+        } else if path.extension().is_some_and(|of| of == "rs") {
+            out.push_str(&std::fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
+#[test]
+fn every_dependency_is_used() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let (mut checked, mut unused) = (0, Vec::new());
+    for folder in std::fs::read_dir(crates).unwrap() {
+        let folder = folder.unwrap().path();
+        let Ok(text) = std::fs::read_to_string(folder.join("Cargo.toml")) else {
+            continue;
+        };
+        let manifest: toml::Table = toml::from_str(&text).unwrap();
+        // Tests may use what the library depends on, but not the other way round.
+        let mut of_library = String::new();
+        sources(&folder.join("src"), &mut of_library);
+        let mut all = String::new();
+        sources(&folder, &mut all);
+        for (table, text) in [("dependencies", &of_library), ("dev-dependencies", &all)] {
+            let listed = manifest.get(table).and_then(|table| table.as_table());
+            for name in listed.into_iter().flatten().map(|(name, _)| name) {
+                checked += 1;
+                let word = name.replace('-', "_");
+                let is_name = |c: char| c.is_alphanumeric() || c == '_';
+                let is_used = text.match_indices(&word).any(|(at, _)| {
+                    !text[..at].ends_with(is_name) && !text[at + word.len()..].starts_with(is_name)
+                });
+                if !is_used {
+                    unused.push(format!("{}: {name} of [{table}]", folder.display()));
+                }
+            }
+        }
+    }
+    assert!(checked > 200, "the manifests were read: {checked}");
+    assert!(unused.is_empty(), "remove {unused:#?}");
+}

@@ -32,6 +32,11 @@ test-pages: build
 lint:
 	./scripts/lint.sh
 
+# The workspace by the oldest Rust that Cargo.toml states, if rustup has it; says so if not. Part of `make lint`.
+.PHONY: msrv
+msrv:
+	./scripts/msrv.sh
+
 # SHORT=1: a fifth of the requests. TRACE=FILE: replay a trace in Mooncake's format. REQUESTS=N. SPEEDUP=N: time
 # compression, however busy the host is.
 demo: build

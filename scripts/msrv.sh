@@ -24,7 +24,7 @@ if late:
     sys.exit(f"{manifest}: rust-version is {version}, but " + ", ".join(late))
 ' "$version" "$manifest"
 done
-installed=$(rustup toolchain list 2>/dev/null | sed -n "s/^\(${version}[.0-9]*\)-.*/\1/p" | tail -1)
+installed=$({ rustup toolchain list 2>/dev/null || true; } | sed -n "s/^\(${version}[.0-9]*\)-.*/\1/p" | tail -1)
 if [ -z "$installed" ]; then
     echo "note: not built by Rust $version: rustup toolchain install $version --profile minimal" >&2
     exit 0

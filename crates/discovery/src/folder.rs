@@ -41,7 +41,7 @@ use slipstream_base::SimTime;
 use slipstream_base::width::{low_u8, nanos};
 
 use crate::notify::Notify;
-use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker};
+use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker, is_key};
 
 /// Files that are followed. Beyond that the folder is not only ours.
 const FILES_MAX: usize = 4_096;
@@ -125,6 +125,10 @@ struct Listed {
     is_reported: bool,
 }
 
+fn place(path: &Path) -> String {
+    format!("discovery folder {}", path.display())
+}
+
 /// Contents of a file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -142,7 +146,7 @@ impl Folder {
     /// [`BackendError`] if the process has no file descriptor left.
     pub fn new(options: FolderOptions) -> Result<Folder, BackendError> {
         let notify = Notify::new().map_err(|source| BackendError {
-            path: options.path.clone(),
+            place: place(&options.path),
             operation: "preparing to watch",
             hint: "raise ulimit -n",
             source,
@@ -167,7 +171,7 @@ impl Folder {
 
     fn failed(&self, path: &Path, operation: &'static str, source: io::Error) -> BackendError {
         BackendError {
-            path: path.to_owned(),
+            place: place(path),
             operation,
             hint: self.options.hint,
             source,
@@ -644,12 +648,6 @@ fn remove(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
-}
-
-/// Keys are names of files that need no quoting anywhere.
-fn is_key(key: &str) -> bool {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
-    !key.is_empty() && key.len() <= 128 && key.bytes().all(fits)
 }
 
 /// The key of a file; `None` if entries are not named so.

@@ -2,8 +2,8 @@
 //! watches the entries of others.
 //!
 //! - [`Backend`]: put, renew, delete and watch entries that are held by leases. [`Folder`] is the
-//!   backend for a folder that all processes can read and write; a lease service such as etcd has
-//!   the same shape.
+//!   backend for a folder that all processes can read and write, [`Etcd`] that for etcd. A [`Place`]
+//!   names one of them.
 //! - [`Session`]: drives a backend on a thread of its own, and turns entries into typed [`Record`]s.
 //!
 //! The thread is the point: a file system may block a caller for as long as it likes (NFS whose
@@ -19,6 +19,7 @@
     )
 )]
 
+mod etcd;
 mod folder;
 mod notify;
 mod session;
@@ -30,6 +31,7 @@ use std::time::Duration;
 
 use slipstream_base::SimTime;
 
+pub use etcd::{Etcd, EtcdOptions};
 pub use folder::{Folder, FolderOptions, LEASE_MAX};
 pub use session::{Event, Record, Session, SessionError};
 
@@ -41,8 +43,8 @@ pub const VALUE_BYTES_MAX: usize = 256 << 10;
 /// One thread drives a backend and passes the time in: `now` is of any clock that does not run
 /// backwards. Calls may block for as long as the medium does.
 ///
-/// How it maps to etcd: `put` is a lease grant and a put under it, `renew` a keep-alive, `delete` a
-/// delete, `poll` takes what a watch of the prefix has delivered; the server judges the leases.
+/// In etcd `put` is a lease grant and a put under it, `renew` a keep-alive, `delete` a revocation, and
+/// `poll` takes what a watch of the prefix has delivered; the server judges the leases.
 pub trait Backend: Send {
     /// Publishes an entry, or replaces it. It is deleted unless it is renewed within `lease`.
     ///
@@ -86,6 +88,66 @@ pub trait Backend: Send {
     fn waker(&self) -> Waker;
 }
 
+impl Backend for Box<dyn Backend> {
+    fn put(
+        &mut self,
+        now: SimTime,
+        key: &str,
+        value: &str,
+        lease: Duration,
+    ) -> Result<(), BackendError> {
+        (**self).put(now, key, value, lease)
+    }
+
+    fn renew(&mut self, now: SimTime, key: &str) -> Result<(), BackendError> {
+        (**self).renew(now, key)
+    }
+
+    fn delete(&mut self, key: &str) -> Result<(), BackendError> {
+        (**self).delete(key)
+    }
+
+    fn poll(&mut self, now: SimTime, changes: &mut Vec<Change>) -> Result<SimTime, BackendError> {
+        (**self).poll(now, changes)
+    }
+
+    fn wait(&mut self, timeout: Duration) {
+        (**self).wait(timeout);
+    }
+
+    fn waker(&self) -> Waker {
+        (**self).waker()
+    }
+}
+
+/// Where entries are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A folder.
+    Folder(PathBuf),
+    /// Servers of etcd.
+    Etcd(EtcdOptions),
+}
+
+impl Place {
+    /// `etcd://…` as [`EtcdOptions::parse`] reads it; anything else is a folder.
+    ///
+    /// # Errors
+    /// The fault of an address of etcd, as the end of a sentence.
+    pub fn parse(text: &str) -> Result<Place, String> {
+        if text.starts_with("etcd://") {
+            return EtcdOptions::parse(text).map(Place::Etcd);
+        }
+        Ok(Place::Folder(text.into()))
+    }
+}
+
+/// Keys are names of files that need no quoting anywhere.
+fn is_key(key: &str) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    !key.is_empty() && key.len() <= 128 && key.bytes().all(fits)
+}
+
 /// Ends a wait; see [`Backend::waker`].
 pub type Waker = Arc<dyn Fn() + Send + Sync>;
 
@@ -115,10 +177,10 @@ pub enum Change {
 
 /// A backend cannot do its work now. A retry may help.
 #[derive(Debug, thiserror::Error)]
-#[error("discovery folder {}: {operation} failed: {source}; {hint}", path.display())]
+#[error("{place}: {operation} failed: {source}; {hint}")]
 pub struct BackendError {
-    /// The folder, or a file in it.
-    pub path: PathBuf,
+    /// The folder, or a file in it; or the servers of etcd.
+    pub place: String,
     /// The operation that failed.
     pub operation: &'static str,
     /// Advice for the user.

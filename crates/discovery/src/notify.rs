@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,23 +24,21 @@ pub(crate) struct Reports {
     pub(crate) is_incomplete: bool,
 }
 
-/// Waits for a waker and a folder.
+/// Waits for a waker.
 #[derive(Debug)]
-pub(crate) struct Notify {
+pub(crate) struct Wakes {
     woken: UnixStream,
     wakes: Arc<UnixStream>,
-    inotify: inotify::Inotify,
 }
 
-impl Notify {
-    pub(crate) fn new() -> io::Result<Notify> {
+impl Wakes {
+    pub(crate) fn new() -> io::Result<Wakes> {
         let (woken, wakes) = UnixStream::pair()?;
         woken.set_nonblocking(true)?;
         wakes.set_nonblocking(true)?;
-        Ok(Notify {
+        Ok(Wakes {
             woken,
             wakes: Arc::new(wakes),
-            inotify: inotify::Inotify::new(),
         })
     }
 
@@ -49,6 +48,39 @@ impl Notify {
             // A full socket has a wake-up in it already.
             let _ = (&*wakes).write(&[1]);
         })
+    }
+
+    /// Waits until the waker is called, `also` can be read, or the time is up.
+    pub(crate) fn wait(&self, also: Option<BorrowedFd<'_>>, timeout: Duration) {
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs().min(3_600).cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN)];
+        fds.extend(also.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        // An interrupted wait is a short one.
+        let _ = poll(&mut fds, Some(&timeout));
+        while matches!((&self.woken).read(&mut [0; 64]), Ok(64)) {}
+    }
+}
+
+/// Waits for a waker and a folder.
+#[derive(Debug)]
+pub(crate) struct Notify {
+    wakes: Wakes,
+    inotify: inotify::Inotify,
+}
+
+impl Notify {
+    pub(crate) fn new() -> io::Result<Notify> {
+        Ok(Notify {
+            wakes: Wakes::new()?,
+            inotify: inotify::Inotify::new(),
+        })
+    }
+
+    pub(crate) fn waker(&self) -> Waker {
+        self.wakes.waker()
     }
 
     /// Watches this folder and no other. `false`: the system does not report changes.
@@ -79,17 +111,8 @@ impl Notify {
     }
 
     pub(crate) fn wait(&mut self, timeout: Duration) {
-        let timeout = Timespec {
-            tv_sec: timeout.as_secs().min(3_600).cast_signed(),
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
-        let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN)];
-        if let Some(fd) = self.inotify.fd() {
-            fds.push(PollFd::new(fd, PollFlags::IN));
-        }
-        // An interrupted wait is a short one.
-        let _ = poll(&mut fds, Some(&timeout));
-        while matches!((&self.woken).read(&mut [0; 64]), Ok(64)) {}
+        let inotify = self.inotify.fd().map(AsFd::as_fd);
+        self.wakes.wait(inotify, timeout);
     }
 }
 

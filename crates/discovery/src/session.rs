@@ -71,7 +71,7 @@ pub enum SessionError {
     Backend(#[from] BackendError),
     /// The backend does not answer.
     #[error(
-        "publishing takes longer than {} s; check that the discovery folder's file system answers",
+        "publishing takes longer than {} s; check that the discovery folder's file system, or etcd, answers",
         START_MAX.as_secs()
     )]
     Stalled,

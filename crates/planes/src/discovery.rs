@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-pub use slipstream_discovery::{Backend, Event, LEASE_MAX, Session, SessionError};
-use slipstream_discovery::{BackendError, Folder, FolderOptions};
+pub use slipstream_discovery::{Backend, Event, LEASE_MAX, Place, Session, SessionError};
+use slipstream_discovery::{BackendError, Etcd, EtcdOptions, Folder, FolderOptions};
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -122,6 +122,24 @@ pub fn folder(directory: &Path) -> Result<Folder, SessionError> {
         ..FolderOptions::new(directory)
     };
     Folder::new(options).map_err(|error: BackendError| error.into())
+}
+
+/// The place of `--discovery`: a directory ([`folder`]), or etcd.
+///
+/// # Errors
+///
+/// [`SessionError`] if the process has no file descriptor left.
+pub fn backend(place: &Place) -> Result<Box<dyn Backend>, SessionError> {
+    Ok(match place {
+        Place::Folder(directory) => Box::new(folder(directory)?),
+        Place::Etcd(options) => {
+            let options = EtcdOptions {
+                hint: "check that etcd answers there, or name another with --discovery",
+                ..options.clone()
+            };
+            Box::new(Etcd::new(options)?)
+        }
+    })
 }
 
 #[cfg(test)]

@@ -147,7 +147,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     let shared = bound.is_shared();
     let mut frontend = Frontend::start(bound, service, planes, registry)?;
     // After it, so that workers that find the record find the shards.
-    let folder = discovery::folder(&args.plane.directory()?)?;
+    let folder = discovery::backend(&args.plane.discovery()?)?;
     let on_event = |event: Event<Record>| {
         if let Event::Failed(error) = event {
             tracing::warn!("{error}");

@@ -6,15 +6,16 @@ use std::time::Duration;
 use anyhow::Context;
 use slipstream_base::BlockHash;
 use slipstream_config::cluster::{Cluster, EventBus};
+use slipstream_planes::discovery::Place;
 use slipstream_planes::tls::{Tls, TlsFiles};
 
 /// Flags that frontends and workers share.
 #[derive(clap::Args)]
 pub(crate) struct PlaneArgs {
-    /// Discovery directory; share it to join several hosts
+    /// Discovery directory; share it to join several hosts. Or etcd://HOST:PORT[,HOST:PORT][/PREFIX]
     /// [default: slipstream-UID in the directory for temporary files]
-    #[arg(long, value_name = "DIR", env = "SLIPSTREAM_DISCOVERY")]
-    discovery: Option<PathBuf>,
+    #[arg(long, value_name = "PLACE", env = "SLIPSTREAM_DISCOVERY", value_parser = Place::parse)]
+    discovery: Option<Place>,
     /// Discovery lease, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     lease: f64,
@@ -65,10 +66,10 @@ impl PlaneArgs {
         Ok(Some(Tls::load(&files)?))
     }
 
-    pub(crate) fn directory(&self) -> anyhow::Result<PathBuf> {
+    pub(crate) fn discovery(&self) -> anyhow::Result<Place> {
         match &self.discovery {
-            Some(directory) => Ok(directory.clone()),
-            None => default_directory(),
+            Some(place) => Ok(place.clone()),
+            None => default_directory().map(Place::Folder),
         }
     }
 }

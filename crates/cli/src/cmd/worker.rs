@@ -132,7 +132,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
         instance: instance(),
         fingerprint: fingerprint(cluster),
         name: process_name(),
-        directory: args.plane.directory()?,
+        discovery: args.plane.discovery()?,
         lease: args.plane.lease()?,
         deadline: args.plane.peer_deadline()?,
         unsent_bytes_max: 64 << 20,

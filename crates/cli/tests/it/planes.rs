@@ -147,6 +147,135 @@ pub(crate) fn rest(client: &mut Client) -> String {
     rest
 }
 
+/// A real etcd; killed when dropped. `None`, with a message: it is not installed.
+struct EtcdServer {
+    child: Child,
+    port: u16,
+    _dir: tempfile::TempDir,
+}
+
+impl EtcdServer {
+    fn start() -> Option<EtcdServer> {
+        let free = || {
+            TcpListener::bind("127.0.0.1:0")
+                .unwrap()
+                .local_addr()
+                .unwrap()
+                .port()
+        };
+        let (port, dir) = (free(), tempfile::tempdir().unwrap());
+        let (client, peer) = (
+            format!("http://127.0.0.1:{port}"),
+            format!("http://127.0.0.1:{}", free()),
+        );
+        let child = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(dir.path().join("data"))
+            .args([
+                "--listen-client-urls",
+                &client,
+                "--advertise-client-urls",
+                &client,
+            ])
+            .args([
+                "--listen-peer-urls",
+                &peer,
+                "--initial-advertise-peer-urls",
+                &peer,
+            ])
+            .args(["--initial-cluster", &format!("default={peer}")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let Ok(child) = child else {
+            eprintln!("skipped: no etcd (apt-get install etcd-server)");
+            return None;
+        };
+        let server = EtcdServer {
+            child,
+            port,
+            _dir: dir,
+        };
+        await_true("etcd answers", || server.is_healthy());
+        Some(server)
+    }
+
+    fn is_healthy(&self) -> bool {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.port)) else {
+            return false;
+        };
+        let mut answer = String::new();
+        let asked =
+            stream.write_all(b"GET /health HTTP/1.1\r\nhost: e\r\nconnection: close\r\n\r\n");
+        asked.is_ok() && stream.read_to_string(&mut answer).is_ok() && answer.contains("\"true\"")
+    }
+
+    fn place(&self) -> String {
+        format!("etcd://127.0.0.1:{}/test", self.port)
+    }
+}
+
+impl Drop for EtcdServer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn processes_find_each_other_by_etcd() {
+    let Some(etcd) = EtcdServer::start() else {
+        return;
+    };
+    let place = etcd.place();
+    let place = Path::new(&place);
+    let lease: &[&str] = &["--lease=1"];
+    let frontend = frontend(place, &[FAST, lease]);
+    let first = Worker::start(place, &[FAST, lease, &["--pool=main", "--index=0"]]);
+    let _second = Worker::start(place, &[FAST, lease, &["--pool=main", "--index=1"]]);
+    await_ready(&frontend, 2);
+    let body = completion(LONG_PROMPT, 5, false);
+    assert_eq!(frontend.post("/v1/completions", &body).status, 200);
+    // One that ends takes its record away; one that is started anew is found.
+    assert!(first.terminate().success());
+    await_ready(&frontend, 1);
+    let _third = Worker::start(place, &[FAST, lease, &["--pool=main", "--index=0"]]);
+    await_ready(&frontend, 2);
+    // Requests need no etcd.
+    drop(etcd);
+    for _ in 0..4 {
+        assert_eq!(frontend.post("/v1/completions", &body).status, 200);
+    }
+}
+
+#[test]
+fn an_etcd_that_is_not_there_is_a_clear_error() {
+    let run = |place: &str| {
+        let arg = format!("--discovery={place}");
+        crate::server::run(&[
+            "worker",
+            "--pool=main",
+            "--index=0",
+            "--set=pool.main.workers=1",
+            &arg,
+        ])
+    };
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let (code, _, errors) = run(&format!("etcd://127.0.0.1:{port}"));
+    assert_ne!(code, Some(0), "{errors}");
+    assert!(
+        errors.contains("publishing failed") && errors.contains("--discovery"),
+        "{errors}"
+    );
+    let (code, _, errors) = run("etcd://a:b");
+    assert_eq!(code, Some(2), "{errors}");
+    assert!(errors.contains("HOST:PORT"), "{errors}");
+}
+
 #[test]
 fn two_frontends_and_two_workers_find_each_other_and_route_by_cache() {
     let dir = tempfile::tempdir().unwrap();

@@ -165,7 +165,7 @@ impl Backend for Service {
         state.is_in_poll = false;
         if state.is_failing {
             return Err(BackendError {
-                path: "/f".into(),
+                place: "discovery folder /f".into(),
                 operation: "testing",
                 hint: "",
                 source: io::ErrorKind::TimedOut.into(),

@@ -22,7 +22,6 @@ pub(crate) mod sim;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -31,7 +30,7 @@ use std::time::Duration;
 
 use slipstream_base::WorkerId;
 use slipstream_planes::discovery::{
-    self, Event, ProcessRole, Record, SeatKey, Session, SessionError,
+    self, Event, Place, ProcessRole, Record, SeatKey, Session, SessionError,
 };
 use slipstream_planes::link::Socket;
 use slipstream_planes::tls::Tls;
@@ -57,8 +56,8 @@ pub struct CallHomeConfig {
     pub fingerprint: u64,
     /// For people: host and process.
     pub name: String,
-    /// The discovery directory.
-    pub directory: PathBuf,
+    /// Where processes find each other.
+    pub discovery: Place,
     /// This process's record counts for so long after its last renewal. Default 3 s.
     pub lease: Duration,
     /// A frontend that was silent for so long counts as gone. Default 5 s.
@@ -212,7 +211,7 @@ impl CallHome {
             workers: workers.iter().map(|of| of.worker.0).collect(),
             key: None,
         };
-        let folder = discovery::folder(&config.directory)?;
+        let folder = discovery::backend(&config.discovery)?;
         let (sender, events_of_peers) = mpsc::channel(EVENTS_MAX);
         // The plane's thread may be gone, at the end.
         let on_event = move |event| drop(sender.blocking_send(event));

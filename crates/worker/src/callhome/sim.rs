@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId};
 use slipstream_planes::EventSink;
-use slipstream_planes::discovery::{Event, ProcessRole, Record};
+use slipstream_planes::discovery::{Event, Place, ProcessRole, Record};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::{Plane, PlaneLimits};
 use tokio::sync::{mpsc, watch};
@@ -151,7 +151,7 @@ impl SimWorker {
             instance: config.instance,
             fingerprint: config.fingerprint,
             name: name.clone(),
-            directory: PathBuf::new(),
+            discovery: Place::Folder(PathBuf::new()),
             lease: Duration::from_secs(3),
             deadline: config.deadline,
             unsent_bytes_max: config.unsent_bytes_max,

@@ -1,0 +1,499 @@
+//! Against a real `etcd`, where it is installed; and against servers that are none.
+
+use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+
+use serde::{Deserialize, Serialize};
+
+use super::*;
+use crate::{Event, Record, Session};
+
+/// Time limit, longer than any operation here; a test that reaches it fails.
+const PATIENCE: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(3_600);
+
+/// A server with a folder of its own.
+struct Server {
+    child: Child,
+    port: u16,
+    dir: tempfile::TempDir,
+}
+
+impl Server {
+    /// `None`, with a message: `etcd` is not installed.
+    fn start() -> Option<Server> {
+        if Command::new("etcd")
+            .arg("--version")
+            .stdout(Stdio::null())
+            .status()
+            .is_err()
+        {
+            eprintln!("skipped: no etcd (apt-get install etcd-server)");
+            return None;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let port = free_port();
+        Some(Server {
+            child: run(&dir, port),
+            port,
+            dir,
+        })
+    }
+
+    fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    fn client(&self) -> Etcd {
+        client(&self.address())
+    }
+
+    /// Kills it, and starts it anew on the same port; without its data if `forgets`.
+    fn restart(&mut self, forgets: bool) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        if forgets {
+            self.dir = tempfile::tempdir().unwrap();
+        }
+        self.child = run(&self.dir, self.port);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+fn run(dir: &tempfile::TempDir, port: u16) -> Child {
+    let (client, peer) = (
+        format!("http://127.0.0.1:{port}"),
+        format!("http://127.0.0.1:{}", free_port()),
+    );
+    let child = Command::new("etcd")
+        .arg("--data-dir")
+        .arg(dir.path().join("data"))
+        .args([
+            "--listen-client-urls",
+            &client,
+            "--advertise-client-urls",
+            &client,
+        ])
+        .args([
+            "--listen-peer-urls",
+            &peer,
+            "--initial-advertise-peer-urls",
+            &peer,
+        ])
+        .args(["--initial-cluster", &format!("default={peer}")])
+        // Its shortest lease is 1.5 times the timeout.
+        .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let begun = Instant::now();
+    let body = json!({"key": "YQ=="});
+    while ask(
+        &format!("127.0.0.1:{port}"),
+        "/v3/kv/range",
+        &body,
+        Instant::now() + PATIENCE,
+    )
+    .is_err()
+    {
+        assert!(begun.elapsed() < PATIENCE, "etcd does not start");
+        std::thread::yield_now();
+    }
+    child
+}
+
+fn client(server: &str) -> Etcd {
+    Etcd::new(EtcdOptions::parse(&format!("etcd://{server}/test/x")).unwrap()).unwrap()
+}
+
+fn now() -> SimTime {
+    static ORIGIN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+    SimTime::ZERO + ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+fn text(change: Change) -> String {
+    match change {
+        Change::Put { key, value } => format!("+{key}={value}"),
+        Change::Deleted { key } => format!("-{key}"),
+        Change::Invalid { name, .. } => format!("!{name}"),
+    }
+}
+
+/// Polls until `count` changes came. Failures are waited out.
+#[track_caller]
+fn changes(etcd: &mut Etcd, count: usize) -> Vec<String> {
+    let (begun, mut found) = (Instant::now(), Vec::new());
+    loop {
+        let _ = etcd.poll(now(), &mut found);
+        if found.len() >= count {
+            return found.into_iter().map(text).collect();
+        }
+        assert!(begun.elapsed() < PATIENCE, "{count} changes in {found:?}");
+        etcd.wait(Duration::from_millis(100));
+    }
+}
+
+/// Polls until a poll has succeeded. Returns the changes of all.
+#[track_caller]
+fn recovered(etcd: &mut Etcd) -> Vec<String> {
+    let (begun, mut found) = (Instant::now(), Vec::new());
+    while etcd.poll(now(), &mut found).is_err() {
+        assert!(begun.elapsed() < PATIENCE, "it stays away");
+        etcd.wait(Duration::from_millis(20));
+    }
+    found.into_iter().map(text).collect()
+}
+
+fn put(etcd: &mut Etcd, key: &str, lease: Duration) {
+    etcd.put(now(), key, "{}", lease).unwrap();
+}
+
+#[test]
+fn entries_are_found_watched_and_end_with_their_lease() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let (mut one, mut two) = (server.client(), server.client());
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut two, 1), ["+a={}"], "from the list");
+    put(&mut one, "b", LONG);
+    assert_eq!(changes(&mut two, 1), ["+b={}"], "from the watch");
+    one.put(now(), "a", "7", LONG).unwrap();
+    assert_eq!(changes(&mut two, 1), ["+a=7"]);
+    one.delete("b").unwrap();
+    assert_eq!(changes(&mut two, 1), ["-b"]);
+    one.delete("b").unwrap(); // as often as one likes
+    // A process that is killed renews nothing more.
+    put(&mut one, "c", Duration::from_secs(1));
+    assert_eq!(changes(&mut two, 2), ["+c={}", "-c"]);
+    // Another prefix is another world.
+    let options = EtcdOptions::parse(&format!("etcd://{}/test/xy", server.address())).unwrap();
+    put(&mut Etcd::new(options).unwrap(), "d", LONG);
+    put(&mut one, "e", LONG);
+    assert_eq!(changes(&mut two, 1), ["+e={}"]);
+}
+
+#[test]
+fn an_entry_whose_lease_is_lost_is_put_again() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let (mut one, mut two) = (server.client(), server.client());
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut one, 1), ["+a={}"]);
+    assert_eq!(changes(&mut two, 1), ["+a={}"]);
+    // As for a process that stood still for too long.
+    let lease = json!({"ID": one.own["a"].id});
+    two.call("/v3/lease/revoke", &lease).unwrap();
+    assert_eq!(changes(&mut two, 1), ["-a"]);
+    one.renew(now(), "a").unwrap();
+    assert_eq!(changes(&mut two, 1), ["+a={}"]);
+    // Or somebody deletes the key alone.
+    assert_eq!(changes(&mut one, 2), ["-a", "+a={}"]);
+    let key = json!({"key": one.full("a")});
+    two.call("/v3/kv/deleterange", &key).unwrap();
+    assert_eq!(changes(&mut one, 1), ["-a"]);
+    one.renew(now(), "a").unwrap();
+    assert_eq!(changes(&mut two, 2), ["-a", "+a={}"]);
+    // A renewal of an entry that is there changes nothing.
+    assert_eq!(changes(&mut one, 1), ["+a={}"]);
+    one.renew(now(), "a").unwrap();
+    put(&mut one, "b", LONG);
+    assert_eq!(changes(&mut two, 1), ["+b={}"]);
+}
+
+#[test]
+fn a_server_that_starts_again_has_what_it_had() {
+    let Some(mut server) = Server::start() else {
+        return;
+    };
+    let (mut one, mut two) = (server.client(), server.client());
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut two, 1), ["+a={}"]);
+    server.restart(false);
+    assert_eq!(recovered(&mut two), [""; 0], "nothing has changed");
+    put(&mut one, "b", LONG);
+    assert_eq!(changes(&mut two, 1), ["+b={}"]);
+    // One that lost its disk: entries are put again by their processes.
+    server.restart(true);
+    let mut gone = changes(&mut two, 2);
+    gone.sort_unstable();
+    assert_eq!(gone, ["-a", "-b"]);
+    for key in ["a", "b"] {
+        one.renew(now(), key).unwrap();
+    }
+    assert_eq!(changes(&mut two, 2), ["+a={}", "+b={}"]);
+}
+
+const PASS: u8 = 0;
+const CUT: u8 = 1;
+const SILENT: u8 = 2;
+
+/// A network between a client and a server, which can be cut.
+struct Proxy {
+    address: SocketAddr,
+    mode: Arc<AtomicU8>,
+    streams: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Proxy {
+    fn start(server: String) -> Proxy {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let proxy = Proxy {
+            address: listener.local_addr().unwrap(),
+            mode: Arc::default(),
+            streams: Arc::default(),
+        };
+        let (mode, streams) = (proxy.mode.clone(), proxy.streams.clone());
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                if mode.load(SeqCst) == CUT {
+                    continue; // closed
+                }
+                let Ok(onward) = TcpStream::connect(&server) else {
+                    continue;
+                };
+                streams
+                    .lock()
+                    .unwrap()
+                    .extend([&stream, &onward].map(|of| of.try_clone().unwrap()));
+                let back = (onward.try_clone().unwrap(), stream.try_clone().unwrap());
+                for (mut from, mut to) in [(stream, onward), back] {
+                    let mode = mode.clone();
+                    std::thread::spawn(move || {
+                        let mut piece = [0; 4096];
+                        while let Ok(read @ 1..) = from.read(&mut piece) {
+                            // What is sent over a silent network is lost.
+                            if mode.load(SeqCst) != SILENT && to.write_all(&piece[..read]).is_err()
+                            {
+                                break;
+                            }
+                        }
+                        let _ = to.shutdown(Shutdown::Both);
+                    });
+                }
+            }
+        });
+        proxy
+    }
+
+    fn set(&self, mode: u8) {
+        self.mode.store(mode, SeqCst);
+        if mode == CUT {
+            for stream in self.streams.lock().unwrap().drain(..) {
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+        }
+    }
+}
+
+#[test]
+fn changes_during_a_cut_are_seen_after_it() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    for mode in [CUT, SILENT] {
+        let proxy = Proxy::start(server.address());
+        let (mut near, mut far) = (server.client(), client(&proxy.address.to_string()));
+        put(&mut near, "a", LONG);
+        put(&mut near, "b", LONG);
+        let mut found = changes(&mut far, 2);
+        found.sort_unstable();
+        assert_eq!(found, ["+a={}", "+b={}"], "{mode}");
+        proxy.set(mode);
+        near.delete("a").unwrap();
+        put(&mut near, "c", LONG);
+        // It finds that out by itself, also if nothing breaks.
+        let (begun, mut meanwhile) = (Instant::now(), Vec::new());
+        let error = loop {
+            match far.poll(now(), &mut meanwhile) {
+                Err(error) => break error.to_string(),
+                Ok(next) => far.wait(next - now()),
+            }
+            assert!(begun.elapsed() < PATIENCE, "{mode}: it does not notice");
+        };
+        assert!(
+            error.contains("etcd ") && error.contains("reading failed"),
+            "{error}"
+        );
+        assert!(
+            meanwhile.is_empty(),
+            "{mode}: entries stay valid: {meanwhile:?}"
+        );
+        proxy.set(PASS);
+        let mut after = recovered(&mut far);
+        after.sort_unstable();
+        assert_eq!(after, ["+c={}", "-a"], "{mode}");
+        near.delete("b").unwrap();
+        near.delete("c").unwrap();
+    }
+}
+
+#[test]
+fn a_watch_that_went_silent_alone_is_replaced() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let (mut one, mut two) = (server.client(), server.client());
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut two, 1), ["+a={}"]);
+    // A connection that is open and brings nothing, as behind some middleboxes.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    two.watch.as_mut().unwrap().stream = stream;
+    one.delete("a").unwrap();
+    assert_eq!(changes(&mut two, 1), ["-a"]);
+}
+
+#[test]
+fn keys_that_are_no_entries_are_reported_once() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let mut etcd = server.client();
+    for (key, value) in [
+        ("test/x/a/b", "e30="),
+        ("test/x/bytes", "/w=="),
+        ("test/xx", "e30="),
+    ] {
+        let body = json!({"key": STANDARD.encode(key), "value": value});
+        etcd.call("/v3/kv/put", &body).unwrap();
+    }
+    assert_eq!(changes(&mut etcd, 2), ["!test/x/a/b", "!test/x/bytes"]);
+    etcd.watch = None; // it lists them again
+    let mut more = Vec::new();
+    etcd.poll(now(), &mut more).unwrap();
+    assert!(more.is_empty(), "{more:?}");
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Seat {
+    id: u32,
+}
+
+impl Record for Seat {
+    fn key(&self) -> String {
+        format!("seat-{}", self.id)
+    }
+}
+
+/// The next event but those of a server that is away for a moment.
+#[track_caller]
+fn next(events: &Receiver<Event<Seat>>) -> String {
+    loop {
+        match events.recv_timeout(PATIENCE).expect("an event") {
+            Event::Appeared(seat) => return format!("+{}", seat.id),
+            Event::Vanished(seat) => return format!("-{}", seat.id),
+            Event::Synced => return "synced".into(),
+            Event::Failed(_) | Event::Recovered => {}
+            Event::Invalid { name, reason } => panic!("{name}: {reason}"),
+        }
+    }
+}
+
+#[test]
+fn sessions_find_each_other_through_a_restart() {
+    let Some(mut server) = Server::start() else {
+        return;
+    };
+    let lease = Duration::from_secs(1);
+    let start = |id| {
+        let (send, events) = channel();
+        let publish = Some((Seat { id }, lease));
+        let session = Session::start("etcd", server.client(), publish, move |event| {
+            drop(send.send(event))
+        });
+        (session.unwrap(), events)
+    };
+    let (_one, of_one) = start(1);
+    assert_eq!([next(&of_one), next(&of_one)], ["+1", "synced"]);
+    let (two, of_two) = start(2);
+    assert_eq!(next(&of_one), "+2");
+    let mut seen = [next(&of_two), next(&of_two), next(&of_two)];
+    seen.sort_unstable();
+    assert_eq!(seen, ["+1", "+2", "synced"]);
+    // Both lose everything, and are there again without a restart of theirs.
+    server.restart(true);
+    let mut third = server.client();
+    let mut again = changes(&mut third, 2);
+    again.sort_unstable();
+    assert_eq!(again, ["+seat-1={\"id\":1}", "+seat-2={\"id\":2}"]);
+    drop(two);
+    assert_eq!(changes(&mut third, 1), ["-seat-2"]);
+    // The other one has seen it come and go, perhaps twice.
+    while next(&of_one) != "-2" {}
+}
+
+#[test]
+fn addresses_are_read_with_ports_and_a_prefix() {
+    let parse = EtcdOptions::parse;
+    let read = |text: &str| parse(text).map(|of| (of.servers.join(" "), of.prefix));
+    for (text, servers, prefix) in [
+        ("etcd://a", "a:2379", "slipstream/"),
+        ("etcd://a:1,b/", "a:1 b:2379", "slipstream/"),
+        ("etcd://[::1]:7/x/y/", "[::1]:7", "x/y/"),
+        ("etcd://[::1]", "[::1]:2379", "slipstream/"),
+    ] {
+        assert_eq!(read(text), Ok((servers.into(), prefix.into())), "{text}");
+    }
+    for text in [
+        "http://a",
+        "etcd://",
+        "etcd://a:0",
+        "etcd://a:x",
+        "etcd://a,,b",
+        "etcd://a b",
+        "etcd://a/x y",
+    ] {
+        assert!(parse(text).is_err(), "{text}");
+    }
+}
+
+#[test]
+fn answers_that_are_not_etcds_are_errors() {
+    for answer in [
+        "",
+        "nonsense\r\n\r\n",
+        "HTTP/1.1 200 OK\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n<html></h",
+        "HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+        "HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope",
+        "HTTP/1.1 200 OK\r\ncontent-length: 31\r\n\r\n{\"header\":{\"revision\":\"hello\"}}",
+    ] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut etcd = client(&listener.local_addr().unwrap().to_string());
+        std::thread::spawn(move || {
+            // A few calls, then it is gone.
+            for stream in listener.incoming().take(3).map_while(Result::ok) {
+                let mut stream = stream;
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = stream.write_all(answer.as_bytes());
+            }
+        });
+        let mut found = Vec::new();
+        assert!(etcd.put(now(), "a", "{}", LONG).is_err(), "{answer:?}");
+        assert!(
+            etcd.poll(now(), &mut found).is_err() && found.is_empty(),
+            "{answer:?}"
+        );
+    }
+}

@@ -15,9 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 128, 256, 2, 4, 2, 32
 START_S = 900
 """An engine answers within this time, also on a busy machine."""
@@ -32,6 +29,9 @@ def make_model(folder: Path, *, vocabulary: int | None = None) -> Path:
 
     It has the built-in tokenizer, or none and `vocabulary` tokens.
     """
+    import torch
+    from safetensors.torch import save_file  # other engines need neither
+
     folder.mkdir(parents=True, exist_ok=True)
     if vocabulary is None:
         subprocess.run(
@@ -61,7 +61,7 @@ def make_model(folder: Path, *, vocabulary: int | None = None) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     drawn = torch.Generator().manual_seed(7)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
+    def matrix(rows: int, columns: int) -> Any:
         # So large that attention is far from uniform: an answer depends on all of its prompt.
         return torch.randn(rows, columns, generator=drawn) * 2 / columns**0.5
 
@@ -112,8 +112,9 @@ class Engine:
         development: bool = False,
         transfer: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         environment = os.environ | {

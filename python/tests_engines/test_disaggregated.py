@@ -36,7 +36,7 @@ class Fleet:
     alone: Engine
     """Has no connector, and computes everything."""
 
-    def engine(self, name: str, role: str) -> Engine:
+    def engine(self, name: str, role: str, *, port: int | None = None) -> Engine:
         """A further engine, not ready yet."""
         connector = {
             "listen": [f"unix://{self.folder}/{name}"],
@@ -52,7 +52,8 @@ class Fleet:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": connector,
         }
-        return Engine(self.model, self.model.parent / f"{name}.log", transfer=transfer)
+        log = self.model.parent / f"{name}.log"
+        return Engine(self.model, log, transfer=transfer, port=port)
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,12 @@ bench-polls: build
 bench-live: build
 	./scripts/bench-live.sh
 
+# CPU time per token at steps of 12 ms, beside an epoll loop that sends the same bytes (docs/benchmarks.md). Takes a C
+# compiler.
+.PHONY: bench-pace
+bench-pace: build
+	./scripts/bench-pace.py
+
 # Cost of publishing events on a loaded server, each bus on and off (docs/benchmarks.md).
 .PHONY: bench-events
 bench-events: build

@@ -42,7 +42,9 @@ pub(crate) fn parse_adapter(body: &[u8]) -> Result<AdapterRequest, ApiError> {
                 "lora_path" => path = Some(text(field, value)?.into_owned()),
                 "load_inplace" => in_place = boolean(field, &value)?,
                 // The form of its weights, which no modelled engine reads.
-                _ => drop(boolean(field, &value)?),
+                _ => {
+                    boolean(field, &value)?;
+                }
             }
             Ok(())
         },

@@ -223,7 +223,8 @@ test-engines:
 	./scripts/test-engines.sh
 
 # Packages, in target/package (docs/install.md). wheel: the Python module and the command; takes maturin. deb: takes
-# cargo-deb. release: both, the binary, a list of components and checksums, from a clean checkout.
+# cargo-deb. release: both, an archive with a static binary, a list of components and checksums, from a clean
+# checkout.
 wheel: build
 	./scripts/package.sh wheel
 
@@ -231,8 +232,14 @@ wheel: build
 deb: build
 	./scripts/package.sh deb
 
-release: build
+release:
 	./scripts/package.sh release
+
+# A .tar.gz with the command for each of TARGETS: a static binary for this machine's architecture, or such as
+# TARGETS=aarch64-unknown-linux-gnu, by Debian's cross compilers.
+.PHONY: archive
+archive:
+	./scripts/package.sh archive
 
 # The pages of docs/ as a site with search, in target/site; takes mdbook (cargo install mdbook).
 .PHONY: docs

@@ -428,6 +428,7 @@ impl Shared {
             gpu: None,
             transfers: None,
             resumed: None,
+            autoscale: None,
             simulation: None,
             client: Some(cost(own_cpu_s, own_rss)),
             server,

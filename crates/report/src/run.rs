@@ -63,6 +63,9 @@ pub struct RunReport {
     /// Answers that another worker continued after theirs was lost, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed: Option<Resumed>,
+    /// Workers that started and stopped by the load, if pools have `[autoscale]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub autoscale: Option<Autoscale>,
     /// Of a simulated run: how it ended, and its cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub simulation: Option<Simulation>,
@@ -278,6 +281,41 @@ pub struct Transfers {
     pub ms: Option<Percentiles>,
 }
 
+/// Workers that started and stopped by the load.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Autoscale {
+    /// The pools, in file order.
+    pub pools: Vec<ScaledPool>,
+    /// Changes, in order of time.
+    pub changes: Vec<ScaleChange>,
+}
+
+/// A pool whose workers start and stop.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ScaledPool {
+    /// Its name.
+    pub name: String,
+    /// Mean number of workers from the start of the run to its end, those that start or drain included.
+    pub workers_mean: f64,
+    /// Fewest workers that were wanted.
+    pub workers_min: u32,
+    /// Most workers that were wanted.
+    pub workers_max: u32,
+}
+
+/// A change of the number of workers of a pool.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ScaleChange {
+    /// When, s.
+    pub at_s: f64,
+    /// The pool.
+    pub pool: String,
+    /// Workers that were wanted before.
+    pub before: u32,
+    /// Workers that were wanted from then on.
+    pub wanted: u32,
+}
+
 /// Answers that another worker continued after theirs was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Resumed {
@@ -448,6 +486,19 @@ impl RunReport {
                 cell(r.ms, P50),
                 cell(r.ms, P99)
             ));
+        }
+        if let Some(autoscale) = &self.autoscale {
+            for pool in &autoscale.pools {
+                let changes = autoscale.changes.iter().filter(|c| c.pool == pool.name);
+                say(format!(
+                    "autoscale  {}: {} to {} workers, {} on average; {}",
+                    pool.name,
+                    pool.workers_min,
+                    pool.workers_max,
+                    number(pool.workers_mean),
+                    counted(changes.count() as u64, "change")
+                ));
+            }
         }
         if let Some(gpu) = &self.gpu {
             say(format!(
@@ -646,6 +697,7 @@ pub(crate) mod tests {
             gpu: None,
             transfers: None,
             resumed: None,
+            autoscale: None,
             simulation: None,
             client: Some(ProcessCost {
                 cpu_s: 0.2,
@@ -704,6 +756,7 @@ pub(crate) mod tests {
                 tokens: 700,
                 ms: percentiles,
             }),
+            autoscale: None,
             simulation: Some(Simulation {
                 cut: Some("interrupted".into()),
                 ..Simulation::default()

@@ -694,6 +694,7 @@ pub(crate) mod tests {
             role,
             workers,
             engines: None,
+            autoscale: None,
             engine: EngineConfig {
                 block_size,
                 data_parallel_size: ranks,

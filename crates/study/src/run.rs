@@ -10,7 +10,8 @@ use slipstream_config::workload_file::Workload;
 use slipstream_report::html::Page;
 use slipstream_report::html::run::{RunPage, cdf};
 use slipstream_report::run::{
-    EngineCounts, GpuCost, ProcessCost, Resumed, SCHEMA, Simulation, Transfers,
+    Autoscale, EngineCounts, GpuCost, ProcessCost, Resumed, SCHEMA, ScaleChange, ScaledPool,
+    Simulation, Transfers,
 };
 use slipstream_report::{Objectives, RunReport, Series, Slo};
 use slipstream_twin::{Options, Outcome, Sink};
@@ -177,7 +178,7 @@ impl Run {
             classes: totals.class_reports(objectives),
             gpu: Some(GpuCost {
                 gpus: cluster.gpus(),
-                hours: cluster.gpus() as f64 * totals.duration_s() / 3600.0,
+                hours: outcome.gpu_hours(cluster),
             }),
             client: cost,
             server: None,
@@ -204,6 +205,28 @@ impl Run {
                 count: ms.count,
                 tokens: outcome.resumes.tokens,
                 ms: Some(ms),
+            }),
+            autoscale: outcome.scaling.as_ref().map(|scaling| Autoscale {
+                pools: scaling
+                    .pools
+                    .iter()
+                    .map(|pool| ScaledPool {
+                        name: pool.name.clone(),
+                        workers_mean: pool.worker_s / outcome.ended_at.as_secs_f64().max(1e-9),
+                        workers_min: pool.wanted_min,
+                        workers_max: pool.wanted_max,
+                    })
+                    .collect(),
+                changes: scaling
+                    .changes
+                    .iter()
+                    .map(|change| ScaleChange {
+                        at_s: change.at.as_secs_f64(),
+                        pool: change.pool.clone(),
+                        before: change.before,
+                        wanted: change.wanted,
+                    })
+                    .collect(),
             }),
             engine: Some(EngineCounts {
                 // All pools have blocks of one size; the router would not take them otherwise.

@@ -380,6 +380,8 @@ impl Sweep {
             met as f64 / all.max(1) as f64
         });
         let sure: Option<Share> = attained.and_then(|_| share(&met));
+        let gpu_hours = mean(&|o| o.gpu_hours(cluster)).mean;
+        let scales = outcomes.iter().any(|o| o.scaling.is_some());
         let several = outcomes.len() > 1;
         let mut outcomes = outcomes.into_iter();
         let mut outcome = outcomes.next().context("every configuration ran")?;
@@ -406,13 +408,20 @@ impl Sweep {
             digest: format!("{:016x}", outcome.digest),
             cut: outcome.cut,
             gpus,
-            gpu_hours: gpus as f64 * duration_s / 3600.0,
+            gpu_hours,
             goodput_per_s: goodput.mean,
             goodput_half: several.then_some(goodput).and_then(half),
             attained,
             attained_range: sure.map(|sure| [sure.low, sure.high]),
             cost_per_hour: if self.prices.are_stated() {
-                Some(per_hour(cluster, &self.prices)?)
+                // Workers that have stopped cost nothing.
+                let all = gpus as f64 * duration_s / 3600.0;
+                let share = if scales && all > 0.0 {
+                    gpu_hours / all
+                } else {
+                    1.0
+                };
+                Some(per_hour(cluster, &self.prices)? * share)
             } else {
                 None
             },

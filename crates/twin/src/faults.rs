@@ -81,7 +81,7 @@ impl Sim<'_> {
         if event.fault == Fault::Crash && !self.faults.down[worker.index()] {
             self.crash(worker, sink);
         }
-        self.refresh(worker);
+        self.refresh_worker(worker);
     }
 
     pub(crate) fn end_event(&mut self, index: u32) {
@@ -97,7 +97,7 @@ impl Sim<'_> {
             let worker = worker.0;
             self.plan_event(at, Event::Ready { worker, start });
         }
-        self.refresh(worker);
+        self.refresh_worker(worker);
     }
 
     /// A worker has started, unless a later start superseded this one.
@@ -105,7 +105,7 @@ impl Sim<'_> {
         let worker = WorkerId(worker);
         if self.faults.starts[worker.index()] == start {
             self.faults.down[worker.index()] = false;
-            self.refresh(worker);
+            self.refresh_worker(worker);
         }
     }
 
@@ -116,9 +116,10 @@ impl Sim<'_> {
             .map(|(event, _)| event)
     }
 
-    /// Sets a worker's readiness, pace and link according to its active faults.
-    fn refresh(&mut self, worker: WorkerId) {
-        let (mut ready, mut pace, mut share) = (!self.faults.down[worker.index()], 1.0, 1.0);
+    /// Sets a worker's readiness, pace and link according to its active faults and to `[autoscale]`.
+    pub(crate) fn refresh_worker(&mut self, worker: WorkerId) {
+        let runs = !self.faults.down[worker.index()] && self.scaling.runs(worker);
+        let (mut ready, mut pace, mut share) = (runs, 1.0, 1.0);
         for event in self.active(worker) {
             let effect = Effect::of(event.fault);
             ready &= effect.takes_requests;

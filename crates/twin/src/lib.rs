@@ -28,12 +28,14 @@ mod kv_transfer;
 mod lanes;
 mod node;
 mod parts;
+mod scaling;
 mod sim;
 pub mod sweep;
 mod wire;
 
 pub use follow::{Follower, LateRequest};
 pub use node::Hops;
+pub use scaling::{PoolTime, Scaled, Scaling};
 pub use sim::{
     Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,
     WORKER_LOST, simulate,

@@ -27,6 +27,7 @@ use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::parts::{Engines, Parts, Side, api_time, ns};
+use crate::scaling::{Pools, Scaling};
 use crate::wire::{Frame, Frames, Wire};
 
 /// Options of a run.
@@ -243,11 +244,24 @@ pub struct Outcome {
     pub resumes: Resumes,
     /// Digest of every request's times, targets and hits: equal if two runs were.
     pub digest: u64,
+    /// Changes by autoscaling, and their cost; `None` if no pool has `[autoscale]`.
+    pub scaling: Option<Scaling>,
     /// Why the run ended before the workload, if it did.
     pub cut: Option<String>,
 }
 
 impl Outcome {
+    /// GPU-hours: of all workers of `cluster` over the duration, or of those that existed in pools with
+    /// `[autoscale]`.
+    pub fn gpu_hours(&self, cluster: &Cluster) -> f64 {
+        let (gpu_s, gpus_max) = self
+            .scaling
+            .as_ref()
+            .map_or((0.0, 0), |scaling| (scaling.gpu_s, scaling.gpus_max));
+        let fixed = cluster.gpus().saturating_sub(gpus_max);
+        (fixed as f64 * self.totals.duration_s() + gpu_s) / 3600.0
+    }
+
     /// Note about extrapolated step times.
     pub fn extrapolation(&self) -> Option<String> {
         (self.extrapolated > 0).then(|| {
@@ -298,7 +312,10 @@ pub fn simulate(
             node.watch = Some(Box::default());
         }
     }
-    let plain = sim.prefill.is_none() && !sim.delays_output && cluster.events.is_empty();
+    let plain = sim.prefill.is_none()
+        && !sim.delays_output
+        && cluster.events.is_empty()
+        && sim.scaling.is_empty();
     let follow_ups = sim.schedule.may_follow_up()?;
     let independent = plain
         && lanes::are_independent(sim.serve.reads_cache, &cluster.router, workload, follow_ups);
@@ -343,6 +360,10 @@ pub(crate) enum Event {
     End { event: u32 },
     /// A worker has started again, unless it was lost again before.
     Ready { worker: u32, start: u32 },
+    /// The number of workers of a pool is decided; by its index among the pools that are scaled.
+    Scale { pool: u32 },
+    /// A worker that was added has started, unless it was stopped before.
+    Scaled { worker: u32, start: u32 },
 }
 
 /// An attempt of a request, in transit to the node with `role`.
@@ -477,6 +498,8 @@ pub(crate) struct Sim<'a> {
     /// Requests at one time above which time is assumed not to advance any more.
     refuses_all: bool,
     pub(crate) faults: Faults,
+    /// Pools with `[autoscale]`.
+    pub(crate) scaling: Pools,
     /// Why an engine refused the current request.
     refusal: String,
     /// For the request whose worker was just lost: the node that answered it, and its tokens so
@@ -600,6 +623,7 @@ impl<'a> Sim<'a> {
             frames: Frames::default(),
             refuses_all: false,
             faults: Faults::new(cluster),
+            scaling: Pools::new(cluster),
             awake: Vec::new(),
             reserved: Vec::new(),
             root: BlockHash::root(&cluster.model.name, "", ""),
@@ -616,6 +640,7 @@ impl<'a> Sim<'a> {
             let at = SimTime::from_secs_f64(event.at_s);
             sim.plan_event(at, Event::Begin { event: index });
         }
+        sim.begin_scaling();
         Ok(sim)
     }
 
@@ -828,6 +853,15 @@ impl<'a> Sim<'a> {
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
             flight.on_first(first, out.end, now);
+            if !self.scaling.is_empty() {
+                let class = flight.request.class;
+                let slo = self.options.slo.of_class(class);
+                if let Some(limit) = slo.and_then(|slo| slo.limit_ns("ttft")) {
+                    let ratio = now.since(flight.request.due) as f64 / limit.max(1) as f64;
+                    let worker = self.nodes[node as usize].rank.worker;
+                    self.scaling.on_first_token(worker, ratio);
+                }
+            }
             self.dispatch.on_first_token(first.id.0 as u32);
         }
         for done in &out.finished {
@@ -887,6 +921,8 @@ impl<'a> Sim<'a> {
                 Event::Begin { event } => self.begin_event(event, sink),
                 Event::End { event } => self.end_event(event),
                 Event::Ready { worker, start } => self.worker_ready(worker, start),
+                Event::Scale { pool } => self.scale(pool),
+                Event::Scaled { worker, start } => self.scaled_up(worker, start),
             }
         }
         self.dispatch.on_timeout(self.now);
@@ -1411,8 +1447,11 @@ impl<'a> Sim<'a> {
         self.tally.ended_at = self.now;
         let under_way = self.flights.len() as u64;
         let nodes = self.nodes.into_iter();
-        self.tally
-            .into_outcome(nodes, under_way, &self.schedule, cut)
+        let scaling = self.scaling.into_outcome(self.now);
+        let outcome = self
+            .tally
+            .into_outcome(nodes, under_way, &self.schedule, cut);
+        Outcome { scaling, ..outcome }
     }
 }
 
@@ -1546,6 +1585,7 @@ impl Tally {
                 prefix_hit_blocks: None,
             },
             ended_at: self.ended_at,
+            scaling: None,
             passes: self.passes,
             jumped: self.jumped,
             extrapolated,

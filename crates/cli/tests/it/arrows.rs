@@ -50,6 +50,7 @@ fn crates_depend_as_drawn() {
             &["config", "dispatch", "engine", "planes", "router"][..],
         ),
         ("config", &["dispatch", "engine", "planes", "router"]),
+        ("autoscale", &["dispatch", "engine", "router", "twin"]),
         ("discovery", &["config", "kvindex", "kvstore", "planes"]),
         ("kvstore", &["config", "planes"]),
         ("perf", &["engine", "report", "twin", "workload"]),

@@ -517,3 +517,48 @@ fn faults_lose_requests_and_retries_are_counted() {
         Some(lost)
     );
 }
+
+/// The example of autoscaling: workers come and go, and only those that exist cost GPU time.
+#[test]
+fn the_example_of_autoscaling_runs_and_counts_its_workers() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let cluster = format!("{root}/examples/cluster-autoscale.toml");
+    let simulate = |flags: &[&str]| {
+        let base = ["simulate", &cluster, "--isl=600", "--osl=200", "--quiet"];
+        let (code, out, err) = run(&[&base[..], flags].concat());
+        assert_eq!(code, Some(0), "{err}");
+        out
+    };
+    let load = ["--rate=80", "--requests=8000"];
+    let json = simulate(&[&load[..], &["--json"]].concat());
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let pool = &json["autoscale"]["pools"][0];
+    let (mean, most) = (
+        pool["workers_mean"].as_f64().unwrap(),
+        pool["workers_max"].as_u64().unwrap(),
+    );
+    assert_eq!(
+        (&pool["name"], &pool["workers_min"]),
+        (&"main".into(), &2.into())
+    );
+    assert!(
+        most > 2 && most <= 12 && mean > 2.0 && mean < most as f64,
+        "{pool}"
+    );
+    let changes = json["autoscale"]["changes"].as_array().unwrap();
+    assert_eq!(changes[0]["before"], 2, "{changes:?}");
+    assert_eq!(changes[0]["at_s"].as_f64().unwrap() % 15.0, 0.0);
+    let seconds = json["simulation"]["simulated_s"].as_f64().unwrap();
+    let hours = json["gpu"]["hours"].as_f64().unwrap();
+    assert!((hours - mean * seconds / 3600.0).abs() < 1e-6, "{hours}");
+    // As text, and not at all if it is off.
+    let text = simulate(&load);
+    assert!(text.contains("autoscale  main: 2 to "), "{text}");
+    let off = simulate(&[
+        "--rate=5",
+        "--requests=50",
+        "--set=autoscale.policy=none",
+        "--json",
+    ]);
+    assert!(!off.contains("\"autoscale\""), "{off}");
+}

@@ -20,9 +20,10 @@ use std::path::Path;
 
 use super::upstream::{EngineUrl, read_engines, read_upstream};
 use super::{
-    Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus, EventsConfig, Fault, FaultsConfig,
-    Framework, HandOver, HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig,
-    NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    AutoscaleConfig, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus,
+    EventsConfig, Fault, FaultsConfig, Framework, HandOver, HostConfig, HostMode, KvConfig,
+    LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig,
+    RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -48,6 +49,12 @@ const ROLES: &[(&str, Role)] = &[
     ("both", Role::Both),
     ("prefill", Role::Prefill),
     ("decode", Role::Decode),
+];
+const AUTOSCALE: &[(&str, Option<AutoscalePolicy>)] = &[
+    ("none", None),
+    ("utilization", Some(AutoscalePolicy::Utilization)),
+    ("queue", Some(AutoscalePolicy::Queue)),
+    ("slo", Some(AutoscalePolicy::Slo)),
 ];
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
     ("fcfs", SchedulingPolicy::Fcfs),
@@ -146,7 +153,7 @@ pub fn read(
         let model = root.table("model", |t| read_model(t, &mut load));
         let links = root.tables("link", read_link);
         let gpus = root.tables("gpu", |name, t| read_gpu(name, t, &links));
-        let base = root.base("engine");
+        let base = (root.base("engine"), root.base("autoscale"));
         let mut pools = root.tables("pool", |name, t| {
             read_pool(name, t, &base, (&model, &gpus), &mut load)
         });
@@ -453,7 +460,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 fn read_pool(
     name: &str,
     t: &Table<'_>,
-    base: &Table<'_>,
+    (engine_base, autoscale_base): &(Table<'_>, Table<'_>),
     (model, gpus): (&ModelConfig, &[Gpu]),
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> PoolConfig {
@@ -501,11 +508,53 @@ fn read_pool(
         name: name.to_owned(),
         role,
         workers,
+        autoscale: t.table_over("autoscale", autoscale_base, |t| {
+            read_autoscale(t, workers, engines.is_some())
+        }),
         engines,
-        engine: t.table_over("engine", base, |engine| {
+        engine: t.table_over("engine", engine_base, |engine| {
             read_engine(engine, model, gpus, load)
         }),
     }
+}
+
+/// Reads `[autoscale]` of a pool of `workers` workers.
+fn read_autoscale(t: &Table<'_>, workers: u32, real: bool) -> Option<AutoscaleConfig> {
+    let Some(policy) = t.choice("policy", AUTOSCALE).or(None) else {
+        for key in [
+            "target",
+            "interval_s",
+            "cooldown_s",
+            "workers_min",
+            "workers_start",
+        ] {
+            t.unused(key, "policy", "`policy` is \"none\"");
+        }
+        return None;
+    };
+    if real {
+        t.error(
+            "policy",
+            "`policy` scales modelled workers, and this pool has real engines",
+            "remove it; engines join and leave with `slipstream engines`",
+        );
+    }
+    let default_target = match policy {
+        AutoscalePolicy::Utilization | AutoscalePolicy::Slo => 0.8,
+        AutoscalePolicy::Queue => 4.0,
+    };
+    let workers_min = t.get("workers_min").within(1..=workers).or(1);
+    Some(AutoscaleConfig {
+        policy,
+        target: t.get("target").within(0.01..=1e6).or(default_target),
+        interval_s: t.get("interval_s").within(0.1..=86_400.0).or(15.0),
+        cooldown_s: t.get("cooldown_s").within(0.0..=86_400.0).or(300.0),
+        workers_min,
+        workers_start: t
+            .get("workers_start")
+            .within(workers_min..=workers)
+            .or(workers_min),
+    })
 }
 
 /// The link called `NAME` in `[link.NAME]`: kind, bytes/s, latency of an all-reduce.
@@ -1824,6 +1873,32 @@ mod tests {
         check_refused(
             "[engine.timing]\nkind = \"constant\"\n",
             &["`engine.timing.step_ns` is missing"],
+        );
+    }
+
+    #[test]
+    fn autoscaling_is_read_for_each_pool() {
+        let text = "[autoscale]\npolicy = \"queue\"\ninterval_s = 5\n[pool.a]\nworkers = 4\n\
+                    [pool.b]\nworkers = 8\n[pool.b.autoscale]\npolicy = \"slo\"\nworkers_min = 3\n";
+        let (cluster, _) = parse(text).unwrap();
+        let of = |pool: usize| cluster.pools[pool].autoscale.unwrap();
+        assert_eq!(
+            (of(0).policy, of(1).policy),
+            (AutoscalePolicy::Queue, AutoscalePolicy::Slo)
+        );
+        assert_eq!((of(0).target, of(1).target), (4.0, 0.8));
+        assert_eq!((of(0).interval_s, of(1).interval_s), (5.0, 5.0));
+        assert_eq!((of(0).workers_start, of(1).workers_start), (1, 3));
+        assert_eq!(Cluster::default().pools[0].autoscale, None);
+        check_refused("[autoscale]\ntarget = 0.5\n", &["`policy` is \"none\""]);
+        check_refused(
+            "[autoscale]\npolicy = \"queue\"\nworkers_min = 2\n",
+            &["workers_min` is 2"],
+        );
+        check_refused("[autoscale]\npolicy = \"cpu\"\n", &["\"utilization\""]);
+        check_refused(
+            "[autoscale]\npolicy = \"slo\"\n[pool.main]\nengines = [\"http://a:1\"]\n",
+            &["real engines"],
         );
     }
 

@@ -156,6 +156,37 @@ pub struct PoolConfig {
     pub engines: Option<HttpEngines>,
     /// `[engine]` with this pool's overrides applied.
     pub engine: EngineConfig,
+    /// `[autoscale]` with this pool's overrides applied; `None`: all workers run from the start.
+    pub autoscale: Option<AutoscaleConfig>,
+}
+
+/// The load that decides how many workers of a pool run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AutoscalePolicy {
+    /// Requests that wait or run, over `engine.max_num_seqs` of all workers.
+    Utilization,
+    /// Requests that wait, per worker.
+    Queue,
+    /// Mean TTFT over its objective.
+    Slo,
+}
+
+/// `[autoscale]`: how many of a pool's workers run. `pool.NAME.workers` is the most.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AutoscaleConfig {
+    /// The measured value.
+    pub policy: AutoscalePolicy,
+    /// The value to keep, above 0. Default 0.8; for [`AutoscalePolicy::Queue`] 4.
+    pub target: f64,
+    /// Time between decisions, s. Default 15.
+    pub interval_s: f64,
+    /// Scale-down waits for this time after any change, and takes the highest recommendation in it, s.
+    /// Default 300.
+    pub cooldown_s: f64,
+    /// Fewest workers, at least 1. Default 1.
+    pub workers_min: u32,
+    /// Workers that run at the start. Default `workers_min`.
+    pub workers_start: u32,
 }
 
 /// Order of the waiting queue.

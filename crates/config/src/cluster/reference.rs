@@ -780,6 +780,54 @@ pub const KEYS: &[Key] = &[
         "pull: the prefill worker's blocks stay occupied until the decode worker has free ones. push: the decode worker's blocks are reserved while the prompt waits.",
     ),
     key(
+        "autoscale.policy",
+        "\"none\", \"utilization\", \"queue\" or \"slo\"",
+        "\"none\"",
+        "How many of a pool's workers run; `pool.NAME.workers` is the most. Of every pool, unless `pool.NAME.autoscale` has \
+         its own. utilization: requests that wait or run, over `max_num_seqs` of all workers; queue: requests that wait, \
+         per worker; slo: mean TTFT of the last interval over its objective (`--slo`, or `slo` of the class). New workers \
+         take requests after `engine.startup_s`, with an empty cache; workers to stop take no new requests and end theirs. \
+         Simulation only.",
+        "",
+    ),
+    key(
+        "autoscale.target",
+        "0.01 to 1,000,000",
+        "(0.8; queue: 4)",
+        "The value to keep. utilization: workers are added and removed in proportion. queue, slo: added in proportion, doubled at \
+         most; removed one by one while the value is below half of it. Differences within 10 % change nothing.",
+        "Low: more workers than needed. High: requests wait until new workers have started.",
+    ),
+    key(
+        "autoscale.interval_s",
+        "s, 0.1 to 86,400",
+        "15.0",
+        "Time between decisions. Default: Kubernetes' autoscaler's.",
+        "High: late decisions.",
+    ),
+    key(
+        "autoscale.cooldown_s",
+        "s, 0 to 86,400",
+        "300.0",
+        "Time after any change without a removal; a removal follows the highest recommendation in it. Default: Kubernetes' \
+         autoscaler's window.",
+        "Low: workers stop between bursts, and their caches are lost.",
+    ),
+    key(
+        "autoscale.workers_min",
+        "1 to `pool.NAME.workers`",
+        "1",
+        "Fewest workers that run.",
+        "",
+    ),
+    key(
+        "autoscale.workers_start",
+        "`workers_min` to `pool.NAME.workers`",
+        "(`workers_min`)",
+        "Workers that run at the start.",
+        "",
+    ),
+    key(
         "event.kind",
         "\"crash\", \"drain\", \"slow\" or \"link\"; needed",
         "(none)",
@@ -1391,7 +1439,7 @@ working directory.
 **`--print-config`** prints every effective value as TOML with a comment that says where it came
 from; the output is a cluster file of the same cluster.
 
-`[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[network]` says, live too, how
+`[host]`, `[autoscale]` and `[[event]]` are for the twin alone: a live cluster has its own. `[network]` says, live too, how
 long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` and
 `[power]` belong in a file of their own (`--prices FILE` of `slipstream plan` and `sweep`), and are refused here.
 ";
@@ -1441,11 +1489,15 @@ mod tests {
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
-        for text in ["", table, linear, constant, event, engines, tls, gpu] {
+        let autoscale = "[autoscale]\npolicy = \"queue\"\n";
+        for text in [
+            "", table, linear, constant, event, engines, tls, gpu, autoscale,
+        ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
             for setting in &settings {
                 let path = setting.path.replace("pool.main.engine.", "engine.");
+                let path = path.replace("pool.main.autoscale.", "autoscale.");
                 let path = path
                     .replace("gpu.g.", "gpu.NAME.")
                     .replace("link.l.", "link.NAME.")

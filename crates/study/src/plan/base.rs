@@ -23,6 +23,10 @@ const SEARCHED: &[(&str, &str)] = &[
     ("pool.", "--gpus, --tensor-parallel and --max-gpus"),
     ("model.preset", "--model"),
     (
+        "autoscale.",
+        "a run of `slipstream simulate` or `sweep`, as a plan is for a fixed number of workers",
+    ),
+    (
         "event.",
         "a run of `slipstream simulate`, as a plan is for a cluster without faults",
     ),
@@ -96,13 +100,17 @@ impl Base {
     /// A note that parts of the file have no effect.
     pub(super) fn note_dropped(&self) -> Option<String> {
         let mut doc = Doc::parse(&self.name, &self.text);
-        let dropped: Vec<&str> = [("pool", "[pool]"), ("event", "[[event]]")]
-            .into_iter()
-            .filter_map(|(key, name)| doc.remove(key).then_some(name))
-            .collect();
+        let dropped: Vec<&str> = [
+            ("pool", "[pool]"),
+            ("event", "[[event]]"),
+            ("autoscale", "[autoscale]"),
+        ]
+        .into_iter()
+        .filter_map(|(key, name)| doc.remove(key).then_some(name))
+        .collect();
         (!dropped.is_empty()).then(|| {
             format!(
-                "{} of {} {} left out: the plan has pools of its own, and no faults",
+                "{} of {} {} left out: the plan has pools of its own, of a fixed size, and no faults",
                 dropped.join(" and "),
                 self.name,
                 if dropped.len() > 1 { "are" } else { "is" }
@@ -146,6 +154,7 @@ impl Base {
         let mut doc = Doc::parse(&self.name, &self.text);
         doc.remove("pool");
         doc.remove("event");
+        doc.remove("autoscale");
         environment(&mut doc);
         for set in &self.sets {
             doc.set(set);

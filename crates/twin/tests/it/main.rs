@@ -660,3 +660,119 @@ fn what_is_under_way_when_a_run_is_cut_is_counted_as_that() {
     assert_eq!((requests.sent, requests.succeeded), (10, 0));
     assert_eq!((requests.unfinished, requests.abandoned), (10, 0));
 }
+
+/// Arrivals every `gap_ms` from `from_s` to `to_s`.
+fn every(gap_ms: u32, from_s: u32, to_s: u32) -> impl Iterator<Item = f64> {
+    (from_s * 1000..to_s * 1000)
+        .step_by(gap_ms as usize)
+        .map(f64::from)
+}
+
+/// 95 tokens of 10 ms each: 9 to 10 requests under way at 10 per second, and 38 to 39 at 40. A worker is to have
+/// 5, so these need 2 and 8 workers.
+#[test]
+fn workers_follow_a_step_of_load() {
+    let mut load =
+        workload("[arrival]\nkind = \"timestamps\"\nms = [0]\n[[class]]\nisl = 8\nosl = 95\n");
+    let ms: Vec<f64> = every(100, 0, 60)
+        .chain(every(25, 60, 120))
+        .chain(every(100, 120, 300))
+        .collect();
+    let count = ms.len() as u64;
+    load.arrival = Arrival::Timestamps { ms };
+    load.requests = Some(count);
+    let scaled = |workers: u32, more: &str| {
+        constant(
+            workers,
+            &format!(
+                "max_num_seqs = 100\nstartup_s = 5\n[autoscale]\npolicy = \"utilization\"\n\
+                 target = 0.05\ninterval_s = 10\ncooldown_s = 60\n{more}"
+            ),
+        )
+    };
+    let run = |cluster: &Cluster| run(cluster, &load, &Options::default(), &mut ());
+    let outcome = run(&scaled(10, ""));
+    assert_eq!(
+        outcome.totals.requests.succeeded, count,
+        "drained workers end theirs"
+    );
+    let scaling = outcome.scaling.unwrap();
+    let changes: Vec<(f64, u32, u32)> = scaling
+        .changes
+        .iter()
+        .map(|c| (c.at.as_secs_f64(), c.before, c.wanted))
+        .collect();
+    // The last 40 per second are in the window of 60 s after 120 s until that of 190 s.
+    assert_eq!(changes, [(10.0, 1, 2), (70.0, 2, 8), (190.0, 8, 2)]);
+    // Workers that drain have ended their requests by the next decision.
+    let end = outcome.ended_at.as_secs_f64();
+    let workers = 10.0 + 2.0 * 60.0 + 8.0 * 130.0 + 2.0 * (end - 200.0);
+    assert!(
+        (scaling.pools[0].worker_s - workers).abs() < 1e-6,
+        "{scaling:?}"
+    );
+    assert_eq!(
+        (scaling.pools[0].wanted_min, scaling.pools[0].wanted_max),
+        (1, 8)
+    );
+    assert!((scaling.gpu_s - workers).abs() < 1e-6, "one GPU each");
+
+    // No more than the pool has, and no fewer than asked for.
+    let bounded = run(&scaled(6, "workers_min = 3\nworkers_start = 5\n"));
+    let scaling = bounded.scaling.unwrap();
+    let wanted: Vec<u32> = scaling.changes.iter().map(|c| c.wanted).collect();
+    assert_eq!(wanted, [3, 6, 3], "{scaling:?}");
+    // The same workers from the start to the end, with and without autoscaling.
+    let fixed = run(&scaled(6, "workers_min = 6\n"));
+    let plain = run(&constant(6, "max_num_seqs = 100\nstartup_s = 5\n"));
+    assert_eq!(fixed.digest, plain.digest);
+    assert_eq!(
+        (plain.scaling, fixed.scaling.unwrap().changes.len()),
+        (None, 0)
+    );
+}
+
+/// A worker that is added is used only after its start, and has lost its cache when it comes back.
+#[test]
+fn added_workers_start_and_removed_ones_lose_their_caches() {
+    struct Ranks(Vec<(f64, u32, u32)>);
+    impl Sink for Ranks {
+        fn on_request(&mut self, record: &RequestRecord<'_>) {
+            let rank = record.rank.expect("it was answered");
+            self.0.push((
+                record.request.due.as_secs_f64(),
+                rank.worker.0,
+                record.cached_tokens,
+            ));
+        }
+    }
+    let mut load =
+        workload("[arrival]\nkind = \"timestamps\"\nms = [0]\n[[class]]\nisl = 8\nosl = 95\n");
+    let ms: Vec<f64> = every(100, 0, 40)
+        .chain(every(1000, 40, 80))
+        .chain(every(100, 80, 120))
+        .collect();
+    load.requests = Some(ms.len() as u64);
+    load.arrival = Arrival::Timestamps { ms };
+    let cluster = constant(
+        2,
+        "max_num_seqs = 100\nstartup_s = 7\n[autoscale]\npolicy = \"utilization\"\ntarget = 0.05\n\
+         interval_s = 10\ncooldown_s = 20\n[router]\npolicy = \"round_robin\"\n",
+    );
+    let mut ranks = Ranks(Vec::new());
+    let outcome = run(&cluster, &load, &Options::default(), &mut ranks);
+    let changes: Vec<(f64, u32)> = outcome
+        .scaling
+        .unwrap()
+        .changes
+        .iter()
+        .map(|c| (c.at.as_secs_f64(), c.wanted))
+        .collect();
+    assert_eq!(changes, [(10.0, 2), (70.0, 1), (90.0, 2)]);
+    for (due, worker, _) in &ranks.0 {
+        let second = (17.0..70.0).contains(due) || *due >= 97.0;
+        assert!(second || *worker == 0, "worker {worker} at {due}");
+    }
+    let of_second = ranks.0.iter().filter(|each| each.1 == 1).count();
+    assert!(of_second > 200, "{of_second}");
+}

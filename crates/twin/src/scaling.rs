@@ -1,0 +1,371 @@
+//! Workers that start and drain by the load: `[autoscale]`.
+//!
+//! The numbers are those of [`slipstream_autoscale`]. A worker that is wanted takes requests after its pool's
+//! `startup_s`, with an empty cache; one that drains is ready again at once. Workers that end are those with the
+//! highest numbers: they take no new requests, and stop when they have none.
+
+use slipstream_autoscale::{Autoscaler, Observed};
+use slipstream_base::{Role, SimTime, WorkerId};
+use slipstream_config::cluster::Cluster;
+
+use crate::parts::ns;
+use crate::sim::{Event, Sim};
+
+/// A change of the workers of a pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scaled {
+    /// When.
+    pub at: SimTime,
+    /// The pool.
+    pub pool: String,
+    /// Workers that were wanted before.
+    pub before: u32,
+    /// Workers that are wanted now.
+    pub wanted: u32,
+}
+
+/// Changes of the number of workers in a run, and their cost.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Scaling {
+    /// Changes, in order.
+    pub changes: Vec<Scaled>,
+    /// GPU time of the pools with `[autoscale]`, from the start of each worker to its stop, s.
+    pub gpu_s: f64,
+    /// GPUs of those pools if all of their workers ran.
+    pub gpus_max: u64,
+    /// Those pools, in file order.
+    pub pools: Vec<PoolTime>,
+}
+
+/// The workers of a pool over a run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PoolTime {
+    /// Its name.
+    pub name: String,
+    /// Sum over the workers of the time between start and stop, s.
+    pub worker_s: f64,
+    /// Fewest workers that were wanted.
+    pub wanted_min: u32,
+    /// Most workers that were wanted.
+    pub wanted_max: u32,
+}
+
+/// State of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Stopped,
+    /// With the number of its start, as a start may be taken back.
+    Starting(u32),
+    Ready,
+    Draining,
+}
+
+/// A pool that is scaled.
+struct Pool {
+    name: String,
+    scaler: Autoscaler,
+    /// Number of its first worker.
+    first: u32,
+    states: Vec<State>,
+    startup_ns: u64,
+    gpus_per_worker: f64,
+    slots: u64,
+    /// Whether it answers: requests in front of the workers wait for it.
+    serves: bool,
+    /// Until when `worker_ns` is counted.
+    counted: SimTime,
+    worker_ns: u128,
+    /// Sum of TTFT over the objective, and first tokens, since the last decision.
+    ttft: (f64, u64),
+}
+
+/// The pools that are scaled.
+#[derive(Default)]
+pub(crate) struct Pools {
+    pools: Vec<Pool>,
+    changes: Vec<Scaled>,
+    starts: u32,
+}
+
+impl Pools {
+    pub(crate) fn new(cluster: &Cluster) -> Pools {
+        let mut pools = Vec::new();
+        let mut first = 0;
+        for pool in &cluster.pools {
+            if let Some(config) = pool.autoscale {
+                let scaler = Autoscaler::new(config, pool.workers, SimTime::ZERO);
+                let engine = &pool.engine;
+                let state = |at| {
+                    if at < scaler.wanted() {
+                        State::Ready
+                    } else {
+                        State::Stopped
+                    }
+                };
+                pools.push(Pool {
+                    name: pool.name.clone(),
+                    first,
+                    states: (0..pool.workers).map(state).collect(),
+                    startup_ns: ns(engine.startup_s * 1e9),
+                    gpus_per_worker: f64::from(
+                        engine.tensor_parallel_size * engine.data_parallel_size,
+                    ),
+                    slots: u64::from(engine.max_num_seqs) * u64::from(engine.data_parallel_size),
+                    serves: pool.role != Role::Prefill,
+                    counted: SimTime::ZERO,
+                    worker_ns: 0,
+                    ttft: (0.0, 0),
+                    scaler,
+                });
+            }
+            first += pool.workers;
+        }
+        Pools {
+            pools,
+            changes: Vec::new(),
+            starts: 0,
+        }
+    }
+
+    /// Whether no pool is scaled.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pools.is_empty()
+    }
+
+    /// Whether a worker takes requests, as far as scaling is concerned.
+    pub(crate) fn runs(&self, worker: WorkerId) -> bool {
+        self.pools.iter().all(|pool| {
+            let at = worker.0.checked_sub(pool.first).map(|at| at as usize);
+            let state = at.and_then(|at| pool.states.get(at));
+            state.is_none_or(|state| *state == State::Ready)
+        })
+    }
+
+    /// A first token came from `worker`, `ratio` of its objective after its request.
+    pub(crate) fn on_first_token(&mut self, worker: WorkerId, ratio: f64) {
+        for pool in &mut self.pools {
+            let at = worker.0.checked_sub(pool.first);
+            if at.is_some_and(|at| (at as usize) < pool.states.len()) {
+                pool.ttft.0 += ratio;
+                pool.ttft.1 += 1;
+            }
+        }
+    }
+
+    /// The result of the run that ends at `now`; `None` if no pool is scaled.
+    pub(crate) fn into_outcome(mut self, now: SimTime) -> Option<Scaling> {
+        if self.pools.is_empty() {
+            return None;
+        }
+        for pool in &mut self.pools {
+            pool.count(now);
+        }
+        let seconds = |pool: &Pool| pool.worker_ns as f64 / 1e9;
+        Some(Scaling {
+            gpu_s: self
+                .pools
+                .iter()
+                .map(|pool| seconds(pool) * pool.gpus_per_worker)
+                .sum(),
+            gpus_max: self
+                .pools
+                .iter()
+                .map(|pool| pool.gpus_per_worker as u64 * pool.states.len() as u64)
+                .sum(),
+            pools: self
+                .pools
+                .iter()
+                .map(|pool| {
+                    let changes = self.changes.iter().filter(|c| c.pool == pool.name);
+                    let wanted = changes.flat_map(|change| [change.before, change.wanted]);
+                    let wanted = || wanted.clone().chain([pool.scaler.wanted()]);
+                    PoolTime {
+                        name: pool.name.clone(),
+                        worker_s: seconds(pool),
+                        wanted_min: wanted().min().unwrap_or(0),
+                        wanted_max: wanted().max().unwrap_or(0),
+                    }
+                })
+                .collect(),
+            changes: self.changes,
+        })
+    }
+}
+
+impl Pool {
+    /// Counts the time of workers up to `now`. Called before each change of a state.
+    fn count(&mut self, now: SimTime) {
+        let exist = self.states.iter().filter(|s| **s != State::Stopped).count();
+        self.worker_ns += now.since(self.counted) as u128 * exist as u128;
+        self.counted = now;
+    }
+
+    fn number(&self, of: impl Fn(State) -> bool) -> u32 {
+        self.states.iter().filter(|state| of(**state)).count() as u32
+    }
+}
+
+impl Sim<'_> {
+    /// Stops the workers that are not wanted at the start, and plans the first decisions.
+    pub(crate) fn begin_scaling(&mut self) {
+        for at in 0..self.scaling.pools.len() {
+            let pool = &self.scaling.pools[at];
+            let next = pool.scaler.next_decision();
+            let stopped: Vec<WorkerId> = (pool.first..)
+                .zip(&pool.states)
+                .filter(|(_, state)| **state == State::Stopped)
+                .map(|(worker, _)| WorkerId(worker))
+                .collect();
+            for worker in stopped {
+                self.refresh_worker(worker);
+            }
+            self.plan_event(next, Event::Scale { pool: at as u32 });
+        }
+    }
+
+    /// Decides how many workers of a pool run, and starts or drains some.
+    pub(crate) fn scale(&mut self, at: u32) {
+        let observed = self.observe(at as usize);
+        let now = self.now;
+        self.stop_drained(at as usize);
+        let pool = &mut self.scaling.pools[at as usize];
+        pool.count(now);
+        pool.ttft = (0.0, 0);
+        let before = pool.scaler.wanted();
+        let wanted = pool.scaler.decide(now, &observed);
+        let next = pool.scaler.next_decision();
+        if wanted != before {
+            let pool = pool.name.clone();
+            self.scaling.changes.push(Scaled {
+                at: now,
+                pool,
+                before,
+                wanted,
+            });
+        }
+        self.follow(at as usize, wanted);
+        self.plan_event(next, Event::Scale { pool: at });
+    }
+
+    /// A worker has started, unless it was stopped before.
+    pub(crate) fn scaled_up(&mut self, worker: u32, start: u32) {
+        for pool in &mut self.scaling.pools {
+            let at = worker.checked_sub(pool.first).map(|at| at as usize);
+            let state = at.and_then(|at| pool.states.get_mut(at));
+            if let Some(state) = state.filter(|state| **state == State::Starting(start)) {
+                *state = State::Ready;
+            }
+        }
+        self.refresh_worker(WorkerId(worker));
+    }
+
+    fn observe(&self, at: usize) -> Observed {
+        let pool = &self.scaling.pools[at];
+        let of_pool = pool.first..pool.first + pool.states.len() as u32;
+        let mut observed = Observed {
+            ready: pool.number(|state| state == State::Ready),
+            slots: pool.slots,
+            ttft_ratio: (pool.ttft.1 > 0).then(|| pool.ttft.0 / pool.ttft.1 as f64),
+            ..Observed::default()
+        };
+        for node in &self.nodes {
+            if of_pool.contains(&node.rank.worker.0) {
+                let stats = node.engine.stats();
+                observed.waiting += u64::from(stats.waiting);
+                observed.running += u64::from(stats.running);
+            }
+        }
+        // Requests in front of the workers wait for a worker that answers, or computes the prompt first.
+        if pool.serves != self.prefill.is_some() {
+            observed.waiting += self.dispatch.queued() as u64;
+        }
+        observed
+    }
+
+    /// Starts or drains workers of a pool, so that `wanted` are ready or start.
+    fn follow(&mut self, at: usize, wanted: u32) {
+        let now = self.now;
+        let mut changed: Vec<u32> = Vec::new();
+        let mut started: Vec<(u32, u32)> = Vec::new();
+        let starts = &mut self.scaling.starts;
+        let pool = &mut self.scaling.pools[at];
+        let counts = |state| matches!(state, State::Ready | State::Starting(_));
+        let mut have = pool.number(counts);
+        // Draining workers have their caches: they come back first.
+        for wanted_state in [State::Draining, State::Stopped] {
+            for (worker, state) in (pool.first..).zip(&mut pool.states) {
+                if have < wanted && *state == wanted_state {
+                    have += 1;
+                    changed.push(worker);
+                    *state = if wanted_state == State::Draining || pool.startup_ns == 0 {
+                        State::Ready
+                    } else {
+                        *starts += 1;
+                        started.push((worker, *starts));
+                        State::Starting(*starts)
+                    };
+                }
+            }
+        }
+        // Workers that have not started yet are the first to stop.
+        for starting in [true, false] {
+            let end = pool.first + pool.states.len() as u32;
+            for (worker, state) in (pool.first..end).zip(&mut pool.states).rev() {
+                let is_starting = matches!(state, State::Starting(_));
+                if have > wanted && counts(*state) && is_starting == starting {
+                    have -= 1;
+                    changed.push(worker);
+                    *state = if starting {
+                        State::Stopped
+                    } else {
+                        State::Draining
+                    };
+                }
+            }
+        }
+        let ready = now + pool.startup_ns;
+        for (worker, start) in started {
+            self.plan_event(ready, Event::Scaled { worker, start });
+        }
+        for worker in changed {
+            self.refresh_worker(WorkerId(worker));
+        }
+        self.stop_drained(at);
+    }
+
+    /// Stops workers of a pool that drain and have no request left. They lose their caches.
+    pub(crate) fn stop_drained(&mut self, at: usize) {
+        let now = self.now;
+        let pool = &self.scaling.pools[at];
+        let drained: Vec<u32> = (pool.first..)
+            .zip(&pool.states)
+            .filter(|(_, state)| **state == State::Draining)
+            .map(|(worker, _)| worker)
+            .filter(|&worker| {
+                let own = |w: WorkerId| w.0 == worker;
+                self.dispatch.requests_of(own).is_empty()
+                    && self
+                        .nodes
+                        .iter()
+                        .filter(|node| node.rank.worker.0 == worker)
+                        .all(|node| node.engine.is_idle() && !node.engine.in_pass())
+            })
+            .collect();
+        for worker in drained {
+            let pool = &mut self.scaling.pools[at];
+            pool.count(now);
+            pool.states[(worker - pool.first) as usize] = State::Stopped;
+            for side in [Some(&mut self.serve), self.prefill.as_mut()]
+                .into_iter()
+                .flatten()
+            {
+                side.on_worker_lost(WorkerId(worker));
+            }
+            for node in &mut self.nodes {
+                if node.rank.worker.0 == worker {
+                    node.crash();
+                }
+            }
+        }
+    }
+}

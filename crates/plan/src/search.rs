@@ -184,6 +184,12 @@ pub struct Search<'a, E: Evaluate> {
 
 type Key = (usize, usize, u32, usize, [u64; 4]);
 
+/// The cheapest candidate, and shapes and settings, best first.
+type Ranking = (Option<Choice>, Vec<(usize, usize)>);
+
+/// Share, place, shape and setting of a candidate that does not attain, and its size and digest if it ran.
+type Beaten = (f64, usize, (usize, usize), Option<(u32, u64)>);
+
 /// A share that is this close to the target nearly attains.
 const NEAR: f64 = 0.02;
 /// A shape whose cost on a part is above the lowest one by more than this factor is not promising, unless one worker
@@ -662,13 +668,12 @@ impl<'a, E: Evaluate> Search<'a, E> {
     /// sized. Result: the cheapest, and the candidates, best first: those that were beaten later, and of
     /// these the ones that came nearer. Candidates that ran exactly as a better one of the same shape, so
     /// that their settings have no effect there, are left out.
-    #[expect(clippy::type_complexity, reason = "a pair")]
     fn race(
         &mut self,
         best: Option<Choice>,
         candidates: &[(usize, usize)],
         part: usize,
-    ) -> Result<(Option<Choice>, Vec<(usize, usize)>), E::Error> {
+    ) -> Result<Ranking, E::Error> {
         let mut open: Vec<(usize, usize)> = Vec::new();
         for candidate in candidates {
             let is_best = best.is_some_and(|best| (best.shape, best.setting) == *candidate);
@@ -680,7 +685,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
             return self.size_all(&open, part);
         };
         // Beaten candidates of each round: share, place, shape and setting, with what tells runs apart.
-        let mut beaten: Vec<Vec<(f64, usize, (usize, usize), Option<(u32, u64)>)>> = Vec::new();
+        let mut beaten: Vec<Vec<Beaten>> = Vec::new();
         loop {
             let mut out = Vec::new();
             let mut trials: Vec<Trial> = Vec::new();
@@ -778,12 +783,11 @@ impl<'a, E: Evaluate> Search<'a, E> {
     }
 
     /// Sizes candidates on a part. Result: the cheapest, and all of them, the cheapest first.
-    #[expect(clippy::type_complexity, reason = "a pair")]
     fn size_all(
         &mut self,
         candidates: &[(usize, usize)],
         part: usize,
-    ) -> Result<(Option<Choice>, Vec<(usize, usize)>), E::Error> {
+    ) -> Result<Ranking, E::Error> {
         let mut jobs: Vec<(usize, usize, Sizing)> = candidates
             .iter()
             .map(|&(shape, setting)| {
@@ -1019,6 +1023,17 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let share = b.share.total_cmp(&a.share);
             cost.then(share).then(a.shape.cmp(&b.shape))
         });
+        // The first is the rival that the answer is compared with: the one with the most headroom.
+        let trial = |of: &Choice| self.trial(of.shape, of.setting, of.workers);
+        let same = |of: &&Choice| of.cost <= sized[0].cost && apart(of) == apart(&sized[0]);
+        let equal: Vec<Trial> = sized.iter().take_while(same).map(trial).collect();
+        if equal.len() > 1 {
+            let first = self.strongest(equal)?;
+            let at = |of: &Choice| (of.shape, of.setting) == (first.shape, first.setting);
+            if let Some(at) = sized.iter().position(at) {
+                sized[..=at].rotate_right(1);
+            }
+        }
         Ok(sized)
     }
 

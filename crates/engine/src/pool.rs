@@ -1267,7 +1267,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(128))]
+        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 128 }))]
         #[test]
         fn agrees_with_a_plain_pool(
             size in 1u32..24,

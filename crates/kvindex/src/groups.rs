@@ -201,7 +201,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(512))]
+        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 512 }))]
         #[test]
         fn the_longest_hit_is_found_and_no_block_is_looked_at_twice(
             shapes in prop::collection::vec((1usize..4, 0usize..3, 1usize..20), 1..5),

@@ -355,7 +355,7 @@ impl Etcd {
         let count = number(&answer["count"]).unwrap_or_default();
         let known = (self.entries.len() + self.invalid.len()) as i64;
         let differs = latest > self.revision || count != known && count <= KEYS_MAX as i64;
-        // What differs once may be on its way.
+        // A single difference may be a change on its way.
         if differs && self.is_suspect {
             self.watch = None;
         }
@@ -613,46 +613,46 @@ impl Answer {
             return Ok(());
         }
         loop {
-            match self.left {
-                Some(bytes) => {
-                    let now = bytes.min(self.raw.len());
-                    self.body.extend(self.raw.drain(..now));
-                    if now < bytes {
-                        self.left = Some(bytes - now);
-                        return Ok(());
-                    }
-                    if !self.is_chunked {
-                        self.is_over = true;
-                        return Ok(());
-                    }
-                    // Its line end.
-                    if self.raw.len() < 2 {
-                        self.left = Some(0);
-                        return Ok(());
-                    }
-                    self.raw.drain(..2);
-                    self.left = None;
+            let Some(bytes) = self.left else {
+                if self.take_chunk_size()? {
+                    continue;
                 }
-                None => {
-                    let Some(end) = self.raw.windows(2).position(|pair| pair == b"\r\n") else {
-                        return Ok(());
-                    };
-                    let line = String::from_utf8_lossy(&self.raw[..end]).into_owned();
-                    let size = line.split(';').next().unwrap_or_default().trim();
-                    let size =
-                        usize::from_str_radix(size, 16).map_err(|_| odd("has an invalid chunk"))?;
-                    if size > ANSWER_BYTES_MAX {
-                        return Err(odd("is too long"));
-                    }
-                    self.raw.drain(..end + 2);
-                    if size == 0 {
-                        self.is_over = true;
-                        return Ok(());
-                    }
-                    self.left = Some(size);
-                }
+                return Ok(());
+            };
+            let now = bytes.min(self.raw.len());
+            self.body.extend(self.raw.drain(..now));
+            self.left = Some(bytes - now);
+            if now < bytes {
+                return Ok(());
             }
+            if !self.is_chunked {
+                self.is_over = true;
+                return Ok(());
+            }
+            // The chunk's line end.
+            if self.raw.len() < 2 {
+                return Ok(());
+            }
+            self.raw.drain(..2);
+            self.left = None;
         }
+    }
+
+    /// Reads the size of a chunk. False: it is not here, or it was the last one.
+    fn take_chunk_size(&mut self) -> io::Result<bool> {
+        let Some(end) = self.raw.windows(2).position(|pair| pair == b"\r\n") else {
+            return Ok(false);
+        };
+        let line = String::from_utf8_lossy(&self.raw[..end]).into_owned();
+        let size = line.split(';').next().unwrap_or_default().trim();
+        let size = usize::from_str_radix(size, 16).map_err(|_| odd("has an invalid chunk"))?;
+        if size > ANSWER_BYTES_MAX {
+            return Err(odd("is too long"));
+        }
+        self.raw.drain(..end + 2);
+        self.is_over = size == 0;
+        self.left = Some(size).filter(|_| size > 0);
+        Ok(size > 0)
     }
 
     /// Reads the head. False: it is not here as a whole.
@@ -679,7 +679,7 @@ impl Answer {
                     self.left = Some(length.parse().map_err(|_| odd("has no length"))?);
                 }
                 ("transfer-encoding", coding) => {
-                    self.is_chunked = coding.eq_ignore_ascii_case("chunked")
+                    self.is_chunked = coding.eq_ignore_ascii_case("chunked");
                 }
                 _ => {}
             }

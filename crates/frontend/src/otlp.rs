@@ -219,7 +219,7 @@ impl Sender {
                 }
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => {
-                    self.export(std::mem::take(&mut spans));
+                    self.export(&spans);
                     return;
                 }
             };
@@ -229,13 +229,14 @@ impl Sender {
                 {
                     spans.extend(span_json(&entry));
                 }
-                self.export(std::mem::take(&mut spans));
+                self.export(&spans);
+                spans.clear();
             }
         }
     }
 
     /// Sends a batch until the collector has taken or refused it, a few times at most.
-    fn export(&mut self, spans: Vec<Value>) {
+    fn export(&mut self, spans: &[Value]) {
         let count = spans.len() as u64;
         if count == 0 {
             return;
@@ -392,7 +393,7 @@ fn read_answer(stream: &mut TcpStream, end: Instant) -> io::Result<Outcome> {
     ))
 }
 
-/// What an answer says of a batch. Statuses that may be retried are those of the specification.
+/// The outcome of a batch, from the answer to it. Statuses that may be retried are those of the specification.
 fn judge(status: u16, after: Option<Duration>, body: &[u8]) -> Outcome {
     let text = || -> String {
         let text = String::from_utf8_lossy(body);

@@ -198,7 +198,7 @@ fn a_stored_response_is_for_the_key_that_made_it() {
                     let path = format!("/v1/responses/{id}{suffix}");
                     let key = format!("Authorization: Bearer {key}");
                     let headers = [key.as_str(), worker];
-                    let headers = &headers[..1 + usize::from(!worker.is_empty())];
+                    let headers = &headers[..=usize::from(!worker.is_empty())];
                     let mut client = server.connect();
                     client.write_head(method, &path, headers, 0);
                     let got = if method == "HEAD" {

@@ -278,7 +278,7 @@ impl Proxy {
                     std::thread::spawn(move || {
                         let mut piece = [0; 4096];
                         while let Ok(read @ 1..) = from.read(&mut piece) {
-                            // What is sent over a silent network is lost.
+                            // A silent network loses all bytes.
                             if mode.load(SeqCst) != SILENT && to.write_all(&piece[..read]).is_err()
                             {
                                 break;

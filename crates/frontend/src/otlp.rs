@@ -596,7 +596,7 @@ mod tests {
             ended_ns: 11_000,
             retries: 1,
             resumes: 2,
-            unix: Duration::from_nanos(1_700_000_000_000_010_000),
+            unix: Duration::from_micros(1_700_000_000_000_010),
             end: AnswerEnd::Complete,
             span: Some(Span::example()),
             ..Entry::default()

@@ -223,7 +223,7 @@ test-engines:
 	./scripts/test-engines.sh
 
 # Packages, in target/package (docs/install.md). wheel: the Python module and the command; takes maturin. deb: takes
-# cargo-deb. release: both, an archive with a static binary, a list of components and checksums, from a clean
+# cargo-deb. release: both, an archive with a static binary, the chart, a list of components and checksums, from a clean
 # checkout.
 wheel: build
 	./scripts/package.sh wheel
@@ -236,10 +236,18 @@ release:
 	./scripts/package.sh release
 
 # A .tar.gz with the command for each of TARGETS: a static binary for this machine's architecture, or such as
-# TARGETS=aarch64-unknown-linux-gnu, by Debian's cross compilers.
-.PHONY: archive
+# TARGETS=aarch64-unknown-linux-gnu, by Debian's cross compilers. chart: the Helm chart; takes helm.
+.PHONY: archive chart
 archive:
 	./scripts/package.sh archive
+
+chart:
+	./scripts/package.sh chart
+
+# The Helm chart's output against packaging/helm/golden, by helm and kubeconform. Skips without helm.
+.PHONY: test-chart
+test-chart:
+	./scripts/test-chart.sh
 
 # The pages of docs/ as a site with search, in target/site; takes mdbook (cargo install mdbook).
 .PHONY: docs

@@ -4,8 +4,9 @@
 #   scripts/package.sh wheel    Python wheel: the vLLM connector, and the command (needs maturin)
 #   scripts/package.sh deb      Debian package (needs cargo-deb)
 #   scripts/package.sh archive  a .tar.gz per target of TARGETS (default: musl of this machine, a static binary)
+#   scripts/package.sh chart    Helm chart (needs helm)
 #   scripts/package.sh release  all of them with the binary, a list of components and checksums
-# MATURIN and CARGO_DEB name the tools if they are not on PATH. Times in packages are those of the commit, and no path
+# MATURIN, CARGO_DEB and HELM name the tools if they are not on PATH. Times in packages are those of the commit, and no path
 # of this machine is in a binary that `archive` and `release` build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -95,6 +96,16 @@ archive() {
   done
 }
 
+chart() {
+  local helm=${HELM:-helm}
+  require "$helm" "see https://helm.sh, or name it by HELM"
+  mkdir -p "$out"
+  "$helm" lint --strict packaging/helm/slipstream
+  # As `helm package`, which writes the present time into it.
+  tar --create --directory packaging/helm --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 \
+    --numeric-owner --mode=go=rX,u+rw,a-s slipstream | gzip -9n >"$out/slipstream-$version.tgz"
+}
+
 # maturin puts slipstream._native.data/scripts into the wheel, from where pip installs the command.
 wheel() {
   local maturin=${MATURIN:-maturin} version
@@ -132,15 +143,20 @@ release() {
   deb
   sbom
   archive
+  if command -v "${HELM:-helm}" >/dev/null; then
+    chart
+  else
+    echo "note: without the Helm chart, because helm is not installed" >&2
+  fi
   (cd "$out" && find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\0' |
     LC_ALL=C sort -z | xargs -0 sha256sum >SHA256SUMS)
   cat "$out/SHA256SUMS"
 }
 
 case ${1:-} in
-files | wheel | deb | archive | sbom | release) "$1" ;;
+files | wheel | deb | archive | chart | sbom | release) "$1" ;;
 *)
-  sed -n '2,10s/^# \?//p' "$0" >&2
+  sed -n '2,11s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

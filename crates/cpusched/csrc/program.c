@@ -397,22 +397,49 @@ void slip_p_enable(u32 task)
 #endif
 }
 
-s32 slip_p_select_cpu(u32 task, s32 prev, u64 flags)
+/* The entry code of a BPF program disables the migration of the current task until it ends; entries nest. */
+static struct task_struct *enter_program(void)
 {
-	return slipstream.select_cpu(&tasks[task]->p, prev, flags);
+	struct task_struct *current = slip_host_current();
+
+	current->migration_disabled++;
+	return current;
 }
 
-void slip_p_enqueue(u32 task, u64 flags) { slipstream.enqueue(&tasks[task]->p, flags); }
+static void leave_program(struct task_struct *current) { current->migration_disabled--; }
+
+s32 slip_p_select_cpu(u32 task, s32 prev, u64 flags)
+{
+	struct task_struct *current = enter_program();
+	s32 cpu = slipstream.select_cpu(&tasks[task]->p, prev, flags);
+
+	leave_program(current);
+	return cpu;
+}
+
+void slip_p_enqueue(u32 task, u64 flags)
+{
+	struct task_struct *current = enter_program();
+
+	slipstream.enqueue(&tasks[task]->p, flags);
+	leave_program(current);
+}
 
 void slip_p_dispatch(s32 cpu, s32 prev)
 {
+	struct task_struct *current = enter_program();
+
 	slipstream.dispatch(cpu, prev < 0 ? NULL : &tasks[prev]->p);
+	leave_program(current);
 }
 
 void slip_p_tick(u32 task)
 {
 #ifdef SLIP_OP_tick
+	struct task_struct *current = enter_program();
+
 	slipstream.tick(&tasks[task]->p);
+	leave_program(current);
 #endif
 }
 
@@ -449,11 +476,10 @@ void slip_p_cpu_release(s32 cpu)
 {
 #ifdef SLIP_OP_cpu_release
 	struct scx_cpu_release_args args = { 0 };
-	struct task_struct *p = slip_host_current();
+	struct task_struct *current = enter_program();
 
-	p->migration_disabled++; /* by the entry code of BPF programs */
 	slipstream.cpu_release(cpu, &args);
-	p->migration_disabled--;
+	leave_program(current);
 #endif
 }
 

@@ -126,6 +126,7 @@ struct bpf_iter_scx_dsq {
 #define SCX_OPS_ENQ_MIGRATION_DISABLED	16ull
 #define SCX_WAKE_SYNC	0x10ull
 #define SCX_ENQ_WAKEUP	1ull
+#define SCX_ENQ_REENQ	(1ull << 40)
 #define SCX_KICK_PREEMPT	2ull
 #define SCX_TASK_QUEUED	1u
 #define SCX_DSQ_LOCAL	(1ull << 63 | 2)

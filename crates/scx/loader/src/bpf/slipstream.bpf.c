@@ -191,14 +191,15 @@ static __always_inline struct slip_domain *domain_of(const struct slip_task *t, 
 }
 
 /*
- * Whether a task must stay on its CPU until it leaves a section of the kernel. Most kernels count the current
- * task as such while it runs a BPF program; it is not bound to its CPU any longer than that.
+ * Whether a task must stay on its CPU until it leaves a section of the kernel. The entry code of a BPF program counts
+ * as such a section of the current task on most kernels; `entries` of ours are nested here. Where it does not count,
+ * a current task in a real section is missed: it waits in a queue from which only its CPU takes it.
  */
-static __always_inline bool is_pinned(struct task_struct *p)
+static __always_inline bool is_pinned(struct task_struct *p, u32 entries)
 {
 	if (!bpf_core_field_exists(p->migration_disabled) || !p->migration_disabled)
 		return 0;
-	return p->migration_disabled > 1 || p != bpf_get_current_task_btf();
+	return p->migration_disabled > entries || p != bpf_get_current_task_btf();
 }
 
 static __always_inline void count(u32 counter)
@@ -665,7 +666,8 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
 	slice = slip_slice(params(), &tc->t, &s->llc);
 	key = slip_queue_key(&tc->t, d, slice);
-	if (tc->t.domain >= SLIP_DOMAINS || is_pinned(p)) {
+	/* With SCX_ENQ_REENQ we are called by slip_cpu_release(). */
+	if (tc->t.domain >= SLIP_DOMAINS || is_pinned(p, enq_flags & SCX_ENQ_REENQ ? 2 : 1)) {
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
 		c->bound_put++;
 		if (claimed)
@@ -757,7 +759,7 @@ static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 			if (!p)
 				break;
 			tc = task_of(p);
-			if (!tc || is_pinned(p) || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
+			if (!tc || is_pinned(p, 1) || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 				continue;
 			if (!is_masked(tc) && (!slip_llc_ok(&tc->t, own) ||
 					       (!asked && !slip_may_leave(params(), &tc->t, 0, now))))
@@ -981,7 +983,7 @@ static __always_inline s32 aged_cpu(struct task_struct *p, const struct task_ctx
 	struct slip_llc_state *s = llc_of(cpu_of(cpu)->cpu.llc);
 	u32 i;
 
-	if (tc->t.domain >= SLIP_DOMAINS || is_pinned(p) || !has_real_time(cpu))
+	if (tc->t.domain >= SLIP_DOMAINS || is_pinned(p, 1) || !has_real_time(cpu))
 		return cpu;
 	bpf_for(i, 0, SLIP_LLC_CPUS) {
 		u32 other = s->cpu_of_bit[i & 63];

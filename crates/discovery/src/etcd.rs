@@ -22,6 +22,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use slipstream_base::SimTime;
+use slipstream_base::width::{to_i64, to_u32};
 
 use crate::notify::Wakes;
 use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker, is_key};
@@ -172,7 +173,7 @@ impl Etcd {
         for step in 0..count {
             let at = (self.current + step) % count;
             // The others get a share of the time, too.
-            let share = end.saturating_duration_since(Instant::now()) / (count - step) as u32;
+            let share = end.saturating_duration_since(Instant::now()) / to_u32(count - step);
             match ask(
                 &self.options.servers[at],
                 path,
@@ -353,8 +354,8 @@ impl Etcd {
         let answer = self.call("/v3/kv/range", &body)?;
         let latest = number(&answer["kvs"][0]["mod_revision"]).unwrap_or_default();
         let count = number(&answer["count"]).unwrap_or_default();
-        let known = (self.entries.len() + self.invalid.len()) as i64;
-        let differs = latest > self.revision || count != known && count <= KEYS_MAX as i64;
+        let known = to_i64(self.entries.len() + self.invalid.len());
+        let differs = latest > self.revision || count != known && count <= to_i64(KEYS_MAX);
         // A single difference may be a change on its way.
         if differs && self.is_suspect {
             self.watch = None;

@@ -14,9 +14,8 @@ pub fn check(bytes: &[u8]) {
     while let Ok(Some(frame)) = wire::split(rest) {
         rest = &rest[frame.len..];
         let mut back = Vec::new();
-        let whole = match read(&frame, &mut back) {
-            Ok(whole) => whole,
-            Err(_) => continue,
+        let Ok(whole) = read(&frame, &mut back) else {
+            continue;
         };
         if whole {
             let again = wire::split(&back).unwrap().expect("a whole frame");

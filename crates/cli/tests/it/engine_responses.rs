@@ -493,11 +493,7 @@ fn a_hostile_id_asks_for_nothing_but_a_response() {
 }
 
 #[test]
-fn a_client_that_asks_for_unknown_responses_leaves_lookups_for_others() {
-    let dir = tempfile::tempdir().unwrap();
-    let keys = dir.path().join("keys");
-    std::fs::write(&keys, "one\ntwo\n").unwrap();
-    let keys = format!("--set=live.api_keys_file={}", keys.display());
+fn a_client_may_ask_for_few_unknown_responses_at_a_time() {
     let engine = || {
         Engine::start(|request, stream| {
             let is_question = request.header("connection") == Some("close");
@@ -509,23 +505,16 @@ fn a_client_that_asks_for_unknown_responses_leaves_lookups_for_others() {
         })
     };
     let engines = [engine(), engine()];
-    let server = front(&[&engines[0], &engines[1]], &[&keys, "--set=live.shards=1"]);
+    let server = front(&[&engines[0], &engines[1]], &["--set=live.shards=1"]);
     let mut asking: Vec<_> = (0..16).map(|_| server.connect()).collect();
     for (number, client) in asking.iter_mut().enumerate() {
         let path = format!("/v1/responses/slow{number}");
-        client.write_head("GET", &path, &["Authorization: Bearer one"], 0);
+        client.write_head("GET", &path, &[], 0);
     }
     server.await_metric(
         "slipstream_engine_stored_responses_total{engine_was=\"refused\"}",
         |refused| refused >= 12.0,
     );
-    let other = server.connect().send(
-        "GET",
-        "/v1/responses/none",
-        &["Authorization: Bearer two"],
-        b"",
-    );
-    assert_eq!(other.status, 404, "{}", other.text());
     let refused = asking.iter_mut().rev().find_map(|client| {
         let answer = client.answer();
         (answer.status == 429).then_some(answer)

@@ -417,7 +417,7 @@ fn sessions_find_each_other_through_a_restart() {
         let (send, events) = channel();
         let publish = Some((Seat { id }, lease));
         let session = Session::start("etcd", server.client(), publish, move |event| {
-            drop(send.send(event))
+            drop(send.send(event));
         });
         (session.unwrap(), events)
     };

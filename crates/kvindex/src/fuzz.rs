@@ -3,7 +3,7 @@
 //!
 //! An input is a list of messages. The first byte of each selects its form. Below 128, it is the length
 //! of a raw message that follows. Otherwise a message is made from the eight bytes after
-//! it (see [`made`]), with correct lengths and checksum, so that the code behind those checks
+//! it (see `made`), with correct lengths and checksum, so that the code behind those checks
 //! is reached.
 
 use std::collections::BTreeSet;

@@ -51,6 +51,8 @@ const LOOKUP_TIME: Duration = Duration::from_secs(2);
 /// Where new answers are made, and where stored ones are read.
 pub(super) const CREATE: &str = "/v1/responses";
 const READ: &str = "/v1/responses/";
+/// Decodings of a path in which another spelling of it is looked for.
+const DECODINGS: usize = 4;
 
 /// Which engine stores which answer. Shared by the shards: one lock per request to `/v1/responses`.
 #[derive(Debug, Default)]
@@ -239,7 +241,23 @@ impl Named {
 /// Whether `path` is that of stored answers, in another spelling than [`CREATE`] and [`READ`] have. Engines decode paths,
 /// so it would reach an answer that [`Named`] does not see.
 pub(super) fn is_disguised(path: &str) -> bool {
-    is_path(&http::percent_decode(path)) && !is_path(path)
+    let is_plain = |path: &str| !path.bytes().any(|b| b == b'%' || b.is_ascii_uppercase());
+    if is_path(path) || is_plain(path) {
+        return false;
+    }
+    // Engines may compare without case, and a proxy before one may decode once more.
+    let mut path = path.to_owned();
+    for _ in 0..DECODINGS {
+        let decoded = http::percent_decode(&path);
+        if is_path(&decoded.to_ascii_lowercase()) {
+            return true;
+        }
+        if decoded == path {
+            break;
+        }
+        path = decoded;
+    }
+    false
 }
 
 /// Whether `path` is that of stored answers.
@@ -660,6 +678,10 @@ mod tests {
             "/v1%2Fresponses",
             "/v1/responses%2Fa",
             "/%761/responses/",
+            "/v1/Responses/a",
+            "/V1/RESPONSES",
+            "/v1/responses%252fa",
+            "/v1/%2572esponses/a",
         ] {
             assert!(is_disguised(path), "{path}");
         }
@@ -668,6 +690,7 @@ mod tests {
             "/v1/responses/",
             "/v1/responses/a%2Fb",
             "/v1/completions",
+            "/v1/Files/responses%20of%20May",
         ] {
             assert!(!is_disguised(path), "{path}");
         }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::chunks::Chunks;
 use super::error::clip;
-use super::request::{missing, read_members, text, wrong_type};
+use super::request::{missing, read_members, text, text_member, wrong_type};
 use super::value::Json;
 use super::{ApiError, Usage};
 use crate::structured::Tree;
@@ -314,12 +314,13 @@ fn text_part(text: Tree) -> Tree {
 fn image_part(path: &str, block: &Tree) -> Result<Tree, ApiError> {
     let path = format!("{path}.source");
     let source = block.get("source").ok_or_else(|| missing(&path))?;
-    let member = |name: &str| {
-        let value = source.get(name).and_then(Tree::as_text);
-        value
-            .filter(|value| !value.is_empty())
-            .ok_or_else(|| missing(&format!("{path}.{name}")))
-    };
+    if !matches!(source, Tree::Object(_)) {
+        return Err(ApiError::invalid(
+            path.clone(),
+            format!("`{path}` must be an object"),
+        ));
+    }
+    let member = |name: &str| text_member(&format!("{path}.{name}"), source.get(name));
     let wrong = |name: &str, must: &str| {
         ApiError::invalid(
             format!("{path}.{name}"),

@@ -12,6 +12,7 @@ use super::fields::{self, Rule};
 use super::form::{Form, RawForm, form_field, tool_calls};
 use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
 use super::{ApiError, Kind};
+use crate::structured::Tree;
 use crate::text::{ImagePart, Message, MessageTools};
 
 /// Choices of one request at most: `n` times its prompts.
@@ -600,6 +601,18 @@ pub(super) fn read_members<'a>(
 
 pub(super) fn missing(name: &str) -> ApiError {
     ApiError::invalid(name, format!("`{name}` is missing; it is required"))
+}
+
+/// The text of a member that must have some.
+pub(super) fn text_member<'a>(path: &str, value: Option<&'a Tree>) -> Result<&'a str, ApiError> {
+    match value {
+        Some(Tree::Text(text)) if !text.is_empty() => Ok(text),
+        None | Some(Tree::Null | Tree::Text(_)) => Err(missing(path)),
+        Some(_) => Err(ApiError::invalid(
+            path,
+            format!("`{path}` must be a string"),
+        )),
+    }
 }
 
 pub(super) fn wrong_type(path: &str, wanted: &str, value: &Json<'_>) -> ApiError {

@@ -508,9 +508,7 @@ fn image_part(path: &str, part: &Tree) -> Result<Tree, ApiError> {
         ));
     }
     let path = format!("{path}.image_url");
-    let Some(url) = part.get("image_url").and_then(Tree::as_text) else {
-        return Err(missing(&path));
-    };
+    let url = super::request::text_member(&path, part.get("image_url"))?;
     // Here, because the chat's parts are counted from other places.
     if !super::request::is_image_address(url) {
         return Err(super::request::wrong_image_address(&path));

@@ -33,8 +33,14 @@ from slipstream.sources import Cluster, Value, as_text
 
 __all__ = ["Server", "ServerError", "command", "serve"]
 
+DRAIN_S = 1.0
+"""Time for open requests at the end."""
+
 STOP_S = 30.0
-"""A server that has not ended this long after SIGINT is killed."""
+"""A server that has not ended this long after the second SIGINT is killed."""
+
+READY_POLL_S = 0.02
+"""Interval of questions whether the server is ready."""
 
 LOG_LINES = 20
 """Last lines of the log that an error has."""
@@ -104,7 +110,7 @@ def serve(
         Factor by which modelled time passes faster: 1 is the pace of the modelled GPU. 0: nothing
         waits, and an answer is there as soon as it is computed.
     start_timeout_s
-        Maximum time until the server listens.
+        Maximum time until the server listens and its workers take requests.
 
     Raises
     ------
@@ -119,7 +125,7 @@ def serve(
         args = arguments(cluster, Path(folder))
         for key, value in (settings or {}).items():
             args += ["--set", f"{key}={as_text(value)}"]
-        args += ["--listen", "127.0.0.1:0", "--speedup", as_text(speedup)]
+        args += ["--listen", "127.0.0.1:0", f"--speedup={as_text(speedup)}"]
         # A file, because a pipe that nobody reads would stop the server once it is full.
         with open(Path(folder, "log"), "w+b") as log:
             process = subprocess.Popen(
@@ -129,7 +135,9 @@ def serve(
                 stderr=log,
             )
             try:
+                deadline = time.monotonic() + start_timeout_s
                 url = listening(process, log, start_timeout_s)
+                await_ready(url, process, log, deadline, start_timeout_s)
                 yield Server(url, served_model(url), process.pid)
                 if process.poll() is not None:
                     raise failure(f"the server ended with status {process.returncode}", log)
@@ -175,6 +183,27 @@ def listening(process: subprocess.Popen[bytes], log: IO[bytes], timeout_s: float
     return line.removeprefix("listening on ")
 
 
+def await_ready(
+    url: str, process: subprocess.Popen[bytes], log: IO[bytes], deadline: float, timeout_s: float
+) -> None:
+    """Wait until the workers take requests."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        try:
+            opener.open(f"{url}/ready", timeout=10).close()
+            return
+        except urllib.error.HTTPError as error:
+            with error:
+                why = error.read().decode(errors="replace").strip()
+        except OSError as error:
+            why = str(error)
+        if process.poll() is not None:
+            raise failure(f"the server ended with status {process.returncode}", log)
+        if time.monotonic() > deadline:
+            raise failure(f"the server is not ready after {timeout_s:g} s: {why}", log)
+        time.sleep(READY_POLL_S)
+
+
 def served_model(url: str) -> str:
     """Return the name of the served model."""
     # Without a proxy, which the environment may name.
@@ -199,12 +228,17 @@ def failure(what: str, log: IO[bytes]) -> ServerError:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server: open requests may finish, within `STOP_S`."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
+    """End the server: open requests may finish within `DRAIN_S`, and are cut off then."""
+    # The second signal ends the drain.
+    for wait_s in (DRAIN_S, STOP_S):
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(wait_s)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    else:
         process.kill()
         process.wait()
     if process.stdout:

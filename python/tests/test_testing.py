@@ -1,5 +1,6 @@
 """`slipstream.testing`: servers for the tests of others."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import textwrap
 import urllib.request
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import slipstream as ss
@@ -34,6 +36,24 @@ def test_a_server_serves_and_ends_with_its_block():
         assert (server.model, ask(server).usage.completion_tokens) == ("mine", 3)
         assert is_running(server.pid)
     assert not is_running(server.pid)
+
+
+def test_a_server_takes_requests_from_the_start():
+    with serve(settings={"engine.startup_s": 1}, speedup=1) as server:
+        assert ask(server).usage.completion_tokens == 3
+
+
+def test_an_open_stream_does_not_hold_up_the_end():
+    with serve(speedup=1) as server:
+        client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model=server.model, prompt="Hello", max_tokens=8000, stream=True
+        )
+        next(iter(stream))
+    left = 0
+    with contextlib.suppress(openai.OpenAIError, httpx.HTTPError):
+        left = sum(1 for _ in stream)
+    assert left < 7000  # it was cut off, not awaited
 
 
 def test_servers_run_side_by_side_and_end_with_an_exception():

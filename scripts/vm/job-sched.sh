@@ -88,7 +88,8 @@ kill $lights
 # Hogs on every CPU twice over: somebody who sleeps still gets on.
 slipstream sched bench --mechanism unix --warmup 0 --rounds 100 --load-pct 0 --json > /tmp/hogs.json
 worst=$(sed -n 's/.*"max_us": \([0-9]*\).*/\1/p' /tmp/hogs.json)
-check "hogs delay nobody by more than 12 ms (longest wake-up $worst us)" [ "$worst" -lt 12000 ]
+# The longest slice, 12 ms, which ends at a tick of 4 ms.
+check "hogs delay nobody by more than 16 ms (longest wake-up $worst us)" [ "$worst" -lt 16000 ]
 kill $heavies
 
 # ---- an ordinary load: message threads and workers, by futex ----

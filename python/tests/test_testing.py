@@ -9,7 +9,6 @@ import textwrap
 import urllib.request
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 import slipstream as ss
@@ -51,7 +50,7 @@ def test_an_open_stream_does_not_hold_up_the_end():
         )
         next(iter(stream))
     left = 0
-    with contextlib.suppress(openai.OpenAIError, httpx.HTTPError):
+    with contextlib.suppress(openai.OpenAIError, OSError):
         left = sum(1 for _ in stream)
     assert left < 7000  # it was cut off, not awaited
 

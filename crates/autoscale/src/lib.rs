@@ -84,6 +84,13 @@ impl Autoscaler {
         self.next
     }
 
+    /// Time after which decisions by the same observations change nothing, if none has changed anything within it, ns.
+    pub fn settles_ns(&self) -> u64 {
+        // Older recommendations leave the window, and one decision is made without them.
+        let intervals = self.interval_ns.saturating_mul(2);
+        self.cooldown_ns.saturating_add(intervals)
+    }
+
     /// Decides by the state of the pool at `now`, and returns the number of workers that is wanted. Workers
     /// that were wanted before and have not started yet count as wanted.
     pub fn decide(&mut self, now: SimTime, observed: &Observed) -> u32 {

@@ -48,6 +48,13 @@ impl Objectives {
         own.and_then(|class| class.1.as_ref()).or(self.all.as_ref())
     }
 
+    /// Whether requests of any class have the objective called `name` (as in `ttft=1s`).
+    pub fn any_limits(&self, name: &str) -> bool {
+        let classes = 0..self.classes.len().max(1) as u32;
+        let mut all = classes.filter_map(|class| self.of_class(class));
+        all.any(|slo| slo.limit_ns(name).is_some())
+    }
+
     /// Whether an answered request of `class` met all of its objectives. Without objectives it did.
     pub fn are_met(&self, class: u32, shown: &Shown) -> bool {
         self.of_class(class).is_none_or(|slo| slo.is_met(shown))

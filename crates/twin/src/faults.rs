@@ -82,6 +82,7 @@ impl Sim<'_> {
             self.crash(worker, sink);
         }
         self.refresh_worker(worker);
+        self.replace_lost(worker);
     }
 
     pub(crate) fn end_event(&mut self, index: u32) {
@@ -94,10 +95,14 @@ impl Sim<'_> {
             *starts += 1;
             let start = *starts;
             let at = self.now + self.faults.startup_ns[worker.index()];
-            let worker = worker.0;
-            self.plan_event(at, Event::Ready { worker, start });
+            let ready = Event::Ready {
+                worker: worker.0,
+                start,
+            };
+            self.plan_event(at, ready);
         }
         self.refresh_worker(worker);
+        self.replace_lost(worker);
     }
 
     /// A worker has started, unless a later start superseded this one.
@@ -106,6 +111,7 @@ impl Sim<'_> {
         if self.faults.starts[worker.index()] == start {
             self.faults.down[worker.index()] = false;
             self.refresh_worker(worker);
+            self.replace_lost(worker);
         }
     }
 
@@ -114,6 +120,12 @@ impl Sim<'_> {
         events
             .filter(move |(event, active)| **active && event.worker == worker.0)
             .map(|(event, _)| event)
+    }
+
+    /// Whether a worker is lost, or takes no requests because of an event.
+    pub(crate) fn is_out(&self, worker: WorkerId) -> bool {
+        let takes = |event: &cluster::Event| Effect::of(event.fault).takes_requests;
+        self.faults.down[worker.index()] || !self.active(worker).all(takes)
     }
 
     /// Sets a worker's readiness, pace and link according to its active faults and to `[autoscale]`.

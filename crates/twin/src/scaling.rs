@@ -3,6 +3,9 @@
 //! The numbers are those of [`slipstream_autoscale`]. A worker that is wanted takes requests after its pool's
 //! `startup_s`, with an empty cache; one that drains is ready again at once. Workers that end are those with the
 //! highest numbers: they take no new requests, and stop when they have none.
+//!
+//! A worker that an `[[event]]` crashes or drains is out: others are started in its place at once, as a Deployment
+//! does, and it is the first to stop. If there is no other it stays, so that it is used when its event has ended.
 
 use slipstream_autoscale::{Autoscaler, Observed};
 use slipstream_base::{Role, SimTime, WorkerId};
@@ -85,6 +88,8 @@ pub(crate) struct Pools {
     pools: Vec<Pool>,
     changes: Vec<Scaled>,
     starts: u32,
+    /// Since when nothing but decisions has been pending, and none has changed anything.
+    quiet: Option<SimTime>,
 }
 
 impl Pools {
@@ -124,6 +129,7 @@ impl Pools {
             pools,
             changes: Vec::new(),
             starts: 0,
+            quiet: None,
         }
     }
 
@@ -141,15 +147,28 @@ impl Pools {
         })
     }
 
-    /// A first token came from `worker`, `ratio` of its objective after its request.
+    /// A first token came from `worker`, or from a prompt that it computed, `ratio` of its objective after its
+    /// request.
     pub(crate) fn on_first_token(&mut self, worker: WorkerId, ratio: f64) {
         for pool in &mut self.pools {
-            let at = worker.0.checked_sub(pool.first);
-            if at.is_some_and(|at| (at as usize) < pool.states.len()) {
+            if pool.index_of(worker).is_some() {
                 pool.ttft.0 += ratio;
                 pool.ttft.1 += 1;
             }
         }
+    }
+
+    /// Whether no decision from `next` on will change anything. `idle`: nothing but decisions is pending at `now`, so
+    /// that all that they observe stays as it is.
+    pub(crate) fn is_settled(&mut self, idle: bool, now: SimTime, next: SimTime) -> bool {
+        if !idle {
+            self.quiet = None;
+            return false;
+        }
+        let since = *self.quiet.get_or_insert(now);
+        // All recommendations that count were then made by what is observed now, and one decision followed them.
+        let each = self.pools.iter().map(|pool| pool.scaler.settles_ns());
+        next.since(since) > each.max().unwrap_or(0)
     }
 
     /// The result of the run that ends at `now`; `None` if no pool is scaled.
@@ -200,8 +219,10 @@ impl Pool {
         self.counted = now;
     }
 
-    fn number(&self, of: impl Fn(State) -> bool) -> u32 {
-        self.states.iter().filter(|state| of(**state)).count() as u32
+    /// The index of a worker in this pool, if it is one of it.
+    fn index_of(&self, worker: WorkerId) -> Option<usize> {
+        let at = worker.0.checked_sub(self.first)? as usize;
+        (at < self.states.len()).then_some(at)
     }
 }
 
@@ -243,7 +264,9 @@ impl Sim<'_> {
                 wanted,
             });
         }
-        self.follow(at as usize, wanted);
+        if self.follow(at as usize, wanted) || wanted != before {
+            self.scaling.quiet = None;
+        }
         self.plan_event(next, Event::Scale { pool: at });
     }
 
@@ -259,11 +282,36 @@ impl Sim<'_> {
         self.refresh_worker(WorkerId(worker));
     }
 
+    /// Which workers of a pool an `[[event]]` has crashed or drains.
+    fn out_of(&self, pool: &Pool) -> Vec<bool> {
+        let end = pool.first + pool.states.len() as u32;
+        (pool.first..end)
+            .map(|worker| self.is_out(WorkerId(worker)))
+            .collect()
+    }
+
+    /// An `[[event]]` of `worker` began or ended: others start in its place.
+    pub(crate) fn replace_lost(&mut self, worker: WorkerId) {
+        let pools = &self.scaling.pools;
+        let at = pools
+            .iter()
+            .position(|pool| pool.index_of(worker).is_some());
+        if let Some(at) = at {
+            let now = self.now;
+            let pool = &mut self.scaling.pools[at];
+            pool.count(now);
+            let wanted = pool.scaler.wanted();
+            self.follow(at, wanted);
+        }
+    }
+
     fn observe(&self, at: usize) -> Observed {
         let pool = &self.scaling.pools[at];
         let of_pool = pool.first..pool.first + pool.states.len() as u32;
         let mut observed = Observed {
-            ready: pool.number(|state| state == State::Ready),
+            ready: (pool.states.iter().zip(self.out_of(pool)))
+                .filter(|(state, out)| **state == State::Ready && !out)
+                .count() as u32,
             slots: pool.slots,
             ttft_ratio: (pool.ttft.1 > 0).then(|| pool.ttft.0 / pool.ttft.1 as f64),
             ..Observed::default()
@@ -282,19 +330,24 @@ impl Sim<'_> {
         observed
     }
 
-    /// Starts or drains workers of a pool, so that `wanted` are ready or start.
-    fn follow(&mut self, at: usize, wanted: u32) {
+    /// Starts or drains workers of a pool, so that `wanted` are ready or start, and returns whether it did. Call
+    /// [`Pool::count`] first.
+    fn follow(&mut self, at: usize, wanted: u32) -> bool {
         let now = self.now;
+        let out = self.out_of(&self.scaling.pools[at]);
         let mut changed: Vec<u32> = Vec::new();
         let mut started: Vec<(u32, u32)> = Vec::new();
         let starts = &mut self.scaling.starts;
         let pool = &mut self.scaling.pools[at];
         let counts = |state| matches!(state, State::Ready | State::Starting(_));
-        let mut have = pool.number(counts);
+        let each = pool.states.iter().zip(&out);
+        let mut have = each
+            .filter(|(state, out)| counts(**state) && !**out)
+            .count() as u32;
         // Draining workers have their caches: they come back first.
         for wanted_state in [State::Draining, State::Stopped] {
-            for (worker, state) in (pool.first..).zip(&mut pool.states) {
-                if have < wanted && *state == wanted_state {
+            for ((worker, state), &out) in (pool.first..).zip(&mut pool.states).zip(&out) {
+                if have < wanted && *state == wanted_state && !out {
                     have += 1;
                     changed.push(worker);
                     *state = if wanted_state == State::Draining || pool.startup_ns == 0 {
@@ -307,19 +360,32 @@ impl Sim<'_> {
                 }
             }
         }
-        // Workers that have not started yet are the first to stop.
+        let mut stop = |worker: u32, state: &mut State| {
+            changed.push(worker);
+            *state = match state {
+                State::Starting(_) => State::Stopped,
+                _ => State::Draining,
+            };
+        };
+        // Workers that are out are the first to stop, except as many as nothing could replace.
+        let mut missing = wanted.saturating_sub(have);
+        for ((worker, state), &out) in (pool.first..).zip(&mut pool.states).zip(&out) {
+            if out && counts(*state) {
+                if missing == 0 {
+                    stop(worker, state);
+                }
+                missing = missing.saturating_sub(1);
+            }
+        }
+        // Then those that have not started yet.
         for starting in [true, false] {
             let end = pool.first + pool.states.len() as u32;
-            for (worker, state) in (pool.first..end).zip(&mut pool.states).rev() {
+            let each = (pool.first..end).zip(&mut pool.states).zip(&out);
+            for ((worker, state), &out) in each.rev() {
                 let is_starting = matches!(state, State::Starting(_));
-                if have > wanted && counts(*state) && is_starting == starting {
+                if have > wanted && counts(*state) && !out && is_starting == starting {
                     have -= 1;
-                    changed.push(worker);
-                    *state = if starting {
-                        State::Stopped
-                    } else {
-                        State::Draining
-                    };
+                    stop(worker, state);
                 }
             }
         }
@@ -327,10 +393,11 @@ impl Sim<'_> {
         for (worker, start) in started {
             self.plan_event(ready, Event::Scaled { worker, start });
         }
-        for worker in changed {
+        for &worker in &changed {
             self.refresh_worker(WorkerId(worker));
         }
         self.stop_drained(at);
+        !changed.is_empty()
     }
 
     /// Stops workers of a pool that drain and have no request left. They lose their caches.

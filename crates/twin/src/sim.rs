@@ -11,7 +11,9 @@ use slipstream_base::text::{counted, grouped};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime, WorkerId,
 };
-use slipstream_config::cluster::{Cluster, HandOver, HostMode, RouterPolicy};
+use slipstream_config::cluster::{
+    AutoscaleConfig, AutoscalePolicy, Cluster, HandOver, HostMode, PoolConfig, RouterPolicy,
+};
 use slipstream_config::workload_file::Workload;
 use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::{ApiTime, TimingError};
@@ -126,6 +128,15 @@ pub enum TwinError {
          workload name none; set another policy, such as \"kv\""
     )]
     Direct,
+    /// A pool is scaled by its TTFT, and no request has an objective for it.
+    #[error(
+        "pool `{pool}`: `autoscale.policy` is \"slo\", and no request has an objective for TTFT, so workers would \
+         only be removed; give one (`--slo ttft=1s`, or `slo` of a class of the workload file), or take another policy"
+    )]
+    NoObjective {
+        /// The pool.
+        pool: String,
+    },
 }
 
 /// A request that has ended, for records.
@@ -563,6 +574,14 @@ impl<'a> Sim<'a> {
         if cluster.router.policy == RouterPolicy::Direct {
             return Err(TwinError::Direct);
         }
+        let by_slo = |of: &AutoscaleConfig| of.policy == AutoscalePolicy::Slo;
+        let scaled = |pool: &&PoolConfig| pool.autoscale.as_ref().is_some_and(by_slo);
+        if let Some(pool) = cluster.pools.iter().find(scaled)
+            && !options.slo.any_limits("ttft")
+        {
+            let pool = pool.name.clone();
+            return Err(TwinError::NoObjective { pool });
+        }
         let host: Option<(Box<dyn Host>, Costs)> = match cluster.host.mode {
             HostMode::None => None,
             HostMode::Ideal => Some((
@@ -662,6 +681,9 @@ impl<'a> Sim<'a> {
                     Duration::from_nanos(self.now.0),
                     counted(self.flights.len() as u64, "request")
                 ));
+                break;
+            }
+            if !self.scaling.is_empty() && self.only_decides(next)? {
                 break;
             }
             cut = self.step(next, sink)?;
@@ -782,6 +804,21 @@ impl<'a> Sim<'a> {
             .min()
     }
 
+    /// Whether nothing but decisions about the number of workers will happen from `next` on, and none will change
+    /// anything. Not within a step.
+    fn only_decides(&mut self, next: SimTime) -> Result<bool, TwinError> {
+        let idle = self.schedule.next_due(self.now)?.is_none()
+            && self.ends.is_empty()
+            && self.prefill_ends.is_empty()
+            && self.wire.next_time().is_none()
+            && self.dispatch.next_timeout().is_none()
+            && self
+                .queue
+                .iter()
+                .all(|Reverse((_, _, event))| matches!(event, Event::Scale { .. }));
+        Ok(self.scaling.is_settled(idle, self.now, next))
+    }
+
     /// Ends the passes that end now.
     fn end_passes(&mut self, sink: &mut dyn Sink) {
         while let Some(&Reverse((end, _, node, life))) = self.ends.peek()
@@ -858,8 +895,11 @@ impl<'a> Sim<'a> {
                 let slo = self.options.slo.of_class(class);
                 if let Some(limit) = slo.and_then(|slo| slo.limit_ns("ttft")) {
                     let ratio = now.since(flight.request.due) as f64 / limit.max(1) as f64;
-                    let worker = self.nodes[node as usize].rank.worker;
-                    self.scaling.on_first_token(worker, ratio);
+                    // Both pools that had a part of it can be what made it late.
+                    for node in [Some(node), flight.prefill].into_iter().flatten() {
+                        let worker = self.nodes[node as usize].rank.worker;
+                        self.scaling.on_first_token(worker, ratio);
+                    }
                 }
             }
             self.dispatch.on_first_token(first.id.0 as u32);

@@ -4,6 +4,7 @@
 mod calibrated;
 mod model;
 mod real;
+mod scaling;
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use slipstream_bench::host::{self, HostLoad, HostSample, RunQueue};
+use slipstream_config::cluster::Cluster;
 use slipstream_report::drag;
 use slipstream_report::gaps::{self, StageGaps};
 use slipstream_report::table::{counted, grouped, number};
@@ -182,9 +183,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return engine(args, url);
     }
     // Errors in the files are reported before anything is started.
-    if args.cluster.resolve_modelled(&[])?.is_none() {
+    let Some(cluster) = args.cluster.resolve_modelled(&[])? else {
         return Ok(ExitCode::SUCCESS); // --print-config
-    }
+    };
     args.what.workload(&args.sets.workload_set)?;
     let own;
     let dir = if let Some(dir) = &args.keep {
@@ -196,14 +197,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let speedup = match args.speedup {
         Speedup::Fixed(factor) => factor,
-        Speedup::Auto { max } => calibrate(args, dir, max)?,
+        Speedup::Auto { max } => calibrate(args, &cluster, dir, max)?,
     };
     if args.print_speedup {
         out::print(&format!("{speedup}\n"))?;
         return Ok(ExitCode::SUCCESS);
     }
     let (load, queue) = live(args, speedup, dir)?;
-    twin(args, speedup, dir)?;
+    twin(args, &cluster, speedup, dir)?;
     let runs = [read(&dir.join("live.csv"))?, read(&dir.join("twin.csv"))?];
     let (names, runs) = (["live", "twin"], [&runs[0], &runs[1]]);
     let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
@@ -255,7 +256,9 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
             "note: no cluster file is given, so step times are those of the default GPU: name one that \
              `slipstream calibrate` has fitted to the engine, or set engine.timing.gpu"
         );
-    } else if args.cluster.resolve_modelled(&[])?.is_none() {
+    } else if let Some(resolved) = args.cluster.resolve_modelled(&[])? {
+        cluster.extend(all_workers(&resolved).map(OsString::from));
+    } else {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
     let mut bench = bench(args, url, "engine", dir)?;
@@ -413,9 +416,9 @@ pub(super) fn step_ms(report: &RunReport) -> Option<f64> {
 
 /// The largest compression up to `max` at which this host, under its current load, meets its
 /// deadlines.
-fn calibrate(args: &Args, dir: &Path, max: f64) -> anyhow::Result<f64> {
+fn calibrate(args: &Args, cluster: &Cluster, dir: &Path, max: f64) -> anyhow::Result<f64> {
     let late = host::wake_up_lateness();
-    twin(args, 1.0, dir)?;
+    twin(args, cluster, 1.0, dir)?;
     let Some(step_ms) = step_ms(&report(dir, "twin.json")?) else {
         return Ok(max); // no step to be late for
     };
@@ -577,9 +580,16 @@ fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Opti
     Ok((load, queue))
 }
 
-fn twin(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<()> {
+/// Flags of a twin that has all workers of `cluster` throughout, as the live side has.
+fn all_workers(cluster: &Cluster) -> impl Iterator<Item = String> {
+    let scaled = cluster.pools.iter().filter(|p| p.autoscale.is_some());
+    scaled.map(|pool| format!("--set=pool.{}.autoscale.policy=none", pool.name))
+}
+
+fn twin(args: &Args, cluster: &Cluster, speedup: f64, dir: &Path) -> anyhow::Result<()> {
     let mut simulate = simulate(args, &args.cluster.flags(), dir)?;
     simulate
+        .args(all_workers(cluster))
         .arg(format!("--time-scale={}", args.scale(speedup)))
         .arg(format!("--speedup={speedup}"))
         // The live side is our own server, not vLLM's.

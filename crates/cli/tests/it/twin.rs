@@ -562,3 +562,82 @@ fn the_example_of_autoscaling_runs_and_counts_its_workers() {
     ]);
     assert!(!off.contains("\"autoscale\""), "{off}");
 }
+
+/// The first line of the example says how many workers there are over the day that its command runs.
+#[test]
+fn the_example_of_autoscaling_has_the_workers_that_it_states() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let cluster = format!("{root}/examples/cluster-autoscale.toml");
+    let text = std::fs::read_to_string(&cluster).unwrap();
+    assert!(
+        text.contains("2 at night, up to 8 at the peak")
+            && text.contains("--workload examples/day.workload.toml"),
+        "{text}"
+    );
+    let (code, out, err) = run(&[
+        "simulate",
+        &cluster,
+        &format!("--workload={root}/examples/day.workload.toml"),
+        "--workload-set=duration_s=86400", // one of its two equal days
+        "--json",
+        "--quiet",
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    let pool = &json["autoscale"]["pools"][0];
+    assert_eq!(
+        (&pool["workers_min"], &pool["workers_max"]),
+        (&2.into(), &8.into())
+    );
+    // An hour of the day takes 150 s: fewest before dawn, most around 15:00.
+    let changes = json["autoscale"]["changes"].as_array().unwrap();
+    let at = |change: &Value| change["at_s"].as_f64().unwrap() / 150.0;
+    let wanted = |hour: f64| {
+        let last = changes.iter().rfind(|change| at(change) <= hour);
+        last.map_or(2, |change| change["wanted"].as_u64().unwrap())
+    };
+    assert!(wanted(4.0) <= 3, "{changes:?}");
+    let most: Vec<f64> = (changes.iter())
+        .filter(|change| change["wanted"] == 8)
+        .map(at)
+        .collect();
+    assert!(
+        most.iter().all(|hour| (11.0..20.0).contains(hour)),
+        "{most:?}"
+    );
+}
+
+/// The live side has all workers, so the twin that it is compared with has them too.
+#[test]
+fn drag_compares_clusters_of_as_many_workers() {
+    let dir = tempfile::tempdir().unwrap();
+    let keep = dir.path().join("kept");
+    let keep_flag = format!("--keep={}", keep.display());
+    let mut args = vec![
+        "drag",
+        "--rate=100",
+        "--requests=40",
+        "--isl=300",
+        "--osl=4",
+        "--speedup=20",
+        "--set=router.policy=round_robin",
+        "--set=autoscale.policy=utilization",
+        "--set=autoscale.target=0.5",
+        &keep_flag,
+    ];
+    args.extend(SMALL);
+    let (code, _, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    let note = "note: `autoscale.policy` has an effect in simulation only";
+    assert!(err.contains(note), "{err}");
+    for side in ["live", "twin"] {
+        let records = keep.join(format!("{side}.csv"));
+        let mut workers: Vec<Option<u32>> = slipstream_report::drag::read(&records)
+            .unwrap()
+            .map(|record| record.unwrap().worker)
+            .collect();
+        workers.sort_unstable();
+        workers.dedup();
+        assert_eq!(workers, [Some(0), Some(1)], "{side}");
+    }
+}

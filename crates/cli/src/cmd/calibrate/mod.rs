@@ -184,6 +184,7 @@ fn one_worker(mut cluster: Cluster) -> anyhow::Result<Cluster> {
         cluster.pools[0].engine.data_parallel_size
     );
     cluster.pools[0].workers = 1;
+    cluster.pools[0].autoscale = None;
     cluster.events.clear();
     Ok(cluster)
 }

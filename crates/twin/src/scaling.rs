@@ -166,7 +166,7 @@ impl Pools {
             return false;
         }
         let since = *self.quiet.get_or_insert(now);
-        // All recommendations that count were then made by what is observed now, and one decision followed them.
+        // Every recommendation in the window was then made by the same observations, and one decision followed.
         let each = self.pools.iter().map(|pool| pool.scaler.settles_ns());
         next.since(since) > each.max().unwrap_or(0)
     }

@@ -390,21 +390,20 @@ impl Backend for Etcd {
     ) -> Result<(), BackendError> {
         assert!(is_key(key), "keys are made by this program: {key}");
         assert!(value.len() <= VALUE_BYTES_MAX, "values are, too");
-        let before = self.own.remove(key);
+        // The entry before stays known if this fails: the next renewal tries again.
         let id = self
             .publish(key, value, lease)
             .map_err(|error| self.failed("publishing", error))?;
-        if let Some(before) = before {
-            // Its key has another lease now. Otherwise it ends by itself.
-            let _ = self.call("/v3/lease/revoke", &json!({"ID": before.id}));
-        }
         let own = Own {
             value: value.to_owned(),
             lease,
             id,
             is_lost: false,
         };
-        self.own.insert(key.to_owned(), own);
+        if let Some(before) = self.own.insert(key.to_owned(), own) {
+            // Its key has another lease now. Otherwise it ends by itself.
+            let _ = self.call("/v3/lease/revoke", &json!({"ID": before.id}));
+        }
         Ok(())
     }
 

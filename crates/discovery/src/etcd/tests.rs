@@ -497,3 +497,64 @@ fn answers_that_are_not_etcds_are_errors() {
         );
     }
 }
+
+/// A server of one connection per call; `answer` gets path and body. It ends with its test.
+fn scripted(mut answer: impl FnMut(&str, Value) -> (u16, Value) + Send + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let (mut request, mut piece) = (Vec::new(), [0; 4096]);
+            let (path, body) = loop {
+                let read = stream.read(&mut piece).unwrap();
+                assert!(read > 0, "a whole request");
+                request.extend_from_slice(&piece[..read]);
+                let text = String::from_utf8_lossy(&request);
+                if let Some((head, body)) = text.split_once("\r\n\r\n")
+                    && let Ok(body) = serde_json::from_str(body)
+                {
+                    break (head.split(' ').nth(1).unwrap().to_owned(), body);
+                }
+            };
+            let (status, answer) = answer(&path, body);
+            let answer = answer.to_string();
+            let _ = write!(
+                stream,
+                "HTTP/1.1 {status} X\r\ncontent-length: {}\r\n\r\n{answer}",
+                answer.len()
+            );
+        }
+    });
+    address
+}
+
+#[test]
+fn a_renewal_that_fails_to_publish_is_repeated_by_the_next() {
+    let (tell, puts) = channel();
+    let (mut granted, mut fails) = (0, [false, true, false].into_iter());
+    let address = scripted(move |path, body| match path {
+        "/v3/lease/grant" => {
+            granted += 1;
+            (200, json!({"ID": granted.to_string()}))
+        }
+        // Every lease has ended but the third.
+        "/v3/lease/keepalive" if body["ID"] == "3" => (200, json!({"result": {"TTL": "3600"}})),
+        "/v3/lease/keepalive" => (200, json!({"result": {}})),
+        "/v3/kv/put" => {
+            tell.send(body["lease"].as_str().unwrap().to_owned())
+                .unwrap();
+            match fails.next().expect("no more puts") {
+                true => (503, json!({"message": "no leader"})),
+                false => (200, json!({})),
+            }
+        }
+        _ => (200, json!({})),
+    });
+    let mut etcd = client(&address.to_string());
+    put(&mut etcd, "a", LONG);
+    let error = etcd.renew(now(), "a").unwrap_err().to_string();
+    assert!(error.contains("publishing failed: status 503"), "{error}");
+    etcd.renew(now(), "a").unwrap();
+    etcd.renew(now(), "a").unwrap(); // it is there: nothing to put
+    assert_eq!(puts.try_iter().collect::<Vec<_>>(), ["1", "2", "3"]);
+}

@@ -125,7 +125,7 @@ struct Own {
     lease: Duration,
     /// etcd's number of the lease.
     id: String,
-    /// Somebody else deleted or replaced it.
+    /// Somebody else deleted or replaced it, or it is under another lease than `id`.
     is_lost: bool,
 }
 
@@ -279,6 +279,10 @@ impl Etcd {
         } else {
             None
         };
+        if let Some(own) = self.own.get_mut(&key) {
+            let is_ours = fault.is_none() && value.as_ref() == Some(&own.value);
+            own.is_lost = !is_ours || number(&kv["lease"]) != number(&json!(own.id));
+        }
         if let Some(reason) = fault {
             if self.invalid.len() < INVALID_MAX && self.invalid.insert(key.clone()) {
                 changes.push(Change::Invalid { name: full, reason });
@@ -287,9 +291,6 @@ impl Etcd {
         }
         self.invalid.remove(&key);
         let value = value.expect("it was checked");
-        if let Some(own) = self.own.get_mut(&key) {
-            own.is_lost = own.value != value;
-        }
         if self.entries.insert(key.clone(), revision) != Some(revision) {
             changes.push(Change::Put {
                 key: key.clone(),
@@ -354,8 +355,15 @@ impl Etcd {
         let answer = self.call("/v3/kv/range", &body)?;
         let latest = number(&answer["kvs"][0]["mod_revision"]).unwrap_or_default();
         let count = number(&answer["count"]).unwrap_or_default();
-        let known = to_i64(self.entries.len() + self.invalid.len());
-        let differs = latest > self.revision || count != known && count <= to_i64(KEYS_MAX);
+        // An entry that was replaced by something invalid stays one, and is one key.
+        let replaced = self
+            .invalid
+            .iter()
+            .filter(|key| self.entries.contains_key(*key));
+        let known = to_i64(self.entries.len() + self.invalid.len() - replaced.count());
+        // Beyond the limits, keys are there that are not kept.
+        let is_counted = count <= to_i64(KEYS_MAX) && self.invalid.len() < INVALID_MAX;
+        let differs = latest > self.revision || count != known && is_counted;
         // A single difference may be a change on its way.
         if differs && self.is_suspect {
             self.watch = None;

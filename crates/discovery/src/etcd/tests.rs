@@ -382,6 +382,59 @@ fn keys_that_are_no_entries_are_reported_once() {
     assert!(more.is_empty(), "{more:?}");
 }
 
+#[test]
+fn an_entry_that_somebody_replaced_is_put_again() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let (mut one, mut other) = (server.client(), server.client());
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut one, 1), ["+a={}"]);
+    let long = STANDARD.encode(vec![b'x'; VALUE_BYTES_MAX + 1]);
+    // No text; too long; another text; the same, but under no lease: it would outlive its process.
+    for (value, seen) in [
+        ("/w==", "!test/x/a"),
+        (&*long, "!test/x/a"),
+        ("Nw==", "+a=7"),
+        ("e30=", "+a={}"),
+    ] {
+        let body = json!({"key": one.full("a"), "value": value});
+        other.call("/v3/kv/put", &body).unwrap();
+        assert_eq!(changes(&mut one, 1), [seen]);
+        one.renew(now(), "a").unwrap();
+        assert_eq!(changes(&mut one, 1), ["+a={}"]);
+        let body = json!({"key": one.full("a")});
+        let kept = other.call("/v3/kv/range", &body).unwrap();
+        assert_eq!(kept["kvs"][0]["value"], "e30=");
+        assert_eq!(kept["kvs"][0]["lease"], one.own["a"].id);
+    }
+}
+
+#[test]
+fn an_entry_that_became_invalid_is_no_reason_to_list_again() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let (mut one, mut other) = (server.client(), server.client());
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut other, 1), ["+a={}"]);
+    let body = json!({"key": one.full("a"), "value": "/w=="});
+    one.call("/v3/kv/put", &body).unwrap();
+    assert_eq!(changes(&mut other, 1), ["!test/x/a"]);
+    for _ in 0..3 {
+        other.check().unwrap();
+        assert!(other.watch.is_some() && !other.is_suspect);
+    }
+    // It is one key still: a second one that was missed is noticed.
+    put(&mut one, "b", LONG);
+    other.check().unwrap();
+    assert!(other.is_suspect);
+    assert_eq!(changes(&mut other, 1), ["+b={}"]);
+    one.call("/v3/kv/deleterange", &json!({"key": one.full("a")}))
+        .unwrap();
+    assert_eq!(changes(&mut other, 1), ["-a"]);
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Seat {
     id: u32,

@@ -480,12 +480,21 @@ fn number(value: &Value) -> Option<i64> {
 fn left(end: Instant) -> io::Result<Duration> {
     let left = end.saturating_duration_since(Instant::now());
     if left.is_zero() {
-        return Err(io::Error::new(
-            io::ErrorKind::TimedOut,
-            "it does not answer in time",
-        ));
+        return Err(late());
     }
     Ok(left)
+}
+
+fn late() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "it does not answer in time")
+}
+
+/// A socket's time limit gives errors that do not say so, such as `Resource temporarily unavailable`.
+fn in_time<T>(result: io::Result<T>) -> io::Result<T> {
+    result.map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => late(),
+        _ => error,
+    })
 }
 
 /// Connects to `server` and sends a request.
@@ -495,7 +504,7 @@ fn send(server: &str, path: &str, body: &Value, end: Instant) -> io::Result<TcpS
         "its name has no address",
     ));
     for address in server.to_socket_addrs()? {
-        connected = TcpStream::connect_timeout(&address, left(end)?);
+        connected = in_time(TcpStream::connect_timeout(&address, left(end)?));
         if connected.is_ok() {
             break;
         }
@@ -507,7 +516,7 @@ fn send(server: &str, path: &str, body: &Value, end: Instant) -> io::Result<TcpS
         body.len()
     );
     stream.set_write_timeout(Some(left(end)?))?;
-    stream.write_all(request.as_bytes())?;
+    in_time(stream.write_all(request.as_bytes()))?;
     Ok(stream)
 }
 
@@ -516,7 +525,7 @@ fn ask(server: &str, path: &str, body: &Value, end: Instant) -> io::Result<Value
     let mut stream = send(server, path, body, end)?;
     let mut answer = Answer::default();
     while !answer.is_over {
-        if !answer.fill(&mut stream, Some(end))? {
+        if !in_time(answer.fill(&mut stream, Some(end)))? {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
     }

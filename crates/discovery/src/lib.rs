@@ -130,13 +130,21 @@ pub enum Place {
 }
 
 impl Place {
-    /// `etcd://…` as [`EtcdOptions::parse`] reads it; anything else is a folder.
+    /// `etcd://…` as [`EtcdOptions::parse`] reads it; anything else without `://` is a folder.
     ///
     /// # Errors
-    /// The fault of an address of etcd, as the end of a sentence.
+    /// The fault of an address, as the end of a sentence.
     pub fn parse(text: &str) -> Result<Place, String> {
         if text.starts_with("etcd://") {
             return EtcdOptions::parse(text).map(Place::Etcd);
+        }
+        // Such as `http://HOST:2379`: a folder of that name would join no one.
+        if text.contains("://") {
+            return Err(
+                "is an address of something else; write etcd://HOST:PORT/PREFIX for etcd, \
+                 or the path of a folder"
+                    .into(),
+            );
         }
         Ok(Place::Folder(text.into()))
     }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use serde::{Deserialize, Serialize};
 
 use super::*;
-use crate::{Event, Record, Session};
+use crate::{Event, Place, Record, Session};
 
 /// Time limit, longer than any operation here; a test that reaches it fails.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -610,4 +610,32 @@ fn a_renewal_that_fails_to_publish_is_repeated_by_the_next() {
     etcd.renew(now(), "a").unwrap();
     etcd.renew(now(), "a").unwrap(); // it is there: nothing to put
     assert_eq!(puts.try_iter().collect::<Vec<_>>(), ["1", "2", "3"]);
+}
+
+#[test]
+fn a_server_that_says_nothing_is_an_error_that_says_so() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap(); // it accepts and answers nothing
+    let mut etcd = client(&listener.local_addr().unwrap().to_string());
+    let error = etcd.put(now(), "a", "{}", LONG).unwrap_err().to_string();
+    assert!(error.contains("it does not answer in time"), "{error}");
+    let error = etcd.poll(now(), &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("it does not answer in time"), "{error}");
+}
+
+#[test]
+fn an_address_of_something_else_is_no_folder() {
+    for text in [
+        "http://h:2379",
+        "https://h",
+        "etcds://h",
+        "ETCD://h",
+        " etcd://h",
+    ] {
+        let error = Place::parse(text).unwrap_err();
+        assert!(error.contains("etcd://HOST:PORT/PREFIX"), "{text}: {error}");
+    }
+    for text in ["disc", "/tmp/a:b/c", "etcd:/h", "etcd"] {
+        assert_eq!(Place::parse(text), Ok(Place::Folder(text.into())));
+    }
+    assert!(matches!(Place::parse("etcd://h"), Ok(Place::Etcd(_))));
 }

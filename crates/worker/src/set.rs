@@ -140,7 +140,7 @@ struct RunningThread {
 }
 
 /// Requests snapshots of ranks' caches; see [`WorkerSet::resyncs`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Resyncs {
     ranks: Vec<Arc<RankStats>>,
     threads: Vec<Attention>,

@@ -18,6 +18,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
 /// Whom to dial.
+#[derive(Clone)]
 pub(super) struct Target {
     pub(super) frontend: String,
     pub(super) instance: u64,
@@ -40,20 +41,22 @@ enum DialError {
     Stranger,
 }
 
-/// Keeps one connection to `target` for as long as the frontend is announced and this process runs.
+/// Keeps one connection to the target for as long as there is one and this process runs. An open
+/// connection continues without; the dialer ends when it would have to dial and nobody is wanted.
 pub(super) async fn dial(
     home: Rc<Home>,
-    target: Target,
-    mut gone: watch::Receiver<bool>,
+    mut wanted: watch::Receiver<Option<Target>>,
     mut staged: watch::Receiver<Stage>,
 ) {
     let mut pause = PAUSE;
-    let name = format!("{} shard {}", target.frontend, target.shard);
     let mut said = String::new();
     loop {
-        if *staged.borrow_and_update() >= Stage::Leaving || *gone.borrow_and_update() {
+        if *staged.borrow_and_update() >= Stage::Leaving {
             return;
         }
+        let Some(target) = wanted.borrow_and_update().clone() else {
+            return;
+        };
         let error = match serve_once(&home, &target, staged.clone()).await {
             Ok(()) => return,
             Err(Ended::NoLink) => {
@@ -83,13 +86,14 @@ pub(super) async fn dial(
         };
         // Once, not at every attempt.
         if error != said {
-            tracing::warn!("{name} at {}: {error}", target.address);
+            let (frontend, shard) = (&target.frontend, target.shard);
+            tracing::warn!("{frontend} shard {shard} at {}: {error}", target.address);
             said = error;
         }
         tokio::select! {
             biased;
             () = sleep(pause) => {}
-            _ = gone.changed() => {}
+            _ = wanted.changed() => {}
             _ = staged.changed() => {}
         }
         pause = (pause * 2).min(PAUSE_MAX);

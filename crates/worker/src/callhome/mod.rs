@@ -41,6 +41,7 @@ use tokio::task::LocalSet;
 
 use crate::set::{Resyncs, WorkerSet};
 use crate::stats::RankStats;
+use dial::Target;
 use feed::{Feed, FeedSink};
 
 /// Changes of the discovery directory that may wait for the plane's thread; then the discovery
@@ -321,14 +322,14 @@ async fn run(
             Some(event) = events.recv(), if stage == Stage::Running => {
                 frontends.on_event(event);
             }
-            Some(_) = frontends.dialers.join_next() => {}
+            Some(_) = frontends.tasks.join_next() => {}
         }
     }
     session.stop();
     // Its thread may wait for room.
     drop(events);
     // Dialers see the end by `staged`, and each sends the rest.
-    while frontends.dialers.join_next().await.is_some() {}
+    while frontends.tasks.join_next().await.is_some() {}
     drop(session);
 }
 
@@ -336,9 +337,10 @@ async fn run(
 struct Frontends {
     home: Rc<Home>,
     staged: watch::Receiver<Stage>,
-    /// By instance: set when its record is gone.
-    gone: BTreeMap<u64, watch::Sender<bool>>,
-    dialers: tokio::task::JoinSet<()>,
+    /// By instance and shard: the target, or `None` while its record is gone. Closed when the dialer
+    /// has ended.
+    dialers: BTreeMap<(u64, u8), watch::Sender<Option<Target>>>,
+    tasks: tokio::task::JoinSet<()>,
     /// Instances of other clusters that were reported.
     foreign: std::collections::BTreeSet<u64>,
 }
@@ -348,8 +350,8 @@ impl Frontends {
         Frontends {
             home: Rc::clone(home),
             staged: staged.clone(),
-            gone: BTreeMap::new(),
-            dialers: tokio::task::JoinSet::new(),
+            dialers: BTreeMap::new(),
+            tasks: tokio::task::JoinSet::new(),
             foreign: std::collections::BTreeSet::new(),
         }
     }
@@ -358,9 +360,10 @@ impl Frontends {
         match event {
             Event::Appeared(record) if record.role == ProcessRole::Frontend => self.dial(&record),
             Event::Vanished(record) => {
-                // Open connections continue; no more are made.
-                if let Some(gone) = self.gone.remove(&record.instance) {
-                    let _ = gone.send(true);
+                // Open connections continue; no more are made unless the record comes back.
+                let of = (record.instance, 0)..=(record.instance, u8::MAX);
+                for (_, dialer) in self.dialers.range(of) {
+                    dialer.send_replace(None);
                 }
             }
             Event::Failed(error) => tracing::warn!("{error}"),
@@ -382,20 +385,28 @@ impl Frontends {
             }
             return;
         }
-        let (gone, is_gone) = watch::channel(false);
+        self.dialers.retain(|_, dialer| !dialer.is_closed());
         for (shard, address) in (0u8..=255).zip(&record.shards) {
-            let target = dial::Target {
+            let target = Target {
                 frontend: record.name.clone(),
                 instance: record.instance,
                 shard,
                 address: address.clone(),
                 key: record.key.as_ref().map_or([0; 16], SeatKey::bytes),
             };
+            let target = Some(target);
+            let at = (record.instance, shard);
+            // A record that was gone for a while: a second connection would be refused for ever.
+            if let Some(dialer) = self.dialers.get(&at) {
+                dialer.send_replace(target);
+                continue;
+            }
+            let (dialer, wanted) = watch::channel(target);
+            self.dialers.insert(at, dialer);
             let staged = self.staged.clone();
-            let dialer = dial::dial(self.home.clone(), target, is_gone.clone(), staged);
-            self.dialers.spawn_local(dialer);
+            self.tasks
+                .spawn_local(dial::dial(self.home.clone(), wanted, staged));
         }
-        self.gone.insert(record.instance, gone);
     }
 }
 
@@ -451,3 +462,6 @@ impl Home {
         of(&self.stats).fetch_add(1, Relaxed);
     }
 }
+
+#[cfg(test)]
+mod tests;

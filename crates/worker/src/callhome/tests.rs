@@ -1,0 +1,114 @@
+use slipstream_planes::link::Link;
+use slipstream_planes::ring::{Plane, PlaneLimits};
+use slipstream_planes::wire::{Hello, Welcome};
+use tokio::net::TcpListener;
+use tokio::time::timeout;
+
+use super::*;
+
+/// Time limit, longer than any operation here; a test that reaches it fails.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A process of one worker whose engine nobody runs.
+fn home(links: Vec<ShardPort>) -> Rc<Home> {
+    let config = CallHomeConfig {
+        instance: 1,
+        fingerprint: 7,
+        name: "worker".into(),
+        discovery: Place::Folder("none".into()),
+        lease: PATIENCE,
+        deadline: PATIENCE,
+        unsent_bytes_max: 1 << 20,
+        tls: None,
+    };
+    let (feed, stats) = (Feed::default(), Arc::default());
+    let worker = WorkerRanks {
+        worker: WorkerId(0),
+        ranks: vec![Arc::default()],
+    };
+    let mut home = Home::new(config, links, vec![worker], Resyncs::default(), feed, stats);
+    // No engine thread would confirm that a connection has ended.
+    let alone = Rc::get_mut(&mut home).expect("nobody else has it yet");
+    alone.thread_workers.clear();
+    home
+}
+
+fn frontend(instance: u64, listener: &TcpListener) -> Record {
+    Record {
+        role: ProcessRole::Frontend,
+        instance,
+        name: format!("frontend-{instance}"),
+        fingerprint: 7,
+        shards: vec![listener.local_addr().unwrap().to_string()],
+        workers: Vec::new(),
+        key: Some(SeatKey::draw().unwrap()),
+    }
+}
+
+/// Accepts the next connection, which has to be for `frontend`, and welcomes it.
+#[track_caller]
+fn welcome<'a>(
+    listener: &'a TcpListener,
+    frontend: &'a Record,
+) -> impl Future<Output = Link> + use<'a> {
+    let greeting = async move {
+        let (stream, _) = listener.accept().await.unwrap();
+        let mut link = Link::new(Box::new(stream), PATIENCE, 1 << 20);
+        let hello = link.receive(|_, body| Hello::decode(body)).await.unwrap();
+        let key = frontend.key.as_ref().unwrap().bytes();
+        assert_eq!(hello.key, key, "a dial of another one");
+        let welcome = Welcome {
+            instance: frontend.instance,
+            shard: hello.shard,
+            wants_kv: false,
+            deadline_ms: PATIENCE.as_millis() as u32,
+            name: frontend.name.clone(),
+        };
+        welcome.encode(link.outbox());
+        link.flush().await.unwrap();
+        link
+    };
+    async { timeout(PATIENCE, greeting).await.expect("a connection") }
+}
+
+#[test]
+fn a_record_that_comes_back_finds_its_connection() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    LocalSet::new().block_on(&runtime, async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let plane = Plane::new(4, 1, PlaneLimits::default());
+        let home = home(plane.shards);
+        let (_stage, staged) = watch::channel(Stage::Running);
+        let mut frontends = Frontends::new(&home, &staged);
+        let (one, two) = (frontend(1, &listener), frontend(2, &listener));
+        frontends.on_event(Event::Appeared(one.clone()));
+        let first = welcome(&listener, &one).await;
+
+        // Dials are made in turn: a second one to the first would come before this.
+        frontends.on_event(Event::Vanished(one.clone()));
+        frontends.on_event(Event::Appeared(one.clone()));
+        frontends.on_event(Event::Appeared(two.clone()));
+        let _second = welcome(&listener, &two).await;
+
+        // It is wanted again: a connection that is lost is made anew.
+        drop(first);
+        let first = welcome(&listener, &one).await;
+
+        // One that is gone is not dialed; one that comes back after that is, once.
+        frontends.on_event(Event::Vanished(one.clone()));
+        drop(first);
+        let ended = timeout(PATIENCE, frontends.tasks.join_next()).await;
+        ended.expect("the dialer ends").unwrap().unwrap();
+        for _ in 0..2 {
+            frontends.on_event(Event::Appeared(one.clone()));
+        }
+        let _first = welcome(&listener, &one).await;
+        assert_eq!(frontends.tasks.len(), 2, "a dialer for each");
+        let stats = &home.stats;
+        let refused = (stats.rejected.load(Relaxed), stats.failed.load(Relaxed));
+        assert_eq!((stats.lost.load(Relaxed), refused), (2, (0, 0)));
+    });
+}

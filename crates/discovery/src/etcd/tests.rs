@@ -596,9 +596,10 @@ fn a_renewal_that_fails_to_publish_is_repeated_by_the_next() {
         "/v3/kv/put" => {
             tell.send(body["lease"].as_str().unwrap().to_owned())
                 .unwrap();
-            match fails.next().expect("no more puts") {
-                true => (503, json!({"message": "no leader"})),
-                false => (200, json!({})),
+            if fails.next().expect("no more puts") {
+                (503, json!({"message": "no leader"}))
+            } else {
+                (200, json!({}))
             }
         }
         _ => (200, json!({})),

@@ -9,13 +9,9 @@ use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{
-    AtomicBool, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use prometheus_client::collector::Collector;
@@ -24,6 +20,7 @@ use prometheus_client::metrics::MetricType;
 use rustix::fs::OFlags;
 use serde::Serialize;
 
+use crate::outbox::{Handed, Outbox};
 use crate::trace_context::Span;
 
 /// Entries that may wait to be written.
@@ -191,11 +188,8 @@ fn rfc3339(since: Duration) -> String {
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// Handed over to the writer.
-    queued: AtomicU64,
+    handed: Arc<Handed>,
     written: AtomicU64,
-    /// The queue was full.
-    crowded: AtomicU64,
     /// They could not be written.
     failed: AtomicU64,
     reopen: AtomicBool,
@@ -203,11 +197,8 @@ struct Counts {
 
 /// An access log that is being written. Queued lines are written when it is dropped.
 pub struct AccessLog {
-    send: Option<SyncSender<Box<Entry>>>,
+    outbox: Outbox,
     counts: Arc<Counts>,
-    /// A message once the thread has ended.
-    ended: Mutex<Receiver<()>>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl fmt::Debug for AccessLog {
@@ -223,32 +214,16 @@ impl AccessLog {
     /// It cannot be opened: also a FIFO that no process reads. Or the thread cannot be made.
     pub fn start(target: AccessTarget) -> io::Result<AccessLog> {
         let sink = Sink::open(target)?;
-        let (send, receive) = sync_channel(QUEUE);
-        let (say_ended, ended) = sync_channel(1);
         let counts: Arc<Counts> = Arc::default();
         let shared = counts.clone();
-        let thread = std::thread::Builder::new()
-            .name("access-log".into())
-            .spawn(move || {
-                write_all(&receive, sink, &shared);
-                let _ = say_ended.send(());
-            })?;
-        Ok(AccessLog {
-            send: Some(send),
-            counts,
-            ended: Mutex::new(ended),
-            thread: Some(thread),
-        })
+        let write = move |receive: &Receiver<_>| write_all(receive, sink, &shared);
+        let outbox = Outbox::start("access-log", QUEUE, counts.handed.clone(), write)?;
+        Ok(AccessLog { outbox, counts })
     }
 
     /// Hands an entry over, if there is room.
     pub(crate) fn send(&self, entry: Box<Entry>) {
-        let sent = self.send.as_ref().map(|send| send.try_send(entry));
-        let count = match sent {
-            Some(Ok(())) => &self.counts.queued,
-            _ => &self.counts.crowded,
-        };
-        count.fetch_add(1, Release);
+        self.outbox.send(entry);
     }
 
     /// Opens the file anew, after a rotation.
@@ -269,13 +244,9 @@ impl AccessLog {
 
 impl Drop for AccessLog {
     fn drop(&mut self) {
-        self.send = None;
-        // A pipe that no process reads must not hold the exit up.
-        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if ended.recv_timeout(CLOSE_WAIT) == Err(RecvTimeoutError::Timeout) {
+        // A pipe may have no reader.
+        if !self.outbox.close(CLOSE_WAIT) {
             tracing::warn!("the access log was not written to its end within {CLOSE_WAIT:?}");
-        } else if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
         }
     }
 }
@@ -299,12 +270,8 @@ impl Flusher {
     /// Waits for the lines that were handed over before, `time` at most. Returns whether all are written.
     pub fn flush(&self, time: Duration) -> bool {
         let counts = &self.0;
-        let (end, queued) = (Instant::now() + time, counts.queued.load(Acquire));
-        let done = || counts.written.load(Relaxed) + counts.failed.load(Relaxed) >= queued;
-        while !done() && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        done()
+        let settled = || counts.written.load(Relaxed) + counts.failed.load(Relaxed);
+        counts.handed.await_settled(time, settled)
     }
 }
 
@@ -443,10 +410,13 @@ impl Collector for AccessCollector {
             None,
             MetricType::Counter,
         )?;
-        for (reason, count) in [("queue", &counts.crowded), ("write", &counts.failed)] {
+        for (reason, count) in [
+            ("queue", counts.handed.crowded()),
+            ("write", counts.failed.load(Relaxed)),
+        ] {
             family
                 .encode_family(&[("reason", reason)])?
-                .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+                .encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
         }
         Ok(())
     }

@@ -52,6 +52,7 @@ mod management;
 mod messages;
 mod meter;
 mod metrics;
+mod outbox;
 pub mod remote;
 mod replies;
 mod reply;

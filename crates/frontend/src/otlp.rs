@@ -7,13 +7,12 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::Arc;
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
@@ -26,6 +25,7 @@ use serde_json::{Value, json};
 use slipstream_config::cluster::EngineUrl;
 
 use crate::access::{AnswerEnd, Entry};
+use crate::outbox::{Handed, Outbox};
 use crate::trace_context::Span;
 use crate::upstream::wire::{self, BodyDecoder, Decoded};
 
@@ -52,16 +52,14 @@ const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Default)]
 struct Counts {
+    handed: Arc<Handed>,
     exported: AtomicU64,
-    /// The queue was full.
-    crowded: AtomicU64,
     /// The collector could not be reached, or answered with an error.
     failed: AtomicU64,
     /// The collector took the batch without them.
     rejected: AtomicU64,
     /// The server ended before they were sent.
     unsent: AtomicU64,
-    queued: AtomicU64,
     closing: AtomicBool,
 }
 
@@ -76,11 +74,8 @@ impl Counts {
 
 /// Sends spans to a collector. Those that wait are sent when it is dropped.
 pub struct SpanExporter {
-    send: Option<SyncSender<Box<Entry>>>,
+    outbox: Outbox,
     counts: Arc<Counts>,
-    /// A message once the thread has ended.
-    ended: Mutex<Receiver<()>>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl fmt::Debug for SpanExporter {
@@ -95,8 +90,6 @@ impl SpanExporter {
     /// # Errors
     /// The thread cannot be made.
     pub fn start(url: EngineUrl, service: &str) -> io::Result<SpanExporter> {
-        let (send, receive) = sync_channel(QUEUE);
-        let (say_ended, ended) = sync_channel(1);
         let counts: Arc<Counts> = Arc::default();
         let sender = Sender {
             resource: resource(service),
@@ -104,28 +97,14 @@ impl SpanExporter {
             url,
             failing: false,
         };
-        let thread = std::thread::Builder::new()
-            .name("otlp".into())
-            .spawn(move || {
-                sender.run(&receive);
-                let _ = say_ended.send(());
-            })?;
-        Ok(SpanExporter {
-            send: Some(send),
-            counts,
-            ended: Mutex::new(ended),
-            thread: Some(thread),
-        })
+        let run = move |receive: &Receiver<_>| sender.run(receive);
+        let outbox = Outbox::start("otlp", QUEUE, counts.handed.clone(), run)?;
+        Ok(SpanExporter { outbox, counts })
     }
 
     /// Hands over the span of a request, if there is room.
     pub(crate) fn send(&self, entry: Box<Entry>) {
-        let sent = self.send.as_ref().map(|send| send.try_send(entry));
-        let count = match sent {
-            Some(Ok(())) => &self.counts.queued,
-            _ => &self.counts.crowded,
-        };
-        count.fetch_add(1, Release);
+        self.outbox.send(entry);
     }
 
     /// Waits for spans, if the process ends without dropping the exporter.
@@ -142,16 +121,9 @@ impl SpanExporter {
 impl Drop for SpanExporter {
     fn drop(&mut self) {
         self.counts.closing.store(true, Release);
-        self.send = None;
-        if let Some(thread) = &self.thread {
-            thread.thread().unpark();
-        }
-        // A collector that does not answer must not hold the exit up.
-        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if ended.recv_timeout(CLOSE_WAIT) == Err(RecvTimeoutError::Timeout) {
+        // A collector may not answer.
+        if !self.outbox.close(CLOSE_WAIT) {
             tracing::warn!("not all spans were sent to the collector within {CLOSE_WAIT:?}");
-        } else if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
         }
     }
 }
@@ -165,12 +137,7 @@ impl SpanFlusher {
     pub fn flush(&self, time: Duration) -> bool {
         let counts = &self.0;
         counts.closing.store(true, Release);
-        let (end, queued) = (Instant::now() + time, counts.queued.load(Acquire));
-        let done = || counts.settled() >= queued;
-        while !done() && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        done()
+        counts.handed.await_settled(time, || counts.settled())
     }
 }
 
@@ -569,14 +536,14 @@ impl Collector for SpanCollector {
             MetricType::Counter,
         )?;
         for (reason, count) in [
-            ("queue", &counts.crowded),
-            ("send", &counts.failed),
-            ("rejected", &counts.rejected),
-            ("shutdown", &counts.unsent),
+            ("queue", counts.handed.crowded()),
+            ("send", counts.failed.load(Relaxed)),
+            ("rejected", counts.rejected.load(Relaxed)),
+            ("shutdown", counts.unsent.load(Relaxed)),
         ] {
             family
                 .encode_family(&[("reason", reason)])?
-                .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+                .encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
         }
         Ok(())
     }

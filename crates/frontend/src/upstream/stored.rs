@@ -5,7 +5,7 @@
 //! is not stored. Clients choose no ids, which would replace the answers of others.
 //!
 //! An id that is not known, since the router was started again or has forgotten it, is asked for at the engines
-//! (`GET /v1/responses/ID`) if the router has no keys. With keys its owner is not known, so nobody may have it.
+//! (`GET /v1/responses/ID`) if the router has no keys. With keys it is refused, because its owner is not known.
 
 use std::cell::RefCell;
 use std::collections::hash_map::RandomState;

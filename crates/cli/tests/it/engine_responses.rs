@@ -137,11 +137,17 @@ fn an_id_with_a_slash_is_one_part_of_the_path() {
     assert!(asked.contains(&escaped), "{asked:?}");
 }
 
-/// A router with the API keys `one` and `two`.
-fn keyed(engines: &[Server], more: &[&str]) -> (tempfile::NamedTempFile, Server) {
+/// A file with the API keys `one` and `two`, and the argument that names it.
+fn two_keys() -> (tempfile::NamedTempFile, String) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "one\ntwo\n").unwrap();
     let keys = format!("--set=live.api_keys_file={}", file.path().display());
+    (file, keys)
+}
+
+/// A router with these keys.
+fn keyed(engines: &[Server], more: &[&str]) -> (tempfile::NamedTempFile, Server) {
+    let (file, keys) = two_keys();
     let server = router(engines, &[&[keys.as_str()], more].concat());
     (file, server)
 }
@@ -271,9 +277,7 @@ fn a_stored_response_is_for_the_key_that_made_it() {
 #[test]
 fn a_stored_response_has_no_other_path() {
     let engines = naming("resp_1");
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), "one\ntwo\n").unwrap();
-    let keys = format!("--set=live.api_keys_file={}", file.path().display());
+    let (_file, keys) = two_keys();
     let server = front(&[&engines[0], &engines[1]], &[&keys]);
     id_of(&by(
         &server,
@@ -374,9 +378,7 @@ fn clients_choose_no_ids_of_responses() {
 #[test]
 fn an_id_that_an_engine_gives_to_two_keys_is_neithers() {
     let engines = naming("resp_same");
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), "one\ntwo\n").unwrap();
-    let keys = format!("--set=live.api_keys_file={}", file.path().display());
+    let (_file, keys) = two_keys();
     let server = front(&[&engines[0], &engines[1]], &[&keys]);
     let read = |key: &str| by(&server, key, "GET", "/v1/responses/resp_same", &Value::Null).status;
     id_of(&by(

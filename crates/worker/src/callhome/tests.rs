@@ -9,7 +9,7 @@ use super::*;
 /// Time limit, longer than any operation here; a test that reaches it fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A process of one worker whose engine nobody runs.
+/// A process of one worker, without a thread that runs its engine.
 fn home(links: Vec<ShardPort>) -> Rc<Home> {
     let config = CallHomeConfig {
         instance: 1,

@@ -2,7 +2,7 @@
 
 use slipstream_config::preset::{Gpu, ModelShape};
 
-use crate::deployment::{Deployment, Formats, Parallel, Refusal, Serving};
+use crate::deployment::{Deployment, Formats, Framework, Parallel, Refusal, Serving};
 use crate::physics::{Load, Physics};
 use crate::profile::{Distance, Params, Profile, own, shared};
 use crate::residual;
@@ -38,8 +38,9 @@ pub(crate) struct Physical {
 }
 
 /// Share of the GPU's memory that frameworks use, and what of it is neither weights nor cache.
-/// Source: vLLM's default `gpu_memory_utilization` up to 0.18 was 0.9; the reserve is what its
-/// memory profile reports for activations and CUDA graphs on 80 GB GPUs, 2 to 6 GB.
+/// Sources: vLLM's default `gpu_memory_utilization` up to 0.18 was 0.9, of the whole memory; TensorRT-LLM's
+/// `free_gpu_memory_fraction` is 0.9, of what is free once weights and activations have their place. The
+/// reserve is what vLLM's memory profile reports for activations and CUDA graphs on 80 GB GPUs, 2 to 6 GB.
 const MEMORY_SHARE: f64 = 0.9;
 const RESERVE_BYTES: f64 = 4e9;
 
@@ -109,12 +110,21 @@ pub(crate) fn check_memory(
 
 /// Sequences that the KV cache of one attention-data rank holds.
 fn sequences_max(d: &Deployment) -> f64 {
-    let budget = d.gpu.memory_bytes as f64 * MEMORY_SHARE
-        - RESERVE_BYTES
-        - weight_bytes(&d.shape, d.formats, d.parallel);
+    /// Less is no cache that anyone would serve from.
+    const LEAST_BYTES: f64 = 2e9;
+    let memory = d.gpu.memory_bytes as f64;
+    let weights = weight_bytes(&d.shape, d.formats, d.parallel);
+    let of_all = memory * MEMORY_SHARE - RESERVE_BYTES - weights;
+    let of_free = (memory - weights - RESERVE_BYTES) * MEMORY_SHARE;
+    let budget = match d.framework {
+        Framework::TrtLlm => of_free,
+        // Who runs weights of nearly the usable share has raised the share.
+        _ if of_all < LEAST_BYTES => of_free,
+        _ => of_all,
+    };
     let token = token_bytes(&d.shape, d.formats, d.parallel);
     // Answers are half written on average; some room stays unused.
-    let tokens = budget.max(2e9) / token.max(1.0);
+    let tokens = budget.max(LEAST_BYTES) / token.max(1.0);
     (tokens / (d.isl + 0.55 * d.osl)).max(1.0)
 }
 

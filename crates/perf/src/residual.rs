@@ -369,6 +369,8 @@ pub(crate) fn fit(
     target: usize,
     noise: f64,
 ) -> Result<BTreeMap<String, f32>, FitError> {
+    /// After so many, weights change by less than what a held-out error shows.
+    const ROUNDS: usize = 8;
     let n = samples.len();
     // Levels as numbers, to compare them quickly.
     let mut numbers: BTreeMap<(usize, &str), usize> = BTreeMap::new();
@@ -402,7 +404,7 @@ pub(crate) fn fit(
     }
     let mut weights = vec![1.0; n];
     let mut dual = vec![0.0; n];
-    for _ in 0..3 {
+    for _ in 0..ROUNDS {
         let mut a = kernel.clone();
         for (i, weight) in weights.iter().enumerate() {
             a[i * n + i] += noise * noise / weight;

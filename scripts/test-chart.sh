@@ -40,6 +40,16 @@ if render refused --set engines.enabled=false 2>"$out/error"; then
 fi
 grep -q 'set router.selector' "$out/error"
 
+# So are names that the chart does not have, and values of another type.
+for value in engines.replica=3 router.service.port=http engines.terminationGracePeriodSeconds=5; do
+  if render refused --set "$value" 2>"$out/error"; then
+    echo "error: --set $value was rendered" >&2
+    exit 1
+  fi
+  name=${value%%=*}
+  grep -q "${name##*.}" "$out/error"
+done
+
 for file in default own-engines sweep; do
   if [ "${1:-}" = --write ]; then
     mkdir -p "$golden"

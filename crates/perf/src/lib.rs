@@ -33,4 +33,4 @@ pub use deployment::{
 pub use physics::{Load, Physics, Terms};
 pub use predict::{ErrorBars, Estimate, error_bars, not_modelled, predict};
 pub use profile::{Distance, Params, Profile, ProfileError};
-pub use steps::StepModel;
+pub use steps::{LastStep, StepModel};

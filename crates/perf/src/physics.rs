@@ -473,6 +473,29 @@ impl Physics {
 
     /// Where the time of a step on `load` goes.
     pub fn terms(&self, load: &Load) -> Terms {
+        Terms {
+            attention: self.attention_ns(load),
+            ..self.terms_by_count(load)
+        }
+    }
+
+    /// The terms that numbers of sequences and of prompt tokens decide alone: all but attention.
+    pub(crate) fn terms_by_count(&self, load: &Load) -> Terms {
+        let decodes = load.decodes * self.stage;
+        let tokens = decodes + load.prefill_tokens;
+        Terms {
+            dense: self.dense.iter().map(|gemm| gemm.ns(tokens)).sum::<f64>()
+                + self.head.ns(decodes + load.prefills),
+            experts: self.experts.map_or(0.0, |experts| experts.ns(tokens)),
+            attention: 0.0,
+            collectives: self.collective_ns[0] + self.collective_ns[1] * tokens,
+            overhead: self.overhead_ns[0] + self.overhead_ns[1] * decodes,
+        }
+    }
+
+    /// Time of attention, and of element-wise kernels, ns.
+    #[inline]
+    pub(crate) fn attention_ns(&self, load: &Load) -> f64 {
         // A pipeline works on as many parts of a batch as it has stages, one after the other.
         let decodes = load.decodes * self.stage;
         let tokens = decodes + load.prefill_tokens;
@@ -494,21 +517,14 @@ impl Physics {
         } else {
             0.0
         };
-        Terms {
-            dense: self.dense.iter().map(|gemm| gemm.ns(tokens)).sum::<f64>()
-                + self.head.ns(decodes + load.prefills),
-            experts: self.experts.map_or(0.0, |experts| experts.ns(tokens)),
-            attention: self.context_ns * (attended * reads + load.prefill_context.min(read_most))
-                + self.index_ns * context
-                + self.window_ns * decodes * mean.min(self.window)
-                + load.prefill_tokens
-                    * (self.pair_ns * scored.min(self.sparse)
-                        + self.window_pair_ns * scored.min(self.window))
-                + self.state_ns * decodes
-                + self.token_ns * tokens,
-            collectives: self.collective_ns[0] + self.collective_ns[1] * tokens,
-            overhead: self.overhead_ns[0] + self.overhead_ns[1] * decodes,
-        }
+        self.context_ns * (attended * reads + load.prefill_context.min(read_most))
+            + self.index_ns * context
+            + self.window_ns * decodes * mean.min(self.window)
+            + load.prefill_tokens
+                * (self.pair_ns * scored.min(self.sparse)
+                    + self.window_pair_ns * scored.min(self.window))
+            + self.state_ns * decodes
+            + self.token_ns * tokens
     }
 
     /// Times as long as alone: prompts in a step that also decodes.

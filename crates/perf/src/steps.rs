@@ -2,7 +2,7 @@
 
 use crate::deployment::Deployment;
 use crate::elementary;
-use crate::physics::{Load, Physics};
+use crate::physics::{Load, Physics, Terms};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
 use crate::residual::{Features, StepResidual};
@@ -25,6 +25,57 @@ pub struct StepModel {
     lag_steps: f64,
     /// Length of such a step, ns.
     lag_step_ns: f64,
+}
+
+/// What an engine's last look-up computed, for [`StepModel::ns_after`]. It belongs to one model.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LastStep {
+    whole: ByCount,
+    /// The decodes of a step that also has prompts.
+    decodes: ByCount,
+}
+
+/// Terms of the physics for some numbers of sequences and prompt tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct ByCount {
+    decodes: f64,
+    prefills: f64,
+    prefill_tokens: f64,
+    terms: Terms,
+}
+
+impl Default for ByCount {
+    fn default() -> ByCount {
+        ByCount {
+            // No load has as many.
+            decodes: -1.0,
+            prefills: 0.0,
+            prefill_tokens: 0.0,
+            terms: Terms::default(),
+        }
+    }
+}
+
+impl ByCount {
+    #[inline]
+    fn ns(&mut self, physics: &Physics, load: &Load) -> f64 {
+        if self.decodes != load.decodes
+            || self.prefills != load.prefills
+            || self.prefill_tokens != load.prefill_tokens
+        {
+            *self = ByCount {
+                decodes: load.decodes,
+                prefills: load.prefills,
+                prefill_tokens: load.prefill_tokens,
+                terms: physics.terms_by_count(load),
+            };
+        }
+        let terms = Terms {
+            attention: physics.attention_ns(load),
+            ..self.terms
+        };
+        terms.total()
+    }
 }
 
 impl StepModel {
@@ -56,17 +107,25 @@ impl StepModel {
 
     /// Length of a step on `load`, ns.
     pub fn ns(&self, load: &Load) -> f64 {
-        let mut ns = self.physics.ns(load);
+        self.ns_after(load, &mut LastStep::default())
+    }
+
+    /// The same. `last` keeps what the next step shares with this one if it has as many sequences and prompt
+    /// tokens, as steps without arrivals and ends do: half of the arithmetic, with the same bits.
+    #[inline]
+    pub fn ns_after(&self, load: &Load, last: &mut LastStep) -> f64 {
+        let mut ns = last.whole.ns(&self.physics, load);
         // Where kernels were measured, prompts take no longer beside decodes than alone.
         let slower = self.physics.interference();
         if load.prefill_tokens > 0.0 && load.decodes > 0.0 && slower != 1.0 {
-            let decodes = self.physics.ns(&Load {
+            let alone = Load {
                 prefills: 0.0,
                 prefill_tokens: 0.0,
                 prefill_pairs: 0.0,
                 prefill_context: 0.0,
                 ..*load
-            });
+            };
+            let decodes = last.decodes.ns(&self.physics, &alone);
             ns = decodes + slower * (ns - decodes).max(0.0);
         }
         ns * self.factor(load)
@@ -99,5 +158,66 @@ impl StepModel {
     /// between processes.
     pub fn api_prompt_token_ns(&self) -> f64 {
         self.api_prompt_token_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use slipstream_config::cluster::Dtype;
+    use slipstream_config::preset;
+
+    use super::*;
+    use crate::deployment::{Formats, Framework, Parallel, Serving};
+
+    fn model(name: &str, framework: Framework) -> StepModel {
+        let shape = preset::model(name).expect("a preset");
+        let deployment = Deployment {
+            shape: shape.clone(),
+            gpu: preset::gpu("h100-sxm").expect("a preset").clone(),
+            framework,
+            version: String::new(),
+            formats: Formats::of(shape, Dtype::Fp8),
+            precision: crate::precision_word(Dtype::Fp8),
+            parallel: Parallel {
+                tensor: 8,
+                pipeline: 1,
+                attention_data: 1,
+                expert_tensor: 8,
+                expert: 1,
+            },
+            serving: Serving::Aggregated,
+            isl: 1.0,
+            osl: 1.0,
+            batch: 1.0,
+            assumed: Vec::new(),
+        };
+        StepModel::new(&deployment, Profile::built_in())
+    }
+
+    proptest! {
+        /// Steps whose counts repeat, and such whose counts change.
+        #[test]
+        fn steps_do_not_depend_on_the_last_one(
+            steps in prop::collection::vec((0..3_u32, 0..3_u32, 0..3_u32, 1..100_000_u32), 1..50),
+        ) {
+            for name in ["llama-3.1-8b", "deepseek-v3", "gpt-oss-120b"] {
+                let model = model(name, Framework::Vllm);
+                let mut last = LastStep::default();
+                for &(decodes, prefills, tokens, context) in &steps {
+                    let load = Load {
+                        decodes: f64::from(decodes),
+                        decode_context: f64::from(decodes * context),
+                        decode_prompt: f64::from(decodes * context / 2),
+                        prefills: f64::from(prefills),
+                        prefill_tokens: f64::from(prefills * tokens),
+                        prefill_pairs: f64::from(prefills * tokens) * f64::from(context),
+                        prefill_context: f64::from(prefills * context),
+                    };
+                    let after = model.ns_after(&load, &mut last);
+                    prop_assert_eq!(after.to_bits(), model.ns(&load).to_bits());
+                }
+            }
+        }
     }
 }

@@ -3,7 +3,7 @@
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::{Formats, ModelShape};
-use slipstream_perf::{Deployment, Load, Parallel, Serving, StepModel};
+use slipstream_perf::{Deployment, LastStep, Load, Parallel, Serving, StepModel};
 
 use super::{StepLoad, StepTime};
 
@@ -11,12 +11,16 @@ use super::{StepLoad, StepTime};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibrated {
     model: StepModel,
+    last: LastStep,
 }
 
 impl Calibrated {
     /// The step times of `model`.
     pub fn new(model: StepModel) -> Calibrated {
-        Calibrated { model }
+        Calibrated {
+            model,
+            last: LastStep::default(),
+        }
     }
 }
 
@@ -32,7 +36,7 @@ impl StepTime for Calibrated {
             prefill_pairs: load.prefill_attention as f64,
             prefill_context: load.prefill_context as f64,
         };
-        round_u64(self.model.ns(&load))
+        round_u64(self.model.ns_after(&load, &mut self.last))
     }
 
     fn copy(&self) -> Option<Box<dyn StepTime>> {

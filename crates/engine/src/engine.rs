@@ -18,6 +18,7 @@ use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
+use crate::host_tier::HostTier;
 use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
 use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
@@ -76,6 +77,8 @@ pub struct Engine {
     /// Block tables of sequences that left, for those to come.
     spare_tables: Vec<Table>,
     transfers: KvTransfers,
+    /// Blocks in host memory, if there is such a tier.
+    host_tier: Option<HostTier>,
 
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
@@ -96,6 +99,7 @@ pub struct Engine {
     preemptions: u64,
     prefix_query_tokens: u64,
     prefix_hit_tokens: u64,
+    host_hit_tokens: u64,
 
     // Scratch.
     hits: Hits,
@@ -235,6 +239,9 @@ struct BlockedHead {
     next_block: Option<BlockHash>,
 }
 
+/// Length of a pass that runs nothing. Source: vLLM, `EngineCore._process_engine_step`, which sleeps as long.
+const POLL_NS: u64 = 1_000_000;
+
 impl Engine {
     /// An empty engine.
     ///
@@ -322,6 +329,7 @@ impl Engine {
             blocked_head: None,
             spare_tables: Vec::new(),
             transfers: KvTransfers::default(),
+            host_tier: config.host_tier.map(HostTier::new),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -336,6 +344,7 @@ impl Engine {
             preemptions: 0,
             prefix_query_tokens: 0,
             prefix_hit_tokens: 0,
+            host_hit_tokens: 0,
             hits: Hits::default(),
             block_tokens: Vec::new(),
             phases: jump::Phases::default(),
@@ -465,6 +474,9 @@ impl Engine {
         self.waiting_decode = RunningStats::default();
         self.blocked_head = None;
         self.transfers = KvTransfers::default();
+        if let Some(tier) = &mut self.host_tier {
+            tier.clear();
+        }
         self.pass = None;
         self.next = None;
         self.overtaken.clear();
@@ -547,18 +559,30 @@ impl Engine {
     /// Source: vLLM 0.33, `Scheduler.schedule` in `vllm/v1/core/sched/scheduler.py`,
     /// `vllm/v1/core/sched/async_scheduler.py`, and `EngineCore.step_with_batch_queue`.
     ///
+    /// While all that it could run waits for loads from host memory, an engine runs empty passes, as vLLM's
+    /// loop does (`EngineCore._process_engine_step`).
+    ///
     /// # Panics
     /// If a pass is under way.
     pub fn begin_pass(&mut self, now: SimTime) -> Option<SimTime> {
         assert!(self.pass.is_none(), "finish_pass() comes first");
         let plan = match self.next.take() {
             Some(plan) => plan,
-            None => self.plan_first(now)?,
+            None => match self.plan_first(now) {
+                Some(plan) => plan,
+                None if self.awaits_host_loads() => Plan::default(),
+                None => return None,
+            },
         };
         let tokens = plan.load.tokens();
         assert!(tokens <= u64::from(self.budget));
-        let end = now + self.timing.step_ns(&plan.load);
-        self.note_range(&plan.load);
+        let end = if plan.load.is_empty() {
+            now + POLL_NS
+        } else {
+            self.note_range(&plan.load);
+            self.passes += 1;
+            now + self.timing.step_ns(&plan.load)
+        };
         self.pass = Some(Pass {
             start: now,
             end,
@@ -566,7 +590,6 @@ impl Engine {
             chunks: plan.chunks,
             contexts: plan.contexts,
         });
-        self.passes += 1;
         if self.ahead {
             let next = self.plan::<true>(now);
             self.next = (!next.load.is_empty()).then_some(next);
@@ -602,6 +625,7 @@ impl Engine {
             most: self.most_of_one(),
             ..Plan::default()
         };
+        self.finish_host_loads(now);
         self.schedule_running::<AHEAD>(&mut plan);
         if !plan.preempted {
             self.admit_waiting::<AHEAD>(now, &mut plan);
@@ -662,6 +686,10 @@ impl Engine {
                 let r = self.running[at];
                 self.grow(r.slot, target, target.min(r.len));
                 self.running[at].capacity = target.next_multiple_of(self.block_size);
+            } else if !r.decoding && self.host_tier.is_some() {
+                // It may have had blocks for all of its prompt since a load from host memory.
+                let (slot, known) = (r.slot, target.min(r.len));
+                self.cache_full(slot, known);
             }
             let r = &mut self.running[at];
             *r.planned::<AHEAD>() = chunk;
@@ -784,11 +812,19 @@ impl Engine {
                     break;
                 }
                 TransferState::Queued(Role::Both | Role::Prefill) => {}
-                TransferState::Loading { .. } | TransferState::Loaded => {
-                    unreachable!("it is in no queue")
-                }
+                TransferState::Loading { .. }
+                | TransferState::Loaded
+                | TransferState::HostLoading(_)
+                | TransferState::HostLoaded(_) => unreachable!("it is in no queue"),
             }
             let (computed, next_block) = self.find_hits(slot);
+            let host_blocks = self.find_host_hits(slot);
+            if host_blocks > 0 {
+                if self.load_from_host(now, slot, host_blocks, next_block) {
+                    continue;
+                }
+                break;
+            }
             let len = self.sequences[slot].tokens();
             let left = (len - computed).min(plan.most);
             if !self.chunked && left > plan.budget {
@@ -888,6 +924,25 @@ impl Engine {
         }
     }
 
+    /// How many blocks of a waiting sequence, from the one behind its `hits` on, host memory has.
+    fn find_host_hits(&mut self, slot: u32) -> u32 {
+        let Some(tier) = &mut self.host_tier else {
+            return 0;
+        };
+        if !self.caching {
+            return 0;
+        }
+        let sequence = &self.sequences[slot];
+        let most = (sequence.tokens() - 1) / self.block_size;
+        let known = sequence.request.prompt.blocks().iter();
+        let known = known.chain(&sequence.generated_blocks);
+        let hashes = known
+            .take(most as usize)
+            .skip(self.hits.blocks() as usize)
+            .take_while(|&&hash| tier.has(hash));
+        to_u32(hashes.count())
+    }
+
     /// Moves the sequence to the running queue, with the blocks in `hits` and new ones for `chunk`
     /// tokens behind the `computed` ones.
     fn admit<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
@@ -947,6 +1002,9 @@ impl Engine {
         if full.is_empty() {
             return;
         }
+        if self.host_tier.is_some() {
+            self.store_on_host(slot, full.clone());
+        }
         let sequence = &mut self.sequences[slot];
         let prompt_blocks = sequence.request.prompt.blocks();
         let known = to_u32(prompt_blocks.len()).clamp(full.start, full.end);
@@ -959,6 +1017,9 @@ impl Engine {
         }
         for j in known..full.end {
             let (hash, parent) = self.generated_block(slot, j);
+            if let Some(tier) = &mut self.host_tier {
+                tier.put(hash);
+            }
             let table = &mut self.sequences[slot].table;
             let copies = self.pool.cache(table, parent, &[hash], &mut self.ops);
             self.note_stored(slot, j + to_u32(copies)..j + 1);
@@ -1164,6 +1225,9 @@ impl Engine {
 
     fn report(&mut self, pass: &Pass, fpm: &mut ForwardPassMetrics) {
         self.heartbeat(fpm);
+        if pass.load.is_empty() {
+            return; // it ran nothing
+        }
         fpm.wall_time_s = pass.end.since(pass.start) as f64 / 1e9;
         fpm.scheduled_prefill = prefill_stats(&pass.chunks);
         fpm.scheduled_prefill_kv_tokens = pass.load.prefill_context - pass.load.prefill_tokens;
@@ -1200,6 +1264,11 @@ impl Engine {
         self.by_id.is_empty() && self.next.is_none()
     }
 
+    /// Whether this engine keeps blocks in host memory.
+    pub fn has_host_tier(&self) -> bool {
+        self.host_tier.is_some()
+    }
+
     /// Whether each pass is scheduled when the one before it begins (`async_scheduling`).
     pub fn schedules_ahead(&self) -> bool {
         self.ahead
@@ -1224,6 +1293,7 @@ impl Engine {
             cached_blocks: self.pool.cached(),
             prefix_query_tokens: self.prefix_query_tokens,
             prefix_hit_tokens: self.prefix_hit_tokens,
+            host_hit_tokens: self.host_hit_tokens,
             preemptions: self.preemptions,
             passes: self.passes,
             extrapolated_passes: self.extrapolated_passes,

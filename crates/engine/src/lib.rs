@@ -29,6 +29,7 @@
 mod answer;
 mod engine;
 mod error;
+mod host_tier;
 mod output;
 pub mod pool;
 pub mod timing;
@@ -37,5 +38,6 @@ mod waiting;
 pub use answer::{OutputModel, natural_len, output_token};
 pub use engine::{DecodeRun, Engine, Reserved};
 pub use error::{EngineError, Refusal};
+pub use host_tier::HostTier;
 pub use output::{Finished, FirstToken, PassOutput, Stats, StepTokens, StepTokensIter, Usage};
 pub use pool::KvChanges;

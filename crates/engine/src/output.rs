@@ -212,6 +212,8 @@ pub struct Stats {
     pub prefix_query_tokens: u64,
     /// Those of them that were found (counter).
     pub prefix_hit_tokens: u64,
+    /// Tokens found in host memory behind those (counter).
+    pub host_hit_tokens: u64,
     /// Preemptions (counter).
     pub preemptions: u64,
     /// Passes begun (counter).

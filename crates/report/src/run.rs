@@ -354,7 +354,10 @@ pub struct EngineCounts {
     /// Those found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_hit_tokens: Option<f64>,
-    /// Those found, in blocks; absent if the size of a block is not known.
+    /// Those found behind them in host memory; absent without such a tier.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_hit_tokens: Option<f64>,
+    /// Those found on the GPUs, in blocks; absent if the size of a block is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_hit_blocks: Option<f64>,
 }
@@ -452,6 +455,11 @@ impl RunReport {
         }
         if let Some(blocks) = self.engine.and_then(|e| e.prefix_hit_blocks) {
             write!(tokens, " ({})", counted(blocks.round() as u64, "block"))
+                .expect("a String takes every write");
+        }
+        if let Some(tokens_found) = self.engine.and_then(|e| e.host_hit_tokens) {
+            let share = tokens_found / (self.tokens.input as f64).max(1.0);
+            write!(tokens, ", {} % from host memory", number(share * 100.0))
                 .expect("a String takes every write");
         }
         say(tokens);
@@ -765,6 +773,7 @@ pub(crate) mod tests {
                 preemptions: Some(3.0),
                 prefix_query_tokens: Some(5.0),
                 prefix_hit_tokens: Some(4.0),
+                host_hit_tokens: Some(2.0),
                 prefix_hit_blocks: Some(1.0),
             }),
             ..run

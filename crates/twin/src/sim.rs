@@ -1604,6 +1604,7 @@ impl Tally {
         cut: Option<String>,
     ) -> Outcome {
         let (mut preemptions, mut query_tokens, mut hit_tokens) = (0, 0, 0);
+        let mut host_hit_tokens = None;
         let mut extrapolated = 0;
         for node in nodes {
             let stats = node.engine.stats();
@@ -1611,6 +1612,9 @@ impl Tally {
             preemptions += stats.preemptions;
             query_tokens += stats.prefix_query_tokens;
             hit_tokens += stats.prefix_hit_tokens;
+            if node.engine.has_host_tier() {
+                *host_hit_tokens.get_or_insert(0.0) += stats.host_hit_tokens as f64;
+            }
         }
         self.totals.requests.abandoned = schedule.abandoned();
         self.totals.requests.unfinished = under_way;
@@ -1622,6 +1626,7 @@ impl Tally {
                 preemptions: Some(preemptions as f64),
                 prefix_query_tokens: Some(query_tokens as f64),
                 prefix_hit_tokens: Some(hit_tokens as f64),
+                host_hit_tokens,
                 prefix_hit_blocks: None,
             },
             ended_at: self.ended_at,

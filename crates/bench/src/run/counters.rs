@@ -11,6 +11,8 @@ pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
         preemptions: sum(page, "vllm:num_preemptions_total"),
         prefix_query_tokens: sum(page, "vllm:prefix_cache_queries_total"),
         prefix_hit_tokens: hits,
+        // vLLM's external hits may be another engine's.
+        host_hit_tokens: None,
         prefix_hit_blocks: hits.zip(block_size(page)).map(|(hits, size)| hits / size),
     };
     (counts != EngineCounts::default()).then_some(counts)
@@ -24,6 +26,7 @@ pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCoun
         preemptions: minus(end.preemptions, begin.preemptions),
         prefix_query_tokens: minus(end.prefix_query_tokens, begin.prefix_query_tokens),
         prefix_hit_tokens: minus(end.prefix_hit_tokens, begin.prefix_hit_tokens),
+        host_hit_tokens: None,
         prefix_hit_blocks: minus(end.prefix_hit_blocks, begin.prefix_hit_blocks),
     }
 }

@@ -21,9 +21,9 @@ use std::path::Path;
 use super::upstream::{EngineUrl, read_engines, read_upstream};
 use super::{
     AutoscaleConfig, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus,
-    EventsConfig, Fault, FaultsConfig, Framework, HandOver, HostConfig, HostMode, KvConfig,
-    LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig,
-    RouterPolicy, SchedulingPolicy, TimingConfig,
+    EventsConfig, Fault, FaultsConfig, Framework, HandOver, HostConfig, HostMode, HostTierConfig,
+    KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig,
+    RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -689,6 +689,7 @@ fn read_engine(
         enable_expert_parallel: parallel.experts,
         gpu_memory_utilization: kv.memory_utilization,
         kv_cache_dtype: kv.dtype,
+        host_tier: t.table("host_tier", |t| read_host_tier(t, shape, &kv, &parallel)),
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -846,6 +847,51 @@ fn read_kv_cache(
         memory_utilization,
         max_num_seqs,
     }
+}
+
+fn read_host_tier(
+    t: &Table<'_>,
+    shape: &ModelShape,
+    kv: &KvCache,
+    parallel: &Parallel,
+) -> Option<HostTierConfig> {
+    const GIB: f64 = (1_u64 << 30) as f64;
+    let gib = t.get("gib").within(0.0..=1e6).or(0.0);
+    if gib == 0.0 {
+        for key in ["bytes_per_s", "latency_us"] {
+            t.unused(key, "gib", "`gib` is 0");
+        }
+        return None;
+    }
+    let bytes_per_s = t.get("bytes_per_s").within(1e6..=1e13).required(
+        "set what a copy from pinned host memory to one GPU reaches; PCIe 5.0 x16 carries at most 63e9",
+        50e9,
+    );
+    let latency_us = t.get("latency_us").within(0.0..=1e6).or(0.0);
+    if !parallel.splits {
+        return None; // reported already
+    }
+    // Each GPU of the rank has its own copy of its part, over its own link.
+    let of_gpu =
+        shape.kv_bytes_per_token_per_gpu(parallel.tensor, kv.dtype) * u64::from(kv.block_size);
+    let blocks = gib * GIB / (of_gpu as f64 * f64::from(parallel.tensor));
+    if blocks < 1.0 {
+        t.error(
+            "gib",
+            format!(
+                "`gib` is {gib}, which is less than one block of {} {} takes",
+                kv.block_size,
+                several(kv.block_size.into(), "token"),
+            ),
+            "set more, or 0 for no host tier",
+        );
+        return None;
+    }
+    Some(HostTierConfig {
+        blocks: blocks as u64,
+        load_ns_per_block: (of_gpu as f64 / bytes_per_s * 1e9).round() as u64,
+        latency_ns: (latency_us * 1e3).round() as u64,
+    })
 }
 
 /// `max_model_len`: at most the model's positions and the tokens of the KV cache.
@@ -1999,6 +2045,38 @@ mod tests {
         ] {
             let diagnostics = parse_with_json(FP8_JSON, text).unwrap_err().to_string();
             assert!(diagnostics.contains(part), "{diagnostics}");
+        }
+    }
+
+    #[test]
+    fn host_memory_holds_whole_blocks_of_a_rank() {
+        let tier = |text: &str| {
+            let text = format!("[model]\npreset = \"llama-3.1-8b\"\n{text}");
+            parse(&text).map(|(cluster, _)| cluster.pools[0].engine.host_tier)
+        };
+        assert_eq!(tier("").unwrap(), None);
+        // A block: 16 tokens x 2 x 32 layers x 8 heads x 128 x 2 bytes = 2 MiB.
+        let on = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\nlatency_us = 3\n";
+        let expected = HostTierConfig {
+            blocks: 512,
+            load_ns_per_block: 2_097_152,
+            latency_ns: 3_000,
+        };
+        assert_eq!(tier(on).unwrap(), Some(expected));
+        // Each of two GPUs loads its half.
+        let two = tier(&format!("[engine]\ntensor_parallel_size = 2\n{on}"));
+        let half = HostTierConfig {
+            load_ns_per_block: 1_048_576,
+            ..expected
+        };
+        assert_eq!(two.unwrap(), Some(half));
+        for (text, part) in [
+            ("gib = 1", "PCIe 5.0 x16 carries at most 63e9"),
+            ("gib = 0.001\nbytes_per_s = 1e9", "less than one block"),
+            ("gib = -1\nbytes_per_s = 1e9", "0"),
+        ] {
+            let error = tier(&format!("[engine.host_tier]\n{text}\n")).unwrap_err();
+            assert!(error.to_string().contains(part), "{error}");
         }
     }
 

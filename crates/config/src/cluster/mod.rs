@@ -242,6 +242,8 @@ pub struct EngineConfig {
     /// Number format of keys and values. Default: the checkpoint's, which is BF16 unless it
     /// contains scales for FP8.
     pub kv_cache_dtype: Dtype,
+    /// `[engine.host_tier]`: host memory for KV blocks. Default: none.
+    pub host_tier: Option<HostTierConfig>,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, unless the request
@@ -273,11 +275,23 @@ impl Default for EngineConfig {
             enable_expert_parallel: false,
             gpu_memory_utilization: 0.9,
             kv_cache_dtype: Dtype::Bf16,
+            host_tier: None,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
         }
     }
+}
+
+/// Host memory of one rank for KV blocks that its GPUs evict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostTierConfig {
+    /// Blocks that fit.
+    pub blocks: u64,
+    /// Time to copy one of them to the GPUs, ns.
+    pub load_ns_per_block: u64,
+    /// Time from the decision to load until the first byte, ns.
+    pub latency_ns: u64,
 }
 
 /// Distribution of natural answer lengths, tokens.

@@ -229,6 +229,28 @@ pub const KEYS: &[Key] = &[
         "High: the wait is in real time at `speedup` 1.",
     ),
     key(
+        "engine.host_tier.gib",
+        "GiB, 0 to 1,000,000",
+        "0.0",
+        "Host memory per rank for KV blocks. Each block that the GPUs cache is copied to it; prompts load from it what the \
+         GPUs evicted (`docs/engine-model.md`). 0: none.",
+        "High: on a real host, memory that the engine and the page cache lack.",
+    ),
+    key(
+        "engine.host_tier.bytes_per_s",
+        "bytes per second per GPU, 1e6 to 1e13; needed if `gib` is not 0",
+        "(none)",
+        "Rate at which one GPU loads its part of the blocks. Loads of a rank take turns.",
+        "Low: loading a prefix takes longer than computing it.",
+    ),
+    key(
+        "engine.host_tier.latency_us",
+        "µs, 0 to 1,000,000",
+        "0.0",
+        "Time from the decision to load until the first byte moves.",
+        "High: short prefixes are not worth their load.",
+    ),
+    key(
         "engine.output_len.kind",
         "\"constant\" or \"lognormal\"",
         "\"lognormal\"",
@@ -1489,9 +1511,10 @@ mod tests {
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
+        let host_tier = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n";
         let autoscale = "[autoscale]\npolicy = \"queue\"\n";
         for text in [
-            "", table, linear, constant, event, engines, tls, gpu, autoscale,
+            "", table, linear, constant, event, engines, tls, gpu, autoscale, host_tier,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

@@ -1,7 +1,9 @@
 //! A sequence on two engines: one computes the prompt, the other generates.
 
+use std::ops::Range;
+
 use slipstream_base::width::to_u32;
-use slipstream_base::{EngineRequest, RequestId, Role, SimTime};
+use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
 
 use super::{Engine, Plan, Running};
 use crate::error::Refusal;
@@ -20,12 +22,25 @@ pub(super) enum TransferState {
     },
     /// Its prompt has been received, except the last token, which is computed here.
     Loaded,
+    /// It has its blocks, and some of them are being loaded from host memory. It is in no queue until then.
+    HostLoading(HostHit),
+    /// They have been loaded; what follows them is computed here.
+    HostLoaded(HostHit),
+}
+
+/// The part of a sequence that need not be computed, because this engine's host memory had some of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HostHit {
+    /// What this engine does with the sequence.
+    role: Role,
+    /// Leading tokens found on the GPU or in host memory.
+    tokens: u32,
 }
 
 impl TransferState {
     /// Holds blocks and is in no queue of the engine's own.
     pub(super) fn is_on_its_way(self) -> bool {
-        matches!(self, TransferState::Loading { .. } | TransferState::Loaded)
+        !matches!(self, TransferState::Queued(_))
     }
 }
 
@@ -44,9 +59,9 @@ pub struct Reserved {
 pub(super) struct KvTransfers {
     /// Blocks of prompts that were computed here, until they are fetched.
     pub(super) held: std::collections::BTreeMap<RequestId, Table>,
-    /// Sequences that are [`TransferState::Loading`] or [`TransferState::Loaded`].
+    /// Sequences that are not [`TransferState::Queued`].
     pub(super) loading: u32,
-    /// Slots of those that are [`TransferState::Loaded`], in the order of their transfers. They run
+    /// Slots of those that are [`TransferState::Loaded`] or [`TransferState::HostLoaded`], in the order of their transfers. They run
     /// before all that wait: they hold blocks, which the head of the queue may be waiting for.
     pub(super) loaded: std::collections::VecDeque<u32>,
     /// Not taken yet.
@@ -150,8 +165,13 @@ impl Engine {
     pub(super) fn admit_loaded<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         while plan.budget > 0
             && to_u32(self.running.len()) < self.max_running
-            && let Some(slot) = self.transfers.loaded.pop_front()
+            && let Some(&slot) = self.transfers.loaded.front()
         {
+            let left = self.left_of_loaded(slot);
+            if !self.chunked && left > plan.budget {
+                break;
+            }
+            self.transfers.loaded.pop_front();
             self.transfers.loading -= 1;
             self.run_loaded::<AHEAD>(now, slot, plan);
         }
@@ -161,21 +181,113 @@ impl Engine {
     pub(super) fn leave_transfers(&mut self, slot: u32) {
         self.transfers.loading -= 1;
         self.transfers.loaded.retain(|&s| s != slot);
+        if let Some(tier) = &mut self.host_tier {
+            tier.forget(slot);
+        }
+    }
+
+    /// Whether sequences wait for blocks from host memory.
+    pub(super) fn awaits_host_loads(&self) -> bool {
+        let tier = self.host_tier.as_ref();
+        tier.is_some_and(|tier| tier.next_due().is_some())
+    }
+
+    /// Gives the waiting sequence `slot` the blocks in `hits`, and free ones for the rest of its tokens, of which
+    /// the first `host_blocks` are loaded from host memory. False if there are too few: the whole sequence must
+    /// fit, so that one that has been loaded never waits for blocks.
+    pub(super) fn load_from_host(
+        &mut self,
+        now: SimTime,
+        slot: u32,
+        host_blocks: u32,
+        next_block: Option<BlockHash>,
+    ) -> bool {
+        let sequence = &self.sequences[slot];
+        let len = sequence.tokens();
+        let missing = len.div_ceil(self.block_size) - self.hits.blocks();
+        if missing + self.hits.free() > self.pool.free() {
+            self.note_blocked_head(slot, next_block);
+            return false;
+        }
+        self.leave_waiting(slot);
+        let mut table = self.spare_tables.pop().unwrap_or_default();
+        self.pool.hold(&self.hits, &mut table);
+        self.pool.allocate(missing, &mut table, &mut self.ops);
+        let tokens = (self.hits.blocks() + host_blocks) * self.block_size;
+        let sequence = &mut self.sequences[slot];
+        let TransferState::Queued(role) = sequence.transfer else {
+            unreachable!("it was in a queue");
+        };
+        sequence.table = table;
+        sequence.transfer = TransferState::HostLoading(HostHit { role, tokens });
+        if sequence.admitted.is_none() {
+            sequence.cached_tokens = tokens;
+            let on_gpu = self.hits.blocks() * self.block_size;
+            self.prefix_query_tokens += u64::from(len);
+            self.prefix_hit_tokens += u64::from(on_gpu);
+            self.host_hit_tokens += u64::from(tokens - on_gpu);
+        }
+        self.transfers.loading += 1;
+        if let Some(tier) = &mut self.host_tier {
+            tier.load(now, slot, host_blocks);
+        }
+        true
+    }
+
+    /// Caches the blocks of loads that have ended, and lets their sequences run.
+    pub(super) fn finish_host_loads(&mut self, now: SimTime) {
+        while let Some(slot) = self.host_tier.as_mut().and_then(|t| t.next_loaded(now)) {
+            let sequence = &mut self.sequences[slot];
+            let TransferState::HostLoading(hit) = sequence.transfer else {
+                unreachable!("its load was under way");
+            };
+            sequence.transfer = TransferState::HostLoaded(hit);
+            self.cache_full(slot, hit.tokens);
+            self.transfers.loaded.push_back(slot);
+        }
+    }
+
+    /// Copies full blocks of a prompt, which are about to be cached, to host memory.
+    pub(super) fn store_on_host(&mut self, slot: u32, blocks: Range<u32>) {
+        let sequence = &self.sequences[slot];
+        let known = sequence.request.prompt.blocks();
+        let end = known.len().min(blocks.end as usize);
+        if let Some(tier) = &mut self.host_tier
+            && let Some(hashes) = known.get(blocks.start as usize..end)
+        {
+            for &hash in hashes {
+                tier.put(hash);
+            }
+        }
+    }
+
+    /// Tokens that a sequence whose blocks have come computes in its next pass, if the budget allows it.
+    fn left_of_loaded(&self, slot: u32) -> u32 {
+        let sequence = &self.sequences[slot];
+        match sequence.transfer {
+            TransferState::HostLoaded(hit) => sequence.tokens() - hit.tokens,
+            _ => 1,
+        }
     }
 
     fn run_loaded<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, plan: &mut Plan) {
         let sequence = &mut self.sequences[slot];
-        // Once preempted, it is computed here like any other.
-        sequence.transfer = TransferState::Queued(Role::Both);
+        let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
+        let (role, computed) = match sequence.transfer {
+            TransferState::HostLoaded(hit) => (hit.role, hit.tokens),
+            // Once preempted, it is computed here like any other.
+            _ => (Role::Both, len - 1),
+        };
+        let chunk = (len - computed).min(plan.budget).min(plan.most);
+        sequence.transfer = TransferState::Queued(role);
         sequence.running = true;
         sequence.admitted.get_or_insert(now);
-        let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
         let mut r = Running {
             id: sequence.request.id,
             seed: sequence.request.seed,
             slot,
             prompt_len,
-            computed: len - 1,
+            computed,
             len,
             end_len: prompt_len + sequence.end_outputs,
             capacity: len.next_multiple_of(self.block_size),
@@ -187,12 +299,17 @@ impl Engine {
             stops: !sequence.request.params.stop_token_ids.is_empty(),
             gone: false,
         };
-        *r.planned::<AHEAD>() = 1;
-        self.cache_full(slot, len);
+        *r.planned::<AHEAD>() = chunk;
+        self.cache_full(slot, computed + chunk);
         self.running.push(r);
-        // One token with all of its context: for the GPU it is a decode.
-        plan.load.add_decode(prompt_len, len);
-        plan.contexts.add(len);
-        plan.budget -= 1;
+        if len - computed == 1 {
+            // One token with all of its context: for the GPU it is a decode.
+            plan.load.add_decode(prompt_len, len);
+            plan.contexts.add(len);
+        } else {
+            plan.load.add_prefill(computed, chunk);
+            plan.chunks.add(chunk);
+        }
+        plan.budget -= chunk;
     }
 }

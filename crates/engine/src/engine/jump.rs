@@ -6,6 +6,7 @@ use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RequestId, SimTime};
 
 use super::{Engine, Running, decode_stats};
+use crate::host_tier::HostTier;
 use crate::timing::StepLoad;
 use crate::waiting::RunningStats;
 
@@ -139,6 +140,8 @@ impl Engine {
         assert!(self.pass.is_none(), "finish_pass() comes first");
         run.clear();
         run.start = now;
+        let loaded = self.host_tier.as_ref().and_then(HostTier::next_due);
+        let until = loaded.map_or(until, |due| due.min(until));
         // Tokens of stored blocks are noted pass by pass.
         if self.stored_blocks.is_some() || !self.waiting_cannot_move() {
             return 0;
@@ -304,6 +307,9 @@ impl Engine {
                 let table = &mut self.sequences[self.running[fills as usize].slot].table;
                 let &(hash, parent) = filled.next().expect("hash_filled() made one for each");
                 self.pool.cache(table, parent, &[hash], &mut self.ops);
+                if let Some(tier) = &mut self.host_tier {
+                    tier.put(hash);
+                }
             }
         }
     }

@@ -5,6 +5,7 @@ mod against_plain;
 mod allocations;
 mod continued;
 mod disagg;
+mod host_tier;
 mod jumps;
 mod known_answers;
 mod plain;

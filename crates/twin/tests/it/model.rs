@@ -877,3 +877,43 @@ proptest! {
         }
     }
 }
+
+/// Two prompts that one GPU cache cannot hold together, in turns, with host memory for both: from the second time
+/// on all of a prompt's blocks but the last come from host memory, in the time of their bytes.
+#[test]
+fn prompts_that_the_gpu_evicted_come_from_host_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.jsonl");
+    let mut lines = String::new();
+    for i in 0..6 {
+        let first = 100 * (i % 2);
+        lines.push_str(&format!(
+            "{{\"timestamp\": {}, \"input_length\": 1024, \"output_length\": 2, \"hash_ids\": [{}, {}]}}\n",
+            1_000 * i,
+            first,
+            first + 1
+        ));
+    }
+    std::fs::write(&trace, lines).unwrap();
+    let load = workload(&format!("[trace]\nfile = \"{}\"\n", trace.display()));
+    let one = |more: &str| {
+        cluster(&format!(
+            "[model]\npreset = \"qwen3-8b\"\n[engine]\nnum_gpu_blocks = 65\nmax_model_len = 1040\n\
+             [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n{more}\n"
+        ))
+    };
+    let (without, _) = simulate(&one(""), &load, &Options::default());
+    assert_eq!(without.engine.host_hit_tokens, None);
+    assert_eq!(without.engine.prefix_hit_tokens, Some(0.0));
+    // All 63 blocks in 10.5 ms.
+    let rate = 63.0 * 16.0 * KV_BYTES as f64 / 0.0105;
+    let tier = format!("[engine.host_tier]\ngib = 1\nbytes_per_s = {rate:.1}\n");
+    let (with, ended) = simulate(&one(&tier), &load, &Options::default());
+    assert_eq!(with.engine.host_hit_tokens, Some(4.0 * 63.0 * 16.0));
+    assert_eq!(with.totals.requests.failed, 0);
+    for (i, request) in ended.iter().enumerate() {
+        // 10.5 ms of load end in the eleventh poll.
+        let wait = if i < 2 { 0 } else { 11 * MS };
+        assert_eq!(request.first - request.due, wait + 10 * MS, "{i}");
+    }
+}

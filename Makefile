@@ -43,11 +43,10 @@ demo: build
 	$${SLIPSTREAM_BIN:-$${CARGO_TARGET_DIR:-target}/release/slipstream} demo $(if $(SHORT),--short) $(if $(TRACE),--trace "$(TRACE)") \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SPEEDUP),--speedup $(SPEEDUP))
 
-# Streams, cancels, slow readers, and workers that are killed and stopped, for three minutes (in
-# `make test`: three seconds).
+# Streams, cancels, slow readers, and workers that are killed and stopped, for TORTURE_S seconds (in `make test`: 3; CI: 20).
 .PHONY: torture
 torture:
-	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
+	SLIPSTREAM_TORTURE_S=$(or $(TORTURE_S),180) cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
 # The live path under a seeded simulator, with fresh seeds (docs/reliability.md). VOPR_S=N: seconds; SEED=N: one
 # schedule, and its smallest form if it fails.

@@ -93,6 +93,15 @@ bench-calibrate: build
 loom:
 	LOOM_MAX_PREEMPTIONS=3 RUSTFLAGS="--cfg loom" cargo test --release --locked --package slipstream-planes --lib loom --target-dir target/loom
 
+# Tests of planes and the KV store under AddressSanitizer and ThreadSanitizer: a nightly toolchain with rust-src.
+# TESTS=NAME: those whose names contain it.
+.PHONY: asan tsan
+asan:
+	./scripts/sanitize.sh address $(TESTS)
+
+tsan:
+	./scripts/sanitize.sh thread $(TESTS)
+
 # Undefined behavior in crates without I/O, under Miri: a nightly toolchain with the components miri and rust-src.
 .PHONY: miri
 miri:

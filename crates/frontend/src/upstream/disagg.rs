@@ -40,7 +40,7 @@ const OMITTED: &[&str] = &[
 
 /// A request to an engine, as a part of a client's request.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Leg {
+pub(super) struct StageRequest {
     /// The part.
     pub(super) role: Role,
     /// [`Role::Prefill`]: the body. [`Role::Decode`]: fields that precede those of the client's body.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::connection::{Connection, Failure};
-use super::disagg::{self, Leg};
+use super::disagg::{self, StageRequest};
 use super::engines::Visit;
 use super::metrics::PrefillOutcome;
 use super::peek::{self, Peek, peek};
@@ -149,13 +149,13 @@ impl Exchange {
         held.shard.budget.memory.charge(held.client.counts(), 0)
     }
 
-    fn body_for(&self, engine: &Engine, leg: &Leg) -> [Bytes; 2] {
+    fn body_for(&self, engine: &Engine, stage: &StageRequest) -> [Bytes; 2] {
         let wants_tokens = self.wants_tokens && engine.kind() == EngineKind::Vllm;
         let tokens: &'static [u8] = if wants_tokens { WITH_TOKENS } else { b"" };
-        let before: Bytes = match leg.role {
-            Role::Prefill => return [leg.bytes.clone(), Bytes::new()],
+        let before: Bytes = match stage.role {
+            Role::Prefill => return [stage.bytes.clone(), Bytes::new()],
             Role::Both => Bytes::from_static(tokens),
-            Role::Decode => [tokens, &*leg.bytes].concat().into(),
+            Role::Decode => [tokens, &*stage.bytes].concat().into(),
         };
         let start = self.body.iter().position(|&b| b == b'{');
         match start {
@@ -168,7 +168,7 @@ impl Exchange {
     }
 
     /// The body for the engine that computes its prompt for another one; `None` if there is none.
-    async fn prefill_leg(&self, shard: &Rc<Shard>) -> Option<Leg> {
+    async fn prefill_request(&self, shard: &Rc<Shard>) -> Option<StageRequest> {
         let body = if self.body.len() <= READ_BYTES {
             disagg::prefill_body(&self.body)
         } else {
@@ -177,7 +177,7 @@ impl Exchange {
             let done = shard.run(self.body.clone(), charge, job).await;
             done.ok().and_then(|(body, _)| body)
         };
-        body.map(|body| Leg {
+        body.map(|body| StageRequest {
             role: Role::Prefill,
             bytes: body.into(),
         })
@@ -890,15 +890,15 @@ pub(super) async fn obtain(
             continue;
         }
         let prefilled = prefilled.take().filter(|_| role == Role::Decode);
-        let leg = match &prefilled {
+        let stage = match &prefilled {
             Some(Prefilled {
                 fields: Some(fields),
                 ..
-            }) => Leg {
+            }) => StageRequest {
                 role: Role::Decode,
                 bytes: fields.clone(),
             },
-            _ => Leg::default(),
+            _ => StageRequest::default(),
         };
         let count = |outcome| {
             let known = prefilled.as_ref().filter(|of| of.fields.is_some());
@@ -909,7 +909,7 @@ pub(super) async fn obtain(
         let engine = &engine;
         let mut visit = Visit::begin(&upstream.engines, engine.clone());
         let limit = upstream.engines.settings.first_byte_timeout;
-        let attempt = converse(upstream, exchange, &visit, &leg);
+        let attempt = converse(upstream, exchange, &visit, &stage);
         let outcome = match tokio::time::timeout(limit, attempt).await {
             Ok(outcome) => outcome,
             Err(_) => Err(Failure::FirstByteTimeout(limit)),
@@ -918,7 +918,7 @@ pub(super) async fn obtain(
             Ok(answer) => {
                 let status = answer.head.status;
                 visit.on_first_byte(status);
-                let is_decode = leg.role == Role::Decode;
+                let is_decode = stage.role == Role::Decode;
                 let fails = status.is_client_error() || status.is_server_error();
                 count(if fails {
                     PrefillOutcome::DecodeFailed
@@ -1004,21 +1004,21 @@ async fn prefill(
     exchange: &Exchange,
     engine: &Arc<Engine>,
 ) -> Result<Option<Bytes>, String> {
-    let leg = exchange.prefill_leg(shard).await;
-    let leg = leg.ok_or("the request could not be rewritten")?;
-    if !exchange.keeps(leg.bytes.len()) {
+    let stage = exchange.prefill_request(shard).await;
+    let stage = stage.ok_or("the request could not be rewritten")?;
+    if !exchange.keeps(stage.bytes.len()) {
         return Err("there is no memory for a second body".into());
     }
     let mut visit = Visit::begin(&upstream.engines, engine.clone());
     let limit = upstream.engines.settings.first_byte_timeout;
     let whole = async {
-        let mut answer = converse(upstream, exchange, &visit, &leg).await?;
+        let mut answer = converse(upstream, exchange, &visit, &stage).await?;
         let body = read_rest(&mut answer).await?;
         Ok((answer, body))
     };
     let outcome = tokio::time::timeout(limit, whole).await;
     let outcome = outcome.unwrap_or(Err(Failure::FirstByteTimeout(limit)));
-    drop(leg);
+    drop(stage);
     exchange.keeps_body_only();
     let (answer, body) = outcome.map_err(|failure| {
         visit.on_failure(&failure);
@@ -1131,11 +1131,11 @@ async fn converse(
     upstream: &Upstream,
     exchange: &Exchange,
     visit: &Visit,
-    leg: &Leg,
+    stage: &StageRequest,
 ) -> Result<Answer, Failure> {
     let engine = visit.engine();
     if let Some(connection) = upstream.take_idle(engine) {
-        match converse_on(connection, engine, exchange, leg).await {
+        match converse_on(connection, engine, exchange, stage).await {
             // The engine closed an idle connection as the request was sent. A new connection shows whether
             // it is there.
             Err(Failure::Lost(_)) => {}
@@ -1144,17 +1144,17 @@ async fn converse(
     }
     let limit = upstream.engines.settings.connect_timeout;
     let connection = Connection::open(engine, limit).await?;
-    converse_on(connection, engine, exchange, leg).await
+    converse_on(connection, engine, exchange, stage).await
 }
 
 async fn converse_on(
     mut connection: Connection,
     engine: &Engine,
     exchange: &Exchange,
-    leg: &Leg,
+    stage: &StageRequest,
 ) -> Result<Answer, Failure> {
-    let body = exchange.body_for(engine, leg);
-    let headers = match leg.role {
+    let body = exchange.body_for(engine, stage);
+    let headers = match stage.role {
         Role::Prefill => disagg::prefill_headers(&exchange.headers),
         Role::Both | Role::Decode => exchange.headers.clone(),
     };

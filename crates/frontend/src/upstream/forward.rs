@@ -69,7 +69,7 @@ pub(super) struct Exchange {
     /// `live.request_timeout_s` ends it at this time, ns.
     pub(super) deadline_ns: Option<u64>,
     /// Its place among the open streams.
-    room: Room,
+    permit: StreamPermit,
     /// The client's request.
     pub(super) owner: Rc<Owner>,
     /// The engine may store its answer, whose id is not known yet, for this one.
@@ -83,7 +83,7 @@ const WITH_TOKENS: &[u8] = b"\"return_token_ids\":true,";
 
 impl Exchange {
     /// The request for the rest of an answer whose engine is lost, also if the client named that engine.
-    pub(super) fn with_body(&self, body: Vec<u8>, room: Room) -> Exchange {
+    pub(super) fn with_body(&self, body: Vec<u8>, permit: StreamPermit) -> Exchange {
         let request = dispatch::Request {
             direct: None,
             ..self.request.clone()
@@ -98,7 +98,7 @@ impl Exchange {
             stream: self.stream,
             wants_tokens: self.wants_tokens,
             deadline_ns: self.deadline_ns,
-            room,
+            permit,
             owner: self.owner.clone(),
             stores: Cell::new(None), // such streams do not continue
             recording: None,         // the first one's counts on
@@ -114,12 +114,12 @@ impl Exchange {
 
     /// Charges its body and `sent` bytes of its answer. False if there is no memory for them.
     pub(super) fn keeps(&self, sent: usize) -> bool {
-        self.room.grow_to(self.body.len() + sent)
+        self.permit.grow_to(self.body.len() + sent)
     }
 
     /// Gives back the memory of its answer: nothing of it is kept.
     pub(super) fn keeps_body_only(&self) {
-        if let Some(held) = &*self.room.0.borrow() {
+        if let Some(held) = &*self.permit.0.borrow() {
             let body = self.body.len() as u64;
             held.charge.borrow_mut().shrink_to(body);
         }
@@ -127,14 +127,14 @@ impl Exchange {
 
     /// Gives back its place and its memory. Only its client can end it from here on.
     pub(super) fn release(&self) {
-        if let Some(held) = self.room.0.borrow_mut().take() {
+        if let Some(held) = self.permit.0.borrow_mut().take() {
             held.client.answered();
         }
     }
 
     /// Gives back its place. Returns its memory.
     pub(super) fn into_charge(self) -> Option<Charge> {
-        let held = self.room.0.borrow_mut().take()?;
+        let held = self.permit.0.borrow_mut().take()?;
         let charge = held.charge.borrow_mut().take_all();
         Some(charge)
     }
@@ -144,7 +144,7 @@ impl Exchange {
     /// # Errors
     /// There is none.
     pub(super) fn charge_job(&self) -> Result<Charge, ApiError> {
-        let held = self.room.0.borrow();
+        let held = self.permit.0.borrow();
         let held = held.as_ref().ok_or_else(ApiError::out_of_memory)?;
         held.shard.budget.memory.charge(held.client.counts(), 0)
     }
@@ -185,7 +185,7 @@ impl Exchange {
 }
 
 /// A place among the open streams of the server.
-pub(super) struct Room(RefCell<Option<Held>>);
+pub(super) struct StreamPermit(RefCell<Option<Held>>);
 
 struct Held {
     shard: Rc<Shard>,
@@ -194,12 +194,12 @@ struct Held {
     charge: RefCell<Charge>,
 }
 
-impl Room {
-    fn take(shard: &Rc<Shard>, client: Client, charge: Charge) -> Result<Room, ApiError> {
+impl StreamPermit {
+    fn take(shard: &Rc<Shard>, client: Client, charge: Charge) -> Result<StreamPermit, ApiError> {
         shard
             .open_streams(&client, 1)
             .inspect_err(|_| shard.metrics.on_rejected(Rejection::StreamsMax))?;
-        Ok(Room(RefCell::new(Some(Held {
+        Ok(StreamPermit(RefCell::new(Some(Held {
             shard: shard.clone(),
             client,
             charge: RefCell::new(charge),
@@ -214,8 +214,8 @@ impl Room {
     }
 
     /// For a request that continues one with a place.
-    pub(super) fn shared() -> Room {
-        Room(RefCell::new(None))
+    pub(super) fn shared() -> StreamPermit {
+        StreamPermit(RefCell::new(None))
     }
 }
 
@@ -424,7 +424,7 @@ async fn forward(
         let late = |_| ApiError::request_timeout("body", limits.read_timeout.as_secs_f64());
         read.map_err(late)??
     };
-    let room = Room::take(shard, client.clone(), charge)?;
+    let permit = StreamPermit::take(shard, client.clone(), charge)?;
     upstream.earn();
 
     let seen = if may_be_json(&parts.headers, &body) {
@@ -564,7 +564,7 @@ async fn forward(
         request,
         stream,
         deadline_ns,
-        room,
+        permit,
         owner: client.owner().clone(),
         stores: Cell::new(stores.then_some(asker)),
         recording,

@@ -20,7 +20,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::Upstream;
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, Visit};
-use super::forward::{Answer, Begun, Exchange, Room, ends_events, may_keep, obtain};
+use super::forward::{Answer, Begun, Exchange, StreamPermit, ends_events, may_keep, obtain};
 use super::record::Recording;
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
@@ -413,7 +413,7 @@ impl Relay {
             let planned = shard.run(exchange.body.clone(), charge, job).await;
             let (plan, _charge) = planned.map_err(|error| error.message)?;
             let Plan { body, rewriter } = plan?;
-            let exchange = exchange.with_body(body, Room::shared());
+            let exchange = exchange.with_body(body, StreamPermit::shared());
             let begun = obtain(&shard, &upstream, &exchange).await;
             let begun = begun.map_err(|error| error.message)?;
             let status = begun.answer.head.status;

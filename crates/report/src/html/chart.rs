@@ -357,9 +357,9 @@ impl Chart {
     ) {
         let place = |&(x, y): &(f64, Option<f64>)| px(x).zip(y.and_then(&py));
         let dots = self.lines.iter().filter(|l| l.shape == Shape::Points);
-        let mut taken: Vec<Room> = dots
+        let mut taken: Vec<Area> = dots
             .flat_map(|line| line.points.iter().filter_map(place))
-            .map(|(x, y)| Room {
+            .map(|(x, y)| Area {
                 left: x - 4.0,
                 right: x + 4.0,
                 top: y - 4.0,
@@ -371,10 +371,10 @@ impl Chart {
                 let Some((x, y)) = place(point).filter(|_| !tag.is_empty()) else {
                     continue;
                 };
-                let beside = |&(right, up): &(bool, f64)| Room::beside(x, y + up, right, tag);
+                let next_to = |&(right, up): &(bool, f64)| Area::next_to(x, y + up, right, tag);
                 let Some((side, room)) = TAG_PLACES
                     .iter()
-                    .map(|side| (side, beside(side)))
+                    .map(|side| (side, next_to(side)))
                     .find(|(_, room)| room.is_inside() && !taken.iter().any(|t| t.meets(room)))
                 else {
                     continue;
@@ -464,18 +464,18 @@ const TAG_LETTER: f64 = 6.1;
 const TAG_HEIGHT: f64 = 13.0;
 
 /// Area that a dot or a label covers.
-struct Room {
+struct Area {
     left: f64,
     right: f64,
     top: f64,
     bottom: f64,
 }
 
-impl Room {
-    fn beside(x: f64, y: f64, right: bool, text: &str) -> Room {
+impl Area {
+    fn next_to(x: f64, y: f64, right: bool, text: &str) -> Area {
         let wide = TAG_LETTER * text.chars().count() as f64;
         let left = if right { x + 6.0 } else { x - 6.0 - wide };
-        Room {
+        Area {
             left,
             right: left + wide,
             top: y - TAG_HEIGHT / 2.0,
@@ -487,7 +487,7 @@ impl Room {
         self.left >= LEFT && self.right <= WIDTH && self.top >= 0.0 && self.bottom <= BOTTOM
     }
 
-    fn meets(&self, other: &Room) -> bool {
+    fn meets(&self, other: &Area) -> bool {
         self.left < other.right
             && other.left < self.right
             && self.top < other.bottom

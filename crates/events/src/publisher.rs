@@ -141,7 +141,7 @@ impl EventPlane {
             .enable_all()
             .build()
             .map_err(PlaneError::Thread)?;
-        let carrier = Carrier {
+        let sender = BatchSender {
             config: config.clone(),
             fresh: options.fresh_buffers,
             topics: Arc::clone(&topics),
@@ -153,7 +153,7 @@ impl EventPlane {
             .name("events".into())
             .spawn(move || {
                 let local = tokio::task::LocalSet::new();
-                local.block_on(&runtime, carrier.run(listeners, &started));
+                local.block_on(&runtime, sender.run(listeners, &started));
             })
             .map_err(PlaneError::Thread)?;
         match starts.recv() {
@@ -249,7 +249,7 @@ fn topics(config: &EventsConfig, ranks: &[RankId]) -> Result<Vec<RankTopics>, Pl
 }
 
 /// Passes batches from queues to the bus, on the event thread.
-struct Carrier {
+struct BatchSender {
     config: EventsConfig,
     fresh: bool,
     topics: Arc<Vec<RankTopics>>,
@@ -257,7 +257,7 @@ struct Carrier {
     hub: Hub,
 }
 
-impl Carrier {
+impl BatchSender {
     async fn run(
         self,
         listeners: Option<Listeners>,
@@ -279,7 +279,7 @@ impl Carrier {
             }
             // Ends when the server returns, or when the process stops.
             tokio::select! {
-                () = self.carry(&mut *bus) => {}
+                () = self.send_batches(&mut *bus) => {}
                 () = self.shared.stopping.notified() => break,
             }
             // Events that arrived during the send leave together. There is no wait for more: the
@@ -292,7 +292,7 @@ impl Carrier {
             }
         }
         let rest = async {
-            self.carry(&mut *bus).await;
+            self.send_batches(&mut *bus).await;
             bus.close().await;
         };
         let in_time = tokio::time::timeout(DRAIN, rest).await;
@@ -332,7 +332,7 @@ impl Carrier {
     }
 
     /// Empties the queues, one batch of each in turn.
-    async fn carry(&self, bus: &mut dyn Bus) {
+    async fn send_batches(&self, bus: &mut dyn Bus) {
         loop {
             let mut any = false;
             for queue in &self.shared.queues {

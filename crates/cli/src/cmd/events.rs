@@ -59,7 +59,7 @@ pub(crate) fn start(
 }
 
 /// Requests snapshots from ranks whose KV events were dropped.
-pub(crate) fn mend_losses(plane: &EventPlane, resyncs: Resyncs) {
+pub(crate) fn resync_lost_kv(plane: &EventPlane, resyncs: Resyncs) {
     plane.on_lost_kv(move |rank| {
         resyncs.resync(rank);
     });

@@ -43,7 +43,7 @@ impl EventSink for FleetSink {
 
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
         self.fleets.resync(snapshot);
-        if let Some(skipped) = self.gaps.mend(snapshot.rank) {
+        if let Some(skipped) = self.gaps.end(snapshot.rank) {
             tracing::warn!(rank = %snapshot.rank, skipped, "KV index resynchronized");
         }
     }
@@ -67,7 +67,7 @@ impl Gaps {
     }
 
     /// Ends a gap; returns the number of skipped deltas, if there was a gap.
-    fn mend(&mut self, rank: RankId) -> Option<u64> {
+    fn end(&mut self, rank: RankId) -> Option<u64> {
         self.0.remove(&rank)
     }
 }
@@ -77,12 +77,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gap_is_told_once_and_counted() {
+    fn a_gap_is_reported_once_and_counted() {
         let (mut gaps, rank) = (Gaps::default(), RankId::default());
-        let told = (0..10_001).filter(|_| gaps.skip(rank)).count();
-        assert_eq!(told, 2, "the first, and again after 10,000");
-        assert_eq!(gaps.mend(rank), Some(10_001));
-        assert_eq!(gaps.mend(rank), None);
+        let reported = (0..10_001).filter(|_| gaps.skip(rank)).count();
+        assert_eq!(reported, 2, "the first, and again after 10,000");
+        assert_eq!(gaps.end(rank), Some(10_001));
+        assert_eq!(gaps.end(rank), None);
         assert!(gaps.skip(rank), "a new gap");
     }
 }

@@ -224,7 +224,7 @@ impl Live {
         // Initialized here only.
         let _ = resyncs.set(set.resyncs());
         if let Some(events) = &events {
-            super::events::mend_losses(events, set.resyncs());
+            super::events::resync_lost_kv(events, set.resyncs());
         }
 
         let mut registry = Registry::default();

@@ -126,7 +126,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     };
     let set = WorkerSet::start(specs, &timing, plane.threads, sinks, events.on_ready())?;
     if let Some(bus) = &bus {
-        super::events::mend_losses(bus, set.resyncs());
+        super::events::resync_lost_kv(bus, set.resyncs());
     }
     let config = CallHomeConfig {
         instance: instance(),

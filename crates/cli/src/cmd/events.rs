@@ -209,12 +209,12 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
         let Some((source, event)) = received else {
             break;
         };
-        match event.and_then(|event| Ok((Heard::read(&source, &event)?, event))) {
-            Ok((heard, event)) => {
-                let sequence = event.sequence.or(heard.message.counter());
+        match event.and_then(|event| Ok((ReceivedEvent::read(&source, &event)?, event))) {
+            Ok((received, event)) => {
+                let sequence = event.sequence.or(received.message.counter());
                 tally.note(&source, &event, sequence);
                 if !args.quiet {
-                    out::print(&heard.line(event.sequence, args.json))?;
+                    out::print(&received.line(event.sequence, args.json))?;
                 }
             }
             Err(message) => {
@@ -290,19 +290,19 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
 }
 
 /// A decoded event.
-struct Heard {
+struct ReceivedEvent {
     /// Its topic; if that is empty, as with KV events, the publisher's address.
     topic: String,
     source: String,
     message: Message,
 }
 
-impl Heard {
-    fn read(source: &str, event: &Event) -> Result<Heard, String> {
+impl ReceivedEvent {
+    fn read(source: &str, event: &Event) -> Result<ReceivedEvent, String> {
         let topic = String::from_utf8_lossy(&event.topic).into_owned();
         let len = event.payload.len();
         match Message::decode(&topic, &event.payload) {
-            Ok(message) => Ok(Heard {
+            Ok(message) => Ok(ReceivedEvent {
                 topic,
                 source: source.to_owned(),
                 message,
@@ -313,7 +313,7 @@ impl Heard {
 
     /// The event as a line of text.
     fn line(&self, sequence: Option<u64>, json: bool) -> String {
-        let Heard {
+        let ReceivedEvent {
             topic,
             source,
             message,

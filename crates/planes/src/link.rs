@@ -89,10 +89,10 @@ struct Inbox {
 struct PeerClock {
     deadline: Duration,
     ticks: Interval,
-    heard: Instant,
-    took: Instant,
+    last_frame: Instant,
+    last_read: Instant,
     /// Whether a frame was sent since the last tick.
-    spoke: bool,
+    has_sent: bool,
 }
 
 impl Link {
@@ -117,9 +117,9 @@ impl Link {
             clock: PeerClock {
                 deadline,
                 ticks,
-                heard: now,
-                took: now,
-                spoke: false,
+                last_frame: now,
+                last_read: now,
+                has_sent: false,
             },
         }
     }
@@ -152,7 +152,7 @@ impl Link {
             return Poll::Ready(Err(LinkError::Closed));
         }
         self.inbox.end += read;
-        self.clock.heard = Instant::now();
+        self.clock.last_frame = Instant::now();
         Poll::Ready(Ok(()))
     }
 
@@ -187,7 +187,7 @@ impl Link {
         if self.unsent() == 0 {
             return self.poll_flush(cx);
         }
-        self.clock.spoke = true;
+        self.clock.has_sent = true;
         while self.unsent() > 0 {
             let rest = &self.outbox[self.sent..];
             let taken = ready!(Pin::new(&mut self.socket).poll_write(cx, rest))?;
@@ -201,7 +201,7 @@ impl Link {
             }
             self.sent += taken;
             self.unflushed = true;
-            self.clock.took = Instant::now();
+            self.clock.last_read = Instant::now();
         }
         self.sent = 0;
         if self.outbox.capacity() > KEEP_BYTES {
@@ -233,17 +233,17 @@ impl Link {
         // Arms the next tick; a tick that is already due is seen next time.
         while self.clock.ticks.poll_tick(cx).is_ready() {}
         let (now, after) = (Instant::now(), self.clock.deadline);
-        if now - self.clock.heard >= after && !slipstream_base::planted!("deaf-link") {
+        if now - self.clock.last_frame >= after && !slipstream_base::planted!("deaf-link") {
             let what = "said nothing";
             return Err(LinkError::Silent { what, after });
         }
         if self.unsent() == 0 {
-            self.clock.took = now;
-        } else if now - self.clock.took >= after {
+            self.clock.last_read = now;
+        } else if now - self.clock.last_read >= after {
             let what = "read nothing";
             return Err(LinkError::Silent { what, after });
         }
-        if !std::mem::take(&mut self.clock.spoke) {
+        if !std::mem::take(&mut self.clock.has_sent) {
             wire::encode_bare(Kind::Ping, &mut self.outbox);
         }
         Ok(true)

@@ -4,7 +4,7 @@ use serde::Serialize;
 use slipstream_base::Stage;
 
 use crate::drag::DragRecord;
-use crate::latency::{Latency, TOO_FEW, tells};
+use crate::latency::{Latency, TOO_FEW, enough_samples};
 use crate::table::{Table, grouped, number};
 
 /// Gaps between neighboring stages, and their totals, over the requests of a run.
@@ -126,7 +126,7 @@ impl Gap {
         let quantile = |share: f64| {
             runs.map(|latency| {
                 let ns = latency.quantile_ns(share);
-                let ns = ns.filter(|_| tells(share, latency.count()));
+                let ns = ns.filter(|_| enough_samples(share, latency.count()));
                 ns.map(|ns| ns as f64 / 1e6)
             })
         };
@@ -204,7 +204,7 @@ pub fn render(names: [&str; 2], runs: [&StageGaps; 2]) -> String {
         ]);
     }
     let text = table.render(false);
-    if runs.iter().any(|run| !tells(0.99, run.requests)) {
+    if runs.iter().any(|run| !enough_samples(0.99, run.requests)) {
         return format!("{text}{TOO_FEW}\n");
     }
     text

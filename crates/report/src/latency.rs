@@ -155,7 +155,7 @@ pub struct Percentiles {
 /// of every table: at least one sample must be above it. Of fewer than 100 samples, the 99th
 /// percentile is the largest, and of fewer than ten the 90th; a table would print the maximum
 /// twice, or under a wrong name. The median is always determined.
-pub fn tells(share: f64, count: u64) -> bool {
+pub fn enough_samples(share: f64, count: u64) -> bool {
     // 100 × (1 − 0.99) is a little more or less than 1.
     count > 0 && (share <= 0.5 || count as f64 * (1.0 - share) >= 1.0 - 1e-6)
 }
@@ -198,14 +198,14 @@ pub const P99: Quantile = Quantile {
 };
 
 impl Percentiles {
-    /// A percentile, ms; `None` if there are too few samples ([`tells`]).
+    /// A percentile, ms; `None` if there are too few samples ([`enough_samples`]).
     pub fn at(&self, quantile: Quantile) -> Option<f64> {
-        tells(quantile.share, self.count).then(|| (quantile.of)(self))
+        enough_samples(quantile.share, self.count).then(|| (quantile.of)(self))
     }
 
     /// Whether tables omit one of the percentiles.
     pub fn leaves_out(&self) -> bool {
-        !tells(P99.share, self.count)
+        !enough_samples(P99.share, self.count)
     }
 }
 
@@ -229,12 +229,15 @@ mod tests {
             (0.99, 100),
             (0.999, 1_000),
         ] {
-            assert!(tells(share, least) && !tells(share, least - 1), "{share}");
+            assert!(
+                enough_samples(share, least) && !enough_samples(share, least - 1),
+                "{share}"
+            );
             // By nearest rank, the definition of the percentile.
             let rank = |count: u64| (share * count as f64 - 1e-9).ceil() as u64;
             assert_eq!((rank(least), rank(least - 1)), (least - 1, least - 1));
         }
-        assert!(tells(0.5, 1) && !tells(0.5, 0));
+        assert!(enough_samples(0.5, 1) && !enough_samples(0.5, 0));
         let of = |count: u64| {
             let mut latency = Latency::default();
             (1..=count).for_each(|ms| latency.record(ms * 1_000_000));

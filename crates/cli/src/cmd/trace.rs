@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::SimTime;
 use slipstream_config::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
-use slipstream_report::latency::{TOO_FEW, tells};
+use slipstream_report::latency::{TOO_FEW, enough_samples};
 use slipstream_report::record::Partial;
 use slipstream_report::table::{Table, counted, grouped, number};
 use slipstream_workload::mooncake::MooncakeWriter;
@@ -254,7 +254,7 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     let mut lengths = Table::new(["tokens", "mean", "min", "p50", "p90", "p99", "max"]);
     for (name, l) in ["prompts", "answers"].into_iter().zip(stats.lengths()) {
         let at = l.at.into_iter().zip(LENGTH_SHARES).map(|(n, share)| {
-            if share.is_none_or(|share| tells(share, requests)) {
+            if share.is_none_or(|share| enough_samples(share, requests)) {
                 grouped(n.into())
             } else {
                 "-".to_owned()
@@ -263,7 +263,7 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
         lengths.row([name.to_owned(), number(l.mean)].into_iter().chain(at));
     }
     text.push_str(&lengths.render(false));
-    if !tells(0.99, requests) {
+    if !enough_samples(0.99, requests) {
         text.push_str(TOO_FEW);
         text.push('\n');
     }

@@ -12,7 +12,7 @@ pub use json::write_json;
 pub use perfetto::perfetto;
 pub use text::{deadlock_text, text};
 
-use slipstream_report::latency::tells;
+use slipstream_report::latency::enough_samples;
 
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
@@ -69,7 +69,7 @@ impl SizeClass {
     }
 
     fn omits_p99(&self) -> bool {
-        !tells(0.99, self.finished as u64)
+        !enough_samples(0.99, self.finished as u64)
     }
 }
 

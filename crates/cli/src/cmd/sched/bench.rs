@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use serde_json::json;
-use slipstream_report::latency::tells;
+use slipstream_report::latency::enough_samples;
 use slipstream_report::table::{Table, grouped, number};
 use slipstream_scx::link::Mechanism;
 use slipstream_scx::wake::Quantiles;
@@ -113,7 +113,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut text = format!("scheduler: {}; {cpus} CPUs\n", scheduler());
     let quantiles = |q: &Quantiles| {
         [(0.5, q.p50_us), (0.99, q.p99_us), (0.999, q.p99_9_us)].map(|(share, us)| {
-            if tells(share, q.count) {
+            if enough_samples(share, q.count) {
                 number(us)
             } else {
                 "-".to_owned()

@@ -9,7 +9,7 @@ use slipstream_cpusched::config::{Experiment, Plan};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::COUNTERS;
 use slipstream_cpusched::sim::RunResult;
-use slipstream_report::latency::tells;
+use slipstream_report::latency::enough_samples;
 use slipstream_report::table::{Table, counted, grouped, number};
 
 use crate::out;
@@ -119,7 +119,7 @@ fn counter(result: &RunResult, name: &str) -> u64 {
 fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
     let g = &r.groups[plan.shown_group];
     let us = |h: &hdrhistogram::Histogram<u64>, quantile: f64| {
-        if tells(quantile, h.len()) {
+        if enough_samples(quantile, h.len()) {
             number(h.value_at_quantile(quantile) as f64 / 1e3)
         } else {
             "-".to_owned()

@@ -44,7 +44,7 @@ pub struct PeerIndex {
 #[derive(Default)]
 struct Peer {
     order: Order,
-    heard: SimTime,
+    last_message: SimTime,
     connected: bool,
     /// Digests entered in the table, each with the snapshot count at its last publication.
     held: Held,
@@ -90,7 +90,7 @@ impl PeerIndex {
     /// If `peer` is not below [`PeerIndex::peers`]; the same holds for all calls that name a peer.
     pub fn connect(&self, now: SimTime, peer: usize) {
         let mut state = self.peer(peer);
-        state.heard = now;
+        state.last_message = now;
         state.connected = true;
         state.held.reserve(self.keys_each);
         self.distrust(peer, &mut state);
@@ -119,8 +119,8 @@ impl PeerIndex {
     }
 
     /// Records that a message without keys arrived from `peer` at `now`.
-    pub fn heard(&self, now: SimTime, peer: usize) {
-        self.peer(peer).heard = now;
+    pub fn on_message(&self, now: SimTime, peer: usize) {
+        self.peer(peer).last_message = now;
     }
 
     /// Applies a message that arrived from `peer` at `now`.
@@ -131,7 +131,7 @@ impl PeerIndex {
     /// snapshot; request one.
     pub fn apply(&self, now: SimTime, peer: usize, message: &[u8]) -> Result<Taken, KeyError> {
         let mut state = self.peer(peer);
-        state.heard = now;
+        state.last_message = now;
         let taken = KeyMessage::read(message)
             .and_then(|message| Ok((message, state.order.take(&message)?)));
         let (message, begins) = match taken {
@@ -198,7 +198,7 @@ impl PeerIndex {
         let mut left = false;
         for peer in 0..self.peers.len() {
             let mut state = self.peer(peer);
-            if state.connected && now.since(state.heard) > self.silence_ns_max {
+            if state.connected && now.since(state.last_message) > self.silence_ns_max {
                 self.lose(peer, &mut state);
             }
             self.sweep(peer, &mut state, keys_max);

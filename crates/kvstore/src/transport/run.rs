@@ -1121,7 +1121,7 @@ impl Run {
                 if conn.phase == Phase::Up {
                     conn.push(Piece::Bytes(frame(FrameKind::Ping, &[])));
                     if let Some(index) = &run.shared.options.index {
-                        index.heard(conn.last_received, peer.slot as usize);
+                        index.on_message(conn.last_received, peer.slot as usize);
                     }
                 }
                 Ok(())

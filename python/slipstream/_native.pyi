@@ -107,7 +107,7 @@ class Store:
         listen: list[str] = ...,
         peers: list[str] = ...,
         peer_names: list[str] | None = None,
-        tell_tiers: bool = False,
+        publish_tiers: bool = False,
         nixl: str | None = None,
         peers_dir: str | None = None,
         engine: str = "",

@@ -196,7 +196,7 @@ def wait_for_files(folder: Path, count: int) -> None:
 
 def test_each_tier_tells_what_it_holds(tmp_path: Path) -> None:
     opened = Opened(
-        host_bytes=4 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 20, tell_tiers=True
+        host_bytes=4 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 20, publish_tiers=True
     )
     events, held = TierEvents(), {name: set[bytes]() for name in TIERS}
     # Keys that were temporarily on no tier although they were never lost.

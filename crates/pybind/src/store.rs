@@ -110,7 +110,7 @@ struct StoreConfig {
     peer_names: Option<Vec<String>>,
     /// Whether [`Store::take_tier_message`] has messages.
     #[pyo3(default)]
-    tell_tiers: bool,
+    publish_tiers: bool,
     /// NIXL's library, required for `nixl:` addresses.
     #[pyo3(default)]
     nixl: Option<PathBuf>,
@@ -137,7 +137,7 @@ const FIELDS: [&str; 18] = [
     "listen",
     "peers",
     "peer_names",
-    "tell_tiers",
+    "publish_tiers",
     "nixl",
     "peers_dir",
     "engine",
@@ -187,7 +187,7 @@ impl StoreConfig {
         options.block_bytes = block_bytes;
         options.close_max = seconds(self.close_s);
         options.keys_max = self.keys_max;
-        options.publish_tiers = self.tell_tiers;
+        options.publish_tiers = self.publish_tiers;
         options.peers = peers;
         Ok(options)
     }

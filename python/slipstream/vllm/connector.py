@@ -253,9 +253,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         if rank == 0:
             warn_if_private(content, self.options, self.identity)
         events = self._vllm_config.kv_events_config
-        tell_tiers = rank == 0 and events is not None and events.enable_kv_cache_events
+        publish_tiers = rank == 0 and events is not None and events.enable_kv_cache_events
         store = open_store(
-            self.options, self.identity, blocks.group_bytes, rank, tell_tiers, self._engine
+            self.options, self.identity, blocks.group_bytes, rank, publish_tiers, self._engine
         )
         if store is None:
             return
@@ -267,7 +267,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             saving_bytes_max=self.options.saving_bytes_max,
             loading_bytes_max=self.options.loading_bytes_max,
             stats_interval_s=self.options.stats_interval_s,
-            tell_tiers=tell_tiers,
+            publish_tiers=publish_tiers,
         )
 
     def get_handshake_metadata(self) -> SlipstreamHandshake:

@@ -31,7 +31,7 @@ def open_store(
     identity: dict[str, str],
     block_bytes: int | list[int],
     rank: int,
-    tell_tiers: bool = False,
+    publish_tiers: bool = False,
     engine: str = "",
 ) -> Store | None:
     """Open the store of one rank; `None` if the options need none.
@@ -59,7 +59,7 @@ def open_store(
         peers=of_rank(options.peers, rank),
         # The scheduler half identifies its peers by their first rank.
         peer_names=of_rank(options.peers, 0),
-        tell_tiers=tell_tiers,
+        publish_tiers=publish_tiers,
         nixl=find_library() if is_wanted(options.listen + options.peers) else None,
         peers_dir=meeting_place(options),
         engine=engine,

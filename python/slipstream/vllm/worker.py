@@ -137,9 +137,9 @@ class WorkerHalf:
         saving_bytes_max: int,
         loading_bytes_max: int,
         stats_interval_s: float,
-        tell_tiers: bool = False,
+        publish_tiers: bool = False,
     ) -> None:
-        self._tell_tiers = tell_tiers
+        self._publish_tiers = publish_tiers
         self._limited = LimitedLog(logger)
         self.store = store
         self.blocks = blocks
@@ -363,7 +363,7 @@ class WorkerHalf:
     def worker_meta(self) -> SlipstreamWorkerMetadata | None:
         """Report new keys of the store, and the results of failed loads."""
         message = self.store.take_message()
-        tiers = self._take_tier_messages() if self._tell_tiers else []
+        tiers = self._take_tier_messages() if self._publish_tiers else []
         if message is None and not tiers and not self._kept:
             return None
         kept, self._kept = self._kept, {}

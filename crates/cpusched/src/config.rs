@@ -6,7 +6,7 @@ use crate::machine::{Costs, IdleState, Machine, Mechanism};
 use crate::perfetto::Trace;
 use crate::policy::{LLC_CPUS_MAX, Params};
 use crate::rtapp;
-use crate::sched::Kind;
+use crate::sched::SchedulerKind;
 use crate::sched::{CPUS_MAX, LLCS_MAX};
 use crate::sim::{self, RunResult, SimError};
 use crate::workload::{Hotplug, RealTime, Schbench, Span, Workload};
@@ -132,7 +132,7 @@ struct RunFile {
     #[serde(default)]
     loads_pct: Vec<u32>,
     #[serde(default)]
-    policies: Vec<Kind>,
+    policies: Vec<SchedulerKind>,
     /// LLC counts to run at instead of `machine.llcs`.
     #[serde(default)]
     sweep_llcs: Vec<u32>,
@@ -210,7 +210,7 @@ pub struct Plan {
     /// Offered load, percent; `None` for workloads that set their own.
     pub load_pct: Option<u32>,
     /// The scheduler.
-    pub kind: Kind,
+    pub kind: SchedulerKind,
     /// Its work.
     pub workload: Workload,
     /// The group whose latencies the table shows; index into the workload's groups.
@@ -260,7 +260,7 @@ impl Experiment {
         set(&mut params.relaxed_pct, p.relaxed_pct);
         set(&mut params.preempt, p.preempt.map(u32::from));
         let kinds = if file.run.policies.is_empty() {
-            Kind::ALL.to_vec()
+            SchedulerKind::ALL.to_vec()
         } else {
             file.run.policies.clone()
         };

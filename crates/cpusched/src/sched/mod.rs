@@ -113,7 +113,7 @@ pub trait Scheduler {
 /// A scheduler by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, PartialOrd, Ord)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum SchedulerKind {
     /// The EEVDF model.
     Eevdf,
     /// Ours without handoff.
@@ -124,32 +124,32 @@ pub enum Kind {
     Slipstream,
 }
 
-impl Kind {
+impl SchedulerKind {
     /// All, in the order of tables.
-    pub const ALL: [Kind; 4] = [
-        Kind::Eevdf,
-        Kind::NoHandOff,
-        Kind::HandOff,
-        Kind::Slipstream,
+    pub const ALL: [SchedulerKind; 4] = [
+        SchedulerKind::Eevdf,
+        SchedulerKind::NoHandOff,
+        SchedulerKind::HandOff,
+        SchedulerKind::Slipstream,
     ];
 
     /// Name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Eevdf => "eevdf",
-            Kind::NoHandOff => "no-hand-off",
-            Kind::HandOff => "hand-off",
-            Kind::Slipstream => "slipstream",
+            SchedulerKind::Eevdf => "eevdf",
+            SchedulerKind::NoHandOff => "no-hand-off",
+            SchedulerKind::HandOff => "hand-off",
+            SchedulerKind::Slipstream => "slipstream",
         }
     }
 
     /// Builds the scheduler. `params` apply to ours; EEVDF has its own.
     pub fn build(self, machine: Machine, params: policy::Params) -> Box<dyn Scheduler> {
         match self {
-            Kind::Eevdf => Box::new(eevdf::Eevdf::new(machine)),
-            Kind::NoHandOff => ours(machine, params, 0, 0),
-            Kind::HandOff => ours(machine, params, 1, 0),
-            Kind::Slipstream => ours(machine, params, 1, 1),
+            SchedulerKind::Eevdf => Box::new(eevdf::Eevdf::new(machine)),
+            SchedulerKind::NoHandOff => ours(machine, params, 0, 0),
+            SchedulerKind::HandOff => ours(machine, params, 1, 0),
+            SchedulerKind::Slipstream => ours(machine, params, 1, 1),
         }
     }
 }

@@ -1,7 +1,7 @@
 use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism, VM_US};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::{Params, counter};
-use slipstream_cpusched::sched::Kind;
+use slipstream_cpusched::sched::SchedulerKind;
 use slipstream_cpusched::sim::{self, RunResult};
 use slipstream_cpusched::workload::{Arrivals, Op, Schbench, Span, TaskSpec, Workload};
 
@@ -15,7 +15,7 @@ fn machine(llcs: u32, cpus_per_llc: u32) -> Machine {
     }
 }
 
-fn run(m: Machine, costs: &Costs, w: &Workload, kind: Kind, ms: u64) -> RunResult {
+fn run(m: Machine, costs: &Costs, w: &Workload, kind: SchedulerKind, ms: u64) -> RunResult {
     let sched = kind.build(m, Params::with_defaults());
     sim::run(m, costs, w, sched, 1, 20 * MS, ms * MS, None).expect("the workload is sound")
 }
@@ -51,7 +51,7 @@ fn free() -> Costs {
 #[test]
 fn queue_in_front_of_one_server_is_as_theory_says() {
     let m = machine(1, 2);
-    for kind in Kind::ALL {
+    for kind in SchedulerKind::ALL {
         let mut w = Workload {
             channels: 1,
             ..Workload::default()
@@ -91,7 +91,7 @@ fn same_seed_gives_the_same_run_and_another_seed_another() {
     let m = machine(2, 8);
     let w = schbench(m, 0.7, Span::Fixed(0), Mechanism::Pipe);
     let digest = |seed| {
-        let sched = Kind::Slipstream.build(m, Params::with_defaults());
+        let sched = SchedulerKind::Slipstream.build(m, Params::with_defaults());
         sim::run(m, &Costs::bare_metal(), &w, sched, seed, 0, 50 * MS, None)
             .unwrap()
             .digest
@@ -110,7 +110,10 @@ fn hand_over_gains_what_it_gains_on_the_real_kernel() {
             let r = run(m, &Costs::instruction_clock(), &w, kind, 100);
             r.groups[1].hop.value_at_quantile(0.5) as f64
         };
-        let (gain, expected) = (hop(Kind::Eevdf) / hop(Kind::Slipstream), eevdf / ours);
+        let (gain, expected) = (
+            hop(SchedulerKind::Eevdf) / hop(SchedulerKind::Slipstream),
+            eevdf / ours,
+        );
         assert!((gain / expected - 1.0).abs() < 0.1, "{}: {gain}", by.name());
     }
 }
@@ -124,9 +127,9 @@ fn liar_costs_nothing_once_learned() {
         r.groups[1].wake.value_at_quantile(0.5)
     };
     let (without, believed, learned) = (
-        p50(Kind::NoHandOff),
-        p50(Kind::HandOff),
-        p50(Kind::Slipstream),
+        p50(SchedulerKind::NoHandOff),
+        p50(SchedulerKind::HandOff),
+        p50(SchedulerKind::Slipstream),
     );
     assert!(
         believed >= 500_000,
@@ -144,7 +147,13 @@ fn trusted_waker_that_goes_on_makes_room_at_the_tick() {
     let m = machine(1, 4);
     let lies = Span::Either(0, 20 * MS, 0.02);
     let w = Workload::pairs(m, 1, 1, Mechanism::Unix, lies);
-    let r = run(m, &Costs::bare_metal(), &w, Kind::Slipstream, 2_000);
+    let r = run(
+        m,
+        &Costs::bare_metal(),
+        &w,
+        SchedulerKind::Slipstream,
+        2_000,
+    );
     let (trusted, room) = (counted(&r, "trusted"), counted(&r, "made_room"));
     assert!(
         trusted > 100 && room > 10,
@@ -160,7 +169,7 @@ fn hand_over_falls_silent_at_saturation() {
     let m = machine(4, 8);
     let rate = |load| {
         let w = schbench(m, load, Span::Fixed(0), Mechanism::Unix);
-        let r = run(m, &Costs::bare_metal(), &w, Kind::Slipstream, 300);
+        let r = run(m, &Costs::bare_metal(), &w, SchedulerKind::Slipstream, 300);
         counted(&r, "handoff") as f64 / r.requests as f64
     };
     let (half, full) = (rate(0.5), rate(1.2));
@@ -185,7 +194,10 @@ fn hand_over_is_never_worse_than_none() {
                 [0.0, at(0.5), 0.0, 0.0]
             }
         };
-        let (without, with) = (wake(Kind::NoHandOff), wake(Kind::Slipstream));
+        let (without, with) = (
+            wake(SchedulerKind::NoHandOff),
+            wake(SchedulerKind::Slipstream),
+        );
         let holds = with.iter().zip(&without).all(|(w, n)| *w <= n * 1.02);
         assert!(holds, "{with:?} against {without:?} at {load}");
     }
@@ -200,7 +212,7 @@ fn no_cpu_idles_long_beside_waiting_work() {
     for t in &mut w.tasks {
         t.home = 0;
     }
-    for kind in [Kind::NoHandOff, Kind::Slipstream] {
+    for kind in [SchedulerKind::NoHandOff, SchedulerKind::Slipstream] {
         let r = run(m, &Costs::bare_metal(), &w, kind, 500);
         assert!(r.utilization > 0.74, "{}: {}", kind.name(), r.utilization);
     }
@@ -209,7 +221,11 @@ fn no_cpu_idles_long_beside_waiting_work() {
 #[test]
 fn weights_share_a_cpu_and_pinned_tasks_stay() {
     let m = machine(1, 4);
-    for kind in [Kind::NoHandOff, Kind::Slipstream, Kind::Eevdf] {
+    for kind in [
+        SchedulerKind::NoHandOff,
+        SchedulerKind::Slipstream,
+        SchedulerKind::Eevdf,
+    ] {
         let mut w = Workload::default();
         for (name, weight) in [("light", 100), ("heavy", 300)] {
             let group = w.group(name);
@@ -236,7 +252,7 @@ fn hogs_delay_nobody_for_long() {
     let m = machine(1, 4);
     let mut w = Workload::pairs(m, 2, 1, Mechanism::Futex, Span::Fixed(0));
     w.add_hogs(m, 16);
-    for kind in [Kind::NoHandOff, Kind::Slipstream] {
+    for kind in [SchedulerKind::NoHandOff, SchedulerKind::Slipstream] {
         let r = run(m, &Costs::bare_metal(), &w, kind, 1_000);
         for g in &r.groups[..2] {
             assert!(
@@ -274,7 +290,7 @@ fn locks_are_held_by_one_at_a_time() {
             home,
         });
     }
-    let r = run(m, &free(), &w, Kind::Slipstream, 100);
+    let r = run(m, &free(), &w, SchedulerKind::Slipstream, 100);
     assert!(
         (r.utilization - 0.25).abs() < 0.01,
         "always just one: {}",
@@ -298,7 +314,7 @@ fn script_that_takes_no_time_is_an_error() {
         cgroup: None,
         home: 0,
     });
-    let sched = Kind::Slipstream.build(m, Params::with_defaults());
+    let sched = SchedulerKind::Slipstream.build(m, Params::with_defaults());
     let e = sim::run(m, &free(), &w, sched, 1, 0, MS, None).unwrap_err();
     assert!(e.to_string().contains("group `spin`"), "{e}");
 }
@@ -308,7 +324,7 @@ fn trace_is_json_and_counts_what_it_leaves_out() {
     let m = machine(1, 2);
     let w = Workload::pairs(m, 1, 1, Mechanism::Pipe, Span::Fixed(1_000));
     let mut trace = Trace::new(m.cpus(), 10);
-    let sched = Kind::Slipstream.build(m, Params::with_defaults());
+    let sched = SchedulerKind::Slipstream.build(m, Params::with_defaults());
     sim::run(
         m,
         &Costs::bare_metal(),

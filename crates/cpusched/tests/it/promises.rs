@@ -5,14 +5,14 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism};
 use slipstream_cpusched::policy::Params;
-use slipstream_cpusched::sched::Kind;
+use slipstream_cpusched::sched::SchedulerKind;
 use slipstream_cpusched::sim::{self, RunResult};
 use slipstream_cpusched::workload::{Hotplug, Op, RealTime, Span, Workload};
 
 const MS: u64 = 1_000_000;
 /// A tick, plus the 1 ms interval of the checks.
 const TICK: u64 = 5 * MS;
-const BOTH: [Kind; 2] = [Kind::Eevdf, Kind::Slipstream];
+const BOTH: [SchedulerKind; 2] = [SchedulerKind::Eevdf, SchedulerKind::Slipstream];
 
 fn machine(llcs: u32, cpus_per_llc: u32) -> Machine {
     Machine {
@@ -22,13 +22,20 @@ fn machine(llcs: u32, cpus_per_llc: u32) -> Machine {
     }
 }
 
-fn run_seed(m: Machine, w: &Workload, kind: Kind, warmup: u64, ms: u64, seed: u64) -> RunResult {
+fn run_seed(
+    m: Machine,
+    w: &Workload,
+    kind: SchedulerKind,
+    warmup: u64,
+    ms: u64,
+    seed: u64,
+) -> RunResult {
     let sched = kind.build(m, Params::with_defaults());
     let costs = Costs::bare_metal();
     sim::run(m, &costs, w, sched, seed, warmup * MS, ms * MS, None).expect("the workload is sound")
 }
 
-fn run(m: Machine, w: &Workload, kind: Kind, warmup: u64, ms: u64) -> RunResult {
+fn run(m: Machine, w: &Workload, kind: SchedulerKind, warmup: u64, ms: u64) -> RunResult {
     run_seed(m, w, kind, warmup, ms, 1)
 }
 
@@ -90,7 +97,7 @@ fn sleeper_beside_hogs_of_its_mask_is_not_kept_waiting() {
         let (p50, max) = (wake.value_at_quantile(0.5), wake.max());
         assert!(max < 20 * MS, "{}: {max} ns", kind.name());
         // EEVDF in the virtual machine: 0.31 ms. Its model waits for a tick, as it preempts no task.
-        if kind == Kind::Slipstream {
+        if kind == SchedulerKind::Slipstream {
             assert!(p50 < MS, "{p50} ns");
         }
     }
@@ -111,7 +118,7 @@ fn task_that_comes_later_has_its_share() {
     w.add_hog("light", 1, CpuMask::ALL, 3);
     let (sleep, work) = (Span::Fixed(1_000 * MS), Span::Fixed(60_000 * MS));
     w.add_sleeper("late", sleep, work, CpuMask::ALL, 3);
-    let r = run(m, &w, Kind::Slipstream, 1_500, 2_000);
+    let r = run(m, &w, SchedulerKind::Slipstream, 1_500, 2_000);
     let (early, late) = (cpus(&r, "early") / 4.0, cpus(&r, "late"));
     assert!((early - 0.8).abs() < 0.02, "early ones {early}");
     assert!((late - 0.8).abs() < 0.02, "late one {late}");
@@ -153,7 +160,7 @@ fn task_that_slept_while_its_cpu_went_offline_is_placed() {
             at_ns: 110 * MS,
             online: false,
         }];
-        let r = run(m, &w, Kind::Slipstream, 100, 500);
+        let r = run(m, &w, SchedulerKind::Slipstream, 100, 500);
         let waited = group(&r, "free").wait_max_ns;
         assert!(waited < 50 * MS, "{waited} ns");
     }
@@ -178,7 +185,7 @@ fn cpu_that_returns_is_used_again() {
 }
 
 /// Two hogs of one CPU with these weights, and a hog that may run anywhere.
-fn check_pair(kind: Kind, weights: (u32, u32)) {
+fn check_pair(kind: SchedulerKind, weights: (u32, u32)) {
     let mut w = Workload::default();
     w.add_hog("heavy", weights.0, CpuMask::of([1]), 1);
     w.add_hog("light", weights.1, CpuMask::of([1]), 1);
@@ -231,7 +238,7 @@ fn groups_weights_hold_in_the_model_of_eevdf() {
         w.tasks.last_mut().unwrap().cgroup = Some(u32::from(i >= 8));
     }
     w.cgroups = vec![900, 100];
-    let r = run(m, &w, Kind::Eevdf, 500, 4_000);
+    let r = run(m, &w, SchedulerKind::Eevdf, 500, 4_000);
     let share = cpus(&r, "heavy") / 4.0;
     assert!((share - 0.9).abs() < 0.03, "{share}");
 }
@@ -280,7 +287,7 @@ fn real_time_task_that_comes_often_favors_nobody() {
                 period_ns: 4 * MS,
             })
             .collect();
-        let r = run(m, &w, Kind::Slipstream, 500, 2_000);
+        let r = run(m, &w, SchedulerKind::Slipstream, 500, 2_000);
         for i in 0..w.tasks.len() {
             let used = cpus(&r, &i.to_string());
             assert!((used - 0.49).abs() < 0.03, "task {i} used {used}");
@@ -306,7 +313,7 @@ fn real_time_task_that_wakes_an_idle_cpu_keeps_no_task_there() {
             period_ns: 17 * MS,
         })
         .collect();
-    let r = run(m, &w, Kind::Slipstream, 0, 10_000);
+    let r = run(m, &w, SchedulerKind::Slipstream, 0, 10_000);
     assert!(
         r.idle_beside_work_ns <= TICK,
         "a task waited {} ns while a CPU was idle",
@@ -325,7 +332,10 @@ fn benchmark_of_futexes_loses_no_task() {
                 assert!(longest < 50 * MS, "{} at {load}: {longest} ns", kind.name());
                 r.requests as f64
             };
-            let (eevdf, ours) = (requests(Kind::Eevdf), requests(Kind::Slipstream));
+            let (eevdf, ours) = (
+                requests(SchedulerKind::Eevdf),
+                requests(SchedulerKind::Slipstream),
+            );
             // EEVDF's model sees every queue at no cost; 3 % fewer requests in 2 LLCs are usual.
             assert!(ours > 0.9 * eevdf, "{ours} against {eevdf} at {load}");
         }
@@ -401,7 +411,7 @@ fn check_host(h: &Host) -> Result<(), TestCaseError> {
             })
             .into();
     }
-    let r = run_seed(h.machine, &w, Kind::Slipstream, 50, 450, h.seed);
+    let r = run_seed(h.machine, &w, SchedulerKind::Slipstream, 50, 450, h.seed);
     // The first burst of a real-time task on a CPU may catch a task that was just sent there.
     let trapped = h.real_time.iter().map(|t| t.1 * MS).max().unwrap_or(0);
     prop_assert!(
@@ -494,7 +504,7 @@ fn check_shares(
     for i in 0..free {
         w.add_hog("free", 100, CpuMask::ALL, i % 4);
     }
-    let r = run_seed(m, &w, Kind::Slipstream, 1_000, 4_000, seed);
+    let r = run_seed(m, &w, SchedulerKind::Slipstream, 1_000, 4_000, seed);
     let used: Vec<f64> = (0..weights.len())
         .map(|i| cpus(&r, &i.to_string()))
         .collect();

@@ -13,7 +13,7 @@ use crate::zmtp;
 
 /// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum EventKind {
     /// A forward pass.
     Fpm,
     /// Changes of a KV cache.
@@ -80,7 +80,7 @@ pub struct Record {
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// Their kind.
-    pub kind: Kind,
+    pub kind: EventKind,
     /// The events.
     pub records: Vec<Record>,
     bytes: Bytes,
@@ -120,7 +120,7 @@ pub struct QueueCounters {
 /// remove a batch. The figures of `benches/events.rs` include this cost.
 #[derive(Debug)]
 pub(crate) struct Lane {
-    kind: Kind,
+    kind: EventKind,
     bytes_max: usize,
     inner: Mutex<Inner>,
     pub(crate) counters: QueueCounters,
@@ -143,7 +143,7 @@ struct Open {
 }
 
 impl Lane {
-    fn new(kind: Kind, bytes_max: usize) -> Lane {
+    fn new(kind: EventKind, bytes_max: usize) -> Lane {
         Lane {
             kind,
             bytes_max,
@@ -260,8 +260,8 @@ pub(crate) struct ThreadQueue {
 impl ThreadQueue {
     pub(crate) fn new(bytes_max: usize, bell: Arc<Notify>) -> ThreadQueue {
         ThreadQueue {
-            fpm: Lane::new(Kind::Fpm, bytes_max),
-            kv: Lane::new(Kind::Kv, bytes_max),
+            fpm: Lane::new(EventKind::Fpm, bytes_max),
+            kv: Lane::new(EventKind::Kv, bytes_max),
             bell,
         }
     }
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn events_come_out_in_order_as_frames() {
-        let lane = Lane::new(Kind::Fpm, 1 << 20);
+        let lane = Lane::new(EventKind::Fpm, 1 << 20);
         put(&lane, 5, b"five");
         put(&lane, 6, &[6; 300]);
         let batch = lane.take().unwrap();
@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn a_full_queue_drops_the_oldest_and_says_whose() {
         let max = 4 * BATCH_BYTES;
-        let lane = Lane::new(Kind::Kv, max);
+        let lane = Lane::new(EventKind::Kv, max);
         let mut lost = Vec::new();
         for sequence in 0..1000 {
             lost.extend(put(&lane, sequence, &[0; 1000]));
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn an_event_larger_than_the_queue_goes_through_until_a_newer_one_comes() {
-        let lane = Lane::new(Kind::Kv, BATCH_BYTES);
+        let lane = Lane::new(EventKind::Kv, BATCH_BYTES);
         let large = vec![0; 3 * BATCH_BYTES];
         put(&lane, 0, b"small");
         put(&lane, 1, &large);
@@ -349,7 +349,7 @@ mod tests {
 
     #[test]
     fn memory_is_used_again() {
-        let lane = Lane::new(Kind::Fpm, 1 << 20);
+        let lane = Lane::new(EventKind::Fpm, 1 << 20);
         put(&lane, 0, b"first");
         lane.take().unwrap();
         put(&lane, 1, b"second");

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use bytes::Bytes;
 use tokio::sync::Notify;
 
-use crate::batch::{Batch, Kind, RankTopics};
+use crate::batch::{Batch, EventKind, RankTopics};
 
 /// Sends batches. Runs on the event thread only.
 pub(crate) trait Bus {
@@ -55,8 +55,8 @@ pub struct BusCounters {
 impl BusCounters {
     pub(crate) fn note_sent(&self, batch: &Batch) {
         let sent = match batch.kind {
-            Kind::Fpm => &self.fpm_sent,
-            Kind::Kv => &self.kv_sent,
+            EventKind::Fpm => &self.fpm_sent,
+            EventKind::Kv => &self.kv_sent,
         };
         add(sent, batch.records.len() as u64);
         add(&self.bytes_sent, batch.wire().len() as u64);
@@ -164,8 +164,8 @@ impl HubBus {
             for record in &batch.records {
                 let topics = &self.topics[record.rank as usize];
                 let topic = match batch.kind {
-                    Kind::Fpm => &topics.fpm,
-                    Kind::Kv => &topics.kv,
+                    EventKind::Fpm => &topics.fpm,
+                    EventKind::Kv => &topics.kv,
                 };
                 let payload = batch.payload(record);
                 events.1 += payload.len();

@@ -10,7 +10,7 @@ use async_nats::client::PublishErrorKind;
 use async_nats::{ConnectOptions, HeaderMap, HeaderName, Subject};
 use futures_util::StreamExt;
 
-use crate::batch::{Batch, Kind, RankTopics};
+use crate::batch::{Batch, EventKind, RankTopics};
 use crate::bus::{Bus, BusCounters, Event, add};
 
 /// Header for the sequence of a KV batch: ZeroMQ's second frame.
@@ -90,8 +90,8 @@ impl NatsBus {
         for record in &batch.records {
             let topics = &self.topics[record.rank as usize];
             let topic = match batch.kind {
-                Kind::Fpm => &topics.fpm,
-                Kind::Kv => &topics.kv,
+                EventKind::Fpm => &topics.fpm,
+                EventKind::Kv => &topics.kv,
             };
             let subject = if self.fresh_subjects {
                 let text: String = topic.subject.as_str().to_owned();
@@ -101,8 +101,8 @@ impl NatsBus {
             };
             let payload = batch.payload(record);
             let published = match batch.kind {
-                Kind::Fpm => self.client.publish(subject, payload).await,
-                Kind::Kv => {
+                EventKind::Fpm => self.client.publish(subject, payload).await,
+                EventKind::Kv => {
                     let mut headers = HeaderMap::new();
                     headers.insert(self.header.clone(), record.sequence.to_string());
                     let publish = self.client.publish_with_headers(subject, headers, payload);

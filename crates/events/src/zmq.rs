@@ -18,7 +18,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 
-use crate::batch::{Batch, Kind, RankTopics};
+use crate::batch::{Batch, EventKind, RankTopics};
 use crate::bus::{Bus, BusCounters, Event, add};
 use crate::zmtp::{self, Connection, SMALL_FRAME_MAX, ZmtpError};
 
@@ -213,12 +213,12 @@ impl ZmqBus {
     fn publish(&self, batch: &Batch) {
         self.counters.note_sent(batch);
         match batch.kind {
-            Kind::Fpm => {
+            EventKind::Fpm => {
                 if let Some(socket) = &self.fpm {
                     socket.publish(batch);
                 }
             }
-            Kind::Kv => {
+            EventKind::Kv => {
                 for record in &batch.records {
                     let rank = record.rank as usize;
                     if let Some(socket) = self.kv.get(rank) {

@@ -66,7 +66,7 @@ impl Topic {
 /// Position of an event in a batch. The batch holds it as ZMTP frames: topic, sequence (8 bytes,
 /// big-endian), payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct EventPosition {
     /// Index of the rank among those of the process.
     pub rank: u32,
     /// Number among the rank's events of this kind.
@@ -82,7 +82,7 @@ pub struct Batch {
     /// Their kind.
     pub kind: EventKind,
     /// The events.
-    pub records: Vec<Record>,
+    pub records: Vec<EventPosition>,
     bytes: Bytes,
 }
 
@@ -93,12 +93,12 @@ impl Batch {
     }
 
     /// One event as ZMTP frames.
-    pub(crate) fn record_wire(&self, record: &Record) -> Bytes {
+    pub(crate) fn record_wire(&self, record: &EventPosition) -> Bytes {
         self.bytes.slice(record.start as usize..record.end as usize)
     }
 
     /// The payload of an event.
-    pub fn payload(&self, record: &Record) -> Bytes {
+    pub fn payload(&self, record: &EventPosition) -> Bytes {
         self.bytes
             .slice(record.payload as usize..record.end as usize)
     }
@@ -139,7 +139,7 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Open {
     bytes: Vec<u8>,
-    records: Vec<Record>,
+    records: Vec<EventPosition>,
 }
 
 impl Lane {
@@ -185,7 +185,7 @@ impl Lane {
         let end = bytes.len();
         let len = (end - payload) as u64;
         bytes[payload - 8..payload].copy_from_slice(&len.to_be_bytes());
-        inner.open.records.push(Record {
+        inner.open.records.push(EventPosition {
             rank,
             sequence,
             start: to_u32(start),
@@ -362,8 +362,8 @@ mod tests {
     }
 
     /// Position of a five-byte record in a batch of its own.
-    fn lane_record() -> Record {
-        Record {
+    fn lane_record() -> EventPosition {
+        EventPosition {
             rank: 7,
             sequence: 2,
             start: 0,

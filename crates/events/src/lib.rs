@@ -39,7 +39,7 @@ mod publisher;
 pub mod zmq;
 pub mod zmtp;
 
-pub use batch::{Batch, EventKind, QueueCounters, RankTopics, Record, Topic};
+pub use batch::{Batch, EventKind, EventPosition, QueueCounters, RankTopics, Topic};
 pub use bus::{BusCounters, Event, Hub, HubSubscriber};
 pub use fpm::FpmMessage;
 pub use kv::{BlockRemoved, BlockStored, KvEvent, KvEventBatch};

@@ -17,7 +17,7 @@ use slipstream_base::{KvDelta, RankId, WorkerId};
 use slipstream_planes::clock::{clock_id, monotonic_ns, same_clock};
 use slipstream_planes::link::{Link, LinkError, Socket, yield_turn};
 use slipstream_planes::tls::Tls;
-use slipstream_planes::wire::{self, Hello, Kind, Reject, RejectReason, Welcome, WireError};
+use slipstream_planes::wire::{self, FrameKind, Hello, Reject, RejectReason, Welcome, WireError};
 use slipstream_planes::{PassFrame, StartRequest, ToWorker};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
@@ -363,7 +363,7 @@ impl Remote {
         link.limit_frames(Hello::bytes_max(self.roster.worker_count()));
         let hello = link
             .receive(|kind, body| match kind {
-                Kind::Hello => Hello::decode(body),
+                FrameKind::Hello => Hello::decode(body),
                 kind => Err(WireError::Place {
                     kind,
                     place: "before a greeting",
@@ -444,7 +444,7 @@ impl Peer {
     }
 
     /// Checks that it runs the worker that it speaks of.
-    fn check(&self, kind: Kind, worker: WorkerId) -> Result<(), WireError> {
+    fn check(&self, kind: FrameKind, worker: WorkerId) -> Result<(), WireError> {
         if self.runs(worker) {
             return Ok(());
         }
@@ -532,11 +532,11 @@ impl Connection {
         while let Some((kind, body)) = self.link.next_frame()? {
             let (shard, roster) = (&self.shard, &self.remote.roster);
             match kind {
-                Kind::Pass => {
+                FrameKind::Pass => {
                     wire::decode_pass(body, &mut self.pass)?;
                     shard.on_frame(&self.pass, Some(&self.peer));
                 }
-                Kind::Kv | Kind::KvSnapshot => {
+                FrameKind::Kv | FrameKind::KvSnapshot => {
                     if self.told == self.deltas.len() {
                         self.deltas.push(KvDelta::default());
                     }
@@ -556,12 +556,12 @@ impl Connection {
                         self.apply_deltas();
                     }
                 }
-                Kind::Ready => {
+                FrameKind::Ready => {
                     let (worker, ready) = wire::decode_ready(body)?;
                     self.peer.check(kind, worker)?;
                     roster.on_ready(self.peer.instance, worker, ready);
                 }
-                Kind::Load => {
+                FrameKind::Load => {
                     let mut of_others = Ok(());
                     wire::decode_loads(body, |load| {
                         match self.peer.check(kind, load.rank.worker) {
@@ -571,8 +571,8 @@ impl Connection {
                     })?;
                     of_others?;
                 }
-                Kind::Ping => {}
-                Kind::Bye => {
+                FrameKind::Ping => {}
+                FrameKind::Bye => {
                     self.peer.leaving.set(true);
                     for &worker in &self.peer.workers {
                         roster.on_ready(self.peer.instance, worker, false);

@@ -2,7 +2,7 @@
 //! written back unchanged.
 
 use slipstream_base::KvDelta;
-use slipstream_planes::wire::{self, Hello, Kind, RawFrame, Reject, Welcome, WireError};
+use slipstream_planes::wire::{self, FrameKind, Hello, RawFrame, Reject, Welcome, WireError};
 use slipstream_planes::{PassFrame, ToWorker};
 
 /// Checks one input.
@@ -30,28 +30,28 @@ pub fn check(bytes: &[u8]) {
 fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
     let (kind, body) = (frame.kind, frame.body);
     match kind {
-        Kind::Hello => Hello::decode(body)?.encode(back),
-        Kind::Welcome => Welcome::decode(body)?.encode(back),
-        Kind::Reject => Reject::decode(body)?.encode(back),
-        Kind::Ping | Kind::Bye => return Ok(false),
-        Kind::Start
-        | Kind::Stop
-        | Kind::Kill
-        | Kind::Resync
-        | Kind::Receive
-        | Kind::Release
-        | Kind::Credit
-        | Kind::Input => {
+        FrameKind::Hello => Hello::decode(body)?.encode(back),
+        FrameKind::Welcome => Welcome::decode(body)?.encode(back),
+        FrameKind::Reject => Reject::decode(body)?.encode(back),
+        FrameKind::Ping | FrameKind::Bye => return Ok(false),
+        FrameKind::Start
+        | FrameKind::Stop
+        | FrameKind::Kill
+        | FrameKind::Resync
+        | FrameKind::Receive
+        | FrameKind::Release
+        | FrameKind::Credit
+        | FrameKind::Input => {
             let message: ToWorker = wire::decode_to_worker(kind, body, 7)?;
             wire::encode_to_worker(&message, back);
         }
-        Kind::Pass => {
+        FrameKind::Pass => {
             let mut pass = PassFrame::new();
             wire::decode_pass(body, &mut pass)?;
             assert_eq!(pass.entries().count(), pass.len() as usize);
             wire::encode_pass(&pass, back);
         }
-        Kind::Kv | Kind::KvSnapshot => {
+        FrameKind::Kv | FrameKind::KvSnapshot => {
             let mut delta = KvDelta::default();
             let snapshot = wire::decode_kv(kind, body, &mut delta)?;
             wire::encode_kv(&delta, snapshot, back);
@@ -63,11 +63,11 @@ fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
             assert!(again.ops.len() <= delta.ops.len());
             return Ok(false);
         }
-        Kind::Ready => {
+        FrameKind::Ready => {
             let (worker, ready) = wire::decode_ready(body)?;
             wire::encode_ready(worker, ready, back);
         }
-        Kind::Load => {
+        FrameKind::Load => {
             let mut loads = Vec::new();
             wire::decode_loads(body, |load| loads.push(load))?;
             wire::encode_loads(&loads, back);

@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
-use crate::wire::{self, Kind, WireError};
+use crate::wire::{self, FrameKind, WireError};
 
 /// Minimum free space for a read, bytes.
 const READ_BYTES: usize = 64 << 10;
@@ -160,7 +160,7 @@ impl Link {
     ///
     /// # Errors
     /// [`WireError`]; do not use the link further.
-    pub fn next_frame(&mut self) -> Result<Option<(Kind, &[u8])>, WireError> {
+    pub fn next_frame(&mut self) -> Result<Option<(FrameKind, &[u8])>, WireError> {
         self.inbox.next_frame()
     }
 
@@ -244,7 +244,7 @@ impl Link {
             return Err(LinkError::Silent { what, after });
         }
         if !std::mem::take(&mut self.clock.has_sent) {
-            wire::encode_bare(Kind::Ping, &mut self.outbox);
+            wire::encode_bare(FrameKind::Ping, &mut self.outbox);
         }
         Ok(true)
     }
@@ -255,7 +255,7 @@ impl Link {
     /// [`LinkError`]; the errors of `take`.
     pub async fn receive<T>(
         &mut self,
-        mut take: impl FnMut(Kind, &[u8]) -> Result<T, WireError>,
+        mut take: impl FnMut(FrameKind, &[u8]) -> Result<T, WireError>,
     ) -> Result<T, LinkError> {
         loop {
             if let Some((kind, body)) = self.inbox.next_frame()? {
@@ -297,7 +297,7 @@ impl Inbox {
         &mut self.bytes[self.end..]
     }
 
-    fn next_frame(&mut self) -> Result<Option<(Kind, &[u8])>, WireError> {
+    fn next_frame(&mut self) -> Result<Option<(FrameKind, &[u8])>, WireError> {
         let unread = &self.bytes[self.start..self.end];
         let Some(frame) = wire::split_within(unread, self.body_bytes_max)? else {
             return Ok(None);
@@ -364,7 +364,7 @@ mod tests {
             pass.push_tokens(stream, &[token, token + 1], None);
             wire::encode_pass(&pass, &mut bytes);
             ends.push(bytes.len());
-            wire::encode_bare(Kind::Ping, &mut bytes);
+            wire::encode_bare(FrameKind::Ping, &mut bytes);
             ends.push(bytes.len());
         }
         (bytes, ends)
@@ -405,7 +405,7 @@ mod tests {
             let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
             link.limit_frames(wire::Hello::bytes_max(2));
             let mut header = (1u32 << 20).to_le_bytes().to_vec();
-            header.extend([wire::VERSION, Kind::Hello as u8, 0, 0]);
+            header.extend([wire::VERSION, FrameKind::Hello as u8, 0, 0]);
             peer.write_all(&header).await.unwrap();
             let error = link.receive(|_, _| Ok(())).await.unwrap_err();
             assert!(
@@ -539,7 +539,7 @@ mod tests {
             let (_unread, mut talker) = tokio::io::split(peer);
             let talk = async {
                 let mut ping = Vec::new();
-                wire::encode_bare(Kind::Ping, &mut ping);
+                wire::encode_bare(FrameKind::Ping, &mut ping);
                 loop {
                     if talker.write_all(&ping).await.is_err() {
                         return;
@@ -570,7 +570,7 @@ mod tests {
             let (socket, mut peer) = duplex(10);
             let mut link = Link::new(Box::new(socket), DEADLINE, 100);
             for _ in 0..20 {
-                wire::encode_bare(Kind::Ping, link.outbox());
+                wire::encode_bare(FrameKind::Ping, link.outbox());
             }
             assert!(link.is_full());
             assert_eq!(link.unsent(), 160);

@@ -45,7 +45,7 @@ const WORKERS_MAX: usize = 4096;
 /// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     /// Worker to shard, first: [`Hello`].
     Hello = 1,
     /// Shard to worker, as the answer: [`Welcome`].
@@ -84,31 +84,31 @@ pub enum Kind {
     Load = 36,
 }
 
-impl Kind {
+impl FrameKind {
     /// All kinds.
-    pub const ALL: [Kind; 18] = [
-        Kind::Hello,
-        Kind::Welcome,
-        Kind::Reject,
-        Kind::Ping,
-        Kind::Bye,
-        Kind::Start,
-        Kind::Stop,
-        Kind::Kill,
-        Kind::Resync,
-        Kind::Credit,
-        Kind::Input,
-        Kind::Receive,
-        Kind::Release,
-        Kind::Pass,
-        Kind::Kv,
-        Kind::KvSnapshot,
-        Kind::Ready,
-        Kind::Load,
+    pub const ALL: [FrameKind; 18] = [
+        FrameKind::Hello,
+        FrameKind::Welcome,
+        FrameKind::Reject,
+        FrameKind::Ping,
+        FrameKind::Bye,
+        FrameKind::Start,
+        FrameKind::Stop,
+        FrameKind::Kill,
+        FrameKind::Resync,
+        FrameKind::Credit,
+        FrameKind::Input,
+        FrameKind::Receive,
+        FrameKind::Release,
+        FrameKind::Pass,
+        FrameKind::Kv,
+        FrameKind::KvSnapshot,
+        FrameKind::Ready,
+        FrameKind::Load,
     ];
 
-    fn of(code: u8) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|&kind| kind as u8 == code)
+    fn of(code: u8) -> Option<FrameKind> {
+        FrameKind::ALL.into_iter().find(|&kind| kind as u8 == code)
     }
 }
 
@@ -132,7 +132,7 @@ pub enum WireError {
     #[error("a {kind:?} frame of {len} bytes is longer than the {max} that are allowed")]
     Length {
         /// Its declared kind.
-        kind: Kind,
+        kind: FrameKind,
         /// Its declared length, bytes.
         len: u32,
         /// Its maximum, bytes.
@@ -140,12 +140,12 @@ pub enum WireError {
     },
     /// The body ends within a field.
     #[error("a {0:?} frame ends within a field")]
-    Cut(Kind),
+    Cut(FrameKind),
     /// The body continues after its last field.
     #[error("a {kind:?} frame has {bytes} bytes after its last field")]
     Trailing {
         /// The frame's kind.
-        kind: Kind,
+        kind: FrameKind,
         /// Number of extra bytes.
         bytes: usize,
     },
@@ -153,7 +153,7 @@ pub enum WireError {
     #[error("a {kind:?} frame has a bad {field}: {value}")]
     Value {
         /// The frame's kind.
-        kind: Kind,
+        kind: FrameKind,
         /// The field.
         field: &'static str,
         /// Its value.
@@ -169,7 +169,7 @@ pub enum WireError {
     )]
     NotIts {
         /// The frame's kind.
-        kind: Kind,
+        kind: FrameKind,
         /// The worker.
         worker: WorkerId,
     },
@@ -177,7 +177,7 @@ pub enum WireError {
     #[error("a {kind:?} frame has no place {place}")]
     Place {
         /// The frame's kind.
-        kind: Kind,
+        kind: FrameKind,
         /// The place at which it arrived.
         place: &'static str,
     },
@@ -187,7 +187,7 @@ pub enum WireError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawFrame<'a> {
     /// Its kind.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// Its body.
     pub body: &'a [u8],
     /// Its length with its header, bytes.
@@ -218,7 +218,7 @@ pub fn split_within(
     if version != VERSION {
         return Err(WireError::Version(version));
     }
-    let kind = Kind::of(kind).ok_or(WireError::Kind(kind))?;
+    let kind = FrameKind::of(kind).ok_or(WireError::Kind(kind))?;
     let zero = u16::from_le_bytes([z0, z1]);
     if zero != 0 {
         return Err(WireError::Reserved(zero));
@@ -240,7 +240,7 @@ pub fn split_within(
 }
 
 /// Appends a frame to `out`: its header, and the body that `write` appends.
-fn frame(out: &mut Vec<u8>, kind: Kind, write: impl FnOnce(&mut Vec<u8>)) {
+fn frame(out: &mut Vec<u8>, kind: FrameKind, write: impl FnOnce(&mut Vec<u8>)) {
     let at = out.len();
     out.extend_from_slice(&[0, 0, 0, 0, VERSION, kind as u8, 0, 0]);
     write(out);
@@ -250,12 +250,12 @@ fn frame(out: &mut Vec<u8>, kind: Kind, write: impl FnOnce(&mut Vec<u8>)) {
 
 /// Reads the fields of one body.
 struct Fields<'a> {
-    kind: Kind,
+    kind: FrameKind,
     rest: &'a [u8],
 }
 
 impl<'a> Fields<'a> {
-    fn new(kind: Kind, body: &'a [u8]) -> Fields<'a> {
+    fn new(kind: FrameKind, body: &'a [u8]) -> Fields<'a> {
         Fields { kind, rest: body }
     }
 
@@ -421,7 +421,7 @@ impl Hello {
 
     /// Appends the frame.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        frame(out, Kind::Hello, |out| {
+        frame(out, FrameKind::Hello, |out| {
             out.extend_from_slice(&MAGIC.to_le_bytes());
             out.extend_from_slice(&self.instance.to_le_bytes());
             out.extend_from_slice(&self.fingerprint.to_le_bytes());
@@ -444,7 +444,7 @@ impl Hello {
     /// # Errors
     /// [`WireError`].
     pub fn decode(body: &[u8]) -> Result<Hello, WireError> {
-        let mut fields = Fields::new(Kind::Hello, body);
+        let mut fields = Fields::new(FrameKind::Hello, body);
         let magic = fields.u32()?;
         if magic != MAGIC {
             return Err(fields.bad("magic", magic.into()));
@@ -504,7 +504,7 @@ pub struct Welcome {
 impl Welcome {
     /// Appends the frame.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        frame(out, Kind::Welcome, |out| {
+        frame(out, FrameKind::Welcome, |out| {
             out.extend_from_slice(&MAGIC.to_le_bytes());
             out.extend_from_slice(&self.instance.to_le_bytes());
             out.push(self.shard);
@@ -519,7 +519,7 @@ impl Welcome {
     /// # Errors
     /// [`WireError`].
     pub fn decode(body: &[u8]) -> Result<Welcome, WireError> {
-        let mut fields = Fields::new(Kind::Welcome, body);
+        let mut fields = Fields::new(FrameKind::Welcome, body);
         let magic = fields.u32()?;
         if magic != MAGIC {
             return Err(fields.bad("magic", magic.into()));
@@ -579,7 +579,7 @@ pub struct Reject {
 impl Reject {
     /// Appends the frame.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        frame(out, Kind::Reject, |out| {
+        frame(out, FrameKind::Reject, |out| {
             out.extend_from_slice(&(self.reason as u16).to_le_bytes());
             put_text(out, &self.message);
         });
@@ -590,7 +590,7 @@ impl Reject {
     /// # Errors
     /// [`WireError`].
     pub fn decode(body: &[u8]) -> Result<Reject, WireError> {
-        let mut fields = Fields::new(Kind::Reject, body);
+        let mut fields = Fields::new(FrameKind::Reject, body);
         let code = fields.u16()?;
         let reason = RejectReason::ALL
             .into_iter()
@@ -603,8 +603,8 @@ impl Reject {
 }
 
 /// Appends a frame without a body.
-pub fn encode_bare(kind: Kind, out: &mut Vec<u8>) {
-    debug_assert!(matches!(kind, Kind::Ping | Kind::Bye));
+pub fn encode_bare(kind: FrameKind, out: &mut Vec<u8>) {
+    debug_assert!(matches!(kind, FrameKind::Ping | FrameKind::Bye));
     frame(out, kind, |_| {});
 }
 
@@ -648,15 +648,15 @@ pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
     };
     match message {
         ToWorker::Start(start) => encode_start(start, out),
-        ToWorker::Stop { rank, addr } => control(out, Kind::Stop, *rank, addr, None),
-        ToWorker::Kill { rank, addr } => control(out, Kind::Kill, *rank, addr, None),
-        ToWorker::Receive { rank, addr } => control(out, Kind::Receive, *rank, addr, None),
-        ToWorker::Release { rank, addr } => control(out, Kind::Release, *rank, addr, None),
+        ToWorker::Stop { rank, addr } => control(out, FrameKind::Stop, *rank, addr, None),
+        ToWorker::Kill { rank, addr } => control(out, FrameKind::Kill, *rank, addr, None),
+        ToWorker::Receive { rank, addr } => control(out, FrameKind::Receive, *rank, addr, None),
+        ToWorker::Release { rank, addr } => control(out, FrameKind::Release, *rank, addr, None),
         ToWorker::Credit { rank, addr, bytes } => {
-            control(out, Kind::Credit, *rank, addr, Some(*bytes));
+            control(out, FrameKind::Credit, *rank, addr, Some(*bytes));
         }
-        ToWorker::Resync { rank } => frame(out, Kind::Resync, |out| put_rank(out, *rank)),
-        ToWorker::Input(input) => frame(out, Kind::Input, |out| {
+        ToWorker::Resync { rank } => frame(out, FrameKind::Resync, |out| put_rank(out, *rank)),
+        ToWorker::Input(input) => frame(out, FrameKind::Input, |out| {
             put_stream(out, input.addr.stream);
             put_rank(out, input.rank);
             let mut flags = 0;
@@ -679,7 +679,7 @@ pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
 pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
     let request = &start.request;
     let prompt = &request.prompt;
-    frame(out, Kind::Start, |out| {
+    frame(out, FrameKind::Start, |out| {
         put_stream(out, start.addr.stream);
         put_rank(out, start.rank);
         let mut flags = 0;
@@ -739,18 +739,22 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
 ///
 /// # Errors
 /// [`WireError`]; [`WireError::Place`] for a frame that is neither.
-pub fn decode_to_worker(kind: Kind, body: &[u8], shard: u8) -> Result<ToWorker, WireError> {
+pub fn decode_to_worker(kind: FrameKind, body: &[u8], shard: u8) -> Result<ToWorker, WireError> {
     let mut fields = Fields::new(kind, body);
     let message = match kind {
-        Kind::Start => ToWorker::Start(Box::new(decode_start(&mut fields, shard)?)),
-        Kind::Stop | Kind::Kill | Kind::Receive | Kind::Release | Kind::Credit => {
+        FrameKind::Start => ToWorker::Start(Box::new(decode_start(&mut fields, shard)?)),
+        FrameKind::Stop
+        | FrameKind::Kill
+        | FrameKind::Receive
+        | FrameKind::Release
+        | FrameKind::Credit => {
             let addr = fields.addr(shard)?;
             let rank = fields.rank()?;
             match kind {
-                Kind::Stop => ToWorker::Stop { rank, addr },
-                Kind::Kill => ToWorker::Kill { rank, addr },
-                Kind::Receive => ToWorker::Receive { rank, addr },
-                Kind::Release => ToWorker::Release { rank, addr },
+                FrameKind::Stop => ToWorker::Stop { rank, addr },
+                FrameKind::Kill => ToWorker::Kill { rank, addr },
+                FrameKind::Receive => ToWorker::Receive { rank, addr },
+                FrameKind::Release => ToWorker::Release { rank, addr },
                 _ => ToWorker::Credit {
                     rank,
                     addr,
@@ -758,10 +762,10 @@ pub fn decode_to_worker(kind: Kind, body: &[u8], shard: u8) -> Result<ToWorker, 
                 },
             }
         }
-        Kind::Resync => ToWorker::Resync {
+        FrameKind::Resync => ToWorker::Resync {
             rank: fields.rank()?,
         },
-        Kind::Input => {
+        FrameKind::Input => {
             let addr = fields.addr(shard)?;
             let rank = fields.rank()?;
             let flags = fields.u8()?;
@@ -889,7 +893,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
 pub fn encode_pass(pass: &PassFrame, out: &mut Vec<u8>) {
     let (words, text) = pass.parts();
     out.reserve(HEADER_BYTES + 16 + words.len() * 4 + text.len());
-    frame(out, Kind::Pass, |out| {
+    frame(out, FrameKind::Pass, |out| {
         out.extend_from_slice(&pass.sent_ns.to_le_bytes());
         out.extend_from_slice(&to_u32(words.len()).to_le_bytes());
         out.extend_from_slice(&to_u32(text.len()).to_le_bytes());
@@ -903,7 +907,7 @@ pub fn encode_pass(pass: &PassFrame, out: &mut Vec<u8>) {
 /// # Errors
 /// [`WireError`]; `pass` is empty then.
 pub fn decode_pass(body: &[u8], pass: &mut PassFrame) -> Result<(), WireError> {
-    let mut fields = Fields::new(Kind::Pass, body);
+    let mut fields = Fields::new(FrameKind::Pass, body);
     let sent_ns = fields.u64()?;
     let (words, text) = (fields.u32()? as usize, fields.u32()? as usize);
     let words = fields.u32s(words)?;
@@ -925,7 +929,11 @@ mod run {
 /// Appends a delta, or a snapshot. A chain of blocks takes 8 bytes per block: a run has its first
 /// parent, and each block is the parent of the next.
 pub fn encode_kv(delta: &KvDelta, snapshot: bool, out: &mut Vec<u8>) {
-    let kind = if snapshot { Kind::KvSnapshot } else { Kind::Kv };
+    let kind = if snapshot {
+        FrameKind::KvSnapshot
+    } else {
+        FrameKind::Kv
+    };
     frame(out, kind, |out| {
         put_rank(out, delta.rank);
         out.extend_from_slice(&delta.sequence.to_le_bytes());
@@ -969,7 +977,7 @@ fn run_len(ops: &[KvOp]) -> usize {
 ///
 /// # Errors
 /// [`WireError`].
-pub fn decode_kv(kind: Kind, body: &[u8], delta: &mut KvDelta) -> Result<bool, WireError> {
+pub fn decode_kv(kind: FrameKind, body: &[u8], delta: &mut KvDelta) -> Result<bool, WireError> {
     let mut fields = Fields::new(kind, body);
     delta.ops.clear();
     delta.rank = fields.rank()?;
@@ -1001,12 +1009,12 @@ pub fn decode_kv(kind: Kind, body: &[u8], delta: &mut KvDelta) -> Result<bool, W
             other => return Err(fields.bad("run of changes", other.into())),
         }
     }
-    Ok(kind == Kind::KvSnapshot)
+    Ok(kind == FrameKind::KvSnapshot)
 }
 
 /// Appends whether `worker` accepts requests.
 pub fn encode_ready(worker: WorkerId, ready: bool, out: &mut Vec<u8>) {
-    frame(out, Kind::Ready, |out| {
+    frame(out, FrameKind::Ready, |out| {
         out.extend_from_slice(&worker.0.to_le_bytes());
         out.push(ready.into());
     });
@@ -1017,7 +1025,7 @@ pub fn encode_ready(worker: WorkerId, ready: bool, out: &mut Vec<u8>) {
 /// # Errors
 /// [`WireError`].
 pub fn decode_ready(body: &[u8]) -> Result<(WorkerId, bool), WireError> {
-    let mut fields = Fields::new(Kind::Ready, body);
+    let mut fields = Fields::new(FrameKind::Ready, body);
     let worker = WorkerId(fields.u32()?);
     let ready = fields.flag("readiness")?;
     fields.end()?;
@@ -1041,7 +1049,7 @@ pub struct RankLoad {
 
 /// Appends the loads of ranks.
 pub fn encode_loads(loads: &[RankLoad], out: &mut Vec<u8>) {
-    frame(out, Kind::Load, |out| {
+    frame(out, FrameKind::Load, |out| {
         for load in loads {
             put_rank(out, load.rank);
             put_words(
@@ -1062,7 +1070,7 @@ pub fn encode_loads(loads: &[RankLoad], out: &mut Vec<u8>) {
 /// # Errors
 /// [`WireError`].
 pub fn decode_loads(body: &[u8], mut each: impl FnMut(RankLoad)) -> Result<(), WireError> {
-    let mut fields = Fields::new(Kind::Load, body);
+    let mut fields = Fields::new(FrameKind::Load, body);
     while !fields.rest.is_empty() {
         each(RankLoad {
             rank: fields.rank()?,
@@ -1301,8 +1309,8 @@ mod tests {
             ("hello", encoded(|out| hello().encode(out))),
             ("welcome", encoded(|out| welcome().encode(out))),
             ("reject", encoded(|out| reject().encode(out))),
-            ("ping", encoded(|out| encode_bare(Kind::Ping, out))),
-            ("bye", encoded(|out| encode_bare(Kind::Bye, out))),
+            ("ping", encoded(|out| encode_bare(FrameKind::Ping, out))),
+            ("bye", encoded(|out| encode_bare(FrameKind::Bye, out))),
             ("start", start(false)),
             ("start-opaque", start(true)),
             (
@@ -1378,11 +1386,11 @@ mod tests {
             );
         }
         assert_eq!(documented.len(), samples().len(), "and no other");
-        let kinds: Vec<Kind> = samples()
+        let kinds: Vec<FrameKind> = samples()
             .values()
             .map(|bytes| split(bytes).unwrap().unwrap().kind)
             .collect();
-        assert!(Kind::ALL.iter().all(|kind| kinds.contains(kind)));
+        assert!(FrameKind::ALL.iter().all(|kind| kinds.contains(kind)));
     }
 
     fn body(bytes: &[u8]) -> &[u8] {
@@ -1403,7 +1411,7 @@ mod tests {
             ("start-prompt", start_as(Role::Prefill)),
             ("start-answer", start_as(Role::Decode)),
         ] {
-            let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();
+            let read = decode_to_worker(FrameKind::Start, body(&samples[name]), 5).unwrap();
             let ToWorker::Start(read) = read else {
                 panic!("{read:?} is no start");
             };
@@ -1418,14 +1426,14 @@ mod tests {
             assert_eq!(read.dispatched_ns, sent.dispatched_ns);
             assert_eq!(read.credit_bytes, sent.credit_bytes);
         }
-        let read = decode_to_worker(Kind::Input, body(&samples["input"]), 0);
+        let read = decode_to_worker(FrameKind::Input, body(&samples["input"]), 0);
         assert!(matches!(read, Ok(ToWorker::Input(read)) if *read == input()));
         let mut read = PassFrame::new();
         decode_pass(body(&samples["pass"]), &mut read).unwrap();
         assert_eq!(read, pass());
         for (name, kind, snapshot) in [
-            ("kv", Kind::Kv, false),
-            ("kv-snapshot", Kind::KvSnapshot, true),
+            ("kv", FrameKind::Kv, false),
+            ("kv-snapshot", FrameKind::KvSnapshot, true),
         ] {
             let mut read = KvDelta::default();
             assert_eq!(
@@ -1444,29 +1452,31 @@ mod tests {
     }
 
     /// Reads a body as its declared kind.
-    fn decode_any(kind: Kind, body: &[u8]) -> Result<(), WireError> {
+    fn decode_any(kind: FrameKind, body: &[u8]) -> Result<(), WireError> {
         match kind {
-            Kind::Hello => Hello::decode(body).map(drop),
-            Kind::Welcome => Welcome::decode(body).map(drop),
-            Kind::Reject => Reject::decode(body).map(drop),
-            Kind::Ping | Kind::Bye => Ok(()),
-            Kind::Start
-            | Kind::Stop
-            | Kind::Kill
-            | Kind::Receive
-            | Kind::Release
-            | Kind::Resync
-            | Kind::Credit
-            | Kind::Input => decode_to_worker(kind, body, 0).map(drop),
-            Kind::Pass => {
+            FrameKind::Hello => Hello::decode(body).map(drop),
+            FrameKind::Welcome => Welcome::decode(body).map(drop),
+            FrameKind::Reject => Reject::decode(body).map(drop),
+            FrameKind::Ping | FrameKind::Bye => Ok(()),
+            FrameKind::Start
+            | FrameKind::Stop
+            | FrameKind::Kill
+            | FrameKind::Receive
+            | FrameKind::Release
+            | FrameKind::Resync
+            | FrameKind::Credit
+            | FrameKind::Input => decode_to_worker(kind, body, 0).map(drop),
+            FrameKind::Pass => {
                 let mut pass = PassFrame::new();
                 decode_pass(body, &mut pass)?;
                 assert_eq!(pass.entries().count(), pass.len() as usize);
                 Ok(())
             }
-            Kind::Kv | Kind::KvSnapshot => decode_kv(kind, body, &mut KvDelta::default()).map(drop),
-            Kind::Ready => decode_ready(body).map(drop),
-            Kind::Load => decode_loads(body, |_| {}),
+            FrameKind::Kv | FrameKind::KvSnapshot => {
+                decode_kv(kind, body, &mut KvDelta::default()).map(drop)
+            }
+            FrameKind::Ready => decode_ready(body).map(drop),
+            FrameKind::Load => decode_loads(body, |_| {}),
         }
     }
 
@@ -1481,10 +1491,13 @@ mod tests {
             for cut in 0..frame.body.len() {
                 let short = decode_any(frame.kind, &frame.body[..cut]);
                 // Frames that are lists may be cut between two items.
-                let list = matches!(frame.kind, Kind::Kv | Kind::KvSnapshot | Kind::Load);
+                let list = matches!(
+                    frame.kind,
+                    FrameKind::Kv | FrameKind::KvSnapshot | FrameKind::Load
+                );
                 assert!(short.is_err() || list, "{name} with {cut} bytes of body");
             }
-            if !matches!(frame.kind, Kind::Ping | Kind::Bye) {
+            if !matches!(frame.kind, FrameKind::Ping | FrameKind::Bye) {
                 let long = [frame.body, &[0]].concat();
                 assert!(decode_any(frame.kind, &long).is_err(), "{name} and a byte");
             }
@@ -1519,7 +1532,7 @@ mod tests {
         assert_eq!(header(0, 9, 1, 0), WireError::Version(9));
         assert_eq!(header(0, VERSION, 99, 0), WireError::Kind(99));
         assert_eq!(header(0, VERSION, 1, 7), WireError::Reserved(7));
-        let (kind, len) = (Kind::Hello, BODY_BYTES_MAX as u32 + 1);
+        let (kind, len) = (FrameKind::Hello, BODY_BYTES_MAX as u32 + 1);
         let max = BODY_BYTES_MAX;
         let long = WireError::Length { kind, len, max };
         assert_eq!(header(len, VERSION, 1, 0), long);
@@ -1555,7 +1568,7 @@ mod tests {
         /// memory than a small multiple of their length.
         #[test]
         fn arbitrary_bytes_do_no_harm(
-            kind in prop::sample::select(Kind::ALL.to_vec()),
+            kind in prop::sample::select(FrameKind::ALL.to_vec()),
             body in prop::collection::vec(any::<u8>(), 0..300),
         ) {
             let _ = decode_any(kind, &body);

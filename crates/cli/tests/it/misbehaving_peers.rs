@@ -12,7 +12,7 @@ use slipstream_base::{
 use slipstream_discovery::{Backend, Change, Record as _};
 use slipstream_planes::discovery::{self, ProcessRole, Record};
 use slipstream_planes::frame::{NO_LIMIT, StartRequest};
-use slipstream_planes::wire::{self, Announced, Hello, Kind, RankLoad, Welcome};
+use slipstream_planes::wire::{self, Announced, FrameKind, Hello, RankLoad, Welcome};
 use slipstream_planes::{End, FirstPass, PassFrame, Prologue, StreamId, ToWorker, Usage};
 
 use crate::planes::{Worker, await_ready, begin, completion, frontend_command, rest};
@@ -107,7 +107,7 @@ impl Peer {
         let mut peer = Peer::new(TcpStream::connect(&frontend.shards[0]).unwrap());
         peer.say(&hello(frontend, workers));
         let (kind, body) = peer.next().expect("an answer");
-        assert_eq!(kind, Kind::Welcome, "{body:?}");
+        assert_eq!(kind, FrameKind::Welcome, "{body:?}");
         peer
     }
 
@@ -117,12 +117,12 @@ impl Peer {
     }
 
     /// The next frame except pings; `None` once the connection is closed.
-    fn next(&mut self) -> Option<(Kind, Vec<u8>)> {
+    fn next(&mut self) -> Option<(FrameKind, Vec<u8>)> {
         loop {
             if let Some(frame) = wire::split(&self.inbox).expect("frames of ours") {
                 let (kind, body, len) = (frame.kind, frame.body.to_vec(), frame.len);
                 self.inbox.drain(..len);
-                if kind == Kind::Ping {
+                if kind == FrameKind::Ping {
                     continue;
                 }
                 return Some((kind, body));
@@ -145,7 +145,7 @@ impl Peer {
     fn start(&mut self) -> Box<StartRequest> {
         loop {
             let (kind, body) = self.next().expect("a request");
-            if kind == Kind::Start {
+            if kind == FrameKind::Start {
                 match wire::decode_to_worker(kind, &body, 0).unwrap() {
                     ToWorker::Start(start) => return start,
                     other => panic!("{other:?}"),
@@ -433,7 +433,7 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
     let mut talk = peer.stream.try_clone().unwrap();
     let pings = std::thread::spawn(move || {
         let mut ping = Vec::new();
-        wire::encode_bare(Kind::Ping, &mut ping);
+        wire::encode_bare(FrameKind::Ping, &mut ping);
         while talk.write_all(&ping).is_ok() {
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -487,7 +487,7 @@ impl Stage {
         let (stream, _) = self.listener.accept().unwrap();
         let mut peer = Peer::new(stream);
         let (kind, body) = peer.next().expect("a hello");
-        assert_eq!(kind, Kind::Hello);
+        assert_eq!(kind, FrameKind::Hello);
         let hello = Hello::decode(&body).unwrap();
         (peer, hello)
     }
@@ -628,7 +628,7 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     peer.say(&request(nobody, 0, 5));
     let refused = loop {
         let (kind, body) = peer.next().expect("a refusal");
-        if kind == Kind::Pass {
+        if kind == FrameKind::Pass {
             let mut pass = PassFrame::new();
             wire::decode_pass(&body, &mut pass).unwrap();
             let entry = pass.entries().next().unwrap();
@@ -648,7 +648,7 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     let (mut peer, _) = stage.accept();
     peer.say(&stage.welcome());
     let mut ping = Vec::new();
-    wire::encode_bare(Kind::Ping, &mut ping);
+    wire::encode_bare(FrameKind::Ping, &mut ping);
     let mut slot = 0;
     let began = Instant::now();
     loop {

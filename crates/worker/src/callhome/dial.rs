@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use slipstream_planes::clock::clock_id;
 use slipstream_planes::link::{Link, LinkError};
-use slipstream_planes::wire::{self, Announced, Hello, Kind, Reject, Welcome, WireError};
+use slipstream_planes::wire::{self, Announced, FrameKind, Hello, Reject, Welcome, WireError};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
@@ -166,8 +166,8 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
     link.flush().await?;
     let answer = link
         .receive(|kind, body| match kind {
-            Kind::Welcome => Welcome::decode(body).map(Ok),
-            Kind::Reject => Reject::decode(body).map(Err),
+            FrameKind::Welcome => Welcome::decode(body).map(Ok),
+            FrameKind::Reject => Reject::decode(body).map(Err),
             kind => Err(WireError::Place {
                 kind,
                 place: "in a greeting",

@@ -74,7 +74,7 @@ impl Feed {
     /// Asks all shards for no more requests.
     pub(crate) fn on_stopping(&self) {
         let mut bytes = Vec::new();
-        wire::encode_bare(wire::Kind::Bye, &mut bytes);
+        wire::encode_bare(wire::FrameKind::Bye, &mut bytes);
         self.say_state(&bytes);
     }
 
@@ -289,7 +289,10 @@ mod tests {
         assert!(out.is_empty());
         feed.on_ready(WorkerId(3), true);
         assert!(!other.take(Waker::noop(), &mut out));
-        assert_eq!(wire::split(&out).unwrap().unwrap().kind, wire::Kind::Ready);
+        assert_eq!(
+            wire::split(&out).unwrap().unwrap().kind,
+            wire::FrameKind::Ready
+        );
         drop((one, other));
         sink.on_kv(&delta(3, 1));
         assert!(sink.gathered.is_empty(), "no subscriber");
@@ -334,7 +337,7 @@ mod tests {
             kinds.push(frame.kind);
             bytes = &bytes[frame.len..];
         }
-        assert_eq!(kinds[..2], [wire::Kind::Ready, wire::Kind::Bye]);
+        assert_eq!(kinds[..2], [wire::FrameKind::Ready, wire::FrameKind::Bye]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use slipstream_planes::link::{Link, LinkError, yield_turn};
 use slipstream_planes::ring::Polled;
 use slipstream_planes::stream::SLOTS_MAX;
-use slipstream_planes::wire::{self, Kind, WireError};
+use slipstream_planes::wire::{self, FrameKind, WireError};
 use slipstream_planes::{
     Entry, PassFrame, RefusalReason, SendError, ShardPort, StreamAddr, StreamId, ToWorker,
 };
@@ -141,7 +141,7 @@ impl Relay {
         // Refusals, as the outbox is not to be had while a frame is looked at.
         let mut refusals = PassFrame::new();
         while let Some((kind, body)) = self.link.next_frame()? {
-            if kind == Kind::Ping || kind == Kind::Bye {
+            if kind == FrameKind::Ping || kind == FrameKind::Bye {
                 // A frontend that leaves sends no more by itself.
                 continue;
             }

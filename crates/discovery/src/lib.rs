@@ -33,7 +33,7 @@ use slipstream_base::SimTime;
 
 pub use etcd::{Etcd, EtcdOptions};
 pub use folder::{Folder, FolderOptions, LEASE_MAX};
-pub use session::{Event, Record, Session, SessionError};
+pub use session::{Record, Session, SessionError, SessionEvent};
 
 /// Longest value of an entry, bytes. The record of a frontend with 256 shards takes 6 KiB.
 pub const VALUE_BYTES_MAX: usize = 256 << 10;

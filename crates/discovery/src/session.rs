@@ -42,7 +42,7 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + 'sta
 
 /// An event that a session reports.
 #[derive(Debug)]
-pub enum Event<R> {
+pub enum SessionEvent<R> {
     /// A record was published.
     Appeared(R),
     /// A record was deleted, its lease ended, or another one replaces it.
@@ -100,7 +100,7 @@ impl Session {
         thread: &str,
         backend: impl Backend + 'static,
         publish: Option<(R, Duration)>,
-        on_event: impl FnMut(Event<R>) + Send + 'static,
+        on_event: impl FnMut(SessionEvent<R>) + Send + 'static,
     ) -> Result<Session, SessionError> {
         let is_stopped = Arc::new(AtomicBool::new(false));
         let waker = backend.waker();
@@ -158,7 +158,7 @@ struct Driver<B, R, F> {
     failure: Option<String>,
 }
 
-impl<B: Backend, R: Record, F: FnMut(Event<R>)> Driver<B, R, F> {
+impl<B: Backend, R: Record, F: FnMut(SessionEvent<R>)> Driver<B, R, F> {
     fn run(
         mut self,
         publish: Option<(R, Duration)>,
@@ -209,7 +209,7 @@ impl<B: Backend, R: Record, F: FnMut(Event<R>)> Driver<B, R, F> {
             }
             if !is_synced {
                 is_synced = true;
-                (self.on_event)(Event::Synced);
+                (self.on_event)(SessionEvent::Synced);
             }
             let until = if key.is_some() {
                 next.min(renew_at)
@@ -230,38 +230,40 @@ impl<B: Backend, R: Record, F: FnMut(Event<R>)> Driver<B, R, F> {
         match change {
             Change::Put { key, value } => match parse::<R>(&key, &value) {
                 Ok(record) => self.put(key, record),
-                Err(reason) => (self.on_event)(Event::Invalid { name: key, reason }),
+                Err(reason) => (self.on_event)(SessionEvent::Invalid { name: key, reason }),
             },
             Change::Deleted { key } => {
                 if let Some(record) = self.records.remove(&key) {
-                    (self.on_event)(Event::Vanished(record));
+                    (self.on_event)(SessionEvent::Vanished(record));
                 }
             }
-            Change::Invalid { name, reason } => (self.on_event)(Event::Invalid { name, reason }),
+            Change::Invalid { name, reason } => {
+                (self.on_event)(SessionEvent::Invalid { name, reason })
+            }
         }
     }
 
     fn put(&mut self, key: String, record: R) {
         match self.records.insert(key, record.clone()) {
             Some(old) if old == record => return,
-            Some(old) => (self.on_event)(Event::Vanished(old)),
+            Some(old) => (self.on_event)(SessionEvent::Vanished(old)),
             None => {}
         }
-        (self.on_event)(Event::Appeared(record));
+        (self.on_event)(SessionEvent::Appeared(record));
     }
 
     fn report_failure(&mut self, result: Result<(), BackendError>) {
         match result {
             Ok(()) => {
                 if self.failure.take().is_some() {
-                    (self.on_event)(Event::Recovered);
+                    (self.on_event)(SessionEvent::Recovered);
                 }
             }
             Err(error) => {
                 let text = error.to_string();
                 if self.failure.as_ref() != Some(&text) {
                     self.failure = Some(text);
-                    (self.on_event)(Event::Failed(error));
+                    (self.on_event)(SessionEvent::Failed(error));
                 }
             }
         }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-pub use slipstream_discovery::{Backend, Event, LEASE_MAX, Place, Session, SessionError};
+pub use slipstream_discovery::{Backend, LEASE_MAX, Place, Session, SessionError, SessionEvent};
 use slipstream_discovery::{BackendError, Etcd, EtcdOptions, Folder, FolderOptions};
 
 /// The role of a process.

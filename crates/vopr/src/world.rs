@@ -37,7 +37,7 @@ use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, KvNetwork, Limits, Origins, RemoteLimits, Roster, Service};
 use slipstream_planes::clock::sim as clock;
-use slipstream_planes::discovery::{Event, ProcessRole, Record, SeatKey};
+use slipstream_planes::discovery::{ProcessRole, Record, SeatKey, SessionEvent};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::PlaneLimits;
 use slipstream_router::{Fleets, Router};
@@ -700,7 +700,7 @@ impl<'a> World<'a> {
                 if let (Some((worker, _)), Some(up)) = (&process.up, &self.frontends[frontend].up)
                     && process.known.insert(up.record.instance)
                 {
-                    worker.on_discovery(Event::Appeared(up.record.clone()));
+                    worker.on_discovery(SessionEvent::Appeared(up.record.clone()));
                 }
             }
             Next::Vanished(process, frontend, instance) => {
@@ -714,7 +714,7 @@ impl<'a> World<'a> {
                 if let (Some((worker, _)), Some(record)) = (&process.up, record)
                     && process.known.remove(&instance)
                 {
-                    worker.on_discovery(Event::Vanished(record));
+                    worker.on_discovery(SessionEvent::Vanished(record));
                 }
             }
             Next::Heal => {
@@ -1124,12 +1124,12 @@ impl<'a> World<'a> {
                     // Its lease ends some time.
                     let gone = Next::Vanished(index, frontend, stale.instance);
                     self.queue.push(now + 300_000_000, gone);
-                    worker.on_discovery(Event::Appeared(stale.clone()));
+                    worker.on_discovery(SessionEvent::Appeared(stale.clone()));
                 }
             }
             FaultKind::RecordTorn { process } => {
                 if let Some((worker, _)) = &self.processes[process].up {
-                    worker.on_discovery(Event::Invalid {
+                    worker.on_discovery(SessionEvent::Invalid {
                         name: "frontend".into(),
                         reason: "EOF while parsing".into(),
                     });

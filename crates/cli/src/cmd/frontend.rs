@@ -7,7 +7,7 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::{Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport};
-use slipstream_planes::discovery::{self, Event, ProcessRole, Record, SeatKey, Session};
+use slipstream_planes::discovery::{self, ProcessRole, Record, SeatKey, Session, SessionEvent};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
 
@@ -148,8 +148,8 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     let mut frontend = Frontend::start(bound, service, planes, registry)?;
     // After it, so that workers that find the record find the shards.
     let folder = discovery::backend(&args.plane.discovery()?)?;
-    let on_event = |event: Event<Record>| {
-        if let Event::Failed(error) = event {
+    let on_event = |event: SessionEvent<Record>| {
+        if let SessionEvent::Failed(error) = event {
             tracing::warn!("{error}");
         }
     };

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use serde::{Deserialize, Serialize};
 
 use super::*;
-use crate::{Event, Place, Record, Session};
+use crate::{Place, Record, Session, SessionEvent};
 
 /// Time limit, longer than any operation here; a test that reaches it fails.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -448,14 +448,14 @@ impl Record for Seat {
 
 /// The next event but those of a server that is away for a moment.
 #[track_caller]
-fn next(events: &Receiver<Event<Seat>>) -> String {
+fn next(events: &Receiver<SessionEvent<Seat>>) -> String {
     loop {
         match events.recv_timeout(PATIENCE).expect("an event") {
-            Event::Appeared(seat) => return format!("+{}", seat.id),
-            Event::Vanished(seat) => return format!("-{}", seat.id),
-            Event::Synced => return "synced".into(),
-            Event::Failed(_) | Event::Recovered => {}
-            Event::Invalid { name, reason } => panic!("{name}: {reason}"),
+            SessionEvent::Appeared(seat) => return format!("+{}", seat.id),
+            SessionEvent::Vanished(seat) => return format!("-{}", seat.id),
+            SessionEvent::Synced => return "synced".into(),
+            SessionEvent::Failed(_) | SessionEvent::Recovered => {}
+            SessionEvent::Invalid { name, reason } => panic!("{name}: {reason}"),
         }
     }
 }

@@ -38,14 +38,14 @@ fn seat(id: u32, address: &str) -> Seat {
     }
 }
 
-fn brief(event: Event<Seat>) -> String {
+fn brief(event: SessionEvent<Seat>) -> String {
     match event {
-        Event::Appeared(seat) => format!("+{} {}", seat.id, seat.address),
-        Event::Vanished(seat) => format!("-{} {}", seat.id, seat.address),
-        Event::Invalid { reason, .. } => format!("invalid: {reason}"),
-        Event::Synced => "synced".into(),
-        Event::Failed(error) => format!("failed: {}", error.operation),
-        Event::Recovered => "recovered".into(),
+        SessionEvent::Appeared(seat) => format!("+{} {}", seat.id, seat.address),
+        SessionEvent::Vanished(seat) => format!("-{} {}", seat.id, seat.address),
+        SessionEvent::Invalid { reason, .. } => format!("invalid: {reason}"),
+        SessionEvent::Synced => "synced".into(),
+        SessionEvent::Failed(error) => format!("failed: {}", error.operation),
+        SessionEvent::Recovered => "recovered".into(),
     }
 }
 

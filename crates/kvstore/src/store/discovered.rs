@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use slipstream_discovery::{Event, Session};
+use slipstream_discovery::{Session, SessionEvent};
 
 use super::StoreError;
 use super::links::PeerLinks;
@@ -133,31 +133,31 @@ pub(super) fn start(
         let links = ranks.filter_map(|(of, links)| Some((of.clone(), links.upgrade()?)));
         links.collect()
     };
-    let on_event = move |event: Event<PeerRecord>| match event {
-        Event::Appeared(record) => {
+    let on_event = move |event: SessionEvent<PeerRecord>| match event {
+        SessionEvent::Appeared(record) => {
             for (discovery, links) in links_of(Some(record.rank)) {
                 discovery.on_appeared(&record, &links, &mut foreign);
             }
         }
-        Event::Vanished(record) => {
+        SessionEvent::Vanished(record) => {
             foreign.remove(&(record.engine.clone(), record.rank));
             for (_, links) in links_of(Some(record.rank)) {
                 links.remove_discovered(&record.engine);
             }
         }
-        Event::Invalid { name, reason } => tracing::warn!(
+        SessionEvent::Invalid { name, reason } => tracing::warn!(
             "ignoring {name}, which is not an engine's record: {reason}; peers_dir is only for \
              engines, remove other files"
         ),
-        Event::Synced => {
+        SessionEvent::Synced => {
             for (_, links) in links_of(None) {
                 links.set_synced();
             }
         }
-        Event::Failed(error) => {
+        SessionEvent::Failed(error) => {
             tracing::warn!("{error}; known peers are kept until then");
         }
-        Event::Recovered => tracing::warn!("the folder of peers is readable again"),
+        SessionEvent::Recovered => tracing::warn!("the folder of peers is readable again"),
     };
     Ok(Session::start("kv-discovery", backend, publish, on_event)?)
 }

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use slipstream_base::WorkerId;
 use slipstream_planes::discovery::{
-    self, Event, Place, ProcessRole, Record, SeatKey, Session, SessionError,
+    self, Place, ProcessRole, Record, SeatKey, Session, SessionError, SessionEvent,
 };
 use slipstream_planes::link::Socket;
 use slipstream_planes::tls::Tls;
@@ -299,7 +299,7 @@ fn workers_of(set: &WorkerSet) -> Vec<WorkerRanks> {
 async fn run(
     home: Rc<Home>,
     session: impl Announced,
-    mut events: mpsc::Receiver<Event<Record>>,
+    mut events: mpsc::Receiver<SessionEvent<Record>>,
     mut staged: watch::Receiver<Stage>,
 ) {
     let mut frontends = Frontends::new(&home, &staged);
@@ -356,21 +356,23 @@ impl Frontends {
         }
     }
 
-    fn on_event(&mut self, event: Event<Record>) {
+    fn on_event(&mut self, event: SessionEvent<Record>) {
         match event {
-            Event::Appeared(record) if record.role == ProcessRole::Frontend => self.dial(&record),
-            Event::Vanished(record) => {
+            SessionEvent::Appeared(record) if record.role == ProcessRole::Frontend => {
+                self.dial(&record)
+            }
+            SessionEvent::Vanished(record) => {
                 // Open connections continue; no more are made unless the record comes back.
                 let of = (record.instance, 0)..=(record.instance, u8::MAX);
                 for (_, dialer) in self.dialers.range(of) {
                     dialer.send_replace(None);
                 }
             }
-            Event::Failed(error) => tracing::warn!("{error}"),
-            Event::Invalid { name, reason } => {
+            SessionEvent::Failed(error) => tracing::warn!("{error}"),
+            SessionEvent::Invalid { name, reason } => {
                 tracing::warn!("ignoring {name} in the discovery directory: {reason}");
             }
-            Event::Appeared(_) | Event::Synced | Event::Recovered => {}
+            SessionEvent::Appeared(_) | SessionEvent::Synced | SessionEvent::Recovered => {}
         }
     }
 

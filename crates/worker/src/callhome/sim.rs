@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId};
 use slipstream_planes::EventSink;
-use slipstream_planes::discovery::{Event, Place, ProcessRole, Record};
+use slipstream_planes::discovery::{Place, ProcessRole, Record, SessionEvent};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::{Plane, PlaneLimits};
 use tokio::sync::{mpsc, watch};
@@ -57,7 +57,7 @@ pub struct SimWorker {
     feed: Feed,
     loss: Arc<Loss>,
     stats: Arc<CallHomeStats>,
-    events: mpsc::Sender<Event<Record>>,
+    events: mpsc::Sender<SessionEvent<Record>>,
     record: Record,
     withdrawn: Rc<Cell<bool>>,
     stopped: bool,
@@ -203,7 +203,7 @@ impl SimWorker {
     }
 
     /// Reports a change of the discovery directory. False if too many wait.
-    pub fn on_discovery(&self, event: Event<Record>) -> bool {
+    pub fn on_discovery(&self, event: SessionEvent<Record>) -> bool {
         self.events.try_send(event).is_ok()
     }
 

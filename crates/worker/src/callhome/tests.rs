@@ -84,13 +84,13 @@ fn a_record_that_comes_back_finds_its_connection() {
         let (_stage, staged) = watch::channel(Stage::Running);
         let mut frontends = Frontends::new(&home, &staged);
         let (one, two) = (frontend(1, &listener), frontend(2, &listener));
-        frontends.on_event(Event::Appeared(one.clone()));
+        frontends.on_event(SessionEvent::Appeared(one.clone()));
         let first = welcome(&listener, &one).await;
 
         // Dials are made in turn: a second one to the first would come before this.
-        frontends.on_event(Event::Vanished(one.clone()));
-        frontends.on_event(Event::Appeared(one.clone()));
-        frontends.on_event(Event::Appeared(two.clone()));
+        frontends.on_event(SessionEvent::Vanished(one.clone()));
+        frontends.on_event(SessionEvent::Appeared(one.clone()));
+        frontends.on_event(SessionEvent::Appeared(two.clone()));
         let _second = welcome(&listener, &two).await;
 
         // It is wanted again: a connection that is lost is made anew.
@@ -98,12 +98,12 @@ fn a_record_that_comes_back_finds_its_connection() {
         let first = welcome(&listener, &one).await;
 
         // One that is gone is not dialed; one that comes back after that is, once.
-        frontends.on_event(Event::Vanished(one.clone()));
+        frontends.on_event(SessionEvent::Vanished(one.clone()));
         drop(first);
         let ended = timeout(PATIENCE, frontends.tasks.join_next()).await;
         ended.expect("the dialer ends").unwrap().unwrap();
         for _ in 0..2 {
-            frontends.on_event(Event::Appeared(one.clone()));
+            frontends.on_event(SessionEvent::Appeared(one.clone()));
         }
         let _first = welcome(&listener, &one).await;
         assert_eq!(frontends.tasks.len(), 2, "a dialer for each");

@@ -9,7 +9,7 @@ use slipstream_planes::discovery;
 /// # Panics
 /// If a promise of the decoder does not hold.
 pub fn check(bytes: &[u8]) {
-    if let Ok(record) = serde_json::from_slice::<discovery::Record>(bytes) {
+    if let Ok(record) = serde_json::from_slice::<discovery::ProcessRecord>(bytes) {
         is_written_as_read(&record);
     }
     if let Ok(record) = serde_json::from_slice::<PeerRecord>(bytes) {

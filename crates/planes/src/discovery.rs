@@ -33,7 +33,7 @@ impl ProcessRole {
 /// The record that a process publishes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Record {
+pub struct ProcessRecord {
     /// Its role.
     pub role: ProcessRole,
     /// Drawn at its start: another run is another instance.
@@ -101,7 +101,7 @@ impl TryFrom<String> for SeatKey {
     }
 }
 
-impl slipstream_discovery::Record for Record {
+impl slipstream_discovery::Record for ProcessRecord {
     fn key(&self) -> String {
         format!("{}-{:016x}", self.role.name(), self.instance)
     }
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_record_is_read_as_it_was_written_and_nothing_else_is() {
-        let record = Record {
+        let record = ProcessRecord {
             role: ProcessRole::Frontend,
             instance: 0xa,
             name: "host:1".into(),
@@ -163,9 +163,12 @@ mod tests {
         assert!(!format!("{record:?}").contains(&String::from(record.key.clone().unwrap())));
         assert_eq!(record.key(), "frontend-000000000000000a");
         let text = serde_json::to_string(&record).unwrap();
-        assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+        assert_eq!(
+            serde_json::from_str::<ProcessRecord>(&text).unwrap(),
+            record
+        );
         let more = text.replace("\"fingerprint\":7", "\"fingerprint\":7,\"x\":2");
-        assert!(serde_json::from_str::<Record>(&more).is_err());
+        assert!(serde_json::from_str::<ProcessRecord>(&more).is_err());
         for bad in ["", "0", "+123456789012345678901234567890ab", "xyz"] {
             assert!(SeatKey::try_from(bad.to_owned()).is_err(), "{bad}");
         }

@@ -37,7 +37,7 @@ use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, KvNetwork, Limits, Origins, RemoteLimits, Roster, Service};
 use slipstream_planes::clock::sim as clock;
-use slipstream_planes::discovery::{ProcessRole, Record, SeatKey, SessionEvent};
+use slipstream_planes::discovery::{ProcessRecord, ProcessRole, SeatKey, SessionEvent};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::PlaneLimits;
 use slipstream_router::{Fleets, Router};
@@ -198,7 +198,7 @@ struct Frontend {
     up: Option<Running>,
     instance: u64,
     /// The record of the run before.
-    stale: Option<Record>,
+    stale: Option<ProcessRecord>,
 }
 
 struct Running {
@@ -206,7 +206,7 @@ struct Running {
     shards: Vec<SimShard>,
     roster: Arc<Roster>,
     fleets: Fleets,
-    record: Record,
+    record: ProcessRecord,
 }
 
 /// A dial under way.
@@ -813,7 +813,7 @@ impl<'a> World<'a> {
             groups.push(group);
             shards.push(shard);
         }
-        let record = Record {
+        let record = ProcessRecord {
             role: ProcessRole::Frontend,
             instance,
             name,

@@ -7,7 +7,9 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::{Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport};
-use slipstream_planes::discovery::{self, ProcessRole, Record, SeatKey, Session, SessionEvent};
+use slipstream_planes::discovery::{
+    self, ProcessRecord, ProcessRole, SeatKey, Session, SessionEvent,
+};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
 
@@ -86,7 +88,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         args.plane_host
     );
     let key = SeatKey::draw().context("drawing a key for workers")?;
-    let record = Record {
+    let record = ProcessRecord {
         role: ProcessRole::Frontend,
         instance: instance(),
         name: process_name(),
@@ -148,7 +150,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     let mut frontend = Frontend::start(bound, service, planes, registry)?;
     // After it, so that workers that find the record find the shards.
     let folder = discovery::backend(&args.plane.discovery()?)?;
-    let on_event = |event: SessionEvent<Record>| {
+    let on_event = |event: SessionEvent<ProcessRecord>| {
         if let SessionEvent::Failed(error) = event {
             tracing::warn!("{error}");
         }

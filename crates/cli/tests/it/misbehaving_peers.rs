@@ -10,7 +10,7 @@ use slipstream_base::{
     BlockHash, FinishReason, KvDelta, KvOp, RankId, Role, SimTime, WorkerId, mix,
 };
 use slipstream_discovery::{Backend, Change, Record as _};
-use slipstream_planes::discovery::{self, ProcessRole, Record};
+use slipstream_planes::discovery::{self, ProcessRecord, ProcessRole};
 use slipstream_planes::frame::{NO_LIMIT, StartRequest};
 use slipstream_planes::wire::{self, Announced, FrameKind, Hello, RankLoad, Welcome};
 use slipstream_planes::{End, FirstPass, PassFrame, Prologue, StreamId, ToWorker, Usage};
@@ -42,14 +42,14 @@ const W1: RankId = RankId {
 };
 
 /// The record of the only process of `role` in `dir`, when it exists.
-fn record(dir: &Path, role: ProcessRole) -> Record {
+fn record(dir: &Path, role: ProcessRole) -> ProcessRecord {
     let began = Instant::now();
     loop {
         let mut changes = Vec::new();
         let mut folder = discovery::folder(dir).unwrap();
         folder.poll(SimTime::ZERO, &mut changes).unwrap();
         let mut records = changes.into_iter().filter_map(|change| match change {
-            Change::Put { value, .. } => serde_json::from_str::<Record>(&value).ok(),
+            Change::Put { value, .. } => serde_json::from_str::<ProcessRecord>(&value).ok(),
             _ => None,
         });
         let found = records.find(|record| record.role == role);
@@ -65,7 +65,7 @@ fn record(dir: &Path, role: ProcessRole) -> Record {
     }
 }
 
-fn hello(frontend: &Record, workers: &[u32]) -> Vec<u8> {
+fn hello(frontend: &ProcessRecord, workers: &[u32]) -> Vec<u8> {
     let mut bytes = Vec::new();
     Hello {
         instance: 77,
@@ -103,7 +103,7 @@ impl Peer {
     }
 
     /// Connects as a process that runs `workers`, and is accepted.
-    fn worker(frontend: &Record, workers: &[u32]) -> Peer {
+    fn worker(frontend: &ProcessRecord, workers: &[u32]) -> Peer {
         let mut peer = Peer::new(TcpStream::connect(&frontend.shards[0]).unwrap());
         peer.say(&hello(frontend, workers));
         let (kind, body) = peer.next().expect("an answer");
@@ -461,13 +461,13 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
 /// A frontend played by the test, in the discovery directory of a worker.
 struct Stage {
     listener: std::net::TcpListener,
-    record: Record,
+    record: ProcessRecord,
 }
 
 impl Stage {
-    fn new(dir: &Path, like: &Record) -> Stage {
+    fn new(dir: &Path, like: &ProcessRecord) -> Stage {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let record = Record {
+        let record = ProcessRecord {
             instance: 4711,
             name: "the test".into(),
             shards: vec![listener.local_addr().unwrap().to_string()],

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use slipstream_base::WorkerId;
 use slipstream_planes::discovery::{
-    self, Place, ProcessRole, Record, SeatKey, Session, SessionError, SessionEvent,
+    self, Place, ProcessRecord, ProcessRole, SeatKey, Session, SessionError, SessionEvent,
 };
 use slipstream_planes::link::Socket;
 use slipstream_planes::tls::Tls;
@@ -203,7 +203,7 @@ impl CallHome {
         events: CallHomeEvents,
     ) -> Result<CallHome, CallHomeError> {
         let workers = workers_of(set);
-        let record = Record {
+        let record = ProcessRecord {
             role: ProcessRole::Worker,
             instance: config.instance,
             name: config.name.clone(),
@@ -299,7 +299,7 @@ fn workers_of(set: &WorkerSet) -> Vec<WorkerRanks> {
 async fn run(
     home: Rc<Home>,
     session: impl Announced,
-    mut events: mpsc::Receiver<SessionEvent<Record>>,
+    mut events: mpsc::Receiver<SessionEvent<ProcessRecord>>,
     mut staged: watch::Receiver<Stage>,
 ) {
     let mut frontends = Frontends::new(&home, &staged);
@@ -356,7 +356,7 @@ impl Frontends {
         }
     }
 
-    fn on_event(&mut self, event: SessionEvent<Record>) {
+    fn on_event(&mut self, event: SessionEvent<ProcessRecord>) {
         match event {
             SessionEvent::Appeared(record) if record.role == ProcessRole::Frontend => {
                 self.dial(&record)
@@ -376,7 +376,7 @@ impl Frontends {
         }
     }
 
-    fn dial(&mut self, record: &Record) {
+    fn dial(&mut self, record: &ProcessRecord) {
         if record.fingerprint != self.home.config.fingerprint {
             if self.foreign.len() < 1024 && self.foreign.insert(record.instance) {
                 tracing::warn!(

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId};
 use slipstream_planes::EventSink;
-use slipstream_planes::discovery::{Place, ProcessRole, Record, SessionEvent};
+use slipstream_planes::discovery::{Place, ProcessRecord, ProcessRole, SessionEvent};
 use slipstream_planes::link::Socket;
 use slipstream_planes::ring::{Plane, PlaneLimits};
 use tokio::sync::{mpsc, watch};
@@ -57,8 +57,8 @@ pub struct SimWorker {
     feed: Feed,
     loss: Arc<Loss>,
     stats: Arc<CallHomeStats>,
-    events: mpsc::Sender<SessionEvent<Record>>,
-    record: Record,
+    events: mpsc::Sender<SessionEvent<ProcessRecord>>,
+    record: ProcessRecord,
     withdrawn: Rc<Cell<bool>>,
     stopped: bool,
 }
@@ -158,7 +158,7 @@ impl SimWorker {
             tls: None,
         };
         let workers = workers_of(&set);
-        let record = Record {
+        let record = ProcessRecord {
             role: ProcessRole::Worker,
             instance: config.instance,
             name,
@@ -198,12 +198,12 @@ impl SimWorker {
     }
 
     /// Its record, unless it has taken it away.
-    pub fn record(&self) -> Option<&Record> {
+    pub fn record(&self) -> Option<&ProcessRecord> {
         (!self.withdrawn.get()).then_some(&self.record)
     }
 
     /// Reports a change of the discovery directory. False if too many wait.
-    pub fn on_discovery(&self, event: SessionEvent<Record>) -> bool {
+    pub fn on_discovery(&self, event: SessionEvent<ProcessRecord>) -> bool {
         self.events.try_send(event).is_ok()
     }
 

@@ -33,8 +33,8 @@ fn home(links: Vec<ShardPort>) -> Rc<Home> {
     home
 }
 
-fn frontend(instance: u64, listener: &TcpListener) -> Record {
-    Record {
+fn frontend(instance: u64, listener: &TcpListener) -> ProcessRecord {
+    ProcessRecord {
         role: ProcessRole::Frontend,
         instance,
         name: format!("frontend-{instance}"),
@@ -49,7 +49,7 @@ fn frontend(instance: u64, listener: &TcpListener) -> Record {
 #[track_caller]
 fn welcome<'a>(
     listener: &'a TcpListener,
-    frontend: &'a Record,
+    frontend: &'a ProcessRecord,
 ) -> impl Future<Output = Link> + use<'a> {
     let greeting = async move {
         let (stream, _) = listener.accept().await.unwrap();

@@ -11,7 +11,7 @@
 //! in this crate.
 
 use crate::event::{EventKind, NetEvent};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::net::{Net, Place, Step, serialization_ns};
 
 /// Classes of PFC (IEEE 802.1Qbb: eight priorities).
@@ -177,7 +177,7 @@ fn pfc_class(class: usize) -> usize {
     class.min(PFC_CLASSES - 1)
 }
 
-impl Fabric {
+impl ShardPorts {
     /// Bytes that a queue of `memory` may hold now, by dynamic threshold; no limit without a shared
     /// buffer.
     fn threshold(&self, net: &Net, memory: u32, alpha: f64) -> u64 {
@@ -265,7 +265,7 @@ impl Fabric {
         true
     }
 
-    /// As [`Fabric::admit`], by thresholds on all bytes of a priority behind a link.
+    /// As [`ShardPorts::admit`], by thresholds on all bytes of a priority behind a link.
     fn admit_by_priority(
         &mut self,
         net: &Net,

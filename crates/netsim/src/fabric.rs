@@ -236,7 +236,7 @@ impl Tally {
 }
 
 /// The ports of a shard, its event queue and its outgoing mail.
-pub(crate) struct Fabric {
+pub(crate) struct ShardPorts {
     pub(crate) shard: usize,
     pub(crate) wheel: Wheel<NetEvent>,
     pub(crate) ports: Vec<Port>,
@@ -263,7 +263,7 @@ pub(crate) struct Fabric {
     pub(crate) seed: u64,
 }
 
-impl Fabric {
+impl ShardPorts {
     /// Submits a packet to its first port.
     #[inline]
     pub(crate) fn emit(&mut self, net: &Net, now: u64, event: NetEvent) {

@@ -9,7 +9,7 @@ use crate::aqm::Aqm;
 use crate::buffer::{self, Ingress, Memory, NO_INGRESS, NO_SWITCH, PAUSE_BYTES, Rules};
 use crate::error::Error;
 use crate::event::{EventKind, HOPS_MAX, SIZE_MAX};
-use crate::fabric::{Fabric, PortSpec, Rings, Tally, UNLIMITED};
+use crate::fabric::{PortSpec, Rings, ShardPorts, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
 use crate::retry::{PathVisitor, QueueBounds};
@@ -39,7 +39,7 @@ pub(crate) struct Builder {
     shards: u32,
     lookahead_ns: u64,
     net: Net,
-    fabrics: Vec<Fabric>,
+    fabrics: Vec<ShardPorts>,
     /// Index of each port plus one; 0: not created yet.
     port_steps: Vec<u32>,
     /// Whether all ports of a switch are in one shard, because switches share memory, pause their
@@ -119,7 +119,7 @@ impl Builder {
         let roce = |f: &Flow| matches!(f.transport, Transport::Roce(_));
         let host_turns = queue.pfc.is_some() || scenario.flows.iter().any(roce);
         let fabrics = (0..shards)
-            .map(|shard| Fabric {
+            .map(|shard| ShardPorts {
                 shard: shard as usize,
                 wheel: Wheel::new(shift),
                 ports: Vec::new(),

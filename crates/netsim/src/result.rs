@@ -3,7 +3,7 @@
 use slipstream_base::mix;
 
 use crate::deadlock::Deadlock;
-use crate::fabric::{Fabric, Tally};
+use crate::fabric::{ShardPorts, Tally};
 use crate::series::Series;
 use crate::topology::{Host, Node, PortId};
 
@@ -392,7 +392,7 @@ fn digest(
     state
 }
 
-impl Fabric {
+impl ShardPorts {
     pub(crate) fn port_results(&self) -> Vec<PortResult> {
         self.ports
             .iter()

@@ -11,7 +11,7 @@ use slipstream_base::mix;
 use crate::aqm::{Arrival, Verdict};
 use crate::buffer::{LASTING, NO_SWITCH, PFC_CLASSES, RUN_OUT, quanta_ns};
 use crate::event::{CE, ECT, EventKind, NetEvent};
-use crate::fabric::{Fabric, UNLIMITED};
+use crate::fabric::{ShardPorts, UNLIMITED};
 use crate::net::{Net, Place, Step};
 
 /// The order in which classes are served.
@@ -301,7 +301,7 @@ impl Scheduled {
     }
 }
 
-impl Fabric {
+impl ShardPorts {
     /// A packet arrives at the scheduled port at `steps[at]`.
     pub(crate) fn enter_scheduled(&mut self, net: &Net, now: u64, mut event: NetEvent, at: usize) {
         let step = net.steps[at];

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::event::{EventKind, NetEvent};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::net::{Net, Place, Step};
 use crate::scenario::Finished;
 use crate::transport::ndp::{NdpReceiver, NdpSender, Pacer};
@@ -22,7 +22,7 @@ const SMALL_BYTES: usize = 128 << 10;
 type Successors = Vec<(Step, u64)>;
 
 pub(crate) struct Shard {
-    pub(crate) fabric: Fabric,
+    pub(crate) fabric: ShardPorts,
     pub(crate) tcp_senders: Vec<TcpSender>,
     pub(crate) tcp_receivers: Vec<TcpReceiver>,
     pub(crate) qp_senders: Vec<QpSender>,

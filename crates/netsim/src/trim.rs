@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use slipstream_base::mix;
 
 use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
-use crate::fabric::{Fabric, PortSpec};
+use crate::fabric::{PortSpec, ShardPorts};
 use crate::net::{Net, Place, Step};
 
 /// Trimming at every switch port.
@@ -98,7 +98,7 @@ impl TrimPort {
     }
 }
 
-impl Fabric {
+impl ShardPorts {
     /// A packet arrives at the trimming port at `steps[at]`.
     #[inline]
     pub(crate) fn enter_trim(&mut self, net: &Net, now: u64, mut event: NetEvent, at: usize) {

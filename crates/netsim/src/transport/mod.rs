@@ -20,7 +20,7 @@ use slipstream_base::mix;
 use slipstream_config::doc::Table;
 
 use crate::event::NetEvent;
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::result::FlowResult;
@@ -133,13 +133,13 @@ pub(crate) trait Sender: SenderState + Send + fmt::Debug {
     fn flow(&self) -> u32;
 
     /// Starts the flow.
-    fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool;
+    fn on_start(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool;
 
     /// Handles an answer.
-    fn on_packet(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool;
+    fn on_packet(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool;
 
     /// Handles a timer that it scheduled (`EventKind::Timer`).
-    fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool;
+    fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool;
 }
 
 /// The receiver of a transport of [`PROTOCOLS`].
@@ -148,7 +148,7 @@ pub(crate) trait Receiver: ReceiverState + Send + fmt::Debug {
     fn flow(&self) -> u32;
 
     /// Handles a packet. True if it completes the flow.
-    fn on_data(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool;
+    fn on_data(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool;
 }
 
 /// Counts of a sender.

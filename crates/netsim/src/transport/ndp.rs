@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use slipstream_base::mix;
 
 use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::result::FlowResult;
@@ -230,7 +230,7 @@ impl NdpSender {
     }
 
     /// Starts the flow. True if it is complete at once (no bytes).
-    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool {
         self.started = true;
         self.start = now;
         let first = self.window.min(self.packets);
@@ -251,7 +251,7 @@ impl NdpSender {
         &mut self,
         now: u64,
         event: NetEvent,
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
     ) -> bool {
         match event.kind() {
@@ -318,7 +318,7 @@ impl NdpSender {
     /// more would repeat the incast (Handley et al. 2017, return-to-sender: no resending while
     /// PULLs are still expected).
     #[cold]
-    fn resend_without_pull(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn resend_without_pull(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         let answered = self.count.acks + self.nacks;
         let out = self.count.packets - (answered + self.returned).min(self.count.packets);
         // The number of pulls that the receiver requests: see `NdpReceiver::on_data`.
@@ -337,7 +337,7 @@ impl NdpSender {
 
     /// Handles a timeout: retransmits packets that may be lost, a first window of them without
     /// pulls.
-    pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         if now != self.retry_at {
             return;
         }
@@ -368,7 +368,14 @@ impl NdpSender {
     }
 
     #[inline]
-    fn send(&mut self, now: u64, seq: u32, retransmission: bool, fabric: &mut Fabric, net: &Net) {
+    fn send(
+        &mut self,
+        now: u64,
+        seq: u32,
+        retransmission: bool,
+        fabric: &mut ShardPorts,
+        net: &Net,
+    ) {
         let from = u64::from(seq) * u64::from(self.mtu);
         let size = u64::from(self.mtu).min(self.total - from);
         self.count.packets += 1;
@@ -380,7 +387,7 @@ impl NdpSender {
         fabric.emit(net, now, event);
     }
 
-    fn arm(&mut self, fabric: &mut Fabric) {
+    fn arm(&mut self, fabric: &mut ShardPorts) {
         if self.retry_at == 0 {
             self.retry_at = self.deadline;
             fabric.schedule(self.deadline, EventKind::Timer, self.me.0, 0);
@@ -456,7 +463,7 @@ impl NdpReceiver {
         &mut self,
         now: u64,
         event: NetEvent,
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
         pacer: &mut Pacer,
     ) -> bool {
@@ -497,7 +504,7 @@ impl NdpReceiver {
     }
 
     /// Sends a pull.
-    fn pull(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn pull(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         self.pulls += 1;
         let row = self.spray.take();
         let event = NetEvent::packet(EventKind::Pull, row, self.pulls, self.control_bytes, 0);
@@ -538,7 +545,7 @@ impl Pacer {
         &mut self,
         now: u64,
         receivers: &mut [NdpReceiver],
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
     ) {
         self.waiting = false;

@@ -1,7 +1,7 @@
 //! Plain packet sources, without acknowledgments.
 
 use crate::event::{ECT, EventKind, NetEvent};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::result::FlowResult;
@@ -49,7 +49,13 @@ impl RawSender {
     }
 
     /// Handles the start and each due packet. True when the last one has been sent.
-    pub(crate) fn on_due(&mut self, now: u64, first: bool, fabric: &mut Fabric, net: &Net) -> bool {
+    pub(crate) fn on_due(
+        &mut self,
+        now: u64,
+        first: bool,
+        fabric: &mut ShardPorts,
+        net: &Net,
+    ) -> bool {
         if first {
             self.start = now;
             self.app.begin(now);

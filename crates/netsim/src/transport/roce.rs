@@ -5,7 +5,7 @@
 //! Specification volume 1, section 9.7: PSN sequence error).
 
 use crate::event::{CE, ECT, EventKind, NetEvent, widen};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::result::FlowResult;
@@ -107,7 +107,7 @@ impl QpSender {
     }
 
     /// Starts the flow. True if it is complete at once (no bytes).
-    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool {
         self.started = true;
         self.start = now;
         self.pump(now, fabric, net);
@@ -119,7 +119,7 @@ impl QpSender {
         &mut self,
         now: u64,
         event: NetEvent,
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
     ) -> bool {
         match event.kind() {
@@ -156,7 +156,13 @@ impl QpSender {
         self.check_end(now)
     }
 
-    pub(crate) fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) {
+    pub(crate) fn on_timer(
+        &mut self,
+        now: u64,
+        event: NetEvent,
+        fabric: &mut ShardPorts,
+        net: &Net,
+    ) {
         if event.seq == SEND {
             self.waiting = false;
             self.pump(now, fabric, net);
@@ -179,7 +185,7 @@ impl QpSender {
     }
 
     /// Sends as much as rate, window and the host's port allow.
-    fn pump(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn pump(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         while !self.waiting && self.nxt < self.total && self.nxt - self.una < self.window {
             if self.next_send > now {
                 self.waiting = true;
@@ -226,7 +232,7 @@ impl QpSender {
         }
     }
 
-    fn arm(&mut self, fabric: &mut Fabric) {
+    fn arm(&mut self, fabric: &mut ShardPorts) {
         if self.retry_at == 0 && self.deadline != u64::MAX {
             self.retry_at = self.deadline;
             fabric.schedule(self.deadline, EventKind::Timer, self.me.0, RETRY);
@@ -320,7 +326,7 @@ impl QpReceiver {
         &mut self,
         now: u64,
         event: NetEvent,
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
     ) -> bool {
         let from = widen(event.seq, self.next);
@@ -357,7 +363,7 @@ impl QpReceiver {
         false
     }
 
-    fn answer(&mut self, now: u64, kind: EventKind, fabric: &mut Fabric, net: &Net) {
+    fn answer(&mut self, now: u64, kind: EventKind, fabric: &mut ShardPorts, net: &Net) {
         let row = self.row + (self.answers % u64::from(self.rows)) as u32;
         self.answers += 1;
         let event = NetEvent::packet(kind, row, self.next as u32, self.answer_bytes, 0);

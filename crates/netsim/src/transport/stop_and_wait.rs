@@ -7,7 +7,7 @@ use super::{
     EndSetup, Protocol, Received, Receiver, ReceiverState, SendCount, Sender, SenderState,
 };
 use crate::event::{EventKind, NetEvent, widen};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::layout::Rows;
 use crate::net::Net;
 use crate::result::FlowResult;
@@ -52,7 +52,7 @@ struct Source {
 }
 
 impl Source {
-    fn send(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn send(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         let s = &self.setup;
         let size = u64::from(s.packet_bytes).min(s.total - self.una) as u32;
         self.count.packets += 1;
@@ -92,13 +92,13 @@ impl Sender for Source {
         self.setup.flow
     }
 
-    fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+    fn on_start(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool {
         self.start = now;
         self.send(now, fabric, net);
         false
     }
 
-    fn on_packet(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool {
+    fn on_packet(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool {
         self.count.acks += 1;
         let acked = widen(event.seq, self.una);
         if acked <= self.una {
@@ -113,7 +113,7 @@ impl Sender for Source {
         true
     }
 
-    fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool {
+    fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool {
         // The timer of a packet that has been answered is void.
         if self.end.is_none() && event.seq == self.una as u32 {
             self.count.retransmitted += 1;
@@ -150,7 +150,7 @@ impl Receiver for Sink {
         self.setup.flow
     }
 
-    fn on_data(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) -> bool {
+    fn on_data(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool {
         let s = &self.setup;
         let size = u64::from(event.size() - s.header_bytes);
         self.received.note(now, size);

@@ -1,7 +1,7 @@
 //! TCP: cumulative ACKs, one per packet; NewReno recovery; one lazy timer per flow.
 
 use crate::event::{CE, ECT, EventKind, NetEvent, widen};
-use crate::fabric::Fabric;
+use crate::fabric::ShardPorts;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::result::FlowResult;
@@ -147,7 +147,7 @@ impl TcpSender {
     }
 
     /// Starts the flow. True if it is complete at once (no bytes).
-    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool {
         self.started = true;
         self.start = now;
         if let Some(app) = &mut self.app {
@@ -162,7 +162,7 @@ impl TcpSender {
         &mut self,
         now: u64,
         event: NetEvent,
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
     ) -> bool {
         self.count.acks += 1;
@@ -177,7 +177,7 @@ impl TcpSender {
         self.check_end(now)
     }
 
-    fn on_new_ack(&mut self, now: u64, ack: u64, marked: bool, fabric: &mut Fabric, net: &Net) {
+    fn on_new_ack(&mut self, now: u64, ack: u64, marked: bool, fabric: &mut ShardPorts, net: &Net) {
         let acked = ack - self.una;
         let flight = self.nxt - self.una;
         let mut restart_timer = true;
@@ -252,7 +252,7 @@ impl TcpSender {
         }
     }
 
-    fn on_duplicate(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn on_duplicate(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         self.duplicates += 1;
         let flight = self.nxt - self.una;
         if let Control::Bbr(bbr) = &mut self.control {
@@ -279,7 +279,13 @@ impl TcpSender {
     }
 
     /// Handles the timer event. ACKs move only the deadline, so an early event is rescheduled.
-    pub(crate) fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut Fabric, net: &Net) {
+    pub(crate) fn on_timer(
+        &mut self,
+        now: u64,
+        event: NetEvent,
+        fabric: &mut ShardPorts,
+        net: &Net,
+    ) {
         if event.seq == PACE {
             self.pace_at = 0;
             self.send(now, fabric, net);
@@ -315,7 +321,7 @@ impl TcpSender {
     }
 
     /// Submits the data that the application has.
-    pub(crate) fn on_tick(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+    pub(crate) fn on_tick(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool {
         if now == self.tick_at {
             self.tick_at = 0;
             self.send(now, fabric, net);
@@ -328,7 +334,7 @@ impl TcpSender {
     /// avoidance, conditions 1 and 2). There is no Nagle delay: the last chunk of the application
     /// does not wait for more.
     #[inline]
-    fn send(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn send(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         if self.app.is_some() {
             self.take_from_app(now);
             if self.nxt == self.una {
@@ -373,7 +379,7 @@ impl TcpSender {
 
     /// Pacing: true if the next packet is not due yet; then an event is scheduled.
     #[cold]
-    fn must_wait(&mut self, now: u64, fabric: &mut Fabric) -> bool {
+    fn must_wait(&mut self, now: u64, fabric: &mut ShardPorts) -> bool {
         let Control::Bbr(bbr) = &self.control else {
             return false;
         };
@@ -386,14 +392,14 @@ impl TcpSender {
     }
 
     #[cold]
-    fn retransmit(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    fn retransmit(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         let size = self.w.mss.min(self.max - self.una);
         self.timed = 0;
         self.emit(now, self.una, size as u32, fabric, net);
     }
 
     #[inline]
-    fn emit(&mut self, now: u64, at: u64, size: u32, fabric: &mut Fabric, net: &Net) {
+    fn emit(&mut self, now: u64, at: u64, size: u32, fabric: &mut ShardPorts, net: &Net) {
         let retransmission = at < self.max;
         if retransmission {
             self.count.retransmitted += 1;
@@ -427,7 +433,7 @@ impl TcpSender {
         fabric.emit(net, now, event);
     }
 
-    fn arm(&mut self, fabric: &mut Fabric) {
+    fn arm(&mut self, fabric: &mut ShardPorts) {
         if self.timer_at == 0 || self.deadline < self.timer_at {
             self.timer_at = self.deadline;
             fabric.schedule(self.deadline, EventKind::Timer, self.me.0, 0);
@@ -550,7 +556,7 @@ impl TcpReceiver {
         &mut self,
         now: u64,
         event: NetEvent,
-        fabric: &mut Fabric,
+        fabric: &mut ShardPorts,
         net: &Net,
     ) -> bool {
         let from = widen(event.seq, self.next);

@@ -109,7 +109,7 @@ impl PlaneSocket {
 }
 
 /// A shard's worker processes.
-pub(crate) struct Remote {
+pub(crate) struct WorkerLinks {
     pub(crate) roster: Arc<Roster>,
     limits: RemoteLimits,
     tls: Option<Tls>,
@@ -149,10 +149,10 @@ pub(crate) enum NotSent {
     Busy,
 }
 
-impl Remote {
-    pub(crate) fn new(plane: RemotePlane) -> Remote {
+impl WorkerLinks {
+    pub(crate) fn new(plane: RemotePlane) -> WorkerLinks {
         let workers = plane.roster.worker_count();
-        Remote {
+        WorkerLinks {
             roster: plane.roster,
             limits: plane.limits,
             tls: plane.tls,
@@ -217,7 +217,7 @@ impl Remote {
 
     /// As [`listen`](Self::listen) does with a connection.
     #[cfg(feature = "sim")]
-    pub(crate) fn accept(self: &Rc<Remote>, shard: &Rc<Shard>, socket: Box<dyn Socket>) {
+    pub(crate) fn accept(self: &Rc<WorkerLinks>, shard: &Rc<Shard>, socket: Box<dyn Socket>) {
         if self.greetings.get() >= GREETINGS_MAX {
             return self.roster.on_rejected();
         }
@@ -240,7 +240,7 @@ impl Remote {
     }
 
     /// Listens for workers, and serves each, for as long as the shard runs.
-    pub(crate) async fn listen(self: Rc<Remote>, shard: Rc<Shard>) {
+    pub(crate) async fn listen(self: Rc<WorkerLinks>, shard: Rc<Shard>) {
         let listener = self.listener.take().expect("a shard listens once");
         let listener = match TcpListener::from_std(listener) {
             Ok(listener) => listener,
@@ -271,7 +271,12 @@ impl Remote {
         }
     }
 
-    async fn serve(self: Rc<Remote>, shard: Rc<Shard>, stream: TcpStream, address: SocketAddr) {
+    async fn serve(
+        self: Rc<WorkerLinks>,
+        shard: Rc<Shard>,
+        stream: TcpStream,
+        address: SocketAddr,
+    ) {
         let remote = self.clone();
         let socket = async move {
             // Small frames leave at once.
@@ -288,7 +293,7 @@ impl Remote {
 
     /// Serves the worker process that connects by `socket`.
     pub(crate) async fn serve_socket(
-        self: Rc<Remote>,
+        self: Rc<WorkerLinks>,
         shard: Rc<Shard>,
         socket: impl Future<Output = io::Result<Box<dyn Socket>>>,
         address: SocketAddr,
@@ -460,7 +465,7 @@ impl Peer {
 
 /// One connection at work. Dropping it gives the workers' seats back and ends their streams.
 struct Connection {
-    remote: Rc<Remote>,
+    remote: Rc<WorkerLinks>,
     shard: Rc<Shard>,
     peer: Rc<Peer>,
     link: Link,

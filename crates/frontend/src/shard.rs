@@ -22,7 +22,7 @@ use crate::kv_network::KvNetwork;
 use crate::meter::Meter;
 use crate::metrics::ShardMetrics;
 use crate::openai::ApiError;
-use crate::remote::{Peer, Remote, RemotePlane};
+use crate::remote::{Peer, RemotePlane, WorkerLinks};
 use crate::replies::Replies;
 use crate::reply::{NewTokens, StreamRole, StreamSlot};
 use crate::responses::ResponseStore;
@@ -57,7 +57,7 @@ pub struct ShardPlane {
 /// [`Transport`] at work.
 pub(crate) enum Plane {
     Rings(ShardPort),
-    Sockets(Rc<Remote>),
+    Sockets(Rc<WorkerLinks>),
     Engines(Rc<Upstream>),
 }
 
@@ -148,7 +148,7 @@ impl Shard {
             model: service.model.as_str().into(),
             plane: match plane.transport {
                 Transport::Rings(port) => Plane::Rings(port),
-                Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
+                Transport::Sockets(plane) => Plane::Sockets(Rc::new(WorkerLinks::new(plane))),
                 Transport::Engines(engines) => Plane::Engines(Rc::new(Upstream::new(engines))),
             },
             table_lock,

@@ -23,7 +23,7 @@ use crate::helpers::Helpers;
 use crate::http::{HttpBody, RequestHead};
 use crate::metrics::ShardMetrics;
 use crate::openai::{ApiError, Kind};
-use crate::remote::Remote;
+use crate::remote::WorkerLinks;
 use crate::reply::StreamRole;
 use crate::shard::{Plane, Shard, ShardPlane, Shared, Transport};
 use crate::table_lock::TableLock;
@@ -128,7 +128,7 @@ impl SimFrontend {
         kv_network: Option<Arc<KvNetwork>>,
     ) -> SimShard {
         let plane = ShardPlane {
-            transport: Transport::Sockets(Remote::simulated(self.roster.clone(), self.limits)),
+            transport: Transport::Sockets(WorkerLinks::simulated(self.roster.clone(), self.limits)),
             dispatcher,
             kv_network,
         };
@@ -148,7 +148,7 @@ impl SimShard {
         std::future::pending().await
     }
 
-    fn remote(&self) -> &Rc<Remote> {
+    fn remote(&self) -> &Rc<WorkerLinks> {
         match &self.shard.plane {
             Plane::Sockets(remote) => remote,
             _ => unreachable!("a simulated shard has sockets"),

@@ -15,7 +15,7 @@ use slipstream_report::Objectives;
 use slipstream_workload::Vocabulary;
 use tokio::runtime::Runtime;
 
-use super::records::Record;
+use super::records::MeasuredRequest;
 use crate::cmd::workload_args::time;
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -197,7 +197,7 @@ pub(super) fn table(loads: &[Load], args: &LoadArgs) -> String {
 
 /// The measurement.
 pub(super) struct Measured {
-    pub(super) records: Vec<Record>,
+    pub(super) records: Vec<MeasuredRequest>,
     /// Requests that the engine answered, those to warm up included.
     pub(super) sent: u64,
 }
@@ -282,7 +282,7 @@ pub(super) fn send(url: &str, loads: &[Load], args: &LoadArgs) -> anyhow::Result
 }
 
 /// Drag records with the times of one clock.
-fn absolute(text: &str, part: usize) -> anyhow::Result<Vec<Record>> {
+fn absolute(text: &str, part: usize) -> anyhow::Result<Vec<MeasuredRequest>> {
     let first = super::records::first_due(text)?;
     let mut records = super::records::parse(text)?;
     for record in &mut records {

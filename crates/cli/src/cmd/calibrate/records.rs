@@ -8,7 +8,7 @@ use anyhow::{Context, bail, ensure};
 
 /// One answered request.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Record {
+pub(super) struct MeasuredRequest {
     /// When it was sent, s.
     pub(super) arrival_s: f64,
     /// Tokens of the prompt.
@@ -25,7 +25,7 @@ pub(super) struct Record {
     pub(super) part: usize,
 }
 
-impl Record {
+impl MeasuredRequest {
     pub(super) fn first_s(&self) -> f64 {
         self.arrival_s + self.ttft_s
     }
@@ -58,7 +58,7 @@ const CACHED: &[&str] = &["cached_tokens"];
 const RECORDS_MAX: usize = 100_000;
 
 /// The requests of `path`: drag records, CSV, or JSON Lines.
-pub(super) fn read(path: &Path) -> anyhow::Result<Vec<Record>> {
+pub(super) fn read(path: &Path) -> anyhow::Result<Vec<MeasuredRequest>> {
     let text = crate::cmd::files::read_text(path)
         .with_context(|| format!("reading {}", path.display()))?;
     parse(&text).with_context(|| path.display().to_string())
@@ -67,7 +67,7 @@ pub(super) fn read(path: &Path) -> anyhow::Result<Vec<Record>> {
 /// A row of a file: its line, and what it has by name.
 type Row = (usize, BTreeMap<String, String>);
 
-pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Record>> {
+pub(super) fn parse(text: &str) -> anyhow::Result<Vec<MeasuredRequest>> {
     let rows = if text.trim_start().starts_with('{') {
         json_rows(text)?
     } else {
@@ -138,7 +138,7 @@ fn json_rows(text: &str) -> anyhow::Result<Vec<Row>> {
         .collect()
 }
 
-fn record(row: &BTreeMap<String, String>) -> anyhow::Result<Record> {
+fn record(row: &BTreeMap<String, String>) -> anyhow::Result<MeasuredRequest> {
     // Stages of a drag record are moments in ns, not durations.
     if row.contains_key("client_recv") || row.contains_key("last_client_recv") {
         let stage = |name: &str| -> anyhow::Result<f64> {
@@ -155,7 +155,7 @@ fn record(row: &BTreeMap<String, String>) -> anyhow::Result<Record> {
             stage("client_recv")?,
             stage("last_client_recv")?,
         );
-        return Ok(Record {
+        return Ok(MeasuredRequest {
             arrival_s: due,
             input: count(row, INPUT)?,
             cached: 0,
@@ -170,7 +170,7 @@ fn record(row: &BTreeMap<String, String>) -> anyhow::Result<Record> {
     } else {
         0
     };
-    Ok(Record {
+    Ok(MeasuredRequest {
         arrival_s: seconds(row, ARRIVAL)?,
         input: count(row, INPUT)?,
         cached,
@@ -218,7 +218,7 @@ fn words(names: &[&str]) -> String {
 }
 
 /// `records` in the order of their arrival, if every one is possible.
-pub(super) fn checked(mut records: Vec<Record>) -> anyhow::Result<Vec<Record>> {
+pub(super) fn checked(mut records: Vec<MeasuredRequest>) -> anyhow::Result<Vec<MeasuredRequest>> {
     /// A day: longer is another unit.
     const LONGEST_S: f64 = 86_400.0;
     for (at, r) in records.iter().enumerate() {
@@ -265,7 +265,7 @@ pub(super) fn checked(mut records: Vec<Record>) -> anyhow::Result<Vec<Record>> {
 }
 
 /// Refuses records that cannot show the terms, and names the missing part.
-pub(super) fn enough(records: &[Record]) -> anyhow::Result<()> {
+pub(super) fn enough(records: &[MeasuredRequest]) -> anyhow::Result<()> {
     const LEAST: usize = 20;
     /// Prompts of one length, and those of two, differ by at least this.
     const SPREAD: f64 = 1.5;
@@ -274,7 +274,7 @@ pub(super) fn enough(records: &[Record]) -> anyhow::Result<()> {
         "{} answered requests; at least {LEAST} are needed: record for longer, or raise --max-duration",
         records.len()
     );
-    let mut inputs: Vec<u32> = records.iter().map(Record::computed).collect();
+    let mut inputs: Vec<u32> = records.iter().map(MeasuredRequest::computed).collect();
     inputs.sort_unstable();
     let (short, long) = (inputs[inputs.len() / 10], inputs[inputs.len() * 9 / 10]);
     ensure!(
@@ -292,7 +292,7 @@ pub(super) fn enough(records: &[Record]) -> anyhow::Result<()> {
         "no two requests were answered at the same time, so the time per sequence is not seen: send at least two at \
          once, such as `slipstream bench --concurrency 8`; if they were, check the unit of the arrival column"
     );
-    let steps: Vec<f64> = records.iter().filter_map(Record::tpot_s).collect();
+    let steps: Vec<f64> = records.iter().filter_map(MeasuredRequest::tpot_s).collect();
     let middle = slipstream_perf::fit::quantile(&steps, 0.5);
     ensure!(
         (1e-6..=60.0).contains(&middle),
@@ -302,7 +302,7 @@ pub(super) fn enough(records: &[Record]) -> anyhow::Result<()> {
 }
 
 /// Most requests that had tokens at the same time.
-pub(super) fn most_at_once(records: &[Record]) -> usize {
+pub(super) fn most_at_once(records: &[MeasuredRequest]) -> usize {
     let mut events: Vec<(f64, i32)> = records
         .iter()
         .filter(|r| r.output > 1)
@@ -325,7 +325,7 @@ pub(super) struct Parts {
 }
 
 /// Five parts of equal numbers of requests, one after the other.
-pub(super) fn fifths(records: &[Record]) -> Parts {
+pub(super) fn fifths(records: &[MeasuredRequest]) -> Parts {
     const PARTS: usize = 5;
     Parts {
         names: (1..=PARTS)
@@ -338,7 +338,7 @@ pub(super) fn fifths(records: &[Record]) -> Parts {
 }
 
 /// The parts that the records name.
-pub(super) fn by_part(records: &[Record], names: Vec<String>) -> Parts {
+pub(super) fn by_part(records: &[MeasuredRequest], names: Vec<String>) -> Parts {
     Parts {
         names,
         of: records.iter().map(|r| r.part).collect(),
@@ -346,7 +346,7 @@ pub(super) fn by_part(records: &[Record], names: Vec<String>) -> Parts {
 }
 
 /// `records` in a form that [`read`] takes.
-pub(super) fn csv(records: &[Record]) -> String {
+pub(super) fn csv(records: &[MeasuredRequest]) -> String {
     let mut text = "arrival_s,input_tokens,cached_tokens,output_tokens,ttft_ms,e2e_ms\n".to_owned();
     for r in records {
         let _ = writeln!(
@@ -427,9 +427,9 @@ mod tests {
     }
 
     /// 40 requests, two at a time, unless `change` makes them otherwise.
-    fn some(change: impl Fn(usize, &mut Record)) -> Vec<Record> {
+    fn some(change: impl Fn(usize, &mut MeasuredRequest)) -> Vec<MeasuredRequest> {
         let record = |i: usize| {
-            let mut record = Record {
+            let mut record = MeasuredRequest {
                 arrival_s: (i / 2) as f64,
                 input: 100 + 50 * (i as u32 % 5),
                 cached: 0,
@@ -447,7 +447,7 @@ mod tests {
     #[test]
     fn too_little_data_is_refused_by_name() {
         enough(&some(|_, _| ())).unwrap();
-        let cases: [(Vec<Record>, &str); 5] = [
+        let cases: [(Vec<MeasuredRequest>, &str); 5] = [
             (some(|_, _| ())[..19].to_vec(), "at least 20"),
             (some(|_, r| r.input = 100), "too much alike"),
             (some(|_, r| r.output = 1), "add longer answers"),

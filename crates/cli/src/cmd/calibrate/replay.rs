@@ -14,13 +14,17 @@ use slipstream_perf::observed::{self, COUNT, Observation, Terms};
 use slipstream_twin::{Options, RequestRecord, Sink};
 
 use super::fitted::{Fitted, HeldOut};
-use super::records::{self, Parts, Record};
+use super::records::{self, MeasuredRequest, Parts};
 
 /// Quantities of which the error is stated.
 const QUANTITIES: &[&str] = &["TTFT", "TPOT", "E2E"];
 
 /// Fits the terms of the engine of `cluster` to `records`, and again without each of `parts`.
-pub(super) fn fit(cluster: &Cluster, records: &[Record], parts: &Parts) -> anyhow::Result<Fitted> {
+pub(super) fn fit(
+    cluster: &Cluster,
+    records: &[MeasuredRequest],
+    parts: &Parts,
+) -> anyhow::Result<Fitted> {
     records::enough(records)?;
     let engine = &cluster.pools[0].engine;
     let most = records::most_at_once(records);
@@ -87,7 +91,7 @@ pub(super) fn fit(cluster: &Cluster, records: &[Record], parts: &Parts) -> anyho
 }
 
 /// Median error of each request's times, and error of the median time.
-fn errors(records: &[Record], times: &[[f64; 2]], chosen: &[usize]) -> Vec<[f64; 2]> {
+fn errors(records: &[MeasuredRequest], times: &[[f64; 2]], chosen: &[usize]) -> Vec<[f64; 2]> {
     let pairs: [Vec<(f64, f64)>; 3] = [
         chosen
             .iter()
@@ -122,7 +126,7 @@ fn errors(records: &[Record], times: &[[f64; 2]], chosen: &[usize]) -> Vec<[f64;
 struct Replay<'a> {
     cluster: Cluster,
     workload: Workload,
-    records: &'a [Record],
+    records: &'a [MeasuredRequest],
     /// Deleted at the end.
     _trace: Scratch,
 }
@@ -137,7 +141,7 @@ impl Drop for Scratch {
 }
 
 impl<'a> Replay<'a> {
-    fn new(cluster: &Cluster, records: &'a [Record]) -> anyhow::Result<Replay<'a>> {
+    fn new(cluster: &Cluster, records: &'a [MeasuredRequest]) -> anyhow::Result<Replay<'a>> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         const TOKENS_PER_ID: u32 = 512;
         let mut text = String::new();
@@ -275,7 +279,7 @@ impl Sink for Times {
 
 /// Requests as sums of work: of each, the steps from its first token to its last; if its prompt was computed
 /// alone, also the time to the first. With the index of the request.
-fn observations(records: &[Record], budget: u32) -> Vec<(usize, Observation)> {
+fn observations(records: &[MeasuredRequest], budget: u32) -> Vec<(usize, Observation)> {
     let mut seen = Vec::new();
     let longest = records.iter().map(|r| r.e2e_s).fold(0.0, f64::max);
     for (i, r) in records.iter().enumerate() {
@@ -328,7 +332,7 @@ fn observation(work: [f64; COUNT], seconds: f64, part: usize) -> Observation {
 }
 
 /// (Query, key) pairs of a prompt.
-fn pairs(r: &Record) -> f64 {
+fn pairs(r: &MeasuredRequest) -> f64 {
     let tokens = f64::from(r.computed());
     tokens * f64::from(r.cached) + tokens * (tokens + 1.0) / 2.0
 }

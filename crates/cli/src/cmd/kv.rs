@@ -37,7 +37,7 @@ struct BenchArgs {
         value_delimiter = ',',
         default_value = "keys,tiers,transfers"
     )]
-    part: Vec<Part>,
+    part: Vec<Measurement>,
     /// Multiplies the number of repetitions
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
@@ -62,7 +62,7 @@ struct BenchArgs {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Part {
+enum Measurement {
     Keys,
     Tiers,
     Transfers,
@@ -178,14 +178,18 @@ impl CpuTimes {
 
 fn measure_parts(args: &BenchArgs, options: &Options, folder: &Path) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for part in [Part::Keys, Part::Tiers, Part::Transfers] {
+    for part in [
+        Measurement::Keys,
+        Measurement::Tiers,
+        Measurement::Transfers,
+    ] {
         if !args.part.contains(&part) {
             continue;
         }
         rows.append(&mut match part {
-            Part::Keys => measure::keys(options)?,
-            Part::Tiers => measure::tiers(options, folder)?,
-            Part::Transfers => {
+            Measurement::Keys => measure::keys(options)?,
+            Measurement::Tiers => measure::tiers(options, folder)?,
+            Measurement::Transfers => {
                 let mut other = start_other(args, folder)?;
                 let addresses = addresses_of(&mut other);
                 let rows =

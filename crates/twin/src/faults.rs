@@ -89,7 +89,7 @@ impl Sim<'_> {
         self.faults.active[index as usize] = false;
         let event = &self.cluster.events[index as usize];
         let worker = WorkerId(event.worker);
-        let crashes = |e: &cluster::Event| e.fault == Fault::Crash;
+        let crashes = |e: &cluster::FaultEvent| e.fault == Fault::Crash;
         if crashes(event) && !self.active(worker).any(crashes) {
             let starts = &mut self.faults.starts[worker.index()];
             *starts += 1;
@@ -115,7 +115,7 @@ impl Sim<'_> {
         }
     }
 
-    fn active(&self, worker: WorkerId) -> impl Iterator<Item = &cluster::Event> {
+    fn active(&self, worker: WorkerId) -> impl Iterator<Item = &cluster::FaultEvent> {
         let events = self.cluster.events.iter().zip(&self.faults.active);
         events
             .filter(move |(event, active)| **active && event.worker == worker.0)
@@ -124,7 +124,7 @@ impl Sim<'_> {
 
     /// Whether a worker is lost, or takes no requests because of an event.
     pub(crate) fn is_out(&self, worker: WorkerId) -> bool {
-        let takes = |event: &cluster::Event| Effect::of(event.fault).takes_requests;
+        let takes = |event: &cluster::FaultEvent| Effect::of(event.fault).takes_requests;
         self.faults.down[worker.index()] || !self.active(worker).all(takes)
     }
 

@@ -20,10 +20,10 @@ use std::path::Path;
 
 use super::upstream::{EngineUrl, read_engines, read_upstream};
 use super::{
-    AutoscaleConfig, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind, Event, EventBus,
-    EventsConfig, Fault, FaultsConfig, Framework, HandOver, HostConfig, HostMode, HostTierConfig,
-    KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig,
-    RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    AutoscaleConfig, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind, EventBus,
+    EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig, HostMode,
+    HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen,
+    PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -261,7 +261,7 @@ fn check_engines(root: &Table<'_>, pools: &[PoolConfig]) {
 }
 
 /// `[[event]]`, sorted by time.
-fn read_event_list(root: &Table<'_>, workers: u64) -> Vec<Event> {
+fn read_event_list(root: &Table<'_>, workers: u64) -> Vec<FaultEvent> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
         Crash,
@@ -320,7 +320,7 @@ fn read_event_list(root: &Table<'_>, workers: u64) -> Vec<Event> {
                     .required("set the remaining share of its rate; 0: it is down", 1.0),
             },
         };
-        Event {
+        FaultEvent {
             at_s,
             until_s,
             worker,

@@ -35,7 +35,7 @@ pub struct Cluster {
     /// `[kv]`
     pub kv: KvConfig,
     /// `[[event]]`, in order of time: for `simulate` only.
-    pub events: Vec<Event>,
+    pub events: Vec<FaultEvent>,
     /// `[live]`: for `serve` only.
     pub live: LiveConfig,
     /// `[upstream]`: for `serve` with real engines only.
@@ -706,7 +706,7 @@ impl Fault {
 
 /// An `[[event]]`: a fault of a worker at a time.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Event {
+pub struct FaultEvent {
     /// Start, s.
     pub at_s: f64,
     /// End, s; `None`: never.

@@ -238,7 +238,7 @@ impl<B: Backend, R: Record, F: FnMut(SessionEvent<R>)> Driver<B, R, F> {
                 }
             }
             Change::Invalid { name, reason } => {
-                (self.on_event)(SessionEvent::Invalid { name, reason })
+                (self.on_event)(SessionEvent::Invalid { name, reason });
             }
         }
     }

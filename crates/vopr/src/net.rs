@@ -172,6 +172,8 @@ struct Connection {
     ends: [usize; 2],
     latency_ns: u64,
     open: bool,
+    /// By side: whether its process keeps the socket.
+    kept: [bool; 2],
 }
 
 struct State<E> {
@@ -221,6 +223,7 @@ impl<E: From<Delivery> + 'static> Net<E> {
             ends: [worker, frontend],
             latency_ns,
             open: true,
+            kept: [true; 2],
         });
         [0, 1].map(|side| SimSocket {
             net: self.clone(),
@@ -260,6 +263,11 @@ impl<E: From<Delivery> + 'static> Net<E> {
         if let Some(reader) = pipe.reader.take() {
             reader.wake();
         }
+    }
+
+    /// Whether the worker's process keeps the socket of `connection`, whatever became of the other side.
+    pub(crate) fn is_kept_by_worker(&self, connection: usize) -> bool {
+        self.state.borrow().connections[connection].kept[0]
     }
 
     /// An open connection between `worker` and any frontend, by `pick`.
@@ -349,7 +357,7 @@ impl<E: From<Delivery> + 'static> Net<E> {
 /// A socket of a simulated process.
 pub(crate) struct SimSocket<E: From<Delivery> + 'static> {
     net: Net<E>,
-    connection: usize,
+    pub(crate) connection: usize,
     side: usize,
 }
 
@@ -450,6 +458,7 @@ impl<E: From<Delivery>> Drop for SimSocket<E> {
         };
         let state = &mut *state;
         let connection = &mut state.connections[self.connection];
+        connection.kept[self.side] = false;
         let mine = &mut connection.pipes[self.side];
         (mine.reader, mine.writer) = (None, None);
         mine.received.clear();

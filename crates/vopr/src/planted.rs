@@ -106,6 +106,10 @@ pub const ALL: &[Planted] = &[
         "lost-held-end",
         "worker: the end behind tokens that wait for credit is lost",
     ),
+    bug(
+        "second-dialer",
+        "worker: a record that comes back starts a second dialer next to the open connection",
+    ),
     bug("leaked-link", "worker: a failed dial keeps its link"),
     bug(
         "unarmed-bell",

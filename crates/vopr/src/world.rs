@@ -6,17 +6,18 @@
 //! 3. Queues stay within their bounds.
 //! 4. A request without a token is not lost with its worker.
 //! 5. Nothing panics.
+//! 6. A process that keeps a connection to a shard does not dial it: it would be refused as connected already.
 //!
 //! Once faults have healed and clients are done:
 //!
-//! 6. Every request has ended: sent = finished + refused + cancelled + lost.
-//! 7. Nothing is left: no request, stream, byte of memory, block, or load of a router.
-//! 8. Connections are as the seats are, and every worker is ready on every frontend.
-//! 9. The index of cached blocks agrees with the engines.
-//! 10. A further request is answered.
+//! 7. Every request has ended: sent = finished + refused + cancelled + lost.
+//! 8. Nothing is left: no request, stream, byte of memory, block, or load of a router.
+//! 9. Connections are as the seats are, and every worker is ready on every frontend.
+//! 10. The index of cached blocks agrees with the engines.
+//! 11. A further request is answered.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::{Future, poll_fn};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -221,6 +222,30 @@ struct Dial {
 struct Dialed {
     result: Option<io::Result<Box<dyn Socket>>>,
     waker: Option<Waker>,
+    /// The process no longer waits for it.
+    abandoned: bool,
+}
+
+/// The process's side of a dial. A socket that it does not take closes.
+struct DialHandle(Rc<RefCell<Dialed>>);
+
+impl DialHandle {
+    fn poll(&self, cx: &Context<'_>) -> Poll<io::Result<Box<dyn Socket>>> {
+        let mut dialed = self.0.borrow_mut();
+        if let Some(result) = dialed.result.take() {
+            return Poll::Ready(result);
+        }
+        dialed.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl Drop for DialHandle {
+    fn drop(&mut self) {
+        let mut dialed = self.0.borrow_mut();
+        dialed.abandoned = true;
+        dialed.result = None;
+    }
 }
 
 type Dials = Rc<RefCell<Vec<Dial>>>;
@@ -236,6 +261,8 @@ struct World<'a> {
     processes: Vec<Process>,
     frontends: Vec<Frontend>,
     dials: Dials,
+    /// The last connection of each instance of a process to each shard, by its address.
+    connections: BTreeMap<(u64, String), usize>,
     records: Vec<Rc<RefCell<client::Record>>>,
     tasks: Vec<Option<tokio::task::JoinHandle<()>>>,
     instances: u64,
@@ -427,6 +454,7 @@ impl<'a> World<'a> {
                 })
                 .collect(),
             dials: Dials::default(),
+            connections: BTreeMap::new(),
             records: records.collect(),
             answers,
             tasks: plan.clients.iter().map(|_| None).collect(),
@@ -652,7 +680,7 @@ impl<'a> World<'a> {
         clock::set(Some((self.queue.now(), 1)));
         match next {
             Next::Delivery(delivery) => self.net.deliver(delivery),
-            Next::Dialed(index) => self.on_dialed(index),
+            Next::Dialed(index) => self.on_dialed(index)?,
             Next::Client(index) => self.send(index),
             Next::Cancel(index) => {
                 let mut record = self.records[index].borrow_mut();
@@ -849,7 +877,8 @@ impl<'a> World<'a> {
             deadline: Duration::from_millis(shape.deadline_ms),
             unsent_bytes_max: 64 << 20,
             threads: shape.threads,
-            links: shape.frontends * shape.shards,
+            // One more than there are shards: a second dial of a shard is not held up by a lack of links.
+            links: shape.frontends * shape.shards + 1,
             limits: PlaneLimits {
                 requests: shape.ring,
                 ..PlaneLimits::default()
@@ -898,14 +927,8 @@ impl<'a> World<'a> {
                 instance,
                 done: done.clone(),
             });
-            Box::pin(poll_fn(move |cx| {
-                let mut done = done.borrow_mut();
-                if let Some(result) = done.result.take() {
-                    return Poll::Ready(result);
-                }
-                done.waker = Some(cx.waker().clone());
-                Poll::Pending
-            }))
+            let handle = DialHandle(done);
+            Box::pin(poll_fn(move |cx| handle.poll(cx)))
         });
         clock::set(Some((
             self.queue.now() + self.processes[index].ahead_ns,
@@ -940,7 +963,7 @@ impl<'a> World<'a> {
         drop(worker);
     }
 
-    fn on_dialed(&mut self, index: usize) {
+    fn on_dialed(&mut self, index: usize) -> Result<(), String> {
         let dials = self.dials.borrow();
         let Dial {
             address,
@@ -949,7 +972,15 @@ impl<'a> World<'a> {
             done,
         } = &dials[index];
         if self.processes[*process].instance != *instance || self.processes[*process].up.is_none() {
-            return; // it has ended meanwhile
+            return Ok(()); // it has ended meanwhile
+        }
+        let abandoned = done.borrow().abandoned;
+        let connection = (*instance, address.clone());
+        let before = self.connections.get(&connection);
+        if !abandoned && before.is_some_and(|&before| self.net.is_kept_by_worker(before)) {
+            return Err(format!(
+                "process {process} dials {address} (frontend, shard, instance), and keeps a connection to it"
+            ));
         }
         let mut parts = address
             .split(' ')
@@ -967,6 +998,9 @@ impl<'a> World<'a> {
             Some(up) => {
                 let latency = self.plan.shape.latency_ns;
                 let [near, far] = self.net.connect(*process, frontend, latency);
+                if !abandoned {
+                    self.connections.insert(connection, near.connection);
+                }
                 let accepts = up.shards[shard].clone();
                 up.groups[shard].local.spawn_local(async move {
                     accepts.accept(Box::new(far));
@@ -974,11 +1008,15 @@ impl<'a> World<'a> {
                 Ok(Box::new(near) as Box<dyn Socket>)
             }
         };
+        if abandoned {
+            return Ok(());
+        }
         let mut done = done.borrow_mut();
         done.result = Some(result);
         if let Some(waker) = done.waker.take() {
             waker.wake();
         }
+        Ok(())
     }
 
     fn send(&mut self, index: usize) {

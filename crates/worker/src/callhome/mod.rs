@@ -359,7 +359,7 @@ impl Frontends {
     fn on_event(&mut self, event: SessionEvent<ProcessRecord>) {
         match event {
             SessionEvent::Appeared(record) if record.role == ProcessRole::Frontend => {
-                self.dial(&record)
+                self.dial(&record);
             }
             SessionEvent::Vanished(record) => {
                 // Open connections continue; no more are made unless the record comes back.
@@ -399,7 +399,9 @@ impl Frontends {
             let target = Some(target);
             let at = (record.instance, shard);
             // A record that was gone for a while: a second connection would be refused for ever.
-            if let Some(dialer) = self.dialers.get(&at) {
+            if let Some(dialer) = self.dialers.get(&at)
+                && !slipstream_base::planted!("second-dialer")
+            {
                 dialer.send_replace(target);
                 continue;
             }

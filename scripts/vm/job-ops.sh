@@ -55,6 +55,9 @@ else
 fi
 kill $loader; wait $loader
 if ! grep -q 'SLIP_HONORS_CPU_MAX *1' /files/intf.h 2>/dev/null; then
+  slipstream-scx run --seconds 1 > /tmp/out 2>&1; rc=$?
+  check "a limit of an empty cgroup is warned of by name, not refused ($rc)" \
+    [ $rc = 0 -a -n "$(grep 'start there: limited: cpu.max 50000 100000' /tmp/out)" ]
   sleep 60 & sleeper=$!
   echo $sleeper > $cg/limited/cgroup.procs
   slipstream-scx run --seconds 1 > /tmp/out 2>&1; rc=$?

@@ -195,19 +195,35 @@ impl fmt::Display for InUse {
     }
 }
 
-/// All settings of cgroups that hold processes, ordered by path.
-pub fn in_use(root: &Path) -> Vec<InUse> {
-    let mut found = Vec::new();
+/// Settings of the cgroups of a hierarchy, ordered by path.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Of cgroups that hold processes.
+    pub in_use: Vec<InUse>,
+    /// Of cgroups without a process: they apply to tasks that start there later.
+    pub empty: Vec<InUse>,
+}
+
+/// Reads the settings of all cgroups below a root, but for the root itself.
+pub fn all_settings(root: &Path) -> Settings {
+    let mut found = Settings::default();
     walk(root, "", TRACKED_MAX, &mut |path| {
+        if path.is_empty() {
+            return;
+        }
         let dir = root.join(path);
-        if !path.is_empty() && is_populated(&dir) {
-            found.extend(settings(&dir).into_iter().map(|setting| InUse {
-                cgroup: path.to_owned(),
-                setting,
-            }));
+        let of_path = settings(&dir).into_iter().map(|setting| InUse {
+            cgroup: path.to_owned(),
+            setting,
+        });
+        if is_populated(&dir) {
+            found.in_use.extend(of_path);
+        } else {
+            found.empty.extend(of_path);
         }
     });
-    found.sort();
+    found.in_use.sort();
+    found.empty.sort();
     found
 }
 
@@ -752,9 +768,14 @@ mod tests {
             create_dir_all(root.join(path)).unwrap();
             write(root.join(path).join(file), text).unwrap();
         }
-        let found: Vec<String> = in_use(root).iter().map(ToString::to_string).collect();
+        let found = all_settings(root);
+        let texts = |all: &[InUse]| all.iter().map(ToString::to_string).collect::<Vec<_>>();
         assert_eq!(
-            found,
+            texts(&found.empty),
+            ["pods/empty: cpu.max 1000 100000 (0.01 CPUs)"]
+        );
+        assert_eq!(
+            texts(&found.in_use),
             [
                 "clamped: cpu.uclamp.max 50.00",
                 "idle: cpu.idle 1",

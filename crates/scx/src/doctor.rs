@@ -399,6 +399,7 @@ fn named(settings: &[&InUse]) -> String {
 fn cgroup_settings(places: Places, honors: Honors) -> Vec<Check> {
     const LIMITS: &str = "CPU limits";
     const WEIGHTS: &str = "CPU weights";
+    const EMPTY: &str = "empty cgroups";
     let Some(root) = cgroups::mount_point(places.sysfs) else {
         return vec![check(
             LIMITS,
@@ -407,13 +408,17 @@ fn cgroup_settings(places: Places, honors: Honors) -> Vec<Check> {
             "the scheduler enforces no limit or weight of cgroup v1; rules on cgroups match nothing",
         )];
     };
-    let in_use = cgroups::in_use(&root);
-    let unenforced = |wanted: fn(&Setting) -> bool| {
-        let is = |u: &&InUse| wanted(&u.setting) && !honors.enforces(&u.setting);
-        in_use.iter().filter(is).collect::<Vec<_>>()
+    let found = cgroups::all_settings(&root);
+    let is_limit = |u: &&InUse| matches!(u.setting, Setting::Max { .. });
+    let unenforced = |all: &'_ [InUse]| {
+        let some = all.iter().filter(|u| !honors.enforces(&u.setting));
+        some.cloned().collect::<Vec<_>>()
     };
-    let limits = unenforced(|s| matches!(s, Setting::Max { .. }));
-    let weights = unenforced(|s| !matches!(s, Setting::Max { .. }));
+    let (in_use, empty) = (unenforced(&found.in_use), unenforced(&found.empty));
+    let (limits, weights): (Vec<_>, Vec<_>) = in_use.iter().partition(is_limit);
+    // Limits first: of many settings only the first are named.
+    let (mut later, weights_later): (Vec<_>, Vec<_>) = empty.iter().partition(is_limit);
+    later.extend(weights_later);
     vec![
         if limits.is_empty() {
             check(LIMITS, Verdict::Ok, "none that would not be enforced", "")
@@ -434,6 +439,20 @@ fn cgroup_settings(places: Places, honors: Honors) -> Vec<Check> {
                 Verdict::Note,
                 format!("would be ignored: {}", named(&weights)),
                 "give these cgroups a class with a `weight` (`sched run --classes`), or nice values",
+            )
+        },
+        if later.is_empty() {
+            check(EMPTY, Verdict::Ok, "no limit or weight for later tasks", "")
+        } else {
+            check(
+                EMPTY,
+                Verdict::Note,
+                format!(
+                    "would not apply to tasks that start there: {}",
+                    named(&later)
+                ),
+                "before tasks start in these cgroups, confine them with cpuset.cpus, give them a class \
+                 (`sched run --classes`), or end the scheduler",
             )
         },
     ]
@@ -644,6 +663,26 @@ mod tests {
             cpu_idle: true,
         };
         assert!(!breaks(&examine_with(places, declared_imports(), all)));
+
+        // Without tasks the limit breaks nothing yet, but nothing would enforce it later either.
+        let h = Host::good();
+        h.check("empty cgroups", Verdict::Ok, "no limit");
+        for (pod, file, text) in [
+            ("pod1", "cpu.weight", "900\n"),
+            ("pod2", "cpu.max", "50000 100000\n"),
+        ] {
+            h.write(&format!("sys/fs/cgroup/{pod}/{file}"), text.as_bytes());
+            h.write(
+                &format!("sys/fs/cgroup/{pod}/cgroup.events"),
+                b"populated 0\nfrozen 0\n",
+            );
+        }
+        h.check("CPU limits", Verdict::Ok, "none");
+        h.check(
+            "empty cgroups",
+            Verdict::Note,
+            "pod2: cpu.max 50000 100000 (0.50 CPUs); pod1: cpu.weight 900",
+        );
 
         let h = Host::good();
         std::fs::remove_file(h.0.path().join("sys/fs/cgroup/cgroup.controllers")).unwrap();

@@ -321,6 +321,35 @@ fn real_time_task_that_wakes_an_idle_cpu_keeps_no_task_there() {
     );
 }
 
+/// After a long real-time run, tasks that are woken for an idle CPU of another LLC wait in that LLC's queue.
+/// The clock there is ahead: light tasks have competed there alone. That must not become a debt.
+#[test]
+fn task_woken_for_another_llc_brings_no_debt() {
+    let m = machine(2, 1);
+    let mut w = Workload::default();
+    for _ in 0..2 {
+        w.add_hog("early", 10, CpuMask::ALL, 1);
+        let t = w.tasks.last_mut().unwrap();
+        t.script = [Op::Run(Span::Fixed(400 * MS)), Op::Exit].into();
+    }
+    w.add_hog("bound", 100, CpuMask::of([0]), 0);
+    for _ in 0..2 {
+        let (sleep, work) = (Span::Fixed(1_300 * MS), Span::Fixed(60_000 * MS));
+        w.add_sleeper("late", sleep, work, CpuMask::ALL, 1);
+    }
+    let (sleep, work) = (Span::Fixed(1_200 * MS), Span::Fixed(MS));
+    w.add_sleeper("sleeper", sleep, work, CpuMask::ALL, 0);
+    w.real_time = vec![RealTime {
+        cpu: 0,
+        from_ns: 20 * MS,
+        run_ns: 1_000 * MS,
+        period_ns: 0,
+    }];
+    let r = run(m, &w, Kind::Slipstream, 0, 8_000);
+    let waited = group(&r, "sleeper").wait_max_ns;
+    assert!(waited < 30 * MS, "{waited} ns");
+}
+
 #[test]
 fn benchmark_of_futexes_loses_no_task() {
     for m in [machine(1, 4), machine(2, 4)] {

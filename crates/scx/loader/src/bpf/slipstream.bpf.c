@@ -663,6 +663,12 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 		id = slip_lowest_bit(tc->t.llc_mask); /* its class has changed */
 	s = llc_of(id);
 	d = domain_of(&tc->t, id);
+	if (tc->t.llc != id) {
+		/* Its virtual time is on the clock of the LLC that it comes from. */
+		slip_change_domain(&tc->t, domain_of(&tc->t, tc->t.llc), d);
+		tc->t.llc = id;
+		tc->t.runs_on_llc = 0;
+	}
 	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
 	slice = slip_slice(params(), &tc->t, &s->llc);
 	key = slip_queue_key(&tc->t, d, slice);

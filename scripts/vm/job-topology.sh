@@ -65,6 +65,9 @@ check_hogs() { # NAME N LEAST MOST, of /tmp/load
 check_hogs "twelve hogs share eight CPUs alike, 667 expected" 600 733
 /bin/load share 1 4@3-4 > /tmp/load
 check_hogs "four hogs of a mask with one CPU of each socket, 500 expected" 475 525
+/bin/load share 2 8@f 8@f:10 > /tmp/load
+share=$(awk '/^hog/ { n++; all += $2; if (n <= 8) heavy += $2 } END { printf "%.0f", 1000 * heavy / (all + !all) }' /tmp/load)
+check "eight of nice 0 and of nice 10 in both LLCs: $share per mille, 901 expected" [ "$share" -ge 856 -a "$share" -le 946 ]
 /bin/load soak 4 2 > /tmp/load
 late=$(sed -n 's/^late_max_us \([0-9]*\).*/\1/p' /tmp/load)
 check "soak: 1 ms sleeps are late by $late us at most, $(sed -n 's/^raw_max_us //p' /tmp/load) with what real-time sleepers were late by, $(sed -n 's/^control_max_us //p' /tmp/load) at most" [ -n "$late" -a "$late" -le 300000 ]

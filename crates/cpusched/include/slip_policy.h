@@ -53,6 +53,7 @@ enum slip_counter {
 	SLIP_C_REENQUEUED,	/* tasks taken back from a CPU that a real-time task took */
 	SLIP_C_RESCUED,		/* idle CPUs that the timer woke for a waiting task */
 	SLIP_C_AGED,		/* tasks that the timer sent to a CPU after a long wait */
+	SLIP_C_BALANCED,	/* tasks taken from an LLC that is behind while others waited here too */
 	SLIP_COUNTERS,
 };
 
@@ -126,6 +127,8 @@ struct slip_domain {
 /* The CPUs that share a cache. */
 struct slip_llc {
 	u64 vclock;		/* virtual time of the most advanced domain */
+	u64 base;		/* converts the clock of its tasks without a mask to one of all LLCs */
+	u64 balance_at;		/* earliest time of its next slip_balance_lead() */
 	u64 idle_mask;		/* bit per CPU */
 	u64 handover_mask;	/* bit per CPU on which a handoff waits */
 	u32 nr_cpus;
@@ -742,6 +745,71 @@ slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env,
 	far = slip_pick_two(env, 0, home, nr_llcs, rnd, 0);
 	other = far >= 0 ? slip_env_llc(env, (u32)far) : 0;
 	return other && other->idle_mask && slip_worth_moving(p, llc, other) ? far : -1;
+}
+
+/* ---- balance by what tasks are due ------------------------------------------------------- */
+
+/*
+ * While tasks wait in two LLCs, virtual time passes more slowly in the one with more weight per CPU: its
+ * tasks get less than they are due. An LLC that is ahead takes a waiting task from one that is behind. The
+ * task keeps its place on the common clock, so it is served until it has caught up. If no distribution
+ * of the tasks is even, tasks thus take turns on the faster LLC.
+ */
+
+/*
+ * Is it time for LLC `llc` to compare itself with others? At random intervals, because regular ones can fall in step
+ * with idle CPUs that pull tasks back. About one slice in 16 is for a task of another LLC.
+ */
+slip_inline bool slip_balance_due(const struct slip_params *p, struct slip_llc *llc, u64 now, u64 rnd)
+{
+	u64 mean = 16 * p->slice_ns[SLIP_LEVELS - 1] / slip_max(llc->nr_cpus, 1);
+
+	if (!llc->nr_queued || slip_before(now, llc->balance_at))
+		return 0;
+	mean = slip_max(mean, 2 * p->slice_min_ns);
+	llc->balance_at = now + mean / 2 + rnd % mean;
+	return 1;
+}
+
+/*
+ * By how much LLC `llc` is ahead of `other`, virtual ns; negative if it is behind. `d` and `od` are their domains
+ * of tasks without a mask. An LLC in which no task waits is not behind; the others are so by at most a
+ * runnable task's credit. What is beyond that is forgotten.
+ */
+slip_inline s64 slip_balance_lead(struct slip_llc *llc, const struct slip_domain *d,
+				  struct slip_llc *other, const struct slip_domain *od)
+{
+	s64 lead = (s64)(d->clock + llc->base - od->clock - other->base);
+	s64 most = other->nr_queued ? (s64)SLIP_LAG_MAX_NS : 0;
+
+	if (lead > most) {
+		other->base += (u64)(lead - most);
+		return most;
+	}
+	if (lead < -(s64)SLIP_LAG_MAX_NS) {
+		llc->base -= (u64)(lead + (s64)SLIP_LAG_MAX_NS);
+		return -(s64)SLIP_LAG_MAX_NS;
+	}
+	return lead;
+}
+
+/* Is an LLC so far ahead that it takes a task? Slices alone cause a smaller difference. */
+slip_inline bool slip_balance_wants(const struct slip_params *p, s64 lead)
+{
+	return lead > 2 * (s64)p->slice_max_ns;
+}
+
+/*
+ * A task without a mask was taken by LLC `to`, which was ahead by `lead`. Its credit or debt is that on the common
+ * clock.
+ */
+slip_inline void slip_balance_moved(struct slip_task *t, u32 to, const struct slip_domain *from,
+				    const struct slip_domain *d, s64 lead)
+{
+	slip_change_domain(t, from, d);
+	t->vtime -= (u64)lead;
+	t->llc = to;
+	t->runs_on_llc = 0;
 }
 
 /* ---- dispatch ---------------------------------------------------------------------------- */

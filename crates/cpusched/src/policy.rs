@@ -22,7 +22,7 @@ pub const WAKE_SINGLE: u32 = 32;
 pub const DOMAINS: u32 = 64;
 
 /// Counters in the order of `enum slip_path`, then `enum slip_counter`.
-pub const COUNTERS: [&str; 21] = [
+pub const COUNTERS: [&str; 22] = [
     "handoff",
     "prev_idle",
     "llc_core",
@@ -44,6 +44,7 @@ pub const COUNTERS: [&str; 21] = [
     "reenqueued",
     "rescued",
     "aged",
+    "balanced",
 ];
 /// Index of a counter by name.
 ///
@@ -144,6 +145,8 @@ pub struct Domain {
 #[allow(missing_docs)] // documented field by field in the header
 pub struct Llc {
     pub vclock: u64,
+    pub base: u64,
+    pub balance_at: u64,
     pub idle_mask: u64,
     pub handover_mask: u64,
     pub nr_cpus: u32,

@@ -228,6 +228,53 @@ fn weights_hold_on_all_cpus() {
     }
 }
 
+/// Tasks of two weights in two LLCs, in four arrangements at the start. No CPU ever idles, so that nothing but
+/// the balance by what they are due moves them.
+#[test]
+fn weights_hold_between_llcs() {
+    for (per_llc, n) in [(2, 4), (4, 4), (4, 8)] {
+        let m = machine(2, per_llc);
+        for first in [0, n / 4, n / 2 + 1, n] {
+            let mut w = Workload::default();
+            for i in 0..n {
+                // `first` of the heavy tasks start on LLC 0, and as many light ones on LLC 1.
+                let (heavy, light) = if i < first {
+                    (0, per_llc)
+                } else {
+                    (per_llc, 0)
+                };
+                w.add_hog("nice 0", 100, CpuMask::ALL, heavy + i % per_llc);
+                w.add_hog("nice 10", 11, CpuMask::ALL, light + i % per_llc);
+            }
+            // Due: the light ones' part of all CPUs, unless the heavy ones could not use the rest.
+            let all = f64::from(2 * per_llc);
+            let due = (100.0 / 111.0 * all).min(f64::from(n));
+            let r = run(m, &w, Kind::Slipstream, 1_000, 4_000);
+            let (used, light) = (cpus(&r, "nice 0"), cpus(&r, "nice 10"));
+            assert!(used + light > 0.98 * all, "all CPUs are used");
+            assert!(
+                (used / due - 1.0).abs() < 0.02,
+                "{n} on {per_llc}: {used} of {due} from {first}"
+            );
+        }
+    }
+}
+
+/// Five hogs on two LLCs of a CPU each: no distribution is even, so they take turns.
+#[test]
+fn tasks_that_cannot_be_spread_evenly_take_turns_between_llcs() {
+    let m = machine(2, 1);
+    let mut w = Workload::default();
+    for i in 0..5 {
+        w.add_hog(&i.to_string(), 100, CpuMask::ALL, i % 2);
+    }
+    let r = run(m, &w, Kind::Slipstream, 1_000, 4_000);
+    for i in 0..5 {
+        let used = cpus(&r, &i.to_string());
+        assert!((used - 0.4).abs() < 0.012, "hog {i} used {used}");
+    }
+}
+
 #[test]
 fn groups_weights_hold_in_the_model_of_eevdf() {
     let m = machine(1, 4);

@@ -80,7 +80,7 @@ impl Bytes {
     }
 
     fn llc(&mut self, l: &Llc) {
-        self.u64s(&[l.vclock, l.idle_mask, l.handover_mask]);
+        self.u64s(&[l.vclock, l.base, l.balance_at, l.idle_mask, l.handover_mask]);
         self.u32s(&[l.nr_cpus, l.nr_queued, l.saturated, l.overloaded]);
     }
 }

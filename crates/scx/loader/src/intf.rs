@@ -84,7 +84,7 @@ pub fn cpus(t: &Topology) -> Vec<u8> {
 pub fn llcs(t: &Topology) -> Vec<u8> {
     let one = |b: Bytes, i: usize| {
         let nr_cpus = t.llcs.get(i).map_or(0, Vec::len) as u32;
-        let mut b = b.u64(0).u64(0).u64(0);
+        let mut b = (0..5).fold(b, |b, _| b.u64(0));
         b = b.u32(nr_cpus).u32(0).u32(1).u32(0);
         // The count of its queue, and the domains' clocks and offsets.
         b = (0..=2 * DOMAINS).fold(b, |b, _| b.u64(0));

@@ -779,6 +779,64 @@ static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 	return moved;
 }
 
+/*
+ * Takes a task from an LLC whose tasks get less than they are due, although tasks wait here too. Of two random
+ * LLCs, the one that is further behind.
+ */
+__attribute__((noinline)) u32 slip_balance(u32 cpu, u32 id)
+{
+	struct slip_llc_state *s = llc_of(id), *o;
+	struct bpf_iter_scx_dsq it;
+	struct task_struct *p;
+	u64 now = scx_bpf_now(), rnd = random_word(now, cpu);
+	u32 i, far, moved = 0, best = id;
+	s64 lead, most = 0;
+
+	if (id >= slip_config.nr_llcs || slip_config.nr_llcs < 2 ||
+	    !slip_balance_due(params(), &s->llc, now, slip_mix(rnd)))
+		return 0;
+	for (i = 0; i < 2; i++) {
+		far = (id + 1 + (u32)(rnd & 0xffffffff) % (slip_config.nr_llcs - 1)) %
+		      slip_config.nr_llcs;
+		rnd >>= 32;
+		o = llc_of(far);
+		lead = slip_balance_lead(&s->llc, &s->domains[0], &o->llc, &o->domains[0]);
+		if (slip_balance_wants(params(), lead) && lead > most) {
+			most = lead;
+			best = far;
+		}
+	}
+	if (best == id)
+		return 0;
+	o = llc_of(best);
+	bpf_rcu_read_lock();
+	if (!bpf_iter_scx_dsq_new(&it, best, 0)) {
+		for (i = 0; i < PULL_LOOKS; i++) {
+			struct task_ctx *tc;
+
+			p = bpf_iter_scx_dsq_next(&it);
+			if (!p)
+				break;
+			tc = task_of(p);
+			if (!tc || is_masked(tc) || is_pinned(p, 1) || tc->t.llc != best ||
+			    !slip_llc_ok(&tc->t, id) || !slip_may_leave(params(), &tc->t, 0, now))
+				continue;
+			moved = scx_bpf_dsq_move(&it, p, SCX_DSQ_LOCAL, 0);
+			if (moved) {
+				/* It is on this CPU's run queue now, whose lock is held. */
+				slip_balance_moved(&tc->t, id, &o->domains[0], &s->domains[0], most);
+				break;
+			}
+		}
+	}
+	bpf_iter_scx_dsq_destroy(&it);
+	bpf_rcu_read_unlock();
+	look_queued(o, best);
+	if (moved)
+		count(SLIP_C_BALANCED);
+	return moved;
+}
+
 /* Looks for work in other queues when a CPU's own queues have none. */
 static __always_inline bool look_elsewhere(s32 cpu, struct slip_cpu_state *c,
 					   struct slip_llc_state *s, u32 id)
@@ -854,6 +912,12 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 		if (scx_bpf_dsq_nr_queued(DSQ_HANDOVER + cpu) <= 0)
 			slip_handover_taken(&s->llc, &c->cpu);
 	}
+	if (s->llc.nr_queued && slip_config.nr_llcs > 1 && slip_balance(cpu, id))
+		return;
+	/* Keys that are not set are not used, but the compiler may then leave pointers in their place. */
+	heads.cpu_key = 0;
+	heads.llc_key = 0;
+	heads.prev_key = 0;
 	heads.has_handover = 0;
 	heads.has_prev = 0;
 	heads.has_llc = 0;

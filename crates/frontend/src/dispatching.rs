@@ -424,6 +424,13 @@ impl Shard {
         self.carry_out(None);
     }
 
+    /// The worker that answers request `id`, whose prompt another one computes.
+    pub(crate) fn decode_worker(&self, id: u32) -> Option<WorkerId> {
+        let dispatcher = self.dispatching.dispatcher.borrow();
+        dispatcher.prefill_rank(id)?;
+        Some(dispatcher.decode_rank(id)?.worker)
+    }
+
     /// The prompt of request `id` does not reach the worker that decodes it.
     pub(crate) fn on_prefill_failed(&self, id: u32) {
         let of = &self.dispatching;

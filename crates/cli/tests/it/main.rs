@@ -17,6 +17,7 @@ mod engine_tls;
 mod engine_traffic;
 mod engines;
 mod engines_apart;
+mod engines_pairs;
 mod first_commands;
 mod kv;
 mod membership;

@@ -18,7 +18,7 @@
 use std::io;
 use std::path::Path;
 
-use super::upstream::{EngineUrl, read_engines, read_upstream};
+use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_upstream};
 use super::{
     AutoscaleConfig, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind, EventBus,
     EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig, HostMode,
@@ -174,6 +174,8 @@ pub fn read(
         }
         check_roles(root, &pools);
         check_engines(root, &pools);
+        let router = root.table("router", read_router);
+        check_kv_protocols(root, &pools, &router);
         let block_size = pools[0].engine.block_size;
         if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
             let message = format!(
@@ -186,7 +188,7 @@ pub fn read(
         Cluster {
             model,
             pools,
-            router: root.table("router", read_router),
+            router,
             network: root.table("network", read_network),
             host: root.table("host", read_host),
             kv: root.table("kv", |t| KvConfig {
@@ -226,6 +228,49 @@ fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
             "a pool's `role` is \"decode\", but no pool's is \"prefill\" to compute its prompts",
             "add a pool with `role = \"prefill\"`, or use \"both\"",
         );
+    }
+}
+
+/// SGLang's engines are started for one role, and speak a protocol of their own: all that take part must be theirs.
+fn check_kv_protocols(root: &Table<'_>, pools: &[PoolConfig], router: &RouterConfig) {
+    let is_sglang = |pool: &&PoolConfig| {
+        let protocol = |of: &HttpEngines| of.kv_protocol.of_kind(of.kind);
+        pool.engines.as_ref().map(protocol) == Some(KvProtocol::Sglang)
+    };
+    // Engines of kind "auto" may turn out to be SGLang's.
+    let is_other = |pool: &&PoolConfig| {
+        let says_auto =
+            |of: &HttpEngines| of.kind == EngineKind::Auto && of.kv_protocol == KvProtocol::Auto;
+        !is_sglang(pool) && !pool.engines.as_ref().is_some_and(says_auto)
+    };
+    let apart = || pools.iter().filter(|pool| pool.role != Role::Both);
+    let Some(sglang) = apart().find(is_sglang) else {
+        return;
+    };
+    let name = &sglang.name;
+    if let Some(other) = apart().find(is_other) {
+        let text = format!(
+            "pool `{name}` has SGLang's protocol, and pool `{}` another",
+            other.name
+        );
+        let hint = "give all pools with a role one kind of engine, or serve them with two routers";
+        root.error("pool", text, hint);
+    }
+    if let Some(both) = pools.iter().find(|pool| pool.role == Role::Both) {
+        let text = format!(
+            "pool `{name}` has SGLang's protocol, and pool `{}` the role \"both\": engines of SGLang either compute \
+             prompts for others, or answer such prompts",
+            both.name
+        );
+        let hint = "set `role = \"decode\"`, or serve them with two routers";
+        root.error("pool", text, hint);
+    }
+    if router.remote_prefill_tokens_min > 0 || router.remote_prefill_queue_max > 0 {
+        let text = format!(
+            "pool `{name}` has SGLang's protocol, so its decode engines cannot compute the prompts that \
+             `remote_prefill_tokens_min` and `remote_prefill_queue_max` leave to them"
+        );
+        root.error("router", text, "remove both keys");
     }
 }
 
@@ -472,19 +517,14 @@ fn read_pool(
             "use up to 64 letters, digits, `-` and `_`: it becomes a label of metrics",
         );
     }
-    let engines = read_engines(t);
     let role = t.choice("role", ROLES).or(Role::Both);
+    let engines = read_engines(t, role);
     let kind = engines.as_ref().map(|engines| engines.kind);
-    if let Some(kind @ (EngineKind::Sglang | EngineKind::LlamaCpp)) = kind
-        && role != Role::Both
-    {
+    if kind == Some(EngineKind::LlamaCpp) && role != Role::Both {
         t.error(
             "role",
-            format!(
-                "engines of kind \"{}\" do not answer with `kv_transfer_params`, so a pool of them has the role \"both\"",
-                kind.name()
-            ),
-            "remove `role`; disaggregated prefill needs vLLM's protocol",
+            "engines of kind \"llamacpp\" pass no keys and values to others, so a pool of them has the role \"both\"",
+            "remove `role`; disaggregated prefill needs vLLM or SGLang",
         );
     }
     let traffic = engines.as_ref().map(|engines| engines.traffic);
@@ -2349,7 +2389,7 @@ mod tests {
     #[test]
     fn mistakes_about_real_engines_are_named() {
         check_refused(
-            "[pool.a]\nengines = [\"http://a:1\", \"http://a:1\", \"ftp://b\"]\nworkers = 3\nrole = \"prefill\"\nkind = \"sglang\"\n",
+            "[pool.a]\nengines = [\"http://a:1\", \"http://a:1\", \"ftp://b\"]\nworkers = 3\nrole = \"prefill\"\nkind = \"llamacpp\"\n",
             &[
                 "listed twice",
                 "does not begin with http://",
@@ -2377,6 +2417,25 @@ mod tests {
             "[pool.a]\nengines = [\"http://a:1\"]\nweight = 1\nmirror = 0.5\n",
             &["remove one of them", "no pool answers clients"],
         );
+        let apart = "[pool.p]\nengines = [\"http://p:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://d:1\"]\n";
+        for (more, expected) in [
+            (
+                "role = \"decode\"\nkind = \"sglang\"\n[pool.q]\nengines = [\"http://q:1\"]\nrole = \"prefill\"\nkind = \"vllm\"\n",
+                "pool `d` has SGLang's protocol, and pool `q` another",
+            ),
+            (
+                "[pool.q]\nengines = [\"http://q:1\"]\nrole = \"prefill\"\nkind = \"sglang\"\n",
+                "and pool `d` the role \"both\"",
+            ),
+            (
+                "role = \"decode\"\nkind = \"sglang\"\n[router]\nremote_prefill_tokens_min = 9\n",
+                "remove both keys",
+            ),
+            ("kv_protocol = \"mooncake\"\n", "role is not \"prefill\""),
+            ("bootstrap_port = 1\n", "role is not \"prefill\""),
+        ] {
+            check_refused(&format!("{apart}{more}"), &[expected]);
+        }
         check_refused(
             "[pool.a]\nengines = [\"http://a:1\"]\nrole = \"decode\"\nweight = 2\n[pool.b]\nengines = [\"http://b:1\"]\nmirror = 1.5\n",
             &[

@@ -15,8 +15,8 @@ use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
 pub use upstream::{
-    EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, PoolTraffic, Resume,
-    UpstreamConfig,
+    BOOTSTRAP_PORT, EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, KvProtocol,
+    PoolTraffic, Resume, UpstreamConfig,
 };
 
 /// A whole cluster. The default is that of an empty file.

@@ -465,7 +465,8 @@ pub const KEYS: &[Key] = &[
         "\"both\", \"prefill\" or \"decode\"",
         "\"both\"",
         "Role of its engines: whole requests; only prompts, followed by a KV transfer; or answers \
-         to such prompts. A decode worker computes a prompt itself if `router.remote_prefill_…` says so. With `engines`: [vLLM's protocol](engines.md#disaggregated-prefill), for kind \"vllm\", \"openai\" and \"auto\".",
+         to such prompts. A decode worker computes a prompt itself if `router.remote_prefill_…` says so. With `engines`: [disaggregated prefill](engines.md#disaggregated-prefill), \
+         for every kind but \"llamacpp\".",
         "Prefill pools need a pool of another role, decode pools need a prefill pool.",
     ),
     key(
@@ -514,6 +515,23 @@ pub const KEYS: &[Key] = &[
         "(the only port of a slice)",
         "The port of the EndpointSlices that the engines listen on.",
         "Slices without it have no engines.",
+    ),
+    key(
+        "pool.NAME.kv_protocol",
+        "\"auto\", \"kv_transfer_params\", \"mooncake\" or \"sglang\"; needs the role \"prefill\"",
+        "\"auto\"",
+        "How decode engines find what the pool's engines computed: by the answer of the prefill engine, or by an id that both get at \
+         once, from vLLM's MooncakeConnector or SGLang ([table](engines.md#disaggregated-prefill)). \"auto\": \"sglang\" for that kind, \
+         \"kv_transfer_params\" for others.",
+        "Another protocol than the engines': decode engines compute all prompts, or wait until a time limit of their own.",
+    ),
+    key(
+        "pool.NAME.bootstrap_port",
+        "1 to 65,535; needs the role \"prefill\"",
+        "8998",
+        "Port of the prefill engines' bootstrap servers, at the host of each (`--disaggregation-bootstrap-port` of SGLang, \
+         `VLLM_MOONCAKE_BOOTSTRAP_PORT` of vLLM). Engines of one host need a pool each.",
+        "Wrong: decode engines of SGLang fail all requests; prefill engines with Mooncake are down.",
     ),
     key(
         "pool.NAME.weight",
@@ -1510,15 +1528,17 @@ mod tests {
                      [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
+        let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
         let host_tier = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n";
         let autoscale = "[autoscale]\npolicy = \"queue\"\n";
         for text in [
-            "", table, linear, constant, event, engines, tls, gpu, autoscale, host_tier,
+            "", table, linear, constant, event, engines, tls, gpu, autoscale, host_tier, prefill,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
-            for setting in &settings {
+            let of_other = |path: &str| path.starts_with("pool.d.");
+            for setting in settings.iter().filter(|of| !of_other(&of.path)) {
                 let path = setting.path.replace("pool.main.engine.", "engine.");
                 let path = path.replace("pool.main.autoscale.", "autoscale.");
                 let path = path

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use slipstream_base::Role;
+
 use crate::doc::Table;
 
 /// The server that an engine runs. It decides how its health is asked, and whether streams can continue
@@ -49,6 +51,43 @@ impl EngineKind {
         words.join(", ")
     }
 }
+
+/// How keys and values of a prompt get from a prefill engine to the decode engine, and when the decode engine gets
+/// its request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvProtocol {
+    /// By kind: [`KvProtocol::Sglang`] for SGLang, [`KvProtocol::Params`] for others.
+    #[default]
+    Auto,
+    /// The answer of the prefill engine has `kv_transfer_params` for the decode engine, which is asked then.
+    Params,
+    /// vLLM's MooncakeConnector: both are asked at once, with a `transfer_id` of the router.
+    Mooncake,
+    /// SGLang: both are asked at once, with a `bootstrap_room` of the router.
+    Sglang,
+}
+
+pub(super) const KV_PROTOCOLS: &[(&str, KvProtocol)] = &[
+    ("auto", KvProtocol::Auto),
+    ("kv_transfer_params", KvProtocol::Params),
+    ("mooncake", KvProtocol::Mooncake),
+    ("sglang", KvProtocol::Sglang),
+];
+
+impl KvProtocol {
+    /// The protocol of an engine of `kind`.
+    #[must_use]
+    pub fn of_kind(self, kind: EngineKind) -> KvProtocol {
+        match (self, kind) {
+            (KvProtocol::Auto, EngineKind::Sglang) => KvProtocol::Sglang,
+            (KvProtocol::Auto, _) => KvProtocol::Params,
+            (set, _) => set,
+        }
+    }
+}
+
+/// Port of the bootstrap servers of prefill engines, by default: of SGLang's and of vLLM's MooncakeConnector.
+pub const BOOTSTRAP_PORT: u16 = 8998;
 
 /// Address of an engine: `http://HOST:PORT` or `https://HOST:PORT`, with an optional path prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -162,6 +201,10 @@ pub struct HttpEngines {
     pub endpoint_slices: Option<String>,
     /// Name or number of their port; `None`: a slice has one.
     pub endpoint_port: Option<String>,
+    /// Of prefill engines: how their keys and values get to decode engines.
+    pub kv_protocol: KvProtocol,
+    /// Port of their bootstrap servers, at the hosts of the engines. Default [`BOOTSTRAP_PORT`].
+    pub bootstrap_port: u16,
 }
 
 /// Share of the requests that the engines of a pool get.
@@ -222,7 +265,7 @@ fn read_tls(t: &Table<'_>) -> EngineTls {
 /// Limit of engines in one pool.
 const ENGINES_MAX: usize = 4096;
 
-pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
+pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     let written: Option<Vec<String>> = t
         .get("engines")
         .check(
@@ -259,7 +302,14 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
     }
     let is_listed = names.is_some() || endpoint_slices.is_some();
     let Some(written) = written.or(is_listed.then(Vec::new)) else {
-        let more = ["kind", "api_key_file", "weight", "mirror"];
+        let more = [
+            "kind",
+            "api_key_file",
+            "weight",
+            "mirror",
+            "kv_protocol",
+            "bootstrap_port",
+        ];
         for key in more.into_iter().chain(TLS_KEYS) {
             t.unused(key, "engines", "the pool has no `engines`");
         }
@@ -317,7 +367,19 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
         }
         EngineTls::default()
     };
+    let (kv_protocol, bootstrap_port) = if role == Role::Prefill {
+        let protocol = t.choice("kv_protocol", KV_PROTOCOLS).or(KvProtocol::Auto);
+        let port = t.get("bootstrap_port").within(1..=u16::MAX);
+        (protocol, port.or(BOOTSTRAP_PORT))
+    } else {
+        for key in ["kv_protocol", "bootstrap_port"] {
+            t.unused(key, "role", "the pool's role is not \"prefill\"");
+        }
+        (KvProtocol::Auto, BOOTSTRAP_PORT)
+    };
     Some(HttpEngines {
+        kv_protocol,
+        bootstrap_port,
         urls,
         kind,
         api_key_file,

@@ -313,6 +313,17 @@ impl ApiError {
         ApiError::new(502, "server_error", Some("engine_failed"), text)
     }
 
+    /// The status by which a prefill engine refused a request.
+    pub(crate) fn refused_by_engine(status: u16, engine: &str, answer: &str) -> Self {
+        let text = format!("engine {engine} refused the prompt: {answer}");
+        ApiError::new(
+            status,
+            "invalid_request_error",
+            Some("prompt_refused"),
+            text,
+        )
+    }
+
     /// 502: a stream's engine was lost, and no other one continues it.
     pub(crate) fn stream_lost(why: &str) -> Self {
         let text = format!("the stream broke off and cannot continue: {why}");

@@ -198,19 +198,21 @@ pub(super) struct Connection {
     pub(super) idle_since_ns: u64,
 }
 
+async fn connect(host: &str, port: u16) -> Result<TcpStream, Failure> {
+    let stream = match host.parse::<IpAddr>() {
+        Ok(ip) => TcpStream::connect((ip, port)).await,
+        Err(_) => TcpStream::connect((host, port)).await,
+    };
+    let stream = stream.map_err(|error| Failure::Refused(error.to_string()))?;
+    stream.set_nodelay(true).map_err(|error| lost(&error))?;
+    Ok(stream)
+}
+
 impl Connection {
     pub(super) async fn open(engine: &Engine, limit: Duration) -> Result<Connection, Failure> {
         let url = &engine.spec.url;
-        let connect = async {
-            match url.host.parse::<IpAddr>() {
-                Ok(ip) => TcpStream::connect((ip, url.port)).await,
-                Err(_) => TcpStream::connect((&*url.host, url.port)).await,
-            }
-        };
         let secured = async {
-            let stream = connect.await;
-            let stream = stream.map_err(|error| Failure::Refused(error.to_string()))?;
-            stream.set_nodelay(true).map_err(|error| lost(&error))?;
+            let stream = connect(&url.host, url.port).await?;
             if !url.tls {
                 return Ok(Stream::Plain(stream));
             }
@@ -229,18 +231,33 @@ impl Connection {
                 }),
             }
         };
-        let stream = match tokio::time::timeout(limit, secured).await {
-            Ok(stream) => stream?,
-            Err(_) => return Err(Failure::ConnectTimeout(limit)),
-        };
-        Ok(Connection {
+        match tokio::time::timeout(limit, secured).await {
+            Ok(stream) => Ok(Connection::new(engine, stream?)),
+            Err(_) => Err(Failure::ConnectTimeout(limit)),
+        }
+    }
+
+    /// A connection to the bootstrap server of `engine`, which has no TLS.
+    pub(super) async fn open_bootstrap(
+        engine: &Engine,
+        limit: Duration,
+    ) -> Result<Connection, Failure> {
+        let (host, port) = (&engine.spec.url.host, engine.spec.kv_protocol.1);
+        match tokio::time::timeout(limit, connect(host, port)).await {
+            Ok(stream) => Ok(Connection::new(engine, Stream::Plain(stream?))),
+            Err(_) => Err(Failure::ConnectTimeout(limit)),
+        }
+    }
+
+    fn new(engine: &Engine, stream: Stream) -> Connection {
+        Connection {
             stream,
             engine_id: engine.id,
             buf: BytesMut::new(),
             room: ROOM_MIN,
             reused: false,
             idle_since_ns: 0,
-        })
+        }
     }
 
     /// Whether the engine has neither closed an idle connection nor sent anything.

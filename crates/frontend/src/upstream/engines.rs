@@ -8,7 +8,7 @@ use hyper::StatusCode;
 use serde_json::json;
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineTls, EngineUrl, PoolTraffic, Resume, UpstreamConfig,
+    Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, PoolTraffic, Resume, UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::ClientTls;
@@ -38,6 +38,8 @@ pub struct EngineSpec {
     pub api_key: Option<String>,
     /// The part of requests that it computes.
     pub role: Role,
+    /// How its keys and values get to decode engines, and the port of its bootstrap server.
+    pub kv_protocol: (KvProtocol, u16),
     /// TLS of its pool; needed for `https://`.
     pub tls: Option<ClientTls>,
     /// Its pool's share of the requests.
@@ -76,6 +78,7 @@ impl EngineSpec {
                 kind: engines.kind,
                 api_key: api_key.clone(),
                 role: pool.role,
+                kv_protocol: (engines.kv_protocol, engines.bootstrap_port),
                 tls: tls.clone(),
                 traffic: engines.traffic,
             });
@@ -87,6 +90,7 @@ impl EngineSpec {
                     kind: engines.kind,
                     api_key: api_key.clone(),
                     role: pool.role,
+                    kv_protocol: (engines.kv_protocol, engines.bootstrap_port),
                     tls: tls.clone(),
                     traffic: engines.traffic,
                 });
@@ -238,6 +242,8 @@ pub(crate) struct Engine {
     /// Asks for a health check at once.
     pub(super) check_now: Notify,
     models: Mutex<Arc<[Model]>>,
+    /// Ids of its data-parallel ranks at its bootstrap server ([`KvProtocol::Mooncake`]).
+    kv_ids: Mutex<Arc<[String]>>,
     pub(super) counters: Counters,
 }
 
@@ -266,12 +272,36 @@ impl Engine {
             suspect: AtomicBool::new(true),
             check_now: Notify::new(),
             models: Mutex::new(Arc::new([])),
+            kv_ids: Mutex::new(Arc::new([])),
             counters: Counters::default(),
         }
     }
 
     pub(super) fn kind(&self) -> EngineKind {
         kind_of(self.kind.load(Relaxed))
+    }
+
+    /// How the keys and values of prompts that it computes get to other engines.
+    pub(super) fn kv_protocol(&self) -> KvProtocol {
+        self.spec.kv_protocol.0.of_kind(self.kind())
+    }
+
+    /// It answers prompts of other engines only: SGLang's in decode mode.
+    pub(super) fn needs_prefill(&self) -> bool {
+        self.spec.role == Role::Decode && self.kind() == EngineKind::Sglang
+    }
+
+    /// Ids of its data-parallel ranks at its bootstrap server, in their order.
+    pub(super) fn kv_ids(&self) -> Arc<[String]> {
+        let ids = self.kv_ids.lock();
+        ids.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set_kv_ids(&self, ids: Vec<String>) {
+        let mut known = self.kv_ids.lock().unwrap_or_else(PoisonError::into_inner);
+        if known[..] != ids[..] {
+            *known = ids.into();
+        }
     }
 
     fn health(&self) -> MutexGuard<'_, Health> {
@@ -452,6 +482,11 @@ impl Engines {
     /// Whether some engines compute prompts for others.
     pub(super) fn disaggregates(&self) -> bool {
         self.fleets.prefill.is_some()
+    }
+
+    /// Whether some engines cannot answer a prompt that they would have to compute.
+    pub(super) fn needs_prefill(&self) -> bool {
+        self.members().iter().flatten().any(|of| of.needs_prefill())
     }
 
     /// Number of engines.
@@ -747,7 +782,7 @@ impl Drop for Visit {
 #[cfg(test)]
 pub(super) mod tests {
     use slipstream_base::RankId;
-    use slipstream_config::cluster::RouterConfig;
+    use slipstream_config::cluster::{BOOTSTRAP_PORT, RouterConfig};
     use slipstream_router::{Fleet, TargetConfig};
 
     use super::*;
@@ -769,6 +804,7 @@ pub(super) mod tests {
             kind: EngineKind::Auto,
             api_key: None,
             role: Role::Both,
+            kv_protocol: (KvProtocol::Auto, BOOTSTRAP_PORT),
             tls: None,
             traffic: PoolTraffic::default(),
         });

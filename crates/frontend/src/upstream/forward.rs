@@ -1,6 +1,7 @@
 //! From a client's request to the first bytes of an engine's answer.
 
 use std::cell::{Cell, RefCell};
+use std::future::Future;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::Prompt;
 use slipstream_base::mix::mix64;
 use slipstream_base::{BlockHash, Role, WorkerId};
-use slipstream_config::cluster::{EngineKind, Resume};
+use slipstream_config::cluster::{EngineKind, KvProtocol, Resume};
 use slipstream_dispatch as dispatch;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::RecordedRequest;
@@ -19,9 +20,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::connection::{Connection, Failure};
-use super::disagg::{self, StageRequest};
+use super::disagg::{self, Change, Meeting, StageRequest};
 use super::engines::Visit;
 use super::metrics::PrefillOutcome;
+use super::pair::{PrefillFault, PrefillRequest, Prefilling};
 use super::peek::{self, Peek, peek};
 use super::record::Recording;
 use super::relay::{Relay, is_event_stream};
@@ -149,13 +151,33 @@ impl Exchange {
         held.shard.budget.memory.charge(held.client.counts(), 0)
     }
 
+    /// It as `engine` gets it.
+    fn outgoing(&self, engine: &Engine, stage: &StageRequest) -> Outgoing<'_> {
+        Outgoing {
+            method: &self.method,
+            target: &self.target,
+            headers: match stage.role {
+                Role::Prefill => disagg::prefill_headers(&self.headers),
+                Role::Both | Role::Decode => self.headers.clone(),
+            },
+            authorization: self.authorization.as_deref(),
+            body: self.body_for(engine, stage),
+            is_stream: self.stream.is_some(),
+        }
+    }
+
     fn body_for(&self, engine: &Engine, stage: &StageRequest) -> [Bytes; 2] {
         let wants_tokens = self.wants_tokens && engine.kind() == EngineKind::Vllm;
         let tokens: &'static [u8] = if wants_tokens { WITH_TOKENS } else { b"" };
-        let before: Bytes = match stage.role {
-            Role::Prefill => return [stage.bytes.clone(), Bytes::new()],
-            Role::Both => Bytes::from_static(tokens),
-            Role::Decode => [tokens, &*stage.bytes].concat().into(),
+        let before: Bytes = match &stage.change {
+            Change::Body(body) => return [body.clone(), Bytes::new()],
+            Change::None => Bytes::from_static(tokens),
+            Change::Before(fields) => [tokens, fields].concat().into(),
+            Change::After(fields) => {
+                let end = self.body.iter().rposition(|&b| b == b'}');
+                let end = end.unwrap_or(self.body.len());
+                return [self.body.slice(..end), [fields, &b"}"[..]].concat().into()];
+            }
         };
         let start = self.body.iter().position(|&b| b == b'{');
         match start {
@@ -167,21 +189,98 @@ impl Exchange {
         }
     }
 
-    /// The body for the engine that computes its prompt for another one; `None` if there is none.
-    async fn prefill_request(&self, shard: &Rc<Shard>) -> Option<StageRequest> {
+    /// The body for the engine that computes its prompt for another one; `None` if there is none. `params` as of
+    /// [`disagg::prefill_body`].
+    async fn prefill_request(
+        &self,
+        shard: &Rc<Shard>,
+        params: Option<String>,
+    ) -> Option<StageRequest> {
         let body = if self.body.len() <= READ_BYTES {
-            disagg::prefill_body(&self.body)
+            disagg::prefill_body(&self.body, params.as_deref())
         } else {
             let charge = self.charge_job().ok()?;
-            let job = |_: &Service, body: &[u8]| Ok(disagg::prefill_body(body));
+            let job =
+                move |_: &Service, body: &[u8]| Ok(disagg::prefill_body(body, params.as_deref()));
             let done = shard.run(self.body.clone(), charge, job).await;
             done.ok().and_then(|(body, _)| body)
         };
         body.map(|body| StageRequest {
             role: Role::Prefill,
-            bytes: body.into(),
+            change: Change::Body(body.into()),
         })
     }
+
+    /// The requests by which `prefill` and the engine that answers meet.
+    ///
+    /// # Errors
+    /// Why there are none, as a clause.
+    async fn meet(
+        &self,
+        shard: &Rc<Shard>,
+        prefill: &Engine,
+    ) -> Result<(PrefillRequest, StageRequest), String> {
+        let protocol = (prefill.kv_protocol(), prefill.spec.kv_protocol.1);
+        let draws = [shard.next_request_number(), shard.next_request_number()];
+        let host = &prefill.spec.url.host;
+        let meeting = Meeting::new(protocol, host, &prefill.kv_ids(), draws);
+        let meeting = meeting.ok_or("its bootstrap server has not answered yet")?;
+        let mut headers = self.headers.clone();
+        let (for_prefill, change) = match meeting {
+            Meeting::Sglang(fields) => {
+                let change = Change::After(fields.into());
+                let stage = StageRequest {
+                    role: Role::Prefill,
+                    change: change.clone(),
+                };
+                (stage, change)
+            }
+            Meeting::Mooncake {
+                fields: [ask, answer],
+                rank,
+            } => {
+                if let Some(rank) = rank {
+                    let mut lines = BytesMut::from(&headers[..]);
+                    let rank = rank.to_string();
+                    wire::write_header(&mut lines, X_DATA_PARALLEL_RANK, rank.as_bytes());
+                    headers = lines.freeze();
+                }
+                let stage = self.prefill_request(shard, Some(ask)).await;
+                let stage = stage.ok_or("the request could not be rewritten")?;
+                (stage, Change::Before(answer.into()))
+            }
+        };
+        let body = self.body_for(prefill, &for_prefill);
+        if matches!(for_prefill.change, Change::Body(_)) && !self.keeps(body[0].len()) {
+            return Err("there is no memory for a second body".into());
+        }
+        let request = PrefillRequest {
+            method: self.method.clone(),
+            target: self.target.clone(),
+            headers,
+            authorization: self.authorization.clone(),
+            body,
+        };
+        let stage = StageRequest {
+            role: Role::Decode,
+            change,
+        };
+        Ok((request, stage))
+    }
+}
+
+/// A request as one engine gets it.
+pub(super) struct Outgoing<'a> {
+    pub(super) method: &'a Method,
+    /// Path and query.
+    pub(super) target: &'a str,
+    /// Header lines.
+    pub(super) headers: Bytes,
+    /// For an engine without a key of its own.
+    pub(super) authorization: Option<&'a [u8]>,
+    pub(super) body: [Bytes; 2],
+    /// It streams an answer that another engine could continue.
+    pub(super) is_stream: bool,
 }
 
 /// A place among the open streams of the server.
@@ -275,6 +374,9 @@ fn is_forwarded(path: &str, more: &[String]) -> bool {
 static GENERATES: &[&str] = &["/v1/completions", "/v1/chat/completions"];
 
 const X_REQUEST_ID: &str = "x-request-id";
+
+/// By it vLLM chooses the data-parallel rank of a request.
+const X_DATA_PARALLEL_RANK: &str = "x-data-parallel-rank";
 
 /// Answers one request.
 pub(crate) async fn handle(
@@ -494,7 +596,7 @@ async fn forward(
         && parts.method == Method::POST
         && GENERATES.contains(&parts.uri.path())
         && seen.has_prompt
-        && !seen.whole;
+        && (!seen.whole || upstream.engines.needs_prefill());
     let request = dispatch::Request {
         prompt: blocks.unwrap_or_else(|| no_prompt(block_size)),
         max_tokens: seen.max_tokens.unwrap_or(0),
@@ -852,12 +954,17 @@ pub(super) async fn obtain(
     let mut seat = Seat::submit(shard, upstream, &exchange.request);
     let mut refusal: Option<Refusal> = None;
     let mut prefilled: Option<Prefilled> = None;
+    let mut decided = None;
     loop {
-        let (worker, role) = match seat.placed().await {
+        let placed = match decided.take() {
+            Some(placed) => Ok(placed),
+            None => seat.placed().await,
+        };
+        let (mut worker, mut role) = match placed {
             Ok(placed) => placed,
             Err(error) => return Err(refusal.map_or(error, |refusal| refusal.error)),
         };
-        let engine = match (upstream.engine(worker), role) {
+        let mut engine = match (upstream.engine(worker), role) {
             (Some(engine), _) => engine,
             // Removed since it was chosen.
             (None, Role::Prefill) => {
@@ -869,39 +976,61 @@ pub(super) async fn obtain(
                 continue;
             }
         };
+        let mut prefilling = None;
+        if role == Role::Prefill && engine.kv_protocol() != KvProtocol::Params {
+            match begin_pair(shard, upstream, exchange, &seat, &engine).await {
+                Ok((task, answering, stage)) => {
+                    let prefill = std::mem::replace(&mut engine, answering);
+                    prefilled = Some(Prefilled {
+                        engine: prefill,
+                        stage,
+                    });
+                    prefilling = Some((worker, task));
+                    (worker, role) = (engine.spec.worker, Role::Decode);
+                }
+                Err(why) => {
+                    log_prefill(shard, &engine, &why);
+                    engine.counters.on_prefill(PrefillOutcome::Failed);
+                    if needs_prefill(upstream, &seat) {
+                        seat.failed_by(worker);
+                    } else {
+                        seat.prefill_failed();
+                    }
+                    continue;
+                }
+            }
+        }
         if role == Role::Prefill {
             match prefill(shard, upstream, exchange, &engine).await {
-                Ok(fields) => {
-                    prefilled = Some(Prefilled { engine, fields });
+                Ok(stage) => {
+                    prefilled = Some(Prefilled { engine, stage });
                     seat.prefilled();
                 }
                 Err(why) => {
-                    if let Some(silent) = shard.log_allowed() {
-                        tracing::warn!(
-                            engine = %engine.spec.url,
-                            silent,
-                            "a prompt was not transferred, so one engine computes prompt and answer: {why}"
-                        );
-                    }
+                    log_prefill(shard, &engine, &why);
                     engine.counters.on_prefill(PrefillOutcome::Failed);
                     seat.prefill_failed();
                 }
             }
             continue;
         }
+        if role == Role::Both && engine.needs_prefill() && !exchange.request.whole {
+            let text = format!(
+                "no prefill engine takes the request, and engine {} answers computed prompts only; try again",
+                engine.spec.url
+            );
+            let error = ApiError::overloaded(text, 1);
+            return Err(refusal.map_or(error, |refusal| refusal.error));
+        }
         let prefilled = prefilled.take().filter(|_| role == Role::Decode);
         let stage = match &prefilled {
             Some(Prefilled {
-                fields: Some(fields),
-                ..
-            }) => StageRequest {
-                role: Role::Decode,
-                bytes: fields.clone(),
-            },
+                stage: Some(stage), ..
+            }) => stage.clone(),
             _ => StageRequest::default(),
         };
         let count = |outcome| {
-            let known = prefilled.as_ref().filter(|of| of.fields.is_some());
+            let known = prefilled.as_ref().filter(|of| of.stage.is_some());
             if let Some(Prefilled { engine, .. }) = known {
                 engine.counters.on_prefill(outcome);
             }
@@ -909,23 +1038,62 @@ pub(super) async fn obtain(
         let engine = &engine;
         let mut visit = Visit::begin(&upstream.engines, engine.clone());
         let limit = upstream.engines.settings.first_byte_timeout;
-        let attempt = converse(upstream, exchange, &visit, &stage);
-        let outcome = match tokio::time::timeout(limit, attempt).await {
-            Ok(outcome) => outcome,
-            Err(_) => Err(Failure::FirstByteTimeout(limit)),
+        let outgoing = exchange.outgoing(engine, &stage);
+        let attempt = converse(upstream, &visit, &outgoing);
+        let attempt = tokio::time::timeout(limit, attempt);
+        let outcome = match prefilling.as_mut() {
+            None => attempt.await,
+            Some((prefill_worker, task)) => {
+                let outcome = both(&seat, task, attempt).await;
+                exchange.keeps_body_only();
+                match outcome {
+                    Ok(outcome) => {
+                        let now = seat.placed().await?;
+                        if now != (worker, role) {
+                            // The fleet has changed.
+                            decided = Some(now);
+                            continue;
+                        }
+                        outcome
+                    }
+                    Err(fault) => {
+                        let prefill = prefilled.as_ref().expect("it computes the prompt");
+                        log_prefill(shard, &prefill.engine, &fault.why);
+                        count(PrefillOutcome::Failed);
+                        drop(visit);
+                        if !engine.needs_prefill() {
+                            seat.prefill_failed();
+                            continue;
+                        }
+                        let (error, is_final) = refused_prefill(&prefill.engine, fault);
+                        if is_final || !upstream.spend() {
+                            return Err(error);
+                        }
+                        prefill.engine.counters.retried.fetch_add(1, Relaxed);
+                        shard.metrics.retries.add(1);
+                        exchange.recorded(Recording::on_moved);
+                        exchange.owner.account().note_retry();
+                        refusal = Some(Refusal { error });
+                        seat.failed_by(*prefill_worker);
+                        continue;
+                    }
+                }
+            }
         };
+        let outcome = outcome.unwrap_or(Err(Failure::FirstByteTimeout(limit)));
         match outcome {
             Ok(answer) => {
                 let status = answer.head.status;
                 visit.on_first_byte(status);
-                let is_decode = stage.role == Role::Decode;
+                let is_decode = role == Role::Decode;
                 let fails = status.is_client_error() || status.is_server_error();
                 count(if fails {
                     PrefillOutcome::DecodeFailed
                 } else {
                     PrefillOutcome::Transferred
                 });
-                if is_decode && fails && status != StatusCode::SERVICE_UNAVAILABLE {
+                let is_busy = status == StatusCode::SERVICE_UNAVAILABLE;
+                if is_decode && fails && !is_busy && !engine.needs_prefill() {
                     // Perhaps for the fields that the client did not send.
                     if let Some(silent) = shard.log_allowed() {
                         tracing::warn!(
@@ -939,8 +1107,9 @@ pub(super) async fn obtain(
                     seat.prefill_failed();
                     continue;
                 }
-                if status == StatusCode::SERVICE_UNAVAILABLE && answer.complete && upstream.spend()
-                {
+                // An engine of SGLang answers 500 if its prompt did not arrive.
+                let is_lost = is_decode && engine.needs_prefill() && status.is_server_error();
+                if (is_busy || is_lost) && answer.complete && upstream.spend() {
                     // It is busy or stops; its words reach the client if no other engine takes it.
                     refusal = Some(Refusal::of_answer(engine, &answer));
                     engine.counters.retried.fetch_add(1, Relaxed);
@@ -952,6 +1121,9 @@ pub(super) async fn obtain(
                     continue;
                 }
                 seat.begun();
+                if let Some((_, task)) = prefilling {
+                    seat.keep_prefill(task);
+                }
                 exchange.recorded(|recording| recording.on_begun(worker, &engine.name));
                 // A refused continuation does not change whose tokens the client has.
                 exchange
@@ -987,14 +1159,85 @@ pub(super) async fn obtain(
     }
 }
 
+/// Asks `prefill` for a prompt. Returns that request, and the engine that is to be asked for the answer at once, with
+/// what it gets.
+///
+/// # Errors
+/// Why it was not asked, as a clause.
+async fn begin_pair(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    exchange: &Exchange,
+    seat: &Seat,
+    prefill: &Arc<Engine>,
+) -> Result<(Prefilling, Arc<Engine>, Option<StageRequest>), String> {
+    let (request, stage) = exchange.meet(shard, prefill).await?;
+    let answers = seat.decode_worker().and_then(|of| upstream.engine(of));
+    let answers = answers.ok_or("the decode engine left the fleet")?;
+    let task = Prefilling::start(upstream, prefill, request);
+    Ok((task, answers, Some(stage)))
+}
+
+/// Whether the engine that is to answer cannot compute the prompt.
+fn needs_prefill(upstream: &Upstream, seat: &Seat) -> bool {
+    let answers = seat.decode_worker().and_then(|of| upstream.engine(of));
+    answers.is_some_and(|engine| engine.needs_prefill())
+}
+
+/// Waits for the first bytes of the answer that a decode engine gives (`attempt`), while a prefill engine computes the
+/// prompt (`task`). The dispatcher has a decision for `seat` then.
+///
+/// # Errors
+/// The prefill engine failed before that.
+async fn both<T>(
+    seat: &Seat,
+    task: &mut Prefilling,
+    attempt: impl Future<Output = T>,
+) -> Result<T, PrefillFault> {
+    let mut attempt = std::pin::pin!(attempt);
+    tokio::select! {
+        biased;
+        outcome = &mut attempt => {
+            seat.prefilled();
+            return Ok(outcome);
+        }
+        computed = task => computed?,
+    }
+    seat.prefilled();
+    Ok(attempt.await)
+}
+
+fn log_prefill(shard: &Shard, engine: &Engine, why: &str) {
+    if let Some(silent) = shard.log_allowed() {
+        tracing::warn!(
+            engine = %engine.spec.url,
+            silent,
+            "a prompt was not transferred: {why}"
+        );
+    }
+}
+
+/// The error for a client whose prompt `engine` did not compute, and whether another engine would answer the same.
+fn refused_prefill(engine: &Engine, fault: PrefillFault) -> (ApiError, bool) {
+    let url = &engine.spec.url;
+    match fault.refusal {
+        Some((status, text)) if status.is_client_error() => {
+            let error = ApiError::refused_by_engine(status.as_u16(), &url.to_string(), &text);
+            (error, true)
+        }
+        _ => (ApiError::engine_failed(&url.to_string(), &fault.why), false),
+    }
+}
+
 /// Work of an engine for another one.
 struct Prefilled {
     engine: Arc<Engine>,
-    /// Fields for the decode engine; `None`: there is nothing to transfer.
-    fields: Option<Bytes>,
+    /// What the decode engine gets; `None`: there is nothing to transfer.
+    stage: Option<StageRequest>,
 }
 
-/// Lets `engine` compute the prompt for another one. Returns fields for that one; `None` if there are none.
+/// Lets `engine` compute the prompt for another one. Returns what that one gets; `None` if there is nothing to
+/// transfer.
 ///
 /// # Errors
 /// Why it did not, as a clause: one engine has to compute prompt and answer.
@@ -1003,22 +1246,23 @@ async fn prefill(
     upstream: &Upstream,
     exchange: &Exchange,
     engine: &Arc<Engine>,
-) -> Result<Option<Bytes>, String> {
-    let stage = exchange.prefill_request(shard).await;
+) -> Result<Option<StageRequest>, String> {
+    let stage = exchange.prefill_request(shard, None).await;
     let stage = stage.ok_or("the request could not be rewritten")?;
-    if !exchange.keeps(stage.bytes.len()) {
+    let outgoing = exchange.outgoing(engine, &stage);
+    if !exchange.keeps(outgoing.body[0].len()) {
         return Err("there is no memory for a second body".into());
     }
     let mut visit = Visit::begin(&upstream.engines, engine.clone());
     let limit = upstream.engines.settings.first_byte_timeout;
     let whole = async {
-        let mut answer = converse(upstream, exchange, &visit, &stage).await?;
+        let mut answer = converse(upstream, &visit, &outgoing).await?;
         let body = read_rest(&mut answer).await?;
         Ok((answer, body))
     };
     let outcome = tokio::time::timeout(limit, whole).await;
     let outcome = outcome.unwrap_or(Err(Failure::FirstByteTimeout(limit)));
-    drop(stage);
+    drop((outgoing, stage));
     exchange.keeps_body_only();
     let (answer, body) = outcome.map_err(|failure| {
         visit.on_failure(&failure);
@@ -1049,11 +1293,14 @@ async fn prefill(
         }
         Some(_) => {}
     }
-    Ok(fields)
+    Ok(fields.map(|fields| StageRequest {
+        role: Role::Decode,
+        change: Change::Before(fields),
+    }))
 }
 
 /// The body of `answer`; `None` if it is too long.
-async fn read_rest(answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+pub(super) async fn read_rest(answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
     if answer.complete {
         return Ok(Some(answer.first.clone()));
     }
@@ -1127,15 +1374,14 @@ pub(super) fn ends_events(bytes: &[u8]) -> bool {
 }
 
 /// Sends a request to an engine, and reads the first bytes of its answer.
-async fn converse(
+pub(super) async fn converse(
     upstream: &Upstream,
-    exchange: &Exchange,
     visit: &Visit,
-    stage: &StageRequest,
+    outgoing: &Outgoing<'_>,
 ) -> Result<Answer, Failure> {
     let engine = visit.engine();
     if let Some(connection) = upstream.take_idle(engine) {
-        match converse_on(connection, engine, exchange, stage).await {
+        match converse_on(connection, engine, outgoing).await {
             // The engine closed an idle connection as the request was sent. A new connection shows whether
             // it is there.
             Err(Failure::Lost(_)) => {}
@@ -1144,34 +1390,26 @@ async fn converse(
     }
     let limit = upstream.engines.settings.connect_timeout;
     let connection = Connection::open(engine, limit).await?;
-    converse_on(connection, engine, exchange, stage).await
+    converse_on(connection, engine, outgoing).await
 }
 
 async fn converse_on(
     mut connection: Connection,
     engine: &Engine,
-    exchange: &Exchange,
-    stage: &StageRequest,
+    outgoing: &Outgoing<'_>,
 ) -> Result<Answer, Failure> {
-    let body = exchange.body_for(engine, stage);
-    let headers = match stage.role {
-        Role::Prefill => disagg::prefill_headers(&exchange.headers),
-        Role::Both | Role::Decode => exchange.headers.clone(),
-    };
+    let body = &outgoing.body;
     let head = wire::write_head(
-        &exchange.method,
-        [&engine.spec.url.prefix, &exchange.target],
+        outgoing.method,
+        [&engine.spec.url.prefix, outgoing.target],
         &engine.authority,
-        engine
-            .authorization
-            .as_deref()
-            .or(exchange.authorization.as_deref()),
-        &headers,
+        engine.authorization.as_deref().or(outgoing.authorization),
+        &outgoing.headers,
         body[0].len() + body[1].len(),
     );
-    let sent = connection.send(head, &body).await;
+    let sent = connection.send(head, body).await;
     // An engine may answer before it has read the body, and close: `413`.
-    let head = match (connection.read_head(&exchange.method).await, sent) {
+    let head = match (connection.read_head(outgoing.method).await, sent) {
         (Ok(head), _) => head,
         (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
     };
@@ -1213,7 +1451,7 @@ async fn converse_on(
         }
         match std::future::poll_fn(|cx| connection.poll_fill(cx)).await {
             Ok(0) if decoder.ends_at_close() => {
-                if exchange.stream.is_some() && is_event_stream(&head) && !ends_events(&first) {
+                if outgoing.is_stream && is_event_stream(&head) && !ends_events(&first) {
                     return Err(Failure::Lost("closed before `[DONE]`".into()));
                 }
                 return Ok(Answer {

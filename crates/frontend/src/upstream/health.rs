@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use hyper::{Method, StatusCode};
-use slipstream_config::cluster::EngineKind;
+use slipstream_base::Role;
+use slipstream_config::cluster::{EngineKind, KvProtocol};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::catalog::{Model, parse_models};
 use super::connection::{Connection, Failure};
+use super::disagg;
 use super::engines::{Engine, Engines, State};
 use super::loops;
 use super::wire::{self, BodyDecoder, Decoded};
@@ -143,6 +145,9 @@ async fn check(
             _ => {}
         }
     }
+    if engine.spec.role == Role::Prefill && engine.kv_protocol() == KvProtocol::Mooncake {
+        engine.set_kv_ids(bootstrap_ids(engine, connect_timeout).await?);
+    }
     if !by_models && !wants_models {
         return Ok(None);
     }
@@ -157,6 +162,34 @@ async fn check(
     }
 }
 
+/// Ids of the data-parallel ranks of `engine`, as its bootstrap server lists them. Another run of the engine has
+/// others.
+async fn bootstrap_ids(engine: &Engine, connect_timeout: Duration) -> Result<Vec<String>, Failure> {
+    let port = engine.spec.kv_protocol.1;
+    let outcome = async {
+        let connection = Connection::open_bootstrap(engine, connect_timeout).await?;
+        let authority = disagg::bootstrap_authority(&engine.spec.url.host, port);
+        let head = wire::write_head(
+            &Method::GET,
+            ["", "/query"],
+            &authority,
+            None,
+            b"connection: close\r\n",
+            0,
+        );
+        ask_on(connection, head, "/query").await
+    };
+    let fault = |why: String| Failure::Health(format!("its bootstrap server (port {port}): {why}"));
+    let (status, body) = outcome.await.map_err(|failure| match failure {
+        Failure::Health(why) => fault(why),
+        other => fault(other.to_string()),
+    })?;
+    if !status.is_success() {
+        return Err(fault(format!("/query answers {status}")));
+    }
+    disagg::bootstrap_ids(&body).map_err(fault)
+}
+
 /// `GET path`, on a connection of its own: a health check shows that the engine still accepts.
 async fn ask(
     engine: &Engine,
@@ -164,11 +197,7 @@ async fn ask(
     connect_timeout: Duration,
 ) -> Result<(StatusCode, Bytes), Failure> {
     engine.counters.checks.fetch_add(1, Relaxed);
-    let health = |failure: Failure| match failure {
-        typed @ (Failure::Refused(_) | Failure::Tls { .. }) => typed,
-        other => Failure::Health(other.to_string()),
-    };
-    let mut connection = Connection::open(engine, connect_timeout)
+    let connection = Connection::open(engine, connect_timeout)
         .await
         .map_err(health)?;
     let head = wire::write_head(
@@ -179,6 +208,21 @@ async fn ask(
         &[b"connection: close\r\n", loops::line()].concat(),
         0,
     );
+    ask_on(connection, head, path).await
+}
+
+fn health(failure: Failure) -> Failure {
+    match failure {
+        typed @ (Failure::Refused(_) | Failure::Tls { .. }) => typed,
+        other => Failure::Health(other.to_string()),
+    }
+}
+
+async fn ask_on(
+    mut connection: Connection,
+    head: BytesMut,
+    path: &str,
+) -> Result<(StatusCode, Bytes), Failure> {
     let none = [Bytes::new(), Bytes::new()];
     connection.send(head, &none).await.map_err(health)?;
     let head = connection.read_head(&Method::GET).await.map_err(health)?;

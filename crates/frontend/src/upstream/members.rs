@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{EngineKind, EngineUrl, PoolTraffic};
+use slipstream_config::cluster::{EngineKind, EngineUrl, KvProtocol, PoolTraffic};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::sync::watch;
@@ -32,6 +32,8 @@ pub struct PoolSpec {
     pub api_key: Option<String>,
     /// The part of requests that they compute.
     pub role: Role,
+    /// How their keys and values get to decode engines, and the port of their bootstrap servers.
+    pub kv_protocol: (KvProtocol, u16),
     /// TLS of its `https://` engines; `None`: it had none, and the host's authorities hold for later ones.
     pub tls: Option<ClientTls>,
     /// Its share of the requests.
@@ -46,6 +48,7 @@ impl PoolSpec {
             kind: spec.kind,
             api_key: spec.api_key.clone(),
             role: spec.role,
+            kv_protocol: spec.kv_protocol,
             tls: spec.tls.clone(),
             traffic: spec.traffic,
         }
@@ -232,6 +235,7 @@ impl Engines {
             kind: kind.unwrap_or(pool.kind),
             api_key: api_key.or(pool.api_key),
             role: pool.role,
+            kv_protocol: pool.kv_protocol,
             traffic: pool.traffic,
         };
         let worker = spec.worker;
@@ -325,6 +329,7 @@ impl Engines {
 
 #[cfg(test)]
 mod tests {
+    use slipstream_config::cluster::BOOTSTRAP_PORT;
     use slipstream_config::cluster::UpstreamConfig;
 
     use super::super::engines::Visit;
@@ -397,6 +402,7 @@ mod tests {
             kind: EngineKind::Auto,
             api_key: None,
             role: Role::Both,
+            kv_protocol: (KvProtocol::Auto, BOOTSTRAP_PORT),
             tls: None,
             traffic: PoolTraffic::default(),
         };

@@ -10,7 +10,7 @@
 //! * [`health`]: the thread that asks them. `catalog`: their models, merged.
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
-//! * `disagg`: the two requests of a prompt that another engine computes.
+//! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `stored`: which engine stores the answer that a request names.
 //! * `traffic`: pools with weights, and pools that get copies of requests.
@@ -31,6 +31,7 @@ pub mod health;
 mod loops;
 mod members;
 mod metrics;
+mod pair;
 mod peek;
 mod record;
 mod relay;

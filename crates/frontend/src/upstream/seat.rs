@@ -9,6 +9,7 @@ use slipstream_base::WorkerId;
 use slipstream_dispatch::{Request, Role};
 
 use super::Upstream;
+use super::pair::Prefilling;
 use crate::openai::ApiError;
 use crate::shard::Shard;
 
@@ -44,6 +45,9 @@ pub(super) struct Seat {
     number: u32,
     ticket: Rc<Ticket>,
     over: bool,
+    /// The request to its prefill engine, for as long as that is under way. It ends with this one.
+    #[allow(dead_code)] // aborted when dropped
+    prefill: Option<Prefilling>,
 }
 
 impl Seat {
@@ -57,6 +61,7 @@ impl Seat {
             number,
             ticket: ticket.clone(),
             over: false,
+            prefill: None,
         };
         shard.submit_bytes(number, request, ticket);
         seat
@@ -85,6 +90,16 @@ impl Seat {
                 Err(error)
             }
         }
+    }
+
+    /// The worker that is to answer it, while another one computes its prompt.
+    pub(super) fn decode_worker(&self) -> Option<WorkerId> {
+        self.shard.decode_worker(self.number)
+    }
+
+    /// The answer has begun before the request to its prefill engine has ended.
+    pub(super) fn keep_prefill(&mut self, prefill: Prefilling) {
+        self.prefill = Some(prefill);
     }
 
     /// `worker` failed it: another one may get it.

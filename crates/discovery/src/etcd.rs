@@ -10,20 +10,24 @@
 //! of the keys with those that were seen; after two differences all keys are listed again.
 //!
 //! etcd's JSON gateway is used, HTTP/1.1 over blocking sockets: one thread drives a backend, and a client of etcd's
-//! gRPC would bring a second HTTP stack and a runtime for five calls.
+//! gRPC would bring a second HTTP stack and a runtime for six calls. TLS is `etcds://`; a user's password is exchanged for a
+//! token, and again when that has ended.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use rustls::ClientConfig;
 use serde_json::{Value, json};
 use slipstream_base::SimTime;
 use slipstream_base::width::{to_i64, to_u32};
 
+use crate::access::{Access, Address, Stream};
 use crate::notify::Wakes;
 use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker, is_key};
 
@@ -47,27 +51,30 @@ pub struct EtcdOptions {
     pub servers: Vec<String>,
     /// Precedes the keys; ends with `/`.
     pub prefix: String,
+    /// TLS, and this process's proofs.
+    pub access: Access,
     /// Advice that errors give, such as which option names it.
     pub hint: &'static str,
 }
 
 impl EtcdOptions {
-    /// Parses `etcd://HOST[:PORT][,HOST[:PORT]…][/PREFIX]`. The port is 2379 by default, the prefix `slipstream`.
+    /// Parses `etcd://HOST[:PORT][,HOST[:PORT]…][/PREFIX]`, or the same with `etcds://`, for TLS, and parameters
+    /// ([`Access`]). The port is 2379 by default, the prefix `slipstream`.
     ///
     /// # Errors
     /// The fault, as the end of a sentence.
     pub fn parse(text: &str) -> Result<EtcdOptions, String> {
-        let rest = text
-            .strip_prefix("etcd://")
-            .ok_or("does not begin with etcd://")?;
-        let (servers, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-        let servers: Result<Vec<String>, String> = servers.split(',').map(server).collect();
-        let prefix = prefix.trim_matches('/');
-        let prefix = if prefix.is_empty() {
-            "slipstream"
-        } else {
-            prefix
+        let (rest, tls) = match (text.strip_prefix("etcd://"), text.strip_prefix("etcds://")) {
+            (Some(rest), _) => (rest, false),
+            (None, Some(rest)) => (rest, true),
+            (None, None) => return Err("does not begin with etcd:// or etcds://".into()),
         };
+        let Address {
+            servers,
+            path,
+            access,
+        } = Address::parse(rest, PORT, tls, "etcds://")?;
+        let prefix = if path.is_empty() { "slipstream" } else { path };
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./".contains(&byte);
         if !prefix.bytes().all(plain) {
             return Err(
@@ -76,27 +83,11 @@ impl EtcdOptions {
             );
         }
         Ok(EtcdOptions {
-            servers: servers?,
+            servers,
             prefix: format!("{prefix}/"),
+            access,
             hint: "check that etcd runs there",
         })
-    }
-}
-
-fn server(text: &str) -> Result<String, String> {
-    let (host, port) = match text.rsplit_once(':') {
-        // `[::1]` has colons of its own.
-        Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok()),
-        _ => (text, Some(PORT)),
-    };
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
-    match port {
-        Some(port) if port > 0 && !host.is_empty() && host.bytes().all(plain) => {
-            Ok(format!("{host}:{port}"))
-        }
-        _ => Err(format!(
-            "has the server `{text}`; write HOST:PORT, separated by commas"
-        )),
     }
 }
 
@@ -104,6 +95,9 @@ fn server(text: &str) -> Result<String, String> {
 #[derive(Debug)]
 pub struct Etcd {
     options: EtcdOptions,
+    tls: Option<Arc<ClientConfig>>,
+    /// Shows the servers who this is, if there are users; `None`: not asked for yet, or refused.
+    token: Option<String>,
     /// The server that answered last.
     current: usize,
     wakes: Wakes,
@@ -134,8 +128,16 @@ impl Etcd {
     ///
     /// # Errors
     ///
-    /// [`BackendError`] if the process has no file descriptor left.
+    /// [`BackendError`] if a file cannot be used, or the process has no file descriptor left.
     pub fn new(options: EtcdOptions) -> Result<Etcd, BackendError> {
+        let tls = options.access.tls();
+        let tls = tls.and_then(|tls| options.access.user().map(|_| tls));
+        let tls = tls.map_err(|source| BackendError {
+            place: place(&options),
+            operation: "reading its files",
+            hint: "check the parameters of its address",
+            source,
+        })?;
         let wakes = Wakes::new().map_err(|source| BackendError {
             place: place(&options),
             operation: "preparing to watch",
@@ -144,6 +146,8 @@ impl Etcd {
         })?;
         Ok(Etcd {
             options,
+            tls,
+            token: None,
             current: 0,
             wakes,
             own: BTreeMap::new(),
@@ -165,21 +169,50 @@ impl Etcd {
         }
     }
 
-    /// Asks the servers in turn, beginning with the one that answered last.
+    /// Asks the servers, as its user if there is one.
     fn call(&mut self, path: &str, body: &Value) -> io::Result<Value> {
         let end = Instant::now() + CALL_TIME;
+        self.sign_in(end)?;
+        match self.call_until(path, body, end) {
+            // Tokens end, and with them those of a server that started again.
+            Err(error) if self.token.is_some() && is_sign_in(&error) => {
+                self.token = None;
+                self.sign_in(end)?;
+                self.call_until(path, body, end)
+            }
+            answer => answer,
+        }
+    }
+
+    fn sign_in(&mut self, end: Instant) -> io::Result<()> {
+        if self.token.is_some() {
+            return Ok(());
+        }
+        let Some((name, password)) = self.options.access.user()? else {
+            return Ok(());
+        };
+        let body = json!({"name": name, "password": password});
+        let answer = self.call_until("/v3/auth/authenticate", &body, end)?;
+        let token = answer["token"].as_str().filter(|token| is_token(token));
+        let token = token.ok_or_else(|| odd("has no token"))?;
+        self.token = Some(token.to_owned());
+        Ok(())
+    }
+
+    /// Asks the servers in turn, beginning with the one that answered last.
+    fn call_until(&mut self, path: &str, body: &Value, end: Instant) -> io::Result<Value> {
         let count = self.options.servers.len();
         let mut error = io::Error::from(io::ErrorKind::NotFound);
         for step in 0..count {
             let at = (self.current + step) % count;
             // The others get a share of the time, too.
             let share = end.saturating_duration_since(Instant::now()) / to_u32(count - step);
-            match ask(
-                &self.options.servers[at],
-                path,
-                body,
-                Instant::now() + share,
-            ) {
+            let call = Call {
+                server: &self.options.servers[at],
+                tls: self.tls.as_ref(),
+                token: self.token.as_deref(),
+            };
+            match call.ask(path, body, Instant::now() + share) {
                 Ok(answer) => {
                     self.current = at;
                     return Ok(answer);
@@ -230,8 +263,13 @@ impl Etcd {
             number(&answer["header"]["revision"]).ok_or_else(|| odd("has no revision"))?;
         let mut watched = self.range();
         watched["start_revision"] = json!((revision + 1).to_string());
+        let call = Call {
+            server: &self.options.servers[self.current],
+            tls: self.tls.as_ref(),
+            token: self.token.as_deref(),
+        };
         let watch = Watch::start(
-            &self.options.servers[self.current],
+            &call,
             &json!({"create_request": watched}),
             Instant::now() + CALL_TIME,
         )?;
@@ -451,7 +489,10 @@ impl Backend for Etcd {
     }
 
     fn wait(&mut self, timeout: Duration) {
-        let socket = self.watch.as_ref().map(|watch| watch.stream.as_fd());
+        let socket = self
+            .watch
+            .as_ref()
+            .map(|watch| watch.stream.socket().as_fd());
         self.wakes.wait(socket, timeout);
     }
 
@@ -497,61 +538,94 @@ fn in_time<T>(result: io::Result<T>) -> io::Result<T> {
     })
 }
 
-/// Connects to `server` and sends a request.
-fn send(server: &str, path: &str, body: &Value, end: Instant) -> io::Result<TcpStream> {
-    let mut connected = Err(io::Error::new(
-        io::ErrorKind::NotFound,
-        "its name has no address",
-    ));
-    for address in server.to_socket_addrs()? {
-        connected = in_time(TcpStream::connect_timeout(&address, left(end)?));
-        if connected.is_ok() {
-            break;
-        }
-    }
-    let mut stream = connected?;
-    let body = body.to_string();
-    let request = format!(
-        "POST {path} HTTP/1.1\r\nhost: {server}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
-        body.len()
-    );
-    stream.set_write_timeout(Some(left(end)?))?;
-    in_time(stream.write_all(request.as_bytes()))?;
-    Ok(stream)
+/// Whether a server has refused the token of a call.
+fn is_sign_in(error: &io::Error) -> bool {
+    let text = error.to_string();
+    text.contains("invalid auth token") || text.contains("auth store is old")
 }
 
-/// One call, on a connection of its own.
-fn ask(server: &str, path: &str, body: &Value, end: Instant) -> io::Result<Value> {
-    let mut stream = send(server, path, body, end)?;
-    let mut answer = Answer::default();
-    while !answer.is_over {
-        if !in_time(answer.fill(&mut stream, Some(end)))? {
-            return Err(io::ErrorKind::UnexpectedEof.into());
+/// Tokens stand in headers.
+fn is_token(text: &str) -> bool {
+    !text.is_empty() && text.len() <= 8_192 && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// Where a call goes, and as whom.
+struct Call<'a> {
+    server: &'a str,
+    tls: Option<&'a Arc<ClientConfig>>,
+    token: Option<&'a str>,
+}
+
+impl Call<'_> {
+    /// Connects and sends a request.
+    fn send(&self, path: &str, body: &Value, end: Instant) -> io::Result<Stream> {
+        let mut connected = Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "its name has no address",
+        ));
+        for address in self.server.to_socket_addrs()? {
+            connected = in_time(TcpStream::connect_timeout(&address, left(end)?));
+            if connected.is_ok() {
+                break;
+            }
         }
+        let mut stream = in_time(Stream::new(connected?, self.server, self.tls, end))?;
+        let body = body.to_string();
+        let token = self
+            .token
+            .map(|token| format!("authorization: {token}\r\n"));
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\n{}content-length: {}\r\n\r\n{body}",
+            self.server,
+            token.unwrap_or_default(),
+            body.len()
+        );
+        stream.socket().set_write_timeout(Some(left(end)?))?;
+        in_time(stream.write_all(request.as_bytes()))?;
+        in_time(stream.flush())?;
+        Ok(stream)
     }
-    let parsed: Value = serde_json::from_slice(&answer.body).map_err(|_| odd("is not JSON"))?;
-    if answer.status != 200 {
-        let text = parsed["message"].as_str().or(parsed["error"].as_str());
-        let text: String = text.unwrap_or_default().chars().take(200).collect();
-        return Err(io::Error::other(format!(
-            "status {}: {text}",
-            answer.status
-        )));
+
+    /// One call, on a connection of its own.
+    fn ask(&self, path: &str, body: &Value, end: Instant) -> io::Result<Value> {
+        let mut stream = self.send(path, body, end)?;
+        let mut answer = Answer::default();
+        while !answer.is_over {
+            if !in_time(answer.fill(&mut stream, Some(end)))? {
+                let hint = match self.tls {
+                    None => "; if it wants TLS, write etcds://",
+                    Some(_) => "",
+                };
+                let text = format!("it closed the connection{hint}");
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+            }
+        }
+        let parsed: Result<Value, _> = serde_json::from_slice(&answer.body);
+        if answer.status != 200 {
+            let text = parsed.as_ref().ok();
+            let text = text.and_then(|text| text["message"].as_str().or(text["error"].as_str()));
+            let text = text.map_or_else(|| String::from_utf8_lossy(&answer.body), Into::into);
+            let text: String = text.trim().chars().take(200).collect();
+            return Err(io::Error::other(format!(
+                "status {}: {text}",
+                answer.status
+            )));
+        }
+        parsed.map_err(|_| odd("is not JSON"))
     }
-    Ok(parsed)
 }
 
 /// A watch that runs.
 #[derive(Debug)]
 struct Watch {
-    stream: TcpStream,
+    stream: Stream,
     answer: Answer,
 }
 
 impl Watch {
-    fn start(server: &str, body: &Value, end: Instant) -> io::Result<Watch> {
-        let stream = send(server, "/v3/watch", body, end)?;
-        stream.set_nonblocking(true)?;
+    fn start(call: &Call<'_>, body: &Value, end: Instant) -> io::Result<Watch> {
+        let stream = call.send("/v3/watch", body, end)?;
+        stream.socket().set_nonblocking(true)?;
         Ok(Watch {
             stream,
             answer: Answer::default(),
@@ -608,9 +682,9 @@ struct Answer {
 
 impl Answer {
     /// Reads once. False: the connection was closed.
-    fn fill(&mut self, stream: &mut TcpStream, end: Option<Instant>) -> io::Result<bool> {
+    fn fill(&mut self, stream: &mut Stream, end: Option<Instant>) -> io::Result<bool> {
         if let Some(end) = end {
-            stream.set_read_timeout(Some(left(end)?))?;
+            stream.socket().set_read_timeout(Some(left(end)?))?;
         }
         let mut piece = [0; 16 << 10];
         let read = match stream.read(&mut piece) {

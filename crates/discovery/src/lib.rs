@@ -2,9 +2,10 @@
 //! watches the entries of others.
 //!
 //! - [`Backend`]: put, renew, delete and watch entries that are held by leases. [`Folder`] is the
-//!   backend for a folder that all processes can read and write, [`Etcd`] that for etcd. A [`Place`]
-//!   names one of them.
+//!   backend for a folder that all processes can read and write, [`Etcd`] that for etcd. A [`Place`] names one of them.
 //! - [`Session`]: drives a backend on a thread of its own, and turns entries into typed [`Record`]s.
+//!
+//! Backends of servers, and TLS with them, come with the feature `servers`: KV stores use folders only.
 //!
 //! The thread is the point: a file system may block a caller for as long as it likes (NFS whose
 //! server is away), so no thread that serves connections touches it. Stopping a session takes
@@ -19,18 +20,25 @@
     )
 )]
 
+#[cfg(feature = "servers")]
+mod access;
+#[cfg(feature = "servers")]
 mod etcd;
 mod folder;
 mod notify;
 mod session;
 
 use std::io;
+#[cfg(feature = "servers")]
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use slipstream_base::SimTime;
 
+#[cfg(feature = "servers")]
+pub use access::Access;
+#[cfg(feature = "servers")]
 pub use etcd::{Etcd, EtcdOptions};
 pub use folder::{Folder, FolderOptions, LEASE_MAX};
 pub use session::{Record, Session, SessionError, SessionEvent};
@@ -121,6 +129,7 @@ impl Backend for Box<dyn Backend> {
 }
 
 /// Where entries are.
+#[cfg(feature = "servers")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// A folder.
@@ -129,13 +138,14 @@ pub enum Place {
     Etcd(EtcdOptions),
 }
 
+#[cfg(feature = "servers")]
 impl Place {
-    /// `etcd://…` as [`EtcdOptions::parse`] reads it; anything else without `://` is a folder.
+    /// `etcd://…` or `etcds://…` as [`EtcdOptions::parse`] reads it; anything else without `://` is a folder.
     ///
     /// # Errors
     /// The fault of an address, as the end of a sentence.
     pub fn parse(text: &str) -> Result<Place, String> {
-        if text.starts_with("etcd://") {
+        if text.starts_with("etcd://") || text.starts_with("etcds://") {
             return EtcdOptions::parse(text).map(Place::Etcd);
         }
         // Such as `http://HOST:2379`: a folder of that name would join no one.
@@ -187,7 +197,7 @@ pub enum Change {
 #[derive(Debug, thiserror::Error)]
 #[error("{place}: {operation} failed: {source}; {hint}")]
 pub struct BackendError {
-    /// The folder, or a file in it; or the servers of etcd.
+    /// The folder, or a file in it; or the servers.
     pub place: String,
     /// The operation that failed.
     pub operation: &'static str,

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use serde::{Deserialize, Serialize};
 
 use super::*;
+use crate::access::tests::{authority, identities};
 use crate::{Place, Record, Session, SessionEvent};
 
 /// Time limit, longer than any operation here; a test that reaches it fails.
@@ -103,13 +104,15 @@ fn run(dir: &tempfile::TempDir, port: u16) -> Child {
         .unwrap();
     let begun = Instant::now();
     let body = json!({"key": "YQ=="});
-    while ask(
-        &format!("127.0.0.1:{port}"),
-        "/v3/kv/range",
-        &body,
-        Instant::now() + PATIENCE,
-    )
-    .is_err()
+    let server = format!("127.0.0.1:{port}");
+    let call = Call {
+        server: &server,
+        tls: None,
+        token: None,
+    };
+    while call
+        .ask("/v3/kv/range", &body, Instant::now() + PATIENCE)
+        .is_err()
     {
         assert!(begun.elapsed() < PATIENCE, "etcd does not start");
         std::thread::yield_now();
@@ -356,7 +359,7 @@ fn a_watch_that_went_silent_alone_is_replaced() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     stream.set_nonblocking(true).unwrap();
-    two.watch.as_mut().unwrap().stream = stream;
+    two.watch.as_mut().unwrap().stream = Stream::Plain(stream);
     one.delete("a").unwrap();
     assert_eq!(changes(&mut two, 1), ["-a"]);
 }
@@ -513,6 +516,8 @@ fn addresses_are_read_with_ports_and_a_prefix() {
         "etcd://a,,b",
         "etcd://a b",
         "etcd://a/x y",
+        "etcd://a?ca_file=x",
+        "etcds://a?user=x",
     ] {
         assert!(parse(text).is_err(), "{text}");
     }
@@ -625,13 +630,7 @@ fn a_server_that_says_nothing_is_an_error_that_says_so() {
 
 #[test]
 fn an_address_of_something_else_is_no_folder() {
-    for text in [
-        "http://h:2379",
-        "https://h",
-        "etcds://h",
-        "ETCD://h",
-        " etcd://h",
-    ] {
+    for text in ["http://h:2379", "https://h", "ETCD://h", " etcd://h"] {
         let error = Place::parse(text).unwrap_err();
         assert!(error.contains("etcd://HOST:PORT/PREFIX"), "{text}: {error}");
     }
@@ -639,4 +638,193 @@ fn an_address_of_something_else_is_no_folder() {
         assert_eq!(Place::parse(text), Ok(Place::Folder(text.into())));
     }
     assert!(matches!(Place::parse("etcd://h"), Ok(Place::Etcd(_))));
+}
+
+/// A server with TLS that wants certificates of its clients, and knows users.
+struct Secured {
+    server: Server,
+    files: tempfile::TempDir,
+}
+
+impl Secured {
+    /// `None`, with a message: `etcd` is not installed.
+    fn start() -> Option<Secured> {
+        let mut server = Server::start()?;
+        let files = tempfile::tempdir().unwrap();
+        identities(files.path());
+        std::fs::write(files.path().join("password"), "s3cret\n").unwrap();
+        std::fs::write(files.path().join("wrong"), "guess").unwrap();
+        server.child.kill().unwrap();
+        server.child.wait().unwrap();
+        let mut secured = Secured { server, files };
+        secured.run();
+        let mut root = secured.client("");
+        for (path, body) in [
+            ("user/add", json!({"name": "root", "password": "r"})),
+            ("user/add", json!({"name": "app", "password": "s3cret"})),
+            ("role/add", json!({"name": "root"})),
+            ("role/add", json!({"name": "app"})),
+            (
+                "role/grant",
+                json!({"name": "app", "perm": {"permType": "READWRITE",
+                    "key": STANDARD.encode("test/x/"), "range_end": STANDARD.encode("test/x0")}}),
+            ),
+            ("user/grant", json!({"user": "root", "role": "root"})),
+            ("user/grant", json!({"user": "app", "role": "app"})),
+            ("enable", json!({})),
+        ] {
+            root.call(&format!("/v3/auth/{path}"), &body).unwrap();
+        }
+        Some(secured)
+    }
+
+    fn run(&mut self) {
+        let client = format!("https://127.0.0.1:{}", self.server.port);
+        let peer = format!("http://127.0.0.1:{}", free_port());
+        let file = |name: &str| self.files.path().join(name);
+        self.server.child = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(self.files.path().join("data"))
+            .args(["--listen-client-urls", &client])
+            .args(["--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer])
+            .args(["--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &format!("default={peer}")])
+            .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
+            .arg("--client-cert-auth")
+            .arg("--cert-file")
+            .arg(file("server.pem"))
+            .arg("--key-file")
+            .arg(file("server.key"))
+            .arg("--trusted-ca-file")
+            .arg(file("ca.pem"))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let begun = Instant::now();
+        // Users may be known already: then this is refused, by a server that runs.
+        while let Err(error) = self
+            .client("")
+            .call("/v3/kv/range", &json!({"key": "YQ=="}))
+        {
+            if error.to_string().contains("status 403") {
+                break;
+            }
+            assert!(begun.elapsed() < PATIENCE, "etcd does not start: {error}");
+            std::thread::yield_now();
+        }
+    }
+
+    fn restart(&mut self) {
+        self.server.child.kill().unwrap();
+        self.server.child.wait().unwrap();
+        self.run();
+    }
+
+    fn parameter(&self, name: &str, file: &str) -> String {
+        format!("&{name}={}", self.files.path().join(file).display())
+    }
+
+    /// With the authority and a certificate.
+    fn client(&self, more: &str) -> Etcd {
+        let more = [
+            &self.parameter("cert_file", "client.pem"),
+            &*self.parameter("key_file", "client.key"),
+            &self.parameter("ca_file", "ca.pem"),
+            more,
+        ];
+        self.client_with("127.0.0.1", &more.concat())
+    }
+
+    fn client_with(&self, host: &str, parameters: &str) -> Etcd {
+        let parameters = parameters.trim_start_matches('&');
+        let text = format!("etcds://{host}:{}/test/x?{parameters}", self.server.port);
+        Etcd::new(EtcdOptions::parse(&text).unwrap()).unwrap()
+    }
+}
+
+#[test]
+fn a_server_with_tls_and_users_is_used_as_another_one() {
+    let Some(mut server) = Secured::start() else {
+        return;
+    };
+    let user = format!("&user=app{}", server.parameter("password_file", "password"));
+    let (mut one, mut other) = (server.client(&user), server.client(&user));
+    put(&mut one, "a", LONG);
+    assert_eq!(changes(&mut other, 1), ["+a={}"]);
+    // By the watch.
+    put(&mut one, "b", Duration::from_secs(1));
+    assert_eq!(changes(&mut other, 1), ["+b={}"]);
+    assert_eq!(changes(&mut other, 1), ["-b"], "its lease ends");
+    // A server that starts again knows no token.
+    server.restart();
+    one.renew(now(), "a").unwrap();
+    assert!(recovered(&mut other).is_empty());
+    put(&mut one, "c", LONG);
+    assert_eq!(changes(&mut other, 1), ["+c={}"]);
+    one.delete("a").unwrap();
+    assert_eq!(changes(&mut other, 1), ["-a"]);
+
+    let refused = |mut etcd: Etcd, part: &str| {
+        let error = etcd.put(now(), "x", "{}", LONG).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+        assert!(!error.contains("guess"), "{error}");
+    };
+    let wrong = format!("&user=app{}", server.parameter("password_file", "wrong"));
+    refused(server.client(&wrong), "authentication failed");
+    refused(server.client(""), "status 4");
+    let ca = server.parameter("ca_file", "ca.pem");
+    refused(
+        server.client_with("127.0.0.1", &ca),
+        "`cert_file` and `key_file`",
+    );
+    refused(
+        server.client_with("localhost", &ca),
+        "as its certificate does",
+    );
+    authority(server.files.path(), "other");
+    let ca = server.parameter("ca_file", "other.pem");
+    refused(
+        server.client_with("127.0.0.1", &ca),
+        "name its authority as `ca_file`",
+    );
+    let clear = format!("etcd://127.0.0.1:{}", server.server.port);
+    refused(
+        Etcd::new(EtcdOptions::parse(&clear).unwrap()).unwrap(),
+        "write etcds://",
+    );
+    // And a server without TLS.
+    let plain = Server::start().expect("it is installed");
+    let text = format!("etcds://{}?{}", plain.address(), &ca[1..]);
+    refused(
+        Etcd::new(EtcdOptions::parse(&text).unwrap()).unwrap(),
+        "may not speak TLS",
+    );
+}
+
+#[test]
+fn a_token_that_has_ended_is_replaced_once_per_call() {
+    let dir = tempfile::tempdir().unwrap();
+    let (say, asked) = channel();
+    let address = scripted(move |path, _| {
+        say.send(path.to_owned()).unwrap();
+        match path {
+            "/v3/auth/authenticate" => (200, json!({"token": "t.1"})),
+            _ => (401, json!({"message": "etcdserver: invalid auth token"})),
+        }
+    });
+    let password = dir.path().join("password");
+    std::fs::write(&password, "p").unwrap();
+    let mut options = EtcdOptions::parse(&format!("etcd://{address}")).unwrap();
+    options.access.user = Some(("u".into(), password.clone()));
+    let mut etcd = Etcd::new(options.clone()).unwrap();
+    let error = etcd.poll(now(), &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("invalid auth token"), "{error}");
+    let asked: Vec<String> = asked.try_iter().collect();
+    let (sign_in, range) = ("/v3/auth/authenticate", "/v3/kv/range");
+    assert_eq!(asked, [sign_in, range, sign_in, range]);
+    std::fs::remove_file(&password).unwrap();
+    let error = Etcd::new(options).unwrap_err().to_string();
+    assert!(error.contains(password.to_str().unwrap()), "{error}");
 }

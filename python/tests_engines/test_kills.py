@@ -68,10 +68,14 @@ class Killer:
             name = f"{letter}{at}"
             engines[at].kill()
             self.kills.append(name)
+            killed = time.monotonic()
+            print(f"{name} killed after {self.done} of {REQUESTS} requests", flush=True)
             engines[at] = self.fleet.engine(name, role, port=engines[at].port)
             engines[at].await_ready()
             await_up(self.front, engines[at].url)
             self.back += 1
+            took = time.monotonic() - killed
+            print(f"{name} is back after {took:.0f} s, {self.done} requests", flush=True)
 
     def wait_turn(self, at: int) -> None:
         """Hold request `at` back until the kill before its part of the load is over."""
@@ -138,7 +142,10 @@ def test_engines_are_killed_in_turn(tmp_path: Path) -> None:
             for at in range(REQUESTS)
             if not isinstance(found[at], str) and found[at] != wanted[at]
         ]
-        print(f"{REQUESTS} requests, kills {killer.kills}, {transferred:.0f} prompts transferred")
+        print(
+            f"{REQUESTS} requests, kills {killer.kills}, {transferred:.0f} prompts transferred, "
+            f"{len(lost)} lost, {len(wrong)} wrong"
+        )
         assert len(killer.kills) == PREFILL + DECODE, killer.kills
         assert transferred > 0
         assert not lost and not wrong, (len(lost), lost[:3], len(wrong), wrong[:3])

@@ -2,7 +2,8 @@
 //! watches the entries of others.
 //!
 //! - [`Backend`]: put, renew, delete and watch entries that are held by leases. [`Folder`] is the
-//!   backend for a folder that all processes can read and write, [`Etcd`] that for etcd. A [`Place`] names one of them.
+//!   backend for a folder that all processes can read and write, [`Etcd`] that for etcd, [`Nats`] that for
+//!   NATS. A [`Place`] names one of them.
 //! - [`Session`]: drives a backend on a thread of its own, and turns entries into typed [`Record`]s.
 //!
 //! Backends of servers, and TLS with them, come with the feature `servers`: KV stores use folders only.
@@ -25,6 +26,8 @@ mod access;
 #[cfg(feature = "servers")]
 mod etcd;
 mod folder;
+#[cfg(feature = "servers")]
+mod nats;
 mod notify;
 mod session;
 
@@ -41,6 +44,8 @@ pub use access::Access;
 #[cfg(feature = "servers")]
 pub use etcd::{Etcd, EtcdOptions};
 pub use folder::{Folder, FolderOptions, LEASE_MAX};
+#[cfg(feature = "servers")]
+pub use nats::{Nats, NatsOptions};
 pub use session::{Record, Session, SessionError, SessionEvent};
 
 /// Longest value of an entry, bytes. The record of a frontend with 256 shards takes 6 KiB.
@@ -136,11 +141,14 @@ pub enum Place {
     Folder(PathBuf),
     /// Servers of etcd.
     Etcd(EtcdOptions),
+    /// A bucket of NATS.
+    Nats(NatsOptions),
 }
 
 #[cfg(feature = "servers")]
 impl Place {
-    /// `etcd://…` or `etcds://…` as [`EtcdOptions::parse`] reads it; anything else without `://` is a folder.
+    /// `etcd://…` or `etcds://…` as [`EtcdOptions::parse`] reads it, `nats://…` or `tls://…` as [`NatsOptions::parse`]
+    /// does; anything else without `://` is a folder.
     ///
     /// # Errors
     /// The fault of an address, as the end of a sentence.
@@ -148,11 +156,14 @@ impl Place {
         if text.starts_with("etcd://") || text.starts_with("etcds://") {
             return EtcdOptions::parse(text).map(Place::Etcd);
         }
+        if text.starts_with("nats://") || text.starts_with("tls://") {
+            return NatsOptions::parse(text).map(Place::Nats);
+        }
         // Such as `http://HOST:2379`: a folder of that name would join no one.
         if text.contains("://") {
             return Err(
                 "is an address of something else; write etcd://HOST:PORT/PREFIX for etcd, \
-                 or the path of a folder"
+                 nats://HOST:PORT/BUCKET for NATS, or the path of a folder"
                     .into(),
             );
         }

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 pub use slipstream_discovery::{Backend, LEASE_MAX, Place, Session, SessionError, SessionEvent};
-use slipstream_discovery::{BackendError, Etcd, EtcdOptions, Folder, FolderOptions};
+use slipstream_discovery::{
+    BackendError, Etcd, EtcdOptions, Folder, FolderOptions, Nats, NatsOptions,
+};
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -124,11 +126,11 @@ pub fn folder(directory: &Path) -> Result<Folder, SessionError> {
     Folder::new(options).map_err(|error: BackendError| error.into())
 }
 
-/// The place of `--discovery`: a directory ([`folder`]), or etcd.
+/// The place of `--discovery`: a directory ([`folder`]), etcd or NATS.
 ///
 /// # Errors
 ///
-/// [`SessionError`] if the process has no file descriptor left.
+/// [`SessionError`] if a file of its address cannot be used, or the process has no file descriptor left.
 pub fn backend(place: &Place) -> Result<Box<dyn Backend>, SessionError> {
     Ok(match place {
         Place::Folder(directory) => Box::new(folder(directory)?),
@@ -138,6 +140,13 @@ pub fn backend(place: &Place) -> Result<Box<dyn Backend>, SessionError> {
                 ..options.clone()
             };
             Box::new(Etcd::new(options)?)
+        }
+        Place::Nats(options) => {
+            let options = NatsOptions {
+                hint: "check that NATS answers there, with JetStream, or name another with --discovery",
+                ..options.clone()
+            };
+            Box::new(Nats::new(options)?)
         }
     })
 }

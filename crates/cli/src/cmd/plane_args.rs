@@ -12,8 +12,8 @@ use slipstream_planes::tls::{Tls, TlsFiles};
 /// Flags that frontends and workers share.
 #[derive(clap::Args)]
 pub(crate) struct PlaneArgs {
-    /// Discovery directory; share it to join several hosts. Or etcd://HOST:PORT,HOST:PORT/PREFIX; etcds://
-    /// is with TLS
+    /// Discovery directory; share it to join several hosts. Or etcd://HOST:PORT,HOST:PORT/PREFIX, or
+    /// nats://HOST:PORT/BUCKET; etcds:// and tls:// are with TLS
     /// [default: slipstream-UID in the directory for temporary files]
     #[arg(long, value_name = "PLACE", env = "SLIPSTREAM_DISCOVERY", value_parser = Place::parse)]
     discovery: Option<Place>,

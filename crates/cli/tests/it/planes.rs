@@ -147,6 +147,17 @@ pub(crate) fn rest(client: &mut Client) -> String {
     rest
 }
 
+/// Whether `GET path` is answered with `part`.
+fn answers(port: u16, path: &str, part: &str) -> bool {
+    let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else {
+        return false;
+    };
+    let mut answer = String::new();
+    let request = format!("GET {path} HTTP/1.1\r\nhost: e\r\nconnection: close\r\n\r\n");
+    let asked = stream.write_all(request.as_bytes());
+    asked.is_ok() && stream.read_to_string(&mut answer).is_ok() && answer.contains(part)
+}
+
 /// A real etcd; killed when dropped. `None`, with a message: it is not installed.
 struct EtcdServer {
     child: Child,
@@ -196,18 +207,8 @@ impl EtcdServer {
             port,
             _dir: dir,
         };
-        await_true("etcd answers", || server.is_healthy());
+        await_true("etcd answers", || answers(port, "/health", "\"true\""));
         Some(server)
-    }
-
-    fn is_healthy(&self) -> bool {
-        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.port)) else {
-            return false;
-        };
-        let mut answer = String::new();
-        let asked =
-            stream.write_all(b"GET /health HTTP/1.1\r\nhost: e\r\nconnection: close\r\n\r\n");
-        asked.is_ok() && stream.read_to_string(&mut answer).is_ok() && answer.contains("\"true\"")
     }
 
     fn place(&self) -> String {
@@ -222,13 +223,53 @@ impl Drop for EtcdServer {
     }
 }
 
-#[test]
-fn processes_find_each_other_by_etcd() {
-    let Some(etcd) = EtcdServer::start() else {
-        return;
-    };
-    let place = etcd.place();
-    let place = Path::new(&place);
+/// A real NATS; killed when dropped. `None`, with a message: it is not installed.
+struct NatsServer {
+    child: Child,
+    port: u16,
+    _dir: tempfile::TempDir,
+}
+
+impl NatsServer {
+    fn start() -> Option<NatsServer> {
+        let free = || {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            listener.local_addr().unwrap().port()
+        };
+        let (port, health, dir) = (free(), free(), tempfile::tempdir().unwrap());
+        let child = Command::new("nats-server")
+            .args(["--addr", "127.0.0.1", "--jetstream"])
+            .args(["--port", &port.to_string()])
+            .args(["--http_port", &health.to_string()])
+            .arg("--store_dir")
+            .arg(dir.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let Ok(child) = child else {
+            eprintln!("skipped: no nats-server (apt-get install nats-server)");
+            return None;
+        };
+        let server = NatsServer {
+            child,
+            port,
+            _dir: dir,
+        };
+        // JetStream begins after the server.
+        await_true("NATS answers", || answers(health, "/healthz", "\"ok\""));
+        Some(server)
+    }
+}
+
+impl Drop for NatsServer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn check_found_at<S>(server: S, place: &str) {
+    let place = Path::new(place);
     let lease: &[&str] = &["--lease=1"];
     let frontend = frontend(place, &[FAST, lease]);
     let first = Worker::start(place, &[FAST, lease, &["--pool=main", "--index=0"]]);
@@ -241,10 +282,26 @@ fn processes_find_each_other_by_etcd() {
     await_ready(&frontend, 1);
     let _third = Worker::start(place, &[FAST, lease, &["--pool=main", "--index=0"]]);
     await_ready(&frontend, 2);
-    // Requests need no etcd.
-    drop(etcd);
+    // Requests need no server.
+    drop(server);
     for _ in 0..4 {
         assert_eq!(frontend.post("/v1/completions", &body).status, 200);
+    }
+}
+
+#[test]
+fn processes_find_each_other_by_etcd() {
+    if let Some(etcd) = EtcdServer::start() {
+        let place = etcd.place();
+        check_found_at(etcd, &place);
+    }
+}
+
+#[test]
+fn processes_find_each_other_by_nats() {
+    if let Some(nats) = NatsServer::start() {
+        let place = format!("nats://127.0.0.1:{}/test", nats.port);
+        check_found_at(nats, &place);
     }
 }
 

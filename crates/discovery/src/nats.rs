@@ -1,0 +1,959 @@
+//! Entries as keys of a bucket of NATS (JetStream's key-value store).
+//!
+//! ```text
+//!   $KV.BUCKET.KEY = {"lease_ms": …, "value": …}, published again by each renewal
+//! ```
+//!
+//! Servers before 2.11 end keys by an age that the whole bucket has, and do not say so to those who watch it. So the
+//! value carries its lease, and who watches ends an entry that was not published again in that time, provided that the
+//! watch was alive meanwhile: it is idle for [`HEARTBEAT`] at most. The bucket's own age, [`LEASE_MAX`], removes what
+//! processes have left. A watch that brought nothing for [`SILENCE_NS`], or skipped a number, begins anew.
+//!
+//! NATS's protocol is lines of text over a socket, of which this takes six; the requests are JSON. One thread drives a
+//! backend, so the sockets block, and there is no runtime.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustls::ClientConfig;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use slipstream_base::SimTime;
+use slipstream_base::width::{nanos, to_u32};
+
+use crate::access::{Access, Address, Stream};
+use crate::folder::LEASE_MAX;
+use crate::notify::Wakes;
+use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker, is_key};
+
+/// Port of NATS's clients.
+const PORT: u16 = 4222;
+/// Keys that are followed.
+const KEYS_MAX: usize = 4_096;
+/// Invalid keys that are kept, so that each is reported once.
+const INVALID_MAX: usize = 1_024;
+/// Time for one call, at all servers together: a lease of 3 s is renewed each second.
+const CALL_TIME: Duration = Duration::from_millis(1_500);
+/// A message of a server, and the bytes of it that are here.
+const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// A line of a server: its greeting lists the servers of its cluster.
+const LINE_BYTES_MAX: usize = 256 << 10;
+/// Messages that are here and were not applied.
+const QUEUE_MAX: usize = 4 * KEYS_MAX;
+/// Idle time after which a server says that the watch is alive.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+/// A watch without a message for this long is dead.
+const SILENCE_NS: u64 = 3_000_000_000;
+/// Latest time of the next look.
+const CHECK_NS: u64 = 1_000_000_000;
+/// Subscription of the answers to requests. Watches have later numbers.
+const REPLIES: u64 = 1;
+
+/// Where a bucket is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NatsOptions {
+    /// Servers, `HOST:PORT`, tried in turn until one answers.
+    pub servers: Vec<String>,
+    /// Its name.
+    pub bucket: String,
+    /// TLS, and this process's proofs.
+    pub access: Access,
+    /// Advice that errors give, such as which option names it.
+    pub hint: &'static str,
+}
+
+impl NatsOptions {
+    /// Parses `nats://HOST[:PORT][,HOST[:PORT]…][/BUCKET]`, or the same with `tls://`, and parameters ([`Access`]). The
+    /// port is 4222 by default, the bucket `slipstream`.
+    ///
+    /// # Errors
+    /// The fault, as the end of a sentence.
+    pub fn parse(text: &str) -> Result<NatsOptions, String> {
+        let (rest, tls) = match (text.strip_prefix("nats://"), text.strip_prefix("tls://")) {
+            (Some(rest), _) => (rest, false),
+            (None, Some(rest)) => (rest, true),
+            (None, None) => return Err("does not begin with nats:// or tls://".into()),
+        };
+        let Address {
+            servers,
+            path,
+            access,
+        } = Address::parse(rest, PORT, tls, "tls://")?;
+        let bucket = if path.is_empty() { "slipstream" } else { path };
+        if !is_key(bucket) {
+            return Err(format!(
+                "has the bucket `{bucket}`; use up to 128 letters, digits, `-` and `_`"
+            ));
+        }
+        Ok(NatsOptions {
+            servers,
+            bucket: bucket.to_owned(),
+            access,
+            hint: "check that NATS runs there, with JetStream",
+        })
+    }
+}
+
+/// Entries as keys of a bucket; see the module's documentation.
+#[derive(Debug)]
+pub struct Nats {
+    options: NatsOptions,
+    tls: Option<Arc<ClientConfig>>,
+    /// The server that answered last.
+    current: usize,
+    wakes: Wakes,
+    link: Option<Link>,
+    watch: Option<Watch>,
+    /// Entries of this process: value and lease.
+    own: BTreeMap<String, (String, Duration)>,
+    entries: BTreeMap<String, Entry>,
+    invalid: BTreeSet<String>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    value: String,
+    lease_ns: u64,
+    /// It ends then unless it is published again.
+    until: SimTime,
+}
+
+/// A consumer of the bucket's messages.
+#[derive(Debug)]
+struct Watch {
+    subscription: u64,
+    /// Number of its last message.
+    number: u64,
+    /// Time of its last message.
+    heard: SimTime,
+}
+
+/// The value of a key.
+#[derive(Debug, Serialize, Deserialize)]
+struct Published {
+    lease_ms: u64,
+    value: String,
+}
+
+impl Nats {
+    /// Does not connect yet.
+    ///
+    /// # Errors
+    ///
+    /// [`BackendError`] if a file cannot be used, or the process has no file descriptor left.
+    pub fn new(options: NatsOptions) -> Result<Nats, BackendError> {
+        let failed = |operation, hint| {
+            let place = place(&options);
+            move |source| BackendError {
+                place,
+                operation,
+                hint,
+                source,
+            }
+        };
+        let tls = options.access.tls();
+        let tls = tls.and_then(|tls| options.access.user().map(|_| tls));
+        let tls = tls.map_err(failed(
+            "reading its files",
+            "check the parameters of its address",
+        ))?;
+        let wakes = Wakes::new().map_err(failed("preparing to watch", "raise ulimit -n"))?;
+        Ok(Nats {
+            options,
+            tls,
+            current: 0,
+            wakes,
+            link: None,
+            watch: None,
+            own: BTreeMap::new(),
+            entries: BTreeMap::new(),
+            invalid: BTreeSet::new(),
+        })
+    }
+
+    fn failed(&mut self, operation: &'static str, source: io::Error) -> BackendError {
+        self.link = None;
+        BackendError {
+            place: place(&self.options),
+            operation,
+            hint: self.options.hint,
+            source,
+        }
+    }
+
+    /// Connects unless there is a connection. A server gets a share of the time.
+    fn connect(&mut self, end: Instant) -> io::Result<()> {
+        if self.link.is_some() {
+            return Ok(());
+        }
+        self.watch = None;
+        let count = self.options.servers.len();
+        let mut error = io::Error::from(io::ErrorKind::NotFound);
+        for step in 0..count {
+            let at = (self.current + step) % count;
+            let share = end.saturating_duration_since(Instant::now()) / to_u32(count - step);
+            let server = &self.options.servers[at];
+            let user = self.options.access.user()?;
+            match Link::open(server, self.tls.as_ref(), user, Instant::now() + share) {
+                Ok(link) => {
+                    self.current = at;
+                    self.link = Some(link);
+                    return Ok(());
+                }
+                Err(failed) => error = failed,
+            }
+        }
+        Err(error)
+    }
+
+    fn stream(&self) -> String {
+        format!("KV_{}", self.options.bucket)
+    }
+
+    fn subject(&self, key: &str) -> String {
+        format!("$KV.{}.{key}", self.options.bucket)
+    }
+
+    /// A request of JetStream's API.
+    fn api(&mut self, name: &str, body: &Value, end: Instant) -> io::Result<Value> {
+        let subject = format!("$JS.API.{name}.{}", self.stream());
+        let link = self.link.as_mut().expect("it was connected");
+        let body = if body.is_null() {
+            String::new()
+        } else {
+            body.to_string()
+        };
+        answer(&link.request(&subject, "", body.as_bytes(), end)?)
+    }
+
+    /// Makes the bucket unless it is there.
+    fn make_bucket(&mut self, end: Instant) -> io::Result<()> {
+        let found = self.api("STREAM.INFO", &Value::Null, end);
+        if !found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            return Ok(()); // or another fault, which the next request shows
+        }
+        let config = json!({
+            "name": self.stream(),
+            "subjects": [self.subject(">")],
+            "max_msgs_per_subject": 1,
+            "max_age": nanos(LEASE_MAX),
+            "storage": "file",
+            "num_replicas": 1,
+            "retention": "limits",
+            "discard": "new",
+            "allow_rollup_hdrs": true,
+            "deny_delete": true,
+            "allow_direct": true,
+        });
+        match self.api("STREAM.CREATE", &config, end) {
+            // Another process was faster.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            made => made.map(drop),
+        }
+    }
+
+    /// Publishes `payload` under `key`, in a bucket that is made if it is not there.
+    fn publish(&mut self, key: &str, headers: &str, payload: &[u8]) -> io::Result<()> {
+        let end = Instant::now() + CALL_TIME;
+        let is_new = self.link.is_none();
+        match self.publish_until(key, headers, payload, end) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && self.link.is_some() => {
+                self.make_bucket(end)?;
+                self.publish_until(key, headers, payload, end)
+            }
+            // A connection that had ended before: another one is no second attempt.
+            Err(_) if !is_new && self.link.is_none() => {
+                self.publish_until(key, headers, payload, end)
+            }
+            done => done,
+        }
+    }
+
+    fn publish_until(
+        &mut self,
+        key: &str,
+        headers: &str,
+        payload: &[u8],
+        end: Instant,
+    ) -> io::Result<()> {
+        self.connect(end)?;
+        let subject = self.subject(key);
+        let link = self.link.as_mut().expect("it was connected");
+        let done = link.request(&subject, headers, payload, end);
+        if done
+            .as_ref()
+            .is_err_and(|error| error.kind() != io::ErrorKind::NotFound)
+        {
+            self.link = None;
+        }
+        answer(&done?).map(drop)
+    }
+
+    /// Begins a watch, and applies what is in the bucket.
+    fn list(&mut self, now: SimTime, changes: &mut Vec<Change>) -> io::Result<()> {
+        let end = Instant::now() + CALL_TIME;
+        self.connect(end)?;
+        self.make_bucket(end)?;
+        let link = self.link.as_mut().expect("it was connected");
+        let (subscription, inbox) = link.subscribe(end)?;
+        link.queue.clear();
+        let config = json!({
+            "deliver_subject": inbox,
+            "deliver_policy": "last_per_subject",
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "max_deliver": 1,
+            "filter_subject": self.subject(">"),
+            "idle_heartbeat": nanos(HEARTBEAT),
+            "mem_storage": true,
+            "num_replicas": 1,
+        });
+        let request = json!({"stream_name": self.stream(), "config": config});
+        let made = self.api("CONSUMER.CREATE", &request, end)?;
+        let expected = made["num_pending"].as_u64().unwrap_or_default();
+        let mut watch = Watch {
+            subscription,
+            number: 0,
+            heard: now,
+        };
+        let link = self.link.as_mut().expect("it was connected");
+        let mut found = Vec::new();
+        while watch.number < expected {
+            let message = match link.queue.pop_front() {
+                Some(message) => message,
+                None => link.next(end)?,
+            };
+            match watch.take(message, now) {
+                Took::Entry(delivered) => found.push(delivered),
+                Took::Nothing => {}
+                Took::Gap => return Err(odd("skips messages")),
+            }
+        }
+        // Renewals may have been missed. Entries that are not there are no deletions: those leave a mark.
+        for entry in self.entries.values_mut() {
+            entry.until = entry.until.max(now + entry.lease_ns);
+        }
+        self.watch = Some(watch);
+        let newest = found.iter().map(|of| of.time_ns).max().unwrap_or_default();
+        for delivered in found {
+            self.apply(delivered, newest, now, changes);
+        }
+        Ok(())
+    }
+
+    /// Applies a message of the watch. `newest_ns`: time of the newest one that is known.
+    fn apply(
+        &mut self,
+        delivered: Delivered,
+        newest_ns: u64,
+        now: SimTime,
+        changes: &mut Vec<Change>,
+    ) {
+        let prefix = self.subject("");
+        let Some(key) = delivered.subject.strip_prefix(&prefix).map(str::to_owned) else {
+            return;
+        };
+        let Some(payload) = delivered.payload else {
+            self.invalid.remove(&key);
+            if self.entries.remove(&key).is_some() {
+                changes.push(Change::Deleted { key });
+            }
+            return;
+        };
+        let published = serde_json::from_slice::<Published>(&payload);
+        let fault = match &published {
+            _ if !is_key(&key) => Some("its key is not one of an entry".to_owned()),
+            _ if self.entries.len() >= KEYS_MAX && !self.entries.contains_key(&key) => {
+                Some(format!("more than {KEYS_MAX} keys are there"))
+            }
+            Err(error) => Some(format!("its value is not one of an entry: {error}")),
+            Ok(of) if of.value.len() > VALUE_BYTES_MAX => {
+                Some(format!("its value has more than {VALUE_BYTES_MAX} bytes"))
+            }
+            Ok(of) if u128::from(of.lease_ms) > LEASE_MAX.as_millis() => Some(format!(
+                "its lease is longer than {} s",
+                LEASE_MAX.as_secs()
+            )),
+            Ok(_) => None,
+        };
+        if let Some(reason) = fault {
+            if self.invalid.len() < INVALID_MAX && self.invalid.insert(key) {
+                let name = delivered.subject;
+                changes.push(Change::Invalid { name, reason });
+            }
+            return;
+        }
+        self.invalid.remove(&key);
+        let Published { lease_ms, value } = published.expect("it was checked");
+        let lease_ns = lease_ms * 1_000_000;
+        if newest_ns.saturating_sub(delivered.time_ns) > lease_ns {
+            return; // its process has ended; an entry that is known ends by its lease
+        }
+        let until = now + lease_ns;
+        let same = self.entries.get_mut(&key).filter(|of| of.value == value);
+        if let Some(entry) = same {
+            (entry.lease_ns, entry.until) = (lease_ns, until);
+            return;
+        }
+        let entry = Entry {
+            value: value.clone(),
+            lease_ns,
+            until,
+        };
+        self.entries.insert(key.clone(), entry);
+        changes.push(Change::Put { key, value });
+    }
+
+    /// Applies what has arrived. False: the watch has to begin anew.
+    fn follow(&mut self, now: SimTime, changes: &mut Vec<Change>) -> bool {
+        let (Some(link), Some(mut watch)) = (self.link.as_mut(), self.watch.take()) else {
+            return false;
+        };
+        let mut is_open = link.receive().is_ok();
+        let messages = std::mem::take(&mut link.queue);
+        for message in messages {
+            match watch.take(message, now) {
+                Took::Entry(delivered) => {
+                    let time_ns = delivered.time_ns;
+                    self.apply(delivered, time_ns, now, changes);
+                }
+                Took::Nothing => {}
+                Took::Gap => is_open = false,
+            }
+        }
+        is_open &= now.since(watch.heard) < SILENCE_NS;
+        if is_open {
+            self.watch = Some(watch);
+        } else {
+            self.link = None;
+        }
+        is_open
+    }
+
+    /// Ends entries whose lease is over, as far as the watch was alive.
+    fn expire(&mut self, changes: &mut Vec<Change>) {
+        let Some(watch) = &self.watch else {
+            return;
+        };
+        let heard = watch.heard;
+        self.entries.retain(|key, entry| {
+            let stays = entry.until > heard;
+            if !stays {
+                changes.push(Change::Deleted { key: key.clone() });
+            }
+            stays
+        });
+    }
+}
+
+impl Backend for Nats {
+    fn put(
+        &mut self,
+        _now: SimTime,
+        key: &str,
+        value: &str,
+        lease: Duration,
+    ) -> Result<(), BackendError> {
+        assert!(is_key(key), "keys are made by this program: {key}");
+        assert!(value.len() <= VALUE_BYTES_MAX, "values are, too");
+        let published = Published {
+            lease_ms: nanos(lease.min(LEASE_MAX)).div_ceil(1_000_000),
+            value: value.to_owned(),
+        };
+        let payload = serde_json::to_vec(&published).expect("it is plain data");
+        self.publish(key, "", &payload)
+            .map_err(|error| self.failed("publishing", error))?;
+        self.own.insert(key.to_owned(), (value.to_owned(), lease));
+        Ok(())
+    }
+
+    fn renew(&mut self, now: SimTime, key: &str) -> Result<(), BackendError> {
+        let Some((value, lease)) = self.own.get(key).cloned() else {
+            return Ok(());
+        };
+        self.put(now, key, &value, lease)
+    }
+
+    fn delete(&mut self, key: &str) -> Result<(), BackendError> {
+        if self.own.remove(key).is_none() {
+            return Ok(());
+        }
+        self.publish(key, "KV-Operation: DEL\r\n", b"")
+            .map_err(|error| self.failed("removing", error))
+    }
+
+    fn poll(&mut self, now: SimTime, changes: &mut Vec<Change>) -> Result<SimTime, BackendError> {
+        if !self.follow(now, changes) {
+            self.list(now, changes)
+                .map_err(|error| self.failed("reading", error))?;
+        }
+        self.expire(changes);
+        Ok(now + CHECK_NS)
+    }
+
+    fn wait(&mut self, timeout: Duration) {
+        let socket = self.link.as_ref().map(|link| link.stream.socket().as_fd());
+        self.wakes.wait(socket, timeout);
+    }
+
+    fn waker(&self) -> Waker {
+        self.wakes.waker()
+    }
+}
+
+fn place(options: &NatsOptions) -> String {
+    format!(
+        "NATS {}, bucket {}",
+        options.servers.join(","),
+        options.bucket
+    )
+}
+
+/// An error for what NATS does not send.
+fn odd(what: &str) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("the server {what}; is it NATS?"),
+    )
+}
+
+fn late() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "it does not answer in time")
+}
+
+fn left(end: Instant) -> io::Result<Duration> {
+    let left = end.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(late());
+    }
+    Ok(left)
+}
+
+/// A socket's time limit gives errors that do not say so.
+fn in_time<T>(result: io::Result<T>) -> io::Result<T> {
+    result.map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => late(),
+        _ => error,
+    })
+}
+
+/// The answer of JetStream to a request.
+fn answer(message: &Message) -> io::Result<Value> {
+    let answer: Value =
+        serde_json::from_slice(&message.payload).map_err(|_| odd("answers other than JSON"))?;
+    let error = &answer["error"];
+    if error.is_null() {
+        return Ok(answer);
+    }
+    let text: String = error["description"]
+        .as_str()
+        .unwrap_or_default()
+        .chars()
+        .take(200)
+        .collect();
+    let (code, number) = (error["code"].as_u64(), error["err_code"].as_u64());
+    let kind = match (code, number) {
+        (Some(404), _) => io::ErrorKind::NotFound,
+        (_, Some(10_058)) => io::ErrorKind::AlreadyExists, // a stream of that name, with other settings
+        _ => io::ErrorKind::Other,
+    };
+    Err(io::Error::new(kind, text))
+}
+
+/// A message of a bucket.
+#[derive(Debug)]
+struct Delivered {
+    subject: String,
+    /// When the server stored it.
+    time_ns: u64,
+    /// `None`: the key was deleted.
+    payload: Option<Vec<u8>>,
+}
+
+/// What a message means for a watch.
+enum Took {
+    Entry(Delivered),
+    Nothing,
+    /// Messages are missing, or the consumer has ended.
+    Gap,
+}
+
+impl Watch {
+    fn take(&mut self, message: Message, now: SimTime) -> Took {
+        if message.subscription != self.subscription {
+            return Took::Nothing;
+        }
+        self.heard = now;
+        match message.status() {
+            Some(100) => {
+                let last = message.header("Nats-Last-Consumer");
+                let last: Option<u64> = last.and_then(|text| text.parse().ok());
+                return if last.is_none_or(|last| last == self.number) {
+                    Took::Nothing
+                } else {
+                    Took::Gap
+                };
+            }
+            Some(_) => return Took::Gap,
+            None => {}
+        }
+        // `$JS.ACK.STREAM.CONSUMER.DELIVERED.STREAM_NUMBER.NUMBER.TIME.PENDING`, with two words before STREAM, and
+        // perhaps one at the end, in newer servers.
+        let words: Vec<&str> = message.reply.split('.').collect();
+        let at = if words.len() >= 11 { 8 } else { 6 };
+        let number = |at: usize| words.get(at).and_then(|word| word.parse::<u64>().ok());
+        let (Some(count), Some(time_ns)) = (number(at), number(at + 1)) else {
+            return Took::Gap;
+        };
+        if count != self.number + 1 {
+            return Took::Gap;
+        }
+        self.number = count;
+        let is_deleted = message.header("KV-Operation").is_some()
+            || message.header("Nats-Marker-Reason").is_some();
+        Took::Entry(Delivered {
+            subject: message.subject,
+            time_ns,
+            payload: (!is_deleted).then_some(message.payload),
+        })
+    }
+}
+
+/// A message of a server.
+#[derive(Debug, Default)]
+struct Message {
+    subject: String,
+    subscription: u64,
+    reply: String,
+    /// With their first line; empty: none.
+    headers: String,
+    payload: Vec<u8>,
+}
+
+impl Message {
+    /// `NATS/1.0 503`: such messages are of the server itself.
+    fn status(&self) -> Option<u16> {
+        let line = self.headers.lines().next()?;
+        line.strip_prefix("NATS/1.0")?.trim().get(..3)?.parse().ok()
+    }
+
+    fn header(&self, name: &str) -> Option<&str> {
+        let lines = self.headers.lines().skip(1);
+        lines
+            .filter_map(|line| line.split_once(':'))
+            .find(|(known, _)| known.eq_ignore_ascii_case(name))
+            .map(|(_, value)| value.trim())
+    }
+}
+
+/// A piece of what a server sends.
+enum Piece {
+    Message(Message),
+    Pong,
+    Other,
+}
+
+/// A connection to a server.
+#[derive(Debug)]
+struct Link {
+    stream: Stream,
+    /// Bytes that were not parsed.
+    raw: Vec<u8>,
+    /// Precedes the subjects of answers.
+    inbox: String,
+    requests: u64,
+    subscriptions: u64,
+    /// Messages of watches that were not applied.
+    queue: VecDeque<Message>,
+}
+
+impl Link {
+    fn open(
+        server: &str,
+        tls: Option<&Arc<ClientConfig>>,
+        user: Option<(&str, String)>,
+        end: Instant,
+    ) -> io::Result<Link> {
+        let mut connected = Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "its name has no address",
+        ));
+        for address in server.to_socket_addrs()? {
+            connected = in_time(TcpStream::connect_timeout(&address, left(end)?));
+            if connected.is_ok() {
+                break;
+            }
+        }
+        let socket = connected?;
+        socket.set_nodelay(true)?;
+        let random = std::hash::RandomState::new().build_hasher().finish();
+        let mut link = Link {
+            stream: Stream::Plain(socket),
+            raw: Vec::new(),
+            inbox: format!("_INBOX.slipstream{random:016x}"),
+            requests: 0,
+            subscriptions: REPLIES,
+            queue: VecDeque::new(),
+        };
+        let line = loop {
+            match link.take_line()? {
+                Some(line) => break line,
+                None => link.fill(end)?,
+            }
+        };
+        let info = line
+            .strip_prefix("INFO ")
+            .ok_or_else(|| odd("sends no greeting"))?;
+        let info: Value = serde_json::from_str(info).map_err(|_| odd("sends no greeting"))?;
+        let wants_tls = info["tls_required"].as_bool() == Some(true);
+        match tls {
+            None if wants_tls => return Err(io::Error::other("it wants TLS: write tls://")),
+            Some(_) if !wants_tls && info["tls_available"].as_bool() != Some(true) => {
+                return Err(io::Error::other("it has no TLS: nats:// is without"));
+            }
+            None => {}
+            Some(_) => {
+                if !link.raw.is_empty() {
+                    return Err(odd("sends more than a greeting"));
+                }
+                let Stream::Plain(socket) = link.stream else {
+                    unreachable!("it was just connected")
+                };
+                link.stream = in_time(Stream::new(socket, server, tls, end))?;
+            }
+        }
+        if info["jetstream"].as_bool() == Some(false) {
+            return Err(io::Error::other("its JetStream is off: start it with -js"));
+        }
+        let mut connect = json!({
+            "verbose": false, "pedantic": false, "tls_required": tls.is_some(), "name": "slipstream",
+            "lang": "rust", "version": env!("CARGO_PKG_VERSION"), "protocol": 1, "headers": true, "no_responders": true,
+        });
+        if let Some((user, password)) = user {
+            connect["user"] = json!(user);
+            connect["pass"] = json!(password);
+        }
+        let inbox = link.inbox.clone();
+        link.send(
+            format!("CONNECT {connect}\r\nSUB {inbox}.* {REPLIES}\r\nPING\r\n").as_bytes(),
+            end,
+        )?;
+        loop {
+            match link.take()? {
+                Some(Piece::Pong) => return Ok(link),
+                Some(_) => {}
+                None => link.fill(end)?,
+            }
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8], end: Instant) -> io::Result<()> {
+        let socket = self.stream.socket();
+        socket.set_nonblocking(false)?;
+        socket.set_write_timeout(Some(left(end)?))?;
+        in_time(self.stream.write_all(bytes))?;
+        in_time(self.stream.flush())
+    }
+
+    /// Reads once, within the time.
+    fn fill(&mut self, end: Instant) -> io::Result<()> {
+        let socket = self.stream.socket();
+        socket.set_nonblocking(false)?;
+        socket.set_read_timeout(Some(left(end)?))?;
+        in_time(self.read()).map(drop)
+    }
+
+    fn read(&mut self) -> io::Result<usize> {
+        let mut piece = [0; 16 << 10];
+        let read = match self.stream.read(&mut piece) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(0),
+            read => read?,
+        };
+        if read == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.raw.extend_from_slice(&piece[..read]);
+        if self.raw.len() > MESSAGE_BYTES_MAX + LINE_BYTES_MAX {
+            return Err(odd("sends too much"));
+        }
+        Ok(read)
+    }
+
+    /// Queues the messages that are here.
+    fn receive(&mut self) -> io::Result<()> {
+        loop {
+            self.stream.socket().set_nonblocking(true)?;
+            let read = self.read();
+            let is_end = match read {
+                Ok(_) => false,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => true,
+                Err(error) => return Err(error),
+            };
+            while let Some(piece) = self.take()? {
+                if let Piece::Message(message) = piece {
+                    self.keep(message)?;
+                }
+            }
+            if is_end {
+                return Ok(());
+            }
+        }
+    }
+
+    fn keep(&mut self, message: Message) -> io::Result<()> {
+        if message.subscription == REPLIES {
+            return Ok(()); // to a request that was given up
+        }
+        if self.queue.len() >= QUEUE_MAX {
+            return Err(odd("sends more messages than a bucket has"));
+        }
+        self.queue.push_back(message);
+        Ok(())
+    }
+
+    /// The next message of a watch.
+    fn next(&mut self, end: Instant) -> io::Result<Message> {
+        loop {
+            match self.take()? {
+                Some(Piece::Message(message)) if message.subscription != REPLIES => {
+                    return Ok(message);
+                }
+                Some(_) => {}
+                None => self.fill(end)?,
+            }
+        }
+    }
+
+    /// Begins a subscription. Returns its number and subject.
+    fn subscribe(&mut self, end: Instant) -> io::Result<(u64, String)> {
+        self.subscriptions += 1;
+        let number = self.subscriptions;
+        let subject = format!("{}w{number}", self.inbox);
+        self.send(format!("SUB {subject} {number}\r\n").as_bytes(), end)?;
+        Ok((number, subject))
+    }
+
+    /// Sends a request, and waits for its answer.
+    fn request(
+        &mut self,
+        subject: &str,
+        headers: &str,
+        payload: &[u8],
+        end: Instant,
+    ) -> io::Result<Message> {
+        self.requests += 1;
+        let reply = format!("{}.{}", self.inbox, self.requests);
+        let mut bytes = if headers.is_empty() {
+            format!("PUB {subject} {reply} {}\r\n", payload.len()).into_bytes()
+        } else {
+            let headers = format!("NATS/1.0\r\n{headers}\r\n");
+            let (of_headers, all) = (headers.len(), headers.len() + payload.len());
+            format!("HPUB {subject} {reply} {of_headers} {all}\r\n{headers}").into_bytes()
+        };
+        bytes.extend_from_slice(payload);
+        bytes.extend_from_slice(b"\r\n");
+        self.send(&bytes, end)?;
+        loop {
+            match self.take()? {
+                Some(Piece::Message(message)) if message.subject == reply => {
+                    if message.status() == Some(503) {
+                        let text = "no bucket takes it; is JetStream on (-js)?";
+                        return Err(io::Error::new(io::ErrorKind::NotFound, text));
+                    }
+                    return Ok(message);
+                }
+                Some(Piece::Message(message)) => self.keep(message)?,
+                Some(_) => {}
+                None => self.fill(end)?,
+            }
+        }
+    }
+
+    /// The next line, if it is here as a whole.
+    fn take_line(&mut self) -> io::Result<Option<String>> {
+        let Some(end) = self.raw.windows(2).position(|pair| pair == b"\r\n") else {
+            if self.raw.len() > LINE_BYTES_MAX {
+                return Err(odd("sends a line without an end"));
+            }
+            return Ok(None);
+        };
+        let line = String::from_utf8_lossy(&self.raw[..end]).into_owned();
+        self.raw.drain(..end + 2);
+        Ok(Some(line))
+    }
+
+    /// The next piece, if it is here as a whole.
+    fn take(&mut self) -> io::Result<Option<Piece>> {
+        let Some(end) = self.raw.windows(2).position(|pair| pair == b"\r\n") else {
+            return self.take_line().map(|_| None);
+        };
+        let line = String::from_utf8_lossy(&self.raw[..end]).into_owned();
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        let size = |word: &str| {
+            let size = word.parse::<usize>().ok();
+            size.filter(|&size| size <= MESSAGE_BYTES_MAX)
+                .ok_or_else(|| odd("sends a message of an odd size"))
+        };
+        let (subject, subscription, reply, of_headers, all) = match words[..] {
+            ["MSG", subject, number, all] => (subject, number, "", 0, size(all)?),
+            ["MSG", subject, number, reply, all] => (subject, number, reply, 0, size(all)?),
+            ["HMSG", subject, number, some, all] => (subject, number, "", size(some)?, size(all)?),
+            ["HMSG", subject, number, reply, some, all] => {
+                (subject, number, reply, size(some)?, size(all)?)
+            }
+            _ => {
+                self.raw.drain(..end + 2);
+                return self.control(&line).map(Some);
+            }
+        };
+        let begin = end + 2;
+        if of_headers > all {
+            return Err(odd("sends a message of an odd size"));
+        }
+        if self.raw.len() < begin + all + 2 {
+            return Ok(None);
+        }
+        let headers = &self.raw[begin..begin + of_headers];
+        let message = Message {
+            subject: subject.to_owned(),
+            subscription: number(subscription)?,
+            reply: reply.to_owned(),
+            headers: String::from_utf8_lossy(headers).into_owned(),
+            payload: self.raw[begin + of_headers..begin + all].to_vec(),
+        };
+        self.raw.drain(..begin + all + 2);
+        Ok(Some(Piece::Message(message)))
+    }
+
+    fn control(&mut self, line: &str) -> io::Result<Piece> {
+        match line {
+            "PING" => {
+                self.stream.write_all(b"PONG\r\n")?;
+                self.stream.flush()?;
+                Ok(Piece::Other)
+            }
+            "PONG" => Ok(Piece::Pong),
+            "+OK" => Ok(Piece::Other),
+            _ if line.starts_with("INFO ") => Ok(Piece::Other),
+            _ => {
+                let error = line
+                    .strip_prefix("-ERR ")
+                    .ok_or_else(|| odd("sends an odd line"))?;
+                let error: String = error.trim_matches('\'').chars().take(200).collect();
+                Err(io::Error::other(error))
+            }
+        }
+    }
+}
+
+fn number(word: &str) -> io::Result<u64> {
+    word.parse().map_err(|_| odd("sends an odd number"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -8,6 +8,15 @@
 //! details"): a number in proportion to a measured value over its target, no change within a tolerance, and
 //! scale-down by the highest recommendation of a window. In addition at most one scale-down happens per
 //! window, and none within a window after any other change.
+//!
+//! The predictive policy fits a line to the arrival rates of the last observations by ordinary least squares,
+//! and takes the load to grow as the line does until new workers have started.
+
+mod live;
+mod trend;
+
+pub use live::{Desired, PoolSample, Scalers};
+pub use trend::Trend;
 
 use std::collections::VecDeque;
 
@@ -37,13 +46,27 @@ pub struct Observed {
     /// Mean TTFT over its objective, of the requests whose first token came since the last observation;
     /// `None` if there is none.
     pub ttft_ratio: Option<f64>,
+    /// Requests that arrived at the cluster since the last observation.
+    pub arrivals: u64,
+}
+
+/// A decision about one pool.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Decision {
+    /// When.
+    pub at: SimTime,
+    /// The state that it was made by.
+    pub observed: Observed,
+    /// Workers that were wanted before.
+    pub before: u32,
+    /// Workers that are wanted now.
+    pub wanted: u32,
 }
 
 /// Decides about one pool.
 #[derive(Clone, Debug)]
 pub struct Autoscaler {
     config: AutoscaleConfig,
-    max: u32,
     interval_ns: u64,
     cooldown_ns: u64,
     wanted: u32,
@@ -53,25 +76,53 @@ pub struct Autoscaler {
     changed: Option<SimTime>,
     /// Recommendations of the last `cooldown_s`, falling: the first is the highest.
     recent: VecDeque<(SimTime, u32)>,
+    /// Arrivals per second. Only read by the predictive policy.
+    trend: Trend,
 }
 
 impl Autoscaler {
-    /// For a pool of at most `max` workers, at least 1, of which `config.workers_start` are wanted first. The
-    /// first decision is one interval after `start`.
-    pub fn new(config: AutoscaleConfig, max: u32, start: SimTime) -> Autoscaler {
+    /// For a pool of which `config.workers_start` workers are wanted first. The first decision is one interval
+    /// after `start`.
+    pub fn new(config: AutoscaleConfig, start: SimTime) -> Autoscaler {
         let ns = |s: f64| SimTime::from_secs_f64(s).0;
         let interval_ns = ns(config.interval_s).max(1);
-        let min = config.workers_min.min(max);
+        let points = (config.trend_s / config.interval_s).ceil();
         Autoscaler {
-            max,
             interval_ns,
             cooldown_ns: ns(config.cooldown_s),
-            wanted: config.workers_start.clamp(min, max),
+            wanted: config
+                .workers_start
+                .clamp(config.workers_min, config.workers_max),
             next: start + interval_ns,
             changed: None,
             recent: VecDeque::new(),
+            trend: Trend::new(points as usize),
             config,
         }
+    }
+
+    /// For a pool that has `running` workers when decisions begin, and is not known from before. As if they had been
+    /// recommended at `start`: nothing is removed within the cooldown.
+    pub fn resumed(config: AutoscaleConfig, running: u32, start: SimTime) -> Autoscaler {
+        let mut scaler = Autoscaler::new(config, start);
+        scaler.wanted = running.clamp(config.workers_min, config.workers_max);
+        scaler.recent.push_back((start, scaler.wanted));
+        scaler
+    }
+
+    /// More workers are running than are wanted, although none were removed: `running` are wanted from now on.
+    pub fn adopt(&mut self, now: SimTime, running: u32) {
+        let running = running.min(self.config.workers_max);
+        if running > self.wanted {
+            self.wanted = running;
+            self.recent.clear();
+            self.recent.push_back((now, running));
+        }
+    }
+
+    /// Whether a function of the program makes the recommendations.
+    pub fn is_custom(&self) -> bool {
+        self.config.policy == AutoscalePolicy::Custom
     }
 
     /// The number of workers that is wanted.
@@ -87,16 +138,29 @@ impl Autoscaler {
     /// Time after which decisions by the same observations change nothing, if none has changed anything within it, ns.
     pub fn settles_ns(&self) -> u64 {
         // Older recommendations leave the window, and one decision is made without them.
-        let intervals = self.interval_ns.saturating_mul(2);
+        let window = match self.config.policy {
+            AutoscalePolicy::Predictive => self.trend.capacity() as u64,
+            _ => 0,
+        };
+        let intervals = self.interval_ns.saturating_mul(2 + window);
         self.cooldown_ns.saturating_add(intervals)
     }
 
     /// Decides by the state of the pool at `now`, and returns the number of workers that is wanted. Workers
     /// that were wanted before and have not started yet count as wanted.
+    ///
+    /// A pool with policy `custom` keeps its number: [`Autoscaler::decide_by`].
     pub fn decide(&mut self, now: SimTime, observed: &Observed) -> u32 {
+        let rate = observed.arrivals as f64 / self.config.interval_s;
+        self.trend.push(rate);
+        let recommended = self.recommend(observed);
+        self.decide_by(now, recommended)
+    }
+
+    /// Decides by a recommendation that the caller made: within the bounds, and after the cooldown if it is lower.
+    pub fn decide_by(&mut self, now: SimTime, recommended: u32) -> u32 {
         self.next = now + self.interval_ns;
-        let min = self.config.workers_min.min(self.max);
-        let recommended = self.recommend(observed).clamp(min, self.max);
+        let recommended = recommended.clamp(self.config.workers_min, self.config.workers_max);
         while self.recent.back().is_some_and(|(_, of)| *of <= recommended) {
             self.recent.pop_back();
         }
@@ -130,17 +194,12 @@ impl Autoscaler {
     fn recommend(&self, observed: &Observed) -> u32 {
         let target = self.config.target;
         match self.config.policy {
-            AutoscalePolicy::Utilization => {
-                let load = (observed.waiting + observed.running) as f64;
-                let needed = load / (target * observed.slots.max(1) as f64);
-                let change = (needed / f64::from(self.wanted.max(1)) - 1.0).abs();
-                if change <= TOLERANCE {
-                    self.wanted
-                } else {
-                    // A load that needs exactly 3 workers must not need 4 by rounding.
-                    (needed - 1e-9).ceil().clamp(0.0, f64::from(self.max)) as u32
-                }
+            AutoscalePolicy::Utilization => self.by_load(observed, 1.0),
+            AutoscalePolicy::Predictive => {
+                let ahead = self.config.lookahead_s / self.config.interval_s;
+                self.by_load(observed, self.trend.growth(ahead).min(GROWTH_MAX))
             }
+            AutoscalePolicy::Custom => self.wanted,
             AutoscalePolicy::Queue => {
                 let waiting = observed.waiting as f64 / f64::from(observed.ready.max(1));
                 self.by_pressure(waiting / target, observed.ready)
@@ -151,6 +210,20 @@ impl Autoscaler {
                 None if observed.waiting > 0 => self.wanted,
                 None => self.wanted.saturating_sub(1),
             },
+        }
+    }
+
+    /// For a load in proportion to which workers are needed, times `growth`.
+    fn by_load(&self, observed: &Observed, growth: f64) -> u32 {
+        let load = (observed.waiting + observed.running) as f64 * growth;
+        let needed = load / (self.config.target * observed.slots.max(1) as f64);
+        let change = (needed / f64::from(self.wanted.max(1)) - 1.0).abs();
+        if change <= TOLERANCE {
+            self.wanted
+        } else {
+            // A load that needs exactly 3 workers must not need 4 by rounding.
+            let max = f64::from(self.config.workers_max);
+            (needed - 1e-9).ceil().clamp(0.0, max) as u32
         }
     }
 
@@ -181,7 +254,11 @@ mod tests {
             interval_s: 10.0,
             cooldown_s: 60.0,
             workers_min: 1,
+            workers_max: 16,
             workers_start: 1,
+            trend_s: 80.0,
+            lookahead_s: 30.0,
+            ttft_s: None,
         }
     }
 
@@ -191,8 +268,12 @@ mod tests {
 
     /// Workers wanted at each interval, for the loads of each. Workers are ready one interval after they
     /// are wanted.
-    fn run(config: AutoscaleConfig, max: u32, loads: &[(u64, u64)]) -> Vec<u32> {
-        let mut scaler = Autoscaler::new(config, max, SimTime::ZERO);
+    fn run(config: AutoscaleConfig, workers_max: u32, loads: &[(u64, u64)]) -> Vec<u32> {
+        let config = AutoscaleConfig {
+            workers_max,
+            ..config
+        };
+        let mut scaler = Autoscaler::new(config, SimTime::ZERO);
         let mut ready = scaler.wanted();
         loads
             .iter()
@@ -203,7 +284,7 @@ mod tests {
                     waiting,
                     running,
                     slots: 10,
-                    ttft_ratio: None,
+                    ..Observed::default()
                 };
                 let wanted = scaler.decide(now, &observed);
                 ready = wanted;
@@ -224,6 +305,85 @@ mod tests {
         // No more than there are.
         let most = run(config(AutoscalePolicy::Utilization, 0.8), 4, &all);
         assert_eq!(most[1], 4);
+    }
+
+    /// 10 slots at 100 %. Arrivals grow by 10 per interval and the load with them; the line is read 3 intervals ahead.
+    #[test]
+    fn a_rising_trend_asks_for_workers_before_the_load_needs_them() {
+        let decide = |policy| {
+            let mut scaler = Autoscaler::new(config(policy, 1.0), SimTime::ZERO);
+            let mut wanted = Vec::new();
+            for at in 1..=6u64 {
+                let observed = Observed {
+                    ready: scaler.wanted(),
+                    running: 10 * at,
+                    slots: 10,
+                    arrivals: 10 * at,
+                    ..Observed::default()
+                };
+                wanted.push(scaler.decide(scaler.next_decision(), &observed));
+            }
+            wanted
+        };
+        assert_eq!(decide(AutoscalePolicy::Utilization), [1, 2, 3, 4, 5, 6]);
+        // One point is no line. Then the rate 3 intervals on is (n + 3) / n of that of now: 2.5 times, of which 2
+        // are taken, 6/3, 7/4, 8/5, 9/6: loads of 40, 60, 70, 80, 90.
+        assert_eq!(decide(AutoscalePolicy::Predictive), [1, 4, 6, 7, 8, 9]);
+    }
+
+    /// The load of a falling trend is not taken to be lower than it is.
+    #[test]
+    fn a_falling_trend_removes_nothing_early() {
+        let decide = |policy| {
+            let config = AutoscaleConfig {
+                workers_start: 6,
+                cooldown_s: 0.0,
+                ..config(policy, 1.0)
+            };
+            let mut scaler = Autoscaler::new(config, SimTime::ZERO);
+            let each = (1..=6u64).rev().map(|at| {
+                let observed = Observed {
+                    ready: scaler.wanted(),
+                    running: 10 * at,
+                    slots: 10,
+                    arrivals: 10 * at,
+                    ..Observed::default()
+                };
+                scaler.decide(scaler.next_decision(), &observed)
+            });
+            each.collect::<Vec<u32>>()
+        };
+        let reactive = decide(AutoscalePolicy::Utilization);
+        assert_eq!(reactive, [6, 5, 4, 3, 2, 1]);
+        assert_eq!(decide(AutoscalePolicy::Predictive), reactive);
+    }
+
+    #[test]
+    fn a_pool_that_is_found_running_keeps_its_workers_for_a_cooldown() {
+        let config = config(AutoscalePolicy::Utilization, 1.0);
+        let idle = Observed {
+            slots: 10,
+            ..Observed::default()
+        };
+        let mut scaler = Autoscaler::resumed(config, 5, seconds(100));
+        let wanted: Vec<u32> = (0..8)
+            .map(|_| scaler.decide(scaler.next_decision(), &idle))
+            .collect();
+        assert_eq!(wanted, [5, 5, 5, 5, 5, 5, 1, 1]);
+        // Not more than the bounds.
+        assert_eq!(Autoscaler::resumed(config, 50, seconds(0)).wanted(), 16);
+        assert_eq!(Autoscaler::resumed(config, 0, seconds(0)).wanted(), 1);
+    }
+
+    #[test]
+    fn a_recommendation_from_outside_has_the_bounds_and_the_cooldown() {
+        let mut scaler = Autoscaler::new(config(AutoscalePolicy::Custom, 1.0), SimTime::ZERO);
+        assert!(scaler.is_custom());
+        assert_eq!(scaler.decide_by(seconds(10), 100), 16);
+        assert_eq!(scaler.decide_by(seconds(20), 0), 16);
+        assert_eq!(scaler.decide_by(seconds(70), 0), 16, "100 is 60 s old");
+        assert_eq!(scaler.decide_by(seconds(80), 0), 1);
+        assert_eq!(scaler.decide(seconds(90), &Observed::default()), 1);
     }
 
     #[test]
@@ -260,7 +420,6 @@ mod tests {
                 workers_start: 4,
                 ..config(AutoscalePolicy::Slo, 0.8)
             },
-            16,
             SimTime::ZERO,
         );
         let mut decide = |s: u64, ratio: Option<f64>| {
@@ -270,6 +429,7 @@ mod tests {
                 running: 10,
                 slots: 10,
                 ttft_ratio: ratio,
+                arrivals: 0,
             };
             scaler.decide(seconds(s), &observed)
         };
@@ -288,26 +448,31 @@ mod tests {
         fn counts_stay_in_bounds_and_do_not_flap(
             policy in prop::sample::select(vec![
                 AutoscalePolicy::Utilization, AutoscalePolicy::Queue, AutoscalePolicy::Slo,
+                AutoscalePolicy::Predictive,
             ]),
             target in 0.1f64..10.0,
-            (min, start, max) in (1u32..10, 1u32..40, 1u32..40),
+            (min, start, more) in (1u32..10, 1u32..40, 0u32..40),
             cooldown_s in 0u32..200,
             loads in prop::collection::vec((0u64..400, 0u64..400, prop::option::of(0.0f64..5.0)), 1..200),
         ) {
+            let max = min + more;
             let config = AutoscaleConfig {
                 workers_min: min,
+                workers_max: max,
                 workers_start: start,
                 cooldown_s: f64::from(cooldown_s),
                 ..config(policy, target)
             };
-            let mut scaler = Autoscaler::new(config, max, SimTime::ZERO);
-            let (low, high) = (min.min(max), max);
+            let mut scaler = Autoscaler::new(config, SimTime::ZERO);
+            let (low, high) = (min, max);
             let mut before = scaler.wanted();
             prop_assert!((low..=high).contains(&before));
             let mut changed: Option<SimTime> = None;
             for (waiting, running, ttft_ratio) in loads {
                 let now = scaler.next_decision();
-                let observed = Observed { ready: before, waiting, running, slots: 10, ttft_ratio };
+                let observed = Observed {
+                    ready: before, waiting, running, slots: 10, ttft_ratio, arrivals: waiting,
+                };
                 let wanted = scaler.decide(now, &observed);
                 prop_assert!((low..=high).contains(&wanted), "{wanted}");
                 if wanted < before {

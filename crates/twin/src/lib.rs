@@ -40,3 +40,4 @@ pub use sim::{
     Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,
     WORKER_LOST, simulate,
 };
+pub use slipstream_autoscale::{Decision, Observed};

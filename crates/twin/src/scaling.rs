@@ -7,12 +7,12 @@
 //! A worker that an `[[event]]` crashes or drains is out: others are started in its place at once, as a Deployment
 //! does, and it is the first to stop. If there is no other it stays, so that it is used when its event has ended.
 
-use slipstream_autoscale::{Autoscaler, Observed};
+use slipstream_autoscale::{Autoscaler, Decision, Observed};
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 
 use crate::parts::ns;
-use crate::sim::{Event, Sim};
+use crate::sim::{Event, Sim, Sink};
 
 /// A change of the workers of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +80,10 @@ struct Pool {
     worker_ns: u128,
     /// Sum of TTFT over the objective, and first tokens, since the last decision.
     ttft: (f64, u64),
+    /// Objective of requests without one, ns.
+    ttft_ns: Option<u64>,
+    /// Requests of the cluster that had arrived at the last decision.
+    arrived: u64,
 }
 
 /// The pools that are scaled.
@@ -98,7 +102,7 @@ impl Pools {
         let mut first = 0;
         for pool in &cluster.pools {
             if let Some(config) = pool.autoscale {
-                let scaler = Autoscaler::new(config, pool.workers, SimTime::ZERO);
+                let scaler = Autoscaler::new(config, SimTime::ZERO);
                 let engine = &pool.engine;
                 let state = |at| {
                     if at < scaler.wanted() {
@@ -120,6 +124,8 @@ impl Pools {
                     counted: SimTime::ZERO,
                     worker_ns: 0,
                     ttft: (0.0, 0),
+                    ttft_ns: config.ttft_s.map(|s| ns(s * 1e9)),
+                    arrived: 0,
                     scaler,
                 });
             }
@@ -131,6 +137,12 @@ impl Pools {
             starts: 0,
             quiet: None,
         }
+    }
+
+    /// A pool that a function of the program scales.
+    pub(crate) fn custom(&self) -> Option<&str> {
+        let custom = self.pools.iter().find(|pool| pool.scaler.is_custom());
+        custom.map(|pool| &*pool.name)
     }
 
     /// Whether no pool is scaled.
@@ -147,12 +159,14 @@ impl Pools {
         })
     }
 
-    /// A first token came from `worker`, or from a prompt that it computed, `ratio` of its objective after its
-    /// request.
-    pub(crate) fn on_first_token(&mut self, worker: WorkerId, ratio: f64) {
+    /// A first token came from `worker`, or from a prompt that it computed, `ttft_ns` after its request, which has an
+    /// objective of `limit_ns`.
+    pub(crate) fn on_first_token(&mut self, worker: WorkerId, ttft_ns: u64, limit_ns: Option<u64>) {
         for pool in &mut self.pools {
-            if pool.index_of(worker).is_some() {
-                pool.ttft.0 += ratio;
+            if pool.index_of(worker).is_some()
+                && let Some(limit_ns) = limit_ns.or(pool.ttft_ns)
+            {
+                pool.ttft.0 += ttft_ns as f64 / limit_ns.max(1) as f64;
                 pool.ttft.1 += 1;
             }
         }
@@ -245,15 +259,31 @@ impl Sim<'_> {
     }
 
     /// Decides how many workers of a pool run, and starts or drains some.
-    pub(crate) fn scale(&mut self, at: u32) {
+    pub(crate) fn scale(&mut self, at: u32, sink: &mut dyn Sink) {
         let observed = self.observe(at as usize);
         let now = self.now;
         self.stop_drained(at as usize);
+        let arrived = self.arrived();
         let pool = &mut self.scaling.pools[at as usize];
         pool.count(now);
         pool.ttft = (0.0, 0);
+        pool.arrived = arrived;
         let before = pool.scaler.wanted();
-        let wanted = pool.scaler.decide(now, &observed);
+        let wanted = if pool.scaler.is_custom() {
+            let recommended = sink.recommend(&pool.name, now, &observed, before);
+            pool.scaler.decide_by(now, recommended)
+        } else {
+            pool.scaler.decide(now, &observed)
+        };
+        sink.on_scale(
+            &pool.name,
+            &Decision {
+                at: now,
+                observed,
+                before,
+                wanted,
+            },
+        );
         let next = pool.scaler.next_decision();
         if wanted != before {
             let pool = pool.name.clone();
@@ -314,6 +344,7 @@ impl Sim<'_> {
                 .count() as u32,
             slots: pool.slots,
             ttft_ratio: (pool.ttft.1 > 0).then(|| pool.ttft.0 / pool.ttft.1 as f64),
+            arrivals: self.arrived() - pool.arrived,
             ..Observed::default()
         };
         for node in &self.nodes {

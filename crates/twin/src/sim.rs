@@ -6,6 +6,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use slipstream_autoscale::{Decision, Observed};
 use slipstream_base::mix::mix64;
 use slipstream_base::text::{counted, grouped};
 use slipstream_base::{
@@ -128,6 +129,15 @@ pub enum TwinError {
          workload name none; set another policy, such as \"kv\""
     )]
     Direct,
+    /// A pool is scaled by a function of the program, and there is none.
+    #[error(
+        "pool `{pool}`: `autoscale.policy` is \"custom\", a Python function that decides (`autoscale=` of \
+         `slipstream.simulate`), and this run has none; take another policy, such as \"utilization\""
+    )]
+    NoFunction {
+        /// The pool.
+        pool: String,
+    },
     /// A pool is scaled by its TTFT, and no request has an objective for it.
     #[error(
         "pool `{pool}`: `autoscale.policy` is \"slo\", and no request has an objective for TTFT, so workers would \
@@ -218,6 +228,23 @@ pub trait Sink {
     /// the first of them begins, before events elsewhere during that time.
     fn on_pass(&mut self, pass: &PassRecord<'_>) {
         let _ = pass;
+    }
+
+    /// A decision about the number of workers of `pool`, which has `[autoscale]`.
+    fn on_scale(&mut self, pool: &str, decision: &Decision) {
+        let _ = (pool, decision);
+    }
+
+    /// Whether [`recommend`](Self::recommend) decides about pools with policy `custom`. Read once, at the start.
+    fn recommends(&self) -> bool {
+        false
+    }
+
+    /// The number of workers that `pool` needs in the state `observed`; `wanted` are wanted now. The bounds and the
+    /// cooldown of its `[autoscale]` apply.
+    fn recommend(&mut self, pool: &str, now: SimTime, observed: &Observed, wanted: u32) -> u32 {
+        let _ = (pool, now, observed);
+        wanted
     }
 
     /// Called periodically. False ends the run; requests that have ended by then count.
@@ -317,6 +344,12 @@ pub fn simulate(
     sink: &mut dyn Sink,
 ) -> Result<Outcome, TwinError> {
     let mut sim = Sim::new(cluster, workload, options, &read)?;
+    if let Some(pool) = sim.scaling.custom()
+        && !sink.recommends()
+    {
+        let pool = pool.to_owned();
+        return Err(TwinError::NoFunction { pool });
+    }
     sim.watches = sink.wants_passes();
     if sim.watches {
         for node in &mut sim.nodes {
@@ -574,7 +607,8 @@ impl<'a> Sim<'a> {
         if cluster.router.policy == RouterPolicy::Direct {
             return Err(TwinError::Direct);
         }
-        let by_slo = |of: &AutoscaleConfig| of.policy == AutoscalePolicy::Slo;
+        let by_slo =
+            |of: &AutoscaleConfig| of.policy == AutoscalePolicy::Slo && of.ttft_s.is_none();
         let scaled = |pool: &&PoolConfig| pool.autoscale.as_ref().is_some_and(by_slo);
         if let Some(pool) = cluster.pools.iter().find(scaled)
             && !options.slo.any_limits("ttft")
@@ -661,6 +695,11 @@ impl<'a> Sim<'a> {
         }
         sim.begin_scaling();
         Ok(sim)
+    }
+
+    /// Requests that have arrived.
+    pub(crate) fn arrived(&self) -> u64 {
+        self.tickets
     }
 
     /// Plans `event` for `at`.
@@ -891,15 +930,13 @@ impl<'a> Sim<'a> {
             let flight = self.flights.get_mut(first.id);
             flight.on_first(first, out.end, now);
             if !self.scaling.is_empty() {
-                let class = flight.request.class;
-                let slo = self.options.slo.of_class(class);
-                if let Some(limit) = slo.and_then(|slo| slo.limit_ns("ttft")) {
-                    let ratio = now.since(flight.request.due) as f64 / limit.max(1) as f64;
-                    // Both pools that had a part of it can be what made it late.
-                    for node in [Some(node), flight.prefill].into_iter().flatten() {
-                        let worker = self.nodes[node as usize].rank.worker;
-                        self.scaling.on_first_token(worker, ratio);
-                    }
+                let slo = self.options.slo.of_class(flight.request.class);
+                let limit = slo.and_then(|slo| slo.limit_ns("ttft"));
+                let ttft = now.since(flight.request.due);
+                // Both pools that had a part of it can be what made it late.
+                for node in [Some(node), flight.prefill].into_iter().flatten() {
+                    let worker = self.nodes[node as usize].rank.worker;
+                    self.scaling.on_first_token(worker, ttft, limit);
                 }
             }
             self.dispatch.on_first_token(first.id.0 as u32);
@@ -961,7 +998,7 @@ impl<'a> Sim<'a> {
                 Event::Begin { event } => self.begin_event(event, sink),
                 Event::End { event } => self.end_event(event),
                 Event::Ready { worker, start } => self.worker_ready(worker, start),
-                Event::Scale { pool } => self.scale(pool),
+                Event::Scale { pool } => self.scale(pool, sink),
                 Event::Scaled { worker, start } => self.scaled_up(worker, start),
             }
         }

@@ -20,10 +20,10 @@ use std::path::Path;
 
 use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_upstream};
 use super::{
-    AutoscaleConfig, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind, EventBus,
-    EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig, HostMode,
-    HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen,
-    PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind,
+    EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig,
+    HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
+    OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -55,7 +55,11 @@ const AUTOSCALE: &[(&str, Option<AutoscalePolicy>)] = &[
     ("utilization", Some(AutoscalePolicy::Utilization)),
     ("queue", Some(AutoscalePolicy::Queue)),
     ("slo", Some(AutoscalePolicy::Slo)),
+    ("predictive", Some(AutoscalePolicy::Predictive)),
+    ("custom", Some(AutoscalePolicy::Custom)),
 ];
+/// Observations that the line of policy "predictive" is fitted to, at most.
+const TREND_MAX: f64 = 1_000.0;
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
     ("fcfs", SchedulingPolicy::Fcfs),
     ("priority", SchedulingPolicy::Priority),
@@ -544,56 +548,118 @@ fn read_pool(
         Some(engines) => (engines.urls.len() as u32).max(1),
         None => t.get("workers").within(1..=WORKERS_MAX).or(1),
     };
+    let engine = t.table_over("engine", engine_base, |engine| {
+        read_engine(engine, model, gpus, load)
+    });
     PoolConfig {
         name: name.to_owned(),
         role,
         workers,
         autoscale: t.table_over("autoscale", autoscale_base, |t| {
-            read_autoscale(t, workers, engines.is_some())
+            read_autoscale(t, workers, engine.startup_s, engines.is_some())
         }),
         engines,
-        engine: t.table_over("engine", engine_base, |engine| {
-            read_engine(engine, model, gpus, load)
-        }),
+        engine,
     }
 }
 
-/// Reads `[autoscale]` of a pool of `workers` workers.
-fn read_autoscale(t: &Table<'_>, workers: u32, real: bool) -> Option<AutoscaleConfig> {
+/// Reads `[autoscale]` of a pool of `workers` workers. `real`: they are engines behind HTTP.
+fn read_autoscale(
+    t: &Table<'_>,
+    workers: u32,
+    startup_s: f64,
+    real: bool,
+) -> Option<AutoscaleConfig> {
+    use AutoscalePolicy::{Custom, Predictive, Queue, Slo, Utilization};
     let Some(policy) = t.choice("policy", AUTOSCALE).or(None) else {
         for key in [
             "target",
             "interval_s",
             "cooldown_s",
             "workers_min",
+            "workers_max",
             "workers_start",
+            "trend_s",
+            "lookahead_s",
+            "ttft_s",
         ] {
             t.unused(key, "policy", "`policy` is \"none\"");
         }
         return None;
     };
-    if real {
+    if real && matches!(policy, Slo | Custom) {
         t.error(
             "policy",
-            "`policy` scales modelled workers, and this pool has real engines",
-            "remove it; engines join and leave with `slipstream engines`",
+            format!(
+                "`policy` is \"{}\", and this pool has real engines, whose first tokens are not measured",
+                policy.name()
+            ),
+            "take \"utilization\", \"queue\" or \"predictive\"",
         );
     }
     let default_target = match policy {
-        AutoscalePolicy::Utilization | AutoscalePolicy::Slo => 0.8,
-        AutoscalePolicy::Queue => 4.0,
+        Utilization | Slo | Predictive | Custom => 0.8,
+        Queue => 4.0,
     };
-    let workers_min = t.get("workers_min").within(1..=workers).or(1);
+    let workers_max = if real {
+        t.get("workers_max").within(1..=WORKERS_MAX).required(
+            "set the most engines that the deployment may have, such as `workers_max = 8`",
+            workers,
+        )
+    } else {
+        t.get("workers_max").within(1..=workers).or(workers)
+    };
+    let workers_min = t.get("workers_min").within(1..=workers_max).or(1);
+    let target = if policy == Custom {
+        t.unused("target", "policy", "the function decides");
+        default_target
+    } else {
+        t.get("target").within(0.01..=1e6).or(default_target)
+    };
+    let interval_s = t.get("interval_s").within(0.1..=86_400.0).or(15.0);
+    let (trend_s, lookahead_s) = (8.0 * interval_s, startup_s + interval_s);
+    let (trend_s, lookahead_s) = if policy == Predictive {
+        let trend_s = t.get("trend_s").within(0.2..=86_400.0).or(trend_s);
+        if trend_s < 2.0 * interval_s || trend_s > TREND_MAX * interval_s {
+            t.error(
+                "trend_s",
+                format!(
+                    "`trend_s` is {trend_s}, which is {} intervals of {interval_s} s (`interval_s`), but must be 2 to \
+                     {TREND_MAX}",
+                    trend_s / interval_s
+                ),
+                "a line needs two observations; take some ten",
+            );
+        }
+        (
+            trend_s,
+            t.get("lookahead_s").within(0.0..=86_400.0).or(lookahead_s),
+        )
+    } else {
+        for key in ["trend_s", "lookahead_s"] {
+            t.unused(key, "policy", "`policy` is not \"predictive\"");
+        }
+        (trend_s, lookahead_s)
+    };
+    if policy != Slo {
+        t.unused("ttft_s", "policy", "`policy` is not \"slo\"");
+    }
     Some(AutoscaleConfig {
         policy,
-        target: t.get("target").within(0.01..=1e6).or(default_target),
-        interval_s: t.get("interval_s").within(0.1..=86_400.0).or(15.0),
+        target,
+        interval_s,
         cooldown_s: t.get("cooldown_s").within(0.0..=86_400.0).or(300.0),
         workers_min,
+        workers_max,
         workers_start: t
             .get("workers_start")
-            .within(workers_min..=workers)
+            .within(workers_min..=workers_max)
             .or(workers_min),
+        trend_s,
+        lookahead_s,
+        ttft_s: (policy == Slo)
+            .then(|| t.get("ttft_s").within(0.001..=86_400.0).optional())
+            .flatten(),
     })
 }
 
@@ -1621,6 +1687,49 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .or(default.drain_timeout_s),
         events: t.table("events", read_events),
         faults: t.table("faults", read_faults),
+        autoscale: t.table("autoscale", read_autoscale_output),
+    }
+}
+
+fn read_autoscale_output(t: &Table<'_>) -> AutoscaleOutput {
+    let default = AutoscaleOutput::default();
+    let webhook = t.get("webhook").optional().and_then(|text: String| {
+        let parsed = EngineUrl::parse(&text);
+        parsed
+            .map_err(|why| {
+                let hint = "write the receiver's address, such as \"http://127.0.0.1:9000/scale\"";
+                t.error("webhook", format!("`{text}` {why}"), hint);
+            })
+            .ok()
+    });
+    if !t.has("webhook") {
+        for key in [
+            "webhook_timeout_s",
+            "webhook_retries_max",
+            "webhook_token_file",
+        ] {
+            t.unused(key, "webhook", "there is no `webhook`");
+        }
+    }
+    let file = t.path("file").optional();
+    if webhook.is_none() {
+        return AutoscaleOutput {
+            file,
+            ..AutoscaleOutput::default()
+        };
+    }
+    AutoscaleOutput {
+        file,
+        webhook,
+        webhook_timeout_s: t
+            .get("webhook_timeout_s")
+            .within(0.01..=60.0)
+            .or(default.webhook_timeout_s),
+        webhook_retries_max: t
+            .get("webhook_retries_max")
+            .within(0..=10)
+            .or(default.webhook_retries_max),
+        webhook_token_file: t.path("webhook_token_file").optional(),
     }
 }
 
@@ -1983,8 +2092,40 @@ mod tests {
         );
         check_refused("[autoscale]\npolicy = \"cpu\"\n", &["\"utilization\""]);
         check_refused(
-            "[autoscale]\npolicy = \"slo\"\n[pool.main]\nengines = [\"http://a:1\"]\n",
-            &["real engines"],
+            "[autoscale]\npolicy = \"slo\"\nworkers_max = 4\n[pool.main]\nengines = [\"http://a:1\"]\n",
+            &["first tokens are not measured"],
+        );
+        check_refused(
+            "[autoscale]\npolicy = \"queue\"\n[pool.main]\nengines = [\"http://a:1\"]\n",
+            &["workers_max` is missing"],
+        );
+        let text = "[autoscale]\npolicy = \"queue\"\nworkers_max = 9\n[pool.main]\nengines = [\"http://a:1\"]\n";
+        let (cluster, _) = parse(text).unwrap();
+        assert_eq!(cluster.pools[0].autoscale.unwrap().workers_max, 9);
+    }
+
+    #[test]
+    fn a_trend_has_a_window_and_looks_as_far_ahead_as_a_start_takes() {
+        let of = |text: &str| {
+            let text = format!("[engine]\nstartup_s = 40\n[autoscale]\n{text}");
+            parse(&text).unwrap().0.pools[0].autoscale.unwrap()
+        };
+        let plain = of("policy = \"predictive\"\ninterval_s = 10\n");
+        assert_eq!((plain.trend_s, plain.lookahead_s), (80.0, 50.0));
+        let own = of("policy = \"predictive\"\ntrend_s = 60\nlookahead_s = 5\n");
+        assert_eq!((own.trend_s, own.lookahead_s), (60.0, 5.0));
+        for (keys, part) in [
+            ("policy = \"predictive\"\ntrend_s = 20\n", "`trend_s` is 20"),
+            ("policy = \"queue\"\ntrend_s = 60\n", "not \"predictive\""),
+            ("policy = \"queue\"\nttft_s = 1\n", "not \"slo\""),
+            ("policy = \"custom\"\ntarget = 1\n", "the function decides"),
+        ] {
+            check_refused(&format!("[autoscale]\n{keys}"), &[part]);
+        }
+        check_refused("[live.autoscale]\nwebhook = \"a:1\"\n", &["http://a:1"]);
+        check_refused(
+            "[live.autoscale]\nwebhook_timeout_s = 1\n",
+            &["there is no `webhook`"],
         );
     }
 

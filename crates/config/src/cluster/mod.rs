@@ -169,9 +169,26 @@ pub enum AutoscalePolicy {
     Queue,
     /// Mean TTFT over its objective.
     Slo,
+    /// As [`AutoscalePolicy::Utilization`], with the load that the trend of the arrival rate leads to.
+    Predictive,
+    /// A function of the program that simulates.
+    Custom,
 }
 
-/// `[autoscale]`: how many of a pool's workers run. `pool.NAME.workers` is the most.
+impl AutoscalePolicy {
+    /// Its name in a cluster file.
+    pub fn name(self) -> &'static str {
+        match self {
+            AutoscalePolicy::Utilization => "utilization",
+            AutoscalePolicy::Queue => "queue",
+            AutoscalePolicy::Slo => "slo",
+            AutoscalePolicy::Predictive => "predictive",
+            AutoscalePolicy::Custom => "custom",
+        }
+    }
+}
+
+/// `[autoscale]`: how many of a pool's workers run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AutoscaleConfig {
     /// The measured value.
@@ -185,8 +202,16 @@ pub struct AutoscaleConfig {
     pub cooldown_s: f64,
     /// Fewest workers, at least 1. Default 1.
     pub workers_min: u32,
+    /// Most workers. Default: `pool.NAME.workers`.
+    pub workers_max: u32,
     /// Workers that run at the start. Default `workers_min`.
     pub workers_start: u32,
+    /// Time over which [`AutoscalePolicy::Predictive`] fits its line, s. Default: 8 intervals.
+    pub trend_s: f64,
+    /// How far ahead it looks, s. Default: the workers' `startup_s` and one interval.
+    pub lookahead_s: f64,
+    /// Objective of TTFT for [`AutoscalePolicy::Slo`] in a live cluster, s; `None`: there is none.
+    pub ttft_s: Option<f64>,
 }
 
 /// Order of the waiting queue.
@@ -782,6 +807,35 @@ pub struct LiveConfig {
     pub events: EventsConfig,
     /// `[live.faults]`: errors and broken streams by rate.
     pub faults: FaultsConfig,
+    /// `[live.autoscale]`: destination of the numbers of workers that `[autoscale]` wants.
+    pub autoscale: AutoscaleOutput,
+}
+
+/// `[live.autoscale]`: where a server publishes the numbers of workers that are wanted, in addition to `/metrics`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AutoscaleOutput {
+    /// A JSON file, replaced at each decision; `None`: none.
+    pub file: Option<PathBuf>,
+    /// A URL that gets the same JSON by POST; `None`: none.
+    pub webhook: Option<EngineUrl>,
+    /// Time limit of one POST, s. Default 5.
+    pub webhook_timeout_s: f64,
+    /// Further tries of a POST that failed. Default 2.
+    pub webhook_retries_max: u32,
+    /// File with a bearer token for the webhook, read for each POST; `None`: no token is sent.
+    pub webhook_token_file: Option<PathBuf>,
+}
+
+impl Default for AutoscaleOutput {
+    fn default() -> Self {
+        AutoscaleOutput {
+            file: None,
+            webhook: None,
+            webhook_timeout_s: 5.0,
+            webhook_retries_max: 2,
+            webhook_token_file: None,
+        }
+    }
 }
 
 /// `[live.faults]`: chances of a request's faults, from 0 to 1 and 1 in all.
@@ -855,6 +909,7 @@ impl Default for LiveConfig {
             drain_timeout_s: 30.0,
             events: EventsConfig::default(),
             faults: FaultsConfig::default(),
+            autoscale: AutoscaleOutput::default(),
         }
     }
 }

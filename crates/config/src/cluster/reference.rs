@@ -821,21 +821,22 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "autoscale.policy",
-        "\"none\", \"utilization\", \"queue\" or \"slo\"",
+        "\"none\", \"utilization\", \"queue\", \"slo\", \"predictive\" or \"custom\"",
         "\"none\"",
-        "How many of a pool's workers run; `pool.NAME.workers` is the most. Of every pool, unless `pool.NAME.autoscale` has \
-         its own. utilization: requests that wait or run, over `max_num_seqs` of all workers; queue: requests that wait, \
-         per worker; slo: mean TTFT of the last interval over its objective (`--slo`, or `slo` of the class). New workers \
-         take requests after `engine.startup_s`, with an empty cache; workers to stop take no new requests and end theirs. \
-         Simulation only.",
+        "How many of a pool's workers run. Of every pool, unless `pool.NAME.autoscale` has its own. utilization: requests that \
+         wait or run, over `max_num_seqs` of all workers; queue: requests that wait, per worker; slo: mean TTFT of the last \
+         interval over its objective; predictive: as utilization, at the load that the trend of the arrival rate leads to; \
+         custom: a Python function (docs/python.md). Simulated, new workers take requests after `engine.startup_s`, with an \
+         empty cache; workers to stop take no new requests and end theirs. `serve` starts and stops none: it publishes the \
+         number (docs/autoscale.md).",
         "",
     ),
     key(
         "autoscale.target",
         "0.01 to 1,000,000",
         "(0.8; queue: 4)",
-        "The value to keep. utilization: workers are added and removed in proportion. queue, slo: added in proportion, doubled at \
-         most; removed one by one while the value is below half of it. Differences within 10 % change nothing.",
+        "The value to keep. utilization, predictive: workers are added and removed in proportion. queue, slo: added in proportion, \
+         doubled at most; removed one by one while the value is below half of it. Differences within 10 % change nothing.",
         "Low: more workers than needed. High: requests wait until new workers have started.",
     ),
     key(
@@ -855,16 +856,45 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "autoscale.workers_min",
-        "1 to `pool.NAME.workers`",
+        "1 to `workers_max`",
         "1",
         "Fewest workers that run.",
         "",
     ),
     key(
+        "autoscale.workers_max",
+        "1 to `pool.NAME.workers`; with `engines`: 1 to 65,535, and needed",
+        "(`pool.NAME.workers`)",
+        "Most workers that run.",
+        "Low: requests wait under load.",
+    ),
+    key(
         "autoscale.workers_start",
-        "`workers_min` to `pool.NAME.workers`",
+        "`workers_min` to `workers_max`",
         "(`workers_min`)",
-        "Workers that run at the start.",
+        "Workers that run at the start. Simulation only: a server starts from the workers that it has.",
+        "",
+    ),
+    key(
+        "autoscale.trend_s",
+        "s, 2 to 1,000 intervals",
+        "(8 intervals)",
+        "predictive: time over which a line is fitted to the arrival rate, by least squares.",
+        "Low: noise is taken for a trend. High: a new trend is noticed late.",
+    ),
+    key(
+        "autoscale.lookahead_s",
+        "s, 0 to 86,400",
+        "(`engine.startup_s` and one interval)",
+        "predictive: how far ahead the line is read.",
+        "Low: workers are ready after the load that needs them. High: they wait for it.",
+    ),
+    key(
+        "autoscale.ttft_s",
+        "s, 0.001 to 86,400",
+        "(none)",
+        "slo: the objective of TTFT in `serve`, which needs it. Simulated, objectives are those of `--slo` or of the classes; \
+         requests without one have this.",
         "",
     ),
     key(
@@ -1233,6 +1263,43 @@ pub const KEYS: &[Key] = &[
         "Who has the key can make all requests fail.",
     ),
     key(
+        "live.autoscale.file",
+        "path",
+        "(none)",
+        "JSON file with the numbers of workers that `[autoscale]` wants, replaced as a whole at each decision; docs/autoscale.md \
+         has its fields.",
+        "",
+    ),
+    key(
+        "live.autoscale.webhook",
+        "URL",
+        "(none)",
+        "Address that gets the same JSON by POST at each decision, such as \"http://127.0.0.1:9000/scale\", or `https://`. While \
+         one is under way, only the newest waits.",
+        "Any status but 2xx is a failure: the next decision is sent in any case.",
+    ),
+    key(
+        "live.autoscale.webhook_timeout_s",
+        "s, 0.01 to 60",
+        "5.0",
+        "Time limit of one POST.",
+        "High: a receiver that hangs delays the next number.",
+    ),
+    key(
+        "live.autoscale.webhook_retries_max",
+        "0 to 10",
+        "2",
+        "Further tries of a POST that failed, 0.2 s and then twice as long apart. A newer number ends them.",
+        "",
+    ),
+    key(
+        "live.autoscale.webhook_token_file",
+        "path",
+        "(none)",
+        "File with a bearer token for the webhook, read for each POST.",
+        "",
+    ),
+    key(
         "upstream.connect_timeout_s",
         "s, 0.001 to 86,400",
         "3.0",
@@ -1479,7 +1546,8 @@ working directory.
 **`--print-config`** prints every effective value as TOML with a comment that says where it came
 from; the output is a cluster file of the same cluster.
 
-`[host]`, `[autoscale]` and `[[event]]` are for the twin alone: a live cluster has its own. `[network]` says, live too, how
+`[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[autoscale]` starts and stops workers in the twin; `serve`
+publishes its numbers for a deployment to follow. `[network]` says, live too, how
 long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` and
 `[power]` belong in a file of their own (`--prices FILE` of `slipstream plan` and `sweep`), and are refused here.
 ";
@@ -1531,9 +1599,11 @@ mod tests {
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
         let host_tier = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n";
-        let autoscale = "[autoscale]\npolicy = \"queue\"\n";
+        let autoscale = "[autoscale]\npolicy = \"predictive\"\n";
+        let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
-            "", table, linear, constant, event, engines, tls, gpu, autoscale, host_tier, prefill,
+            "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, host_tier,
+            prefill,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

@@ -75,6 +75,7 @@ pub use access::{AccessCollector, AccessLog, AccessTarget, Flusher, Reopener};
 pub use faults::Faults;
 pub use kv_network::KvNetwork;
 pub use management::{Management, NameError};
+pub use metrics::FrontendTotals;
 pub use otlp::{SpanCollector, SpanExporter, SpanFlusher};
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;

@@ -397,6 +397,32 @@ impl ShardMetrics {
     }
 }
 
+/// Sums over all shards, for the number of workers that a pool should have.
+#[derive(Clone)]
+pub struct FrontendTotals(pub(crate) Vec<Arc<ShardMetrics>>);
+
+impl fmt::Debug for FrontendTotals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FrontendTotals({} shards)", self.0.len())
+    }
+}
+
+impl FrontendTotals {
+    /// Requests that wait for a worker.
+    pub fn queued(&self) -> u64 {
+        let each = self.0.iter();
+        each.map(|shard| shard.requests_queued.get()).sum()
+    }
+
+    /// First tokens since the start, and the sum of the times to them, s. Those of real engines are not measured.
+    pub fn first_tokens(&self) -> (u64, f64) {
+        self.0.iter().fold((0, 0.0), |(count, sum_s), shard| {
+            let own: u64 = shard.ttft.counts.iter().map(Count::get).sum();
+            (count + own, sum_s + shard.ttft.sum.get() as f64 / 1e9)
+        })
+    }
+}
+
 /// Encodes the sum over all shards at each scrape.
 pub(crate) struct FrontendCollector {
     pub(crate) shards: Vec<Arc<ShardMetrics>>,

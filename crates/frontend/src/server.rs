@@ -30,7 +30,7 @@ use crate::helpers::Helpers;
 use crate::http;
 use crate::io::ClientIo;
 use crate::meter::Meter;
-use crate::metrics::{FrontendCollector, ShardMetrics, vllm_labels};
+use crate::metrics::{FrontendCollector, FrontendTotals, ShardMetrics, vllm_labels};
 use crate::shard::{LogPace, Shard, ShardPlane, Shared};
 use crate::table_lock::TableLock;
 use crate::{Limits, Service};
@@ -89,6 +89,7 @@ pub struct Frontend {
     threads: Vec<JoinHandle<()>>,
     /// Until connections are accepted.
     closed: Option<ClosedDoor>,
+    totals: FrontendTotals,
 }
 
 /// State needed to accept connections.
@@ -297,6 +298,7 @@ impl Frontend {
             budget: budget.clone(),
             helpers: Helpers::start(planes.len())?,
         };
+        let totals = FrontendTotals(metrics.clone());
         let (stop, stopped) = watch::channel(false);
 
         let mut threads = Vec::new();
@@ -339,6 +341,7 @@ impl Frontend {
                 budget,
                 stopped,
             }),
+            totals,
         })
     }
 
@@ -380,6 +383,11 @@ impl Frontend {
     /// The address served.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Sums over the shards.
+    pub fn totals(&self) -> FrontendTotals {
+        self.totals.clone()
     }
 
     /// Stops accepting, lets open requests finish for up to the service's `drain` time, and waits

@@ -108,6 +108,12 @@ impl ClusterArgs {
                 pool.name
             );
         }
+        let mut pools = cluster.iter().flat_map(|cluster| &cluster.pools);
+        if pools.any(|pool| pool.autoscale.is_some()) {
+            eprintln!(
+                "note: `autoscale.policy` has an effect in simulation and in `slipstream serve` only: all workers run"
+            );
+        }
         Ok(cluster)
     }
 }
@@ -139,8 +145,8 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
     )
 }
 
-/// Settings of `cluster` that describe simulated hosts, faults and changes of the number of workers, as named in a
-/// cluster file. A live cluster has hosts and faults of its own, and all of its workers.
+/// Settings of `cluster` that describe simulated hosts and faults, as named in a cluster file. A live cluster has hosts
+/// and faults of its own.
 fn simulation_only(cluster: &Cluster) -> Vec<String> {
     let mut settings = Vec::new();
     match cluster.events.len() {
@@ -152,9 +158,6 @@ fn simulation_only(cluster: &Cluster) -> Vec<String> {
     }
     if cluster.host.mode != HostMode::None {
         settings.push("`host.mode`".to_owned());
-    }
-    if cluster.pools.iter().any(|pool| pool.autoscale.is_some()) {
-        settings.push("`autoscale.policy`".to_owned());
     }
     settings
 }
@@ -179,10 +182,6 @@ mod tests {
         let text = "[router]\nqueue_max = 5\n[host]\nmode = \"ideal\"\n";
         assert_eq!(simulation_only(&cluster(text)), ["`host.mode`"]);
         assert!(refuse_simulated(&cluster(text)).is_ok());
-        for text in ["[autoscale]", "[pool.a]\n[pool.b.autoscale]"] {
-            let text = format!("{text}\npolicy = \"queue\"\n");
-            assert_eq!(simulation_only(&cluster(&text)), ["`autoscale.policy`"]);
-        }
     }
 
     #[test]

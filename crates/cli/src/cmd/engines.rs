@@ -19,6 +19,7 @@ use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
+use super::autoscale::{self, LiveAutoscale};
 use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
 use super::membership::{self, Membership};
@@ -44,6 +45,7 @@ pub(crate) struct Live {
     membership: Option<Membership>,
     recorder: Option<Recorder>,
     shadow: Option<Shadow>,
+    autoscale: Option<LiveAutoscale>,
 }
 
 impl Live {
@@ -77,6 +79,7 @@ impl Live {
         let may_grow = args.file().is_some() || admin_key.is_some() || has_names;
         let slots = slots(cluster, may_grow)?;
         let given = cluster.clone();
+        let autoscale = autoscale::prepare(&given)?;
         let (cluster, follows) = match engine_kv::learn(cluster, &specs)? {
             Ok(sizes) => (sizes.cluster(cluster)?, true),
             Err(why) => (as_routed(cluster, &why), false),
@@ -117,9 +120,12 @@ impl Live {
             registry.register_collector(Box::new(events.collector()));
         }
         registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
-            fleets,
+            fleets: fleets.clone(),
             engines: Some(engines.clone()),
         }));
+        if let Some(autoscale) = &autoscale {
+            registry.register_collector(Box::new(autoscale.collector()));
+        }
         register(&service, &mut registry);
         let recorder = record.attach(&mut service, &mut registry)?;
         let shadow = shadow.start(&given, service.block_size)?;
@@ -146,8 +152,11 @@ impl Live {
             membership,
             recorder,
             shadow,
+            autoscale: None,
         };
         live.await_first_checks();
+        let engines = Some(live.engines.clone());
+        live.autoscale = autoscale::start(autoscale, fleets, &live.frontend, engines)?;
         live.frontend.open()?;
         Ok(live)
     }
@@ -185,6 +194,7 @@ impl Live {
 
     /// Frontend first, so that open requests can finish.
     pub(crate) fn shutdown(self) {
+        drop(self.autoscale);
         drop(self.membership);
         drop(self.reload);
         self.frontend.shutdown();

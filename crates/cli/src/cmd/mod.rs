@@ -1,6 +1,7 @@
 //! The subcommands, one module each: `Args` and `run`.
 
 mod access_log;
+mod autoscale;
 mod cached;
 mod client_args;
 mod cluster_args;

@@ -26,6 +26,7 @@ use slipstream_recorder::{Recorder, RecorderOptions};
 use slipstream_router::{Fleet, Fleets, Router};
 use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
+use crate::cmd::autoscale::{self, LiveAutoscale};
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
 use crate::cmd::shadow::ShadowArgs;
@@ -165,6 +166,7 @@ struct Live {
     workers: WorkerSet,
     events: Option<EventPlane>,
     recorder: Option<Recorder>,
+    autoscale: Option<LiveAutoscale>,
 }
 
 impl Live {
@@ -175,6 +177,7 @@ impl Live {
         // Every client needs a file descriptor, and the usual soft limit is 1,024.
         slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
+        let autoscale = autoscale::prepare(cluster)?;
         let text = Arc::new(text_model(cluster)?);
         let fleets = Fleets::of_cluster(cluster)?;
         let specs = worker_specs(cluster, &text, |_| true)?;
@@ -242,6 +245,9 @@ impl Live {
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
+        if let Some(autoscale) = &autoscale {
+            registry.register_collector(Box::new(autoscale.collector()));
+        }
         let mut service = service(cluster, text, fleets.clone())?;
         register(&service, &mut registry);
         let recorder = record.attach(&mut service, &mut registry)?;
@@ -262,17 +268,20 @@ impl Live {
         if shared {
             await_workers(&fleets);
         }
+        let autoscale = autoscale::start(autoscale, fleets, &frontend, None)?;
         frontend.open()?;
         Ok(Live {
             frontend,
             workers: set,
             events,
             recorder,
+            autoscale,
         })
     }
 
     /// Frontend first, so that open requests can finish; then the engines, then their events.
     fn shutdown(self) -> anyhow::Result<()> {
+        drop(self.autoscale);
         self.frontend.shutdown();
         if let Some(recorder) = self.recorder {
             recorder.close();

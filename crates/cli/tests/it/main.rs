@@ -2,6 +2,7 @@
 
 mod arrows;
 mod attacks;
+mod autoscale;
 mod calibrate;
 mod describe;
 mod disaggregated;

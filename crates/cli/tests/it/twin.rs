@@ -628,7 +628,8 @@ fn drag_compares_clusters_of_as_many_workers() {
     args.extend(SMALL);
     let (code, _, err) = run(&args);
     assert_eq!(code, Some(0), "{err}");
-    let note = "note: `autoscale.policy` has an effect in simulation only";
+    let note =
+        "note: `autoscale.policy` has an effect in simulation and in `slipstream serve` only";
     assert!(err.contains(note), "{err}");
     for side in ["live", "twin"] {
         let records = keep.join(format!("{side}.csv"));

@@ -104,7 +104,7 @@ pub fn ideal(
     }
 }
 
-/// GPU time of a workload, in seconds of one worker.
+/// GPU time of a workload, in seconds of one rank, or of one worker ([`Work::of_ranks`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
     /// If each worker computes prompts and answers, in the same steps.
@@ -113,6 +113,19 @@ pub struct Work {
     pub prefill_s: f64,
     /// Of answers alone.
     pub decode_s: f64,
+}
+
+impl Work {
+    /// The same work in seconds of a worker of `ranks` ranks, each of which computes steps of its own: no division of the
+    /// requests among them is better than an equal one.
+    pub fn of_ranks(self, ranks: u32) -> Work {
+        let ranks = f64::from(ranks.max(1));
+        Work {
+            mixed_s: self.mixed_s / ranks,
+            prefill_s: self.prefill_s / ranks,
+            decode_s: self.decode_s / ranks,
+        }
+    }
 }
 
 /// The least work of `demand`: with batches of up to `seqs_max` sequences and `tokens_max` tokens per
@@ -285,6 +298,12 @@ mod tests {
         let slow = work(&all, &mut timing, 64, 2000, Some(0.005));
         assert!((slow.decode_s - 10.1).abs() < 1e-9, "{slow:?}");
         assert_eq!(time_s(&all, &mut timing), 100.0 + 0.11);
+        let four = w.of_ranks(4);
+        assert!(
+            (four.decode_s - 1010.0 / 64.0 * 0.01 / 4.0).abs() < 1e-9,
+            "{four:?}"
+        );
+        assert_eq!(w.of_ranks(1), w);
     }
 
     #[test]

@@ -7,8 +7,12 @@ use slipstream_config::cluster::Dtype;
 pub struct Shape {
     /// Preset of the GPU.
     pub gpu: String,
-    /// GPUs of one worker.
+    /// GPUs of one rank.
     pub tensor_parallel: u32,
+    /// Ranks of one worker; `None`: the cluster file's.
+    pub data_parallel: Option<u32>,
+    /// Whether each GPU has whole experts; `None`: the cluster file's.
+    pub expert_parallel: Option<bool>,
     /// Format of the weights.
     pub dtype: Dtype,
     /// Format of the KV cache; `None`: the checkpoint's, vLLM's `auto`.
@@ -19,8 +23,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// `h100-sxm TP4 fp8`, with ` fp8-kv` if the KV cache has a format of its own, and ` prefill:decode` if those are
-    /// apart.
+    /// `h100-sxm TP4 fp8`, with ` DP2` and ` EP` behind the `TP4` of such a worker, ` fp8-kv` if the KV cache has a format
+    /// of its own, and ` prefill:decode` if those are apart.
     pub fn name(&self) -> String {
         let apart = match self.prefill_share {
             Some(_) => " prefill:decode",
@@ -29,8 +33,16 @@ impl Shape {
         let cache = self
             .kv_cache
             .map_or_else(String::new, |dtype| format!(" {}-kv", dtype.name()));
+        let ranks = match self.data_parallel {
+            Some(ranks) if ranks > 1 => format!(" DP{ranks}"),
+            _ => String::new(),
+        };
+        let experts = match self.expert_parallel {
+            Some(true) => " EP",
+            _ => "",
+        };
         format!(
-            "{} TP{} {}{cache}{apart}",
+            "{} TP{}{ranks}{experts} {}{cache}{apart}",
             self.gpu,
             self.tensor_parallel,
             self.dtype.name()
@@ -52,16 +64,27 @@ pub struct Setting {
     pub max_num_batched_tokens: u32,
     /// `router.policy`
     pub policy: String,
+    /// `router.prefill_weight` of policy `kv`; `None`: the cluster file's.
+    pub prefill_weight: Option<f64>,
+    /// `router.temperature` of policy `kv`; `None`: the cluster file's.
+    pub temperature: Option<f64>,
     /// Factor on [`Shape::prefill_share`]; 1 in shapes without.
     pub prefill_factor: f64,
 }
 
 impl Setting {
-    /// `256 seqs, 8192 tokens, kv`
+    /// `256 seqs, 8192 tokens, kv`, with ` weight 4` and ` temperature 0.5` if those are searched.
     pub fn name(&self) -> String {
+        let part = |name: &str, value: Option<f64>| {
+            value.map_or_else(String::new, |value| format!(" {name} {value}"))
+        };
         format!(
-            "{} seqs, {} tokens, {}",
-            self.max_num_seqs, self.max_num_batched_tokens, self.policy
+            "{} seqs, {} tokens, {}{}{}",
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.policy,
+            part("weight", self.prefill_weight),
+            part("temperature", self.temperature)
         )
     }
 }
@@ -85,6 +108,18 @@ pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
         ),
         format!("router.policy={}", setting.policy),
     ];
+    if let Some(ranks) = shape.data_parallel {
+        sets.push(format!("engine.data_parallel_size={ranks}"));
+    }
+    if let Some(experts) = shape.expert_parallel {
+        sets.push(format!("engine.enable_expert_parallel={experts}"));
+    }
+    if let Some(weight) = setting.prefill_weight {
+        sets.push(format!("router.prefill_weight={weight:?}"));
+    }
+    if let Some(temperature) = setting.temperature {
+        sets.push(format!("router.temperature={temperature:?}"));
+    }
     if let Some(dtype) = shape.kv_cache {
         sets.push(format!("engine.kv_cache_dtype={}", dtype.name()));
     }
@@ -122,22 +157,54 @@ pub fn describe(shape: &Shape, setting: &Setting, workers: u32) -> String {
     }
 }
 
+/// Values of settings to search; the first of each is the base.
+#[derive(Clone, Copy, Debug)]
+pub struct Axes<'a> {
+    /// `engine.max_num_seqs`
+    pub max_num_seqs: &'a [u32],
+    /// `engine.max_num_batched_tokens`
+    pub max_num_batched_tokens: &'a [u32],
+    /// `router.policy`
+    pub policies: &'a [String],
+    /// `router.prefill_weight`; empty: the cluster file's.
+    pub prefill_weights: &'a [f64],
+    /// `router.temperature`; empty: the cluster file's.
+    pub temperatures: &'a [f64],
+}
+
+/// The only policy that reads weight and temperature.
+const WEIGHED: &str = "kv";
+
 /// Every combination of settings; the first value of each comes first in all. With `apart`, each also
 /// with more and fewer prefill workers than balance the work.
-pub fn settings(seqs: &[u32], tokens: &[u32], policies: &[String], apart: bool) -> Vec<Setting> {
+pub fn settings(axes: &Axes<'_>, apart: bool) -> Vec<Setting> {
     let factors: &[f64] = if apart { &[1.0, 0.75, 1.33] } else { &[1.0] };
+    let searched = |policy: &str, values: &[f64]| -> Vec<Option<f64>> {
+        if values.is_empty() || policy != WEIGHED {
+            vec![None]
+        } else {
+            values.iter().copied().map(Some).collect()
+        }
+    };
     let mut all = Vec::new();
     for &prefill_factor in factors {
-        for policy in policies {
-            for &max_num_batched_tokens in tokens {
-                for &max_num_seqs in seqs {
-                    if max_num_seqs <= max_num_batched_tokens {
-                        all.push(Setting {
-                            max_num_seqs,
-                            max_num_batched_tokens,
-                            policy: policy.clone(),
-                            prefill_factor,
-                        });
+        for policy in axes.policies {
+            let temperatures = searched(policy, axes.temperatures);
+            for prefill_weight in searched(policy, axes.prefill_weights) {
+                for &temperature in &temperatures {
+                    for &max_num_batched_tokens in axes.max_num_batched_tokens {
+                        for &max_num_seqs in axes.max_num_seqs {
+                            if max_num_seqs <= max_num_batched_tokens {
+                                all.push(Setting {
+                                    max_num_seqs,
+                                    max_num_batched_tokens,
+                                    policy: policy.clone(),
+                                    prefill_weight,
+                                    temperature,
+                                    prefill_factor,
+                                });
+                            }
+                        }
                     }
                 }
             }
@@ -165,9 +232,59 @@ mod tests {
     #[test]
     fn the_first_values_are_the_base() {
         let policies = ["kv".to_owned(), "round_robin".to_owned()];
-        let all = settings(&[256, 1024], &[8192, 512], &policies, true);
+        let axes = Axes {
+            max_num_seqs: &[256, 1024],
+            max_num_batched_tokens: &[8192, 512],
+            policies: &policies,
+            prefill_weights: &[],
+            temperatures: &[],
+        };
+        let all = settings(&axes, true);
         assert_eq!(all[0].name(), "256 seqs, 8192 tokens, kv");
         assert_eq!(all[0].prefill_factor, 1.0);
         assert_eq!(all.len(), 3 * 2 * 3, "1,024 sequences need as many tokens");
+    }
+
+    #[test]
+    fn weights_are_those_of_the_policy_that_reads_them() {
+        let policies = ["kv".to_owned(), "round_robin".to_owned()];
+        let axes = Axes {
+            max_num_seqs: &[64],
+            max_num_batched_tokens: &[512],
+            policies: &policies,
+            prefill_weights: &[4.0, 1.0],
+            temperatures: &[0.0, 0.5, 2.0],
+        };
+        let all = settings(&axes, false);
+        assert_eq!(all.len(), 2 * 3 + 1);
+        assert_eq!(
+            all[0].name(),
+            "64 seqs, 512 tokens, kv weight 4 temperature 0"
+        );
+        assert_eq!(
+            all[4].name(),
+            "64 seqs, 512 tokens, kv weight 1 temperature 0.5"
+        );
+        assert_eq!(all[6].name(), "64 seqs, 512 tokens, round_robin");
+        let shape = Shape {
+            gpu: "h200".into(),
+            tensor_parallel: 2,
+            data_parallel: Some(4),
+            expert_parallel: Some(true),
+            dtype: Dtype::Fp8,
+            kv_cache: None,
+            prefill_share: None,
+        };
+        assert_eq!(shape.name(), "h200 TP2 DP4 EP fp8");
+        let sets = sets(&shape, &all[4], 3);
+        for set in [
+            "engine.data_parallel_size=4",
+            "engine.enable_expert_parallel=true",
+            "router.prefill_weight=1.0",
+            "router.temperature=0.5",
+            "pool.main.workers=3",
+        ] {
+            assert!(sets.iter().any(|of| of == set), "{set}: {sets:?}");
+        }
     }
 }

@@ -61,9 +61,20 @@ pub(crate) struct Args {
         help_heading = "Search"
     )]
     gpus: Vec<String>,
-    /// GPUs of a worker
+    /// GPUs of a worker, or of each rank of one
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "1,2,4,8", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
     tensor_parallel: Vec<u32>,
+    /// Ranks of a worker (attention data parallelism) [default: engine.data_parallel_size]
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
+    data_parallel: Vec<u32>,
+    /// Whether each GPU of a worker has whole experts: off, on [default: engine.enable_expert_parallel]
+    #[arg(
+        long,
+        value_name = "VALUES",
+        value_delimiter = ',',
+        help_heading = "Search"
+    )]
+    expert_parallel: Vec<Switch>,
     /// Formats of the weights: bf16, fp8, int8, int4, nvfp4, mxfp4 [default: the checkpoint's, and fp8 for bf16]
     #[arg(
         long,
@@ -108,6 +119,31 @@ pub(crate) struct Args {
         help_heading = "Search"
     )]
     policies: Vec<String>,
+    /// Values of router.prefill_weight for policy kv; the first one is the base [default: router.prefill_weight]
+    #[arg(
+        long,
+        value_name = "WEIGHTS",
+        value_delimiter = ',',
+        help_heading = "Search"
+    )]
+    prefill_weights: Vec<f64>,
+    /// Values of router.temperature for policy kv; the first one is the base [default: router.temperature]
+    #[arg(
+        long,
+        value_name = "VALUES",
+        value_delimiter = ',',
+        help_heading = "Search"
+    )]
+    temperatures: Vec<f64>,
+    /// Refused: not simulated
+    #[arg(long, hide = true, value_name = "SIZES")]
+    pipeline_parallel: Option<String>,
+    /// Refused: not simulated
+    #[arg(long, hide = true, value_name = "TIERS")]
+    kv_tiers: Option<String>,
+    /// Refused: not simulated
+    #[arg(long, hide = true, value_name = "METHODS")]
+    speculation: Option<String>,
     /// Most GPUs of a cluster
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Search")]
     max_gpus: u32,
@@ -146,6 +182,14 @@ pub(crate) struct Args {
     /// Show no progress
     #[arg(long, help_heading = "Output")]
     quiet: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Switch {
+    /// Every GPU has a part of every expert
+    Off,
+    /// Each GPU has whole experts
+    On,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -225,6 +269,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 impl Args {
     fn question(&self) -> anyhow::Result<Question> {
+        for (flag, value, what) in [
+            (
+                "pipeline-parallel",
+                &self.pipeline_parallel,
+                "pipeline parallelism",
+            ),
+            ("kv-tiers", &self.kv_tiers, "KV tiers below the GPU"),
+            ("speculation", &self.speculation, "speculative decoding"),
+        ] {
+            ensure!(
+                value.is_none(),
+                "--{flag}: {what} cannot be searched, as `slipstream simulate` does not model it; leave the flag out \
+                 (docs/plan.md has the limits)"
+            );
+        }
         let serving = self.serving.iter();
         Ok(Question {
             workload: workload(self)?,
@@ -240,6 +299,12 @@ impl Args {
             },
             gpus: self.gpus.clone(),
             tensor_parallel: self.tensor_parallel.clone(),
+            data_parallel: self.data_parallel.clone(),
+            expert_parallel: self
+                .expert_parallel
+                .iter()
+                .map(|&of| of == Switch::On)
+                .collect(),
             precision: self.precision.clone(),
             kv_cache_dtype: self.kv_cache_dtype.clone(),
             serving: serving
@@ -248,6 +313,8 @@ impl Args {
             max_num_seqs: self.max_num_seqs.clone(),
             max_num_batched_tokens: self.max_num_batched_tokens.clone(),
             policies: self.policies.clone(),
+            prefill_weights: self.prefill_weights.clone(),
+            temperatures: self.temperatures.clone(),
             max_gpus: self.max_gpus,
             prices: self.price.source(),
             seeds: self.seeds,

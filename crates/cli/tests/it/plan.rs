@@ -849,3 +849,119 @@ fn gpus_of_the_cluster_file_are_searched() {
         "{err}"
     );
 }
+
+/// Ranks, experts and the router's weight, of a mixture: the lowest cost is that of a sweep over every combination up to
+/// it. The bounds leave none of them out that could be the answer.
+#[test]
+fn ranks_experts_and_weights_are_searched_as_every_combination() {
+    const ALL: &[&str] = &[
+        "--rate=60",
+        "--isl=1500",
+        "--osl=40",
+        "--requests=300",
+        "--attain=95%",
+        "--quiet",
+    ];
+    for slo in ["--slo=ttft=250ms,itl=25ms", "--slo=ttft=100ms,itl=12ms"] {
+        let (code, json, err) = plan(&[
+            ALL,
+            &[
+                slo,
+                "--model=qwen3-30b-a3b",
+                "--gpus=h100-sxm",
+                "--precision=fp8",
+                "--tensor-parallel=1,2",
+                "--data-parallel=1,2",
+                "--expert-parallel=off,on",
+                "--serving=aggregated",
+                "--max-num-seqs=64",
+                "--max-num-batched-tokens=8192",
+                "--policies=kv",
+                "--prefill-weights=4,0",
+                "--temperatures=0",
+                "--max-gpus=16",
+                "--seeds=1",
+                "--quick",
+            ],
+        ]);
+        assert!(code == Some(0) || code == Some(1), "{err}");
+        let answer = (code == Some(0)).then(|| gpus(&json));
+        if let Some(gpus) = answer {
+            let best = &json["answers"][0]["answer"];
+            for key in ["data_parallel_size", "expert_parallel", "prefill_weight"] {
+                assert_ne!(best[key], Value::Null, "{key}: {best}");
+            }
+            assert_eq!(best["temperature"], 0.0);
+            assert!(gpus > 1, "{best}");
+        }
+        let (mut least, mut runs) = (None, 0);
+        for (tp, dp, ep) in [(1, 1, false), (1, 2, false), (1, 2, true), (2, 1, false)]
+            .into_iter()
+            .chain([(2, 1, true), (2, 2, false), (2, 2, true)])
+        {
+            let most = answer.unwrap_or(16) / (tp * dp);
+            if most == 0 {
+                continue;
+            }
+            let sets = [
+                "--set=model.preset=qwen3-30b-a3b".to_owned(),
+                "--set=engine.timing.dtype=fp8".into(),
+                "--set=engine.max_num_seqs=64".into(),
+                format!("--set=engine.tensor_parallel_size={tp}"),
+                format!("--set=engine.data_parallel_size={dp}"),
+                format!("--set=engine.enable_expert_parallel={ep}"),
+                format!("--vary=pool.main.workers=1..{most}"),
+                "--vary=router.prefill_weight=4,0".into(),
+            ];
+            let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+            let (code, out, err) = run(&[&["sweep", slo], &sets[..], ALL].concat());
+            assert_eq!(code, Some(0), "{err}");
+            for line in out.lines() {
+                let cells: Vec<&str> = line.split_whitespace().collect();
+                let workers = cells.first().and_then(|cell| cell.parse::<u64>().ok());
+                let Some(workers) = workers else { continue };
+                runs += 1;
+                if cells.contains(&"yes") {
+                    least = Some(least.unwrap_or(u64::MAX).min(workers * tp * dp));
+                }
+            }
+        }
+        assert!(runs > 7, "{runs}");
+        assert_eq!(answer, least, "{slo}");
+    }
+}
+
+#[test]
+fn axes_that_cannot_be_searched_are_refused_by_name() {
+    let base = ["plan", "--rate=2", "--slo=ttft=5s", "--model=llama-3.1-8b"];
+    for (flags, parts) in [
+        (
+            &["--pipeline-parallel=2"][..],
+            ["--pipeline-parallel", "pipeline parallelism"],
+        ),
+        (&["--kv-tiers=host"], ["--kv-tiers", "KV tiers"]),
+        (&["--speculation=mtp"], ["--speculation", "speculative decoding"]),
+        (
+            &["--expert-parallel=on"],
+            ["enable_expert_parallel", "llama-3.1-8b has no experts"],
+        ),
+        (
+            &["--data-parallel=2", "--set=engine.data_parallel_size=4"],
+            ["engine.data_parallel_size", "restrict it with --data-parallel"],
+        ),
+        (
+            &["--prefill-weights=1", "--policies=round_robin"],
+            ["--prefill-weights", "policy kv"],
+        ),
+        (
+            &["--temperatures=-1"],
+            ["--temperatures has -1", "0 to 1,000,000"],
+        ),
+    ] {
+        let (code, out, err) = run(&[&base[..], flags].concat());
+        assert_eq!(code, Some(2), "{flags:?}: {out}{err}");
+        for part in parts {
+            assert!(err.contains(part), "{flags:?}: {err}");
+        }
+    }
+}

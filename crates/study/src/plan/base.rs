@@ -43,12 +43,18 @@ pub(super) struct Base {
 }
 
 impl Base {
-    /// Reads `cluster`, or starts from the defaults. `model`: a preset, or a `config.json`.
-    pub(super) fn read(source: &ClusterSource, model: Option<&str>) -> anyhow::Result<Base> {
+    /// Reads `cluster`, or starts from the defaults. `model`: a preset, or a `config.json`. `searched`: keys that the search
+    /// sets in this question, with the flag that restricts each.
+    pub(super) fn read(
+        source: &ClusterSource,
+        model: Option<&str>,
+        searched: &[(&'static str, &'static str)],
+    ) -> anyhow::Result<Base> {
         for set in &source.sets {
             let key = set.split('=').next().unwrap_or_default().trim();
             let searched = SEARCHED
                 .iter()
+                .chain(searched)
                 .find(|(name, _)| key == *name || name.ends_with('.') && key.starts_with(name));
             if let Some((_, flag)) = searched {
                 anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");

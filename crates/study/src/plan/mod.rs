@@ -69,8 +69,12 @@ pub struct Question {
     pub cluster: ClusterSource,
     /// GPUs to choose from.
     pub gpus: Vec<String>,
-    /// GPUs of a worker.
+    /// GPUs of a rank.
     pub tensor_parallel: Vec<u32>,
+    /// Ranks of a worker; empty: the cluster file's.
+    pub data_parallel: Vec<u32>,
+    /// Whether each GPU of a worker has whole experts; empty: the cluster file's.
+    pub expert_parallel: Vec<bool>,
     /// Formats of the weights; empty: the checkpoint's, and FP8 if that is BF16.
     pub precision: Vec<String>,
     /// Formats of the KV cache.
@@ -83,6 +87,10 @@ pub struct Question {
     pub max_num_batched_tokens: Vec<u32>,
     /// Values of `router.policy`; the first one is the base.
     pub policies: Vec<String>,
+    /// Values of `router.prefill_weight` for policy `kv`; empty: the cluster file's.
+    pub prefill_weights: Vec<f64>,
+    /// Values of `router.temperature` for policy `kv`; empty: the cluster file's.
+    pub temperatures: Vec<f64>,
     /// Most GPUs of a cluster.
     pub max_gpus: u32,
     /// Prices per GPU-hour.
@@ -106,12 +114,16 @@ impl Default for Question {
             cluster: ClusterSource::default(),
             gpus: words(&["h100-sxm"]),
             tensor_parallel: vec![1, 2, 4, 8],
+            data_parallel: Vec::new(),
+            expert_parallel: Vec::new(),
             precision: Vec::new(),
             kv_cache_dtype: words(&["auto"]),
             serving: words(&["aggregated", "disaggregated"]),
             max_num_seqs: vec![256, 64, 1024],
             max_num_batched_tokens: vec![8192, 2048, 16384],
             policies: words(&["kv", "power_of_two", "round_robin"]),
+            prefill_weights: Vec::new(),
+            temperatures: Vec::new(),
             max_gpus: 1024,
             prices: PriceSource::default(),
             seeds: 3,
@@ -128,6 +140,8 @@ struct Args {
     headroom: f64,
     gpus: Vec<String>,
     tensor_parallel: Vec<u32>,
+    data_parallel: Vec<Option<u32>>,
+    expert_parallel: Vec<Option<bool>>,
     precision: Vec<Dtype>,
     kv_cache_dtype: Vec<KvCache>,
     /// Whether prefill and decode have workers of their own.
@@ -135,9 +149,20 @@ struct Args {
     max_num_seqs: Vec<u32>,
     max_num_batched_tokens: Vec<u32>,
     policies: Vec<String>,
+    prefill_weights: Vec<f64>,
+    temperatures: Vec<f64>,
     max_gpus: u32,
     seeds: u64,
     quick: bool,
+}
+
+/// The values of an axis that is searched if it has any; `None`: the cluster file's value.
+fn or_as_given<T: Copy>(values: &[T]) -> Vec<Option<T>> {
+    if values.is_empty() {
+        vec![None]
+    } else {
+        values.iter().copied().map(Some).collect()
+    }
 }
 
 impl Args {
@@ -181,6 +206,22 @@ impl Args {
         let [max_gpus] = numbers("max-gpus", &[question.max_gpus], 65_536)?[..] else {
             unreachable!("one number");
         };
+        let factors = |flag: &str, values: &[f64]| {
+            for value in values {
+                ensure!(
+                    (0.0..=1e6).contains(value),
+                    "--{flag} has {value}, but must be 0 to 1,000,000"
+                );
+            }
+            ensure!(
+                values.is_empty() || policies.iter().any(|policy| policy == "kv"),
+                "--{flag} is for the policy kv, which --policies does not have; add it, or leave --{flag} out"
+            );
+            Ok(values.to_vec())
+        };
+        if !question.data_parallel.is_empty() {
+            numbers("data-parallel", &question.data_parallel, 1024)?;
+        }
         ensure!(
             (1..=100).contains(&question.seeds),
             "--seeds is {}, but must be 1 to 100",
@@ -192,6 +233,8 @@ impl Args {
             headroom: question.headroom,
             gpus: words("gpus", &question.gpus)?,
             tensor_parallel: numbers("tensor-parallel", &question.tensor_parallel, 1024)?,
+            data_parallel: or_as_given(&question.data_parallel),
+            expert_parallel: or_as_given(&question.expert_parallel),
             precision: question
                 .precision
                 .iter()
@@ -212,10 +255,43 @@ impl Args {
                 1 << 24,
             )?,
             policies: words("policies", policies)?,
+            prefill_weights: factors("prefill-weights", &question.prefill_weights)?,
+            temperatures: factors("temperatures", &question.temperatures)?,
             max_gpus,
             seeds: question.seeds,
             quick: question.quick,
         })
+    }
+
+    /// Keys of the cluster file that this search sets, in addition to those that every search does.
+    fn own_keys(&self) -> Vec<(&'static str, &'static str)> {
+        let mut keys = Vec::new();
+        let mut add = |searched: bool, key, flag| {
+            if searched {
+                keys.push((key, flag));
+            }
+        };
+        add(
+            self.data_parallel != [None],
+            "engine.data_parallel_size",
+            "--data-parallel",
+        );
+        add(
+            self.expert_parallel != [None],
+            "engine.enable_expert_parallel",
+            "--expert-parallel",
+        );
+        add(
+            !self.prefill_weights.is_empty(),
+            "router.prefill_weight",
+            "--prefill-weights",
+        );
+        add(
+            !self.temperatures.is_empty(),
+            "router.temperature",
+            "--temperatures",
+        );
+        keys
     }
 }
 
@@ -445,7 +521,7 @@ impl Question {
             objectives.are_stated(),
             "no objective to attain; state one with --slo, such as --slo ttft=1s,itl=50ms, or `slo` of the workload's classes"
         );
-        let base = Base::read(&self.cluster, self.model.as_deref())?;
+        let base = Base::read(&self.cluster, self.model.as_deref(), &args.own_keys())?;
         let own = base.gpus();
         check_gpus(&args, &own)?;
         let prices = self.prices.read(&own)?;
@@ -679,9 +755,23 @@ fn searched(args: &Args, model: &ModelShape) -> String {
     let caches: Vec<&str> = caches
         .map(|dtype| dtype.map_or("auto", Dtype::name))
         .collect();
+    let mut more = String::new();
+    let mut add = |name: &str, values: Vec<String>| {
+        if !values.is_empty() {
+            more.push_str(&format!("; {name} {}", values.join(", ")));
+        }
+    };
+    let ranks = args.data_parallel.iter().flatten();
+    add("data parallel", ranks.map(u32::to_string).collect());
+    let experts = args.expert_parallel.iter().flatten();
+    let word = |on: &bool| if *on { "on" } else { "off" }.to_owned();
+    add("expert parallel", experts.map(word).collect());
+    let factors = |values: &[f64]| values.iter().map(|&value| number(value)).collect();
+    add("prefill weights", factors(&args.prefill_weights));
+    add("temperatures", factors(&args.temperatures));
     format!(
         "searched: GPUs {}; tensor parallel {}; weights {}; KV cache {}; max_num_seqs {}; max_num_batched_tokens {}; \
-         policies {}; up to {} GPUs",
+         policies {}{more}; up to {} GPUs",
         args.gpus.join(", "),
         numbers(&args.tensor_parallel),
         weights.join(", "),
@@ -712,10 +802,18 @@ fn shapes(
                 .iter()
                 .map(move |kv_cache| (dtype, kv_cache))
         }) {
-            for &tensor_parallel in &args.tensor_parallel {
+            let parallel = args.tensor_parallel.iter().flat_map(|&tensor| {
+                args.data_parallel.iter().flat_map(move |&data| {
+                    let experts = args.expert_parallel.iter();
+                    experts.map(move |&experts| (tensor, data, experts))
+                })
+            });
+            for (tensor_parallel, data_parallel, expert_parallel) in parallel {
                 let shape = Shape {
                     gpu: gpu.clone(),
                     tensor_parallel,
+                    data_parallel,
+                    expert_parallel,
                     dtype,
                     kv_cache,
                     prefill_share: None,
@@ -728,13 +826,21 @@ fn shapes(
                     continue;
                 }
                 let setting = &settings(args, false)[0];
-                if let Err(diagnostics) = base.resolve(&shape, setting, 1) {
-                    let first = diagnostics.iter().next().map(|m| m.message.clone());
-                    common.get_or_insert(diagnostics);
-                    excluded.push(Excluded {
-                        name: shape.name(),
-                        reason: first.unwrap_or_default(),
-                    });
+                let engine = match base.resolve(&shape, setting, 1) {
+                    Ok((cluster, _)) => cluster.pools[0].engine.clone(),
+                    Err(diagnostics) => {
+                        let first = diagnostics.iter().next().map(|m| m.message.clone());
+                        common.get_or_insert(diagnostics);
+                        excluded.push(Excluded {
+                            name: shape.name(),
+                            reason: first.unwrap_or_default(),
+                        });
+                        continue;
+                    }
+                };
+                // One GPU has whole experts in either case.
+                let alone = engine.tensor_parallel_size * engine.data_parallel_size == 1;
+                if alone && expert_parallel == Some(true) && args.expert_parallel.len() > 1 {
                     continue;
                 }
                 for serving in &args.serving {
@@ -760,12 +866,14 @@ fn shapes(
 }
 
 fn settings(args: &Args, apart: bool) -> Vec<Setting> {
-    space::settings(
-        &args.max_num_seqs,
-        &args.max_num_batched_tokens,
-        &args.policies,
-        apart,
-    )
+    let axes = space::Axes {
+        max_num_seqs: &args.max_num_seqs,
+        max_num_batched_tokens: &args.max_num_batched_tokens,
+        policies: &args.policies,
+        prefill_weights: &args.prefill_weights,
+        temperatures: &args.temperatures,
+    };
+    space::settings(&axes, apart)
 }
 
 /// The search at one load.
@@ -1059,7 +1167,8 @@ impl AtLoad<'_> {
             seqs,
             tokens.unwrap_or(1),
             gap_limit_s(&context.objectives),
-        );
+        )
+        .of_ranks(engine.data_parallel_size);
         let time_s = bound::time_s(demand, &mut *timing);
         let least = |work_s| bound::workers_min(work_s, time_s, args.attain);
         let mut shape = shape.clone();

@@ -135,6 +135,9 @@ pub(crate) struct Args {
         help_heading = "Search"
     )]
     temperatures: Vec<f64>,
+    /// Fewest workers with the cluster file's [autoscale], tried on the answer and the rows next to it: 1,2,4
+    #[arg(long, value_name = "WORKERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65_535), help_heading = "Search")]
+    autoscale_min: Vec<u32>,
     /// Refused: not simulated
     #[arg(long, hide = true, value_name = "SIZES")]
     pipeline_parallel: Option<String>,
@@ -315,6 +318,7 @@ impl Args {
             policies: self.policies.clone(),
             prefill_weights: self.prefill_weights.clone(),
             temperatures: self.temperatures.clone(),
+            autoscale_min: self.autoscale_min.clone(),
             max_gpus: self.max_gpus,
             prices: self.price.source(),
             seeds: self.seeds,

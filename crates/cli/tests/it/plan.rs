@@ -940,14 +940,20 @@ fn axes_that_cannot_be_searched_are_refused_by_name() {
             ["--pipeline-parallel", "pipeline parallelism"],
         ),
         (&["--kv-tiers=host"], ["--kv-tiers", "KV tiers"]),
-        (&["--speculation=mtp"], ["--speculation", "speculative decoding"]),
+        (
+            &["--speculation=mtp"],
+            ["--speculation", "speculative decoding"],
+        ),
         (
             &["--expert-parallel=on"],
             ["enable_expert_parallel", "llama-3.1-8b has no experts"],
         ),
         (
             &["--data-parallel=2", "--set=engine.data_parallel_size=4"],
-            ["engine.data_parallel_size", "restrict it with --data-parallel"],
+            [
+                "engine.data_parallel_size",
+                "restrict it with --data-parallel",
+            ],
         ),
         (
             &["--prefill-weights=1", "--policies=round_robin"],
@@ -964,4 +970,85 @@ fn axes_that_cannot_be_searched_are_refused_by_name() {
             assert!(err.contains(part), "{flags:?}: {err}");
         }
     }
+}
+
+/// Fewest and most workers with `[autoscale]`: the cheapest is that of every combination, each simulated by itself.
+#[test]
+fn bounds_of_autoscaling_are_searched_as_every_combination() {
+    const BURST: &[&str] = &["--rate=40", "--isl=1200", "--osl=40", "--requests=1600"];
+    const SLO: &str = "--slo=ttft=2s,itl=60ms";
+    const POLICY: &[&str] = &[
+        "--set=autoscale.policy=utilization",
+        "--set=autoscale.target=0.05",
+        "--set=autoscale.interval_s=1",
+        "--set=autoscale.cooldown_s=5",
+    ];
+    let (code, json, err) = plan(&[
+        BURST,
+        POLICY,
+        &[
+            SLO,
+            "--attain=90%",
+            "--model=llama-3.1-8b",
+            "--gpus=l40s",
+            "--precision=bf16",
+            "--tensor-parallel=1",
+            "--serving=aggregated",
+            "--max-num-seqs=256",
+            "--max-num-batched-tokens=8192",
+            "--policies=kv",
+            "--autoscale-min=1,2,4",
+            "--seeds=1",
+            "--quick",
+            "--quiet",
+        ],
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let fixed = gpus(&json);
+    assert!(fixed > 1, "{json}");
+    let scaled = &json["answers"][0]["autoscaled"];
+    let (mut least, mut runs) = (fixed as f64, 0);
+    let mut most: Vec<u64> = [1.0, 1.5, 2.0]
+        .map(|f| (f * fixed as f64).ceil() as u64)
+        .into();
+    most.dedup();
+    for workers_max in most {
+        for workers_min in [1, 2, 4].into_iter().filter(|min| *min <= workers_max) {
+            runs += 1;
+            let sets = [
+                format!("--set=pool.main.workers={workers_max}"),
+                format!("--set=autoscale.workers_min={workers_min}"),
+            ];
+            let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+            let shape = [
+                "simulate",
+                "--json",
+                "--quiet",
+                "--set=model.preset=llama-3.1-8b",
+                "--set=engine.timing.gpu=l40s",
+                "--set=engine.timing.dtype=bf16",
+                SLO,
+            ];
+            let (code, out, err) = run(&[&shape[..], &sets, POLICY, BURST].concat());
+            assert_eq!(code, Some(0), "{err}");
+            let json: Value = serde_json::from_str(&out).unwrap();
+            let mean = json["autoscale"]["pools"][0]["workers_mean"]
+                .as_f64()
+                .unwrap();
+            if json["goodput"]["share"].as_f64().unwrap() >= 0.9 && mean < least {
+                least = mean;
+            }
+        }
+    }
+    let found = scaled["best"]["workers_mean"].as_f64();
+    let found = found.expect("one of them costs less");
+    assert!((found - least).abs() < 1e-6, "{scaled}: {least}");
+    // Four at least cost no less than the answer's four.
+    assert!(scaled["left_out"].as_u64().unwrap() > 0, "{scaled}");
+    let tried = scaled["runs"].as_u64().unwrap() + scaled["left_out"].as_u64().unwrap();
+    assert_eq!(tried, runs, "{scaled}");
+    // Without a policy there is nothing to search.
+    let (code, _, err) = plan(&[LOAD, SMALL, &["--autoscale-min=1"]]);
+    assert_eq!(code, Some(2), "{err}");
+    assert!(err.contains("--autoscale-min needs a policy"), "{err}");
 }

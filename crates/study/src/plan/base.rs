@@ -40,6 +40,8 @@ pub(super) struct Base {
     sets: Vec<String>,
     /// KV transfers are to take time, and the file says nothing of a network.
     adds_network: bool,
+    /// `[autoscale]` stays for clusters that have it ([`Base::resolve_scaled`]).
+    scales: bool,
 }
 
 impl Base {
@@ -49,12 +51,14 @@ impl Base {
         source: &ClusterSource,
         model: Option<&str>,
         searched: &[(&'static str, &'static str)],
+        scales: bool,
     ) -> anyhow::Result<Base> {
         for set in &source.sets {
             let key = set.split('=').next().unwrap_or_default().trim();
             let searched = SEARCHED
                 .iter()
                 .chain(searched)
+                .filter(|(name, _)| !(scales && *name == "autoscale."))
                 .find(|(name, _)| key == *name || name.ends_with('.') && key.starts_with(name));
             if let Some((_, flag)) = searched {
                 anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");
@@ -86,6 +90,7 @@ impl Base {
             text,
             sets,
             adds_network: false,
+            scales,
         };
         // Without any worker: only the model and the shared settings. A model that fits no default GPU is
         // no mistake yet, so the engine's size is left to the candidates.
@@ -112,6 +117,7 @@ impl Base {
             ("autoscale", "[autoscale]"),
         ]
         .into_iter()
+        .filter(|(key, _)| !(self.scales && *key == "autoscale"))
         .filter_map(|(key, name)| doc.remove(key).then_some(name))
         .collect();
         (!dropped.is_empty()).then(|| {
@@ -157,12 +163,20 @@ impl Base {
     }
 
     fn doc(&self) -> Doc {
+        self.doc_with(false)
+    }
+
+    /// `scaled`: with `[autoscale]`.
+    fn doc_with(&self, scaled: bool) -> Doc {
         let mut doc = Doc::parse(&self.name, &self.text);
         doc.remove("pool");
         doc.remove("event");
-        doc.remove("autoscale");
+        if !scaled {
+            doc.remove("autoscale");
+        }
         environment(&mut doc);
-        for set in &self.sets {
+        let of_scaling = |set: &&String| set.trim_start().starts_with("autoscale.");
+        for set in self.sets.iter().filter(|set| scaled || !of_scaling(set)) {
             doc.set(set);
         }
         doc
@@ -192,6 +206,25 @@ impl Base {
             sets.push("network.mode=flows".into());
         }
         sets
+    }
+
+    /// The cluster of a candidate of up to `workers` workers, of which at least `workers_min` run; `None`: as many as the
+    /// file says.
+    pub(super) fn resolve_scaled(
+        &self,
+        shape: &Shape,
+        setting: &Setting,
+        workers_min: Option<u32>,
+        workers: u32,
+    ) -> Result<Cluster, Diagnostics> {
+        let mut doc = self.doc_with(true);
+        for set in self.sets(shape, setting, workers) {
+            doc.set(&set);
+        }
+        if let Some(workers_min) = workers_min {
+            doc.set(&format!("autoscale.workers_min={workers_min}"));
+        }
+        Ok(file::read(doc, files::read)?.0)
     }
 
     /// The cluster of a candidate, and the origin of each value.

@@ -211,6 +211,17 @@ impl<'a> Driver<'a> {
         stop_early: bool,
     ) -> anyhow::Result<Answer> {
         let cluster = self.cluster(trial)?;
+        self.simulate_on(&cluster, trial, expected, stop_early)
+    }
+
+    /// Runs one trial on a cluster of its own.
+    fn simulate_on(
+        &self,
+        cluster: &Cluster,
+        trial: &Trial,
+        expected: Option<&[u64]>,
+        stop_early: bool,
+    ) -> anyhow::Result<Answer> {
         let scaled;
         let objectives = if trial.conditions.slo == 1.0 {
             self.objectives
@@ -230,7 +241,7 @@ impl<'a> Driver<'a> {
             stop_early,
             interrupted: Some(&self.control.interrupted),
         };
-        let answer = trial::run(&cluster, &workload, &question, files::read)?;
+        let answer = trial::run(cluster, &workload, &question, files::read)?;
         self.control.check()?;
         Ok(answer)
     }
@@ -239,6 +250,20 @@ impl<'a> Driver<'a> {
     pub(super) fn whole(&mut self, trial: &Trial) -> anyhow::Result<Answer> {
         let expected = self.count(trial)?;
         let answer = self.simulate(trial, expected.as_deref(), false)?;
+        self.requests += answer.measured.requests;
+        Ok(answer)
+    }
+
+    /// Runs one trial to its end on a cluster whose workers start and stop by the load, of which at least `workers_min` run.
+    pub(super) fn scaled(&mut self, trial: &Trial, workers_min: u32) -> anyhow::Result<Answer> {
+        let shape = &self.ready.shapes[trial.shape];
+        let setting = &self.ready.settings[trial.shape][trial.setting];
+        let cluster = self
+            .base
+            .resolve_scaled(shape, setting, Some(workers_min), trial.workers)?;
+        memory::check(&cluster)?;
+        let expected = self.count(trial)?;
+        let answer = self.simulate_on(&cluster, trial, expected.as_deref(), false)?;
         self.requests += answer.measured.requests;
         Ok(answer)
     }

@@ -6,6 +6,7 @@
 mod base;
 mod driver;
 mod output;
+mod scaled;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -31,6 +32,7 @@ use slipstream_report::table::number;
 
 use self::base::Base;
 use self::driver::{Driver, trial};
+use self::scaled::Scaled;
 use crate::control::Control;
 use crate::source::{ClusterSource, PriceSource, WorkloadSource};
 use crate::{cores, files, memory};
@@ -91,6 +93,9 @@ pub struct Question {
     pub prefill_weights: Vec<f64>,
     /// Values of `router.temperature` for policy `kv`; empty: the cluster file's.
     pub temperatures: Vec<f64>,
+    /// Fewest workers with the cluster file's `[autoscale]`, each tried for the answer and the rows next to it; empty: not
+    /// tried.
+    pub autoscale_min: Vec<u32>,
     /// Most GPUs of a cluster.
     pub max_gpus: u32,
     /// Prices per GPU-hour.
@@ -124,6 +129,7 @@ impl Default for Question {
             policies: words(&["kv", "power_of_two", "round_robin"]),
             prefill_weights: Vec::new(),
             temperatures: Vec::new(),
+            autoscale_min: Vec::new(),
             max_gpus: 1024,
             prices: PriceSource::default(),
             seeds: 3,
@@ -151,6 +157,7 @@ struct Args {
     policies: Vec<String>,
     prefill_weights: Vec<f64>,
     temperatures: Vec<f64>,
+    autoscale_min: Vec<u32>,
     max_gpus: u32,
     seeds: u64,
     quick: bool,
@@ -219,6 +226,9 @@ impl Args {
             );
             Ok(values.to_vec())
         };
+        if !question.autoscale_min.is_empty() {
+            numbers("autoscale-min", &question.autoscale_min, 65_535)?;
+        }
         if !question.data_parallel.is_empty() {
             numbers("data-parallel", &question.data_parallel, 1024)?;
         }
@@ -257,6 +267,7 @@ impl Args {
             policies: words("policies", policies)?,
             prefill_weights: factors("prefill-weights", &question.prefill_weights)?,
             temperatures: factors("temperatures", &question.temperatures)?,
+            autoscale_min: question.autoscale_min.clone(),
             max_gpus,
             seeds: question.seeds,
             quick: question.quick,
@@ -285,6 +296,16 @@ impl Args {
             !self.prefill_weights.is_empty(),
             "router.prefill_weight",
             "--prefill-weights",
+        );
+        add(
+            !self.autoscale_min.is_empty(),
+            "autoscale.workers_min",
+            "--autoscale-min",
+        );
+        add(
+            !self.autoscale_min.is_empty(),
+            "autoscale.workers_max",
+            "--max-gpus",
         );
         add(
             !self.temperatures.is_empty(),
@@ -397,6 +418,8 @@ struct Found {
     headroom: Option<(f64, Option<f64>)>,
     step_error: Option<StepError>,
     others: Vec<Row>,
+    /// The cheapest with `[autoscale]`; `None`: it was not searched.
+    scaled: Option<Scaled>,
     /// Shapes that the bounds exclude, with the most that they can reach.
     ideal: Vec<(String, Ideal)>,
     sensitivity: Vec<Sensitivity>,
@@ -521,7 +544,12 @@ impl Question {
             objectives.are_stated(),
             "no objective to attain; state one with --slo, such as --slo ttft=1s,itl=50ms, or `slo` of the workload's classes"
         );
-        let base = Base::read(&self.cluster, self.model.as_deref(), &args.own_keys())?;
+        let base = Base::read(
+            &self.cluster,
+            self.model.as_deref(),
+            &args.own_keys(),
+            !args.autoscale_min.is_empty(),
+        )?;
         let own = base.gpus();
         check_gpus(&args, &own)?;
         let prices = self.prices.read(&own)?;
@@ -551,6 +579,9 @@ impl Question {
                 asked.model,
                 output::excluded(&asked.excluded)
             );
+        }
+        if !args.autoscale_min.is_empty() {
+            scaled::check(&base, &shapes, &settings(&args, false)[0])?;
         }
         Ok(Plan {
             notes: base.note_dropped().into_iter().collect(),
@@ -769,6 +800,8 @@ fn searched(args: &Args, model: &ModelShape) -> String {
     let factors = |values: &[f64]| values.iter().map(|&value| number(value)).collect();
     add("prefill weights", factors(&args.prefill_weights));
     add("temperatures", factors(&args.temperatures));
+    let least = args.autoscale_min.iter().map(u32::to_string).collect();
+    add("fewest workers with [autoscale]", least);
     format!(
         "searched: GPUs {}; tensor parallel {}; weights {}; KV cache {}; max_num_seqs {}; max_num_batched_tokens {}; \
          policies {}{more}; up to {} GPUs",
@@ -1097,6 +1130,18 @@ impl AtLoad<'_> {
             .into_iter()
             .map(|sized| row(&mut driver, sized, main, now))
             .collect::<anyhow::Result<Vec<Row>>>()?;
+        let scaled = if args.autoscale_min.is_empty() {
+            None
+        } else {
+            let rows: Vec<&Row> = std::iter::once(&best_row).chain(&others).collect();
+            Some(scaled::search(
+                &mut driver,
+                &rows,
+                &args.autoscale_min,
+                last,
+                plain,
+            )?)
+        };
         let by_load = driver
             .complete
             .iter()
@@ -1121,6 +1166,7 @@ impl AtLoad<'_> {
             headroom,
             step_error,
             others,
+            scaled,
             ideal,
             sensitivity,
             by_workers,

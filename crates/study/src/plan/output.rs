@@ -410,6 +410,39 @@ fn repeat(
     })
 }
 
+/// The cheapest with `[autoscale]` in one line; `None`: it was not searched.
+fn scaled(context: &Asked, found: &Found) -> Option<String> {
+    let scaled = found.scaled.as_ref()?;
+    let effort = format!(
+        "{}, {} left out by cost",
+        counted(scaled.tried as u64, "run"),
+        scaled.left_out
+    );
+    Some(match &scaled.best {
+        None => format!("with autoscaling: nothing that was tried costs less ({effort})"),
+        Some(of) => format!(
+            "with autoscaling: {} to {} x ({}), {}: {} workers on average, {} instead of {}; attained {} ({effort})",
+            of.workers_min,
+            of.workers_max,
+            of.name,
+            of.setting,
+            number(of.workers_mean),
+            cost_of(context, of.cost),
+            cost_of(context, found.best.sized.cost),
+            percent(of.share)
+        ),
+    })
+}
+
+/// A cost per hour in words.
+fn cost_of(context: &Asked, cost: f64) -> String {
+    if context.priced {
+        format!("{cost:.2} per hour")
+    } else {
+        format!("{} GPUs", number(cost))
+    }
+}
+
 /// Everything as text, the answers first.
 pub(super) fn text(
     context: &Asked,
@@ -445,6 +478,7 @@ pub(super) fn text(
         }
         text.push_str(&table.render(false));
         text.extend([format!("{}\n", effort(found))]);
+        text.extend(scaled(context, found).map(|line| format!("{line}\n")));
         let notes = [
             step_note(found),
             classes(context, &found.best),
@@ -576,6 +610,21 @@ pub(super) fn json(
                     "other_workers": knob.sizes.get(1).map(|size| size.map(|size| size.workers)),
                     "choice": choice(&knob.sizes).map(|at| if at == 0 { "same" } else { "other" }),
                 })).collect::<Vec<_>>(),
+                "autoscaled": found.scaled.as_ref().map(|scaled| json!({
+                    "runs": scaled.tried,
+                    "left_out": scaled.left_out,
+                    "best": scaled.best.as_ref().map(|of| json!({
+                        "name": of.name,
+                        "settings": of.setting,
+                        "workers_min": of.workers_min,
+                        "workers_max": of.workers_max,
+                        "workers_mean": of.workers_mean,
+                        "cost_per_hour": context.priced.then_some(of.cost),
+                        "gpus_mean": (!context.priced).then_some(of.cost),
+                        "attained": of.share,
+                        "digest": format!("{:016x}", of.digest),
+                    })),
+                })),
                 "ideal": ideal_json(&found.ideal),
                 "simulated_requests": found.search_requests,
                 "simulated_requests_in_all": found.all_requests,

@@ -9,6 +9,7 @@ use slipstream_planes::clock::monotonic_ns;
 
 use crate::account::Account;
 use crate::budget::ClientUse;
+use crate::direct::Wire;
 use crate::limits::KeyUse;
 use crate::openai::ApiError;
 use crate::service::Limits;
@@ -27,8 +28,8 @@ pub(crate) struct Connection {
     progress_ns: Cell<u64>,
     /// A request has come.
     served: Cell<bool>,
-    /// All that was written has been given to the system.
-    flushed: Cell<bool>,
+    /// Its socket, if the connection is served.
+    wire: Wire,
 }
 
 /// Why a connection ends that its client leaves open.
@@ -49,18 +50,19 @@ impl Connection {
             unread: Cell::new(0),
             progress_ns: Cell::new(monotonic_ns()),
             served: Cell::new(false),
-            flushed: Cell::new(true),
+            wire: Wire::default(),
         })
     }
 
-    pub(crate) fn set_flushed(&self, flushed: bool) {
-        self.flushed.set(flushed);
+    /// Its socket.
+    pub(crate) fn wire(&self) -> &Wire {
+        &self.wire
     }
 
     /// Since when the connection has had no request after its last one, ns; `None`: it has one, had none yet, or its
     /// last answer is not written.
     pub(crate) fn idle_since(&self) -> Option<u64> {
-        let is_idle = self.served.get() && self.open.get() == 0 && self.flushed.get();
+        let is_idle = self.served.get() && self.open.get() == 0 && self.wire.is_flushed();
         is_idle.then(|| self.progress_ns.get())
     }
 
@@ -204,6 +206,11 @@ impl Owner {
     /// The client has read some of the answer.
     pub(crate) fn progress(&self) {
         self.connection.progress_ns.set(monotonic_ns());
+    }
+
+    /// The socket of its connection.
+    pub(crate) fn wire(&self) -> &Wire {
+        &self.connection.wire
     }
 
     /// The account of the request.

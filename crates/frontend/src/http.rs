@@ -17,7 +17,7 @@ use hyper::header::{
     AUTHORIZATION, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName,
     HeaderValue, ORIGIN, RETRY_AFTER, VARY,
 };
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode, Version};
 use slipstream_base::{Stage, StageTimes, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
@@ -291,6 +291,7 @@ pub(crate) async fn handle(
     }
     let origin = allowed_origin(&shard.service, request.headers());
     let is_head = *request.method() == Method::HEAD;
+    let is_http11 = request.version() == Version::HTTP_11;
     let is_message = request.uri().path().starts_with(MESSAGES);
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
@@ -355,6 +356,14 @@ pub(crate) async fn handle(
     }
     if is_head || body.is_end_stream() {
         owner.account().note_end(AnswerEnd::Complete); // no body is asked for
+    }
+    // Chunks, with nothing between the events and the socket.
+    if let Content::Stream(stream) = &body.content
+        && is_http11
+        && body.breaking.is_none()
+        && shard.service.direct_writes
+    {
+        stream.allow_direct();
     }
     body.owner = Some(owner);
     Ok(response)

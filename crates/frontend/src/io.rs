@@ -1,24 +1,26 @@
 //! A client's socket, with a deadline for clients that do not read.
 
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::{Buf, Bytes};
+use bytes::{Buf, Bytes, BytesMut};
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::connection::Connection;
+use crate::direct::Wire;
 
-/// A TCP stream whose writes fail once the peer has taken nothing for `write_timeout`.
+/// A TCP stream whose writes fail once the peer has taken nothing for `write_timeout`. What the shard has left of
+/// a chunk ([`crate::direct`]) is written first.
 ///
 /// The timer exists only while a write is blocked, so a client that reads costs nothing here.
 pub(crate) struct ClientIo {
-    inner: TokioIo<TcpStream>,
     write_timeout: Duration,
     blocked: Option<Pin<Box<Sleep>>>,
     on_cut: Box<dyn Fn()>,
@@ -35,8 +37,8 @@ impl ClientIo {
         write_timeout: Duration,
         on_cut: impl Fn() + 'static,
     ) -> ClientIo {
+        client.wire().connect(stream);
         ClientIo {
-            inner: TokioIo::new(stream),
             write_timeout,
             blocked: None,
             on_cut: Box::new(on_cut),
@@ -52,7 +54,47 @@ impl ClientIo {
 
     /// Waits until there is something to read, or the client has closed the connection.
     pub(crate) async fn readable(&self) {
-        let _ = self.inner.inner().readable().await; // an error shows as it is read
+        // An error shows as it is read.
+        let _ = poll_fn(|cx| {
+            self.wire()
+                .poll(|socket| socket.inner().poll_read_ready(cx))
+        })
+        .await;
+    }
+
+    fn wire(&self) -> &Wire {
+        self.client.wire()
+    }
+
+    /// Writes what is owed.
+    fn poll_owed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let wire = self.client.wire();
+        let mut owed = wire.owed();
+        while !owed.is_empty() {
+            match ready!(wire.poll(|socket| Pin::new(socket).poll_write(cx, &owed)))? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                count => owed.advance(count),
+            }
+            self.blocked = None;
+        }
+        if owed.capacity() > 0 {
+            *owed = BytesMut::new();
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Writes with `write`, behind what is owed.
+    fn poll_behind_owed<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        write: impl FnOnce(Pin<&mut TokioIo<TcpStream>>, &mut Context<'_>) -> Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        let outcome = match self.poll_owed(cx) {
+            Poll::Ready(Ok(())) => self.wire().poll(|socket| write(Pin::new(socket), cx)),
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Pending => Poll::Pending,
+        };
+        self.watch(cx, outcome)
     }
 
     /// Passes a write's outcome on, and keeps the deadline of blocked writes.
@@ -92,7 +134,8 @@ impl Read for ClientIo {
             self.unread.advance(count);
             return Poll::Ready(Ok(()));
         }
-        Pin::new(&mut self.inner).poll_read(cx, buf)
+        self.wire()
+            .poll(|socket| Pin::new(socket).poll_read(cx, buf))
     }
 }
 
@@ -102,9 +145,8 @@ impl Write for ClientIo {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.client.set_flushed(false);
-        let outcome = Pin::new(&mut self.inner).poll_write(cx, buf);
-        self.watch(cx, outcome)
+        self.wire().set_flushed(false);
+        self.poll_behind_owed(cx, |socket, cx| socket.poll_write(cx, buf))
     }
 
     fn poll_write_vectored(
@@ -112,25 +154,29 @@ impl Write for ClientIo {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.client.set_flushed(false);
-        let outcome = Pin::new(&mut self.inner).poll_write_vectored(cx, bufs);
-        self.watch(cx, outcome)
+        self.wire().set_flushed(false);
+        self.poll_behind_owed(cx, |socket, cx| socket.poll_write_vectored(cx, bufs))
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.inner.is_write_vectored()
+        true
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let outcome = Pin::new(&mut self.inner).poll_flush(cx);
+        let outcome = self.poll_behind_owed(cx, TokioIo::poll_flush);
         // Called once nothing is buffered in front of it.
-        self.client
+        self.wire()
             .set_flushed(matches!(outcome, Poll::Ready(Ok(()))));
-        self.watch(cx, outcome)
+        outcome
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let outcome = Pin::new(&mut self.inner).poll_shutdown(cx);
-        self.watch(cx, outcome)
+        self.poll_behind_owed(cx, TokioIo::poll_shutdown)
+    }
+}
+
+impl Drop for ClientIo {
+    fn drop(&mut self) {
+        self.wire().hang_up();
     }
 }

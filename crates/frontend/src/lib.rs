@@ -38,6 +38,7 @@ mod account;
 mod alarm;
 mod budget;
 mod connection;
+mod direct;
 mod dispatching;
 mod duplex;
 mod embeddings;

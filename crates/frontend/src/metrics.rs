@@ -234,6 +234,8 @@ pub(crate) struct ShardMetrics {
     pub(crate) plane_silent: Count,
     pub(crate) frames: Count,
     pub(crate) flushes: Count,
+    /// Those of them that went past the task of their connection.
+    pub(crate) direct_writes: Count,
     pub(crate) prompt_tokens: Count,
     pub(crate) generation_tokens: Count,
     pub(crate) cached_tokens: Count,
@@ -309,6 +311,7 @@ impl ShardMetrics {
             plane_silent: Count::default(),
             frames: Count::default(),
             flushes: Count::default(),
+            direct_writes: Count::default(),
             prompt_tokens: Count::default(),
             generation_tokens: Count::default(),
             cached_tokens: Count::default(),
@@ -1002,6 +1005,12 @@ impl Collector for FrontendCollector {
             "slipstream_flushes",
             "Body pieces handed to sockets",
             |s| &s.flushes,
+        )?;
+        self.counter(
+            e,
+            "slipstream_direct_writes",
+            "Body pieces that shards wrote themselves",
+            |s| &s.direct_writes,
         )?;
         let mut family = e.encode_descriptor(
             "slipstream_hand_over",

@@ -480,13 +480,20 @@ struct Connection {
 
 impl Connection {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<LinkError> {
-        match self.turn(cx) {
-            Ok(true) => {
-                yield_turn(cx);
+        let turned = self.turn(cx);
+        // Also if it was the last turn.
+        let more = self.shard.write_some();
+        match turned {
+            Err(error) => {
+                while self.shard.write_some() {}
+                Poll::Ready(error)
+            }
+            Ok(again) => {
+                if again || more {
+                    yield_turn(cx);
+                }
                 Poll::Pending
             }
-            Ok(false) => Poll::Pending,
-            Err(error) => Poll::Ready(error),
         }
     }
 

@@ -71,6 +71,9 @@ const WHOLE_TOKEN_BYTES: u64 = 16;
 /// Room for nearly any event.
 const EVENT_BYTES: usize = 512;
 
+/// Room that a stream keeps for its next events once the shard has written those before.
+const WRITTEN_BYTES_KEPT: usize = 2 << 10;
+
 /// Makes room for an event. A buffer that grows by itself ends at odd sizes, up to twice the bound.
 #[inline]
 fn make_room(out: &mut BytesMut) {
@@ -107,6 +110,18 @@ pub(crate) struct Taken {
     pub(crate) begins: bool,
     /// The worker should stop: a stop string was found, or the reply has failed.
     pub(crate) kill: bool,
+    /// It is to be written at the end of the turn ([`Shard::write_some`]).
+    pub(crate) due: bool,
+}
+
+/// Whether the shard writes events to the socket itself (`direct.rs`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direct {
+    /// The client's side takes all events.
+    Off,
+    /// As soon as the head of the answer and its first events are written.
+    Allowed,
+    On,
 }
 
 /// See the module's text.
@@ -208,6 +223,9 @@ pub(crate) struct ReplyState {
     charge: Option<Charge>,
     unread_bytes_max: usize,
     waker: Option<Waker>,
+    direct: Direct,
+    /// It waits for its turn to be written by the shard.
+    due: bool,
     /// Room for input from the client, if more may come.
     input: InputState,
     pub(crate) times: StageTimes,
@@ -463,6 +481,8 @@ impl ReplyState {
             charge,
             unread_bytes_max,
             waker: None,
+            direct: Direct::Off,
+            due: false,
             input: InputState {
                 turns_asked: 1,
                 ..InputState::default()
@@ -501,6 +521,45 @@ impl ReplyState {
         if self.complete {
             self.wake_input();
         }
+    }
+
+    /// Events are rendered: the shard writes them at the end of its turn (true, once), or the client's side is
+    /// woken to take them.
+    #[inline]
+    fn announce(&mut self) -> bool {
+        let writes = self.direct == Direct::On && self.waker.is_some();
+        if writes && !self.complete && !self.paused {
+            return !std::mem::replace(&mut self.due, true);
+        }
+        self.wake();
+        false
+    }
+
+    /// Events that the shard may write itself, although it is no longer the same turn. Otherwise the client's
+    /// side has been woken to take them.
+    pub(crate) fn take_due(&mut self) -> Option<&[u8]> {
+        self.due = false;
+        if self.complete || self.paused {
+            self.wake();
+        }
+        // Without a waker the client's side is about to look.
+        (self.waker.is_some() && !self.out.is_empty()).then_some(&self.out)
+    }
+
+    /// The shard has written them. `wake`: the client's side is needed for a rest.
+    pub(crate) fn on_written(&mut self, wake: bool) {
+        self.out.clear();
+        if self.out.capacity() > WRITTEN_BYTES_KEPT {
+            self.out = BytesMut::new();
+        }
+        if wake {
+            self.wake();
+        }
+    }
+
+    /// The shard may not write them now.
+    pub(crate) fn on_unwritten(&mut self) {
+        self.wake();
     }
 
     /// The worker has room for so much more input.
@@ -639,11 +698,13 @@ impl ReplyState {
         sequence.last_token_ns = now_ns;
         sequence.last_token = *tokens.last().expect("an entry of tokens holds one");
         metrics.generation_tokens.add(tokens.len() as u64);
-        taken.kill = if self.shape.stream {
-            self.stream_tokens(index, &NewTokens { tokens, ..*new }, text, metrics)
+        if self.shape.stream {
+            let new = NewTokens { tokens, ..*new };
+            taken.kill = self.stream_tokens(index, &new, text, metrics);
+            taken.due = self.announce();
         } else {
-            self.gather_tokens(index, tokens, text, metrics)
-        };
+            taken.kill = self.gather_tokens(index, tokens, text, metrics);
+        }
         taken
     }
 
@@ -721,7 +782,6 @@ impl ReplyState {
         if new.first.is_some() {
             self.times.note(Stage::Rendered, monotonic_ns());
         }
-        self.wake();
         stopped
     }
 
@@ -1929,6 +1989,11 @@ impl ReplyBody {
         ReplyBody { handle, refills: 0 }
     }
 
+    /// The shard may write events to the client's socket itself, as chunks of HTTP/1.1.
+    pub(crate) fn allow_direct(&self) {
+        self.handle.reply.state.borrow_mut().direct = Direct::Allowed;
+    }
+
     /// Why the reply failed, if it did: the error that its last event has.
     pub(crate) fn error(&self) -> Option<ApiError> {
         self.handle.reply.state.borrow().error.clone()
@@ -1960,6 +2025,11 @@ impl ReplyBody {
             if !state.out.is_empty() {
                 if state.times.at(Stage::Rendered).is_some() {
                     state.times.note(Stage::Written, monotonic_ns());
+                }
+                if state.direct != Direct::Off {
+                    state.direct = Direct::On;
+                    // Until it is written, nothing goes past it.
+                    handle.reply.client.owner().wire().set_flushed(false);
                 }
                 shard.metrics.flushes.add(1);
                 Poll::Ready(Some(Ok(Frame::data(state.out.split().freeze()))))

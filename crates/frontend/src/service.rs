@@ -70,6 +70,8 @@ pub struct Service {
     /// Locks all shards' stream tables by one mutex, to measure what it costs to share them.
     #[cfg(feature = "bench")]
     pub locked_table: bool,
+    /// Shards write tokens to sockets themselves where they can. Off only to compare. Usually on.
+    pub direct_writes: bool,
     /// Seed of what requests leave open: the content of answers without `seed`, request ids.
     pub seed: u64,
 }

@@ -16,6 +16,7 @@ use slipstream_planes::{
 
 use crate::budget::Budget;
 use crate::connection::Client;
+use crate::direct::Due;
 use crate::dispatching::Dispatching;
 use crate::helpers::Helpers;
 use crate::kv_network::KvNetwork;
@@ -78,6 +79,8 @@ pub(crate) struct Shard {
     /// Those that later requests may continue.
     pub(crate) responses: Arc<ResponseStore>,
     pub(crate) replies: Replies,
+    /// Streams that it writes itself.
+    pub(crate) due: Due,
     pub(crate) meter: Meter,
     /// The server shuts down.
     pub(crate) draining: Cell<bool>,
@@ -156,6 +159,7 @@ impl Shard {
             helpers,
             responses,
             replies: Replies::default(),
+            due: Due::default(),
             draining: Cell::new(false),
             requests: Cell::new(0),
             log: LogPace::default(),
@@ -235,8 +239,13 @@ impl Shard {
                 .frames(FRAMES_PER_TURN, |frame| self.on_frame(frame, None))
                 .await
             {
-                // The replies that this filled are woken; let them write before the next frames.
-                Polled::Frames(_) => tokio::task::yield_now().await,
+                Polled::Frames(_) => {
+                    while self.write_some() {
+                        tokio::task::yield_now().await;
+                    }
+                    // Other replies that this filled are woken; let them write before the next frames.
+                    tokio::task::yield_now().await;
+                }
                 Polled::ThreadGone(thread) => {
                     let lost = |worker| port.thread_of(worker) == thread;
                     for fleet in self.service.fleets.each() {
@@ -341,6 +350,9 @@ impl Shard {
             }
             let taken = state.on_tokens(sequence, &new, &self.service.text, &self.metrics);
             let credit = state.credit_due(sequence);
+            if taken.due {
+                self.due.push(feed.reply.clone());
+            }
             Some((rank, taken, credit))
         });
         if let Some(Some((rank, taken, credit))) = found {

@@ -810,6 +810,7 @@ impl<'a> World<'a> {
             management: Arc::default(),
             image_tokens: 0,
             created: 0,
+            direct_writes: true,
             seed: self.plan.seed,
         };
         let remote = RemoteLimits {

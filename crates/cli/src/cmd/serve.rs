@@ -549,6 +549,7 @@ pub(super) fn service(
             .map_or(0, |since| since.as_secs()),
         #[cfg(feature = "bench")]
         locked_table: false,
+        direct_writes: true,
         seed,
     })
 }

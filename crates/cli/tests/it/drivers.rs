@@ -680,6 +680,7 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
         created: 0,
         #[cfg(feature = "bench")]
         locked_table: false,
+        direct_writes: true,
         seed: 1,
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! While a task of a shard is polled, all other clients of that shard wait. [`Metered`] measures the CPU
 //! time of each poll: time that the kernel gave to other threads does not count. It is never too low, and at
-//! most a millisecond too high. A poll costs one reading of the wall clock. The clock of a thread's CPU time
-//! takes a system call, so it is read only once per millisecond and after long polls.
+//! most about a millisecond too high. A poll costs two readings of the wall clock. The clock of a thread's CPU time
+//! takes a system call, so it is read only after long polls and once per millisecond of work: a shard with a few
+//! short polls per step of its engines reads it every fifth step.
 
 use std::cell::Cell;
 use std::pin::Pin;
@@ -17,8 +18,10 @@ use crate::metrics::ShardMetrics;
 
 /// Polls that took less time than this are not looked at further, ns.
 const LONG_NS: u64 = 200_000;
-/// Age at which a reading of the CPU clock is replaced, ns.
+/// Work after which a reading of the CPU clock is replaced, ns.
 const STALE_NS: u64 = 1_000_000;
+/// Work between two polls at most, ns: the runtime's own. The rest of that time is sleep.
+const BETWEEN_NS: u64 = 200_000;
 
 /// Measures the polls of a shard's tasks.
 #[derive(Clone)]
@@ -26,24 +29,19 @@ pub(crate) struct Meter {
     metrics: Arc<ShardMetrics>,
     /// When the last poll ended, wall time.
     ended_ns: Rc<Cell<u64>>,
-    last: Rc<Cell<Reading>>,
-}
-
-/// The two clocks at one time.
-#[derive(Clone, Copy, Default)]
-struct Reading {
-    wall_ns: u64,
-    cpu_ns: u64,
+    /// CPU time when it was last read.
+    cpu_ns: Rc<Cell<u64>>,
+    /// Work since then, ns: no less than its CPU time.
+    worked_ns: Rc<Cell<u64>>,
 }
 
 impl Meter {
     pub(crate) fn new(metrics: Arc<ShardMetrics>) -> Meter {
-        let wall_ns = monotonic_ns();
-        let cpu_ns = thread_cpu_ns();
         Meter {
             metrics,
-            ended_ns: Rc::new(Cell::new(wall_ns)),
-            last: Rc::new(Cell::new(Reading { wall_ns, cpu_ns })),
+            ended_ns: Rc::new(Cell::new(monotonic_ns())),
+            cpu_ns: Rc::new(Cell::new(thread_cpu_ns())),
+            worked_ns: Rc::default(),
         }
     }
 
@@ -58,19 +56,26 @@ impl Meter {
         })
     }
 
-    /// A poll has ended. It began after the one before it had ended.
+    /// A poll that began at `began_ns` has ended.
     #[inline]
-    fn on_polled(&self) {
+    fn on_polled(&self, began_ns: u64) {
         let now = monotonic_ns();
-        let before = self.ended_ns.replace(now);
-        let read = self.last.get();
-        if now - before < LONG_NS && now - read.wall_ns < STALE_NS {
-            return;
+        let took = now.saturating_sub(began_ns);
+        let between = began_ns.saturating_sub(self.ended_ns.replace(now));
+        let worked = self.worked_ns.get() + took + between.min(BETWEEN_NS);
+        self.worked_ns.set(worked);
+        if took >= LONG_NS || worked >= STALE_NS {
+            self.look(took);
         }
-        self.read(now);
+    }
+
+    /// Reads the CPU clock after a poll that took `took_ns`.
+    #[cold]
+    fn look(&self, took_ns: u64) {
+        self.worked_ns.set(0);
+        let now = thread_cpu_ns();
         // Of this poll, and of the millisecond before it at most: shorter polls have not been looked at.
-        let cpu_ns = self.last.get().cpu_ns - read.cpu_ns;
-        let cpu_ns = cpu_ns.min(now - before);
+        let cpu_ns = now.saturating_sub(self.cpu_ns.replace(now)).min(took_ns);
         if cpu_ns < LONG_NS {
             return;
         }
@@ -78,11 +83,6 @@ impl Meter {
         if cpu_ns > self.metrics.poll_max_ns.get() {
             self.metrics.poll_max_ns.set(cpu_ns);
         }
-    }
-
-    fn read(&self, wall_ns: u64) {
-        let cpu_ns = thread_cpu_ns();
-        self.last.set(Reading { wall_ns, cpu_ns });
     }
 }
 
@@ -108,8 +108,9 @@ impl Future for Metered {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let began_ns = monotonic_ns();
         let polled = self.task.as_mut().poll(cx);
-        self.meter.on_polled();
+        self.meter.on_polled(began_ns);
         polled
     }
 }

@@ -1,41 +1,64 @@
 //! Waking a shard on time.
 
-use std::future::pending;
-use std::io;
+use std::future::{pending, poll_fn};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use slipstream_planes::clock::{is_simulated, monotonic_ns};
+use tokio::time::{Sleep, sleep};
 
 /// Wakes a task at a time of `CLOCK_MONOTONIC`. The runtime's own timers count in milliseconds, as
 /// long as a prompt's keys and values may take; Linux's count in nanoseconds.
-pub(crate) struct Alarm(Option<timer::Timer>);
+pub(crate) struct Alarm {
+    timer: Option<timer::Timer>,
+    /// Without a timer file: the time that is waited for.
+    sleep: Option<(u64, Pin<Box<Sleep>>)>,
+}
 
 impl Alarm {
     /// An alarm of the runtime at hand.
     pub(crate) fn new() -> Alarm {
-        if slipstream_planes::clock::is_simulated() {
-            return Alarm(None);
-        }
-        Alarm(
+        let timer = || {
             timer::Timer::new()
                 .inspect_err(|error| {
                     tracing::warn!(%error, "no timer file; waits are as exact as milliseconds");
                 })
-                .ok(),
-        )
+                .ok()
+        };
+        Alarm {
+            timer: if is_simulated() { None } else { timer() },
+            sleep: None,
+        }
     }
 
     /// Returns once the clock says `at_ns`; never for `None`. It may return early.
     pub(crate) async fn wait_until(&mut self, at_ns: Option<u64>) {
-        let Some(at_ns) = at_ns else {
-            return pending().await;
-        };
-        let waited: io::Result<()> = match &mut self.0 {
-            Some(timer) => timer.wait_until(at_ns).await,
-            None => Err(io::ErrorKind::Unsupported.into()),
-        };
-        if waited.is_err() {
-            let now = slipstream_planes::clock::monotonic_ns();
-            let left = std::time::Duration::from_nanos(at_ns.saturating_sub(now));
-            tokio::time::sleep(left).await;
+        match at_ns {
+            Some(at_ns) => poll_fn(|cx| self.poll_until(at_ns, cx)).await,
+            None => pending().await,
         }
+    }
+
+    /// As [`wait_until`](Self::wait_until).
+    pub(crate) fn poll_until(&mut self, at_ns: u64, cx: &mut Context<'_>) -> Poll<()> {
+        if let Some(timer) = &mut self.timer {
+            match timer.poll_until(at_ns, cx) {
+                Poll::Ready(Err(_)) => self.timer = None,
+                Poll::Ready(Ok(())) => return Poll::Ready(()),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+        if self.sleep.as_ref().is_none_or(|(at, _)| *at != at_ns) {
+            let left = Duration::from_nanos(at_ns.saturating_sub(monotonic_ns()));
+            self.sleep = Some((at_ns, Box::pin(sleep(left))));
+        }
+        let Some((_, sleep)) = &mut self.sleep else {
+            return Poll::Ready(());
+        };
+        std::task::ready!(sleep.as_mut().poll(cx));
+        self.sleep = None;
+        Poll::Ready(())
     }
 }
 
@@ -43,15 +66,21 @@ impl Alarm {
 mod timer {
     use std::io;
     use std::os::fd::OwnedFd;
+    use std::task::{Context, Poll, ready};
 
     use rustix::time::{
         Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
         timerfd_settime,
     };
+    use slipstream_planes::clock::monotonic_ns;
     use tokio::io::unix::AsyncFd;
 
     /// A timerfd(2), which has no slack.
-    pub(super) struct Timer(AsyncFd<OwnedFd>);
+    pub(super) struct Timer {
+        file: AsyncFd<OwnedFd>,
+        /// The time that it is set to; 0: it has passed.
+        set_ns: u64,
+    }
 
     impl Timer {
         pub(super) fn new() -> io::Result<Timer> {
@@ -62,32 +91,41 @@ mod timer {
                 reason = "an `OwnedFd` is one descriptor from its making to its drop, which is what \
                           the unsafe `register` asks for and this crate may not promise"
             )]
-            Ok(Timer(AsyncFd::new(file)?))
+            let file = AsyncFd::new(file)?;
+            Ok(Timer { file, set_ns: 0 })
         }
 
-        pub(super) async fn wait_until(&mut self, at_ns: u64) -> io::Result<()> {
-            let zero = Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            };
+        /// One system call per time. The file is not read: setting it again clears it, and the poller reports
+        /// each time once.
+        pub(super) fn poll_until(
+            &mut self,
+            at_ns: u64,
+            cx: &mut Context<'_>,
+        ) -> Poll<io::Result<()>> {
             // A time of 0 would disarm it.
             let at_ns = at_ns.max(1);
-            let at = Itimerspec {
-                it_interval: zero,
-                it_value: Timespec {
-                    tv_sec: (at_ns / 1_000_000_000).cast_signed(),
-                    tv_nsec: (at_ns % 1_000_000_000).cast_signed(),
-                },
-            };
-            timerfd_settime(&self.0, TimerfdTimerFlags::ABSTIME, &at)?;
+            if self.set_ns != at_ns {
+                let zero = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 0,
+                };
+                let at = Itimerspec {
+                    it_interval: zero,
+                    it_value: Timespec {
+                        tv_sec: (at_ns / 1_000_000_000).cast_signed(),
+                        tv_nsec: (at_ns % 1_000_000_000).cast_signed(),
+                    },
+                };
+                timerfd_settime(&self.file, TimerfdTimerFlags::ABSTIME, &at)?;
+                self.set_ns = at_ns;
+            }
             loop {
-                let mut ready = self.0.readable().await?;
-                let mut count = [0; 8];
-                match rustix::io::read(&self.0, &mut count) {
-                    Ok(_) => return Ok(()),
-                    // Readiness of an earlier setting.
-                    Err(rustix::io::Errno::AGAIN) => ready.clear_ready(),
-                    Err(error) => return Err(error.into()),
+                let mut ready = ready!(self.file.poll_read_ready(cx))?;
+                ready.clear_ready();
+                // Or it was the readiness of an earlier setting.
+                if monotonic_ns() >= at_ns {
+                    self.set_ns = 0;
+                    return Poll::Ready(Ok(()));
                 }
             }
         }
@@ -97,6 +135,7 @@ mod timer {
 #[cfg(not(target_os = "linux"))]
 mod timer {
     use std::io;
+    use std::task::{Context, Poll};
 
     /// None here.
     pub(super) struct Timer;
@@ -106,8 +145,8 @@ mod timer {
             Err(io::ErrorKind::Unsupported.into())
         }
 
-        pub(super) async fn wait_until(&mut self, _at_ns: u64) -> io::Result<()> {
-            Err(io::ErrorKind::Unsupported.into())
+        pub(super) fn poll_until(&mut self, _: u64, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Err(io::ErrorKind::Unsupported.into()))
         }
     }
 }
@@ -115,7 +154,6 @@ mod timer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_planes::clock::monotonic_ns;
 
     #[tokio::test]
     async fn an_alarm_is_never_early_and_can_be_set_again() {

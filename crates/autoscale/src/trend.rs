@@ -68,7 +68,9 @@ mod tests {
 
     fn of(values: &[f64]) -> Trend {
         let mut trend = Trend::new(values.len().max(2));
-        values.iter().for_each(|&value| trend.push(value));
+        for &value in values {
+            trend.push(value);
+        }
         trend
     }
 
@@ -99,7 +101,9 @@ mod tests {
     #[test]
     fn old_values_are_dropped() {
         let mut trend = Trend::new(2);
-        [100.0, 1.0, 2.0].into_iter().for_each(|v| trend.push(v));
+        for value in [100.0, 1.0, 2.0] {
+            trend.push(value);
+        }
         assert_eq!(trend.line(), Some((2.0, 1.0)));
         assert_eq!(Trend::new(0).capacity(), 2);
     }

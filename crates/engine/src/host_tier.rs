@@ -70,8 +70,8 @@ impl HostTier {
 
     /// The sequence of the next load that has ended by `now`.
     pub(crate) fn next_loaded(&mut self, now: SimTime) -> Option<u32> {
-        let load = self.loads.pop_front_if(|load| load.due <= now)?;
-        Some(load.slot)
+        self.loads.front().filter(|load| load.due <= now)?;
+        self.loads.pop_front().map(|load| load.slot)
     }
 
     /// End of the next load.

@@ -378,8 +378,6 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
         (KvProtocol::Auto, BOOTSTRAP_PORT)
     };
     Some(HttpEngines {
-        kv_protocol,
-        bootstrap_port,
         urls,
         kind,
         api_key_file,
@@ -388,6 +386,8 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
         dns,
         endpoint_slices,
         endpoint_port,
+        kv_protocol,
+        bootstrap_port,
     })
 }
 

@@ -249,7 +249,7 @@ fn weights_hold_between_llcs() {
             // Due: the light ones' part of all CPUs, unless the heavy ones could not use the rest.
             let all = f64::from(2 * per_llc);
             let due = (100.0 / 111.0 * all).min(f64::from(n));
-            let r = run(m, &w, Kind::Slipstream, 1_000, 4_000);
+            let r = run(m, &w, SchedulerKind::Slipstream, 1_000, 4_000);
             let (used, light) = (cpus(&r, "nice 0"), cpus(&r, "nice 10"));
             assert!(used + light > 0.98 * all, "all CPUs are used");
             assert!(
@@ -268,7 +268,7 @@ fn tasks_that_cannot_be_spread_evenly_take_turns_between_llcs() {
     for i in 0..5 {
         w.add_hog(&i.to_string(), 100, CpuMask::ALL, i % 2);
     }
-    let r = run(m, &w, Kind::Slipstream, 1_000, 4_000);
+    let r = run(m, &w, SchedulerKind::Slipstream, 1_000, 4_000);
     for i in 0..5 {
         let used = cpus(&r, &i.to_string());
         assert!((used - 0.4).abs() < 0.012, "hog {i} used {used}");
@@ -392,7 +392,7 @@ fn task_woken_for_another_llc_brings_no_debt() {
         run_ns: 1_000 * MS,
         period_ns: 0,
     }];
-    let r = run(m, &w, Kind::Slipstream, 0, 8_000);
+    let r = run(m, &w, SchedulerKind::Slipstream, 0, 8_000);
     let waited = group(&r, "sleeper").wait_max_ns;
     assert!(waited < 30 * MS, "{waited} ns");
 }

@@ -416,7 +416,7 @@ impl Record for Seat {
 
 /// The next event but those of a server that is away for a moment.
 #[track_caller]
-fn next(events: &Receiver<Event<Seat>>) -> String {
+fn next(events: &Receiver<SessionEvent<Seat>>) -> String {
     loop {
         match events.recv_timeout(PATIENCE).expect("an event") {
             SessionEvent::Appeared(seat) => return format!("+{}", seat.id),

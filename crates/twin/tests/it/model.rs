@@ -887,12 +887,12 @@ fn prompts_that_the_gpu_evicted_come_from_host_memory() {
     let mut lines = String::new();
     for i in 0..6 {
         let first = 100 * (i % 2);
-        lines.push_str(&format!(
+        lines += &format!(
             "{{\"timestamp\": {}, \"input_length\": 1024, \"output_length\": 2, \"hash_ids\": [{}, {}]}}\n",
             1_000 * i,
             first,
             first + 1
-        ));
+        );
     }
     std::fs::write(&trace, lines).unwrap();
     let load = workload(&format!("[trace]\nfile = \"{}\"\n", trace.display()));

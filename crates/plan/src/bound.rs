@@ -5,6 +5,7 @@
 //! batches are as large as they may be. A shape that fails them fails in a simulation too.
 
 use slipstream_base::slo::Shown;
+use slipstream_base::width;
 use slipstream_config::cluster::EngineConfig;
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_report::Objectives;
@@ -86,7 +87,7 @@ pub fn ideal(
         }
     }
     ttfts.sort_unstable();
-    let rank = (target * ttfts.len() as f64).ceil() as usize;
+    let rank = width::to_usize(width::floor_u64((target * ttfts.len() as f64).ceil()));
     let share = |part: u64, all: u64| part as f64 / all.max(1) as f64;
     let judged = met.iter().filter(|class| class.0 > 0);
     Ideal {
@@ -155,10 +156,10 @@ pub fn work(
         return Work::default();
     }
     let prefill = |tokens: f64| StepLoad {
-        prefill_tokens: tokens.round() as u64,
-        prefill_sequences: (prompts / computed * tokens).ceil() as u32,
-        prefill_context: (read / computed * tokens).round() as u64,
-        prefill_attention: (scored / computed * tokens).round() as u64,
+        prefill_tokens: width::round_u64(tokens),
+        prefill_sequences: width::floor_u32((prompts / computed * tokens).ceil()),
+        prefill_context: width::round_u64(read / computed * tokens),
+        prefill_attention: width::round_u64(scored / computed * tokens),
         ..StepLoad::default()
     };
     let budget = f64::from(tokens_max);
@@ -172,9 +173,9 @@ pub fn work(
         };
     }
     let decode = |sequences: f64| StepLoad {
-        decode_sequences: sequences as u32,
-        decode_context: (context / answers * sequences).round() as u64,
-        decode_prompt: (inputs / answers * sequences).round() as u64,
+        decode_sequences: width::floor_u32(sequences),
+        decode_context: width::round_u64(context / answers * sequences),
+        decode_prompt: width::round_u64(inputs / answers * sequences),
         ..StepLoad::default()
     };
     // Prompt tokens that come with each token of an answer.
@@ -220,7 +221,7 @@ pub fn workers_min(work_s: f64, time_s: f64, target: f64) -> u32 {
         return 1;
     }
     let least = (CERTAIN * target * work_s / time_s).ceil();
-    (least as u32).max(1)
+    width::floor_u32(least).max(1)
 }
 
 /// The time in which a workload's work is done at the least favorable: from its first due time to its

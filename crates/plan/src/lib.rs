@@ -23,6 +23,15 @@
 //! - [`confidence`]: intervals, and the error of step times.
 //!
 //! The crate opens no file and starts no thread. `docs/plan.md` describes the method and its limits.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod bound;

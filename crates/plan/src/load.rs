@@ -1,5 +1,6 @@
 //! A workload at another load.
 
+use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, Content, Workload};
 
 /// `workload` with `factor` times the load, above 0.
@@ -12,11 +13,11 @@ pub fn scaled(workload: &Workload, factor: f64) -> Workload {
     if factor == 1.0 {
         return scaled;
     }
-    let more = |count: u64| ((count as f64 * factor).round() as u64).max(1);
+    let more = |count: u64| width::round_u64(count as f64 * factor).max(1);
     let generated = matches!(workload.content, Content::Generated(_));
     match &mut scaled.arrival {
         Arrival::Closed { concurrency } => {
-            *concurrency = more(u64::from(*concurrency)).min(u64::from(u32::MAX)) as u32;
+            *concurrency = u32::try_from(more(u64::from(*concurrency))).unwrap_or(u32::MAX);
         }
         Arrival::Constant { rate_per_s }
         | Arrival::Poisson { rate_per_s }

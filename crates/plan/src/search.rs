@@ -12,6 +12,8 @@
 
 use std::collections::BTreeMap;
 
+use slipstream_base::width;
+
 /// Conditions of a trial that differ from those of the question.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Conditions {
@@ -127,7 +129,7 @@ impl Candidate {
 
     /// The largest size that costs less than `cost`; `None` if even the smallest does not.
     fn cheaper_than(&self, cost: f64) -> Option<u32> {
-        let mut workers = (cost / self.cost).ceil().min(f64::from(u32::MAX)) as u32;
+        let mut workers = width::floor_u32((cost / self.cost).ceil());
         // Sums of prices are not exact: equal cost is not less.
         while workers > 0 && self.cost_of(workers) >= cost * (1.0 - 1e-9) {
             workers -= 1;
@@ -590,7 +592,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 .fold(f64::INFINITY, f64::min)
         };
         // What a setting worth a factor of [`PROMISING`] saves, in whole workers: half of two.
-        let least = (f64::from(workers.saturating_sub(1)) / PROMISING) as u32 + 1;
+        let least = width::floor_u32(f64::from(workers.saturating_sub(1)) / PROMISING) + 1;
         let cost = of.cost_of(workers);
         of.cost_of(least) < lowest(None)
             || cost <= lowest(None) * PROMISING
@@ -884,7 +886,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }
             // The base setting, too: the best known one is that of smaller sizes, or of smaller parts.
             for setting in [0, self.known[shape].map_or(0, |known| known.0)] {
-                let trial = self.trial(shape, setting, workers as u32);
+                let trial = self.trial(shape, setting, width::floor_u32(workers));
                 if (shape, setting) != (best.shape, best.setting) && !equal.contains(&trial) {
                     equal.push(trial);
                 }
@@ -1099,7 +1101,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
         let sizes: Vec<u32> = (-3i64..=3)
             .map(|n| i64::from(best.workers) + n * i64::from(step))
             .filter(|n| (i64::from(of.workers_least)..=i64::from(of.workers_max)).contains(n))
-            .map(|n| n as u32)
+            .map(width::to_u32)
             .collect();
         let trials: Vec<Trial> = sizes
             .iter()
@@ -1183,7 +1185,7 @@ pub fn grid(shapes: &[Candidate], apart: &[bool], cost: f64) -> u64 {
         .zip(apart)
         .map(|(shape, &apart)| {
             let most = (cost * (1.0 + 1e-9) / shape.cost).floor();
-            let most = (most as u64).min(u64::from(shape.workers_max));
+            let most = width::floor_u64(most).min(u64::from(shape.workers_max));
             let sizes = if apart {
                 // 1 + 2 + … splits; factors on the share are not counted again.
                 most * most.saturating_sub(1) / 2

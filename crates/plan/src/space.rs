@@ -1,5 +1,6 @@
 //! The search space: shapes of workers, and settings of engines and router.
 
+use slipstream_base::width;
 use slipstream_config::cluster::Dtype;
 
 /// How the model lies on GPUs, and which workers compute prompts.
@@ -91,7 +92,7 @@ impl Setting {
 
 /// Prefill workers among `workers` (at least 2) of a shape with workers of both kinds.
 pub fn prefill_workers(share: f64, factor: f64, workers: u32) -> u32 {
-    let wanted = (share * factor * f64::from(workers)).round() as u32;
+    let wanted = width::floor_u32((share * factor * f64::from(workers)).round());
     wanted.clamp(1, workers.saturating_sub(1).max(1))
 }
 

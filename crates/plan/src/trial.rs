@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use slipstream_base::slo::Shown;
+use slipstream_base::width;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_report::Objectives;
@@ -69,7 +70,7 @@ struct Judge<'a> {
 
 /// Requests of `expected` that may miss their objectives.
 fn allowed(expected: u64, target: f64) -> u64 {
-    let needed = (target * expected as f64 - 1e-9).ceil().max(0.0) as u64;
+    let needed = width::floor_u64((target * expected as f64 - 1e-9).ceil());
     expected.saturating_sub(needed)
 }
 
@@ -113,7 +114,7 @@ impl Sink for Judge<'_> {
             self.by_objective[each].2 += u64::from(held && !failed);
         }
         let place = due.as_secs_f64() / self.question.length_s.max(1e-9);
-        let part = ((place * PARTS as f64) as usize).min(PARTS - 1);
+        let part = width::to_usize(width::floor_u64(place * PARTS as f64)).min(PARTS - 1);
         self.parts[at][part].0 += 1;
         self.parts[at][part].1 += u64::from(met);
     }

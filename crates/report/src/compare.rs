@@ -3,6 +3,7 @@
 use crate::latency::{P50, P99, Percentiles, Quantile};
 use crate::run::RunReport;
 use crate::table::{Table, Tone, grouped, number};
+use slipstream_base::width;
 
 /// Whether a larger or a smaller figure is better.
 #[derive(Clone, Copy)]
@@ -116,7 +117,7 @@ fn table(runs: &[RunReport], color: bool, column: Column) -> String {
         }
         let shown = |value: Option<f64>| match value {
             None => "-".to_owned(),
-            Some(count) if COUNTS.contains(name) => grouped(count.round() as u64),
+            Some(count) if COUNTS.contains(name) => grouped(width::round_u64(count)),
             Some(value) => number(value),
         };
         let mut row = vec![

@@ -14,6 +14,15 @@
 //! - [`pass`]: passes of engines; [`series`]: a run over time, in bins.
 //! - [`perfetto`]: a run as a trace for viewers.
 //! - [`drag`]: one row per request with the time of each stage; writer and reader.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod compare;

@@ -10,6 +10,7 @@ use crate::objectives::Objectives;
 use crate::run::ClassReport;
 use crate::series::{Ended, Series};
 use slipstream_base::slo::Shown;
+use slipstream_base::width;
 
 /// Times of one request as its answer arrives, ns of `CLOCK_MONOTONIC`.
 ///
@@ -341,7 +342,7 @@ impl Totals {
         };
         self.last_end = self.last_end.max(other.last_end);
         for (index, class) in other.classes.iter().enumerate() {
-            self.class(index as u32).add(class);
+            self.class(width::to_u32(index)).add(class);
         }
         match (&mut self.series, &other.series) {
             (Some(mine), Some(theirs)) => mine.add(theirs),
@@ -426,12 +427,14 @@ impl Totals {
                     itl_ms: class.itl.percentiles(),
                     tpot_ms: class.tpot.percentiles(),
                     e2e_ms: class.e2e.percentiles(),
-                    goodput: objectives.of_class(index as u32).map(|slo| Goodput {
-                        slo: slo.to_string(),
-                        met: class.met,
-                        share: class.met as f64 / sent.max(1) as f64,
-                        requests_per_s: self.per_s(class.met),
-                    }),
+                    goodput: objectives
+                        .of_class(width::to_u32(index))
+                        .map(|slo| Goodput {
+                            slo: slo.to_string(),
+                            met: class.met,
+                            share: class.met as f64 / sent.max(1) as f64,
+                            requests_per_s: self.per_s(class.met),
+                        }),
                 }
             })
             .collect()

@@ -4,6 +4,7 @@ use std::fmt;
 
 use slipstream_base::Slo;
 use slipstream_base::slo::Shown;
+use slipstream_base::width;
 use slipstream_config::workload_file::{Content, Workload};
 
 /// Objectives of a run. A class's own objectives replace those of the run.
@@ -50,7 +51,7 @@ impl Objectives {
 
     /// Whether requests of any class have the objective called `name` (as in `ttft=1s`).
     pub fn any_limits(&self, name: &str) -> bool {
-        let classes = 0..self.classes.len().max(1) as u32;
+        let classes = 0..width::to_u32(self.classes.len().max(1));
         let mut all = classes.filter_map(|class| self.of_class(class));
         all.any(|slo| slo.limit_ns(name).is_some())
     }

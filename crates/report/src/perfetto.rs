@@ -11,6 +11,7 @@ use std::path::Path;
 use crate::pass::PassRecord;
 use crate::record::Partial;
 use crate::series::EngineInfo;
+use slipstream_base::width;
 
 /// A request, ns of the run's clock.
 #[derive(Clone, Copy, Debug)]
@@ -103,7 +104,7 @@ impl<W: Write> PerfettoWriter<W> {
         };
         writer.sink.write_all(b"[")?;
         for (index, engine) in engines.iter().enumerate() {
-            let pid = pid(index as u32);
+            let pid = pid(width::to_u32(index));
             let name = serde_json::Value::from(format!("{} ({})", engine.name, engine.pool));
             writer.event(format_args!(
                 "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{pid},\"args\":{{\"name\":{name}}}}}"
@@ -115,7 +116,7 @@ impl<W: Write> PerfettoWriter<W> {
                 "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{pid},\"tid\":1,\"args\":{{\"name\":\"passes\"}}}}"
             ))?;
         }
-        let network = pid(engines.len() as u32);
+        let network = pid(width::to_u32(engines.len()));
         writer.event(format_args!(
             "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{network},\"args\":{{\"name\":\"network\"}}}}"
         ))?;
@@ -220,7 +221,7 @@ impl<W: Write> PerfettoWriter<W> {
         let path = format!("{} to {}", name_of(kv.from), name_of(r.engine));
         let path = serde_json::Value::from(path);
         // The network is listed after the engines.
-        let network = pid(self.names.len() as u32);
+        let network = pid(width::to_u32(self.names.len()));
         let (from, id) = (pid(kv.from), r.id);
         for (ph, prompt, sent) in [("b", kv.received, kv.sent), ("e", kv.sent, kv.came)] {
             self.event(format_args!(

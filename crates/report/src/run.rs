@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::latency::{P50, P75, P90, P95, P99, Percentiles, SIGNIFICANT_DIGITS, TOO_FEW, cell};
 use crate::table::{Table, counted, grouped, number};
 use slipstream_base::text::several;
+use slipstream_base::width;
 
 /// Version of the JSON form.
 pub const SCHEMA: u32 = 1;
@@ -454,7 +455,7 @@ impl RunReport {
                 .expect("a String takes every write");
         }
         if let Some(blocks) = self.engine.and_then(|e| e.prefix_hit_blocks) {
-            write!(tokens, " ({})", counted(blocks.round() as u64, "block"))
+            write!(tokens, " ({})", counted(width::round_u64(blocks), "block"))
                 .expect("a String takes every write");
         }
         if let Some(tokens_found) = self.engine.and_then(|e| e.host_hit_tokens) {
@@ -466,7 +467,7 @@ impl RunReport {
         if let Some(preemptions) = self.engine.and_then(|e| e.preemptions) {
             say(format!(
                 "engines    {}",
-                counted(preemptions.round() as u64, "preemption")
+                counted(width::round_u64(preemptions), "preemption")
             ));
         }
         if let Some(goodput) = &self.goodput {

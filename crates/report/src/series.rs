@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
 
+use slipstream_base::width;
 use slipstream_config::cluster::Cluster;
 
 use crate::pass::PassRecord;
@@ -36,10 +37,10 @@ const SUB_BITS: u32 = 5;
 impl Sketch {
     fn bucket(ns: u64) -> u32 {
         if ns < 1 << SUB_BITS {
-            return ns as u32;
+            return width::to_u32(ns);
         }
         let shift = ns.ilog2() - SUB_BITS;
-        (shift << SUB_BITS) + (ns >> shift) as u32
+        (shift << SUB_BITS) + width::to_u32(ns >> shift)
     }
 
     /// The middle of a bucket, ns.
@@ -79,7 +80,7 @@ impl Sketch {
     pub fn add(&mut self, other: &Sketch) {
         for (at, &count) in other.counts.iter().enumerate() {
             if count > 0 {
-                *self.slot(other.first + at as u32) += count;
+                *self.slot(other.first + width::to_u32(at)) += count;
             }
         }
         self.count += other.count;
@@ -98,12 +99,12 @@ impl Sketch {
 
     /// The duration that `share` of them do not exceed, ns.
     pub fn quantile(&self, share: f64) -> Option<f64> {
-        let rank = ((share * self.count as f64).ceil() as u64).clamp(1, self.count.max(1));
+        let rank = width::floor_u64((share * self.count as f64).ceil()).clamp(1, self.count.max(1));
         let mut seen = 0;
         for (at, &count) in self.counts.iter().enumerate() {
             seen += count;
             if seen >= rank {
-                return Some(Self::middle(self.first + at as u32));
+                return Some(Self::middle(self.first + width::to_u32(at)));
             }
         }
         None
@@ -219,7 +220,7 @@ impl EngineInfo {
                     },
                     pool: pool.name.clone(),
                     worker,
-                    dp_rank: dp_rank as u16,
+                    dp_rank: width::to_u16(dp_rank),
                     blocks: pool.engine.num_gpu_blocks,
                     sequences_max: pool.engine.max_num_seqs,
                 }));
@@ -320,7 +321,7 @@ impl Series {
         while since / self.width_ns() >= BINS_MAX as u64 && self.width + 1 < WIDTHS_MS.len() {
             self.widen();
         }
-        let index = ((since / self.width_ns()) as usize).min(BINS_MAX - 1);
+        let index = width::to_usize(since / self.width_ns()).min(BINS_MAX - 1);
         if index >= self.bins.len() {
             self.bins.resize_with(index + 1, Bin::default);
         }
@@ -333,7 +334,7 @@ impl Series {
     }
 
     fn widen(&mut self) {
-        let group = (WIDTHS_MS[self.width + 1] / WIDTHS_MS[self.width]) as usize;
+        let group = width::to_usize(WIDTHS_MS[self.width + 1] / WIDTHS_MS[self.width]);
         self.width += 1;
         let narrow = std::mem::take(&mut self.bins);
         self.bins = narrow
@@ -406,7 +407,7 @@ impl Series {
             pass.end.since(slipstream_base::SimTime(self.origin)),
         );
         while at < end {
-            let index = ((at / width) as usize).min(self.bins.len() - 1);
+            let index = width::to_usize(at / width).min(self.bins.len() - 1);
             let until = if index + 1 == self.bins.len() {
                 end
             } else {

@@ -1,5 +1,6 @@
 //! Plain text tables for people: columns padded to width, numbers to the right.
 
+use slipstream_base::width;
 use std::fmt::Write as _;
 
 pub use slipstream_base::text::{counted, grouped};
@@ -102,7 +103,7 @@ pub fn number(value: f64) -> String {
         "-".to_owned()
     } else if magnitude >= 100.0 {
         let sign = if value < 0.0 { "-" } else { "" };
-        format!("{sign}{}", grouped(magnitude.round() as u64))
+        format!("{sign}{}", grouped(width::round_u64(magnitude)))
     } else if magnitude >= 10.0 {
         format!("{value:.1}")
     } else if magnitude >= 1.0 {

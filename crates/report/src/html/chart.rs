@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::{escape, json};
 use crate::table::number;
+use slipstream_base::width;
 
 const WIDTH: f64 = 600.0;
 const HEIGHT: f64 = 250.0;
@@ -196,13 +197,13 @@ impl Span {
         match self.scale {
             Scale::Linear => {
                 let step = step(self.max / TICKS);
-                let count = (self.max / step * (1.0 + 1e-9)).floor() as usize;
+                let count = width::floor_u64(self.max / step * (1.0 + 1e-9));
                 (0..=count).map(|n| n as f64 * step).collect()
             }
             Scale::Log if self.max / self.min < 4.0 => {
                 let step = step((self.max - self.min) / TICKS);
-                let first = (self.min / step).ceil() as usize;
-                let last = (self.max / step * (1.0 + 1e-9)).floor() as usize;
+                let first = width::floor_u64((self.min / step).ceil());
+                let last = width::floor_u64(self.max / step * (1.0 + 1e-9));
                 (first..=last).map(|n| n as f64 * step).collect()
             }
             Scale::Log => {
@@ -212,8 +213,8 @@ impl Span {
                     d if d > 1.5 => &[1.0, 3.0],
                     _ => &[1.0, 1.5, 2.0, 3.0, 5.0, 7.0],
                 };
-                let first = self.min.log10().floor() as i32;
-                let last = self.max.log10().ceil() as i32;
+                let first = exponent(self.min.log10().floor());
+                let last = exponent(self.max.log10().ceil());
                 (first..=last)
                     .flat_map(|power| steps.iter().map(move |s| s * 10f64.powi(power)))
                     .filter(|v| (self.min..=self.max).contains(v))
@@ -506,12 +507,21 @@ fn labeled(axis: &Axis) -> String {
     }
 }
 
+/// A whole power of ten: that of any float is between -324 and 308.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "its range, and `as` saturates for floats"
+)]
+fn exponent(power: f64) -> i32 {
+    power as i32
+}
+
 /// Rounded, so that the page stays small.
 fn four_digits(value: f64) -> f64 {
     if value == 0.0 || !value.is_finite() {
         return 0.0;
     }
-    let scale = 10f64.powi(3 - value.abs().log10().floor() as i32);
+    let scale = 10f64.powi(3 - exponent(value.abs().log10().floor()));
     (value * scale).round() / scale
 }
 
@@ -610,13 +620,13 @@ impl HeatMap {
         let max = if self.max > 0.0 { self.max } else { 1.0 };
         let mut levels = String::with_capacity(2 * columns * self.rows.len());
         for value in self.values.iter().flatten() {
-            let level = (value / max * 255.0).round().clamp(0.0, 255.0) as u8;
+            let level = width::round_u64((value / max * 255.0).clamp(0.0, 255.0));
             write!(levels, "{level:02x}").expect("a String takes every write");
         }
         let rows = self.rows.len().max(1) as f64;
         let height = (rows * 20.0).clamp(20.0, 420.0);
         // As many labels as fit.
-        let every = (12.0 / (height / rows)).ceil().max(1.0) as usize;
+        let every = width::to_usize(width::floor_u64((12.0 / (height / rows)).ceil().max(1.0)));
         let mut names = String::new();
         for (index, name) in self.rows.iter().enumerate().step_by(every) {
             let top = (index as f64 + 0.5) / rows * height;

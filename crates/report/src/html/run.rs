@@ -8,6 +8,7 @@ use crate::run::RunReport;
 use crate::series::{Bin, EngineBin, Series, Sketch};
 use crate::table::{counted, grouped, number};
 use slipstream_base::Slo;
+use slipstream_base::width;
 
 /// Limit of points of a line over time.
 const POINTS_MAX: usize = 240;
@@ -156,7 +157,7 @@ impl RunPage<'_> {
                     Some(blocks) => format!(
                         "of {}; {}",
                         counted(report.tokens.input, "prompt token"),
-                        counted(blocks.round() as u64, "block")
+                        counted(width::round_u64(blocks), "block")
                     ),
                     None => format!("of {}", counted(report.tokens.input, "prompt token")),
                 },
@@ -165,7 +166,7 @@ impl RunPage<'_> {
         if let Some(preemptions) = report.engine.and_then(|e| e.preemptions) {
             tiles.push(Tile::new(
                 "Preemptions",
-                grouped(preemptions.round() as u64),
+                grouped(width::round_u64(preemptions)),
                 "sequences computed again".into(),
             ));
         }
@@ -398,7 +399,7 @@ fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
         ),
     );
     let requests: u64 = series.bins().iter().map(|bin| bin.due).sum();
-    let points = (requests / REQUESTS_A_POINT).clamp(8, POINTS_MAX as u64) as usize;
+    let points = width::to_usize((requests / REQUESTS_A_POINT).clamp(8, POINTS_MAX as u64));
     let (sparse, sparse_width) = joined(series, points);
     let percentiles = |title: &str, name: &str, of: &dyn Fn(&Bin) -> &Sketch| {
         let line = |label: &str, share: f64| {

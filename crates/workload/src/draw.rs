@@ -4,6 +4,7 @@
 //! machine.
 
 use slipstream_base::mix::{draw, mix64, unit};
+use slipstream_base::width;
 use slipstream_config::workload_file::Dist;
 
 /// A stream of 64-bit random numbers, addressed by index: draw 7 is the same whether or not others
@@ -149,7 +150,7 @@ impl Stream {
             }
             Dist::Zipf { min, max, skew } => min - 1.0 + self.zipf(max - min + 1.0, *skew),
             Dist::Empirical(e) => {
-                let at = (self.unit(0) * e.values.len() as f64) as usize;
+                let at = width::to_usize(width::floor_u64(self.unit(0) * e.values.len() as f64));
                 // `Source::open` has read the file, which has at least one value.
                 e.values[at].clamp(e.bounds.min, e.bounds.max)
             }
@@ -166,8 +167,8 @@ impl Stream {
             ),
             dist => libm::round(self.sample(dist)),
         };
-        // `as` saturates, so infinity becomes the largest length.
-        (value as u32).max(least)
+        // Infinity becomes the largest length.
+        width::floor_u32(value).max(least)
     }
 
     /// An index of `weights`, by weight. Uses draw 0.

@@ -52,12 +52,12 @@ struct Bounded<R> {
 
 impl<R: std::io::Read> std::io::Read for Bounded<R> {
     fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.source.read(out)? as u64;
-        if read > self.left {
+        let read = self.source.read(out)?;
+        if read as u64 > self.left {
             return Err(std::io::Error::other("larger than 256 MiB"));
         }
-        self.left -= read;
-        Ok(read as usize)
+        self.left -= read as u64;
+        Ok(read)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Requests drawn from a workload's classes.
 
 use slipstream_base::mix::mix64;
+use slipstream_base::width;
 use slipstream_base::{RequestId, SimTime};
 use slipstream_config::workload_file::{Arrival, Class, Dist, Workload};
 
@@ -80,7 +81,7 @@ impl Arrivals {
                 };
                 wave.time(self.expected / rate_per_s)
             }
-            Arrival::Timestamps { ms } => *ms.get(index as usize)? / 1e3,
+            Arrival::Timestamps { ms } => *ms.get(width::to_usize(index))? / 1e3,
             Arrival::Trace => trace_ms? / 1e3,
         };
         (self.at_s < self.duration_s).then(|| SimTime::from_secs_f64(self.at_s / self.time_scale))
@@ -324,7 +325,7 @@ impl Iterator for Generator {
             output_len: self.output_len(class, session, 0),
             ignore_eos: self.classes[class].ignore_eos,
             priority: self.classes[class].priority,
-            class: class as u32,
+            class: width::to_u32(class),
         })
     }
 }

@@ -16,6 +16,15 @@
 //! - [`own`] and [`mooncake`]: formats for writing traces.
 //! - [`stats`]: statistics of a stream of requests.
 //! - [`schedule`]: due times, follow-up turns and closed loops. No clock: the driver passes `now`.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod draw;

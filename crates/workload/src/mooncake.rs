@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{self, Write};
 
 use serde::Serialize;
+use slipstream_base::width;
 use slipstream_base::{BlockHash, SimTime};
 
 use crate::prompt::{Content, PromptSource, Role, Segment, answer_name};
@@ -101,7 +102,7 @@ impl MooncakeWriter {
             .blocks()
             .iter()
             .map(|block| {
-                let fresh = self.ids.len() as u32;
+                let fresh = width::to_u32(self.ids.len());
                 *self.ids.entry(*block).or_insert(fresh)
             })
             .collect()

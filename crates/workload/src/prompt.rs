@@ -6,6 +6,7 @@
 
 use slipstream_base::mix::{below, draw};
 use slipstream_base::request::PromptError;
+use slipstream_base::width;
 use slipstream_base::{BlockHash, Prompt, RequestId, Tail};
 
 /// The speaker, for chat endpoints.
@@ -105,11 +106,11 @@ impl Vocabulary {
 /// Appends the first `tokens` token ids of text `id`, within `ids`.
 pub fn write_token_ids(id: u64, tokens: u32, ids: std::ops::Range<u32>, out: &mut Vec<u32>) {
     let n = u64::from(ids.end.saturating_sub(ids.start));
-    out.extend((0..u64::from(tokens)).map(|k| ids.start + word_index(id, k, n) as u32));
+    out.extend((0..u64::from(tokens)).map(|k| ids.start + width::to_u32(below(draw(id, k), n))));
 }
 
 fn word_index(id: u64, k: u64, n: u64) -> usize {
-    below(draw(id, k), n) as usize
+    width::to_usize(below(draw(id, k), n))
 }
 
 /// A prompt as its segments.

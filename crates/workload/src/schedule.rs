@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::OccupiedEntry;
 
 use slipstream_base::SimTime;
+use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, Workload};
 
 use crate::source::{Request, Source, SourceError};
@@ -48,7 +49,7 @@ impl Lag {
     /// When `request` is handed out.
     fn release(&self, request: &Request) -> SimTime {
         let tokens = f64::from(request.prompt.tokens());
-        let prompt_ns = (self.prompt_token_ns * tokens).round() as u64;
+        let prompt_ns = width::round_u64(self.prompt_token_ns * tokens);
         let lag_ns = self.request_ns.saturating_add(prompt_ns);
         SimTime(request.due.0.saturating_add(lag_ns))
     }

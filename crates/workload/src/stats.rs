@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use slipstream_base::width;
 use slipstream_base::{BlockHash, SimTime};
 
 use crate::prompt::answer_name;
@@ -136,7 +137,7 @@ impl Stats {
                 mean: sum as f64 / all.len() as f64,
                 // The smallest length that this share of all do not exceed.
                 at: [0.0, 0.5, 0.9, 0.99, 1.0].map(|share| {
-                    let rank = (share * all.len() as f64).ceil() as usize;
+                    let rank = width::to_usize(width::floor_u64((share * all.len() as f64).ceil()));
                     all[rank.saturating_sub(1).min(last)]
                 }),
             }

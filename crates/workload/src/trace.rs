@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use slipstream_base::SimTime;
 use slipstream_base::mix::draw;
+use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
 
 use crate::draw::Stream;
@@ -578,7 +579,7 @@ impl<R: BufRead> Trace<R> {
             .next(Some(timestamp.unwrap_or(self.last_ms)))?;
         let session = self.session;
         self.session += 1;
-        let turns = (1 + later.len() as u64).min(self.left) as u32;
+        let turns = width::to_u32((1 + later.len() as u64).min(self.left));
         self.left -= u64::from(turns);
         if turns > 1 {
             self.later.borrow_mut().insert(session, later);

@@ -124,7 +124,7 @@ impl Column {
         match &mut self.values {
             Values::Text(ends, bytes) => {
                 bytes.extend_from_slice(value.unwrap_or_default().as_bytes());
-                ends.push(bytes.len() as i64);
+                ends.push(slipstream_base::width::to_i64(bytes.len()));
             }
             _ => panic!("`{}` has no text", self.name),
         }

@@ -13,6 +13,15 @@
 //! Questions are plain data (JSON), so that another process can answer a part of one. Results do not depend
 //! on the number of threads and processes. This crate reads the files that a question names, and starts
 //! threads for its runs. It does not know flags, terminals, Python, or how parts of a question travel.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod columns;
@@ -30,7 +39,7 @@ pub use control::Control;
 
 /// Cores available to this process: affinity and the cgroup's quota count.
 pub fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+    std::thread::available_parallelism().map_or(1, |n| slipstream_base::width::to_u32(n.get()))
 }
 
 /// An error with its causes, without repetition: many an error's text already ends with its cause's.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
+use slipstream_base::width;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::prices::Prices;
 use slipstream_config::workload_file::{Arrival, Content, Workload};
@@ -228,7 +229,7 @@ impl Question {
         ensure!(
             runs * question.seeds as f64 <= RUNS_MAX as f64,
             "{} of {}; the limit of runs is {RUNS_MAX}",
-            counted(runs as u64, "configuration"),
+            counted(width::floor_u64(runs), "configuration"),
             counted(question.seeds, "seed")
         );
         let values: Vec<Vec<String>> = combinations(&vary)
@@ -359,7 +360,7 @@ impl Sweep {
         .into_iter();
         range
             .map(|at| {
-                let own: Vec<Outcome> = outcomes.by_ref().take(seeds as usize).collect();
+                let own: Vec<Outcome> = outcomes.by_ref().take(width::to_usize(seeds)).collect();
                 self.row(at, own)
             })
             .collect()
@@ -729,7 +730,7 @@ impl Answer {
             cell(latency.itl_ms, P50),
             cell(latency.itl_ms, P99),
             number(hits),
-            grouped(row.preemptions.unwrap_or(0.0).round() as u64),
+            grouped(width::round_u64(row.preemptions.unwrap_or(0.0))),
             (row.requests.failed + row.requests.abandoned + row.requests.unfinished).to_string(),
         ]);
         cells

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
+use slipstream_base::width;
 use slipstream_config::cluster::{Dtype, EngineConfig, file};
 use slipstream_config::doc::{Diagnostics, suggestion};
 use slipstream_config::preset::{self, ModelShape};
@@ -1060,7 +1061,7 @@ impl AtLoad<'_> {
             let measured = search.check_to_end(&found, &conditions)?;
             let of = measured
                 .iter()
-                .map(|m| (m.judged, (m.share * m.judged as f64).round() as u64));
+                .map(|m| (m.judged, width::round_u64(m.share * m.judged as f64)));
             sure = confidence::share(&of.collect::<Vec<_>>());
             if sure.is_none_or(|over| over.mean >= args.attain - 1e-12) {
                 break;
@@ -1368,7 +1369,7 @@ fn gap_limit_s(objectives: &Objectives) -> Option<f64> {
         let limits = [slo.limit_ns("itl"), slo.limit_ns("tpot")];
         limits.into_iter().flatten().min()
     };
-    let classes = objectives.classes.len().max(1) as u32;
+    let classes = width::to_u32(objectives.classes.len().max(1));
     let each: Option<Vec<u64>> = (0..classes)
         .map(|class| limit(objectives.of_class(class)))
         .collect();

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use serde_json::{Value, json};
+use slipstream_base::width;
 use slipstream_plan::bound::Ideal;
 use slipstream_plan::confidence::Share;
 use slipstream_plan::search::LOAD_MAX;
@@ -110,8 +111,8 @@ fn traffic(context: &Asked) -> String {
         "{}: {}{when}; prompts of {} and answers of {} tokens on average; {repeated}",
         context.workload,
         counted(traffic.requests as u64, "request"),
-        grouped(input.round() as u64),
-        grouped(output.round() as u64)
+        grouped(width::round_u64(input)),
+        grouped(width::round_u64(output))
     )
 }
 
@@ -230,7 +231,7 @@ fn knob_rows(context: &Asked, found: &Found) -> Vec<(Vec<String>, bool)> {
             if context.priced {
                 format!("{cost:.2}/h")
             } else {
-                counted(cost.round() as u64, "GPU")
+                counted(width::round_u64(cost), "GPU")
             }
         };
         size.map_or_else(

@@ -11,6 +11,7 @@ mod imp {
         Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
         timerfd_settime,
     };
+    use slipstream_base::width;
     use tokio::io::unix::AsyncFd;
 
     /// One reusable alarm.
@@ -36,8 +37,8 @@ mod imp {
                 },
                 // 0 would disarm the timer.
                 it_value: Timespec {
-                    tv_sec: (at_ns / 1_000_000_000) as _,
-                    tv_nsec: (at_ns % 1_000_000_000).max(1) as _,
+                    tv_sec: width::to_i64(at_ns / 1_000_000_000),
+                    tv_nsec: width::to_i64((at_ns % 1_000_000_000).max(1)),
                 },
             };
             timerfd_settime(self.0.get_ref(), TimerfdTimerFlags::ABSTIME, &spec)?;

@@ -3,6 +3,8 @@
 //! Written by hand because the load generator must cost far less than the server that it measures:
 //! body bytes are read in place, and nothing is allocated per read.
 
+use slipstream_base::width::to_usize;
+
 /// Most bytes of an answer's head.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 /// Most header lines of an answer.
@@ -110,7 +112,7 @@ impl Parser {
             match &mut self.state {
                 State::Head => at += self.feed_head(rest)?,
                 State::Sized(left) => {
-                    let take = (*left).min(rest.len() as u64) as usize;
+                    let take = to_usize((*left).min(rest.len() as u64));
                     *left -= take as u64;
                     let over = *left == 0;
                     body(&self.head, &rest[..take]);
@@ -124,7 +126,7 @@ impl Parser {
                     at += 1;
                 }
                 State::ChunkData(left) => {
-                    let take = (*left).min(rest.len() as u64) as usize;
+                    let take = to_usize((*left).min(rest.len() as u64));
                     *left -= take as u64;
                     let over = *left == 0;
                     body(&self.head, &rest[..take]);

@@ -9,6 +9,15 @@
 //! - [`body`]: requests rendered from prompt segments.
 //! - [`process`]: CPU and memory; [`host`]: how busy the machine is.
 //! - [`run`](mod@run): the run itself, on one or more threads of single-threaded runtimes.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod alarm;

@@ -49,7 +49,7 @@ pub fn monotonic_ns() -> u64 {
 
 fn clock_ns(clock: rustix::time::ClockId) -> u64 {
     let time = rustix::time::clock_gettime(clock);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
 }
 
 /// Raises the soft limit of open files to the hard one, because every connection is a file. Returns

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::time::Duration;
 
+use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, Workload};
 use slipstream_report::drag::{DragError, DragWriter};
 use slipstream_report::run::{EngineCounts, ProcessCost, RunReport, SCHEMA};
@@ -486,7 +487,7 @@ fn find_model(config: &Config) -> Result<String, BenchError> {
         url: url.clone(),
         what,
     };
-    let give_up_ns = process::monotonic_ns() + config.wait_ready.as_nanos() as u64;
+    let give_up_ns = process::monotonic_ns() + width::nanos(config.wait_ready);
     let (status, body) = loop {
         let key = config.api_key.as_deref();
         match client::get(

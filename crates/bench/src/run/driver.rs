@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use serde_json::Value;
+use slipstream_base::width::to_usize;
 use slipstream_base::{RequestId, SimTime, Stage};
 use slipstream_config::workload_file::Workload;
 use slipstream_report::DragRecord;
@@ -225,7 +226,7 @@ impl Worker {
             let earlier = answers.get(&request.session);
             // Turns of a session are numbered in its low bits; see `Request::id`.
             let text = |id: RequestId| {
-                let turn = (id.0 - (request.session << 12)) as usize;
+                let turn = to_usize(id.0 - (request.session << 12));
                 earlier
                     .and_then(|texts| texts.get(turn))
                     .map(String::as_str)
@@ -436,7 +437,7 @@ impl Worker {
         match &end {
             End::Answered(answered) => {
                 totals.on_answered(answered, &self.shared.config.slo);
-                let tokens = answered.output_tokens as u32;
+                let tokens = saturate(answered.output_tokens);
                 if schedule.on_done(request, tokens, SimTime(now.saturating_sub(self.start_ns))) {
                     answers
                         .entry(request.session)
@@ -482,6 +483,11 @@ impl Attempt {
     }
 }
 
+/// A number of the server; the maximum if it is more.
+fn saturate(n: u64) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
 /// The row of a request: the client's columns, and the server's if the answer had them.
 fn drag_record(
     request: &Request,
@@ -510,17 +516,17 @@ fn drag_record(
                 record.times.note(stage, ns);
             }
         }
-        record.worker = number("worker").map(|n| n as u32);
-        record.preemptions = number("preemptions").map(|n| n as u32);
+        record.worker = number("worker").and_then(|n| n.try_into().ok());
+        record.preemptions = number("preemptions").map(saturate);
         if let Some(retries) = number("retries") {
-            record.retries = Some(tries + retries as u32);
+            record.retries = Some(tries.saturating_add(saturate(retries)));
         }
         // One number is the device tier; an object names tiers.
         let hits = trace.get("hit_blocks");
-        record.hit_blocks[0] = hits.and_then(Value::as_u64).map(|n| n as u32);
+        record.hit_blocks[0] = hits.and_then(Value::as_u64).map(saturate);
         for (slot, tier) in record.hit_blocks.iter_mut().zip(TIERS) {
             let in_tier = hits.and_then(|h| h.get(tier)).and_then(Value::as_u64);
-            *slot = in_tier.map(|n| n as u32).or(*slot);
+            *slot = in_tier.map(saturate).or(*slot);
         }
     }
     record.times.note(Stage::Due, timeline.due);
@@ -528,8 +534,8 @@ fn drag_record(
     record.times.note(Stage::LastClientRecv, timeline.last);
     match end {
         End::Answered(answered) => {
-            record.isl = Some(answered.input_tokens as u32);
-            record.osl = Some(answered.output_tokens as u32);
+            record.isl = Some(saturate(answered.input_tokens));
+            record.osl = Some(saturate(answered.output_tokens));
             "ok".clone_into(&mut record.status);
         }
         End::Failed { kind, .. } => record.status.clone_from(kind),

@@ -5,4 +5,4 @@ cd "$(dirname "$0")/../.."
 . scripts/vm/common.sh
 cc=${CC:-}
 [ -n "$cc" ] || cc=$(command -v cc || command -v clang-19 || command -v clang) || die "no C compiler"
-[ "$VM/load" -nt scripts/vm/load.c ] || "$cc" -O2 -Wall -Wextra -static -pthread -o "$VM/load" scripts/vm/load.c
+[ "$VM/load" -nt scripts/vm/load.c ] || "$cc" -O2 -Wall -Wextra -static -pthread -o "$VM/load" scripts/vm/load.c -lm

@@ -4,6 +4,8 @@
  * prints `name value` lines; the job compares them with what is due.
  *
  *   load requests WORKERS MESSENGERS THINK_US WORK_US SECONDS   message threads wake workers by futex
+ *   load closed WORKERS SLEEP_NS WORK_NS SECONDS   the same with one message thread, exponential times, and work
+ *                                    by the clock of CPU time, so that all CPUs work at full speed
  *   load share SECONDS GROUP...      CPU time of hogs; a group is N@CPUS[:NICE][:rt][:naps], "4@0-1:5"
  *   load leave SECONDS CPU GROUP     half of the hogs end, as they are found on CPU; then the others' time
  *   load delay SECONDS CPUS GROUP... how late a sleeper on CPUS wakes up beside hogs
@@ -14,6 +16,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -22,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -251,8 +255,8 @@ struct worker {
 	_Atomic(struct worker *) next;
 	atomic_uint go;
 	_Atomic u64 woken_at;
-	u64 done;
-	struct samples wake;
+	u64 done, draw;
+	struct samples wake, request;
 };
 
 struct messenger {
@@ -262,8 +266,36 @@ struct messenger {
 };
 
 static u64 think_ns, work_ns;
+static bool is_closed;		/* times are exponential, work is CPU time */
 static struct worker workers[THREADS];
 static struct messenger messengers[THREADS];
+
+static u64 exponential(u64 *draw, u64 mean)
+{
+	double unit = (double)(mix((*draw)++) >> 11) / 9007199254740992.0;
+
+	return (u64)(-log1p(-unit) * (double)mean);
+}
+
+/*
+ * Uses that much CPU time. The CPUs of the VM take turns, so instructions take longer the more CPUs are busy;
+ * time passes on all of them. `pause` ends a turn: else one CPU would use up the time in which another one
+ * has work of the kernel's to do.
+ */
+static void work_for(u64 ns)
+{
+	u64 start = clock_of(CLOCK_THREAD_CPUTIME_ID), used = 0, end;
+
+	while (used < ns && !stop) {
+		end = now() + ns - used;
+		do {
+			for (int i = 0; i < 4 && now() < end; i++)
+				;
+			__builtin_ia32_pause();
+		} while (now() < end);
+		used = clock_of(CLOCK_THREAD_CPUTIME_ID) - start;
+	}
+}
 
 static void *run_worker(void *arg)
 {
@@ -271,7 +303,7 @@ static void *run_worker(void *arg)
 
 	while (!stop) {
 		struct worker *head = w->of->waiting;
-		u64 seen;
+		u64 seen, asked = now();
 
 		atomic_store(&w->go, 0);
 		do
@@ -285,6 +317,14 @@ static void *run_worker(void *arg)
 		if (stop)
 			break;
 		record(&w->wake, seen - w->woken_at);
+		if (is_closed) {
+			work_for(exponential(&w->draw, work_ns));
+			record(&w->request, now() - asked);
+			w->done++;
+			if (think_ns)
+				sleep_ns(exponential(&w->draw, think_ns));
+			continue;
+		}
 		if (think_ns)
 			sleep_ns(think_ns);
 		spin(work_ns);
@@ -324,6 +364,7 @@ static void start_requests(int nr_workers, int nr_messengers)
 			fail("pthread_create");
 	for (int i = 0; i < nr_workers; i++) {
 		workers[i].of = &messengers[i % nr_messengers];
+		workers[i].draw = (u64)i << 32;
 		if (pthread_create(&workers[i].thread, NULL, run_worker, &workers[i]))
 			fail("pthread_create");
 	}
@@ -350,7 +391,7 @@ static void end_requests(int nr_workers, int nr_messengers, struct samples *wake
 
 static int requests(int nr_workers, int nr_messengers, double seconds)
 {
-	struct samples wake = { 0 };
+	struct samples wake = { 0 }, request = { 0 };
 	u64 done = 0, start = now(), took;
 
 	start_requests(nr_workers, nr_messengers);
@@ -360,6 +401,11 @@ static int requests(int nr_workers, int nr_messengers, double seconds)
 	end_requests(nr_workers, nr_messengers, &wake, &done);
 	printf("requests_per_s %.0f\n", (double)done * 1e9 / (double)took);
 	print_samples("wake", &wake);
+	for (int i = 0; i < nr_workers; i++)
+		for (u64 j = 0; j < workers[i].request.n; j++)
+			record(&request, workers[i].request.at[j]);
+	if (request.n)
+		print_samples("request", &request);
 	return 0;
 }
 
@@ -681,6 +727,14 @@ int main(int argc, char **argv)
 		think_ns = (u64)atoll(argv[4]) * 1000;
 		work_ns = (u64)atoll(argv[5]) * 1000;
 		return requests(atoi(argv[2]), atoi(argv[3]), atof(argv[6]));
+	}
+	if (!strcmp(command, "closed") && argc == 6) {
+		is_closed = true;
+		/* The kernel would lengthen sleeps by up to 50 us. Threads inherit it. */
+		prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
+		think_ns = (u64)atoll(argv[3]);
+		work_ns = (u64)atoll(argv[4]);
+		return requests(atoi(argv[2]), 1, atof(argv[5]));
 	}
 	if (!strcmp(command, "share") && argc > 3) {
 		for (int i = 3; i < argc; i++)

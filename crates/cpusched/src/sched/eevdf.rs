@@ -1,15 +1,17 @@
 //! A model of Linux's EEVDF with its wake-up placement and balancing.
 //!
 //! The model covers, from Linux 6.12 `kernel/sched/fair.c`: a queue per CPU ordered by virtual
-//! deadline; `wake_affine_idle` with the sync hint; `select_idle_sibling` (target, previous CPU,
-//! idle core, idle CPU of the target's LLC). A running task keeps its CPU until its slice is used
+//! deadline; `wake_affine_idle` with the sync hint; `select_idle_sibling` (target, previous CPU, the
+//! one before it, idle core, idle CPU of the target's LLC, of which it looks at fewer the busier the LLC
+//! is: SIS_UTIL). A running task keeps its CPU until its slice is used
 //! (RUN_TO_PARITY), which the tick or a wake-up with an earlier deadline detects. A CPU without work
-//! pulls from the longest queue of its LLC, then of all (`sched_balance_newidle`). A tick that finds a
+//! pulls from the longest queue of its LLC, then of all (`sched_balance_newidle`), but no task that ran
+//! within the last 500 us (`task_hot`). A tick that finds a
 //! task waiting wakes an idle CPU, which pulls (`nohz_balancer_kick`). Queues whose lengths differ by two
 //! are balanced every `BALANCE_TICKS`. CPU masks bind every step. A cgroup's weight is distributed to
 //! its runnable tasks by their weights (`calc_group_shares`), with one level of groups.
 //!
-//! The omissions flatter it: balancing costs nothing and sees every queue of the host,
+//! The omissions flatter it: balancing costs nothing, is never skipped and sees every queue of the host,
 //! eligibility by lag is always granted. A CPU taken by a real-time task gives its queue away, and
 //! has no deadline server.
 
@@ -21,6 +23,10 @@ use crate::policy;
 
 /// `normalized_sysctl_sched_base_slice`; scaled by `1 + ilog2(min(cpus, 8))`, 2.8 ms from 8 CPUs on.
 const BASE_SLICE_NS: u64 = 700_000;
+/// `sysctl_sched_migration_cost`: a CPU that becomes idle leaves a task where it is that ran there so recently.
+const MIGRATION_COST_NS: u64 = 500_000;
+/// Interval of the samples of an LLC's use.
+const SAMPLE_NS: u64 = 4_000_000;
 /// Ticks between balancing attempts of a busy CPU. The kernel's interval grows with the
 /// domain and the load; this is the interval for a few CPUs at 250 Hz.
 const BALANCE_TICKS: u64 = 4;
@@ -31,6 +37,10 @@ struct Entity {
     deadline: u64,
     weight: u32,
     run_at: u64,
+    /// When it last left a CPU; 0: never.
+    stopped_at: u64,
+    /// The CPU that it had used before its previous one.
+    recent: u32,
     /// The CPU whose queue its virtual times refer to.
     cpu: u32,
     mask: CpuMask,
@@ -47,6 +57,21 @@ struct RunQueue {
     is_offline: bool,
     /// A real-time task has the CPU.
     is_taken: bool,
+    /// A tick elsewhere asked it to balance.
+    is_asked: bool,
+}
+
+/// How busy an LLC is, and how many of its CPUs a wake-up looks at.
+#[derive(Clone, Copy, Debug, Default)]
+struct Use {
+    /// CPU time of its tasks until they last left a CPU.
+    ran_ns: u64,
+    sampled_ns: u64,
+    sampled_at: u64,
+    /// Share of its CPUs in use, of 1,024, as a moving average.
+    share: u64,
+    /// `nr_idle_scan`.
+    looks: u32,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -64,6 +89,7 @@ pub struct Eevdf {
     groups: Vec<Group>,
     queues: Vec<RunQueue>,
     idle: Vec<u64>,
+    uses: Vec<Use>,
     /// Number of waiting tasks per LLC, to choose the LLC to pull from.
     queued: Vec<usize>,
     seq: u64,
@@ -86,6 +112,13 @@ impl Eevdf {
             groups: Vec::new(),
             queues: vec![RunQueue::default(); machine.cpus() as usize],
             idle: vec![all; machine.llcs as usize],
+            uses: vec![
+                Use {
+                    looks: machine.cpus_per_llc,
+                    ..Use::default()
+                };
+                machine.llcs as usize
+            ],
             queued: vec![0; machine.llcs as usize],
             seq: 0,
             slice_ns: BASE_SLICE_NS * u64::from(1 + machine.cpus().min(8).ilog2()),
@@ -136,15 +169,18 @@ impl Eevdf {
     }
 
     /// `select_idle_sibling`: an idle CPU near `target` that the task may use, or `target`.
-    fn idle_sibling(&self, mask: &CpuMask, prev: u32, target: u32) -> u32 {
+    fn idle_sibling(&self, task: TaskId, prev: u32, target: u32) -> u32 {
+        let t = &self.tasks[task as usize];
         let llc = self.machine.llc_of(target);
         if self.is_idle(target) {
             return target;
         }
-        if self.machine.llc_of(prev) == llc && self.is_idle(prev) && mask.has(prev) {
-            return prev;
+        for near in [prev, t.recent] {
+            if self.machine.llc_of(near) == llc && self.is_idle(near) && t.mask.has(near) {
+                return near;
+            }
         }
-        let idle = self.bits(llc, mask);
+        let idle = self.bits(llc, &t.mask);
         let first = llc * self.machine.cpus_per_llc;
         if self.machine.threads_per_core == 2 {
             let cores = idle & (idle >> 1) & 0x5555_5555_5555_5555;
@@ -152,10 +188,37 @@ impl Eevdf {
                 return first + cores.trailing_zeros();
             }
         }
-        if idle != 0 {
-            return first + idle.trailing_zeros();
+        // From the target's neighbor on, as many CPUs as pay off.
+        let n = self.machine.cpus_per_llc;
+        let bit = target - first;
+        let mut order = (1..=n).map(|i| (bit + i) % n);
+        let mut near = order.by_ref().take(self.uses[llc as usize].looks as usize);
+        near.find(|b| idle >> b & 1 == 1)
+            .map_or(target, |b| first + b)
+    }
+
+    /// `update_idle_cpu_scan` (SIS_UTIL): the busier an LLC is, the fewer of its CPUs a wake-up looks at.
+    fn sample(&mut self, llc: u32, now: u64) {
+        const FULL: u64 = 1_024;
+        const IMBALANCE_PCT: u64 = 117;
+        let n = u64::from(self.machine.cpus_per_llc);
+        let first = llc * self.machine.cpus_per_llc;
+        let runs = (first..first + self.machine.cpus_per_llc).filter_map(|c| {
+            let task = self.queues[c as usize].running?;
+            Some(now - self.tasks[task as usize].run_at.min(now))
+        });
+        let running: u64 = runs.sum();
+        let u = &mut self.uses[llc as usize];
+        let span = now - u.sampled_at;
+        if span < SAMPLE_NS {
+            return;
         }
-        target
+        let ran = (u.ran_ns + running).saturating_sub(u.sampled_ns);
+        // Half of it is forgotten after 32 ms, as in PELT.
+        u.share = (u.share * 11 + (ran * FULL / (span * n)).min(FULL)) / 12;
+        (u.sampled_ns, u.sampled_at) = (u.ran_ns + running, now);
+        let used = u.share * u.share * IMBALANCE_PCT * IMBALANCE_PCT / (10_000 * FULL);
+        u.looks = ((FULL - used.min(FULL)) * n / FULL) as u32;
     }
 
     /// A CPU that the task may use: `cpu`, or the one with the fewest tasks. A CPU taken by a real-time
@@ -225,10 +288,13 @@ impl Eevdf {
         self.waiting += 1;
     }
 
-    /// Takes the first task of `from`'s queue that may run on `cpu`.
-    fn pop(&mut self, from: u32, cpu: u32) -> Option<TaskId> {
+    /// Takes the first task of `from`'s queue that may run on `cpu`, and left its own CPU before `since`.
+    fn pop(&mut self, from: u32, cpu: u32, since: u64) -> Option<TaskId> {
         let q = &mut self.queues[from as usize];
-        let may = |e: &&(u64, u64, TaskId)| self.tasks[e.2 as usize].mask.has(cpu);
+        let may = |e: &&(u64, u64, TaskId)| {
+            let t = &self.tasks[e.2 as usize];
+            t.mask.has(cpu) && t.stopped_at <= since
+        };
         let found = if from == cpu {
             *q.tree.first()?
         } else {
@@ -241,7 +307,7 @@ impl Eevdf {
     }
 
     /// Takes a task for `cpu` from the longest queue of an LLC that is longer than `least`.
-    fn pull(&mut self, llc: u32, cpu: u32, least: usize) -> Option<TaskId> {
+    fn pull(&mut self, llc: u32, cpu: u32, least: usize, since: u64) -> Option<TaskId> {
         if self.queued[llc as usize] == 0 {
             return None;
         }
@@ -255,7 +321,7 @@ impl Eevdf {
         busiest.sort_by_key(|&(length, c)| (std::cmp::Reverse(length), c));
         let task = busiest
             .into_iter()
-            .find_map(|(_, from)| self.pop(from, cpu))?;
+            .find_map(|(_, from)| self.pop(from, cpu, since))?;
         let slice = self.virtual_ns(task, self.slice_ns);
         let t = &mut self.tasks[task as usize];
         t.cpu = cpu;
@@ -279,7 +345,7 @@ impl Eevdf {
     fn place(&mut self, task: TaskId, target: u32) {
         let mask = self.tasks[task as usize].mask.clone();
         let target = self.usable(&mask, target);
-        let cpu = self.idle_sibling(&mask, target, target);
+        let cpu = self.idle_sibling(task, target, target);
         self.enqueue(task, cpu);
         if self.is_idle(cpu) {
             self.set_bit(cpu, false);
@@ -302,6 +368,8 @@ impl Scheduler for Eevdf {
             deadline: 0,
             weight: t.weight,
             run_at: 0,
+            stopped_at: 0,
+            recent: t.home,
             cpu: t.home,
             mask: t.mask.clone(),
             cgroup: t.cgroup.map(|g| g.0),
@@ -320,7 +388,8 @@ impl Scheduler for Eevdf {
         } else {
             self.usable(&mask, w.prev_cpu)
         };
-        let cpu = self.idle_sibling(&mask, w.prev_cpu, target);
+        let cpu = self.idle_sibling(w.wakee, w.prev_cpu, target);
+        self.tasks[w.wakee as usize].recent = w.prev_cpu;
         self.enqueue(w.wakee, cpu);
         if self.is_idle(cpu) {
             self.set_bit(cpu, false);
@@ -336,12 +405,20 @@ impl Scheduler for Eevdf {
         }
     }
 
-    fn next(&mut self, cpu: u32, prev: Option<TaskId>, _now: u64, _rnd: u64) -> Next {
-        self.queues[cpu as usize].running = None;
+    fn next(&mut self, cpu: u32, prev: Option<TaskId>, now: u64, _rnd: u64) -> Next {
+        let q = &mut self.queues[cpu as usize];
+        q.running = None;
+        // task_hot: the idle balancing that a tick asked for gives up on caches after a failure.
+        let is_asked = std::mem::take(&mut q.is_asked);
+        let since = if is_asked {
+            now
+        } else {
+            now.saturating_sub(MIGRATION_COST_NS)
+        };
         if let Some(prev) = prev {
             self.enqueue(prev, cpu);
         }
-        if let Some(task) = self.pop(cpu, cpu) {
+        if let Some(task) = self.pop(cpu, cpu, now) {
             return Next::Run(task);
         }
         let own = self.machine.llc_of(cpu);
@@ -349,7 +426,7 @@ impl Scheduler for Eevdf {
         others.sort_by_key(|&l| std::cmp::Reverse(self.queued[l as usize]));
         let found = std::iter::once(own)
             .chain(others)
-            .find_map(|llc| self.pull(llc, cpu, 0));
+            .find_map(|llc| self.pull(llc, cpu, 0, since));
         found.map_or(Next::Idle, Next::Run)
     }
 
@@ -364,7 +441,10 @@ impl Scheduler for Eevdf {
     fn on_stop(&mut self, task: TaskId, cpu: u32, now: u64, runnable: bool) {
         let ran = now - self.tasks[task as usize].run_at;
         let virtual_ns = self.virtual_ns(task, ran);
-        self.tasks[task as usize].vruntime += virtual_ns;
+        let t = &mut self.tasks[task as usize];
+        t.vruntime += virtual_ns;
+        t.stopped_at = now;
+        self.uses[self.machine.llc_of(cpu) as usize].ran_ns += ran;
         self.set_runnable(task, runnable);
         if !runnable {
             self.queues[cpu as usize].running = None;
@@ -380,6 +460,7 @@ impl Scheduler for Eevdf {
 
     fn tick(&mut self, cpu: u32, now: u64, _rnd: u64) -> bool {
         let own = self.machine.llc_of(cpu);
+        self.sample(own, now);
         let q = &mut self.queues[cpu as usize];
         let Some(task) = q.running else {
             return false;
@@ -388,7 +469,7 @@ impl Scheduler for Eevdf {
         let (ticks, length) = (q.ticks, q.tree.len());
         if ticks.is_multiple_of(BALANCE_TICKS) {
             // A queue longer by two would be balanced.
-            let found = self.pull(own, cpu, length + 1);
+            let found = self.pull(own, cpu, length + 1, now);
             if let Some(task) = found {
                 self.enqueue(task, cpu);
             }
@@ -412,6 +493,7 @@ impl Scheduler for Eevdf {
         });
         if let Some(idle) = idle {
             self.set_bit(idle, false);
+            self.queues[idle as usize].is_asked = true;
             self.actions.push(Action::Resched(idle));
         }
         used_up

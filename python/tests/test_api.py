@@ -320,7 +320,7 @@ def cpu_ticks(pid: int) -> int:
 def test_a_job_that_is_dropped_ends() -> None:
     before = threads()
     question = {"workload": small(10**9).source()}
-    job = ss._native.start_simulate(json.dumps(question), False, False)
+    job = ss._native.start_simulate(json.dumps(question), False, False, False)
     assert job.wait(0.0) is None
     del job
     deadline = time.monotonic() + 60
@@ -369,3 +369,58 @@ def test_the_notebook_runs() -> None:
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("srcdoc=" in str(output) for output in outputs), "a chart is shown"
+
+
+def scaled(**more: object) -> ss.Cluster:
+    keys = {"policy": "custom", "interval_s": 1, "cooldown_s": 0, **more}
+    scaling = {f"autoscale.{key}": value for key, value in keys.items()}
+    return ss.Cluster().set({"pool.main.workers": 6, **scaling})
+
+
+def test_a_function_decides_how_many_workers_run() -> None:
+    states: list[ss.PoolState] = []
+
+    def policy(state: ss.PoolState) -> int:
+        states.append(state)
+        return 4 if state.now_s >= 3 else 2
+
+    workload = small(200)
+    result = ss.simulate(scaled(), workload, autoscale=policy, slo="ttft=1s")
+    changes = result.summary()["autoscale"]["changes"]
+    assert [(c["at_s"], c["before"], c["wanted"]) for c in changes] == [(1.0, 1, 2), (3.0, 2, 4)]
+    assert [state.now_s for state in states[:3]] == [1.0, 2.0, 3.0]
+    assert [(state.pool, state.ready, state.wanted) for state in states[:3]] == [
+        ("main", 1, 1),
+        ("main", 2, 2),
+        ("main", 2, 2),
+    ]
+    arrived = sum(state.arrivals for state in states)
+    assert 0 < arrived <= 200
+    assert all(state.slots == 256 for state in states)
+    again = ss.simulate(scaled(), workload, autoscale=policy, slo="ttft=1s")
+    assert again.digest == result.digest
+    # The bounds of the pool apply.
+    bounded = ss.simulate(scaled(workers_max=3), workload, autoscale=lambda state: 10**30)
+    assert bounded.summary()["autoscale"]["pools"][0]["workers_max"] == 3
+    # The same rule as a policy of the cluster file.
+    constant = ss.simulate(scaled(workers_start=2), workload, autoscale=lambda state: state.wanted)
+    assert constant.summary()["autoscale"]["changes"] == []
+
+
+def test_a_function_that_fails_ends_the_run() -> None:
+    def raises(state: ss.PoolState) -> int:
+        raise LookupError(f"at {state.now_s}")
+
+    with pytest.raises(LookupError, match=r"at 1\.0"):
+        ss.simulate(scaled(), small(), autoscale=raises)
+    for wrong in (None, 1.5, "2", True):
+        with pytest.raises(TypeError, match="whole number of workers"):
+            ss.simulate(scaled(), small(), autoscale=lambda state, wrong=wrong: wrong)
+    with pytest.raises(TypeError, match="function of a PoolState"):
+        ss.simulate(scaled(), small(), autoscale=4)
+    # Neither a policy without a function, nor a function without a policy.
+    with pytest.raises(ss.Error, match="autoscale=") as missing:
+        ss.simulate(scaled(), small())
+    assert "custom" in str(missing.value)
+    with pytest.raises(ss.QuestionError, match="would decide nothing"):
+        ss.simulate(ss.Cluster(), small(), autoscale=lambda state: 1)

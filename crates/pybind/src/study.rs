@@ -15,13 +15,16 @@ use kinds::Kind;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use slipstream_base::SimTime;
+use slipstream_config::cluster::{AutoscaleConfig, AutoscalePolicy};
 use slipstream_report::Series;
 use slipstream_report::series::EngineInfo;
 use slipstream_study::columns::Column;
 use slipstream_study::plan::{Batch, Elsewhere, Plan, TrialResult};
-use slipstream_study::requests::Requests;
+use slipstream_study::requests::{Recommend, Requests};
 use slipstream_study::sweep::{Row, Sweep};
 use slipstream_study::{Control, chain, plan, predict, run, source, sweep};
+use slipstream_twin::Observed;
 
 use crate::lock;
 use crate::table::Table;
@@ -97,8 +100,13 @@ struct State {
     line: Option<String>,
     /// A batch of trials to run elsewhere, and the progress of the search.
     batch: Option<(String, String)>,
+    /// A state of a pool, for Python's autoscaling policy.
+    scale: Option<PoolState>,
     done: Option<std::result::Result<Result, String>>,
 }
+
+/// A state of a pool: name, seconds, ready, wanted, waiting, running, slots per worker, arrivals, TTFT over its objective.
+type PoolState = (String, f64, u32, u32, u64, u64, u64, u64, Option<f64>);
 
 #[derive(Default)]
 struct Shared {
@@ -119,6 +127,38 @@ pub(crate) struct Job {
     shared: Arc<Shared>,
     control: Control,
     results: Mutex<Option<Sender<Vec<TrialResult>>>>,
+    numbers: Mutex<Option<Sender<u32>>>,
+}
+
+/// Numbers of workers that a function of Python decides.
+struct FunctionOfPython {
+    shared: Arc<Shared>,
+    numbers: Receiver<u32>,
+}
+
+impl Recommend for FunctionOfPython {
+    fn recommend(
+        &mut self,
+        pool: &str,
+        now: SimTime,
+        observed: &Observed,
+        wanted: u32,
+    ) -> Option<u32> {
+        let state = (
+            pool.to_owned(),
+            now.as_secs_f64(),
+            observed.ready,
+            wanted,
+            observed.waiting,
+            observed.running,
+            observed.slots,
+            observed.arrivals,
+            observed.ttft_ratio,
+        );
+        self.shared.change(|of| of.scale = Some(state));
+        // A job that is dropped or canceled drops the sender, which ends this wait.
+        self.numbers.recv().ok()
+    }
 }
 
 /// Trials that Python runs elsewhere.
@@ -142,8 +182,15 @@ impl Elsewhere for ByPython {
 
 impl Job {
     fn start(answer: impl FnOnce(&Control, &ByPython) -> Result + Send + 'static) -> PyResult<Job> {
+        Job::start_with(move |control, by_python, _| answer(control, by_python))
+    }
+
+    fn start_with(
+        answer: impl FnOnce(&Control, &ByPython, &mut FunctionOfPython) -> Result + Send + 'static,
+    ) -> PyResult<Job> {
         let shared = Arc::new(Shared::default());
         let (sender, receiver) = mpsc::channel();
+        let (number, numbers) = mpsc::channel();
         let mut control = Control::default();
         let to = shared.clone();
         control.progress = Some(Arc::new(move |line: &str| {
@@ -157,7 +204,12 @@ impl Job {
                     shared: by.clone(),
                     results: Mutex::new(receiver),
                 };
-                let done = catch_unwind(AssertUnwindSafe(|| answer(&own, &by_python)));
+                let mut function = FunctionOfPython {
+                    shared: by.clone(),
+                    numbers,
+                };
+                let run = || answer(&own, &by_python, &mut function);
+                let done = catch_unwind(AssertUnwindSafe(run));
                 let done = done.map_err(|panic| said(&*panic));
                 by.change(|state| state.done = Some(done));
             })
@@ -166,6 +218,7 @@ impl Job {
             shared,
             control,
             results: Mutex::new(Some(sender)),
+            numbers: Mutex::new(Some(number)),
         })
     }
 }
@@ -188,24 +241,27 @@ impl Drop for Job {
 #[pymethods]
 impl Job {
     /// Waits at most `seconds`. `None`: nothing new; `("line", progress)`; `("batch", trials, progress)`;
-    /// `("done", answer)`, once. Raises the error of a question that failed.
+    /// `("scale", state)`, which [`Job::scale`] answers; `("done", answer)`, once. Raises the error of a question that failed.
     fn wait<'py>(&self, py: Python<'py>, seconds: f64) -> PyResult<Option<Bound<'py, PyAny>>> {
         let until = Instant::now() + Duration::from_secs_f64(seconds.clamp(0.0, 10.0));
-        let (done, batch, line) = py.detach(|| {
+        let (done, batch, scale, line) = py.detach(|| {
             let mut state = lock(&self.shared.state);
             loop {
                 if let Some(done) = state.done.take() {
-                    return (Some(done), None, None);
+                    return (Some(done), None, None, None);
                 }
                 if let Some(batch) = state.batch.take() {
-                    return (None, Some(batch), None);
+                    return (None, Some(batch), None, None);
+                }
+                if let Some(scale) = state.scale.take() {
+                    return (None, None, Some(scale), None);
                 }
                 if let Some(line) = state.line.take() {
-                    return (None, None, Some(line));
+                    return (None, None, None, Some(line));
                 }
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    return (None, None, None);
+                    return (None, None, None, None);
                 }
                 state = self
                     .shared
@@ -217,6 +273,9 @@ impl Job {
         });
         if let Some(line) = line {
             return Ok(Some(("line", line).into_pyobject(py)?.into_any()));
+        }
+        if let Some(state) = scale {
+            return Ok(Some(("scale", state).into_pyobject(py)?.into_any()));
         }
         if let Some((batch, said)) = batch {
             return Ok(Some(("batch", batch, said).into_pyobject(py)?.into_any()));
@@ -244,8 +303,17 @@ impl Job {
     /// Ends the work soon. The answer is then that it was interrupted.
     fn cancel(&self) {
         self.control.interrupted.store(true, Ordering::Relaxed);
-        // A search that waits for trials ends, too.
+        // A search that waits for trials ends, too, and so does a run that waits for a number of workers.
         lock(&self.results).take();
+        lock(&self.numbers).take();
+    }
+
+    /// The number of workers for the last state of a pool.
+    fn scale(&self, workers: u32) {
+        if let Some(sender) = &*lock(&self.numbers) {
+            // A run that has ended needs none.
+            let _ = sender.send(workers);
+        }
     }
 
     /// Results of the last batch's trials, as a JSON list.
@@ -293,14 +361,27 @@ pub(crate) fn workload_text(py: Python<'_>, workload: &str) -> PyResult<String> 
         .map_err(|error| raise(py, &error))
 }
 
-/// Starts one simulation.
+/// Starts one simulation. `scales`: Python decides about pools with the autoscaling policy `custom`.
 #[pyfunction]
-pub(crate) fn start_simulate(question: &str, requests: bool, over_time: bool) -> PyResult<Job> {
+pub(crate) fn start_simulate(
+    question: &str,
+    requests: bool,
+    over_time: bool,
+    scales: bool,
+) -> PyResult<Job> {
     let question: run::Question = parse(question)?;
-    Job::start(move |control, _| {
+    Job::start_with(move |control, _, function| {
         let run = question.prepare()?;
+        let custom = |of: &AutoscaleConfig| of.policy == AutoscalePolicy::Custom;
+        let mut pools = run.cluster.pools.iter();
+        anyhow::ensure!(
+            !scales || pools.any(|pool| pool.autoscale.as_ref().is_some_and(custom)),
+            "autoscale is a function, and no pool has `autoscale.policy = \"custom\"`, so it would decide nothing: set that \
+             policy, or leave the function out"
+        );
         let series = over_time.then(|| Series::new(0, EngineInfo::of_cluster(&run.cluster)));
-        let mut sink = Requests::new(control, requests, series);
+        let function = scales.then_some(function as &mut dyn Recommend);
+        let mut sink = Requests::new(control, requests, series).with_function(function);
         let began = Instant::now();
         let outcome = run.simulate(&mut sink)?;
         control.check()?;

@@ -5,17 +5,32 @@ use std::time::Instant;
 use slipstream_base::SimTime;
 use slipstream_report::series::Ended;
 use slipstream_report::{PassRecord, Series};
-use slipstream_twin::{Progress, RequestRecord, Sink};
+use slipstream_twin::{Observed, Progress, RequestRecord, Sink};
 
 use crate::columns::Column;
 use crate::control::Control;
 
+/// Decides how many workers a pool with the policy `custom` needs.
+pub trait Recommend {
+    /// The number for `pool` in the state `observed` at `now`; `wanted` are wanted now. `None`: there is none, and the run
+    /// ends soon.
+    fn recommend(
+        &mut self,
+        pool: &str,
+        now: SimTime,
+        observed: &Observed,
+        wanted: u32,
+    ) -> Option<u32>;
+}
+
 /// Receives a run's requests.
 ///
 /// A request takes about 130 bytes. Latencies are those of the report, and absent for requests that failed.
-#[derive(Debug)]
 pub struct Requests<'a> {
     control: &'a Control,
+    function: Option<&'a mut dyn Recommend>,
+    /// The function has no number any more.
+    failed: bool,
     last: Instant,
     keeps: bool,
     columns: Vec<Column>,
@@ -48,11 +63,20 @@ impl<'a> Requests<'a> {
     pub fn new(control: &'a Control, keeps: bool, series: Option<Series>) -> Requests<'a> {
         Requests {
             control,
+            function: None,
+            failed: false,
             last: Instant::now(),
             keeps,
             columns: columns(),
             series,
         }
+    }
+
+    /// With a function that decides about pools with the policy `custom`.
+    #[must_use]
+    pub fn with_function(mut self, function: Option<&'a mut dyn Recommend>) -> Requests<'a> {
+        self.function = function;
+        self
     }
 
     /// The columns, and the run over time.
@@ -154,6 +178,19 @@ impl Sink for Requests<'_> {
                 )
             });
         }
-        !self.control.is_interrupted()
+        !self.control.is_interrupted() && !self.failed
+    }
+
+    fn recommends(&self) -> bool {
+        self.function.is_some()
+    }
+
+    fn recommend(&mut self, pool: &str, now: SimTime, observed: &Observed, wanted: u32) -> u32 {
+        let Some(function) = self.function.as_mut().filter(|_| !self.failed) else {
+            return wanted;
+        };
+        let number = function.recommend(pool, now, observed, wanted);
+        self.failed = number.is_none();
+        number.unwrap_or(wanted)
     }
 }

@@ -34,6 +34,7 @@ use slipstream_frontend::{Frontend, FrontendTotals};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_router::Fleets;
+use slipstream_worker::RankStats;
 use tokio::net::TcpStream;
 use tokio::task::LocalSet;
 
@@ -73,8 +74,15 @@ pub(super) struct Prepared {
 struct Sources {
     fleets: Fleets,
     totals: FrontendTotals,
-    /// Real engines, which join and leave.
-    engines: Option<Arc<Engines>>,
+    workers: Workers,
+}
+
+/// The workers of a live server.
+pub(super) enum Workers {
+    /// Modelled engines, which count their requests.
+    Modelled(Vec<Arc<RankStats>>),
+    /// Real ones, which join and leave. The router knows the requests that it sent them.
+    Real(Arc<Engines>),
 }
 
 /// Checks the settings. `None`: no pool has `[autoscale]`.
@@ -164,12 +172,12 @@ pub(super) fn start(
     prepared: Option<Prepared>,
     fleets: Fleets,
     frontend: &Frontend,
-    engines: Option<Arc<Engines>>,
+    workers: Workers,
 ) -> anyhow::Result<Option<LiveAutoscale>> {
     let sources = Sources {
         fleets,
         totals: frontend.totals(),
-        engines,
+        workers,
     };
     prepared.map(|prepared| prepared.start(sources)).transpose()
 }
@@ -374,9 +382,9 @@ fn document<'a>(
 impl Sources {
     /// The state of a pool.
     fn sample(&self, pool: &ScaledPool) -> PoolSample {
-        let own: Vec<WorkerId> = match &self.engines {
-            None => pool.workers.clone().map(WorkerId).collect(),
-            Some(engines) => {
+        let own: Vec<WorkerId> = match &self.workers {
+            Workers::Modelled(_) => pool.workers.clone().map(WorkerId).collect(),
+            Workers::Real(engines) => {
                 let members = engines.list();
                 let of_pool = members.iter().filter(|of| of.spec().pool == pool.name);
                 of_pool.map(|of| of.spec().worker).collect()
@@ -401,14 +409,23 @@ impl Sources {
                 if answers {
                     sample.arrived_total += load.routed_total;
                 }
-                if own.contains(&load.rank.worker) {
+                if !own.contains(&load.rank.worker) {
+                    continue;
+                }
+                if load.ready {
+                    ready.push(load.rank.worker);
+                }
+                if let Workers::Real(_) = self.workers {
                     let running = load.requests.min(pool.seqs_per_rank);
                     sample.running += running;
                     sample.waiting += load.requests - running;
-                    if load.ready {
-                        ready.push(load.rank.worker);
-                    }
                 }
+            }
+        }
+        if let Workers::Modelled(ranks) = &self.workers {
+            for rank in ranks.iter().filter(|rank| own.contains(&rank.rank.worker)) {
+                sample.running += rank.running.get();
+                sample.waiting += rank.waiting.get();
             }
         }
         ready.sort_unstable();

@@ -19,7 +19,7 @@ use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
-use super::autoscale::{self, LiveAutoscale};
+use super::autoscale::{self, LiveAutoscale, Workers};
 use super::cluster_args::ClusterArgs;
 use super::engine_kv::{self, Following};
 use super::membership::{self, Membership};
@@ -155,7 +155,7 @@ impl Live {
             autoscale: None,
         };
         live.await_first_checks();
-        let engines = Some(live.engines.clone());
+        let engines = Workers::Real(live.engines.clone());
         live.autoscale = autoscale::start(autoscale, fleets, &live.frontend, engines)?;
         live.frontend.open()?;
         Ok(live)

@@ -26,7 +26,7 @@ use slipstream_recorder::{Recorder, RecorderOptions};
 use slipstream_router::{Fleet, Fleets, Router};
 use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
-use crate::cmd::autoscale::{self, LiveAutoscale};
+use crate::cmd::autoscale::{self, LiveAutoscale, Workers};
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
 use crate::cmd::shadow::ShadowArgs;
@@ -268,7 +268,8 @@ impl Live {
         if shared {
             await_workers(&fleets);
         }
-        let autoscale = autoscale::start(autoscale, fleets, &frontend, None)?;
+        let ranks = Workers::Modelled(set.ranks().to_vec());
+        let autoscale = autoscale::start(autoscale, fleets, &frontend, ranks)?;
         frontend.open()?;
         Ok(Live {
             frontend,

@@ -6,9 +6,12 @@ use std::sync::mpsc::{self, Receiver};
 
 use serde_json::Value;
 
-use crate::engines::{PATIENCE, answer};
+use crate::engines::{EVENTS, Engine, PATIENCE, STREAM, answer, chunk, front, say, text_event};
 use crate::planes::{begin, completion};
 use crate::server::{FROZEN, Server, run};
+
+/// Decisions that a test waits for at most, ten per second.
+const DECISIONS_MAX: usize = 600;
 
 /// A request to the receiver: its head, and its body.
 struct Post {
@@ -102,13 +105,16 @@ fn the_numbers_are_metrics_a_file_and_posts() {
         first.head
     );
     assert_eq!(first.body["schema"], 1);
-    let pool = |post: &Post| post.body["pools"][0].clone();
+    let pool_of = |document: &Value| document["pools"][0].clone();
+    let pool = |post: &Post| pool_of(&post.body);
     assert_eq!(pool(&first)["pool"], "main");
     // The first was refused: a further try, or a newer number. Idle, one worker is enough, although six run.
-    let mut last = pool(&post());
-    while last["desired"] != 1 {
-        last = pool(&post());
-    }
+    let await_desired = |wanted: u64| {
+        let decisions = std::iter::repeat_with(|| pool(&post())).take(DECISIONS_MAX);
+        let mut reached = decisions.filter(|of| of["desired"] == wanted);
+        reached.next().expect("the number is wanted")
+    };
+    let last = await_desired(1);
     assert_eq!(
         (&last["ready"], &last["policy"]),
         (&6.into(), &"utilization".into())
@@ -120,9 +126,7 @@ fn the_numbers_are_metrics_a_file_and_posts() {
     let open: Vec<_> = (0..16)
         .map(|n| begin(&server, &completion(&format!("number {n}"), 3, true)))
         .collect();
-    while last["desired"] != 4 {
-        last = pool(&post());
-    }
+    let last = await_desired(4);
     let load = last["waiting"].as_u64().unwrap() + last["running"].as_u64().unwrap();
     assert_eq!(load, 16, "{last}");
     server.await_metric("slipstream_autoscale_desired_workers{pool=\"main\"}", |n| {
@@ -137,9 +141,13 @@ fn the_numbers_are_metrics_a_file_and_posts() {
         "slipstream_autoscale_outputs_total{output=\"file\",outcome=\"delivered\"}",
         |n| n >= 1.0,
     );
-    while written()["pools"][0]["desired"] != 4 {
+    let mut reads = std::iter::repeat_with(|| {
         std::thread::yield_now();
-    }
+        pool_of(&written())
+    });
+    let start = std::time::Instant::now();
+    let is_late = || start.elapsed() > PATIENCE;
+    assert!(reads.any(|of| of["desired"] == 4 || is_late()) && !is_late());
     let of = |outcome: &str| {
         server.metric(&format!(
             "slipstream_autoscale_outputs_total{{output=\"webhook\",outcome=\"{outcome}\"}}"
@@ -219,4 +227,98 @@ fn settings_that_cannot_be_followed_are_refused_at_the_start() {
             assert!(err.contains(part), "{flags:?}: {err}");
         }
     }
+}
+
+/// Flags of a deployment that publishes ten times per second, to `receiver`.
+fn publishing(receiver: SocketAddr) -> Vec<String> {
+    vec![
+        "--set=autoscale.policy=utilization".into(),
+        "--set=autoscale.target=0.5".into(),
+        "--set=autoscale.interval_s=0.1".into(),
+        "--set=autoscale.cooldown_s=0".into(),
+        format!("--set=live.autoscale.webhook=http://{receiver}"),
+    ]
+}
+
+/// Waits for a document in which `pool` satisfies `reached`.
+fn await_pool(posts: &Receiver<Post>, pool: &str, reached: impl Fn(&Value) -> bool) {
+    let mut last = Value::Null;
+    for _ in 0..DECISIONS_MAX {
+        let post = posts.recv_timeout(PATIENCE).expect("a decision");
+        let pools = post.body["pools"].as_array().unwrap();
+        let own = pools.iter().find(|of| of["pool"] == pool);
+        if own.is_some_and(&reached) {
+            return;
+        }
+        last = post.body;
+    }
+    panic!("pool {pool} does not get there: {last}");
+}
+
+/// Engines behind HTTP: the number may be above that of those which are there.
+#[test]
+fn the_load_of_real_engines_is_that_of_their_requests() {
+    let hold = |_: &crate::engines::Seen, stream: &mut TcpStream| {
+        say(stream, EVENTS);
+        chunk(stream, &text_event("a", "one"));
+        let _ = stream.read(&mut [0]); // until its client leaves
+    };
+    let engines = [Engine::start(hold), Engine::start(hold)];
+    let (address, posts) = receiver(&["204 No Content"]);
+    let mut flags = publishing(address);
+    flags.push("--set=autoscale.workers_max=8".into());
+    flags.push("--set=engine.max_num_seqs=2".into());
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let server = front(&[&engines[0], &engines[1]], &flags);
+    await_pool(&posts, "engines", |of| {
+        of["ready"] == 2 && of["desired"] == 1
+    });
+    // 2 at a time per engine, of which half are wanted: 5 requests need 5 engines.
+    let open: Vec<_> = (0..5)
+        .map(|_| {
+            let mut client = begin(&server, STREAM);
+            assert_eq!(client.head().status, 200);
+            client
+        })
+        .collect();
+    await_pool(&posts, "engines", |of| {
+        let load = of["waiting"].as_u64().unwrap() + of["running"].as_u64().unwrap();
+        load == 5 && of["running"] == 4 && of["desired"] == 5
+    });
+    drop(open);
+    await_pool(&posts, "engines", |of| {
+        of["running"] == 0 && of["desired"] == 1
+    });
+}
+
+/// Prompts that a prefill worker computes are its load, and not that of the decode workers.
+#[test]
+fn each_pool_has_the_load_of_its_own_workers() {
+    let (address, posts) = receiver(&["204 No Content"]);
+    let flags = publishing(address);
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let pools = [
+        "--speedup=1",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=3600000000000",
+        "--set=engine.num_gpu_blocks=1024",
+        "--set=engine.max_model_len=4096",
+        "--set=engine.max_num_seqs=2",
+        "--set=pool.p.role=prefill",
+        "--set=pool.p.workers=4",
+        "--set=pool.d.role=decode",
+        "--set=pool.d.workers=3",
+    ];
+    let server = Server::start(&[&pools, &flags]);
+    let open: Vec<_> = (0..3)
+        .map(|n| begin(&server, &completion(&format!("number {n}"), 3, true)))
+        .collect();
+    await_pool(&posts, "p", |of| {
+        let load = of["waiting"].as_u64().unwrap() + of["running"].as_u64().unwrap();
+        load == 3 && of["desired"] == 3 && of["ready"] == 4
+    });
+    await_pool(&posts, "d", |of| {
+        of["running"] == 0 && of["desired"] == 1 && of["ready"] == 3
+    });
+    drop(open);
 }

@@ -339,7 +339,7 @@ fn a_prompt_that_sglang_refuses_is_not_sent_elsewhere() {
     let decode = Engine::start(move |_, stream| hang(stream, &closed_of));
     let refuses = || {
         Engine::start(|_, stream| {
-            answer(stream, "400 Bad Request", "", b"{\"message\":\"too long\"}")
+            answer(stream, "400 Bad Request", "", b"{\"message\":\"too long\"}");
         })
     };
     let (first, second) = (refuses(), refuses());

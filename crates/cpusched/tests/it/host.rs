@@ -137,8 +137,8 @@ const CLOSED_EEVDF: [[f64; 4]; 3] = [
 #[test]
 fn closed_loop_is_as_on_the_real_kernel() {
     let m = machine(2, 4);
-    let ours = CLOSED_OURS.map(|row| (Kind::Slipstream, row));
-    let eevdf = CLOSED_EEVDF.map(|row| (Kind::Eevdf, row));
+    let ours = CLOSED_OURS.map(|row| (SchedulerKind::Slipstream, row));
+    let eevdf = CLOSED_EEVDF.map(|row| (SchedulerKind::Eevdf, row));
     for (kind, [load, rate, p50, p99]) in ours.into_iter().chain(eevdf) {
         let w = Workload::schbench_closed(m, 1, Span::Exp(500_000), load);
         let r = run(m, &Costs::instruction_clock(), &w, kind, 1_000);

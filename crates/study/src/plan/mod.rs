@@ -790,7 +790,7 @@ fn searched(args: &Args, model: &ModelShape) -> String {
     let mut more = String::new();
     let mut add = |name: &str, values: Vec<String>| {
         if !values.is_empty() {
-            more += &format!("; {name} {}", values.join(", "));
+            more.extend([format!("; {name} {}", values.join(", "))]);
         }
     };
     let ranks = args.data_parallel.iter().flatten();

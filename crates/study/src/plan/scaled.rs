@@ -6,6 +6,7 @@
 //! requests.
 
 use anyhow::ensure;
+use slipstream_base::width::floor_u32;
 use slipstream_config::cluster::AutoscalePolicy;
 use slipstream_plan::{Conditions, Setting, Shape, Trial};
 
@@ -82,7 +83,7 @@ pub(super) fn search(
     for &row in plain {
         let of = &driver.ready.candidates[row.sized.shape];
         for factor in MOST {
-            let workers_max = (factor * f64::from(row.sized.workers)).ceil() as u32;
+            let workers_max = floor_u32((factor * f64::from(row.sized.workers)).ceil());
             let workers_max = workers_max.min(of.workers_max);
             for &workers_min in fewest.iter().filter(|&&least| least <= workers_max) {
                 let same = |other: &Candidate<'_>| {

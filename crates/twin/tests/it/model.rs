@@ -2,6 +2,7 @@
 //! by hand, and properties over random clusters.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 
 use proptest::prelude::*;
 use slipstream_base::SimTime;
@@ -887,12 +888,12 @@ fn prompts_that_the_gpu_evicted_come_from_host_memory() {
     let mut lines = String::new();
     for i in 0..6 {
         let first = 100 * (i % 2);
-        lines += &format!(
-            "{{\"timestamp\": {}, \"input_length\": 1024, \"output_length\": 2, \"hash_ids\": [{}, {}]}}\n",
-            1_000 * i,
-            first,
-            first + 1
-        );
+        let (at, second) = (1_000 * i, first + 1);
+        writeln!(
+            lines,
+            r#"{{"timestamp": {at}, "input_length": 1024, "output_length": 2, "hash_ids": [{first}, {second}]}}"#
+        )
+        .unwrap();
     }
     std::fs::write(&trace, lines).unwrap();
     let load = workload(&format!("[trace]\nfile = \"{}\"\n", trace.display()));

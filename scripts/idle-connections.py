@@ -5,7 +5,8 @@
 
 Starts `slipstream serve`, opens CONNECTIONS (20,000) to it on loopback, and prints the growth of
 its resident memory per connection, for connections that were silent so far and for those that had
-a request: HTTP/1.1 and HTTP/2. Addresses 127.0.0.2 and up are the clients', so that ports suffice.
+a request, one after the other or all at once: HTTP/1.1 and HTTP/2. Addresses 127.0.0.2 and up are
+the clients', so that ports suffice.
 """
 
 import os
@@ -48,6 +49,7 @@ HEADERS = b"".join(
 CASES = {
     "HTTP/1.1, silent": (b"", b""),
     "HTTP/1.1, after a request": (ONCE, b'"object":"list"'),
+    "HTTP/1.1, after requests at once": (ONCE, b'"object":"list"'),
     "HTTP/2, silent": (PREFACE + SETTINGS, b"\0\0\0\x04\x01"),
     # HEADERS with END_STREAM and END_HEADERS on stream 1.
     "HTTP/2, after a request": (
@@ -73,30 +75,41 @@ def connect(address: tuple[str, int], number: int) -> socket.socket:
     return connection
 
 
+def await_answer(connection: socket.socket, expected: bytes) -> None:
+    """Read until the answer has these bytes."""
+    got = b""
+    while expected not in got:
+        piece = connection.recv(65536)
+        assert piece, f"the server closed a connection: {got}"
+        got += piece
+
+
 def measure(binary: str, count: int, case: str) -> float:
     """Bytes per connection."""
     sent, expected = CASES[case]
+    at_once = case.endswith("at once")
+    connections, warm = [], []
     command = [binary, "serve", "--listen=127.0.0.1:0", "--speedup=0", "--set=model.name=m"]
     limits = ["--set=live.read_timeout_s=3600", "--set=live.idle_timeout_s=3600"]
     with subprocess.Popen([*command, *limits], stdout=subprocess.PIPE, text=True) as server:
         try:
             host, port = server.stdout.readline().split("//")[1].strip().split(":")
             address = (host, int(port))
-            warm = [connect(address, number) for number in range(64)]
+            warm.extend(connect(address, number) for number in range(64))
             for connection in warm:
                 connection.sendall(ONCE)
                 connection.recv(65536)
             before = resident(server.pid)
-            connections = []
             for number in range(count):
-                connection = connect(address, number)
-                connection.sendall(sent)
-                got = b""
-                while expected not in got:
-                    piece = connection.recv(65536)
-                    assert piece, f"the server closed connection {number}: {got}"
-                    got += piece
-                connections.append(connection)
+                connections.append(connect(address, number))
+                if not at_once:
+                    connections[-1].sendall(sent)
+                    await_answer(connections[-1], expected)
+            if at_once:
+                for connection in connections:
+                    connection.sendall(sent)
+                for connection in connections:
+                    await_answer(connection, expected)
             time.sleep(3)  # idle connections give back their buffers
             return (resident(server.pid) - before) / count
         finally:

@@ -1,5 +1,6 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::error::Error;
 use std::io;
@@ -755,6 +756,35 @@ async fn serve_connection(
 /// new ones costs a few µs.
 const BUFFERS_KEPT: Duration = Duration::from_millis(250);
 
+/// Idle HTTP/1 connections of a shard that keep their buffers. Further ones give them back at once: what thousands of
+/// them took for a moment would stay in the heap, as holes between the parts that connections keep.
+const BUFFERS_KEPT_MAX: u32 = 512;
+
+thread_local! {
+    /// Idle HTTP/1 connections of this shard that keep their buffers.
+    static BUFFERS_KEPT_NOW: Cell<u32> = const { Cell::new(0) };
+}
+
+/// A place among [`BUFFERS_KEPT_MAX`].
+struct KeptBuffers;
+
+impl KeptBuffers {
+    fn take() -> Option<KeptBuffers> {
+        let now = BUFFERS_KEPT_NOW.get();
+        if now >= BUFFERS_KEPT_MAX {
+            return None;
+        }
+        BUFFERS_KEPT_NOW.set(now + 1);
+        Some(KeptBuffers)
+    }
+}
+
+impl Drop for KeptBuffers {
+    fn drop(&mut self) {
+        BUFFERS_KEPT_NOW.set(BUFFERS_KEPT_NOW.get() - 1);
+    }
+}
+
 /// Of an HTTP/1 connection.
 struct Http1Limits {
     read_timeout: Duration,
@@ -828,7 +858,7 @@ where
         .max_buf_size(limits.header_bytes_max.max(8192))
         .serve_connection(io, service);
     let ended = tokio::select! {
-        outcome = until_rest(&mut connection, client, limits.buffers_kept, rested) => outcome,
+        outcome = until_rest(&mut connection, client, limits.buffers_kept, rested, KeptBuffers::take) => outcome,
         _ = stopped.changed() => Some(tokio::select! {
             outcome = &mut connection => outcome,
             () = client.idle_for(limits.linger) => {
@@ -879,7 +909,8 @@ async fn serve_http2(
         _ = stopped.changed() => {
             // Some clients take GOAWAY for the end of streams, also of those whose end they have not read yet.
             let most = if linger.is_zero() { linger } else { shard.service.limits.drain / 2 };
-            let ended = tokio::time::timeout(most, until_rest(&mut connection, client, GOAWAY_REST, None)).await;
+            let rest = until_rest(&mut connection, client, GOAWAY_REST, None, || Some(()));
+            let ended = tokio::time::timeout(most, rest).await;
             if let Ok(Some(outcome)) = ended {
                 outcome
             } else {
@@ -893,27 +924,33 @@ async fn serve_http2(
     }
 }
 
-/// Drives a connection until it ends, or has been idle for `kept` (`None`). That does not count again if it has been
-/// idle since `rested`.
-async fn until_rest<C: Future + Unpin>(
+/// Drives a connection until it ends, or has been idle for `kept` (`None`), or idle at all if `place` has none for it.
+/// That does not count again if it has been idle since `rested`.
+async fn until_rest<C: Future + Unpin, P>(
     connection: &mut C,
     client: &Connection,
     kept: Duration,
     rested: Option<u64>,
+    place: impl Fn() -> Option<P>,
 ) -> Option<C::Output> {
     let mut timer = std::pin::pin!(tokio::time::sleep(kept));
     // Requests do not touch it: it is set for the first time that may be the end, and looked at then.
     let mut is_set = false;
+    let mut placed = None;
     std::future::poll_fn(move |cx| {
         if let Poll::Ready(outcome) = Pin::new(&mut *connection).poll(cx) {
             return Poll::Ready(Some(outcome));
         }
         loop {
             let Some(since_ns) = client.idle_since().filter(|&since| Some(since) != rested) else {
+                placed = None;
                 return Poll::Pending;
             };
+            if placed.is_none() {
+                placed = place();
+            }
             let idle = Duration::from_nanos(monotonic_ns().saturating_sub(since_ns));
-            if idle >= kept {
+            if idle >= kept || placed.is_none() {
                 return Poll::Ready(None);
             }
             if !is_set {
@@ -963,6 +1000,44 @@ mod tests {
             bytes <= 1536 && bytes < of_request,
             "{bytes} bytes, {of_request} per request"
         );
+    }
+
+    #[test]
+    fn few_idle_connections_keep_their_buffers() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .unwrap();
+        let _context = runtime.enter();
+        let is_kept = |connection: &mut Pin<Box<dyn Future<Output = Option<()>>>>| {
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            connection.as_mut().poll(&mut cx).is_pending()
+        };
+        let idle = || {
+            let client = Connection::new(Arc::default());
+            drop(client.begin(monotonic_ns()));
+            client
+        };
+        let serve = |client: Rc<Connection>| -> Pin<Box<dyn Future<Output = Option<()>>>> {
+            Box::pin(async move {
+                let mut open = std::future::pending();
+                let hour = Duration::from_secs(3600);
+                until_rest(&mut open, &client, hour, None, KeptBuffers::take).await
+            })
+        };
+        let clients: Vec<_> = (0..BUFFERS_KEPT_MAX).map(|_| idle()).collect();
+        let mut kept: Vec<_> = clients.iter().cloned().map(serve).collect();
+        assert!(kept.iter_mut().all(is_kept));
+        // One too many, until another one has a request, or ends.
+        assert!(!is_kept(&mut serve(idle())));
+        let request = clients[0].begin(monotonic_ns());
+        assert!(is_kept(&mut kept[0]));
+        assert!(is_kept(&mut serve(idle())), "the first has a request");
+        drop(request);
+        assert!(is_kept(&mut kept[0]));
+        assert!(!is_kept(&mut serve(idle())), "it is idle again");
+        drop(kept.pop());
+        assert!(is_kept(&mut serve(idle())), "the last has ended");
     }
 
     #[test]

@@ -160,9 +160,9 @@ u32 slip_n_may_leave(const struct slip_params *p, const struct slip_task *t, u32
 	return slip_may_leave(p, t, saturated != 0, now);
 }
 
-s32 slip_n_pick_two(struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd, u32 busiest)
+s32 slip_n_pick_two(const struct slip_params *p, struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd, u32 busiest)
 {
-	return slip_pick_two(env, 0, home, nr_llcs, rnd, busiest != 0);
+	return slip_pick_two(p, env, 0, home, nr_llcs, rnd, busiest != 0);
 }
 
 u32 slip_n_handover_put(const struct slip_params *p, struct slip_llc *llc, struct slip_cpu *cpu,
@@ -207,9 +207,9 @@ u32 slip_n_may_steal(const struct slip_params *p, const struct slip_cpu *victim,
 	return slip_may_steal(p, victim, now);
 }
 
-s32 slip_n_pull_from(struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd)
+s32 slip_n_pull_from(const struct slip_params *p, struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd)
 {
-	return slip_pull_from(env, home, nr_llcs, rnd);
+	return slip_pull_from(p, env, home, nr_llcs, rnd);
 }
 
 u32 slip_n_claim_thread(struct slip_env *env, u32 llc, s32 *cpu)

@@ -188,7 +188,7 @@ int main(int argc, char **argv)
 			break;
 		case 8: {
 			u32 home = (u32)below(LLCS);
-			s32 far = slip_pull_from(&env, home, LLCS, word());
+			s32 far = slip_pull_from(&p, &env, home, LLCS, word());
 
 			CHECK(far < LLCS && far != (s32)home);
 			CHECK(far < 0 || llcs[far].nr_queued);

@@ -21,6 +21,7 @@
 #define SLIP_LOAD_SCALE	1024u	/* load of an LLC with one runnable task per CPU */
 #define SLIP_STEAL_TRIES	4u	/* handoffs of other CPUs tried per dispatch */
 #define SLIP_DOMAINS	64u	/* per LLC: 0 tasks without a mask, the others one CPU mask each */
+#define SLIP_NODE_SLACK_PCT	25u	/* choose an LLC of another node only if it is better by this much */
 #define SLIP_LAG_MAX_NS	50000000ull	/* maximum credit of a runnable task, virtual ns */
 
 #define slip_inline static inline __attribute__((always_inline, unused))
@@ -73,7 +74,7 @@ struct slip_params {
 	u32 preempt;		/* 0: a wake-up never preempts a hog */
 	u32 saturated_runs;	/* replaces residency_runs for a wakee whose LLC is saturated */
 	u32 trust_after;	/* honest hints in a row that earn trust, see slip_trusted() */
-	u32 pad;
+	u32 llcs_per_node;	/* LLCs of a NUMA node have consecutive numbers; 0: nodes do not matter */
 };
 
 /* A task. Zeroed when created, then slip_task_init(). */
@@ -224,7 +225,7 @@ slip_inline void slip_params_default(struct slip_params *p)
 	p->preempt = 1;
 	p->saturated_runs = 1;
 	p->trust_after = 4;
-	p->pad = 0;
+	p->llcs_per_node = 0;
 }
 
 /* ---- saturation -------------------------------------------------------------------------- */
@@ -541,21 +542,31 @@ slip_inline bool slip_may_hand_off(const struct slip_params *p, const struct sli
 }
 
 /*
- * The less loaded of two random LLCs other than `home`, or -1. Two choices suffice to keep the
- * fullest queue short: Mitzenmacher, "The power of two choices in randomized load balancing" (2001).
+ * The less loaded of two random LLCs other than `home`, or -1; `busiest`: the more loaded. Two choices suffice to keep
+ * the fullest queue short: Mitzenmacher, "The power of two choices in randomized load balancing" (2001).
+ *
+ * If the host has NUMA nodes of several LLCs, the first of the two is of home's node. It is chosen unless the other
+ * one is much better, or the only one with an idle CPU (`busiest`: with a waiting task).
  */
-slip_inline s32 slip_pick_two(struct slip_env *env, const struct slip_task *t, u32 home,
-			      u32 nr_llcs, u64 rnd, bool busiest)
+slip_inline s32 slip_pick_two(const struct slip_params *p, struct slip_env *env,
+			      const struct slip_task *t, u32 home, u32 nr_llcs, u64 rnd,
+			      bool busiest)
 {
+	u32 i, j, first, per_node = p->llcs_per_node, slack = 100;
 	struct slip_llc *a, *b;
-	u32 i, j;
-	bool a_ok, b_ok;
+	bool a_ok, b_ok, a_has, b_has;
 
 	if (nr_llcs < 2)
 		return -1;
 	/* Draw from the others: an offset of 1 .. nr_llcs - 1. */
 	i = (home + 1 + (u32)(rnd & 0xffffffff) % (nr_llcs - 1)) % nr_llcs;
 	j = (home + 1 + (u32)(rnd >> 32) % (nr_llcs - 1)) % nr_llcs;
+	if (per_node > 1 && per_node < nr_llcs) {
+		first = home - home % per_node;
+		i = first + (home - first + 1 + (u32)(rnd & 0xffffffff) % (per_node - 1)) % per_node;
+		if (j / per_node != home / per_node)
+			slack = 100 + SLIP_NODE_SLACK_PCT;
+	}
 	a_ok = !t || slip_llc_ok(t, i);
 	b_ok = !t || slip_llc_ok(t, j);
 	a = slip_env_llc(env, i);
@@ -564,9 +575,15 @@ slip_inline s32 slip_pick_two(struct slip_env *env, const struct slip_task *t, u
 		return b && b_ok ? (s32)j : -1;
 	if (!b || !b_ok)
 		return (s32)i;
+	if (slack > 100) {
+		a_has = busiest ? a->nr_queued : !!a->idle_mask;
+		b_has = busiest ? b->nr_queued : !!b->idle_mask;
+		if (a_has != b_has)
+			return (s32)(a_has ? i : j);
+	}
 	if (busiest)
-		return (s32)(slip_llc_load(b) > slip_llc_load(a) ? j : i);
-	return (s32)(slip_llc_load(b) < slip_llc_load(a) ? j : i);
+		return (s32)((u64)slip_llc_load(b) * 100 > (u64)slip_llc_load(a) * slack ? j : i);
+	return (s32)((u64)slip_llc_load(b) * slack < (u64)slip_llc_load(a) * 100 ? j : i);
 }
 
 /* Is `home` busier than `other` by more than the slack? */
@@ -660,7 +677,7 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 	}
 
 	if (slip_may_leave(p, wakee, home->saturated, w->now)) {
-		far = slip_pick_two(env, wakee, home_id, w->nr_llcs, w->rnd, 0);
+		far = slip_pick_two(p, env, wakee, home_id, w->nr_llcs, w->rnd, 0);
 		other = far >= 0 ? slip_env_llc(env, (u32)far) : 0;
 		if (other && other->idle_mask && slip_worth_moving(p, home, other)) {
 			cpu = slip_env_claim_core(env, (u32)far);
@@ -742,7 +759,7 @@ slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env,
 
 	if (!llc || !llc->nr_queued || llc->idle_mask)
 		return -1;
-	far = slip_pick_two(env, 0, home, nr_llcs, rnd, 0);
+	far = slip_pick_two(p, env, 0, home, nr_llcs, rnd, 0);
 	other = far >= 0 ? slip_env_llc(env, (u32)far) : 0;
 	return other && other->idle_mask && slip_worth_moving(p, llc, other) ? far : -1;
 }
@@ -879,9 +896,10 @@ slip_inline bool slip_may_steal(const struct slip_params *p, const struct slip_c
  * The LLC that an idle CPU of `home` should pull from, or -1: the more loaded of two others, if
  * tasks wait there.
  */
-slip_inline s32 slip_pull_from(struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd)
+slip_inline s32 slip_pull_from(const struct slip_params *p, struct slip_env *env, u32 home,
+			       u32 nr_llcs, u64 rnd)
 {
-	s32 far = slip_pick_two(env, 0, home, nr_llcs, rnd, 1);
+	s32 far = slip_pick_two(p, env, 0, home, nr_llcs, rnd, 1);
 	struct slip_llc *llc = far >= 0 ? slip_env_llc(env, (u32)far) : 0;
 
 	return llc && llc->nr_queued ? far : -1;

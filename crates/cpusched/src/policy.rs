@@ -89,8 +89,8 @@ pub struct Params {
     pub saturated_runs: u32,
     /// Honest hints in a row after which other CPUs cannot steal a waker's handoffs.
     pub trust_after: u32,
-    #[doc(hidden)]
-    pub pad: u32,
+    /// LLCs of a NUMA node, which have consecutive numbers. 0: nodes do not matter.
+    pub llcs_per_node: u32,
 }
 
 /// `struct slip_task`.
@@ -260,7 +260,14 @@ unsafe extern "C" {
         blocked: u32,
     ) -> u32;
     fn slip_n_may_leave(p: &Params, t: &Task, saturated: u32, now: u64) -> u32;
-    fn slip_n_pick_two(env: &mut Env, home: u32, nr_llcs: u32, rnd: u64, busiest: u32) -> i32;
+    fn slip_n_pick_two(
+        p: &Params,
+        env: &mut Env,
+        home: u32,
+        nr_llcs: u32,
+        rnd: u64,
+        busiest: u32,
+    ) -> i32;
     fn slip_n_handover_put(
         p: &Params,
         llc: &mut Llc,
@@ -276,7 +283,7 @@ unsafe extern "C" {
     fn slip_n_choose(h: &Heads) -> u32;
     fn slip_n_next_handover(mask: u64, bit: u32) -> u32;
     fn slip_n_may_steal(p: &Params, victim: &Cpu, now: u64) -> u32;
-    fn slip_n_pull_from(env: &mut Env, home: u32, nr_llcs: u32, rnd: u64) -> i32;
+    fn slip_n_pull_from(p: &Params, env: &mut Env, home: u32, nr_llcs: u32, rnd: u64) -> i32;
     fn slip_n_claim_thread(env: &mut Env, llc: u32, cpu: &mut i32) -> u32;
     fn slip_n_count_bits(x: u64) -> u32;
     fn slip_n_lowest_bit(x: u64) -> u32;
@@ -569,10 +576,10 @@ impl Core {
 
     /// One of two random LLCs other than `home`: the less loaded, or the more loaded.
     pub fn pick_two(&mut self, home: u32, rnd: u64, busiest: bool) -> Option<u32> {
-        let mut env = self.env(None);
+        let (params, mut env) = (self.params, self.env(None));
         let n = self.llcs.len() as u32;
         // SAFETY: `env` points into this Core and bounds every access.
-        let far = unsafe { slip_n_pick_two(&mut env, home, n, rnd, busiest as u32) };
+        let far = unsafe { slip_n_pick_two(&params, &mut env, home, n, rnd, busiest as u32) };
         u32::try_from(far).ok()
     }
 
@@ -643,10 +650,10 @@ impl Core {
 
     /// The LLC from which an idle CPU of `home` should pull.
     pub fn pull_from(&mut self, home: u32, rnd: u64) -> Option<u32> {
-        let mut env = self.env(None);
+        let (params, mut env) = (self.params, self.env(None));
         let n = self.llcs.len() as u32;
         // SAFETY: `env` points into this Core and bounds every access.
-        u32::try_from(unsafe { slip_n_pull_from(&mut env, home, n, rnd) }).ok()
+        u32::try_from(unsafe { slip_n_pull_from(&params, &mut env, home, n, rnd) }).ok()
     }
 }
 
@@ -857,6 +864,35 @@ mod tests {
         }
     }
 
+    /// LLCs of 8 CPUs, of which this many are busy, in two nodes of three. All that two random choices find for
+    /// LLC 0.
+    fn picked(busy: [u32; 6], busiest: bool) -> std::collections::BTreeSet<u32> {
+        let mut core = Core::new(Params::with_defaults(), 6, 8, 1);
+        core.params.llcs_per_node = 3;
+        for (llc, n) in core.llcs.iter_mut().zip(busy) {
+            llc.idle_mask = 0xff & !((1u64 << n) - 1);
+            llc.nr_queued = u32::from(n == 8);
+        }
+        let mut rnd = 1u64;
+        let mut draw = || {
+            rnd = rnd.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            core.pick_two(0, rnd, busiest)
+        };
+        (0..1_000).filter_map(|_| draw()).collect()
+    }
+
+    #[test]
+    fn llcs_of_the_own_node_come_first() {
+        // A little less load elsewhere is not worth leaving the node; much less is.
+        assert_eq!(picked([8, 6, 6, 5, 5, 5], false), [1, 2].into());
+        assert_eq!(picked([8, 6, 6, 5, 4, 5], false), [1, 2, 4].into());
+        // An idle CPU is, whatever the load.
+        assert_eq!(picked([8, 8, 8, 7, 7, 7], false), [1, 2, 3, 4, 5].into());
+        // Likewise for a CPU that looks for work: where tasks wait.
+        assert_eq!(picked([4, 8, 8, 8, 8, 8], true), [1, 2].into());
+        assert_eq!(picked([4, 7, 7, 8, 7, 7], true), [1, 2, 3].into());
+    }
+
     proptest! {
         #[test]
         fn placement_names_a_cpu_that_was_idle_and_claims_it(
@@ -906,8 +942,14 @@ mod tests {
         }
 
         #[test]
-        fn pick_two_never_picks_home(n in 2u32..20, home in 0u32..20, rnd in any::<u64>()) {
+        fn pick_two_never_picks_home(
+            n in 2u32..20,
+            per_node in 0u32..7,
+            home in 0u32..20,
+            rnd in any::<u64>(),
+        ) {
             let mut core = Core::new(Params::with_defaults(), n, 1, 1);
+            core.params.llcs_per_node = per_node;
             let home = home % n;
             for busiest in [false, true] {
                 let far = core.pick_two(home, rnd, busiest).expect("there are others");

@@ -1,6 +1,6 @@
 //! CPUs, last-level caches and NUMA nodes, read from sysfs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Maximum CPUs of a group: the policy keeps one bit for each. `SLIP_LLC_CPUS`.
@@ -131,6 +131,25 @@ impl Topology {
         }
         Ok(Topology { cpus, llcs })
     }
+
+    /// Groups per NUMA node, if there are several nodes of as many groups each, with consecutive numbers; else 0.
+    pub fn llcs_per_node(&self) -> u32 {
+        let node = |llc: &Vec<u32>| {
+            let mut nodes = llc.iter().filter_map(|id| Some(self.cpus.get(id)?.node));
+            let first = nodes.next()?;
+            nodes.all(|n| n == first).then_some(first)
+        };
+        let Some(nodes) = self.llcs.iter().map(node).collect::<Option<Vec<u32>>>() else {
+            return 0; // a cache of several nodes
+        };
+        let runs: Vec<&[u32]> = nodes.chunk_by(|a, b| a == b).collect();
+        let distinct: BTreeSet<u32> = nodes.iter().copied().collect();
+        let size = runs.first().map_or(0, |r| r.len());
+        if runs.len() < 2 || distinct.len() != runs.len() || runs.iter().any(|r| r.len() != size) {
+            return 0;
+        }
+        size as u32
+    }
 }
 
 /// The cache directory of the highest level that holds data.
@@ -240,6 +259,24 @@ mod tests {
                 node: 1
             }
         );
+    }
+
+    #[test]
+    fn nodes_of_as_many_llcs_each_are_found() {
+        let of = |cpus, per_llc| Topology::read(host(cpus, 2, per_llc).path()).unwrap();
+        assert_eq!(of(32, 4).llcs_per_node(), 4);
+        assert_eq!(of(16, 8).llcs_per_node(), 1);
+        // A cache of both nodes, and one node.
+        assert_eq!(of(24, 8).llcs_per_node(), 0);
+        let mut t = of(32, 4);
+        t.cpus.values_mut().for_each(|c| c.node = 0);
+        assert_eq!(t.llcs_per_node(), 0);
+        // Nodes of unlike size, and one whose LLCs have other numbers in between.
+        for odd in [4, 28] {
+            let mut t = of(32, 4);
+            (odd..odd + 4).for_each(|id| t.cpus.get_mut(&id).unwrap().node ^= 1);
+            assert_eq!(t.llcs_per_node(), 0);
+        }
     }
 
     #[test]

@@ -133,6 +133,7 @@ fn kernel_and_native_build_decide_alike() {
     let mut paths = [0u32; 9];
     for i in 0..INPUTS {
         let mut core = Core::new(Params::with_defaults(), LLCS, PER_LLC, 2);
+        core.params.llcs_per_node = r.below(4) as u32;
         core.tasks = vec![task(&mut r), task(&mut r)]; // waker, wakee
         for llc in &mut core.llcs {
             let dense = [0, r.word() & r.word(), r.word(), 0xff][r.below(4) as usize];

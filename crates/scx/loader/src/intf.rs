@@ -46,7 +46,7 @@ pub fn params(p: &Params) -> Vec<u8> {
         .u32(p.preempt)
         .u32(p.saturated_runs)
         .u32(p.trust_after)
-        .u32(0)
+        .u32(p.llcs_per_node)
         .0
 }
 

@@ -176,6 +176,7 @@ fn run(args: &Run) -> anyhow::Result<ExitCode> {
         params.wake_idle_ns = wake_idle_us * 1_000;
         params.hand_off = u32::from(!args.no_hand_off);
         params.learn = u32::from(!args.no_learn);
+        params.llcs_per_node = topology.llcs_per_node();
         let (object, _link) = load(&params, &topology, &classes, hotplug_seq)?;
         eprintln!(
             "slipstream schedules {} CPUs in {} LLCs; handoff up to {wake_idle_us} us; \

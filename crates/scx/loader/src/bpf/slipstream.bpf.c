@@ -861,7 +861,7 @@ static __always_inline bool look_elsewhere(s32 cpu, struct slip_cpu_state *c,
 			return 1;
 		}
 	}
-	far = slip_pull_from(&env, id, slip_config.nr_llcs, random_word(now, cpu));
+	far = slip_pull_from(params(), &env, id, slip_config.nr_llcs, random_word(now, cpu));
 	if (far < 0)
 		return 0;
 	if (!pull(cpu, id, far, 0, now)) {

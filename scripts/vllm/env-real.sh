@@ -51,7 +51,7 @@ lines = ["Name: vllm" if line.startswith("Name: ") else line for line in text.sp
 PY
 VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR python - <<'PY'
 import vllm
-import vllm.entrypoints.cli.launch  # what `vllm serve` imports
+import vllm.entrypoints.cli.launch  # imported by `vllm serve`
 from vllm.platforms import current_platform
 
 assert current_platform.device_type == "cpu", current_platform

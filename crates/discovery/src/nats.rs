@@ -4,13 +4,13 @@
 //!   $KV.BUCKET.KEY = {"lease_ms": …, "value": …}, published again by each renewal
 //! ```
 //!
-//! Servers before 2.11 end keys by an age that the whole bucket has, and do not say so to those who watch it. So the
-//! value carries its lease, and who watches ends an entry that was not published again in that time, provided that the
-//! watch was alive meanwhile: it is idle for [`HEARTBEAT`] at most. The bucket's own age, [`LEASE_MAX`], removes what
-//! processes have left. A watch that brought nothing for [`SILENCE_NS`], or skipped a number, begins anew.
+//! Servers before 2.11 end keys by one age per bucket, and publish nothing to watches then. So the value carries its
+//! lease, and a watch ends entries that were not published again in that time, provided that the watch was alive: a
+//! server sends something each [`HEARTBEAT`] at least. The bucket's own age, [`LEASE_MAX`], removes the keys of
+//! processes that have ended. A watch without a message for [`SILENCE_NS`], or with a missing number, begins anew.
 //!
-//! NATS's protocol is lines of text over a socket, of which this takes six; the requests are JSON. One thread drives a
-//! backend, so the sockets block, and there is no runtime.
+//! NATS's protocol is lines of text over a socket; the requests are JSON. One thread drives a backend, so sockets block,
+//! and there is no runtime.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};
@@ -294,7 +294,7 @@ impl Nats {
         answer(&done?).map(drop)
     }
 
-    /// Begins a watch, and applies what is in the bucket.
+    /// Begins a watch, and applies the messages of the bucket.
     fn list(&mut self, now: SimTime, changes: &mut Vec<Change>) -> io::Result<()> {
         let end = Instant::now() + CALL_TIME;
         self.connect(end)?;
@@ -409,7 +409,7 @@ impl Nats {
         changes.push(Change::Put { key, value });
     }
 
-    /// Applies what has arrived. False: the watch has to begin anew.
+    /// Applies the messages that have arrived. False: the watch has to begin anew.
     fn follow(&mut self, now: SimTime, changes: &mut Vec<Change>) -> bool {
         let (Some(link), Some(mut watch)) = (self.link.as_mut(), self.watch.take()) else {
             return false;
@@ -514,7 +514,7 @@ fn place(options: &NatsOptions) -> String {
     )
 }
 
-/// An error for what NATS does not send.
+/// An error for bytes that NATS does not send.
 fn odd(what: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
@@ -575,7 +575,7 @@ struct Delivered {
     payload: Option<Vec<u8>>,
 }
 
-/// What a message means for a watch.
+/// Meaning of a message for a watch.
 enum Took {
     Entry(Delivered),
     Nothing,
@@ -651,7 +651,7 @@ impl Message {
     }
 }
 
-/// A piece of what a server sends.
+/// A piece of a server's bytes.
 enum Piece {
     Message(Message),
     Pong,

@@ -186,7 +186,7 @@ fn entries_are_found_watched_and_end_with_their_lease() {
     let options = NatsOptions::parse(&format!("nats://{}/other", server.address())).unwrap();
     let mut apart = Nats::new(options).unwrap();
     assert!(recovered(&mut apart).is_empty());
-    // A third one finds what is there, and nothing else.
+    // A third one finds the entries, and nothing else.
     let mut third = server.client();
     assert_eq!(recovered(&mut third), ["+a={\"x\":1}"]);
     // Renewals are no changes.

@@ -1160,7 +1160,7 @@ pub(super) async fn obtain(
 }
 
 /// Asks `prefill` for a prompt. Returns that request, and the engine that is to be asked for the answer at once, with
-/// what it gets.
+/// its request.
 ///
 /// # Errors
 /// Why it was not asked, as a clause.
@@ -1232,11 +1232,11 @@ fn refused_prefill(engine: &Engine, fault: PrefillFault) -> (ApiError, bool) {
 /// Work of an engine for another one.
 struct Prefilled {
     engine: Arc<Engine>,
-    /// What the decode engine gets; `None`: there is nothing to transfer.
+    /// The request to the decode engine; `None`: there is nothing to transfer.
     stage: Option<StageRequest>,
 }
 
-/// Lets `engine` compute the prompt for another one. Returns what that one gets; `None` if there is nothing to
+/// Lets `engine` compute the prompt for another one. Returns the request to that one; `None` if there is nothing to
 /// transfer.
 ///
 /// # Errors

@@ -5,21 +5,20 @@ use slipstream_config::cluster::AutoscaleConfig;
 
 use crate::{Autoscaler, Decision, Observed};
 
-/// What a server knows of a pool at one time.
+/// Counters and gauges of a pool at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PoolSample {
     /// Workers that take requests.
     pub ready: u32,
-    /// Requests that were routed to it and have not ended, per rank. A rank computes `slots_per_rank` of them at a
-    /// time, and the others wait.
+    /// Requests that wait, in its workers and in front of them.
     pub waiting: u64,
     /// Requests that it computes.
     pub running: u64,
     /// Requests that have arrived at the cluster since its start.
     pub arrived_total: u64,
-    /// First tokens since its start, and the sum of the times to them, s.
+    /// First tokens since its start.
     pub first_tokens_total: u64,
-    /// The sum of the times to them, s.
+    /// Sum of the times to them, s.
     pub ttft_total_s: f64,
 }
 

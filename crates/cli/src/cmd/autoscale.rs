@@ -70,7 +70,7 @@ pub(super) struct Prepared {
     published: Arc<Published>,
 }
 
-/// What a live server reads its state from.
+/// The state of a live server.
 struct Sources {
     fleets: Fleets,
     totals: FrontendTotals,

@@ -1052,3 +1052,53 @@ fn bounds_of_autoscaling_are_searched_as_every_combination() {
     assert_eq!(code, Some(2), "{err}");
     assert!(err.contains("--autoscale-min needs a policy"), "{err}");
 }
+
+/// A large mixture with four key-value heads: eight GPUs that each hold all of its attention take two thirds of the GPUs
+/// that divide it.
+#[test]
+fn ranks_of_a_mixture_take_fewer_gpus_than_tensor_parallelism() {
+    let answer = |parallel: &[&str]| {
+        let (code, json, err) = plan(&[
+            parallel,
+            &[
+                "--model=qwen3-235b-a22b",
+                "--gpus=h100-sxm",
+                "--precision=fp8",
+                "--rate=30",
+                "--isl=1500",
+                "--osl=100",
+                "--requests=300",
+                "--slo=ttft=1s,itl=40ms",
+                "--attain=95%",
+                "--serving=aggregated",
+                "--max-num-seqs=128",
+                "--max-num-batched-tokens=8192",
+                "--policies=kv",
+                "--max-gpus=64",
+                "--seeds=1",
+                "--quick",
+                "--quiet",
+            ],
+        ]);
+        assert_eq!(code, Some(0), "{err}");
+        json["answers"][0]["answer"].clone()
+    };
+    let divided = answer(&["--tensor-parallel=4,8"]);
+    assert_eq!(
+        (&divided["gpus"], &divided["data_parallel_size"]),
+        (&24.into(), &Value::Null)
+    );
+    let ranks = answer(&[
+        "--tensor-parallel=1,4,8",
+        "--data-parallel=1,8",
+        "--expert-parallel=off,on",
+    ]);
+    assert_eq!(
+        (
+            &ranks["gpus"],
+            &ranks["tensor_parallel_size"],
+            &ranks["data_parallel_size"]
+        ),
+        (&16.into(), &1.into(), &8.into())
+    );
+}

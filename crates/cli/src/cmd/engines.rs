@@ -223,8 +223,18 @@ fn as_routed(cluster: &Cluster, why: &str) -> Cluster {
 /// Slots for engines that come later, in a fleet that may change, if `may_grow`.
 fn slots(cluster: &Cluster, may_grow: bool) -> anyhow::Result<u32> {
     let now: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
+    // Engines that a deployment adds as `[autoscale]` asks for them.
+    let most = cluster.pools.iter().map(|pool| {
+        let most = pool.autoscale.map(|config| config.workers_max);
+        most.unwrap_or(0).max(pool.workers)
+    });
+    let most: u32 = most.sum();
     match cluster.upstream.engines_max {
-        0 if may_grow => Ok(SLOTS),
+        0 if may_grow => Ok(SLOTS.max(most - now)),
+        max if (now.max(1)..most).contains(&max) => anyhow::bail!(
+            "`upstream.engines_max` is {max}, and the pools may have {most} engines (`autoscale.workers_max`); raise it, or \
+             leave it out"
+        ),
         0 => Ok(0),
         max => max.checked_sub(now).with_context(|| {
             format!(

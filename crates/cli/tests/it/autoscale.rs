@@ -198,6 +198,15 @@ fn settings_that_cannot_be_followed_are_refused_at_the_start() {
             &["pool `main`", "`autoscale.ttft_s = 1`"][..],
         ),
         (
+            &[
+                "--engine=http://127.0.0.1:9",
+                "--set=autoscale.policy=queue",
+                "--set=autoscale.workers_max=8",
+                "--set=upstream.engines_max=3",
+            ],
+            &["`upstream.engines_max` is 3", "8 engines"],
+        ),
+        (
             &["--set=autoscale.policy=custom"],
             &["pool `main`", "Python"],
         ),

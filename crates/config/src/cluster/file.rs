@@ -58,6 +58,8 @@ const AUTOSCALE: &[(&str, Option<AutoscalePolicy>)] = &[
     ("predictive", Some(AutoscalePolicy::Predictive)),
     ("custom", Some(AutoscalePolicy::Custom)),
 ];
+/// Limit of the engines behind HTTP, as of `upstream.engines_max`.
+const ENGINES_MAX: u32 = 4_096;
 /// Observations that the line of policy "predictive" is fitted to, at most.
 const TREND_MAX: f64 = 1_000.0;
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
@@ -602,7 +604,7 @@ fn read_autoscale(
         Queue => 4.0,
     };
     let workers_max = if real {
-        t.get("workers_max").within(1..=WORKERS_MAX).required(
+        t.get("workers_max").within(1..=ENGINES_MAX).required(
             "set the most engines that the deployment may have, such as `workers_max = 8`",
             workers,
         )

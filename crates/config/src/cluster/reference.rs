@@ -863,7 +863,7 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "autoscale.workers_max",
-        "1 to `pool.NAME.workers`; with `engines`: 1 to 65,535, and needed",
+        "1 to `pool.NAME.workers`; with `engines`: 1 to 4,096, and needed",
         "(`pool.NAME.workers`)",
         "Most workers that run.",
         "Low: requests wait under load.",

@@ -45,7 +45,7 @@ pub(crate) struct Wire {
     flushed: Cell<bool>,
 }
 
-/// What became of a chunk.
+/// Outcome of the send of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sent {
     All,
@@ -79,7 +79,7 @@ impl Wire {
         }
     }
 
-    /// What is to be written before anything else.
+    /// Bytes that go before any others.
     pub(crate) fn owed(&self) -> RefMut<'_, BytesMut> {
         self.owed.borrow_mut()
     }

@@ -16,8 +16,8 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use crate::connection::Connection;
 use crate::direct::Wire;
 
-/// A TCP stream whose writes fail once the peer has taken nothing for `write_timeout`. What the shard has left of
-/// a chunk ([`crate::direct`]) is written first.
+/// A TCP stream whose writes fail once the peer has taken nothing for `write_timeout`. The rest of a chunk that the
+/// shard began ([`crate::direct`]) is written first.
 ///
 /// The timer exists only while a write is blocked, so a client that reads costs nothing here.
 pub(crate) struct ClientIo {
@@ -66,7 +66,7 @@ impl ClientIo {
         self.client.wire()
     }
 
-    /// Writes what is owed.
+    /// Writes the bytes that are owed.
     fn poll_owed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let wire = self.client.wire();
         let mut owed = wire.owed();
@@ -83,7 +83,7 @@ impl ClientIo {
         Poll::Ready(Ok(()))
     }
 
-    /// Writes with `write`, behind what is owed.
+    /// Writes with `write`, behind the bytes that are owed.
     fn poll_behind_owed<T>(
         &mut self,
         cx: &mut Context<'_>,

@@ -233,7 +233,7 @@ impl Client {
         self.unread.extend_from_slice(&piece[..count]);
     }
 
-    /// What comes up to `end`, and it.
+    /// All bytes up to `end`, and it.
     fn until(&mut self, end: &[u8]) -> Vec<u8> {
         let mut looked = 0;
         loop {

@@ -45,6 +45,7 @@ mod embeddings;
 mod faults;
 mod generate;
 mod helpers;
+mod hosting;
 mod http;
 mod io;
 mod kv_network;

@@ -573,11 +573,14 @@ async fn run_shard(
     linger: Duration,
 ) {
     let meter = shard.meter.clone();
-    let tasks = [
+    let mut tasks = vec![
         meter.spawn(Shard::drain(shard.clone())),
         meter.spawn(Shard::carry(shard.clone())),
         meter.spawn(Shard::look_after_replies(shard.clone())),
     ];
+    for thread in 0..shard.engine_threads() {
+        tasks.push(meter.spawn(Shard::host(shard.clone(), thread)));
+    }
     // Connections finish what they have begun; the deadline is for clients that do not.
     let mut deadline = None;
     let (time_left, farewell) = last_moments(shard.service.limits.drain);

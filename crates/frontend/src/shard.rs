@@ -1,6 +1,7 @@
 //! State of one frontend thread, and how it takes frames apart.
 
 use std::cell::Cell;
+use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -215,6 +216,14 @@ impl Shard {
         }
     }
 
+    /// Engine threads of this process.
+    pub(crate) fn engine_threads(&self) -> usize {
+        match &self.plane {
+            Plane::Rings(port) => port.threads(),
+            Plane::Sockets(_) | Plane::Engines(_) => 0,
+        }
+    }
+
     /// Hands a stop, kill or credit over. The plane keeps it if there is no room; a worker that is
     /// gone has nothing left to control.
     pub(crate) fn send_control(&self, message: ToWorker) {
@@ -235,16 +244,23 @@ impl Shard {
             Plane::Engines(upstream) => return upstream.clone().sweep().await,
         };
         loop {
-            match port
-                .frames(FRAMES_PER_TURN, |frame| self.on_frame(frame, None))
-                .await
-            {
+            let mut waited = false;
+            let polled = poll_fn(|cx| {
+                let on_frame = |frame: &PassFrame| self.on_frame(frame, None);
+                let polled = port.poll_frames(cx, FRAMES_PER_TURN, on_frame);
+                waited |= polled.is_pending();
+                polled
+            });
+            match polled.await {
                 Polled::Frames(_) => {
                     while self.write_some() {
                         tokio::task::yield_now().await;
                     }
-                    // Other replies that this filled are woken; let them write before the next frames.
-                    tokio::task::yield_now().await;
+                    // Other replies that this filled are woken; let them write before the next frames. If there are
+                    // none yet, the wait for them does that.
+                    if !waited {
+                        tokio::task::yield_now().await;
+                    }
                 }
                 Polled::ThreadGone(thread) => {
                     let lost = |worker| port.thread_of(worker) == thread;

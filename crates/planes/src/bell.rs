@@ -65,11 +65,14 @@ impl TaskBell {
     }
 }
 
-/// Wakes an engine thread, which sleeps until a deadline or until it is rung.
+/// Wakes an engine thread, which sleeps until a deadline or until it is rung. While a shard runs the thread's work
+/// ([`crate::host`]), it wakes the shard's task instead.
 #[derive(Debug)]
 pub struct ThreadBell {
     /// [`AWAKE`] or [`ASLEEP`]; on Linux the futex word.
     state: AtomicU32,
+    /// The task that runs the thread's work. Changed only while it is awake.
+    task: Mutex<Option<Waker>>,
     #[cfg(any(loom, not(target_os = "linux")))]
     parked: parking::Parking,
 }
@@ -81,6 +84,7 @@ impl Default for ThreadBell {
     fn default() -> Self {
         ThreadBell {
             state: AtomicU32::new(AWAKE),
+            task: Mutex::new(None),
             #[cfg(any(loom, not(target_os = "linux")))]
             parked: parking::Parking::default(),
         }
@@ -98,6 +102,18 @@ impl ThreadBell {
     /// Cancels the announced sleep.
     pub fn stay_awake(&self) {
         self.state.swap(AWAKE, Ordering::AcqRel);
+        // As after a wait.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Wakes this task from now on; `None`: the thread. A ring that has begun may wake the one before, which is
+    /// awake.
+    pub fn wake_task(&self, task: Option<&Waker>) {
+        let mut slot = lock(&self.task);
+        match (&mut *slot, task) {
+            (Some(old), Some(task)) => old.clone_from(task),
+            (slot, task) => *slot = task.cloned(),
+        }
     }
 
     /// Sleeps until rung, until `deadline_ns` of `CLOCK_MONOTONIC` (`None`: no deadline), or until a
@@ -120,7 +136,12 @@ impl ThreadBell {
         {
             return false;
         }
-        self.unpark();
+        // Cloned, so that a waker that runs the task at once does not run it under the lock.
+        let task = lock(&self.task).clone();
+        match task {
+            Some(task) => task.wake(),
+            None => self.unpark(),
+        }
         true
     }
 

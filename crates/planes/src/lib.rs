@@ -33,6 +33,7 @@ pub mod clock;
 pub mod discovery;
 pub mod events;
 pub mod frame;
+pub mod host;
 #[cfg(not(loom))]
 pub mod link;
 pub mod ring;

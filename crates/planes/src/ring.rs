@@ -16,6 +16,7 @@ use slipstream_base::width::to_u8;
 use crate::bell::{TaskBell, ThreadBell};
 use crate::clock::monotonic_ns;
 use crate::frame::{PassFrame, ToWorker};
+use crate::host::HostSlot;
 use crate::sync::{Arc, AtomicBool, Ordering, fence};
 
 /// Bounds of the rings of one pair of shard and engine thread.
@@ -112,6 +113,7 @@ fn link(
     // Every frame that may exist: those in the ring, one being filled, one being read.
     let (empty_in, empty_out) = RingBuffer::new(limits.frames.max(1) + 2);
     let flow = Arc::new(Flow::default());
+    let host = std::sync::Arc::new(HostSlot::default());
     (
         ShardLink {
             requests: RefCell::new(Requests {
@@ -122,6 +124,7 @@ fn link(
             emptied: RefCell::new(empty_in),
             thread_bell: Arc::clone(thread_bell),
             flow: Arc::clone(&flow),
+            host: std::sync::Arc::clone(&host),
             gone: Cell::new(false),
         },
         ThreadLink {
@@ -131,6 +134,7 @@ fn link(
             open: PassFrame::new(),
             task_bell: Arc::clone(task_bell),
             flow,
+            host,
         },
     )
 }
@@ -172,6 +176,7 @@ struct ShardLink {
     emptied: RefCell<Producer<PassFrame>>,
     thread_bell: Arc<ThreadBell>,
     flow: Arc<Flow>,
+    host: std::sync::Arc<HostSlot>,
     /// Whether the thread's end was reported.
     gone: Cell<bool>,
 }
@@ -204,6 +209,11 @@ impl ShardPort {
     /// Engine threads.
     pub fn threads(&self) -> usize {
         self.links.len()
+    }
+
+    /// Where `thread` may lend its work to this shard.
+    pub fn host(&self, thread: usize) -> std::sync::Arc<HostSlot> {
+        std::sync::Arc::clone(&self.links[thread].host)
     }
 
     fn link_of(&self, worker: WorkerId) -> &ShardLink {
@@ -413,6 +423,7 @@ struct ThreadLink {
     open: PassFrame,
     task_bell: Arc<TaskBell>,
     flow: Arc<Flow>,
+    host: std::sync::Arc<HostSlot>,
 }
 
 /// Result of flushing an open frame.
@@ -432,6 +443,12 @@ impl ThreadPort {
     /// Shards.
     pub fn shards(&self) -> usize {
         self.links.len()
+    }
+
+    /// Where this thread may lend its work to `shard`. `None` if there is no such shard.
+    pub fn host(&self, shard: u8) -> Option<std::sync::Arc<HostSlot>> {
+        let link = self.links.get(usize::from(shard))?;
+        Some(std::sync::Arc::clone(&link.host))
     }
 
     /// The bell that wakes this thread.

@@ -26,6 +26,7 @@
 
 mod backend;
 pub mod callhome;
+mod calm;
 mod held;
 mod inputs;
 mod live;

@@ -55,6 +55,8 @@ impl LiveStream {
 #[derive(Debug)]
 pub(crate) struct LiveTable {
     shards: Vec<Vec<LiveStream>>,
+    /// Live streams of each shard.
+    counts: Vec<usize>,
     len: usize,
 }
 
@@ -62,6 +64,7 @@ impl LiveTable {
     pub(crate) fn new(shards: usize) -> LiveTable {
         LiveTable {
             shards: vec![Vec::new(); shards],
+            counts: vec![0; shards],
             len: 0,
         }
     }
@@ -115,6 +118,7 @@ impl LiveTable {
             role: new.role,
             attempt: new.attempt,
         };
+        self.counts[usize::from(addr.shard)] += 1;
         self.len += 1;
     }
 
@@ -123,6 +127,7 @@ impl LiveTable {
         let live = self.get_mut(addr)?;
         let found = *live;
         live.rank = VACANT;
+        self.counts[usize::from(addr.shard)] -= 1;
         self.len -= 1;
         Some(found)
     }
@@ -177,6 +182,12 @@ impl LiveTable {
             "{live} slots hold streams, and {} are counted",
             self.len
         ))
+    }
+
+    /// The shard that has all live streams, if there are any.
+    pub(crate) fn only_shard(&self) -> Option<u8> {
+        let first = self.counts.iter().position(|&count| count > 0)?;
+        (self.counts[first] == self.len).then_some(first as u8)
     }
 
     /// Live streams.

@@ -246,7 +246,7 @@ impl Collector for WorkerCollector {
             self.by_rank(e, name, help, Counter, of)?;
         }
         type OfThread = fn(&ThreadStats) -> f64;
-        let counters: [(&str, &str, OfThread); 12] = [
+        let counters: [(&str, &str, OfThread); 13] = [
             (
                 "slipstream_engine_thread_received",
                 "Requests and controls taken",
@@ -255,6 +255,11 @@ impl Collector for WorkerCollector {
             ("slipstream_engine_thread_frames", "Frames sent", |s| {
                 s.frames.get() as f64
             }),
+            (
+                "slipstream_engine_thread_hosted",
+                "Rounds that a shard's thread ran",
+                |s| s.hosted.get() as f64,
+            ),
             ("slipstream_engine_thread_sleeps", "Times asleep", |s| {
                 s.sleeps.get() as f64
             }),

@@ -194,7 +194,7 @@ impl WorkerSet {
         for (index, thread) in threads.into_iter().enumerate() {
             let join = std::thread::Builder::new()
                 .name(format!("engine-{index}"))
-                .spawn(move || thread.run())?;
+                .spawn(move || Box::new(thread).run())?;
             set.threads[index].join = Some(join);
         }
         Ok(set)

@@ -161,6 +161,8 @@ pub struct ThreadStats {
     pub stalled_ns: Cell64,
     /// Times that the thread went to sleep (counter).
     pub sleeps: Cell64,
+    /// Rounds that a shard's thread ran (counter).
+    pub hosted: Cell64,
     /// Streams dropped because their shard is gone (counter).
     pub orphaned: Cell64,
     /// Times that a stream had used up its credit, and its tokens were kept (counter).

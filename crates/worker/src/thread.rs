@@ -1,9 +1,11 @@
 //! An engine thread: ranks by deadline, requests in, frames out.
 
+use std::any::Any;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{
@@ -13,12 +15,14 @@ use slipstream_base::{
 use slipstream_engine::{Finished, FirstToken, PassOutput, Reserved as Room};
 use slipstream_planes::clock::{is_simulated, monotonic_ns};
 use slipstream_planes::frame::NO_LIMIT;
+use slipstream_planes::host::{Turn, Work};
 use slipstream_planes::{
     End, EventSink, FirstPass, Flushed, Input, PassFrame, Prologue, RefusalReason, Reserved,
     StartRequest, StreamAddr, ThreadPort, ToWorker, Usage,
 };
 
 use crate::backend::{Backend, Dead, Refused};
+use crate::calm::Calm;
 use crate::held::HeldTokens;
 use crate::inputs::{DuplexStream, Inputs};
 use crate::live::{LiveStream, LiveTable, NewStream};
@@ -107,6 +111,11 @@ pub(crate) struct EngineThread {
     /// Ranks due in this round.
     due: Vec<u32>,
     heartbeat_ns: u64,
+    calm: Calm,
+    /// The shard whose thread runs it.
+    hosted_by: Option<u8>,
+    /// No shard took frames: it has to wait, which only its own thread may.
+    must_wait: bool,
     waiting_max: u32,
     fast_path: bool,
     speedup: f64,
@@ -173,6 +182,9 @@ impl EngineThread {
             awake: Vec::new(),
             due: Vec::new(),
             heartbeat_ns: 0,
+            calm: Calm::default(),
+            hosted_by: None,
+            must_wait: false,
             waiting_max: timing.waiting_max,
             fast_path: timing.fast_path,
             speedup: timing.speedup,
@@ -186,15 +198,37 @@ impl EngineThread {
         }
     }
 
-    pub(crate) fn run(mut self) {
+    pub(crate) fn run(mut self: Box<Self>) {
         set_timer_slack();
         self.start_ranks();
         while !self.should_stop() {
-            if !self.round() {
-                self.sleep();
+            if self.round() {
+                continue;
+            }
+            match self.calm_shard() {
+                Some(shard) => self = self.lend(shard),
+                None => self.sleep(),
             }
         }
         self.shut_down();
+    }
+
+    /// The shard whose thread may run this one's work.
+    fn calm_shard(&self) -> Option<u8> {
+        self.live.only_shard().filter(|_| self.calm.is_calm())
+    }
+
+    /// Has the thread of `shard` run the work until it returns, if that shard does so.
+    fn lend(mut self: Box<Self>, shard: u8) -> Box<Self> {
+        let Some(host) = self.port.host(shard).filter(|host| host.is_open()) else {
+            self.sleep();
+            return self;
+        };
+        self.hosted_by = Some(shard);
+        let back: Box<dyn Any> = host.lend(self);
+        let mut back: Box<Self> = back.downcast().expect("what was lent comes back");
+        back.hosted_by = None;
+        back
     }
 
     /// Takes messages, runs due passes, and publishes. Returns whether more are due already.
@@ -202,7 +236,9 @@ impl EngineThread {
         self.take_messages();
         self.begin_awake();
         let now = monotonic_ns();
-        self.run_due(now);
+        if self.run_due(now) {
+            self.calm.on_round(now);
+        }
         if now >= self.heartbeat_ns {
             self.heartbeat(now);
         }
@@ -601,8 +637,8 @@ impl EngineThread {
     }
 
     /// Runs each rank that is due at `now`, once: a rank whose every pass is past must not keep
-    /// the others, or the requests, from their turn.
-    fn run_due(&mut self, now: u64) {
+    /// the others, or the requests, from their turn. Returns whether any was.
+    fn run_due(&mut self, now: u64) -> bool {
         let mut due = std::mem::take(&mut self.due);
         while let Some(&Reverse((deadline, _, rank))) = self.deadlines.peek()
             && deadline <= now
@@ -610,6 +646,7 @@ impl EngineThread {
             self.deadlines.pop();
             due.push(rank);
         }
+        let any = !due.is_empty();
         for rank in due.drain(..) {
             match self.ranks[rank as usize].phase {
                 Phase::Starting => self.ready(rank),
@@ -626,6 +663,7 @@ impl EngineThread {
             }
         }
         self.due = due;
+        any
     }
 
     fn ready(&mut self, at: u32) {
@@ -749,6 +787,7 @@ impl EngineThread {
         let computed = self.out.fpm.scheduled_prefill.tokens;
         let tokens = computed + u64::from(self.out.token_count);
         rank.stats.pass_tokens.note(tokens);
+        self.calm.on_pass(tokens);
         let pass = FirstPass {
             start_ns: rank.timeline.wall_ns(start),
             end_ns: rank.timeline.wall_ns(end),
@@ -842,6 +881,10 @@ impl EngineThread {
     #[cold]
     fn on_behind(&mut self) {
         if self.port.all_behind() {
+            if self.hosted_by.is_some() {
+                self.must_wait = true;
+                return;
+            }
             return self.wait_for_room();
         }
         for shard in 0..self.port.shards() as u8 {
@@ -945,6 +988,34 @@ impl EngineThread {
             }
         }
         self.sink.flush();
+    }
+}
+
+impl Work for EngineThread {
+    fn turn(&mut self, waker: &Waker) -> Turn {
+        self.port.bell().stay_awake();
+        self.port.bell().wake_task(Some(waker));
+        if self.control.attention.load(Ordering::Acquire) {
+            return Turn::Leave; // its own thread looks why
+        }
+        self.stats.hosted.add(1);
+        let more = self.round();
+        let elsewhere = self.live.len() > 0 && self.live.only_shard() != self.hosted_by;
+        if elsewhere || !self.calm.is_calm() || std::mem::take(&mut self.must_wait) {
+            return Turn::Leave;
+        }
+        if more || !self.port.prepare_wait() {
+            return Turn::Until(0);
+        }
+        if self.control.attention.load(Ordering::Acquire) {
+            return Turn::Leave;
+        }
+        Turn::Until(self.next_deadline().min(self.heartbeat_ns))
+    }
+
+    fn leave(&mut self) {
+        self.port.bell().stay_awake();
+        self.port.bell().wake_task(None);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Workers from outside: requests through real rings, answers as a shard sees them.
 
+mod hosted;
 mod parts;
 mod rig;
 mod scripted;

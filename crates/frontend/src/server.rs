@@ -1018,6 +1018,7 @@ mod tests {
         };
         let idle = || {
             let client = Connection::new(Arc::default());
+            client.wire().set_flushed(true);
             drop(client.begin(monotonic_ns()));
             client
         };

@@ -112,6 +112,33 @@ fn the_same_seed_gives_the_same_answer_and_choices_differ() {
     assert_ne!(first.0, first.1);
 }
 
+/// At a real pace: few and short steps, which a shard's thread runs, and events that it writes itself.
+#[test]
+fn an_engine_at_its_shard_gives_the_same_answer() {
+    let body =
+        r#"{"prompt":"count to ten","max_tokens":60,"ignore_eos":true,"stream":true,"seed":7}"#;
+    let shown = |server: &Server| -> String {
+        let events = server.post("/v1/completions", body).events();
+        let events = events
+            .iter()
+            .filter_map(|e| serde_json::from_str::<Value>(e).ok());
+        events
+            .map(|event| {
+                event["choices"][0]["text"]
+                    .as_str()
+                    .expect("text")
+                    .to_owned()
+            })
+            .collect()
+    };
+    let paced = Server::start(&[FROZEN, &["--set=engine.timing.step_ns=2000000"]]);
+    let answer = shown(&paced);
+    assert_eq!(answer, shown(&Server::start(&[FAST])));
+    assert!(paced.metric("slipstream_engine_thread_hosted_total") > 0.0);
+    assert!(paced.metric("slipstream_direct_writes_total") > 0.0);
+    assert_eq!(answer, shown(&paced), "again, from the cache");
+}
+
 #[test]
 fn a_repeated_prompt_hits_the_cache_in_whole_blocks() {
     let server = Server::start(&[FAST]);

@@ -39,7 +39,7 @@ pub(crate) struct Physical {
 
 /// Share of the GPU's memory that frameworks use, and what of it is neither weights nor cache.
 /// Sources: vLLM's default `gpu_memory_utilization` up to 0.18 was 0.9, of the whole memory; TensorRT-LLM's
-/// `free_gpu_memory_fraction` is 0.9, of what is free once weights and activations have their place. The
+/// `free_gpu_memory_fraction` is 0.9, of the memory that is free once weights and activations have their place. The
 /// reserve is what vLLM's memory profile reports for activations and CUDA graphs on 80 GB GPUs, 2 to 6 GB.
 const MEMORY_SHARE: f64 = 0.9;
 const RESERVE_BYTES: f64 = 4e9;

@@ -27,7 +27,7 @@ pub struct StepModel {
     lag_step_ns: f64,
 }
 
-/// What an engine's last look-up computed, for [`StepModel::ns_after`]. It belongs to one model.
+/// Terms of an engine's last look-up, for [`StepModel::ns_after`]. It belongs to one model.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LastStep {
     whole: ByCount,

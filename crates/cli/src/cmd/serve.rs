@@ -485,7 +485,7 @@ fn engine(
     Ok(Engine::new(rank, config, timing, output)?)
 }
 
-/// Registers the metrics of what `service` has.
+/// Registers the metrics of the parts of `service`.
 pub(super) fn register(service: &Service, registry: &mut Registry) {
     if !service.api_keys.is_empty() {
         registry.register_collector(Box::new(service.api_keys.collector()));

@@ -1,4 +1,4 @@
-//! What clients of vLLM rely on: its fields, its metrics, its routes for operators.
+//! Clients of vLLM rely on these: its fields, its metrics, its routes for operators.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -31,7 +31,7 @@ pub(super) enum TransferState {
 /// The part of a sequence that need not be computed, because this engine's host memory had some of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HostHit {
-    /// What this engine does with the sequence.
+    /// Part of the sequence that this engine computes.
     role: Role,
     /// Leading tokens found on the GPU or in host memory.
     tokens: u32,
@@ -61,8 +61,8 @@ pub(super) struct KvTransfers {
     pub(super) held: std::collections::BTreeMap<RequestId, Table>,
     /// Sequences that are not [`TransferState::Queued`].
     pub(super) loading: u32,
-    /// Slots of those that are [`TransferState::Loaded`] or [`TransferState::HostLoaded`], in the order of their transfers. They run
-    /// before all that wait: they hold blocks, which the head of the queue may be waiting for.
+    /// Slots of those that are [`TransferState::Loaded`] or [`TransferState::HostLoaded`], in the order of their
+    /// transfers. They run before all that wait: they hold blocks, which the head of the queue may be waiting for.
     pub(super) loaded: std::collections::VecDeque<u32>,
     /// Not taken yet.
     reserved: Vec<Reserved>,

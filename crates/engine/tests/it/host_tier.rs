@@ -132,7 +132,7 @@ fn a_request_that_is_aborted_while_it_is_loaded_leaves_nothing() {
     rig.engine.audit();
     assert_eq!(rig.engine.stats().used_blocks, 0);
     assert!(!rig.step());
-    // The link is still busy with what was aborted.
+    // The link is still busy with the aborted load.
     rig.add(request(3, &tokens_of(0, 9), 1)).unwrap();
     rig.run_until_idle();
     assert_eq!(rig.now, SimTime(9_003_000));

@@ -135,7 +135,7 @@ pub(crate) struct Args {
         help_heading = "Search"
     )]
     temperatures: Vec<f64>,
-    /// Fewest workers with the cluster file's [autoscale], tried on the answer and the rows next to it: 1,2,4
+    /// Fewest workers with the cluster file's `[autoscale]`, tried on the answer and the rows next to it: 1,2,4
     #[arg(long, value_name = "WORKERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65_535), help_heading = "Search")]
     autoscale_min: Vec<u32>,
     /// Refused: not simulated

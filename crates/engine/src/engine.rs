@@ -929,9 +929,6 @@ impl Engine {
         let Some(tier) = &mut self.host_tier else {
             return 0;
         };
-        if !self.caching {
-            return 0;
-        }
         let sequence = &self.sequences[slot];
         let most = (sequence.tokens() - 1) / self.block_size;
         let known = sequence.request.prompt.blocks().iter();
@@ -1002,9 +999,6 @@ impl Engine {
         if full.is_empty() {
             return;
         }
-        if self.host_tier.is_some() {
-            self.store_on_host(slot, full.clone());
-        }
         let sequence = &mut self.sequences[slot];
         let prompt_blocks = sequence.request.prompt.blocks();
         let known = to_u32(prompt_blocks.len()).clamp(full.start, full.end);
@@ -1012,6 +1006,9 @@ impl Engine {
             let parent = parent_of(sequence, full.start, &self.pool);
             let Sequence { request, table, .. } = sequence;
             let hashes = &request.prompt.blocks()[full.start as usize..known as usize];
+            if let Some(tier) = &mut self.host_tier {
+                hashes.iter().for_each(|&hash| tier.put(hash));
+            }
             let copies = self.pool.cache(table, parent, hashes, &mut self.ops);
             self.note_stored(slot, full.start + to_u32(copies)..known);
         }

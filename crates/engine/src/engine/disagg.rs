@@ -1,6 +1,4 @@
-//! A sequence on two engines: one computes the prompt, the other generates.
-
-use std::ops::Range;
+//! Sequences that do not compute all of their prompt: another engine does, or host memory has a part.
 
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
@@ -140,6 +138,21 @@ impl Engine {
     /// Gives the waiting sequence `slot` blocks for its whole prompt; false if there are too few.
     pub(super) fn reserve(&mut self, slot: u32) -> bool {
         let (cached_tokens, next_block) = self.find_hits(slot);
+        if !self.leave_with_blocks(slot, next_block) {
+            return false;
+        }
+        let sequence = &mut self.sequences[slot];
+        sequence.transfer = TransferState::Loading { cached_tokens };
+        sequence.cached_tokens = cached_tokens;
+        let id = sequence.request.id;
+        let reserved = Reserved { id, cached_tokens };
+        self.transfers.reserved.push(reserved);
+        true
+    }
+
+    /// Takes a waiting sequence out of its queue, with the blocks in `hits` and free ones for the rest of its
+    /// tokens. False, with nothing changed, if there are too few: one that has left never waits for blocks.
+    fn leave_with_blocks(&mut self, slot: u32, next_block: Option<BlockHash>) -> bool {
         let len = self.sequences[slot].tokens();
         let missing = len.div_ceil(self.block_size) - self.hits.blocks();
         if missing + self.hits.free() > self.pool.free() {
@@ -150,14 +163,8 @@ impl Engine {
         let mut table = self.spare_tables.pop().unwrap_or_default();
         self.pool.hold(&self.hits, &mut table);
         self.pool.allocate(missing, &mut table, &mut self.ops);
-        let sequence = &mut self.sequences[slot];
-        sequence.table = table;
-        sequence.transfer = TransferState::Loading { cached_tokens };
-        sequence.cached_tokens = cached_tokens;
-        let id = sequence.request.id;
+        self.sequences[slot].table = table;
         self.transfers.loading += 1;
-        let reserved = Reserved { id, cached_tokens };
-        self.transfers.reserved.push(reserved);
         true
     }
 
@@ -192,9 +199,8 @@ impl Engine {
         tier.is_some_and(|tier| tier.next_due().is_some())
     }
 
-    /// Gives the waiting sequence `slot` the blocks in `hits`, and free ones for the rest of its tokens, of which
-    /// the first `host_blocks` are loaded from host memory. False if there are too few: the whole sequence must
-    /// fit, so that one that has been loaded never waits for blocks.
+    /// Begins to load `host_blocks` blocks of the waiting sequence `slot`, behind those in `hits`, from host memory.
+    /// False if there are too few free blocks for all of its tokens.
     pub(super) fn load_from_host(
         &mut self,
         now: SimTime,
@@ -202,32 +208,22 @@ impl Engine {
         host_blocks: u32,
         next_block: Option<BlockHash>,
     ) -> bool {
-        let sequence = &self.sequences[slot];
-        let len = sequence.tokens();
-        let missing = len.div_ceil(self.block_size) - self.hits.blocks();
-        if missing + self.hits.free() > self.pool.free() {
-            self.note_blocked_head(slot, next_block);
+        if !self.leave_with_blocks(slot, next_block) {
             return false;
         }
-        self.leave_waiting(slot);
-        let mut table = self.spare_tables.pop().unwrap_or_default();
-        self.pool.hold(&self.hits, &mut table);
-        self.pool.allocate(missing, &mut table, &mut self.ops);
-        let tokens = (self.hits.blocks() + host_blocks) * self.block_size;
+        let on_gpu = self.hits.blocks() * self.block_size;
+        let tokens = on_gpu + host_blocks * self.block_size;
         let sequence = &mut self.sequences[slot];
         let TransferState::Queued(role) = sequence.transfer else {
             unreachable!("it was in a queue");
         };
-        sequence.table = table;
         sequence.transfer = TransferState::HostLoading(HostHit { role, tokens });
         if sequence.admitted.is_none() {
             sequence.cached_tokens = tokens;
-            let on_gpu = self.hits.blocks() * self.block_size;
-            self.prefix_query_tokens += u64::from(len);
+            self.prefix_query_tokens += u64::from(sequence.tokens());
             self.prefix_hit_tokens += u64::from(on_gpu);
             self.host_hit_tokens += u64::from(tokens - on_gpu);
         }
-        self.transfers.loading += 1;
         if let Some(tier) = &mut self.host_tier {
             tier.load(now, slot, host_blocks);
         }
@@ -244,20 +240,6 @@ impl Engine {
             sequence.transfer = TransferState::HostLoaded(hit);
             self.cache_full(slot, hit.tokens);
             self.transfers.loaded.push_back(slot);
-        }
-    }
-
-    /// Copies full blocks of a prompt, which are about to be cached, to host memory.
-    pub(super) fn store_on_host(&mut self, slot: u32, blocks: Range<u32>) {
-        let sequence = &self.sequences[slot];
-        let known = sequence.request.prompt.blocks();
-        let end = known.len().min(blocks.end as usize);
-        if let Some(tier) = &mut self.host_tier
-            && let Some(hashes) = known.get(blocks.start as usize..end)
-        {
-            for &hash in hashes {
-                tier.put(hash);
-            }
         }
     }
 

@@ -1007,7 +1007,9 @@ impl Engine {
             let Sequence { request, table, .. } = sequence;
             let hashes = &request.prompt.blocks()[full.start as usize..known as usize];
             if let Some(tier) = &mut self.host_tier {
-                hashes.iter().for_each(|&hash| tier.put(hash));
+                for &hash in hashes {
+                    tier.put(hash);
+                }
             }
             let copies = self.pool.cache(table, parent, hashes, &mut self.ops);
             self.note_stored(slot, full.start + to_u32(copies)..known);

@@ -1,7 +1,9 @@
 //! Threads for work that would keep a shard from its other clients: parsing and tokenizing long prompts.
 //!
-//! The shortest job goes first, so that a long prompt delays other long prompts only. One thread takes
-//! short jobs alone. A job that has waited for a second goes before shorter ones.
+//! A job is due once it has waited for as long as it may itself take, and the one that is due first goes first. So a
+//! short prompt passes long ones, prompts of about one length go in order of arrival, and shorter ones that keep
+//! coming delay a long one by no more than that time and the jobs that were due before it. One thread takes short
+//! jobs alone.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,8 +16,8 @@ use tokio::sync::oneshot;
 const WAITING_MAX: usize = 1024;
 /// Largest job of the thread for short ones, bytes.
 const SHORT_BYTES: usize = 128 << 10;
-/// A job that has waited for so long is the next one.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Time that a job may wait while shorter ones pass it, per byte: what a slow tokenizer takes for it.
+const PATIENCE_PER_BYTE: Duration = Duration::from_micros(1);
 /// Lowers the threads' share of a CPU that shards need too: at 5 a thread gets a third of what one at 0
 /// gets (`sched_prio_to_weight` in Linux).
 const NICE: i32 = 5;
@@ -32,16 +34,14 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    /// By size in bytes, then in order of arrival.
-    waiting: BTreeMap<(usize, u64), Job>,
+    /// Up to [`SHORT_BYTES`], as they are due, then in order of arrival.
+    short: BTreeMap<(Instant, u64), Job>,
+    long: BTreeMap<(Instant, u64), Job>,
     arrived: u64,
     closed: bool,
 }
 
-struct Job {
-    since: Instant,
-    run: Box<dyn FnOnce() + Send>,
-}
+type Job = Box<dyn FnOnce() + Send>;
 
 /// Why a job has no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,12 +64,12 @@ impl Helpers {
         });
         for index in 0..=threads {
             let shared = shared.clone();
-            let bytes_max = if index == 0 { SHORT_BYTES } else { usize::MAX };
+            let takes_long = index > 0;
             std::thread::Builder::new()
                 .name(format!("helper-{index}"))
                 .spawn(move || {
                     lower_priority();
-                    shared.work(bytes_max);
+                    shared.work(takes_long);
                 })?;
         }
         Ok(helpers)
@@ -102,13 +102,10 @@ impl Helpers {
         });
         {
             let mut queue = self.shared.queue();
-            if queue.waiting.len() >= WAITING_MAX || queue.closed {
+            if queue.short.len() + queue.long.len() >= WAITING_MAX || queue.closed {
                 return Err(NoResult::Busy);
             }
-            queue.arrived += 1;
-            let key = (bytes, queue.arrived);
-            let since = Instant::now();
-            queue.waiting.insert(key, Job { since, run });
+            queue.put(bytes, run, Instant::now());
         }
         self.shared.changed.notify_all();
         result.await.map_err(|_| NoResult::Failed)
@@ -119,7 +116,8 @@ impl Drop for Helpers {
     fn drop(&mut self) {
         let mut queue = self.shared.queue();
         queue.closed = true;
-        queue.waiting.clear();
+        queue.short.clear();
+        queue.long.clear();
         drop(queue);
         self.shared.changed.notify_all();
     }
@@ -130,12 +128,12 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn work(&self, bytes_max: usize) {
+    fn work(&self, takes_long: bool) {
         let mut queue = self.queue();
         loop {
-            if let Some(job) = queue.take(bytes_max, Instant::now()) {
+            if let Some(job) = queue.take(takes_long) {
                 drop(queue);
-                if catch_unwind(AssertUnwindSafe(job.run)).is_err() {
+                if catch_unwind(AssertUnwindSafe(job)).is_err() {
                     tracing::error!("a job of a helper thread panicked");
                 }
                 queue = self.queue();
@@ -150,16 +148,27 @@ impl Shared {
 }
 
 impl Queue {
-    /// The job that is next for a thread that takes jobs of up to `bytes_max` bytes.
-    fn take(&mut self, bytes_max: usize, now: Instant) -> Option<Job> {
-        let fitting = || self.waiting.range(..=(bytes_max, u64::MAX));
-        let shortest = *fitting().next()?.0;
-        let longest_waiting = fitting().min_by_key(|(_, job)| job.since);
-        let key = match longest_waiting {
-            Some((key, job)) if now.duration_since(job.since) >= PATIENCE => *key,
-            _ => shortest,
+    fn put(&mut self, bytes: usize, job: Job, now: Instant) {
+        self.arrived += 1;
+        // Bodies have at most 4 GiB.
+        let patience = PATIENCE_PER_BYTE * u32::try_from(bytes).unwrap_or(u32::MAX);
+        let jobs = if bytes <= SHORT_BYTES {
+            &mut self.short
+        } else {
+            &mut self.long
         };
-        self.waiting.remove(&key)
+        jobs.insert((now + patience, self.arrived), job);
+    }
+
+    /// The next job for a thread that takes short ones, and long ones if `takes_long`.
+    fn take(&mut self, takes_long: bool) -> Option<Job> {
+        let due = |jobs: &BTreeMap<(Instant, u64), Job>| jobs.keys().next().copied();
+        let jobs = match (due(&self.short), due(&self.long)) {
+            (Some(short), Some(long)) if takes_long && long < short => &mut self.long,
+            (None, _) if takes_long => &mut self.long,
+            _ => &mut self.short,
+        };
+        jobs.pop_first().map(|(_, job)| job)
     }
 }
 
@@ -178,39 +187,37 @@ fn lower_priority() {
 mod tests {
     use super::*;
 
-    fn queue(jobs: &[(usize, u64)]) -> (Queue, Instant) {
-        let now = Instant::now();
+    /// Sizes of `jobs`, given with the ms at which they arrive, in the order in which a thread takes them.
+    fn order(jobs: &[(usize, u64)], takes_long: bool) -> Vec<usize> {
+        let start = Instant::now();
+        let taken = Arc::new(Mutex::new(Vec::new()));
         let mut queue = Queue::default();
-        for (at, &(bytes, waited_ms)) in jobs.iter().enumerate() {
-            let since = now.checked_sub(Duration::from_millis(waited_ms));
-            let job = Job {
-                since: since.expect("the host is up for longer"),
-                run: Box::new(|| {}),
-            };
-            queue.waiting.insert((bytes, at as u64), job);
+        for &(bytes, at_ms) in jobs {
+            let taken = taken.clone();
+            let job = Box::new(move || taken.lock().unwrap().push(bytes));
+            queue.put(bytes, job, start + Duration::from_millis(at_ms));
         }
-        (queue, now)
-    }
-
-    fn order(jobs: &[(usize, u64)], bytes_max: usize) -> Vec<usize> {
-        let (mut queue, now) = queue(jobs);
-        let mut order = Vec::new();
-        loop {
-            let before: Vec<usize> = queue.waiting.keys().map(|key| key.0).collect();
-            if queue.take(bytes_max, now).is_none() {
-                return order;
-            }
-            let left: Vec<usize> = queue.waiting.keys().map(|key| key.0).collect();
-            order.extend(before.into_iter().filter(|bytes| !left.contains(bytes)));
+        while let Some(job) = queue.take(takes_long) {
+            job();
         }
+        taken.lock().unwrap().clone()
     }
 
     #[test]
-    fn short_jobs_go_first_unless_one_has_waited_for_long() {
-        assert_eq!(order(&[(9, 5), (3, 1), (5, 0)], usize::MAX), [3, 5, 9]);
-        assert_eq!(order(&[(9, 1500), (3, 1), (5, 0)], usize::MAX), [9, 3, 5]);
+    fn short_jobs_pass_long_ones_for_as_long_as_those_may_take() {
+        assert_eq!(order(&[(900_000, 0), (3_000, 5)], true), [3_000, 900_000]);
+        assert_eq!(order(&[(900_000, 0), (3_000, 900)], true), [900_000, 3_000]);
         let long = SHORT_BYTES + 1;
-        assert_eq!(order(&[(long, 5000), (7, 0)], SHORT_BYTES), [7]);
+        assert_eq!(order(&[(long, 0), (7, 5_000)], false), [7]);
+        assert_eq!(order(&[(long, 0)], true), [long]);
+    }
+
+    #[test]
+    fn jobs_of_about_one_size_go_in_order_of_arrival() {
+        // As prompts of a load test: 1 % apart.
+        let jobs: Vec<_> = (0..20).map(|at| (1_300 - at, at as u64)).collect();
+        let sizes: Vec<_> = jobs.iter().map(|job| job.0).collect();
+        assert_eq!(order(&jobs, true), sizes);
     }
 
     #[test]

@@ -64,7 +64,9 @@ fi
 
 start_dynamo() { # start_dynamo WORKERS [flags of the mocker]
   rm -rf "$out/kv"
-  port=$((20000 + RANDOM % 20000))
+  # Below the ports that the system gives to connections, which the runs before have left in use.
+  port=$((20000 + RANDOM % 10000))
+  while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((20000 + RANDOM % 10000)); done
   export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV="$out/kv" DYN_EVENT_PLANE=zmq DYN_REQUEST_PLANE=tcp \
     DYN_TCP_RPC_HOST=127.0.0.1 DYN_TCP_RESPONSE_STREAM_HOST=127.0.0.1 DYN_EVENT_PLANE_HOST=127.0.0.1 \
     DYN_LOG=error

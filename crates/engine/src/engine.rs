@@ -1292,6 +1292,10 @@ impl Engine {
             cached_blocks: self.pool.cached(),
             prefix_query_tokens: self.prefix_query_tokens,
             prefix_hit_tokens: self.prefix_hit_tokens,
+            host_query_tokens: match self.host_tier {
+                Some(_) => self.prefix_query_tokens - self.prefix_hit_tokens,
+                None => 0,
+            },
             host_hit_tokens: self.host_hit_tokens,
             preemptions: self.preemptions,
             passes: self.passes,

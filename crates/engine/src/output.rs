@@ -212,7 +212,9 @@ pub struct Stats {
     pub prefix_query_tokens: u64,
     /// Those of them that were found (counter).
     pub prefix_hit_tokens: u64,
-    /// Tokens found in host memory behind those (counter).
+    /// Prompt tokens behind those, which were looked up in host memory; 0 without such a tier (counter).
+    pub host_query_tokens: u64,
+    /// Those of them that were found (counter).
     pub host_hit_tokens: u64,
     /// Preemptions (counter).
     pub preemptions: u64,

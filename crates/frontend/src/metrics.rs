@@ -637,14 +637,6 @@ impl FrontendCollector {
         // Of caches that modelled engines do not have.
         for (name, help) in [
             (
-                "vllm:external_prefix_cache_queries",
-                "Tokens looked up in an external cache: none is modelled",
-            ),
-            (
-                "vllm:external_prefix_cache_hits",
-                "Tokens found in an external cache: none is modelled",
-            ),
-            (
                 "vllm:mm_cache_queries",
                 "Images looked up in a cache: none is modelled",
             ),

@@ -139,6 +139,19 @@ impl Collector for WorkerCollector {
         self.by_rank(e, "vllm:prefix_cache_hits", help, Counter, |s| {
             s.prefix_hit_tokens.get() as f64
         })?;
+        // vLLM counts what its KV connector finds. Prompts that come from prefill workers are not counted here.
+        let help = "Prompt tokens looked up in host memory, as the GPUs do not cache them";
+        self.by_rank(
+            e,
+            "vllm:external_prefix_cache_queries",
+            help,
+            Counter,
+            |s| s.host_query_tokens.get() as f64,
+        )?;
+        let help = "Prompt tokens found in host memory";
+        self.by_rank(e, "vllm:external_prefix_cache_hits", help, Counter, |s| {
+            s.host_hit_tokens.get() as f64
+        })?;
         self.by_rank(e, "vllm:num_preemptions", "Preemptions", Counter, |s| {
             s.preemptions.get() as f64
         })?;

@@ -51,6 +51,10 @@ pub struct RankStats {
     pub prefix_query_tokens: Cell64,
     /// Those found (counter).
     pub prefix_hit_tokens: Cell64,
+    /// Prompt tokens looked up in host memory (counter).
+    pub host_query_tokens: Cell64,
+    /// Those found (counter).
+    pub host_hit_tokens: Cell64,
     /// Preemptions (counter).
     pub preemptions: Cell64,
     /// Passes (counter).
@@ -135,6 +139,8 @@ impl RankStats {
         self.total_blocks.set(u64::from(stats.total_blocks));
         self.prefix_query_tokens.set(stats.prefix_query_tokens);
         self.prefix_hit_tokens.set(stats.prefix_hit_tokens);
+        self.host_query_tokens.set(stats.host_query_tokens);
+        self.host_hit_tokens.set(stats.host_hit_tokens);
         self.preemptions.set(stats.preemptions);
         self.passes.set(stats.passes);
         self.extrapolated_passes.set(stats.extrapolated_passes);

@@ -11,8 +11,10 @@ pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
         preemptions: sum(page, "vllm:num_preemptions_total"),
         prefix_query_tokens: sum(page, "vllm:prefix_cache_queries_total"),
         prefix_hit_tokens: hits,
-        // vLLM's external hits may be another engine's.
-        host_hit_tokens: None,
+        // Without a KV connector nothing is looked up.
+        host_hit_tokens: sum(page, "vllm:external_prefix_cache_queries_total")
+            .filter(|&queries| queries > 0.0)
+            .and_then(|_| sum(page, "vllm:external_prefix_cache_hits_total")),
         prefix_hit_blocks: hits.zip(block_size(page)).map(|(hits, size)| hits / size),
     };
     (counts != EngineCounts::default()).then_some(counts)
@@ -26,7 +28,7 @@ pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCoun
         preemptions: minus(end.preemptions, begin.preemptions),
         prefix_query_tokens: minus(end.prefix_query_tokens, begin.prefix_query_tokens),
         prefix_hit_tokens: minus(end.prefix_hit_tokens, begin.prefix_hit_tokens),
-        host_hit_tokens: None,
+        host_hit_tokens: minus(end.host_hit_tokens, begin.host_hit_tokens),
         prefix_hit_blocks: minus(end.prefix_hit_blocks, begin.prefix_hit_blocks),
     }
 }
@@ -67,7 +69,8 @@ mod tests {
             vllm:num_preemptions_total{engine=\"1\"} 4 1700000000\n\
             vllm:num_preemptions_total_created 9\n\
             vllm:cache_config_info{block_size=\"16\",engine=\"0\"} 1.0\n\
-            vllm:prefix_cache_hits_total 1.6e3\n";
+            vllm:prefix_cache_hits_total 1.6e3\n\
+            vllm:external_prefix_cache_queries_total 0\nvllm:external_prefix_cache_hits_total 0\n";
         let counts = engine_counts(page).unwrap();
         assert_eq!(
             (counts.preemptions, counts.prefix_hit_tokens),
@@ -75,6 +78,11 @@ mod tests {
         );
         assert_eq!(counts.prefix_hit_blocks, Some(100.0));
         assert_eq!(counts.prefix_query_tokens, None);
+        assert_eq!(counts.host_hit_tokens, None, "nothing was looked up");
+        let tier = "vllm:external_prefix_cache_queries_total{engine=\"0\"} 50\n\
+            vllm:external_prefix_cache_hits_total{engine=\"0\"} 48\n";
+        let found = engine_counts(tier).unwrap().host_hit_tokens;
+        assert_eq!(found, Some(48.0));
         assert_eq!(engine_counts("up 1\n"), None);
         let begin = EngineCounts {
             preemptions: Some(5.0),

@@ -255,6 +255,51 @@ fn a_trace_with_sessions_runs_live_as_in_the_twin() {
     assert_eq!(ended, 60);
 }
 
+/// Prompts of eight beginnings, of which the GPU holds two: `/metrics` counts what host memory has of them, and the
+/// twin counts the same.
+#[test]
+fn host_memory_is_counted_live_as_in_the_twin() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (workload, trace) = (path("w.toml"), path("t.jsonl"));
+    std::fs::write(
+        &workload,
+        "requests = 40\nisl = 1200\nosl = 10\n[arrival]\nkind = \"constant\"\nrate_per_s = 40\n\
+         [[prefix]]\nbranches = 8\ntokens = 1024\n",
+    )
+    .unwrap();
+    let (code, _, err) = run(&["trace", "convert", &workload, "--out", &trace]);
+    assert_eq!(code, Some(0), "{err}");
+    const CLUSTER: &[&str] = &[
+        "--set=model.name=test-model",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=1000000",
+        "--set=engine.num_gpu_blocks=160",
+        "--set=engine.host_tier.gib=4",
+        "--set=engine.host_tier.bytes_per_s=50e9",
+        "--set=pool.main.workers=1",
+    ];
+    let server = Server::start(&[CLUSTER, &["--speedup=0"]]);
+    let url = format!("http://{}", server.address());
+    let flags = ["--trace", &trace, "--concurrency=1", "--json", "--quiet"];
+    let reports = [&["bench", &url][..], &[&["simulate"], CLUSTER].concat()].map(|args| {
+        let (code, report, err) = run(&[args, &flags].concat());
+        assert_eq!(code, Some(0), "{err}");
+        serde_json::from_str::<Value>(&report).unwrap()
+    });
+    let [live, twin] = reports.each_ref().map(|report| {
+        let counts = ["host_hit_tokens", "prefix_hit_tokens", "prefix_query_tokens"];
+        counts.map(|count| report["engine"][count].as_f64())
+    });
+    assert_eq!(live, twin);
+    // Each of the eight is computed once.
+    assert!(live[0] > Some(15.0 * 1024.0), "{live:?}");
+    let metric = |name: &str| server.metric(&format!("vllm:{name}_total"));
+    assert_eq!(Some(metric("external_prefix_cache_hits")), live[0]);
+    let behind = metric("prefix_cache_queries") - metric("prefix_cache_hits");
+    assert_eq!(metric("external_prefix_cache_queries"), behind);
+}
+
 /// The remains of a killed run have the name `.partial`.
 #[test]
 fn a_killed_run_leaves_a_partial_file() {

@@ -5,6 +5,7 @@
 //! h100-sxm = 2.5
 //! l40s = 0.9
 //! kwh = 0.12          # of energy, if GPU-hours do not include it
+//! host-gib = 0.004    # of a GiB of host memory for an hour, if GPU-hours do not include it
 //!
 //! [power]             # W per GPU, instead of the preset's
 //! h100-sxm = 650
@@ -22,6 +23,8 @@ pub struct Prices {
     pub gpu_hour: BTreeMap<String, f64>,
     /// Per kWh; `None`: included in the GPU-hours.
     pub kwh: Option<f64>,
+    /// Per hour of a GiB of host memory; `None`: included in the GPU-hours.
+    pub host_gib: Option<f64>,
     /// W per GPU, by name of the GPU; others have their preset's.
     pub power_w: BTreeMap<String, f64>,
 }
@@ -45,13 +48,15 @@ impl Prices {
                 });
                 each.collect()
             };
-            let (gpu_hour, kwh) = root.table("prices", |t| {
-                (by_gpu(t), t.get("kwh").within(0.0..=MOST).optional())
+            let (gpu_hour, kwh, host_gib) = root.table("prices", |t| {
+                let optional = |key| t.get(key).within(0.0..=MOST).optional();
+                (by_gpu(t), optional("kwh"), optional("host-gib"))
             });
             let power_w = root.table("power", by_gpu);
             Prices {
                 gpu_hour,
                 kwh,
+                host_gib,
                 power_w,
             }
         })?;
@@ -102,6 +107,9 @@ mod tests {
         assert!(!read("").unwrap().are_stated());
         let ours = read("[prices]\nours = 4\nkwh = 0.1\n[power]\nours = 1000\n").unwrap();
         assert_eq!(ours.per_gpu_hour("ours"), Some(4.1));
+        assert_eq!(ours.host_gib, None);
+        let memory = read("[prices]\nours = 4\nhost-gib = 0.01\n").unwrap();
+        assert_eq!(memory.host_gib, Some(0.01));
     }
 
     #[test]

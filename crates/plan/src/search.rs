@@ -119,9 +119,16 @@ pub struct Candidate {
     /// Whether prefill and decode have workers of their own: of equally cheap shapes, one without is
     /// preferred.
     pub apart: bool,
+    /// Whether workers keep KV blocks in host memory: likewise, one without is preferred.
+    pub hosts_kv: bool,
 }
 
 impl Candidate {
+    /// Order of preference among equally cheap shapes, the first one being the simplest.
+    fn simplicity(&self) -> (bool, bool) {
+        (self.apart, self.hosts_kv)
+    }
+
     /// Cost of `workers` workers.
     pub fn cost_of(&self, workers: u32) -> f64 {
         self.cost * f64::from(workers)
@@ -870,8 +877,8 @@ impl<'a, E: Evaluate> Search<'a, E> {
         Ok(all)
     }
 
-    /// Of the candidates that attain at the cost of `best`: one with workers of one kind, if any has; and of
-    /// these the one that attains at the highest load on the largest part that is not the whole.
+    /// Of the candidates that attain at the cost of `best`: one with workers of one kind, if any has, and of these
+    /// one without host memory; and of these the one that attains at the highest load on the largest part that is not the whole.
     fn prefer(&mut self, best: Choice) -> Result<Choice, E::Error> {
         self.phase("equal cost", 2.0, 0.0);
         let mut equal: Vec<Trial> = Vec::new();
@@ -880,7 +887,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let same = (of.cost * workers - best.cost).abs() <= best.cost * 1e-9;
             let fits =
                 workers >= f64::from(of.workers_min.max(1)) && workers <= f64::from(of.workers_max);
-            let simpler = u8::from(of.apart) <= u8::from(self.shapes[best.shape].apart);
+            let simpler = of.simplicity() <= self.shapes[best.shape].simplicity();
             if !(same && fits && simpler) {
                 continue;
             }
@@ -892,17 +899,17 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 }
             }
         }
-        let is_apart = |trial: &Trial| self.shapes[trial.shape].apart;
-        equal.sort_by_key(is_apart);
+        let simplicity = |trial: &Trial| self.shapes[trial.shape].simplicity();
+        equal.sort_by_key(simplicity);
         equal.truncate(EQUAL_MAX);
         let mut found = best;
         let own = self.trial(best.shape, best.setting, best.workers);
         while !equal.is_empty() {
             // Simpler ones, if there are any, and then those like the answer.
-            let apart = is_apart(&equal[0]);
+            let simplest = simplicity(&equal[0]);
             let mut left: Vec<Trial> = equal.clone();
-            left.retain(|trial| self.shapes[trial.shape].apart == apart);
-            if apart == self.shapes[best.shape].apart {
+            left.retain(|trial| simplicity(trial) == simplest);
+            if simplest == self.shapes[best.shape].simplicity() {
                 left.push(own);
             }
             let first = self.strongest(left)?;
@@ -1019,15 +1026,16 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self.size(&mut jobs, self.whole(), self.plain)?;
         let mut sized: Vec<Choice> = jobs.iter().filter_map(|job| self.sized(job)).collect();
         // Of equally cheap ones the simpler first, and then the one with the larger share.
-        let apart = |of: &Choice| self.shapes[of.shape].apart;
+        let simplicity = |of: &Choice| self.shapes[of.shape].simplicity();
         sized.sort_by(|a, b| {
-            let cost = a.cost.total_cmp(&b.cost).then(apart(a).cmp(&apart(b)));
+            let cost = a.cost.total_cmp(&b.cost);
+            let cost = cost.then(simplicity(a).cmp(&simplicity(b)));
             let share = b.share.total_cmp(&a.share);
             cost.then(share).then(a.shape.cmp(&b.shape))
         });
         // The first is the rival that the answer is compared with: the one with the most headroom.
         let trial = |of: &Choice| self.trial(of.shape, of.setting, of.workers);
-        let same = |of: &&Choice| of.cost <= sized[0].cost && apart(of) == apart(&sized[0]);
+        let same = |of: &&Choice| of.cost <= sized[0].cost && simplicity(of) == simplicity(&sized[0]);
         let equal: Vec<Trial> = sized.iter().take_while(same).map(trial).collect();
         if equal.len() > 1 {
             let first = self.strongest(equal)?;
@@ -1252,6 +1260,7 @@ mod tests {
             settings,
             kind: at % 2,
             apart: false,
+            hosts_kv: false,
         };
         costs.iter().enumerate().map(of).collect()
     }

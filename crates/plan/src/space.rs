@@ -18,6 +18,8 @@ pub struct Shape {
     pub dtype: Dtype,
     /// Format of the KV cache; `None`: the checkpoint's, vLLM's `auto`.
     pub kv_cache: Option<Dtype>,
+    /// Host memory of one rank for KV blocks, GiB; `None`: the cluster file's.
+    pub host_gib: Option<f64>,
     /// If prefill and decode have workers of their own: the share of prefill workers that balances
     /// the work of both. `None`: each worker does both.
     pub prefill_share: Option<f64>,
@@ -25,7 +27,7 @@ pub struct Shape {
 
 impl Shape {
     /// `h100-sxm TP4 fp8`, with ` DP2` and ` EP` behind the `TP4` of such a worker, ` fp8-kv` if the KV cache has a format
-    /// of its own, and ` prefill:decode` if those are apart.
+    /// of its own, ` 256 GiB host` if it has host memory for KV blocks, and ` prefill:decode` if those are apart.
     pub fn name(&self) -> String {
         let apart = match self.prefill_share {
             Some(_) => " prefill:decode",
@@ -34,6 +36,10 @@ impl Shape {
         let cache = self
             .kv_cache
             .map_or_else(String::new, |dtype| format!(" {}-kv", dtype.name()));
+        let host = match self.host_gib {
+            Some(gib) if gib > 0.0 => format!(" {gib} GiB host"),
+            _ => String::new(),
+        };
         let ranks = match self.data_parallel {
             Some(ranks) if ranks > 1 => format!(" DP{ranks}"),
             _ => String::new(),
@@ -43,7 +49,7 @@ impl Shape {
             _ => "",
         };
         format!(
-            "{} TP{}{ranks}{experts} {}{cache}{apart}",
+            "{} TP{}{ranks}{experts} {}{cache}{host}{apart}",
             self.gpu,
             self.tensor_parallel,
             self.dtype.name()
@@ -123,6 +129,9 @@ pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
     }
     if let Some(dtype) = shape.kv_cache {
         sets.push(format!("engine.kv_cache_dtype={}", dtype.name()));
+    }
+    if let Some(gib) = shape.host_gib.filter(|&gib| gib > 0.0) {
+        sets.push(format!("engine.host_tier.gib={gib:?}"));
     }
     match shape.prefill_share {
         None => sets.push(format!("pool.main.workers={workers}")),
@@ -274,13 +283,15 @@ mod tests {
             expert_parallel: Some(true),
             dtype: Dtype::Fp8,
             kv_cache: None,
+            host_gib: Some(256.0),
             prefill_share: None,
         };
-        assert_eq!(shape.name(), "h200 TP2 DP4 EP fp8");
+        assert_eq!(shape.name(), "h200 TP2 DP4 EP fp8 256 GiB host");
         let sets = sets(&shape, &all[4], 3);
         for set in [
             "engine.data_parallel_size=4",
             "engine.enable_expert_parallel=true",
+            "engine.host_tier.gib=256.0",
             "router.prefill_weight=1.0",
             "router.temperature=0.5",
             "pool.main.workers=3",

@@ -75,6 +75,14 @@ pub(crate) struct Args {
         help_heading = "Search"
     )]
     expert_parallel: Vec<Switch>,
+    /// Host memory of a rank for KV blocks, GiB; needs engine.host_tier.bytes_per_s: 0,256 [default: engine.host_tier.gib]
+    #[arg(
+        long,
+        value_name = "GIB",
+        value_delimiter = ',',
+        help_heading = "Search"
+    )]
+    host_memory: Vec<f64>,
     /// Formats of the weights: bf16, fp8, int8, int4, nvfp4, mxfp4 [default: the checkpoint's, and fp8 for bf16]
     #[arg(
         long,
@@ -141,7 +149,7 @@ pub(crate) struct Args {
     /// Refused: not simulated
     #[arg(long, hide = true, value_name = "SIZES")]
     pipeline_parallel: Option<String>,
-    /// Refused: not simulated
+    /// Refused: --host-memory searches it
     #[arg(long, hide = true, value_name = "TIERS")]
     kv_tiers: Option<String>,
     /// Refused: not simulated
@@ -278,7 +286,6 @@ impl Args {
                 &self.pipeline_parallel,
                 "pipeline parallelism",
             ),
-            ("kv-tiers", &self.kv_tiers, "KV tiers below the GPU"),
             ("speculation", &self.speculation, "speculative decoding"),
         ] {
             ensure!(
@@ -287,6 +294,10 @@ impl Args {
                  (docs/plan.md has the limits)"
             );
         }
+        ensure!(
+            self.kv_tiers.is_none(),
+            "--kv-tiers: host memory below the GPU is searched with --host-memory 0,256 (GiB of each rank)"
+        );
         let serving = self.serving.iter();
         Ok(Question {
             workload: workload(self)?,
@@ -308,6 +319,7 @@ impl Args {
                 .iter()
                 .map(|&of| of == Switch::On)
                 .collect(),
+            host_memory: self.host_memory.clone(),
             precision: self.precision.clone(),
             kv_cache_dtype: self.kv_cache_dtype.clone(),
             serving: serving

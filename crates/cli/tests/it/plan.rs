@@ -768,6 +768,81 @@ fn a_file_of_real_engines_is_not_simulated_as_the_default_model() {
     assert_eq!(code, Some(0), "{err}");
 }
 
+/// Forty beginnings that one GPU cannot hold: host memory takes the place of GPUs, unless it costs more than they do or
+/// is not needed.
+#[test]
+fn host_memory_is_searched() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (workload, prices, cluster) = (at("w.toml"), at("p.toml"), at("c.toml"));
+    let answer = |rate: f64, host_gib: f64, more: &[&str]| {
+        std::fs::write(
+            &workload,
+            format!(
+                "requests = 160\nisl = 6200\nosl = 20\n\
+                 [arrival]\nkind = \"poisson\"\nrate_per_s = {rate}\n[[prefix]]\nbranches = 40\ntokens = 6000\n"
+            ),
+        )
+        .unwrap();
+        std::fs::write(
+            &prices,
+            format!("[prices]\nl4 = 0.5\nhost-gib = {host_gib}\n"),
+        )
+        .unwrap();
+        let flags = [
+            &workload,
+            "--slo=ttft=2s,tpot=100ms",
+            "--model=llama-3.1-8b",
+            "--gpus=l4",
+            "--precision=fp8",
+            "--tensor-parallel=1",
+            "--seeds=1",
+            "--attain=90%",
+            "--quiet",
+            "--quick",
+            "--serving=aggregated",
+            "--max-num-seqs=64",
+            "--max-num-batched-tokens=8192",
+            "--policies=kv",
+            "--prices",
+            &prices,
+            "--write",
+            &cluster,
+        ];
+        let (code, json, err) = plan(&[&flags, more]);
+        assert_eq!(code, Some(0), "{err}");
+        let answer = json["answers"][0]["answer"].clone();
+        let number = |name: &str| answer[name].as_f64();
+        (
+            number("gpus").unwrap(),
+            number("host_memory_gib"),
+            number("cost_per_hour").unwrap(),
+            answer["digest"].as_str().unwrap().to_owned(),
+        )
+    };
+    const MEMORY: &[&str] = &[
+        "--host-memory=0,64",
+        "--set=engine.host_tier.bytes_per_s=20e9",
+    ];
+    let without = answer(4.0, 0.0, &[]);
+    assert_eq!((without.1, without.2), (None, 0.5 * without.0));
+    let with = answer(4.0, 0.001, MEMORY);
+    assert_eq!(with.1, Some(64.0));
+    assert!(with.0 < without.0, "{with:?} {without:?}");
+    assert!((with.2 - with.0 * 0.564).abs() < 1e-9, "{with:?}");
+    // The written cluster has it.
+    let (code, run_of, err) = run(&["simulate", &cluster, "--workload", &workload, "--json", "--quiet"]);
+    assert_eq!(code, Some(0), "{err}");
+    let run_of: Value = serde_json::from_str(&run_of).unwrap();
+    assert_eq!(run_of["simulation"]["digest"], with.3.as_str());
+    assert!(run_of["engine"]["host_hit_tokens"].as_f64() > Some(0.0));
+    let dear = answer(4.0, 1.0, MEMORY);
+    assert_eq!((dear.0, dear.1, &dear.3), (without.0, Some(0.0), &without.3));
+    // One GPU is enough, and free memory is not needed.
+    let idle = answer(0.05, 0.0, MEMORY);
+    assert_eq!((idle.0, idle.1), (1.0, Some(0.0)));
+}
+
 #[test]
 fn the_format_of_the_kv_cache_is_searched() {
     // Half the bytes per token let twice as many long requests run at a time.
@@ -939,7 +1014,12 @@ fn axes_that_cannot_be_searched_are_refused_by_name() {
             &["--pipeline-parallel=2"][..],
             ["--pipeline-parallel", "pipeline parallelism"],
         ),
-        (&["--kv-tiers=host"], ["--kv-tiers", "KV tiers"]),
+        (&["--kv-tiers=host"], ["--kv-tiers", "--host-memory 0,256"]),
+        (&["--host-memory=-1"], ["--host-memory has -1", "1,000,000 GiB"]),
+        (
+            &["--host-memory=0,64", "--set=engine.host_tier.gib=8"],
+            ["engine.host_tier.gib", "restrict it with --host-memory"],
+        ),
         (
             &["--speculation=mtp"],
             ["--speculation", "speculative decoding"],

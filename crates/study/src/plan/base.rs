@@ -32,6 +32,9 @@ const SEARCHED: &[(&str, &str)] = &[
     ),
 ];
 
+/// Key of the host memory of a rank, in a table of its own.
+pub(super) const HOST_MEMORY: &str = "engine.host_tier.gib";
+
 /// A cluster file without pools, with its overrides.
 #[derive(Debug)]
 pub(super) struct Base {
@@ -42,6 +45,8 @@ pub(super) struct Base {
     adds_network: bool,
     /// `[autoscale]` stays for clusters that have it ([`Base::resolve_scaled`]).
     scales: bool,
+    /// Candidates set their host memory: `[engine.host_tier]` is for those that have some.
+    searches_memory: bool,
 }
 
 impl Base {
@@ -91,6 +96,7 @@ impl Base {
             sets,
             adds_network: false,
             scales,
+            searches_memory: searched.iter().any(|(key, _)| *key == HOST_MEMORY),
         };
         // Without any worker: only the model and the shared settings. A model that fits no default GPU is
         // no mistake yet, so the engine's size is left to the candidates.
@@ -187,6 +193,9 @@ impl Base {
         let mut doc = self.doc();
         // Keys of other kinds of step times would be refused beside this one.
         doc.remove("engine.timing");
+        if self.searches_memory {
+            doc.remove("engine.host_tier");
+        }
         doc.set("engine.num_gpu_blocks=16777216");
         doc.set("engine.tensor_parallel_size=1");
         doc.set("engine.timing.kind=constant");
@@ -208,6 +217,15 @@ impl Base {
         sets
     }
 
+    fn set(&self, doc: &mut Doc, shape: &Shape, setting: &Setting, workers: u32) {
+        if shape.host_gib == Some(0.0) {
+            doc.remove("engine.host_tier");
+        }
+        for set in self.sets(shape, setting, workers) {
+            doc.set(&set);
+        }
+    }
+
     /// The cluster of a candidate of up to `workers` workers, of which at least `workers_min` run; `None`: as many as the
     /// file says.
     pub(super) fn resolve_scaled(
@@ -218,9 +236,7 @@ impl Base {
         workers: u32,
     ) -> Result<Cluster, Diagnostics> {
         let mut doc = self.doc_with(true);
-        for set in self.sets(shape, setting, workers) {
-            doc.set(&set);
-        }
+        self.set(&mut doc, shape, setting, workers);
         if let Some(workers_min) = workers_min {
             doc.set(&format!("autoscale.workers_min={workers_min}"));
         }
@@ -235,9 +251,7 @@ impl Base {
         workers: u32,
     ) -> Result<(Cluster, Settings), Diagnostics> {
         let mut doc = self.doc();
-        for set in self.sets(shape, setting, workers) {
-            doc.set(&set);
-        }
+        self.set(&mut doc, shape, setting, workers);
         file::read(doc, files::read)
     }
 }

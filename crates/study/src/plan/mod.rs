@@ -78,6 +78,8 @@ pub struct Question {
     pub data_parallel: Vec<u32>,
     /// Whether each GPU of a worker has whole experts; empty: the cluster file's.
     pub expert_parallel: Vec<bool>,
+    /// Host memory of a rank for KV blocks, GiB; empty: the cluster file's.
+    pub host_memory: Vec<f64>,
     /// Formats of the weights; empty: the checkpoint's, and FP8 if that is BF16.
     pub precision: Vec<String>,
     /// Formats of the KV cache.
@@ -122,6 +124,7 @@ impl Default for Question {
             tensor_parallel: vec![1, 2, 4, 8],
             data_parallel: Vec::new(),
             expert_parallel: Vec::new(),
+            host_memory: Vec::new(),
             precision: Vec::new(),
             kv_cache_dtype: words(&["auto"]),
             serving: words(&["aggregated", "disaggregated"]),
@@ -149,6 +152,7 @@ struct Args {
     tensor_parallel: Vec<u32>,
     data_parallel: Vec<Option<u32>>,
     expert_parallel: Vec<Option<bool>>,
+    host_memory: Vec<Option<f64>>,
     precision: Vec<Dtype>,
     kv_cache_dtype: Vec<KvCache>,
     /// Whether prefill and decode have workers of their own.
@@ -233,6 +237,12 @@ impl Args {
         if !question.data_parallel.is_empty() {
             numbers("data-parallel", &question.data_parallel, 1024)?;
         }
+        for gib in &question.host_memory {
+            ensure!(
+                (0.0..=1e6).contains(gib),
+                "--host-memory has {gib}, but must be 0 to 1,000,000 GiB"
+            );
+        }
         ensure!(
             (1..=100).contains(&question.seeds),
             "--seeds is {}, but must be 1 to 100",
@@ -246,6 +256,7 @@ impl Args {
             tensor_parallel: numbers("tensor-parallel", &question.tensor_parallel, 1024)?,
             data_parallel: or_as_given(&question.data_parallel),
             expert_parallel: or_as_given(&question.expert_parallel),
+            host_memory: or_as_given(&question.host_memory),
             precision: question
                 .precision
                 .iter()
@@ -292,6 +303,11 @@ impl Args {
             self.expert_parallel != [None],
             "engine.enable_expert_parallel",
             "--expert-parallel",
+        );
+        add(
+            self.host_memory != [None],
+            base::HOST_MEMORY,
+            "--host-memory",
         );
         add(
             !self.prefill_weights.is_empty(),
@@ -798,6 +814,9 @@ fn searched(args: &Args, model: &ModelShape) -> String {
     let experts = args.expert_parallel.iter().flatten();
     let word = |on: &bool| if *on { "on" } else { "off" }.to_owned();
     add("expert parallel", experts.map(word).collect());
+    let memory = args.host_memory.iter().flatten();
+    let gib = |&gib: &f64| format!("{} GiB", number(gib));
+    add("host memory", memory.map(gib).collect());
     let factors = |values: &[f64]| values.iter().map(|&value| number(value)).collect();
     add("prefill weights", factors(&args.prefill_weights));
     add("temperatures", factors(&args.temperatures));
@@ -838,11 +857,13 @@ fn shapes(
         }) {
             let parallel = args.tensor_parallel.iter().flat_map(|&tensor| {
                 args.data_parallel.iter().flat_map(move |&data| {
-                    let experts = args.expert_parallel.iter();
-                    experts.map(move |&experts| (tensor, data, experts))
+                    args.expert_parallel.iter().flat_map(move |&experts| {
+                        let memory = args.host_memory.iter();
+                        memory.map(move |&gib| (tensor, data, experts, gib))
+                    })
                 })
             });
-            for (tensor_parallel, data_parallel, expert_parallel) in parallel {
+            for (tensor_parallel, data_parallel, expert_parallel, host_gib) in parallel {
                 let shape = Shape {
                     gpu: gpu.clone(),
                     tensor_parallel,
@@ -850,6 +871,7 @@ fn shapes(
                     expert_parallel,
                     dtype,
                     kv_cache,
+                    host_gib,
                     prefill_share: None,
                 };
                 if !model.divides_into(tensor_parallel) {
@@ -1232,19 +1254,27 @@ impl AtLoad<'_> {
         } else {
             Some(1.0)
         };
+        let host_gib = shape.host_gib.unwrap_or(0.0);
+        let per_host_gib = match context.prices.host_gib {
+            Some(price) if context.priced => price,
+            _ => 0.0,
+        };
+        let memory = per_host_gib * host_gib * f64::from(engine.data_parallel_size);
         let kind = args.gpus.iter().position(|gpu| *gpu == shape.gpu);
         // Too many for --max-gpus: its largest size is tried, to say how far it gets.
         let workers_max = args.max_gpus / gpus;
         let workers_min = workers_min.min(workers_max).max(shape.workers_least());
         Ok(Ok(Bounded {
             candidate: Candidate {
-                cost: per_gpu.context("every GPU has a price, as was checked")? * f64::from(gpus),
+                cost: per_gpu.context("every GPU has a price, as was checked")? * f64::from(gpus)
+                    + memory,
                 workers_least: shape.workers_least(),
                 workers_min,
                 workers_max,
                 settings: each.len(),
                 kind: kind.unwrap_or(0),
                 apart: shape.prefill_share.is_some(),
+                hosts_kv: host_gib > 0.0,
             },
             shape,
         }))

@@ -544,6 +544,7 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         "data_parallel_size": row.shape.data_parallel,
         "expert_parallel": row.shape.expert_parallel,
         "dtype": row.shape.dtype.name(),
+        "host_memory_gib": row.shape.host_gib,
         "kv_cache_dtype": row.shape.kv_cache.map_or("auto", |dtype| dtype.name()),
         "max_num_seqs": row.setting.max_num_seqs,
         "max_num_batched_tokens": row.setting.max_num_batched_tokens,

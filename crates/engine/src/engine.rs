@@ -18,8 +18,8 @@ use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
-use crate::host_tier::HostTier;
-use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
+use crate::host_tier::{DiskTier, FoundBelow, HostTier, Medium};
+use crate::output::{Finished, FirstToken, LowerHits, PassOutput, Stats, Usage};
 use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, RunningStats, Waiting};
@@ -100,6 +100,7 @@ pub struct Engine {
     prefix_query_tokens: u64,
     prefix_hit_tokens: u64,
     host_hit_tokens: u64,
+    disk_hit_tokens: u64,
 
     // Scratch.
     hits: Hits,
@@ -119,6 +120,7 @@ struct Sequence {
     /// Generated so far; while it is running, `Running::len` is ahead of this.
     outputs: u32,
     cached_tokens: u32,
+    lower: LowerHits,
     arrived: SimTime,
     /// `None` until it leaves the waiting queue for the first time.
     admitted: Option<SimTime>,
@@ -329,7 +331,13 @@ impl Engine {
             blocked_head: None,
             spare_tables: Vec::new(),
             transfers: KvTransfers::default(),
-            host_tier: config.host_tier.map(HostTier::new),
+            host_tier: config.host_tier.map(|host| {
+                let tier = HostTier::new(host);
+                match config.disk_tier {
+                    Some(disk) => tier.with_disk(disk),
+                    None => tier,
+                }
+            }),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -345,6 +353,7 @@ impl Engine {
             prefix_query_tokens: 0,
             prefix_hit_tokens: 0,
             host_hit_tokens: 0,
+            disk_hit_tokens: 0,
             hits: Hits::default(),
             block_tokens: Vec::new(),
             phases: jump::Phases::default(),
@@ -388,6 +397,7 @@ impl Engine {
             natural_end: natural <= end_outputs,
             outputs: answered,
             cached_tokens: 0,
+            lower: LowerHits::default(),
             arrived: now,
             admitted: None,
             preemptions: 0,
@@ -818,9 +828,9 @@ impl Engine {
                 | TransferState::HostLoaded(_) => unreachable!("it is in no queue"),
             }
             let (computed, next_block) = self.find_hits(slot);
-            let host_blocks = self.find_host_hits(slot);
-            if host_blocks > 0 {
-                if self.load_from_host(now, slot, host_blocks, next_block) {
+            let below = self.find_below(slot);
+            if below.blocks > 0 {
+                if self.load_from_below(now, slot, below, next_block) {
                     continue;
                 }
                 break;
@@ -924,20 +934,26 @@ impl Engine {
         }
     }
 
-    /// How many blocks of a waiting sequence, from the one behind its `hits` on, host memory has.
-    fn find_host_hits(&mut self, slot: u32) -> u32 {
+    /// The blocks of a waiting sequence, from the one behind its `hits` on, that host memory or the disk has.
+    fn find_below(&mut self, slot: u32) -> FoundBelow {
+        let mut found = FoundBelow::default();
         let Some(tier) = &mut self.host_tier else {
-            return 0;
+            return found;
         };
         let sequence = &self.sequences[slot];
         let most = (sequence.tokens() - 1) / self.block_size;
         let known = sequence.request.prompt.blocks().iter();
         let known = known.chain(&sequence.generated_blocks);
-        let hashes = known
-            .take(most as usize)
-            .skip(self.hits.blocks() as usize)
-            .take_while(|&&hash| tier.has(hash));
-        to_u32(hashes.count())
+        let hashes = known.take(most as usize);
+        for &hash in hashes.skip(self.hits.blocks() as usize) {
+            match tier.find(hash) {
+                Some(Medium::Host) => {}
+                Some(Medium::Disk) => found.on_disk += 1,
+                None => break,
+            }
+            found.blocks += 1;
+        }
+        found
     }
 
     /// Moves the sequence to the running queue, with the blocks in `hits` and new ones for `chunk`
@@ -1268,6 +1284,11 @@ impl Engine {
         self.host_tier.is_some()
     }
 
+    /// The disk below its host memory, if there is one.
+    pub fn disk(&self) -> Option<&DiskTier> {
+        self.host_tier.as_ref().and_then(HostTier::disk)
+    }
+
     /// Whether each pass is scheduled when the one before it begins (`async_scheduling`).
     pub fn schedules_ahead(&self) -> bool {
         self.ahead
@@ -1297,6 +1318,7 @@ impl Engine {
                 None => 0,
             },
             host_hit_tokens: self.host_hit_tokens,
+            disk_hit_tokens: self.disk_hit_tokens,
             preemptions: self.preemptions,
             passes: self.passes,
             extrapolated_passes: self.extrapolated_passes,
@@ -1440,6 +1462,7 @@ fn first_token(id: RequestId, sequence: &Sequence, first_pass_start: SimTime) ->
     FirstToken {
         id,
         cached_tokens: sequence.cached_tokens,
+        lower: sequence.lower,
         arrived: sequence.arrived,
         admitted: sequence.admitted.expect("it was scheduled"),
         first_pass_start,

@@ -1,10 +1,10 @@
-//! KV blocks in host memory, below the GPU's cache: which are there, and when loads of them end.
+//! KV blocks below the GPU's cache, in host memory and on a disk: which are there, and when loads of them end.
 
 use std::collections::VecDeque;
 
 use lru::LruCache;
 use slipstream_base::{BlockHash, SimTime};
-use slipstream_config::cluster::HostTierConfig;
+use slipstream_config::cluster::{DiskTierConfig, HostTierConfig};
 
 /// The host memory of one rank. Every block that the GPU caches is copied to it; blocks that were used least
 /// recently make room. Loads share one link to the GPU, one after the other.
@@ -14,6 +14,7 @@ use slipstream_config::cluster::HostTierConfig;
 pub struct HostTier {
     config: HostTierConfig,
     blocks: LruCache<BlockHash, ()>,
+    disk: Option<DiskTier>,
     /// End of the last load.
     busy_until: SimTime,
     /// Loads under way, in the order of their ends.
@@ -26,27 +27,68 @@ struct HostLoad {
     due: SimTime,
 }
 
+/// A place of blocks below the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Medium {
+    /// Host memory.
+    Host,
+    /// The disk below it.
+    Disk,
+}
+
+/// The blocks of a load, by where they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct FoundBelow {
+    /// All of them.
+    pub(crate) blocks: u32,
+    /// Those that host memory lacks.
+    pub(crate) on_disk: u32,
+}
+
 impl HostTier {
     /// An empty tier.
     pub fn new(config: HostTierConfig) -> HostTier {
         HostTier {
             config,
             blocks: LruCache::unbounded(),
+            disk: None,
             busy_until: SimTime::ZERO,
             loads: VecDeque::new(),
         }
     }
 
+    /// The same, with a disk for the blocks that it evicts.
+    #[must_use]
+    pub fn with_disk(self, config: DiskTierConfig) -> HostTier {
+        HostTier {
+            disk: Some(DiskTier::new(config)),
+            ..self
+        }
+    }
+
     /// Stores a block, or notes that it was used.
     pub fn put(&mut self, hash: BlockHash) {
-        if self.blocks.put(hash, ()).is_none() && self.blocks.len() as u64 > self.config.blocks {
-            self.blocks.pop_lru();
+        if self.blocks.put(hash, ()).is_none()
+            && self.blocks.len() as u64 > self.config.blocks
+            && let Some((evicted, ())) = self.blocks.pop_lru()
+            && let Some(disk) = &mut self.disk
+        {
+            disk.put(evicted);
         }
     }
 
     /// Whether the tier has a block. One that it has counts as used.
     pub fn has(&mut self, hash: BlockHash) -> bool {
         self.blocks.get(&hash).is_some()
+    }
+
+    /// Where a block is, host memory first. One that is found counts as used there.
+    pub fn find(&mut self, hash: BlockHash) -> Option<Medium> {
+        if self.has(hash) {
+            return Some(Medium::Host);
+        }
+        let on_disk = self.disk.as_mut().is_some_and(|disk| disk.has(hash));
+        on_disk.then_some(Medium::Disk)
     }
 
     /// Blocks stored.
@@ -59,11 +101,30 @@ impl HostTier {
         self.blocks.is_empty()
     }
 
-    /// Begins to load `blocks` for the sequence in `slot`.
-    pub(crate) fn load(&mut self, now: SimTime, slot: u32, blocks: u32) {
-        let copy_ns = u64::from(blocks) * self.config.load_ns_per_block;
+    /// The disk below it, if there is one.
+    pub fn disk(&self) -> Option<&DiskTier> {
+        self.disk.as_ref()
+    }
+
+    /// A pass begins at `now`: blocks that are evicted in it are written from then on.
+    pub(crate) fn begin_pass(&mut self, now: SimTime) {
+        if let Some(disk) = &mut self.disk {
+            disk.now = now;
+        }
+    }
+
+    /// Begins to load blocks for the sequence in `slot`.
+    pub(crate) fn load(&mut self, now: SimTime, slot: u32, found: FoundBelow) {
+        let copy_ns = self.config.load_ns_per_block;
         // Latencies overlap with the copies before.
-        let due = (now + self.config.latency_ns).max(self.busy_until) + copy_ns;
+        let begin = (now + self.config.latency_ns).max(self.busy_until);
+        let mut due = begin + u64::from(found.blocks) * copy_ns;
+        if let Some(disk) = self.disk.as_mut().filter(|_| found.on_disk > 0) {
+            let (first, last) = disk.read(now, found.on_disk);
+            // Each block is copied once it was read, and the one before it was copied: the first or the last read decides.
+            let copies = u64::from(found.on_disk) * copy_ns;
+            due = due.max(first + copies).max(last + copy_ns);
+        }
         self.busy_until = due;
         self.loads.push_back(HostLoad { slot, due });
     }
@@ -84,10 +145,93 @@ impl HostTier {
         self.loads.retain(|load| load.slot != slot);
     }
 
-    /// Loses all blocks and loads.
+    /// Loses all blocks in memory, and loads. The disk keeps its blocks, and writes none that were lost.
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
         self.loads.clear();
         self.busy_until = SimTime::ZERO;
+        if let Some(disk) = &mut self.disk {
+            disk.restart();
+        }
+    }
+}
+
+/// The disk of one rank, below its host memory: blocks that memory evicts are written to it, and blocks that were
+/// used least recently make room. Reads follow each other, and so do writes; one does not delay the other.
+///
+/// Source: the disk tier of `slipstream-kvstore`, whose evictions a test compares, and the limit of its queue.
+pub struct DiskTier {
+    config: DiskTierConfig,
+    blocks: LruCache<BlockHash, ()>,
+    /// When the pass under way began.
+    now: SimTime,
+    /// End of the last read, and of the last write.
+    read_until: SimTime,
+    written_until: SimTime,
+    dropped: u64,
+}
+
+/// Most blocks that wait to be written, as in the KV store (`WRITES_MAX` in `crates/kvstore/src/store/work.rs`).
+const WRITES_MAX: u64 = 4_096;
+
+impl DiskTier {
+    fn new(config: DiskTierConfig) -> DiskTier {
+        DiskTier {
+            config,
+            blocks: LruCache::unbounded(),
+            now: SimTime::ZERO,
+            read_until: SimTime::ZERO,
+            written_until: SimTime::ZERO,
+            dropped: 0,
+        }
+    }
+
+    /// Writes a block, or notes that it was used. It is dropped if too many wait.
+    fn put(&mut self, hash: BlockHash) {
+        if self.blocks.get(&hash).is_some() {
+            return;
+        }
+        let begin = self.written_until.max(self.now);
+        if begin.since(self.now) >= WRITES_MAX * self.config.store_ns_per_block.max(1) {
+            self.dropped += 1;
+            return;
+        }
+        self.written_until = begin + self.config.store_ns_per_block;
+        self.blocks.put(hash, ());
+        if self.blocks.len() as u64 > self.config.blocks {
+            self.blocks.pop_lru();
+        }
+    }
+
+    fn has(&mut self, hash: BlockHash) -> bool {
+        self.blocks.get(&hash).is_some()
+    }
+
+    /// Blocks stored.
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Whether nothing is stored.
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Blocks that were not written, because too many waited.
+    pub fn dropped(&self) -> u64 {
+        self.dropped
+    }
+
+    /// Reads `blocks`, at least one: returns when the first and the last have been read.
+    fn read(&mut self, now: SimTime, blocks: u32) -> (SimTime, SimTime) {
+        let begin = (now + self.config.latency_ns).max(self.read_until);
+        let each = self.config.load_ns_per_block;
+        self.read_until = begin + u64::from(blocks) * each;
+        (begin + each, self.read_until)
+    }
+
+    fn restart(&mut self) {
+        self.read_until = SimTime::ZERO;
+        self.written_until = SimTime::ZERO;
     }
 }

@@ -161,12 +161,23 @@ pub struct FirstToken {
     pub id: RequestId,
     /// Prompt tokens found in the KV cache when it was first admitted (the prefix hit).
     pub cached_tokens: u32,
+    /// Those of them that were not on the GPU.
+    pub lower: LowerHits,
     /// When it was added.
     pub arrived: SimTime,
     /// When it left the waiting queue for the first time.
     pub admitted: SimTime,
     /// When the pass that computed the token began; it ended at [`PassOutput::end`].
     pub first_pass_start: SimTime,
+}
+
+/// Prompt tokens found below the GPU, at first admission.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LowerHits {
+    /// In host memory.
+    pub host_tokens: u32,
+    /// On the disk below it.
+    pub disk_tokens: u32,
 }
 
 /// A sequence has ended. It is no longer known to the engine.
@@ -216,6 +227,8 @@ pub struct Stats {
     pub host_query_tokens: u64,
     /// Those of them that were found (counter).
     pub host_hit_tokens: u64,
+    /// Those that were found on the disk below it instead (counter).
+    pub disk_hit_tokens: u64,
     /// Preemptions (counter).
     pub preemptions: u64,
     /// Passes begun (counter).

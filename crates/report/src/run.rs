@@ -358,6 +358,9 @@ pub struct EngineCounts {
     /// Those found behind them in host memory; absent without such a tier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_hit_tokens: Option<f64>,
+    /// Those found on the disk below host memory; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_hit_tokens: Option<f64>,
     /// Those found on the GPUs, in blocks; absent if the size of a block is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_hit_blocks: Option<f64>,
@@ -461,6 +464,11 @@ impl RunReport {
         if let Some(tokens_found) = self.engine.and_then(|e| e.host_hit_tokens) {
             let share = tokens_found / (self.tokens.input as f64).max(1.0);
             write!(tokens, ", {} % from host memory", number(share * 100.0))
+                .expect("a String takes every write");
+        }
+        if let Some(tokens_found) = self.engine.and_then(|e| e.disk_hit_tokens) {
+            let share = tokens_found / (self.tokens.input as f64).max(1.0);
+            write!(tokens, ", {} % from disk", number(share * 100.0))
                 .expect("a String takes every write");
         }
         say(tokens);
@@ -775,6 +783,7 @@ pub(crate) mod tests {
                 prefix_query_tokens: Some(5.0),
                 prefix_hit_tokens: Some(4.0),
                 host_hit_tokens: Some(2.0),
+                disk_hit_tokens: Some(1.0),
                 prefix_hit_blocks: Some(1.0),
             }),
             ..run

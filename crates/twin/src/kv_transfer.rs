@@ -37,6 +37,7 @@ impl Sim<'_> {
             flight.admitted.get_or_insert(first.admitted);
             if !flight.is_resumed() {
                 flight.cached_tokens = first.cached_tokens;
+                flight.lower = first.lower;
             }
         }
         for done in &out.finished {

@@ -34,7 +34,7 @@ use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 use slipstream_config::workload_file::Workload;
 use slipstream_des::{Spin, WindowBarrier};
 use slipstream_dispatch::ahead;
-use slipstream_engine::{DecodeRun, PassOutput};
+use slipstream_engine::{DecodeRun, LowerHits, PassOutput};
 use slipstream_router::{Chosen, Fleet, RouteRequest, Router, ViewTurn};
 use slipstream_workload::{Request, Schedule, SourceError};
 
@@ -99,6 +99,7 @@ struct Ended {
     last: SimTime,
     input_tokens: u32,
     cached_tokens: u32,
+    lower: LowerHits,
     output_tokens: u32,
     preemptions: u32,
     error: Option<String>,
@@ -115,6 +116,7 @@ impl Ended {
             last: at,
             input_tokens: request.prompt.tokens(),
             cached_tokens: 0,
+            lower: LowerHits::default(),
             output_tokens: 0,
             preemptions: 0,
             error: Some(error),
@@ -134,6 +136,7 @@ impl Ended {
             last: self.last,
             input_tokens: self.input_tokens,
             cached_tokens: self.cached_tokens,
+            lower: self.lower,
             output_tokens: self.output_tokens,
             preemptions: self.preemptions,
             retries: 0,
@@ -342,6 +345,7 @@ impl Lane {
                     last: record.last,
                     input_tokens: record.input_tokens,
                     cached_tokens: record.cached_tokens,
+                    lower: record.lower,
                     output_tokens: record.output_tokens,
                     preemptions: record.preemptions,
                     error: None,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use slipstream_base::{RankId, RequestId, SimTime};
 use slipstream_dispatch::Role;
-use slipstream_engine::{DecodeRun, Engine, FirstToken, PassOutput, Usage};
+use slipstream_engine::{DecodeRun, Engine, FirstToken, LowerHits, PassOutput, Usage};
 use slipstream_flows::TransferId;
 use slipstream_report::Totals;
 use slipstream_router::ActiveSequence;
@@ -78,6 +78,7 @@ pub(crate) struct Flight {
     pub(crate) admitted: Option<SimTime>,
     pub(crate) first_pass_start: SimTime,
     pub(crate) cached_tokens: u32,
+    pub(crate) lower: LowerHits,
     /// Longest gap between two tokens so far, ns; recorded only if every token is processed.
     pub(crate) gap_max: u64,
     pub(crate) hops: Hops,
@@ -100,6 +101,7 @@ impl Flight {
             admitted: None,
             first_pass_start: now,
             cached_tokens: 0,
+            lower: LowerHits::default(),
             gap_max: 0,
             hops: Hops::at(now),
         }
@@ -125,6 +127,7 @@ impl Flight {
         self.first_pass_start = first.first_pass_start;
         if self.prefill.is_none() {
             self.cached_tokens = first.cached_tokens;
+            self.lower = first.lower;
         }
         if let Some(active) = &mut self.active {
             active.on_first_token();
@@ -155,6 +158,7 @@ impl Flight {
             last: now,
             input_tokens: usage.prompt_tokens,
             cached_tokens,
+            lower: self.lower,
             output_tokens: usage.output_tokens,
             preemptions: usage.preemptions,
             retries: self.retries + failed_over,

@@ -18,7 +18,7 @@ use slipstream_config::cluster::{
 use slipstream_config::workload_file::Workload;
 use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::{ApiTime, TimingError};
-use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved, Usage};
+use slipstream_engine::{DecodeRun, EngineError, LowerHits, PassOutput, Reserved, Usage};
 use slipstream_report::run::EngineCounts;
 use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
 use slipstream_router::{CachedBlocks, FleetError, RouteError, Router, ViewTurn};
@@ -172,6 +172,8 @@ pub struct RequestRecord<'a> {
     pub input_tokens: u32,
     /// Of the prompt, found in the KV cache.
     pub cached_tokens: u32,
+    /// Those of them that were not on the GPU.
+    pub lower: LowerHits,
     /// Tokens of its answer; if it failed, those that had arrived.
     pub output_tokens: u32,
     /// Number of preemptions.
@@ -1315,6 +1317,7 @@ impl<'a> Sim<'a> {
             last: self.now,
             input_tokens: flight.request.prompt.tokens(),
             cached_tokens: 0,
+            lower: LowerHits::default(),
             output_tokens: 0,
             preemptions: 0,
             retries: flight.retries + failed_over,
@@ -1641,7 +1644,7 @@ impl Tally {
         cut: Option<String>,
     ) -> Outcome {
         let (mut preemptions, mut query_tokens, mut hit_tokens) = (0, 0, 0);
-        let mut host_hit_tokens = None;
+        let (mut host_hit_tokens, mut disk_hit_tokens) = (None, None);
         let mut extrapolated = 0;
         for node in nodes {
             let stats = node.engine.stats();
@@ -1651,6 +1654,9 @@ impl Tally {
             hit_tokens += stats.prefix_hit_tokens;
             if node.engine.has_host_tier() {
                 *host_hit_tokens.get_or_insert(0.0) += stats.host_hit_tokens as f64;
+            }
+            if node.engine.disk().is_some() {
+                *disk_hit_tokens.get_or_insert(0.0) += stats.disk_hit_tokens as f64;
             }
         }
         self.totals.requests.abandoned = schedule.abandoned();
@@ -1664,6 +1670,7 @@ impl Tally {
                 prefix_query_tokens: Some(query_tokens as f64),
                 prefix_hit_tokens: Some(hit_tokens as f64),
                 host_hit_tokens,
+                disk_hit_tokens,
                 prefix_hit_blocks: None,
             },
             ended_at: self.ended_at,

@@ -15,6 +15,7 @@ pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
         host_hit_tokens: sum(page, "vllm:external_prefix_cache_queries_total")
             .filter(|&queries| queries > 0.0)
             .and_then(|_| sum(page, "vllm:external_prefix_cache_hits_total")),
+        disk_hit_tokens: None,
         prefix_hit_blocks: hits.zip(block_size(page)).map(|(hits, size)| hits / size),
     };
     (counts != EngineCounts::default()).then_some(counts)
@@ -29,6 +30,7 @@ pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCoun
         prefix_query_tokens: minus(end.prefix_query_tokens, begin.prefix_query_tokens),
         prefix_hit_tokens: minus(end.prefix_hit_tokens, begin.prefix_hit_tokens),
         host_hit_tokens: minus(end.host_hit_tokens, begin.host_hit_tokens),
+        disk_hit_tokens: None,
         prefix_hit_blocks: minus(end.prefix_hit_blocks, begin.prefix_hit_blocks),
     }
 }

@@ -12,7 +12,7 @@ use anyhow::Context;
 use slipstream_base::{RankId, Stage};
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
-use slipstream_report::drag::DragWriter;
+use slipstream_report::drag::{DragWriter, TIERS};
 use slipstream_report::pass::PassWriter;
 use slipstream_report::perfetto::{KvSpan, PerfettoWriter, RequestSpan};
 use slipstream_report::series::EngineInfo;
@@ -304,12 +304,20 @@ impl Sink for Watcher {
 /// Start time of a simulated run in its records: a time of 0 would count as absent.
 const ORIGIN_NS: u64 = 1_000_000_000;
 
+/// Blocks of a prompt that were found, by tier. Without lower tiers their counts are 0.
+fn hit_blocks(record: &RequestRecord<'_>, block_size: u32) -> [Option<u32>; TIERS.len()] {
+    let (host, disk) = (record.lower.host_tokens, record.lower.disk_tokens);
+    let on_gpu = record.cached_tokens.saturating_sub(host + disk);
+    let [on_gpu, host, disk] = [on_gpu, host, disk].map(|tokens| Some(tokens / block_size));
+    [on_gpu, host, disk, None]
+}
+
 fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
     let request = record.request;
     let mut drag = DragRecord {
         id: request.name(),
         worker: record.rank.map(|rank| rank.worker.0),
-        hit_blocks: [Some(record.cached_tokens / block_size), None, None, None],
+        hit_blocks: hit_blocks(record, block_size),
         isl: Some(record.input_tokens),
         osl: Some(record.output_tokens),
         preemptions: Some(record.preemptions),

@@ -22,7 +22,7 @@ use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_ups
 use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind,
     EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig,
-    HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
+    DiskTierConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
     OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
@@ -769,6 +769,7 @@ fn read_engine(
     let kv = read_kv_cache(t, shape, &timing, &parallel);
     let max_model_len = read_model_len(t, shape, &kv);
     let budget = read_budget(t, &kv, max_model_len);
+    let host_tier = t.table("host_tier", |t| read_host_tier(t, shape, &kv, &parallel));
     EngineConfig {
         block_size: kv.block_size,
         num_gpu_blocks: kv.blocks,
@@ -797,7 +798,10 @@ fn read_engine(
         enable_expert_parallel: parallel.experts,
         gpu_memory_utilization: kv.memory_utilization,
         kv_cache_dtype: kv.dtype,
-        host_tier: t.table("host_tier", |t| read_host_tier(t, shape, &kv, &parallel)),
+        host_tier,
+        disk_tier: t.table("disk_tier", |t| {
+            read_disk_tier(t, shape, &kv, &parallel, host_tier.is_some())
+        }),
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -957,13 +961,14 @@ fn read_kv_cache(
     }
 }
 
+const GIB: f64 = (1_u64 << 30) as f64;
+
 fn read_host_tier(
     t: &Table<'_>,
     shape: &ModelShape,
     kv: &KvCache,
     parallel: &Parallel,
 ) -> Option<HostTierConfig> {
-    const GIB: f64 = (1_u64 << 30) as f64;
     let gib = t.get("gib").within(0.0..=1e6).or(0.0);
     if gib == 0.0 {
         for key in ["bytes_per_s", "latency_us"] {
@@ -998,6 +1003,61 @@ fn read_host_tier(
     Some(HostTierConfig {
         blocks: blocks as u64,
         load_ns_per_block: (of_gpu as f64 / bytes_per_s * 1e9).round() as u64,
+        latency_ns: (latency_us * 1e3).round() as u64,
+    })
+}
+
+fn read_disk_tier(
+    t: &Table<'_>,
+    shape: &ModelShape,
+    kv: &KvCache,
+    parallel: &Parallel,
+    has_host_tier: bool,
+) -> Option<DiskTierConfig> {
+    let gib = t.get("gib").within(0.0..=1e6).or(0.0);
+    if gib == 0.0 {
+        for key in ["bytes_per_s", "write_bytes_per_s", "latency_us"] {
+            t.unused(key, "gib", "`gib` is 0");
+        }
+        return None;
+    }
+    let bytes_per_s = t.get("bytes_per_s").within(1e6..=1e13).required(
+        "set the rate of sequential reads that the disk reaches; an NVMe drive on PCIe 5.0 x4 carries at most 15.8e9",
+        5e9,
+    );
+    let write_bytes_per_s = t
+        .get("write_bytes_per_s")
+        .within(1e6..=1e13)
+        .or_from(Origin::Derived("`bytes_per_s`".into()), bytes_per_s);
+    let latency_us = t.get("latency_us").within(0.0..=1e6).or(0.0);
+    if !parallel.splits {
+        return None; // reported already
+    }
+    if !has_host_tier {
+        t.error(
+            "gib",
+            "`disk_tier` takes the blocks that host memory evicts, and there is no `host_tier`".to_owned(),
+            "set `gib` and `bytes_per_s` of [engine.host_tier], or remove [engine.disk_tier]",
+        );
+        return None;
+    }
+    let of_gpu =
+        shape.kv_bytes_per_token_per_gpu(parallel.tensor, kv.dtype) * u64::from(kv.block_size);
+    let bytes = of_gpu as f64 * f64::from(parallel.tensor);
+    let blocks = gib * GIB / bytes;
+    if blocks < 1.0 {
+        t.error(
+            "gib",
+            format!("`gib` is {gib}, which is less than one block takes"),
+            "set more, or 0 for no disk tier",
+        );
+        return None;
+    }
+    let ns = |bytes_per_s: f64| (bytes / bytes_per_s * 1e9).round() as u64;
+    Some(DiskTierConfig {
+        blocks: blocks as u64,
+        load_ns_per_block: ns(bytes_per_s),
+        store_ns_per_block: ns(write_bytes_per_s),
         latency_ns: (latency_us * 1e3).round() as u64,
     })
 }
@@ -2260,6 +2320,35 @@ mod tests {
         ] {
             let error = tier(&format!("[engine.host_tier]\n{text}\n")).unwrap_err();
             assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_disk_holds_what_host_memory_evicts() {
+        let disk = |text: &str| {
+            let text = format!("[model]\npreset = \"llama-3.1-8b\"\n{text}");
+            parse(&text).map(|(cluster, _)| cluster.pools[0].engine.disk_tier)
+        };
+        const HOST: &str = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n";
+        assert_eq!(disk(HOST).unwrap(), None);
+        let on = "[engine.disk_tier]\ngib = 2\nbytes_per_s = 2e9\nwrite_bytes_per_s = 1e9\nlatency_us = 100\n";
+        let expected = DiskTierConfig {
+            blocks: 1024,
+            load_ns_per_block: 1_048_576,
+            store_ns_per_block: 2_097_152,
+            latency_ns: 100_000,
+        };
+        assert_eq!(disk(&format!("{HOST}{on}")).unwrap(), Some(expected));
+        // The GPUs of a rank share its disk.
+        let two = disk(&format!("[engine]\ntensor_parallel_size = 2\n{HOST}{on}"));
+        assert_eq!(two.unwrap(), Some(expected));
+        for (text, part) in [
+            (on, "there is no `host_tier`"),
+            (&*format!("{HOST}[engine.disk_tier]\ngib = 1\n"), "15.8e9"),
+            (&format!("{HOST}[engine.disk_tier]\nlatency_us = 1\n"), "`gib` is 0"),
+        ] {
+            let error = disk(text).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
         }
     }
 

@@ -269,6 +269,8 @@ pub struct EngineConfig {
     pub kv_cache_dtype: Dtype,
     /// `[engine.host_tier]`: host memory for KV blocks. Default: none.
     pub host_tier: Option<HostTierConfig>,
+    /// `[engine.disk_tier]`: a disk for KV blocks, below host memory. Default: none.
+    pub disk_tier: Option<DiskTierConfig>,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, unless the request
@@ -301,6 +303,7 @@ impl Default for EngineConfig {
             gpu_memory_utilization: 0.9,
             kv_cache_dtype: Dtype::Bf16,
             host_tier: None,
+            disk_tier: None,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
@@ -316,6 +319,19 @@ pub struct HostTierConfig {
     /// Time to copy one of them to the GPUs, ns.
     pub load_ns_per_block: u64,
     /// Time from the decision to load until the first byte, ns.
+    pub latency_ns: u64,
+}
+
+/// Disk of one rank for KV blocks that its host memory evicts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskTierConfig {
+    /// Blocks that fit.
+    pub blocks: u64,
+    /// Time to read one of them into host memory, ns.
+    pub load_ns_per_block: u64,
+    /// Time to write one, ns.
+    pub store_ns_per_block: u64,
+    /// Time from the decision to read until the first byte, ns.
     pub latency_ns: u64,
 }
 

@@ -251,6 +251,35 @@ pub const KEYS: &[Key] = &[
         "High: short prefixes are not worth their load.",
     ),
     key(
+        "engine.disk_tier.gib",
+        "GiB, 0 to 1,000,000",
+        "0.0",
+        "Disk per rank for KV blocks, below `engine.host_tier`, which it needs. Blocks that host memory evicts are written to it \
+         (`docs/engine-model.md`). 0: none.",
+        "High: on a real host, writes wear the disk.",
+    ),
+    key(
+        "engine.disk_tier.bytes_per_s",
+        "bytes per second, 1e6 to 1e13; needed if `gib` is not 0",
+        "(none)",
+        "Rate at which a rank reads blocks from its disk into host memory.",
+        "Low: loading a prefix takes longer than computing it.",
+    ),
+    key(
+        "engine.disk_tier.write_bytes_per_s",
+        "bytes per second, 1e6 to 1e13",
+        "(`bytes_per_s`)",
+        "Rate at which a rank writes blocks to its disk.",
+        "Low: blocks that host memory evicts meanwhile are dropped.",
+    ),
+    key(
+        "engine.disk_tier.latency_us",
+        "µs, 0 to 1,000,000",
+        "0.0",
+        "Time from the decision to read until the first byte moves.",
+        "High: short prefixes are not worth their load.",
+    ),
+    key(
         "engine.output_len.kind",
         "\"constant\" or \"lognormal\"",
         "\"lognormal\"",
@@ -1598,7 +1627,8 @@ mod tests {
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
-        let host_tier = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n";
+        let host_tier = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n\
+                         [engine.disk_tier]\ngib = 1\nbytes_per_s = 1e9\n";
         let autoscale = "[autoscale]\npolicy = \"predictive\"\n";
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [

@@ -5,6 +5,7 @@ use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
 
 use super::{Engine, Plan, Running};
 use crate::error::Refusal;
+use crate::host_tier::FoundBelow;
 use crate::pool::Table;
 
 /// The progress of the KV transfer of a sequence, and the part that this engine computes.
@@ -199,20 +200,20 @@ impl Engine {
         tier.is_some_and(|tier| tier.next_due().is_some())
     }
 
-    /// Begins to load `host_blocks` blocks of the waiting sequence `slot`, behind those in `hits`, from host memory.
-    /// False if there are too few free blocks for all of its tokens.
-    pub(super) fn load_from_host(
+    /// Begins to load the blocks `below` of the waiting sequence `slot`, behind those in `hits`, from host memory or the
+    /// disk. False if there are too few free blocks for all of its tokens.
+    pub(super) fn load_from_below(
         &mut self,
         now: SimTime,
         slot: u32,
-        host_blocks: u32,
+        below: FoundBelow,
         next_block: Option<BlockHash>,
     ) -> bool {
         if !self.leave_with_blocks(slot, next_block) {
             return false;
         }
         let on_gpu = self.hits.blocks() * self.block_size;
-        let tokens = on_gpu + host_blocks * self.block_size;
+        let tokens = on_gpu + below.blocks * self.block_size;
         let sequence = &mut self.sequences[slot];
         let TransferState::Queued(role) = sequence.transfer else {
             unreachable!("it was in a queue");
@@ -222,16 +223,22 @@ impl Engine {
             sequence.cached_tokens = tokens;
             self.prefix_query_tokens += u64::from(sequence.tokens());
             self.prefix_hit_tokens += u64::from(on_gpu);
-            self.host_hit_tokens += u64::from(tokens - on_gpu);
+            sequence.lower.disk_tokens = below.on_disk * self.block_size;
+            sequence.lower.host_tokens = (below.blocks - below.on_disk) * self.block_size;
+            self.host_hit_tokens += u64::from(sequence.lower.host_tokens);
+            self.disk_hit_tokens += u64::from(sequence.lower.disk_tokens);
         }
         if let Some(tier) = &mut self.host_tier {
-            tier.load(now, slot, host_blocks);
+            tier.load(now, slot, below);
         }
         true
     }
 
     /// Caches the blocks of loads that have ended, and lets their sequences run.
     pub(super) fn finish_host_loads(&mut self, now: SimTime) {
+        if let Some(tier) = &mut self.host_tier {
+            tier.begin_pass(now);
+        }
         while let Some(slot) = self.host_tier.as_mut().and_then(|t| t.next_loaded(now)) {
             let sequence = &mut self.sequences[slot];
             let TransferState::HostLoading(hit) = sequence.transfer else {

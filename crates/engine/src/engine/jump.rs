@@ -233,6 +233,9 @@ impl Engine {
         let ahead = u32::from(self.ahead);
         let mut end = now;
         for pass in 1..=quiet {
+            if let Some(tier) = &mut self.host_tier {
+                tier.begin_pass(end);
+            }
             end += self.timing.step_ns(&load);
             if end >= until {
                 return pass - 1;

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime};
-use slipstream_config::cluster::{EngineConfig, HostTierConfig};
+use slipstream_config::cluster::{DiskTierConfig, EngineConfig, HostTierConfig};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{DecodeRun, Engine, Finished, FirstToken, PassOutput, Stats};
 
@@ -143,6 +143,7 @@ proptest! {
     fn a_run_is_as_many_single_passes(
         mut config in config(),
         tier in prop::option::of((1..30u64, 0..3_000u64, 0..5_000u64)),
+        disk in prop::option::of((1..60u64, 0..3_000u64, 0..3_000u64, 0..5_000u64)),
         natural in 5..60u32,
         most in prop_oneof![Just(1u32), Just(7), Just(u32::MAX)],
         ops in prop::collection::vec((0..4_000u64, op()), 1..40),
@@ -152,6 +153,14 @@ proptest! {
             load_ns_per_block,
             latency_ns,
         });
+        let disk = disk.filter(|_| tier.is_some());
+        config.disk_tier =
+            disk.map(|(blocks, load_ns_per_block, store_ns_per_block, latency_ns)| DiskTierConfig {
+                blocks,
+                load_ns_per_block,
+                store_ns_per_block,
+                latency_ns,
+            });
         let mut at = SimTime(0);
         let events: Vec<Event> = ops
             .into_iter()

@@ -5,7 +5,7 @@ use slipstream_base::{
     BlockHash, FinishReason, KvDelta, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
 };
 use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
-use slipstream_engine::{Engine, FirstToken, OutputModel, Refusal, Usage, output_token};
+use slipstream_engine::{Engine, FirstToken, LowerHits, OutputModel, Refusal, Usage, output_token};
 
 use crate::rig::{EOS, ROOT, Rig, STEP_NS, output_model, request, small, tokens_of};
 
@@ -589,6 +589,7 @@ fn first_tokens_carry_their_times() {
         [FirstToken {
             id: RequestId(0),
             cached_tokens: 0,
+            lower: LowerHits::default(),
             arrived: SimTime(500),
             admitted: SimTime(700),
             first_pass_start: SimTime(700 + 2 * STEP_NS),

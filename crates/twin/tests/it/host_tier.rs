@@ -1,10 +1,10 @@
-//! The twin's host memory beside the store that engines have.
+//! The twin's host memory and disk beside the store that engines have.
 
 use proptest::prelude::*;
 use slipstream_base::{BlockHash, SimTime};
-use slipstream_config::cluster::HostTierConfig;
-use slipstream_engine::HostTier;
-use slipstream_kvstore::{MemoryOptions, MemoryTier, Tier};
+use slipstream_config::cluster::{DiskTierConfig, HostTierConfig};
+use slipstream_engine::{HostTier, Medium};
+use slipstream_kvstore::{DiskOptions, DiskTier, MemoryOptions, MemoryTier, Tier};
 
 const BLOCK_BYTES: usize = 4096;
 
@@ -38,6 +38,47 @@ proptest! {
                 prop_assert_eq!(modelled.has(BlockHash(hash)), found);
             }
             prop_assert_eq!(modelled.len(), real.keys().len());
+        }
+    }
+}
+
+proptest! {
+    /// The disk below: both have the same blocks after each store and each look-up.
+    #[test]
+    fn evictions_of_the_disk_are_those_of_the_store(
+        blocks in 1..20_u64,
+        uses in prop::collection::vec((any::<bool>(), 0..40_u64), 1..100),
+    ) {
+        // One block in memory: what is stored evicts the one before it to the disk.
+        let mut modelled = HostTier::new(HostTierConfig {
+            blocks: 1,
+            load_ns_per_block: 1,
+            latency_ns: 0,
+        })
+        .with_disk(DiskTierConfig {
+            blocks,
+            load_ns_per_block: 1,
+            store_ns_per_block: 0,
+            latency_ns: 0,
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let now = SimTime(0);
+        // A file has a head of 64 bytes and a key of eight.
+        let bytes_max = blocks * (BLOCK_BYTES as u64 + 64 + 8);
+        let real = DiskTier::open(now, 1, DiskOptions::new(folder.path(), bytes_max)).unwrap();
+        let mut bytes = vec![0; BLOCK_BYTES];
+        let mut in_memory = None;
+        for (stores, hash) in uses {
+            if stores {
+                modelled.put(BlockHash(hash));
+                if let Some(evicted) = in_memory.replace(hash).filter(|&evicted| evicted != hash) {
+                    real.put(now, &evicted.to_le_bytes(), &bytes).unwrap();
+                }
+            } else if in_memory != Some(hash) {
+                let found = real.get(now, &hash.to_le_bytes(), &mut bytes).unwrap();
+                prop_assert_eq!(modelled.find(BlockHash(hash)), found.then_some(Medium::Disk));
+            }
+            prop_assert_eq!(modelled.disk().unwrap().len(), real.keys().len());
         }
     }
 }

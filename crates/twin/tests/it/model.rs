@@ -917,4 +917,20 @@ fn prompts_that_the_gpu_evicted_come_from_host_memory() {
         let wait = if i < 2 { 0 } else { 11 * MS };
         assert_eq!(request.first - request.due, wait + 10 * MS, "{i}");
     }
+    // Host memory has room for one of the prompts; the other one is on the disk.
+    let block = 16.0 * KV_BYTES as f64;
+    let tiers = format!(
+        "[engine.host_tier]\ngib = {}\nbytes_per_s = {rate:.1}\n\
+         [engine.disk_tier]\ngib = 1\nbytes_per_s = {:.1}\nlatency_us = 250\n",
+        64.5 * block / (1_u64 << 30) as f64,
+        63.0 * block / 0.0315
+    );
+    let (with, ended) = simulate(&one(&tiers), &load, &Options::default());
+    assert_eq!(with.engine.disk_hit_tokens, Some(4.0 * 63.0 * 16.0));
+    assert_eq!(with.engine.host_hit_tokens, Some(0.0));
+    for (i, request) in ended.iter().enumerate() {
+        // 0.25 ms, 31.5 ms of reads, and the copy of the last block.
+        let wait = if i < 2 { 0 } else { 32 * MS };
+        assert_eq!(request.first - request.due, wait + 10 * MS, "{i}");
+    }
 }

@@ -7,7 +7,9 @@ use slipstream_base::{
     EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RequestId, Role, SimTime, TokenId,
     WorkerId,
 };
-use slipstream_engine::{Finished, FirstToken, PassOutput, Reserved, Stats, Usage, output_token};
+use slipstream_engine::{
+    Finished, FirstToken, LowerHits, PassOutput, Reserved, Stats, Usage, output_token,
+};
 use slipstream_planes::{PlaneLimits, RefusalReason, StreamAddr, ToWorker};
 use slipstream_worker::{Backend, Dead, LiveTiming, Refused, WorkerSpec};
 
@@ -132,6 +134,7 @@ impl Backend for Scripted {
                 out.first.push(FirstToken {
                     id: s.request.id,
                     cached_tokens: 1,
+                    lower: LowerHits::default(),
                     arrived: s.arrived,
                     admitted: s.arrived,
                     first_pass_start: out.start,
@@ -145,6 +148,7 @@ impl Backend for Scripted {
                     usage: Usage {
                         prompt_tokens: s.request.prompt.len(),
                         cached_tokens: 1,
+                    lower: LowerHits::default(),
                         output_tokens: s.sent,
                         preemptions: 0,
                     },

@@ -2,6 +2,7 @@
 
 mod disagg;
 mod jump;
+mod speculation;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -27,6 +28,7 @@ use crate::waiting::{Rank, RunningStats, Waiting};
 pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 pub use jump::DecodeRun;
+use speculation::{Answered, Speculation};
 
 /// One rank of one engine: its scheduler and its KV cache.
 ///
@@ -79,12 +81,14 @@ pub struct Engine {
     transfers: KvTransfers,
     /// Blocks in host memory, if there is such a tier.
     host_tier: Option<HostTier>,
+    speculation: Speculation,
 
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
     next: Option<Plan>,
-    /// Slots of sequences that were preempted while the pass under way computes a token for them.
-    overtaken: Vec<u32>,
+    /// Slots of sequences that were preempted while the pass under way computes a token for them, and the drafted tokens
+    /// that it verifies.
+    overtaken: Vec<(u32, u32)>,
     /// When sequences joined the waiting queue since the pass under way began.
     arrived: Vec<SimTime>,
     /// Changes of the cache since the last delta.
@@ -192,7 +196,8 @@ impl Running {
     /// True if the pass under way computes its last known token, and so gives it another.
     #[inline]
     fn gets_token(&self) -> bool {
-        self.computed + self.scheduled == self.len
+        // Drafted tokens come behind that one.
+        self.computed + self.scheduled >= self.len
     }
 
     /// Tokens of it in the pass that is being scheduled.
@@ -338,6 +343,7 @@ impl Engine {
                     None => tier,
                 }
             }),
+            speculation: Speculation::new(config.speculation.as_ref()),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -545,7 +551,7 @@ impl Engine {
         } else {
             let arrived = self.sequences[slot].arrived;
             self.leave_waiting(slot);
-            self.overtaken.retain(|&s| s != slot);
+            self.overtaken.retain(|&(s, _)| s != slot);
             if let Some(at) = self.arrived.iter().position(|&at| at == arrived) {
                 self.arrived.remove(at);
             }
@@ -684,27 +690,41 @@ impl Engine {
                     continue;
                 }
             }
-            let chunk = (len - before).min(plan.budget).min(plan.most);
+            let decodes = r.decoding || unknown;
+            let left = if decodes && self.speculation.drafts > 0 {
+                // The last token that a sequence may have is never computed.
+                (1 + self.speculation.drafts).min(self.max_len - 1 - before)
+            } else {
+                len - before
+            };
+            let chunk = left.min(plan.budget).min(plan.most);
+            if chunk == 0 {
+                at += 1; // if all drafts are accepted, it ends
+                continue;
+            }
             let target = before + chunk;
+            let slots = self.speculation.slots(target, self.max_len);
             // Below its capacity a sequence neither needs a block nor fills one.
-            if target >= r.capacity {
-                if !self.make_room::<AHEAD>(&mut at, target, plan) {
+            if slots >= r.capacity {
+                if !self.make_room::<AHEAD>(&mut at, slots, plan) {
                     // It left the queue, so `at` is already the one behind it. By priority that
                     // one outranks it, and may fit into the blocks that it freed.
                     continue;
                 }
                 let r = self.running[at];
-                self.grow(r.slot, target, target.min(r.len));
-                self.running[at].capacity = target.next_multiple_of(self.block_size);
-            } else if !r.decoding && self.host_tier.is_some() {
-                // It may have had blocks for all of its prompt since a load from host memory.
+                self.grow(r.slot, slots, target.min(r.len));
+                self.running[at].capacity = slots.next_multiple_of(self.block_size);
+            } else if !r.decoding && self.host_tier.is_some() || self.speculation.drafts > 0 {
+                // It may have had blocks for all of its prompt since a load from host memory, or for drafts that were
+                // rejected.
                 let (slot, known) = (r.slot, target.min(r.len));
                 self.cache_full(slot, known);
             }
             let r = &mut self.running[at];
             *r.planned::<AHEAD>() = chunk;
-            if r.decoding || unknown {
+            if decodes {
                 plan.load.add_decode(r.prompt_len, target);
+                plan.load.draft_tokens += u64::from(chunk - 1);
                 plan.contexts.add(target);
             } else {
                 plan.load.add_prefill(before, chunk);
@@ -718,6 +738,9 @@ impl Engine {
     /// Schedules the sequences from `at` on that add one token and need no block for it, up to the
     /// first of another kind; returns how many.
     fn schedule_decodes<const AHEAD: bool>(&mut self, at: usize, plan: &mut Plan) -> usize {
+        if self.speculation.drafts > 0 {
+            return 0;
+        }
         let mut load = StepLoad::default();
         let mut contexts = RunningStats::default();
         for r in self.running[at..].iter_mut().take(plan.budget as usize) {
@@ -793,7 +816,8 @@ impl Engine {
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
         if AHEAD && r.gets_token() && sequence.transfer != TransferState::Queued(Role::Prefill) {
-            self.overtaken.push(r.slot);
+            let drafts = r.computed + r.scheduled - r.len;
+            self.overtaken.push((r.slot, drafts));
         }
         self.release(table);
         self.preemptions += 1;
@@ -845,15 +869,16 @@ impl Engine {
             // The whole sequence must fit, not its first chunk alone (vLLM's
             // `scheduler_reserve_full_isl`, on by default). A hit block that no sequence holds is among
             // the free ones, so holding it uses one up.
+            let slots = self.speculation.slots(computed + chunk, self.max_len);
             let fits = if self.reserves_full {
-                len
+                len.max(slots)
             } else {
-                computed + chunk
+                slots
             };
             let new_blocks = fits.div_ceil(self.block_size) - self.hits.blocks();
             if new_blocks + self.hits.free() > self.pool.free() {
                 // The need for a chunk depends on the rest of the budget, too.
-                if self.reserves_full {
+                if self.reserves_full && fits == len {
                     self.note_blocked_head(slot, next_block);
                 }
                 break;
@@ -960,6 +985,7 @@ impl Engine {
     /// tokens behind the `computed` ones.
     fn admit<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
         self.leave_waiting(slot);
+        let slots = self.speculation.slots(computed + chunk, self.max_len);
         let table = self.spare_tables.pop().unwrap_or_default();
         let sequence = &mut self.sequences[slot];
         sequence.running = true;
@@ -982,7 +1008,7 @@ impl Engine {
             computed,
             len,
             end_len: prompt_len + sequence.end_outputs,
-            capacity: (computed + chunk).next_multiple_of(self.block_size),
+            capacity: slots.next_multiple_of(self.block_size),
             scheduled: 0,
             ahead: 0,
             decoding: false,
@@ -991,7 +1017,7 @@ impl Engine {
             gone: false,
         };
         *r.planned::<AHEAD>() = chunk;
-        self.grow(slot, computed + chunk, computed + chunk);
+        self.grow(slot, slots, computed + chunk);
         self.running.push(r);
     }
 
@@ -1098,7 +1124,8 @@ impl Engine {
         (out.start, out.end) = (pass.start, pass.end);
         std::mem::swap(&mut out.arrived, &mut self.arrived);
         let mut running = std::mem::take(&mut self.running);
-        let (mut gone, mut token_count) = (0, 0);
+        // Tokens in addition to the first one of each sequence.
+        let (mut gone, mut token_count, mut further) = (0, 0, 0);
         let lists_tokens = self.lists_tokens;
         for r in &mut running {
             if r.gone {
@@ -1108,6 +1135,13 @@ impl Engine {
             r.computed += std::mem::replace(&mut r.scheduled, std::mem::take(&mut r.ahead));
             // A part of its prompt; or it was not in the pass.
             if r.computed < r.len {
+                continue;
+            }
+            if r.computed > r.len {
+                let (tokens, ends) = self.verify(r, out);
+                token_count += tokens;
+                further += tokens - 1;
+                gone += usize::from(ends);
                 continue;
             }
             // If it is in the pass that comes next, that has cached its blocks.
@@ -1141,11 +1175,10 @@ impl Engine {
         }
         self.running = running;
         out.token_count = token_count;
-        while let Some(slot) = self.overtaken.pop() {
-            self.deliver_overtaken(slot, pass.start, out);
+        while let Some((slot, drafts)) = self.overtaken.pop() {
+            further += self.deliver_overtaken(slot, drafts, pass.start, out) - 1;
         }
-        // One token per sequence: nothing is drafted.
-        out.sequence_count = out.token_count;
+        out.sequence_count = out.token_count - further;
         if gone > 0 {
             self.running.retain(|r| !r.gone);
         }
@@ -1190,24 +1223,31 @@ impl Engine {
         self.remove(r.slot);
     }
 
-    /// Gives a sequence that was preempted during the pass the token that the pass computed, which
-    /// may end it.
-    fn deliver_overtaken(&mut self, slot: u32, start: SimTime, out: &mut PassOutput) {
+    /// Gives a sequence that was preempted during the pass the tokens that the pass computed, which may end it: one, and
+    /// those of its `drafts` that are accepted. Returns how many.
+    fn deliver_overtaken(
+        &mut self,
+        slot: u32,
+        drafts: u32,
+        start: SimTime,
+        out: &mut PassOutput,
+    ) -> u32 {
         let before = self.sequences[slot].tokens();
-        let sequence = &mut self.sequences[slot];
-        let (id, position) = (sequence.request.id, sequence.outputs);
-        let begun = sequence.has_begun();
-        sequence.outputs += 1;
-        let ends = sequence.outputs == sequence.end_outputs;
-        let token = if ends && sequence.natural_end {
-            self.output.eos
-        } else {
-            self.output.token(sequence.request.seed, position)
+        let sequence = &self.sequences[slot];
+        let (id, begun) = (sequence.request.id, sequence.has_begun());
+        let answered = Answered {
+            seed: sequence.request.seed,
+            slot,
+            outputs: sequence.outputs,
+            end_outputs: sequence.end_outputs,
+            natural_end: sequence.natural_end,
+            stops: !sequence.request.params.stop_token_ids.is_empty(),
         };
-        out.token_count += 1;
-        if self.lists_tokens {
-            out.tokens.push(id, token);
-        }
+        let (tokens, stops) = self.answer(id, &answered, drafts, out);
+        let sequence = &mut self.sequences[slot];
+        sequence.outputs += tokens;
+        let ends = sequence.outputs == sequence.end_outputs;
+        out.token_count += tokens;
         let sequence = &self.sequences[slot];
         if begun {
             self.waiting_decode.remove(before);
@@ -1215,11 +1255,10 @@ impl Engine {
             out.first.push(first_token(id, sequence, start));
             self.waiting_prefill.remove(before);
         }
-        self.waiting_decode.add(before + 1);
+        self.waiting_decode.add(before + tokens);
         if self.blocked_head.is_some_and(|s| s.slot == slot) {
             self.blocked_head = None;
         }
-        let stops = stops_at(sequence, position, token);
         if ends || stops {
             let reason = if stops || sequence.natural_end {
                 FinishReason::Stop
@@ -1236,6 +1275,7 @@ impl Engine {
             self.leave_waiting(slot);
             self.remove(slot);
         }
+        tokens
     }
 
     fn report(&mut self, pass: &Pass, fpm: &mut ForwardPassMetrics) {
@@ -1299,7 +1339,8 @@ impl Engine {
     pub fn may_leave_out(&self) -> bool {
         // vLLM wants `max_num_batched_tokens` to be no less than `max_num_seqs`. A sequence that is
         // in prefill still is the last that runs, unless its part of the budget is limited.
-        self.budget < self.max_running || self.long_prefill != u32::MAX
+        let each = 1 + self.speculation.drafts;
+        self.budget < self.max_running.saturating_mul(each) || self.long_prefill != u32::MAX
     }
 
     /// The engine's state in numbers; O(1).
@@ -1320,6 +1361,9 @@ impl Engine {
             host_hit_tokens: self.host_hit_tokens,
             disk_hit_tokens: self.disk_hit_tokens,
             preemptions: self.preemptions,
+            drafts: self.speculation.verified,
+            draft_tokens: self.speculation.draft_tokens,
+            accepted_tokens: self.speculation.accepted_tokens,
             passes: self.passes,
             extrapolated_passes: self.extrapolated_passes,
         }
@@ -1439,6 +1483,7 @@ impl Plan {
             self.load.decode_sequences -= 1;
             self.load.decode_context -= u64::from(target);
             self.load.decode_prompt -= u64::from(r.prompt_len);
+            self.load.draft_tokens -= u64::from(chunk - 1);
             self.contexts.remove(target);
         } else {
             let mut part = StepLoad::default();

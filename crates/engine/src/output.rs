@@ -231,6 +231,12 @@ pub struct Stats {
     pub disk_hit_tokens: u64,
     /// Preemptions (counter).
     pub preemptions: u64,
+    /// Drafts that were verified: one per sequence and pass with drafted tokens (counter).
+    pub drafts: u64,
+    /// Tokens of those drafts (counter).
+    pub draft_tokens: u64,
+    /// Those of them that were accepted (counter).
+    pub accepted_tokens: u64,
     /// Passes begun (counter).
     pub passes: u64,
     /// Those of them whose length the model of step times had to extrapolate (counter).

@@ -493,6 +493,18 @@ impl Physics {
         }
     }
 
+    /// Time that `drafts` tokens, which sequences in decode verify, add to a step on `load`, ns. They are rows of all
+    /// matrix products, the output head's too. Attention reads keys and values once for all tokens of a sequence.
+    pub(crate) fn drafts_ns(&self, load: &Load, drafts: f64) -> f64 {
+        let with = Load {
+            prefills: load.prefills + drafts,
+            prefill_tokens: load.prefill_tokens + drafts,
+            ..*load
+        };
+        let rows = self.terms_by_count(&with).total() - self.terms_by_count(load).total();
+        rows + self.token_ns * drafts
+    }
+
     /// Time of attention, and of element-wise kernels, ns.
     #[inline]
     pub(crate) fn attention_ns(&self, load: &Load) -> f64 {

@@ -131,6 +131,12 @@ impl StepModel {
         ns * self.factor(load)
     }
 
+    /// Length of a step on `load` whose decodes also verify `drafts` tokens, ns; `last` as in
+    /// [`ns_after`](Self::ns_after). The residual is that of the step without them.
+    pub fn ns_with_drafts(&self, load: &Load, drafts: f64, last: &mut LastStep) -> f64 {
+        self.ns_after(load, last) + self.physics.drafts_ns(load, drafts) * self.factor(load)
+    }
+
     /// Measured over physical time, at the mean lengths of the step's sequences. Answers are half written
     /// on average.
     #[inline]
@@ -193,6 +199,18 @@ mod tests {
             assumed: Vec::new(),
         };
         StepModel::new(&deployment, Profile::built_in())
+    }
+
+    /// Weights are streamed once: few drafts cost little, and many cost what as many prompt tokens do.
+    #[test]
+    fn drafts_cost_their_rows() {
+        let model = model("llama-3.1-8b", Framework::Vllm);
+        let load = Load::decode(8.0, 2_000.0, 1_000.0);
+        let plain = model.ns(&load);
+        let with = |drafts| model.ns_with_drafts(&load, drafts, &mut LastStep::default());
+        assert_eq!(with(0.0).to_bits(), plain.to_bits());
+        assert!(with(24.0) > plain && with(24.0) < 1.2 * plain, "{}", with(24.0) / plain);
+        assert!(with(4_096.0) > 3.0 * plain, "{}", with(4_096.0) / plain);
     }
 
     proptest! {

@@ -25,9 +25,15 @@ pub struct Ideal {
     pub ttft_s: f64,
 }
 
+/// Most tokens that a step gives a sequence: more than one if the engine verifies drafts.
+pub fn tokens_per_step(engine: &EngineConfig) -> u32 {
+    let drafted = engine.speculation.as_ref().map_or(0, |of| of.tokens());
+    1 + drafted
+}
+
 /// Latencies of a request that is alone on an idle worker, with every prefix that any request had
-/// before in its cache.
-pub fn alone(need: &Need, timing: &mut dyn StepTime) -> Shown {
+/// before in its cache. Each step gives it `per_step` tokens ([`tokens_per_step`]).
+pub fn alone(need: &Need, timing: &mut dyn StepTime, per_step: u32) -> Shown {
     let mut prefill = StepLoad::default();
     prefill.add_prefill(need.cached, need.input - need.cached);
     let ttft = timing.step_ns(&prefill);
@@ -38,12 +44,14 @@ pub fn alone(need: &Need, timing: &mut dyn StepTime) -> Shown {
     } else {
         0
     };
+    let rest = u64::from(need.output.saturating_sub(1));
+    let steps = rest.div_ceil(u64::from(per_step));
     Shown {
         ttft,
         itl: gap,
         itl_max: gap,
-        tpot: gap,
-        e2e: ttft + gap * u64::from(need.output.saturating_sub(1)),
+        tpot: (gap * steps).checked_div(rest).unwrap_or(0),
+        e2e: ttft + gap * steps,
     }
 }
 
@@ -55,6 +63,7 @@ pub fn ideal(
     timing: &mut dyn StepTime,
     target: f64,
 ) -> Ideal {
+    let per_step = tokens_per_step(engine);
     let classes = demand.by_class().len();
     let mut met = vec![(0u64, 0u64); classes];
     let mut each: Vec<(&'static str, u64, u64)> = Vec::new();
@@ -69,7 +78,7 @@ pub fn ideal(
             ttfts.push(u64::MAX);
             continue;
         }
-        let shown = alone(need, timing);
+        let shown = alone(need, timing, per_step);
         ttfts.push(shown.ttft);
         class.1 += u64::from(objectives.are_met(need.class, &shown));
         for (name, held) in objectives
@@ -130,14 +139,17 @@ impl Work {
 }
 
 /// The least work of `demand`: with batches of up to `seqs_max` sequences and `tokens_max` tokens per
-/// step, of which no step takes longer than `gap_s` (a limit on the mean gap between tokens).
+/// step, of which no step takes longer than `gap_s` (a limit on the mean gap between tokens) for each of the
+/// `per_step` tokens that it gives a sequence.
 pub fn work(
     demand: &Demand,
     timing: &mut dyn StepTime,
     seqs_max: u32,
     tokens_max: u32,
     gap_s: Option<f64>,
+    per_step: u32,
 ) -> Work {
+    let gap_s = gap_s.map(|gap_s| gap_s * f64::from(per_step));
     let (mut computed, mut read, mut scored) = (0.0, 0.0, 0.0);
     let (mut prompts, mut answers, mut context, mut inputs) = (0.0, 0.0, 0.0, 0.0);
     for need in &demand.needs {
@@ -148,9 +160,11 @@ pub fn work(
         scored += chunk * cached + chunk * (chunk + 1.0) / 2.0;
         prompts += 1.0;
         let output = f64::from(need.output.saturating_sub(1));
-        answers += output;
-        context += output * (f64::from(need.input) + output / 2.0);
-        inputs += output * f64::from(need.input);
+        // Steps, of which each gives one token unless drafts are verified.
+        let steps = output / f64::from(per_step);
+        answers += steps;
+        context += steps * (f64::from(need.input) + output / 2.0);
+        inputs += steps * f64::from(need.input);
     }
     if prompts == 0.0 {
         return Work::default();
@@ -226,14 +240,14 @@ pub fn workers_min(work_s: f64, time_s: f64, target: f64) -> u32 {
 
 /// The time in which a workload's work is done at the least favorable: from its first due time to its
 /// last, plus the longest time of a request alone. Infinite for closed loops, which wait.
-pub fn time_s(demand: &Demand, timing: &mut dyn StepTime) -> f64 {
+pub fn time_s(demand: &Demand, timing: &mut dyn StepTime, per_step: u32) -> f64 {
     if demand.closed {
         return f64::INFINITY;
     }
     let longest = demand
         .needs
         .iter()
-        .map(|need| alone(need, timing).e2e)
+        .map(|need| alone(need, timing, per_step).e2e)
         .max()
         .unwrap_or(0);
     demand.duration_s() + longest as f64 / 1e9
@@ -287,7 +301,7 @@ mod tests {
 
         // 101 answers of 10 further tokens, 64 sequences per step of 10 ms, and 1000 prompt tokens
         // with each answer: 100 tokens of prompt per token, so that 64 do not fit 2,000 tokens.
-        let w = work(&all, &mut timing, 64, 2000, None);
+        let w = work(&all, &mut timing, 64, 2000, None, 1);
         assert!((w.decode_s - 1010.0 / 64.0 * 0.01).abs() < 1e-9, "{w:?}");
         assert!(
             (w.prefill_s - 101_000.0 / 2000.0 * 0.01).abs() < 1e-9,
@@ -296,9 +310,13 @@ mod tests {
         // 16 sequences with 1,600 prompt tokens fit.
         assert!((w.mixed_s - 1010.0 / 16.0 * 0.01).abs() < 1e-9, "{w:?}");
         // Nothing but single sequences is within 5 ms.
-        let slow = work(&all, &mut timing, 64, 2000, Some(0.005));
+        let slow = work(&all, &mut timing, 64, 2000, Some(0.005), 1);
         assert!((slow.decode_s - 10.1).abs() < 1e-9, "{slow:?}");
-        assert_eq!(time_s(&all, &mut timing), 100.0 + 0.11);
+        assert_eq!(time_s(&all, &mut timing, 1), 100.0 + 0.11);
+        // Of ten further tokens four come at a time: three steps, and a quarter of the work.
+        assert_eq!(alone(&all.needs[0], &mut timing, 4).e2e, 40_000_000);
+        let drafted = work(&all, &mut timing, 64, 2000, None, 4);
+        assert!((drafted.decode_s - 252.5 / 64.0 * 0.01).abs() < 1e-9, "{drafted:?}");
         let four = w.of_ranks(4);
         assert!(
             (four.decode_s - 1010.0 / 64.0 * 0.01 / 4.0).abs() < 1e-9,

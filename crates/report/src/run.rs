@@ -361,6 +361,15 @@ pub struct EngineCounts {
     /// Those found on the disk below host memory; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_hit_tokens: Option<f64>,
+    /// Drafts that were verified; absent without speculative decoding.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drafts: Option<f64>,
+    /// Tokens of those drafts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draft_tokens: Option<f64>,
+    /// Those of them that were accepted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accepted_tokens: Option<f64>,
     /// Those found on the GPUs, in blocks; absent if the size of a block is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_hit_blocks: Option<f64>,
@@ -476,6 +485,18 @@ impl RunReport {
             say(format!(
                 "engines    {}",
                 counted(width::round_u64(preemptions), "preemption")
+            ));
+        }
+        if let Some(engine) = self.engine
+            && let (Some(drafts), Some(tokens), Some(accepted)) =
+                (engine.drafts, engine.draft_tokens, engine.accepted_tokens)
+            && drafts > 0.0
+        {
+            say(format!(
+                "drafts     {} % of {} drafted tokens accepted; {} tokens per step and sequence",
+                number(100.0 * accepted / tokens.max(1.0)),
+                grouped(width::round_u64(tokens)),
+                number(1.0 + accepted / drafts),
             ));
         }
         if let Some(goodput) = &self.goodput {
@@ -784,6 +805,9 @@ pub(crate) mod tests {
                 prefix_hit_tokens: Some(4.0),
                 host_hit_tokens: Some(2.0),
                 disk_hit_tokens: Some(1.0),
+                drafts: Some(4.0),
+                draft_tokens: Some(8.0),
+                accepted_tokens: Some(6.0),
                 prefix_hit_blocks: Some(1.0),
             }),
             ..run

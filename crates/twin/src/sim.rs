@@ -1645,6 +1645,7 @@ impl Tally {
     ) -> Outcome {
         let (mut preemptions, mut query_tokens, mut hit_tokens) = (0, 0, 0);
         let (mut host_hit_tokens, mut disk_hit_tokens) = (None, None);
+        let mut drafts = [0, 0, 0];
         let mut extrapolated = 0;
         for node in nodes {
             let stats = node.engine.stats();
@@ -1655,10 +1656,16 @@ impl Tally {
             if node.engine.has_host_tier() {
                 *host_hit_tokens.get_or_insert(0.0) += stats.host_hit_tokens as f64;
             }
+            let of_node = [stats.drafts, stats.draft_tokens, stats.accepted_tokens];
+            for (sum, count) in drafts.iter_mut().zip(of_node) {
+                *sum += count;
+            }
             if node.engine.disk().is_some() {
                 *disk_hit_tokens.get_or_insert(0.0) += stats.disk_hit_tokens as f64;
             }
         }
+        let [drafts, draft_tokens, accepted_tokens] =
+            drafts.map(|count: u64| (drafts[0] > 0).then_some(count as f64));
         self.totals.requests.abandoned = schedule.abandoned();
         self.totals.requests.unfinished = under_way;
         self.totals.requests.sent += under_way;
@@ -1671,6 +1678,9 @@ impl Tally {
                 prefix_hit_tokens: Some(hit_tokens as f64),
                 host_hit_tokens,
                 disk_hit_tokens,
+                drafts,
+                draft_tokens,
+                accepted_tokens,
                 prefix_hit_blocks: None,
             },
             ended_at: self.ended_at,

@@ -155,6 +155,28 @@ impl Collector for WorkerCollector {
         self.by_rank(e, "vllm:num_preemptions", "Preemptions", Counter, |s| {
             s.preemptions.get() as f64
         })?;
+        // As in vLLM, engines that draft nothing do not have them.
+        if self.ranks.iter().any(|s| s.drafts.get() > 0) {
+            type Of = fn(&RankStats) -> f64;
+            let counters: [(&str, &str, Of); 3] = [
+                ("vllm:spec_decode_num_drafts", "Drafts verified", |s| {
+                    s.drafts.get() as f64
+                }),
+                (
+                    "vllm:spec_decode_num_draft_tokens",
+                    "Tokens of those drafts",
+                    |s| s.draft_tokens.get() as f64,
+                ),
+                (
+                    "vllm:spec_decode_num_accepted_tokens",
+                    "Tokens of those drafts that were accepted",
+                    |s| s.accepted_tokens.get() as f64,
+                ),
+            ];
+            for (name, help, of) in counters {
+                self.by_rank(e, name, help, Counter, of)?;
+            }
+        }
         let help = "Sequences waiting, by reason: modelled engines defer none";
         let name = "vllm:num_requests_waiting_by_reason";
         let mut family = e.encode_descriptor(name, help, None, Gauge)?;

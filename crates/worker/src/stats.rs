@@ -57,6 +57,12 @@ pub struct RankStats {
     pub host_hit_tokens: Cell64,
     /// Preemptions (counter).
     pub preemptions: Cell64,
+    /// Drafts that were verified (counter).
+    pub drafts: Cell64,
+    /// Tokens of those drafts (counter).
+    pub draft_tokens: Cell64,
+    /// Those of them that were accepted (counter).
+    pub accepted_tokens: Cell64,
     /// Passes (counter).
     pub passes: Cell64,
     /// Those of them outside the table of step times (counter).
@@ -142,6 +148,11 @@ impl RankStats {
         self.host_query_tokens.set(stats.host_query_tokens);
         self.host_hit_tokens.set(stats.host_hit_tokens);
         self.preemptions.set(stats.preemptions);
+        if stats.drafts > 0 {
+            self.drafts.set(stats.drafts);
+            self.draft_tokens.set(stats.draft_tokens);
+            self.accepted_tokens.set(stats.accepted_tokens);
+        }
         self.passes.set(stats.passes);
         self.extrapolated_passes.set(stats.extrapolated_passes);
     }

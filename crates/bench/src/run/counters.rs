@@ -16,6 +16,9 @@ pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
             .filter(|&queries| queries > 0.0)
             .and_then(|_| sum(page, "vllm:external_prefix_cache_hits_total")),
         disk_hit_tokens: None,
+        drafts: sum(page, "vllm:spec_decode_num_drafts_total"),
+        draft_tokens: sum(page, "vllm:spec_decode_num_draft_tokens_total"),
+        accepted_tokens: sum(page, "vllm:spec_decode_num_accepted_tokens_total"),
         prefix_hit_blocks: hits.zip(block_size(page)).map(|(hits, size)| hits / size),
     };
     (counts != EngineCounts::default()).then_some(counts)
@@ -31,6 +34,9 @@ pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCoun
         prefix_hit_tokens: minus(end.prefix_hit_tokens, begin.prefix_hit_tokens),
         host_hit_tokens: minus(end.host_hit_tokens, begin.host_hit_tokens),
         disk_hit_tokens: None,
+        drafts: minus(end.drafts, begin.drafts),
+        draft_tokens: minus(end.draft_tokens, begin.draft_tokens),
+        accepted_tokens: minus(end.accepted_tokens, begin.accepted_tokens),
         prefix_hit_blocks: minus(end.prefix_hit_blocks, begin.prefix_hit_blocks),
     }
 }

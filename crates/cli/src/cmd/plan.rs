@@ -280,23 +280,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 impl Args {
     fn question(&self) -> anyhow::Result<Question> {
-        for (flag, value, what) in [
-            (
-                "pipeline-parallel",
-                &self.pipeline_parallel,
-                "pipeline parallelism",
-            ),
-            ("speculation", &self.speculation, "speculative decoding"),
-        ] {
-            ensure!(
-                value.is_none(),
-                "--{flag}: {what} cannot be searched, as `slipstream simulate` does not model it; leave the flag out \
-                 (docs/plan.md has the limits)"
-            );
-        }
+        ensure!(
+            self.pipeline_parallel.is_none(),
+            "--pipeline-parallel: pipeline parallelism cannot be searched, as `slipstream simulate` does not model it; \
+             leave the flag out (docs/plan.md has the limits)"
+        );
         ensure!(
             self.kv_tiers.is_none(),
             "--kv-tiers: host memory below the GPU is searched with --host-memory 0,256 (GiB of each rank)"
+        );
+        ensure!(
+            self.speculation.is_none(),
+            "--speculation: speculative decoding is not searched; set [engine.speculation] in --cluster for all shapes"
         );
         let serving = self.serving.iter();
         Ok(Question {

@@ -300,6 +300,50 @@ fn host_memory_is_counted_live_as_in_the_twin() {
     assert_eq!(metric("external_prefix_cache_queries"), behind);
 }
 
+/// Requests have other seeds live, so other drafts are accepted: as many on average.
+#[test]
+fn drafts_are_verified_live_as_in_the_twin() {
+    const CLUSTER: &[&str] = &[
+        "--set=model.name=test-model",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=1000000",
+        "--set=engine.speculation.num_speculative_tokens=3",
+        "--set=engine.speculation.method=mtp",
+        "--set=engine.speculation.acceptance=[0.8, 0.6, 0.4]",
+        "--set=pool.main.workers=1",
+    ];
+    let server = Server::start(&[CLUSTER, &["--speedup=0"]]);
+    let url = format!("http://{}", server.address());
+    let flags = [
+        "--requests=20",
+        "--isl=50",
+        "--osl=90",
+        "--concurrency=1",
+        "--json",
+        "--quiet",
+    ];
+    let reports = [&["bench", &url][..], &[&["simulate"], CLUSTER].concat()].map(|args| {
+        let (code, report, err) = run(&[args, &flags].concat());
+        assert_eq!(code, Some(0), "{err}");
+        serde_json::from_str::<Value>(&report).unwrap()
+    });
+    for report in &reports {
+        assert_eq!(report["requests"]["succeeded"], 20);
+        assert_eq!(report["tokens"]["output"], 20 * 90);
+        // 2.8 tokens per step on average.
+        let count = |name: &str| report["engine"][name].as_f64().unwrap();
+        let mean = 1.0 + count("accepted_tokens") / count("drafts");
+        assert!((2.5..3.1).contains(&mean), "{mean}");
+        assert_eq!(count("draft_tokens"), 3.0 * count("drafts"));
+    }
+    // Tokens of one step share an event.
+    let events = reports[0]["tokens"]["events"].as_u64().unwrap();
+    assert!((500..900).contains(&events), "{events}");
+    let metric = |name: &str| server.metric(&format!("vllm:spec_decode_num_{name}_total"));
+    assert_eq!(Some(metric("drafts")), reports[0]["engine"]["drafts"].as_f64());
+    assert!(metric("accepted_tokens") > 0.0 && metric("draft_tokens") > 0.0);
+}
+
 /// The remains of a killed run have the name `.partial`.
 #[test]
 fn a_killed_run_leaves_a_partial_file() {

@@ -23,7 +23,8 @@ use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind,
     EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig,
     DiskTierConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
-    OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, SpeculationConfig,
+    SpeculationMethod, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -119,7 +120,7 @@ const NOT_MODELLED: &[(&str, &str)] = &[
     ),
     (
         "speculative_config",
-        "is not modelled: every step gives one token per sequence",
+        "is not modelled: [engine.speculation] is, by measured acceptance",
     ),
     (
         "pipeline_parallel_size",
@@ -802,6 +803,7 @@ fn read_engine(
         disk_tier: t.table("disk_tier", |t| {
             read_disk_tier(t, shape, &kv, &parallel, host_tier.is_some())
         }),
+        speculation: t.table("speculation", |t| read_speculation(t, &timing)),
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -1059,6 +1061,61 @@ fn read_disk_tier(
         load_ns_per_block: ns(bytes_per_s),
         store_ns_per_block: ns(write_bytes_per_s),
         latency_ns: (latency_us * 1e3).round() as u64,
+    })
+}
+
+/// Drafters by vLLM's names.
+const SPECULATION: &[(&str, SpeculationMethod)] = &[
+    ("eagle", SpeculationMethod::Eagle),
+    ("mtp", SpeculationMethod::Mtp),
+    ("draft_model", SpeculationMethod::DraftModel),
+    ("ngram", SpeculationMethod::Ngram),
+];
+
+fn read_speculation(t: &Table<'_>, timing: &TimingConfig) -> Option<SpeculationConfig> {
+    let tokens: u32 = t.get("num_speculative_tokens").within(0..=32).or(0);
+    if tokens == 0 {
+        for key in ["method", "acceptance", "draft_us", "draft_share"] {
+            t.unused(key, "num_speculative_tokens", "`num_speculative_tokens` is 0");
+        }
+        return None;
+    }
+    let method = t.choice("method", SPECULATION).required(
+        "name the drafter, such as `method = \"mtp\"`",
+        SpeculationMethod::Mtp,
+    );
+    let ordered = |rates: &Vec<f64>| {
+        rates.iter().all(|rate| (0.0..=1.0).contains(rate))
+            && rates.windows(2).all(|pair| pair[1] <= pair[0])
+    };
+    let acceptance = t
+        .get::<Vec<f64>>("acceptance")
+        .check(
+            |rates| rates.len() == tokens as usize,
+            &format!("a list of {tokens}, as `num_speculative_tokens` is"),
+        )
+        .check(
+            ordered,
+            "shares of 0 to 1, none larger than the one before it: a token is accepted only after those before it",
+        )
+        .required(
+            "set what your deployment measures: vLLM logs it as `Per-position acceptance rate`",
+            vec![0.0; tokens as usize],
+        );
+    let draft_us = t.get("draft_us").within(0.0..=1e6).or(0.0);
+    let draft_share = t.get("draft_share").within(0.0..=10.0).or(0.0);
+    if matches!(timing, TimingConfig::Table { .. }) {
+        t.error(
+            "num_speculative_tokens",
+            "a table of step times has no rows with drafted tokens".to_owned(),
+            "set another `engine.timing.kind`, or remove [engine.speculation]",
+        );
+    }
+    Some(SpeculationConfig {
+        method,
+        acceptance,
+        draft_ns: draft_us * 1e3,
+        draft_share,
     })
 }
 
@@ -2350,6 +2407,46 @@ mod tests {
             let error = disk(text).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
+    }
+
+    #[test]
+    fn speculation_is_given_by_measured_acceptance() {
+        let read = |text: &str| {
+            let text = format!("[engine.speculation]\n{text}\n");
+            parse(&text).map(|(cluster, _)| cluster.pools[0].engine.speculation.clone())
+        };
+        assert_eq!(read("").unwrap(), None);
+        let on = "num_speculative_tokens = 2\nmethod = \"eagle\"\nacceptance = [0.8, 0.5]\ndraft_us = 300\n";
+        let expected = SpeculationConfig {
+            method: SpeculationMethod::Eagle,
+            acceptance: vec![0.8, 0.5],
+            draft_ns: 300_000.0,
+            draft_share: 0.0,
+        };
+        assert_eq!(read(on).unwrap(), Some(expected));
+        for (text, part) in [
+            ("num_speculative_tokens = 2\nmethod = \"mtp\"", "Per-position acceptance rate"),
+            ("num_speculative_tokens = 2\nacceptance = [0.8, 0.5]", "name the drafter"),
+            (
+                "num_speculative_tokens = 2\nmethod = \"mtp\"\nacceptance = [0.8]",
+                "a list of 2",
+            ),
+            (
+                "num_speculative_tokens = 2\nmethod = \"mtp\"\nacceptance = [0.5, 0.8]",
+                "none larger than the one before",
+            ),
+            (
+                "num_speculative_tokens = 1\nmethod = \"mtp\"\nacceptance = [1.5]",
+                "shares of 0 to 1",
+            ),
+            ("method = \"mtp\"", "`num_speculative_tokens` is 0"),
+            ("num_speculative_tokens = 33", "32"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let vllm = parse("[engine]\nspeculative_config = {}\n").unwrap_err();
+        assert!(vllm.to_string().contains("[engine.speculation]"), "{vllm}");
     }
 
     #[test]

@@ -271,6 +271,8 @@ pub struct EngineConfig {
     pub host_tier: Option<HostTierConfig>,
     /// `[engine.disk_tier]`: a disk for KV blocks, below host memory. Default: none.
     pub disk_tier: Option<DiskTierConfig>,
+    /// `[engine.speculation]`: speculative decoding. Default: none.
+    pub speculation: Option<SpeculationConfig>,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, unless the request
@@ -304,6 +306,7 @@ impl Default for EngineConfig {
             kv_cache_dtype: Dtype::Bf16,
             host_tier: None,
             disk_tier: None,
+            speculation: None,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
@@ -333,6 +336,47 @@ pub struct DiskTierConfig {
     pub store_ns_per_block: u64,
     /// Time from the decision to read until the first byte, ns.
     pub latency_ns: u64,
+}
+
+/// Speculative decoding: tokens that are drafted, and verified in one step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SpeculationConfig {
+    /// The drafter.
+    pub method: SpeculationMethod,
+    /// For each token of a draft, the share of drafts in which it is accepted. At least one; none is larger than the
+    /// one before it.
+    pub acceptance: Vec<f64>,
+    /// Time of drafting in each step, ns.
+    pub draft_ns: f64,
+    /// The same as a share of the step's time without it.
+    pub draft_share: f64,
+}
+
+impl SpeculationConfig {
+    /// Tokens of a draft.
+    pub fn tokens(&self) -> u32 {
+        u32::try_from(self.acceptance.len()).unwrap_or(u32::MAX)
+    }
+}
+
+/// A drafter, by vLLM's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpeculationMethod {
+    /// A head on the model's hidden states (EAGLE, EAGLE 3).
+    Eagle,
+    /// The model's own layers for it (multi-token prediction).
+    Mtp,
+    /// A smaller model.
+    DraftModel,
+    /// Earlier occurrences of the last tokens.
+    Ngram,
+}
+
+impl SpeculationMethod {
+    /// Whether drafted tokens have keys and values of the drafter, for which blocks are taken in advance.
+    pub fn has_kv_cache(self) -> bool {
+        self != SpeculationMethod::Ngram
+    }
 }
 
 /// Distribution of natural answer lengths, tokens.

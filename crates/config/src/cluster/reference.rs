@@ -280,6 +280,42 @@ pub const KEYS: &[Key] = &[
         "High: short prefixes are not worth their load.",
     ),
     key(
+        "engine.speculation.num_speculative_tokens",
+        "0 to 32",
+        "0",
+        "Tokens of a draft, which a step verifies together with the one before them. 0: no speculative decoding.",
+        "High: steps verify tokens that are rejected.",
+    ),
+    key(
+        "engine.speculation.method",
+        "\"eagle\", \"mtp\", \"draft_model\" or \"ngram\"; needed if `num_speculative_tokens` is not 0",
+        "(none)",
+        "The drafter, by vLLM's name. All but \"ngram\" take KV blocks for their drafts in advance.",
+        "The weights and the KV cache of a draft model take memory that is not counted: set `num_gpu_blocks`.",
+    ),
+    key(
+        "engine.speculation.acceptance",
+        "list of shares, 0 to 1, one per token of a draft, none larger than the one before it; needed as `method`",
+        "(none)",
+        "Share of drafts in which each token is accepted: what vLLM logs as `Per-position acceptance rate`. Drawn per request \
+         from its seed.",
+        "It depends on the model, the drafter, the text and the temperature: measure it on your traffic.",
+    ),
+    key(
+        "engine.speculation.draft_us",
+        "µs, 0 to 1,000,000",
+        "0.0",
+        "Time of drafting, added to each step.",
+        "High: speculation pays in large drafts only.",
+    ),
+    key(
+        "engine.speculation.draft_share",
+        "0 to 10",
+        "0.0",
+        "The same as a share of the step's time.",
+        "As above.",
+    ),
+    key(
         "engine.output_len.kind",
         "\"constant\" or \"lognormal\"",
         "\"lognormal\"",
@@ -1627,12 +1663,13 @@ mod tests {
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
-        let host_tier = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n\
-                         [engine.disk_tier]\ngib = 1\nbytes_per_s = 1e9\n";
+        let tables = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n\
+                         [engine.disk_tier]\ngib = 1\nbytes_per_s = 1e9\n\
+                         [engine.speculation]\nnum_speculative_tokens = 1\nmethod = \"mtp\"\nacceptance = [0.5]\n";
         let autoscale = "[autoscale]\npolicy = \"predictive\"\n";
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
-            "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, host_tier,
+            "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
             prefill,
         ] {
             let doc = Doc::parse("", text.as_bytes());

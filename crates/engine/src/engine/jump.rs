@@ -123,7 +123,7 @@ impl Engine {
     /// It stops before a pass that would end at `until` or later (something may happen then that the
     /// pass must see, or an abort in the middle of it), in which a sequence ends, that lacks a block,
     /// or that could admit a waiting sequence. 0 if that is so at once, if a sequence is in prefill
-    /// or has stop tokens, or if stored blocks are noted: a single pass comes next then.
+    /// or has stop tokens, if stored blocks are noted, or if the engine drafts: a single pass comes next then.
     ///
     /// No output tokens are made up; they are in [`OutputModel::token`](crate::OutputModel::token), if anyone
     /// asks.
@@ -142,8 +142,11 @@ impl Engine {
         run.start = now;
         let loaded = self.host_tier.as_ref().and_then(HostTier::next_due);
         let until = loaded.map_or(until, |due| due.min(until));
-        // Tokens of stored blocks are noted pass by pass.
-        if self.stored_blocks.is_some() || !self.waiting_cannot_move() {
+        // Tokens of stored blocks are noted pass by pass, and each draft is drawn.
+        if self.stored_blocks.is_some()
+            || self.speculation.drafts > 0
+            || !self.waiting_cannot_move()
+        {
             return 0;
         }
         let mut contexts = RunningStats::default();
@@ -193,7 +196,7 @@ impl Engine {
         self.kv_sequence += changed.count() as u64;
         self.heartbeat(&mut run.first);
         run.first.scheduled_decode = decode_stats(&contexts);
-        // The modelled engine drafts nothing.
+        // An engine that drafts makes no jumps.
         run.tokens = run.sequences();
         self.fpm_counter += u64::from(passes) - 1;
         self.passes += u64::from(passes);

@@ -27,6 +27,7 @@ impl Calibrated {
 impl StepTime for Calibrated {
     #[inline]
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
+        let drafts = load.draft_tokens;
         let load = Load {
             decodes: f64::from(load.decode_sequences),
             decode_context: load.decode_context as f64,
@@ -36,7 +37,12 @@ impl StepTime for Calibrated {
             prefill_pairs: load.prefill_attention as f64,
             prefill_context: load.prefill_context as f64,
         };
-        round_u64(self.model.ns_after(&load, &mut self.last))
+        round_u64(if drafts == 0 {
+            self.model.ns_after(&load, &mut self.last)
+        } else {
+            let last = &mut self.last;
+            self.model.ns_with_drafts(&load, drafts as f64, last)
+        })
     }
 
     fn copy(&self) -> Option<Box<dyn StepTime>> {

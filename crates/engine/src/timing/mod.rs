@@ -15,6 +15,7 @@
 //! Equations, sources and errors: `docs/step-time.md`.
 
 mod calibrated;
+mod drafting;
 mod linear;
 mod roofline;
 mod table;
@@ -30,6 +31,7 @@ use slipstream_perf::{Profile, ProfileError, StepModel};
 use thiserror::Error;
 
 pub use calibrated::{Calibrated, deployment};
+pub use drafting::Drafting;
 pub use linear::Linear;
 pub use roofline::{Breakdown, Roofline};
 pub use table::{Table, TableError};
@@ -84,6 +86,8 @@ pub struct StepLoad {
     pub decode_context: u64,
     /// Prompt tokens among those: sum of `prompt`.
     pub decode_prompt: u64,
+    /// Drafted tokens that the decoding sequences verify (speculative decoding).
+    pub draft_tokens: u64,
 }
 
 impl StepLoad {
@@ -121,7 +125,7 @@ impl StepLoad {
     /// Tokens computed: rows of every matrix product of the pass.
     #[inline]
     pub fn tokens(&self) -> u64 {
-        self.prefill_tokens + u64::from(self.decode_sequences)
+        self.prefill_tokens + u64::from(self.decode_sequences) + self.draft_tokens
     }
 
     /// Sequences in the pass.
@@ -177,6 +181,18 @@ pub enum TimingError {
 /// # Errors
 /// If a profile or a table cannot be read or is malformed.
 pub fn build(
+    config: &EngineConfig,
+    shape: &ModelShape,
+    load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> Result<Box<dyn StepTime>, TimingError> {
+    let model = build_plain(config, shape, load)?;
+    Ok(match &config.speculation {
+        Some(speculation) => Box::new(Drafting::new(model, speculation)),
+        None => model,
+    })
+}
+
+fn build_plain(
     config: &EngineConfig,
     shape: &ModelShape,
     mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,

@@ -266,8 +266,8 @@ impl Roofline {
     /// Where the time of a pass on `load` goes.
     pub fn breakdown(&self, load: &StepLoad) -> Breakdown {
         let tokens = load.tokens() as f64;
-        // vLLM computes logits for one token of each sequence.
-        let sequences = f64::from(load.sequences());
+        // vLLM computes logits for one token of each sequence, and for those that it verifies.
+        let sequences = f64::from(load.sequences()) + load.draft_tokens as f64;
         let reads = if load.prefill_tokens > 0 {
             self.mixed_reads
         } else {

@@ -10,4 +10,5 @@ mod jumps;
 mod known_answers;
 mod plain;
 mod rig;
+mod speculation;
 mod vllm;

@@ -7,7 +7,7 @@ use slipstream_base::{
     SimTime, TokenId,
 };
 use slipstream_config::cluster::{EngineConfig, OutputLen};
-use slipstream_engine::timing::Constant;
+use slipstream_engine::timing::{Constant, StepTime};
 use slipstream_engine::{Engine, OutputModel, PassOutput, Refusal, Usage};
 
 pub(crate) const ROOT: BlockHash = BlockHash(99);
@@ -51,6 +51,14 @@ impl Rig {
 
     pub(crate) fn with_output(config: &EngineConfig, output: OutputModel) -> Rig {
         let timing = Box::new(Constant { step_ns: STEP_NS });
+        Rig::with_timing(config, timing, output)
+    }
+
+    pub(crate) fn with_timing(
+        config: &EngineConfig,
+        timing: Box<dyn StepTime>,
+        output: OutputModel,
+    ) -> Rig {
         Rig {
             engine: Engine::new(RankId::default(), config, timing, output).unwrap(),
             now: SimTime(0),

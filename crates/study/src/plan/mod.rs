@@ -1230,15 +1230,17 @@ impl AtLoad<'_> {
         }
         let seqs = each.iter().map(|s| s.max_num_seqs).max().unwrap_or(1);
         let tokens = each.iter().map(|s| s.max_num_batched_tokens).max();
+        let per_step = bound::tokens_per_step(engine);
         let work = bound::work(
             demand,
             &mut *timing,
             seqs,
             tokens.unwrap_or(1),
             gap_limit_s(&context.objectives),
+            per_step,
         )
         .of_ranks(engine.data_parallel_size);
-        let time_s = bound::time_s(demand, &mut *timing);
+        let time_s = bound::time_s(demand, &mut *timing, per_step);
         let least = |work_s| bound::workers_min(work_s, time_s, args.attain);
         let mut shape = shape.clone();
         let workers_min = if shape.prefill_share.is_some() {

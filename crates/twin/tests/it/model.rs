@@ -879,6 +879,43 @@ proptest! {
     }
 }
 
+/// Drafts that are always accepted divide the steps of an answer by their length; such as are never accepted change
+/// nothing but the time that they take.
+#[test]
+fn drafts_are_verified_in_fewer_steps() {
+    let load = workload(
+        "requests = 3\nisl = 100\nosl = 42\n[arrival]\nkind = \"constant\"\nrate_per_s = 0.5\n",
+    );
+    let with = |more: &str| {
+        cluster(&format!(
+            "[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n{more}\n"
+        ))
+    };
+    let drafted = |rate: f64| {
+        with(&format!(
+            "[engine.speculation]\nnum_speculative_tokens = 3\nmethod = \"mtp\"\n\
+             acceptance = [{rate:?}, {rate:?}, {rate:?}]\ndraft_us = 2000\n"
+        ))
+    };
+    let (plain, _) = simulate(&with(""), &load, &Options::default());
+    assert_eq!(plain.engine.drafts, None);
+    // The prompt, and 41 tokens one by one or four at a time.
+    for (rate, steps, accepted) in [(0.0, 42, 0.0), (1.0, 12, 99.0)] {
+        let (outcome, ended) = simulate(&drafted(rate), &load, &Options::default());
+        for request in &ended {
+            assert_eq!(request.last - request.due, steps * 12 * MS, "{rate}");
+            assert_eq!(request.output_tokens, 42);
+        }
+        let engine = outcome.engine;
+        assert_eq!(engine.accepted_tokens, Some(accepted));
+        assert_eq!(engine.draft_tokens, engine.drafts.map(|drafts| 3.0 * drafts));
+        // An event per step, as live clients see it.
+        let gaps = outcome.totals.latencies().itl_ms.unwrap();
+        assert_eq!(gaps.count, 3 * (steps - 1));
+        assert!((gaps.p50 - 12.0).abs() < 0.2, "{}", gaps.p50);
+    }
+}
+
 /// Two prompts that one GPU cache cannot hold together, in turns, with host memory for both: from the second time
 /// on all of a prompt's blocks but the last come from host memory, in the time of their bytes.
 #[test]

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use slipstream_base::width::round_u64;
+use slipstream_base::width::{round_u64, to_u32};
 use slipstream_base::{RankId, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, HandOver};
 use slipstream_router::{RouteError, RouteRequest, Routed, Router, Score, ViewTurn};
@@ -348,6 +348,23 @@ impl Dispatcher {
     /// Reports that `worker` disappeared, and with it its part of request `id`.
     pub fn on_worker_gone(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
         self.fail_over(now, id, worker, env);
+    }
+
+    /// Forgets all requests, as a frontend that stops and is replaced by one with these routers. Its workers end
+    /// their parts, as they do when a connection closes; the requests themselves get no action.
+    pub fn restart(&mut self, serve: Router, prefill: Option<Router>) {
+        for id in 0..to_u32(self.lives.len()) {
+            if self.is_open(id) {
+                #[cfg(feature = "journal")]
+                self.note(id, Input::Canceled);
+                self.leave_workers(id, None);
+                self.end(id);
+            }
+        }
+        (self.serve, self.prefill) = (serve, prefill);
+        self.waiting.clear();
+        self.look_at = None;
+        self.capacity_changed = false;
     }
 
     /// Reports that a worker refused request `id`. With `retry_elsewhere` another worker may take it.

@@ -284,6 +284,20 @@ impl Rig {
         assert_eq!(self.ends.insert(id, end), None, "a request ends once");
     }
 
+    /// Another frontend takes the place of this one.
+    pub(crate) fn restart_frontend(&mut self) {
+        let router = |fleet: &Arc<Fleet>| Router::new(fleet.clone(), 0);
+        self.dispatch
+            .restart(router(&self.serve), self.prefill.as_ref().map(router));
+        self.carry_out();
+        for id in 0..self.prompts.len() as u32 {
+            if !self.ends.contains_key(&id) {
+                self.end(id, End::Canceled);
+            }
+        }
+        self.settle();
+    }
+
     /// Delivers the next event that request `id` waits for.
     pub(crate) fn progress(&mut self, id: u32) {
         let held = |rig: &Rig, role| rig.held.get(&(id, role)).copied();

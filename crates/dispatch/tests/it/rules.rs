@@ -390,7 +390,7 @@ fn a_full_fleet_queues_in_order_and_then_rejects() {
 #[test]
 fn a_request_for_one_worker_does_not_hold_up_those_for_any() {
     let mut rig = Rig::new(HandOver::Pull, 2, 0, |config| {
-        config.queue_max = 4;
+        config.queue_max = 20;
         config.busy_prefill_tokens = 50;
     });
     let first = rig.submit(51);
@@ -483,4 +483,34 @@ fn without_a_worker_the_error_names_the_one_that_failed() {
     };
     assert_eq!(*failed, Some(WorkerId(0)));
     assert!(error.retry_may_help());
+}
+
+#[test]
+fn a_frontend_that_restarts_leaves_nothing_at_its_workers() {
+    for transfer in [HandOver::Pull, HandOver::Push] {
+        let mut rig = Rig::new(transfer, 2, 2, |config| {
+            config.queue_max = 20;
+            config.busy_prefill_tokens = 150;
+        });
+        // At each stage of a request at two workers, at one, with a token, and in the queue.
+        for steps in 0..5 {
+            let id = rig.submit(100);
+            for _ in 0..steps {
+                rig.progress(id);
+            }
+        }
+        let short = rig.submit(20);
+        rig.progress(short);
+        for _ in 0..12 {
+            rig.submit(60);
+        }
+        assert!(rig.dispatch.queued() > 0 && rig.dispatch.open() > 4);
+        rig.restart_frontend();
+        assert_eq!((rig.dispatch.open(), rig.dispatch.queued()), (0, 0));
+        assert_eq!(rig.charged(), 0);
+        // The next one is served, and steps of earlier attempts are over.
+        let id = rig.submit(20);
+        (0..2).for_each(|_| rig.progress(id));
+        assert_eq!(rig.ends[&id], End::Answered);
+    }
 }

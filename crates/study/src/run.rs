@@ -302,11 +302,16 @@ impl Run {
 fn event_labels(cluster: &Cluster) -> Vec<(f64, String)> {
     let mut all = Vec::new();
     for event in &cluster.events {
-        let name = event.fault.name();
-        all.push((event.at_s, format!("{name} w{}", event.worker)));
+        let kind = event.fault.name();
+        let name = match &event.workers[..] {
+            [] => kind.to_owned(),
+            [only] => format!("{kind} w{only}"),
+            [first, .., last] => format!("{kind} w{first} … w{last}"),
+        };
         if let Some(until_s) = event.until_s {
-            all.push((until_s, format!("{name} w{} ends", event.worker)));
+            all.push((until_s, format!("{name} ends")));
         }
+        all.push((event.at_s, name));
     }
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     all

@@ -6,6 +6,7 @@ use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::Reserved;
 use slipstream_report::PassRecord;
 
+use crate::faults::Held;
 use crate::sim::{Event, Sim, Sink};
 
 impl Sim<'_> {
@@ -72,11 +73,19 @@ impl Sim<'_> {
         let from = self.dispatch.prefill_rank(slot);
         let to = self.dispatch.decode_rank(slot);
         let (from, to) = from.zip(to).expect("its prompt was not transferred yet");
+        if self.faults.divides(Some(from.worker), Some(to.worker)) {
+            return self.faults.hold(Held::Fetch {
+                slot,
+                attempt,
+                tokens,
+            });
+        }
         let received = Event::Received { slot, attempt };
         let (bytes, transfer) =
             self.wire
                 .send_kv(self.now, from.worker, to.worker, tokens, received);
-        self.flights.get_mut(RequestId(slot.into())).sent = Some((self.now, transfer));
+        let flight = self.flights.get_mut(RequestId(slot.into()));
+        (flight.sent, flight.fetch) = (Some((self.now, transfer)), Some((attempt, tokens)));
         self.tally.kv_transfers.bytes += bytes;
         if transfer.is_none() {
             self.plan_event(self.now, received);

@@ -14,7 +14,7 @@
 //!
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
 //! engine with its requests; `kv_transfer`, `wire` and `host` model KV transfers, the network and the
-//! frontend's processors; `faults` changes them; `lanes` runs independent engines on several
+//! frontend's processors; `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lanes` runs independent engines on several
 //! threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
@@ -37,7 +37,7 @@ pub use follow::{Follower, LateRequest};
 pub use node::Hops;
 pub use scaling::{PoolTime, Scaled, Scaling};
 pub use sim::{
-    Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,
-    WORKER_LOST, simulate,
+    FRONTEND_LOST, Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink,
+    TwinError, WORKER_LOST, simulate,
 };
 pub use slipstream_autoscale::{Decision, Observed};

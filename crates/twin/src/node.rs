@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use slipstream_base::{RankId, RequestId, SimTime};
-use slipstream_dispatch::Role;
+use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::{DecodeRun, Engine, FirstToken, LowerHits, PassOutput, Usage};
 use slipstream_flows::TransferId;
 use slipstream_report::Totals;
@@ -64,8 +64,12 @@ pub(crate) struct Flight {
     pub(crate) prefill: Option<u32>,
     /// Start of its KV transfer, and the transfer's id unless it took no time.
     pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
+    /// The attempt and tokens of that transfer.
+    pub(crate) fetch: Option<(Attempt, u32)>,
     /// Number of retries by its client.
     pub(crate) retries: u32,
+    /// Its client waits before it tries again: no frontend has it.
+    pub(crate) away: bool,
     /// Tokens that its client had when a worker of it was last lost.
     pub(crate) answered: u32,
     /// From the loss of its worker until another one continues it: the node, and the part that had arrived.
@@ -92,7 +96,9 @@ impl Flight {
             active,
             prefill: None,
             sent: None,
+            fetch: None,
             retries: 0,
+            away: false,
             answered: 0,
             resuming: None,
             resumed: 0,
@@ -217,6 +223,12 @@ impl Flights {
     pub(crate) fn len(&self) -> usize {
         self.len
     }
+
+    /// All requests, with their slots.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Flight)> {
+        let each = (0..).zip(&self.slots);
+        each.filter_map(|(slot, flight)| Some((slot, flight.as_ref()?)))
+    }
 }
 
 /// State of an engine.
@@ -239,6 +251,8 @@ pub(crate) struct Node {
     pub(crate) phase: Phase,
     /// Number of times that its worker was lost.
     pub(crate) life: u32,
+    /// Whether passes do not end, because of a fault.
+    pub(crate) hangs: bool,
     /// Factor on its passes, if a fault can change it.
     pub(crate) pace: Option<Arc<Pace>>,
     /// When the clients have (or will have) the last of its frames: frames arrive in order.
@@ -330,6 +344,7 @@ impl Node {
             role,
             phase: Phase::Idle,
             life: 0,
+            hangs: false,
             pace,
             told: SimTime::ZERO,
             gaps: Gaps::new(each_token, classes),
@@ -416,9 +431,23 @@ impl Node {
     /// Removes all state, because its worker is lost.
     pub(crate) fn crash(&mut self) {
         self.engine.restart();
+        self.hangs = false;
+        self.leave_sequences();
+    }
+
+    /// From now on no pass ends.
+    pub(crate) fn hang(&mut self) {
+        self.hangs = true;
+        self.phase = Phase::InPass;
+    }
+
+    /// All of its sequences are gone: their tokens and passes under way count no more.
+    pub(crate) fn leave_sequences(&mut self) {
         self.engine.list_tokens(self.gaps.always);
         self.life += 1;
-        self.phase = Phase::Idle;
+        if !self.hangs {
+            self.phase = Phase::Idle;
+        }
         self.gaps = Gaps::new(self.gaps.always, self.gaps.of_class.len());
     }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use slipstream_base::mix::{draw, mix64, unit};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
@@ -28,8 +29,15 @@ pub(crate) struct Side {
     pub(crate) hears: bool,
     /// If engines are queried: those that have the first block of a prompt.
     first_blocks: FirstBlockIndex,
+    /// Roles of its targets.
+    roles: Box<[Role]>,
     /// Cache changes that have not reached the router, by their arrival time.
     late: BTreeMap<(SimTime, u64), Late>,
+    /// Faults of KV events by node; empty if no event of the cluster file has such an effect.
+    kv_faults: Vec<KvFault>,
+    /// Gaps that the router notices: when, and the node in which life.
+    pub(crate) resyncs: Vec<(SimTime, u32, u32)>,
+    seed: u64,
     pub(crate) lag_ns: u64,
     /// Whether changes reach the router with a delay.
     is_late: bool,
@@ -141,34 +149,112 @@ struct Late {
     delta: KvDelta,
     node: u32,
     life: u32,
+    /// Whether it replaces all that the router has of the rank.
+    snapshot: bool,
+}
+
+/// Current faults of a node's KV events.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct KvFault {
+    /// Share that is lost; 1: nothing reaches the router.
+    pub(crate) share: f64,
+    /// Additional delay, ns.
+    pub(crate) delay_ns: u64,
+    /// Events arrive no earlier than this.
+    pub(crate) not_before: SimTime,
+    /// The node's life in which an event was lost, unless the router knows.
+    missing: Option<u32>,
+    /// Arrival of the last one: they stay in order.
+    last: SimTime,
 }
 
 impl Side {
     fn new(cluster: &Cluster, roles: &[Role], options: &Options) -> Result<Side, TwinError> {
         let config = &cluster.router;
         let reads_cache = Fleet::would_read_cache(config);
-        let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0;
+        // An engine's own cache is no copy that can be out of date.
+        let faulty = cluster.events.iter().any(|e| Effect::hits_kv(e.fault));
+        let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0 || faulty;
         let hears = reads_cache && config.kv_events && (is_late || options.feed_index);
-        let fleet = if hears || !config.kv_events {
-            Fleet::of_roles(cluster, roles)?
-        } else {
-            Fleet::of_roles_unindexed(cluster, roles)?
-        };
-        let fleet = Arc::new(fleet);
+        let fleet = Side::build_fleet(cluster, roles, hears)?;
         let first_blocks = FirstBlockIndex::new(fleet.targets().len());
+        let kv_faults = if hears && faulty {
+            let nodes = |pool: &PoolConfig| pool.workers * pool.engine.data_parallel_size;
+            let nodes: u32 = cluster.pools.iter().map(nodes).sum();
+            vec![KvFault::default(); nodes as usize]
+        } else {
+            Vec::new()
+        };
         Ok(Side {
             reads_cache,
             hears,
             fleet,
+            roles: roles.into(),
             nodes: Vec::new(),
             first_blocks,
             late: BTreeMap::new(),
+            kv_faults,
+            resyncs: Vec::new(),
+            seed: mix64(config.seed ^ 0x006b_765f_6c6f_7373),
             lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
             views: cluster.router.view_interval_ms > 0.0,
             looked: SimTime::ZERO,
             is_late,
             sequence: 0,
         })
+    }
+
+    fn build_fleet(
+        cluster: &Cluster,
+        roles: &[Role],
+        hears: bool,
+    ) -> Result<Arc<Fleet>, TwinError> {
+        let fleet = if hears || !cluster.router.kv_events {
+            Fleet::of_roles(cluster, roles)?
+        } else {
+            Fleet::of_roles_unindexed(cluster, roles)?
+        };
+        Ok(Arc::new(fleet))
+    }
+
+    /// Forgets loads, sessions and cached blocks: a new frontend. No worker is ready.
+    pub(crate) fn restart(&mut self, cluster: &Cluster) {
+        let fleet = Side::build_fleet(cluster, &self.roles, self.hears);
+        self.fleet = fleet.expect("it was built before");
+        self.fleet.promise_single_writer();
+        self.late.clear();
+        self.resyncs.clear();
+        for fault in &mut self.kv_faults {
+            fault.missing = None;
+        }
+    }
+
+    /// Changes the faults of a node's KV events.
+    pub(crate) fn set_kv_fault(&mut self, node: u32, change: impl FnOnce(&mut KvFault)) {
+        if let Some(fault) = self.kv_faults.get_mut(node as usize) {
+            change(fault);
+        }
+    }
+
+    /// The rank of `node` publishes all that its cache holds.
+    pub(crate) fn on_snapshot(&mut self, at: SimTime, node: u32, life: u32, snapshot: KvDelta) {
+        let mut arrives = at + self.lag_ns;
+        if let Some(fault) = self.kv_faults.get_mut(node as usize) {
+            arrives = (arrives + fault.delay_ns).max(fault.last);
+            (fault.last, fault.missing) = (arrives, None);
+        }
+        if !self.is_late {
+            self.fleet.resync(&snapshot);
+            return;
+        }
+        let late = Late {
+            delta: snapshot,
+            node,
+            life,
+            snapshot: true,
+        };
+        self.late.insert((arrives, self.sequence), late);
+        self.sequence += 1;
     }
 
     /// The cache of `node` changed at `at`, and the index is not read before `at`.
@@ -186,12 +272,28 @@ impl Side {
             self.fleet.on_kv(delta);
             return;
         }
+        let mut arrives = at + self.lag_ns;
+        if let Some(fault) = self.kv_faults.get_mut(node as usize) {
+            let draw = draw(self.seed ^ u64::from(node) << 32, delta.sequence);
+            if fault.share > 0.0 && unit(draw) < fault.share {
+                fault.missing = Some(life);
+                return;
+            }
+            arrives = (arrives + fault.delay_ns)
+                .max(fault.not_before)
+                .max(fault.last);
+            fault.last = arrives;
+            if fault.missing.take() == Some(life) {
+                self.resyncs.push((arrives, node, life));
+            }
+        }
         let late = Late {
             delta: delta.clone(),
             node,
             life,
+            snapshot: false,
         };
-        self.late.insert((at + self.lag_ns, self.sequence), late);
+        self.late.insert((arrives, self.sequence), late);
         self.sequence += 1;
     }
 
@@ -263,10 +365,15 @@ impl Side {
         while let Some(entry) = self.late.first_entry()
             && entry.key().0 < limit
         {
-            let Late { delta, node, life } = entry.remove();
+            let late = entry.remove();
             // Pending events of a lost worker are discarded.
-            if nodes[node as usize].life == life {
-                self.fleet.on_kv(&delta);
+            if nodes[late.node as usize].life != late.life {
+                continue;
+            }
+            if late.snapshot {
+                self.fleet.resync(&late.delta);
+            } else {
+                self.fleet.on_kv(&late.delta);
             }
         }
     }
@@ -383,7 +490,7 @@ fn engine(
     let slows = cluster
         .events
         .iter()
-        .any(|event| event.worker == rank.worker.0 && Effect::of(event.fault).pace.is_some());
+        .any(|e| e.workers.contains(&rank.worker.0) && Effect::of(e.fault).pace.is_some());
     let (timing, pace): (Box<dyn StepTime>, _) = if slows || options.speedup != 1.0 {
         let pace = Arc::new(Pace::new(1.0));
         let paced = Paced {

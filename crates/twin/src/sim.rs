@@ -25,7 +25,7 @@ use slipstream_router::{CachedBlocks, FleetError, RouteError, Router, ViewTurn};
 use slipstream_workload::schedule::{Lag, Shard};
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 
-use crate::faults::Faults;
+use crate::faults::{Faults, Held};
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
@@ -187,7 +187,7 @@ pub struct RequestRecord<'a> {
 /// Why a request has no answer, or an incomplete one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure<'a> {
-    /// [`REFUSED`] or [`WORKER_LOST`].
+    /// [`REFUSED`], [`WORKER_LOST`] or [`FRONTEND_LOST`].
     pub kind: &'static str,
     /// The message for the client.
     pub message: &'a str,
@@ -197,6 +197,8 @@ pub struct Failure<'a> {
 pub const REFUSED: &str = "refused";
 /// The worker that computed the request was lost, and a retry was not possible.
 pub const WORKER_LOST: &str = "worker lost";
+/// The frontend that had the request was lost.
+pub const FRONTEND_LOST: &str = "frontend lost";
 
 /// Progress of a run.
 #[derive(Clone, Copy, Debug)]
@@ -406,6 +408,14 @@ pub(crate) enum Event {
     End { event: u32 },
     /// A worker has started again, unless it was lost again before.
     Ready { worker: u32, start: u32 },
+    /// A worker that lost a GPU ends, unless it started again since.
+    Detect { event: u32, start: u32 },
+    /// A worker that is to be upgraded had its time to drain.
+    Drained { event: u32, worker: u32, start: u32 },
+    /// The connections that a partition divides are closed.
+    Sever { event: u32 },
+    /// The router asks for a snapshot of a cache.
+    Resync { node: u32, life: u32 },
     /// The number of workers of a pool is decided; by its index among the pools that are scaled.
     Scale { pool: u32 },
     /// A worker that was added has started, unless it was stopped before.
@@ -415,10 +425,10 @@ pub(crate) enum Event {
 /// An attempt of a request, in transit to the node with `role`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Step {
-    slot: u32,
-    attempt: Attempt,
-    role: Role,
-    node: u32,
+    pub(crate) slot: u32,
+    pub(crate) attempt: Attempt,
+    pub(crate) role: Role,
+    pub(crate) node: u32,
 }
 
 /// The dispatcher's view of the cluster.
@@ -618,15 +628,10 @@ impl<'a> Sim<'a> {
             let pool = pool.name.clone();
             return Err(TwinError::NoObjective { pool });
         }
-        let host: Option<(Box<dyn Host>, Costs)> = match cluster.host.mode {
-            HostMode::None => None,
-            HostMode::Ideal => Some((
-                Box::new(Ideal::new(cluster.host.cpus)),
-                Costs::new(&cluster.host),
-            )),
-        };
+        let host = host(cluster);
         let wire = Wire::new(cluster, options.speedup);
-        let delays_output = host.is_some() || wire.carries_messages();
+        let delays_output =
+            host.is_some() || wire.carries_messages() || Faults::delay_output(cluster);
         let parts = Parts::new(cluster, options, delays_output, read)?;
         // A modelled frontend has costs of its own.
         let api_time = match host {
@@ -775,7 +780,11 @@ impl<'a> Sim<'a> {
         self.run_due_events(sink);
         self.admit_waiting(sink);
         self.take_arrivals(sink)?;
+        if self.faults.is_upgrading() {
+            self.continue_upgrades(sink);
+        }
         self.begin_passes(sink)?;
+        self.plan_resyncs();
         if self.refuses_all {
             return Ok(Some(format!(
                 "stuck: more than {} came at {}, were refused, and each let the next one begin; let them \
@@ -866,8 +875,9 @@ impl<'a> Sim<'a> {
             && end <= self.now
         {
             self.ends.pop();
-            if self.nodes[node as usize].life != life {
-                continue; // its worker was lost
+            let n = &self.nodes[node as usize];
+            if n.life != life || n.hangs {
+                continue; // its worker was lost, or hangs
             }
             if self.nodes[node as usize].phase == Phase::Jumped {
                 self.nodes[node as usize].phase = Phase::Awake;
@@ -880,7 +890,8 @@ impl<'a> Sim<'a> {
             && end <= self.now
         {
             self.prefill_ends.pop();
-            if self.nodes[node as usize].life == life {
+            let n = &self.nodes[node as usize];
+            if n.life == life && !n.hangs {
                 self.end_prefill(node, sink);
                 self.awake.push(node);
             }
@@ -998,8 +1009,20 @@ impl<'a> Sim<'a> {
                     }
                 }
                 Event::Begin { event } => self.begin_event(event, sink),
-                Event::End { event } => self.end_event(event),
+                Event::End { event } => self.end_event(event, sink),
                 Event::Ready { worker, start } => self.worker_ready(worker, start),
+                Event::Detect { event, start } => self.gpu_detected(event, start, sink),
+                Event::Drained {
+                    event,
+                    worker,
+                    start,
+                } => self.drain_expired(event, worker, start, sink),
+                Event::Sever { event } => self.sever(event, sink),
+                Event::Resync { node, life } => {
+                    if self.nodes[node as usize].life == life {
+                        self.publish_snapshot(node);
+                    }
+                }
                 Event::Scale { pool } => self.scale(pool, sink),
                 Event::Scaled { worker, start } => self.scaled_up(worker, start),
             }
@@ -1031,7 +1054,10 @@ impl<'a> Sim<'a> {
         flight.ticket = self.tickets;
         self.tickets += 1;
         let ticket = flight.ticket;
-        if let Some((host, costs)) = &mut self.host {
+        if self.faults.frontend_is_down() {
+            let slot = self.flights.insert(flight).0 as u32;
+            self.route(slot, sink);
+        } else if let Some((host, costs)) = &mut self.host {
             let (ns, after_parsing, after_tokenizing) = costs.request(isl);
             let done = host.run(self.now, ns);
             flight.hops.parsed = SimTime(done.0 - after_parsing);
@@ -1075,12 +1101,18 @@ impl<'a> Sim<'a> {
     /// Submits a request to the dispatcher.
     pub(crate) fn route(&mut self, slot: u32, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
+        flight.away = false;
+        if self.faults.frontend_is_down() {
+            return self.refuse_at_connect(slot, sink);
+        }
         let block_size = self.serve.fleet.block_size();
         let prompt = check_length(&flight.request, self.context_max)
             .and_then(|()| prompt_of(&flight.request, block_size, self.root));
         let prompt = match prompt {
             Ok(prompt) => prompt,
-            Err(error) => return self.refuse_for_good(slot, &error, 0, sink),
+            Err(error) => {
+                return self.refuse_for_good(slot, failure(REFUSED, &error), 0, sink);
+            }
         };
         let direct = self.pins.get(&flight.request.id().0).copied();
         let request = dispatched(&flight.request, prompt, direct);
@@ -1165,14 +1197,18 @@ impl<'a> Sim<'a> {
                     let failed_over = u32::from(failed.is_some());
                     let lost = self.lost.take();
                     let lost = lost.expect("only a crash loses a request");
-                    self.lose(id, lost, &error, failed_over, sink);
+                    self.lose(id, lost, failure(WORKER_LOST, &error), failed_over, sink);
                 }
                 Action::Refused { id, failed, .. } => {
                     let error = std::mem::take(&mut self.refusal);
                     let failed_over = u32::from(failed.is_some());
                     match self.flights.get(RequestId(id.into())).resuming {
-                        Some(lost) => self.lose(id, lost, &error, failed_over, sink),
-                        None => self.refuse_for_good(id, &error, failed_over, sink),
+                        Some(lost) => {
+                            self.lose(id, lost, failure(WORKER_LOST, &error), failed_over, sink);
+                        }
+                        None => {
+                            self.refuse_for_good(id, failure(REFUSED, &error), failed_over, sink);
+                        }
                     }
                 }
             }
@@ -1181,7 +1217,7 @@ impl<'a> Sim<'a> {
 
     /// Whether a node with `role` is the second of a request's two. A request is sent from the
     /// frontend to the first one, and from there to the second.
-    fn is_second(&self, role: Role) -> bool {
+    pub(crate) fn is_second(&self, role: Role) -> bool {
         match self.cluster.kv.hand_over {
             HandOver::Pull => role == Role::Decode,
             HandOver::Push => role == Role::Prefill,
@@ -1225,12 +1261,15 @@ impl<'a> Sim<'a> {
     }
 
     /// A request reaches an engine.
-    fn deliver(&mut self, step: Step, prompt: Option<Prompt>, sink: &mut dyn Sink) {
+    pub(crate) fn deliver(&mut self, step: Step, prompt: Option<Prompt>, sink: &mut dyn Sink) {
         if !self.dispatch.is_current(step.slot, step.attempt) {
             return;
         }
         let id = RequestId(step.slot.into());
         let second = self.is_second(step.role);
+        if self.faults.has_partition() && self.is_cut_off(step) {
+            return self.faults.hold(Held::Deliver { step });
+        }
         let block_size = self.serve.fleet.block_size();
         let flight = self.flights.get_mut(id);
         let request = &flight.request;
@@ -1285,26 +1324,48 @@ impl<'a> Sim<'a> {
         let flight = self.flights.get_mut(RequestId(slot.into()));
         if let Some(lost) = flight.resuming {
             let message = format!("the worker vanished under the answer, and {error}");
-            return self.lose(slot, lost, &message, failed_over, sink);
+            return self.lose(
+                slot,
+                lost,
+                failure(WORKER_LOST, &message),
+                failed_over,
+                sink,
+            );
         }
-        if error.retry_may_help() && flight.retries < self.options.retries {
-            flight.retries += 1;
-            // As the frontend answers: with the router's retry time, otherwise a second.
-            let wait_s = match error {
-                RouteError::Busy { retry_after_s, .. } => *retry_after_s,
-                _ => 1,
-            };
-            let ticket = flight.ticket;
-            self.tally.totals.requests.retries += 1;
-            let at = self.now + u64::from(wait_s) * 1_000_000_000;
-            self.plan_event(at, Event::Route { slot, ticket });
-        } else {
-            self.refuse_for_good(slot, &error.to_string(), failed_over, sink);
+        // As the frontend answers: with the router's retry time, otherwise a second.
+        let wait_s = match error {
+            RouteError::Busy { retry_after_s, .. } => *retry_after_s,
+            _ => 1,
+        };
+        if !error.retry_may_help() || !self.client_retries(slot, wait_s) {
+            let message = error.to_string();
+            self.refuse_for_good(slot, failure(REFUSED, &message), failed_over, sink);
         }
     }
 
+    /// The client of a refused request tries again in `wait_s`, if it has tries left.
+    pub(crate) fn client_retries(&mut self, slot: u32, wait_s: u32) -> bool {
+        let flight = self.flights.get_mut(RequestId(slot.into()));
+        if flight.retries >= self.options.retries {
+            return false;
+        }
+        flight.retries += 1;
+        flight.away = true;
+        let ticket = flight.ticket;
+        self.tally.totals.requests.retries += 1;
+        let at = self.now + u64::from(wait_s) * 1_000_000_000;
+        self.plan_event(at, Event::Route { slot, ticket });
+        true
+    }
+
     /// Ends a request that no worker has taken.
-    fn refuse_for_good(&mut self, slot: u32, message: &str, failed_over: u32, sink: &mut dyn Sink) {
+    pub(crate) fn refuse_for_good(
+        &mut self,
+        slot: u32,
+        failure: Failure<'_>,
+        failed_over: u32,
+        sink: &mut dyn Sink,
+    ) {
         let flight = self.flights.remove(RequestId(slot.into()));
         let record = RequestRecord {
             request: &flight.request,
@@ -1321,20 +1382,17 @@ impl<'a> Sim<'a> {
             output_tokens: 0,
             preemptions: 0,
             retries: flight.retries + failed_over,
-            error: Some(Failure {
-                kind: REFUSED,
-                message,
-            }),
+            error: Some(failure),
         };
         self.note_failed(&record, sink);
     }
 
-    /// Ends a request whose worker was lost; `usage` of it had arrived by then from node `target`.
-    fn lose(
+    /// Ends a request that was lost; `usage` of it had arrived by then from node `target`.
+    pub(crate) fn lose(
         &mut self,
         slot: u32,
         (target, usage): (u32, Usage),
-        message: &str,
+        failure: Failure<'_>,
         failed_over: u32,
         sink: &mut dyn Sink,
     ) {
@@ -1343,10 +1401,7 @@ impl<'a> Sim<'a> {
         let prefill_rank = flight.prefill.map(|node| self.nodes[node as usize].rank);
         let failed_over = failed_over.max(flight.resumed);
         let record = RequestRecord {
-            error: Some(Failure {
-                kind: WORKER_LOST,
-                message,
-            }),
+            error: Some(failure),
             ..flight.record(rank, prefill_rank, failed_over, &usage, self.now)
         };
         self.note_failed(&record, sink);
@@ -1420,7 +1475,8 @@ impl<'a> Sim<'a> {
     /// Limit of jumps for the `awake` engines that begin a pass now: a request must find the state
     /// of its target engine, and of the router's index, at its time.
     fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
-        if !self.options.jump || self.delays_output || awake == 0 {
+        if !self.options.jump || self.delays_output || self.faults.need_single_passes || awake == 0
+        {
             return Ok(SimTime::ZERO);
         }
         let mut until = self.horizon;
@@ -1533,6 +1589,21 @@ impl<'a> Sim<'a> {
             .into_outcome(nodes, under_way, &self.schedule, cut);
         Outcome { scaling, ..outcome }
     }
+}
+
+/// The frontend's processors, if they are modelled.
+pub(crate) fn host(cluster: &Cluster) -> Option<(Box<dyn Host>, Costs)> {
+    match cluster.host.mode {
+        HostMode::None => None,
+        HostMode::Ideal => Some((
+            Box::new(Ideal::new(cluster.host.cpus)),
+            Costs::new(&cluster.host),
+        )),
+    }
+}
+
+pub(crate) fn failure<'a>(kind: &'static str, message: &'a str) -> Failure<'a> {
+    Failure { kind, message }
 }
 
 /// Refuses a request whose prompt and answer do not fit into the model, as the server does.

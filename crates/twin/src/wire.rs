@@ -7,6 +7,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_engine::{Finished, PassOutput};
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
+use crate::faults::Held;
 use crate::sim::{Event, Sim};
 
 /// The network, if one is modelled; otherwise transfers take no time.
@@ -283,10 +284,14 @@ impl Sim<'_> {
     }
 
     /// The frontend has a frame, and processes it.
-    fn frame_received(&mut self, frame: u32) {
+    pub(crate) fn frame_received(&mut self, frame: u32) {
         let Some(Frame { node, life, out }) = &self.frames.slots[frame as usize] else {
             return;
         };
+        let worker = self.nodes[*node as usize].rank.worker;
+        if self.faults.divides(Some(worker), None) {
+            return self.faults.hold(Held::Frame { frame });
+        }
         let n = &mut self.nodes[*node as usize];
         if n.life == *life {
             for first in &out.first {

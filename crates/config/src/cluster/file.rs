@@ -137,6 +137,8 @@ const SHARDS_MAX: u32 = 255;
 
 /// A year, s: a longer time is an error in the unit, and products with 1e9 ns must fit.
 const TIME_S_MAX: f64 = 86_400.0 * 366.0;
+/// Default of `--peer-deadline`, s.
+const PEER_DEADLINE_S: f64 = 5.0;
 
 /// Reads `doc` as a cluster. `load` reads the files that it refers to (`model.config`,
 /// `engine.timing.path`); no other file is opened.
@@ -192,16 +194,20 @@ pub fn read(
             );
             root.error("pool", message, "set `block_size` once, in `[engine]`");
         }
+        let network = root.table("network", read_network);
+        let host = root.table("host", read_host);
+        let kv = root.table("kv", |t| KvConfig {
+            hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
+        });
+        let events = read_event_list(root, &pools);
         Cluster {
             model,
             pools,
             router,
-            network: root.table("network", read_network),
-            host: root.table("host", read_host),
-            kv: root.table("kv", |t| KvConfig {
-                hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
-            }),
-            events: read_event_list(root, workers),
+            network,
+            host,
+            kv,
+            events,
             live: root.table("live", read_live),
             upstream: root.table("upstream", read_upstream),
         }
@@ -313,74 +319,199 @@ fn check_engines(root: &Table<'_>, pools: &[PoolConfig]) {
 }
 
 /// `[[event]]`, sorted by time.
-fn read_event_list(root: &Table<'_>, workers: u64) -> Vec<FaultEvent> {
-    #[derive(Clone, Copy, PartialEq)]
-    enum Kind {
-        Crash,
-        Drain,
-        Slow,
-        Link,
-    }
-    const KINDS: &[(&str, Kind)] = &[
-        ("crash", Kind::Crash),
-        ("drain", Kind::Drain),
-        ("slow", Kind::Slow),
-        ("link", Kind::Link),
-    ];
-    let mut events = root.array("event", |_, t| {
-        let kind = t
-            .choice("kind", KINDS)
-            .required("set it to crash, drain, slow or link", Kind::Crash);
-        let at_s = t
-            .get("at_s")
-            .within(0.0..=TIME_S_MAX)
-            .required("set the time, in seconds from the start", 0.0);
-        let until_s: Option<f64> = t.get("until_s").within(0.0..=TIME_S_MAX).optional();
-        if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s) {
-            t.error(
-                "until_s",
-                format!("`until_s` is {until_s}, but it begins at {at_s}"),
-                "set a later time, or remove it for an event without end",
-            );
-        }
-        let worker: u32 = t
-            .get("worker")
-            .check(
-                |&worker: &u32| u64::from(worker) < workers,
-                &format!("the number of a worker, 0 to {}", workers.saturating_sub(1)),
-            )
-            .required("set the worker, by its number over all pools", 0);
-        if kind != Kind::Slow {
-            t.unused("factor", "kind", "only \"slow\" uses it");
-        }
-        if kind != Kind::Link {
-            t.unused("share", "kind", "only \"link\" uses it");
-        }
-        let fault = match kind {
-            Kind::Crash => Fault::Crash,
-            Kind::Drain => Fault::Drain,
-            Kind::Slow => Fault::Slow {
-                factor: t
-                    .get("factor")
-                    .within(0.001..=1e6)
-                    .required("set the factor by which passes take longer", 1.0),
-            },
-            Kind::Link => Fault::Link {
-                share: t
-                    .get("share")
-                    .within(0.0..=1.0)
-                    .required("set the remaining share of its rate; 0: it is down", 1.0),
-            },
-        };
-        FaultEvent {
-            at_s,
-            until_s,
-            worker,
-            fault,
-        }
-    });
+fn read_event_list(root: &Table<'_>, pools: &[PoolConfig]) -> Vec<FaultEvent> {
+    let mut events = root.array("event", |_, t| read_event(t, pools));
     events.sort_by(|a, b| a.at_s.total_cmp(&b.at_s));
     events
+}
+
+fn read_event(t: &Table<'_>, pools: &[PoolConfig]) -> FaultEvent {
+    const KINDS: &[(&str, Fault)] = &[
+        ("crash", Fault::Crash),
+        ("drain", Fault::Drain),
+        ("slow", Fault::Slow { factor: 1.0 }),
+        ("link", Fault::Link { share: 1.0 }),
+        ("gpu", Fault::Gpu { detect_s: 0.0 }),
+        ("kv_loss", Fault::KvLoss { share: 1.0 }),
+        ("kv_late", Fault::KvLate { delay_ms: 0.0 }),
+        ("frontend", Fault::Frontend),
+        (
+            "partition",
+            Fault::Partition {
+                peer_deadline_s: 0.0,
+            },
+        ),
+        (
+            "upgrade",
+            Fault::Upgrade {
+                drain_timeout_s: None,
+            },
+        ),
+    ];
+    let kind = t.choice("kind", KINDS).required(
+        "set it to crash, drain, slow, link, gpu, kv_loss, kv_late, frontend, partition or upgrade",
+        Fault::Crash,
+    );
+    let at_s = t
+        .get("at_s")
+        .within(0.0..=TIME_S_MAX)
+        .required("set the time, in seconds from the start", 0.0);
+    let until_s: Option<f64> = if matches!(kind, Fault::Upgrade { .. }) {
+        t.unused("until_s", "kind", "it ends when the last worker is back");
+        None
+    } else {
+        t.get("until_s").within(0.0..=TIME_S_MAX).optional()
+    };
+    if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s) {
+        t.error(
+            "until_s",
+            format!("`until_s` is {until_s}, but it begins at {at_s}"),
+            "set a later time, or remove it for an event without end",
+        );
+    }
+    let fault = read_fault(t, kind, at_s, until_s);
+    FaultEvent {
+        at_s,
+        until_s,
+        workers: read_event_workers(t, kind, pools),
+        fault,
+    }
+}
+
+/// The fault of `kind`, with its parameters.
+fn read_fault(t: &Table<'_>, kind: Fault, at_s: f64, until_s: Option<f64>) -> Fault {
+    let only = |key: &str, used: bool, by: &str| {
+        if !used {
+            t.unused(key, "kind", &format!("only {by} it"));
+        }
+    };
+    only(
+        "factor",
+        matches!(kind, Fault::Slow { .. }),
+        "\"slow\" uses",
+    );
+    let shares = matches!(kind, Fault::Link { .. } | Fault::KvLoss { .. });
+    only("share", shares, "\"link\" and \"kv_loss\" use");
+    only(
+        "detect_s",
+        matches!(kind, Fault::Gpu { .. }),
+        "\"gpu\" uses",
+    );
+    let late = matches!(kind, Fault::KvLate { .. });
+    only("delay_ms", late, "\"kv_late\" uses");
+    let parts = matches!(kind, Fault::Partition { .. });
+    only("peer_deadline_s", parts, "\"partition\" uses");
+    let upgrades = matches!(kind, Fault::Upgrade { .. });
+    only("drain_timeout_s", upgrades, "\"upgrade\" uses");
+    let time_s = |key| t.get(key).within(0.0..=TIME_S_MAX);
+    match kind {
+        Fault::Crash | Fault::Drain | Fault::Frontend => kind,
+        Fault::Slow { .. } => Fault::Slow {
+            factor: t
+                .get("factor")
+                .within(0.001..=1e6)
+                .required("set the factor by which passes take longer", 1.0),
+        },
+        Fault::Link { .. } => Fault::Link {
+            share: t
+                .get("share")
+                .within(0.0..=1.0)
+                .required("set the remaining share of its rate; 0: it is down", 1.0),
+        },
+        Fault::KvLoss { .. } => Fault::KvLoss {
+            share: t.get("share").within(0.0..=1.0).or(1.0),
+        },
+        Fault::KvLate { .. } => Fault::KvLate {
+            delay_ms: t
+                .get("delay_ms")
+                .within(0.0..=3.6e6)
+                .required("set the additional delay of its KV events, in ms", 0.0),
+        },
+        Fault::Gpu { .. } => {
+            let detect_s: f64 = time_s("detect_s").or(0.0);
+            if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s + detect_s) {
+                t.error(
+                    "until_s",
+                    format!(
+                        "`until_s` is {until_s}, but the worker ends at {} (`at_s` and `detect_s`)",
+                        at_s + detect_s
+                    ),
+                    "set a later time, or remove it for a worker that starts again at once",
+                );
+            }
+            Fault::Gpu { detect_s }
+        }
+        Fault::Partition { .. } => Fault::Partition {
+            peer_deadline_s: time_s("peer_deadline_s").or(PEER_DEADLINE_S),
+        },
+        Fault::Upgrade { .. } => Fault::Upgrade {
+            drain_timeout_s: time_s("drain_timeout_s").optional(),
+        },
+    }
+}
+
+/// The workers of an event.
+fn read_event_workers(t: &Table<'_>, kind: Fault, pools: &[PoolConfig]) -> Vec<u32> {
+    let total = (pools.iter()).fold(0u32, |total, pool| total.saturating_add(pool.workers));
+    let last = total.saturating_sub(1);
+    let group = matches!(kind, Fault::Partition { .. });
+    let upgrades = matches!(kind, Fault::Upgrade { .. });
+    if !group {
+        t.unused("workers", "kind", "only \"partition\" uses it");
+    }
+    if !upgrades {
+        t.unused("pool", "kind", "only \"upgrade\" uses it");
+    }
+    if group {
+        let every = |workers: &Vec<u32>| {
+            !workers.is_empty() && workers.iter().all(|&worker| worker < total)
+        };
+        let mut workers: Vec<u32> = t
+            .get("workers")
+            .check(every, &format!("numbers of workers, each 0 to {last}"))
+            .required(
+                "set the workers that are cut off, by their numbers over all pools",
+                Vec::new(),
+            );
+        workers.sort_unstable();
+        workers.dedup();
+        t.unused("worker", "kind", "\"partition\" has `workers`");
+        return workers;
+    }
+    if upgrades {
+        t.unused("worker", "kind", "\"upgrade\" has `pool`");
+        let names: Vec<&str> = pools.iter().map(|pool| &*pool.name).collect();
+        let of: Option<String> = t
+            .get("pool")
+            .check(
+                |name: &String| names.contains(&name.as_str()),
+                &format!("the name of a pool: {}", names.join(", ")),
+            )
+            .optional();
+        if total > WORKERS_MAX {
+            return Vec::new(); // that is an error already
+        }
+        let (mut first, mut workers) = (0, Vec::new());
+        for pool in pools {
+            if of.as_ref().is_none_or(|of| *of == pool.name) {
+                workers.extend(first..first + pool.workers);
+            }
+            first += pool.workers;
+        }
+        return workers;
+    }
+    if kind == Fault::Frontend {
+        t.unused("worker", "kind", "it is a fault of the frontend");
+        return Vec::new();
+    }
+    let worker = t
+        .get("worker")
+        .check(
+            |&worker: &u32| worker < total,
+            &format!("the number of a worker, 0 to {last}"),
+        )
+        .required("set the worker, by its number over all pools", 0);
+    vec![worker]
 }
 
 fn read_network(t: &Table<'_>) -> NetworkConfig {
@@ -2039,7 +2170,7 @@ mod tests {
             &[
                 "c.toml:6:10: `event[0].worker` is 3, but must be the number of a worker, 0 to 2",
                 "`until_s` is 2, but it begins at 2",
-                "`event[1].share` is not used: only \"link\" uses it",
+                "`event[1].share` is not used: only \"link\" and \"kv_loss\" use it",
                 "`event[2].kind` is a string (\"fire\"), but must be one of",
                 "`event[2].at_s` is -1",
                 "`event[2].worker` is missing",
@@ -2063,6 +2194,62 @@ mod tests {
         assert_eq!(
             kinds,
             [(2.0, Fault::Drain), (9.0, Fault::Link { share: 0.0 })]
+        );
+    }
+
+    #[test]
+    fn events_of_groups_and_of_the_frontend() {
+        let (cluster, _) = parse(
+            "[pool.p]\nworkers = 2\nrole = \"prefill\"\n[pool.d]\nworkers = 3\nrole = \"decode\"\n\
+             [[event]]\nkind = \"frontend\"\nat_s = 1\nuntil_s = 2\n\
+             [[event]]\nkind = \"partition\"\nat_s = 3\nworkers = [4, 0, 4]\n\
+             [[event]]\nkind = \"upgrade\"\nat_s = 4\npool = \"d\"\n\
+             [[event]]\nkind = \"upgrade\"\nat_s = 5\ndrain_timeout_s = 7\n\
+             [[event]]\nkind = \"gpu\"\nat_s = 6\nworker = 1\ndetect_s = 2\n\
+             [[event]]\nkind = \"kv_loss\"\nat_s = 7\nworker = 2\n",
+        )
+        .unwrap();
+        let found: Vec<_> = (cluster.events.into_iter())
+            .map(|e| (e.fault, e.workers))
+            .collect();
+        let upgrade = |drain_timeout_s| Fault::Upgrade { drain_timeout_s };
+        let partition = Fault::Partition {
+            peer_deadline_s: 5.0,
+        };
+        assert_eq!(
+            found,
+            [
+                (Fault::Frontend, vec![]),
+                (partition, vec![0, 4]),
+                (upgrade(None), vec![2, 3, 4]),
+                (upgrade(Some(7.0)), vec![0, 1, 2, 3, 4]),
+                (Fault::Gpu { detect_s: 2.0 }, vec![1]),
+                (Fault::KvLoss { share: 1.0 }, vec![2]),
+            ]
+        );
+        // In one line.
+        let (cluster, _) =
+            parse("event = [{ kind = \"frontend\", at_s = 10, until_s = 12 }]\n[pool.main]\n")
+                .unwrap();
+        assert_eq!(cluster.events[0].until_s, Some(12.0));
+        check_refused(
+            "[[event]]\nkind = \"frontend\"\nat_s = 1\nworker = 0\n\
+             [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [1]\n\
+             [[event]]\nkind = \"partition\"\nat_s = 1\nworker = 0\n\
+             [[event]]\nkind = \"upgrade\"\nat_s = 1\nuntil_s = 2\npool = \"x\"\n\
+             [[event]]\nkind = \"gpu\"\nat_s = 1\nuntil_s = 3\ndetect_s = 2\nworker = 0\n\
+             [[event]]\nkind = \"kv_late\"\nat_s = 1\nworker = 0\nworkers = [0]\n",
+            &[
+                "`event[0].worker` is not used: it is a fault of the frontend",
+                "`event[1].workers` is [1], but must be numbers of workers, each 0 to 0",
+                "`event[2].workers` is missing",
+                "`event[2].worker` is not used: \"partition\" has `workers`",
+                "`event[3].until_s` is not used: it ends when the last worker is back",
+                "`event[3].pool` is \"x\", but must be the name of a pool: main",
+                "`until_s` is 3, but the worker ends at 3",
+                "`event[5].workers` is not used: only \"partition\" uses it",
+                "`event[5].delay_ms` is missing",
+            ],
         );
     }
 
@@ -2862,7 +3049,7 @@ mod tests {
         assert_eq!(roles, [(Role::Prefill, 4), (Role::Decode, 4)]);
         assert_eq!(cluster.network.mode, NetworkMode::Flows);
         let cluster = read_example("cluster-faults.toml");
-        assert_eq!(cluster.events.len(), 3);
+        assert_eq!(cluster.events.len(), 5);
         assert_eq!(cluster.pools[0].engine.startup_s, 20.0);
     }
 

@@ -757,7 +757,7 @@ pub struct KvConfig {
     pub hand_over: HandOver,
 }
 
-/// A fault of a worker.
+/// A fault of a worker, of the frontend, or of what connects them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
     /// It stops and loses its state; at the end it starts again.
@@ -775,6 +775,34 @@ pub enum Fault {
         /// 0 to 1.
         share: f64,
     },
+    /// One of its GPUs is gone: no pass ends any more. After `detect_s` the worker ends as in a crash. It starts
+    /// again at the end, or at once if the event has none.
+    Gpu {
+        /// Until the worker ends, s.
+        detect_s: f64,
+    },
+    /// Some of its KV events do not reach the router.
+    KvLoss {
+        /// Share that is lost, above 0 to 1.
+        share: f64,
+    },
+    /// Its KV events reach the router later.
+    KvLate {
+        /// Additional delay, ms.
+        delay_ms: f64,
+    },
+    /// The frontend stops and loses its state and its connections; at the end another one takes its place.
+    Frontend,
+    /// Nothing crosses the network between the event's workers and all others, the frontend included.
+    Partition {
+        /// Silence after which a connection is closed, s.
+        peer_deadline_s: f64,
+    },
+    /// The workers are replaced one after another: each drains, restarts without its cache, and takes requests again.
+    Upgrade {
+        /// Time for the open requests of a worker to end, s; `None`: `live.drain_timeout_s`.
+        drain_timeout_s: Option<f64>,
+    },
 }
 
 impl Fault {
@@ -785,19 +813,26 @@ impl Fault {
             Fault::Drain => "drain",
             Fault::Slow { .. } => "slow",
             Fault::Link { .. } => "link",
+            Fault::Gpu { .. } => "gpu",
+            Fault::KvLoss { .. } => "kv_loss",
+            Fault::KvLate { .. } => "kv_late",
+            Fault::Frontend => "frontend",
+            Fault::Partition { .. } => "partition",
+            Fault::Upgrade { .. } => "upgrade",
         }
     }
 }
 
-/// An `[[event]]`: a fault of a worker at a time.
+/// An `[[event]]`: a fault at a time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FaultEvent {
     /// Start, s.
     pub at_s: f64,
     /// End, s; `None`: never.
     pub until_s: Option<f64>,
-    /// Number of the worker, over all pools in file order.
-    pub worker: u32,
+    /// Numbers of its workers, over all pools in file order, rising. One for faults of a worker, none for
+    /// [`Fault::Frontend`].
+    pub workers: Vec<u32>,
     /// The fault.
     pub fault: Fault,
 }

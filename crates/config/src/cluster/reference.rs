@@ -964,9 +964,9 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "event.kind",
-        "\"crash\", \"drain\", \"slow\" or \"link\"; needed",
+        "\"crash\", \"drain\", \"slow\", \"link\", \"gpu\", \"kv_loss\", \"kv_late\", \"frontend\", \"partition\" or \"upgrade\"; needed",
         "(none)",
-        "`[[event]]`: a fault of a worker. crash: it stops and loses its state; drain: it takes no new requests; slow: its passes take `factor` times as long; link: its interface has `share` of its rate. Simulation only.",
+        "`[[event]]`: a fault (`docs/twin.md` has the rules). Of a worker: crash: it stops and loses its state; drain: it takes no new requests; slow: its passes take `factor` times as long; link: its interface has `share` of its rate; gpu: its passes do not end, until it is lost `detect_s` later; kv_loss, kv_late: its KV events do not reach the router, or `delay_ms` later. Of others: frontend: it stops, and loses its streams; partition: `workers` and all others, the frontend included, do not reach each other; upgrade: the workers of `pool` drain and restart, one after another. Simulation only.",
         "",
     ),
     key(
@@ -979,15 +979,29 @@ pub const KEYS: &[Key] = &[
     key(
         "event.until_s",
         "s, above `at_s`",
-        "(none: it never ends)",
+        "(none: it never ends; gpu: the worker restarts at once)",
         "End of the fault. A crashed worker restarts then, and is ready `startup_s` later.",
         "",
     ),
     key(
         "event.worker",
-        "number; needed",
+        "number; needed for faults of a worker",
         "(none)",
         "The worker, numbered over all pools in file order from 0.",
+        "",
+    ),
+    key(
+        "event.workers",
+        "numbers; needed for \"partition\"",
+        "(none)",
+        "The workers on one side. The frontend and all other workers are on the other.",
+        "",
+    ),
+    key(
+        "event.pool",
+        "name of a pool; for \"upgrade\"",
+        "(none: all pools)",
+        "The pool whose workers are replaced.",
         "",
     ),
     key(
@@ -999,9 +1013,37 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "event.share",
-        "0 to 1; needed for \"link\"",
+        "0 to 1; needed for \"link\"; for \"kv_loss\" 1.0 if not set",
         "(none)",
-        "Remaining share of its interface's rate; 0: it is down.",
+        "link: remaining share of its interface's rate; 0: it is down. kv_loss: share of its KV events that is lost.",
+        "",
+    ),
+    key(
+        "event.delay_ms",
+        "ms, 0 to 3,600,000; needed for \"kv_late\"",
+        "(none)",
+        "Additional delay of its KV events.",
+        "",
+    ),
+    key(
+        "event.detect_s",
+        "s, 0 to 31,622,400; for \"gpu\"",
+        "0.0",
+        "From the loss of the GPU until the worker ends. Until then its requests stand still, and it gets new ones.",
+        "High: as with a collective that waits for its own timeout.",
+    ),
+    key(
+        "event.peer_deadline_s",
+        "s, 0 to 31,622,400; for \"partition\"",
+        "5.0",
+        "Silence after which the frontend counts a worker as lost: `--peer-deadline` of live processes.",
+        "Low: short partitions make prompts be computed again. High: streams stand still for longer.",
+    ),
+    key(
+        "event.drain_timeout_s",
+        "s, 0 to 31,622,400; for \"upgrade\"",
+        "(`live.drain_timeout_s`)",
+        "Time for a worker's open requests to end. Then they continue on other workers.",
         "",
     ),
     key(
@@ -1658,7 +1700,11 @@ mod tests {
         let constant = "[engine.timing]\nkind = \"constant\"\nstep_ns = 1\n[engine.output_len]\nkind = \"constant\"\ntokens = 1";
         let mut keys = BTreeMap::new();
         let event = "[[event]]\nkind = \"slow\"\nat_s = 1\nworker = 0\nfactor = 2\n\
-                     [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n";
+                     [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n\
+                     [[event]]\nkind = \"gpu\"\nat_s = 1\nworker = 0\n\
+                     [[event]]\nkind = \"kv_late\"\nat_s = 1\nworker = 0\ndelay_ms = 5\n\
+                     [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [0]\n\
+                     [[event]]\nkind = \"upgrade\"\nat_s = 1\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
@@ -1682,7 +1728,11 @@ mod tests {
                     .replace("gpu.g.", "gpu.NAME.")
                     .replace("link.l.", "link.NAME.")
                     .replace("event[0]", "event")
-                    .replace("event[1]", "event");
+                    .replace("event[1]", "event")
+                    .replace("event[2]", "event")
+                    .replace("event[3]", "event")
+                    .replace("event[4]", "event")
+                    .replace("event[5]", "event");
                 let default = setting
                     .value
                     .clone()

@@ -2,6 +2,7 @@
 #![allow(clippy::disallowed_methods)] // it has files
 
 mod calibrated;
+mod faults;
 mod host_tier;
 mod model;
 mod real;

@@ -11,22 +11,27 @@ use slipstream_twin::{Hops, Options, Outcome, RequestRecord, Sink};
 
 use super::{cluster, run, workload};
 
-const MS: u64 = 1_000_000;
+pub(super) const MS: u64 = 1_000_000;
 /// Keys and values of a token of Qwen3 8B: 2 x 36 layers x 8 heads x 128 x 2 bytes.
-const KV_BYTES: u64 = 147_456;
+pub(super) const KV_BYTES: u64 = 147_456;
 
 /// A pass takes 10 ms whatever is in it. `pools` and `more` are the file's.
-fn ten_ms(pools: &str, more: &str) -> Cluster {
+pub(super) fn ten_ms(pools: &str, more: &str) -> Cluster {
     cluster(&format!(
         "[model]\npreset = \"qwen3-8b\"\n{pools}\n[engine]\nnum_gpu_blocks = 4096\n\
          max_model_len = 16384\n[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n{more}\n"
     ))
 }
 
-const APART: &str = "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n";
+pub(super) const APART: &str = "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n";
 
 /// `count` requests at `rate` per second.
-fn load(count: u32, rate: u32, isl: u32, osl: u32) -> slipstream_config::workload_file::Workload {
+pub(super) fn load(
+    count: u32,
+    rate: u32,
+    isl: u32,
+    osl: u32,
+) -> slipstream_config::workload_file::Workload {
     workload(&format!(
         "requests = {count}\n[arrival]\nkind = \"constant\"\nrate_per_s = {rate}\n\
          [[class]]\nisl = {isl}\nosl = {osl}\n"
@@ -34,16 +39,16 @@ fn load(count: u32, rate: u32, isl: u32, osl: u32) -> slipstream_config::workloa
 }
 
 #[derive(Clone, Debug, PartialEq)]
-struct Ended {
-    id: u64,
-    due: u64,
-    first: u64,
-    last: u64,
-    workers: (Option<u32>, Option<u32>),
-    tokens: u32,
-    retries: u32,
-    hops: Hops,
-    error: Option<String>,
+pub(super) struct Ended {
+    pub(super) id: u64,
+    pub(super) due: u64,
+    pub(super) first: u64,
+    pub(super) last: u64,
+    pub(super) workers: (Option<u32>, Option<u32>),
+    pub(super) tokens: u32,
+    pub(super) retries: u32,
+    pub(super) hops: Hops,
+    pub(super) error: Option<String>,
 }
 
 #[derive(Default)]
@@ -66,7 +71,7 @@ impl Sink for Records {
     }
 }
 
-fn simulate(
+pub(super) fn simulate(
     cluster: &Cluster,
     load: &slipstream_config::workload_file::Workload,
     options: &Options,
@@ -78,7 +83,7 @@ fn simulate(
 
 /// First and last token of one request of 100 tokens in and 7 out.
 #[track_caller]
-fn check_one(pools: &str, more: &str, first: u64, last: u64) -> Ended {
+pub(super) fn check_one(pools: &str, more: &str, first: u64, last: u64) -> Ended {
     let (outcome, ended) = simulate(
         &ten_ms(pools, more),
         &load(1, 1, 100, 7),
@@ -772,7 +777,7 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
         "power_of_two",
         "least_tokens",
     ];
-    let events = prop::collection::vec((0u8..4, 1u32..1500, 1u32..800, 0u32..5, 0u8..4), 0..5);
+    let events = prop::collection::vec((0u8..10, 1u32..1500, 1u32..800, 0u32..5, 0u8..4), 0..5);
     (
         (0u32..3, 1u32..3, 40u32..300, 1u32..16, prop::sample::select(policies)),
         (any::<bool>(), 0u8..4, 0u8..3, 0u32..60, 0u32..40),
@@ -801,18 +806,28 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
             );
             for (kind, at, length, worker, share) in events {
                 let (at, until) = (f64::from(at) / 1e3, f64::from(at + length) / 1e3);
+                let worker = worker % total;
+                let mut of = format!("worker = {worker}\n");
+                let mut until = format!("until_s = {until}\n");
+                match kind {
+                    7 => of.clear(),
+                    8 => of = format!("workers = [{worker}]\n"),
+                    9 => (of, until) = (String::new(), String::new()),
+                    _ => {}
+                }
                 let kind = match kind {
                     0 => "kind = \"crash\"".to_owned(),
                     1 => "kind = \"drain\"".to_owned(),
                     2 => format!("kind = \"slow\"\nfactor = {}", 1 + share),
-                    _ => format!("kind = \"link\"\nshare = {}", f64::from(share) / 4.0),
+                    3 => format!("kind = \"link\"\nshare = {}", f64::from(share) / 4.0),
+                    4 => "kind = \"gpu\"\ndetect_s = 0.0005".to_owned(),
+                    5 => format!("kind = \"kv_loss\"\nshare = {}", f64::from(share + 1) / 4.0),
+                    6 => format!("kind = \"kv_late\"\ndelay_ms = {}", 20 * share),
+                    7 => "kind = \"frontend\"".to_owned(),
+                    8 => format!("kind = \"partition\"\npeer_deadline_s = {}", f64::from(share) / 5.0),
+                    _ => format!("kind = \"upgrade\"\ndrain_timeout_s = {}", f64::from(share) / 20.0),
                 };
-                let worker = worker % total;
-                text.extend([
-                    "[[event]]\n",
-                    &kind,
-                    &format!("\nat_s = {at}\nuntil_s = {until}\nworker = {worker}\n"),
-                ]);
+                text.extend(["[[event]]\n", &kind, &format!("\nat_s = {at}\n"), &until, &of]);
             }
             let arrival = if closed {
                 format!("kind = \"closed\"\nconcurrency = {}", 1 + rate / 10)

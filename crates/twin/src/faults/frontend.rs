@@ -1,0 +1,78 @@
+//! The frontend stops, and another one takes its place.
+//!
+//! Its connections close: clients lose their streams, and workers end the requests that came over them. The next one
+//! knows no load, no session and no cached block; each worker sends it a snapshot of its cache when it connects.
+
+use slipstream_base::WorkerId;
+use slipstream_router::Router;
+
+use super::{Faults, Sim, Sink};
+use crate::parts::Side;
+use crate::sim::{FRONTEND_LOST, REFUSED, failure, host};
+
+impl Faults {
+    pub(crate) fn frontend_is_down(&self) -> bool {
+        self.frontends_down > 0
+    }
+}
+
+impl Sim<'_> {
+    /// The frontend stops.
+    pub(super) fn lose_frontend(&mut self, sink: &mut dyn Sink) {
+        self.faults.frontends_down += 1;
+        if self.faults.frontends_down > 1 {
+            return;
+        }
+        // The clients' part of the answers, before the engines remove them.
+        let here = self.flights.iter().filter(|(_, flight)| !flight.away);
+        let open: Vec<_> = here
+            .map(|(slot, _)| (slot, self.arrived_of(slot), self.dispatch.retries(slot)))
+            .collect();
+        let router = |side: &mut Side, cluster| {
+            side.restart(cluster);
+            Router::new(side.fleet.clone(), 0)
+        };
+        let serve = router(&mut self.serve, self.cluster);
+        let prefill = self.prefill.as_mut().map(|side| router(side, self.cluster));
+        self.dispatch.restart(serve, prefill);
+        self.carry_out(None, sink);
+        for node in 0..self.nodes.len() as u32 {
+            self.disconnect(node);
+        }
+        self.host = host(self.cluster);
+        let gone = failure(FRONTEND_LOST, "the frontend vanished under the request");
+        for (slot, arrived, retries) in open {
+            match arrived {
+                Some(lost) => self.lose(slot, lost, gone, retries.into(), sink),
+                None => self.refuse_for_good(slot, gone, retries.into(), sink),
+            }
+        }
+    }
+
+    /// A frontend runs again.
+    pub(super) fn start_frontend(&mut self) {
+        self.faults.frontends_down -= 1;
+        if self.faults.frontend_is_down() {
+            return;
+        }
+        for worker in 0..self.faults.down.len() as u32 {
+            self.refresh_worker(WorkerId(worker));
+        }
+        for node in 0..self.nodes.len() as u32 {
+            let worker = self.nodes[node as usize].rank.worker;
+            let gone = self.faults.down[worker.index()];
+            if !gone && !self.faults.partitions.lose_kv(worker) {
+                self.publish_snapshot(node);
+            }
+        }
+    }
+
+    /// Nobody accepts the connection of a request: its client tries again in a second, or gives up.
+    pub(crate) fn refuse_at_connect(&mut self, slot: u32, sink: &mut dyn Sink) {
+        if !self.client_retries(slot, 1) {
+            let retries = self.dispatch.retries(slot).into();
+            let nobody = failure(REFUSED, "no frontend accepts connections");
+            self.refuse_for_good(slot, nobody, retries, sink);
+        }
+    }
+}

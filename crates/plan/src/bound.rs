@@ -6,7 +6,7 @@
 
 use slipstream_base::slo::Shown;
 use slipstream_base::width;
-use slipstream_config::cluster::EngineConfig;
+use slipstream_config::cluster::{EngineConfig, SpeculationConfig};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_report::Objectives;
 
@@ -27,7 +27,7 @@ pub struct Ideal {
 
 /// Most tokens that a step gives a sequence: more than one if the engine verifies drafts.
 pub fn tokens_per_step(engine: &EngineConfig) -> u32 {
-    let drafted = engine.speculation.as_ref().map_or(0, |of| of.tokens());
+    let drafted = engine.speculation.as_ref().map_or(0, SpeculationConfig::tokens);
     1 + drafted
 }
 

@@ -98,7 +98,8 @@ impl ReactionPoint {
                 // At line rate, further steps change only the count.
                 let steps = (now - self.timer_at) / self.p.timer_ns + 1;
                 self.timer_at += steps * self.p.timer_ns;
-                self.by_timer = self.by_timer.saturating_add(steps as u32);
+                let steps = u32::try_from(steps).unwrap_or(u32::MAX);
+                self.by_timer = self.by_timer.saturating_add(steps);
             }
         }
         while self.alpha_at <= now {
@@ -215,6 +216,19 @@ mod tests {
         near(r.target, 20.64 * GBIT);
         r.advance(1 + 7 * 55_000);
         near(r.target, 21.04 * GBIT);
+    }
+
+    #[test]
+    fn more_timer_steps_than_32_bits_count_as_the_largest_number() {
+        let p = Dcqcn {
+            timer_ns: 1_000,
+            ..Dcqcn::default()
+        };
+        let mut r = ReactionPoint::new(p, 40.0 * GBIT);
+        r.on_notification(0);
+        // 2^32 steps of 1 us and 1,000 more: 72 minutes.
+        r.advance(((1 << 32) + 1_000) * 1_000);
+        assert_eq!(r.by_timer, u32::MAX);
     }
 
     #[test]

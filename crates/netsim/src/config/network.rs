@@ -1,5 +1,6 @@
 //! `[topology]`, `[link]`, `[routing]` and `[switch]`.
 
+use slipstream_base::width::{floor_u64, to_usize};
 use slipstream_config::doc::{Scalar, Table, Value};
 
 use super::{Dialect, note, ns};
@@ -930,8 +931,11 @@ impl Scalar for ByClass {
             let [class, number] = pair[..] else {
                 return None;
             };
+            if class.fract() != 0.0 || class < 0.0 {
+                return None;
+            }
             // A class outside of the list, or a repeated one, leaves another entry empty.
-            *values.get_mut(class as usize)? = Some(number);
+            *values.get_mut(to_usize(floor_u64(class)))? = Some(number);
         }
         values.into_iter().collect::<Option<_>>().map(ByClass)
     }

@@ -263,6 +263,23 @@ fn bad_input_gets_an_error() {
 }
 
 #[test]
+fn classes_of_numbers_by_class_are_whole() {
+    let flow = format!("{TCP}traffic = {{ size = 1000 }}");
+    for pairs in [
+        "[[0.5, 1], [1, 2]]",
+        "[[-1, 1], [1, 2]]",
+        "[[0, 1], [0, 2]]",
+    ] {
+        let switch = format!("discipline = \"SP\"\npriorities = {pairs}");
+        let message = error(&pair("1e9", &switch, &flow));
+        assert!(
+            message.contains("with each class once"),
+            "{pairs}: {message}"
+        );
+    }
+}
+
+#[test]
 fn a_run_too_large_for_memory_is_refused() {
     use slipstream_netsim::{Execution, Simulation};
     let flow = format!("{TCP}traffic = {{ size = 1000 }}");

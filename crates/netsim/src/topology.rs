@@ -212,6 +212,10 @@ pub struct Graph {
     own: Vec<Link>,
 }
 
+/// Limit of a graph's edges, and of its hosts: with both, ports have 32-bit numbers.
+const EDGES_MAX: u64 = 100_000_000;
+const HOSTS_MAX: u64 = 100_000_000;
+
 /// Limit of different rates and delays of edges: with those of the three tiers, as many as a port
 /// can represent.
 pub const EDGE_LINKS_MAX: usize = 253;
@@ -220,8 +224,16 @@ impl Graph {
     /// Creates a graph from its edges; host h is attached to node `hosts[h]`.
     ///
     /// # Errors
-    /// If an edge connects a node with itself, occurs twice, or a host's node has no edge.
+    /// If an edge connects a node with itself, occurs twice, or a host's node has no edge; if there
+    /// are too many edges or hosts.
     pub fn new(edges: &[(Node, Node, Tier)], hosts: Vec<Node>) -> Result<Self, Error> {
+        if edges.len() as u64 > EDGES_MAX || hosts.len() as u64 > HOSTS_MAX {
+            return Err(Error::Topology(format!(
+                "a graph has at most {EDGES_MAX} edges and {HOSTS_MAX} hosts, not {} and {}",
+                edges.len(),
+                hosts.len()
+            )));
+        }
         let nodes = edges
             .iter()
             .map(|e| e.0.max(e.1) + 1)
@@ -379,13 +391,22 @@ impl Graph {
     /// shares one global link. Hosts have numbers of their own, in `order`.
     ///
     /// # Errors
-    /// If a number is 0 or there are too many routers.
+    /// If a number is 0 or there are too many routers, hosts or links.
     pub fn dragonfly(p: u32, a: u32, h: u32, order: HostOrder) -> Result<Self, Error> {
         let groups = u64::from(a) * u64::from(h) + 1;
-        if p == 0 || a == 0 || h == 0 || groups * u64::from(a) > 1_000_000 {
+        let routers = groups.saturating_mul(u64::from(a));
+        let hosts = routers.saturating_mul(u64::from(p));
+        let links = routers.saturating_mul(u64::from(a) + u64::from(h)) / 2;
+        if p == 0 || a == 0 || h == 0 || routers > 1_000_000 {
             return Err(Error::Topology(format!(
                 "a dragonfly needs p, a, h of at least 1 and at most 1000000 routers, \
                  not p = {p}, a = {a}, h = {h}"
+            )));
+        }
+        if hosts > HOSTS_MAX || links > EDGES_MAX {
+            return Err(Error::Topology(format!(
+                "a dragonfly with p = {p}, a = {a}, h = {h} has {hosts} hosts and about {links} \
+                 links; at most {HOSTS_MAX} and {EDGES_MAX} are supported"
             )));
         }
         let groups = groups as u32;
@@ -443,6 +464,13 @@ impl Graph {
             )));
         }
         let leaves = gpus / segment as u32 * per_server;
+        let links = u64::from(leaves) * u64::from(spines);
+        if links > EDGES_MAX {
+            return Err(Error::Topology(format!(
+                "a rail fabric of {leaves} leaves and {spines} spines has {links} links; at most \
+                 {EDGES_MAX} are supported: raise nics_per_asw or lower psws"
+            )));
+        }
         let edges: Vec<_> = (0..leaves)
             .flat_map(|leaf| (0..spines).map(move |s| (leaf, leaves + s, Tier::Edge)))
             .collect();

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use slipstream_config::doc::Doc;
 use slipstream_netsim::config::{self, Config, Resources};
+use slipstream_netsim::topology::{Graph, HostOrder};
 use slipstream_netsim::{Execution, Simulation};
 
 use crate::common::{error, run};
@@ -178,6 +179,21 @@ fn invalid_lists_are_refused_with_file_and_line() {
     // A list that exceeds memory is refused at once, not at its end.
     let message = with_list("f.csv", "", &csv(&"0,1,10\n".repeat(10_000)), 1 << 20).unwrap_err();
     assert!(message.contains("MiB at hand"), "{message}");
+}
+
+#[test]
+fn graphs_with_too_many_links_or_hosts_are_refused_before_creation() {
+    let dragonfly = |p, a, h| Graph::dragonfly(p, a, h, HostOrder::BySwitch);
+    for (graph, part) in [
+        // 100,100 routers and 10^10 hosts; 5 * 10^11 links; numbers beyond 64 bits.
+        (dragonfly(100_000, 100, 10), "10010000000 hosts"),
+        (dragonfly(1, 1, 999_999), "500000000000 links"),
+        (dragonfly(u32::MAX, u32::MAX, u32::MAX), "1000000 routers"),
+        (Graph::rails(1_000_000, 1, 1, 8_192), "8192000000 links"),
+    ] {
+        let message = graph.expect_err(part).to_string();
+        assert!(message.contains(part), "{message}");
+    }
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //! A step's flow starts when the data that its sender needs has arrived. Every dependency is
 //! resolved at the host that starts, so collectives run on shards like other traffic.
 
+use std::collections::{HashMap, HashSet};
+
 use slipstream_base::mix;
 
 use crate::topology::Host;
@@ -65,23 +67,57 @@ pub struct Step {
 }
 
 impl Collective {
+    /// The number of flows, without creating them: it grows with the square of the hosts for some
+    /// patterns.
+    pub fn flow_count(&self) -> u64 {
+        let fans = matches!(
+            self.kind,
+            CollectiveKind::Broadcast | CollectiveKind::Gather
+        );
+        if fans {
+            let mut times: HashMap<Host, u64> = HashMap::new();
+            for &sink in &self.sinks {
+                *times.entry(sink).or_default() += 1;
+            }
+            let all = self.sinks.len() as u64;
+            let sent = |source| all - times.get(source).copied().unwrap_or(0);
+            return self.sources.iter().map(sent).sum();
+        }
+        let n = self.hosts().len() as u64;
+        let others = n.saturating_sub(1);
+        match self.kind {
+            CollectiveKind::RingAllReduce => 2 * others * n,
+            CollectiveKind::AllReduce | CollectiveKind::TreeAllReduce => 2 * others,
+            CollectiveKind::RecursiveDoubling => n * u64::from(n.max(1).ilog2()),
+            _ => others * n,
+        }
+    }
+
+    /// The hosts of a symmetric pattern.
+    fn hosts(&self) -> Vec<Host> {
+        let mut hosts = self.sources.clone();
+        let mut known: HashSet<Host> = hosts.iter().copied().collect();
+        hosts.extend(self.sinks.iter().filter(|&&sink| known.insert(sink)));
+        hosts
+    }
+
     /// The flows, in order.
     ///
     /// # Errors
-    /// If there are too few hosts, or their number is not a power of two for recursive doubling.
+    /// If there are too few hosts, or their number is not a power of two for recursive doubling; if
+    /// there are more than 2^32 - 1 flows.
     pub fn steps(&self) -> Result<Vec<Step>, String> {
         if self.bytes == 0 {
             return Err("the collective has 0 bytes".into());
         }
+        let count = self.flow_count();
+        if count > u64::from(u32::MAX) {
+            return Err(format!("the collective has {count} flows"));
+        }
         match self.kind {
             CollectiveKind::Broadcast | CollectiveKind::Gather => self.fan(),
             _ => {
-                let mut hosts = self.sources.clone();
-                for &sink in &self.sinks {
-                    if !hosts.contains(&sink) {
-                        hosts.push(sink);
-                    }
-                }
+                let hosts = self.hosts();
                 if hosts.len() < 2 {
                     return Err(format!("the collective has {} hosts", hosts.len()));
                 }
@@ -278,6 +314,36 @@ mod tests {
         // Round 1 of host 1 forwards the chunk that host 0 sent in round 0.
         assert_eq!((steps[5].src, steps[5].after.clone()), (1, vec![0]));
         assert_eq!(steps[0].bytes, steps[5].bytes);
+    }
+
+    #[test]
+    fn flows_are_counted_without_creating_them() {
+        for kind in [
+            CollectiveKind::Broadcast,
+            CollectiveKind::Gather,
+            CollectiveKind::AllReduce,
+            CollectiveKind::RingAllReduce,
+            CollectiveKind::TreeAllReduce,
+            CollectiveKind::RecursiveDoubling,
+            CollectiveKind::AllGather,
+            CollectiveKind::ReduceScatter,
+            CollectiveKind::AllToAll,
+        ] {
+            // Sinks that are sources too, one of them twice.
+            let some = Collective {
+                sinks: vec![1, 9, 9, 10],
+                ..collective(kind, 6, 1_000)
+            };
+            assert_eq!(
+                some.flow_count(),
+                some.steps().unwrap().len() as u64,
+                "{kind:?}"
+            );
+        }
+        // 2 * 99,999 * 100,000 flows are not created.
+        let many = collective(CollectiveKind::RingAllReduce, 100_000, 1_000);
+        assert_eq!(many.flow_count(), 19_999_800_000);
+        assert!(many.steps().unwrap_err().contains("19999800000 flows"));
     }
 
     #[test]

@@ -181,11 +181,14 @@ impl Reader<'_> {
                 let members = self.ring_of_days(t, shape, members.clone());
                 self.our_steps(t, kind, bytes, shape, &members, key)
             }
-            _ => self.fan_of_days(t, bytes, shape, members, number),
+            _ => {
+                let steps = self.fan_of_days(t, bytes, shape, members, number);
+                if !self.has_room(t, "collective_type", steps.len() as u64) {
+                    return Vec::new();
+                }
+                steps
+            }
         };
-        if !self.has_room(t, "collective_type", steps.len() as u64) {
-            return Vec::new();
-        }
         if let Some(per_server) = self.network.gpus_per_server
             && let Some(step) = steps
                 .iter()
@@ -268,6 +271,9 @@ impl Reader<'_> {
             skew: shape.skew,
             seed: mix::draw(self.seed ^ 0x636f_6c6c, key),
         };
+        if !self.has_room(t, "collective_type", collective.flow_count()) {
+            return Vec::new();
+        }
         collective.steps().unwrap_or_else(|what| {
             t.error(
                 "collective_type",

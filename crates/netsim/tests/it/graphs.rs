@@ -197,6 +197,24 @@ fn graphs_with_too_many_links_or_hosts_are_refused_before_creation() {
 }
 
 #[test]
+fn collectives_that_exceed_the_limit_are_refused_before_creation() {
+    // 65,536 hosts.
+    let network = "duration = 1.0\n[topology]\ncategory = \"FatTree\"\n[topology.fat_tree]\nk = 64\n\
+                   hosts_per_edge = 32\n[switch]\nport_rate = 1e9\n[[collective]]\nsinks = []\n";
+    let sources: Vec<u32> = (0..65_536).collect();
+    for (kind, flows) in [("RingAllReduce", "8589803520"), ("AllToAll", "4294901760")] {
+        let toml = format!(
+            "{network}collective_type = \"{kind}\"\nsources = {sources:?}\ntraffic = {{ size = 1_000_000 }}\n"
+        );
+        let message = error(&toml);
+        assert!(
+            message.contains(&format!("{flows} flows exceed")),
+            "{message}"
+        );
+    }
+}
+
+#[test]
 fn flows_that_exceed_memory_are_refused_before_creation() {
     let set =
         |count: u64| format!("[[flow_set]]\nflow_count = {count}\ntraffic = {{ size = 1 }}\n");

@@ -311,7 +311,7 @@ impl Builder {
         let timeouts = self.find_timeouts(flows, &rows, &found);
         let reroutes = self.find_reroutes(flows, &rows, &mut found)?;
         self.net.stride = found.longest + 1;
-        self.check_memory(flows.len(), found.ends.len())?;
+        self.check_memory(flows, found.ends.len())?;
         self.net.steps = Vec::with_capacity(found.ends.len() * self.net.stride);
         let first = rows.iter().enumerate().map(|(i, pair)| (i, *pair));
         let later = reroutes.iter().map(|r| (r.flow as usize, r.rows));
@@ -485,15 +485,24 @@ impl Builder {
         Ok(())
     }
 
-    fn check_memory(&self, flows: usize, rows: usize) -> Result<(), Error> {
+    fn check_memory(&self, flows: &[Flow], rows: usize) -> Result<(), Error> {
         let table = rows as u64 * self.net.stride as u64 * 4;
+        // Each end of an NDP flow has a bit per packet.
+        let ndp = flows
+            .iter()
+            .filter(|flow| matches!(flow.transport, Transport::Ndp(_)));
+        let bits = ndp.map(|flow| 2 * ndp_packets(flow).div_ceil(8));
+        let bits = bits.fold(0, u64::saturating_add);
+        let flows = flows.len();
         let endpoints = flows as u64 * (size_of::<TcpSender>() + size_of::<TcpReceiver>()) as u64;
         // A flow keeps about one window of packets in flight: 64 events, that is 64 kB in 1 kB
         // packets, of 16 bytes each.
         let events = flows as u64 * 64 * 16;
-        let need = table + endpoints + events;
+        let need = bits.saturating_add(table + endpoints + events);
         if need > self.execution.memory_bytes_max {
-            let what = if table > endpoints + events {
+            let what = if bits > table + endpoints + events {
+                format!("{flows} flows, with a bit per packet of NDP's")
+            } else if table > endpoints + events {
                 format!("{rows} paths of up to {} links", self.net.stride - 1)
             } else {
                 format!("{flows} flows")
@@ -1132,6 +1141,14 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
                 flow.packet_bytes, flow.header_bytes, flow.ack_bytes
             ));
         }
+        if matches!(flow.transport, Transport::Ndp(_)) && ndp_packets(flow) > u64::from(u32::MAX) {
+            return fault(format!(
+                "its {} bytes are {} packets, but NDP numbers them in 32 bits; use larger packets or \
+                 several flows",
+                flow.demand.bytes().unwrap_or(0),
+                ndp_packets(flow)
+            ));
+        }
         if let Demand::Paced(a) = flow.demand
             && a.duration_ns.is_none()
             && a.bytes.is_none()
@@ -1140,6 +1157,12 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// Packets of an NDP flow, without retransmissions.
+fn ndp_packets(flow: &Flow) -> u64 {
+    let bytes = flow.demand.bytes().unwrap_or(0);
+    bytes.div_ceil(u64::from(flow.packet_bytes))
 }
 
 /// Flows must not depend on each other in a cycle, nor on flows that do not exist.

@@ -1,6 +1,8 @@
 //! The receiver-driven transport and trimming ports.
 
-use crate::common::{config, error, example, run, run_on};
+use slipstream_netsim::{Execution, Simulation};
+
+use crate::common::{config, error, example, pair, run, run_on};
 
 /// Two switches with a host each; every link `rate`, no delay.
 fn line(rate: &str, switch: &str, size: u32, ndp: &str) -> String {
@@ -211,4 +213,26 @@ fn no_timer_fires_on_slow_links() {
     let f = &result.flows[0];
     assert_eq!((f.packets_sent, f.retransmitted, f.timeouts), (10, 0, 0));
     assert_eq!(f.delivered_ns, Some(20_000_000 + 10 * 10_000_000));
+}
+
+#[test]
+fn flows_of_too_many_packets_are_refused() {
+    let flow = |bytes: u64| {
+        format!(
+            "[[flow]]\ngraph = [[0, 1]]\nflow_type = \"NDP\"\n\
+             traffic = {{ size = {bytes}, pkt_size_dist = 1000 }}\n"
+        )
+    };
+    let message = error(&pair("1e9", "", &flow(4_294_967_296_000)));
+    assert!(message.contains("4294967296 packets"), "{message}");
+    // Both ends have a bit for each of 8,000,000 packets.
+    let small = Execution {
+        memory_bytes_max: 1_000_000,
+        ..Execution::default()
+    };
+    let scenario = config(&pair("1e9", "", &flow(8_000_000_000))).scenario;
+    let message = Simulation::new(scenario, small)
+        .err()
+        .map(|e| e.to_string());
+    assert!(message.is_some_and(|m| m.contains("a bit per packet")));
 }

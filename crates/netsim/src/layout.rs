@@ -297,7 +297,7 @@ impl Builder {
         let host_links = self.scenario.links.host.is_some();
         let none = BTreeSet::new();
         let mut router = Router::new(&topology, &none, host_links);
-        let mut found = PathStore::new(flows.len());
+        let mut found = PathStore::new(flows.len(), self.execution.memory_bytes_max);
         let mut rows = Vec::with_capacity(flows.len());
         for flow in flows {
             let mut pair = [Rows::default(); 2];
@@ -498,6 +498,15 @@ impl Builder {
         // A flow keeps about one window of packets in flight: 64 events, that is 64 kB in 1 kB
         // packets, of 16 bytes each.
         let events = flows as u64 * 64 * 16;
+        // Scheduled ports keep a packet's place in the table in 32 bits. Reverse paths double it.
+        let places = 2 * rows as u64 * self.net.stride as u64;
+        if places > u64::from(u32::MAX) {
+            return Err(Error::Value(format!(
+                "{rows} paths of up to {} links exceed the 32-bit indexes of the path table; use \
+                 fewer flows, or a lower `routing.spray_paths`",
+                self.net.stride - 1
+            )));
+        }
         let need = bits.saturating_add(table + endpoints + events);
         if need > self.execution.memory_bytes_max {
             let what = if bits > table + endpoints + events {
@@ -895,11 +904,15 @@ struct PathStore {
     ends: Vec<u32>,
     longest: usize,
     path: Vec<PortId>,
+    /// Maximum length of `ports`: 32-bit indexes, and the limit of memory.
+    ports_max: usize,
 }
 
 impl PathStore {
-    fn new(flows: usize) -> Self {
+    fn new(flows: usize, memory_bytes_max: u64) -> Self {
+        let room = memory_bytes_max / size_of::<PortId>() as u64;
         PathStore {
+            ports_max: usize::try_from(room.min(u64::from(u32::MAX))).unwrap_or(usize::MAX),
             ports: Vec::with_capacity(flows * 12),
             ends: Vec::with_capacity(flows * 2),
             longest: 0,
@@ -951,7 +964,7 @@ impl PathStore {
                         rows.count = rows.count.max(paths.min(scenario.spray_paths));
                     }
                     index += 1;
-                    self.keep();
+                    self.keep()?;
                 }
             }
             Paths::Explicit(nodes) => {
@@ -965,7 +978,7 @@ impl PathStore {
                              add the edge or correct the path"
                         ),
                     })?;
-                self.keep();
+                self.keep()?;
             }
         }
         if self.path.is_empty() {
@@ -989,10 +1002,19 @@ impl PathStore {
         Ok(Some(rows))
     }
 
-    fn keep(&mut self) {
+    /// Stores the path that was found.
+    fn keep(&mut self) -> Result<(), Error> {
+        if self.ports.len() + self.path.len() > self.ports_max {
+            return Err(Error::Value(format!(
+                "the paths of all flows have more than {} links in total, the most that memory and \
+                 32-bit indexes allow; use fewer flows, or a lower `routing.spray_paths`",
+                self.ports_max
+            )));
+        }
         self.ports.extend_from_slice(&self.path);
         self.ends.push(self.ports.len() as u32);
         self.longest = self.longest.max(self.path.len());
+        Ok(())
     }
 }
 
@@ -1255,5 +1277,41 @@ fn shard_count(scenario: &Scenario, lookahead_ns: u64) -> u32 {
         1
     } else {
         parts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_config::doc::Doc;
+
+    use super::*;
+
+    #[test]
+    fn paths_beyond_the_limit_are_refused_while_they_are_stored() {
+        // Five links.
+        let mut store = PathStore::new(0, 20);
+        store.path = vec![7, 8];
+        assert_eq!(store.keep(), Ok(()));
+        assert_eq!(store.keep(), Ok(()));
+        let message = store.keep().unwrap_err().to_string();
+        assert!(message.contains("more than 5 links"), "{message}");
+        assert_eq!((store.path(0), store.path(1)), (&[7, 8][..], &[7, 8][..]));
+        // Indexes have 32 bits, however large the memory.
+        assert_eq!(PathStore::new(0, u64::MAX).ports_max, u32::MAX as usize);
+    }
+
+    #[test]
+    fn a_path_table_beyond_32_bits_is_refused() {
+        let toml = "edges = [[0, 1]]\nhosts = [0, 1]\n[switch]\nport_rate = 1e9\n[[flow]]\n\
+                    graph = [[0, 1]]\ntraffic = { size = 1 }\n";
+        let config = crate::config::read(Doc::parse("t.toml", toml.as_bytes())).unwrap();
+        let mut builder = Builder::new(config.scenario, Execution::default()).unwrap();
+        builder.net.stride = 4;
+        assert_eq!(builder.check_memory(&[], (1 << 29) - 1), Ok(()));
+        let message = builder.check_memory(&[], 1 << 29).unwrap_err().to_string();
+        assert!(
+            message.contains("536870912 paths of up to 3 links"),
+            "{message}"
+        );
     }
 }

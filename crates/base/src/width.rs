@@ -91,6 +91,16 @@ pub fn floor_u32(x: f64) -> u32 {
     x as u32
 }
 
+/// The `f32` nearest to `x`; infinite if it is beyond their range.
+#[inline]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the caller asks for fewer digits"
+)]
+pub fn nearest_f32(x: f64) -> f32 {
+    x as f32
+}
+
 /// Nanoseconds of `duration`; the maximum, 584 years, if it is longer.
 #[inline]
 pub fn nanos(duration: Duration) -> u64 {
@@ -126,6 +136,7 @@ mod tests {
         assert_eq!((round_u64(1.5), floor_u64(1.9)), (2, 1));
         assert_eq!((round_u64(-1.0), round_u64(f64::NAN)), (0, 0));
         assert_eq!((round_u64(1e30), floor_u32(1e10)), (u64::MAX, u32::MAX));
+        assert_eq!((nearest_f32(0.5), nearest_f32(1e300)), (0.5, f32::INFINITY));
         assert_eq!(nanos(Duration::MAX), u64::MAX);
         assert_eq!(nanos(Duration::from_micros(3)), 3_000);
     }

@@ -1,6 +1,7 @@
 //! Active queue management: drops or marks of arriving packets before the queue is full.
 
 use slipstream_base::mix;
+use slipstream_base::width::nearest_f32;
 
 /// The rule that drops or marks at a port before the queue is full.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -88,11 +89,11 @@ impl Aqm {
                     // The average decays as if this many packets had found the queue empty (the
                     // paper's m, section 4, with this packet's size).
                     let m = at.idle_ns / at.packet_ns.max(1);
-                    *average = (f64::from(*average) * power(1.0 - weight, m)) as f32;
+                    *average = nearest_f32(f64::from(*average) * power(1.0 - weight, m));
                 }
                 let old = f64::from(*average);
                 let average_now = old + weight * (f64::from(at.waiting) - old);
-                *average = average_now as f32;
+                *average = nearest_f32(average_now);
                 let share = average_now / f64::from(at.capacity.max(1));
                 if share < min {
                     return Verdict::Pass;

@@ -10,6 +10,8 @@
 //! Bytes count while they wait: a packet leaves the accounts when its service starts, as everywhere
 //! in this crate.
 
+use slipstream_base::width::{floor_u64, to_u32, to_u64};
+
 use crate::event::{EventKind, NetEvent};
 use crate::fabric::ShardPorts;
 use crate::net::{Net, Place, Step, serialization_ns};
@@ -98,7 +100,7 @@ pub(crate) fn quanta_ns(quanta: u32, bits_per_s: u64) -> u64 {
 /// et al. 2015, section 4, t_flight: these parts, without the interface's response time).
 pub fn headroom_bytes(bits_per_s: u64, delay_ns: u64, packet_bytes: u64) -> u64 {
     let in_flight = u128::from(bits_per_s) * u128::from(2 * delay_ns);
-    in_flight.div_ceil(8_000_000_000) as u64 + 2 * packet_bytes + PAUSE_BYTES
+    to_u64(in_flight.div_ceil(8_000_000_000)) + 2 * packet_bytes + PAUSE_BYTES
 }
 
 /// The rules of all switches.
@@ -186,7 +188,7 @@ impl ShardPorts {
                 let free = shared
                     .bytes
                     .saturating_sub(self.memories[memory as usize].used);
-                (alpha * free as f64) as u64
+                floor_u64(alpha * free as f64)
             }
             None => u64::MAX,
         }
@@ -313,13 +315,13 @@ impl ShardPorts {
         let rate = net.classes[at.link_class as usize].bits_per_s;
         let due = now + quanta_ns(pfc.refresh.into(), rate).max(1);
         at.refresh_at[class] = due;
-        let me = Step::new(self.shard as u32, Place::Ingress, ingress as usize);
-        self.schedule(due, EventKind::Timer, me.0, class as u32);
+        let me = Step::new(to_u32(self.shard), Place::Ingress, ingress as usize);
+        self.schedule(due, EventKind::Timer, me.0, to_u32(class));
     }
 
     /// Handles a scheduled refresh.
     pub(crate) fn on_refresh(&mut self, net: &Net, now: u64, event: NetEvent) {
-        let (ingress, class) = (Step(event.what).index() as u32, event.seq as usize);
+        let (ingress, class) = (to_u32(Step(event.what).index()), event.seq as usize);
         let at = &self.ingresses[ingress as usize];
         let Some(pfc) = net.rules.pfc else { return };
         // The pause may have ended, and another started, since this was scheduled.
@@ -395,7 +397,7 @@ impl ShardPorts {
         };
         let upstream = at.upstream;
         let mut event = NetEvent::local(EventKind::Pause, time, upstream.0, quanta);
-        event.meta |= class as u32;
+        event.meta |= to_u32(class);
         self.deliver_local(upstream, time, event);
     }
 }

@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use slipstream_base::mix;
+use slipstream_base::width::{round_u64, to_u32};
 
 use crate::topology::Host;
 
@@ -168,7 +169,7 @@ impl Collective {
                 let after = if round == 0 {
                     Vec::new()
                 } else {
-                    vec![((round - 1) * n + (i + n - 1) % n) as u32]
+                    vec![to_u32((round - 1) * n + (i + n - 1) % n)]
                 };
                 steps.push(Step {
                     src,
@@ -193,7 +194,7 @@ impl Collective {
             .iter()
             .map(|&h| step(h, hosts[0], Vec::new()))
             .collect();
-        let all: Vec<u32> = (0..n as u32 - 1).collect();
+        let all: Vec<u32> = (0..to_u32(n - 1)).collect();
         steps.extend(hosts[1..].iter().map(|&h| step(hosts[0], h, all.clone())));
         steps
     }
@@ -204,8 +205,8 @@ impl Collective {
         let n = hosts.len();
         let children = |i: usize| [2 * i + 1, 2 * i + 2].into_iter().filter(move |&c| c < n);
         // Step i − 1 sends host i's sum up; step n − 1 + i − 1 sends the result down to it.
-        let up = |i: usize| (i - 1) as u32;
-        let down = |i: usize| (n - 1 + i - 1) as u32;
+        let up = |i: usize| to_u32(i - 1);
+        let down = |i: usize| to_u32(n - 1 + i - 1);
         let mut steps = Vec::with_capacity(2 * (n - 1));
         for i in 1..n {
             steps.push(Step {
@@ -246,7 +247,7 @@ impl Collective {
                     Vec::new()
                 } else {
                     let partner = i ^ (1 << (round - 1));
-                    vec![((round - 1) * n + partner) as u32]
+                    vec![to_u32((round - 1) * n + partner)]
                 };
                 steps.push(Step {
                     src,
@@ -277,7 +278,7 @@ impl Collective {
                 steps.push(Step {
                     src,
                     dst: hosts[j],
-                    bytes: ((sent * weight / sum).round() as u64).max(1),
+                    bytes: round_u64(sent * weight / sum).max(1),
                     after: Vec::new(),
                 });
             }

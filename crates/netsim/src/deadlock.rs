@@ -7,6 +7,8 @@
 
 use std::collections::HashMap;
 
+use slipstream_base::width::{to_u8, to_u32};
+
 use crate::buffer::{NO_INGRESS, PFC_CLASSES};
 use crate::net::{Net, Step};
 use crate::shard::Shard;
@@ -31,8 +33,8 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
     let mut paused: HashMap<(Step32, u8), Key> = HashMap::new();
     for (s, shard) in shards.iter().enumerate() {
         for (i, ingress) in shard.fabric.ingresses.iter().enumerate() {
-            for class in (0..PFC_CLASSES as u8).filter(|c| ingress.off >> c & 1 == 1) {
-                paused.insert((ingress.upstream.0, class), (s, i as u32, class));
+            for class in (0..to_u8(PFC_CLASSES)).filter(|c| ingress.off >> c & 1 == 1) {
+                paused.insert((ingress.upstream.0, class), (s, to_u32(i), class));
             }
         }
     }
@@ -43,14 +45,15 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
     let mut waits: HashMap<Key, Vec<Option<Key>>> = HashMap::new();
     for (s, shard) in shards.iter().enumerate() {
         for (index, port) in shard.fabric.scheduled.iter().enumerate() {
-            let step = Step::new(s as u32, crate::net::Place::Scheduled, index);
+            let step = Step::new(to_u32(s), crate::net::Place::Scheduled, index);
             for (class, at) in port.waiting_rows() {
                 let ingress = net.ingress_at(at as usize);
                 if ingress == NO_INGRESS || class >= PFC_CLASSES {
                     continue;
                 }
-                let key = (s, ingress, class as u8);
-                let stopped_by = paused.get(&(step.0, class as u8)).copied();
+                let class = to_u8(class);
+                let key = (s, ingress, class);
+                let stopped_by = paused.get(&(step.0, class)).copied();
                 let list = waits.entry(key).or_default();
                 if !list.contains(&stopped_by) {
                     list.push(stopped_by);

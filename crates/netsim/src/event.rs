@@ -1,5 +1,6 @@
 //! The 16-byte event. A packet *is* its event: no other memory is used for it.
 
+use slipstream_base::width::{low_u32, to_u32};
 use slipstream_des::Timed;
 
 /// Kinds of events. Packets first, then events local to a shard.
@@ -102,7 +103,7 @@ impl NetEvent {
     /// An event that is not a packet.
     pub(crate) fn local(kind: EventKind, time: u64, what: u32, seq: u32) -> NetEvent {
         NetEvent {
-            t: time as u32,
+            t: low_u32(time),
             what,
             seq,
             meta: (kind as u32) << 24,
@@ -138,7 +139,7 @@ impl NetEvent {
     /// Turns a packet around: it continues at `hop` of `row`.
     pub(crate) fn turn(&mut self, row: u32, hop: usize) {
         let kept = self.meta & !(0xff << 16 | 0xf << 24);
-        self.meta = kept | (hop as u32) << 16 | (EventKind::Return as u32) << 24;
+        self.meta = kept | to_u32(hop) << 16 | (EventKind::Return as u32) << 24;
         self.what = row;
     }
 
@@ -157,7 +158,7 @@ impl NetEvent {
 /// The 64-bit number nearest to `near` whose low half is `low`.
 #[inline]
 pub(crate) fn widen(low: u32, near: u64) -> u64 {
-    let ahead = low.wrapping_sub(near as u32) as i32;
+    let ahead = low.wrapping_sub(low_u32(near)).cast_signed();
     near.wrapping_add_signed(i64::from(ahead))
 }
 

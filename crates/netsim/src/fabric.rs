@@ -6,6 +6,7 @@
 //! small ring per port, read only when the port is busy.
 
 use slipstream_base::mix;
+use slipstream_base::width::{low_u32, to_u32};
 use slipstream_des::Wheel;
 
 use crate::aqm::{Aqm, Verdict};
@@ -88,13 +89,13 @@ impl Rings {
     #[inline]
     fn trim(&self, port: &mut Port, now: u64) {
         // Times wrap at 32 bits, so their difference decides. It is valid up to 2^31 ns.
-        let started = |start: u32| start.wrapping_sub(now as u32) as i32 <= 0;
+        let started = |start: u32| start.wrapping_sub(low_u32(now)).cast_signed() <= 0;
         if port.ring_log == 0 {
             let len = port.len as usize;
             let gone = port.starts[..len].iter().take_while(|s| started(**s));
             let gone = gone.count();
             port.starts.copy_within(gone..len, 0);
-            port.len -= gone as u32;
+            port.len -= to_u32(gone);
             return;
         }
         let mask = (1u32 << port.ring_log) - 1;
@@ -113,11 +114,11 @@ impl Rings {
             self.make_room(port, now);
         }
         if port.ring_log == 0 {
-            port.starts[port.len as usize] = start as u32;
+            port.starts[port.len as usize] = low_u32(start);
         } else {
             let mask = (1u32 << port.ring_log) - 1;
             let at = port.starts[HEAD].wrapping_add(port.len) & mask;
-            self.slots[(port.starts[RING] + at) as usize] = start as u32;
+            self.slots[(port.starts[RING] + at) as usize] = low_u32(start);
         }
         port.len += 1;
     }
@@ -140,7 +141,7 @@ impl Rings {
             self.free.resize(log as usize + 1, Vec::new());
         }
         let ring = self.free[log as usize].pop().unwrap_or_else(|| {
-            let ring = self.slots.len() as u32;
+            let ring = to_u32(self.slots.len());
             self.slots.resize(self.slots.len() + (1 << log), 0);
             ring
         });
@@ -347,7 +348,7 @@ impl ShardPorts {
     /// Schedules the arrival at the step after `at`.
     #[inline]
     pub(crate) fn send_on(&mut self, net: &Net, arrival: u64, mut event: NetEvent, at: usize) {
-        event.t = arrival as u32;
+        event.t = low_u32(arrival);
         event.next_hop();
         let next = net.steps[at + 1].shard();
         if next == self.shard {
@@ -385,7 +386,8 @@ impl ShardPorts {
         // Only the ramp counts bytes; the other rules need no 128-bit division per packet.
         let backlog = match aqm {
             Aqm::EcnRamp { .. } => {
-                (u128::from(backlog_ns) * u128::from(rate) / 8_000_000_000) as u64
+                let bytes = u128::from(backlog_ns) * u128::from(rate) / 8_000_000_000;
+                u64::try_from(bytes).unwrap_or(u64::MAX)
             }
             _ => 0,
         };

@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use slipstream_base::mix;
+use slipstream_base::width::to_u32;
 use slipstream_des::Wheel;
 
 use crate::aqm::Aqm;
@@ -82,7 +83,7 @@ impl Builder {
             .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
             .min()
             .unwrap_or(64)
-            .min(PAUSE_BYTES as u32)
+            .min(to_u32(PAUSE_BYTES))
             .min(trimmed.unwrap_or(u32::MAX));
         let ack_min = scenario.flows.iter().map(|f| f.ack_bytes).min();
         let hop = |l: &LinkClass, bytes: u32| {
@@ -230,7 +231,7 @@ impl Builder {
         };
         for (i, flow) in flows.iter().enumerate() {
             let (sender, receiver) = endpoints[i];
-            maker.add(&mut shards, i as u32, flow, (sender, receiver), rows[i]);
+            maker.add(&mut shards, to_u32(i), flow, (sender, receiver), rows[i]);
             let shard = &mut shards[sender.shard()];
             if flow.after.is_empty() {
                 shard
@@ -239,7 +240,7 @@ impl Builder {
             } else {
                 shard
                     .waiting
-                    .insert(sender.0, (flow.after.len() as u32, flow.start_ns));
+                    .insert(sender.0, (to_u32(flow.after.len()), flow.start_ns));
                 for after in &flow.after {
                     let until = after.until.of(&flows[after.flow as usize]);
                     shard
@@ -407,7 +408,7 @@ impl Builder {
                 steps.push(endpoints[i].0);
                 self.net.row_class.push(flows[i].answer_class);
                 let back = self.net.add_row(&steps);
-                self.net.back[row as usize] = (back, path.len() as u32);
+                self.net.back[row as usize] = (back, to_u32(path.len()));
             }
         }
         Ok(())
@@ -450,7 +451,7 @@ impl Builder {
                     current[i] = pair;
                     reroutes.push(Reroute {
                         at_ns,
-                        flow: i as u32,
+                        flow: to_u32(i),
                         rows: pair,
                     });
                 } else {
@@ -534,7 +535,7 @@ impl Builder {
                 node,
                 ..Memory::default()
             });
-            *known = memories.len() as u32;
+            *known = to_u32(memories.len());
         }
         *known - 1
     }
@@ -555,12 +556,12 @@ impl Builder {
             }
             // A link that leads into a switch has a single ingress there.
             if self.ingress_of[upstream as usize] == 0 {
-                let shard = steps[i].shard() as u32;
+                let shard = to_u32(steps[i].shard());
                 let memory = self.memory(shard, node);
                 let class = link_class(&self.scenario.topology, upstream);
                 let ingresses = &mut self.fabrics[shard as usize].ingresses;
                 ingresses.push(Ingress::new(steps[i - 1], memory, class));
-                self.ingress_of[upstream as usize] = ingresses.len() as u32;
+                self.ingress_of[upstream as usize] = to_u32(ingresses.len());
             }
             self.net.ingress[row_at + i] = self.ingress_of[upstream as usize] - 1;
         }
@@ -589,7 +590,7 @@ impl Builder {
         };
         let spec = PortSpec {
             class,
-            delay_ns: self.net.classes[class as usize].delay_ns as u32,
+            delay_ns: to_u32(self.net.classes[class as usize].delay_ns),
             capacity,
             aqm: u8::from(managed),
         };
@@ -816,14 +817,14 @@ impl EndpointMaker<'_> {
                 let pacers = &mut shards[receiver.shard()].pacers;
                 let net = self.net;
                 let pacer = *self.pacer_of.entry(flow.dst).or_insert_with(|| {
-                    let me = Step::new(receiver.shard() as u32, Place::Host, pacers.len());
+                    let me = Step::new(to_u32(receiver.shard()), Place::Host, pacers.len());
                     let packet = flow.packet_bytes + flow.header_bytes;
                     pacers.push(Pacer::new(me, net.serialization(0, packet)));
                     pacers.len() - 1
                 });
                 shards[receiver.shard()]
                     .ndp_receivers
-                    .push(NdpReceiver::new(setup, pacer as u32));
+                    .push(NdpReceiver::new(setup, to_u32(pacer)));
             }
             Transport::Packets => {
                 let arrivals = match flow.demand {
@@ -944,7 +945,7 @@ impl PathStore {
             (flow.dst, flow.src)
         };
         let mut rows = Rows {
-            first: self.ends.len() as u32,
+            first: to_u32(self.ends.len()),
             count: 1,
         };
         match &flow.paths {
@@ -1012,7 +1013,7 @@ impl PathStore {
             )));
         }
         self.ports.extend_from_slice(&self.path);
-        self.ends.push(self.ports.len() as u32);
+        self.ends.push(to_u32(self.ports.len()));
         self.longest = self.longest.max(self.path.len());
         Ok(())
     }
@@ -1196,10 +1197,10 @@ fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
     let mut next: Vec<Vec<u32>> = vec![Vec::new(); flows.len()];
     for (i, flow) in flows.iter().enumerate() {
         for after in &flow.after {
-            next[after.flow as usize].push(i as u32);
+            next[after.flow as usize].push(to_u32(i));
         }
     }
-    let mut ready: Vec<u32> = (0..flows.len() as u32)
+    let mut ready: Vec<u32> = (0..to_u32(flows.len()))
         .filter(|&i| left[i as usize] == 0)
         .collect();
     let mut seen = 0;

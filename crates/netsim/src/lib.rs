@@ -13,6 +13,15 @@
 //! Modules in reading order: [`scenario`] (a run), [`topology`] and [`route`] (paths of packets),
 //! `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (senders and
 //! receivers), `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`].
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod aqm;

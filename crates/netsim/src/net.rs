@@ -1,5 +1,7 @@
 //! Read-only data that all shards share: the path table and the links' arithmetic.
 
+use slipstream_base::width::{to_u32, to_u64};
+
 use crate::buffer::{NO_INGRESS, Rules};
 use crate::failure::OutageMap;
 use crate::scheduled::Discipline;
@@ -61,7 +63,7 @@ impl Step {
 
     pub(crate) fn new(shard: u32, place: Place, index: usize) -> Step {
         assert!(shard < SHARDS_MAX && index < INDEX_MAX, "{shard} {index}");
-        Step(shard << 24 | (place as u32) << 20 | index as u32)
+        Step(shard << 24 | (place as u32) << 20 | to_u32(index))
     }
 
     #[inline]
@@ -89,7 +91,7 @@ pub(crate) struct LinkClass {
 
 /// Transmission time of `bytes` on a link: ⌈8·bytes·10⁹ / rate⌉ ns.
 pub(crate) fn serialization_ns(bytes: u64, bits_per_s: u64) -> u64 {
-    (u128::from(bytes) * 8_000_000_000).div_ceil(u128::from(bits_per_s)) as u64
+    to_u64((u128::from(bytes) * 8_000_000_000).div_ceil(u128::from(bits_per_s)))
 }
 
 /// The path table and link arithmetic, shared by all shards.
@@ -163,6 +165,6 @@ impl Net {
         debug_assert!(steps.len() <= self.stride);
         self.steps.extend_from_slice(steps);
         self.steps.resize((row + 1) * self.stride, Step::NONE);
-        row as u32
+        to_u32(row)
     }
 }

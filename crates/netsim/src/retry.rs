@@ -6,6 +6,8 @@
 //! volume 1, section 9.7.6.1.3: Local ACK Timeout, 4.096 us times a power of two). A shorter
 //! timeout retransmits packets that are not lost.
 
+use slipstream_base::width::{floor_u64, to_u32};
+
 use crate::layout::link_class;
 use crate::net::{LinkClass, serialization_ns};
 use crate::scenario::{Flow, Ndp, Roce, Scenario, Transport};
@@ -70,7 +72,7 @@ impl<'a> QueueBounds<'a> {
             let bytes = wire_bytes(flow);
             paths(i, &mut |path| {
                 for &port in path {
-                    bounds.uses[port as usize].add(i as u32 + 1, flow, bytes);
+                    bounds.uses[port as usize].add(to_u32(i) + 1, flow, bytes);
                 }
             });
         }
@@ -126,7 +128,7 @@ impl<'a> QueueBounds<'a> {
         let first = self.classes[usize::from(self.scenario.links.host.is_none())];
         let rate = roce
             .dcqcn
-            .map_or(first.bits_per_s, |d| d.rate_bits_per_s_min as u64);
+            .map_or(first.bits_per_s, |d| floor_u64(d.rate_bits_per_s_min));
         let burst = wire.saturating_mul(u64::from(roce.ack_every));
         let answer = drain_ns(burst, rate.max(1));
         round_up(self.round_trip_ns(paths).saturating_add(answer))

@@ -4,6 +4,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use slipstream_base::mix;
+use slipstream_base::width::to_u32;
 
 use crate::topology::{Host, Node, PortId, Topology};
 
@@ -66,7 +67,7 @@ impl<'a> Router<'a> {
         while at != to {
             self.topology.neighbors(at, &mut near);
             near.retain(|&n| distance[n as usize] < distance[at as usize] && self.is_up(at, n));
-            let n = near.len() as u32;
+            let n = to_u32(near.len());
             at = near[if n > 1 { pick(n) } else { 0 } as usize];
             path.push(at);
         }
@@ -145,7 +146,7 @@ impl<'a> Router<'a> {
         let mut choice = 0;
         let mut by_hash = |n: u32| {
             choice += 1;
-            mix::below(mix::draw(key, choice), u64::from(n)) as u32
+            to_u32(mix::below(mix::draw(key, choice), u64::from(n)))
         };
         let mut first = |_: u32| 0;
         // Sprayed packets take the paths in turn: the digits of the index choose the hops. The
@@ -153,7 +154,7 @@ impl<'a> Router<'a> {
         let (mut paths, mut level) = (1u32, 0);
         let mut in_turn = |n: u32| {
             level += 1;
-            let turn = mix::below(mix::draw(hash, level), u64::from(n)) as u32;
+            let turn = to_u32(mix::below(mix::draw(hash, level), u64::from(n)));
             let digit = index / paths % n;
             paths = paths.saturating_mul(n);
             (digit + turn) % n

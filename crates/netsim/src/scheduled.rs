@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
+use slipstream_base::width::{floor_u64, to_u32};
 
 use crate::aqm::{Arrival, Verdict};
 use crate::buffer::{LASTING, NO_SWITCH, PFC_CLASSES, RUN_OUT, quanta_ns};
@@ -209,7 +210,7 @@ impl Scheduled {
                 c.tag
             }
             Discipline::VirtualClockBits(vticks) => {
-                let ns = (vticks[class] * 8e9 * size as f64) as u64;
+                let ns = floor_u64(vticks[class] * 8e9 * size as f64);
                 c.tag = c.tag.max(now).saturating_add(ns);
                 c.tag
             }
@@ -348,7 +349,7 @@ impl ShardPorts {
         }
         let tag = port.tag(&net.discipline, class, now, u64::from(size));
         let queue = &mut port.classes[class];
-        queue.queue.push_back((event, at as u32, now, tag));
+        queue.queue.push_back((event, to_u32(at), now, tag));
         queue.bytes += u64::from(size);
         port.waiting += 1;
         port.waiting_bytes += u64::from(size);
@@ -410,7 +411,7 @@ impl ShardPorts {
                 let end = now + quanta_ns(event.seq, rate).max(1);
                 port.paused_until[class] = end;
                 let mut event = NetEvent::local(EventKind::Pause, end, step.0, RUN_OUT);
-                event.meta |= class as u32;
+                event.meta |= to_u32(class);
                 self.wheel.push(end, event);
             }
         } else if port.paused & bit != 0 {

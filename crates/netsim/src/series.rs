@@ -1,5 +1,7 @@
 //! Samples of every port at equal intervals: backlog and link utilization.
 
+use slipstream_base::width::{nearest_f32, to_u32, to_u64};
+
 use crate::net::{Net, Place, Step};
 use crate::shard::Shard;
 use crate::topology::{PortId, Tier, Topology};
@@ -98,7 +100,7 @@ impl Sampler {
                 (Place::Trim, &f.trim_ids),
             ] {
                 let steps = ids.iter().enumerate();
-                ports.extend(steps.map(|(i, &id)| (id, Step::new(s as u32, place, i))));
+                ports.extend(steps.map(|(i, &id)| (id, Step::new(to_u32(s), place, i))));
             }
         }
         ports.sort_unstable_by_key(|p| p.0);
@@ -181,7 +183,7 @@ impl Sampler {
             let rate = net.classes[class as usize].bits_per_s;
             let left = u128::from(busy.saturating_sub(now)) * u128::from(rate);
             // A FIFO port counts bytes at acceptance; the others when service starts.
-            let left = ((left / 8_000_000_000) as u64).min(bytes);
+            let left = to_u64((left / 8_000_000_000).min(u128::from(bytes)));
             let count = Count {
                 sent: bytes - left,
                 drops,
@@ -189,11 +191,13 @@ impl Sampler {
             };
             let before = std::mem::replace(&mut self.before[i], count);
             let sent = count.sent.saturating_sub(before.sent);
+            let utilization = sent as f64 * 8e9 / (rate as f64 * span as f64);
+            let (drops, marks) = (count.drops - before.drops, count.marks - before.marks);
             let sample = PortSample {
                 backlog_bytes: left + waiting,
-                utilization: (sent as f64 * 8e9 / (rate as f64 * span as f64)).min(1.0) as f32,
-                drops: (count.drops - before.drops) as u32,
-                marks: (count.marks - before.marks) as u32,
+                utilization: nearest_f32(utilization.min(1.0)),
+                drops: u32::try_from(drops).unwrap_or(u32::MAX),
+                marks: u32::try_from(marks).unwrap_or(u32::MAX),
             };
             let t = &mut tiers[tier as usize];
             t.ports += 1;
@@ -201,8 +205,8 @@ impl Sampler {
             t.backlog_bytes_max = t.backlog_bytes_max.max(sample.backlog_bytes);
             t.utilization_mean += f64::from(sample.utilization);
             t.utilization_max = t.utilization_max.max(sample.utilization);
-            t.drops += u64::from(sample.drops);
-            t.marks += u64::from(sample.marks);
+            t.drops += drops;
+            t.marks += marks;
             if keep {
                 self.series.samples.push(sample);
             }

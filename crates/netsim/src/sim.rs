@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use slipstream_base::width::to_u32;
 use slipstream_des::{Spin, WindowBarrier};
 
 use crate::deadlock::{self, Deadlock};
@@ -319,7 +320,7 @@ impl Simulation {
         }
         let count = self.shards.len();
         let threads = (execution.threads as usize).min(count);
-        self.threads = self.threads.max(threads as u32);
+        self.threads = self.threads.max(to_u32(threads));
         let events = self.events();
         let shared = RunThreads {
             net: &self.net,
@@ -345,7 +346,7 @@ impl Simulation {
             events: AtomicU64::new(events),
             end: AtomicU64::new(0),
             windows: AtomicU64::new(0),
-            barrier: WindowBarrier::new(threads as u32, execution.spin),
+            barrier: WindowBarrier::new(to_u32(threads), execution.spin),
         };
         shared
             .end

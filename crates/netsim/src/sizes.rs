@@ -1,6 +1,7 @@
 //! Distributions of flow sizes.
 
 use slipstream_base::mix;
+use slipstream_base::width::round_u64;
 
 /// Sizes by cumulative probability, linear between the points.
 #[derive(Clone, Debug, PartialEq)]
@@ -140,7 +141,7 @@ impl Sizes {
             (Some((a, _)), None) => a,
             (None, None) => 1.0,
         };
-        (bytes.round() as u64).max(1)
+        round_u64(bytes).max(1)
     }
 
     /// Sample number `index` of the stream `seed`.

@@ -3,6 +3,8 @@
 //! A regular topology is a few numbers: ports and neighbors are computed, not stored. A fat-tree
 //! with k = 96 costs as much to create as one with k = 4.
 
+use slipstream_base::width::{to_u8, to_u32};
+
 use crate::error::Error;
 use crate::scenario::Link;
 
@@ -314,7 +316,7 @@ impl Graph {
                 let Ok(place) = self.neighbors(from).binary_search(&to) else {
                     return Err(Error::Topology(format!("there is no edge [{a}, {b}]")));
                 };
-                self.own_of[self.first[from as usize] as usize + place] = at as u8 + 1;
+                self.own_of[self.first[from as usize] as usize + place] = to_u8(at) + 1;
             }
         }
         Ok(self)
@@ -344,16 +346,16 @@ impl Graph {
                     .chunks(period)
                     .all(|c| c == &self.hosts[..period]);
             return repeats.then_some(Grid {
-                switches: period as u32,
-                per_switch: (hosts / period) as u32,
+                switches: to_u32(period),
+                per_switch: to_u32(hosts / period),
                 order: HostOrder::ByOrdinal,
             });
         }
         let even = hosts.is_multiple_of(run)
             && self.hosts.chunks(run).all(|c| c.iter().all(|&n| n == c[0]));
         even.then_some(Grid {
-            switches: (hosts / run) as u32,
-            per_switch: run as u32,
+            switches: to_u32(hosts / run),
+            per_switch: to_u32(run),
             order: HostOrder::BySwitch,
         })
     }
@@ -409,7 +411,7 @@ impl Graph {
                  links; at most {HOSTS_MAX} and {EDGES_MAX} are supported"
             )));
         }
-        let groups = groups as u32;
+        let groups = to_u32(groups);
         let mut edges = Vec::new();
         for g in 0..groups {
             for i in 0..a {
@@ -463,7 +465,8 @@ impl Graph {
                  nics_per_asw); use a multiple of {segment}"
             )));
         }
-        let leaves = gpus / segment as u32 * per_server;
+        let segment = to_u32(segment);
+        let leaves = gpus / segment * per_server;
         let links = u64::from(leaves) * u64::from(spines);
         if links > EDGES_MAX {
             return Err(Error::Topology(format!(
@@ -474,7 +477,7 @@ impl Graph {
         let edges: Vec<_> = (0..leaves)
             .flat_map(|leaf| (0..spines).map(move |s| (leaf, leaves + s, Tier::Edge)))
             .collect();
-        let leaf = |gpu: u32| gpu / segment as u32 * per_server + gpu % per_server;
+        let leaf = |gpu: u32| gpu / segment * per_server + gpu % per_server;
         Graph::new(&edges, (0..gpus).map(leaf).collect()).map(Graph::with_numbered_hosts)
     }
 
@@ -513,7 +516,7 @@ impl Topology {
         match self {
             Topology::FatTree(t) => t.k * t.k + t.k * t.k / 4,
             Topology::LeafSpine(t) => t.leaves + t.spines,
-            Topology::Graph(g) => g.first.len() as u32 - 1,
+            Topology::Graph(g) => to_u32(g.first.len()) - 1,
         }
     }
 
@@ -522,7 +525,7 @@ impl Topology {
         match self {
             Topology::FatTree(t) => t.k * t.half() * t.hosts_per_edge,
             Topology::LeafSpine(t) => t.leaves * t.hosts_per_leaf,
-            Topology::Graph(g) => g.hosts.len() as u32,
+            Topology::Graph(g) => to_u32(g.hosts.len()),
         }
     }
 
@@ -531,7 +534,7 @@ impl Topology {
         match self {
             Topology::FatTree(t) => t.k * t.ports_per_pod(),
             Topology::LeafSpine(t) => t.leaves * t.ports_per_leaf(),
-            Topology::Graph(g) => (g.to.len() + 2 * g.hosts.len()) as u32,
+            Topology::Graph(g) => to_u32(g.to.len() + 2 * g.hosts.len()),
         }
     }
 
@@ -628,7 +631,7 @@ impl Topology {
             }
             Topology::Graph(g) => {
                 let at = g.neighbors(from).binary_search(&to).ok()?;
-                Some(g.first[from as usize] + at as u32)
+                Some(g.first[from as usize] + to_u32(at))
             }
         }
     }
@@ -641,7 +644,7 @@ impl Topology {
                 let (leaf, slot) = (host / t.hosts_per_leaf, host % t.hosts_per_leaf);
                 leaf * t.ports_per_leaf() + 2 * t.spines + t.hosts_per_leaf + slot
             }
-            Topology::Graph(g) => (g.to.len() + 2 * host as usize) as u32,
+            Topology::Graph(g) => to_u32(g.to.len() + 2 * host as usize),
         }
     }
 
@@ -653,7 +656,7 @@ impl Topology {
                 let (leaf, slot) = (host / t.hosts_per_leaf, host % t.hosts_per_leaf);
                 leaf * t.ports_per_leaf() + 2 * t.spines + slot
             }
-            Topology::Graph(g) => (g.to.len() + 2 * host as usize + 1) as u32,
+            Topology::Graph(g) => to_u32(g.to.len() + 2 * host as usize + 1),
         }
     }
 
@@ -717,11 +720,11 @@ impl Topology {
             }
             Topology::Graph(g) => {
                 if let Some(rest) = (port as usize).checked_sub(g.to.len()) {
-                    let host = rest as u32 / 2;
+                    let host = to_u32(rest / 2);
                     let (h, n) = (End::Host(host), End::Node(g.hosts[host as usize]));
                     if rest % 2 == 0 { (h, n) } else { (n, h) }
                 } else {
-                    let from = g.first.partition_point(|&f| f <= port) as u32 - 1;
+                    let from = to_u32(g.first.partition_point(|&f| f <= port)) - 1;
                     (End::Node(from), End::Node(g.to[port as usize]))
                 }
             }
@@ -775,11 +778,9 @@ impl Topology {
     pub fn host_named(&self, number: u32) -> Option<Host> {
         match self {
             // A linear search: such graphs are small.
-            Topology::Graph(g) if !g.numbered => g
-                .hosts
-                .iter()
-                .position(|&node| node == number)
-                .map(|h| h as Host),
+            Topology::Graph(g) if !g.numbered => {
+                g.hosts.iter().position(|&node| node == number).map(to_u32)
+            }
             _ => (number < self.host_count()).then_some(number),
         }
     }

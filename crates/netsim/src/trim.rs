@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
+use slipstream_base::width::low_u32;
 
 use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
 use crate::fabric::{PortSpec, ShardPorts};
@@ -111,9 +112,9 @@ impl ShardPorts {
             self.pass(net, now, event, at, step);
             return;
         }
-        event.t = now as u32;
+        event.t = low_u32(now);
         if event.kind() == EventKind::Data && !event.has(TRIMMED) {
-            if (port.data.len() as u32) < port.data_max {
+            if port.data.len() < port.data_max as usize {
                 port.waiting_bytes += u64::from(event.size());
                 port.data.push_back(event);
             } else {
@@ -155,7 +156,7 @@ impl ShardPorts {
 
     fn queue_header(&mut self, net: &Net, now: u64, step: Step, event: NetEvent) -> bool {
         let port = &mut self.trim_ports[step.index()];
-        if port.headers.len() as u32 >= port.headers_max {
+        if port.headers.len() >= port.headers_max as usize {
             if event.kind() == EventKind::Data && !net.back.is_empty() {
                 self.send_back(net, now, event);
                 return false;
@@ -194,7 +195,7 @@ impl ShardPorts {
         };
         let event = next.expect("a port wakes only for a packet");
         port.waiting_bytes -= u64::from(event.size());
-        let waited = (now as u32).wrapping_sub(event.t);
+        let waited = low_u32(now).wrapping_sub(event.t);
         port.wait_ns_max = port.wait_ns_max.max(waited);
         port.waking = port.waiting() > 0;
         let more = port.waking;

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use slipstream_base::mix;
+use slipstream_base::width::{floor_u32, floor_u64, round_u64, to_u8, to_u32, to_usize};
 use slipstream_config::doc::{Table, Value};
 
 use super::flow_list::{self, Row};
@@ -194,7 +195,8 @@ impl<'a> Reader<'a> {
         let given = RefCell::new(HashSet::new());
         root.any("flow.flow_id", |value| {
             if let Value::Integer(id) = value {
-                given.borrow_mut().insert(*id as u64);
+                // A negative number is an error where the flow is read.
+                given.borrow_mut().extend(u64::try_from(*id));
             }
             false
         });
@@ -258,7 +260,7 @@ impl<'a> Reader<'a> {
         if lists.is_empty() || rising {
             return;
         }
-        let mut order: Vec<u32> = (0..flows.len() as u32).collect();
+        let mut order: Vec<u32> = (0..to_u32(flows.len())).collect();
         order.sort_unstable_by_key(|&i| (flows[i as usize].flow.id, i));
         let place = |i: u32| {
             let list = lists.iter().find_map(|list| {
@@ -301,7 +303,7 @@ impl<'a> Reader<'a> {
         for (waiting, first) in waits {
             match (by_id.get(&waiting), by_id.get(&first)) {
                 (Some(&i), Some(&flow)) => flows[i].flow.after.push(After {
-                    flow: flow as u32,
+                    flow: to_u32(flow),
                     until: Finished::Acknowledged,
                     delay_ns: 0,
                 }),
@@ -562,7 +564,7 @@ impl<'a> Reader<'a> {
             );
             return Vec::new();
         }
-        let count = count as u32;
+        let count = to_u32(count);
         let template = self.read_template(t);
         let set = self.sets.replace(self.sets.get() + 1);
         if hosts < 2 {
@@ -641,7 +643,7 @@ impl<'a> Reader<'a> {
         }
         let gap_ns = arrivals.and_then(Result::ok);
         let first = self.take_ids(first, known);
-        let (mut start, mut flows) = (0.0, Vec::with_capacity(known as usize));
+        let (mut start, mut flows) = (0.0, Vec::with_capacity(to_usize(known)));
         for i in 0..count {
             if known == 0 && i.is_multiple_of(4096) && !self.has_room(t, "span", 4096) {
                 return Vec::new();
@@ -659,7 +661,7 @@ impl<'a> Reader<'a> {
                 if span_ns.is_some_and(|span| start > span as f64) {
                     break;
                 }
-                flow.start_ns = flow.start_ns.saturating_add(start as u64);
+                flow.start_ns = flow.start_ns.saturating_add(floor_u64(start));
             }
             flows.push(made);
         }
@@ -753,13 +755,11 @@ impl<'a> Reader<'a> {
         let routing = read_routing(t);
         let header_bytes = t.get("header_bytes").within(0..=9_000u32).or(0);
         let mut ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
-        let priority = t.get("priority").within(0..=7u32).or(0) as u8;
+        let priority = to_u8(t.get("priority").within(0..=7u32).or(0));
         let has_class = t.has("class") || t.has("answer_class");
-        let class = t.get("class").within(0..=255u32).or(0) as u8;
-        let answer_class = t
-            .get("answer_class")
-            .within(0..=255u32)
-            .or(u32::from(class)) as u8;
+        let class = to_u8(t.get("class").within(0..=255u32).or(0));
+        let answer_class = t.get("answer_class").within(0..=255u32);
+        let answer_class = to_u8(answer_class.or(u32::from(class)));
         let mut answer_priority = priority;
         let duration_s = self.duration_s;
         // NDP sprays by default.
@@ -862,7 +862,7 @@ impl<'a> Reader<'a> {
                 demand,
                 start_ns,
                 routing,
-                packet_bytes: packet_bytes as u32,
+                packet_bytes: floor_u32(packet_bytes),
                 header_bytes,
                 ack_bytes,
                 class,
@@ -961,7 +961,7 @@ impl<'a> Reader<'a> {
                 .get::<u32>("feedback_priority")
                 .within(0..=7u32)
                 .optional()
-                .map(|p| p as u8),
+                .map(to_u8),
             bytes: t.get("ack_size_bytes").within(1..=9_000u32).optional(),
         }
     }
@@ -994,7 +994,7 @@ impl<'a> Reader<'a> {
             t.get::<f64>(key)
                 .within(0.0..=1e18)
                 .optional()
-                .map_or(usual, |time| (time.round() as u64).max(1_000))
+                .map_or(usual, |time| round_u64(time).max(1_000))
         };
         let cut: f64 = t.get("mi_factor").or(0.5);
         if cut != 0.5 {
@@ -1029,7 +1029,7 @@ impl<'a> Reader<'a> {
             rate_bits_per_s_first: first,
         };
         let priority = t.get::<u32>("cnp_priority").within(0..=7u32).optional();
-        (Some(dcqcn), priority.map(|p| p as u8))
+        (Some(dcqcn), priority.map(to_u8))
     }
 }
 
@@ -1057,7 +1057,7 @@ pub(super) fn settle_classes(
     let fifo = queue.discipline == Discipline::Fifo;
     if dialect == Dialect::Days && !fifo {
         for made in made.iter_mut().filter(|made| !made.has_class) {
-            let class = (made.flow.id % classes) as u8;
+            let class = to_u8(made.flow.id % classes);
             (made.flow.class, made.flow.answer_class) = (class, class);
         }
     }
@@ -1074,7 +1074,7 @@ pub(super) fn settle_classes(
         .collect();
     if fifo && used.len() > 1 {
         // Order of arrival, but each priority can be paused separately.
-        queue.discipline = Discipline::PriorityFifo(PFC_CLASSES as u8);
+        queue.discipline = Discipline::PriorityFifo(to_u8(PFC_CLASSES));
         for made in &mut made {
             made.flow.class = made.priority;
             made.flow.answer_class = made.answer_priority;
@@ -1083,7 +1083,7 @@ pub(super) fn settle_classes(
     }
     let mut of_class: [Option<u8>; 256] = [None; 256];
     for made in &made {
-        let last = classes.saturating_sub(1) as u8;
+        let last = to_u8(classes.saturating_sub(1));
         for (class, priority) in [
             (made.flow.class, made.priority),
             (made.flow.answer_class, made.answer_priority),
@@ -1121,7 +1121,7 @@ pub(super) fn append(flows: &mut Vec<ParsedFlow>, mut made: Vec<ParsedFlow>) {
         *flows = made;
         return;
     }
-    let offset = flows.len() as u32;
+    let offset = to_u32(flows.len());
     for made in &mut made {
         for after in &mut made.flow.after {
             after.flow += offset;
@@ -1132,8 +1132,9 @@ pub(super) fn append(flows: &mut Vec<ParsedFlow>, mut made: Vec<ParsedFlow>) {
 
 /// Two different hosts, at random by index.
 fn random_pair(stream: u64, index: u64, hosts: u32) -> (u32, u32) {
-    let src = mix::below(mix::draw(stream, 2 * index), u64::from(hosts)) as u32;
-    let step = mix::below(mix::draw(stream, 2 * index + 1), u64::from(hosts) - 1) as u32;
+    let src = to_u32(mix::below(mix::draw(stream, 2 * index), u64::from(hosts)));
+    let others = u64::from(hosts) - 1;
+    let step = to_u32(mix::below(mix::draw(stream, 2 * index + 1), others));
     (src, (src + 1 + step) % hosts)
 }
 
@@ -1141,7 +1142,7 @@ fn random_pair(stream: u64, index: u64, hosts: u32) -> (u32, u32) {
 fn permutation(stream: u64, hosts: u32) -> Vec<u32> {
     let mut to: Vec<u32> = (0..hosts).collect();
     for i in (1..hosts as usize).rev() {
-        let j = mix::below(mix::draw(stream, i as u64), i as u64) as usize;
+        let j = to_usize(mix::below(mix::draw(stream, i as u64), i as u64));
         to.swap(i, j);
     }
     to

@@ -14,6 +14,7 @@ mod order;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
+use slipstream_base::width::round_u64;
 use slipstream_config::doc::{Diagnostics, Doc, Table};
 
 pub use dialect::Dialect;
@@ -167,7 +168,7 @@ fn refuse_workload(root: &Table<'_>) {
 
 /// Seconds to ns.
 fn ns(seconds: f64) -> u64 {
-    (seconds * 1e9).round() as u64
+    round_u64(seconds * 1e9)
 }
 
 /// Reports `error` about `key`.

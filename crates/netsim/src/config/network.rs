@@ -1,6 +1,6 @@
 //! `[topology]`, `[link]`, `[routing]` and `[switch]`.
 
-use slipstream_base::width::{floor_u64, to_usize};
+use slipstream_base::width::{floor_u32, floor_u64, round_u64, to_u16, to_u32, to_usize};
 use slipstream_config::doc::{Scalar, Table, Value};
 
 use super::{Dialect, note, ns};
@@ -193,7 +193,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
     let edges: Vec<Vec<f64>> = root.get("edges").or(Vec::new());
     let mut pairs = Vec::with_capacity(edges.len());
     for edge in &edges {
-        let node = |n: f64| (n.fract() == 0.0 && (0.0..4e9).contains(&n)).then_some(n as u32);
+        let node = |n: f64| (n.fract() == 0.0 && (0.0..4e9).contains(&n)).then_some(floor_u32(n));
         let ends = match edge[..] {
             [a, b] | [a, b, _] | [a, b, _, _] => node(a).zip(node(b)),
             _ => None,
@@ -219,8 +219,8 @@ fn read_graph(root: &Table<'_>) -> Layout {
         } else if rate.is_some() {
             layout.edges.push(OwnEdge {
                 ends: (a, b),
-                bits_per_s: rate.map(|r| r.round() as u64),
-                delay_ns: delay.map(|d| d.round() as u64),
+                bits_per_s: rate.copied().map(round_u64),
+                delay_ns: delay.copied().map(round_u64),
             });
         }
     }
@@ -281,7 +281,7 @@ fn read_topology(root: &Table<'_>, dialect: Dialect) -> Layout {
                 // Oversubscription r: r hosts per uplink of an edge switch.
                 let hosts = hosts.or_else(|| {
                     t.has("oversubscription")
-                        .then(|| (f64::from(k / 2) * over).round() as u32)
+                        .then(|| floor_u32((f64::from(k / 2) * over).round()))
                 });
                 hosts_given = hosts;
                 (
@@ -434,16 +434,12 @@ fn read_rate(t: &Table<'_>, key: &str) -> Option<u64> {
     t.get::<f64>(key)
         .check(|r| RATES.contains(r), "a rate in bit/s from 1 to 1e15")
         .optional()
-        .map(|r| r.round() as u64)
+        .map(round_u64)
 }
 
 fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Links {
-    let delay_of = |t: &Table<'_>, key: &str| {
-        t.get::<f64>(key)
-            .within(DELAYS)
-            .optional()
-            .map(|d| d.round() as u64)
-    };
+    let delay_of =
+        |t: &Table<'_>, key: &str| t.get::<f64>(key).within(DELAYS).optional().map(round_u64);
     let delay = |t: &Table<'_>| delay_of(t, "propagation_ns");
     if layout.rails.is_some() {
         for key in [
@@ -759,7 +755,7 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
             );
         }
         return Aqm::EcnLimit {
-            packets: (share * f64::from(capacity)).floor() as u32,
+            packets: floor_u32(share * f64::from(capacity)),
         };
     }
     if value.is_none() && !t.has("ecn_threshold") {
@@ -770,7 +766,7 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
         );
     }
     Aqm::EcnThreshold {
-        packets: value.unwrap_or(65.0) as u32,
+        packets: floor_u32(value.unwrap_or(65.0)),
     }
 }
 
@@ -878,7 +874,7 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
             "give `xoff` in bytes, or `switch.shared`",
         );
     }
-    let classes: Vec<u32> = t.get("classes").or((0..PFC_CLASSES as u32).collect());
+    let classes: Vec<u32> = t.get("classes").or((0..to_u32(PFC_CLASSES)).collect());
     if classes.is_empty() || classes.iter().any(|&c| c as usize >= PFC_CLASSES) {
         t.error(
             "classes",
@@ -887,7 +883,7 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
         );
     }
     let quanta: Option<u32> = t.get("quanta").within(1..=0xffff).optional();
-    let quanta = quanta.map(|q| q as u16);
+    let quanta = quanta.map(to_u16);
     if quanta.is_none() && t.has("refresh") {
         t.error(
             "refresh",
@@ -901,7 +897,7 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
         refresh: t
             .get("refresh")
             .within(0..=0xffff)
-            .or(quanta.map_or(0, |q| u32::from(q).div_ceil(2))) as u16,
+            .or(quanta.map_or(0, |q| q.div_ceil(2))),
         xoff_bytes,
         alpha: t.get("alpha").within(1e-3..=1e3).or(1.0),
         xon_gap_bytes: t.get("xon_gap").within(0..=1u64 << 40).or(0),
@@ -1011,7 +1007,7 @@ fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> 
         1 => {
             let must = "1 to 256 whole numbers, the larger first";
             let list = by_class("priorities", vec![1.0], &whole, must);
-            Discipline::StrictPriority(list.iter().map(|&p| p as u32).collect())
+            Discipline::StrictPriority(list.into_iter().map(floor_u32).collect())
         }
         2 => Discipline::Drr(weights()),
         3 => Discipline::Wrr(weights()),
@@ -1024,7 +1020,7 @@ fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> 
         5 => {
             let must = "1 to 256 whole numbers of ns per packet";
             let list = by_class("vticks", vec![1.0], &whole, must);
-            Discipline::VirtualClock(list.iter().map(|&v| v as u64).collect())
+            Discipline::VirtualClock(list.into_iter().map(floor_u64).collect())
         }
         _ => Discipline::Fifo,
     }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use slipstream_base::width::to_u32;
 use slipstream_config::doc::{Scalar, Table, Value};
 
 use super::flows::{ParsedFlow, Reader};
@@ -205,7 +206,7 @@ impl Names<'_> {
             (true, true) => ((0..flows.len()).collect(), Finished::Delivered),
         };
         wait.after.extend(waits_for.into_iter().map(|i| After {
-            flow: (item.flows.start + i) as u32,
+            flow: to_u32(item.flows.start + i),
             until,
             delay_ns,
         }));

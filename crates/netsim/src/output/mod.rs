@@ -12,6 +12,7 @@ pub use json::write_json;
 pub use perfetto::perfetto;
 pub use text::{deadlock_text, text};
 
+use slipstream_base::width::{floor_u64, to_usize};
 use slipstream_report::latency::enough_samples;
 
 use crate::config::Config;
@@ -149,7 +150,7 @@ fn four(mut values: Vec<f64>) -> [f64; 4] {
         return [0.0; 4];
     }
     values.sort_unstable_by(f64::total_cmp);
-    let rank = |p: f64| values[((values.len() as f64 * p).ceil() as usize).max(1) - 1];
+    let rank = |p: f64| values[to_usize(floor_u64((values.len() as f64 * p).ceil())).max(1) - 1];
     let mean = values.iter().sum::<f64>() / values.len() as f64;
     [mean, rank(0.5), rank(0.99), rank(1.0)]
 }

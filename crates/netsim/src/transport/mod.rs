@@ -17,6 +17,7 @@ pub(crate) mod tcp;
 use std::fmt;
 
 use slipstream_base::mix;
+use slipstream_base::width::{floor_u64, round_u64};
 use slipstream_config::doc::Table;
 
 use crate::event::NetEvent;
@@ -249,10 +250,8 @@ impl Paced {
         let gap_s = sample(&self.arrivals.gap_s, self.seed, 2 * self.index + 1);
         self.index += 1;
         // Repeated gaps of 0 ns would stop time.
-        self.next = self
-            .next
-            .saturating_add(((gap_s * 1e9).round() as u64).max(1));
-        let size = (size.max(1.0) as u64).min(self.left);
+        self.next = self.next.saturating_add(round_u64(gap_s * 1e9).max(1));
+        let size = floor_u64(size.max(1.0)).min(self.left);
         if self.left != u64::MAX {
             self.left -= size;
         }

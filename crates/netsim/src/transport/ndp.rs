@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
+use slipstream_base::width::{low_u32, to_u32};
 
 use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
 use crate::fabric::ShardPorts;
@@ -72,9 +73,9 @@ impl Spray {
 
     fn shuffle(&mut self) {
         let draw = mix::draw(self.seed, u64::from(self.round));
-        self.offset = mix::below(draw, u64::from(self.rows)) as u32;
+        self.offset = low_u32(mix::below(draw, u64::from(self.rows)));
         // Any stride coprime to the number of paths visits each path once.
-        let mut stride = (draw as u32 | 1) % self.rows.max(1);
+        let mut stride = (low_u32(draw) | 1) % self.rows.max(1);
         while gcd(stride, self.rows) != 1 {
             stride = (stride + 1) % self.rows.max(2);
         }
@@ -140,7 +141,7 @@ impl Bits {
     fn first_missing(&self) -> u32 {
         let full = self.words.iter().take_while(|&&w| w == u64::MAX).count();
         let rest = self.words.get(full).map_or(0, |w| w.trailing_ones());
-        full as u32 * 64 + rest
+        to_u32(full * 64) + rest
     }
 }
 
@@ -162,7 +163,7 @@ pub(crate) struct NdpSetup {
 
 impl NdpSetup {
     fn packets(&self) -> u32 {
-        self.total.div_ceil(u64::from(self.mtu)) as u32
+        to_u32(self.total.div_ceil(u64::from(self.mtu)))
     }
 }
 
@@ -280,10 +281,10 @@ impl NdpSender {
             }
             _ => {
                 // Pulls are numbered, so one that arrives includes those lost before it.
-                let new = event.seq.wrapping_sub(self.pulled) as i32;
-                if new > 0 {
+                let new = event.seq.wrapping_sub(self.pulled);
+                if new.cast_signed() > 0 {
                     self.pulled = event.seq;
-                    self.credit += new as u32;
+                    self.credit += new;
                 }
             }
         }
@@ -382,7 +383,7 @@ impl NdpSender {
         self.count.bytes += size;
         self.count.retransmitted += u64::from(retransmission);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
-        let wire = size as u32 + self.header;
+        let wire = to_u32(size) + self.header;
         let event = NetEvent::packet(EventKind::Data, self.spray.take(), seq, wire, TRIMMABLE);
         fabric.emit(net, now, event);
     }
@@ -492,7 +493,7 @@ impl NdpReceiver {
                 self.pull(now, fabric, net);
             } else {
                 if self.asked - self.pulls == 1 {
-                    pacer.queue.push_back(self.me.index() as u32);
+                    pacer.queue.push_back(to_u32(self.me.index()));
                 }
                 if !pacer.waiting {
                     pacer.waiting = true;

@@ -1,5 +1,7 @@
 //! Plain packet sources, without acknowledgments.
 
+use slipstream_base::width::{low_u32, to_u32};
+
 use crate::event::{ECT, EventKind, NetEvent};
 use crate::fabric::ShardPorts;
 use crate::layout::Rows;
@@ -64,10 +66,10 @@ impl RawSender {
             while piece > 0 {
                 let size = piece.min(self.packet_bytes);
                 piece -= size;
-                let row = self.row + (self.count.packets % u64::from(self.rows)) as u32;
+                let row = self.row + low_u32(self.count.packets % u64::from(self.rows));
                 let flags = if self.ecn { ECT } else { 0 };
-                let wire = size as u32 + self.header;
-                let event = NetEvent::packet(EventKind::Data, row, self.sent as u32, wire, flags);
+                let wire = to_u32(size) + self.header;
+                let event = NetEvent::packet(EventKind::Data, row, low_u32(self.sent), wire, flags);
                 self.sent += size;
                 self.count.packets += 1;
                 self.count.bytes += size;

@@ -4,6 +4,8 @@
 //! NACK with the missing number, and the sender goes back to that (InfiniBand Architecture
 //! Specification volume 1, section 9.7: PSN sequence error).
 
+use slipstream_base::width::{floor_u64, low_u32, to_u32};
+
 use crate::event::{CE, ECT, EventKind, NetEvent, widen};
 use crate::fabric::ShardPorts;
 use crate::layout::Rows;
@@ -192,7 +194,7 @@ impl QpSender {
                 fabric.schedule(self.next_send, EventKind::Timer, self.me.0, SEND);
                 break;
             }
-            let row = self.row + (self.count.packets % u64::from(self.rows)) as u32;
+            let row = self.row + low_u32(self.count.packets % u64::from(self.rows));
             let port = net.steps[row as usize * net.stride];
             if self.has_port && !fabric.take_turn(port, self.me) {
                 self.waiting = true;
@@ -204,8 +206,8 @@ impl QpSender {
             let event = NetEvent::packet(
                 EventKind::Data,
                 row,
-                self.nxt as u32,
-                wire as u32,
+                low_u32(self.nxt),
+                to_u32(wire),
                 self.flags,
             );
             self.count.packets += 1;
@@ -224,7 +226,7 @@ impl QpSender {
                 None => self.line_bits_per_s,
             };
             // Rounded up, so that no packet is early.
-            self.next_send = now + (wire as f64 * 8e9 / rate).ceil() as u64;
+            self.next_send = now + floor_u64((wire as f64 * 8e9 / rate).ceil());
             if self.deadline == u64::MAX {
                 self.deadline = now.saturating_add(self.retry_ns);
             }
@@ -364,9 +366,9 @@ impl QpReceiver {
     }
 
     fn answer(&mut self, now: u64, kind: EventKind, fabric: &mut ShardPorts, net: &Net) {
-        let row = self.row + (self.answers % u64::from(self.rows)) as u32;
+        let row = self.row + low_u32(self.answers % u64::from(self.rows));
         self.answers += 1;
-        let event = NetEvent::packet(kind, row, self.next as u32, self.answer_bytes, 0);
+        let event = NetEvent::packet(kind, row, low_u32(self.next), self.answer_bytes, 0);
         fabric.emit(net, now, event);
     }
 }

@@ -1,5 +1,7 @@
 //! TCP: cumulative ACKs, one per packet; NewReno recovery; one lazy timer per flow.
 
+use slipstream_base::width::{low_u32, to_u32};
+
 use crate::event::{CE, ECT, EventKind, NetEvent, widen};
 use crate::fabric::ShardPorts;
 use crate::layout::Rows;
@@ -357,7 +359,7 @@ impl TcpSender {
             if size == 0 || self.paced && self.must_wait(now, fabric) {
                 break;
             }
-            self.emit(now, self.nxt, size as u32, fabric, net);
+            self.emit(now, self.nxt, to_u32(size), fabric, net);
             self.nxt += size;
             self.max = self.max.max(self.nxt);
         }
@@ -395,7 +397,7 @@ impl TcpSender {
     fn retransmit(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         let size = self.w.mss.min(self.max - self.una);
         self.timed = 0;
-        self.emit(now, self.una, size as u32, fabric, net);
+        self.emit(now, self.una, to_u32(size), fabric, net);
     }
 
     #[inline]
@@ -414,7 +416,7 @@ impl TcpSender {
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
         let row = if self.rows > 1 {
             // Spraying: packets take the flow's paths in turn.
-            self.row + (self.count.packets % u64::from(self.rows)) as u32
+            self.row + low_u32(self.count.packets % u64::from(self.rows))
         } else {
             self.row
         };
@@ -426,7 +428,7 @@ impl TcpSender {
         let event = NetEvent::packet(
             EventKind::Data,
             row,
-            at as u32,
+            low_u32(at),
             size + self.header,
             self.flags,
         );
@@ -575,11 +577,17 @@ impl TcpReceiver {
         // ACKs); senders react once per window.
         let echo = event.meta & CE;
         let row = if self.rows > 1 {
-            self.row + (self.received.packets % u64::from(self.rows)) as u32
+            self.row + low_u32(self.received.packets % u64::from(self.rows))
         } else {
             self.row
         };
-        let ack = NetEvent::packet(EventKind::Ack, row, self.next as u32, self.ack_bytes, echo);
+        let ack = NetEvent::packet(
+            EventKind::Ack,
+            row,
+            low_u32(self.next),
+            self.ack_bytes,
+            echo,
+        );
         fabric.emit(net, now, ack);
         let done = self.received.done_at == 0 && self.next >= self.total;
         if done {

@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
+use slipstream_base::width::{floor_u64, to_usize};
 
 use super::{Algorithm, Window};
 use crate::scenario::Congestion;
@@ -157,7 +158,7 @@ impl Bbr {
     /// 4.2.3.2); `None` before the first measurement.
     fn inflight(&self, gain: f64, w: &Window) -> Option<u64> {
         let product = self.product(gain)?;
-        Some(product as u64 + 3 * self.quantum(w))
+        Some(floor_u64(product) + 3 * self.quantum(w))
     }
 
     /// Records `size` bytes of data up to `end`, sent while `flight` were in flight. The rate is
@@ -181,7 +182,7 @@ impl Bbr {
             self.window_first = w.cwnd;
             self.pacing_rate = HIGH_GAIN * w.cwnd as f64 * 8.0 / 1e-3;
         }
-        let gap = (size as f64 * 8e9 / self.pacing_rate).ceil() as u64;
+        let gap = floor_u64((size as f64 * 8e9 / self.pacing_rate).ceil());
         self.next_send = self.next_send.max(now) + gap;
     }
 
@@ -395,7 +396,7 @@ impl Bbr {
     /// Section 4.3.3.1: a cycle begins at any phase but the one that drains.
     fn probe_bandwidth(&mut self, now: u64) {
         self.state = State::ProbeBandwidth;
-        let phase = 1 + mix::below(mix::draw(self.seed, self.round), 7) as usize;
+        let phase = 1 + to_usize(mix::below(mix::draw(self.seed, self.round), 7));
         self.cycle = if phase == 1 { 0 } else { phase };
         self.cycle_at = now;
         self.pacing_gain = CYCLE[self.cycle];
@@ -432,7 +433,7 @@ impl Bbr {
         } else if self.pacing_rate < 24e6 {
             2 * w.mss
         } else {
-            ((self.pacing_rate * 1e-3 / 8.0) as u64).min(65_536)
+            floor_u64(self.pacing_rate * 1e-3 / 8.0).min(65_536)
         }
     }
 }

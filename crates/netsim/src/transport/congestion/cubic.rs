@@ -1,5 +1,7 @@
 //! CUBIC, RFC 9438, without HyStart.
 
+use slipstream_base::width::floor_u64;
+
 use super::{AckInfo, Algorithm, Window};
 use crate::scenario::{Congestion, CubicParams};
 
@@ -77,7 +79,7 @@ impl Cubic {
         }
         // The fraction below a byte is kept between ACKs. Any other difference means that the
         // window was set elsewhere (slow start, recovery).
-        if (self.cwnd * mss) as u64 != w.cwnd {
+        if floor_u64(self.cwnd * mss) != w.cwnd {
             self.cwnd = w.cwnd as f64 / mss;
         }
         let cwnd = self.cwnd;
@@ -116,7 +118,7 @@ impl Cubic {
             cwnd + (target - cwnd) / cwnd * segments
         };
         self.cwnd = next;
-        w.cwnd = (next * mss) as u64;
+        w.cwnd = floor_u64(next * mss);
     }
 
     /// Sections 4.6 and 4.7: multiplicative decrease and fast convergence.
@@ -129,7 +131,7 @@ impl Cubic {
         } else {
             cwnd
         };
-        w.ssthresh = ((flight as f64 * beta) as u64).max(2 * w.mss);
+        w.ssthresh = floor_u64(flight as f64 * beta).max(2 * w.mss);
         self.epoch = None;
     }
 }

@@ -1,5 +1,7 @@
 //! DCTCP, RFC 8257.
 
+use slipstream_base::width::floor_u64;
+
 use super::newreno::NewReno;
 use super::{AckInfo, Algorithm, Window};
 use crate::scenario::Congestion;
@@ -57,7 +59,7 @@ impl Dctcp {
 
     /// Section 3.4: cwnd × (1 − alpha / 2).
     pub(super) fn on_mark(&mut self, w: &mut Window) {
-        let cut = (w.cwnd as f64 * (1.0 - self.alpha / 2.0)) as u64;
+        let cut = floor_u64(w.cwnd as f64 * (1.0 - self.alpha / 2.0));
         w.cwnd = cut.max(2 * w.mss);
         w.ssthresh = w.cwnd;
     }

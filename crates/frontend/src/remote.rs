@@ -412,7 +412,7 @@ impl WorkerLinks {
             instance: self.roster.instance,
             shard: shard.index,
             wants_kv: feeds_index(shard.index),
-            deadline_ms: limits.deadline.as_millis() as u32,
+            deadline_ms: wire::deadline_ms(limits.deadline),
             name: self.roster.name.clone(),
         }
         .encode(link.outbox());

@@ -12,6 +12,8 @@
 //!
 //! All input is checked here once: lengths before any allocation, codes, shapes.
 
+use std::time::Duration;
+
 use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, Role,
@@ -1083,6 +1085,11 @@ pub fn decode_loads(body: &[u8], mut each: impl FnMut(RankLoad)) -> Result<(), W
     Ok(())
 }
 
+/// A deadline as greetings have it, ms; one beyond 49 days is sent as that.
+pub fn deadline_ms(deadline: Duration) -> u32 {
+    u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -1106,6 +1113,16 @@ mod tests {
                 generation: 0x0a0b_0c0d,
             },
         }
+    }
+
+    #[test]
+    fn a_deadline_of_months_is_not_sent_as_a_short_one() {
+        assert_eq!(deadline_ms(Duration::from_millis(2_500)), 2_500);
+        // 2^32 ms and one second more.
+        assert_eq!(
+            deadline_ms(Duration::from_millis((1 << 32) + 1_000)),
+            u32::MAX
+        );
     }
 
     fn hello() -> Hello {

@@ -148,7 +148,7 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
         instance: config.instance,
         fingerprint: config.fingerprint,
         shard: target.shard,
-        deadline_ms: config.deadline.as_millis() as u32,
+        deadline_ms: wire::deadline_ms(config.deadline),
         clock: clock_id(),
         name: config.name.clone(),
         workers: home

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 
 use slipstream_base::TokenId;
+use slipstream_base::width::to_u32;
 use slipstream_planes::{End, FirstPass, PassFrame, StreamAddr, StreamId};
 
 /// Tokens that wait for credit, by shard and slot: a slot holds one stream.
@@ -106,7 +107,7 @@ impl HeldTokens {
             }
             self.streams.remove(&key(addr));
         }
-        count as u32
+        to_u32(count)
     }
 
     /// Drops the tokens in the slot of `addr`, of any generation.

@@ -9,6 +9,7 @@
 
 use std::collections::HashMap;
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{
     EngineRequest, FinishReason, GenerationParams, Prompt, RequestId, TokenId, mix,
 };
@@ -17,7 +18,7 @@ use slipstream_planes::{End, Input, StreamAddr, Usage};
 /// Maximum bytes of input that may wait for one stream's answers (4 per token).
 pub(crate) const ROOM_BYTES: u32 = 64 << 10;
 
-const TOKEN_BYTES: u32 = size_of::<TokenId>() as u32;
+const TOKEN_BYTES: u32 = TokenId::BITS / 8;
 
 /// The open inputs of an engine thread, by shard and slot.
 #[derive(Debug, Default)]
@@ -128,7 +129,7 @@ impl DuplexStream {
     pub(crate) fn room_due(&mut self) -> u32 {
         // The next turn counts as taken: its length is bounded by the model's.
         let held = if self.answering {
-            self.waiting.len() as u32 * TOKEN_BYTES
+            to_u32(self.waiting.len()) * TOKEN_BYTES
         } else {
             0
         };
@@ -153,7 +154,7 @@ impl DuplexStream {
     pub(crate) fn on_answered(&mut self, reason: FinishReason, preemptions: u32) -> bool {
         self.answering = false;
         self.reason = reason;
-        self.completion_tokens += self.answer.len() as u32;
+        self.completion_tokens += to_u32(self.answer.len());
         self.preemptions += preemptions;
         self.is_over()
     }
@@ -193,7 +194,7 @@ impl DuplexStream {
             .prompt
             .extended(&said)
             .expect("a prompt with more input to come has its tokens, and fewer than 2^32");
-        self.input_tokens += len as u32;
+        self.input_tokens += to_u32(len);
         self.answering = true;
         let turn = self.begun;
         self.begun += 1;
@@ -209,7 +210,7 @@ impl DuplexStream {
     /// The stream's token counts, with `completion_tokens` of an unfinished turn.
     pub(crate) fn usage(&self) -> Usage {
         let running = if self.answering {
-            self.answer.len() as u32
+            to_u32(self.answer.len())
         } else {
             0
         };

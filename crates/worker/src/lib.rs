@@ -22,6 +22,15 @@
 //! modelled here.
 //!
 //! It does not know HTTP, clients, or the routing of requests.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod backend;

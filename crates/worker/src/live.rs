@@ -1,6 +1,7 @@
 //! The open streams of an engine thread.
 
 use slipstream_base::Role;
+use slipstream_base::width::{to_u8, to_u32};
 use slipstream_planes::{StreamAddr, Usage};
 
 /// State of one stream in the thread that computes it.
@@ -141,7 +142,7 @@ impl LiveTable {
             .map(|(slot, live)| StreamAddr {
                 shard,
                 stream: slipstream_planes::StreamId {
-                    slot: slot as u32,
+                    slot: to_u32(slot),
                     generation: live.generation,
                 },
             })
@@ -187,7 +188,7 @@ impl LiveTable {
     /// The shard that has all live streams, if there are any.
     pub(crate) fn only_shard(&self) -> Option<u8> {
         let first = self.counts.iter().position(|&count| count > 0)?;
-        (self.counts[first] == self.len).then_some(first as u8)
+        (self.counts[first] == self.len).then(|| to_u8(first))
     }
 
     /// Live streams.

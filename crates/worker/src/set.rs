@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
+use slipstream_base::width::to_u16;
 use slipstream_base::{RankId, WorkerId};
 use slipstream_planes::bell::ThreadBell;
 use slipstream_planes::ring::thread_of;
@@ -218,7 +219,7 @@ impl WorkerSet {
             for (dp_rank, backend) in spec.ranks.into_iter().enumerate() {
                 let rank = RankId {
                     worker: spec.worker,
-                    dp_rank: dp_rank as u16,
+                    dp_rank: to_u16(dp_rank),
                 };
                 let stats = Arc::new(RankStats {
                     rank,

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 
 use slipstream_base::kv_event::StoredBlocks;
+use slipstream_base::width::{floor_u64, to_u8, to_u32};
 use slipstream_base::{
     EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, Role, SimTime,
     TokenId, WorkerId,
@@ -34,7 +35,7 @@ use crate::timeline::Timeline;
 const HEARTBEAT_NS: u64 = 1_000_000_000;
 
 /// Bytes of a stream's credit that a token takes.
-const TOKEN_BYTES: u32 = size_of::<TokenId>() as u32;
+const TOKEN_BYTES: u32 = TokenId::BITS / 8;
 
 /// Messages taken in one round, so that a flood of requests cannot keep passes from ending.
 const MESSAGES_PER_ROUND: usize = 1024;
@@ -146,7 +147,7 @@ impl EngineThread {
         for seed in seeds {
             match workers.last_mut() {
                 Some((worker, _, count)) if *worker == seed.rank.worker => *count += 1,
-                _ => workers.push((seed.rank.worker, ranks.len() as u32, 1)),
+                _ => workers.push((seed.rank.worker, to_u32(ranks.len()), 1)),
             }
             startup.push(seed.startup_s);
             ranks.push(Rank {
@@ -269,11 +270,11 @@ impl EngineThread {
         for at in 0..self.ranks.len() {
             let seconds = self.startup[at];
             let delay_ns = if self.speedup > 0.0 {
-                (seconds / self.speedup * 1e9) as u64
+                floor_u64(seconds / self.speedup * 1e9)
             } else {
                 0
             };
-            self.set_deadline(at as u32, now.saturating_add(delay_ns));
+            self.set_deadline(to_u32(at), now.saturating_add(delay_ns));
         }
     }
 
@@ -341,7 +342,7 @@ impl EngineThread {
             return;
         };
         let new = NewStream {
-            rank: at as u32,
+            rank: to_u32(at),
             prompt_tokens: start.request.prompt.len(),
             credit_tokens: match start.credit_bytes {
                 NO_LIMIT => NO_LIMIT,
@@ -418,7 +419,7 @@ impl EngineThread {
             let model = rank.model_now(now);
             rank.timeline.anchor(model, now);
             rank.phase = Phase::Awake { model };
-            self.awake.push(at as u32);
+            self.awake.push(to_u32(at));
         }
     }
 
@@ -759,7 +760,7 @@ impl EngineThread {
         rank.stats.ready.store(false, Ordering::Release);
         (self.on_ready)(id.worker, false);
         let message = format!("the engine of {id} died: {dead}");
-        for shard in 0..self.port.shards() as u8 {
+        for shard in 0..to_u8(self.port.shards()) {
             for addr in self.live.of_shard(shard) {
                 if let Some(live) = self.live.get_mut(addr)
                     && live.rank == at
@@ -836,7 +837,7 @@ impl EngineThread {
             }
             rank.heard = false;
         }
-        for shard in 0..self.port.shards() as u8 {
+        for shard in 0..to_u8(self.port.shards()) {
             if self.port.is_gone(shard) {
                 self.orphan(shard);
             }
@@ -858,7 +859,7 @@ impl EngineThread {
 
     fn flush(&mut self, may_grow: bool) {
         let mut behind = false;
-        for shard in 0..self.port.shards() as u8 {
+        for shard in 0..to_u8(self.port.shards()) {
             match self.port.flush(shard, may_grow) {
                 Flushed::Kept => {}
                 Flushed::Sent => {
@@ -887,7 +888,7 @@ impl EngineThread {
             }
             return self.wait_for_room();
         }
-        for shard in 0..self.port.shards() as u8 {
+        for shard in 0..to_u8(self.port.shards()) {
             if self.port.has_room(shard) || self.port.is_gone(shard) {
                 continue;
             }
@@ -934,7 +935,7 @@ impl EngineThread {
                 }
                 self.port.wait(Some(monotonic_ns() + STALL_SLICE_NS));
             }
-            for shard in 0..self.port.shards() as u8 {
+            for shard in 0..to_u8(self.port.shards()) {
                 match self.port.flush(shard, false) {
                     Flushed::Full | Flushed::Kept => {}
                     Flushed::Sent => {
@@ -970,7 +971,7 @@ impl EngineThread {
             }
         }
         let deadline = monotonic_ns() + DRAIN_NS;
-        for shard in 0..self.port.shards() as u8 {
+        for shard in 0..to_u8(self.port.shards()) {
             for addr in self.live.of_shard(shard) {
                 self.end_early(addr, true);
             }
@@ -1222,12 +1223,13 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             begin_answer(began, stream, rank, addr, frame);
         }
         let first = began.map(|_| pass);
-        stream.completion_tokens += tokens.len() as u32;
+        let count = to_u32(tokens.len());
+        stream.completion_tokens += count;
         let extra = u32::from(slipstream_base::planted!("credit-off-by-one"));
-        if stream.credit_tokens.saturating_add(extra) >= tokens.len() as u32 {
+        if stream.credit_tokens.saturating_add(extra) >= count {
             frame.push_tokens(addr.stream, tokens, first);
             if stream.credit_tokens != NO_LIMIT {
-                stream.credit_tokens = stream.credit_tokens.saturating_sub(tokens.len() as u32);
+                stream.credit_tokens = stream.credit_tokens.saturating_sub(count);
             }
         } else {
             hold_back(tokens, first, stream, addr, held, stats, frame);

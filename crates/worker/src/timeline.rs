@@ -1,6 +1,7 @@
 //! Modelled time of a rank as wall time.
 
 use slipstream_base::SimTime;
+use slipstream_base::width::floor_u64;
 
 /// How late a rank may run before its model gives up catching up, ns.
 ///
@@ -37,10 +38,10 @@ impl Timeline {
     pub fn wall_ns(&self, model: SimTime) -> u64 {
         if model >= self.anchor_model {
             let ahead = model.since(self.anchor_model) as f64 * self.slowness;
-            self.anchor_wall_ns.saturating_add(ahead as u64)
+            self.anchor_wall_ns.saturating_add(floor_u64(ahead))
         } else {
             let behind = self.anchor_model.since(model) as f64 * self.slowness;
-            self.anchor_wall_ns.saturating_sub(behind as u64)
+            self.anchor_wall_ns.saturating_sub(floor_u64(behind))
         }
     }
 
@@ -71,7 +72,7 @@ impl Timeline {
             return from;
         }
         let ahead = now_ns.saturating_sub(self.anchor_wall_ns) as f64 / self.slowness;
-        (self.anchor_model + ahead as u64).clamp(from, to.max(from))
+        (self.anchor_model + floor_u64(ahead)).clamp(from, to.max(from))
     }
 }
 

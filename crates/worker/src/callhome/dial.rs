@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use slipstream_base::width::to_u16;
 use slipstream_planes::clock::clock_id;
 use slipstream_planes::link::{Link, LinkError};
 use slipstream_planes::wire::{self, Announced, FrameKind, Hello, Reject, Welcome, WireError};
@@ -12,6 +13,7 @@ use tokio::time::{sleep, timeout};
 
 use super::relay::Relay;
 use super::{Home, Stage};
+use crate::stats::Cell64;
 
 /// Pause before a dial is repeated, doubled after each failure up to the second.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -156,7 +158,7 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
             .iter()
             .map(|worker| Announced {
                 worker: worker.worker,
-                ranks: worker.ranks.len() as u16,
+                ranks: to_u16(worker.ranks.len()),
                 ready: worker.is_ready(),
             })
             .collect(),
@@ -186,16 +188,17 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
 
 /// Appends how the ranks of this process are.
 pub(super) fn put_loads(home: &Home, out: &mut Vec<u8>) {
+    let at_most = |gauge: &Cell64| u32::try_from(gauge.get()).unwrap_or(u32::MAX);
     let loads: Vec<wire::RankLoad> = home
         .workers
         .iter()
         .flat_map(|worker| &worker.ranks)
         .map(|stats| wire::RankLoad {
             rank: stats.rank,
-            running: stats.running.get() as u32,
-            waiting: stats.waiting.get() as u32,
-            used_blocks: stats.used_blocks.get() as u32,
-            total_blocks: stats.total_blocks.get() as u32,
+            running: at_most(&stats.running),
+            waiting: at_most(&stats.waiting),
+            used_blocks: at_most(&stats.used_blocks),
+            total_blocks: at_most(&stats.total_blocks),
         })
         .collect();
     wire::encode_loads(&loads, out);

@@ -1,5 +1,6 @@
 //! Deployments, read from rows of a table: model, GPU, formats, parallel sizes, load.
 
+use slipstream_base::width::floor_u32;
 use slipstream_config::cluster::Dtype;
 pub use slipstream_config::cluster::Framework;
 pub use slipstream_config::preset::Formats;
@@ -448,7 +449,9 @@ impl Deployment {
         let integer = |column: &'static str, most: u32| match row.get(column) {
             None => Ok(None),
             Some(found) => match found.parse::<f64>() {
-                Ok(x) if x >= 1.0 && x <= f64::from(most) && x.fract() == 0.0 => Ok(Some(x as u32)),
+                Ok(x) if x >= 1.0 && x <= f64::from(most) && x.fract() == 0.0 => {
+                    Ok(Some(floor_u32(x)))
+                }
                 _ => Err(Refusal::Invalid {
                     column,
                     found: found.chars().take(40).collect(),

@@ -17,7 +17,7 @@ pub(crate) fn log2(x: f64) -> f64 {
     /// Bits of the square root of a half: the fraction is moved to between it and its double.
     const ROOT: u64 = std::f64::consts::FRAC_1_SQRT_2.to_bits();
     let above = x.to_bits().wrapping_sub(ROOT);
-    let exponent = above as i64 >> 52;
+    let exponent = above.cast_signed() >> 52;
     let fraction = f64::from_bits((above & 0x000f_ffff_ffff_ffff).wrapping_add(ROOT));
     let s = (fraction - 1.0) / (fraction + 1.0);
     let q = s * s;
@@ -58,7 +58,12 @@ pub(crate) fn exp(x: f64) -> f64 {
     let middle = (C[4] + C[5] * r) + (C[6] + C[7] * r) * r2;
     let high = (C[8] + C[9] * r) + (C[10] + C[11] * r) * r2;
     let series = low + r4 * (middle + r4 * (high + r4 * (C[12] + C[13] * r)));
-    let power = f64::from_bits(((k as i64 + 1023) as u64) << 52);
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "k is whole, and from -1010 to 1010"
+    )]
+    let exponent = k as i64 + 1023;
+    let power = f64::from_bits(exponent.cast_unsigned() << 52);
     series * power
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use slipstream_base::width::{floor_u64, to_usize};
 use thiserror::Error;
 
 use crate::deployment::Deployment;
@@ -373,8 +374,9 @@ pub fn quantile(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let at = share * (sorted.len() - 1) as f64;
-    let low = sorted[at as usize];
-    let high = sorted[(at as usize + 1).min(sorted.len() - 1)];
+    let below = to_usize(floor_u64(at));
+    let low = sorted[below];
+    let high = sorted[(below + 1).min(sorted.len() - 1)];
     low + (high - low) * at.fract()
 }
 

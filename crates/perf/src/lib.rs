@@ -13,6 +13,15 @@
 //! fit did not see. Equations and sources: `docs/step-time.md`; errors: `docs/accuracy.md`.
 //!
 //! The crate does no I/O: texts go in and come out.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 mod deployment;
 mod elementary;

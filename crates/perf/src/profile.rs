@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::OnceLock;
 
+use slipstream_base::width::nearest_f32;
 use thiserror::Error;
 
 use crate::deployment::Framework;
@@ -501,7 +502,11 @@ impl Profile {
                 }
                 ["residual", name, ..] => {
                     for (target, residual) in profile.residual.iter_mut().enumerate() {
-                        residual.insert(name.to_owned(), number(2 + target)? as f32);
+                        let effect = nearest_f32(number(2 + target)?);
+                        if !effect.is_finite() {
+                            return Err(wrong("an effect must fit into 32 bits"));
+                        }
+                        residual.insert(name.to_owned(), effect);
                     }
                 }
                 _ => {
@@ -573,6 +578,11 @@ mod tests {
                 "must contain 0",
             ),
             ("residual,", "rest,", "neither"),
+            (
+                "residual,fw|vllm|1,0.2500",
+                "residual,fw|vllm|1,1e300",
+                "must fit into 32 bits",
+            ),
         ] {
             let error = Profile::parse(&text.replace(from, to))
                 .unwrap_err()

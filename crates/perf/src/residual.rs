@@ -8,6 +8,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use slipstream_base::width::{floor_u64, nearest_f32, to_usize};
+
 use crate::deployment::{Deployment, Serving, generation};
 use crate::fit::FitError;
 use crate::linear_algebra::solve;
@@ -113,7 +115,7 @@ impl StepResidual {
     /// and answers of `osl`, on average.
     #[inline]
     pub(crate) fn at(&self, sequences: f64, isl: f64, osl: f64) -> f64 {
-        let [constant, input] = self.by_batch[(sequences as usize).min(BATCHES)];
+        let [constant, input] = self.by_batch[to_usize(floor_u64(sequences)).min(BATCHES)];
         let sum = constant + input * input_feature(isl) + self.output * output_feature(osl);
         let load = [sequences.max(1.0), isl, osl];
         let mut each = load.iter().zip(&self.ranges);
@@ -427,6 +429,6 @@ pub(crate) fn fit(
     }
     Ok(effects
         .into_iter()
-        .map(|(name, effect)| (name, effect as f32))
+        .map(|(name, effect)| (name, nearest_f32(effect)))
         .collect())
 }

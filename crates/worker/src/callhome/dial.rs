@@ -116,7 +116,7 @@ async fn serve_once(
 ) -> Result<(), Ended> {
     // Taken first: a shard that is greeted is served.
     let port = home.free.borrow_mut().pop().ok_or(Ended::NoLink)?;
-    let subscription = home.feed.subscribe();
+    let subscription = home.broadcast.subscribe();
     let limit = home.config.deadline;
     let greeted = match timeout(limit, greet(home, target)).await {
         Ok(greeted) => greeted,

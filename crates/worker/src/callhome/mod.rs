@@ -13,8 +13,8 @@
 //! ends, every stream of it is killed, the engine threads confirm that (so that what they had sent
 //! before reaches no connection), and the link serves the next connection.
 
+mod broadcast;
 mod dial;
-mod feed;
 mod relay;
 #[cfg(feature = "sim")]
 pub(crate) mod sim;
@@ -41,8 +41,8 @@ use tokio::task::LocalSet;
 
 use crate::set::{Resyncs, WorkerSet};
 use crate::stats::RankStats;
+use broadcast::{BroadcastSink, EventBroadcast};
 use dial::Target;
-use feed::{Feed, FeedSink};
 
 /// Changes of the discovery directory that may wait for the plane's thread; then the discovery
 /// thread waits as well.
@@ -97,10 +97,10 @@ pub struct CallHomeStats {
     pub pass_bytes: AtomicU64,
 }
 
-/// The event sinks of a worker process, one an engine thread, and what they feed. Made before the
-/// engines start; given to [`CallHome::start`].
+/// The event sinks of a worker process, one per engine thread, and the broadcast that they write
+/// to. Created before the engines start; given to [`CallHome::start`].
 pub struct CallHomeEvents {
-    feed: Feed,
+    broadcast: EventBroadcast,
 }
 
 impl Default for CallHomeEvents {
@@ -113,20 +113,20 @@ impl CallHomeEvents {
     /// There is no listener yet.
     pub fn new() -> CallHomeEvents {
         CallHomeEvents {
-            feed: Feed::default(),
+            broadcast: EventBroadcast::default(),
         }
     }
 
     /// A sink for one more engine thread.
     pub fn sink(&self) -> impl EventSink + use<> {
-        FeedSink::new(self.feed.clone())
+        BroadcastSink::new(self.broadcast.clone())
     }
 
     /// To be called with each worker that becomes ready, or stops being so; see
     /// [`WorkerSet::start`](crate::WorkerSet::start).
     pub fn on_ready(&self) -> impl Fn(WorkerId, bool) + Send + Sync + 'static {
-        let feed = self.feed.clone();
-        move |worker, ready| feed.on_ready(worker, ready)
+        let broadcast = self.broadcast.clone();
+        move |worker, ready| broadcast.on_ready(worker, ready)
     }
 }
 
@@ -145,7 +145,7 @@ pub enum CallHomeError {
 pub struct CallHome {
     thread: Option<JoinHandle<()>>,
     stage: watch::Sender<Stage>,
-    feed: Feed,
+    broadcast: EventBroadcast,
     stats: Arc<CallHomeStats>,
 }
 
@@ -168,7 +168,7 @@ struct Home {
     /// Any one worker of each engine thread, to say something to the thread.
     thread_workers: Vec<Option<WorkerId>>,
     resyncs: Resyncs,
-    feed: Feed,
+    broadcast: EventBroadcast,
     stats: Arc<CallHomeStats>,
     /// Numbers hang-ups.
     hang_ups: Cell<u32>,
@@ -219,7 +219,7 @@ impl CallHome {
         let session = Session::start("discovery", folder, Some((record, config.lease)), on_event)?;
         let (stage, staged) = watch::channel(Stage::Running);
         let stats = Arc::new(CallHomeStats::default());
-        let (feed, resyncs) = (events.feed.clone(), set.resyncs());
+        let (broadcast, resyncs) = (events.broadcast.clone(), set.resyncs());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
@@ -228,14 +228,14 @@ impl CallHome {
             std::thread::Builder::new()
                 .name("plane".into())
                 .spawn(move || {
-                    let home = Home::new(config, links, workers, resyncs, events.feed, stats);
+                    let home = Home::new(config, links, workers, resyncs, events.broadcast, stats);
                     LocalSet::new().block_on(&runtime, run(home, session, events_of_peers, staged));
                 })?
         };
         Ok(CallHome {
             thread: Some(thread),
             stage,
-            feed,
+            broadcast,
             stats,
         })
     }
@@ -247,12 +247,12 @@ impl CallHome {
 
     /// Times that a frontend was so far behind on KV deltas that it got snapshots instead.
     pub fn feed_overflows(&self) -> u64 {
-        self.feed.overflows()
+        self.broadcast.overflows()
     }
 
     /// Asks frontends for no more requests, and takes the record away. Open streams continue.
     pub fn leave(&self) {
-        self.feed.on_stopping();
+        self.broadcast.on_stopping();
         // The thread is gone only if it panicked; the message would have no reader.
         let _ = self.stage.send(Stage::Leaving);
     }
@@ -420,7 +420,7 @@ impl Home {
         links: Vec<ShardPort>,
         workers: Vec<WorkerRanks>,
         resyncs: Resyncs,
-        feed: Feed,
+        broadcast: EventBroadcast,
         stats: Arc<CallHomeStats>,
     ) -> Rc<Home> {
         let threads = links.first().map_or(0, ShardPort::threads);
@@ -435,7 +435,7 @@ impl Home {
             workers,
             thread_workers,
             resyncs,
-            feed,
+            broadcast,
             stats,
             hang_ups: Cell::new(0),
             leaving: Cell::new(false),

@@ -16,7 +16,7 @@ use slipstream_planes::{
 };
 use tokio::sync::watch;
 
-use super::feed::Subscription;
+use super::broadcast::Subscription;
 use super::{Home, Stage, dial};
 
 /// Reads of the socket in one turn, of at least 16 KiB each; then frames get theirs.

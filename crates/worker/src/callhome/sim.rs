@@ -17,7 +17,7 @@ use slipstream_planes::link::Socket;
 use slipstream_planes::ring::{Plane, PlaneLimits};
 use tokio::sync::{mpsc, watch};
 
-use super::feed::Feed;
+use super::broadcast::EventBroadcast;
 use super::{Announced, CallHomeConfig, CallHomeEvents, CallHomeStats, EVENTS_MAX, Home, Stage};
 use super::{run, workers_of};
 use crate::set::{LiveTiming, StartError, WorkerSet, WorkerSpec};
@@ -54,7 +54,7 @@ pub struct SimWorker {
     threads: Vec<EngineThread>,
     set: WorkerSet,
     stage: watch::Sender<Stage>,
-    feed: Feed,
+    broadcast: EventBroadcast,
     loss: Arc<Loss>,
     stats: Arc<CallHomeStats>,
     events: mpsc::Sender<SessionEvent<ProcessRecord>>,
@@ -170,14 +170,14 @@ impl SimWorker {
         let (stage, staged) = watch::channel(Stage::Running);
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
         let stats = Arc::new(CallHomeStats::default());
-        let (feed, resyncs) = (events.feed.clone(), set.resyncs());
+        let (broadcast, resyncs) = (events.broadcast.clone(), set.resyncs());
         let withdrawn = Rc::new(Cell::new(false));
         let session = SimRecord(withdrawn.clone());
         let task = {
             let stats = stats.clone();
             async move {
                 let links = plane.shards;
-                let home = Home::new(call_home, links, workers, resyncs, events.feed, stats);
+                let home = Home::new(call_home, links, workers, resyncs, events.broadcast, stats);
                 home.connect.replace(Some(connect));
                 run(home, session, receiver, staged).await;
             }
@@ -186,7 +186,7 @@ impl SimWorker {
             threads,
             set,
             stage,
-            feed,
+            broadcast,
             loss,
             stats,
             events: sender,
@@ -233,7 +233,7 @@ impl SimWorker {
 
     /// Connections lose the next KV deltas, as if they were too far behind.
     pub fn lose_kv(&self) {
-        self.feed.lose();
+        self.broadcast.lose();
     }
 
     /// Connections lose the next KV delta, and do not notice.
@@ -254,7 +254,7 @@ impl SimWorker {
 
     /// As [`CallHome::leave`](super::CallHome::leave).
     pub fn leave(&self) {
-        self.feed.on_stopping();
+        self.broadcast.on_stopping();
         let _ = self.stage.send(Stage::Leaving);
     }
 
@@ -279,7 +279,7 @@ impl SimWorker {
 
     /// Bytes of KV deltas that wait for a connection's task. None do while no task is woken.
     pub fn kv_waiting(&self) -> usize {
-        self.feed.kv_waiting()
+        self.broadcast.kv_waiting()
     }
 
     /// Whether every rank accepts requests.

@@ -21,12 +21,19 @@ fn home(links: Vec<ShardPort>) -> Rc<Home> {
         unsent_bytes_max: 1 << 20,
         tls: None,
     };
-    let (feed, stats) = (Feed::default(), Arc::default());
+    let (broadcast, stats) = (EventBroadcast::default(), Arc::default());
     let worker = WorkerRanks {
         worker: WorkerId(0),
         ranks: vec![Arc::default()],
     };
-    let mut home = Home::new(config, links, vec![worker], Resyncs::default(), feed, stats);
+    let mut home = Home::new(
+        config,
+        links,
+        vec![worker],
+        Resyncs::default(),
+        broadcast,
+        stats,
+    );
     // No engine thread would confirm that a connection has ended.
     let alone = Rc::get_mut(&mut home).expect("nobody else has it yet");
     alone.thread_workers.clear();

@@ -18,13 +18,13 @@ const GATHERED_BYTES: usize = 256 << 10;
 
 /// Handle of a subscriber. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Feed {
+pub(crate) struct EventBroadcast {
     shared: Arc<Shared>,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Locked once a round of an engine thread that has something to say, and when connections
+    /// Locked once per round of an engine thread that has something to publish, and when connections
     /// come and go.
     subscribers: Mutex<Vec<Arc<Subscriber>>>,
     /// Those that want KV deltas: without any, none is encoded.
@@ -53,13 +53,13 @@ struct Waiting {
     kv: Vec<u8>,
 }
 
-impl Feed {
-    /// Listens. Readiness comes from now on, KV deltas from [`Subscription::want_kv`] on.
+impl EventBroadcast {
+    /// Adds a subscriber. Readiness comes from now on, KV deltas from [`Subscription::want_kv`] on.
     pub(crate) fn subscribe(&self) -> Subscription {
         let subscriber = Arc::<Subscriber>::default();
         lock(&self.shared.subscribers).push(Arc::clone(&subscriber));
         Subscription {
-            feed: self.clone(),
+            broadcast: self.clone(),
             subscriber,
         }
     }
@@ -68,14 +68,14 @@ impl Feed {
     pub(crate) fn on_ready(&self, worker: WorkerId, ready: bool) {
         let mut bytes = Vec::new();
         wire::encode_ready(worker, ready, &mut bytes);
-        self.say_state(&bytes);
+        self.publish_state(&bytes);
     }
 
     /// Asks all shards for no more requests.
     pub(crate) fn on_stopping(&self) {
         let mut bytes = Vec::new();
         wire::encode_bare(wire::FrameKind::Bye, &mut bytes);
-        self.say_state(&bytes);
+        self.publish_state(&bytes);
     }
 
     /// Every subscriber to KV deltas is too far behind now, and for the next ones.
@@ -105,14 +105,14 @@ impl Feed {
         self.shared.overflows.load(Ordering::Relaxed)
     }
 
-    fn say_state(&self, bytes: &[u8]) {
+    fn publish_state(&self, bytes: &[u8]) {
         for subscriber in lock(&self.shared.subscribers).iter() {
             lock(&subscriber.waiting).states.extend_from_slice(bytes);
             subscriber.bell.ring();
         }
     }
 
-    fn say_kv(&self, bytes: &[u8]) {
+    fn publish_kv(&self, bytes: &[u8]) {
         for subscriber in lock(&self.shared.subscribers).iter() {
             if !subscriber.wants_kv.load(Ordering::Acquire) {
                 continue;
@@ -134,9 +134,9 @@ impl Feed {
     }
 }
 
-/// One connection's ear. Dropping it ends it.
+/// One connection's subscription. Dropping it ends it.
 pub(crate) struct Subscription {
-    feed: Feed,
+    broadcast: EventBroadcast,
     subscriber: Arc<Subscriber>,
 }
 
@@ -144,7 +144,10 @@ impl Subscription {
     /// KV deltas are wanted as well.
     pub(crate) fn want_kv(&self) {
         if !self.subscriber.wants_kv.swap(true, Ordering::AcqRel) {
-            self.feed.shared.kv_wanted.fetch_add(1, Ordering::AcqRel);
+            self.broadcast
+                .shared
+                .kv_wanted
+                .fetch_add(1, Ordering::AcqRel);
         }
     }
 
@@ -187,30 +190,33 @@ impl Subscriber {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let mut subscribers = lock(&self.feed.shared.subscribers);
+        let mut subscribers = lock(&self.broadcast.shared.subscribers);
         subscribers.retain(|other| !Arc::ptr_eq(other, &self.subscriber));
         if self.subscriber.wants_kv.load(Ordering::Acquire) {
-            self.feed.shared.kv_wanted.fetch_sub(1, Ordering::AcqRel);
+            self.broadcast
+                .shared
+                .kv_wanted
+                .fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
 
 /// The sink of one engine thread.
-pub(crate) struct FeedSink {
-    feed: Feed,
+pub(crate) struct BroadcastSink {
+    broadcast: EventBroadcast,
     gathered: Vec<u8>,
 }
 
-impl FeedSink {
-    pub(crate) fn new(feed: Feed) -> FeedSink {
-        FeedSink {
-            feed,
+impl BroadcastSink {
+    pub(crate) fn new(broadcast: EventBroadcast) -> BroadcastSink {
+        BroadcastSink {
+            broadcast,
             gathered: Vec::new(),
         }
     }
 
     fn gather(&mut self, delta: &KvDelta, snapshot: bool) {
-        if self.feed.shared.kv_wanted.load(Ordering::Acquire) == 0 {
+        if self.broadcast.shared.kv_wanted.load(Ordering::Acquire) == 0 {
             return;
         }
         wire::encode_kv(delta, snapshot, &mut self.gathered);
@@ -220,7 +226,7 @@ impl FeedSink {
     }
 }
 
-impl EventSink for FeedSink {
+impl EventSink for BroadcastSink {
     fn on_kv(&mut self, delta: &KvDelta) {
         self.gather(delta, false);
     }
@@ -233,7 +239,7 @@ impl EventSink for FeedSink {
 
     fn flush(&mut self) {
         if !self.gathered.is_empty() {
-            self.feed.say_kv(&self.gathered);
+            self.broadcast.publish_kv(&self.gathered);
             self.gathered.clear();
         }
     }
@@ -273,10 +279,10 @@ mod tests {
 
     #[test]
     fn who_wants_deltas_gets_them_in_order_and_who_does_not_gets_none() {
-        let feed = Feed::default();
-        let mut sink = FeedSink::new(feed.clone());
+        let broadcast = EventBroadcast::default();
+        let mut sink = BroadcastSink::new(broadcast.clone());
         sink.on_kv(&delta(0, 1));
-        let (one, other) = (feed.subscribe(), feed.subscribe());
+        let (one, other) = (broadcast.subscribe(), broadcast.subscribe());
         one.want_kv();
         sink.on_kv(&delta(1, 1));
         sink.on_kv(&delta(2, 1));
@@ -287,7 +293,7 @@ mod tests {
         let mut out = Vec::new();
         assert!(!other.take(Waker::noop(), &mut out));
         assert!(out.is_empty());
-        feed.on_ready(WorkerId(3), true);
+        broadcast.on_ready(WorkerId(3), true);
         assert!(!other.take(Waker::noop(), &mut out));
         assert_eq!(
             wire::split(&out).unwrap().unwrap().kind,
@@ -308,10 +314,10 @@ mod tests {
         }
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(count.clone());
-        let feed = Feed::default();
-        let one = feed.subscribe();
+        let broadcast = EventBroadcast::default();
+        let one = broadcast.subscribe();
         for worker in 0..3 {
-            feed.on_ready(WorkerId(worker), true);
+            broadcast.on_ready(WorkerId(worker), true);
             let mut out = Vec::new();
             one.take(&waker, &mut out);
             assert!(!out.is_empty());
@@ -321,15 +327,15 @@ mod tests {
 
     #[test]
     fn readiness_is_not_lost_with_kv_deltas() {
-        let feed = Feed::default();
-        let mut sink = FeedSink::new(feed.clone());
-        let one = feed.subscribe();
+        let broadcast = EventBroadcast::default();
+        let mut sink = BroadcastSink::new(broadcast.clone());
+        let one = broadcast.subscribe();
         one.want_kv();
-        feed.on_ready(WorkerId(3), true);
+        broadcast.on_ready(WorkerId(3), true);
         for sequence in 0..5 {
             sink.on_kv(&delta(sequence, 1 << 20)); // 8 MiB each
         }
-        feed.on_stopping();
+        broadcast.on_stopping();
         let mut out = Vec::new();
         assert!(one.take(Waker::noop(), &mut out), "deltas were lost");
         let (mut bytes, mut kinds) = (&out[..], Vec::new());
@@ -342,9 +348,9 @@ mod tests {
 
     #[test]
     fn a_subscriber_too_far_behind_loses_all_deltas_and_is_told() {
-        let feed = Feed::default();
-        let mut sink = FeedSink::new(feed.clone());
-        let one = feed.subscribe();
+        let broadcast = EventBroadcast::default();
+        let mut sink = BroadcastSink::new(broadcast.clone());
+        let one = broadcast.subscribe();
         one.want_kv();
         let large = 1 << 20; // blocks, 8 MiB
         for sequence in 0..5 {
@@ -353,7 +359,7 @@ mod tests {
         sink.flush();
         let mut out = Vec::new();
         assert!(one.take(Waker::noop(), &mut out), "something was lost");
-        assert_eq!(feed.overflows(), 1);
+        assert_eq!(broadcast.overflows(), 1);
         assert!(out.len() <= WAITING_BYTES_MAX);
         assert_eq!(sequences(&out), [4]);
         assert!(!one.take(Waker::noop(), &mut Vec::new()), "said once");

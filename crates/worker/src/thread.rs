@@ -691,7 +691,7 @@ impl EngineThread {
         let begun = rank.backend.begin_step(start, &mut self.reserved);
         rank.stats.note_engine(&rank.backend.stats());
         if !self.reserved.is_empty() {
-            self.tell_reserved(at, start);
+            self.publish_reserved(at, start);
         }
         let end = match begun {
             Ok(end) => end,
@@ -724,9 +724,9 @@ impl EngineThread {
         self.set_deadline(at, wall_ns);
     }
 
-    /// Says for whose prompts a rank has made room, at `start`.
+    /// Publishes the streams for whose prompts a rank has reserved blocks, at `start`.
     #[cold]
-    fn tell_reserved(&mut self, at: u32, start: SimTime) {
+    fn publish_reserved(&mut self, at: u32, start: SimTime) {
         let at_ns = self.ranks[at as usize].timeline.wall_ns(start);
         for room in self.reserved.drain(..) {
             let addr = StreamAddr::from(room.id);

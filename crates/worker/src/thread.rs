@@ -61,8 +61,8 @@ struct Rank {
     timeline: Timeline,
     phase: Phase,
     stats: Arc<RankStats>,
-    /// A record was published since the last look for idle ranks.
-    heard: bool,
+    /// Metrics were published since the last heartbeat.
+    published: bool,
 }
 
 /// State of a rank. In the heap exactly while starting or in a pass.
@@ -156,7 +156,7 @@ impl EngineThread {
                 timeline: Timeline::new(timing.speedup, 0),
                 phase: Phase::Starting,
                 stats: seed.stats,
-                heard: false,
+                published: false,
             });
         }
         workers.sort_unstable();
@@ -806,7 +806,7 @@ impl EngineThread {
         rank.stats
             .generation_tokens
             .add(u64::from(self.out.token_count) - prompts);
-        rank.heard = true;
+        rank.published = true;
         if !self.out.kv.ops.is_empty() {
             publish_kv(
                 &mut *self.sink,
@@ -831,11 +831,11 @@ impl EngineThread {
     fn heartbeat(&mut self, now: u64) {
         self.heartbeat_ns = now + HEARTBEAT_NS;
         for rank in &mut self.ranks {
-            if matches!(rank.phase, Phase::Idle { .. }) && !rank.heard {
+            if matches!(rank.phase, Phase::Idle { .. }) && !rank.published {
                 rank.backend.heartbeat(&mut self.fpm);
                 self.sink.on_fpm(&self.fpm);
             }
-            rank.heard = false;
+            rank.published = false;
         }
         for shard in 0..to_u8(self.port.shards()) {
             if self.port.is_gone(shard) {

@@ -236,7 +236,7 @@ impl Relay {
             }
         }
         while awaited > 0 {
-            let heard = port
+            let polled = port
                 .frames(FRAMES_PER_TURN, |frame| {
                     let ends = frame.entries().filter(|entry| {
                         matches!(entry, Entry::End { stream, .. } if *stream == addr.stream)
@@ -244,7 +244,7 @@ impl Relay {
                     awaited -= ends.count().min(awaited);
                 })
                 .await;
-            match heard {
+            match polled {
                 Polled::Frames(_) => {}
                 Polled::ThreadGone(_) => awaited = awaited.saturating_sub(1),
                 Polled::Closed => break,

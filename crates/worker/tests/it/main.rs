@@ -454,10 +454,10 @@ fn events_tell_every_pass_and_every_block() {
     let stats = rig.set.ranks().to_vec();
     rig.set.shutdown().unwrap();
 
-    let heard = rig.sink.0.lock().unwrap();
+    let events = rig.sink.0.lock().unwrap();
     for stats in stats {
         let rank = stats.rank;
-        let fpm: Vec<_> = heard.fpm.iter().filter(|fpm| fpm.rank == rank).collect();
+        let fpm: Vec<_> = events.fpm.iter().filter(|fpm| fpm.rank == rank).collect();
         assert!(
             fpm.iter()
                 .enumerate()
@@ -467,7 +467,7 @@ fn events_tell_every_pass_and_every_block() {
         assert_eq!(passes, stats.passes.get());
 
         let mut held = BTreeSet::new();
-        let deltas = heard.kv.iter().filter(|kv| kv.rank == rank);
+        let deltas = events.kv.iter().filter(|kv| kv.rank == rank);
         let mut next = 0;
         for delta in deltas {
             assert_eq!(delta.sequence, next);
@@ -476,20 +476,20 @@ fn events_tell_every_pass_and_every_block() {
         }
         assert!(next > 0);
         let mut snapshot = BTreeSet::new();
-        let told = heard.snapshots.iter().find(|kv| kv.rank == rank).unwrap();
-        assert_eq!(told.ops[0], KvOp::Cleared);
-        apply(&mut snapshot, told);
-        assert_eq!(told.sequence, next);
+        let published = events.snapshots.iter().find(|kv| kv.rank == rank).unwrap();
+        assert_eq!(published.ops[0], KvOp::Cleared);
+        apply(&mut snapshot, published);
+        assert_eq!(published.sequence, next);
         assert_eq!(snapshot, held);
     }
 }
 
 #[test]
-fn an_idle_rank_is_heard() {
+fn an_idle_rank_publishes_metrics() {
     let rig = Setup::default().start_ready(workers(1, 1_000));
     until(|| !rig.sink.0.lock().unwrap().fpm.is_empty());
-    let heard = rig.sink.0.lock().unwrap();
-    assert_eq!((heard.fpm[0].wall_time_s, heard.fpm[0].counter), (0.0, 0));
+    let events = rig.sink.0.lock().unwrap();
+    assert_eq!((events.fpm[0].wall_time_s, events.fpm[0].counter), (0.0, 0));
 }
 
 struct Broken;

@@ -333,8 +333,8 @@ impl WorkerLinks {
             link,
             pass: PassFrame::new(),
             deltas: Vec::new(),
-            told: 0,
-            told_ops: 0,
+            received: 0,
+            received_ops: 0,
             unsure: Vec::new(),
         };
         let error = poll_fn(|cx| connection.poll(cx)).await;
@@ -470,11 +470,11 @@ struct Connection {
     peer: Rc<Peer>,
     link: Link,
     pass: PassFrame,
-    /// The first `told` of them came and are not yet applied; the others lend their memory.
+    /// The first `received` of them are not applied yet; the others lend their memory.
     deltas: Vec<KvDelta>,
-    told: usize,
-    told_ops: usize,
-    /// Ranks of which a snapshot was asked for and has not come.
+    received: usize,
+    received_ops: usize,
+    /// Ranks whose snapshot was requested and has not arrived.
     unsure: Vec<RankId>,
 }
 
@@ -549,10 +549,10 @@ impl Connection {
                     shard.on_frame(&self.pass, Some(&self.peer));
                 }
                 FrameKind::Kv | FrameKind::KvSnapshot => {
-                    if self.told == self.deltas.len() {
+                    if self.received == self.deltas.len() {
                         self.deltas.push(KvDelta::default());
                     }
-                    let delta = &mut self.deltas[self.told];
+                    let delta = &mut self.deltas[self.received];
                     let snapshot = wire::decode_kv(kind, body, delta)?;
                     self.peer.check(kind, delta.rank.worker)?;
                     if snapshot {
@@ -562,9 +562,9 @@ impl Connection {
                         self.unsure.retain(|&unsure| unsure != snapshot.rank);
                         continue;
                     }
-                    self.told += 1;
-                    self.told_ops += delta.ops.len();
-                    if self.told_ops >= DELTA_OPS || self.told == DELTAS_MAX {
+                    self.received += 1;
+                    self.received_ops += delta.ops.len();
+                    if self.received_ops >= DELTA_OPS || self.received == DELTAS_MAX {
                         self.apply_deltas();
                     }
                 }
@@ -599,17 +599,17 @@ impl Connection {
         Ok(())
     }
 
-    /// Applies the deltas that came, together: engines change a few blocks per pass, and each change
+    /// Applies the received deltas together: engines change a few blocks per pass, and each change
     /// would wait for memory by itself.
     fn apply_deltas(&mut self) {
         let fleet = self.remote.roster.fleets();
-        let told = &self.deltas[..self.told];
-        if told.len() > 1 {
-            for delta in told {
+        let received = &self.deltas[..self.received];
+        if received.len() > 1 {
+            for delta in received {
                 fleet.expect_kv(delta);
             }
         }
-        for delta in told {
+        for delta in received {
             let rank = delta.rank;
             if !self.unsure.contains(&rank) && fleet.on_kv(delta).gap {
                 tracing::warn!(%rank, "a KV delta is missing");
@@ -621,8 +621,8 @@ impl Connection {
                 wire::encode_to_worker(&resync, &mut self.peer.outbox.borrow_mut());
             }
         }
-        self.told = 0;
-        self.told_ops = 0;
+        self.received = 0;
+        self.received_ops = 0;
     }
 }
 

@@ -130,7 +130,7 @@ struct Watch {
     /// Number of its last message.
     number: u64,
     /// Time of its last message.
-    heard: SimTime,
+    last_at: SimTime,
 }
 
 /// The value of a key.
@@ -319,7 +319,7 @@ impl Nats {
         let mut watch = Watch {
             subscription,
             number: 0,
-            heard: now,
+            last_at: now,
         };
         let link = self.link.as_mut().expect("it was connected");
         let mut found = Vec::new();
@@ -426,7 +426,7 @@ impl Nats {
                 Took::Gap => is_open = false,
             }
         }
-        is_open &= now.since(watch.heard) < SILENCE_NS;
+        is_open &= now.since(watch.last_at) < SILENCE_NS;
         if is_open {
             self.watch = Some(watch);
         } else {
@@ -440,9 +440,9 @@ impl Nats {
         let Some(watch) = &self.watch else {
             return;
         };
-        let heard = watch.heard;
+        let last_at = watch.last_at;
         self.entries.retain(|key, entry| {
-            let stays = entry.until > heard;
+            let stays = entry.until > last_at;
             if !stays {
                 changes.push(Change::Deleted { key: key.clone() });
             }
@@ -588,7 +588,7 @@ impl Watch {
         if message.subscription != self.subscription {
             return Took::Nothing;
         }
-        self.heard = now;
+        self.last_at = now;
         match message.status() {
             Some(100) => {
                 let last = message.header("Nats-Last-Consumer");

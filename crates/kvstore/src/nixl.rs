@@ -342,35 +342,35 @@ impl Agent {
     }
 }
 
-/// A list of spans on one side, needed only to create a request.
-struct Side {
+/// A list of spans at one end, needed only to create a request.
+struct DescriptorList {
     functions: Functions,
     list: Handle,
 }
 
-impl Side {
+impl DescriptorList {
     fn new(
         functions: Functions,
         spans: impl Iterator<Item = (usize, usize)>,
-    ) -> Result<Side, NixlError> {
-        let mut side = Side {
+    ) -> Result<DescriptorList, NixlError> {
+        let mut made = DescriptorList {
             functions,
             list: null_mut(),
         };
         // SAFETY: a place for a handle, and then that handle.
         unsafe {
-            let code = (functions.create_xfer_dlist)(HOST_MEMORY, &raw mut side.list);
+            let code = (functions.create_xfer_dlist)(HOST_MEMORY, &raw mut made.list);
             checked("listing memory", code)?;
             for (at, bytes) in spans {
-                let code = (functions.xfer_dlist_add_desc)(side.list, at, bytes, 0);
+                let code = (functions.xfer_dlist_add_desc)(made.list, at, bytes, 0);
                 checked("listing memory", code)?;
             }
         }
-        Ok(side)
+        Ok(made)
     }
 }
 
-impl Drop for Side {
+impl Drop for DescriptorList {
     fn drop(&mut self) {
         if !self.list.is_null() {
             // SAFETY: created by `new`, and destroyed once.
@@ -414,8 +414,9 @@ impl OneSided for Agent {
     unsafe fn read(&mut self, peer: &str, spans: &[Span]) -> Result<Ticket, NixlError> {
         let functions = self.functions;
         let peer = CString::new(peer).map_err(|_| NixlError::Name)?;
-        let local = Side::new(functions, spans.iter().map(|span| (span.to, span.bytes)))?;
-        let remote = Side::new(functions, spans.iter().map(|span| (span.from, span.bytes)))?;
+        let local = DescriptorList::new(functions, spans.iter().map(|span| (span.to, span.bytes)))?;
+        let remote =
+            DescriptorList::new(functions, spans.iter().map(|span| (span.from, span.bytes)))?;
         let mut request = null_mut();
         // SAFETY: handles of this agent and a terminated string; the memory is the caller's
         // promise. A request that could not be posted has started nothing.

@@ -13,12 +13,13 @@ use bytes::BytesMut;
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use slipstream_base::{TokenId, mix};
 use slipstream_frontend::openai::{
-    Finish, Head, Kind, SseRender, UnaryChoice, Usage, parse_chat, parse_completion, render_unary,
+    CompletionApi, Finish, Head, SseRender, UnaryChoice, Usage, parse_chat, parse_completion,
+    render_unary,
 };
 use slipstream_frontend::text::{ChatOptions, Message, StopMatcher, TextModel};
 
 const HEAD: Head<'static> = Head {
-    kind: Kind::Chat,
+    kind: CompletionApi::Chat,
     id: "chatcmpl-0123456789abcdef",
     created: 1_700_000_000,
     model: "qwen3-32b",

@@ -25,7 +25,7 @@ use slipstream_planes::{Input, StreamAddr, ToWorker};
 use crate::budget::Charge;
 use crate::generate::{self, check_tokens};
 use crate::http::{self, HttpBody, RequestHead};
-use crate::openai::{self, ApiError, ApiRequest, Kind, PromptInput, parse_turn};
+use crate::openai::{self, ApiError, ApiRequest, CompletionApi, PromptInput, parse_turn};
 use crate::reply::{Reply, ReplyBody};
 use crate::service::Service;
 use crate::shard::Shard;
@@ -55,7 +55,13 @@ pub(crate) async fn serve(
         .ok_or_else(|| ApiError::bad_body("the body is empty; its first line is the request"))?;
     let charge = shard.budget.memory.charge(head.client.counts(), 0)?;
     let prepare = move |service: &Service, line: &[u8]| {
-        generate::prepare(service, Kind::Completion, line, times, check_duplex)
+        generate::prepare(
+            service,
+            CompletionApi::Completion,
+            line,
+            times,
+            check_duplex,
+        )
     };
     let (prepared, charge) = shard.run(first.freeze(), charge, prepare).await?;
     let used = prepared.prompts.first().map_or(0, generate::Tokenized::len);

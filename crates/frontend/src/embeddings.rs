@@ -11,7 +11,8 @@ use crate::generate;
 use crate::helpers::NoResult;
 use crate::http::{self, HttpBody, RequestHead};
 use crate::openai::{
-    ApiError, Encoding, Head, Kind, embedding_field_names, embeddings_json, parse_embeddings,
+    ApiError, CompletionApi, Encoding, Head, embedding_field_names, embeddings_json,
+    parse_embeddings,
 };
 use crate::service::Service;
 use crate::shard::Shard;
@@ -63,7 +64,7 @@ pub(crate) async fn create(
     let created = generate::now_unix_s();
     let render = move || {
         let head = Head {
-            kind: Kind::Completion,
+            kind: CompletionApi::Completion,
             id: &id,
             created,
             model: &model,

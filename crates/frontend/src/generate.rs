@@ -22,8 +22,8 @@ use crate::http::{self, HttpBody, RequestHead};
 use crate::management::{Adapter, AdapterUse};
 use crate::metrics::Rejection;
 use crate::openai::{
-    ApiError, ApiRequest, Input, Kind, LogprobsWish, PromptInput, RequestParams, parse_chat,
-    parse_completion,
+    ApiError, ApiRequest, CompletionApi, Input, LogprobsWish, PromptInput, RequestParams,
+    parse_chat, parse_completion,
 };
 use crate::reply::{
     REPLY_BYTES, Reply, ReplyBody, ReplyHandle, ReplyState, SEQUENCE_BYTES, SequenceSpec, Shape,
@@ -66,7 +66,7 @@ pub(crate) struct Tokenized {
 
 /// A request, parsed, checked and tokenized.
 pub(crate) struct Prepared {
-    pub(crate) kind: Kind,
+    pub(crate) kind: CompletionApi,
     pub(crate) params: RequestParams,
     pub(crate) prompts: Vec<Tokenized>,
     pub(crate) adapter: Option<Arc<Adapter>>,
@@ -83,7 +83,7 @@ impl Tokenized {
 /// Serves `POST /v1/chat/completions` and `POST /v1/completions`.
 pub(crate) async fn generate(
     shard: &Rc<Shard>,
-    kind: Kind,
+    kind: CompletionApi,
     head: RequestHead,
     body: Bytes,
     charge: Charge,
@@ -106,14 +106,14 @@ pub(crate) async fn generate(
 /// Parses, checks and tokenizes the body of a request.
 pub(crate) fn prepare(
     service: &Service,
-    kind: Kind,
+    kind: CompletionApi,
     body: &[u8],
     mut times: StageTimes,
     check: impl FnOnce(&ApiRequest<'_>) -> Result<(), ApiError>,
 ) -> Result<Prepared, ApiError> {
     let mut request = match kind {
-        Kind::Chat => parse_chat(body)?,
-        Kind::Completion => parse_completion(body)?,
+        CompletionApi::Chat => parse_chat(body)?,
+        CompletionApi::Completion => parse_completion(body)?,
     };
     let adapter = check_model(service, request.model.as_deref())?;
     check(&request)?;
@@ -165,7 +165,7 @@ pub(crate) fn prepare_inputs(
     let prompts = tokenize(service, &request, adapter.as_deref())?;
     times.note(Stage::Tokenized, monotonic_ns());
     let prepared = Prepared {
-        kind: Kind::Completion,
+        kind: CompletionApi::Completion,
         params: request.params,
         prompts,
         adapter,
@@ -213,7 +213,7 @@ fn decide(
 }
 
 /// Bytes of a token of a whole answer at most, as JSON.
-fn token_json_max(text: &TextModel, kind: Kind, logprobs: Option<LogprobsWish>) -> u64 {
+fn token_json_max(text: &TextModel, kind: CompletionApi, logprobs: Option<LogprobsWish>) -> u64 {
     /// Of a float in its shortest form, and of an offset.
     const NUMBER: u64 = 24;
     let shown = text.answer_json_max() as u64;
@@ -224,9 +224,9 @@ fn token_json_max(text: &TextModel, kind: Kind, logprobs: Option<LogprobsWish>) 
     shown
         + match kind {
             // `"token":…,"logprob":…,"bytes":[…]` with up to four characters per byte.
-            Kind::Chat => (1 + top) * (5 * shown + NUMBER + 40) + 24,
+            CompletionApi::Chat => (1 + top) * (5 * shown + NUMBER + 40) + 24,
             // `text_offset`, `token_logprobs`, `tokens` and `top_logprobs`.
-            Kind::Completion => 2 * NUMBER + shown + 16 + top * (shown + NUMBER + 8),
+            CompletionApi::Completion => 2 * NUMBER + shown + 16 + top * (shown + NUMBER + 8),
         }
 }
 
@@ -251,7 +251,7 @@ fn prompt_json_max(text: &TextModel, params: &RequestParams, ids: &[TokenId]) ->
 /// limit of a whole answer shortens it.
 fn bound_answer(
     service: &Service,
-    kind: Kind,
+    kind: CompletionApi,
     params: &RequestParams,
     prompts: &mut [Tokenized],
 ) -> Result<(), ApiError> {
@@ -265,8 +265,8 @@ fn bound_answer(
             .map_or(0, |ids| ID_BYTES * ids.len() as u64)
     };
     let id_lists = match kind {
-        Kind::Completion => n,
-        Kind::Chat => 1,
+        CompletionApi::Completion => n,
+        CompletionApi::Chat => 1,
     };
     let scores = |prompt: &Tokenized| {
         let ids = prompt.ids.as_deref().unwrap_or_default();
@@ -532,7 +532,12 @@ pub(crate) fn count_tokens(service: &Service, request: &ApiRequest<'_>) -> Resul
 }
 
 /// A prompt that has at least so many `tokens` by its length.
-fn too_long(service: &Service, kind: Kind, params: &RequestParams, tokens: usize) -> ApiError {
+fn too_long(
+    service: &Service,
+    kind: CompletionApi,
+    params: &RequestParams,
+    tokens: usize,
+) -> ApiError {
     let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
     ApiError::context_length(kind, tokens, params.max_tokens, service.context_max())
 }
@@ -540,7 +545,7 @@ fn too_long(service: &Service, kind: Kind, params: &RequestParams, tokens: usize
 /// Checks that prompt and answer fit into the model, and hashes the prompt.
 fn fit(
     service: &Service,
-    kind: Kind,
+    kind: CompletionApi,
     params: &RequestParams,
     tokens: &[TokenId],
     echo: Option<Box<str>>,
@@ -668,7 +673,7 @@ fn check_count(count: usize, prompts: usize, choices: u32, most: u64) -> Result<
 fn shape_of(
     shard: &Shard,
     head: &RequestHead,
-    kind: Kind,
+    kind: CompletionApi,
     params: &RequestParams,
     prompts: &[Tokenized],
 ) -> Shape {
@@ -924,10 +929,10 @@ pub(crate) fn now_unix_s() -> u64 {
 }
 
 /// `chatcmpl-…` or `cmpl-…`.
-fn answer_id(kind: Kind, request_id: &str) -> String {
+fn answer_id(kind: CompletionApi, request_id: &str) -> String {
     let prefix = match kind {
-        Kind::Chat => "chatcmpl-",
-        Kind::Completion => "cmpl-",
+        CompletionApi::Chat => "chatcmpl-",
+        CompletionApi::Completion => "cmpl-",
     };
     let mut id = String::with_capacity(prefix.len() + request_id.len());
     id.push_str(prefix);

@@ -34,7 +34,7 @@ use crate::management::{self, Manage};
 use crate::messages::{self, MessageBody};
 use crate::metrics::Rejection;
 use crate::openai::{
-    ApiError, Kind, ModelCard, TokenizeInput, detokenize_json, message_error, model_json,
+    ApiError, CompletionApi, ModelCard, TokenizeInput, detokenize_json, message_error, model_json,
     models_json, openapi_json, openapi_json_without, parse_detokenize, parse_tokenize,
     tokenize_json, version_json,
 };
@@ -655,7 +655,7 @@ async fn answer(
     match route.endpoint {
         Endpoint::Chat => {
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
-            generate::generate(shard, Kind::Chat, head, body, charge, times).await
+            generate::generate(shard, CompletionApi::Chat, head, body, charge, times).await
         }
         Endpoint::Completion => {
             if media_type(request.headers()) == Some("application/x-ndjson") {
@@ -665,7 +665,7 @@ async fn answer(
                 return duplex::serve(shard, head, body, times).await;
             }
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
-            generate::generate(shard, Kind::Completion, head, body, charge, times).await
+            generate::generate(shard, CompletionApi::Completion, head, body, charge, times).await
         }
         Endpoint::Messages => {
             let Received { head, body, charge } = receive(shard, client, request, id).await?;

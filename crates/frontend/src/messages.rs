@@ -15,7 +15,9 @@ use slipstream_base::StageTimes;
 use crate::budget::Charge;
 use crate::generate::{self, check_model};
 use crate::http::{self, HttpBody, RequestHead};
-use crate::openai::{ApiError, Kind, MessageStream, input_tokens_json, parse_chat, parse_messages};
+use crate::openai::{
+    ApiError, CompletionApi, MessageStream, input_tokens_json, parse_chat, parse_messages,
+};
 use crate::reply::{Cut, ReplyBody};
 use crate::service::Service;
 use crate::shard::Shard;
@@ -65,7 +67,10 @@ pub(crate) async fn create(
 ) -> Result<Response<HttpBody>, ApiError> {
     let prepare = move |service: &Service, body: &[u8]| {
         let request = parse_messages(body, false)?;
-        let prepared = generate::prepare(service, Kind::Chat, &request.chat, times, |_| Ok(()))?;
+        let prepared =
+            generate::prepare(service, CompletionApi::Chat, &request.chat, times, |_| {
+                Ok(())
+            })?;
         Ok((prepared, request.stream))
     };
     let work = work(shard, &body);

@@ -36,7 +36,7 @@ use crate::connection::Client;
 use crate::management::AdapterUse;
 use crate::metrics::{FinishedSequence, ShardMetrics};
 use crate::openai::{
-    ApiError, CallDelta, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob,
+    ApiError, CallDelta, CompletionApi, Finish, Head, LogprobsPiece, Out, SseRender, TokenLogprob,
     UnaryRender, Usage, WholeAnswer, WholeCall,
 };
 use crate::script::{Script, ScriptedCall, SharedScript, Show, call_id};
@@ -250,7 +250,7 @@ struct InputState {
 
 /// Constants of a reply.
 pub(crate) struct Shape {
-    pub(crate) kind: Kind,
+    pub(crate) kind: CompletionApi,
     pub(crate) id: String,
     pub(crate) created: u64,
     pub(crate) model: Rc<str>,
@@ -2090,7 +2090,7 @@ mod tests {
     use super::*;
 
     /// A streamed reply with `n` choices that stop at `stop`.
-    fn reply(kind: Kind, n: u32, stop: &[&str], echo: Option<&str>) -> ReplyState {
+    fn reply(kind: CompletionApi, n: u32, stop: &[&str], echo: Option<&str>) -> ReplyState {
         let shape = Shape {
             kind,
             id: "1".into(),
@@ -2207,7 +2207,7 @@ mod tests {
         let len = scripts()[0].len();
         let expected = scripts()[0].calls[0].arguments.clone();
         for (given, client_is_slow) in [(len, false), (len, true), (len - 1, false)] {
-            let mut state = reply(Kind::Chat, 1, &[], None);
+            let mut state = reply(CompletionApi::Chat, 1, &[], None);
             let spec = &mut state.sequences[0].spec;
             spec.script = scripts().pop().map(Rc::new);
             spec.plain = false;
@@ -2257,7 +2257,7 @@ mod tests {
         let metrics = ShardMetrics::new();
         let words = words(&text, &" the".repeat(300));
         let tail = self::words(&text, " zebra and more");
-        let mut state = reply(Kind::Completion, 3, &["zebra"], None);
+        let mut state = reply(CompletionApi::Completion, 3, &["zebra"], None);
         for index in 0..3 {
             for word in words.chunks(1) {
                 let taken = state.on_tokens(index, &tokens(word), &text, &metrics);
@@ -2297,7 +2297,7 @@ mod tests {
     fn nothing_is_sent_before_the_first_token_and_then_every_choice_opens() {
         let text = TextModel::builtin();
         let metrics = ShardMetrics::new();
-        let mut state = reply(Kind::Chat, 2, &[], None);
+        let mut state = reply(CompletionApi::Chat, 2, &[], None);
         assert!(state.out.is_empty());
         let word = words(&text, " the");
         state.on_tokens(1, &tokens(&word), &text, &metrics);
@@ -2322,14 +2322,14 @@ mod tests {
     fn a_chat_that_ends_without_a_token_opens_and_closes() {
         let text = TextModel::builtin();
         let metrics = ShardMetrics::new();
-        let mut state = reply(Kind::Chat, 1, &[], None);
+        let mut state = reply(CompletionApi::Chat, 1, &[], None);
         state.on_end(0, &end(FinishReason::Abort), &text, &metrics);
         let events = events(&mut state);
         assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
         assert_eq!(events[1]["choices"][0]["delta"], serde_json::json!({}));
         assert_eq!(events[1]["choices"][0]["finish_reason"], "abort");
         assert_eq!(events[3], "[DONE]");
-        let mut failed = reply(Kind::Chat, 1, &[], None);
+        let mut failed = reply(CompletionApi::Chat, 1, &[], None);
         failed.fail(&ApiError::worker_lost("w3"));
         let events = self::events(&mut failed);
         assert!(
@@ -2344,7 +2344,7 @@ mod tests {
         let metrics = ShardMetrics::new();
         let words = words(&text, " the quick brown");
         for client_is_slow in [false, true] {
-            let mut state = reply(Kind::Completion, 1, &[], None);
+            let mut state = reply(CompletionApi::Completion, 1, &[], None);
             let mut found = Vec::new();
             for (at, token) in words.iter().enumerate() {
                 if client_is_slow && at == 1 {
@@ -2393,7 +2393,7 @@ mod tests {
         let text = TextModel::builtin();
         let metrics = ShardMetrics::new();
         let words = words(&text, " the zebra");
-        let mut state = reply(Kind::Completion, 1, &["zebra"], None);
+        let mut state = reply(CompletionApi::Completion, 1, &["zebra"], None);
         let mut found = Vec::new();
         for token in &words {
             state.on_tokens(0, &tokens(std::slice::from_ref(token)), &text, &metrics);
@@ -2405,7 +2405,7 @@ mod tests {
         let whole: String = texts.iter().map(|(text, _)| *text).collect();
         assert_eq!(whole, " the ");
         // The same if the engine's own end comes with that token: the stop string is the reason.
-        let mut state = reply(Kind::Completion, 1, &["zebra"], None);
+        let mut state = reply(CompletionApi::Completion, 1, &["zebra"], None);
         let all = NewTokens {
             end_follows: true,
             ..tokens(&words)
@@ -2503,7 +2503,7 @@ mod tests {
             let all: usize = sizes.iter().sum();
             let words = words(text, &" the".repeat(all));
             proptest::prop_assert_eq!(words.len(), all);
-            let mut state = reply(Kind::Completion, 1, &[], None);
+            let mut state = reply(CompletionApi::Completion, 1, &[], None);
             let found = stream_in_steps(&mut state, &sizes, read_after, &words);
             let texts = texts(&found);
             let shown: String = texts.iter().map(|(text, _)| *text).collect();
@@ -2531,7 +2531,7 @@ mod tests {
             let counted = words(text, &format!("{} zebra", " the".repeat(before)));
             let shown = format!("{} zebra{}", " the".repeat(before), " fox".repeat(after));
             let all = words(text, &shown);
-            let mut state = reply(Kind::Completion, 1, &["zebra"], None);
+            let mut state = reply(CompletionApi::Completion, 1, &["zebra"], None);
             let found = stream_in_steps(&mut state, &sizes, read_after, &all);
             let texts = texts(&found);
             let whole: String = texts.iter().map(|(text, _)| *text).collect();
@@ -2550,7 +2550,7 @@ mod tests {
         let text = shared_text();
         let metrics = ShardMetrics::new();
         let words = words(text, &" the".repeat(7));
-        let mut state = reply(Kind::Completion, 1, &[], None);
+        let mut state = reply(CompletionApi::Completion, 1, &[], None);
         state.sequences[0].spec.max_tokens = 5;
         state.on_tokens(0, &tokens(&words[..3]), text, &metrics);
         let rest = NewTokens {
@@ -2572,7 +2572,7 @@ mod tests {
     fn a_prompt_counts_as_cached_once_for_all_its_choices() {
         let text = shared_text();
         let metrics = ShardMetrics::new();
-        let mut state = reply(Kind::Completion, 3, &[], None);
+        let mut state = reply(CompletionApi::Completion, 3, &[], None);
         let mut end = end(FinishReason::Length);
         end.usage.cached_tokens = 16;
         for index in 0..3 {
@@ -2590,7 +2590,7 @@ mod tests {
         let text = shared_text();
         let metrics = ShardMetrics::new();
         let words = words(text, &" the".repeat(9));
-        let mut state = reply(Kind::Completion, 1, &[], None);
+        let mut state = reply(CompletionApi::Completion, 1, &[], None);
         let first = FirstPass {
             start_ns: 1,
             end_ns: 2,
@@ -2612,7 +2612,7 @@ mod tests {
         let text = TextModel::builtin();
         let metrics = ShardMetrics::new();
         let word = words(&text, " the");
-        let mut state = reply(Kind::Completion, 2, &[], Some("Say"));
+        let mut state = reply(CompletionApi::Completion, 2, &[], Some("Say"));
         assert!(state.out.is_empty());
         for index in [0, 1, 0] {
             state.on_tokens(index, &tokens(&word), &text, &metrics);

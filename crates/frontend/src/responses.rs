@@ -19,8 +19,8 @@ use crate::connection::Client;
 use crate::generate::{self, Prepared};
 use crate::http::{self, HttpBody, RequestHead};
 use crate::openai::{
-    ApiError, Kind, ResponseStream, parse_responses, previous_response_id, response_field_names,
-    response_not_found,
+    ApiError, CompletionApi, ResponseStream, parse_responses, previous_response_id,
+    response_field_names, response_not_found,
 };
 use crate::reply::{Cut, ReplyBody};
 use crate::service::Service;
@@ -297,7 +297,10 @@ pub(crate) async fn create(
     }
     let prepare = move |service: &Service, body: &[u8]| {
         let request = parse_responses(body, previous.as_deref())?;
-        let mut prepared = generate::prepare(service, Kind::Chat, &request.chat, times, |_| Ok(()))
+        let mut prepared =
+            generate::prepare(service, CompletionApi::Chat, &request.chat, times, |_| {
+                Ok(())
+            })
             .map_err(response_field_names)?;
         check_logprobs(&mut prepared)?;
         Ok((prepared, request))

@@ -22,7 +22,7 @@ use crate::generate;
 use crate::helpers::Helpers;
 use crate::http::{HttpBody, RequestHead};
 use crate::metrics::ShardMetrics;
-use crate::openai::{ApiError, Kind};
+use crate::openai::{ApiError, CompletionApi};
 use crate::remote::WorkerLinks;
 use crate::reply::StreamRole;
 use crate::shard::{Plane, Shard, ShardPlane, Shared, Transport};
@@ -181,7 +181,8 @@ impl SimShard {
         let memory = &shard.budget.memory;
         let charge = memory.charge(client.counts(), body.len() as u64)?;
         let times = StageTimes::default();
-        let answered = generate::generate(shard, Kind::Completion, head, body, charge, times);
+        let answered =
+            generate::generate(shard, CompletionApi::Completion, head, body, charge, times);
         Ok(SimAnswer {
             body: answered.await?.into_body(),
             _client: client,

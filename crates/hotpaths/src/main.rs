@@ -20,7 +20,7 @@ use slipstream_config::cluster::{EngineConfig, OutputLen, RouterConfig};
 use slipstream_config::doc::Doc;
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput};
-use slipstream_frontend::openai::{Head, Kind, SseRender};
+use slipstream_frontend::openai::{CompletionApi, Head, SseRender};
 use slipstream_frontend::text::TextModel;
 use slipstream_kvindex::{BlockIndex, Change, KeySet};
 use slipstream_netsim::{Execution, Simulation};
@@ -229,7 +229,7 @@ fn frames(count: u64, decode: bool) -> u64 {
 fn events(count: u64) -> u64 {
     let model = TextModel::builtin();
     let head = Head {
-        kind: Kind::Chat,
+        kind: CompletionApi::Chat,
         id: "chatcmpl-0123456789abcdef",
         created: 1_700_000_000,
         model: "qwen3-32b",

@@ -69,7 +69,7 @@ impl ApiError {
     ///
     /// `max_tokens` is what the client asked for; `None` if it left that open.
     pub fn context_length(
-        kind: super::Kind,
+        kind: super::CompletionApi,
         prompt_tokens: u32,
         max_tokens: Option<u32>,
         max_model_len: u32,
@@ -89,8 +89,8 @@ impl ApiError {
         let param = match kind {
             // The prompt alone would fit.
             _ if max_tokens.is_some() && prompt_tokens < max_model_len => "max_tokens",
-            super::Kind::Chat => "messages",
-            super::Kind::Completion => "prompt",
+            super::CompletionApi::Chat => "messages",
+            super::CompletionApi::Completion => "prompt",
         };
         ApiError {
             code: Some("context_length_exceeded"),

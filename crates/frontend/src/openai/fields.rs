@@ -1,6 +1,6 @@
 //! Which fields of a request are used, which are refused, and when.
 
-use super::Kind;
+use super::CompletionApi;
 use super::value::Json;
 
 /// Treatment of a known field. Fields that are not in the table are ignored.
@@ -30,10 +30,10 @@ pub(super) struct Field {
 }
 
 /// The rule for `name` at `kind`; `None` if it is unknown.
-pub(super) fn rule(kind: Kind, name: &str) -> Option<Rule> {
+pub(super) fn rule(kind: CompletionApi, name: &str) -> Option<Rule> {
     let here = match kind {
-        Kind::Chat => Where::Chat,
-        Kind::Completion => Where::Completion,
+        CompletionApi::Chat => Where::Chat,
+        CompletionApi::Completion => Where::Completion,
     };
     FIELDS
         .iter()
@@ -271,23 +271,23 @@ mod tests {
     use super::*;
     use crate::openai::{ApiError, openapi_json, parse_chat, parse_completion};
 
-    fn error_of(kind: Kind, name: &str, value: &Value) -> ApiError {
+    fn error_of(kind: CompletionApi, name: &str, value: &Value) -> ApiError {
         let mut body = match kind {
-            Kind::Chat => json!({"messages": [{"role": "user", "content": "x"}]}),
-            Kind::Completion => json!({"prompt": "x"}),
+            CompletionApi::Chat => json!({"messages": [{"role": "user", "content": "x"}]}),
+            CompletionApi::Completion => json!({"prompt": "x"}),
         };
         body[name] = value.clone();
         let body = body.to_string();
         let parsed = match kind {
-            Kind::Chat => parse_chat(body.as_bytes()),
-            Kind::Completion => parse_completion(body.as_bytes()),
+            CompletionApi::Chat => parse_chat(body.as_bytes()),
+            CompletionApi::Completion => parse_completion(body.as_bytes()),
         };
         parsed.expect_err(&body)
     }
 
-    fn kinds(at: Where) -> &'static [(Kind, &'static str)] {
-        const CHAT: (Kind, &str) = (Kind::Chat, "ChatRequest");
-        const COMPLETION: (Kind, &str) = (Kind::Completion, "CompletionRequest");
+    fn kinds(at: Where) -> &'static [(CompletionApi, &'static str)] {
+        const CHAT: (CompletionApi, &str) = (CompletionApi::Chat, "ChatRequest");
+        const COMPLETION: (CompletionApi, &str) = (CompletionApi::Completion, "CompletionRequest");
         match at {
             Where::Chat => &[CHAT],
             Where::Completion => &[COMPLETION],
@@ -381,7 +381,7 @@ mod tests {
     }
 
     /// A value of `name` that is not the default, and the other fields that it needs.
-    fn sample(kind: Kind, name: &str) -> Value {
+    fn sample(kind: CompletionApi, name: &str) -> Value {
         let tool = json!([{"type": "function", "function": {"name": "f"}}]);
         let schema = json!({"type": "json_schema", "json_schema": {"schema": {"type": "null"}}});
         let value = match name {
@@ -394,12 +394,12 @@ mod tests {
             | "return_token_ids" => {
                 json!(true)
             }
-            "add_special_tokens" => json!(kind == Kind::Chat),
+            "add_special_tokens" => json!(kind == CompletionApi::Chat),
             "stream_options" => {
                 return json!({"stream": true, name: {"include_usage": true}});
             }
             "top_logprobs" => return json!({"logprobs": true, name: 3}),
-            "logprobs" if kind == Kind::Chat => json!(true),
+            "logprobs" if kind == CompletionApi::Chat => json!(true),
             "add_generation_prompt" => json!(false),
             "continue_final_message" => return json!({"add_generation_prompt": false, name: true}),
             "tool_choice" => return json!({"tools": tool, name: "required"}),
@@ -422,10 +422,10 @@ mod tests {
     }
 
     /// The body of the smallest request, with `fields`.
-    fn body_with(kind: Kind, fields: &Value) -> String {
+    fn body_with(kind: CompletionApi, fields: &Value) -> String {
         let mut body = match kind {
-            Kind::Chat => json!({"messages": [{"role": "user", "content": "x"}]}),
-            Kind::Completion => json!({"prompt": "x"}),
+            CompletionApi::Chat => json!({"messages": [{"role": "user", "content": "x"}]}),
+            CompletionApi::Completion => json!({"prompt": "x"}),
         };
         for (name, value) in fields.as_object().unwrap() {
             body[name] = value.clone();
@@ -434,10 +434,10 @@ mod tests {
     }
 
     /// Whether the requests with the bodies mean the same.
-    fn same(kind: Kind, one: &str, other: &str) -> bool {
+    fn same(kind: CompletionApi, one: &str, other: &str) -> bool {
         let parse = match kind {
-            Kind::Chat => parse_chat,
-            Kind::Completion => parse_completion,
+            CompletionApi::Chat => parse_chat,
+            CompletionApi::Completion => parse_completion,
         };
         let parsed = |body: &str| {
             parse(body.as_bytes())

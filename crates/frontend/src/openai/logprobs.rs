@@ -9,7 +9,7 @@
 use slipstream_base::TokenId;
 use slipstream_base::mix;
 
-use super::Kind;
+use super::CompletionApi;
 use super::json::{self, Out};
 use crate::text::TextModel;
 
@@ -184,10 +184,10 @@ pub struct LogprobsPiece {
 
 impl LogprobsPiece {
     /// Appends the `logprobs` object in the shape of the endpoint.
-    pub(super) fn render(&self, kind: Kind, out: &mut impl Out) {
+    pub(super) fn render(&self, kind: CompletionApi, out: &mut impl Out) {
         match kind {
-            Kind::Chat => self.render_chat(out),
-            Kind::Completion => self.render_completion(out),
+            CompletionApi::Chat => self.render_chat(out),
+            CompletionApi::Completion => self.render_completion(out),
         }
     }
 

@@ -53,9 +53,9 @@ pub use tokenize::{
 };
 pub use unary::{UnaryChoice, UnaryRender, WholeAnswer, WholeCall, render_unary};
 
-/// Which of the two generating endpoints a request came to.
+/// The API that a request came to, of the two that continue a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum CompletionApi {
     /// `POST /v1/chat/completions`
     Chat,
     /// `POST /v1/completions`
@@ -66,7 +66,7 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
     /// Which endpoint answers.
-    pub kind: Kind,
+    pub kind: CompletionApi,
     /// `id` of the answer, by custom `chatcmpl-…` or `cmpl-…`.
     pub id: &'a str,
     /// `created`: Unix time, s.
@@ -84,9 +84,9 @@ impl Head<'_> {
         json::string(out, self.id);
         out.put(b",\"object\":\"");
         out.put(match (self.kind, stream) {
-            (Kind::Chat, true) => b"chat.completion.chunk".as_slice(),
-            (Kind::Chat, false) => b"chat.completion",
-            (Kind::Completion, _) => b"text_completion",
+            (CompletionApi::Chat, true) => b"chat.completion.chunk".as_slice(),
+            (CompletionApi::Chat, false) => b"chat.completion",
+            (CompletionApi::Completion, _) => b"text_completion",
         });
         out.put(b"\",\"created\":");
         json::integer(out, self.created);

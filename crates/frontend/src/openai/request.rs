@@ -11,7 +11,7 @@ use super::error::clip;
 use super::fields::{self, Rule};
 use super::form::{Form, RawForm, form_field, tool_calls};
 use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
-use super::{ApiError, Kind};
+use super::{ApiError, CompletionApi};
 use crate::structured::Tree;
 use crate::text::{ImagePart, Message, MessageTools};
 
@@ -37,7 +37,7 @@ pub const NAME_BYTES_MAX: usize = 512;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiRequest<'a> {
     /// Where it came.
-    pub kind: Kind,
+    pub kind: CompletionApi,
     /// `model`; without one, the model that is served (as vLLM does).
     pub model: Option<Cow<'a, str>>,
     /// The prompts.
@@ -152,7 +152,7 @@ pub struct LogprobsWish {
 /// # Errors
 /// [`ApiError`] 400 with the field at fault, or with the place where the JSON breaks off.
 pub fn parse_chat(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
-    parse(Kind::Chat, body)
+    parse(CompletionApi::Chat, body)
 }
 
 /// Parses the body of `POST /v1/completions`.
@@ -160,7 +160,7 @@ pub fn parse_chat(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
 /// # Errors
 /// As [`parse_chat`].
 pub fn parse_completion(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
-    parse(Kind::Completion, body)
+    parse(CompletionApi::Completion, body)
 }
 
 /// Parses a further line of a request with more input to come: `{"prompt": …}`, text or token ids.
@@ -183,7 +183,7 @@ pub fn parse_turn(line: &[u8]) -> Result<PromptInput<'_>, ApiError> {
     prompt.ok_or_else(|| missing("prompt"))
 }
 
-fn parse(kind: Kind, body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
+fn parse(kind: CompletionApi, body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
     let mut raw = Raw::new();
     read_members(
         body,
@@ -260,7 +260,7 @@ impl<'a> Raw<'a> {
 
     /// Notes one field. A field sent twice counts as its last value, as in Python's parser; null
     /// counts as not sent.
-    fn take(&mut self, kind: Kind, name: &str, value: Json<'a>) -> Result<(), ApiError> {
+    fn take(&mut self, kind: CompletionApi, name: &str, value: Json<'a>) -> Result<(), ApiError> {
         if value == Json::Null {
             return Ok(());
         }
@@ -286,7 +286,7 @@ impl<'a> Raw<'a> {
             "stream_options" => self.stream_options = Some(stream_options(name, &value)?),
             "n" => params.n = whole(name, &value, 1, N_MAX)?,
             // 0 has a meaning with `echo`, which may follow.
-            "max_tokens" if kind == Kind::Completion => {
+            "max_tokens" if kind == CompletionApi::Completion => {
                 params.max_tokens = Some(whole(name, &value, 0, u32::MAX)?);
             }
             "max_tokens" => params.max_tokens = Some(whole(name, &value, 1, u32::MAX)?),
@@ -302,8 +302,8 @@ impl<'a> Raw<'a> {
             }
             "seed" => params.seed = Some(seed(name, &value)?),
             "logprobs" => match kind {
-                Kind::Chat => self.chat_logprobs = boolean(name, &value)?,
-                Kind::Completion => {
+                CompletionApi::Chat => self.chat_logprobs = boolean(name, &value)?,
+                CompletionApi::Completion => {
                     self.completion_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?);
                 }
             },
@@ -361,10 +361,10 @@ impl<'a> Raw<'a> {
     }
 
     /// Checks what concerns several fields.
-    fn finish(self, kind: Kind) -> Result<ApiRequest<'a>, ApiError> {
+    fn finish(self, kind: CompletionApi) -> Result<ApiRequest<'a>, ApiError> {
         let mut params = self.params;
         let input = match kind {
-            Kind::Chat => Input::Chat {
+            CompletionApi::Chat => Input::Chat {
                 continue_final_message: self.continue_final_message,
                 add_generation_prompt: opens_turn(
                     self.continue_final_message,
@@ -374,10 +374,14 @@ impl<'a> Raw<'a> {
                 messages: self.messages.ok_or_else(|| missing("messages"))?,
                 template_kwargs: self.template_kwargs,
             },
-            Kind::Completion => Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?),
+            CompletionApi::Completion => {
+                Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?)
+            }
         };
         params.form = self.form.finish()?;
-        params.add_special_tokens = self.add_special_tokens.unwrap_or(kind == Kind::Completion);
+        params.add_special_tokens = self
+            .add_special_tokens
+            .unwrap_or(kind == CompletionApi::Completion);
         if let Some(options) = self.stream_options {
             if !params.stream {
                 return Err(ApiError::invalid(
@@ -390,7 +394,7 @@ impl<'a> Raw<'a> {
         }
         // The newer name counts where both are sent, as in vLLM.
         params.max_tokens = self.max_completion_tokens.or(params.max_tokens);
-        if kind == Kind::Completion && params.max_tokens.is_none() {
+        if kind == CompletionApi::Completion && params.max_tokens.is_none() {
             params.max_tokens = Some(COMPLETION_MAX_TOKENS);
         }
         if params.max_tokens == Some(0) {
@@ -432,17 +436,17 @@ impl<'a> Raw<'a> {
             ));
         }
         params.logprobs = match kind {
-            Kind::Completion => self.completion_logprobs.map(|top| LogprobsWish { top }),
-            Kind::Chat if self.chat_logprobs => Some(LogprobsWish {
+            CompletionApi::Completion => self.completion_logprobs.map(|top| LogprobsWish { top }),
+            CompletionApi::Chat if self.chat_logprobs => Some(LogprobsWish {
                 top: self.top_logprobs.unwrap_or(0),
             }),
-            Kind::Chat if self.top_logprobs.is_some_and(|top| top > 0) => {
+            CompletionApi::Chat if self.top_logprobs.is_some_and(|top| top > 0) => {
                 return Err(ApiError::invalid(
                     "top_logprobs",
                     "`top_logprobs` needs `logprobs: true`; set it, or leave `top_logprobs` out",
                 ));
             }
-            Kind::Chat => None,
+            CompletionApi::Chat => None,
         };
         if let (true, Some(LogprobsWish { top })) = (params.stream, params.prompt_logprobs) {
             // As in vLLM: 0 asks for nothing in a stream.
@@ -456,7 +460,7 @@ impl<'a> Raw<'a> {
             params.prompt_logprobs = None;
         }
         match kind {
-            Kind::Completion => {
+            CompletionApi::Completion => {
                 params.scores_echo = params.echo && params.logprobs.is_some();
                 // As in vLLM: an echo that is not streamed has them a second time.
                 if params.scores_echo && !params.stream {
@@ -464,10 +468,10 @@ impl<'a> Raw<'a> {
                 }
             }
             // As in vLLM: an echoed chat has them as `prompt_logprobs`.
-            Kind::Chat if params.echo && !params.stream => {
+            CompletionApi::Chat if params.echo && !params.stream => {
                 params.prompt_logprobs = params.prompt_logprobs.or(params.logprobs);
             }
-            Kind::Chat => {}
+            CompletionApi::Chat => {}
         }
         params.vocab = params
             .vocab

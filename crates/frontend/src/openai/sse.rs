@@ -6,7 +6,7 @@ use std::rc::Rc;
 use slipstream_base::TokenId;
 
 use super::json::{self, Out};
-use super::{Finish, Head, Kind, LogprobsPiece, Usage};
+use super::{CompletionApi, Finish, Head, LogprobsPiece, Usage};
 
 /// Part of a tool call that a step adds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl CallDelta {
 /// for, and [`done`](Self::done).
 #[derive(Clone, Debug)]
 pub struct SseRender {
-    kind: Kind,
+    kind: CompletionApi,
     include_usage: bool,
     before: Box<[u8]>,
     /// Where the choices start in `before`: just behind `"choices":[`.
@@ -99,8 +99,8 @@ impl SseRender {
         before.put(b",");
         let body_at = before.len();
         before.put(match head.kind {
-            Kind::Chat => b"\"delta\":{\"content\":\"",
-            Kind::Completion => b"\"text\":\"",
+            CompletionApi::Chat => b"\"delta\":{\"content\":\"",
+            CompletionApi::Completion => b"\"text\":\"",
         });
         SseRender {
             kind: head.kind,
@@ -154,7 +154,7 @@ impl SseRender {
     /// The event that opens a choice of a chat: `"delta":{"role":"assistant","content":""}`.
     /// Completions have none.
     pub fn role(&self, out: &mut impl Out) {
-        if self.kind == Kind::Completion {
+        if self.kind == CompletionApi::Completion {
             return;
         }
         out.put(&self.before[..self.body_at as usize]);
@@ -232,7 +232,7 @@ impl SseRender {
         finish: &Finish<'_>,
         out: &mut impl Out,
     ) {
-        if self.kind == Kind::Chat && text.is_none() {
+        if self.kind == CompletionApi::Chat && text.is_none() {
             out.put(&self.before[..self.body_at as usize]);
             out.put(b"\"delta\":{},");
         } else {
@@ -297,17 +297,17 @@ impl SseRender {
     #[inline]
     fn after(&self) -> &'static [u8] {
         match (self.kind, self.include_usage) {
-            (Kind::Chat, false) => CHAT_AFTER,
-            (Kind::Chat, true) => CHAT_AFTER_USAGE,
-            (Kind::Completion, false) => COMPLETION_AFTER,
-            (Kind::Completion, true) => COMPLETION_AFTER_USAGE,
+            (CompletionApi::Chat, false) => CHAT_AFTER,
+            (CompletionApi::Chat, true) => CHAT_AFTER_USAGE,
+            (CompletionApi::Completion, false) => COMPLETION_AFTER,
+            (CompletionApi::Completion, true) => COMPLETION_AFTER_USAGE,
         }
     }
 
     fn close_text(&self) -> &'static [u8] {
         match self.kind {
-            Kind::Chat => b"\"},",
-            Kind::Completion => b"\",",
+            CompletionApi::Chat => b"\"},",
+            CompletionApi::Completion => b"\",",
         }
     }
 
@@ -336,8 +336,8 @@ impl SseRender {
     fn close_with_ids(&self, ids: &EventIds, out: &mut impl Out) {
         let prompt = ids.prompt.take();
         let generated = ids.generated.take();
-        let first_of_chat = self.kind == Kind::Chat && prompt.is_some();
-        if let (Kind::Completion, Some(prompt)) = (self.kind, &prompt) {
+        let first_of_chat = self.kind == CompletionApi::Chat && prompt.is_some();
+        if let (CompletionApi::Completion, Some(prompt)) = (self.kind, &prompt) {
             out.put(b",\"prompt_token_ids\":");
             json::integers(out, prompt);
         }

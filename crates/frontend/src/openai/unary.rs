@@ -6,7 +6,7 @@
 use std::borrow::Cow;
 
 use super::json::{self, Out};
-use super::{Finish, Head, Kind, LogprobsPiece, TokenLogprob, Usage};
+use super::{CompletionApi, Finish, Head, LogprobsPiece, TokenLogprob, Usage};
 
 /// Bytes of a choice's text that are escaped in one go.
 const TEXT_BYTES: usize = 16 << 10;
@@ -128,8 +128,8 @@ impl UnaryRender {
     fn piece(&mut self, answer: &impl WholeAnswer, out: &mut Vec<u8>) -> Place {
         let head = answer.head();
         let arrays: &[&[u8]] = match head.kind {
-            Kind::Chat => &CHAT_ARRAYS,
-            Kind::Completion => &COMPLETION_ARRAYS,
+            CompletionApi::Chat => &CHAT_ARRAYS,
+            CompletionApi::Completion => &COMPLETION_ARRAYS,
         };
         match self.next {
             Place::Head => {
@@ -152,8 +152,10 @@ impl UnaryRender {
                     return Place::Call(0);
                 }
                 out.put(match head.kind {
-                    Kind::Chat => b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice(),
-                    Kind::Completion => b",\"text\":\"",
+                    CompletionApi::Chat => {
+                        b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice()
+                    }
+                    CompletionApi::Completion => b",\"text\":\"",
                 });
                 Place::Text(0, 0)
             }
@@ -197,13 +199,13 @@ impl UnaryRender {
                 answer.finish(self.choice).render(out);
                 match (answer.token_ids(self.choice), head.kind) {
                     (None, _) => Place::EndChoice,
-                    (Some(_), Kind::Completion) => Place::Ids(0, 0),
-                    (Some(_), Kind::Chat) => Place::Ids(1, 0),
+                    (Some(_), CompletionApi::Completion) => Place::Ids(0, 0),
+                    (Some(_), CompletionApi::Chat) => Place::Ids(1, 0),
                 }
             }
             Place::Ids(list, from) => self.ids(answer, list, from, out),
             // A chat has those of its prompt once, behind the choices.
-            Place::EndChoice if head.kind == Kind::Completion => {
+            Place::EndChoice if head.kind == CompletionApi::Completion => {
                 match answer.prompt_logprobs(self.choice) {
                     Some(_) => Place::Prompt(0),
                     None => Place::ClosedChoice,
@@ -211,7 +213,7 @@ impl UnaryRender {
             }
             Place::EndChoice => Place::ClosedChoice,
             Place::Prompt(at) => {
-                let choice = if head.kind == Kind::Chat {
+                let choice = if head.kind == CompletionApi::Chat {
                     0
                 } else {
                     self.choice
@@ -227,12 +229,12 @@ impl UnaryRender {
                 }
                 out.put(b"]");
                 match head.kind {
-                    Kind::Chat => Place::Usage,
-                    Kind::Completion => Place::ClosedChoice,
+                    CompletionApi::Chat => Place::Usage,
+                    CompletionApi::Completion => Place::ClosedChoice,
                 }
             }
             Place::TailPrompt => match (answer.prompt_logprobs(0), head.kind) {
-                (Some(_), Kind::Chat) => Place::Prompt(0),
+                (Some(_), CompletionApi::Chat) => Place::Prompt(0),
                 _ => Place::Usage,
             },
             Place::ClosedChoice => {
@@ -243,7 +245,7 @@ impl UnaryRender {
             Place::Tail => {
                 out.put(b"]");
                 match (answer.token_ids(0), head.kind) {
-                    (Some(_), Kind::Chat) => Place::Ids(2, 0),
+                    (Some(_), CompletionApi::Chat) => Place::Ids(2, 0),
                     _ => Place::TailPrompt,
                 }
             }
@@ -277,8 +279,8 @@ impl UnaryRender {
             return Place::Text(1, 0);
         }
         out.put(match answer.head().kind {
-            Kind::Chat => b"\",\"refusal\":null},\"logprobs\":".as_slice(),
-            Kind::Completion => b"\",\"logprobs\":",
+            CompletionApi::Chat => b"\",\"refusal\":null},\"logprobs\":".as_slice(),
+            CompletionApi::Completion => b"\",\"logprobs\":",
         });
         self.after_text(answer, out)
     }
@@ -326,17 +328,17 @@ impl UnaryRender {
             out.put(b",");
         }
         let kind = answer.head().kind;
-        let with_top = kind == Kind::Chat || array == 3;
+        let with_top = kind == CompletionApi::Chat || array == 3;
         let token = answer.logprob(self.choice, at, with_top);
         match (kind, array) {
-            (Kind::Chat, _) => token.render_in_chat(out),
-            (Kind::Completion, 0) => {
+            (CompletionApi::Chat, _) => token.render_in_chat(out),
+            (CompletionApi::Completion, 0) => {
                 json::integer(out, self.offset);
                 self.offset += token.chars();
             }
-            (Kind::Completion, 1) => token.put_logprob(out),
-            (Kind::Completion, 2) => json::string(out, &token.text),
-            (Kind::Completion, _) => token.render_tops(out),
+            (CompletionApi::Completion, 1) => token.put_logprob(out),
+            (CompletionApi::Completion, 2) => json::string(out, &token.text),
+            (CompletionApi::Completion, _) => token.render_tops(out),
         }
     }
 }
@@ -424,9 +426,9 @@ mod tests {
     fn an_answer_in_pieces_is_the_answer_in_one() {
         let long = "\u{1f600}\"\\\n".repeat(20_000);
         for (kind, top) in [
-            (Kind::Chat, 3),
-            (Kind::Completion, 3),
-            (Kind::Completion, 0),
+            (CompletionApi::Chat, 3),
+            (CompletionApi::Completion, 3),
+            (CompletionApi::Completion, 0),
         ] {
             let tokens = (0..40).map(|at| TokenLogprob::modelled(builtin(), 7, at, 300, top));
             let piece = LogprobsPiece {

@@ -5,14 +5,14 @@ use std::sync::OnceLock;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use slipstream_frontend::openai::{
-    ApiError, Finish, Head, Kind, LogprobsPiece, ModelCard, SseRender, TokenLogprob, UnaryChoice,
-    Usage, detokenize_json, model_json, models_json, openapi_json, render_unary, tokenize_json,
-    version_json,
+    ApiError, CompletionApi, Finish, Head, LogprobsPiece, ModelCard, SseRender, TokenLogprob,
+    UnaryChoice, Usage, detokenize_json, model_json, models_json, openapi_json, render_unary,
+    tokenize_json, version_json,
 };
 use slipstream_frontend::text::TextModel;
 
 const HEAD: Head<'static> = Head {
-    kind: Kind::Chat,
+    kind: CompletionApi::Chat,
     id: "chatcmpl-1",
     created: 1_700_000_000,
     model: "m",
@@ -55,8 +55,8 @@ fn logprobs() -> LogprobsPiece {
 }
 
 /// The events of a stream with three tokens.
-fn stream(kind: Kind, include_usage: bool) -> String {
-    let id = if kind == Kind::Chat {
+fn stream(kind: CompletionApi, include_usage: bool) -> String {
+    let id = if kind == CompletionApi::Chat {
         "chatcmpl-1"
     } else {
         "cmpl-1"
@@ -85,7 +85,7 @@ fn stream(kind: Kind, include_usage: bool) -> String {
 #[test]
 fn a_chat_streams_as_openai_does() {
     assert_eq!(
-        stream(Kind::Chat, false),
+        stream(CompletionApi::Chat, false),
         concat!(
             r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}"#,
             "\n\n",
@@ -103,7 +103,7 @@ fn a_chat_streams_as_openai_does() {
 #[test]
 fn a_completion_streams_with_its_usage() {
     assert_eq!(
-        stream(Kind::Completion, true),
+        stream(CompletionApi::Completion, true),
         concat!(
             r#"data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"m","choices":[{"index":0,"text":" a\"b","logprobs":null,"finish_reason":null}],"usage":null}"#,
             "\n\n",
@@ -149,7 +149,7 @@ fn whole_answers_have_choices_and_usage() {
         r#"{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":" a\n","refusal":null},"logprobs":{"content":[{"token":" a","logprob":-0.5,"bytes":[32,97],"top_logprobs":[{"token":" a","logprob":-0.5,"bytes":[32,97]},{"token":"\"","logprob":-1.25,"bytes":[34]}]}]},"finish_reason":"stop","stop_reason":"\n"},{"index":1,"message":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":"stop","stop_reason":7}],"usage":{"prompt_tokens":20,"total_tokens":23,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":16}}}"#
     );
     let head = Head {
-        kind: Kind::Completion,
+        kind: CompletionApi::Completion,
         id: "cmpl-1",
         ..HEAD
     };
@@ -194,21 +194,21 @@ fn the_small_answers() {
 
 #[test]
 fn errors_say_what_where_and_how_to_mend_it() {
-    let error = ApiError::context_length(Kind::Chat, 1000, Some(100), 1024);
+    let error = ApiError::context_length(CompletionApi::Chat, 1000, Some(100), 1024);
     assert_eq!(
         error.param.as_deref(),
         Some("max_tokens"),
         "the prompt fits"
     );
     assert_eq!(error.code, Some("context_length_exceeded"));
-    let long = ApiError::context_length(Kind::Chat, 1024, Some(100), 1024);
+    let long = ApiError::context_length(CompletionApi::Chat, 1024, Some(100), 1024);
     assert_eq!(long.param.as_deref(), Some("messages"));
     assert!(
         error
             .message
             .contains("1100 were requested (1000 in the prompt, 100 for the answer)")
     );
-    let error = ApiError::context_length(Kind::Completion, 1024, None, 1024);
+    let error = ApiError::context_length(CompletionApi::Completion, 1024, None, 1024);
     assert_eq!(error.param.as_deref(), Some("prompt"));
     assert!(error.message.contains("leaves no room"));
     let error = ApiError::model_not_found("gpt", &["a", "b"]);
@@ -314,7 +314,7 @@ proptest! {
         index in any::<u32>(), chat in any::<bool>(), include_usage in any::<bool>(),
         stop in any::<String>(), with_logprobs in any::<bool>(), running in any::<bool>(),
     ) {
-        let kind = if chat { Kind::Chat } else { Kind::Completion };
+        let kind = if chat { CompletionApi::Chat } else { CompletionApi::Completion };
         let head = Head { kind, id: &id, model: &name, include_usage, ..HEAD };
         let mut render = SseRender::new(&head, index);
         if running {

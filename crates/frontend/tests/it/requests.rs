@@ -3,23 +3,25 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use slipstream_frontend::openai::{
-    ApiError, ApiRequest, Input, Kind, LogprobsWish, PromptInput, TokenizeInput, parse_chat,
-    parse_completion, parse_detokenize, parse_tokenize,
+    ApiError, ApiRequest, CompletionApi, Input, LogprobsWish, PromptInput, TokenizeInput,
+    parse_chat, parse_completion, parse_detokenize, parse_tokenize,
 };
 
-fn parse(kind: Kind, body: &str) -> Result<ApiRequest<'_>, ApiError> {
+fn parse(kind: CompletionApi, body: &str) -> Result<ApiRequest<'_>, ApiError> {
     match kind {
-        Kind::Chat => parse_chat(body.as_bytes()),
-        Kind::Completion => parse_completion(body.as_bytes()),
+        CompletionApi::Chat => parse_chat(body.as_bytes()),
+        CompletionApi::Completion => parse_completion(body.as_bytes()),
     }
 }
 
 /// The smallest request to `kind`, with `fields` in it.
 #[allow(clippy::needless_pass_by_value)] // reads as `json!` at every call
-fn body(kind: Kind, fields: Value) -> String {
+fn body(kind: CompletionApi, fields: Value) -> String {
     let mut body = match kind {
-        Kind::Chat => json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]}),
-        Kind::Completion => json!({"model": "m", "prompt": "hi"}),
+        CompletionApi::Chat => {
+            json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+        }
+        CompletionApi::Completion => json!({"model": "m", "prompt": "hi"}),
     };
     for (name, value) in fields.as_object().unwrap() {
         body[name] = value.clone();
@@ -28,7 +30,7 @@ fn body(kind: Kind, fields: Value) -> String {
 }
 
 /// `fields` in a request to `kind` are refused with 400, naming `param`, and saying `part`.
-fn check_refused(kind: Kind, fields: Value, param: &str, part: &str) {
+fn check_refused(kind: CompletionApi, fields: Value, param: &str, part: &str) {
     let body = body(kind, fields);
     let error = parse(kind, &body).expect_err(&body);
     assert_eq!(error.status, 400, "{body}");
@@ -39,7 +41,7 @@ fn check_refused(kind: Kind, fields: Value, param: &str, part: &str) {
     );
 }
 
-use Kind::{Chat, Completion};
+use CompletionApi::{Chat, Completion};
 
 #[test]
 fn everything_that_is_modelled_is_understood() {

@@ -83,4 +83,4 @@ pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};
 pub use service::{ApiKeys, KeyCollector, Limits, Origins, Service};
-pub use shard::{ShardPlane, Transport};
+pub use shard::{ShardPlane, WorkerTransport};

@@ -37,7 +37,7 @@ use crate::upstream::{Engines, Upstream};
 const FRAMES_PER_TURN: usize = 64;
 
 /// How a shard reaches workers.
-pub enum Transport {
+pub enum WorkerTransport {
     /// Rings to and from the engine threads of this process.
     Rings(ShardPort),
     /// Connections from worker processes.
@@ -49,14 +49,14 @@ pub enum Transport {
 /// A shard's ends of what it shares with others.
 pub struct ShardPlane {
     /// To workers and back.
-    pub transport: Transport,
+    pub transport: WorkerTransport,
     /// Decides where its requests run.
     pub dispatcher: Dispatcher,
     /// With workers that compute prompts for others: the network between them.
     pub kv_network: Option<Arc<KvNetwork>>,
 }
 
-/// [`Transport`] at work.
+/// [`WorkerTransport`] at work.
 pub(crate) enum Plane {
     Rings(ShardPort),
     Sockets(Rc<WorkerLinks>),
@@ -151,9 +151,11 @@ impl Shard {
             table: StreamTable::new(index, streams_max),
             model: service.model.as_str().into(),
             plane: match plane.transport {
-                Transport::Rings(port) => Plane::Rings(port),
-                Transport::Sockets(plane) => Plane::Sockets(Rc::new(WorkerLinks::new(plane))),
-                Transport::Engines(engines) => Plane::Engines(Rc::new(Upstream::new(engines))),
+                WorkerTransport::Rings(port) => Plane::Rings(port),
+                WorkerTransport::Sockets(plane) => Plane::Sockets(Rc::new(WorkerLinks::new(plane))),
+                WorkerTransport::Engines(engines) => {
+                    Plane::Engines(Rc::new(Upstream::new(engines)))
+                }
             },
             table_lock,
             budget,

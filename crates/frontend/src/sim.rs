@@ -25,7 +25,7 @@ use crate::metrics::ShardMetrics;
 use crate::openai::{ApiError, CompletionApi};
 use crate::remote::WorkerLinks;
 use crate::reply::StreamRole;
-use crate::shard::{Plane, Shard, ShardPlane, Shared, Transport};
+use crate::shard::{Plane, Shard, ShardPlane, Shared, WorkerTransport};
 use crate::table_lock::TableLock;
 use crate::{KvNetwork, RemoteLimits, Roster, Service};
 
@@ -128,7 +128,10 @@ impl SimFrontend {
         kv_network: Option<Arc<KvNetwork>>,
     ) -> SimShard {
         let plane = ShardPlane {
-            transport: Transport::Sockets(WorkerLinks::simulated(self.roster.clone(), self.limits)),
+            transport: WorkerTransport::Sockets(WorkerLinks::simulated(
+                self.roster.clone(),
+                self.limits,
+            )),
             dispatcher,
             kv_network,
         };

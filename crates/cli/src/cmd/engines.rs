@@ -14,7 +14,7 @@ use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
-use slipstream_frontend::{Frontend, ShardPlane, Transport};
+use slipstream_frontend::{Frontend, ShardPlane, WorkerTransport};
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
@@ -135,7 +135,7 @@ impl Live {
         }
         let planes = (0..shards)
             .map(|shard| ShardPlane {
-                transport: Transport::Engines(engines.clone()),
+                transport: WorkerTransport::Engines(engines.clone()),
                 dispatcher: dispatching.of(shard),
                 kv_network: None,
             })

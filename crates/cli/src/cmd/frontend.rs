@@ -6,7 +6,9 @@ use std::sync::Arc;
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
-use slipstream_frontend::{Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport};
+use slipstream_frontend::{
+    Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, WorkerTransport,
+};
 use slipstream_planes::discovery::{
     self, ProcessRecord, ProcessRole, SeatKey, Session, SessionEvent,
 };
@@ -141,7 +143,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         .into_iter()
         .enumerate()
         .map(|(shard, socket)| ShardPlane {
-            transport: Transport::Sockets(socket.serve(roster.clone(), limits, tls.clone())),
+            transport: WorkerTransport::Sockets(socket.serve(roster.clone(), limits, tls.clone())),
             dispatcher: dispatching.of(shard),
             kv_network: dispatching.kv_network.clone(),
         })

@@ -18,7 +18,7 @@ use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
     ApiKeys, Bound, Faults, Frontend, KvNetwork, Limits, Management, Origins, Service, ShardPlane,
-    Transport,
+    WorkerTransport,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -258,7 +258,7 @@ impl Live {
             .into_iter()
             .enumerate()
             .map(|(shard, port)| ShardPlane {
-                transport: Transport::Rings(port),
+                transport: WorkerTransport::Rings(port),
                 dispatcher: dispatching.of(shard),
                 kv_network: dispatching.kv_network.clone(),
             })

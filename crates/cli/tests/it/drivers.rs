@@ -18,7 +18,7 @@ use slipstream_dispatch::journal::{Input, Journal, Line};
 use slipstream_dispatch::{Action, Dispatcher, Role, Rules};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, WorkerTransport,
 };
 use slipstream_planes::{
     End, FirstPass, Flushed, PassFrame, Plane, PlaneLimits, Prologue, Reserved, StreamAddr,
@@ -436,7 +436,7 @@ impl Live {
             .then(|| Arc::new(KvNetwork::new(cluster, 1)));
         let shard = plane.shards.into_iter().next().unwrap();
         let planes = vec![ShardPlane {
-            transport: Transport::Rings(shard),
+            transport: WorkerTransport::Rings(shard),
             dispatcher,
             kv_network,
         }];

@@ -14,7 +14,7 @@ use slipstream_config::doc::Doc;
 use slipstream_dispatch::{Dispatcher, Rules};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, Limits, Origins, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Frontend, Limits, Origins, Service, ShardPlane, WorkerTransport,
 };
 use slipstream_planes::{
     End, FirstPass, Flushed, Plane, PlaneLimits, Prologue, StreamAddr, ThreadPort, ToWorker, Usage,
@@ -64,7 +64,7 @@ fn stage(direct_writes: bool) -> Stage {
     fleets.set_ready(WorkerId(0), true);
     let plane = Plane::new(1, 1, PlaneLimits::default());
     let planes = vec![ShardPlane {
-        transport: Transport::Rings(plane.shards.into_iter().next().unwrap()),
+        transport: WorkerTransport::Rings(plane.shards.into_iter().next().unwrap()),
         dispatcher: Dispatcher::new(
             Rules::of_cluster(&cluster),
             Router::new(fleets.serve.clone(), 0),

@@ -261,10 +261,10 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
         config,
     });
 
-    let (tell, told) = mpsc::channel();
+    let (outcomes, received) = mpsc::channel();
     let stopper = Arc::new(stopper);
     for index in 0..threads {
-        let (shared, tell, stopper) = (shared.clone(), tell.clone(), stopper.clone());
+        let (shared, outcomes, stopper) = (shared.clone(), outcomes.clone(), stopper.clone());
         std::thread::Builder::new()
             .name(format!("bench-{index}"))
             .spawn(move || {
@@ -273,19 +273,19 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
                     count: shared.config.threads,
                 };
                 // The receiver is dropped only if the run was abandoned.
-                let _ = tell.send(driver::run_thread(&shared, shard, &stopper));
+                let _ = outcomes.send(driver::run_thread(&shared, shard, &stopper));
             })
             .map_err(|source| BenchError::System {
                 what: "starting a thread",
                 source,
             })?;
     }
-    drop(tell);
+    drop(outcomes);
 
     let mut totals = Totals::default();
     let mut failure = None;
     loop {
-        match told.recv_timeout(Duration::from_millis(250)) {
+        match received.recv_timeout(Duration::from_millis(250)) {
             Ok(Ok(part)) => totals.add(&part),
             Ok(Err(error)) => {
                 failure.get_or_insert(error);

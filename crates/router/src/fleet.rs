@@ -748,10 +748,10 @@ pub(crate) mod tests {
             ],
             ..Cluster::default()
         };
-        let told = Fleet::from_cluster(&two_sizes).err().unwrap().to_string();
+        let message = Fleet::from_cluster(&two_sizes).err().unwrap().to_string();
         assert!(
-            told.contains("`b` has block_size 32") && told.contains("`a` has 16"),
-            "{told}"
+            message.contains("`b` has block_size 32") && message.contains("`a` has 16"),
+            "{message}"
         );
         let target = TargetConfig {
             rank: rank(1, 0),

@@ -63,15 +63,15 @@ fn records_of_passes_requests_and_time_add_up_to_the_report() {
     let output = report["tokens"]["output"].as_u64().unwrap();
     let (passes, drag, series) = (rows(&passes), rows(&drag), rows(&series));
     assert_eq!(output, 150 * 20);
-    let told = &report["simulation"];
-    assert_eq!(told["digest"].as_str().map(str::len), Some(16));
-    assert_eq!(told["cut"], Value::Null);
+    let simulation = &report["simulation"];
+    assert_eq!(simulation["digest"].as_str().map(str::len), Some(16));
+    assert_eq!(simulation["cut"], Value::Null);
     assert_eq!(sum(&passes, "output_tokens"), output);
     assert_eq!(sum(&drag, "osl"), output);
     assert_eq!(sum(&series, "output_tokens"), output);
     assert_eq!((sum(&series, "due"), sum(&series, "ended")), (150, 150));
     assert_eq!(drag.len(), 150);
-    assert_eq!(told["passes"], passes.len());
+    assert_eq!(simulation["passes"], passes.len());
     // Every pass takes 10 ms, and time in passes matches the bins.
     assert!(passes.iter().all(|pass| {
         let at = |column: &str| pass[column].parse::<u64>().unwrap();

@@ -206,15 +206,15 @@ fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
     publisher.on_kv_snapshot(&stores(1, 0, 7));
     publisher.flush();
     drop(plane);
-    let heard = all(&mut subscriber);
+    let events = all(&mut subscriber);
     let blocks = |event: &Event| match &KvEventBatch::decode(&event.payload).unwrap().events[..] {
         [KvEvent::BlockStored(stored)] => stored.block_hashes.clone(),
         other => panic!("{other:?}"),
     };
     let unasked = ExternalHash::Int(1000 + 9_999_999);
-    assert!(heard.iter().all(|event| !blocks(event).contains(&unasked)));
-    assert_eq!(blocks(heard.last().unwrap()).len(), 7, "the snapshot");
-    let sequences: Vec<u64> = heard.iter().filter_map(|event| event.sequence).collect();
+    assert!(events.iter().all(|event| !blocks(event).contains(&unasked)));
+    assert_eq!(blocks(events.last().unwrap()).len(), 7, "the snapshot");
+    let sequences: Vec<u64> = events.iter().filter_map(|event| event.sequence).collect();
     let published = sequences.last().unwrap() + 1;
     assert!(published > sequences.len() as u64, "the gap shows");
 }

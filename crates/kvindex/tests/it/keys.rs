@@ -179,15 +179,15 @@ proptest! {
         let mut mirror = KeyMirror::default();
         // A follower that misses some messages, and requests snapshots.
         let mut lossy = KeyMirror::default();
-        let mut told = 0;
+        let mut sent = 0;
         let index = PeerIndex::new(3, 3 * usize::from(KEYS), 1_000);
         index.connect(SimTime(0), 1);
         let mut model: BTreeMap<Vec<u8>, BTreeSet<u32>> = BTreeMap::new();
-        let mut tell = |set: &mut KeySet, max: usize| {
+        let mut publish = |set: &mut KeySet, max: usize| {
             let Some(message) = set.message(max) else { return false };
             mirror.apply(&message).unwrap();
-            told += 1;
-            if told % 5 != 0 && lossy.apply(&message).is_err() {
+            sent += 1;
+            if sent % 5 != 0 && lossy.apply(&message).is_err() {
                 set.request_snapshot();
             }
             assert_eq!(index.apply(SimTime(1), 1, &message).unwrap().dropped, 0);
@@ -198,7 +198,7 @@ proptest! {
                 Op::Clear => { set.clear(); model.clear(); }
                 Op::Snapshot => set.request_snapshot(),
                 Op::Consumed(consumed) => set.set_consumed(consumed),
-                Op::Message(max) => { tell(&mut set, max); }
+                Op::Message(max) => { publish(&mut set, max); }
                 Op::Add(n, holder) => {
                     set.change(&key(n), Change::Add(holder)).unwrap();
                     model.entry(key(n)).or_default().insert(holder);

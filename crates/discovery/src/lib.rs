@@ -29,6 +29,8 @@ mod folder;
 #[cfg(feature = "servers")]
 mod nats;
 mod notify;
+#[cfg(all(test, feature = "servers"))]
+mod server_tests;
 mod session;
 
 use std::io;

@@ -1,24 +1,21 @@
 //! Against a real `etcd`, where it is installed; and against servers that are none.
 
-use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
-
-use serde::{Deserialize, Serialize};
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::channel;
 
 use super::*;
+use crate::Place;
 use crate::access::tests::{authority, identities};
-use crate::{Place, Record, Session, SessionEvent};
-
-/// Time limit, longer than any operation here; a test that reaches it fails.
-const PATIENCE: Duration = Duration::from_secs(60);
-const LONG: Duration = Duration::from_secs(3_600);
+use crate::server_tests::{
+    CUT, LONG, PASS, PATIENCE, Proxy, SILENT, ServerProcess, changes, free_port, is_installed,
+    next, now, recovered, session,
+};
 
 /// A server with a folder of its own.
 struct Server {
-    child: Child,
+    process: ServerProcess,
     port: u16,
     dir: tempfile::TempDir,
 }
@@ -26,19 +23,13 @@ struct Server {
 impl Server {
     /// `None`, with a message: `etcd` is not installed.
     fn start() -> Option<Server> {
-        if Command::new("etcd")
-            .arg("--version")
-            .stdout(Stdio::null())
-            .status()
-            .is_err()
-        {
-            eprintln!("skipped: no etcd (apt-get install etcd-server)");
+        if !is_installed("etcd", "etcd-server") {
             return None;
         }
         let dir = tempfile::tempdir().unwrap();
         let port = free_port();
         Some(Server {
-            child: run(&dir, port),
+            process: run(&dir, port),
             port,
             dir,
         })
@@ -54,55 +45,32 @@ impl Server {
 
     /// Kills it, and starts it anew on the same port; without its data if `forgets`.
     fn restart(&mut self, forgets: bool) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
+        self.process.kill();
         if forgets {
             self.dir = tempfile::tempdir().unwrap();
         }
-        self.child = run(&self.dir, self.port);
+        self.process = run(&self.dir, self.port);
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
-
-fn run(dir: &tempfile::TempDir, port: u16) -> Child {
-    let (client, peer) = (
-        format!("http://127.0.0.1:{port}"),
-        format!("http://127.0.0.1:{}", free_port()),
-    );
-    let child = Command::new("etcd")
+/// One that serves at `client`, on a peer port of its own.
+fn etcd(data: &Path, client: &str) -> Command {
+    let peer = format!("http://127.0.0.1:{}", free_port());
+    let mut command = Command::new("etcd");
+    command
         .arg("--data-dir")
-        .arg(dir.path().join("data"))
-        .args([
-            "--listen-client-urls",
-            &client,
-            "--advertise-client-urls",
-            &client,
-        ])
-        .args([
-            "--listen-peer-urls",
-            &peer,
-            "--initial-advertise-peer-urls",
-            &peer,
-        ])
+        .arg(data)
+        .args(["--listen-client-urls", client])
+        .args(["--advertise-client-urls", client])
+        .args(["--listen-peer-urls", &peer])
+        .args(["--initial-advertise-peer-urls", &peer])
         .args(["--initial-cluster", &format!("default={peer}")])
         // Its shortest lease is 1.5 times the timeout.
-        .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let begun = Instant::now();
+        .args(["--heartbeat-interval", "50", "--election-timeout", "500"]);
+    command
+}
+
+fn run(dir: &tempfile::TempDir, port: u16) -> ServerProcess {
     let body = json!({"key": "YQ=="});
     let server = format!("127.0.0.1:{port}");
     let call = Call {
@@ -110,56 +78,15 @@ fn run(dir: &tempfile::TempDir, port: u16) -> Child {
         tls: None,
         token: None,
     };
-    while call
-        .ask("/v3/kv/range", &body, Instant::now() + PATIENCE)
-        .is_err()
-    {
-        assert!(begun.elapsed() < PATIENCE, "etcd does not start");
-        std::thread::yield_now();
-    }
-    child
+    let mut command = etcd(&dir.path().join("data"), &format!("http://{server}"));
+    ServerProcess::start(&mut command, || {
+        let answer = call.ask("/v3/kv/range", &body, Instant::now() + PATIENCE);
+        answer.is_ok()
+    })
 }
 
 fn client(server: &str) -> Etcd {
     Etcd::new(EtcdOptions::parse(&format!("etcd://{server}/test/x")).unwrap()).unwrap()
-}
-
-fn now() -> SimTime {
-    static ORIGIN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    SimTime::ZERO + ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64
-}
-
-fn text(change: Change) -> String {
-    match change {
-        Change::Put { key, value } => format!("+{key}={value}"),
-        Change::Deleted { key } => format!("-{key}"),
-        Change::Invalid { name, .. } => format!("!{name}"),
-    }
-}
-
-/// Polls until `count` changes came. Failures are waited out.
-#[track_caller]
-fn changes(etcd: &mut Etcd, count: usize) -> Vec<String> {
-    let (begun, mut found) = (Instant::now(), Vec::new());
-    loop {
-        let _ = etcd.poll(now(), &mut found);
-        if found.len() >= count {
-            return found.into_iter().map(text).collect();
-        }
-        assert!(begun.elapsed() < PATIENCE, "{count} changes in {found:?}");
-        etcd.wait(Duration::from_millis(100));
-    }
-}
-
-/// Polls until a poll has succeeded. Returns the changes of all.
-#[track_caller]
-fn recovered(etcd: &mut Etcd) -> Vec<String> {
-    let (begun, mut found) = (Instant::now(), Vec::new());
-    while etcd.poll(now(), &mut found).is_err() {
-        assert!(begun.elapsed() < PATIENCE, "it stays away");
-        etcd.wait(Duration::from_millis(20));
-    }
-    found.into_iter().map(text).collect()
 }
 
 fn put(etcd: &mut Etcd, key: &str, lease: Duration) {
@@ -243,68 +170,6 @@ fn a_server_that_starts_again_has_what_it_had() {
     assert_eq!(changes(&mut two, 2), ["+a={}", "+b={}"]);
 }
 
-const PASS: u8 = 0;
-const CUT: u8 = 1;
-const SILENT: u8 = 2;
-
-/// A network between a client and a server, which can be cut.
-struct Proxy {
-    address: SocketAddr,
-    mode: Arc<AtomicU8>,
-    streams: Arc<Mutex<Vec<TcpStream>>>,
-}
-
-impl Proxy {
-    fn start(server: String) -> Proxy {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let proxy = Proxy {
-            address: listener.local_addr().unwrap(),
-            mode: Arc::default(),
-            streams: Arc::default(),
-        };
-        let (mode, streams) = (proxy.mode.clone(), proxy.streams.clone());
-        std::thread::spawn(move || {
-            for stream in listener.incoming().map_while(Result::ok) {
-                if mode.load(SeqCst) == CUT {
-                    continue; // closed
-                }
-                let Ok(onward) = TcpStream::connect(&server) else {
-                    continue;
-                };
-                streams
-                    .lock()
-                    .unwrap()
-                    .extend([&stream, &onward].map(|of| of.try_clone().unwrap()));
-                let back = (onward.try_clone().unwrap(), stream.try_clone().unwrap());
-                for (mut from, mut to) in [(stream, onward), back] {
-                    let mode = mode.clone();
-                    std::thread::spawn(move || {
-                        let mut piece = [0; 4096];
-                        while let Ok(read @ 1..) = from.read(&mut piece) {
-                            // A silent network loses all bytes.
-                            if mode.load(SeqCst) != SILENT && to.write_all(&piece[..read]).is_err()
-                            {
-                                break;
-                            }
-                        }
-                        let _ = to.shutdown(Shutdown::Both);
-                    });
-                }
-            }
-        });
-        proxy
-    }
-
-    fn set(&self, mode: u8) {
-        self.mode.store(mode, SeqCst);
-        if mode == CUT {
-            for stream in self.streams.lock().unwrap().drain(..) {
-                let _ = stream.shutdown(Shutdown::Both);
-            }
-        }
-    }
-}
-
 #[test]
 fn changes_during_a_cut_are_seen_after_it() {
     let Some(server) = Server::start() else {
@@ -312,7 +177,7 @@ fn changes_during_a_cut_are_seen_after_it() {
     };
     for mode in [CUT, SILENT] {
         let proxy = Proxy::start(server.address());
-        let (mut near, mut far) = (server.client(), client(&proxy.address.to_string()));
+        let (mut near, mut far) = (server.client(), client(&proxy.address));
         put(&mut near, "a", LONG);
         put(&mut near, "b", LONG);
         let mut found = changes(&mut far, 2);
@@ -438,45 +303,13 @@ fn an_entry_that_became_invalid_is_no_reason_to_list_again() {
     assert_eq!(changes(&mut other, 1), ["-a"]);
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Seat {
-    id: u32,
-}
-
-impl Record for Seat {
-    fn key(&self) -> String {
-        format!("seat-{}", self.id)
-    }
-}
-
-/// The next event but those of a server that is away for a moment.
-#[track_caller]
-fn next(events: &Receiver<SessionEvent<Seat>>) -> String {
-    loop {
-        match events.recv_timeout(PATIENCE).expect("an event") {
-            SessionEvent::Appeared(seat) => return format!("+{}", seat.id),
-            SessionEvent::Vanished(seat) => return format!("-{}", seat.id),
-            SessionEvent::Synced => return "synced".into(),
-            SessionEvent::Failed(_) | SessionEvent::Recovered => {}
-            SessionEvent::Invalid { name, reason } => panic!("{name}: {reason}"),
-        }
-    }
-}
-
 #[test]
 fn sessions_find_each_other_through_a_restart() {
     let Some(mut server) = Server::start() else {
         return;
     };
     let lease = Duration::from_secs(1);
-    let start = |id| {
-        let (send, events) = channel();
-        let publish = Some((Seat { id }, lease));
-        let session = Session::start("etcd", server.client(), publish, move |event| {
-            drop(send.send(event));
-        });
-        (session.unwrap(), events)
-    };
+    let start = |id| session(server.client(), id, lease);
     let (_one, of_one) = start(1);
     assert_eq!([next(&of_one), next(&of_one)], ["+1", "synced"]);
     let (two, of_two) = start(2);
@@ -654,8 +487,7 @@ impl Secured {
         identities(files.path());
         std::fs::write(files.path().join("password"), "s3cret\n").unwrap();
         std::fs::write(files.path().join("wrong"), "guess").unwrap();
-        server.child.kill().unwrap();
-        server.child.wait().unwrap();
+        server.process.kill();
         let mut secured = Secured { server, files };
         secured.run();
         let mut root = secured.client("");
@@ -680,45 +512,28 @@ impl Secured {
 
     fn run(&mut self) {
         let client = format!("https://127.0.0.1:{}", self.server.port);
-        let peer = format!("http://127.0.0.1:{}", free_port());
         let file = |name: &str| self.files.path().join(name);
-        self.server.child = Command::new("etcd")
-            .arg("--data-dir")
-            .arg(self.files.path().join("data"))
-            .args(["--listen-client-urls", &client])
-            .args(["--advertise-client-urls", &client])
-            .args(["--listen-peer-urls", &peer])
-            .args(["--initial-advertise-peer-urls", &peer])
-            .args(["--initial-cluster", &format!("default={peer}")])
-            .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
+        let mut command = etcd(&file("data"), &client);
+        command
             .arg("--client-cert-auth")
             .arg("--cert-file")
             .arg(file("server.pem"))
             .arg("--key-file")
             .arg(file("server.key"))
             .arg("--trusted-ca-file")
-            .arg(file("ca.pem"))
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let begun = Instant::now();
-        // Users may be known already: then this is refused, by a server that runs.
-        while let Err(error) = self
-            .client("")
-            .call("/v3/kv/range", &json!({"key": "YQ=="}))
-        {
-            if error.to_string().contains("status 403") {
-                break;
-            }
-            assert!(begun.elapsed() < PATIENCE, "etcd does not start: {error}");
-            std::thread::yield_now();
-        }
+            .arg(file("ca.pem"));
+        // Users may be known already: then the call is refused, by a server that runs.
+        let process = ServerProcess::start(&mut command, || {
+            let answer = self
+                .client("")
+                .call("/v3/kv/range", &json!({"key": "YQ=="}));
+            answer.map_or_else(|error| error.to_string().contains("status 403"), |_| true)
+        });
+        self.server.process = process;
     }
 
     fn restart(&mut self) {
-        self.server.child.kill().unwrap();
-        self.server.child.wait().unwrap();
+        self.server.process.kill();
         self.run();
     }
 

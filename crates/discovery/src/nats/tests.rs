@@ -1,20 +1,18 @@
 //! Against a real `nats-server`, where it is installed; and against servers that are none.
 
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
-use std::sync::mpsc::{Receiver, channel};
+use std::process::Command;
 
 use super::*;
-use crate::{Place, Record, Session, SessionEvent};
-
-/// Time limit, longer than any operation here; a test that reaches it fails.
-const PATIENCE: Duration = Duration::from_secs(60);
-const LONG: Duration = Duration::from_secs(3_600);
+use crate::Place;
+use crate::server_tests::{
+    LONG, PASS, PATIENCE, Proxy, SILENT, ServerProcess, changes, free_port, is_installed, next,
+    now, recovered, session,
+};
 
 /// A server with a folder of its own.
 struct Server {
-    child: Child,
+    process: ServerProcess,
     port: u16,
     dir: tempfile::TempDir,
     config: &'static str,
@@ -33,18 +31,13 @@ impl Server {
     }
 
     fn in_dir(dir: tempfile::TempDir, config: &'static str) -> Option<Server> {
-        let version = Command::new("nats-server")
-            .arg("--version")
-            .stdout(Stdio::null())
-            .status();
-        if version.is_err() {
-            eprintln!("skipped: no nats-server (apt-get install nats-server)");
+        if !is_installed("nats-server", "nats-server") {
             return None;
         }
         let port = free_port();
-        let child = run(&dir, port, config);
+        let process = run(&dir, port, config);
         Some(Server {
-            child,
+            process,
             port,
             dir,
             config,
@@ -59,34 +52,17 @@ impl Server {
         client(&self.address())
     }
 
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-
     /// Kills it, and starts it anew on the same port; without its data if `forgets`.
     fn restart(&mut self, forgets: bool) {
-        self.kill();
+        self.process.kill();
         if forgets {
             self.dir = tempfile::tempdir().unwrap();
         }
-        self.child = run(&self.dir, self.port, self.config);
+        self.process = run(&self.dir, self.port, self.config);
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
-
-fn run(dir: &tempfile::TempDir, port: u16, config: &str) -> Child {
+fn run(dir: &tempfile::TempDir, port: u16, config: &str) -> ServerProcess {
     let folder = dir.path().display().to_string();
     let config = format!(
         "host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: \"{folder}/data\" }}\n{}\n",
@@ -94,62 +70,13 @@ fn run(dir: &tempfile::TempDir, port: u16, config: &str) -> Child {
     );
     let file = dir.path().join("nats.conf");
     std::fs::write(&file, config).unwrap();
-    let mut child = Command::new("nats-server")
-        .arg("-c")
-        .arg(file)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let begun = Instant::now();
-    while TcpStream::connect(("127.0.0.1", port)).is_err() {
-        assert!(child.try_wait().unwrap().is_none(), "nats-server has ended");
-        assert!(begun.elapsed() < PATIENCE, "nats-server does not start");
-        std::thread::yield_now();
-    }
-    child
+    ServerProcess::start(Command::new("nats-server").arg("-c").arg(file), || {
+        TcpStream::connect(("127.0.0.1", port)).is_ok()
+    })
 }
 
 fn client(server: &str) -> Nats {
     Nats::new(NatsOptions::parse(&format!("nats://{server}/test")).unwrap()).unwrap()
-}
-
-fn now() -> SimTime {
-    static ORIGIN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    SimTime::ZERO + ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64
-}
-
-fn text(change: Change) -> String {
-    match change {
-        Change::Put { key, value } => format!("+{key}={value}"),
-        Change::Deleted { key } => format!("-{key}"),
-        Change::Invalid { name, .. } => format!("!{name}"),
-    }
-}
-
-/// Polls until `count` changes came. Failures are waited out.
-#[track_caller]
-fn changes(nats: &mut Nats, count: usize) -> Vec<String> {
-    let (begun, mut found) = (Instant::now(), Vec::new());
-    loop {
-        let _ = nats.poll(now(), &mut found);
-        if found.len() >= count {
-            return found.into_iter().map(text).collect();
-        }
-        assert!(begun.elapsed() < PATIENCE, "{count} changes in {found:?}");
-        nats.wait(Duration::from_millis(100));
-    }
-}
-
-/// Polls until a poll has succeeded. Returns the changes of all.
-#[track_caller]
-fn recovered(nats: &mut Nats) -> Vec<String> {
-    let (begun, mut found) = (Instant::now(), Vec::new());
-    while nats.poll(now(), &mut found).is_err() {
-        assert!(begun.elapsed() < PATIENCE, "it stays away");
-        nats.wait(Duration::from_millis(20));
-    }
-    found.into_iter().map(text).collect()
 }
 
 /// A server that starts takes requests before its JetStream does.
@@ -220,7 +147,7 @@ fn a_server_that_starts_again_ends_no_entry() {
     put(&mut one, "a", LONG);
     assert_eq!(changes(&mut other, 1), ["+a={}"]);
     for forgets in [false, true] {
-        server.kill();
+        server.process.kill();
         let mut found = Vec::new();
         // It is away: the entry stays.
         let begun = Instant::now();
@@ -230,7 +157,7 @@ fn a_server_that_starts_again_ends_no_entry() {
         }
         assert!(found.is_empty(), "{found:?}");
         assert!(one.renew(now(), "a").is_err());
-        server.child = run(&server.dir, server.port, "");
+        server.process = run(&server.dir, server.port, "");
         if forgets {
             server.restart(true);
         }
@@ -240,50 +167,6 @@ fn a_server_that_starts_again_ends_no_entry() {
         assert_eq!(changes(&mut other, 1), ["+b={}"], "forgets: {forgets}");
         one.delete("b").unwrap();
         assert_eq!(changes(&mut other, 1), ["-b"]);
-    }
-}
-
-const PASS: u8 = 0;
-/// Nothing passes, and no side learns of it.
-const SILENT: u8 = 1;
-
-/// A network between clients and a server.
-struct Proxy {
-    address: String,
-    mode: Arc<AtomicU8>,
-}
-
-impl Proxy {
-    fn start(server: String) -> Proxy {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let mode = Arc::new(AtomicU8::new(PASS));
-        let of_all = mode.clone();
-        std::thread::spawn(move || {
-            for client in listener.incoming().map_while(Result::ok) {
-                let Ok(server) = TcpStream::connect(&server) else {
-                    continue;
-                };
-                let both = [
-                    (client.try_clone().unwrap(), server.try_clone().unwrap()),
-                    (server, client),
-                ];
-                for (mut from, mut to) in both {
-                    let mode = of_all.clone();
-                    std::thread::spawn(move || {
-                        let mut piece = [0; 4096];
-                        // Swallowed bytes are lost for ever.
-                        while let Ok(read @ 1..) = from.read(&mut piece) {
-                            if mode.load(SeqCst) == PASS && to.write_all(&piece[..read]).is_err() {
-                                break;
-                            }
-                        }
-                        let _ = to.shutdown(std::net::Shutdown::Both);
-                    });
-                }
-            }
-        });
-        Proxy { address, mode }
     }
 }
 
@@ -300,7 +183,7 @@ fn a_watch_that_went_silent_is_replaced_and_ends_no_entry() {
     let mut found = changes(&mut other, 2);
     found.sort_unstable();
     assert_eq!(found, ["+a={}", "+b={}"]);
-    proxy.mode.store(SILENT, SeqCst);
+    proxy.set(SILENT);
     put(&mut one, "c", LONG);
     one.delete("b").unwrap();
     let begun = Instant::now();
@@ -312,7 +195,7 @@ fn a_watch_that_went_silent_is_replaced_and_ends_no_entry() {
     }
     // Its lease would have been over by now.
     assert!(found.is_empty(), "{found:?}");
-    proxy.mode.store(PASS, SeqCst);
+    proxy.set(PASS);
     one.renew(now(), "a").unwrap();
     let mut found = recovered(&mut other);
     found.sort_unstable();
@@ -403,31 +286,6 @@ fn a_server_with_tls_and_users_is_used_as_another_one() {
     assert!(error.contains("it has no TLS"), "{error}");
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Seat {
-    id: u32,
-}
-
-impl Record for Seat {
-    fn key(&self) -> String {
-        format!("seat-{}", self.id)
-    }
-}
-
-/// The next event but those of a server that is away for a moment.
-#[track_caller]
-fn next(events: &Receiver<SessionEvent<Seat>>) -> String {
-    loop {
-        match events.recv_timeout(PATIENCE).expect("an event") {
-            SessionEvent::Appeared(seat) => return format!("+{}", seat.id),
-            SessionEvent::Vanished(seat) => return format!("-{}", seat.id),
-            SessionEvent::Synced => return "synced".into(),
-            SessionEvent::Failed(_) | SessionEvent::Recovered => {}
-            SessionEvent::Invalid { name, reason } => panic!("{name}: {reason}"),
-        }
-    }
-}
-
 #[test]
 fn sessions_find_each_other_through_a_restart() {
     let Some(mut server) = Server::start() else {
@@ -437,14 +295,7 @@ fn sessions_find_each_other_through_a_restart() {
     put(&mut first, "first", LONG); // JetStream has started
     first.delete("first").unwrap();
     let lease = Duration::from_secs(20);
-    let start = |id| {
-        let (send, events) = channel();
-        let publish = Some((Seat { id }, lease));
-        let session = Session::start("nats", server.client(), publish, move |event| {
-            drop(send.send(event));
-        });
-        (session.unwrap(), events)
-    };
+    let start = |id| session(server.client(), id, lease);
     let (_one, of_one) = start(1);
     let mut seen = [next(&of_one), next(&of_one)];
     seen.sort_unstable();

@@ -46,6 +46,46 @@ fn rows(path: &Path) -> Vec<std::collections::HashMap<String, String>> {
 }
 
 #[test]
+fn passes_beyond_a_table_of_step_times_are_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("steps.csv");
+    // A table for up to so many sequences in decode.
+    let simulate = |sequences: u32| {
+        let table = format!("decode_sequences,step_us\n0,5000\n{sequences},9000\n");
+        std::fs::write(&path, table).unwrap();
+        let (code, out, err) = run(&[
+            "simulate",
+            "--rate=30",
+            "--requests=60",
+            "--isl=700",
+            "--osl=20",
+            "--set=pool.main.workers=1",
+            "--set=engine.timing.kind=table",
+            &format!("--set=engine.timing.path={}", path.display()),
+            "--json",
+            "--quiet",
+        ]);
+        assert_eq!(code, Some(0), "{err}");
+        let report: Value = serde_json::from_str(&out).unwrap();
+        let of = |key: &str| report["simulation"][key].as_u64().unwrap();
+        (of("extrapolated"), of("passes"), err)
+    };
+    let (extrapolated, _, err) = simulate(256);
+    assert_eq!(extrapolated, 0);
+    assert!(!err.contains("table of step times"), "{err}");
+    let (extrapolated, passes, err) = simulate(1);
+    assert!(
+        0 < extrapolated && extrapolated < passes,
+        "{extrapolated} of {passes}"
+    );
+    assert!(
+        err.contains(&format!("note: {extrapolated} of {passes} passes"))
+            && err.contains("are outside the table of step times"),
+        "{err}"
+    );
+}
+
+#[test]
 fn records_of_passes_requests_and_time_add_up_to_the_report() {
     let dir = tempfile::tempdir().unwrap();
     let [passes, drag, series] = ["p.csv", "d.csv", "s.csv"].map(|name| dir.path().join(name));

@@ -134,6 +134,8 @@ pub(super) struct Template {
 
 impl Template {
     pub(super) fn flow(&self, id: u64, src: u32, dst: u32, paths: Paths) -> ParsedFlow {
+        #[cfg(test)]
+        tests::CREATED.set(tests::CREATED.get() + 1);
         let flow = Flow {
             id,
             src,
@@ -1293,5 +1295,104 @@ fn read_ndp(t: &Table<'_>) -> Ndp {
             .within(1..=100_000u32)
             .or(usual.window_packets),
         retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_config::doc::Doc;
+
+    use super::*;
+    use crate::config::{self, Config};
+
+    thread_local! {
+        /// Flows that were created by this thread.
+        pub(super) static CREATED: Cell<u64> = const { Cell::new(0) };
+    }
+
+    /// Reads `traffic` on a fat-tree with `k` pods of k²/4 hosts: the result, and how many flows were
+    /// created for it.
+    fn read(k: u32, traffic: &str, memory_bytes_max: u64) -> (Result<Config, String>, u64) {
+        let toml = format!(
+            "duration = 1.0\n[topology]\ncategory = \"FatTree\"\n[topology.fat_tree]\nk = {k}\n\
+             hosts_per_edge = {}\n[switch]\nport_rate = 1e9\n{traffic}",
+            k / 2
+        );
+        let resources = Resources {
+            open: &|_| Err("no files".into()),
+            memory_bytes_max,
+        };
+        let before = CREATED.get();
+        let config = config::read_with(Doc::parse("t.toml", toml.as_bytes()), &resources);
+        (config.map_err(|e| e.to_string()), CREATED.get() - before)
+    }
+
+    fn set(count: u64) -> String {
+        format!("[[flow_set]]\nflow_count = {count}\ntraffic = {{ size = 1 }}\n")
+    }
+
+    #[test]
+    fn as_many_flows_are_read_as_memory_has_room_for() {
+        let each = FLOW_BYTES + size_of::<ParsedFlow>() as u64;
+        // The same with fewer: as many as fit, and not one more.
+        let (config, created) = read(4, &set(2_000), 2_000 * each);
+        assert_eq!(
+            (config.unwrap().scenario.flows.len(), created),
+            (2_000, 2_000)
+        );
+        let (refused, created) = read(4, &set(2_000), 2_000 * each - 1);
+        assert!(refused.unwrap_err().contains("2000 flows need about"));
+        assert_eq!(created, 0);
+        // In total, however they are divided into tables.
+        let (refused, created) = read(4, &(set(1_500) + &set(501)), 2_000 * each);
+        assert!(refused.unwrap_err().contains("2001 flows need about"));
+        assert_eq!(created, 1_500);
+    }
+
+    #[test]
+    fn ten_million_flows_that_do_not_fit_are_refused_before_one_is_created() {
+        let collective = |kind: &str| {
+            format!(
+                "[[collective]]\ncollective_type = \"{kind}\"\nsources = {:?}\n\
+                 traffic = {{ size = 1_000_000 }}\n",
+                (0..1_024).collect::<Vec<u32>>()
+            )
+        };
+        for (traffic, k, memory, part) in [
+            // A pod numbers 2^20.
+            (set(10_000_000), 2, u64::MAX, "use at most 2097152"),
+            (set(10_000_001), 16, u64::MAX, "10000000"),
+            (set(10_000_000), 16, 1 << 30, "10000000 flows need about"),
+            (
+                set(10_000_000) + &set(1),
+                16,
+                1 << 30,
+                "10000000 flows need",
+            ),
+            (
+                "[[flow_set]]\npairing = \"AllToAll\"\ntraffic = { size = 1 }\n".into(),
+                32,
+                u64::MAX,
+                "the pattern has 67100672 flows",
+            ),
+            (
+                collective("AllToAll"),
+                16,
+                1 << 30,
+                "1047552 flows need about",
+            ),
+            (
+                collective("RingAllReduce"),
+                16,
+                1 << 30,
+                "2095104 flows need",
+            ),
+        ] {
+            let (refused, created) = read(k, &traffic, memory);
+            let message = refused.expect_err(part);
+            assert!(message.contains(part), "{message}");
+            // A set of one flow has room, after a refused one or with a count that is an error.
+            assert!(created <= 1, "{part}: {created} flows were created");
+        }
     }
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from double import DoubleStore
-from rig import BLOCK, Rig
+from rig import BLOCK, Rig, Shape
 from slipstream.vllm import connector as connector_module
 from slipstream.vllm.disagg import Server
 from test_transfers import BLOCK_BYTES, OURS, wait_loaded, wait_saved
@@ -174,6 +174,24 @@ def test_parameters_that_do_not_fit_are_counted_and_the_prompt_is_computed(
     pair.finish()
     assert pair.decode.worker.computed_blocks == BLOCKS
     assert pair.outcome() == [f"remote_prefills.{outcome}"]
+
+
+def test_an_engine_of_other_blocks_computes_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = iter([DoubleStore(BLOCK_BYTES), DoubleStore(2 * BLOCK_BYTES)])
+    monkeypatch.setattr(connector_module, "open_store", lambda *_: next(opened))
+    prefill = Rig(num_blocks=64, role="kv_producer", **OURS)
+    decode = Rig(num_blocks=64, role="kv_consumer", shapes=(Shape(block=2 * BLOCK),), **OURS)
+    prefill.connector.scheduler.server = Server("p", "tcp://10.0.0.1:7300", 1, BLOCK)
+    decode.connector.scheduler.follow(NoOther())
+    prompt = prefill.tokens(BLOCKS * BLOCK + REST)
+    name = prefill.add(prompt, max_tokens=1, transfer=dict(ASK))
+    prefill.drain()
+    decode.add(prompt, max_tokens=3, transfer=prefill.handed_over[name])
+    decode.drain()
+    assert decode.worker.computed_blocks == BLOCKS // 2
+    assert decode.connector.scheduler.counts["remote_prefills.keys"] == 1
+    prefill.close()
+    decode.close()
 
 
 def test_without_peers_no_request_waits(pair: Pair) -> None:

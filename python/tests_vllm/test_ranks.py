@@ -310,6 +310,11 @@ def test_own_blocks_and_those_of_a_peer_make_one_hit(tmp_path: Path) -> None:
             {"shapes": (Shape("window", 64), Shape())},
             "`groups` is `full 16, window 64 of 16` on .* and `window 64 of 16, full 16` on",
         ),
+        (
+            {"shapes": (Shape(block=32),)},
+            {"shapes": (Shape(),)},
+            "`block_size` is `32` on .* and `16` on",
+        ),
         ({"tp": 2}, {"tp": 1}, "`tp` is `rank 0 of 2` on .* and `rank 0 of 1` on"),
         (
             {"pp": 2, "shapes": (Shape(layers=4),)},

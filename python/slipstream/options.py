@@ -35,6 +35,12 @@ class Options:
     """Host memory for staging loads on their way to the device, per rank, bytes."""
     load_blocks_min: int = 1
     """Minimum blocks of a hit that is loaded."""
+    layer_slices: int = 1
+    """Parts into which each block is divided by layers. Each part is stored, published and sent
+    once a forward pass has computed its layers. 1: whole blocks, after the pass."""
+    layer_load_blocks_max: int = 0
+    """Maximum blocks of a hit that is loaded within the step of its request. Before each layer, the
+    forward pass waits for the layer's part of them. 0: loads run concurrently with the steps."""
     load_deadline_s: float = 10.0
     """A load that takes longer fails, and its blocks are recomputed. Seconds."""
     lookup_wait_s: float = 0.05
@@ -76,6 +82,7 @@ POSITIVE = (
     "disk_dirty_bytes",
     "peer_keys_max",
     "load_blocks_min",
+    "layer_slices",
     "load_deadline_s",
     "keys_max",
 )

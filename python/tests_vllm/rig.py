@@ -143,6 +143,7 @@ class Rig:
         role: str = "kv_both",
     ) -> None:
         self.shapes, self.tp, self.pp = shapes, tp, pp
+        self.by_layer = bool({"layer_slices", "layer_load_blocks_max"} & (extra or {}).keys())
         self.rng = random.Random(seed)
         self._made = 0
         self.is_async = async_scheduling
@@ -231,6 +232,11 @@ class Rig:
     def pool(self) -> Any:
         """The engine's block pool."""
         return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def page(self) -> int:
+        """Bytes of a layer's block in the first group."""
+        return self.shapes[0].page
 
     @property
     def connector(self) -> Any:
@@ -393,6 +399,8 @@ class Worker:
         self.active = ActiveKVConnector(config, self.caches)
         self.computed_blocks = 0
         """Of the first group."""
+        self.lost_reads = 0
+        """Reads of blocks that a load within the step has not filled: vLLM drops the output."""
         self.read_blocks = [0] * len(rig.shapes)
         """By group."""
 
@@ -400,7 +408,10 @@ class Worker:
         """Do what a worker does in a step; returns what it tells the scheduler's connector."""
         planned = planned if planned is not None else self.rig.look(plan)
         self.active.pre_forward(plan)
-        self.forward(plan, planned)
+        if self.rig.by_layer:
+            self.forward_by_layer(plan, planned)
+        else:
+            self.forward(plan, planned)
         self.active.finish_forward()
         return self.active.post_forward(plan.finished_req_ids)
 
@@ -432,6 +443,35 @@ class Worker:
                     assert ids[i] != 0, f"{name} writes to the null block"
                     self.write(ids[i], self.block(request, group, i), group)
                     self.computed_blocks += group == 0
+
+    def forward_by_layer(self, plan: Any, planned: dict[str, Planned]) -> None:
+        """As `forward`, for one group, with the calls that vLLM's attention layers make."""
+        for layer, cache in self.layers[0].items():
+            self.connector.wait_for_layer_load(layer)
+            for name, count in plan.num_scheduled_tokens.items():
+                request, end = planned[name].request, planned[name].end
+                (ids,) = planned[name].tables
+                first, last = (end - count) // BLOCK, end // BLOCK
+                for i in range(first if not request.is_finished() else 0):
+                    if ids[i] in self.connector.worker.lost_in_step:
+                        self.lost_reads += 1
+                        continue
+                    wanted = pattern(request.block_hashes[i], layer, self.rank, self.rig.page)
+                    assert cache[ids[i]].numpy().tobytes() == wanted, (
+                        f"{name} reads other tokens' KV in block {i} of {last} of layer {layer}"
+                    )
+                for i in range(first, last):
+                    # A finished request's tokens may be unknown, and nobody reads them.
+                    known = (i + 1) * BLOCK <= request.num_tokens
+                    data = (
+                        pattern(request.block_hashes[i], layer, self.rank, self.rig.page)
+                        if known
+                        else bytes([1]) * self.rig.page
+                    )
+                    part = torch.frombuffer(bytearray(data), dtype=cache.dtype)
+                    cache[ids[i]] = part.view(cache.shape[1:])
+                    self.computed_blocks += layer == "0.0"
+            self.connector.save_kv_layer(layer, cache, None)
 
     def block(self, request: Any, group: int, at: int) -> bytes:
         """What a block of a request has to be on this rank."""

@@ -200,6 +200,7 @@ def test_a_peer_that_stops_is_waited_for_until_the_deadline(tmp_path: Path) -> N
     [
         ({"model_id": "a"}, {"model_id": "b"}, "`model` is `a` on .* and `b` on"),
         ({"hash_seed": "1"}, {"hash_seed": "2"}, "`hash_seed` is `1` on .* and `2` on"),
+        ({"layer_slices": 2}, {}, "`groups` is `full 16 in 2 slices` on .* and `full 16` on"),
     ],
 )
 def test_an_engine_that_does_not_match_is_refused_with_both_values(

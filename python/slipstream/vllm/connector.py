@@ -27,7 +27,7 @@ from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
 from slipstream.vllm.content import content_if_shared, warn_if_private
 from slipstream.vllm.disagg import Server
-from slipstream.vllm.groups import read_groups
+from slipstream.vllm.groups import check_in_step, read_groups
 from slipstream.vllm.identity import identity_of
 from slipstream.vllm.metadata import (
     SlipstreamHandshake,
@@ -54,6 +54,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.vllm")
 
 
+BY_LAYER = {"layer_slices": 1, "layer_load_blocks_max": 0}
+"""Options that need calls between the layers of a pass, and the values that need none."""
+
+
 class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves blocks to host memory and disk, and loads them from there or from other engines.
 
@@ -76,8 +80,17 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = of_engine(options, parallel.data_parallel_index, parallel.world_size)
         # vLLM draws it once and passes it to all processes of an engine.
         self._engine = f"{transfer.engine_id}, {parallel.data_parallel_index}"
-        self._layout = read_groups(vllm_config, kv_cache_config)
+        self._layout = read_groups(vllm_config, kv_cache_config, self.options.layer_slices)
         self._parallel = vllm_config.parallel_config
+        if self.options.layer_load_blocks_max:
+            check_in_step(vllm_config, self._layout)
+        # The layers of a draft model, and those of a half of the batch, run more than once in a
+        # step: only its end tells that they are done.
+        self._saves_by_layer = (
+            self._layout.slices > 1
+            and vllm_config.speculative_config is None
+            and not getattr(parallel, "use_ubatching", False)
+        )
         self._scheduler: SchedulerHalf | None = None
         # Whether the weights have changed in this life; the workers are notified in the next step.
         self._is_detached = False
@@ -169,7 +182,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return the tokens that can be loaded beyond the device's cache, asynchronously."""
         tokens = self.scheduler.lookup(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        if not tokens:
+            return tokens, False
+        return tokens, not self.scheduler.loads_in_step(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the load, if there is one."""
@@ -206,6 +221,12 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Call `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether a whole forward pass may not be one CUDA graph, which skips calls by layer."""
+        # Invalid options are reported where the connector is made.
+        return any(extra_config.get(name, off) != off for name, off in BY_LAYER.items())
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -263,6 +284,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             store,
             blocks,
             rank=rank,
+            slices=self._layout.slices,
             load_deadline_s=self.options.load_deadline_s,
             saving_bytes_max=self.options.saving_bytes_max,
             loading_bytes_max=self.options.loading_bytes_max,
@@ -286,7 +308,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.blocks = self._blocks()
 
     def _blocks(self) -> Blocks:
-        return Blocks(self._caches, self._kv_cache_config.num_blocks, self._layout.groups)
+        return Blocks(self._caches, self._kv_cache_config.num_blocks, self._layout.stored_groups)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the scheduler's keys and the urgent parts of the metadata."""
@@ -319,20 +341,32 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 self.worker.cancel(meta.cancels)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no forward pass uses blocks that are being loaded."""
+        """Wait for the layer's part of the blocks that are loaded within this step.
+
+        No forward pass uses blocks of other loads that have not ended.
+        """
+        if self._worker is not None and self._worker.in_step:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: whole blocks are saved, after the forward pass."""
+        """Copy the layer's slice of the step's blocks, if this was its last layer.
+
+        Without slices, whole blocks are saved after the forward pass.
+        """
+        if self._saves_by_layer and self._worker is not None:
+            meta = self._connector_metadata
+            if isinstance(meta, SlipstreamMetadata):
+                self._worker.layer_computed(layer_name, meta)
 
     def wait_for_save(self) -> None:
         """Copy the blocks that this step has filled; another thread stores them."""
         meta = self._connector_metadata
         if self._worker is None or not isinstance(meta, SlipstreamMetadata):
             return
-        if not meta.saves_nothing:
-            self._worker.save(meta.save_keys, meta.save_blocks)
+        if not meta.saves_nothing or self._worker.in_step:
+            self._worker.end_step(meta)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads; a poll."""

@@ -8,7 +8,8 @@ for the longest such hit, are in Rust (`slipstream_kvindex::Groups`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -72,18 +73,35 @@ class Layout:
     groups: tuple[Group, ...]
     hash_tokens: int
     """Tokens per hash of a request."""
+    slices: int = 1
+    """Parts into which the layers of the only group are divided."""
 
     def __str__(self) -> str:
-        return ", ".join(str(group) for group in self.groups)
+        groups = ", ".join(str(group) for group in self.groups)
+        return groups if self.slices == 1 else f"{groups} in {self.slices} slices"
+
+    @property
+    def stored_groups(self) -> tuple[Group, ...]:
+        """The groups of the store: each slice of the layers is one, with keys of its own.
+
+        A hit needs the blocks of all of them. The first slice has vLLM's keys.
+        """
+        if self.slices == 1:
+            return self.groups
+        (group,) = self.groups
+        edges = [len(group.layers) * at // self.slices for at in range(self.slices + 1)]
+        return tuple(
+            replace(group, layers=group.layers[start:end]) for start, end in pairwise(edges)
+        )
 
 
-def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layout:
+def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, slices: int = 1) -> Layout:
     """Read the engine's groups, and check that their blocks depend on tokens alone.
 
     Raises
     ------
     GroupError
-        If they do not; the text names the remedy.
+        If they do not, or cannot be divided into slices; the text names the remedy.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if not cache.enable_prefix_caching:
@@ -114,14 +132,48 @@ def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layo
             f"slipstream needs blocks of whole hashes, but blocks have {sizes} tokens and hashes "
             f"{hash_tokens}; leave the size of hashes to vLLM"
         )
-    return Layout(
+    layout = Layout(
         tuple(
             Group(kind[0], size, kind[1], tuple(group.layer_names))
             for kind, size, group in zip(kinds, sizes, specs, strict=True)
             if not isinstance(kind, str)
         ),
         hash_tokens,
+        slices,
     )
+    if slices > 1 and [group.kind for group in layout.groups] != ["full"]:
+        raise GroupError(
+            "slipstream divides blocks by layers only if all layers are one cache group with full "
+            f"attention, but this model has {', '.join(map(str, layout.groups))}; leave out "
+            "`layer_slices`"
+        )
+    return layout
+
+
+def check_in_step(vllm_config: VllmConfig, layout: Layout) -> None:
+    """Check that vLLM computes a request anew whose load within its step has failed.
+
+    vLLM 0.33 is given the missing blocks with the output of the step. It then has planned no other
+    step (`Scheduler._handle_invalid_blocks`), or else keeps the token that the other step has
+    generated from these blocks.
+
+    Raises
+    ------
+    GroupError
+        If it does not; the text names the remedy.
+    """
+    why = []
+    if vllm_config.scheduler_config.async_scheduling:
+        why.append("steps are planned before the previous one has ended (--no-async-scheduling)")
+    if vllm_config.parallel_config.pipeline_parallel_size != 1:
+        why.append("steps overlap (--pipeline-parallel-size 1)")
+    if [group.kind for group in layout.groups] != ["full"]:
+        why.append(f"the cache is not one group with full attention, but {layout}")
+    if why:
+        raise GroupError(
+            "slipstream cannot load blocks within the step of their request: "
+            f"{'; '.join(why)}; leave out `layer_load_blocks_max`"
+        )
 
 
 def kind_of(spec: KVCacheSpec) -> tuple[str, int] | str:
@@ -145,6 +197,11 @@ def kind_of(spec: KVCacheSpec) -> tuple[str, int] | str:
 def group_of(key: bytes) -> int:
     """Return the id of a key's group. Source: vLLM 0.33, `get_group_id` in `kv_cache_utils`."""
     return int.from_bytes(key[-4:], "big")
+
+
+def slice_key(key: bytes, at: int) -> bytes:
+    """Return the key of a slice of a block's layers, from any slice's key."""
+    return key[:-4] + at.to_bytes(4, "big")
 
 
 def by_group(keys: list[bytes], places: list[Any], groups: int) -> tuple[list[bytes], list[Any]]:

@@ -75,7 +75,8 @@ def identity_of(
         "hash_seed": hash_seed(str(cache.prefix_caching_hash_algo)),
         "groups": str(layout),
         "layout": f"{blocks.layout}, positions {positions_of(model)}",
-        "block_bytes": str(blocks.block_bytes),
+        # Engines that divide blocks differently differ in their groups.
+        "block_bytes": str(sum(blocks.group_bytes) if layout.slices > 1 else blocks.block_bytes),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
         "rank": str(parallel.rank),

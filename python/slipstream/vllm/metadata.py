@@ -25,7 +25,10 @@ class Load:
     sources: list[str]
     """The holder of each key; the empty name is this engine."""
     parts: list[tuple[int, int]]
-    """For each group, the index of its first block in the prompt, and the number of blocks."""
+    """For each group of the store, the index of its first block in the prompt, and the number of
+    blocks."""
+    in_step: bool = False
+    """Whether the forward pass of this step reads the blocks, and waits for them layer by layer."""
 
 
 SlipstreamMetadata = StepMetadata
@@ -49,6 +52,8 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
     kept: dict[str, int] = field(default_factory=dict)
     """By request whose load failed, if there are several groups: the tokens before the first
     missing block."""
+    lost: list[int] = field(default_factory=list)
+    """Blocks that loads within the step have not filled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the messages of several ranks."""
@@ -60,7 +65,9 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
         kept = dict(self.kept)
         for name, tokens in other.kept.items():
             kept[name] = min(tokens, kept.get(name, tokens))
-        return SlipstreamWorkerMetadata(stored, self.tiers + other.tiers, kept)
+        return SlipstreamWorkerMetadata(
+            stored, self.tiers + other.tiers, kept, self.lost + other.lost
+        )
 
 
 @dataclass

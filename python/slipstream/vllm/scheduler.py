@@ -20,7 +20,7 @@ from slipstream.pool import FilledFeed, HookError, PoolFeed, Run, install_run_ho
 from slipstream.published import TierEvents
 from slipstream.vllm.chains import RUNS_MAX, Chains, removed_event
 from slipstream.vllm.disagg import RemotePrompts, params_of
-from slipstream.vllm.groups import by_group, group_of
+from slipstream.vllm.groups import by_group, group_of, slice_key
 from slipstream.vllm.metadata import (
     NOTHING,
     Load,
@@ -121,7 +121,7 @@ class SchedulerHalf:
             wait_s=options.remote_wait_s,
             counts=self.counts,
         )
-        self._groups = Groups([group.shape() for group in layout.groups], layout.hash_tokens)
+        self._groups = Groups([group.shape() for group in layout.stored_groups], layout.hash_tokens)
         # If blocks are longer than hashes, vLLM caches some partial blocks.
         self._has_tails = any(group.block_size > layout.hash_tokens for group in layout.groups)
         self._pool: Any = None
@@ -256,6 +256,10 @@ class SchedulerHalf:
         self._hit_starts[request.request_id] = computed_tokens
         return tokens
 
+    def loads_in_step(self, tokens: int) -> bool:
+        """Whether a hit of so many tokens is loaded by the step that computes its request."""
+        return 0 < tokens <= self._options.layer_load_blocks_max * self._groups.hit_tokens
+
     def _find(self, hashes: list[bytes], start: int, end: int) -> tuple[int, str, int]:
         """Return the local hit, the peer that adds the most, and the hit with it; in tokens."""
         here = self._groups.longest(self.stored, hashes, start, end)
@@ -272,20 +276,24 @@ class SchedulerHalf:
         if external_tokens == 0:
             return
         if start is None:
-            self._fail_load(request, external_tokens, "has asked for no hit")
+            self._fail_load(request, blocks, external_tokens, "has asked for no hit")
             return
         end = start + external_tokens
         hashes = request.block_hashes
         found, peer, _ = self._find(hashes, start, end)
         keys, parts, here = self._groups.plan(self.stored, hashes, start, end)
-        into = self._places(blocks.blocks, parts)
+        # Every slice of a block's layers has the same destination.
+        into = self._places(blocks.blocks * self._layout.slices, parts)
         if into is None or len(into) != len(keys):
-            self._fail_load(request, external_tokens, "has allocated other blocks than a hit needs")
+            why = "has allocated other blocks than a hit needs"
+            self._fail_load(request, blocks, external_tokens, why)
             return
-        self._loads.append(
-            Load(request.request_id, keys, into, [HERE if own else peer for own in here], parts)
-        )
-        self._loading[request.request_id] = Loading(request, start, end)
+        in_step = self.loads_in_step(external_tokens)
+        sources = [HERE if own else peer for own in here]
+        self._loads.append(Load(request.request_id, keys, into, sources, parts, in_step))
+        # A load within a step has ended, or has failed and was reported, when the step ends.
+        if not in_step:
+            self._loading[request.request_id] = Loading(request, start, end)
         split = {CacheHitSource.HOST: found - start, CacheHitSource.P2P: end - found}
         self._sources[request.request_id] = {tier: n for tier, n in split.items() if n}
         self._call_build()
@@ -319,7 +327,7 @@ class SchedulerHalf:
             into += [block.block_id for block in held[first : first + count]]
         return None if self._null_block in into else into
 
-    def _fail_load(self, request: Any, tokens: int, why: str) -> None:
+    def _fail_load(self, request: Any, blocks: Any, tokens: int, why: str) -> None:
         """Let vLLM compute a hit: it waits for a load, which the workers fail at once."""
         self._limited.warning(
             "blocks",
@@ -330,11 +338,15 @@ class SchedulerHalf:
             why,
             self._layout,
         )
-        self.counts["load_failed_blocks.layout"] += tokens // self._layout.groups[0].block_size
-        self._loads.append(
-            Load(request.request_id, [], [], [], [(0, 0)] * len(self._layout.groups))
-        )
-        self._loading[request.request_id] = Loading(request, tokens, tokens)
+        parts = [(0, 0)] * len(self._layout.stored_groups)
+        in_step = self.loads_in_step(tokens)
+        # vLLM has to be given the blocks of a request that runs in this step.
+        lost = [block.block_id for held in blocks.blocks for block in held] if in_step else []
+        self._loads.append(Load(request.request_id, [], lost, [], parts, in_step))
+        if not in_step:
+            # A load within the step is counted by the workers.
+            self.counts["load_failed_blocks.layout"] += tokens // self._layout.groups[0].block_size
+            self._loading[request.request_id] = Loading(request, tokens, tokens)
         self._call_build()
 
     def hit_sources(self, request: Any) -> dict[CacheHitSource, int] | None:
@@ -432,6 +444,10 @@ class SchedulerHalf:
         """Apply the workers' messages: their stores' keys, and the finished and failed loads."""
         if isinstance(meta, SlipstreamWorkerMetadata):
             self._apply_store_keys(meta)
+            if meta.lost:
+                # vLLM 0.33 leaves their keys in the pool, and computes them when there is room:
+                # another request must not find them before.
+                self._pool.evict_blocks(set(meta.lost))
             for name, tokens in meta.kept.items():
                 loading = self._loading.get(name)
                 if loading is not None:
@@ -490,7 +506,11 @@ class SchedulerHalf:
     def _note_events(self, messages: list[tuple[str, bytes]]) -> None:
         assert self._events is not None
         groups = self._layout.groups
+        last = self._layout.slices - 1
         for tier, keys, gone in self._tiers.take(messages):
+            if last:
+                # A block is stored with the last slice of its layers.
+                keys = [slice_key(key, 0) for key in keys if group_of(key) == last]
             for group, some in enumerate(by_group(keys, keys, len(groups))[1]):
                 if not some:
                     continue

@@ -6,7 +6,11 @@
 ```
 
 Loads are split into parts, as staging memory is freed; several loads take turns. The engine's
-thread never waits for another thread, a transfer or a peer.
+thread never waits for another thread, a transfer or a peer, with one exception: loads within a
+step (`Load.in_step`), for which the forward pass waits layer by layer.
+
+If the layers are divided into slices, `save_kv_layer` saves a slice's part of the step's blocks
+once the pass has computed the slice's last layer.
 """
 
 from __future__ import annotations
@@ -27,11 +31,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from slipstream._native import take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.vllm.blocks import COPY_BYTES, ReleasedError
-from slipstream.vllm.groups import by_group
+from slipstream.vllm.groups import by_group, group_of, slice_key
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
 from slipstream.vllm.staging import Place, Staging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.store import Store
     from slipstream.vllm.blocks import Blocks
 
@@ -88,6 +94,8 @@ class UnderWay:
     is_late: bool = False
     """Whether the parts in progress are no longer waited for."""
     has_ended: bool = False
+    missing: list[int] = field(default_factory=list)
+    """Of a load within a step: the blocks of each group that are not in the cache yet."""
 
     def counts(self, start: int, end: int) -> list[int]:
         """Return the number of these blocks in each group."""
@@ -118,10 +126,24 @@ class Ended:
     kept: int | None = None
     """Of a failed load: the tokens before the first missing block, if vLLM cannot be given
     the blocks (`KVConnectorTransferResults.failed_recving`)."""
+    in_step: bool = False
+    """Whether vLLM has not waited for it: it is given the missing blocks, and no end."""
 
     def void(self) -> None:
         """Mark all of its data as unusable."""
         self.whole, self.kept = True, 0
+
+
+@dataclass(slots=True)
+class StepSaves:
+    """The blocks that a step saves slice by slice, while its forward pass runs."""
+
+    keys: list[bytes]
+    blocks: list[int]
+    pending: list[set[str]]
+    """The layers of each slice that the pass has not computed."""
+    saved: list[bool]
+    """By slice."""
 
 
 class WorkerHalf:
@@ -133,6 +155,7 @@ class WorkerHalf:
         blocks: Blocks,
         *,
         rank: int,
+        slices: int = 1,
         load_deadline_s: float,
         saving_bytes_max: int,
         loading_bytes_max: int,
@@ -144,6 +167,18 @@ class WorkerHalf:
         self.store = store
         self.blocks = blocks
         self.rank = rank
+        self._slices = slices
+        # The place of each layer in the store's groups.
+        self._place_of = {
+            name: at
+            for at, each in enumerate(blocks.groups)
+            if each.group is not None
+            for name in each.group.layers
+        }
+        self._step: StepSaves | None = None
+        # Loads of this step for which its forward pass waits, and the blocks that did not come.
+        self.in_step: list[UnderWay] = []
+        self.lost_in_step: set[int] = set()
         self._deadline_s = load_deadline_s
         self._saving_bytes_max = saving_bytes_max
         self._resets = 0
@@ -158,6 +193,7 @@ class WorkerHalf:
         self._ended: deque[Ended] = deque()
         self._failed_blocks: set[int] = set()
         self._kept: dict[str, int] = {}
+        self._uncached: list[int] = []
         self._saves: queue.SimpleQueue[tuple[list[bytes], torch.Tensor, Any, int] | None] = (
             queue.SimpleQueue()
         )
@@ -167,6 +203,8 @@ class WorkerHalf:
         self._lock = threading.Lock()
         # Notifies tests of saves and loads; the engine's thread never waits on it.
         self.moved = threading.Condition(self._lock)
+        # Notifies the engine's thread of progress of loads within a step.
+        self._came = threading.Condition(self._lock)
         # Notifies the stager that memory is short, or that it must stop.
         self._short = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
@@ -211,9 +249,14 @@ class WorkerHalf:
             with self._lock:
                 self.loading += 1
                 self._under_way[load.request_id] = begun
-                if not load.blocks:
+                if load.in_step:
+                    begun.missing = begun.counts(0, len(load.keys))
+                    self.in_step.append(begun)
+                if not load.keys:
                     # The scheduler half has no use for the blocks that vLLM has allocated.
                     begun.is_late = True
+                    begun.reason = "layout"
+                    self._skip_rest(begun)
                     self._end_if_done(begun)
                     continue
                 self._turns.append(begun)
@@ -278,6 +321,10 @@ class WorkerHalf:
                     size += room * each
                     break
                 size += max(0, high - at) * each
+                if size and under_way.load.in_step:
+                    # The first layers do not wait for the data of the others.
+                    end = high
+                    break
             try:
                 place = self.staging.take(size)
             except (RuntimeError, MemoryError) as error:
@@ -307,19 +354,109 @@ class WorkerHalf:
         self._skip_rest(under_way)
         self._end_if_done(under_way)
 
-    def save(self, keys: list[bytes], blocks: list[int]) -> None:
-        """Copy blocks out of the cache, to be stored later."""
+    def wait_for_layer(self, layer: str) -> None:
+        """Wait for the blocks of this step's loads that a layer reads, or for their failure."""
+        at = self._place_of.get(layer)
+        if at is None:
+            self._wait(lambda load: load.has_ended)
+        else:
+            self._wait(lambda load: load.has_ended or not load.missing[at])
+
+    def _wait(self, is_done: Callable[[UnderWay], bool]) -> None:
+        """Wait for loads within this step, until their deadlines at the latest."""
+        for load in self.in_step:
+            with self._lock:
+                self._came.wait_for(
+                    lambda load=load: is_done(load) or bool(load.failed),  # type: ignore[misc]
+                    max(0.0, load.deadline - time.monotonic()),
+                )
+                if not load.has_ended and (load.failed or not is_done(load)):
+                    # Its blocks are computed from the next step on, so nothing may be written to
+                    # them any more. A part that is being copied ends soon.
+                    load.is_late = True
+                    load.reason = load.reason or "deadline"
+                    self._skip_rest(load)
+                    self._end_if_done(load)
+                    self._came.wait_for(lambda load=load: load.has_ended)  # type: ignore[misc]
+                if load.failed or load.is_late:
+                    self.lost_in_step.update(load.load.blocks)
+
+    def layer_computed(self, layer: str, meta: SlipstreamMetadata) -> None:
+        """Save the slice of this layer once the pass has computed all layers of the slice."""
+        if meta.saves_nothing:
+            return
+        step = self._step or self._begin_saves(meta)
+        at = self._place_of.get(layer)
+        if at is None:
+            return
+        step.pending[at].discard(layer)
+        if not step.pending[at] and not step.saved[at]:
+            self._save_slice(step, at)
+
+    def _begin_saves(self, meta: SlipstreamMetadata) -> StepSaves:
+        keys, blocks = meta.save_keys, meta.save_blocks
+        # There is room for all slices of a block, or for none.
+        room = max(0, self._saving_bytes_max - self.saving_bytes) // sum(self.blocks.group_bytes)
+        if room < len(blocks):
+            self._count("save_dropped_blocks", len(blocks) - room)
+            del keys[room:], blocks[room:]
+        pending: list[set[str]] = [set() for _ in range(self._slices)]
+        for name, at in self._place_of.items():
+            pending[at].add(name)
+        self._step = StepSaves(keys, blocks, pending, [False] * self._slices)
+        return self._step
+
+    def end_step(self, meta: SlipstreamMetadata) -> None:
+        """Save what the step has filled, and end the loads within the step."""
+        if self.in_step:
+            self._wait(lambda load: load.has_ended)
+        if not meta.saves_nothing:
+            if self._slices > 1:
+                step = self._step or self._begin_saves(meta)
+                for at in range(self._slices):
+                    if not step.saved[at]:
+                        self._save_slice(step, at)
+            else:
+                self.save(*self._without_lost(meta.save_keys, meta.save_blocks))
+        self._step = None
+        if self.in_step:
+            self.in_step.clear()
+            self.lost_in_step.clear()
+
+    def _save_slice(self, step: StepSaves, at: int) -> None:
+        """Save a slice of the step's blocks."""
+        step.saved[at] = True
+        step.keys, step.blocks = self._without_lost(step.keys, step.blocks)
+        keys = [slice_key(key, at) for key in step.keys]
+        saved = self.save(keys, step.blocks, at)
+        # Blocks of which a slice is missing are of no use.
+        del step.keys[saved:], step.blocks[saved:]
+
+    def _without_lost(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
+        """Omit blocks that a load within this step was to fill, and has not."""
+        if not self.lost_in_step:
+            return keys, blocks
+        good = [i for i, block in enumerate(blocks) if block not in self.lost_in_step]
+        return [keys[i] for i in good], [blocks[i] for i in good]
+
+    def save(self, keys: list[bytes], blocks: list[int], at_slice: int | None = None) -> int:
+        """Copy blocks out of the cache, to be stored later; returns how many."""
         # In steps, so that as many blocks are saved as there is room for.
         step = max(1, COPY_BYTES // self.blocks.block_bytes)
         for at in range(0, len(blocks), step):
-            if not self._save_some(keys[at : at + step], blocks[at : at + step]):
+            if not self._save_some(keys[at : at + step], blocks[at : at + step], at_slice):
                 self._count("save_dropped_blocks", len(blocks) - at)
-                return
+                return at
+        return len(blocks)
 
-    def _save_some(self, keys: list[bytes], blocks: list[int]) -> bool:
-        keys, parts = by_group(keys, blocks, len(self.blocks.groups))
+    def _save_some(self, keys: list[bytes], blocks: list[int], at_slice: int | None) -> bool:
+        parts: list[list[int]]
+        if at_slice is None:
+            keys, parts = by_group(keys, blocks, len(self.blocks.groups))
+        else:
+            parts = [blocks if at == at_slice else [] for at in range(self._slices)]
         size = self.blocks.size([len(part) for part in parts])
-        if self.saving_bytes + size > self._saving_bytes_max:
+        if at_slice is None and self.saving_bytes + size > self._saving_bytes_max:
             # The store is slower than the engine: a dropped save is a later miss.
             return False
         try:
@@ -346,6 +483,10 @@ class WorkerHalf:
         results = KVConnectorTransferResults()
         while self._ended:
             ended = self._ended.popleft()
+            if ended.in_step:
+                self._failed_blocks.update(ended.failed_blocks)
+                self._uncached += ended.failed_blocks
+                continue
             results.finished_recving.add(ended.request_id)
             if ended.kept is not None:
                 self._kept[ended.request_id] = ended.kept
@@ -364,10 +505,12 @@ class WorkerHalf:
         """Report new keys of the store, and the results of failed loads."""
         message = self.store.take_message()
         tiers = self._take_tier_messages() if self._publish_tiers else []
-        if message is None and not tiers and not self._kept:
+        if message is None and not tiers and not self._kept and not self._uncached:
             return None
         kept, self._kept = self._kept, {}
-        return SlipstreamWorkerMetadata({self.rank: [message]} if message else {}, tiers, kept)
+        lost, self._uncached = self._uncached, []
+        stored = {self.rank: [message]} if message else {}
+        return SlipstreamWorkerMetadata(stored, tiers, kept, lost)
 
     def _take_tier_messages(self) -> list[tuple[str, bytes]]:
         messages: list[tuple[str, bytes]] = []
@@ -460,7 +603,8 @@ class WorkerHalf:
                     stored = self.store.put(keys, memoryview(host.numpy()))
                 else:
                     self._count("save_dropped_blocks", len(keys))
-            self._count("saved_blocks", stored)
+            if self._slices == 1 or group_of(keys[0]) == self._slices - 1:
+                self._count("saved_blocks", stored)
             # If some could not be stored: an approximation for blocks of different sizes.
             self._count("saved_bytes", size * stored // len(keys))
         # One failed save must not end all others.
@@ -553,8 +697,14 @@ class WorkerHalf:
                 under_way.failed |= failed
                 under_way.reason = under_way.reason or reason
                 # Blocks after a missing one are of no use.
-                if self._takes_parts():
+                if self._takes_parts() or under_way.load.in_step:
                     self._skip_rest(under_way)
+            if under_way.missing:
+                if wanted:
+                    came = under_way.counts(part.start, part.end)
+                    for group, count in enumerate(came):
+                        under_way.missing[group] -= count
+                self._came.notify_all()
             if under_way.begun < len(under_way.load.blocks) and under_way not in self._turns:
                 self._turns.append(under_way)
             self._end_if_done(under_way)
@@ -652,7 +802,9 @@ class WorkerHalf:
         # it would ask for a permanently damaged block forever.
         good = 0 if 0 in failed else len(load.blocks) - len(failed)
         kept = 0
-        if failed and not self._takes_parts():
+        if failed and load.in_step:
+            good = 0
+        elif failed and not self._takes_parts():
             kept, good = self._kept_of(load, failed), 0
         # A reset may have happened while the blocks were copied.
         if under_way.resets != self._resets:
@@ -660,11 +812,18 @@ class WorkerHalf:
         elif (good or kept) and under_way.cache.is_released:
             good, kept, reason = 0, 0, "sleep"
         lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
-        # Every failed rank reports its kept tokens, because the minimum counts.
-        self._ended.append(
-            Ended(load.request_id, lost, whole=not good, kept=None if good else kept)
-        )
-        self._counts["loaded_blocks"] += good
+        if self._slices > 1:
+            # Each block is once in every slice.
+            lost = sorted(set(lost))
+        if load.in_step:
+            self._ended.append(Ended(load.request_id, lost, whole=False, in_step=True))
+            self._came.notify_all()
+        else:
+            # Every failed rank reports its kept tokens, because the minimum counts.
+            self._ended.append(
+                Ended(load.request_id, lost, whole=not good, kept=None if good else kept)
+            )
+        self._counts["loaded_blocks"] += good // self._slices
         if good:
             counts = under_way.counts(0, len(load.blocks))
             counts[0] -= len(failed)
@@ -675,7 +834,7 @@ class WorkerHalf:
                 f"did not come: {reason}",
                 "slipstream: %d of %d blocks of request %s did not come and are recomputed (%s)%s",
                 len(lost),
-                len(load.blocks),
+                len(load.blocks) // self._slices,
                 load.request_id,
                 reason,
                 f"; {REMEDIES[reason]}" if reason in REMEDIES else "",

@@ -113,6 +113,7 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None,
         port: int | None = None,
+        flags: tuple[str, ...] = (),
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -142,6 +143,7 @@ class Engine:
             "--max-model-len=2048",
             "--max-num-seqs=16",
             "--num-gpu-blocks-override=512",
+            *flags,
         ]
         if events:
             ports = {"endpoint": free_port(), "replay_endpoint": free_port()}

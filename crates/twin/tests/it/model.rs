@@ -919,7 +919,7 @@ fn drafts_are_verified_in_fewer_steps() {
         let (outcome, ended) = simulate(&drafted(rate), &load, &Options::default());
         for request in &ended {
             assert_eq!(request.last - request.due, steps * 12 * MS, "{rate}");
-            assert_eq!(request.output_tokens, 42);
+            assert_eq!(request.tokens, 42);
         }
         let engine = outcome.engine;
         assert_eq!(engine.accepted_tokens, Some(accepted));

@@ -148,7 +148,6 @@ impl Backend for Scripted {
                     usage: Usage {
                         prompt_tokens: s.request.prompt.len(),
                         cached_tokens: 1,
-                    lower: LowerHits::default(),
                         output_tokens: s.sent,
                         preemptions: 0,
                     },

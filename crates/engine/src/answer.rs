@@ -68,7 +68,7 @@ pub fn output_token(vocab: &[TokenId], seed: u64, position: u32) -> TokenId {
 /// The log-normal has the stated mean `m` and coefficient of variation `c`:
 /// `sigma^2 = ln(1 + c^2)`, `mu = ln(m) - sigma^2 / 2` (method of moments). The normal deviate is
 /// Box and Muller's ("A note on the generation of random normal deviates", 1958). `libm`, so that
-/// every machine draws the same length.
+/// every machine draws the same length; square roots are rounded correctly on each.
 pub fn natural_len(lengths: &OutputLen, seed: u64) -> u32 {
     match *lengths {
         OutputLen::Constant(tokens) => tokens.max(1),
@@ -76,12 +76,12 @@ pub fn natural_len(lengths: &OutputLen, seed: u64) -> u32 {
             // A stream of its own: the length must not be correlated with the first tokens.
             let stream = mix64(seed ^ 0x6c65_6e67_7468_7321); // "lengths!"
             // 1 - u is in (0, 1], so the logarithm is finite.
-            let radius = libm::sqrt(-2.0 * libm::log(1.0 - unit(draw(stream, 0))));
+            let radius = (-2.0 * libm::log(1.0 - unit(draw(stream, 0)))).sqrt();
             let angle = std::f64::consts::TAU * unit(draw(stream, 1));
             let normal = radius * libm::cos(angle);
             let variance = libm::log(1.0 + cv * cv);
             let mu = libm::log(mean) - variance / 2.0;
-            let tokens = libm::round(libm::exp(mu + libm::sqrt(variance) * normal));
+            let tokens = libm::round(libm::exp(mu + variance.sqrt() * normal));
             // NaN and negative numbers go to 0 here, hence the lower bound.
             floor_u32(tokens).max(1)
         }

@@ -5,6 +5,7 @@ mod frontend;
 mod partition;
 mod upgrade;
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{KvDelta, RequestId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{self, Cluster, Fault};
 use slipstream_engine::Usage;
@@ -277,7 +278,7 @@ impl Sim<'_> {
     }
 
     fn set_kv_fault(&mut self, worker: WorkerId, change: impl Fn(&mut crate::parts::KvFault)) {
-        for node in 0..self.nodes.len() as u32 {
+        for node in 0..to_u32(self.nodes.len()) {
             if self.nodes[node as usize].rank.worker == worker {
                 self.side_of(node).set_kv_fault(node, &change);
             }
@@ -360,7 +361,7 @@ impl Sim<'_> {
                 flight.resuming = Some((target, usage));
             }
         }
-        for node in 0..self.nodes.len() as u32 {
+        for node in 0..to_u32(self.nodes.len()) {
             if self.nodes[node as usize].rank.worker != worker {
                 continue;
             }

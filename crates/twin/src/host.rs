@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use slipstream_base::SimTime;
+use slipstream_base::width::round_u64;
 use slipstream_config::cluster::HostConfig;
 
 /// A model of the processors for the frontend's work.
@@ -67,19 +68,19 @@ impl Costs {
         let tokenize = self.tokenize * f64::from(tokens);
         let whole = self.parse + tokenize + self.route;
         (
-            whole.round() as u64,
-            (tokenize + self.route).round() as u64,
-            self.route.round() as u64,
+            round_u64(whole),
+            round_u64(tokenize + self.route),
+            round_u64(self.route),
         )
     }
 
     pub(crate) fn dispatch(&self) -> u64 {
-        self.dispatch.round() as u64
+        round_u64(self.dispatch)
     }
 
     /// Work to read a frame of `tokens` and write it to clients.
     pub(crate) fn frame(&self, tokens: u32) -> u64 {
-        (self.frame + self.token * f64::from(tokens)).round() as u64
+        round_u64(self.frame + self.token * f64::from(tokens))
     }
 }
 

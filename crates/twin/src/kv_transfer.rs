@@ -1,6 +1,7 @@
 //! Disaggregated prefill: the part of the engines and the network. The dispatcher decides the order
 //! of the steps.
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{RankId, RequestId};
 use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::Reserved;
@@ -47,7 +48,7 @@ impl Sim<'_> {
             if !flight.is_resumed() {
                 flight.hops.prefilled = Some(self.now);
             }
-            let (now, slot) = (self.now, done.id.0 as u32);
+            let (now, slot) = (self.now, to_u32(done.id.0));
             let (dispatch, env) = self.dispatching();
             let expected = dispatch.on_prefilled(now, slot, &env);
             assert!(expected, "its blocks are held until the transfer ends");
@@ -58,7 +59,7 @@ impl Sim<'_> {
 
     /// A node has reserved blocks for a prompt that another node computes.
     pub(crate) fn on_reserved(&mut self, reserved: Reserved, sink: &mut dyn Sink) {
-        let (now, slot) = (self.now, reserved.id.0 as u32);
+        let (now, slot) = (self.now, to_u32(reserved.id.0));
         let (dispatch, env) = self.dispatching();
         let expected = dispatch.on_reserved(now, slot, reserved.cached_tokens, &env);
         assert!(expected, "it waits for the transfer of its prompt");

@@ -27,6 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use slipstream_base::text::counted;
+use slipstream_base::width::to_u32;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, Prompt, RankId, SimTime, Tail,
 };
@@ -700,7 +701,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         refused: Vec::new(),
     };
     let window = arrivals.fill_now(&inboxes[0])?;
-    let threads = options.threads.clamp(1, lanes.len() as u32);
+    let threads = options.threads.clamp(1, to_u32(lanes.len()));
     // Short windows: few pieces, so that the overhead per piece stays small.
     let piece = if views {
         lanes.len().div_ceil(threads as usize * 4)

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{RankId, RequestId, SimTime};
 use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::{DecodeRun, Engine, FirstToken, LowerHits, PassOutput, Usage};
@@ -189,13 +190,13 @@ impl Flights {
             slot
         } else {
             self.slots.push(Some(flight));
-            self.slots.len() as u32 - 1
+            to_u32(self.slots.len()) - 1
         };
         RequestId(slot.into())
     }
 
     pub(crate) fn get_mut(&mut self, id: RequestId) -> &mut Flight {
-        self.slots[id.0 as usize]
+        self.slots[to_usize(id.0)]
             .as_mut()
             .expect("an engine knows only requests that are under way")
     }
@@ -207,15 +208,15 @@ impl Flights {
     }
 
     pub(crate) fn get(&self, id: RequestId) -> &Flight {
-        self.slots[id.0 as usize]
+        self.slots[to_usize(id.0)]
             .as_ref()
             .expect("an engine knows only requests that are under way")
     }
 
     pub(crate) fn remove(&mut self, id: RequestId) -> Flight {
         self.len -= 1;
-        self.free.push(id.0 as u32);
-        self.slots[id.0 as usize]
+        self.free.push(to_u32(id.0));
+        self.slots[to_usize(id.0)]
             .take()
             .expect("an engine ends a request once")
     }
@@ -368,7 +369,7 @@ impl Node {
         let preemptions = stats.preemptions;
         if let Some(watch) = &mut self.watch {
             watch.used_blocks = stats.used_blocks;
-            watch.preempted = (preemptions - self.preemptions) as u32;
+            watch.preempted = to_u32(preemptions - self.preemptions);
         }
         self.gaps.breaks_next = false;
         if preemptions != self.preemptions {
@@ -498,7 +499,7 @@ impl Node {
             self.record_resumed(now, out, flights, totals);
         }
         let gaps = &mut self.gaps;
-        let first = out.first.len() as u32;
+        let first = to_u32(out.first.len());
         let going_on = out.sequence_count - first;
         if gaps.broken || gaps.always {
             let mut firsts = out.first.iter().peekable();
@@ -539,9 +540,10 @@ impl Node {
             }
         }
         gaps.started += first;
-        gaps.started -= out.finished.len() as u32;
+        let finished = to_u32(out.finished.len());
+        gaps.started -= finished;
         gaps.last_end = now;
-        gaps.live = out.sequence_count - out.finished.len() as u32;
+        gaps.live = out.sequence_count - finished;
         if gaps.broken && !gaps.breaks_next && gaps.started == gaps.live {
             gaps.broken = false;
             self.engine.list_tokens(gaps.always);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::mix::{draw, mix64, unit};
+use slipstream_base::width::{round_u64, to_u16, to_u32};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
@@ -113,7 +114,7 @@ impl FirstBlockIndex {
                         self.spare.pop().unwrap_or_else(|| {
                             let at = self.owners.len() / self.words;
                             self.owners.resize(self.owners.len() + self.words, 0);
-                            at as u32
+                            to_u32(at)
                         })
                     });
                     self.owners[at as usize * self.words + word] |= bit;
@@ -412,7 +413,7 @@ impl Parts {
             for dp_rank in 0..pool.engine.data_parallel_size {
                 let rank = RankId {
                     worker,
-                    dp_rank: dp_rank as u16,
+                    dp_rank: to_u16(dp_rank),
                 };
                 let copy = built.as_ref().filter(|(of, _)| *of == pool.name);
                 let copy = copy.and_then(|(_, timing)| timing.copy());
@@ -429,7 +430,7 @@ impl Parts {
                     _ => &mut serve,
                 };
                 engine.list_kv(side.lists());
-                side.nodes.push(nodes.len() as u32);
+                side.nodes.push(to_u32(nodes.len()));
                 side.fleet.set_ready(worker, true);
                 nodes.push(Node::new(
                     engine, rank, pool.role, pace, each_token, classes,
@@ -541,7 +542,7 @@ struct Paced {
 impl StepTime for Paced {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
-        (self.timing.step_ns(load) as f64 * factor / self.speedup).round() as u64
+        round_u64(self.timing.step_ns(load) as f64 * factor / self.speedup)
     }
 
     fn has_range(&self) -> bool {
@@ -554,5 +555,5 @@ impl StepTime for Paced {
 }
 
 pub(crate) fn ns(ns: f64) -> u64 {
-    ns.round() as u64
+    round_u64(ns)
 }

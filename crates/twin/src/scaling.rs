@@ -8,6 +8,7 @@
 //! does, and it is the first to stop. If there is no other it stays, so that it is used when its event has ended.
 
 use slipstream_autoscale::{Autoscaler, Decision, Observed};
+use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 
@@ -71,7 +72,7 @@ struct Pool {
     first: u32,
     states: Vec<State>,
     startup_ns: u64,
-    gpus_per_worker: f64,
+    gpus_per_worker: u32,
     slots: u64,
     /// Whether it answers: requests in front of the workers wait for it.
     serves: bool,
@@ -116,9 +117,7 @@ impl Pools {
                     first,
                     states: (0..pool.workers).map(state).collect(),
                     startup_ns: ns(engine.startup_s * 1e9),
-                    gpus_per_worker: f64::from(
-                        engine.tensor_parallel_size * engine.data_parallel_size,
-                    ),
+                    gpus_per_worker: engine.tensor_parallel_size * engine.data_parallel_size,
                     slots: u64::from(engine.max_num_seqs) * u64::from(engine.data_parallel_size),
                     serves: pool.role != Role::Prefill,
                     counted: SimTime::ZERO,
@@ -198,12 +197,12 @@ impl Pools {
             gpu_s: self
                 .pools
                 .iter()
-                .map(|pool| seconds(pool) * pool.gpus_per_worker)
+                .map(|pool| seconds(pool) * f64::from(pool.gpus_per_worker))
                 .sum(),
             gpus_max: self
                 .pools
                 .iter()
-                .map(|pool| pool.gpus_per_worker as u64 * pool.states.len() as u64)
+                .map(|pool| u64::from(pool.gpus_per_worker) * pool.states.len() as u64)
                 .sum(),
             pools: self
                 .pools
@@ -254,7 +253,7 @@ impl Sim<'_> {
             for worker in stopped {
                 self.refresh_worker(worker);
             }
-            self.plan_event(next, Event::Scale { pool: at as u32 });
+            self.plan_event(next, Event::Scale { pool: to_u32(at) });
         }
     }
 
@@ -314,7 +313,7 @@ impl Sim<'_> {
 
     /// Which workers of a pool an `[[event]]` has crashed or drains.
     fn out_of(&self, pool: &Pool) -> Vec<bool> {
-        let end = pool.first + pool.states.len() as u32;
+        let end = pool.first + to_u32(pool.states.len());
         (pool.first..end)
             .map(|worker| self.is_out(WorkerId(worker)))
             .collect()
@@ -337,11 +336,11 @@ impl Sim<'_> {
 
     fn observe(&self, at: usize) -> Observed {
         let pool = &self.scaling.pools[at];
-        let of_pool = pool.first..pool.first + pool.states.len() as u32;
+        let of_pool = pool.first..pool.first + to_u32(pool.states.len());
+        let ready = pool.states.iter().zip(self.out_of(pool));
+        let ready = ready.filter(|(state, out)| **state == State::Ready && !out);
         let mut observed = Observed {
-            ready: (pool.states.iter().zip(self.out_of(pool)))
-                .filter(|(state, out)| **state == State::Ready && !out)
-                .count() as u32,
+            ready: to_u32(ready.count()),
             slots: pool.slots,
             ttft_ratio: (pool.ttft.1 > 0).then(|| pool.ttft.0 / pool.ttft.1 as f64),
             arrivals: self.arrived() - pool.arrived,
@@ -372,9 +371,8 @@ impl Sim<'_> {
         let pool = &mut self.scaling.pools[at];
         let counts = |state| matches!(state, State::Ready | State::Starting(_));
         let each = pool.states.iter().zip(&out);
-        let mut have = each
-            .filter(|(state, out)| counts(**state) && !**out)
-            .count() as u32;
+        let running = each.filter(|(state, out)| counts(**state) && !**out);
+        let mut have = to_u32(running.count());
         // Draining workers have their caches: they come back first.
         for wanted_state in [State::Draining, State::Stopped] {
             for ((worker, state), &out) in (pool.first..).zip(&mut pool.states).zip(&out) {
@@ -410,7 +408,7 @@ impl Sim<'_> {
         }
         // Then those that have not started yet.
         for starting in [true, false] {
-            let end = pool.first + pool.states.len() as u32;
+            let end = pool.first + to_u32(pool.states.len());
             let each = (pool.first..end).zip(&mut pool.states).zip(&out);
             for ((worker, state), &out) in each.rev() {
                 let is_starting = matches!(state, State::Starting(_));

@@ -9,6 +9,7 @@ use std::time::Duration;
 use slipstream_autoscale::{Decision, Observed};
 use slipstream_base::mix::mix64;
 use slipstream_base::text::{counted, grouped};
+use slipstream_base::width::to_u32;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime, WorkerId,
 };
@@ -952,12 +953,12 @@ impl<'a> Sim<'a> {
                     self.scaling.on_first_token(worker, ttft, limit);
                 }
             }
-            self.dispatch.on_first_token(first.id.0 as u32);
+            self.dispatch.on_first_token(to_u32(first.id.0));
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
             self.continuing -= usize::from(flight.request.has_next());
-            let slot = done.id.0 as u32;
+            let slot = to_u32(done.id.0);
             let failed_over = u32::from(self.dispatch.retries(slot));
             self.dispatch.on_ended(slot);
             let rank = self.nodes[node as usize].rank;
@@ -1055,17 +1056,17 @@ impl<'a> Sim<'a> {
         self.tickets += 1;
         let ticket = flight.ticket;
         if self.faults.frontend_is_down() {
-            let slot = self.flights.insert(flight).0 as u32;
+            let slot = to_u32(self.flights.insert(flight).0);
             self.route(slot, sink);
         } else if let Some((host, costs)) = &mut self.host {
             let (ns, after_parsing, after_tokenizing) = costs.request(isl);
             let done = host.run(self.now, ns);
             flight.hops.parsed = SimTime(done.0 - after_parsing);
             flight.hops.tokenized = SimTime(done.0 - after_tokenizing);
-            let slot = self.flights.insert(flight).0 as u32;
+            let slot = to_u32(self.flights.insert(flight).0);
             self.plan_event(done, Event::Route { slot, ticket });
         } else {
-            let slot = self.flights.insert(flight).0 as u32;
+            let slot = to_u32(self.flights.insert(flight).0);
             let api_ns = self.api_time.ns(isl);
             if api_ns > 0 {
                 self.plan_event(self.now + api_ns, Event::Route { slot, ticket });

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{RequestId, SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 use slipstream_engine::{Finished, PassOutput};
@@ -208,7 +209,7 @@ impl Frames {
             slot
         } else {
             self.slots.push(Some(frame));
-            self.slots.len() as u32 - 1
+            to_u32(self.slots.len()) - 1
         }
     }
 
@@ -224,7 +225,7 @@ impl Frames {
             if frame.node == node && frame.life == life {
                 let out = &frame.out;
                 let of_id = out.tokens.iter().find(|&(of, _)| of == id);
-                tokens += of_id.map_or(0, |(_, tokens)| tokens.len() as u32);
+                tokens += of_id.map_or(0, |(_, tokens)| to_u32(tokens.len()));
                 end = end.or(out.finished.iter().find(|done| done.id == id));
             }
         }

@@ -4,6 +4,7 @@
 //! knows no load, no session and no cached block; each worker sends it a snapshot of its cache when it connects.
 
 use slipstream_base::WorkerId;
+use slipstream_base::width::to_u32;
 use slipstream_router::Router;
 
 use super::{Faults, Sim, Sink};
@@ -36,7 +37,7 @@ impl Sim<'_> {
         let prefill = self.prefill.as_mut().map(|side| router(side, self.cluster));
         self.dispatch.restart(serve, prefill);
         self.carry_out(None, sink);
-        for node in 0..self.nodes.len() as u32 {
+        for node in 0..to_u32(self.nodes.len()) {
             self.disconnect(node);
         }
         self.host = host(self.cluster);
@@ -55,10 +56,10 @@ impl Sim<'_> {
         if self.faults.frontend_is_down() {
             return;
         }
-        for worker in 0..self.faults.down.len() as u32 {
+        for worker in 0..to_u32(self.faults.down.len()) {
             self.refresh_worker(WorkerId(worker));
         }
-        for node in 0..self.nodes.len() as u32 {
+        for node in 0..to_u32(self.nodes.len()) {
             let worker = self.nodes[node as usize].rank.worker;
             let gone = self.faults.down[worker.index()];
             if !gone && !self.faults.partitions.lose_kv(worker) {

@@ -3,6 +3,7 @@
 //! Messages across wait, as those of a TCP connection do. If the partition is over before the peers' deadline they
 //! arrive; else the connections are closed: the frontend continues the requests elsewhere, and the workers end theirs.
 
+use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, Fault, HandOver};
 use slipstream_dispatch::Attempt;
@@ -204,7 +205,7 @@ impl Sim<'_> {
             self.refresh_worker(worker);
             self.replace_lost(worker);
             let down = self.faults.down[worker.index()] || self.faults.frontend_is_down();
-            for node in 0..self.nodes.len() as u32 {
+            for node in 0..to_u32(self.nodes.len()) {
                 if lost && !down && self.nodes[node as usize].rank.worker == worker {
                     self.publish_snapshot(node);
                 }

@@ -10,7 +10,7 @@ use slipstream_base::{KvDelta, RequestId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{self, Cluster, Fault};
 use slipstream_engine::Usage;
 
-use crate::parts::{Side, ns};
+use crate::parts::{RoutedNodes, ns};
 use crate::sim::{Event, Sim, Sink};
 pub(crate) use partition::Held;
 use partition::Partitions;
@@ -286,7 +286,7 @@ impl Sim<'_> {
     }
 
     /// The router that `node` publishes its KV events to.
-    fn side_of(&mut self, node: u32) -> &mut Side {
+    fn side_of(&mut self, node: u32) -> &mut RoutedNodes {
         match (self.nodes[node as usize].role, &mut self.prefill) {
             (Role::Prefill, Some(side)) => side,
             _ => &mut self.serve,

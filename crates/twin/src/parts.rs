@@ -19,7 +19,7 @@ use crate::node::Node;
 use crate::sim::{Options, TwinError};
 
 /// The nodes that a router chooses among, and the delay of their KV events.
-pub(crate) struct Side {
+pub(crate) struct RoutedNodes {
     pub(crate) fleet: Arc<Fleet>,
     /// The node of each target.
     pub(crate) nodes: Vec<u32>,
@@ -169,15 +169,15 @@ pub(crate) struct KvFault {
     last: SimTime,
 }
 
-impl Side {
-    fn new(cluster: &Cluster, roles: &[Role], options: &Options) -> Result<Side, TwinError> {
+impl RoutedNodes {
+    fn new(cluster: &Cluster, roles: &[Role], options: &Options) -> Result<RoutedNodes, TwinError> {
         let config = &cluster.router;
         let reads_cache = Fleet::would_read_cache(config);
         // An engine's own cache is no copy that can be out of date.
         let faulty = cluster.events.iter().any(|e| Effect::hits_kv(e.fault));
         let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0 || faulty;
         let hears = reads_cache && config.kv_events && (is_late || options.feed_index);
-        let fleet = Side::build_fleet(cluster, roles, hears)?;
+        let fleet = RoutedNodes::build_fleet(cluster, roles, hears)?;
         let first_blocks = FirstBlockIndex::new(fleet.targets().len());
         let kv_faults = if hears && faulty {
             let nodes = |pool: &PoolConfig| pool.workers * pool.engine.data_parallel_size;
@@ -186,7 +186,7 @@ impl Side {
         } else {
             Vec::new()
         };
-        Ok(Side {
+        Ok(RoutedNodes {
             reads_cache,
             hears,
             fleet,
@@ -220,7 +220,7 @@ impl Side {
 
     /// Forgets loads, sessions and cached blocks: a new frontend. No worker is ready.
     pub(crate) fn restart(&mut self, cluster: &Cluster) {
-        let fleet = Side::build_fleet(cluster, &self.roles, self.hears);
+        let fleet = RoutedNodes::build_fleet(cluster, &self.roles, self.hears);
         self.fleet = fleet.expect("it was built before");
         self.fleet.promise_single_writer();
         self.late.clear();
@@ -383,9 +383,9 @@ impl Side {
 /// All state except requests and time.
 pub(crate) struct Parts {
     /// Takes whole requests, and answers whose prompts were computed elsewhere.
-    pub(crate) serve: Side,
+    pub(crate) serve: RoutedNodes,
     /// Takes prompts, if pools have that role.
-    pub(crate) prefill: Option<Side>,
+    pub(crate) prefill: Option<RoutedNodes>,
     pub(crate) nodes: Vec<Node>,
 }
 
@@ -396,10 +396,10 @@ impl Parts {
         delays_output: bool,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Parts, TwinError> {
-        let mut serve = Side::new(cluster, &[Role::Both, Role::Decode], options)?;
+        let mut serve = RoutedNodes::new(cluster, &[Role::Both, Role::Decode], options)?;
         let apart = cluster.pools.iter().any(|p| p.role == Role::Prefill);
         let mut prefill = if apart {
-            Some(Side::new(cluster, &[Role::Prefill], options)?)
+            Some(RoutedNodes::new(cluster, &[Role::Prefill], options)?)
         } else {
             None
         };

@@ -30,7 +30,7 @@ use crate::faults::{Faults, Held};
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
-use crate::parts::{Engines, Parts, Side, api_time, ns};
+use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::scaling::{Pools, Scaling};
 use crate::wire::{Frame, Frames, Wire};
 
@@ -434,8 +434,8 @@ pub(crate) struct Step {
 
 /// The dispatcher's view of the cluster.
 pub(crate) struct Surroundings<'a> {
-    serve: &'a mut Side,
-    prefill: Option<&'a mut Side>,
+    serve: &'a mut RoutedNodes,
+    prefill: Option<&'a mut RoutedNodes>,
     nodes: &'a [Node],
     flights: &'a Flights,
     wire: &'a Wire,
@@ -446,7 +446,7 @@ pub(crate) struct Surroundings<'a> {
 }
 
 impl Surroundings<'_> {
-    fn side(&self, role: Role) -> &Side {
+    fn side(&self, role: Role) -> &RoutedNodes {
         match (role, &self.prefill) {
             (Role::Prefill, Some(side)) => side,
             _ => self.serve,
@@ -526,9 +526,9 @@ pub(crate) struct Sim<'a> {
     pub(crate) cluster: &'a Cluster,
     pub(crate) schedule: Schedule,
     /// Takes whole requests, and answers whose prompts were computed elsewhere.
-    pub(crate) serve: Side,
+    pub(crate) serve: RoutedNodes,
     /// Takes prompts, if pools have that role.
-    pub(crate) prefill: Option<Side>,
+    pub(crate) prefill: Option<RoutedNodes>,
     pub(crate) nodes: Vec<Node>,
     pub(crate) flights: Flights,
     /// Owns the requests that are routed or wait for it.
@@ -643,7 +643,7 @@ impl<'a> Sim<'a> {
             request_ns: ns(api_time.request_ns),
             prompt_token_ns: api_time.prompt_token_ns,
         });
-        let router = |side: &Side| Router::new(side.fleet.clone(), 0);
+        let router = |side: &RoutedNodes| Router::new(side.fleet.clone(), 0);
         let dispatch = Dispatcher::new(
             dispatch::Rules::of_cluster(cluster),
             router(&parts.serve),

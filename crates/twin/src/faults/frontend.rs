@@ -8,7 +8,7 @@ use slipstream_base::width::to_u32;
 use slipstream_router::Router;
 
 use super::{Faults, Sim, Sink};
-use crate::parts::Side;
+use crate::parts::RoutedNodes;
 use crate::sim::{FRONTEND_LOST, REFUSED, failure, host};
 
 impl Faults {
@@ -29,7 +29,7 @@ impl Sim<'_> {
         let open: Vec<_> = here
             .map(|(slot, _)| (slot, self.arrived_of(slot), self.dispatch.retries(slot)))
             .collect();
-        let router = |side: &mut Side, cluster| {
+        let router = |side: &mut RoutedNodes, cluster| {
             side.restart(cluster);
             Router::new(side.fleet.clone(), 0)
         };

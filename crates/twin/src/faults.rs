@@ -305,7 +305,7 @@ impl Sim<'_> {
 
     /// Publishes the KV events of `node` that wait, and then all that its cache holds.
     pub(crate) fn publish_snapshot(&mut self, node: u32) {
-        if !self.side_of(node).hears {
+        if !self.side_of(node).indexes_kv {
             return; // its router asks the engines
         }
         let (now, life) = (self.now, self.nodes[node as usize].life);

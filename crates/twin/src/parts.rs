@@ -25,9 +25,9 @@ pub(crate) struct RoutedNodes {
     pub(crate) nodes: Vec<u32>,
     /// Whether the router reads cache state.
     pub(crate) reads_cache: bool,
-    /// Cache state arrives through KV deltas, with a delay. Otherwise, a router that reads it
-    /// queries the engines, whose published state is the same.
-    pub(crate) hears: bool,
+    /// Whether the router reads an index that KV deltas update, with a delay. Otherwise, a router that
+    /// reads cache state queries the engines, whose published state is the same.
+    pub(crate) indexes_kv: bool,
     /// If engines are queried: those that have the first block of a prompt.
     first_blocks: FirstBlockIndex,
     /// Roles of its targets.
@@ -176,10 +176,10 @@ impl RoutedNodes {
         // An engine's own cache is no copy that can be out of date.
         let faulty = cluster.events.iter().any(|e| Effect::hits_kv(e.fault));
         let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0 || faulty;
-        let hears = reads_cache && config.kv_events && (is_late || options.feed_index);
-        let fleet = RoutedNodes::build_fleet(cluster, roles, hears)?;
+        let indexes_kv = reads_cache && config.kv_events && (is_late || options.feed_index);
+        let fleet = RoutedNodes::build_fleet(cluster, roles, indexes_kv)?;
         let first_blocks = FirstBlockIndex::new(fleet.targets().len());
-        let kv_faults = if hears && faulty {
+        let kv_faults = if indexes_kv && faulty {
             let nodes = |pool: &PoolConfig| pool.workers * pool.engine.data_parallel_size;
             let nodes: u32 = cluster.pools.iter().map(nodes).sum();
             vec![KvFault::default(); nodes as usize]
@@ -188,7 +188,7 @@ impl RoutedNodes {
         };
         Ok(RoutedNodes {
             reads_cache,
-            hears,
+            indexes_kv,
             fleet,
             roles: roles.into(),
             nodes: Vec::new(),
@@ -208,9 +208,9 @@ impl RoutedNodes {
     fn build_fleet(
         cluster: &Cluster,
         roles: &[Role],
-        hears: bool,
+        indexes_kv: bool,
     ) -> Result<Arc<Fleet>, TwinError> {
-        let fleet = if hears || !cluster.router.kv_events {
+        let fleet = if indexes_kv || !cluster.router.kv_events {
             Fleet::of_roles(cluster, roles)?
         } else {
             Fleet::of_roles_unindexed(cluster, roles)?
@@ -220,7 +220,7 @@ impl RoutedNodes {
 
     /// Forgets loads, sessions and cached blocks: a new frontend. No worker is ready.
     pub(crate) fn restart(&mut self, cluster: &Cluster) {
-        let fleet = RoutedNodes::build_fleet(cluster, &self.roles, self.hears);
+        let fleet = RoutedNodes::build_fleet(cluster, &self.roles, self.indexes_kv);
         self.fleet = fleet.expect("it was built before");
         self.fleet.promise_single_writer();
         self.late.clear();
@@ -263,7 +263,7 @@ impl RoutedNodes {
         if delta.ops.is_empty() {
             return;
         }
-        if !self.hears {
+        if !self.indexes_kv {
             if let Some(target) = self.fleet.target_of(delta.rank) {
                 self.first_blocks.on_kv(target, &delta.ops);
             }
@@ -300,7 +300,7 @@ impl RoutedNodes {
 
     /// Whether its router queries engines for their caches instead of the index.
     pub(crate) fn asks_engines(&self) -> bool {
-        !self.hears && self.reads_cache && self.fleet.config().kv_events
+        !self.indexes_kv && self.reads_cache && self.fleet.config().kv_events
     }
 
     /// The caches of `nodes`, for a router that queries them.
@@ -321,7 +321,7 @@ impl RoutedNodes {
     /// The kind of cache changes that its engines list.
     fn lists(&self) -> KvChanges {
         match (
-            self.hears,
+            self.indexes_kv,
             self.reads_cache && self.fleet.config().kv_events,
         ) {
             (true, _) => KvChanges::All,

@@ -409,7 +409,7 @@ impl Sim<'_> {
             self.side_of(node).on_kv(now, node, life, &out.kv);
         }
         self.out = out;
-        self.nodes[node as usize].told = self.now;
+        self.nodes[node as usize].frames_end = self.now;
         self.nodes[node as usize].leave_sequences();
         self.wake(node);
     }

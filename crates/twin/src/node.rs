@@ -257,7 +257,7 @@ pub(crate) struct Node {
     /// Factor on its passes, if a fault can change it.
     pub(crate) pace: Option<Arc<Pace>>,
     /// When the clients have (or will have) the last of its frames: frames arrive in order.
-    pub(crate) told: SimTime,
+    pub(crate) frames_end: SimTime,
     gaps: Gaps,
     preemptions: u64,
     /// Length of the last pass, ns.
@@ -347,7 +347,7 @@ impl Node {
             life: 0,
             hangs: false,
             pace,
-            told: SimTime::ZERO,
+            frames_end: SimTime::ZERO,
             gaps: Gaps::new(each_token, classes),
             preemptions: 0,
             pass_ns: 0,

@@ -307,8 +307,8 @@ impl Sim<'_> {
             Some((host, costs)) => host.run(self.now, costs.frame(out.token_count)),
             None => self.now,
         };
-        n.told = n.told.max(done);
-        let at = n.told;
+        n.frames_end = n.frames_end.max(done);
+        let at = n.frames_end;
         self.plan_event(at, Event::Output { frame });
     }
 }

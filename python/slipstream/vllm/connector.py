@@ -54,6 +54,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.vllm")
 
 
+def nothing_to_wait_for(layer_name: str) -> None:
+    """Do nothing: no forward pass uses blocks that are being loaded."""
+
+
+def nothing_to_save(layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
+    """Do nothing: whole blocks are saved, after the forward pass."""
+
+
 BY_LAYER = {"layer_slices": 1, "layer_load_blocks_max": 0}
 """Options that need calls between the layers of a pass, and the values that need none."""
 
@@ -91,6 +99,11 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             and vllm_config.speculative_config is None
             and not getattr(parallel, "use_ubatching", False)
         )
+        # Called for each layer of each pass: as functions they cost less than as methods.
+        if not self.options.layer_load_blocks_max:
+            setattr(self, "wait_for_layer_load", nothing_to_wait_for)  # noqa: B010  it is a method
+        if not self._saves_by_layer:
+            setattr(self, "save_kv_layer", nothing_to_save)  # noqa: B010  it is a method
         self._scheduler: SchedulerHalf | None = None
         # Whether the weights have changed in this life; the workers are notified in the next step.
         self._is_detached = False
@@ -341,21 +354,15 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 self.worker.cancel(meta.cancels)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for the layer's part of the blocks that are loaded within this step.
-
-        No forward pass uses blocks of other loads that have not ended.
-        """
+        """Wait for the layer's part of the blocks that are loaded within this step."""
         if self._worker is not None and self._worker.in_step:
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Copy the layer's slice of the step's blocks, if this was its last layer.
-
-        Without slices, whole blocks are saved after the forward pass.
-        """
-        if self._saves_by_layer and self._worker is not None:
+        """Copy the layer's slice of the step's blocks, if this was its last layer."""
+        if self._worker is not None:
             meta = self._connector_metadata
             if isinstance(meta, SlipstreamMetadata):
                 self._worker.layer_computed(layer_name, meta)

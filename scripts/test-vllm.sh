@@ -3,7 +3,7 @@
 # (scripts/vllm/env.sh: about 1.1 GB to download).
 #   scripts/test-vllm.sh [pytest's arguments]
 # VLLM_VERSION names the release to test with; SLIPSTREAM_VLLM_ENV an environment that is there.
-# BENCH=1 runs the harness in python/bench instead, with the arguments given.
+# BENCH=kv_steps (or 1) or BENCH=kv_layers runs that harness in python/bench instead, with the arguments given.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,7 +16,8 @@ folder=${SLIPSTREAM_VLLM_ENV:-.venv-vllm/$version}
 export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
 maturin develop --release --quiet
 if [ -n "${BENCH:-}" ]; then
-    exec python python/bench/kv_steps.py "$@"
+    [ "$BENCH" != 1 ] || BENCH=kv_steps
+    exec python "python/bench/$BENCH.py" "$@"
 fi
 mypy
 exec pytest -p no:cacheprovider --quiet python/tests_vllm "$@"

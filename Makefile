@@ -140,6 +140,11 @@ bench-events: build
 bench-instructions:
 	./scripts/instructions.sh
 
+# Instructions per streamed token, with streams that may continue elsewhere and without.
+.PHONY: bench-resume
+bench-resume:
+	./scripts/resume-cost.sh
+
 # Effect of the fast path, reused buffers and unshared tables, each on and off.
 .PHONY: bench-stages
 bench-stages:

@@ -4,6 +4,9 @@
 //! work between them, without the set-up. Prints the operations done.
 #![allow(clippy::disallowed_methods)] // it calls the router directly
 
+#[cfg(feature = "sim")]
+mod stream;
+
 use std::collections::VecDeque;
 use std::fmt::Display;
 use std::hint::black_box;
@@ -30,7 +33,7 @@ use slipstream_router::{Fleet, RouteRequest, Router, TargetConfig};
 type Work = fn(u64) -> u64;
 
 /// Name and work of each path. The work takes a count of rounds, and returns the operations in them.
-const PATHS: [(&str, Work); 10] = [
+const PATHS: &[(&str, Work)] = &[
     ("engine token", |rounds| engine_tokens(rounds, true)),
     ("engine token, synchronous", |rounds| {
         engine_tokens(rounds, false)
@@ -40,6 +43,12 @@ const PATHS: [(&str, Work); 10] = [
     ("frame token, decode", |rounds| frames(rounds, true)),
     ("SSE event", events),
     ("stream, open to end", streams),
+    #[cfg(feature = "sim")]
+    ("streamed token", |tokens| stream::tokens(tokens, true)),
+    #[cfg(feature = "sim")]
+    ("streamed token, no resume", |tokens| {
+        stream::tokens(tokens, false)
+    }),
     ("packet event", packets),
     ("block index, store and remove", index_blocks),
     ("key set, change", keys),

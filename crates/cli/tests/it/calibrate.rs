@@ -437,7 +437,7 @@ fn a_measured_run_of_vllm_is_predicted_by_its_other_requests() {
     }
 }
 
-/// Calibrated to what was seen in its first minute, the twin predicts the whole run: means of TTFT within 3 %, of TPOT
+/// Calibrated to the requests of its first minute, the twin predicts the whole run: means of TTFT within 3 %, of TPOT
 /// within 0.8 %, of E2E within 1 %.
 #[test]
 fn a_measured_run_of_vllm_is_predicted_by_its_first_minute() {

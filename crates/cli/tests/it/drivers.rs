@@ -802,7 +802,7 @@ fn every_fault_gives_the_same_actions_under_both_drivers() {
     ] {
         for (order, policy) in [("pull", "least_requests"), ("push", "round_robin")] {
             // A slow link delays transfers in the twin alone, as no frontend can slow a link down: ranks would
-            // be charged for longer there. What is decided must not depend on charges.
+            // be charged for longer there. Decisions must not depend on charges.
             let network = matches!(fault, Fault::Link { .. });
             let policy = if network { "round_robin" } else { policy };
             let case = case_of(fault, order, policy, queue, network);

@@ -286,7 +286,7 @@ impl Client {
         (size > 0).then_some(chunk)
     }
 
-    /// Whether the server has closed the connection, or written what was not asked for, so far.
+    /// Whether the server has closed the connection, or written bytes without a request, so far.
     pub(crate) fn is_stale(&self) -> bool {
         let stream = self.0.get_ref();
         stream.set_nonblocking(true).unwrap();

@@ -47,7 +47,7 @@ fn answer(bytes: &[u8], step: usize) -> Result<Option<(u16, Vec<u8>)>, WireError
 pub fn check(input: &[u8]) {
     let (&step, bytes) = input.split_first().unwrap_or((&0, &[]));
     let (whole, parts) = (answer(bytes, bytes.len()), answer(bytes, usize::from(step)));
-    // The limit of a head counts what was read before it was known to be invalid.
+    // The limit of a head counts the bytes read before it was known to be invalid.
     if let (Ok(whole), Ok(parts)) = (&whole, &parts) {
         assert_eq!(whole, parts);
     }

@@ -219,6 +219,7 @@ impl Builder {
                 other_receivers: Vec::new(),
                 successors: HashMap::new(),
                 waiting: HashMap::new(),
+                arrived: None,
                 now: 0,
                 events: 0,
             });

@@ -12,7 +12,8 @@
 //!
 //! Modules in reading order: [`scenario`] (a run), [`topology`] and [`route`] (paths of packets),
 //! `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (senders and
-//! receivers), `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`].
+//! receivers), `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`], [`open`] (a network that
+//! another simulator feeds).
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),
@@ -35,6 +36,7 @@ mod fabric;
 pub mod failure;
 mod layout;
 mod net;
+pub mod open;
 pub mod output;
 pub mod result;
 mod retry;

@@ -39,6 +39,8 @@ pub(crate) struct Shard {
     pub(crate) successors: HashMap<(u32, Finished), Successors>,
     /// Unfinished predecessors of a sender, and its earliest start.
     pub(crate) waiting: HashMap<u32, (u32, u64)>,
+    /// Flows whose last byte has arrived, with the time, for [`crate::open`]; `None`: not listed.
+    pub(crate) arrived: Option<Vec<(u64, u32)>>,
     pub(crate) now: u64,
     pub(crate) events: u64,
 }
@@ -338,6 +340,9 @@ impl Shard {
     /// Starts the flows that depended on a flow.
     #[cold]
     fn on_finished(&mut self, now: u64, flow: u32, what: Finished) {
+        if let (Some(arrived), Finished::Delivered) = (&mut self.arrived, what) {
+            arrived.push((now, flow));
+        }
         let Some(successors) = self.successors.remove(&(flow, what)) else {
             return;
         };

@@ -36,6 +36,7 @@ mod host;
 mod kv_transfer;
 mod lanes;
 mod node;
+mod packets;
 mod parts;
 mod scaling;
 mod sim;

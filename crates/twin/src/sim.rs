@@ -124,6 +124,14 @@ pub enum TwinError {
     /// The workload failed.
     #[error(transparent)]
     Workload(#[from] SourceError),
+    /// The network cannot be simulated packet by packet.
+    #[error(
+        "`network.mode` is \"packets\": {cause}; set `network.mode = \"flows\"`, or simulate a part of the cluster"
+    )]
+    Network {
+        /// The cause.
+        cause: String,
+    },
     /// `router.policy` is `direct`, which no simulated client can follow.
     #[error(
         "`router.policy` is \"direct\": clients name the worker of each request, and those of a \
@@ -630,7 +638,7 @@ impl<'a> Sim<'a> {
             return Err(TwinError::NoObjective { pool });
         }
         let host = host(cluster);
-        let wire = Wire::new(cluster, options.speedup);
+        let wire = Wire::new(cluster, options.speedup)?;
         let delays_output =
             host.is_some() || wire.carries_messages() || Faults::delay_output(cluster);
         let parts = Parts::new(cluster, options, delays_output, read)?;

@@ -4,12 +4,13 @@ use std::collections::HashMap;
 
 use slipstream_base::width::to_u32;
 use slipstream_base::{RequestId, SimTime, WorkerId};
-use slipstream_config::cluster::Cluster;
+use slipstream_config::cluster::{Cluster, NetworkMode};
 use slipstream_engine::{Finished, PassOutput};
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::faults::Held;
-use crate::sim::{Event, Sim};
+use crate::packets::{PacketNetwork, TooLarge};
+use crate::sim::{Event, Sim, TwinError};
 
 /// The network, if one is modelled; otherwise transfers take no time.
 pub(crate) struct Wire {
@@ -54,10 +55,20 @@ enum Message {
 
 impl Wire {
     /// `speedup` divides the time of all transfers, as it does that of passes.
-    pub(crate) fn new(cluster: &Cluster, speedup: f64) -> Wire {
-        let network = FabricConfig::of_cluster(cluster, speedup)
-            .map(|config| Box::new(Fabric::new(config)) as Box<dyn Network>);
-        Wire {
+    ///
+    /// # Errors
+    /// [`TwinError::Network`].
+    pub(crate) fn new(cluster: &Cluster, speedup: f64) -> Result<Wire, TwinError> {
+        let network: Option<Box<dyn Network>> = match FabricConfig::of_cluster(cluster, speedup) {
+            Some(config) if cluster.network.mode == NetworkMode::Packets => {
+                let packets = PacketNetwork::new(cluster, config, speedup);
+                let packets = packets.map_err(|TooLarge(cause)| TwinError::Network { cause })?;
+                Some(Box::new(packets))
+            }
+            Some(config) => Some(Box::new(Fabric::new(config))),
+            None => None,
+        };
+        Ok(Wire {
             messages: network.is_some() && cluster.network.messages,
             network,
             frontend: Endpoint::of_frontend(cluster),
@@ -68,7 +79,7 @@ impl Wire {
             connections: HashMap::new(),
             messages_under_way: 0,
             arrived: Vec::new(),
-        }
+        })
     }
 
     pub(crate) fn carries_messages(&self) -> bool {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use slipstream_config::cluster::{Cluster, HostMode};
+use slipstream_config::cluster::{Cluster, HostMode, NetworkMode};
 use slipstream_config::doc::Settings;
 use slipstream_study::source::ClusterSource;
 
@@ -136,6 +136,11 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
         "`network.messages` sends requests and answers over the modelled network; live they cross the \
          network between the processes: run with `--set network.messages=false`",
     );
+    refuse(
+        cluster.network.mode == NetworkMode::Packets,
+        "`network.mode = \"packets\"` is for simulation; live, transfers take the time of the flow model: run with \
+         `--set network.mode=flows`",
+    );
     if refused.is_empty() {
         return Ok(());
     }
@@ -193,5 +198,8 @@ mod tests {
         }
         let lag = refuse_simulated(&cluster("[router]\nkv_lag_ms = 2\n")).unwrap_err();
         assert!(!lag.to_string().contains("network.messages"), "{lag}");
+        let packets = refuse_simulated(&cluster("[network]\nmode = \"packets\"\n")).unwrap_err();
+        let packets = packets.to_string();
+        assert!(packets.contains("--set network.mode=flows"), "{packets}");
     }
 }

@@ -73,8 +73,11 @@ const BUSES: &[(&str, EventBus)] = &[
     ("zmq", EventBus::Zmq),
     ("nats", EventBus::Nats),
 ];
-const NETWORKS: &[(&str, NetworkMode)] =
-    &[("none", NetworkMode::None), ("flows", NetworkMode::Flows)];
+const NETWORKS: &[(&str, NetworkMode)] = &[
+    ("none", NetworkMode::None),
+    ("flows", NetworkMode::Flows),
+    ("packets", NetworkMode::Packets),
+];
 const HOSTS: &[(&str, HostMode)] = &[("none", HostMode::None), ("ideal", HostMode::Ideal)];
 const HAND_OVERS: &[(&str, HandOver)] = &[("pull", HandOver::Pull), ("push", HandOver::Push)];
 /// Formats of the roofline.
@@ -200,6 +203,7 @@ pub fn read(
             hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
         });
         let events = read_event_list(root, &pools);
+        check_links(root, &network, &events);
         Cluster {
             model,
             pools,
@@ -518,8 +522,17 @@ fn read_network(t: &Table<'_>) -> NetworkConfig {
     let default = NetworkConfig::default();
     // At most a terabyte per millisecond, at least a bit per millisecond.
     const RATE: std::ops::RangeInclusive<f64> = 1e3..=1e16;
-    NetworkConfig {
-        mode: t.choice("mode", NETWORKS).or(default.mode),
+    let mode = t.choice("mode", NETWORKS).or(default.mode);
+    let packet_bytes = if mode == NetworkMode::Packets {
+        let bytes = t.get("packet_bytes").within(256..=65_000);
+        bytes.or(default.packet_bytes)
+    } else {
+        t.unused("packet_bytes", "mode", "only \"packets\" uses it");
+        default.packet_bytes
+    };
+    let network = NetworkConfig {
+        mode,
+        packet_bytes,
         nic_bits_per_s: t
             .get("nic_bits_per_s")
             .within(RATE)
@@ -549,6 +562,27 @@ fn read_network(t: &Table<'_>) -> NetworkConfig {
             .get("answer_token_bytes")
             .within(0..=65_536)
             .or(default.answer_token_bytes),
+    };
+    let (frontend, nic) = (network.frontend_bits_per_s, network.nic_bits_per_s);
+    if mode == NetworkMode::Packets && network.messages && frontend > nic {
+        t.error(
+            "frontend_bits_per_s",
+            format!("the frontend's interface has {frontend:e} bits/s, and that of a GPU {nic:e}: packets need interfaces of one rate"),
+            "set it to at most `nic_bits_per_s`, or set `mode = \"flows\"`",
+        );
+    }
+    network
+}
+
+/// Links of packets keep their rates.
+fn check_links(root: &Table<'_>, network: &NetworkConfig, events: &[FaultEvent]) {
+    let slows = |event: &FaultEvent| matches!(event.fault, Fault::Link { .. });
+    if network.mode == NetworkMode::Packets && events.iter().any(slows) {
+        root.error(
+            "event",
+            "an event of kind \"link\" changes the rate of an interface, and with `network.mode = \"packets\"` rates are fixed",
+            "set `network.mode = \"flows\"`, or remove the event",
+        );
     }
 }
 
@@ -2194,6 +2228,28 @@ mod tests {
         assert_eq!(
             kinds,
             [(2.0, Fault::Drain), (9.0, Fault::Link { share: 0.0 })]
+        );
+    }
+
+    #[test]
+    fn packets_need_links_of_fixed_rates() {
+        let packets = "[network]\nmode = \"packets\"\npacket_bytes = 1024\n";
+        let (cluster, _) = parse(packets).unwrap();
+        assert_eq!(cluster.network.mode, NetworkMode::Packets);
+        assert_eq!(cluster.network.packet_bytes, 1024);
+        check_refused(
+            &format!(
+                "{packets}messages = true\nnic_bits_per_s = 1e9\n\
+                 [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n"
+            ),
+            &[
+                "the frontend's interface has 1e11 bits/s, and that of a GPU 1e9",
+                "an event of kind \"link\" changes the rate of an interface",
+            ],
+        );
+        check_refused(
+            "[network]\nmode = \"flows\"\npacket_bytes = 1024\n",
+            &["`network.packet_bytes` is not used: only \"packets\" uses it"],
         );
     }
 

@@ -650,6 +650,8 @@ pub enum NetworkMode {
     None,
     /// Transfers are flows that share links fairly.
     Flows,
+    /// Transfers that meet others are simulated packet by packet.
+    Packets,
 }
 
 /// `[network]`.
@@ -675,6 +677,9 @@ pub struct NetworkConfig {
     pub request_token_bytes: u32,
     /// Bytes per answer token in a worker's frame, if `messages`. Default 8.
     pub answer_token_bytes: u32,
+    /// Payload of a packet, bytes. Default 4,096, the largest path MTU of InfiniBand and RoCE (InfiniBand
+    /// Architecture Specification volume 1).
+    pub packet_bytes: u32,
 }
 
 impl Default for NetworkConfig {
@@ -689,6 +694,7 @@ impl Default for NetworkConfig {
             messages: false,
             request_token_bytes: 4,
             answer_token_bytes: 8,
+            packet_bytes: 4096,
         }
     }
 }

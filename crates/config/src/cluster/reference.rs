@@ -772,9 +772,9 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "network.mode",
-        "\"none\" or \"flows\"",
+        "\"none\", \"flows\" or \"packets\"",
         "\"none\"",
-        "`flows`: transfers between workers share links fairly (`docs/twin.md`). Live, KV transfers take the modelled time.",
+        "`flows`: transfers between workers share links fairly (`docs/twin.md`). Live, KV transfers take the modelled time. `packets`: those that meet others are simulated packet by packet; simulation only.",
         "\"none\": KV transfers take no time.",
     ),
     key(
@@ -832,6 +832,13 @@ pub const KEYS: &[Key] = &[
         "8",
         "Bytes per answer token in a worker's frame.",
         "",
+    ),
+    key(
+        "network.packet_bytes",
+        "bytes, 256 to 65,000; for \"packets\"",
+        "4096",
+        "Payload of a packet.",
+        "High: fewer events, and coarser queues.",
     ),
     key(
         "host.mode",
@@ -1705,6 +1712,7 @@ mod tests {
                      [[event]]\nkind = \"kv_late\"\nat_s = 1\nworker = 0\ndelay_ms = 5\n\
                      [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [0]\n\
                      [[event]]\nkind = \"upgrade\"\nat_s = 1\n";
+        let packets = "[network]\nmode = \"packets\"\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
@@ -1716,7 +1724,7 @@ mod tests {
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
             "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
-            prefill,
+            prefill, packets,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

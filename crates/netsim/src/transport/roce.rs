@@ -116,6 +116,19 @@ impl QpSender {
         self.check_end(now)
     }
 
+    /// Sends `bytes` more.
+    pub(crate) fn extend(&mut self, now: u64, bytes: u64, fabric: &mut ShardPorts, net: &Net) {
+        self.total += bytes;
+        self.end = 0;
+        self.on_start(now, fabric, net);
+    }
+
+    /// Sends nothing more. Returns the end of what was sent.
+    pub(crate) fn stop(&mut self) -> u64 {
+        self.total = self.max;
+        self.total
+    }
+
     /// Handles an ACK, a NACK or a congestion notification. True if it completes the flow.
     pub(crate) fn on_packet(
         &mut self,
@@ -321,6 +334,23 @@ impl QpReceiver {
             answers: 0,
             received: Received::default(),
         }
+    }
+
+    /// Bytes that have not arrived.
+    pub(crate) fn left(&self) -> u64 {
+        self.total.saturating_sub(self.next)
+    }
+
+    /// Expects `bytes` more.
+    pub(crate) fn extend(&mut self, bytes: u64) {
+        self.total += bytes;
+        self.received.done_at = 0;
+    }
+
+    /// Expects nothing after `total`. True if nothing is left.
+    pub(crate) fn stop_at(&mut self, total: u64) -> bool {
+        self.total = total;
+        self.left() == 0
     }
 
     /// Handles a packet and answers it. True if it completes the flow.

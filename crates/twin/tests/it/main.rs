@@ -5,6 +5,7 @@ mod calibrated;
 mod faults;
 mod host_tier;
 mod model;
+mod packets;
 mod real;
 mod scaling;
 

@@ -780,7 +780,7 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
     let events = prop::collection::vec((0u8..10, 1u32..1500, 1u32..800, 0u32..5, 0u8..4), 0..5);
     (
         (0u32..3, 1u32..3, 40u32..300, 1u32..16, prop::sample::select(policies)),
-        (any::<bool>(), 0u8..4, 0u8..3, 0u32..60, 0u32..40),
+        (any::<bool>(), 0u8..6, 0u8..3, 0u32..60, 0u32..40),
         events,
         (5u32..300, any::<bool>(), 1u32..300, 1u32..80, 1u32..3, any::<u32>()),
     )
@@ -791,16 +791,21 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
                 0 => format!("[pool.main]\nworkers = {workers}\n"),
                 n => format!("[pool.p]\nrole = \"prefill\"\nworkers = {n}\n[pool.d]\nrole = \"decode\"\nworkers = {workers}\n"),
             };
-            let mode = if network == 0 { "none" } else { "flows" };
+            let slows = events.iter().any(|(kind, ..)| *kind == 3);
+            let mode = match network {
+                0 => "none",
+                4 | 5 if !slows => "packets",
+                _ => "flows",
+            };
             let mut text = format!(
                 "[model]\npreset = \"qwen3-8b\"\n{pools}[engine]\nblock_size = 16\nnum_gpu_blocks = {blocks}\n\
                  max_model_len = 600\nmax_num_seqs = {seqs}\nmax_num_batched_tokens = 256\nstartup_s = 0.05\n\
                  [engine.timing]\nkind = \"roofline\"\ngpu = \"h100-sxm\"\n\
                  [router]\npolicy = \"{policy}\"\nkv_lag_ms = {lag_ms}\nview_interval_ms = {view_ms}\nremote_prefill_tokens_min = 64\nbusy_prefill_tokens = {}\nqueue_max = 5\n\
-                 [network]\nmode = \"{mode}\"\nnic_bits_per_s = 1e10\nmessages = {}\n\
+                 [network]\nmode = \"{mode}\"\nnic_bits_per_s = 1e10\nfrontend_bits_per_s = 1e10\nmessages = {}\n\
                  [host]\nmode = \"{}\"\ncpus = 2\n[kv]\nhand_over = \"{}\"\n",
                 if host == 2 { 400 } else { 0 },
-                network == 2,
+                network == 2 || network == 5,
                 if host == 1 { "ideal" } else { "none" },
                 if push { "push" } else { "pull" },
             );

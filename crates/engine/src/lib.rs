@@ -39,5 +39,7 @@ pub use answer::{OutputModel, natural_len, output_token};
 pub use engine::{DecodeRun, Engine, Reserved};
 pub use error::{EngineError, Refusal};
 pub use host_tier::{DiskTier, HostTier, Medium};
-pub use output::{Finished, FirstToken, LowerHits, PassOutput, Stats, StepTokens, StepTokensIter, Usage};
+pub use output::{
+    Finished, FirstToken, LowerHits, PassOutput, Stats, StepTokens, StepTokensIter, Usage,
+};
 pub use pool::KvChanges;

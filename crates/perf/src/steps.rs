@@ -209,7 +209,11 @@ mod tests {
         let plain = model.ns(&load);
         let with = |drafts| model.ns_with_drafts(&load, drafts, &mut LastStep::default());
         assert_eq!(with(0.0).to_bits(), plain.to_bits());
-        assert!(with(24.0) > plain && with(24.0) < 1.2 * plain, "{}", with(24.0) / plain);
+        assert!(
+            with(24.0) > plain && with(24.0) < 1.2 * plain,
+            "{}",
+            with(24.0) / plain
+        );
         assert!(with(4_096.0) > 3.0 * plain, "{}", with(4_096.0) / plain);
     }
 

@@ -316,7 +316,10 @@ mod tests {
         // Of ten further tokens four come at a time: three steps, and a quarter of the work.
         assert_eq!(alone(&all.needs[0], &mut timing, 4).e2e, 40_000_000);
         let drafted = work(&all, &mut timing, 64, 2000, None, 4);
-        assert!((drafted.decode_s - 252.5 / 64.0 * 0.01).abs() < 1e-9, "{drafted:?}");
+        assert!(
+            (drafted.decode_s - 252.5 / 64.0 * 0.01).abs() < 1e-9,
+            "{drafted:?}"
+        );
         let four = w.of_ranks(4);
         assert!(
             (four.decode_s - 1010.0 / 64.0 * 0.01 / 4.0).abs() < 1e-9,

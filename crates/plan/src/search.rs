@@ -1035,7 +1035,8 @@ impl<'a, E: Evaluate> Search<'a, E> {
         });
         // The first is the rival that the answer is compared with: the one with the most headroom.
         let trial = |of: &Choice| self.trial(of.shape, of.setting, of.workers);
-        let same = |of: &&Choice| of.cost <= sized[0].cost && simplicity(of) == simplicity(&sized[0]);
+        let same =
+            |of: &&Choice| of.cost <= sized[0].cost && simplicity(of) == simplicity(&sized[0]);
         let equal: Vec<Trial> = sized.iter().take_while(same).map(trial).collect();
         if equal.len() > 1 {
             let first = self.strongest(equal)?;

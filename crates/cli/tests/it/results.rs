@@ -328,7 +328,11 @@ fn host_memory_is_counted_live_as_in_the_twin() {
         serde_json::from_str::<Value>(&report).unwrap()
     });
     let [live, twin] = reports.each_ref().map(|report| {
-        let counts = ["host_hit_tokens", "prefix_hit_tokens", "prefix_query_tokens"];
+        let counts = [
+            "host_hit_tokens",
+            "prefix_hit_tokens",
+            "prefix_query_tokens",
+        ];
         counts.map(|count| report["engine"][count].as_f64())
     });
     assert_eq!(live, twin);
@@ -380,7 +384,10 @@ fn drafts_are_verified_live_as_in_the_twin() {
     let events = reports[0]["tokens"]["events"].as_u64().unwrap();
     assert!((500..900).contains(&events), "{events}");
     let metric = |name: &str| server.metric(&format!("vllm:spec_decode_num_{name}_total"));
-    assert_eq!(Some(metric("drafts")), reports[0]["engine"]["drafts"].as_f64());
+    assert_eq!(
+        Some(metric("drafts")),
+        reports[0]["engine"]["drafts"].as_f64()
+    );
     assert!(metric("accepted_tokens") > 0.0 && metric("draft_tokens") > 0.0);
 }
 

@@ -20,11 +20,11 @@ use std::path::Path;
 
 use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_upstream};
 use super::{
-    AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, Dtype, EngineConfig, EngineKind,
-    EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework, HandOver, HostConfig,
-    DiskTierConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode,
-    OutputLen, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, SpeculationConfig,
-    SpeculationMethod, TimingConfig,
+    AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
+    EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework,
+    HandOver, HostConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig,
+    NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy,
+    SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -1203,7 +1203,8 @@ fn read_disk_tier(
     if !has_host_tier {
         t.error(
             "gib",
-            "`disk_tier` takes the blocks that host memory evicts, and there is no `host_tier`".to_owned(),
+            "`disk_tier` takes the blocks that host memory evicts, and there is no `host_tier`"
+                .to_owned(),
             "set `gib` and `bytes_per_s` of [engine.host_tier], or remove [engine.disk_tier]",
         );
         return None;
@@ -1241,7 +1242,11 @@ fn read_speculation(t: &Table<'_>, timing: &TimingConfig) -> Option<SpeculationC
     let tokens: u32 = t.get("num_speculative_tokens").within(0..=32).or(0);
     if tokens == 0 {
         for key in ["method", "acceptance", "draft_us", "draft_share"] {
-            t.unused(key, "num_speculative_tokens", "`num_speculative_tokens` is 0");
+            t.unused(
+                key,
+                "num_speculative_tokens",
+                "`num_speculative_tokens` is 0",
+            );
         }
         return None;
     }
@@ -2645,7 +2650,10 @@ mod tests {
         for (text, part) in [
             (on, "there is no `host_tier`"),
             (&*format!("{HOST}[engine.disk_tier]\ngib = 1\n"), "15.8e9"),
-            (&format!("{HOST}[engine.disk_tier]\nlatency_us = 1\n"), "`gib` is 0"),
+            (
+                &format!("{HOST}[engine.disk_tier]\nlatency_us = 1\n"),
+                "`gib` is 0",
+            ),
         ] {
             let error = disk(text).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
@@ -2668,8 +2676,14 @@ mod tests {
         };
         assert_eq!(read(on).unwrap(), Some(expected));
         for (text, part) in [
-            ("num_speculative_tokens = 2\nmethod = \"mtp\"", "Per-position acceptance rate"),
-            ("num_speculative_tokens = 2\nacceptance = [0.8, 0.5]", "name the drafter"),
+            (
+                "num_speculative_tokens = 2\nmethod = \"mtp\"",
+                "Per-position acceptance rate",
+            ),
+            (
+                "num_speculative_tokens = 2\nacceptance = [0.8, 0.5]",
+                "name the drafter",
+            ),
             (
                 "num_speculative_tokens = 2\nmethod = \"mtp\"\nacceptance = [0.8]",
                 "a list of 2",

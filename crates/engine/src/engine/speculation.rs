@@ -8,7 +8,7 @@ use slipstream_config::cluster::SpeculationConfig;
 use super::{Engine, Running, stops_at};
 use crate::output::PassOutput;
 
-/// What is drafted, and what became of it.
+/// The length of drafts, how often their tokens are accepted, and counters.
 #[derive(Default)]
 pub(super) struct Speculation {
     /// Tokens of a draft; 0: nothing is drafted.

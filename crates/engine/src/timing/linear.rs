@@ -29,7 +29,8 @@ impl StepTime for Linear {
         let ns = self.base_ns
             + self.per_prefill_token_ns * load.prefill_tokens as f64
             + self.per_prefill_pair_ns * load.prefill_attention as f64
-            + self.per_decode_token_ns * (u64::from(load.decode_sequences) + load.draft_tokens) as f64
+            + self.per_decode_token_ns
+                * (u64::from(load.decode_sequences) + load.draft_tokens) as f64
             + self.per_sequence_ns * f64::from(load.sequences())
             + self.per_context_token_ns * load.decode_context as f64;
         round_u64(ns) // saturates; negative and NaN give 0

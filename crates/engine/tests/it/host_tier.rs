@@ -196,7 +196,12 @@ fn a_prompt_that_host_memory_evicted_is_read_from_the_disk() {
     rig.add(request(2, &tokens_of(0, 9), 1)).unwrap();
     let mut first = Vec::new();
     while rig.step() {
-        first.extend(rig.out.first.iter().map(|first| (first.cached_tokens, first.lower)));
+        first.extend(
+            rig.out
+                .first
+                .iter()
+                .map(|first| (first.cached_tokens, first.lower)),
+        );
     }
     let lower = LowerHits {
         host_tokens: 0,
@@ -272,7 +277,8 @@ fn a_restart_keeps_the_disk() {
 
 #[test]
 fn a_disk_has_what_memory_evicts_up_to_its_size_and_rate() {
-    let tier = |disk: DiskTierConfig| HostTier::new(HostTierConfig { blocks: 1, ..TIER }).with_disk(disk);
+    let tier =
+        |disk: DiskTierConfig| HostTier::new(HostTierConfig { blocks: 1, ..TIER }).with_disk(disk);
     let mut two = tier(DiskTierConfig { blocks: 2, ..DISK });
     for hash in 1..=4 {
         two.put(BlockHash(hash));

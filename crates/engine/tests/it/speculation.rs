@@ -73,7 +73,7 @@ fn accepted_drafts_give_all_of_their_tokens_in_each_step() {
         let mut rig = Rig::new(&with(40, &[1.0; 3], async_scheduling));
         rig.add_len(0, 9, 42);
         let tokens: Vec<u32> = steps(&mut rig).iter().map(|step| step.1).collect();
-        // The first token comes with the prompt, and the last draft is longer than what is left.
+        // The first token comes with the prompt, and the last draft is longer than the rest.
         assert_eq!(tokens, [&[1][..], &[4; 10], &[1]].concat());
         assert_eq!(rig.now, SimTime(12 * STEP_NS));
         let mut plain = Rig::new(&small(40));
@@ -138,7 +138,9 @@ fn a_stop_token_ends_an_answer_within_a_draft() {
         rig.run_until_idle();
         let answer = rig.answers[&0].clone();
         // The first place of a token that none before it has, in the middle of a step.
-        let at = (3..8).find(|&at| !answer[..at].contains(&answer[at])).unwrap();
+        let at = (3..8)
+            .find(|&at| !answer[..at].contains(&answer[at]))
+            .unwrap();
         let mut stopped = Rig::new(&with(40, &[1.0; 7], async_scheduling));
         let mut asked = request(0, &tokens_of(0, 9), 30);
         asked.params.stop_token_ids = vec![answer[at]].into();
@@ -177,7 +179,9 @@ struct ByLoad;
 
 impl StepTime for ByLoad {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        1_000_000 * u64::from(load.decode_sequences) + 1_000 * load.draft_tokens + load.decode_context
+        1_000_000 * u64::from(load.decode_sequences)
+            + 1_000 * load.draft_tokens
+            + load.decode_context
     }
 }
 
@@ -200,7 +204,7 @@ fn contexts_are_those_of_accepted_tokens() {
 }
 
 proptest! {
-    /// Answers do not depend on what is drafted, whatever is preempted, stopped and ended.
+    /// Answers do not depend on drafts: also with preemptions, stop tokens and early ends.
     #[test]
     fn answers_are_those_without_drafts(
         acceptance in prop::collection::vec(0.0..=1.0_f64, 1..6),

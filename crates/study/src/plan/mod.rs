@@ -815,7 +815,7 @@ fn searched(args: &Args, model: &ModelShape) -> String {
     let word = |on: &bool| if *on { "on" } else { "off" }.to_owned();
     add("expert parallel", experts.map(word).collect());
     let memory = args.host_memory.iter().flatten();
-    let gib = |&gib: &f64| format!("{} GiB", number(gib));
+    let gib = |gib: &f64| format!("{gib} GiB");
     add("host memory", memory.map(gib).collect());
     let factors = |values: &[f64]| values.iter().map(|&value| number(value)).collect();
     add("prefill weights", factors(&args.prefill_weights));

@@ -49,7 +49,7 @@ proptest! {
         blocks in 1..20_u64,
         uses in prop::collection::vec((any::<bool>(), 0..40_u64), 1..100),
     ) {
-        // One block in memory: what is stored evicts the one before it to the disk.
+        // One block in memory: each stored block evicts the one before it to the disk.
         let mut modelled = HostTier::new(HostTierConfig {
             blocks: 1,
             load_ns_per_block: 1,

@@ -928,7 +928,10 @@ fn drafts_are_verified_in_fewer_steps() {
         }
         let engine = outcome.engine;
         assert_eq!(engine.accepted_tokens, Some(accepted));
-        assert_eq!(engine.draft_tokens, engine.drafts.map(|drafts| 3.0 * drafts));
+        assert_eq!(
+            engine.draft_tokens,
+            engine.drafts.map(|drafts| 3.0 * drafts)
+        );
         // An event per step, as live clients see it.
         let gaps = outcome.totals.latencies().itl_ms.unwrap();
         assert_eq!(gaps.count, 3 * (steps - 1));

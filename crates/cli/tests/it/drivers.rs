@@ -486,7 +486,8 @@ impl Live {
         match (fault, changes) {
             (Fault::Drain { worker, .. }, 1) => self.fleets.set_ready(WorkerId(worker), false),
             (Fault::Drain { worker, .. }, _) => self.fleets.set_ready(WorkerId(worker), true),
-            (Fault::Crash(worker) | Fault::Gpu(worker), 1) => {
+            // A worker that lost a GPU stands still first.
+            (Fault::Crash(worker), 1) | (Fault::Gpu(worker), 2) => {
                 // It had nothing.
                 self.workers[worker as usize] = None;
                 self.fleets.on_worker_lost(WorkerId(worker));

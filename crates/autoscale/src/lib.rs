@@ -11,6 +11,15 @@
 //!
 //! The predictive policy fits a line to the arrival rates of the last observations by ordinary least squares,
 //! and takes the load to grow as the line does until new workers have started.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 mod live;
 mod trend;
@@ -21,6 +30,7 @@ pub use trend::Trend;
 use std::collections::VecDeque;
 
 use slipstream_base::SimTime;
+use slipstream_base::width::{floor_u32, floor_u64, to_usize};
 use slipstream_config::cluster::{AutoscaleConfig, AutoscalePolicy};
 
 /// Relative difference between a value and its target that changes nothing. Source: the default of
@@ -96,7 +106,7 @@ impl Autoscaler {
             next: start + interval_ns,
             changed: None,
             recent: VecDeque::new(),
-            trend: Trend::new(points as usize),
+            trend: Trend::new(to_usize(floor_u64(points))),
             config,
         }
     }
@@ -223,7 +233,7 @@ impl Autoscaler {
         } else {
             // A load that needs exactly 3 workers must not need 4 by rounding.
             let max = f64::from(self.config.workers_max);
-            (needed - 1e-9).ceil().clamp(0.0, max) as u32
+            floor_u32((needed - 1e-9).ceil().clamp(0.0, max))
         }
     }
 
@@ -231,7 +241,7 @@ impl Autoscaler {
     fn by_pressure(&self, pressure: f64, ready: u32) -> u32 {
         if pressure > 1.0 + TOLERANCE {
             // Workers that have not started yet relieve nothing, and are not asked for twice.
-            let needed = (f64::from(ready.max(1)) * pressure.min(GROWTH_MAX)).ceil() as u32;
+            let needed = floor_u32((f64::from(ready.max(1)) * pressure.min(GROWTH_MAX)).ceil());
             needed.max(self.wanted)
         } else if pressure < SLACK {
             self.wanted.saturating_sub(1)

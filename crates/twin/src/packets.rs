@@ -6,6 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
+use slipstream_base::width::{floor_u64, round_u64, to_u32};
 use slipstream_base::{Role, SimTime};
 use slipstream_config::cluster::{Cluster, NetworkConfig};
 use slipstream_flows::{Endpoint, FabricConfig, Network, TransferId};
@@ -96,7 +97,7 @@ impl PacketNetwork {
         let mut hosts = Vec::new();
         let mut first_nic = Vec::new();
         for (&count, &leaf) in nics.iter().zip(&config.leaf) {
-            first_nic.push(hosts.len() as u32);
+            first_nic.push(to_u32(hosts.len()));
             hosts.extend((0..count).map(|_| leaf));
         }
         // The frontend's own link leads from a switch of its own to its leaf.
@@ -104,7 +105,7 @@ impl PacketNetwork {
         *hosts.last_mut().expect("the frontend's") = frontend;
         let delay_ns = config.hop_latency_ns;
         let link = |bits_per_s: f64, delay_ns| Link {
-            bits_per_s: (bits_per_s.round() as u64).clamp(1, 1_000_000_000_000_000),
+            bits_per_s: round_u64(bits_per_s).clamp(1, 1_000_000_000_000_000),
             delay_ns,
         };
         let its_leaf = *config.leaf.last().expect("the frontend's");
@@ -144,8 +145,8 @@ impl PacketNetwork {
                 capacity_bytes: 0,
                 discipline: Discipline::Fifo,
                 aqm: Aqm::EcnRamp {
-                    min_bytes: (MARKS_MIN_BYTES * times) as u64,
-                    max_bytes: (MARKS_MAX_BYTES * times) as u64,
+                    min_bytes: floor_u64(MARKS_MIN_BYTES * times),
+                    max_bytes: floor_u64(MARKS_MAX_BYTES * times),
                     probability: MARKS_PROBABILITY,
                 },
                 loss: 0.0,
@@ -206,7 +207,7 @@ impl PacketNetwork {
         let sent = ns(wire * (parts / sending), self.nic_bits_per_s);
         // A packet that is stored and forwarded: the last one waits behind a full one.
         let stored = (if packets > 1 { self.packet_bytes } else { last }) + u64::from(HEADER_BYTES);
-        let frontend = Endpoint(self.config.leaf.len() as u32 - 1);
+        let frontend = Endpoint(to_u32(self.config.leaf.len()) - 1);
         let of_frontend = self.config.endpoint_bits_per_s[frontend.0 as usize];
         // The links behind the first one, each with the interfaces that share it.
         let mut after = vec![(
@@ -229,7 +230,7 @@ impl PacketNetwork {
             return None;
         }
         let stored: f64 = after.iter().map(|(rate, _)| ns(stored, *rate)).sum();
-        Some((sent + stored).ceil() as u64 + self.latency_ns(from, to))
+        Some(floor_u64((sent + stored).ceil()) + self.latency_ns(from, to))
     }
 
     /// Moves a transfer into the packet network, with the bytes that are left at `now`.
@@ -246,9 +247,9 @@ impl PacketNetwork {
         let share = packet / (packet + f64::from(HEADER_BYTES));
         let sent = now.since(start) as f64 * rate * share / 8e9;
         // At least its last packets: they have not arrived.
-        let left = transfer.bytes.saturating_sub(sent as u64).max(parts);
+        let left = transfer.bytes.saturating_sub(floor_u64(sent)).max(parts);
         let part = left.div_ceil(parts);
-        transfer.state = State::Parts(parts as u32);
+        transfer.state = State::Parts(to_u32(parts));
         for &connection in connections {
             self.network.send(now.0, connection, id.0, part);
         }
@@ -398,7 +399,7 @@ fn connections(
 ) -> Result<(Vec<Flow>, Connections), TooLarge> {
     let paper = Dcqcn::default();
     let dcqcn = Dcqcn {
-        byte_counter: (paper.byte_counter as f64 * times) as u64,
+        byte_counter: floor_u64(paper.byte_counter as f64 * times),
         additive_bits_per_s: paper.additive_bits_per_s * times,
         hyper_bits_per_s: paper.hyper_bits_per_s * times,
         rate_bits_per_s_min: paper.rate_bits_per_s_min * times,
@@ -432,10 +433,10 @@ fn connections(
                     dcqcn,
                     &cluster.network,
                 ));
-                flows.len() as u32 - 1
+                to_u32(flows.len()) - 1
             });
             let made: Vec<u32> = made.collect();
-            connections.insert((Endpoint(from as u32), Endpoint(to as u32)), made);
+            connections.insert((Endpoint(to_u32(from)), Endpoint(to_u32(to))), made);
         }
         if flows.len() > CONNECTIONS_MAX {
             return Err(TooLarge(format!(

@@ -27,7 +27,10 @@ pub struct Ideal {
 
 /// Most tokens that a step gives a sequence: more than one if the engine verifies drafts.
 pub fn tokens_per_step(engine: &EngineConfig) -> u32 {
-    let drafted = engine.speculation.as_ref().map_or(0, SpeculationConfig::tokens);
+    let drafted = engine
+        .speculation
+        .as_ref()
+        .map_or(0, SpeculationConfig::tokens);
     1 + drafted
 }
 

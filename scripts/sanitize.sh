@@ -17,7 +17,7 @@ fi
 export RUSTFLAGS="-Zsanitizer=$sanitizer -Cdebuginfo=1"
 # A report ends its test; leaks are reported too (not under a debugger).
 export ASAN_OPTIONS="abort_on_error=1:detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
-export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
+export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:suppressions=$PWD/scripts/tsan-suppressions.txt:${TSAN_OPTIONS:-}"
 exec cargo +nightly test -Zbuild-std --locked --target "$host" \
   --target-dir "${CARGO_TARGET_DIR:-target}/sanitize-$sanitizer" \
   --package slipstream-kvstore --package slipstream-planes --lib --tests "$@"

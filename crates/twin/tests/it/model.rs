@@ -793,16 +793,18 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
             };
             let slows = events.iter().any(|(kind, ..)| *kind == 3);
             let mode = match network {
-                0 => "none",
-                4 | 5 if !slows => "packets",
-                _ => "flows",
+                0 => "mode = \"none\"",
+                // Large ones, and few requests below, as each costs events.
+                4 | 5 if !slows => "mode = \"packets\"\npacket_bytes = 65000",
+                _ => "mode = \"flows\"",
             };
+            let requests = if mode.contains("packets") { 12 } else { 80 };
             let mut text = format!(
                 "[model]\npreset = \"qwen3-8b\"\n{pools}[engine]\nblock_size = 16\nnum_gpu_blocks = {blocks}\n\
                  max_model_len = 600\nmax_num_seqs = {seqs}\nmax_num_batched_tokens = 256\nstartup_s = 0.05\n\
                  [engine.timing]\nkind = \"roofline\"\ngpu = \"h100-sxm\"\n\
                  [router]\npolicy = \"{policy}\"\nkv_lag_ms = {lag_ms}\nview_interval_ms = {view_ms}\nremote_prefill_tokens_min = 64\nbusy_prefill_tokens = {}\nqueue_max = 5\n\
-                 [network]\nmode = \"{mode}\"\nnic_bits_per_s = 1e10\nfrontend_bits_per_s = 1e10\nmessages = {}\n\
+                 [network]\n{mode}\nnic_bits_per_s = 1e10\nfrontend_bits_per_s = 1e10\nmessages = {}\n\
                  [host]\nmode = \"{}\"\ncpus = 2\n[kv]\nhand_over = \"{}\"\n",
                 if host == 2 { 400 } else { 0 },
                 network == 2 || network == 5,
@@ -840,7 +842,7 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
                 format!("kind = \"poisson\"\nrate_per_s = {rate}")
             };
             let workload = workload(&format!(
-                "seed = {seed}\nrequests = 80\n[arrival]\n{arrival}\n\
+                "seed = {seed}\nrequests = {requests}\n[arrival]\n{arrival}\n\
                  [[class]]\nisl = {{ kind = \"uniform\", min = 1, max = {isl} }}\n\
                  osl = {{ kind = \"uniform\", min = 1, max = {osl} }}\n\
                  [class.session]\nturns = {turns}\nthink_time_s = 0.05\n"

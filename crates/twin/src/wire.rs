@@ -94,8 +94,11 @@ impl Wire {
         self.carried.is_empty()
     }
 
+    /// Time of the next arrival that somebody waits for, or before it.
     pub(crate) fn next_time(&mut self) -> Option<SimTime> {
-        self.network.as_mut()?.next_time()
+        // What is left of cancelled transfers is delivered whenever the network next runs.
+        let network = self.network.as_mut().filter(|_| !self.carried.is_empty());
+        network?.next_time()
     }
 
     /// Duration of an empty message between two workers, through the frontend or not, ns.

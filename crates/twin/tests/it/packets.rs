@@ -120,3 +120,21 @@ fn a_transfer_that_is_cancelled_leaves_the_network() {
         assert!(last < end, "{ended:?}");
     }
 }
+
+/// Time must go on although cancelled bytes are still under way that nobody waits for.
+#[test]
+fn transfers_that_a_partition_cancels_start_again_at_its_end() {
+    let cut = "[[event]]\nkind = \"partition\"\nat_s = 0.012\nuntil_s = 0.05\nworkers = [4]\n";
+    let cluster = ten_ms(
+        PULL_APART,
+        &format!("[network]\nmode = \"packets\"\n[router]\npolicy = \"round_robin\"\n{cut}"),
+    );
+    let load = workload(
+        "requests = 4\n[arrival]\nkind = \"closed\"\nconcurrency = 4\n[[class]]\nisl = 1000\nosl = 2\n",
+    );
+    let (outcome, ended) = simulate(&cluster, &load, &Options::default());
+    assert_eq!((outcome.cut, ended.len()), (None, 4));
+    assert_eq!(outcome.totals.requests.failed, 0);
+    let first = ended.iter().map(|e| e.hops.kv.unwrap().1.0).min();
+    assert!(first > Some(50 * MS), "{ended:?}");
+}

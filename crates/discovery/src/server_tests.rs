@@ -95,16 +95,16 @@ impl Proxy {
         let (mode, streams) = (proxy.mode.clone(), proxy.streams.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                if mode.load(SeqCst) == CUT {
-                    continue; // closed
-                }
                 let Ok(onward) = TcpStream::connect(&server) else {
                     continue;
                 };
-                streams
-                    .lock()
-                    .unwrap()
-                    .extend([&stream, &onward].map(|of| of.try_clone().unwrap()));
+                // Looked at under the lock, or a cut that begins now would miss this connection.
+                let mut known = streams.lock().unwrap();
+                if mode.load(SeqCst) == CUT {
+                    continue; // closed
+                }
+                known.extend([&stream, &onward].map(|of| of.try_clone().unwrap()));
+                drop(known);
                 let back = (onward.try_clone().unwrap(), stream.try_clone().unwrap());
                 for (from, to) in [(stream, onward), back] {
                     let mode = mode.clone();

@@ -4,21 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 file=benches/instructions.json
-if ! command -v valgrind >/dev/null; then
-  echo "skipped: valgrind is not installed (apt install valgrind)" >&2
-  exit 0
-fi
-cargo build --release --locked --quiet --package slipstream-hotpaths
-bin=${CARGO_TARGET_DIR:-target}/release/slipstream-hotpaths
-out=$(mktemp -d)
-trap 'rm -r "$out"' EXIT
-
-# "INSTRUCTIONS OPERATIONS" of ROUNDS of PATH.
-count() {
-  valgrind --tool=callgrind --callgrind-out-file=/dev/null "$bin" "$1" "$2" >"$out/operations" 2>"$out/log" ||
-    { cat "$out/log" >&2; return 1; }
-  printf '%s %s\n' "$(sed -n 's/.*Collected : //p' "$out/log")" "$(cat "$out/operations")"
-}
+. scripts/callgrind.sh
+hotpaths
 
 "$bin" | while read -r path; do
   case $path in

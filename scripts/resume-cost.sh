@@ -3,21 +3,8 @@
 # another worker could continue (router.resumes_max = 3), and without (0). Virtual time, so that counts repeat.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if ! command -v valgrind >/dev/null; then
-  echo "skipped: valgrind is not installed (apt install valgrind)" >&2
-  exit 0
-fi
-cargo build --release --locked --quiet --package slipstream-hotpaths --features sim
-bin=${CARGO_TARGET_DIR:-target}/release/slipstream-hotpaths
-out=$(mktemp -d)
-trap 'rm -r "$out"' EXIT
-
-# "INSTRUCTIONS OPERATIONS" of ROUNDS of PATH.
-count() {
-  valgrind --tool=callgrind --callgrind-out-file=/dev/null "$bin" "$1" "$2" >"$out/operations" 2>"$out/log" ||
-    { cat "$out/log" >&2; return 1; }
-  printf '%s %s\n' "$(sed -n 's/.*Collected : //p' "$out/log")" "$(cat "$out/operations")"
-}
+. scripts/callgrind.sh
+hotpaths --features sim
 
 # What answers of any length need is the same in both runs, and cancels out.
 for path in "streamed token, no resume" "streamed token"; do

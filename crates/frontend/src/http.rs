@@ -14,8 +14,8 @@ use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
     ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD,
-    AUTHORIZATION, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName,
-    HeaderValue, ORIGIN, RETRY_AFTER, VARY,
+    AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap,
+    HeaderName, HeaderValue, ORIGIN, RETRY_AFTER, VARY,
 };
 use hyper::{Method, Request, Response, StatusCode, Version};
 use slipstream_base::{Stage, StageTimes, WorkerId};
@@ -291,6 +291,7 @@ pub(crate) async fn handle(
     }
     let origin = allowed_origin(&shard.service, request.headers());
     let is_head = *request.method() == Method::HEAD;
+    let is_http1 = request.version() <= Version::HTTP_11;
     let is_http11 = request.version() == Version::HTTP_11;
     let is_message = request.uri().path().starts_with(MESSAGES);
     let routed = if origin.is_some() && is_preflight(&request) {
@@ -298,7 +299,7 @@ pub(crate) async fn handle(
     } else if let Some(answer) = ui::answer(&shard, &request, &id) {
         answer
     } else if let Plane::Engines(_) = &shard.plane {
-        upstream::handle(&shard, &owner, request, &id).await
+        Box::pin(upstream::handle(&shard, &owner, request, &id)).await
     } else {
         route(&shard, &owner, request, &id, times).await
     };
@@ -348,6 +349,10 @@ pub(crate) async fn handle(
                 HeaderValue::from_static("x-request-id, x-slipstream-trace, retry-after"),
             );
         }
+    }
+    if is_http1 && shard.draining.get() {
+        let headers = response.headers_mut();
+        headers.insert(CONNECTION, HeaderValue::from_static("close"));
     }
     owner.account().note_status(response.status().as_u16());
     let body = response.body_mut();
@@ -546,7 +551,7 @@ async fn route(
     }
     let path = request.uri().path();
     if path == "/admin/faults" {
-        return faults::admin(shard, owner, request).await;
+        return Box::pin(faults::admin(shard, owner, request)).await;
     }
     let found = find_route(path);
     let headers = request.headers();
@@ -602,7 +607,9 @@ async fn route(
             | Endpoint::Responses
             | Endpoint::Embeddings
     ) {
-        until_awake(shard, &client).await?;
+        if service.management.is_sleeping() {
+            Box::pin(until_awake(shard, &client)).await?;
+        }
     }
     let mut response = answer(shard, route, request, client, id, times).await?;
     if let Some(fault) = fault
@@ -662,26 +669,26 @@ async fn answer(
                 check_memory(shard)?;
                 let (parts, body) = request.into_parts();
                 let head = head_of(&parts.headers, id, client)?;
-                return duplex::serve(shard, head, body, times).await;
+                return Box::pin(duplex::serve(shard, head, body, times)).await;
             }
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
             generate::generate(shard, CompletionApi::Completion, head, body, charge, times).await
         }
         Endpoint::Messages => {
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
-            messages::create(shard, head, body, charge, times).await
+            Box::pin(messages::create(shard, head, body, charge, times)).await
         }
         Endpoint::CountTokens => {
             let Received { body, charge, .. } = receive(shard, client, request, id).await?;
-            messages::count_tokens(shard, body, charge).await
+            Box::pin(messages::count_tokens(shard, body, charge)).await
         }
         Endpoint::Responses => {
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
-            responses::create(shard, head, body, charge, times).await
+            Box::pin(responses::create(shard, head, body, charge, times)).await
         }
         Endpoint::Embeddings => {
             let Received { head, body, charge } = receive(shard, client, request, id).await?;
-            embeddings::create(shard, head, body, charge, times).await
+            Box::pin(embeddings::create(shard, head, body, charge, times)).await
         }
         Endpoint::Response => {
             let (method, query) = (request.method(), request.uri().query());
@@ -690,11 +697,11 @@ async fn answer(
         }
         Endpoint::Tokenize => {
             let Received { body, charge, .. } = receive(shard, client, request, id).await?;
-            large_json(shard.run(body, charge, tokenize).await?)
+            large_json(Box::pin(shard.run(body, charge, tokenize)).await?)
         }
         Endpoint::Detokenize => {
             let Received { body, charge, .. } = receive(shard, client, request, id).await?;
-            large_json(shard.run(body, charge, detokenize).await?)
+            large_json(Box::pin(shard.run(body, charge, detokenize)).await?)
         }
         Endpoint::Manage(manage) => {
             let query = request.uri().query().unwrap_or_default().to_owned();
@@ -1237,4 +1244,21 @@ fn with_retry(error: &ApiError, body: Vec<u8>) -> Response<HttpBody> {
             .insert(RETRY_AFTER, HeaderValue::from(seconds));
     }
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size<F: Future>(_: impl FnOnce() -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// It is held, and copied once, per request: with 17 KiB of it requests took a fifth more CPU.
+    #[test]
+    #[allow(unreachable_code, clippy::diverging_sub_expression)]
+    fn the_future_of_a_request_is_small() {
+        let bytes = size(|| handle(todo!(), todo!(), todo!()));
+        assert!(bytes <= 6 << 10, "{bytes} bytes");
+    }
 }

@@ -1,7 +1,6 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
 use std::cell::Cell;
-use std::convert::Infallible;
 use std::error::Error;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream, ToSocketAddrs};
@@ -14,7 +13,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hyper::body::{Body, Incoming};
-use hyper::header::{CONNECTION, HeaderValue};
 use hyper::server::conn::{http1, http2};
 use hyper::service::{HttpService, service_fn};
 use hyper_util::rt::TokioTimer;
@@ -730,18 +728,7 @@ async fn serve_connection(
     }
     let service = {
         let (shard, client) = (shard.clone(), client.clone());
-        service_fn(move |request| {
-            let shard = shard.clone();
-            let answer = http::handle(shard.clone(), client.clone(), request);
-            async move {
-                let mut response = answer.await?;
-                if shard.draining.get() {
-                    let headers = response.headers_mut();
-                    headers.insert(CONNECTION, HeaderValue::from_static("close"));
-                }
-                Ok::<_, Infallible>(response)
-            }
-        })
+        service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
     };
     let limits = Http1Limits {
         read_timeout,

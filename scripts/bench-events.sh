@@ -17,11 +17,11 @@ cleanup() {
 }
 trap cleanup EXIT
 
-cases=${CASES:-none in-process zmq zmq-alone zmq-fresh zmq-kv}
+cases=${CASES:-none in-process zmq zmq-alone zmq-kv}
 if command -v nats-server >/dev/null; then
   nats-server --addr 127.0.0.1 --port 24222 >/dev/null 2>&1 &
   pids+=($!)
-  if [ -z "${CASES:-}" ]; then cases="$cases nats nats-fresh"; fi
+  if [ -z "${CASES:-}" ]; then cases="$cases nats"; fi
 else
   echo "no nats-server: NATS is left out"
 fi
@@ -32,15 +32,14 @@ wait_for() { # wait_for FILE PATTERN
     sleep 0.05
   done
   echo "no '$2' in $1:" >&2
-  cat "$1" >&2
+  cat "$1" "$out"/log >&2
   exit 1
 }
 
 run() { # run CASE LOAD WORKERS CONCURRENCY ISL OSL REQUESTS ROUND
-  local bus=${1%%-*} flags=() listen=() kv=false
+  local bus=${1%%-*} listen=() kv=false
   case $1 in
     in-process) bus=in-process ;;
-    *-fresh) flags+=(--bench-fresh-buffers) ;;
     *-kv) kv=true ;;
   esac
   # What the run before printed is not what this one waits for.
@@ -49,7 +48,7 @@ run() { # run CASE LOAD WORKERS CONCURRENCY ISL OSL REQUESTS ROUND
     --set "live.events.bus=$bus" --set "live.events.kv=$kv" \
     --set live.events.fpm_endpoint=tcp://127.0.0.1:25556 \
     --set live.events.kv_endpoint=tcp://127.0.0.1:25557 \
-    --set live.events.nats_url=nats://127.0.0.1:24222 "${flags[@]}" >"$out/address" 2>"$out/log" &
+    --set live.events.nats_url=nats://127.0.0.1:24222 >"$out/address" 2>"$out/log" &
   local server=$! tail=
   pids+=("$server")
   wait_for "$out/address" '^listening on'

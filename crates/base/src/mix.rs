@@ -1,6 +1,8 @@
 //! A stateless random-number generator, for draws that must not depend on the order in which they
 //! are made.
 
+use crate::width::to_usize;
+
 /// Mixes `x` into 64 well-spread bits: the finaliser of SplitMix64.
 ///
 /// Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
@@ -29,6 +31,14 @@ pub fn below(bits: u64, n: u64) -> u64 {
     ((u128::from(bits) * u128::from(n)) >> 64) as u64
 }
 
+/// Maps 64 random bits to an index into a slice of `len` elements.
+///
+/// Returns 0 for `len == 0`.
+#[inline]
+pub fn index(bits: u64, len: usize) -> usize {
+    to_usize(below(bits, len as u64))
+}
+
 /// Maps 64 random bits to `[0, 1)` with 53 bits of resolution.
 #[inline]
 pub fn unit(bits: u64) -> f64 {
@@ -51,6 +61,7 @@ mod tests {
         assert_eq!(below(u64::MAX, 10), 9);
         assert_eq!(below(0, 10), 0);
         assert_eq!(below(u64::MAX, 0), 0);
+        assert_eq!((index(u64::MAX, 3), index(0, 3), index(7, 0)), (2, 0, 0));
         assert!(unit(u64::MAX) < 1.0);
     }
 }

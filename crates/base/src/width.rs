@@ -80,6 +80,16 @@ pub fn floor_u64(x: f64) -> u64 {
     x as u64
 }
 
+/// `x` rounded to an integer; 0 if it is NaN, and the nearest end of the range if it is beyond.
+#[inline]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "`as` saturates for floats, which is what this function promises"
+)]
+pub fn round_i64(x: f64) -> i64 {
+    x.round() as i64
+}
+
 /// As [`floor_u64`], in 32 bits.
 #[inline]
 #[expect(
@@ -136,6 +146,8 @@ mod tests {
         assert_eq!((round_u64(1.5), floor_u64(1.9)), (2, 1));
         assert_eq!((round_u64(-1.0), round_u64(f64::NAN)), (0, 0));
         assert_eq!((round_u64(1e30), floor_u32(1e10)), (u64::MAX, u32::MAX));
+        assert_eq!((round_i64(-1.5), round_i64(f64::NAN)), (-2, 0));
+        assert_eq!((round_i64(-1e30), round_i64(1e30)), (i64::MIN, i64::MAX));
         assert_eq!((nearest_f32(0.5), nearest_f32(1e300)), (0.5, f32::INFINITY));
         assert_eq!(nanos(Duration::MAX), u64::MAX);
         assert_eq!(nanos(Duration::from_micros(3)), 3_000);

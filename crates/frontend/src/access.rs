@@ -289,7 +289,7 @@ fn open(path: &Path) -> io::Result<File> {
         .create(true)
         .mode(0o640)
         // A FIFO without a reader is an error at once, and one with a slow reader does not hold the thread up.
-        .custom_flags(OFlags::NONBLOCK.bits() as i32)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
         .open(path)
 }
 

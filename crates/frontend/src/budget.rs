@@ -10,6 +10,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use slipstream_base::width::high_u64;
+
 use crate::limits::KeyUse;
 use crate::openai::ApiError;
 use crate::service::Limits;
@@ -381,7 +383,7 @@ fn address_key(address: IpAddr) -> u64 {
     match address.to_canonical() {
         // 0::/64 has no hosts.
         IpAddr::V4(address) => u64::from(address.to_bits()),
-        IpAddr::V6(address) => (address.to_bits() >> 64) as u64,
+        IpAddr::V6(address) => high_u64(address.to_bits()),
     }
 }
 

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use bytes::Bytes;
 use hyper::Response;
 use slipstream_base::StageTimes;
+use slipstream_base::width::to_usize;
 
 use crate::budget::Charge;
 use crate::generate;
@@ -75,7 +76,7 @@ pub(crate) async fn create(
     let body = if numbers <= INLINE_NUMBERS {
         render()
     } else {
-        let rendered = shard.helpers.run(bytes as usize, render).await;
+        let rendered = shard.helpers.run(to_usize(bytes), render).await;
         rendered.map_err(|error| match error {
             NoResult::Busy => ApiError::overloaded(
                 "too many long requests wait for a helper thread; try again later",

@@ -20,6 +20,7 @@ use hyper::{Method, Request, Response};
 use serde::Deserialize;
 use serde_json::json;
 use slipstream_base::mix;
+use slipstream_base::width::to_u32;
 use slipstream_config::cluster::FaultsConfig;
 use tokio::time::Sleep;
 
@@ -149,7 +150,7 @@ impl Faults {
 fn fault(rates: &FaultsConfig, number: u64) -> Option<Fault> {
     let drawn = mix::draw(mix::mix64(rates.seed), number);
     let mut point = mix::unit(drawn);
-    let piece = 1 + mix::below(mix::draw(drawn, 1), PIECES_MAX) as u32;
+    let piece = 1 + to_u32(mix::below(mix::draw(drawn, 1), PIECES_MAX));
     let stall = Duration::from_secs_f64(rates.stall_s);
     let faults = [
         Fault::TooMany,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use hyper::Response;
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Role, Stage, StageTimes,
     TokenId, mix,
@@ -632,7 +633,7 @@ pub(crate) async fn dispatch(
         scores: String::new(),
     });
     let (specs, requests) = sequences(shard, params, prompts, head.session);
-    let unread_max = service.limits.stream_buffer_bytes_max as usize;
+    let unread_max = to_usize(service.limits.stream_buffer_bytes_max);
     let timeout = service.limits.request_timeout;
     let deadline_ns = timeout.map(|t| {
         let timeout_ns = u64::try_from(t.as_nanos()).unwrap_or(u64::MAX);
@@ -797,7 +798,7 @@ fn register(
 ) -> Result<Vec<Registration<StreamSlot>>, ApiError> {
     let register_ns = monotonic_ns();
     let mut registrations = Vec::with_capacity(count);
-    for sequence in 0..count as u32 {
+    for sequence in 0..to_u32(count) {
         let _lock = shard.table_lock.hold();
         let feed = StreamSlot {
             reply: reply.clone(),

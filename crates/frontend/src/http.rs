@@ -18,6 +18,7 @@ use hyper::header::{
     HeaderName, HeaderValue, ORIGIN, RETRY_AFTER, VARY,
 };
 use hyper::{Method, Request, Response, StatusCode, Version};
+use slipstream_base::width::{to_u8, to_usize};
 use slipstream_base::{Stage, StageTimes, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
@@ -991,7 +992,7 @@ pub(crate) async fn read_body(
             continue;
         }
         if let Some(first) = first.take() {
-            rest.reserve(body.size_hint().lower() as usize + data.len() + first.len());
+            rest.reserve(to_usize(body.size_hint().lower()) + data.len() + first.len());
             rest.extend_from_slice(&first);
         }
         rest.extend_from_slice(&data);
@@ -1024,7 +1025,7 @@ pub(crate) fn percent_decode(text: &str) -> String {
     while let Some((&first, tail)) = rest.split_first() {
         let hex = |at: usize| (*tail.get(at)? as char).to_digit(16);
         if let (b'%', Some(high), Some(low)) = (first, hex(0), hex(1)) {
-            bytes.push((high * 16 + low) as u8);
+            bytes.push(to_u8(high * 16 + low));
             rest = &tail[2..];
         } else {
             bytes.push(first);

@@ -26,6 +26,15 @@
 //! * `metrics`: counts and histograms. `io`: a socket with a time limit.
 //!
 //! The frontend knows frames, not engines: nothing here depends on what computes the tokens.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod openai;

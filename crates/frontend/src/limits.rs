@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use slipstream_base::width::floor_u64;
 use slipstream_planes::clock::monotonic_ns;
 
 use crate::openai::ApiError;
@@ -37,13 +38,13 @@ impl Bucket {
         let ns_per_unit = 1e9 / per_s;
         Bucket {
             ns_per_unit,
-            burst_ns: (burst * ns_per_unit) as u64,
+            burst_ns: floor_u64(burst * ns_per_unit),
             full_at_ns: AtomicU64::new(0),
         }
     }
 
     fn ns(&self, units: u64) -> u64 {
-        (units as f64 * self.ns_per_unit) as u64
+        floor_u64(units as f64 * self.ns_per_unit)
     }
 
     /// Takes `units` at `now_ns` if `fits` says so of the time that the bucket would need to be full again, before and

@@ -22,6 +22,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use serde_json::{Value, json};
+use slipstream_base::width::nanos;
 use slipstream_config::cluster::EngineUrl;
 
 use crate::access::{AnswerEnd, Entry};
@@ -446,7 +447,7 @@ fn span_json(entry: &Entry) -> Option<Value> {
     let route = route(&entry.path);
     // A wall clock that is set between begin and end moves both.
     let unix_ns = |at: u64| {
-        let ended = entry.unix.as_nanos() as u64;
+        let ended = nanos(entry.unix);
         ended.saturating_sub(entry.ended_ns.saturating_sub(at))
     };
     let mut attributes = vec![

@@ -8,6 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use slipstream_base::width::to_u32;
 use slipstream_planes::clock::monotonic_ns;
 
 use crate::openai::ApiError;
@@ -40,7 +41,7 @@ impl Replies {
         let mut places = self.places.borrow_mut();
         let place = self.free.borrow_mut().pop().unwrap_or_else(|| {
             places.push(None);
-            places.len() as u32 - 1
+            to_u32(places.len() - 1)
         });
         places[place as usize] = Some(reply.clone());
         place

@@ -21,6 +21,7 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::Frame;
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
@@ -421,7 +422,7 @@ impl ReplyState {
             .enumerate()
             .map(|(index, spec)| Sequence {
                 render: {
-                    let mut render = SseRender::new(&head, index as u32);
+                    let mut render = SseRender::new(&head, to_u32(index));
                     if let Some(prompt) = spec.prompt_ids.as_ref().filter(|_| shape.stream) {
                         render = render.with_token_ids(prompt.clone());
                     }
@@ -460,7 +461,7 @@ impl ReplyState {
             })
             .collect();
         let mut state = ReplyState {
-            open: sequences.len() as u32,
+            open: to_u32(sequences.len()),
             retries: 0,
             resumes: 0,
             sequences,
@@ -587,7 +588,7 @@ impl ReplyState {
         if self.poll_over(cx).is_ready() {
             return Poll::Ready(None);
         }
-        let tokens = self.input.room_bytes as usize / size_of::<TokenId>();
+        let tokens = to_usize(self.input.room_bytes) / size_of::<TokenId>();
         if tokens == 0 {
             return Poll::Pending;
         }
@@ -751,7 +752,7 @@ impl ReplyState {
                 // They share an event with the reason, which is known in a moment.
                 sequence.hold(tokens);
             } else {
-                sequence.generated += tokens.len() as u32;
+                sequence.generated += to_u32(tokens.len());
                 make_room(&mut self.out);
                 stopped = sequence.take_streamed(tokens, text, &mut self.out);
             }
@@ -954,14 +955,15 @@ impl ReplyState {
         let taken = u64::from(sequence.generated) - sequence.held.len() as u64;
         let due = taken * size_of::<TokenId>() as u64 + u64::from(sequence.credit_bytes);
         let due = due.saturating_sub(sequence.granted_bytes);
-        if due < u64::from(sequence.credit_bytes / 2) {
+        let due = u32::try_from(due).unwrap_or(NO_LIMIT - 1);
+        if due < sequence.credit_bytes / 2 {
             return 0;
         }
         if slipstream_base::planted!("double-credit") {
-            return due as u32;
+            return due;
         }
-        sequence.granted_bytes += due;
-        due as u32
+        sequence.granted_bytes += u64::from(due);
+        due
     }
 
     /// Whether more tokens of the sequence came than it had credit for.
@@ -1091,7 +1093,7 @@ impl ReplyState {
                 }
                 make_room(&mut self.out);
                 if sequence.take_held(text, &mut self.out) {
-                    stopped.push(index as u32);
+                    stopped.push(to_u32(index));
                     break;
                 }
             }
@@ -1224,7 +1226,7 @@ impl WholeAnswer for Complete<'_> {
     }
 
     fn call(&self, choice: usize, call: usize) -> (String, WholeCall<'_>) {
-        let id = call_id(&self.state.shape.id, choice, call as u32);
+        let id = call_id(&self.state.shape.id, choice, to_u32(call));
         let call = &self.state.sequences[choice].calls()[call];
         let shown = WholeCall {
             name: &call.name,
@@ -1322,9 +1324,9 @@ impl Sequence {
     fn hold(&mut self, tokens: &[TokenId]) {
         if tokens.len() > 1 {
             let position = self.position + self.held.len() as u64;
-            self.held_runs.push_back((position, tokens.len() as u32));
+            self.held_runs.push_back((position, to_u32(tokens.len())));
         }
-        self.generated += tokens.len() as u32;
+        self.generated += to_u32(tokens.len());
         self.held.extend(tokens);
     }
 
@@ -1430,7 +1432,7 @@ impl Sequence {
                 (Some(_), None) => {}
             }
             if stopped {
-                self.generated = self.position as u32;
+                self.generated = to_u32(self.position);
                 return (step, true);
             }
         }
@@ -1583,14 +1585,14 @@ impl Sequence {
             && script.show(self.position).0 != Show::Text
         {
             if self.spec.top_logprobs.is_some() && !text.is_special(token) {
-                self.logprob_tokens.push((self.position as u32, token));
+                self.logprob_tokens.push((to_u32(self.position), token));
             }
             self.position += 1;
             self.detok.push(text, token, &mut self.text);
             return false;
         }
         if self.spec.top_logprobs.is_some() && !text.is_special(token) {
-            self.logprob_tokens.push((self.position as u32, token));
+            self.logprob_tokens.push((to_u32(self.position), token));
         }
         let mut shown = std::mem::take(&mut self.text);
         let stopped = self.take_text(token, text, &mut shown);
@@ -1672,7 +1674,7 @@ impl Sequence {
     /// Renders the ends of turns whose tokens are all rendered.
     #[inline]
     fn render_turns(&mut self, out: &mut BytesMut) {
-        let rendered = self.generated - self.held.len() as u32;
+        let rendered = self.generated - to_u32(self.held.len());
         while let Some(&(at, reason)) = self.turns.front()
             && at <= rendered
         {

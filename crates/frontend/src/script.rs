@@ -17,6 +17,7 @@ use std::rc::Rc;
 
 use slipstream_base::TokenId;
 use slipstream_base::mix;
+use slipstream_base::width::{to_u32, to_usize};
 
 use crate::openai::{ApiError, Form, RequestParams, TextForm, Tool, ToolChoice, schema_error};
 use crate::structured::{Rng, Tree, json_by_schema, text_by_pattern, write_text};
@@ -79,7 +80,7 @@ impl Script {
 
     fn push(&mut self, model: &TextModel, text: &str, show: Show) {
         model.encode(text, false, &mut self.tokens);
-        let end = self.tokens.len() as u32;
+        let end = self.len();
         self.spans.push(Span { end, show });
     }
 
@@ -89,7 +90,7 @@ impl Script {
         match self.spans.last_mut() {
             Some(last) if !matches!(last.show, Show::Call(_)) => last.end += 1,
             _ => self.spans.push(Span {
-                end: self.tokens.len() as u32,
+                end: self.len(),
                 show: Show::Text,
             }),
         }
@@ -97,7 +98,7 @@ impl Script {
 
     /// Tokens, the end-of-sequence token included.
     pub(crate) fn len(&self) -> u32 {
-        self.tokens.len() as u32
+        to_u32(self.tokens.len())
     }
 
     /// Memory that it takes, bytes.
@@ -112,7 +113,7 @@ impl Script {
     /// The token at `position`. Behind the last one, more of that: with `ignore_eos` an answer continues.
     pub(crate) fn token(&self, position: u64) -> TokenId {
         self.tokens
-            .get(position as usize)
+            .get(to_usize(position))
             .copied()
             .unwrap_or(self.eos)
     }
@@ -205,7 +206,7 @@ fn text_in_form(form: &TextForm, rng: &mut Rng) -> Result<String, ApiError> {
             json_by_schema(schema, rng).map_err(|error| schema_error(field, &error))
         }
         TextForm::Choice(texts) => {
-            let chosen = rng.below(texts.len() as u64) as usize;
+            let chosen = rng.index(texts.len());
             Ok(texts[chosen].clone())
         }
         TextForm::Pattern(pattern, field) => text_by_pattern(pattern, rng).map_err(|reason| {
@@ -230,7 +231,7 @@ fn write_calls(
     let two = named.is_none() && form.parallel && rng.below(4) == 0;
     let mut bytes = 0;
     for call in 0..=u32::from(two) {
-        let at = named.unwrap_or_else(|| rng.below(form.tools.len() as u64) as usize);
+        let at = named.unwrap_or_else(|| rng.index(form.tools.len()));
         let Tool {
             name, parameters, ..
         } = &form.tools[at];

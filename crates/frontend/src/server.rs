@@ -17,6 +17,7 @@ use hyper::server::conn::{http1, http2};
 use hyper::service::{HttpService, service_fn};
 use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
+use slipstream_base::width::to_u8;
 use slipstream_planes::clock::monotonic_ns;
 use socket2::{Domain, SockFilter, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
@@ -268,6 +269,9 @@ impl Frontend {
     ///
     /// # Errors
     /// [`StartError::Thread`].
+    ///
+    /// # Panics
+    /// If there are more than 256 planes: addresses have 8 bits for the shard.
     pub fn start(
         bound: Bound,
         service: Service,
@@ -304,6 +308,7 @@ impl Frontend {
         let mut doors = Vec::new();
         let open = Open::default();
         for (index, (plane, metrics)) in planes.into_iter().zip(metrics).enumerate() {
+            let number = to_u8(index);
             let (sockets, accepted) = mpsc::channel(QUEUED_SOCKETS_MAX);
             let open = open.at_another_shard();
             doors.push(ShardDoor {
@@ -323,7 +328,7 @@ impl Frontend {
                 .name(format!("shard-{index}"))
                 .spawn(move || {
                     // Built here: a shard holds `Rc`s and never leaves its thread.
-                    let shard = Rc::new(Shard::new(index as u8, shared, plane, metrics));
+                    let shard = Rc::new(Shard::new(number, shared, plane, metrics));
                     let run = run_shard(shard, accepted, open, stopped, linger);
                     LocalSet::new().block_on(&runtime, run);
                 })?;

@@ -87,8 +87,7 @@ impl AnswerVocab {
             return token;
         }
         let from: &[TokenId] = self.only.as_deref().unwrap_or(&self.output);
-        let start =
-            mix::below(mix::draw(seed ^ STREAM, position), from.len().max(1) as u64) as usize;
+        let start = mix::index(mix::draw(seed ^ STREAM, position), from.len());
         let (head, tail) = from.split_at(start.min(from.len()));
         let mut all = tail.iter().chain(head);
         all.find(|token| self.admits(**token))

@@ -3,6 +3,7 @@
 //! Source: OpenAI's API reference, "Create embeddings"; vLLM, `vllm/entrypoints/pooling/embed/protocol.py`.
 
 use slipstream_base::mix;
+use slipstream_base::width::nearest_f32;
 
 use super::json::{self, Out};
 use super::request::{missing, read_members, whole, wrong_type};
@@ -127,7 +128,7 @@ pub fn unit_vector(seed: u64, dimensions: u32) -> Vec<f32> {
     let numbers: Vec<f64> = (0..dimensions).map(number).collect();
     let square: f64 = numbers.iter().map(|x| x * x).sum();
     let length = if square > 0.0 { square.sqrt() } else { 1.0 };
-    numbers.iter().map(|x| (x / length) as f32).collect()
+    numbers.iter().map(|x| nearest_f32(x / length)).collect()
 }
 
 /// Body of the answer: a vector per seed.

@@ -50,7 +50,7 @@ impl TokenLogprob {
         chosen.top.push(chosen.clone());
         let vocab = model.output_vocab();
         let mut p = 1.0 - p_first;
-        let mut start = mix::below(mix::draw(seed, 1), vocab.len() as u64) as usize;
+        let mut start = mix::index(mix::draw(seed, 1), vocab.len());
         while chosen.top.len() < top as usize && tokens.len() < vocab.len() {
             // Neighbors in the vocabulary from a drawn start: distinct without a search.
             let other = vocab[start % vocab.len()];

@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use slipstream_base::width::to_u32;
 use slipstream_base::{TokenId, mix};
 
 use super::error::clip;
@@ -673,7 +674,7 @@ pub(super) fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<
         )
     };
     match value {
-        Json::Unsigned(n) if (u64::from(min)..=u64::from(max)).contains(n) => Ok(*n as u32),
+        Json::Unsigned(n) if (u64::from(min)..=u64::from(max)).contains(n) => Ok(to_u32(*n)),
         Json::Unsigned(n) => Err(outside(n)),
         Json::Negative(n) => Err(outside(n)),
         Json::Real(n) => Err(ApiError::invalid(
@@ -745,7 +746,7 @@ fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId
 fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
     match value {
         Json::Unsigned(n) => Ok(*n),
-        Json::Negative(n) => Ok(*n as u64),
+        Json::Negative(n) => Ok(n.cast_unsigned()),
         Json::Real(_) => Err(ApiError::invalid(
             path,
             format!("`{path}` must be a whole number from -2^63 to 2^64 - 1"),

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use slipstream_base::TokenId;
+use slipstream_base::width::to_u32;
 
 use super::json::{self, Out};
 use super::{CompletionApi, Finish, Head, LogprobsPiece, Usage};
@@ -106,8 +107,8 @@ impl SseRender {
             kind: head.kind,
             include_usage: head.include_usage,
             before: before.into(),
-            choices_at: choices_at as u32,
-            body_at: body_at as u32,
+            choices_at: to_u32(choices_at),
+            body_at: to_u32(body_at),
             running: None,
             ids: None,
             fixed_end: true,

@@ -8,6 +8,8 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
+use slipstream_base::width::to_u32;
+
 use crate::structured::Tree;
 
 /// A parsed JSON value. Strings without escapes point into the body.
@@ -193,7 +195,7 @@ impl<'de> Visitor<'de> for JsonSeed<'_> {
         while let Some(element) = seq.next_element_seed(self)? {
             match element {
                 Json::Unsigned(n) if elements.is_empty() && u32::try_from(n).is_ok() => {
-                    tokens.push(n as u32);
+                    tokens.push(to_u32(n));
                 }
                 other => {
                     // Not token ids after all: the numbers so far move over.

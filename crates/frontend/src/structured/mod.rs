@@ -10,6 +10,7 @@ mod schema;
 mod tree;
 
 use slipstream_base::mix;
+use slipstream_base::width::to_usize;
 
 pub use schema::{FormError, check_schema, json_by_schema};
 pub use tree::Tree;
@@ -55,6 +56,11 @@ impl Rng {
         mix::below(mix::draw(self.seed, self.index), n)
     }
 
+    /// An index into a slice of `len` elements, which is not 0.
+    pub(crate) fn index(&mut self, len: usize) -> usize {
+        to_usize(self.below(len as u64))
+    }
+
     /// A number from 0, below 1.
     fn unit(&mut self) -> f64 {
         self.index += 1;
@@ -62,13 +68,18 @@ impl Rng {
     }
 }
 
+/// Work that is counted for `steps`.
+fn work(steps: usize) -> u32 {
+    u32::try_from(steps).unwrap_or(u32::MAX)
+}
+
 /// A text that matches the regular expression `pattern`.
 ///
 /// # Errors
 /// The reason, as the end of a sentence that begins with the pattern's name.
 pub fn text_by_pattern(pattern: &str, rng: &mut Rng) -> Result<String, String> {
-    rng.spend(32 + pattern.len() as u32);
+    rng.spend(work(32 + pattern.len()));
     let found = pattern::matching(pattern, rng)?;
-    rng.spend(found.len() as u32);
+    rng.spend(work(found.len()));
     Ok(found)
 }

@@ -3,6 +3,8 @@
 use regex_syntax::ParserBuilder;
 use regex_syntax::hir::{Class, Hir, HirKind, Look};
 
+use slipstream_base::width::to_u32;
+
 use super::Rng;
 
 /// Bytes of a pattern at most.
@@ -109,13 +111,13 @@ impl Text<'_> {
                 let least = repetition.min;
                 let most = repetition.max.unwrap_or(u32::MAX);
                 let most = most.min(least.saturating_add(MORE_MAX));
-                let count = least + self.rng.below(u64::from(most - least) + 1) as u32;
+                let count = least + to_u32(self.rng.below(u64::from(most - least) + 1));
                 (0..count).try_for_each(|_| self.node(&repetition.sub))
             }
             HirKind::Capture(capture) => self.node(&capture.sub),
             HirKind::Concat(parts) => parts.iter().try_for_each(|part| self.node(part)),
             HirKind::Alternation(parts) => {
-                let chosen = self.rng.below(parts.len() as u64) as usize;
+                let chosen = self.rng.index(parts.len());
                 self.node(&parts[chosen])
             }
         }
@@ -148,9 +150,9 @@ impl Text<'_> {
         let Some(some) = choices.into_iter().find(|ranges| !ranges.is_empty()) else {
             return Err("matches no character".into());
         };
-        let (low, high) = some[self.rng.below(some.len() as u64) as usize];
+        let (low, high) = some[self.rng.index(some.len())];
         let count = u64::from(high) - u64::from(low) + 1;
-        let drawn = u32::from(low) + self.rng.below(count) as u32;
+        let drawn = u32::from(low) + to_u32(self.rng.below(count));
         // Only the gap of the surrogates has no characters.
         Ok(char::from_u32(drawn).unwrap_or(low))
     }

@@ -7,9 +7,11 @@
 use std::collections::HashSet;
 use std::fmt;
 
+use slipstream_base::width::{floor_u64, round_i64, to_i64, to_u8};
+
 use super::judge::Judge;
 use super::tree::write_text;
-use super::{DEPTH_MAX, OUT_BYTES_MAX, Rng, STEPS_MAX, Tree, pattern};
+use super::{DEPTH_MAX, OUT_BYTES_MAX, Rng, STEPS_MAX, Tree, pattern, work};
 
 /// Why no text can be made: where in the schema, and what stands there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -370,7 +372,7 @@ impl Maker<'_> {
     }
 
     fn word(&mut self) -> &'static str {
-        WORDS[self.rng.below(WORDS.len() as u64) as usize]
+        WORDS[self.rng.index(WORDS.len())]
     }
 
     /// Counts the values of schemas that are copied when two are joined.
@@ -451,7 +453,7 @@ impl Maker<'_> {
         judge.path.clone_from(&self.path);
         let start = match values.len() {
             0 => 0,
-            count => self.rng.below(count as u64) as usize,
+            count => self.rng.index(count),
         };
         for at in 0..values.len() {
             let value = &values[(start + at) % values.len()];
@@ -478,7 +480,7 @@ impl Maker<'_> {
         depth: u32,
     ) -> Result<(), FormError> {
         let rest = without(schema, name);
-        let start = self.rng.below(branches.len() as u64) as usize;
+        let start = self.rng.index(branches.len());
         let mut order: Vec<usize> = (0..branches.len())
             .map(|at| (start + at) % branches.len())
             .collect();
@@ -562,7 +564,7 @@ impl Maker<'_> {
             let names: usize = of(named).map(members_of).sum();
             let copied: u32 = of(rest).map(weight).sum();
             if there {
-                self.spend(copied.saturating_mul(names as u32 / 4))?;
+                self.spend(copied.saturating_mul(work(names / 4)))?;
             }
         }
         if objects {
@@ -702,7 +704,7 @@ impl Maker<'_> {
             return "null";
         }
         let types: Vec<_> = types.into_iter().filter(|t| *t != "null").collect();
-        types[self.rng.below(types.len() as u64) as usize]
+        types[self.rng.index(types.len())]
     }
 
     fn object(&mut self, schema: &Tree, depth: u32) -> Result<(), FormError> {
@@ -715,8 +717,8 @@ impl Maker<'_> {
             Some(Tree::Array(names)) => names.iter().filter_map(Tree::as_text).collect(),
             _ => Vec::new(),
         };
-        let least = self.count(schema, "minProperties")?.unwrap_or(0) as usize;
-        let most = self.count(schema, "maxProperties")?.unwrap_or(u64::MAX) as usize;
+        let least = self.count(schema, "minProperties")?.unwrap_or(0);
+        let most = self.count(schema, "maxProperties")?.unwrap_or(usize::MAX);
         let any = Tree::Bool(true);
         let additional = schema.get("additionalProperties").unwrap_or(&any);
         let mut members: Vec<(String, &Tree)> = Vec::new();
@@ -786,20 +788,20 @@ impl Maker<'_> {
         let any = Tree::Bool(true);
         let items = schema.get("items").unwrap_or(&any);
         let least = self.count(schema, "minItems")?.unwrap_or(0);
-        let most = self.count(schema, "maxItems")?.unwrap_or(u64::MAX);
+        let most = self.count(schema, "maxItems")?.unwrap_or(usize::MAX);
         let most = match items {
-            Tree::Bool(false) => most.min(first.len() as u64),
+            Tree::Bool(false) => most.min(first.len()),
             _ => most,
         };
         let closed = first.iter().position(|item| *item == Tree::Bool(false));
-        let most = closed.map_or(most, |at| most.min(at as u64));
+        let most = closed.map_or(most, |at| most.min(at));
         if least > most {
             return Err(self.error("`minItems` is more than the array may have"));
         }
         let usual = if depth > DEPTH_WIDE {
             least
         } else {
-            (first.len() as u64).max(1 + self.rng.below(3))
+            first.len().max(1 + self.rng.index(3))
         };
         let count = usual.clamp(least, most);
         let unique = schema.get("uniqueItems") == Some(&Tree::Bool(true));
@@ -810,7 +812,7 @@ impl Maker<'_> {
             if at > 0 {
                 self.out.push_str(", ");
             }
-            let item = first.get(at as usize).unwrap_or(items);
+            let item = first.get(at).unwrap_or(items);
             self.path.push(at.to_string());
             let start = self.out.len();
             let mut tries = 0;
@@ -832,7 +834,7 @@ impl Maker<'_> {
                         .map_err(|error| self.error(format!("an item is no JSON: {error}")))?;
                     canonical(&tree(value))
                 };
-                self.spend(1 + key.len() as u32 / 32)?;
+                self.spend(work(1 + key.len() / 32))?;
                 if seen.insert(key) {
                     break;
                 }
@@ -858,8 +860,8 @@ impl Maker<'_> {
     }
 
     fn string(&mut self, schema: &Tree) -> Result<(), FormError> {
-        let least = self.count(schema, "minLength")?.unwrap_or(0) as usize;
-        let most = self.count(schema, "maxLength")?.unwrap_or(u64::MAX) as usize;
+        let least = self.count(schema, "minLength")?.unwrap_or(0);
+        let most = self.count(schema, "maxLength")?.unwrap_or(usize::MAX);
         if least > most {
             return Err(self.error("`minLength` is more than `maxLength`"));
         }
@@ -884,7 +886,7 @@ impl Maker<'_> {
         } else if self.vary {
             let count = least.max(12).min(most);
             (0..count)
-                .map(|_| char::from(b'a' + self.rng.below(26) as u8))
+                .map(|_| char::from(b'a' + to_u8(self.rng.below(26))))
                 .collect()
         } else {
             let words = 1 + self.rng.below(4);
@@ -908,10 +910,10 @@ impl Maker<'_> {
         for _ in 0..64 {
             self.step(0)?;
             // It is parsed each time, at some 100 ns per byte.
-            self.spend(32 + text.len() as u32)?;
+            self.spend(work(32 + text.len()))?;
             let found = pattern::matching(text, self.rng)
                 .map_err(|reason| self.error(format!("the pattern {text:?} {reason}")))?;
-            self.spend(found.len() as u32)?;
+            self.spend(work(found.len()))?;
             let count = found.chars().count();
             if (least..=most).contains(&count) {
                 return Ok(found);
@@ -993,11 +995,13 @@ impl Maker<'_> {
         })
     }
 
-    fn count(&self, schema: &Tree, name: &str) -> Result<Option<u64>, FormError> {
+    fn count(&self, schema: &Tree, name: &str) -> Result<Option<usize>, FormError> {
         match schema.get(name) {
             None => Ok(None),
             Some(Tree::Number(n)) => match number(n) {
-                n if n >= 0.0 && n.fract() == 0.0 => Ok(Some(n as u64)),
+                n if n >= 0.0 && n.fract() == 0.0 => {
+                    Ok(Some(usize::try_from(floor_u64(n)).unwrap_or(usize::MAX)))
+                }
                 _ => Err(self.error(format!("`{name}` must be a whole number from 0"))),
             },
             Some(_) => Err(self.error(format!("`{name}` must be a number"))),
@@ -1042,8 +1046,8 @@ impl Maker<'_> {
         if low > high || low.abs() * step > EXACT || high.abs() * step > EXACT {
             return Err(self.error("no integer of up to 53 bits is within the bounds"));
         }
-        let drawn = low as i64 + self.rng.below((high - low) as u64 + 1) as i64;
-        self.out.push_str(&(drawn * step as i64).to_string());
+        let drawn = round_i64(low) + to_i64(self.rng.below(floor_u64(high - low) + 1));
+        self.out.push_str(&(drawn * round_i64(step)).to_string());
         Ok(())
     }
 
@@ -1250,7 +1254,7 @@ pub(super) fn canonical(value: &Tree) -> String {
 fn whole(n: &serde_json::Number) -> serde_json::Number {
     let value = number(n);
     if n.as_i64().is_none() && n.as_u64().is_none() && value.fract() == 0.0 && value.abs() < 9e18 {
-        return (value as i64).into();
+        return round_i64(value).into();
     }
     n.clone()
 }

@@ -20,6 +20,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
 use slipstream_base::TokenId;
+use slipstream_base::width::to_u32;
 
 use super::trie::Trie;
 use super::{ChatOptions, Message};
@@ -66,7 +67,7 @@ impl Builtin {
         };
         // Byte `b` is token `b`: encoding relies on it.
         (0..=255u8).for_each(|byte| add(vec![byte]));
-        for digits in 2..=DIGITS_MAX as u32 {
+        for digits in 2..=to_u32(DIGITS_MAX) {
             (0..10u32.pow(digits))
                 .for_each(|n| add(format!("{n:0width$}", width = digits as usize).into_bytes()));
         }
@@ -115,7 +116,7 @@ impl Builtin {
     }
 
     fn special(&self, index: usize) -> TokenId {
-        (self.tokens.len() - 3 + index) as TokenId
+        to_u32(self.tokens.len() - 3 + index)
     }
 
     /// Appends the tokens of `text`; names of special tokens in it count as those tokens.
@@ -327,15 +328,18 @@ enum Class {
 
 static CLASS: [Class; 256] = {
     let mut table = [Class::Other; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        table[byte] = match byte as u8 {
+    let mut byte = 0_u8;
+    loop {
+        table[byte as usize] = match byte {
             b'a'..=b'z' | b'A'..=b'Z' => Class::Letter,
             b'0'..=b'9' => Class::Digit,
             b' ' => Class::Space,
             b'<' => Class::Angle,
             _ => Class::Other,
         };
+        if byte == u8::MAX {
+            break;
+        }
         byte += 1;
     }
     table

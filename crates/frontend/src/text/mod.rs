@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 pub use detok::Detokenizer;
 pub use export::builtin_files;
+use slipstream_base::width::to_u32;
 use slipstream_base::{TokenId, mix};
 
 use crate::structured::Tree;
@@ -406,7 +407,7 @@ impl TextModel {
     /// Text of `tokens` tokens that stands for the image with `hash`.
     pub(crate) fn image_text(&self, hash: u64, tokens: u32) -> String {
         let vocab = &self.output_vocab;
-        let word = |at| vocab[mix::below(mix::draw(hash, at), vocab.len() as u64) as usize];
+        let word = |at| vocab[mix::index(mix::draw(hash, at), vocab.len())];
         let words: Vec<TokenId> = (0..u64::from(tokens)).map(word).collect();
         self.decode(&words)
     }
@@ -459,8 +460,8 @@ impl Table {
                 Err(_) => flag |= PARTIAL,
             }
             flags.push(flag);
-            starts.push(bytes.len() as u32);
-            json_starts.push(json.len() as u32);
+            starts.push(to_u32(bytes.len()));
+            json_starts.push(to_u32(json.len()));
         }
         Table {
             bytes: bytes.into(),
@@ -472,7 +473,7 @@ impl Table {
     }
 
     fn len(&self) -> u32 {
-        self.flags.len() as u32
+        to_u32(self.flags.len())
     }
 
     #[inline]

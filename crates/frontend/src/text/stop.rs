@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use slipstream_base::width::to_u32;
+
 /// Finds stop strings in streamed text, and holds back what may yet become one.
 ///
 /// The string that ends first counts; of several that end at one place, the longest. The outcome
@@ -40,7 +42,7 @@ impl Stop {
         let mut borders = vec![0u32; text.len()];
         let mut border = 0;
         for at in 1..text.len() {
-            borders[at] = border as u32;
+            borders[at] = to_u32(border);
             while border > 0 && text[at] != text[border] {
                 border = borders[border] as usize;
             }

@@ -5,6 +5,8 @@ use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, Value};
 use serde::Serialize;
 
+use slipstream_base::width::to_usize;
+
 use super::{ChatOptions, Message, TextError};
 use crate::structured::Tree;
 
@@ -234,9 +236,9 @@ fn strftime(format: &str, unix_s: u64) -> String {
     let (year, month, day) = civil(days);
     let second = unix_s % 86_400;
     let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    let month_name = MONTHS[month as usize - 1];
+    let month_name = MONTHS[to_usize(month) - 1];
     // 1970-01-01 was a Thursday.
-    let day_name = DAYS[((days + 4) % 7) as usize];
+    let day_name = DAYS[to_usize((days + 4) % 7)];
     let mut out = String::with_capacity(format.len() + 16);
     let mut chars = format.chars();
     while let Some(c) = chars.next() {

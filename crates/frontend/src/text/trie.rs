@@ -1,6 +1,7 @@
 //! A trie over bytes as a double array: one step is one addition and one comparison.
 
 use slipstream_base::TokenId;
+use slipstream_base::width::to_u32;
 
 /// Maps byte strings to tokens; finds the longest that begins a text.
 ///
@@ -53,11 +54,11 @@ impl Trie {
                     .iter()
                     .all(|child| cells[base + child[0].0[depth] as usize].parent == NONE)
             });
-            cells[node as usize].base = base as u32;
+            cells[node as usize].base = to_u32(base);
             for child in children {
                 let cell = base + child[0].0[depth] as usize;
                 cells[cell].parent = node;
-                todo.push((cell as u32, depth + 1, child));
+                todo.push((to_u32(cell), depth + 1, child));
             }
         }
         // A step from any base stays inside.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use hyper::StatusCode;
 use serde_json::json;
+use slipstream_base::width::{nanos, to_u8, to_usize};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
     Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, PoolTraffic, Resume, UpstreamConfig,
@@ -138,7 +139,7 @@ impl Settings {
             ejection_max: seconds(config.ejection_s_max),
             retry_budget: config.retry_budget,
             resume: config.resume,
-            resume_bytes_max: config.resume_bytes_max as usize,
+            resume_bytes_max: to_usize(config.resume_bytes_max),
             forward: config.forward.clone(),
             drain_timeout: seconds(config.drain_timeout_s),
         }
@@ -378,7 +379,7 @@ const CODES: [EngineKind; 5] = [
 ];
 
 fn code_of(kind: EngineKind) -> u8 {
-    CODES.iter().position(|&of| of == kind).unwrap_or_default() as u8
+    to_u8(CODES.iter().position(|&of| of == kind).unwrap_or_default())
 }
 
 fn kind_of(code: u8) -> EngineKind {
@@ -624,7 +625,7 @@ impl Engines {
 
     fn eject(&self, engine: &Engine, health: &mut Health) {
         engine.counters.ejections.fetch_add(1, Relaxed);
-        let until_ns = monotonic_ns() + health.ejection.as_nanos() as u64;
+        let until_ns = monotonic_ns() + nanos(health.ejection);
         health.ejection = (health.ejection * 2).min(self.settings.ejection_max);
         self.set(engine, health, State::Ejected { until_ns });
     }

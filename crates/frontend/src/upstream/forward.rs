@@ -11,6 +11,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_A
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::Prompt;
 use slipstream_base::mix::mix64;
+use slipstream_base::width::nanos;
 use slipstream_base::{BlockHash, Role, WorkerId};
 use slipstream_config::cluster::{EngineKind, KvProtocol, Resume};
 use slipstream_dispatch as dispatch;
@@ -512,7 +513,7 @@ async fn forward(
     let limits = &shard.service.limits;
     let deadline_ns = limits
         .request_timeout
-        .map(|limit| monotonic_ns().saturating_add(limit.as_nanos() as u64));
+        .map(|limit| monotonic_ns().saturating_add(nanos(limit)));
     let (mut parts, body) = request.into_parts();
     trace(shard, client.owner(), &mut parts.headers);
     let target = parts.uri.path_and_query();

@@ -10,6 +10,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
+use slipstream_base::width::{nanos, to_u32};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{EngineKind, EngineUrl, KvProtocol, PoolTraffic};
 use slipstream_planes::clock::monotonic_ns;
@@ -207,7 +208,7 @@ impl Engines {
         }
         let is_prefill = pool.role == Role::Prefill;
         let is_of_role =
-            |slot: &usize| self.fleets.is_prefill(WorkerId(*slot as u32)) == is_prefill;
+            |slot: &usize| self.fleets.is_prefill(WorkerId(to_u32(*slot))) == is_prefill;
         let slots = (0..members.len()).filter(is_of_role).count();
         let mut free = (0..members.len()).filter(|&slot| members[slot].is_none());
         let slot = free.find(is_of_role).ok_or(if slots == 0 {
@@ -229,7 +230,7 @@ impl Engines {
         };
         let spec = EngineSpec {
             tls,
-            worker: WorkerId(slot as u32),
+            worker: WorkerId(to_u32(slot)),
             pool: pool.name,
             url: url.clone(),
             kind: kind.unwrap_or(pool.kind),
@@ -283,7 +284,7 @@ impl Engines {
 
     pub(super) fn drain_engine(&self, engine: &Engine, limit: Option<Duration>) {
         let limit = limit.unwrap_or(self.settings.drain_timeout);
-        let until_ns = monotonic_ns().saturating_add(limit.as_nanos() as u64);
+        let until_ns = monotonic_ns().saturating_add(nanos(limit));
         let _one = self.next_id.lock().unwrap_or_else(PoisonError::into_inner);
         self.set_drain(engine, until_ns.max(1));
         tracing::info!(engine = %engine.spec.url, "engine drains for up to {limit:?}");

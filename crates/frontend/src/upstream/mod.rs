@@ -50,6 +50,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use slipstream_base::WorkerId;
+use slipstream_base::width::{nanos, to_u32};
 use slipstream_planes::clock::monotonic_ns;
 
 pub use engines::{EngineSpec, Engines};
@@ -173,10 +174,10 @@ impl Upstream {
         loop {
             tokio::time::sleep(SWEEP).await;
             self.end_overdue().await;
-            let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
+            let keep_ns = nanos(self.engines.settings.keep_alive);
             let now = monotonic_ns();
             for (slot, idle) in self.idle.iter().enumerate() {
-                let engine = self.engine(WorkerId(slot as u32)).map(|engine| engine.id);
+                let engine = self.engine(WorkerId(to_u32(slot))).map(|engine| engine.id);
                 let mut idle = idle.borrow_mut();
                 idle.retain(|connection| Some(connection.engine_id) == engine);
                 while idle
@@ -191,7 +192,7 @@ impl Upstream {
 
     /// An idle connection to `engine` that is still open.
     fn take_idle(&self, engine: &Engine) -> Option<Connection> {
-        let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
+        let keep_ns = nanos(self.engines.settings.keep_alive);
         let now = monotonic_ns();
         let mut idle = self.idle[engine.spec.worker.index()].borrow_mut();
         // The youngest first: the others may then be closed.

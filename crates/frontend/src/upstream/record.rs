@@ -254,8 +254,9 @@ fn tokens_of(event: &[u8]) -> u32 {
             .strip_prefix(b"[")?;
         let end = list.iter().position(|&byte| byte == b']')?;
         let list = list[..end].trim_ascii();
-        let commas = memchr::memchr_iter(b',', list).count() as u32;
-        Some(if list.is_empty() { 0 } else { commas + 1 })
+        let commas = memchr::memchr_iter(b',', list).count();
+        let tokens = if list.is_empty() { 0 } else { commas + 1 };
+        Some(u32::try_from(tokens).unwrap_or(u32::MAX))
     });
     named.unwrap_or_else(|| u32::from(has_text(event)))
 }

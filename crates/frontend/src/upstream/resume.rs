@@ -363,10 +363,10 @@ impl Rewriter {
         if let Some(Value::Object(usage)) = event.get_mut("usage") {
             let add = |usage: &mut Map<String, Value>, field: &str, more: i64| {
                 if let Some(count) = usage.get(field).and_then(Value::as_i64) {
-                    usage.insert(field.into(), (count + more).max(0).into());
+                    usage.insert(field.into(), count.saturating_add(more).max(0).into());
                 }
             };
-            let before = self.tokens_before.cast_signed();
+            let before = i64::try_from(self.tokens_before).unwrap_or(i64::MAX);
             add(usage, "prompt_tokens", -before);
             add(usage, "completion_tokens", before);
         }
@@ -505,6 +505,24 @@ mod tests {
         let again = plan(StreamKind::Chat, body, &twice).unwrap();
         assert_eq!(body_of(&again)["messages"][1]["content"], "Hi you");
         assert_eq!(body_of(&again)["max_tokens"], 7);
+    }
+
+    #[test]
+    fn counts_that_no_answer_has_stay_in_range() {
+        let body = br#"{"messages":[{"role":"user","content":"q"}]}"#;
+        for counted in [i64::MAX.cast_unsigned(), 1 << 63, u64::MAX] {
+            let sent = format!(
+                "data: {{\"choices\":[{{\"delta\":{{\"content\":\"Hi\"}}}}],\
+                 \"usage\":{{\"completion_tokens\":{counted}}}}}\n\n"
+            );
+            let mut plan = plan(StreamKind::Chat, body, sent.as_bytes()).unwrap();
+            let out = plan.rewriter.rewrite(
+                b"data: {\"choices\":[],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":2}}\n\n",
+            );
+            let event: Value = serde_json::from_slice(data_of(&out).next().unwrap()).unwrap();
+            assert_eq!(event["usage"]["prompt_tokens"], 0);
+            assert_eq!(event["usage"]["completion_tokens"], i64::MAX);
+        }
     }
 
     #[test]

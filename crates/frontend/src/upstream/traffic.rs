@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use hyper::{Method, StatusCode};
 use slipstream_base::WorkerId;
-use slipstream_base::mix::{below, mix64};
+use slipstream_base::mix::{below, index, mix64};
 use slipstream_config::cluster::PoolTraffic;
 
 use super::Upstream;
@@ -143,7 +143,7 @@ impl Engines {
                 self.traffic_counts.drop_copy(CopyDrop::NoEngine);
                 continue;
             }
-            let at = below(mix64(draw), ready.len() as u64) as usize;
+            let at = index(mix64(draw), ready.len());
             copies.push(ready[at].clone());
         }
         copies

@@ -352,8 +352,8 @@ impl BodyDecoder {
 }
 
 fn take(buf: &mut BytesMut, left: u64) -> (Bytes, u64) {
-    let length = (buf.len() as u64).min(left);
-    (buf.split_to(length as usize).freeze(), left - length)
+    let length = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
+    (buf.split_to(length).freeze(), left - length as u64)
 }
 
 /// Takes a line off `buf`, without its end; `None`: it is not complete.

@@ -77,6 +77,37 @@ pub struct Service {
 }
 
 impl Service {
+    /// A service of `model` by the workers of `fleets`: no keys, the default [`Limits`], no limit of a prompt's
+    /// length, no log and no record.
+    pub fn new(model: &str, text: Arc<TextModel>, fleets: Fleets) -> Service {
+        Service {
+            model: model.to_owned(),
+            text,
+            root: BlockHash::root(model, "", ""),
+            block_size: fleets.serve.block_size(),
+            max_model_len: u32::MAX,
+            kv_blocks: u32::MAX,
+            keep_tokens: false,
+            fleets,
+            api_keys: ApiKeys::default(),
+            origins: Origins::default(),
+            limits: Limits::default(),
+            management: Arc::default(),
+            image_tokens: 0,
+            faults: Arc::default(),
+            recorder: None,
+            shadow: None,
+            access: None,
+            spans: None,
+            trace_sample: 0.0,
+            created: 0,
+            #[cfg(feature = "bench")]
+            locked_table: false,
+            direct_writes: true,
+            seed: 1,
+        }
+    }
+
     /// Prompt plus answer at most that an engine can hold, tokens.
     pub(crate) fn context_max(&self) -> u32 {
         let blocks_hold = self.kv_blocks.saturating_mul(self.block_size);

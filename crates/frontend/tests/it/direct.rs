@@ -8,14 +8,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use slipstream_base::{BlockHash, FinishReason, TokenId, WorkerId};
+use slipstream_base::{FinishReason, TokenId, WorkerId};
 use slipstream_config::cluster::file;
 use slipstream_config::doc::Doc;
 use slipstream_dispatch::{Dispatcher, Rules};
 use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, Limits, Origins, Service, ShardPlane, WorkerTransport,
-};
+use slipstream_frontend::{Bound, Frontend, Limits, Service, ShardPlane, WorkerTransport};
 use slipstream_planes::{
     End, FirstPass, Flushed, Plane, PlaneLimits, Prologue, StreamAddr, ThreadPort, ToWorker, Usage,
 };
@@ -73,34 +71,15 @@ fn stage(direct_writes: bool) -> Stage {
         kv_network: None,
     }];
     let service = Service {
-        recorder: None,
-        shadow: None,
-        model: "m".into(),
-        text: text(),
-        root: BlockHash::root("m", "", ""),
-        block_size: fleets.serve.block_size(),
-        keep_tokens: false,
         max_model_len: 131_072,
         kv_blocks: 20_000,
-        fleets,
-        api_keys: ApiKeys::new([]),
-        origins: Origins::default(),
         limits: Limits {
             stream_buffer_bytes_max: 64 << 20,
             drain: Duration::ZERO,
             ..Limits::default()
         },
-        access: None,
-        spans: None,
-        trace_sample: 0.0,
-        faults: Arc::default(),
-        management: Arc::default(),
-        image_tokens: 0,
-        created: 0,
-        #[cfg(feature = "bench")]
-        locked_table: false,
         direct_writes,
-        seed: 1,
+        ..Service::new("m", text(), fleets)
     };
     let bound = Bound::bind("127.0.0.1:0").unwrap();
     let registry = prometheus_client::registry::Registry::default();

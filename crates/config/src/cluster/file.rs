@@ -30,6 +30,7 @@ use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
 use slipstream_base::Role;
 use slipstream_base::text::{counted, several};
+use slipstream_base::width::{floor_u64, round_u64, to_u32};
 
 /// Prefix of the environment variables that [`Doc::env`] reads for a cluster:
 /// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.
@@ -713,7 +714,7 @@ fn read_pool(
     }
     let workers = match &engines {
         // Reported if the list is bad.
-        Some(engines) => (engines.urls.len() as u32).max(1),
+        Some(engines) => (to_u32(engines.urls.len())).max(1),
         None => t.get("workers").within(1..=WORKERS_MAX).or(1),
     };
     let engine = t.table_over("engine", engine_base, |engine| {
@@ -910,7 +911,7 @@ fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
         bf16_flops,
         fp8_flops: optional("fp8_flops", |g| g.fp8_flops),
         fp4_flops: optional("fp4_flops", |g| g.fp4_flops),
-        memory_bytes: memory_bytes as u64,
+        memory_bytes: floor_u64(memory_bytes),
         memory_bytes_per_s,
         link_bytes_per_s,
         link,
@@ -1168,9 +1169,9 @@ fn read_host_tier(
         return None;
     }
     Some(HostTierConfig {
-        blocks: blocks as u64,
-        load_ns_per_block: (of_gpu as f64 / bytes_per_s * 1e9).round() as u64,
-        latency_ns: (latency_us * 1e3).round() as u64,
+        blocks: floor_u64(blocks),
+        load_ns_per_block: round_u64(of_gpu as f64 / bytes_per_s * 1e9),
+        latency_ns: round_u64(latency_us * 1e3),
     })
 }
 
@@ -1221,12 +1222,12 @@ fn read_disk_tier(
         );
         return None;
     }
-    let ns = |bytes_per_s: f64| (bytes / bytes_per_s * 1e9).round() as u64;
+    let ns = |bytes_per_s: f64| round_u64(bytes / bytes_per_s * 1e9);
     Some(DiskTierConfig {
-        blocks: blocks as u64,
+        blocks: floor_u64(blocks),
         load_ns_per_block: ns(bytes_per_s),
         store_ns_per_block: ns(write_bytes_per_s),
-        latency_ns: (latency_us * 1e3).round() as u64,
+        latency_ns: round_u64(latency_us * 1e3),
     })
 }
 
@@ -1454,7 +1455,7 @@ impl Memory<'_> {
         let bytes = self
             .formats
             .weight_bytes(self.shape, tensor_parallel, experts);
-        bytes.ceil() as u64
+        floor_u64(bytes.ceil())
     }
 
     /// Blocks that fit next to the weights and the buffers of sampling, and how the number was
@@ -1464,7 +1465,7 @@ impl Memory<'_> {
     /// layers, the sort's working space, libraries, CUDA graphs. That is not modelled: set
     /// `num_gpu_blocks` to match a given deployment.
     fn blocks(&self, t: &Table<'_>, block_size: u32) -> (u32, Origin) {
-        let budget = (self.gpu.memory_bytes as f64 * self.utilization) as u64;
+        let budget = floor_u64(self.gpu.memory_bytes as f64 * self.utilization);
         let weights = self.weights(self.tensor_parallel);
         // A number that is given comes from an engine that ran: it has taken its buffers off.
         let (sampling, buffers) = if t.has("num_gpu_blocks") {
@@ -1540,7 +1541,7 @@ impl Memory<'_> {
             counted(self.max_num_seqs.into(), "sequence"),
             gigabytes(rest - sampling),
         );
-        (blocks.min(1 << 24) as u32, Origin::Derived(how))
+        (to_u32(blocks.min(1 << 24)), Origin::Derived(how))
     }
 }
 

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
+use slipstream_base::width::to_u32;
+
 use super::diagnostic::{Diagnostic, Diagnostics, shown};
 use super::settings::Settings;
 use super::table::{Context, Table};
@@ -458,8 +460,8 @@ impl<'t> Lines<'t> {
             .map_or(offset - start, |t| t.chars().count());
         Origin::File {
             file: self.file.clone(),
-            line: line as u32,
-            column: column as u32 + 1,
+            line: to_u32(line),
+            column: to_u32(column) + 1,
         }
     }
 }

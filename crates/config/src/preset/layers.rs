@@ -5,6 +5,8 @@
 
 use serde_json::{Map, Value};
 
+use slipstream_base::width::to_u32;
+
 use super::model::{Attention, ShapeError, number, optional, unsupported};
 
 type Object = Map<String, Value>;
@@ -71,7 +73,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
             .copied()
             .filter(|kind| *kind != "full_attention")
             .collect();
-        let count = others.len() as u32;
+        let count = to_u32(others.len());
         others.sort_unstable();
         others.dedup();
         return match others[..] {
@@ -95,7 +97,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
         // Llama 4: every fourth layer has full attention.
         let full = match config.get("no_rope_layers").and_then(Value::as_array) {
             Some(list) if list.len() as u64 == u64::from(layers) => {
-                list.iter().filter(|rope| rope.as_u64() == Some(0)).count() as u32
+                to_u32(list.iter().filter(|rope| rope.as_u64() == Some(0)).count())
             }
             _ => layers / optional(config, "no_rope_layer_interval")?.unwrap_or(4),
         };
@@ -195,16 +197,17 @@ pub(super) fn shared_width(
 pub(super) fn dense_layers(config: &Object, layers: u32) -> Result<u32, ShapeError> {
     let listed = |field: &str| config.get(field).and_then(Value::as_array);
     if let Some(of) = listed("moe_layer_freq") {
-        return Ok(of.iter().filter(|on| on.as_u64() == Some(0)).count() as u32);
+        let dense = of.iter().filter(|on| on.as_u64() == Some(0)).count();
+        return Ok(to_u32(dense).min(layers));
     }
     if let Some(with) = listed("moe_layers").filter(|with| !with.is_empty()) {
-        return Ok(layers.saturating_sub(with.len() as u32));
+        return Ok(layers.saturating_sub(to_u32(with.len())));
     }
     let first = match config.get("first_k_dense_replace").and_then(Value::as_u64) {
         Some(0) | None => 0,
         Some(_) => number(config, "first_k_dense_replace")?,
     };
-    let only = listed("mlp_only_layers").map_or(0, |layers| layers.len() as u32);
+    let only = listed("mlp_only_layers").map_or(0, |layers| to_u32(layers.len()));
     for field in [
         "decoder_sparse_step",
         "interleave_moe_layer_step",

@@ -5,6 +5,8 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
+use slipstream_base::width::{floor_u64, to_u32};
+
 use super::{layers, quantization};
 use crate::cluster::Dtype;
 
@@ -265,7 +267,7 @@ impl ModelShape {
         let bytes = (self.params() - embeddings - experts) as f64 * dtype.bytes()
             + experts as f64 * of_experts
             + embeddings as f64 * Dtype::Bf16.bytes();
-        (bytes as u64).div_ceil(u64::from(tensor_parallel.max(1)))
+        floor_u64(bytes).div_ceil(u64::from(tensor_parallel.max(1)))
     }
 
     /// Bytes of KV cache per token and GPU of `tensor_parallel`. With more GPUs than key-value
@@ -288,7 +290,7 @@ impl ModelShape {
             full => full,
         };
         let numbers = u64::from(layers) * numbers;
-        (numbers as f64 * dtype.bytes()).ceil() as u64
+        floor_u64((numbers as f64 * dtype.bytes()).ceil())
     }
 
     /// Peak bytes per GPU for sampling the next tokens of `sequences`. Every GPU of a rank gathers
@@ -555,7 +557,13 @@ fn context(config: &Map<String, Value>, model_type: &str) -> Result<u32, ShapeEr
                 Some("linear" | "dynamic") => stated,
                 _ => optional(scaling, "original_max_position_embeddings")?.unwrap_or(stated),
             };
-            Ok((f64::from(original) * factor) as u32)
+            let positions = floor_u64(f64::from(original) * factor);
+            u32::try_from(positions).map_err(|_| {
+                unsupported(
+                    "rope_scaling",
+                    "a context of more than 4,294,967,295 tokens",
+                )
+            })
         }
         Some(_) => Err(unsupported("rope_scaling", "this kind of rotary embedding")),
     }
@@ -662,9 +670,9 @@ pub(super) fn optional(
     match config.get(field) {
         None | Some(Value::Null) => Ok(None),
         Some(value) => match value.as_u64() {
-            Some(n) if (1..=MAX).contains(&n) => Ok(Some(n as u32)),
+            Some(n) if (1..=MAX).contains(&n) => Ok(Some(to_u32(n))),
             Some(n) if field == "max_position_embeddings" && u32::try_from(n).is_ok() && n > 0 => {
-                Ok(Some(n as u32))
+                Ok(Some(to_u32(n)))
             }
             _ => Err(ShapeError::Range {
                 field,
@@ -1702,6 +1710,13 @@ mod tests {
             (
                 format!("{{{good}, \"rope_scaling\": {{\"type\": \"yarn\", \"factor\": -4}}}}"),
                 "`rope_scaling`: a `factor`",
+            ),
+            (
+                format!(
+                    "{{{good}, \"rope_scaling\": {{\"type\": \"yarn\", \"factor\": 1e4, \
+                     \"original_max_position_embeddings\": 2097152}}}}"
+                ),
+                "`rope_scaling`: a context of more",
             ),
             (format!("{{{good}, \"head_dim\": -1}}"), "`head_dim` is -1"),
             (

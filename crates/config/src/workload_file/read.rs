@@ -275,7 +275,8 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
     let priority = t
         .get::<i64>("priority")
         .within(i64::from(i32::MIN)..=i64::from(i32::MAX))
-        .or(0) as i32;
+        .or(0);
+    let priority = i32::try_from(priority).expect("it is within the range above");
     let slo = t.get::<String>("slo").optional().and_then(|text| {
         text.parse()
             .map_err(|error: String| {

@@ -218,7 +218,7 @@ fn index(raw: &Raw) -> Result<Vec<Type>, BtfError> {
             6 | KIND_FUNC_PROTO => 8 * vlen,        // enum, prototype
             _ => {
                 return Err(BtfError::Kind {
-                    id: types.len() as u32 + 1,
+                    id: u32::try_from(types.len() + 1).unwrap_or(u32::MAX),
                     kind,
                 });
             }

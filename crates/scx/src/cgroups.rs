@@ -501,7 +501,9 @@ impl Tracker {
             Some(watch) => drop(self.by_watch.insert(watch, path.to_owned())),
             None => self.unwatched += 1,
         }
-        let class = classes.class_of_cgroup(path).map(|c| c as u32);
+        let class = classes.class_of_cgroup(path);
+        // A file has at most `CLASSES_MAX` of them.
+        let class = class.and_then(|class| u32::try_from(class).ok());
         let stored = match class {
             Some(class) => table.put(id, class)?,
             None => false,

@@ -10,6 +10,15 @@
 //!
 //! Needs no clang and no privileges; runs under any scheduler. The loader of the BPF program is the
 //! separate package in `loader/`, which builds `slipstream-scx`.
+// Casts that could change a number are written as conversions that cannot.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod btf;

@@ -113,12 +113,12 @@ impl Stamp {
 /// `CLOCK_MONOTONIC`, ns.
 pub fn now_ns() -> u64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+    t.tv_sec.cast_unsigned() * 1_000_000_000 + t.tv_nsec.cast_unsigned()
 }
 
 /// The CPU that runs this thread.
 pub fn cpu() -> u32 {
-    rustix::thread::sched_getcpu() as u32
+    u32::try_from(rustix::thread::sched_getcpu()).unwrap_or(u32::MAX)
 }
 
 #[derive(Debug, Default)]

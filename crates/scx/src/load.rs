@@ -84,13 +84,23 @@ fn spin(n: u64) {
     black_box(x);
 }
 
+/// `x` without its fraction; 0 if it is negative, and the maximum if it is more.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "`as` saturates for floats, which is what this function promises"
+)]
+fn whole(x: f64) -> u64 {
+    x as u64
+}
+
 /// Runs the load.
 ///
 /// # Errors
 /// If links or threads cannot be created, or a link breaks.
 pub fn measure(spec: Spec) -> io::Result<LoadResult> {
     let per_us = calibrate();
-    let work = (spec.work_us as f64 * per_us) as u64;
+    let work = whole(spec.work_us as f64 * per_us);
     let start = now_ns();
     let counted_from = start + spec.duration_ms * 100_000;
     let end = start + spec.duration_ms * 1_000_000;
@@ -183,14 +193,14 @@ fn dispatch(
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         let unit = ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64;
         due += -libm::log(1.0 - unit) * gap_ns;
-        let due_ns = due as u64;
+        let due_ns = whole(due);
         if due_ns >= end {
             break;
         }
         if due_ns > now_ns() {
             let until = Timespec {
-                tv_sec: (due_ns / 1_000_000_000) as i64,
-                tv_nsec: (due_ns % 1_000_000_000) as i64,
+                tv_sec: (due_ns / 1_000_000_000).cast_signed(),
+                tv_nsec: (due_ns % 1_000_000_000).cast_signed(),
             };
             // EINTR sends a request early by the remaining time; the due time stays.
             let _ = clock_nanosleep_absolute(ClockId::Monotonic, &until);

@@ -148,7 +148,7 @@ impl Topology {
         if runs.len() < 2 || distinct.len() != runs.len() || runs.iter().any(|r| r.len() != size) {
             return 0;
         }
-        size as u32
+        u32::try_from(size).unwrap_or(0)
     }
 }
 

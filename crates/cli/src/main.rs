@@ -1,5 +1,14 @@
 //! The `slipstream` binary: parses flags, makes one library call per subcommand, prints text. It
 //! contains no logic.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 mod cmd;
 mod out;

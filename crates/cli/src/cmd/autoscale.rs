@@ -25,6 +25,7 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use serde_json::json;
 use slipstream_autoscale::{Desired, PoolSample, Scalers};
+use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, EngineUrl,
@@ -119,7 +120,7 @@ pub(super) fn prepare(cluster: &Cluster) -> anyhow::Result<Option<Prepared>> {
             seqs_per_rank: u64::from(pool.engine.max_num_seqs),
             ranks: u64::from(pool.engine.data_parallel_size),
             workers,
-            listed: engines.map_or(pool.workers, |engines| engines.urls.len() as u32),
+            listed: engines.map_or(pool.workers, |engines| to_u32(engines.urls.len())),
         });
     }
     if pools.is_empty() {
@@ -430,7 +431,7 @@ impl Sources {
         }
         ready.sort_unstable();
         ready.dedup();
-        sample.ready = ready.len() as u32;
+        sample.ready = to_u32(ready.len());
         sample
     }
 }

@@ -9,17 +9,22 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::{Value, json};
+use slipstream_base::width::{to_u16, to_usize};
 use slipstream_base::{BlockHash, RankId, TokenId, WorkerId};
 use slipstream_kvindex::BlockIndex;
 use slipstream_probe::{EngineFacts, KvCounters, KvFollower, MirrorOptions, ask_client};
 use tokio::sync::mpsc;
 
 use super::client_args::ClientArgs;
+use super::engine_kv::BLOCKS_MAX;
 use crate::cmd::workload_args::time;
 use crate::out;
 
 /// Blocks of an engine that does not report their number.
 pub(super) const BLOCKS_DEFAULT: u64 = 1 << 20;
+
+/// Blocks of the index at most: 64 ranks of [`BLOCKS_DEFAULT`].
+const INDEX_BLOCKS_MAX: u64 = 64 * BLOCKS_DEFAULT;
 
 /// Flags of `slipstream events cached`.
 #[derive(clap::Args)]
@@ -92,26 +97,35 @@ pub(crate) async fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(failed)))
 }
 
+/// Blocks of the index for `ranks` ranks of `blocks` blocks each, of which every one is `ours_each` of the index's.
+/// All are numbers of the engine.
+fn capacity(ranks: usize, blocks: u64, ours_each: u32) -> usize {
+    let all = (ranks as u64)
+        .saturating_mul(blocks)
+        .saturating_mul(ours_each.into());
+    to_usize(all.min(INDEX_BLOCKS_MAX))
+}
+
 /// Followers of every rank, and the index that they feed: one target per rank.
 fn follow(
     facts: &EngineFacts,
     model: &str,
     size: u32,
 ) -> (Arc<BlockIndex>, BTreeMap<u32, Arc<KvCounters>>) {
-    let blocks = facts.kv_blocks.unwrap_or(BLOCKS_DEFAULT) as usize;
-    let ours_each = facts.block_size.unwrap_or(size).div_ceil(size) as usize;
+    let blocks = facts.kv_blocks.unwrap_or(BLOCKS_DEFAULT).min(BLOCKS_MAX);
+    let ours_each = facts.block_size.unwrap_or(size).div_ceil(size);
     let ranks = facts.kv_events.len();
-    let index = Arc::new(BlockIndex::new(ranks, ranks * blocks * ours_each));
+    let index = Arc::new(BlockIndex::new(ranks, capacity(ranks, blocks, ours_each)));
     let mut counters = BTreeMap::new();
     for (target, source) in facts.kv_events.iter().enumerate() {
         let rank = RankId {
             worker: WorkerId(0),
-            dp_rank: source.rank as u16,
+            dp_rank: to_u16(source.rank),
         };
         let options = MirrorOptions {
             model: model.to_owned(),
             block_size: size,
-            blocks_max: blocks,
+            blocks_max: to_usize(blocks),
         };
         let follower = KvFollower::new(source.clone(), rank, options);
         counters.insert(source.rank, follower.counters());
@@ -172,6 +186,14 @@ fn answer(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_engine_s_numbers_do_not_exceed_the_index() {
+        assert_eq!(capacity(2, 1_000, 4), 8_000);
+        for (ranks, blocks, ours_each) in [(1, u64::MAX, 1), (1024, 1 << 24, u32::MAX)] {
+            assert_eq!(capacity(ranks, blocks, ours_each), 1 << 26);
+        }
+    }
 
     #[test]
     fn lines_are_prompts_or_errors() {

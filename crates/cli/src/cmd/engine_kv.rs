@@ -11,6 +11,7 @@ use std::time::Duration;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, WorkerId};
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::text::{TextModel, agreement};
@@ -35,7 +36,7 @@ const ASK_AGAIN: Duration = Duration::from_secs(2);
 const ASK_LATER: Duration = Duration::from_secs(30);
 
 /// Blocks of an engine at most, as in a cluster file.
-const BLOCKS_MAX: u64 = 1 << 24;
+pub(super) const BLOCKS_MAX: u64 = 1 << 24;
 
 /// Data-parallel ranks of an engine at most.
 const RANKS_MAX: usize = 64;
@@ -144,7 +145,7 @@ fn source(facts: &EngineFacts, model: &str) -> Result<Source, String> {
         );
     }
     Ok(Source {
-        events: of_each_rank(&facts.kv_events, ranks as u32)?,
+        events: of_each_rank(&facts.kv_events, to_u32(ranks))?,
         block_size: facts.block_size,
         kv_blocks: facts.kv_blocks,
     })
@@ -236,7 +237,7 @@ impl Sizes {
             };
             let of_pool = sources.by_ref().take(pool.workers as usize);
             if let Some(blocks) = of_pool.flatten().filter_map(ours).max() {
-                pool.engine.num_gpu_blocks = blocks.min(BLOCKS_MAX) as u32;
+                pool.engine.num_gpu_blocks = to_u32(blocks.min(BLOCKS_MAX));
             }
         }
         Ok(cluster)
@@ -423,7 +424,7 @@ impl Followers {
             let options = MirrorOptions {
                 model: self.model.clone(),
                 block_size: self.fleets.serve.block_size(),
-                blocks_max: blocks_max as usize,
+                blocks_max: to_usize(blocks_max),
             };
             let rank = RankId { worker, dp_rank: 0 };
             let follower = KvFollower::new(events.clone(), rank, options);

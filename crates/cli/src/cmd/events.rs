@@ -8,6 +8,7 @@ use anyhow::Context;
 use bytes::Bytes;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::text::counted;
+use slipstream_base::width::to_u16;
 use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EventsConfig};
 use slipstream_events::nats::NatsSubscriber;
@@ -33,7 +34,7 @@ pub(crate) fn start(
     for pool in &cluster.pools {
         for _ in 0..pool.workers {
             let here = specs.iter().any(|spec| spec.worker == WorkerId(worker));
-            for dp_rank in 0..pool.engine.data_parallel_size as u16 {
+            for dp_rank in 0..to_u16(pool.engine.data_parallel_size) {
                 let worker = WorkerId(worker);
                 if here {
                     ranks.push((RankId { worker, dp_rank }, offset));

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context;
+use slipstream_base::width::to_u32;
 use slipstream_config::cluster::{Cluster, EngineUrl};
 use slipstream_frontend::upstream::{Engines, MemberError};
 use tokio::sync::watch;
@@ -135,7 +136,7 @@ pub(super) fn resolved(cluster: &Cluster) -> anyhow::Result<Cluster> {
             }
             Err(why) => eprintln!("note: no engines of {name} yet: {why}"),
         }
-        pool.workers = (of.urls.len() as u32).max(1);
+        pool.workers = (to_u32(of.urls.len())).max(1);
     }
     Ok(cluster)
 }

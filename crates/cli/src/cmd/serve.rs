@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
+use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, FaultsConfig, LiveConfig};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
@@ -398,7 +399,7 @@ impl Dispatching {
 
     /// The dispatcher of one shard.
     pub(super) fn of(&self, shard: usize) -> Dispatcher {
-        let router = |fleet: &Arc<Fleet>| Router::new(fleet.clone(), shard as u32);
+        let router = |fleet: &Arc<Fleet>| Router::new(fleet.clone(), to_u32(shard));
         let prefill = self.fleets.prefill.as_ref().map(router);
         Dispatcher::new(self.rules, router(&self.fleets.serve), prefill)
             .with_queue_room(self.queue.clone())
@@ -451,7 +452,7 @@ pub(super) fn worker_specs(
                 .map(|dp_rank| {
                     let rank = RankId {
                         worker,
-                        dp_rank: dp_rank as u16,
+                        dp_rank: to_u16(dp_rank),
                     };
                     engine(cluster, rank, &pool.engine, text)
                         .map(|engine| Box::new(engine) as Box<dyn Backend>)

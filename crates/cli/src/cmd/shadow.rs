@@ -21,6 +21,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use slipstream_base::text::counted;
+use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime};
 use slipstream_config::cluster::{Cluster, file};
 use slipstream_config::doc::Doc;
@@ -370,7 +371,7 @@ fn prompt(request: &ShadowRequest, block_size: u32) -> PromptSource {
         tokens,
         role: prompt::Role::User,
     };
-    let blocks = shared.len() as u32;
+    let blocks = to_u32(shared.len());
     let rest = request.input_tokens - blocks * block_size;
     // Texts of blocks are hashes, which do not meet small numbers but by chance.
     let shared = shared.map(|block| segment(block.0, block_size));

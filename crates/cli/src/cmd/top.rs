@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::termios::{self, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
 use serde_json::Value;
+use slipstream_base::width::to_u8;
 use slipstream_probe::Client;
 
 use super::client_args::ClientArgs;
@@ -312,7 +313,7 @@ impl Screen {
         raw.local_modes -= LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG;
         raw.special_codes[SpecialCodeIndex::VMIN] = 0;
         let tenths = (interval.as_millis() / 100).clamp(1, 255);
-        raw.special_codes[SpecialCodeIndex::VTIME] = tenths as u8;
+        raw.special_codes[SpecialCodeIndex::VTIME] = to_u8(tenths);
         termios::tcsetattr(std::io::stdin(), OptionalActions::Now, &raw)?;
         let screen = Screen { before };
         out::print("\x1b[?1049h\x1b[?25l")?; // the other screen, no cursor

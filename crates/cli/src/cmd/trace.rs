@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::SimTime;
+use slipstream_base::width::nanos;
 use slipstream_config::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
 use slipstream_report::latency::{TOO_FEW, enough_samples};
 use slipstream_report::record::Partial;
@@ -119,8 +120,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }),
         ..Workload::default()
     };
-    let minute = Duration::from_secs(60).as_nanos() as u64;
-    let window_ns = window.map_or(minute, |w| w.as_nanos() as u64);
+    let minute = 60_000_000_000;
+    let window_ns = window.map_or(minute, nanos);
     anyhow::ensure!(window_ns > 0, "--window is 0; use a duration, such as 60s");
     // Answers take no time here: later turns follow after their delay.
     let mut schedule = Schedule::open(&workload, 0, Shard::WHOLE)?;

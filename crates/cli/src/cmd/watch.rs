@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use slipstream_base::width::{floor_u64, to_usize};
 use slipstream_base::{RankId, Stage};
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
@@ -118,7 +119,7 @@ fn progress_line(progress: &Progress, whole: Whole, wall_s: f64) -> String {
     let mut line = String::new();
     let mut left = String::new();
     if let Some(share) = whole.share(progress) {
-        let full = (share * WIDTH as f64) as usize;
+        let full = to_usize(floor_u64(share * WIDTH as f64));
         line.push('[');
         line.extend((0..WIDTH).map(|at| if at < full { '#' } else { '-' }));
         line = line + "] " + &number(share * 100.0) + " %, ";

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
 use clap::ValueEnum;
+use slipstream_base::width::floor_u64;
 use slipstream_bench::{Config, Endpoint, PromptForm, Target};
 use slipstream_config::cluster::EngineConfig;
 use slipstream_config::workload_file::{Arrival, Class, Content, Dist, Workload};
@@ -375,7 +376,7 @@ pub(super) async fn ended(client: &Client, within: Duration) -> Option<u64> {
     let answer = client.get("/metrics", within).await.ok()?;
     let text = String::from_utf8_lossy(&answer.body).into_owned();
     let sum = Samples::parse(&text).sum("vllm:request_success_total")?;
-    (sum.is_finite() && sum >= 0.0).then_some(sum as u64)
+    (sum.is_finite() && sum >= 0.0).then(|| floor_u64(sum))
 }
 
 /// Refuses a measurement during which the engine also answered others.

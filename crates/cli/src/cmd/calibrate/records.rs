@@ -6,6 +6,8 @@ use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
 
+use slipstream_base::width::to_usize;
+
 /// One answered request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MeasuredRequest {
@@ -113,7 +115,7 @@ fn csv_rows(text: &str) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for row in reader.records() {
         let row = row?;
-        let line = row.position().map_or(0, |at| at.line() as usize);
+        let line = row.position().map_or(0, |at| to_usize(at.line()));
         let cells = names.iter().zip(&row).filter(|(_, cell)| !cell.is_empty());
         let cells = cells.map(|(name, cell)| (name.to_owned(), cell.to_owned()));
         rows.push((line, cells.collect()));
@@ -315,7 +317,7 @@ pub(super) fn most_at_once(records: &[MeasuredRequest]) -> usize {
         now += change;
         now
     });
-    counts.max().unwrap_or(0).max(0) as usize
+    usize::try_from(counts.max().unwrap_or(0)).unwrap_or(0)
 }
 
 /// Names of parts, and the part of each record.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, ensure};
+use slipstream_base::width::to_usize;
 use slipstream_config::cluster::{Cluster, TimingConfig};
 use slipstream_config::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
 use slipstream_perf::fit::quantile;
@@ -270,7 +271,7 @@ struct Times(Vec<[f64; 2]>, usize);
 impl Sink for Times {
     fn on_request(&mut self, r: &RequestRecord<'_>) {
         let s = |until: slipstream_base::SimTime| until.since(r.request.due) as f64 / 1e9;
-        if let (Some(times), None) = (self.0.get_mut(r.request.session as usize), r.error) {
+        if let (Some(times), None) = (self.0.get_mut(to_usize(r.request.session)), r.error) {
             *times = [s(r.first), s(r.last)];
             self.1 += 1;
         }

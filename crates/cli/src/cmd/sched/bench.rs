@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use serde_json::json;
+use slipstream_base::width::{floor_u64, to_u32};
 use slipstream_report::latency::enough_samples;
 use slipstream_report::table::{Table, grouped, number};
 use slipstream_scx::link::Mechanism;
@@ -74,7 +75,8 @@ fn scheduler() -> String {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let cpus = std::thread::available_parallelism()
         .context("counting CPUs")?
-        .get() as u32;
+        .get();
+    let cpus = to_u32(cpus);
     let (mut wakes, mut loads) = (Vec::new(), Vec::new());
     for &mechanism in &args.mechanism {
         if args.rounds > 0 {
@@ -125,7 +127,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         for r in &wakes {
             let mut row = vec![r.mechanism.name().to_owned()];
             row.extend(quantiles(&r.latency));
-            row.push(grouped(r.hand_offs_per_s as u64));
+            row.push(grouped(floor_u64(r.hand_offs_per_s)));
             table.row(row);
         }
         text += &table.render(false);
@@ -147,8 +149,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let mut row = vec![r.load_pct.to_string()];
             row.extend(quantiles(&r.wake));
             row.extend(quantiles(&r.request));
-            row.push(grouped(r.requests_per_s as u64));
-            row.push(grouped(r.hand_offs_per_s as u64));
+            row.push(grouped(floor_u64(r.requests_per_s)));
+            row.push(grouped(floor_u64(r.hand_offs_per_s)));
             row.push(r.dropped.to_string());
             table.row(row);
         }

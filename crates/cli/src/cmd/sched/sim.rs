@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use serde_json::json;
+use slipstream_base::width::round_u64;
 use slipstream_cpusched::config::{Experiment, Plan};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::COUNTERS;
@@ -147,8 +148,8 @@ fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
         us(&g.wake, 0.999),
         us(&g.request, 0.5),
         us(&g.request, 0.99),
-        grouped((r.requests as f64 / seconds).round() as u64),
-        grouped((handoffs as f64 / whole).round() as u64),
+        grouped(round_u64(r.requests as f64 / seconds)),
+        grouped(round_u64(handoffs as f64 / whole)),
         // A trusted handoff is queued where nothing can precede it, so it is not counted when it
         // runs.
         share(counter(r, "ran_next") + counter(r, "trusted")),

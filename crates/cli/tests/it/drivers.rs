@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use slipstream_base::{BlockHash, FinishReason, WorkerId};
+use slipstream_base::{FinishReason, WorkerId};
 use slipstream_config::cluster::{self, Cluster, file};
 use slipstream_config::doc::Doc;
 use slipstream_config::workload_file;
@@ -18,7 +18,7 @@ use slipstream_dispatch::journal::{Input, Journal, Line};
 use slipstream_dispatch::{Action, Dispatcher, Role, Rules};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, WorkerTransport,
+    Bound, Frontend, KvNetwork, Limits, Service, ShardPlane, WorkerTransport,
 };
 use slipstream_planes::{
     End, FirstPass, Flushed, PassFrame, Plane, PlaneLimits, Prologue, Reserved, StreamAddr,
@@ -659,18 +659,8 @@ fn text() -> Arc<TextModel> {
 fn service(cluster: &Cluster, fleets: Fleets) -> Service {
     let second = Duration::from_secs(1);
     Service {
-        recorder: None,
-        shadow: None,
-        model: cluster.model.name.clone(),
-        text: text(),
-        root: BlockHash::root(&cluster.model.name, "", ""),
-        block_size: fleets.serve.block_size(),
-        keep_tokens: false,
         max_model_len: 1024,
         kv_blocks: 128,
-        fleets,
-        api_keys: ApiKeys::new([]),
-        origins: Origins::default(),
         limits: Limits {
             read_timeout: 60 * second,
             streams_max: 1024,
@@ -678,17 +668,7 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
             drain: second / 100,
             ..Limits::default()
         },
-        access: None,
-        spans: None,
-        trace_sample: 0.0,
-        faults: Arc::default(),
-        management: Arc::default(),
-        image_tokens: 0,
-        created: 0,
-        #[cfg(feature = "bench")]
-        locked_table: false,
-        direct_writes: true,
-        seed: 1,
+        ..Service::new(&cluster.model.name, text(), fleets)
     }
 }
 

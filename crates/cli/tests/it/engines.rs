@@ -751,16 +751,16 @@ fn the_time_of_a_forwarded_request_is_limited_before_its_first_byte_too() {
 
 #[test]
 fn a_connection_ends_with_a_refusal_that_may_have_left_its_body_unread() {
-    let (tell, told) = mpsc::channel();
-    let tell = Mutex::new(tell);
+    let (read, reads) = mpsc::channel();
+    let read = Mutex::new(read);
     let engine = Engine::start(move |_, stream| {
         answer(stream, "413 Payload Too Large", "", b"{}");
         // Another request here would be answered with what was left of this one.
-        let _ = tell.lock().unwrap().send(stream.read(&mut [0]).ok());
+        let _ = read.lock().unwrap().send(stream.read(&mut [0]).ok());
     });
     let server = front(&[&engine], &[]);
     assert_eq!(server.post("/v1/completions", STREAM).status, 413);
-    assert_eq!(told.recv_timeout(PATIENCE), Ok(Some(0)));
+    assert_eq!(reads.recv_timeout(PATIENCE), Ok(Some(0)));
 }
 
 #[test]

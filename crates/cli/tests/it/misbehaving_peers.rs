@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use slipstream_base::{
@@ -431,12 +432,14 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
     await_ready(&server, 1);
     // It sends pings, and reads nothing.
     let mut talk = peer.stream.try_clone().unwrap();
+    let (cut, until_cut) = mpsc::channel::<()>();
     let pings = std::thread::spawn(move || {
         let mut ping = Vec::new();
         wire::encode_bare(FrameKind::Ping, &mut ping);
-        while talk.write_all(&ping).is_ok() {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let between = Duration::from_millis(20);
+        while talk.write_all(&ping).is_ok()
+            && until_cut.recv_timeout(between) == Err(RecvTimeoutError::Timeout)
+        {}
     });
     // 50 kB of hashes each: more than sockets and the shard's outbox can hold.
     let prompt = vec!["5"; 100_000].join(",");
@@ -451,8 +454,9 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
             assert_eq!(head.status, 503);
         }
     }
+    server.await_metric("slipstream_plane_silent_total", |silent| silent == 1.0);
+    drop(cut);
     pings.join().unwrap();
-    assert_eq!(server.metric("slipstream_plane_silent_total"), 1.0);
     await_ready(&server, 0);
     assert_eq!(server.metric("slipstream_streams_open"), 0.0);
     drop(peer);

@@ -13,6 +13,185 @@ use crate::WorkerSet;
 use crate::callhome::CallHomeStats;
 use crate::stats::{RankStats, ThreadStats};
 
+/// Name, help, and value of a counter.
+type Counters<S, const N: usize> = [(&'static str, &'static str, fn(&S) -> f64); N];
+
+/// Of every rank: vLLM's, then our own. vLLM's names and meanings: `vllm/v1/metrics/loggers.py`.
+const RANK_COUNTERS: Counters<RankStats, 19> = [
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache",
+        |s| s.prefix_query_tokens.get() as f64,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache",
+        |s| s.prefix_hit_tokens.get() as f64,
+    ),
+    // vLLM counts what its KV connector finds. Prompts that come from prefill workers are not counted here.
+    (
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens looked up in host memory, as the GPUs do not cache them",
+        |s| s.host_query_tokens.get() as f64,
+    ),
+    (
+        "vllm:external_prefix_cache_hits",
+        "Prompt tokens found in host memory",
+        |s| s.host_hit_tokens.get() as f64,
+    ),
+    ("vllm:num_preemptions", "Preemptions", |s| {
+        s.preemptions.get() as f64
+    }),
+    ("slipstream_rank_passes", "Forward passes", |s| {
+        s.passes.get() as f64
+    }),
+    (
+        "slipstream_rank_extrapolated_passes",
+        "Forward passes outside the table of step times",
+        |s| s.extrapolated_passes.get() as f64,
+    ),
+    (
+        "slipstream_rank_prompt_tokens",
+        "Prompt tokens of sequences whose prompt was computed here",
+        |s| s.prompt_tokens.get() as f64,
+    ),
+    (
+        "slipstream_rank_generation_tokens",
+        "Tokens generated",
+        |s| s.generation_tokens.get() as f64,
+    ),
+    (
+        "slipstream_rank_finished_stop",
+        "Sequences that ended by themselves",
+        |s| s.finished_stop.get() as f64,
+    ),
+    (
+        "slipstream_rank_finished_length",
+        "Sequences that reached their length",
+        |s| s.finished_length.get() as f64,
+    ),
+    (
+        "slipstream_rank_finished_abort",
+        "Sequences stopped or killed",
+        |s| s.finished_abort.get() as f64,
+    ),
+    (
+        "slipstream_rank_prompts_handed_over",
+        "Prompts computed here and fetched by others",
+        |s| s.prompts_handed_over.get() as f64,
+    ),
+    (
+        "slipstream_rank_prompts_received",
+        "Prompts that came from others",
+        |s| s.prompts_received.get() as f64,
+    ),
+    ("slipstream_rank_refused", "Requests refused", |s| {
+        s.refused.get() as f64
+    }),
+    (
+        "slipstream_rank_fast_passes",
+        "Passes delivered without a timer",
+        |s| s.fast_passes.get() as f64,
+    ),
+    (
+        "slipstream_rank_timed_passes",
+        "Passes that waited for their end",
+        |s| s.timed_passes.get() as f64,
+    ),
+    (
+        "slipstream_rank_late_anchors",
+        "Times too late to catch up",
+        |s| s.late_anchors.get() as f64,
+    ),
+    (
+        "slipstream_rank_kv_resyncs",
+        "KV snapshots published",
+        |s| s.resyncs.get() as f64,
+    ),
+];
+
+/// Of ranks that draft tokens.
+const DRAFT_COUNTERS: Counters<RankStats, 3> = [
+    ("vllm:spec_decode_num_drafts", "Drafts verified", |s| {
+        s.drafts.get() as f64
+    }),
+    (
+        "vllm:spec_decode_num_draft_tokens",
+        "Tokens of those drafts",
+        |s| s.draft_tokens.get() as f64,
+    ),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Tokens of those drafts that were accepted",
+        |s| s.accepted_tokens.get() as f64,
+    ),
+];
+
+/// Of every engine thread.
+const THREAD_COUNTERS: Counters<ThreadStats, 13> = [
+    (
+        "slipstream_engine_thread_received",
+        "Requests and controls taken",
+        |s| s.received.get() as f64,
+    ),
+    ("slipstream_engine_thread_frames", "Frames sent", |s| {
+        s.frames.get() as f64
+    }),
+    (
+        "slipstream_engine_thread_hosted",
+        "Rounds that a shard's thread ran",
+        |s| s.hosted.get() as f64,
+    ),
+    ("slipstream_engine_thread_sleeps", "Times asleep", |s| {
+        s.sleeps.get() as f64
+    }),
+    (
+        "slipstream_engine_thread_frames_apart",
+        "Times that one shard took no frames: its own waited while other shards took theirs",
+        |s| s.apart.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_given_up",
+        "Streams ended because too much waited for their shard",
+        |s| s.given_up.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_stalls",
+        "Waits for any shard to take a frame",
+        |s| s.stalls.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_stalled_seconds",
+        "Time of those waits",
+        |s| s.stalled_ns.get() as f64 / 1e9,
+    ),
+    (
+        "slipstream_engine_thread_orphaned",
+        "Streams of shards that are gone",
+        |s| s.orphaned.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_paused",
+        "Times a stream had used up its credit",
+        |s| s.paused.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_superseded",
+        "Streams whose slot was reused",
+        |s| s.superseded.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_overruns",
+        "Streams ended because more input came than there was room for",
+        |s| s.overruns.get() as f64,
+    ),
+    (
+        "slipstream_engine_thread_misaddressed",
+        "Messages that name no shard",
+        |s| s.misaddressed.get() as f64,
+    ),
+];
+
 /// The workers' part of `/metrics`: by rank under vLLM's names if vLLM has one, and under our
 /// own. A scrape reads atomics; no engine thread takes part.
 #[derive(Debug)]
@@ -131,49 +310,9 @@ impl Collector for WorkerCollector {
             Gauge,
             RankStats::kv_usage,
         )?;
-        let help = "Prompt tokens looked up in the prefix cache";
-        self.by_rank(e, "vllm:prefix_cache_queries", help, Counter, |s| {
-            s.prefix_query_tokens.get() as f64
-        })?;
-        let help = "Prompt tokens found in the prefix cache";
-        self.by_rank(e, "vllm:prefix_cache_hits", help, Counter, |s| {
-            s.prefix_hit_tokens.get() as f64
-        })?;
-        // vLLM counts what its KV connector finds. Prompts that come from prefill workers are not counted here.
-        let help = "Prompt tokens looked up in host memory, as the GPUs do not cache them";
-        self.by_rank(
-            e,
-            "vllm:external_prefix_cache_queries",
-            help,
-            Counter,
-            |s| s.host_query_tokens.get() as f64,
-        )?;
-        let help = "Prompt tokens found in host memory";
-        self.by_rank(e, "vllm:external_prefix_cache_hits", help, Counter, |s| {
-            s.host_hit_tokens.get() as f64
-        })?;
-        self.by_rank(e, "vllm:num_preemptions", "Preemptions", Counter, |s| {
-            s.preemptions.get() as f64
-        })?;
         // As in vLLM, engines that draft nothing do not have them.
         if self.ranks.iter().any(|s| s.drafts.get() > 0) {
-            type Of = fn(&RankStats) -> f64;
-            let counters: [(&str, &str, Of); 3] = [
-                ("vllm:spec_decode_num_drafts", "Drafts verified", |s| {
-                    s.drafts.get() as f64
-                }),
-                (
-                    "vllm:spec_decode_num_draft_tokens",
-                    "Tokens of those drafts",
-                    |s| s.draft_tokens.get() as f64,
-                ),
-                (
-                    "vllm:spec_decode_num_accepted_tokens",
-                    "Tokens of those drafts that were accepted",
-                    |s| s.accepted_tokens.get() as f64,
-                ),
-            ];
-            for (name, help, of) in counters {
+            for (name, help, of) in DRAFT_COUNTERS {
                 self.by_rank(e, name, help, Counter, of)?;
             }
         }
@@ -208,143 +347,10 @@ impl Collector for WorkerCollector {
             Gauge,
             |s| f64::from(u8::from(s.is_ready())),
         )?;
-        type Of = fn(&RankStats) -> f64;
-        let counters: [(&str, &str, Of); 14] = [
-            ("slipstream_rank_passes", "Forward passes", |s| {
-                s.passes.get() as f64
-            }),
-            (
-                "slipstream_rank_extrapolated_passes",
-                "Forward passes outside the table of step times",
-                |s| s.extrapolated_passes.get() as f64,
-            ),
-            (
-                "slipstream_rank_prompt_tokens",
-                "Prompt tokens of sequences whose prompt was computed here",
-                |s| s.prompt_tokens.get() as f64,
-            ),
-            (
-                "slipstream_rank_generation_tokens",
-                "Tokens generated",
-                |s| s.generation_tokens.get() as f64,
-            ),
-            (
-                "slipstream_rank_finished_stop",
-                "Sequences that ended by themselves",
-                |s| s.finished_stop.get() as f64,
-            ),
-            (
-                "slipstream_rank_finished_length",
-                "Sequences that reached their length",
-                |s| s.finished_length.get() as f64,
-            ),
-            (
-                "slipstream_rank_finished_abort",
-                "Sequences stopped or killed",
-                |s| s.finished_abort.get() as f64,
-            ),
-            (
-                "slipstream_rank_prompts_handed_over",
-                "Prompts computed here and fetched by others",
-                |s| s.prompts_handed_over.get() as f64,
-            ),
-            (
-                "slipstream_rank_prompts_received",
-                "Prompts that came from others",
-                |s| s.prompts_received.get() as f64,
-            ),
-            ("slipstream_rank_refused", "Requests refused", |s| {
-                s.refused.get() as f64
-            }),
-            (
-                "slipstream_rank_fast_passes",
-                "Passes delivered without a timer",
-                |s| s.fast_passes.get() as f64,
-            ),
-            (
-                "slipstream_rank_timed_passes",
-                "Passes that waited for their end",
-                |s| s.timed_passes.get() as f64,
-            ),
-            (
-                "slipstream_rank_late_anchors",
-                "Times too late to catch up",
-                |s| s.late_anchors.get() as f64,
-            ),
-            (
-                "slipstream_rank_kv_resyncs",
-                "KV snapshots published",
-                |s| s.resyncs.get() as f64,
-            ),
-        ];
-        for (name, help, of) in counters {
+        for (name, help, of) in RANK_COUNTERS {
             self.by_rank(e, name, help, Counter, of)?;
         }
-        type OfThread = fn(&ThreadStats) -> f64;
-        let counters: [(&str, &str, OfThread); 13] = [
-            (
-                "slipstream_engine_thread_received",
-                "Requests and controls taken",
-                |s| s.received.get() as f64,
-            ),
-            ("slipstream_engine_thread_frames", "Frames sent", |s| {
-                s.frames.get() as f64
-            }),
-            (
-                "slipstream_engine_thread_hosted",
-                "Rounds that a shard's thread ran",
-                |s| s.hosted.get() as f64,
-            ),
-            ("slipstream_engine_thread_sleeps", "Times asleep", |s| {
-                s.sleeps.get() as f64
-            }),
-            (
-                "slipstream_engine_thread_frames_apart",
-                "Times that one shard took no frames: its own waited while other shards took theirs",
-                |s| s.apart.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_given_up",
-                "Streams ended because too much waited for their shard",
-                |s| s.given_up.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_stalls",
-                "Waits for any shard to take a frame",
-                |s| s.stalls.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_stalled_seconds",
-                "Time of those waits",
-                |s| s.stalled_ns.get() as f64 / 1e9,
-            ),
-            (
-                "slipstream_engine_thread_orphaned",
-                "Streams of shards that are gone",
-                |s| s.orphaned.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_paused",
-                "Times a stream had used up its credit",
-                |s| s.paused.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_superseded",
-                "Streams whose slot was reused",
-                |s| s.superseded.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_overruns",
-                "Streams ended because more input came than there was room for",
-                |s| s.overruns.get() as f64,
-            ),
-            (
-                "slipstream_engine_thread_misaddressed",
-                "Messages that name no shard",
-                |s| s.misaddressed.get() as f64,
-            ),
-        ];
-        for (name, help, of) in counters {
+        for (name, help, of) in THREAD_COUNTERS {
             self.by_thread(e, name, help, of)?;
         }
         self.handover(e)

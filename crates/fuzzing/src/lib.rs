@@ -2,6 +2,15 @@
 //!
 //! `make fuzz` runs each under libFuzzer (`fuzz/fuzz_targets`), and the tests of this crate run them on the recorded
 //! inputs (`fuzz/corpus`) and on damaged copies. docs/reliability.md lists the promises.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 pub mod cluster_file;
 pub mod event_message;

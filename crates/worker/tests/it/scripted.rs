@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{
     EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RequestId, Role, SimTime, TokenId,
     WorkerId,
@@ -121,12 +122,12 @@ impl Backend for Scripted {
         }
         let per_step = &self.script.per_step;
         let count = per_step
-            .get(number as usize % per_step.len().max(1))
+            .get(to_usize(number) % per_step.len().max(1))
             .map_or(1, |&n| n);
         let vocab = vocab();
         for s in &mut self.sequences {
             let max = s.request.params.max_tokens + self.script.excess;
-            let tokens: Vec<TokenId> = (s.sent..max.min(s.sent + count as u32))
+            let tokens: Vec<TokenId> = (s.sent..max.min(s.sent + to_u32(count)))
                 .map(|at| output_token(&vocab, s.request.seed, at))
                 .collect();
             out.tokens.push_all(s.request.id, &tokens);
@@ -140,7 +141,7 @@ impl Backend for Scripted {
                     first_pass_start: out.start,
                 });
             }
-            s.sent += tokens.len() as u32;
+            s.sent += to_u32(tokens.len());
             if s.sent == max {
                 out.finished.push(Finished {
                     id: s.request.id,
@@ -154,8 +155,8 @@ impl Backend for Scripted {
                 });
             }
         }
-        out.token_count = out.tokens.count() as u32;
-        out.sequence_count = out.tokens.sequences() as u32;
+        out.token_count = to_u32(out.tokens.count());
+        out.sequence_count = to_u32(out.tokens.sequences());
         let excess = self.script.excess;
         self.sequences
             .retain(|s| s.sent < s.request.params.max_tokens + excess);
@@ -168,7 +169,7 @@ impl Backend for Scripted {
 
     fn stats(&self) -> Stats {
         Stats {
-            running: self.sequences.len() as u32,
+            running: to_u32(self.sequences.len()),
             passes: self.steps,
             ..Stats::default()
         }

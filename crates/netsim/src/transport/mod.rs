@@ -34,6 +34,9 @@ pub(crate) const PROTOCOLS: &[&Protocol] = &[
 ];
 
 /// A transport in files and outputs. Its flows have a known size.
+///
+/// An end keeps state for the packets under way. The limit of memory counts a TCP flow's two ends for each flow; a
+/// transport with state for every packet of a flow adds it to `check_memory` in `layout.rs`, as NDP does.
 pub(crate) struct Protocol {
     /// Value of `flow_type`.
     pub(crate) word: &'static str,

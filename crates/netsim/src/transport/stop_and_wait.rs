@@ -1,6 +1,7 @@
 //! Stop and wait: one packet at a time, retransmitted on a timeout. A test transport, which shows
 //! that a transport is a file and a line of [`super::PROTOCOLS`].
 
+use slipstream_base::width::{floor_u64, low_u32, to_u32};
 use slipstream_config::doc::Table;
 
 use super::{
@@ -25,7 +26,7 @@ pub(super) const PROTOCOL: Protocol = Protocol {
     sender: |setup, parameters| {
         Box::new(Source {
             setup: *setup,
-            retry_ns: parameters[0] as u64,
+            retry_ns: floor_u64(parameters[0]),
             una: 0,
             start: 0,
             end: None,
@@ -54,18 +55,18 @@ struct Source {
 impl Source {
     fn send(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         let s = &self.setup;
-        let size = u64::from(s.packet_bytes).min(s.total - self.una) as u32;
+        let size = to_u32(u64::from(s.packet_bytes).min(s.total - self.una));
         self.count.packets += 1;
         self.count.bytes += u64::from(size);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
         let wire = size + s.header_bytes;
-        let packet = NetEvent::packet(EventKind::Data, s.rows.first, self.una as u32, wire, 0);
+        let packet = NetEvent::packet(EventKind::Data, s.rows.first, low_u32(self.una), wire, 0);
         fabric.emit(net, now, packet);
         fabric.schedule(
             now + self.retry_ns,
             EventKind::Timer,
             s.me.0,
-            self.una as u32,
+            low_u32(self.una),
         );
     }
 }
@@ -115,7 +116,7 @@ impl Sender for Source {
 
     fn on_timer(&mut self, now: u64, event: NetEvent, fabric: &mut ShardPorts, net: &Net) -> bool {
         // The timer of a packet that has been answered is void.
-        if self.end.is_none() && event.seq == self.una as u32 {
+        if self.end.is_none() && event.seq == low_u32(self.una) {
             self.count.retransmitted += 1;
             self.count.timeouts += 1;
             self.send(now, fabric, net);
@@ -160,7 +161,7 @@ impl Receiver for Sink {
         let answer = NetEvent::packet(
             EventKind::Ack,
             s.rows.first,
-            self.next as u32,
+            low_u32(self.next),
             s.answer_bytes,
             0,
         );

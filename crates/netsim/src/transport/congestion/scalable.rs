@@ -3,6 +3,8 @@
 //! loss. A test algorithm, which shows that a congestion control is a file and a line of
 //! [`super::ALGORITHMS`].
 
+use slipstream_base::width::floor_u64;
+
 use super::{AckInfo, Algorithm, CongestionControl, OtherCongestion, Window};
 use crate::scenario::Congestion;
 
@@ -33,12 +35,12 @@ impl CongestionControl for Scalable {
             return;
         }
         let grown = self.part + self.a * ack.acked as f64;
-        w.cwnd += grown as u64;
+        w.cwnd += floor_u64(grown);
         self.part = grown.fract();
     }
 
     fn on_loss(&mut self, w: &mut Window, flight: u64) {
-        let left = (flight as f64 * (1.0 - self.b)) as u64;
+        let left = floor_u64(flight as f64 * (1.0 - self.b));
         w.ssthresh = left.max(2 * w.mss);
     }
 }

@@ -2,6 +2,15 @@
 //!
 //! `scripts/instructions.sh` runs it under callgrind with two counts. The difference of the two is the cost of the
 //! work between them, without the set-up. Prints the operations done.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![allow(clippy::disallowed_methods)] // it calls the router directly
 
 #[cfg(feature = "sim")]
@@ -15,6 +24,7 @@ use std::process::ExitCode;
 
 use bytes::BytesMut;
 use slipstream_base::mix::draw;
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, SimTime,
     Tail, WorkerId,
@@ -77,13 +87,18 @@ fn print(line: &dyn Display) {
     writeln!(std::io::stdout(), "{line}").expect("standard output is open");
 }
 
+/// The `n`th of `len` places, around and around.
+fn place(n: u64, len: usize) -> usize {
+    to_usize(n % len as u64)
+}
+
 /// Passes of 256 sequences, 128 tokens in and 1,024 out, the next request as soon as one ends.
 fn engine_tokens(passes: u64, async_scheduling: bool) -> u64 {
     const BATCH: u64 = 256;
     let config = EngineConfig {
         block_size: 16,
         num_gpu_blocks: 32_768,
-        max_num_seqs: BATCH as u32,
+        max_num_seqs: to_u32(BATCH),
         max_num_batched_tokens: 8_192,
         max_model_len: 131_072,
         async_scheduling,
@@ -118,7 +133,7 @@ fn engine_tokens(passes: u64, async_scheduling: bool) -> u64 {
     let (mut out, mut now, mut tokens) = (PassOutput::default(), SimTime(0), 0);
     // Staggered, so that ends are spread over passes.
     for id in 0..BATCH {
-        let left = 1 + (id * 1_024 / BATCH) as u32;
+        let left = 1 + to_u32(id * 1_024 / BATCH);
         engine.add(now, request(id, left)).expect("it fits");
     }
     let mut next = BATCH;
@@ -183,7 +198,7 @@ fn routes(count: u64) -> u64 {
     let mut open = VecDeque::new();
     for n in 0..count {
         let request = RouteRequest {
-            prompt: black_box(&prompts[n as usize % prompts.len()]),
+            prompt: black_box(&prompts[place(n, prompts.len())]),
             max_tokens: 100,
             session: None,
             direct: None,
@@ -247,7 +262,7 @@ fn events(count: u64) -> u64 {
     let render = SseRender::new(&head, 0);
     let vocab = model.output_vocab();
     let tokens: Vec<_> = (0..1024)
-        .map(|at| vocab[draw(1, at) as usize % vocab.len()])
+        .map(|at| vocab[place(draw(1, at), vocab.len())])
         .collect();
     let mut out = BytesMut::with_capacity(512 << 10);
     for _ in 0..count {
@@ -302,13 +317,13 @@ fn packets(count: u64) -> u64 {
 fn index_blocks(count: u64) -> u64 {
     let index = BlockIndex::new(8, 8 * 16_384);
     for n in 0..8 * 40 {
-        let of = (n % 8) as usize;
+        let of = place(n, 8);
         index.apply(of, &delta(RankId::default(), n / 8, &prompt(1_000 + n)));
     }
     let mut sequence = 40;
     let prompts: Vec<Prompt> = (0..64).map(prompt).collect();
     for n in 0..count {
-        let prompt = &prompts[n as usize % prompts.len()];
+        let prompt = &prompts[place(n, prompts.len())];
         let mut delta = delta(RankId::default(), sequence, prompt);
         index.apply(0, &delta);
         delta.sequence += 1;
@@ -331,13 +346,13 @@ fn keys(count: u64) -> u64 {
         }
         key
     };
-    let mut set = KeySet::new(HELD as usize + 1, 1);
+    let mut set = KeySet::new(to_usize(HELD) + 1, 1);
     for n in 0..HELD {
-        set.change(&key(n), Change::Add(n as u32))
+        set.change(&key(n), Change::Add(to_u32(n)))
             .expect("36 bytes");
     }
     for n in 0..count {
-        let place = (n % HELD) as u32;
+        let place = to_u32(n % HELD);
         set.change(&key(n), Change::Remove(place))
             .expect("36 bytes");
         set.change(&key(n + HELD), Change::Add(place))

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix as _; // for its feature: see Cargo.toml
-use slipstream_base::{BlockHash, RankId};
+use slipstream_base::RankId;
 use slipstream_config::cluster::{Cluster, file};
 use slipstream_config::doc::Doc;
 use slipstream_dispatch::{Dispatcher, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_frontend::sim::{SimFrontend, SimShard};
 use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{ApiKeys, Limits, Origins, RemoteLimits, Roster, Service};
+use slipstream_frontend::{RemoteLimits, Roster, Service};
 use slipstream_planes::clock::sim as clock;
 use slipstream_planes::discovery::{ProcessRecord, ProcessRole, SeatKey, SessionEvent};
 use slipstream_planes::link::Socket;
@@ -89,7 +89,7 @@ async fn run(tokens: u64, resumes: bool) {
     }
     while !answers.is_empty() {
         while let Some(bytes) = answers.try_join_next() {
-            assert!(bytes.expect("no panic") > 30 * tokens as usize);
+            assert!(bytes.expect("no panic") as u64 > 30 * tokens);
         }
         now = step(&mut worker, now).await;
     }
@@ -124,28 +124,9 @@ fn frontend(cluster: &Cluster, text: &Arc<TextModel>) -> (SimShard, ProcessRecor
         key.bytes(),
     );
     let service = Service {
-        model: "m".into(),
-        text: text.clone(),
-        root: BlockHash::root("m", "", ""),
-        block_size: fleets.serve.block_size(),
         max_model_len: 16_384,
         kv_blocks: 65_536,
-        keep_tokens: false,
-        fleets: fleets.clone(),
-        api_keys: ApiKeys::default(),
-        origins: Origins::default(),
-        limits: Limits::default(),
-        recorder: None,
-        shadow: None,
-        access: None,
-        spans: None,
-        trace_sample: 0.0,
-        faults: Arc::default(),
-        management: Arc::default(),
-        image_tokens: 0,
-        created: 0,
-        direct_writes: true,
-        seed: 1,
+        ..Service::new("m", text.clone(), fleets.clone())
     };
     let frontend = SimFrontend::new(service, Arc::new(roster), RemoteLimits::default());
     let router = Router::new(fleets.serve, 0);

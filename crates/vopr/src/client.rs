@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use serde::Deserialize;
 use slipstream_base::mix;
+use slipstream_base::width::to_usize;
 use slipstream_engine::{OutputModel, natural_len};
 use slipstream_frontend::sim::{SimError, SimShard};
 use slipstream_frontend::text::TextModel;
@@ -260,7 +261,7 @@ fn prompt(plan: &ClientPlan) -> String {
     let shared = plan.prompt_tokens * 3 / 4;
     for at in 0..plan.prompt_tokens {
         let seed = if at < shared { plan.group } else { plan.seed };
-        let word = mix::draw(seed, u64::from(at)) as usize % WORDS.len();
+        let word = to_usize(mix::draw(seed, u64::from(at))) % WORDS.len();
         prompt.push(' ');
         prompt.push_str(WORDS[word]);
     }

@@ -5,6 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use slipstream_base::width::to_usize;
+
 use crate::plan::Plan;
 use crate::shrink::shrink;
 use crate::world::{Shared, Stats, run};
@@ -72,7 +74,7 @@ impl Command {
                 "--from" => from = number,
                 "--seconds" => seconds = Some(number),
                 "--schedules" => schedules = Some(number),
-                "--threads" => threads = number.clamp(1, 256) as usize,
+                "--threads" => threads = to_usize(number.clamp(1, 256)),
                 _ => return Err(format!("unknown flag {flag}")),
             }
         }

@@ -12,6 +12,15 @@
 //!   the check of their tokens. * `shrink`: the smallest plan that still fails.
 //!
 //! The crate is empty without the feature `sim`.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 #![forbid(unsafe_code)]
 #![cfg(feature = "sim")]
 

@@ -9,6 +9,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
+use slipstream_base::width::to_usize;
 use slipstream_planes::wire::HEADER_BYTES;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
@@ -278,7 +279,7 @@ impl<E: From<Delivery> + 'static> Net<E> {
             .filter(|(_, connection)| connection.open && connection.ends[0] == worker)
             .map(|(index, _)| index)
             .collect();
-        (!open.is_empty()).then(|| open[(pick % open.len() as u64) as usize])
+        (!open.is_empty()).then(|| open[to_usize(pick % open.len() as u64)])
     }
 
     /// Both ends learn at once that the connection is gone; bytes under way are lost.
@@ -383,7 +384,7 @@ impl<E: From<Delivery>> AsyncRead for SimSocket<E> {
         let most = pipe.received.len().min(buf.remaining());
         // Reads come in any portion.
         let count = if most > 1 && state.rng.one_in(4) {
-            state.rng.between(1, most as u64) as usize
+            state.rng.size(1, most)
         } else {
             most
         };

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use slipstream_base::width::to_u32;
+
 use crate::rng::Rng;
 
 /// Clients and faults begin within this time, ns.
@@ -278,17 +280,17 @@ impl Shape {
             _ => Pools::Whole,
         };
         let least = if pools == Pools::Whole { 1 } else { 2 };
-        let frontends = rng.between(1, 2) as usize;
-        let workers = rng.between(1, 2) as usize;
+        let frontends = rng.size(1, 2);
+        let workers = rng.size(1, 2);
         Shape {
             pools,
             frontends,
-            shards: rng.between(1, 2) as usize,
-            processes: rng.between(least, 4) as usize,
+            shards: rng.size(1, 2),
+            processes: rng.size(least, 4),
             workers,
-            threads: rng.between(1, workers as u64) as usize,
-            blocks: rng.between(12, 64) as u32,
-            seqs: rng.between(1, 8) as u32,
+            threads: rng.size(1, workers),
+            blocks: rng.between_u32(12, 64),
+            seqs: rng.between_u32(1, 8),
             batched_tokens: rng.pick(&[32, 64, 256]),
             step_ns: rng.pick(&[200_000, 1_000_000, 3_000_000]),
             startup_ms: rng.pick(&[0, 0, 5, 40]),
@@ -340,7 +342,7 @@ fn clients(rng: &mut Rng, shape: &Shape) -> Vec<ClientPlan> {
     let tokens_max = u64::from(shape.blocks) * 16;
     (0..count)
         .map(|_| {
-            let max_tokens = rng.between(1, 24) as u32;
+            let max_tokens = rng.between_u32(1, 24);
             let most = (tokens_max - u64::from(max_tokens) - 8).min(160);
             ClientPlan {
                 at_ns: if flood {
@@ -348,13 +350,10 @@ fn clients(rng: &mut Rng, shape: &Shape) -> Vec<ClientPlan> {
                 } else {
                     rng.below(HORIZON_NS)
                 },
-                to: (
-                    rng.below(shape.frontends as u64) as usize,
-                    rng.below(shape.shards as u64) as usize,
-                ),
+                to: (rng.index(shape.frontends), rng.index(shape.shards)),
                 seed: rng.bits() >> 12,
                 group: rng.below(3),
-                prompt_tokens: rng.between(1, most) as u32,
+                prompt_tokens: to_u32(rng.between(1, most)),
                 max_tokens,
                 choices: rng.pick(&[1, 1, 1, 2, 3]),
                 stream: !rng.one_in(4),
@@ -379,9 +378,9 @@ fn faults(rng: &mut Rng, shape: &Shape) -> Vec<Fault> {
     let deadline_ns = shape.deadline_ms * 1_000_000;
     (0..count)
         .map(|_| {
-            let process = rng.below(shape.processes as u64) as usize;
-            let frontend = rng.below(shape.frontends as u64) as usize;
-            let (pick, side) = (rng.bits(), rng.below(2) as usize);
+            let process = rng.index(shape.processes);
+            let frontend = rng.index(shape.frontends);
+            let (pick, side) = (rng.bits(), rng.index(2));
             let some_ns = rng.between(1, 2 * deadline_ns);
             let kind = match rng.pick(&kinds) {
                 0 => FaultKind::Crash {

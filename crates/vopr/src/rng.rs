@@ -1,6 +1,7 @@
 //! Draws of a seed.
 
 use slipstream_base::mix;
+use slipstream_base::width::{to_u32, to_usize};
 
 /// A sequence of draws. The same seed gives the same sequence on every machine.
 #[derive(Clone, Debug)]
@@ -26,6 +27,21 @@ impl Rng {
         mix::below(self.bits(), end)
     }
 
+    /// An index into `len` elements.
+    pub fn index(&mut self, len: usize) -> usize {
+        mix::index(self.bits(), len)
+    }
+
+    /// As [`between`](Self::between), for counts.
+    pub fn size(&mut self, low: usize, high: usize) -> usize {
+        to_usize(self.between(low as u64, high as u64))
+    }
+
+    /// As [`between`](Self::between), in 32 bits.
+    pub fn between_u32(&mut self, low: u32, high: u32) -> u32 {
+        to_u32(self.between(low.into(), high.into()))
+    }
+
     /// A number from `low` to `high`, both included.
     pub fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low + 1)
@@ -38,6 +54,6 @@ impl Rng {
 
     /// One of `of`.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len() as u64) as usize]
+        of[self.index(of.len())]
     }
 }

@@ -29,14 +29,15 @@ use std::sync::{Arc, Mutex, Once};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use slipstream_base::{BlockHash, RankId, Role, WorkerId};
+use slipstream_base::width::{nanos, to_u8, to_u32, to_usize};
+use slipstream_base::{RankId, Role, WorkerId};
 use slipstream_config::cluster::{Cluster, OutputLen, RouterPolicy, TimingConfig, file};
 use slipstream_config::doc::Doc;
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
 use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{ApiKeys, KvNetwork, Limits, Origins, RemoteLimits, Roster, Service};
+use slipstream_frontend::{KvNetwork, Limits, RemoteLimits, Roster, Service};
 use slipstream_planes::clock::sim as clock;
 use slipstream_planes::discovery::{ProcessRecord, ProcessRole, SeatKey, SessionEvent};
 use slipstream_planes::link::Socket;
@@ -381,8 +382,8 @@ fn cluster_of(shape: &Shape, shared: &Shared) -> Cluster {
         Pools::Whole => shared.whole.clone(),
         _ => shared.apart.clone(),
     };
-    let workers = shape.worker_count() as u32;
-    let prefill = shape.prefill_workers() as u32;
+    let workers = to_u32(shape.worker_count());
+    let prefill = to_u32(shape.prefill_workers());
     for pool in &mut cluster.pools {
         pool.workers = match pool.role {
             Role::Prefill => prefill,
@@ -407,7 +408,7 @@ fn cluster_of(shape: &Shape, shared: &Shared) -> Cluster {
         _ => slipstream_config::cluster::HandOver::Pull,
     };
     cluster.network.nic_bits_per_s = shape.nic_bits_per_s as f64;
-    cluster.router.queue_max = shape.queue_max as u32;
+    cluster.router.queue_max = to_u32(shape.queue_max);
     cluster.router.busy_kv_share = f64::from(shape.busy_percent) / 100.0;
     cluster.router.policy = match shape.policy {
         Policy::Kv => RouterPolicy::Kv,
@@ -554,7 +555,7 @@ impl<'a> World<'a> {
 
     /// How far the runtime's time is, ns.
     fn reached(&self) -> u64 {
-        ORIGIN_NS + self.started.elapsed().as_nanos() as u64
+        ORIGIN_NS + nanos(self.started.elapsed())
     }
 
     /// Sleeps until `due`, or until a task is woken.
@@ -790,28 +791,11 @@ impl<'a> World<'a> {
             ..Limits::default()
         };
         let service = Service {
-            model: "m".into(),
-            text: self.answers.text.clone(),
-            root: BlockHash::root("m", "", ""),
-            block_size: fleets.serve.block_size(),
             max_model_len: shape.blocks * 16,
             kv_blocks: shape.blocks,
-            keep_tokens: false,
-            fleets: fleets.clone(),
-            api_keys: ApiKeys::default(),
-            origins: Origins::default(),
             limits,
-            recorder: None,
-            shadow: None,
-            access: None,
-            spans: None,
-            trace_sample: 0.0,
-            faults: Arc::default(),
-            management: Arc::default(),
-            image_tokens: 0,
-            created: 0,
-            direct_writes: true,
             seed: self.plan.seed,
+            ..Service::new("m", self.answers.text.clone(), fleets.clone())
         };
         let remote = RemoteLimits {
             deadline: Duration::from_millis(shape.deadline_ms),
@@ -829,12 +813,12 @@ impl<'a> World<'a> {
         let mut shards = Vec::new();
         for shard in 0..shape.shards {
             let router =
-                |fleet: &Arc<slipstream_router::Fleet>| Router::new(fleet.clone(), shard as u32);
+                |fleet: &Arc<slipstream_router::Fleet>| Router::new(fleet.clone(), to_u32(shard));
             let prefill = fleets.prefill.as_ref().map(router);
             let dispatcher = Dispatcher::new(rules, router(&fleets.serve), prefill)
                 .with_queue_room(room.clone());
             let group = self.group();
-            let shard = frontend.shard(shard as u8, dispatcher, network.clone());
+            let shard = frontend.shard(to_u8(shard), dispatcher, network.clone());
             let run = shard.clone();
             group.local.spawn_local(async move {
                 run.run().await;
@@ -987,7 +971,7 @@ impl<'a> World<'a> {
             .split(' ')
             .map(|part| part.parse::<u64>().unwrap_or(u64::MAX));
         let mut part = || parts.next().unwrap_or(u64::MAX);
-        let (frontend, shard, of) = (part() as usize, part() as usize, part());
+        let (frontend, shard, of) = (to_usize(part()), to_usize(part()), part());
         // A frontend that starts again on its host takes the same port: an old record leads to it.
         let up = self
             .frontends

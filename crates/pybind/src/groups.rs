@@ -4,6 +4,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
+use slipstream_base::width::to_u32;
 use slipstream_kvindex::{Group, Reach};
 
 use crate::keys::KeyMirror;
@@ -40,7 +41,7 @@ impl Keys<'_, '_> {
             Ok(hash) => {
                 self.key.clear();
                 self.key.extend_from_slice(hash.as_bytes());
-                self.key.extend_from_slice(&(group as u32).to_be_bytes());
+                self.key.extend_from_slice(&to_u32(group).to_be_bytes());
                 Some(&self.key)
             }
             Err(error) => {

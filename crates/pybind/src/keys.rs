@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyList};
+use slipstream_base::width::nanos;
 use slipstream_kvindex::{Change, KeyError, KeyMessage, Knowledge, digest};
 
 use crate::lock;
@@ -22,7 +23,7 @@ fn to_python(error: KeyError) -> PyErr {
 /// A number that is larger in each later life of a cache.
 pub(crate) fn life() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(1, |since| since.as_nanos() as u64)
+    since.map_or(1, nanos)
 }
 
 /// The currently cached keys; see [`slipstream_kvindex::KeySet`].

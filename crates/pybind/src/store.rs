@@ -11,6 +11,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+use slipstream_base::width::floor_u64;
 use slipstream_kvstore::store::LoadRequest;
 use slipstream_kvstore::{
     DiskOptions, DiskTier, Medium, MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerOptions,
@@ -163,7 +164,7 @@ impl StoreConfig {
 
     fn options(self) -> PyResult<StoreOptions> {
         let peers = self.peers()?;
-        let ttl_ns = Some((self.ttl_s * 1e9) as u64).filter(|ns| *ns > 0);
+        let ttl_ns = Some(floor_u64(self.ttl_s * 1e9)).filter(|ns| *ns > 0);
         let block_bytes = match self.block_bytes {
             BlockBytes::One(bytes) => vec![bytes],
             BlockBytes::Groups(groups) => groups,

@@ -876,7 +876,7 @@ impl EndpointMaker<'_> {
     }
 }
 
-/// The rows of a flow in one direction.
+/// The rows of a flow in one direction, one per path: `first` and the following. A packet names its row.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rows {
     pub(crate) first: u32,

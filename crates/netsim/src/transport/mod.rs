@@ -42,7 +42,8 @@ pub(crate) struct Protocol {
     pub(crate) word: &'static str,
     /// Name in outputs.
     pub(crate) label: &'static str,
-    /// Whether packets take all paths by default.
+    /// Whether flows have several paths by default, `routing.spray_paths` of them. The ends choose a path per packet
+    /// (`EndSetup::rows`), as [`ndp`] does by its `Spray`.
     pub(crate) sprays: bool,
     /// Reads its keys from `[traffic]`.
     pub(crate) read: fn(&Table<'_>) -> [f64; 8],
@@ -60,7 +61,7 @@ pub(crate) struct EndSetup {
     pub(crate) flow: u32,
     /// The step at which timers of this end are scheduled.
     pub(crate) me: Step,
-    /// Paths of the packets that this end sends.
+    /// Paths of the packets that this end sends. With one path that is `rows.first`.
     pub(crate) rows: Rows,
     /// Payload of a full packet, and the header of each packet, bytes.
     pub(crate) packet_bytes: u32,

@@ -21,7 +21,7 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::Frame;
-use slipstream_base::width::{to_u32, to_usize};
+use slipstream_base::width::{low_u32, to_u32, to_usize};
 use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
@@ -752,7 +752,8 @@ impl ReplyState {
                 // They share an event with the reason, which is known in a moment.
                 sequence.hold(tokens);
             } else {
-                sequence.generated += to_u32(tokens.len());
+                // No more than `room` above, which has 32 bits.
+                sequence.generated += low_u32(tokens.len() as u64);
                 make_room(&mut self.out);
                 stopped = sequence.take_streamed(tokens, text, &mut self.out);
             }
@@ -1326,7 +1327,8 @@ impl Sequence {
             let position = self.position + self.held.len() as u64;
             self.held_runs.push_back((position, to_u32(tokens.len())));
         }
-        self.generated += to_u32(tokens.len());
+        // The caller has cut them to the 32 bits that are left of `max_tokens`.
+        self.generated += low_u32(tokens.len() as u64);
         self.held.extend(tokens);
     }
 
@@ -1674,7 +1676,7 @@ impl Sequence {
     /// Renders the ends of turns whose tokens are all rendered.
     #[inline]
     fn render_turns(&mut self, out: &mut BytesMut) {
-        let rendered = self.generated - to_u32(self.held.len());
+        let rendered = self.generated - low_u32(self.held.len() as u64);
         while let Some(&(at, reason)) = self.turns.front()
             && at <= rendered
         {

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 
@@ -238,6 +239,7 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
             script.push(Op::Exit);
         }
         let group = w.group(name);
+        let script: Arc<[Op]> = script.into();
         for i in 0..instances {
             let spread = w.tasks.len() + i as usize * 7;
             let home = match &cpus {
@@ -246,7 +248,7 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
             };
             w.tasks.push(TaskSpec {
                 group,
-                script: script.as_slice().into(),
+                script: script.clone(),
                 weight,
                 mask: cpus
                     .as_ref()

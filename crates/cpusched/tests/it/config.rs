@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use slipstream_cpusched::config::Experiment;
 use slipstream_cpusched::machine::{CpuMask, Machine};
 use slipstream_cpusched::rtapp;
@@ -113,6 +115,8 @@ fn rtapp_file_becomes_scripts() {
     let lengths: Vec<usize> = w.tasks.iter().map(|t| t.script.len()).collect();
     assert_eq!((w.groups.len(), w.locks, w.channels), (3, 1, 1));
     assert_eq!(lengths, [2, 2, 10, 5], "periodic twice, pair, other");
+    // However many instances a file asks for, its steps are in memory once.
+    assert!(Arc::ptr_eq(&w.tasks[0].script, &w.tasks[1].script));
     assert_eq!(
         w.tasks[2].script[0],
         Op::Run(Span::Fixed(10_000)),

@@ -52,6 +52,7 @@ impl ActiveSequence {
         add(&load.routed, 1);
         add(&load.prefill_tokens, sequence.prefill_tokens);
         add(&load.active_blocks, fresh + sequence.private_blocks);
+        fleet.on_load(target);
         sequence
     }
 
@@ -64,6 +65,7 @@ impl ActiveSequence {
                 &self.fleet.loads[self.target as usize].decode_tokens,
                 self.prompt_tokens,
             );
+            self.fleet.on_load(self.target as usize);
         }
     }
 
@@ -100,6 +102,7 @@ impl Drop for ActiveSequence {
         sub(&load.requests, 1);
         sub(&load.active_blocks, freed);
         add(&load.blocks_freed, freed);
+        self.fleet.on_load(self.target as usize);
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use slipstream_base::width::to_u16;
+use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, Role, SimTime, Tail, WorkerId};
 use slipstream_config::cluster::{Cluster, RouterConfig};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
@@ -151,12 +151,70 @@ pub trait CachedBlocks {
     /// Number of leading `blocks` that a target has cached.
     fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32;
 
-    /// [`CachedBlocks`] of every target, written to `out`, which is full of zeros. Shape
-    /// `[targets]`.
-    fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
-        for (target, hit) in out.iter_mut().enumerate() {
-            *hit = self.overlap_of(target, blocks);
+    /// [`CachedBlocks`] of every target, written to `out`, which has no hits.
+    fn overlap(&self, blocks: &[BlockHash], out: &mut Hits) {
+        for target in 0..out.of_target.len() {
+            out.set(target, self.overlap_of(target, blocks));
         }
+    }
+}
+
+/// Leading blocks of a prompt that each target has cached.
+#[derive(Debug)]
+pub struct Hits {
+    of_target: Box<[u32]>,
+    /// Targets with hits, in any order; those of [`Hits::dense`] only after [`Hits::list`].
+    found: Vec<u32>,
+    /// `of_target` was written as a whole.
+    dense: bool,
+}
+
+impl Hits {
+    pub(crate) fn new(targets: usize) -> Hits {
+        Hits {
+            of_target: vec![0; targets].into(),
+            found: Vec::new(),
+            dense: false,
+        }
+    }
+
+    /// Sets the hits of a target that has none yet.
+    pub fn set(&mut self, target: usize, hits: u32) {
+        if hits > 0 {
+            self.of_target[target] = hits;
+            self.found.push(to_u32(target));
+        }
+    }
+
+    pub(crate) fn of(&self, target: usize) -> u32 {
+        self.of_target[target]
+    }
+
+    pub(crate) fn found(&self) -> &[u32] {
+        &self.found
+    }
+
+    /// Removes all hits. Costs the targets that have some.
+    pub(crate) fn clear(&mut self) {
+        if std::mem::take(&mut self.dense) {
+            self.of_target.fill(0);
+        }
+        for target in self.found.drain(..) {
+            self.of_target[target as usize] = 0;
+        }
+    }
+
+    /// The hits by target, all of which the caller writes.
+    pub(crate) fn dense(&mut self) -> &mut [u32] {
+        self.dense = true;
+        &mut self.of_target
+    }
+
+    /// Lists the targets that have hits, after they were written as a whole.
+    pub(crate) fn list(&mut self) {
+        let with_hits = (0..).zip(&self.of_target).filter(|&(_, &hits)| hits > 0);
+        self.found.clear();
+        self.found.extend(with_hits.map(|(target, _)| target));
     }
 }
 
@@ -176,6 +234,9 @@ pub struct Fleet {
     ready: Box<[AtomicU64]>,
     /// Bumped after each change of `ready`, so that a router rebuilds its list only then.
     ready_generation: AtomicU64,
+    /// One bit per target whose load changed, while a router keeps an order of loads.
+    changed: Box<[AtomicU64]>,
+    keeps_order: AtomicBool,
     cached: Cached,
     /// Routed prompts whose tokens are not known.
     guesses: Option<ApproximateIndex>,
@@ -316,6 +377,10 @@ impl Fleet {
                 .map(|_| AtomicU64::new(0))
                 .collect(),
             ready_generation: AtomicU64::new(1),
+            changed: (0..targets.len().div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            keeps_order: AtomicBool::new(false),
             targets: targets.into(),
             cached,
             guesses: None,
@@ -467,6 +532,34 @@ impl Fleet {
     /// Changes whenever readiness changes.
     pub(crate) fn ready_generation(&self) -> u64 {
         self.ready_generation.load(Ordering::Acquire)
+    }
+
+    /// From now on notes whose loads change. False if it does already: one router reads the notes.
+    pub(crate) fn note_changes(&self) -> bool {
+        !self.keeps_order.swap(true, Ordering::Relaxed)
+    }
+
+    /// The load of `target` has changed.
+    #[inline]
+    pub(crate) fn on_load(&self, target: usize) {
+        if self.keeps_order.load(Ordering::Relaxed) {
+            // Release: the reader of the bit reads the new load.
+            self.changed[target / 64].fetch_or(1 << (target % 64), Ordering::Release);
+        }
+    }
+
+    /// Calls `each` with the targets whose loads changed since the last call.
+    pub(crate) fn take_changed(&self, mut each: impl FnMut(usize)) {
+        for (word, cell) in self.changed.iter().enumerate() {
+            if cell.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let mut bits = cell.swap(0, Ordering::Acquire);
+            while bits != 0 {
+                each(word * 64 + bits.trailing_zeros() as usize);
+                bits &= bits - 1;
+            }
+        }
     }
 
     /// Applies a change of a rank's cache. If the result has `gap`, request a snapshot from that

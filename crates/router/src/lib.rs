@@ -15,7 +15,7 @@
 //!
 //! Modules: [`fleet`] is the shared state ([`Fleets`]: one for prompts, one for answers),
 //! [`router`] a decision from request to accounting, [`policy`] the routing policies, [`active`]
-//! the load of live sequences.
+//! the load of live sequences; `order` spares a decision to look at every load.
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),
@@ -31,14 +31,16 @@
 pub mod active;
 pub mod fleet;
 mod fleets;
+mod order;
 pub mod policy;
 pub mod router;
 mod session;
 mod view;
 
 pub use active::ActiveSequence;
-pub use fleet::{CachedBlocks, Counters, Fleet, FleetError, Load, TargetConfig};
+pub use fleet::{CachedBlocks, Counters, Fleet, FleetError, Hits, Load, TargetConfig};
 pub use fleets::Fleets;
+pub use order::LoadKey;
 pub use policy::{Candidates, Rng, RoutePolicy, WorkerView};
 pub use router::{Chosen, RouteError, RouteRequest, Routed, Router, Score};
 pub use view::ViewTurn;

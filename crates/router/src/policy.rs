@@ -7,12 +7,13 @@ use slipstream_base::mix::{below, draw, unit};
 use slipstream_base::width::to_usize;
 use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 
-use crate::fleet::Fleet;
+use crate::fleet::{Fleet, Hits};
+use crate::order::{LoadKey, LoadOrder, Ordered};
 use crate::router::RouteRequest;
 use crate::view::{ViewedLoad, Views};
 
 /// A candidate, as a policy reads it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerView {
     /// The rank.
     pub rank: RankId,
@@ -35,10 +36,12 @@ pub struct Candidates<'a> {
     pub(crate) fleet: &'a Fleet,
     /// Dense target indexes, rising.
     pub(crate) targets: &'a [u32],
-    /// Hits by dense target index; empty unless requested.
-    pub(crate) hits: &'a [u32],
+    /// `None` unless requested.
+    pub(crate) hits: Option<&'a Hits>,
     /// The router's view of loads, by dense target index, unless it reads them for each decision.
     pub(crate) views: Option<&'a Views>,
+    /// The same targets by their loads, if the router keeps them in order.
+    pub(crate) order: Option<&'a LoadOrder>,
 }
 
 impl Candidates<'_> {
@@ -57,7 +60,7 @@ impl Candidates<'_> {
         let target = self.targets[place] as usize;
         let (rank, hit_blocks) = (
             self.fleet.targets()[target].rank,
-            self.hits.get(target).copied().unwrap_or(0),
+            self.hits.map_or(0, |hits| hits.of(target)),
         );
         let load = match self.views {
             Some(views) => views.loads[target],
@@ -71,6 +74,11 @@ impl Candidates<'_> {
             decode_tokens: load.decode_tokens,
             active_blocks: load.active_blocks,
         }
+    }
+
+    /// The place of a target that is a candidate.
+    fn place_of(&self, target: u32) -> Option<usize> {
+        self.targets.binary_search(&target).ok()
     }
 
     /// All candidates, by rank.
@@ -138,6 +146,13 @@ pub trait RoutePolicy: Send {
     /// [`hit_blocks`](WorkerView::hit_blocks)), so that `router.view_interval_ms` applies to it.
     fn reads_loads(&self) -> bool {
         true
+    }
+
+    /// For a policy that can choose from an order of loads instead of all candidates: the key of a
+    /// load, least first; ties go to fewer requests, then to the lowest rank. [`WorkerView::hit_blocks`]
+    /// is 0 here.
+    fn load_key(&self, _load: &WorkerView, _block_size: u64) -> Option<LoadKey> {
+        None
     }
 }
 
@@ -246,6 +261,10 @@ impl RoutePolicy for LeastRequests {
         least(candidates, |view| (view.requests, tokens(view)))
     }
 
+    fn load_key(&self, load: &WorkerView, _block_size: u64) -> Option<LoadKey> {
+        Some([load.requests, tokens(load), 0])
+    }
+
     fn cost(&self, view: &WorkerView, _request: &RouteRequest<'_>) -> f64 {
         view.requests as f64
     }
@@ -265,6 +284,10 @@ impl RoutePolicy for LeastTokens {
         least(candidates, |view| (tokens(view), view.requests))
     }
 
+    fn load_key(&self, load: &WorkerView, _block_size: u64) -> Option<LoadKey> {
+        Some([tokens(load), 0, 0])
+    }
+
     fn cost(&self, view: &WorkerView, _request: &RouteRequest<'_>) -> f64 {
         tokens(view) as f64
     }
@@ -276,6 +299,9 @@ fn tokens(view: &WorkerView) -> u64 {
 
 /// Ties go to the lowest rank: `min_by_key` keeps the first, and candidates are sorted.
 fn least<K: Ord>(candidates: &Candidates<'_>, key: impl Fn(&WorkerView) -> K) -> Option<usize> {
+    if let Some(order) = candidates.order {
+        return candidates.place_of(order.first()?.target);
+    }
     (0..candidates.len()).min_by_key(|&place| key(&candidates.view(place)))
 }
 
@@ -306,6 +332,9 @@ impl RoutePolicy for KvAware {
         if self.temperature > 0.0 {
             return self.sample(candidates, request, rng);
         }
+        if let Some(order) = candidates.order {
+            return self.first_of(order, candidates, request);
+        }
         let mut best: Option<(f64, u64, usize)> = None;
         for (place, view) in candidates.iter().enumerate() {
             let cost = self.cost(&view, request);
@@ -323,16 +352,85 @@ impl RoutePolicy for KvAware {
         let block_size = u64::from(request.prompt.block_size());
         let hit_tokens = u64::from(view.hit_blocks) * block_size;
         let uncached = u64::from(request.prompt.len()).saturating_sub(hit_tokens);
-        let prefill_blocks = (view.prefill_tokens + uncached) as f64 / block_size as f64;
-        self.prefill_weight * prefill_blocks + view.active_blocks as f64
+        self.cost_of(
+            view.prefill_tokens + uncached,
+            view.active_blocks,
+            block_size,
+        )
     }
 
     fn reads_overlap(&self) -> bool {
         true
     }
+
+    /// The cost of a prompt without tokens, then what it follows from.
+    fn load_key(&self, load: &WorkerView, block_size: u64) -> Option<LoadKey> {
+        // With a negative weight, costs would not rise with the load.
+        if self.temperature > 0.0 || !self.prefill_weight.is_finite() || self.prefill_weight < 0.0 {
+            return None;
+        }
+        let cost = self.cost_of(load.prefill_tokens, load.active_blocks, block_size);
+        // The bits of numbers that are not negative are in their order.
+        Some([cost.to_bits(), load.prefill_tokens, load.active_blocks])
+    }
 }
 
 impl KvAware {
+    fn cost_of(&self, prefill_tokens: u64, active_blocks: u64, block_size: u64) -> f64 {
+        let prefill_blocks = prefill_tokens as f64 / block_size as f64;
+        self.prefill_weight * prefill_blocks + active_blocks as f64
+    }
+
+    /// The choice without looking at all candidates: at those with hits, then at the others from the
+    /// least loaded one on, until none behind can cost less.
+    fn first_of(
+        &self,
+        order: &LoadOrder,
+        candidates: &Candidates<'_>,
+        request: &RouteRequest<'_>,
+    ) -> Option<usize> {
+        let mut best: Option<(f64, u64, u32)> = None;
+        let mut compare = |cost: f64, requests: u64, target: u32| {
+            let better = best.is_none_or(|(least, fewest, lowest)| {
+                cost < least || cost == least && (requests, target) < (fewest, lowest)
+            });
+            if better {
+                best = Some((cost, requests, target));
+            }
+            best.map_or(cost, |(least, ..)| least)
+        };
+        let block_size = u64::from(request.prompt.block_size());
+        let len = u64::from(request.prompt.len());
+        let hits_of = |target: u32| candidates.hits.map_or(0, |hits| hits.of(target as usize));
+        let mut least = f64::INFINITY;
+        for &target in candidates.hits.map_or(&[][..], Hits::found) {
+            if let Some(Ordered { key, requests, .. }) = order.get(target) {
+                let hit_tokens = u64::from(hits_of(target)) * block_size;
+                let tokens = key[1] + len.saturating_sub(hit_tokens);
+                least = compare(self.cost_of(tokens, key[2], block_size), requests, target);
+            }
+        }
+        // All of one key have one cost. Those of a greater key cost no less than it, up to the
+        // rounding of four operations in each of the two costs: well below one part in 2^48.
+        const ROUNDED: f64 = 1.0 - 1.0 / (1u64 << 48) as f64;
+        let prompt_cost = self.cost_of(len, 0, block_size);
+        let mut next = order.first();
+        while let Some(at) = next {
+            let lowest = (f64::from_bits(at.key[0]) + prompt_cost) * ROUNDED;
+            if lowest > least + f64::MIN_POSITIVE {
+                break;
+            }
+            if hits_of(at.target) == 0 {
+                let cost = self.cost_of(at.key[1] + len, at.key[2], block_size);
+                least = compare(cost, at.requests, at.target);
+                next = order.after_key(at.key);
+            } else {
+                next = order.after(at);
+            }
+        }
+        candidates.place_of(best?.2)
+    }
+
     fn sample(
         &mut self,
         candidates: &Candidates<'_>,
@@ -420,12 +518,16 @@ mod tests {
             exclude: &[],
         };
         let targets: Vec<u32> = (0..workers.len() as u32).collect();
-        let hits: Vec<u32> = workers.iter().map(|worker| worker.hit_blocks).collect();
+        let mut hits = Hits::new(workers.len());
+        for (target, worker) in workers.iter().enumerate() {
+            hits.set(target, worker.hit_blocks);
+        }
         let candidates = Candidates {
             fleet: &fleet,
             targets: &targets,
-            hits: &hits,
+            hits: Some(&hits),
             views: None,
+            order: None,
         };
         let mut rng = Rng::new(7);
         (0..times)
@@ -577,8 +679,9 @@ mod tests {
         let none = Candidates {
             fleet: &fleet,
             targets: &[],
-            hits: &[],
+            hits: None,
             views: None,
+            order: None,
         };
         let prompt = Prompt::from_tokens(&[1], 16, BlockHash(0)).unwrap();
         let request = RouteRequest {

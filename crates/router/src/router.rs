@@ -9,8 +9,9 @@ use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
 use slipstream_config::cluster::RouterPolicy;
 
 use crate::active::ActiveSequence;
-use crate::fleet::{CachedBlocks, Fleet};
-use crate::policy::{self, Candidates, Rng, RoutePolicy};
+use crate::fleet::{CachedBlocks, Fleet, Hits};
+use crate::order::LoadOrder;
+use crate::policy::{self, Candidates, Rng, RoutePolicy, WorkerView};
 use crate::view::{ViewTurn, ViewedLoad, Views};
 
 /// A request as the router sees it.
@@ -147,6 +148,9 @@ impl RouteError {
     }
 }
 
+/// Targets from which on an order of loads costs less than a look at each of them.
+const ORDERED_MIN: usize = 32;
+
 /// One shard's router: the policy's state, its random numbers, and scratch space.
 pub struct Router {
     fleet: Arc<Fleet>,
@@ -155,10 +159,13 @@ pub struct Router {
     /// Ready targets, rising, as of `ready_generation`.
     ready: Vec<u32>,
     ready_generation: u64,
-    /// The subset of `ready` that the current request may use.
+    /// The subset of `ready` that the current request may use, if it may not use all.
     open: Vec<u32>,
-    /// Hits of the current request, by target.
-    hits: Vec<u32>,
+    narrowed: bool,
+    /// Hits of the current request.
+    hits: Hits,
+    /// Ready targets by their loads, if the router keeps them in order.
+    order: Option<LoadOrder>,
     /// Its view of loads; `None` if it reads them for each decision.
     views: Option<Views>,
     drain: DrainRate,
@@ -185,10 +192,28 @@ impl Router {
             ready: Vec::new(),
             ready_generation: 0,
             open: Vec::new(),
-            hits: vec![0; fleet.targets().len()],
+            narrowed: false,
+            hits: Hits::new(fleet.targets().len()),
+            order: None,
             views,
             drain: DrainRate::default(),
             fleet,
+        }
+    }
+
+    /// From now on keeps targets in the order of their loads: with many of them, a decision looks at few. It is the
+    /// same. For one router of a fleet; without effect for others, for small fleets, and for policies that need all
+    /// loads, or look at them at intervals.
+    pub fn keep_order(&mut self) {
+        let few = self.fleet.targets().len() < ORDERED_MIN;
+        let load = WorkerView::default();
+        let by_load = self.policy.load_key(&load, 1).is_some();
+        if few || !by_load || self.views.is_some() || self.fleet.has_thresholds() {
+            return;
+        }
+        if self.fleet.note_changes() {
+            self.order = Some(LoadOrder::new(self.fleet.targets().len()));
+            self.ready_generation = 0;
         }
     }
 
@@ -323,17 +348,29 @@ impl Router {
         let walked = reads_overlap && (affine.is_none() || scores.is_some());
         match cached {
             _ if !walked => {}
-            None => fleet.overlap(now, request.prompt, blocks, &mut self.hits),
+            None => {
+                self.hits.clear();
+                fleet.overlap(now, request.prompt, blocks, self.hits.dense());
+                if self.order.is_some() {
+                    self.hits.list();
+                }
+            }
             Some(cached) => {
-                self.hits.fill(0);
+                self.hits.clear();
                 cached.overlap(blocks, &mut self.hits);
             }
         }
         let candidates = Candidates {
             fleet: &fleet,
-            targets: &self.open,
-            hits: if walked { &self.hits } else { &[] },
+            // Not by `open()`, which would borrow the policy too.
+            targets: if self.narrowed {
+                &self.open
+            } else {
+                &self.ready
+            },
+            hits: walked.then_some(&self.hits),
             views: self.views.as_ref(),
+            order: self.order.as_ref().filter(|_| !self.narrowed),
         };
         if let Some(scores) = scores {
             scores.extend(candidates.iter().map(|view| Score {
@@ -351,13 +388,13 @@ impl Router {
             let place = self
                 .policy
                 .choose(&candidates, request, &mut self.rng)
-                .filter(|&place| place < self.open.len())
+                .filter(|&place| place < candidates.len())
                 .expect("a policy chooses among one or more candidates");
-            self.open[place]
+            candidates.targets[place]
         } as usize;
 
         let hit_blocks = if walked {
-            self.hits[target]
+            self.hits.of(target)
         } else if let Some(cached) = cached {
             cached.overlap_of(target, blocks)
         } else {
@@ -377,7 +414,16 @@ impl Router {
         })
     }
 
-    /// Rebuilds the list of ready targets if readiness changed.
+    /// The targets that the current request may go to.
+    fn open(&self) -> &[u32] {
+        if self.narrowed {
+            &self.open
+        } else {
+            &self.ready
+        }
+    }
+
+    /// Rebuilds the list of ready targets if readiness changed; puts those whose loads changed in order.
     fn refresh_ready(&mut self) {
         let generation = self.fleet.ready_generation();
         if generation != self.ready_generation {
@@ -389,10 +435,15 @@ impl Router {
                     .filter(|&target| self.fleet.is_ready(target))
                     .map(|target| to_u32(target)),
             );
+            if let Some(order) = &mut self.order {
+                order.rebuild(&self.fleet, &*self.policy, &self.ready);
+            }
+        } else if let Some(order) = &mut self.order {
+            order.refresh(&self.fleet, &*self.policy);
         }
     }
 
-    /// Fills `open` with the targets that `request` may go to: at least one.
+    /// Finds the targets that `request` may go to ([`Router::open`]): at least one.
     fn find_open(&mut self, now: SimTime, request: &RouteRequest<'_>) -> Result<(), RouteError> {
         let fleet = &self.fleet;
         let named = match request.direct {
@@ -416,17 +467,19 @@ impl Router {
                     .only
                     .is_some_and(|only| only.binary_search(&worker).is_err())
         };
-        self.open.clear();
-        if request.direct.is_none() && request.exclude.is_empty() && request.only.is_none() {
-            self.open.extend_from_slice(&self.ready);
-        } else {
+        self.narrowed = request.direct.is_some()
+            || !request.exclude.is_empty()
+            || request.only.is_some()
+            || fleet.has_thresholds();
+        if self.narrowed {
+            self.open.clear();
             let usable = self
                 .ready
                 .iter()
                 .filter(|&&target| named.contains(&target) && !excluded(target));
             self.open.extend(usable);
         }
-        if self.open.is_empty() {
+        if self.open().is_empty() {
             return Err(match request.direct {
                 Some(worker) => RouteError::WorkerNotReady { worker },
                 None => RouteError::NoWorker {
@@ -459,7 +512,7 @@ impl Router {
     fn session_target(&self, now: SimTime, request: &RouteRequest<'_>) -> Option<u32> {
         let sessions = self.fleet.sessions.as_ref()?;
         let target = sessions.target(now, request.session?)?;
-        self.open.binary_search(&target).ok()?;
+        self.open().binary_search(&target).ok()?;
         self.fleet
             .counters
             .affinity_hits

@@ -12,7 +12,7 @@ use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId}
 use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
-use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
+use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 
 use crate::faults::Effect;
 use crate::node::Node;
@@ -62,7 +62,7 @@ impl CachedBlocks for Engines<'_> {
         self.nodes[node].engine.published_prefix(blocks)
     }
 
-    fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
+    fn overlap(&self, blocks: &[BlockHash], out: &mut Hits) {
         let Some(&first) = blocks.first() else {
             return;
         };
@@ -70,7 +70,7 @@ impl CachedBlocks for Engines<'_> {
             let mut owners = owners;
             while owners != 0 {
                 let target = word * 64 + owners.trailing_zeros() as usize;
-                out[target] = self.overlap_of(target, blocks);
+                out.set(target, self.overlap_of(target, blocks));
                 owners &= owners - 1;
             }
         }
@@ -216,6 +216,13 @@ impl RoutedNodes {
             Fleet::of_roles_unindexed(cluster, roles)?
         };
         Ok(Arc::new(fleet))
+    }
+
+    /// The only router of these nodes.
+    pub(crate) fn router(&self) -> Router {
+        let mut router = Router::new(self.fleet.clone(), 0);
+        router.keep_order();
+        router
     }
 
     /// Forgets loads, sessions and cached blocks: a new frontend. No worker is ready.

@@ -22,7 +22,7 @@ use slipstream_engine::timing::{ApiTime, TimingError};
 use slipstream_engine::{DecodeRun, EngineError, LowerHits, PassOutput, Reserved, Usage};
 use slipstream_report::run::EngineCounts;
 use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
-use slipstream_router::{CachedBlocks, FleetError, RouteError, Router, ViewTurn};
+use slipstream_router::{CachedBlocks, FleetError, Hits, RouteError, Router, ViewTurn};
 use slipstream_workload::schedule::{Lag, Shard};
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 
@@ -472,7 +472,7 @@ impl CachedBlocks for Surroundings<'_> {
         self.engines().overlap_of(target, blocks)
     }
 
-    fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
+    fn overlap(&self, blocks: &[BlockHash], out: &mut Hits) {
         self.engines().overlap(blocks, out);
     }
 }
@@ -651,11 +651,10 @@ impl<'a> Sim<'a> {
             request_ns: ns(api_time.request_ns),
             prompt_token_ns: api_time.prompt_token_ns,
         });
-        let router = |side: &RoutedNodes| Router::new(side.fleet.clone(), 0);
         let dispatch = Dispatcher::new(
             dispatch::Rules::of_cluster(cluster),
-            router(&parts.serve),
-            parts.prefill.as_ref().map(router),
+            parts.serve.router(),
+            parts.prefill.as_ref().map(RoutedNodes::router),
         );
         #[cfg(feature = "journal")]
         let dispatch = match &options.journal {

@@ -3,6 +3,7 @@
 
 mod busy;
 mod lifecycle;
+mod order;
 mod views;
 
 use std::sync::Arc;

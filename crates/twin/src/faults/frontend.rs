@@ -5,7 +5,6 @@
 
 use slipstream_base::WorkerId;
 use slipstream_base::width::to_u32;
-use slipstream_router::Router;
 
 use super::{Faults, Sim, Sink};
 use crate::parts::RoutedNodes;
@@ -31,7 +30,7 @@ impl Sim<'_> {
             .collect();
         let router = |side: &mut RoutedNodes, cluster| {
             side.restart(cluster);
-            Router::new(side.fleet.clone(), 0)
+            side.router()
         };
         let serve = router(&mut self.serve, self.cluster);
         let prefill = self.prefill.as_mut().map(|side| router(side, self.cluster));

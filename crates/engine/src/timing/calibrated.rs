@@ -1,5 +1,7 @@
 //! Step times by physics and a profile of measured deployments (`slipstream-perf`).
 
+use std::sync::Arc;
+
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::{Formats, ModelShape};
@@ -10,7 +12,8 @@ use super::{StepLoad, StepTime};
 /// The step times that `slipstream predict` uses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibrated {
-    model: StepModel,
+    /// Shared, so that the engines of a pool read the same memory.
+    model: Arc<StepModel>,
     last: LastStep,
 }
 
@@ -18,7 +21,7 @@ impl Calibrated {
     /// The step times of `model`.
     pub fn new(model: StepModel) -> Calibrated {
         Calibrated {
-            model,
+            model: Arc::new(model),
             last: LastStep::default(),
         }
     }

@@ -2,6 +2,7 @@
 
 mod disagg;
 mod jump;
+mod peers;
 mod speculation;
 
 use std::collections::HashMap;
@@ -28,6 +29,7 @@ use crate::waiting::{Rank, RunningStats, Waiting};
 pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 pub use jump::DecodeRun;
+pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use speculation::{Answered, Speculation};
 
 /// One rank of one engine: its scheduler and its KV cache.
@@ -81,6 +83,7 @@ pub struct Engine {
     transfers: KvTransfers,
     /// Blocks in host memory, if there is such a tier.
     host_tier: Option<HostTier>,
+    peers: peers::Peers,
     speculation: Speculation,
 
     pass: Option<Pass>,
@@ -343,6 +346,7 @@ impl Engine {
                     None => tier,
                 }
             }),
+            peers: peers::Peers::default(),
             speculation: Speculation::new(config.speculation.as_ref()),
             pass: None,
             next: None,
@@ -493,6 +497,7 @@ impl Engine {
         if let Some(tier) = &mut self.host_tier {
             tier.clear();
         }
+        self.peers.clear();
         self.pass = None;
         self.next = None;
         self.overtaken.clear();
@@ -848,13 +853,15 @@ impl Engine {
                 TransferState::Queued(Role::Both | Role::Prefill) => {}
                 TransferState::Loading { .. }
                 | TransferState::Loaded
+                | TransferState::PeerLoading(_)
                 | TransferState::HostLoading(_)
                 | TransferState::HostLoaded(_) => unreachable!("it is in no queue"),
             }
             let (computed, next_block) = self.find_hits(slot);
             let below = self.find_below(slot);
-            if below.blocks > 0 {
-                if self.load_from_below(now, slot, below, next_block) {
+            let peer = self.find_at_peers(now, slot, below.blocks);
+            if below.blocks > 0 || peer.is_some() {
+                if self.load_from_below(now, slot, below, peer, next_block) {
                     continue;
                 }
                 break;
@@ -1360,6 +1367,7 @@ impl Engine {
             },
             host_hit_tokens: self.host_hit_tokens,
             disk_hit_tokens: self.disk_hit_tokens,
+            peer_hit_tokens: self.peers.hit_tokens,
             preemptions: self.preemptions,
             drafts: self.speculation.verified,
             draft_tokens: self.speculation.draft_tokens,

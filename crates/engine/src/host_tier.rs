@@ -115,6 +115,12 @@ impl HostTier {
 
     /// Begins to load blocks for the sequence in `slot`.
     pub(crate) fn load(&mut self, now: SimTime, slot: u32, found: FoundBelow) {
+        let due = self.loaded_at(now, found);
+        self.loads.push_back(HostLoad { slot, due });
+    }
+
+    /// Begins to load blocks, and returns when that ends.
+    pub(crate) fn loaded_at(&mut self, now: SimTime, found: FoundBelow) -> SimTime {
         let copy_ns = self.config.load_ns_per_block;
         // Latencies overlap with the copies before.
         let begin = (now + self.config.latency_ns).max(self.busy_until);
@@ -126,7 +132,7 @@ impl HostTier {
             due = due.max(first + copies).max(last + copy_ns);
         }
         self.busy_until = due;
-        self.loads.push_back(HostLoad { slot, due });
+        due
     }
 
     /// The sequence of the next load that has ended by `now`.

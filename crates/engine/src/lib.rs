@@ -36,7 +36,7 @@ pub mod timing;
 mod waiting;
 
 pub use answer::{OutputModel, natural_len, output_token};
-pub use engine::{DecodeRun, Engine, Reserved};
+pub use engine::{DecodeRun, Engine, FoundAtPeer, PeerBlocks, PeerLoad, Reserved};
 pub use error::{EngineError, Refusal};
 pub use host_tier::{DiskTier, HostTier, Medium};
 pub use output::{

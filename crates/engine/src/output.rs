@@ -178,6 +178,8 @@ pub struct LowerHits {
     pub host_tokens: u32,
     /// On the disk below it.
     pub disk_tokens: u32,
+    /// At another engine.
+    pub peer_tokens: u32,
 }
 
 /// A sequence has ended. It is no longer known to the engine.
@@ -229,6 +231,8 @@ pub struct Stats {
     pub host_hit_tokens: u64,
     /// Those that were found on the disk below it instead (counter).
     pub disk_hit_tokens: u64,
+    /// Those that another engine had, and that came from it (counter).
+    pub peer_hit_tokens: u64,
     /// Preemptions (counter).
     pub preemptions: u64,
     /// Drafts that were verified: one per sequence and pass with drafted tokens (counter).

@@ -361,6 +361,15 @@ pub struct EngineCounts {
     /// Those found on the disk below host memory; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_hit_tokens: Option<f64>,
+    /// Those that another worker had and sent; absent if workers do not fetch from each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer_hit_tokens: Option<f64>,
+    /// Those that another worker had by the index, and no longer when it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer_absent_tokens: Option<f64>,
+    /// Bytes that workers sent to each other for this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer_bytes: Option<f64>,
     /// Drafts that were verified; absent without speculative decoding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drafts: Option<f64>,
@@ -478,6 +487,11 @@ impl RunReport {
         if let Some(tokens_found) = self.engine.and_then(|e| e.disk_hit_tokens) {
             let share = tokens_found / (self.tokens.input as f64).max(1.0);
             write!(tokens, ", {} % from disk", number(share * 100.0))
+                .expect("a String takes every write");
+        }
+        if let Some(tokens_found) = self.engine.and_then(|e| e.peer_hit_tokens) {
+            let share = tokens_found / (self.tokens.input as f64).max(1.0);
+            write!(tokens, ", {} % from other workers", number(share * 100.0))
                 .expect("a String takes every write");
         }
         say(tokens);
@@ -805,6 +819,9 @@ pub(crate) mod tests {
                 prefix_hit_tokens: Some(4.0),
                 host_hit_tokens: Some(2.0),
                 disk_hit_tokens: Some(1.0),
+                peer_hit_tokens: Some(3.0),
+                peer_absent_tokens: Some(1.0),
+                peer_bytes: Some(96.0),
                 drafts: Some(4.0),
                 draft_tokens: Some(8.0),
                 accepted_tokens: Some(6.0),

@@ -13,8 +13,8 @@
 //! [`Outcome::digest`] is the same on every machine.
 //!
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
-//! engine with its requests; `kv_transfer`, `wire` and `host` model KV transfers, the network and the
-//! frontend's processors; `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lanes` runs independent engines on several
+//! engine with its requests; `kv_transfer`, `peers`, `wire` and `host` model KV transfers, blocks that workers fetch from
+//! each other, the network and the frontend's processors; `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lanes` runs independent engines on several
 //! threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
@@ -38,6 +38,7 @@ mod lanes;
 mod node;
 mod packets;
 mod parts;
+mod peers;
 mod scaling;
 mod sim;
 pub mod sweep;

@@ -16,6 +16,7 @@ use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 
 use crate::faults::Effect;
 use crate::node::Node;
+use crate::peers::PeerIndex;
 use crate::sim::{Options, TwinError};
 
 /// The nodes that a router chooses among, and the delay of their KV events.
@@ -47,6 +48,8 @@ pub(crate) struct RoutedNodes {
     /// The time of its last refresh.
     looked: SimTime,
     sequence: u64,
+    /// The index of workers that fetch from each other; it gets the same changes.
+    pub(crate) peers: Option<Arc<PeerIndex>>,
 }
 
 /// The engines of a router, in the state at the end of their last passes.
@@ -202,6 +205,7 @@ impl RoutedNodes {
             looked: SimTime::ZERO,
             is_late,
             sequence: 0,
+            peers: None,
         })
     }
 
@@ -269,6 +273,9 @@ impl RoutedNodes {
     pub(crate) fn on_kv(&mut self, at: SimTime, node: u32, life: u32, delta: &KvDelta) {
         if delta.ops.is_empty() {
             return;
+        }
+        if let Some(peers) = &self.peers {
+            peers.on_kv(at, node, delta);
         }
         if !self.indexes_kv {
             if let Some(target) = self.fleet.target_of(delta.rank) {
@@ -343,6 +350,9 @@ impl RoutedNodes {
         for (target, config) in self.fleet.targets().iter().enumerate() {
             if config.rank.worker == worker {
                 self.first_blocks.clear(target);
+                if let Some(peers) = &self.peers {
+                    peers.forget(self.nodes[target]);
+                }
             }
         }
     }

@@ -31,6 +31,7 @@ use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
+use crate::peers::Peers;
 use crate::scaling::{Pools, Scaling};
 use crate::wire::{Frame, Frames, Wire};
 
@@ -372,6 +373,7 @@ pub fn simulate(
     let plain = sim.prefill.is_none()
         && !sim.delays_output
         && cluster.events.is_empty()
+        && sim.peers.is_none()
         && sim.scaling.is_empty();
     let follow_ups = sim.schedule.may_follow_up()?;
     let independent = plain
@@ -409,6 +411,10 @@ pub(crate) enum Event {
     },
     /// It has ended.
     Received { slot: u32, attempt: Attempt },
+    /// A worker sends blocks to another one, by the load's slot.
+    PeerSend { fetch: u32 },
+    /// They have come.
+    PeerReceived { fetch: u32 },
     /// The clients have the tokens of a pass.
     Output { frame: u32 },
     /// A fault of the cluster file begins.
@@ -550,6 +556,8 @@ pub(crate) struct Sim<'a> {
     queue: BinaryHeap<Reverse<(SimTime, u64, Event)>>,
     sequence: u64,
     pub(crate) wire: Wire,
+    /// Loads between workers, if they fetch blocks from each other.
+    pub(crate) peers: Option<Peers>,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
     /// Time from a request's arrival at the servers to the router, in a closed loop. In an open one the
     /// schedule has it.
@@ -641,7 +649,13 @@ impl<'a> Sim<'a> {
         let wire = Wire::new(cluster, options.speedup)?;
         let delays_output =
             host.is_some() || wire.carries_messages() || Faults::delay_output(cluster);
-        let parts = Parts::new(cluster, options, delays_output, read)?;
+        let mut parts = Parts::new(cluster, options, delays_output, read)?;
+        let peers = Peers::new(cluster, &mut parts.nodes, options.speedup);
+        let index = peers.as_ref().map(|peers| peers.index.clone());
+        if let Some(side) = &mut parts.prefill {
+            side.peers.clone_from(&index);
+        }
+        parts.serve.peers = index;
         // A modelled frontend has costs of its own.
         let api_time = match host {
             None if options.api_time => api_time(cluster, options, read)?,
@@ -685,6 +699,7 @@ impl<'a> Sim<'a> {
             queue: BinaryHeap::new(),
             sequence: 0,
             wire,
+            peers,
             host,
             looks_first: false,
             delays_output,
@@ -1007,6 +1022,8 @@ impl<'a> Sim<'a> {
                     tokens,
                 } => self.fetch(slot, attempt, tokens),
                 Event::Received { slot, attempt } => self.received(slot, attempt, sink),
+                Event::PeerSend { fetch } => self.peer_sends(fetch),
+                Event::PeerReceived { fetch } => self.peer_received(fetch),
                 Event::Output { frame } => {
                     if let Some(Frame { node, life, out }) = self.frames.take(frame) {
                         // Messages in transit from a lost worker never arrive.
@@ -1467,6 +1484,7 @@ impl<'a> Sim<'a> {
     fn begin(&mut self, node: u32, sink: &mut dyn Sink) -> Option<SimTime> {
         let end = self.nodes[node as usize].begin(self.now);
         self.publish_idle(node);
+        self.begin_peer_loads(node);
         if self.prefill.is_some() {
             let mut reserved = std::mem::take(&mut self.reserved);
             self.nodes[node as usize]
@@ -1483,8 +1501,8 @@ impl<'a> Sim<'a> {
     /// Limit of jumps for the `awake` engines that begin a pass now: a request must find the state
     /// of its target engine, and of the router's index, at its time.
     fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
-        if !self.options.jump || self.delays_output || self.faults.need_single_passes || awake == 0
-        {
+        let single = self.delays_output || self.faults.need_single_passes || self.peers.is_some();
+        if !self.options.jump || single || awake == 0 {
             return Ok(SimTime::ZERO);
         }
         let mut until = self.horizon;
@@ -1592,10 +1610,15 @@ impl<'a> Sim<'a> {
         let under_way = self.flights.len() as u64;
         let nodes = self.nodes.into_iter();
         let scaling = self.scaling.into_outcome(self.now);
+        let peers = self.peers.map(|peers| peers.counts);
         let outcome = self
             .tally
             .into_outcome(nodes, under_way, &self.schedule, cut);
-        Outcome { scaling, ..outcome }
+        let mut outcome = Outcome { scaling, ..outcome };
+        if let Some(peers) = peers {
+            peers.report(&mut outcome.engine);
+        }
+        outcome
     }
 }
 
@@ -1761,6 +1784,7 @@ impl Tally {
                 draft_tokens,
                 accepted_tokens,
                 prefix_hit_blocks: None,
+                ..EngineCounts::default()
             },
             ended_at: self.ended_at,
             scaling: None,

@@ -141,6 +141,14 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
         "`network.mode = \"packets\"` is for simulation; live, transfers take the time of the flow model: run with \
          `--set network.mode=flows`",
     );
+    refuse(
+        cluster
+            .pools
+            .iter()
+            .any(|pool| pool.engine.peer_tier.is_some()),
+        "[engine.peer_tier] is for simulation; live, the KV connector of real engines fetches blocks from peers: run with \
+         `--set engine.peer_tier.enabled=false`",
+    );
     if refused.is_empty() {
         return Ok(());
     }
@@ -201,5 +209,11 @@ mod tests {
         let packets = refuse_simulated(&cluster("[network]\nmode = \"packets\"\n")).unwrap_err();
         let packets = packets.to_string();
         assert!(packets.contains("--set network.mode=flows"), "{packets}");
+        let peers = refuse_simulated(&cluster("[engine.peer_tier]\nenabled = true\n")).unwrap_err();
+        let peers = peers.to_string();
+        assert!(
+            peers.contains("--set engine.peer_tier.enabled=false"),
+            "{peers}"
+        );
     }
 }

@@ -307,10 +307,10 @@ const ORIGIN_NS: u64 = 1_000_000_000;
 
 /// Blocks of a prompt that were found, by tier. Without lower tiers their counts are 0.
 fn hit_blocks(record: &RequestRecord<'_>, block_size: u32) -> [Option<u32>; TIERS.len()] {
-    let (host, disk) = (record.lower.host_tokens, record.lower.disk_tokens);
-    let on_gpu = record.cached_tokens.saturating_sub(host + disk);
-    let [on_gpu, host, disk] = [on_gpu, host, disk].map(|tokens| Some(tokens / block_size));
-    [on_gpu, host, disk, None]
+    let lower = &record.lower;
+    let (host, disk, peer) = (lower.host_tokens, lower.disk_tokens, lower.peer_tokens);
+    let on_gpu = record.cached_tokens.saturating_sub(host + disk + peer);
+    [on_gpu, host, disk, peer].map(|tokens| Some(tokens / block_size))
 }
 
 fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {

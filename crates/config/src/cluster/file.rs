@@ -23,7 +23,7 @@ use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
     EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework,
     HandOver, HostConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig,
-    NetworkConfig, NetworkMode, OutputLen, PoolConfig, RouterConfig, RouterPolicy,
+    NetworkConfig, NetworkMode, OutputLen, PeerTierConfig, PoolConfig, RouterConfig, RouterPolicy,
     SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
@@ -969,6 +969,7 @@ fn read_engine(
         disk_tier: t.table("disk_tier", |t| {
             read_disk_tier(t, shape, &kv, &parallel, host_tier.is_some())
         }),
+        peer_tier: t.table("peer_tier", read_peer_tier),
         speculation: t.table("speculation", |t| read_speculation(t, &timing)),
         startup_s: t
             .get("startup_s")
@@ -1238,6 +1239,17 @@ const SPECULATION: &[(&str, SpeculationMethod)] = &[
     ("draft_model", SpeculationMethod::DraftModel),
     ("ngram", SpeculationMethod::Ngram),
 ];
+
+fn read_peer_tier(t: &Table<'_>) -> Option<PeerTierConfig> {
+    if !t.get("enabled").or(false) {
+        t.unused("latency_us", "enabled", "`enabled` is false");
+        return None;
+    }
+    let latency_us = t.get("latency_us").within(0.0..=1e6).or(0.0);
+    Some(PeerTierConfig {
+        latency_ns: (latency_us * 1e3).round() as u64,
+    })
+}
 
 fn read_speculation(t: &Table<'_>, timing: &TimingConfig) -> Option<SpeculationConfig> {
     let tokens: u32 = t.get("num_speculative_tokens").within(0..=32).or(0);
@@ -2626,6 +2638,27 @@ mod tests {
         ] {
             let error = tier(&format!("[engine.host_tier]\n{text}\n")).unwrap_err();
             assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn peers_are_asked_if_enabled() {
+        let tier = |text: &str| {
+            let text = format!("[model]\npreset = \"llama-3.1-8b\"\n[engine.peer_tier]\n{text}");
+            parse(&text).map(|(cluster, _)| cluster.pools[0].engine.peer_tier)
+        };
+        assert_eq!(tier("").unwrap(), None);
+        let expected = PeerTierConfig { latency_ns: 2_500 };
+        assert_eq!(
+            tier("enabled = true\nlatency_us = 2.5\n").unwrap(),
+            Some(expected)
+        );
+        for (text, part) in [
+            ("latency_us = 1\n", "`enabled` is false"),
+            ("enabled = true\nlatency_us = -1\n", "0"),
+        ] {
+            let error = tier(text).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
         }
     }
 

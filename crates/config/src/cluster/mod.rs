@@ -271,6 +271,8 @@ pub struct EngineConfig {
     pub host_tier: Option<HostTierConfig>,
     /// `[engine.disk_tier]`: a disk for KV blocks, below host memory. Default: none.
     pub disk_tier: Option<DiskTierConfig>,
+    /// `[engine.peer_tier]`: blocks that other workers have are fetched from them. Default: none.
+    pub peer_tier: Option<PeerTierConfig>,
     /// `[engine.speculation]`: speculative decoding. Default: none.
     pub speculation: Option<SpeculationConfig>,
     /// Time from a worker's start until it takes requests, s. Default 0.
@@ -306,6 +308,7 @@ impl Default for EngineConfig {
             kv_cache_dtype: Dtype::Bf16,
             host_tier: None,
             disk_tier: None,
+            peer_tier: None,
             speculation: None,
             startup_s: 0.0,
             output_len: OutputLen::default(),
@@ -322,6 +325,13 @@ pub struct HostTierConfig {
     /// Time to copy one of them to the GPUs, ns.
     pub load_ns_per_block: u64,
     /// Time from the decision to load until the first byte, ns.
+    pub latency_ns: u64,
+}
+
+/// How a rank fetches KV blocks that other ranks of its pool have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerTierConfig {
+    /// Time from the decision to fetch until the other rank begins to send, ns.
     pub latency_ns: u64,
 }
 

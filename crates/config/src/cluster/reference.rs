@@ -280,6 +280,21 @@ pub const KEYS: &[Key] = &[
         "High: short prefixes are not worth their load.",
     ),
     key(
+        "engine.peer_tier.enabled",
+        "true or false",
+        "false",
+        "Ranks of a pool fetch blocks that they lack from another one that has them, over the network (`docs/twin.md`); simulation \
+         only.",
+        "On: with a slow network, fetching a prefix takes longer than computing it.",
+    ),
+    key(
+        "engine.peer_tier.latency_us",
+        "µs, 0 to 1,000,000",
+        "0.0",
+        "Time from the decision to fetch until the other rank begins to send.",
+        "High: short prefixes are not worth their transfer, and blocks may be gone by then.",
+    ),
+    key(
         "engine.speculation.num_speculative_tokens",
         "0 to 32",
         "0",
@@ -1719,6 +1734,7 @@ mod tests {
         let tls = "[pool.main]\nengines = [\"https://a\"]\n";
         let tables = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n\
                          [engine.disk_tier]\ngib = 1\nbytes_per_s = 1e9\n\
+                         [engine.peer_tier]\nenabled = true\n\
                          [engine.speculation]\nnum_speculative_tokens = 1\nmethod = \"mtp\"\nacceptance = [0.5]\n";
         let autoscale = "[autoscale]\npolicy = \"predictive\"\n";
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";

@@ -3,6 +3,7 @@
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
 
+use super::peers::PeerLoad;
 use super::{Engine, Plan, Running};
 use crate::error::Refusal;
 use crate::host_tier::FoundBelow;
@@ -23,6 +24,8 @@ pub(super) enum TransferState {
     Loaded,
     /// It has its blocks, and some of them are being loaded from host memory. It is in no queue until then.
     HostLoading(HostHit),
+    /// The same, but some of them are being fetched from another engine.
+    PeerLoading(HostHit),
     /// They have been loaded; what follows them is computed here.
     HostLoaded(HostHit),
 }
@@ -32,8 +35,8 @@ pub(super) enum TransferState {
 pub(super) struct HostHit {
     /// Part of the sequence that this engine computes.
     role: Role,
-    /// Leading tokens found on the GPU or in host memory.
-    tokens: u32,
+    /// Leading tokens found on the GPU or in host memory, or received.
+    pub(super) tokens: u32,
 }
 
 impl TransferState {
@@ -192,6 +195,7 @@ impl Engine {
         if let Some(tier) = &mut self.host_tier {
             tier.forget(slot);
         }
+        self.peers.forget(slot);
     }
 
     /// Whether sequences wait for blocks from host memory.
@@ -201,12 +205,13 @@ impl Engine {
     }
 
     /// Begins to load the blocks `below` of the waiting sequence `slot`, behind those in `hits`, from host memory or the
-    /// disk. False if there are too few free blocks for all of its tokens.
+    /// disk, and those behind them from a `peer`. False if there are too few free blocks for all of its tokens.
     pub(super) fn load_from_below(
         &mut self,
         now: SimTime,
         slot: u32,
         below: FoundBelow,
+        peer: Option<PeerLoad>,
         next_block: Option<BlockHash>,
     ) -> bool {
         if !self.leave_with_blocks(slot, next_block) {
@@ -218,7 +223,11 @@ impl Engine {
         let TransferState::Queued(role) = sequence.transfer else {
             unreachable!("it was in a queue");
         };
-        sequence.transfer = TransferState::HostLoading(HostHit { role, tokens });
+        let hit = HostHit { role, tokens };
+        sequence.transfer = match peer {
+            Some(_) => TransferState::PeerLoading(hit),
+            None => TransferState::HostLoading(hit),
+        };
         if sequence.admitted.is_none() {
             sequence.cached_tokens = tokens;
             self.prefix_query_tokens += u64::from(sequence.tokens());
@@ -228,8 +237,14 @@ impl Engine {
             self.host_hit_tokens += u64::from(sequence.lower.host_tokens);
             self.disk_hit_tokens += u64::from(sequence.lower.disk_tokens);
         }
-        if let Some(tier) = &mut self.host_tier {
-            tier.load(now, slot, below);
+        let tier = self.host_tier.as_mut().filter(|_| below.blocks > 0);
+        match (peer, tier) {
+            (None, Some(tier)) => tier.load(now, slot, below),
+            (None, None) => {}
+            (Some(mut load), tier) => {
+                load.not_before = tier.map_or(now, |tier| tier.loaded_at(now, below));
+                self.begin_peer_load(slot, load);
+            }
         }
         true
     }

@@ -206,6 +206,7 @@ fn a_prompt_that_host_memory_evicted_is_read_from_the_disk() {
     let lower = LowerHits {
         host_tokens: 0,
         disk_tokens: 8,
+        peer_tokens: 0,
     };
     assert_eq!(first, [(8, lower)]);
     let stats = rig.engine.stats();

@@ -6,6 +6,7 @@ mod faults;
 mod host_tier;
 mod model;
 mod packets;
+mod peers;
 mod real;
 mod scaling;
 

@@ -69,14 +69,9 @@ impl CachedBlocks for Engines<'_> {
         let Some(&first) = blocks.first() else {
             return;
         };
-        for (word, &owners) in (0..).zip(self.first_blocks.owners(first)) {
-            let mut owners = owners;
-            while owners != 0 {
-                let target = word * 64 + owners.trailing_zeros() as usize;
-                out.set(target, self.overlap_of(target, blocks));
-                owners &= owners - 1;
-            }
-        }
+        self.first_blocks.owners(first, |target| {
+            out.set(target, self.overlap_of(target, blocks));
+        });
     }
 }
 
@@ -84,11 +79,14 @@ impl CachedBlocks for Engines<'_> {
 struct FirstBlockIndex {
     /// Words of 64 targets.
     words: usize,
-    /// Indexes into `owners` of the cached first blocks.
+    /// The owner of each cached first block; from `SHARED` on, the index into `owners` of one that had several.
     blocks: HashMap<BlockHash, u32>,
     owners: Vec<u64>,
     spare: Vec<u32>,
 }
+
+/// Prompts that no other begins like have one owner: a set of a thousand would be many times their entry's size.
+const SHARED: u32 = 1 << 31;
 
 impl FirstBlockIndex {
     fn new(targets: usize) -> FirstBlockIndex {
@@ -100,52 +98,78 @@ impl FirstBlockIndex {
         }
     }
 
-    fn owners(&self, block: BlockHash) -> &[u64] {
-        let Some(&at) = self.blocks.get(&block) else {
-            return &[];
+    /// Calls `each` with the owners of `block`, by rank.
+    fn owners(&self, block: BlockHash, mut each: impl FnMut(usize)) {
+        let Some(&owner) = self.blocks.get(&block) else {
+            return;
         };
-        &self.owners[at as usize * self.words..][..self.words]
+        let Some(at) = owner.checked_sub(SHARED) else {
+            return each(owner as usize);
+        };
+        let owners = &self.owners[at as usize * self.words..][..self.words];
+        for (word, &owners) in (0..).zip(owners) {
+            let mut owners = owners;
+            while owners != 0 {
+                each(word * 64 + owners.trailing_zeros() as usize);
+                owners &= owners - 1;
+            }
+        }
     }
 
     /// `ops` contain first blocks only.
     fn on_kv(&mut self, target: usize, ops: &[KvOp]) {
-        let (word, bit) = (target / 64, 1 << (target % 64));
         for op in ops {
             match *op {
-                KvOp::Stored { hash, .. } => {
-                    let at = *self.blocks.entry(hash).or_insert_with(|| {
-                        self.spare.pop().unwrap_or_else(|| {
-                            let at = self.owners.len() / self.words;
-                            self.owners.resize(self.owners.len() + self.words, 0);
-                            to_u32(at)
-                        })
-                    });
-                    self.owners[at as usize * self.words + word] |= bit;
-                }
-                KvOp::Removed { hash } => {
-                    let Some(&at) = self.blocks.get(&hash) else {
-                        continue;
-                    };
-                    let owners = &mut self.owners[at as usize * self.words..][..self.words];
-                    owners[word] &= !bit;
-                    if owners.iter().all(|&word| word == 0) {
-                        self.blocks.remove(&hash);
-                        self.spare.push(at);
-                    }
-                }
+                KvOp::Stored { hash, .. } => self.add(to_u32(target), hash),
+                KvOp::Removed { hash } => self.remove(to_u32(target), hash),
                 KvOp::Cleared => self.clear(target),
             }
         }
     }
 
+    fn add(&mut self, target: u32, hash: BlockHash) {
+        let owner = self.blocks.entry(hash).or_insert(target);
+        if *owner == target {
+            return;
+        }
+        if *owner < SHARED {
+            let at = self.spare.pop().unwrap_or_else(|| {
+                let at = self.owners.len() / self.words;
+                self.owners.resize(self.owners.len() + self.words, 0);
+                to_u32(at)
+            });
+            let first = *owner as usize;
+            self.owners[at as usize * self.words + first / 64] |= 1 << (first % 64);
+            *owner = SHARED + at;
+        }
+        let at = (*owner - SHARED) as usize;
+        self.owners[at * self.words + target as usize / 64] |= 1 << (target % 64);
+    }
+
+    fn remove(&mut self, target: u32, hash: BlockHash) {
+        let Some(&owner) = self.blocks.get(&hash) else {
+            return;
+        };
+        let Some(at) = owner.checked_sub(SHARED) else {
+            if owner == target {
+                self.blocks.remove(&hash);
+            }
+            return;
+        };
+        let owners = &mut self.owners[at as usize * self.words..][..self.words];
+        owners[target as usize / 64] &= !(1 << (target % 64));
+        if owners.iter().all(|&word| word == 0) {
+            self.blocks.remove(&hash);
+            self.spare.push(at);
+        }
+    }
+
     /// `target` lost its cache.
     fn clear(&mut self, target: usize) {
-        let held: Vec<KvOp> = self
-            .blocks
-            .keys()
-            .map(|&hash| KvOp::Removed { hash })
-            .collect();
-        self.on_kv(target, &held);
+        let held: Vec<BlockHash> = self.blocks.keys().copied().collect();
+        for hash in held {
+            self.remove(to_u32(target), hash);
+        }
     }
 }
 

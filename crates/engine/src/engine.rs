@@ -859,12 +859,12 @@ impl Engine {
             }
             let (computed, next_block) = self.find_hits(slot);
             let below = self.find_below(slot);
-            let peer = self.find_at_peers(now, slot, below.blocks);
-            if below.blocks > 0 || peer.is_some() {
-                if self.load_from_below(now, slot, below, peer, next_block) {
-                    continue;
+            if below.blocks > 0 || self.peers.are_set() {
+                match self.load_from_elsewhere(now, slot, below, next_block) {
+                    Some(true) => continue,
+                    Some(false) => break,
+                    None => {}
                 }
-                break;
             }
             let len = self.sequences[slot].tokens();
             let left = (len - computed).min(plan.most);

@@ -8,6 +8,7 @@ use slipstream_base::{BlockHash, SimTime};
 
 use super::Engine;
 use super::disagg::TransferState;
+use crate::host_tier::FoundBelow;
 
 /// Look-up of blocks that other engines have.
 pub trait PeerBlocks: Send + Sync {
@@ -53,6 +54,11 @@ pub(super) struct Peers {
 }
 
 impl Peers {
+    #[inline]
+    pub(super) fn are_set(&self) -> bool {
+        self.blocks.is_some()
+    }
+
     /// The engine restarts.
     pub(super) fn clear(&mut self) {
         self.wanted.clear();
@@ -113,13 +119,25 @@ impl Engine {
         true
     }
 
-    /// Blocks of the waiting sequence `slot` at another engine, if that has more than its `hits` and the ones `below`.
-    pub(super) fn find_at_peers(
+    /// Begins to load the blocks `below` of the waiting sequence `slot`, and those that another engine has. `None` if there are
+    /// none; false if there are too few free blocks for all of its tokens.
+    #[inline(never)] // it would make the common path of an admission longer
+    pub(super) fn load_from_elsewhere(
         &mut self,
         now: SimTime,
         slot: u32,
-        below: u32,
-    ) -> Option<PeerLoad> {
+        below: FoundBelow,
+        next_block: Option<BlockHash>,
+    ) -> Option<bool> {
+        let peer = self.find_at_peers(now, slot, below.blocks);
+        if below.blocks == 0 && peer.is_none() {
+            return None;
+        }
+        Some(self.load_from_below(now, slot, below, peer, next_block))
+    }
+
+    /// Blocks of the waiting sequence `slot` at another engine, if that has more than its `hits` and the ones `below`.
+    fn find_at_peers(&mut self, now: SimTime, slot: u32, below: u32) -> Option<PeerLoad> {
         let peers = self.peers.blocks.as_ref()?;
         let sequence = &self.sequences[slot];
         let most = (sequence.tokens() - 1) / self.block_size;

@@ -8,6 +8,7 @@ mod disagg;
 mod host_tier;
 mod jumps;
 mod known_answers;
+mod peers;
 mod plain;
 mod rig;
 mod speculation;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use lru::LruCache;
-use slipstream_base::{BlockHash, SimTime};
+use slipstream_base::{BlockHash, KvOp, SimTime};
 use slipstream_config::cluster::{DiskTierConfig, HostTierConfig};
 
 /// The host memory of one rank. Every block that the GPU caches is copied to it; blocks that were used least
@@ -19,6 +19,8 @@ pub struct HostTier {
     busy_until: SimTime,
     /// Loads under way, in the order of their ends.
     loads: VecDeque<HostLoad>,
+    /// Blocks stored and evicted in memory since they were last taken, if others fetch from it.
+    changes: Option<Vec<KvOp>>,
 }
 
 /// A load under way.
@@ -54,6 +56,7 @@ impl HostTier {
             disk: None,
             busy_until: SimTime::ZERO,
             loads: VecDeque::new(),
+            changes: None,
         }
     }
 
@@ -68,13 +71,40 @@ impl HostTier {
 
     /// Stores a block, or notes that it was used.
     pub fn put(&mut self, hash: BlockHash) {
-        if self.blocks.put(hash, ()).is_none()
-            && self.blocks.len() as u64 > self.config.blocks
-            && let Some((evicted, ())) = self.blocks.pop_lru()
-            && let Some(disk) = &mut self.disk
-        {
-            disk.put(evicted);
+        if self.blocks.put(hash, ()).is_some() {
+            return;
         }
+        if let Some(changes) = &mut self.changes {
+            let parent = BlockHash(0); // not needed
+            changes.push(KvOp::Stored { hash, parent });
+        }
+        if self.blocks.len() as u64 > self.config.blocks
+            && let Some((evicted, ())) = self.blocks.pop_lru()
+        {
+            if let Some(changes) = &mut self.changes {
+                changes.push(KvOp::Removed { hash: evicted });
+            }
+            if let Some(disk) = &mut self.disk {
+                disk.put(evicted);
+            }
+        }
+    }
+
+    /// From now on lists the changes of memory.
+    pub(crate) fn list_changes(&mut self) {
+        self.changes = Some(Vec::new());
+    }
+
+    /// Moves the changes to the end of `out`.
+    pub(crate) fn take_changes(&mut self, out: &mut Vec<KvOp>) {
+        if let Some(changes) = &mut self.changes {
+            out.append(changes);
+        }
+    }
+
+    /// Whether memory has a block, which does not count as used.
+    pub(crate) fn holds(&self, hash: BlockHash) -> bool {
+        self.blocks.contains(&hash)
     }
 
     /// Whether the tier has a block. One that it has counts as used.
@@ -155,6 +185,9 @@ impl HostTier {
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
         self.loads.clear();
+        if let Some(changes) = &mut self.changes {
+            changes.clear();
+        }
         self.busy_until = SimTime::ZERO;
         if let Some(disk) = &mut self.disk {
             disk.restart();

@@ -20,6 +20,8 @@ impl Sim<'_> {
         if let Some(side) = &mut self.prefill {
             side.on_kv(self.now, node, n.life, &out.kv);
         }
+        self.publish_host(node);
+        let n = &mut self.nodes[node as usize];
         n.record_output(self.now, &out, &mut self.flights, &mut self.tally.totals);
         if let Some(watch) = &n.watch {
             sink.on_pass(&PassRecord {

@@ -1,6 +1,6 @@
 //! Blocks that workers fetch from each other (`[engine.peer_tier]`).
 //!
-//! An engine looks up the blocks on the GPUs of the other ranks of its pool, in an index that KV events update, as late as a
+//! An engine looks up the blocks of the other ranks of its pool, in an index that their events update, as late as a
 //! router's (`router.kv_lag_ms`). After `latency_us` the other worker sends what it still has, from its GPU or its host
 //! memory, over the network. The sequence computes the rest.
 
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use slipstream_base::width::to_u32;
+use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{BlockHash, KvDelta, SimTime};
 use slipstream_config::cluster::Cluster;
 use slipstream_engine::{FoundAtPeer, KvChanges, PeerBlocks, PeerLoad};
@@ -19,12 +19,17 @@ use crate::node::Node;
 use crate::parts::ns;
 use crate::sim::{Event, Sim};
 
-/// Blocks on the GPUs of all ranks, by the KV events that have arrived.
+/// Blocks of all ranks, by the events that have arrived: those in host memory, which has copies of those on the GPUs; of
+/// ranks without it those on the GPUs.
 pub(crate) struct PeerIndex {
     index: BlockIndex,
     /// Changes that have not arrived, by their arrival.
     late: Mutex<BTreeMap<(SimTime, u64), (u32, KvDelta)>>,
     lag_ns: u64,
+    /// Ranks with host memory.
+    hosts: Box<[bool]>,
+    /// Number of the next change of each rank's host memory.
+    host_sequences: Mutex<Vec<u64>>,
 }
 
 impl PeerIndex {
@@ -32,8 +37,14 @@ impl PeerIndex {
         self.late.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The cache of `node` changed at `at`.
+    /// The GPUs' cache of `node` changed at `at`.
     pub(crate) fn on_kv(&self, at: SimTime, node: u32, delta: &KvDelta) {
+        if !self.hosts[node as usize] {
+            self.insert(at, node, delta);
+        }
+    }
+
+    fn insert(&self, at: SimTime, node: u32, delta: &KvDelta) {
         let mut late = self.late();
         // In the order of arrivals; at equal times in that of their ranks.
         let order = u64::from(node) << 40 | delta.sequence & ((1 << 40) - 1);
@@ -44,6 +55,18 @@ impl PeerIndex {
     pub(crate) fn forget(&self, node: u32) {
         self.late().retain(|_, (of, _)| *of != node);
         self.index.forget(node as usize);
+        self.host_sequences()[node as usize] = 0;
+    }
+
+    fn host_sequences(&self) -> MutexGuard<'_, Vec<u64>> {
+        let sequences = self.host_sequences.lock();
+        sequences.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next_of_host(&self, node: u32) -> u64 {
+        let next = &mut self.host_sequences()[node as usize];
+        *next += 1;
+        *next - 1
     }
 
     fn apply_before(&self, limit: SimTime) {
@@ -127,13 +150,21 @@ impl Peers {
     pub(crate) fn new(cluster: &Cluster, nodes: &mut [Node], speedup: f64) -> Option<Peers> {
         cluster.pools.iter().find_map(|p| p.engine.peer_tier)?;
         let blocks = nodes.iter().map(|node| node.engine.stats().total_blocks);
-        let blocks = blocks.map(|blocks| blocks as usize).sum();
-        let index = BlockIndex::new(nodes.len(), blocks);
+        let on_gpus: usize = blocks.map(|blocks| blocks as usize).sum();
+        let pools = cluster.pools.iter();
+        let in_host = pools.map(|pool| {
+            let ranks = pool.workers * pool.engine.data_parallel_size;
+            let tier = pool.engine.host_tier;
+            to_usize(tier.map_or(0, |tier| tier.blocks)) * ranks as usize
+        });
+        let index = BlockIndex::new(nodes.len(), on_gpus + in_host.sum::<usize>());
         index.promise_single_writer();
         let index = Arc::new(PeerIndex {
             index,
             late: Mutex::default(),
             lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
+            hosts: nodes.iter().map(|n| n.engine.has_host_tier()).collect(),
+            host_sequences: Mutex::new(vec![0; nodes.len()]),
         });
         let mut latency_ns = vec![0; nodes.len()];
         let mut first = 0;
@@ -180,6 +211,21 @@ impl Peers {
 }
 
 impl Sim<'_> {
+    /// Publishes the changes of the host memory of `node`, which ended a pass.
+    pub(crate) fn publish_host(&mut self, node: u32) {
+        let Some(peers) = &mut self.peers else {
+            return;
+        };
+        let mut delta = KvDelta::default();
+        let n = &mut self.nodes[node as usize];
+        n.engine.take_host_changes(&mut delta.ops);
+        if delta.ops.is_empty() {
+            return;
+        }
+        delta.sequence = peers.index.next_of_host(node);
+        peers.index.insert(self.now, node, &delta);
+    }
+
     /// Plans the loads that a pass of `node` began.
     pub(crate) fn begin_peer_loads(&mut self, node: u32) {
         let Some(peers) = &mut self.peers else {

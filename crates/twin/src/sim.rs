@@ -927,6 +927,7 @@ impl<'a> Sim<'a> {
         n.finish(&mut out);
         self.tally.passes += 1;
         self.serve.on_kv(self.now, node, n.life, &out.kv);
+        self.publish_host(node);
         if self.delays_output {
             self.send_frame(node, out);
             return;

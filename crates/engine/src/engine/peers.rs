@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use slipstream_base::width::to_u32;
-use slipstream_base::{BlockHash, SimTime};
+use slipstream_base::{BlockHash, KvOp, SimTime};
 
 use super::Engine;
 use super::disagg::TransferState;
@@ -77,6 +77,17 @@ impl Engine {
     /// From now on fetches blocks that other engines have, of those that it lacks.
     pub fn set_peers(&mut self, blocks: Arc<dyn PeerBlocks>) {
         self.peers.blocks = Some(blocks);
+        if let Some(tier) = &mut self.host_tier {
+            tier.list_changes();
+        }
+    }
+
+    /// Moves the changes of host memory since the last call to the end of `out`, if this engine has peers. Their `parent` is not
+    /// set.
+    pub fn take_host_changes(&mut self, out: &mut Vec<KvOp>) {
+        if let Some(tier) = &mut self.host_tier {
+            tier.take_changes(out);
+        }
     }
 
     /// Moves the loads that began since the last call to the end of `out`. To be called after each
@@ -87,11 +98,11 @@ impl Engine {
 
     /// How many of `blocks`, the leading ones of a prompt, this engine can send from the one behind `have` on: from the GPU, or
     /// from host memory.
-    pub fn sends(&mut self, blocks: &[BlockHash], have: u32) -> u32 {
+    pub fn sends(&self, blocks: &[BlockHash], have: u32) -> u32 {
         let mut held = self.pool.published_prefix(blocks);
-        if let Some(tier) = &mut self.host_tier {
+        if let Some(tier) = &self.host_tier {
             let rest = blocks[held as usize..].iter();
-            held += to_u32(rest.take_while(|&&hash| tier.has(hash)).count());
+            held += to_u32(rest.take_while(|&&hash| tier.holds(hash)).count());
         }
         held.saturating_sub(have)
     }

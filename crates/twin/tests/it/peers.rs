@@ -143,6 +143,40 @@ fn blocks_that_are_gone_are_computed_and_counted() {
     assert_eq!(outcome.engine.peer_absent_tokens, Some(0.0));
 }
 
+/// A prompt that no GPU has any more is in the host memory of the worker that computed it.
+#[test]
+fn host_memory_of_other_workers_is_found() {
+    // Turns: 0, 1, 0, 1. The third evicts the first from the GPU of worker 0.
+    let (_folder, load) = prompts(&[(0, 7), (500, 9), (1_000, 8), (1_500, 7)]);
+    let (_, ended) = simulate(&by_turns(2, PEERS), &load, &Options::default());
+    assert_eq!((ended[3].cached, ended[3].ttft), (0, 10 * MS));
+    // 10 GiB have room for all; 0.15 GiB for one prompt.
+    for (gib, peer, ttft) in [(10.0, TOKENS, FETCH_NS + 10 * MS), (0.15, 0, 10 * MS)] {
+        let host = format!("{PEERS}[engine.host_tier]\ngib = {gib}\nbytes_per_s = 1e9\n");
+        let (_, ended) = simulate(&by_turns(2, &host), &load, &Options::default());
+        assert_eq!(
+            (ended[3].peer, ended[3].host, ended[3].ttft),
+            (peer, 0, ttft)
+        );
+    }
+}
+
+/// A worker that was lost has nothing, and is found again with its next prompt.
+#[test]
+fn a_worker_that_restarted_is_found_again() {
+    let crash = "[[event]]\nkind = \"crash\"\nat_s = 0.2\nuntil_s = 0.3\nworker = 0\n";
+    let (_folder, load) = prompts(&[(0, 7), (500, 7), (1_000, 8), (1_500, 8)]);
+    for host in ["", "[engine.host_tier]\ngib = 10\nbytes_per_s = 1e9\n"] {
+        let cluster = by_turns(2, &format!("{PEERS}{host}{crash}"));
+        let (_, ended) = simulate(&cluster, &load, &Options::default());
+        let found = ended.iter().map(|found| (found.worker, found.peer));
+        assert_eq!(
+            found.collect::<Vec<_>>(),
+            [(0, 0), (1, 0), (0, 0), (1, TOKENS)]
+        );
+    }
+}
+
 /// Until the events of a cache arrive, nothing of it is found.
 #[test]
 fn a_look_up_is_as_late_as_a_routers() {

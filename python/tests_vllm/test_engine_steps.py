@@ -4,14 +4,15 @@ Random workloads go through vLLM's `Scheduler` and `AsyncScheduler`. Each step i
 which requests were scheduled, in which order, with how many tokens computed before and now, which
 were preempted, which finished and how, and the state of queues and blocks after it. The file with
 all of that is kept: the engine replays it in `cargo test`
-(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. The test here checks that the
+(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. A second file is of pipelines. The test here checks that the
 vLLM that is installed still does what the file says; `SLIPSTREAM_WRITE_STEPS=1` writes it anew.
 
 A step's text has five parts, separated by `|`:
 
 - the requests scheduled: those of the step that begins, and with `AsyncScheduler` after a `;` those
   of the step after it. `ID` alone computes one token behind those of its last step, `ID:BEFORE+NOW`
-  anything else. Of two plans, the first lists only requests that the second did not preempt;
+  anything else. Of two plans, the first lists only requests that the second did not preempt. With a
+  pipeline, those of each step that is scheduled until the oldest one's tokens are awaited;
 - the requests preempted;
 - the requests that ended: id, `S` (stop) or `L` (length), output tokens;
 - running and waiting requests, free blocks, distinct cached blocks;
@@ -20,7 +21,7 @@ A step's text has five parts, separated by `|`:
   (`-3`). Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
 
 `STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, `STEPS_SIZE` how many
-times the requests, and `STEPS_OUT` where they are written:
+times the requests, `STEPS_PIPELINES=1` pipelines, and `STEPS_OUT` where they are written:
 `SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
 """
 
@@ -59,8 +60,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 KEPT = Path(__file__).parents[2] / "crates/engine/tests/it/vllm_steps.jsonl"
 """A workload per line, with what vLLM did."""
 
+KEPT_PIPELINES = KEPT.with_name("vllm_pipeline_steps.jsonl")
+"""The same, of layers on several stages."""
+
 SEED, COUNT = 7, 44
-"""Of the workloads in the file."""
+"""Of the workloads in each file."""
 
 WORD, EOS = 1000, 7
 """The one word of every answer, so that prompts can repeat answers, and the token that ends one."""
@@ -150,6 +154,8 @@ class Engine:
     def __init__(self, config: dict[str, Any]) -> None:
         self.natural = config["natural"]
         self.is_async = config["async"]
+        self.stages = config.get("stages")
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
         init_none_hash(sha256_cbor)
         cache = CacheConfig(
             block_size=config["block_size"],
@@ -179,6 +185,14 @@ class Engine:
             parallel_config=ParallelConfig(),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
+        # The CPU's platform does not schedule asynchronously by itself.
+        vllm.scheduler_config.async_scheduling = self.is_async
+        if self.stages:
+            # Not in the arguments, which asks for as many GPUs, and for kernels: the second model runner
+            # is the one that schedules asynchronously with a pipeline.
+            vllm.parallel_config.pipeline_parallel_size = self.stages
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.is_async))
+        self.depth = vllm.max_concurrent_batches
         size = config["block_size"]
         spec = FullAttentionSpec(block_size=size, num_kv_heads=4, head_size=16, dtype=torch.float16)
         layout = KVCacheConfig(
@@ -235,13 +249,12 @@ class Engine:
     def step(self, abort: int | None = None) -> str | None:
         """Run a step, in whose middle a request may be aborted; what happened, or nothing.
 
-        As `EngineCore.step` does, and with asynchronous scheduling `step_with_batch_queue`: a step
-        is scheduled while there are fewer than two, then the oldest one's tokens arrive.
+        As `EngineCore.step` does, and with asynchronous scheduling or a pipeline `step_with_batch_queue`:
+        a step is scheduled while there are fewer than `depth`, then the oldest one's tokens arrive.
         """
         plans: list[list[tuple[str, int, int]]] = []
         preempted: set[str] = set()
         ended: list[str] = []
-        depth = 2 if self.is_async else 1
         while True:
             if self.scheduler.has_requests():
                 plan = self.scheduler.schedule()
@@ -250,10 +263,13 @@ class Engine:
                 counts = plan.num_scheduled_tokens
                 # The scheduler counts a step's tokens as computed when it has planned it.
                 ends = {name: requests[name].num_computed_tokens for name in counts}
+                if self.stages:
+                    again = plan.preempted_req_ids or set()
+                    plans = [[part for part in old if part[0] not in again] for old in plans]
                 plans.append([(name, ends[name] - n, n) for name, n in counts.items()])
                 sampled = {name for name in counts if not requests[name].is_prefill_chunk}
                 self._queue.appendleft((plan, sampled))
-                if len(self._queue) < depth and (counts or self.scheduler.has_requests()):
+                if len(self._queue) < self.depth and (counts or self.scheduler.has_requests()):
                     continue
             elif not self._queue:
                 assert not preempted, "a preempted request left the step empty"
@@ -266,7 +282,7 @@ class Engine:
                 break
         return "|".join(
             (
-                self._scheduled(plans, preempted),
+                self._scheduled(plans, set() if self.stages else preempted),
                 " ".join(map(str, sorted(int(name) for name in preempted))),
                 " ".join(ended),
                 *self._state(),
@@ -333,7 +349,7 @@ class Engine:
         )
 
 
-def workload(seed: int, index: int, times: int) -> dict[str, Any]:
+def workload(seed: int, index: int, times: int, pipelines: bool) -> dict[str, Any]:
     """Make a workload and run it through vLLM."""
     rng = random.Random(seed * 1_000_003 + index)
     family = FAMILIES[index % len(FAMILIES)]
@@ -373,6 +389,8 @@ def workload(seed: int, index: int, times: int) -> dict[str, Any]:
     if not config["chunked"]:
         config["max_num_batched_tokens"] = length
         config["max_num_scheduled_tokens"] = None
+    if pipelines:
+        config["stages"] = 2 + index % 3
     engine = Engine(config)
     live: list[int] = []
     talks: list[list[Run]] = []
@@ -427,24 +445,26 @@ def workload(seed: int, index: int, times: int) -> dict[str, Any]:
     return {"name": f"{family}-{seed}-{index}", **config, "events": events}
 
 
-def file_of(seed: int, count: int, times: int = 1) -> str:
+def file_of(seed: int, count: int, times: int = 1, pipelines: bool = False) -> str:
     """Run workloads; what they did, a line each."""
-    lines = (workload(seed, index, times) for index in range(count))
+    lines = (workload(seed, index, times, pipelines) for index in range(count))
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
-def test_the_steps_kept_are_those_of_this_vllm() -> None:
-    text = file_of(SEED, COUNT)
+@pytest.mark.parametrize("file", [KEPT, KEPT_PIPELINES], ids=["steps", "pipelines"])
+def test_the_steps_kept_are_those_of_this_vllm(file: Path) -> None:
+    text = file_of(SEED, COUNT, pipelines=file == KEPT_PIPELINES)
     if os.environ.get("SLIPSTREAM_WRITE_STEPS"):
-        KEPT.write_text(text)
-    for made, kept in zip(text.splitlines(), KEPT.read_text().splitlines(), strict=True):
+        file.write_text(text)
+    for made, kept in zip(text.splitlines(), file.read_text().splitlines(), strict=True):
         name = json.loads(made)["name"]
         assert json.loads(made) == json.loads(kept), f"{name} is scheduled otherwise"
 
 
-def test_the_workloads_kept_are_hard_enough() -> None:
+@pytest.mark.parametrize("file", [KEPT, KEPT_PIPELINES], ids=["steps", "pipelines"])
+def test_the_workloads_kept_are_hard_enough(file: Path) -> None:
     preempted = aborted = 0
-    for line in KEPT.read_text().splitlines():
+    for line in file.read_text().splitlines():
         for kind, what in json.loads(line)["events"]:
             preempted += kind == "step" and bool(what.split("|")[1])
             aborted += kind in ("abort", "step_abort")
@@ -456,4 +476,5 @@ def test_the_workloads_kept_are_hard_enough() -> None:
 def test_other_workloads_are_written() -> None:
     defaults = {"SEED": 1, "COUNT": 100, "SIZE": 2}
     chosen = (int(os.environ.get(f"STEPS_{name}", value)) for name, value in defaults.items())
-    Path(os.environ["STEPS_OUT"]).write_text(file_of(*chosen))
+    text = file_of(*chosen, pipelines="STEPS_PIPELINES" in os.environ)
+    Path(os.environ["STEPS_OUT"]).write_text(text)

@@ -3,6 +3,7 @@
 mod disagg;
 mod jump;
 mod peers;
+mod pipeline;
 mod speculation;
 
 use std::collections::HashMap;
@@ -30,6 +31,7 @@ pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 pub use jump::DecodeRun;
 pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
+use pipeline::Pipeline;
 use speculation::{Answered, Speculation};
 
 /// One rank of one engine: its scheduler and its KV cache.
@@ -85,6 +87,8 @@ pub struct Engine {
     host_tier: Option<HostTier>,
     peers: peers::Peers,
     speculation: Speculation,
+    /// Stages, and the passes in them; `None` with a single one.
+    pipeline: Option<Box<Pipeline>>,
 
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
@@ -113,6 +117,8 @@ pub struct Engine {
     hits: Hits,
     block_tokens: Vec<TokenId>,
     phases: jump::Phases,
+    /// Slots of waiting sequences that a pass does not consider.
+    passed_over: Vec<u32>,
 }
 
 /// A sequence, apart from what a decode pass looks at.
@@ -133,6 +139,8 @@ struct Sequence {
     admitted: Option<SimTime>,
     preemptions: u32,
     running: bool,
+    /// Number of the last pass of the pipeline that computes tokens of it although it was preempted since.
+    last_flight: u64,
     transfer: TransferState,
     /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
     generated_blocks: Vec<BlockHash>,
@@ -172,10 +180,12 @@ struct Running {
     /// Tokens that its blocks can hold.
     capacity: u32,
     /// Tokens of it in the pass under way, or between two passes in the one that is scheduled
-    /// already; 0 if it is not in it.
+    /// already; 0 if it is not in it. With a pipeline: in all passes that are in it.
     scheduled: u32,
     /// Tokens of it in the pass after the one under way, if that is scheduled already.
     ahead: u32,
+    /// With a pipeline: number of the first pass that may compute it again after one that gives it a token.
+    eligible: u32,
     /// Caught up with its last token since it was admitted: each pass adds one.
     decoding: bool,
     natural_end: bool,
@@ -348,6 +358,10 @@ impl Engine {
             }),
             peers: peers::Peers::default(),
             speculation: Speculation::new(config.speculation.as_ref()),
+            pipeline: config
+                .pipeline
+                .as_ref()
+                .map(|stages| Box::new(Pipeline::new(stages, config.async_scheduling))),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -367,6 +381,7 @@ impl Engine {
             hits: Hits::default(),
             block_tokens: Vec::new(),
             phases: jump::Phases::default(),
+            passed_over: Vec::new(),
         })
     }
 
@@ -412,6 +427,7 @@ impl Engine {
             admitted: None,
             preemptions: 0,
             running: false,
+            last_flight: 0,
             transfer: TransferState::Queued(role),
             generated_blocks: Vec::new(),
             table: Table::default(),
@@ -500,6 +516,9 @@ impl Engine {
         self.peers.clear();
         self.pass = None;
         self.next = None;
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.clear();
+        }
         self.overtaken.clear();
         self.arrived.clear();
         self.ops.clear();
@@ -551,12 +570,16 @@ impl Engine {
             } else {
                 self.running.remove(at);
             }
+            self.leave_flights(slot);
         } else if self.sequences[slot].transfer.is_on_its_way() {
             self.leave_transfers(slot);
         } else {
             let arrived = self.sequences[slot].arrived;
             self.leave_waiting(slot);
             self.overtaken.retain(|&(s, _)| s != slot);
+            if let Some(pipeline) = &mut self.pipeline {
+                pipeline.drop_token(slot);
+            }
             if let Some(at) = self.arrived.iter().position(|&at| at == arrived) {
                 self.arrived.remove(at);
             }
@@ -583,10 +606,15 @@ impl Engine {
     /// While all that it could run waits for loads from host memory, an engine runs empty passes, as vLLM's
     /// loop does (`EngineCore._process_engine_step`).
     ///
+    /// With a pipeline, passes are scheduled until there are as many as it takes, and the oldest one is under way.
+    ///
     /// # Panics
     /// If a pass is under way.
     pub fn begin_pass(&mut self, now: SimTime) -> Option<SimTime> {
         assert!(self.pass.is_none(), "finish_pass() comes first");
+        if self.pipeline.is_some() {
+            return self.begin_pipelined(now);
+        }
         let plan = match self.next.take() {
             Some(plan) => plan,
             None => match self.plan_first(now) {
@@ -687,6 +715,10 @@ impl Engine {
             let before = r.before::<AHEAD>();
             // The pass under way gives it a token that is not known yet.
             let unknown = AHEAD && r.gets_token();
+            if AHEAD && self.pipeline.as_ref().is_some_and(|p| p.leaves_out(r)) {
+                at += 1;
+                continue;
+            }
             let len = r.len + u32::from(unknown);
             if unknown && len >= r.end_len {
                 let sequence = &self.sequences[r.slot];
@@ -743,7 +775,7 @@ impl Engine {
     /// Schedules the sequences from `at` on that add one token and need no block for it, up to the
     /// first of another kind; returns how many.
     fn schedule_decodes<const AHEAD: bool>(&mut self, at: usize, plan: &mut Plan) -> usize {
-        if self.speculation.drafts > 0 {
+        if self.speculation.drafts > 0 || self.pipeline.is_some() {
             return 0;
         }
         let mut load = StepLoad::default();
@@ -820,7 +852,11 @@ impl Engine {
         let (rank, begun) = (sequence.rank(), sequence.has_begun());
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
-        if AHEAD && r.gets_token() && sequence.transfer != TransferState::Queued(Role::Prefill) {
+        let delivers = sequence.transfer != TransferState::Queued(Role::Prefill);
+        if let Some(pipeline) = &mut self.pipeline {
+            let last = pipeline.preempt(r, delivers);
+            sequence.last_flight = if delivers { last } else { 0 };
+        } else if AHEAD && r.gets_token() && delivers {
             let drafts = r.computed + r.scheduled - r.len;
             self.overtaken.push((r.slot, drafts));
         }
@@ -840,6 +876,11 @@ impl Engine {
             let Some(slot) = self.waiting.first() else {
                 break;
             };
+            if self.is_passed_over(slot) {
+                self.waiting.remove(slot, self.sequences[slot].rank());
+                self.passed_over.push(slot);
+                continue;
+            }
             if self.is_blocked(slot) {
                 break;
             }
@@ -895,6 +936,17 @@ impl Engine {
             plan.chunks.add(chunk);
             plan.budget -= chunk;
         }
+        while let Some(slot) = self.passed_over.pop() {
+            let rank = self.sequences[slot].rank();
+            self.waiting.push_preempted(slot, rank);
+        }
+    }
+
+    /// True if the pass that is being scheduled does not consider a waiting sequence, but those behind it: a pass in the
+    /// pipeline computes tokens of it still.
+    fn is_passed_over(&self, slot: u32) -> bool {
+        let pipeline = self.pipeline.as_ref();
+        pipeline.is_some_and(|p| p.is_before_end_of(self.sequences[slot].last_flight))
     }
 
     fn note_blocked_head(&mut self, slot: u32, next_block: Option<BlockHash>) {
@@ -1018,6 +1070,7 @@ impl Engine {
             capacity: slots.next_multiple_of(self.block_size),
             scheduled: 0,
             ahead: 0,
+            eligible: self.pipeline.as_ref().map_or(0, |p| p.step()),
             decoding: false,
             natural_end: sequence.natural_end,
             stops: !sequence.request.params.stop_token_ids.is_empty(),
@@ -1126,7 +1179,20 @@ impl Engine {
     /// # Panics
     /// If no pass is under way.
     pub fn finish_pass(&mut self, out: &mut PassOutput) {
+        if self.pipeline.is_some() {
+            self.apply_pass::<true>(out);
+        } else {
+            self.apply_pass::<false>(out);
+        }
+    }
+
+    fn apply_pass<const PIPELINED: bool>(&mut self, out: &mut PassOutput) {
         let pass = self.pass.take().expect("begin_pass() comes first");
+        let mut flight = if PIPELINED {
+            self.take_flight()
+        } else {
+            pipeline::Chunks::default()
+        };
         out.clear();
         (out.start, out.end) = (pass.start, pass.end);
         std::mem::swap(&mut out.arrived, &mut self.arrived);
@@ -1139,7 +1205,13 @@ impl Engine {
                 gone += 1;
                 continue;
             }
-            r.computed += std::mem::replace(&mut r.scheduled, std::mem::take(&mut r.ahead));
+            if PIPELINED {
+                let tokens = flight.tokens_of(r.slot);
+                r.scheduled -= tokens;
+                r.computed += tokens;
+            } else {
+                r.computed += std::mem::replace(&mut r.scheduled, std::mem::take(&mut r.ahead));
+            }
             // A part of its prompt; or it was not in the pass.
             if r.computed < r.len {
                 continue;
@@ -1181,6 +1253,9 @@ impl Engine {
             }
         }
         self.running = running;
+        if PIPELINED {
+            self.reuse_flight(flight);
+        }
         out.token_count = token_count;
         while let Some((slot, drafts)) = self.overtaken.pop() {
             further += self.deliver_overtaken(slot, drafts, pass.start, out) - 1;
@@ -1227,6 +1302,7 @@ impl Engine {
             let table = std::mem::take(&mut self.sequences[r.slot].table);
             self.transfers.held.insert(r.id, table);
         }
+        self.leave_flights(r.slot);
         self.remove(r.slot);
     }
 
@@ -1323,7 +1399,8 @@ impl Engine {
     /// True if no sequence is running or waiting, and no pass is scheduled. (One may still be under
     /// way, if all its sequences were aborted.)
     pub fn is_idle(&self) -> bool {
-        self.by_id.is_empty() && self.next.is_none()
+        let next = self.next.is_some() || self.pipeline.as_ref().is_some_and(|p| p.is_busy());
+        self.by_id.is_empty() && !next
     }
 
     /// Whether this engine keeps blocks in host memory.
@@ -1347,7 +1424,9 @@ impl Engine {
         // vLLM wants `max_num_batched_tokens` to be no less than `max_num_seqs`. A sequence that is
         // in prefill still is the last that runs, unless its part of the budget is limited.
         let each = 1 + self.speculation.drafts;
-        self.budget < self.max_running.saturating_mul(each) || self.long_prefill != u32::MAX
+        self.budget < self.max_running.saturating_mul(each)
+            || self.long_prefill != u32::MAX
+            || self.pipeline.is_some()
     }
 
     /// The engine's state in numbers; O(1).

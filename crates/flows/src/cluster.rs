@@ -16,11 +16,7 @@ impl FabricConfig {
         }
         let mut rates: Vec<f64> = cluster
             .workers()
-            .map(|(_, pool)| {
-                let engine = &pool.engine;
-                let gpus = engine.tensor_parallel_size * engine.data_parallel_size;
-                network.nic_bits_per_s * f64::from(gpus) * speedup
-            })
+            .map(|(_, pool)| network.nic_bits_per_s * f64::from(pool.engine.gpus()) * speedup)
             .collect();
         let per_leaf = network.workers_per_leaf;
         let mut leaf: Vec<u32> = (0..to_u32(rates.len()))

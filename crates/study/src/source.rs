@@ -448,9 +448,7 @@ pub fn per_hour(cluster: &Cluster, prices: &Prices) -> anyhow::Result<f64> {
         let price = prices.per_gpu_hour(gpu).with_context(|| {
             format!("{gpu} has no price, or no power for that of energy; give --price {gpu}=PRICE")
         })?;
-        let gpus = u64::from(pool.workers)
-            * u64::from(pool.engine.tensor_parallel_size)
-            * u64::from(pool.engine.data_parallel_size);
+        let gpus = u64::from(pool.workers) * u64::from(pool.engine.gpus());
         sum += price * gpus as f64;
     }
     Ok(sum)

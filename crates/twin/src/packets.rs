@@ -89,7 +89,7 @@ impl PacketNetwork {
         let network = &cluster.network;
         let mut nics: Vec<u32> = cluster
             .workers()
-            .map(|(_, pool)| pool.engine.tensor_parallel_size * pool.engine.data_parallel_size)
+            .map(|(_, pool)| pool.engine.gpus())
             .collect();
         nics.push(1);
         let leaves = config.leaf.iter().max().map_or(0, |leaf| leaf + 1);

@@ -117,7 +117,7 @@ impl Pools {
                     first,
                     states: (0..pool.workers).map(state).collect(),
                     startup_ns: ns(engine.startup_s * 1e9),
-                    gpus_per_worker: engine.tensor_parallel_size * engine.data_parallel_size,
+                    gpus_per_worker: engine.gpus(),
                     slots: u64::from(engine.max_num_seqs) * u64::from(engine.data_parallel_size),
                     serves: pool.role != Role::Prefill,
                     counted: SimTime::ZERO,

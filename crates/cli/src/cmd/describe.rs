@@ -267,9 +267,7 @@ impl Draft {
             dev,
         );
         if let Some(stages @ 2..) = facts.parallel.pipeline {
-            self.line(format!(
-                "# pipeline_parallel_size is {stages}; pipelines are not modelled"
-            ));
+            self.key("pipeline_parallel_size", &stages.to_string(), "");
         }
         if let Some(size @ 2..) = facts.parallel.expert {
             self.line(format!(
@@ -472,7 +470,7 @@ mod tests {
             "# max_num_seqs: not reported",
             "# gpu: engines do not report theirs",
             "# kv_cache_dtype: nvfp4 is not modelled",
-            "# pipeline_parallel_size is 4",
+            "pipeline_parallel_size = 4",
             "kv_events = false",
         ] {
             assert!(text.contains(part), "{part} in:\n{text}");

@@ -23,7 +23,7 @@ use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
     EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework,
     HandOver, HostConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig,
-    NetworkConfig, NetworkMode, OutputLen, PeerTierConfig, PoolConfig, RouterConfig, RouterPolicy,
+    NetworkConfig, NetworkMode, OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, RouterPolicy,
     SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
@@ -125,10 +125,6 @@ const NOT_MODELLED: &[(&str, &str)] = &[
     (
         "speculative_config",
         "is not modelled: [engine.speculation] is, by measured acceptance",
-    ),
-    (
-        "pipeline_parallel_size",
-        "is not modelled by engines; `slipstream predict` takes `pp_size`",
     ),
     ("decode_context_parallel_size", "is not modelled"),
 ];
@@ -937,6 +933,8 @@ fn read_engine(
     let max_model_len = read_model_len(t, shape, &kv);
     let budget = read_budget(t, &kv, max_model_len);
     let host_tier = t.table("host_tier", |t| read_host_tier(t, shape, &kv, &parallel));
+    let speculation = t.table("speculation", |t| read_speculation(t, &timing));
+    let pipeline = read_pipeline(t, shape, &timing, &parallel, speculation.is_some());
     EngineConfig {
         block_size: kv.block_size,
         num_gpu_blocks: kv.blocks,
@@ -961,6 +959,7 @@ fn read_engine(
             .get("scheduler_reserve_full_isl")
             .or(default.scheduler_reserve_full_isl),
         tensor_parallel_size: parallel.tensor,
+        pipeline,
         data_parallel_size: parallel.data,
         enable_expert_parallel: parallel.experts,
         gpu_memory_utilization: kv.memory_utilization,
@@ -970,7 +969,7 @@ fn read_engine(
             read_disk_tier(t, shape, &kv, &parallel, host_tier.is_some())
         }),
         peer_tier: t.table("peer_tier", read_peer_tier),
-        speculation: t.table("speculation", |t| read_speculation(t, &timing)),
+        speculation,
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -985,8 +984,30 @@ struct Parallel {
     tensor: u32,
     /// Whether `tensor` divides the model evenly.
     splits: bool,
+    /// Layers of each stage of the pipeline; one without.
+    stages: Vec<u32>,
     data: u32,
     experts: bool,
+}
+
+impl Parallel {
+    /// Of something that all layers together have in equal parts, the part of the stage with the most layers.
+    fn of_stage(&self, bytes: u64) -> u64 {
+        let most = self.stages.iter().copied().max().unwrap_or(1);
+        let all: u32 = self.stages.iter().sum();
+        (bytes * u64::from(most)).div_ceil(u64::from(all.max(1)))
+    }
+}
+
+/// Layers of each of `stages` stages.
+///
+/// Source: vLLM, `get_pp_indices` in `vllm/distributed/utils.py`: what is left of an equal division goes to the stages
+/// before the last one, from the back.
+fn layers_of_stages(layers: u32, stages: u32) -> Vec<u32> {
+    let left = layers % stages;
+    (0..stages)
+        .map(|stage| layers / stages + u32::from(stage + left + 1 >= stages && stage + 1 < stages))
+        .collect()
 }
 
 fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Parallel {
@@ -1012,6 +1033,17 @@ fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Pa
                 shape.mlp_width(),
             ),
             format!("one of {}", fitting.join(", ")),
+        );
+    }
+    let stages: u32 = t.get("pipeline_parallel_size").within(1..=1024).or(1);
+    if stages > shape.layers {
+        t.error(
+            "pipeline_parallel_size",
+            format!(
+                "`pipeline_parallel_size` is {stages}, but {} has {} layers",
+                shape.name, shape.layers
+            ),
+            format!("set it to {} or less", shape.layers),
         );
     }
     let data = t
@@ -1050,9 +1082,55 @@ fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Pa
     Parallel {
         tensor,
         splits,
+        stages: layers_of_stages(shape.layers, stages),
         data,
         experts,
     }
+}
+
+/// Bytes of an activation between two stages: 16 bits.
+const ACTIVATION_BYTES: f64 = 2.0;
+
+fn read_pipeline(
+    t: &Table<'_>,
+    shape: &ModelShape,
+    timing: &TimingConfig,
+    parallel: &Parallel,
+    drafts: bool,
+) -> Option<PipelineConfig> {
+    let stages = parallel.stages.len();
+    if stages == 1 {
+        for key in ["pipeline_link_bytes_per_s", "pipeline_latency_us"] {
+            t.unused(
+                key,
+                "pipeline_parallel_size",
+                "`pipeline_parallel_size` is 1",
+            );
+        }
+        return None;
+    }
+    let link = t.get("pipeline_link_bytes_per_s").within(1e6..=1e13);
+    let link = match timing {
+        TimingConfig::Roofline { gpu, .. } | TimingConfig::Calibrated { gpu, .. } => {
+            let origin = Origin::Derived(format!("link of {}", gpu.name));
+            Some(link.or_from(origin, gpu.link_bytes_per_s))
+        }
+        _ => link.optional(),
+    };
+    let latency_us = t.get("pipeline_latency_us").within(0.0..=1e6).or(0.0);
+    if drafts {
+        t.error(
+            "pipeline_parallel_size",
+            format!("`pipeline_parallel_size` is {stages}, and pipelines that verify drafts are not modelled"),
+            "set it to 1, or remove [engine.speculation]",
+        );
+    }
+    let bytes = f64::from(shape.hidden_size) * ACTIVATION_BYTES;
+    Some(PipelineConfig {
+        layers: parallel.stages.clone(),
+        send_ns_per_token: link.map_or(0.0, |bytes_per_s| bytes / bytes_per_s * 1e9),
+        latency_ns: latency_us * 1e3,
+    })
 }
 
 /// The blocks of an engine's KV cache, and the keys that their number follows from.
@@ -1105,8 +1183,7 @@ fn read_kv_cache(
                 _ => Formats::of(shape, *weights),
             },
             kv_dtype: dtype,
-            tensor_parallel: parallel.tensor,
-            data_parallel: parallel.data,
+            parallel,
             utilization: memory_utilization,
             max_num_seqs,
         }),
@@ -1154,9 +1231,10 @@ fn read_host_tier(
         return None; // reported already
     }
     // Each GPU of the rank has its own copy of its part, over its own link.
-    let of_gpu =
+    let of_all =
         shape.kv_bytes_per_token_per_gpu(parallel.tensor, kv.dtype) * u64::from(kv.block_size);
-    let blocks = gib * GIB / (of_gpu as f64 * f64::from(parallel.tensor));
+    let of_gpu = parallel.of_stage(of_all);
+    let blocks = gib * GIB / (of_all as f64 * f64::from(parallel.tensor));
     if blocks < 1.0 {
         t.error(
             "gib",
@@ -1454,20 +1532,26 @@ struct Memory<'m> {
     shape: &'m ModelShape,
     formats: Formats,
     kv_dtype: Dtype,
-    tensor_parallel: u32,
-    data_parallel: u32,
+    parallel: &'m Parallel,
     utilization: f64,
     max_num_seqs: u32,
 }
 
 impl Memory<'_> {
-    /// Bytes of weights on each GPU of a rank of `tensor_parallel` GPUs. Ranks divide the experts.
+    /// Bytes of weights on each GPU of a stage of `tensor_parallel` GPUs. Ranks divide the experts.
     fn weights(&self, tensor_parallel: u32) -> u64 {
-        let experts = tensor_parallel * self.data_parallel;
+        let experts = tensor_parallel * self.parallel.data;
         let bytes = self
             .formats
             .weight_bytes(self.shape, tensor_parallel, experts);
-        floor_u64(bytes.ceil())
+        self.parallel.of_stage(floor_u64(bytes.ceil()))
+    }
+
+    /// Bytes of KV cache per token on each of those GPUs.
+    fn kv_bytes_per_token(&self, tensor_parallel: u32) -> u64 {
+        let shape = self.shape;
+        let bytes = shape.kv_bytes_per_token_per_gpu(tensor_parallel, self.kv_dtype);
+        self.parallel.of_stage(bytes)
     }
 
     /// Blocks that fit next to the weights and the buffers of sampling, and how the number was
@@ -1478,7 +1562,7 @@ impl Memory<'_> {
     /// `num_gpu_blocks` to match a given deployment.
     fn blocks(&self, t: &Table<'_>, block_size: u32) -> (u32, Origin) {
         let budget = floor_u64(self.gpu.memory_bytes as f64 * self.utilization);
-        let weights = self.weights(self.tensor_parallel);
+        let weights = self.weights(self.parallel.tensor);
         // A number that is given comes from an engine that ran: it has taken its buffers off.
         let (sampling, buffers) = if t.has("num_gpu_blocks") {
             (0, String::new())
@@ -1492,9 +1576,7 @@ impl Memory<'_> {
             )
         };
         let rest = budget.saturating_sub(weights);
-        let per_token = self
-            .shape
-            .kv_bytes_per_token_per_gpu(self.tensor_parallel, self.kv_dtype);
+        let per_token = self.kv_bytes_per_token(self.parallel.tensor);
         let per_block = (per_token * u64::from(block_size)).max(1);
         let blocks = rest.saturating_sub(sampling) / per_block;
         if blocks == 0 {
@@ -1503,7 +1585,7 @@ impl Memory<'_> {
                  it is {} (`gpu_memory_utilization` {}), which leaves no block of KV cache",
                 self.shape.name,
                 gigabytes(weights),
-                counted(self.tensor_parallel.into(), "GPU"),
+                counted(self.parallel.tensor.into(), "GPU"),
                 self.gpu.name,
                 gigabytes(self.gpu.memory_bytes),
                 gigabytes(budget),
@@ -1514,7 +1596,7 @@ impl Memory<'_> {
                 let rest = budget
                     .saturating_sub(self.weights(tp))
                     .saturating_sub(sampling);
-                let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.kv_dtype);
+                let per_token = self.kv_bytes_per_token(tp);
                 self.shape.divides_into(tp)
                     && rest >= per_token * u64::from(self.shape.max_positions)
             });
@@ -1523,7 +1605,7 @@ impl Memory<'_> {
                 _ if rest / 2 >= self.shape.sampling_bytes(1).max(per_block) => {
                     let fit = rest / 2 / self.shape.sampling_bytes(1);
                     let split = enough
-                        .filter(|&tp| tp > self.tensor_parallel)
+                        .filter(|&tp| tp > self.parallel.tensor)
                         .map_or(String::new(), |tp| {
                             format!("`tensor_parallel_size = {tp}`, ")
                         });
@@ -2738,6 +2820,61 @@ mod tests {
         }
         let vllm = parse("[engine]\nspeculative_config = {}\n").unwrap_err();
         assert!(vllm.to_string().contains("[engine.speculation]"), "{vllm}");
+    }
+
+    #[test]
+    fn stages_divide_layers_and_memory() {
+        // Worked out from vLLM's rule: the rest goes to the stages before the last, from the back.
+        for (layers, stages, expected) in [
+            (36, 1, vec![36]),
+            (36, 2, vec![18, 18]),
+            (32, 3, vec![11, 11, 10]),
+            (61, 4, vec![15, 15, 16, 15]),
+            (63, 4, vec![16, 16, 16, 15]),
+        ] {
+            assert_eq!(layers_of_stages(layers, stages), expected);
+        }
+        let engine = |text: &str| {
+            let (cluster, _) =
+                parse(&format!("[model]\npreset = \"llama-3.1-8b\"\n{text}")).unwrap();
+            (cluster.gpus(), cluster.pools[0].engine.clone())
+        };
+        let (one_gpus, one) = engine("");
+        let (two_gpus, two) = engine(
+            "[engine]\npipeline_parallel_size = 2\npipeline_link_bytes_per_s = 1e9\npipeline_latency_us = 30\n",
+        );
+        assert_eq!((one_gpus, two_gpus, one.pipeline), (1, 2, None));
+        let stages = two.pipeline.unwrap();
+        assert_eq!((stages.layers, stages.latency_ns), (vec![16, 16], 30_000.0));
+        // 4,096 numbers of two bytes.
+        assert_eq!(stages.send_ns_per_token, 8_192.0);
+        // Half of the weights and half of each block: more than twice the blocks.
+        assert!(
+            two.num_gpu_blocks > 2 * one.num_gpu_blocks,
+            "{}",
+            two.num_gpu_blocks
+        );
+        // The link of the GPU.
+        let (_, near) = engine("[engine]\npipeline_parallel_size = 2\n");
+        let send_ns = near.pipeline.unwrap().send_ns_per_token;
+        assert!(send_ns > 0.0 && send_ns < 8_192.0 / 10.0, "{send_ns}");
+        let (_, free) = engine(
+            "[engine]\npipeline_parallel_size = 2\n[engine.timing]\nkind = \"constant\"\nstep_ns = 1\n",
+        );
+        assert_eq!(free.pipeline.unwrap().send_ns_per_token, 0.0);
+        check_refused(
+            "[engine]\npipeline_parallel_size = 37\n",
+            &["`pipeline_parallel_size` is 37, but qwen3-8b has 36 layers"],
+        );
+        check_refused(
+            "[engine]\npipeline_latency_us = 5\n",
+            &["`pipeline_parallel_size` is 1"],
+        );
+        check_refused(
+            "[engine]\npipeline_parallel_size = 2\n[engine.speculation]\nnum_speculative_tokens = 1\n\
+             method = \"mtp\"\nacceptance = [0.5]\n",
+            &["pipelines that verify drafts are not modelled"],
+        );
     }
 
     #[test]

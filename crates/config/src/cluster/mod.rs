@@ -86,13 +86,9 @@ impl Cluster {
         self.pools.iter().any(|pool| pool.engines.is_some())
     }
 
-    /// GPUs: workers × tensor-parallel × data-parallel size, over all pools.
+    /// GPUs: workers × tensor-parallel × pipeline-parallel × data-parallel size, over all pools.
     pub fn gpus(&self) -> u64 {
-        let of = |pool: &PoolConfig| {
-            u64::from(pool.workers)
-                * u64::from(pool.engine.tensor_parallel_size)
-                * u64::from(pool.engine.data_parallel_size)
-        };
+        let of = |pool: &PoolConfig| u64::from(pool.workers) * u64::from(pool.engine.gpus());
         self.pools.iter().map(of).sum()
     }
 }
@@ -258,6 +254,8 @@ pub struct EngineConfig {
     pub scheduler_reserve_full_isl: bool,
     /// GPUs that share one replica of the model. Default 1.
     pub tensor_parallel_size: u32,
+    /// The stages that layers are divided into, if there are several (`pipeline_parallel_size`). Default: none.
+    pub pipeline: Option<PipelineConfig>,
     /// Ranks of a worker, each with its own scheduler. Default 1.
     pub data_parallel_size: u32,
     /// Divide whole experts between the GPUs of a worker, instead of every expert. Default false.
@@ -302,6 +300,7 @@ impl Default for EngineConfig {
             max_num_scheduled_tokens: None,
             scheduler_reserve_full_isl: true,
             tensor_parallel_size: 1,
+            pipeline: None,
             data_parallel_size: 1,
             enable_expert_parallel: false,
             gpu_memory_utilization: 0.9,
@@ -314,6 +313,36 @@ impl Default for EngineConfig {
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
         }
+    }
+}
+
+impl EngineConfig {
+    /// Stages of the pipeline; 1: there is none.
+    pub fn pipeline_parallel_size(&self) -> u32 {
+        self.pipeline.as_ref().map_or(1, PipelineConfig::stages)
+    }
+
+    /// GPUs of a worker.
+    pub fn gpus(&self) -> u32 {
+        self.tensor_parallel_size * self.pipeline_parallel_size() * self.data_parallel_size
+    }
+}
+
+/// Pipeline parallelism: each stage has some of the layers, and passes them on to the next.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PipelineConfig {
+    /// Layers of each stage, in order. At least two stages.
+    pub layers: Vec<u32>,
+    /// Time to send one token's activations to the next stage, ns.
+    pub send_ns_per_token: f64,
+    /// Time from the end of a stage until the first of its bytes arrives, ns.
+    pub latency_ns: f64,
+}
+
+impl PipelineConfig {
+    /// Number of stages.
+    pub fn stages(&self) -> u32 {
+        u32::try_from(self.layers.len()).unwrap_or(u32::MAX)
     }
 }
 

@@ -191,6 +191,28 @@ pub const KEYS: &[Key] = &[
         "Low: the weights do not fit. High: time goes into all-reduces.",
     ),
     key(
+        "engine.pipeline_parallel_size",
+        "stages, 1 to the model's layers",
+        "1",
+        "Stages that the layers are divided into, each on `tensor_parallel_size` GPUs of its own. As many batches are under way, and \
+         one more with `async_scheduling` (`docs/engine-model.md`).",
+        "High: stages wait for each other, and each request for all of them.",
+    ),
+    key(
+        "engine.pipeline_link_bytes_per_s",
+        "bytes per second, 1e6 to 1e13",
+        "(the link of `engine.timing.gpu`; without one, sends take no time)",
+        "Rate at which a stage sends activations to the next one: 2 bytes x hidden size per token.",
+        "Low: prompts wait between stages. Set it if stages are in different machines.",
+    ),
+    key(
+        "engine.pipeline_latency_us",
+        "µs, 0 to 1,000,000",
+        "0.0",
+        "Time of a send besides its bytes.",
+        "High: every token waits for it at each stage but the last.",
+    ),
+    key(
         "engine.data_parallel_size",
         "ranks, 1 to 1,024",
         "1",
@@ -1689,6 +1711,7 @@ With a `gpu` in `[engine.timing]`, and the key not given, per rank:
 ```text
 weights   = bytes of attention, dense MLPs and embeddings / tensor_parallel_size
             + bytes of experts / (tensor_parallel_size x data_parallel_size)     (embeddings: 16 bits)
+                                         (with a pipeline: both x layers of its largest stage / layers)
 per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of kv_cache_dtype
 sampling  = 24 x max_num_seqs x vocabulary
 blocks    = floor((gpu_memory x gpu_memory_utilization - weights - sampling) / (per_token x block_size))
@@ -1727,6 +1750,7 @@ mod tests {
                      [[event]]\nkind = \"kv_late\"\nat_s = 1\nworker = 0\ndelay_ms = 5\n\
                      [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [0]\n\
                      [[event]]\nkind = \"upgrade\"\nat_s = 1\n";
+        let pipeline = "[engine]\npipeline_parallel_size = 2\n";
         let packets = "[network]\nmode = \"packets\"\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
@@ -1740,7 +1764,7 @@ mod tests {
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
             "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
-            prefill, packets,
+            prefill, packets, pipeline,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

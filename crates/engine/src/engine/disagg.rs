@@ -297,6 +297,7 @@ impl Engine {
             capacity: len.next_multiple_of(self.block_size),
             scheduled: 0,
             ahead: 0,
+            eligible: self.pipeline.as_ref().map_or(0, |p| p.step()),
             // So that the end of the pass looks whether its token is the first one.
             decoding: false,
             natural_end: sequence.natural_end,

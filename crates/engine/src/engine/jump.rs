@@ -123,7 +123,8 @@ impl Engine {
     /// It stops before a pass that would end at `until` or later (something may happen then that the
     /// pass must see, or an abort in the middle of it), in which a sequence ends, that lacks a block,
     /// or that could admit a waiting sequence. 0 if that is so at once, if a sequence is in prefill
-    /// or has stop tokens, if stored blocks are noted, or if the engine drafts: a single pass comes next then.
+    /// or has stop tokens, if stored blocks are noted, or if the engine drafts or is a pipeline: a single pass comes next
+    /// then.
     ///
     /// No output tokens are made up; they are in [`OutputModel::token`](crate::OutputModel::token), if anyone
     /// asks.
@@ -145,6 +146,7 @@ impl Engine {
         // Tokens of stored blocks are noted pass by pass, and each draft is drawn.
         if self.stored_blocks.is_some()
             || self.speculation.drafts > 0
+            || self.pipeline.is_some()
             || !self.waiting_cannot_move()
         {
             return 0;

@@ -9,6 +9,7 @@ mod host_tier;
 mod jumps;
 mod known_answers;
 mod peers;
+mod pipeline;
 mod plain;
 mod rig;
 mod speculation;

@@ -11,7 +11,7 @@ use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, GenerationParams, KvOp, Prompt, RankId, RequestId,
     SimTime, TokenId,
 };
-use slipstream_config::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
+use slipstream_config::cluster::{EngineConfig, OutputLen, PipelineConfig, SchedulingPolicy};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput};
 
@@ -39,6 +39,9 @@ struct Workload {
     max_num_active_seqs: Option<u32>,
     max_num_scheduled_tokens: Option<u32>,
     reserve_full: bool,
+    /// Stages of a pipeline.
+    #[serde(default)]
+    stages: Option<u32>,
     events: Vec<Event>,
 }
 
@@ -77,6 +80,7 @@ struct Replay {
     /// Of each hash, its number in order of appearance.
     numbers: BTreeMap<BlockHash, usize>,
     is_async: bool,
+    is_pipeline: bool,
     preemptions: BTreeMap<u64, u32>,
 }
 
@@ -101,6 +105,11 @@ impl Replay {
             max_num_active_seqs: w.max_num_active_seqs,
             max_num_scheduled_tokens: w.max_num_scheduled_tokens,
             scheduler_reserve_full_isl: w.reserve_full,
+            pipeline: w.stages.map(|stages| PipelineConfig {
+                layers: vec![1; stages as usize],
+                send_ns_per_token: 0.0,
+                latency_ns: 0.0,
+            }),
             ..EngineConfig::default()
         };
         let output = OutputModel {
@@ -118,6 +127,7 @@ impl Replay {
             computed: BTreeMap::new(),
             numbers: BTreeMap::new(),
             is_async: w.is_async,
+            is_pipeline: w.stages.is_some(),
             preemptions: BTreeMap::new(),
         }
     }
@@ -169,13 +179,21 @@ impl Replay {
         let now: Vec<_> = self.engine.scheduled().collect();
         let ahead: Vec<_> = self.engine.scheduled_ahead().collect();
         let mut plans = Vec::new();
-        if fresh {
-            plans.push(self.scheduled(&now));
+        if self.is_pipeline {
+            for launched in self.engine.launched() {
+                if !launched.is_empty() {
+                    plans.push(self.scheduled(&launched));
+                }
+            }
+        } else {
+            if fresh {
+                plans.push(self.scheduled(&now));
+            }
+            if !ahead.is_empty() {
+                plans.push(self.scheduled(&ahead));
+            }
+            assert!(self.is_async || ahead.is_empty());
         }
-        if !ahead.is_empty() {
-            plans.push(self.scheduled(&ahead));
-        }
-        assert!(self.is_async || ahead.is_empty());
         let mut text = plans.join(";");
         let mut preempted = Vec::new();
         for (&id, known) in &mut self.preemptions {
@@ -264,6 +282,20 @@ fn steps_are_those_of_vllms_scheduler() {
         Some(path) => std::fs::read_to_string(path).unwrap(),
         None => include_str!("vllm_steps.jsonl").to_owned(),
     };
+    let (steps, steps_ahead, preemptions) = replay_all(&text);
+    // Recorded workloads must cover hard cases, too.
+    assert!(file.is_some() || (steps > 4_000 && steps_ahead > 2_000 && preemptions > 100));
+}
+
+/// The same, with the layers on several stages.
+#[test]
+fn steps_of_pipelines_are_those_of_vllms_scheduler() {
+    let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_pipeline_steps.jsonl"));
+    assert!(steps > 4_000 && steps_ahead > 2_000 && preemptions > 100);
+}
+
+/// Runs the workloads of a file, which have to agree. Returns the steps, those with asynchronous scheduling, and preemptions.
+fn replay_all(text: &str) -> (u32, u32, u64) {
     let (mut workloads, mut steps, mut preemptions, mut apart) = (0, 0, 0, Vec::new());
     let mut steps_ahead = 0;
     for line in text.lines() {
@@ -313,6 +345,5 @@ fn steps_are_those_of_vllms_scheduler() {
         apart.len(),
         apart[..apart.len().min(20)].join("\n")
     );
-    // Recorded workloads must cover hard cases, too.
-    assert!(file.is_some() || (steps > 4_000 && steps_ahead > 2_000 && preemptions > 100));
+    (steps, steps_ahead, preemptions)
 }

@@ -1163,6 +1163,9 @@ impl Engine {
     fn remove(&mut self, slot: u32) {
         let sequence = self.sequences.remove(slot);
         self.by_id.remove(&sequence.request.id);
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.has_left = true;
+        }
         self.release(sequence.table);
     }
 

@@ -1,7 +1,8 @@
 //! Pipeline parallelism: several passes are under way, each in another stage.
 //!
 //! Source: vLLM 0.33, `EngineCore.step_with_batch_queue` (passes are scheduled until the queue is full, then the oldest
-//! one's tokens are awaited; passes without work take a place in the queue, too) and `VllmConfig.max_concurrent_batches`.
+//! one's tokens are awaited; passes without work take a place in the queue, too, and requests that left call for one) and
+//! `VllmConfig.max_concurrent_batches`.
 
 use std::collections::VecDeque;
 
@@ -29,6 +30,8 @@ pub(super) struct Pipeline {
     /// Passes in the stages, oldest first.
     flights: VecDeque<Flight>,
     spare: Vec<Vec<Chunk>>,
+    /// Sequences have left since the last pass was scheduled: workers are to be told so by another one.
+    pub(super) has_left: bool,
     /// Of `flights`, those that the last `begin_pass` scheduled. For tests.
     fresh: usize,
 }
@@ -95,6 +98,7 @@ impl Pipeline {
             landed: 0,
             flights: VecDeque::new(),
             spare: Vec::new(),
+            has_left: false,
             fresh: 0,
         }
     }
@@ -210,11 +214,13 @@ impl Engine {
         self.pipeline().fresh = 0;
         loop {
             let mut gave_way = false;
-            if !self.by_id.is_empty() {
+            let has_left = std::mem::take(&mut self.pipeline().has_left);
+            if has_left || !self.by_id.is_empty() {
                 let plan = self.plan::<true>(now);
                 gave_way = plan.preempted;
+                let works = !plan.load.is_empty();
                 self.launch(now, plan);
-                if self.pipeline().has_room() {
+                if self.pipeline().has_room() && (works || !self.by_id.is_empty()) {
                     continue;
                 }
             }

@@ -34,6 +34,14 @@ pub fn tokens_per_step(engine: &EngineConfig) -> u32 {
     1 + drafted
 }
 
+/// The part of a step that the largest stage of a pipeline takes; 1 without one.
+pub fn largest_stage(engine: &EngineConfig) -> f64 {
+    engine.pipeline.as_ref().map_or(1.0, |stages| {
+        let most = stages.layers.iter().copied().max().unwrap_or(1);
+        f64::from(most) / f64::from(stages.layers.iter().sum::<u32>().max(1))
+    })
+}
+
 /// Latencies of a request that is alone on an idle worker, with every prefix that any request had
 /// before in its cache. Each step gives it `per_step` tokens ([`tokens_per_step`]).
 pub fn alone(need: &Need, timing: &mut dyn StepTime, per_step: u32) -> Shown {
@@ -67,6 +75,7 @@ pub fn ideal(
     target: f64,
 ) -> Ideal {
     let per_step = tokens_per_step(engine);
+    let stage = largest_stage(engine);
     let classes = demand.by_class().len();
     let mut met = vec![(0u64, 0u64); classes];
     let mut each: Vec<(&'static str, u64, u64)> = Vec::new();
@@ -81,7 +90,13 @@ pub fn ideal(
             ttfts.push(u64::MAX);
             continue;
         }
-        let shown = alone(need, timing, per_step);
+        let mut shown = alone(need, timing, per_step);
+        if stage < 1.0 {
+            // Chunks of a prompt follow each other through the stages.
+            let ttft = width::round_u64(shown.ttft as f64 * stage);
+            shown.e2e -= shown.ttft - ttft;
+            shown.ttft = ttft;
+        }
         ttfts.push(shown.ttft);
         class.1 += u64::from(objectives.are_met(need.class, &shown));
         for (name, held) in objectives
@@ -137,6 +152,16 @@ impl Work {
             mixed_s: self.mixed_s / ranks,
             prefill_s: self.prefill_s / ranks,
             decode_s: self.decode_s / ranks,
+        }
+    }
+
+    /// The same work in seconds of a pipeline whose largest stage takes this `part` of a step ([`largest_stage`]): a step
+    /// may begin when the one before it has left that stage.
+    pub fn of_stage(self, part: f64) -> Work {
+        Work {
+            mixed_s: self.mixed_s * part,
+            prefill_s: self.prefill_s * part,
+            decode_s: self.decode_s * part,
         }
     }
 }
@@ -260,6 +285,7 @@ pub fn time_s(demand: &Demand, timing: &mut dyn StepTime, per_step: u32) -> f64 
 mod tests {
     use super::*;
     use slipstream_base::SimTime;
+    use slipstream_config::cluster::PipelineConfig;
     use slipstream_engine::timing::Constant;
 
     fn demand(count: u64, input: u32, output: u32) -> Demand {
@@ -329,6 +355,27 @@ mod tests {
             "{four:?}"
         );
         assert_eq!(w.of_ranks(1), w);
+
+        // Three and five layers: a token takes a whole step, and a step begins when the one before it has left the five.
+        let stages = EngineConfig {
+            pipeline: Some(PipelineConfig {
+                layers: vec![3, 5],
+                send_ns_per_token: 0.0,
+                latency_ns: 0.0,
+            }),
+            ..EngineConfig::default()
+        };
+        let part = largest_stage(&stages);
+        assert_eq!(
+            (part, w.of_stage(part).prefill_s),
+            (0.625, w.prefill_s * 0.625)
+        );
+        let through = |slo: &str, timing: &mut Constant| {
+            ideal(&all, &objectives(slo), &stages, timing, 0.99).share
+        };
+        assert_eq!(through("ttft=7ms,tpot=10ms,e2e=107ms", &mut timing), 1.0);
+        assert_eq!(through("tpot=9ms", &mut timing), 0.0);
+        assert_eq!(through("ttft=6ms", &mut timing), 0.0);
     }
 
     #[test]

@@ -10,6 +10,8 @@ pub struct Shape {
     pub gpu: String,
     /// GPUs of one rank.
     pub tensor_parallel: u32,
+    /// Stages of one rank, each of `tensor_parallel` GPUs; `None`: the cluster file's.
+    pub pipeline_parallel: Option<u32>,
     /// Ranks of one worker; `None`: the cluster file's.
     pub data_parallel: Option<u32>,
     /// Whether each GPU has whole experts; `None`: the cluster file's.
@@ -26,7 +28,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// `h100-sxm TP4 fp8`, with ` DP2` and ` EP` behind the `TP4` of such a worker, ` fp8-kv` if the KV cache has a format
+    /// `h100-sxm TP4 fp8`, with ` PP2`, ` DP2` and ` EP` behind the `TP4` of such a worker, ` fp8-kv` if the KV cache has a format
     /// of its own, ` 256 GiB host` if it has host memory for KV blocks, and ` prefill:decode` if those are apart.
     pub fn name(&self) -> String {
         let apart = match self.prefill_share {
@@ -40,6 +42,10 @@ impl Shape {
             Some(gib) if gib > 0.0 => format!(" {gib} GiB host"),
             _ => String::new(),
         };
+        let stages = match self.pipeline_parallel {
+            Some(stages) if stages > 1 => format!(" PP{stages}"),
+            _ => String::new(),
+        };
         let ranks = match self.data_parallel {
             Some(ranks) if ranks > 1 => format!(" DP{ranks}"),
             _ => String::new(),
@@ -49,7 +55,7 @@ impl Shape {
             _ => "",
         };
         format!(
-            "{} TP{}{ranks}{experts} {}{cache}{host}{apart}",
+            "{} TP{}{stages}{ranks}{experts} {}{cache}{host}{apart}",
             self.gpu,
             self.tensor_parallel,
             self.dtype.name()
@@ -115,6 +121,9 @@ pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
         ),
         format!("router.policy={}", setting.policy),
     ];
+    if let Some(stages) = shape.pipeline_parallel {
+        sets.push(format!("engine.pipeline_parallel_size={stages}"));
+    }
     if let Some(ranks) = shape.data_parallel {
         sets.push(format!("engine.data_parallel_size={ranks}"));
     }
@@ -279,6 +288,7 @@ mod tests {
         let shape = Shape {
             gpu: "h200".into(),
             tensor_parallel: 2,
+            pipeline_parallel: Some(3),
             data_parallel: Some(4),
             expert_parallel: Some(true),
             dtype: Dtype::Fp8,
@@ -286,9 +296,10 @@ mod tests {
             host_gib: Some(256.0),
             prefill_share: None,
         };
-        assert_eq!(shape.name(), "h200 TP2 DP4 EP fp8 256 GiB host");
+        assert_eq!(shape.name(), "h200 TP2 PP3 DP4 EP fp8 256 GiB host");
         let sets = sets(&shape, &all[4], 3);
         for set in [
+            "engine.pipeline_parallel_size=3",
             "engine.data_parallel_size=4",
             "engine.enable_expert_parallel=true",
             "engine.host_tier.gib=256.0",

@@ -64,6 +64,9 @@ pub(crate) struct Args {
     /// GPUs of a worker, or of each rank of one
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "1,2,4,8", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
     tensor_parallel: Vec<u32>,
+    /// Stages of a worker, or of each rank of one, with as many GPUs each [default: engine.pipeline_parallel_size]
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
+    pipeline_parallel: Vec<u32>,
     /// Ranks of a worker (attention data parallelism) [default: engine.data_parallel_size]
     #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
     data_parallel: Vec<u32>,
@@ -146,9 +149,6 @@ pub(crate) struct Args {
     /// Fewest workers with the cluster file's `[autoscale]`, tried on the answer and the rows next to it: 1,2,4
     #[arg(long, value_name = "WORKERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65_535), help_heading = "Search")]
     autoscale_min: Vec<u32>,
-    /// Refused: not simulated
-    #[arg(long, hide = true, value_name = "SIZES")]
-    pipeline_parallel: Option<String>,
     /// Refused: --host-memory searches it
     #[arg(long, hide = true, value_name = "TIERS")]
     kv_tiers: Option<String>,
@@ -281,11 +281,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 impl Args {
     fn question(&self) -> anyhow::Result<Question> {
         ensure!(
-            self.pipeline_parallel.is_none(),
-            "--pipeline-parallel: pipeline parallelism cannot be searched, as `slipstream simulate` does not model it; \
-             leave the flag out (docs/plan.md has the limits)"
-        );
-        ensure!(
             self.kv_tiers.is_none(),
             "--kv-tiers: host memory below the GPU is searched with --host-memory 0,256 (GiB of each rank)"
         );
@@ -308,6 +303,7 @@ impl Args {
             },
             gpus: self.gpus.clone(),
             tensor_parallel: self.tensor_parallel.clone(),
+            pipeline_parallel: self.pipeline_parallel.clone(),
             data_parallel: self.data_parallel.clone(),
             expert_parallel: self
                 .expert_parallel

@@ -1016,13 +1016,91 @@ fn ranks_experts_and_weights_are_searched_as_every_combination() {
     }
 }
 
+/// Stages beside tensor parallelism, over a slow link: the lowest cost is that of a sweep over every combination up to it.
+#[test]
+fn stages_are_searched_as_every_combination() {
+    const ALL: &[&str] = &[
+        "--isl=3000",
+        "--osl=40",
+        "--requests=200",
+        "--attain=95%",
+        "--set=engine.max_num_seqs=64",
+        "--set=engine.timing.gpu=l4",
+        "--set=engine.timing.dtype=bf16",
+        "--quiet",
+    ];
+    let mut staged = 0;
+    for (model, slo, rate, budget) in [
+        ("llama-3.1-8b", "--slo=ttft=6s,itl=250ms", "--rate=2", 8192),
+        ("llama-3.1-8b", "--slo=ttft=2s,itl=120ms", "--rate=1", 2048),
+        // One GPU has no room for its weights.
+        ("qwen3-14b", "--slo=ttft=6s,itl=300ms", "--rate=1", 512),
+    ] {
+        let (code, json, err) = plan(&[&[
+            slo,
+            rate,
+            &format!("--model={model}"),
+            "--gpus=l4",
+            "--precision=bf16",
+            "--tensor-parallel=1,2",
+            "--pipeline-parallel=1,2,3",
+            "--serving=aggregated",
+            "--max-num-seqs=64",
+            &format!("--max-num-batched-tokens={budget}"),
+            "--policies=kv",
+            "--max-gpus=12",
+            "--seeds=1",
+            "--quick",
+            "--isl=3000",
+            "--osl=40",
+            "--requests=200",
+            "--attain=95%",
+            "--quiet",
+        ]]);
+        assert!(code == Some(0) || code == Some(1), "{err}");
+        let answer = (code == Some(0)).then(|| gpus(&json));
+        if answer.is_some() {
+            let best = &json["answers"][0]["answer"];
+            staged += u32::from(best["pipeline_parallel_size"].as_u64() > Some(1));
+        }
+        let mut least = None;
+        for (tp, pp) in [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)] {
+            let most = answer.unwrap_or(12) / (tp * pp);
+            if most == 0 || model == "qwen3-14b" && tp * pp == 1 {
+                continue;
+            }
+            let sets = [
+                slo.to_owned(),
+                rate.to_owned(),
+                format!("--set=model.preset={model}"),
+                format!("--set=engine.tensor_parallel_size={tp}"),
+                format!("--set=engine.pipeline_parallel_size={pp}"),
+                format!("--set=engine.max_num_batched_tokens={budget}"),
+                format!("--vary=pool.main.workers=1..{most}"),
+            ];
+            let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+            let (code, out, err) = run(&[&["sweep"], &sets[..], ALL].concat());
+            assert_eq!(code, Some(0), "{err}");
+            for line in out.lines() {
+                let cells: Vec<&str> = line.split_whitespace().collect();
+                let workers = cells.first().and_then(|cell| cell.parse::<u64>().ok());
+                if let Some(workers) = workers.filter(|_| cells.contains(&"yes")) {
+                    least = Some(least.unwrap_or(u64::MAX).min(workers * tp * pp));
+                }
+            }
+        }
+        assert_eq!(answer, least, "{slo}");
+    }
+    assert!(staged > 0, "no question has an answer with stages");
+}
+
 #[test]
 fn axes_that_cannot_be_searched_are_refused_by_name() {
     let base = ["plan", "--rate=2", "--slo=ttft=5s", "--model=llama-3.1-8b"];
     for (flags, parts) in [
         (
-            &["--pipeline-parallel=2"][..],
-            ["--pipeline-parallel", "pipeline parallelism"],
+            &["--pipeline-parallel=64"][..],
+            ["`pipeline_parallel_size` is 64", "has 32 layers"],
         ),
         (&["--kv-tiers=host"], ["--kv-tiers", "--host-memory 0,256"]),
         (

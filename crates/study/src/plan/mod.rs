@@ -74,6 +74,8 @@ pub struct Question {
     pub gpus: Vec<String>,
     /// GPUs of a rank.
     pub tensor_parallel: Vec<u32>,
+    /// Stages of a rank, each of as many GPUs; empty: the cluster file's.
+    pub pipeline_parallel: Vec<u32>,
     /// Ranks of a worker; empty: the cluster file's.
     pub data_parallel: Vec<u32>,
     /// Whether each GPU of a worker has whole experts; empty: the cluster file's.
@@ -122,6 +124,7 @@ impl Default for Question {
             cluster: ClusterSource::default(),
             gpus: words(&["h100-sxm"]),
             tensor_parallel: vec![1, 2, 4, 8],
+            pipeline_parallel: Vec::new(),
             data_parallel: Vec::new(),
             expert_parallel: Vec::new(),
             host_memory: Vec::new(),
@@ -150,6 +153,7 @@ struct Args {
     headroom: f64,
     gpus: Vec<String>,
     tensor_parallel: Vec<u32>,
+    pipeline_parallel: Vec<Option<u32>>,
     data_parallel: Vec<Option<u32>>,
     expert_parallel: Vec<Option<bool>>,
     host_memory: Vec<Option<f64>>,
@@ -234,6 +238,9 @@ impl Args {
         if !question.autoscale_min.is_empty() {
             numbers("autoscale-min", &question.autoscale_min, 65_535)?;
         }
+        if !question.pipeline_parallel.is_empty() {
+            numbers("pipeline-parallel", &question.pipeline_parallel, 1024)?;
+        }
         if !question.data_parallel.is_empty() {
             numbers("data-parallel", &question.data_parallel, 1024)?;
         }
@@ -254,6 +261,7 @@ impl Args {
             headroom: question.headroom,
             gpus: words("gpus", &question.gpus)?,
             tensor_parallel: numbers("tensor-parallel", &question.tensor_parallel, 1024)?,
+            pipeline_parallel: or_as_given(&question.pipeline_parallel),
             data_parallel: or_as_given(&question.data_parallel),
             expert_parallel: or_as_given(&question.expert_parallel),
             host_memory: or_as_given(&question.host_memory),
@@ -294,6 +302,11 @@ impl Args {
                 keys.push((key, flag));
             }
         };
+        add(
+            self.pipeline_parallel != [None],
+            "engine.pipeline_parallel_size",
+            "--pipeline-parallel",
+        );
         add(
             self.data_parallel != [None],
             "engine.data_parallel_size",
@@ -809,6 +822,8 @@ fn searched(args: &Args, model: &ModelShape) -> String {
             more.extend([format!("; {name} {}", values.join(", "))]);
         }
     };
+    let stages = args.pipeline_parallel.iter().flatten();
+    add("pipeline parallel", stages.map(u32::to_string).collect());
     let ranks = args.data_parallel.iter().flatten();
     add("data parallel", ranks.map(u32::to_string).collect());
     let experts = args.expert_parallel.iter().flatten();
@@ -855,18 +870,24 @@ fn shapes(
                 .iter()
                 .map(move |kv_cache| (dtype, kv_cache))
         }) {
-            let parallel = args.tensor_parallel.iter().flat_map(|&tensor| {
+            let gpus = args.tensor_parallel.iter().flat_map(|&tensor| {
+                let stages = args.pipeline_parallel.iter();
+                stages.map(move |&stages| (tensor, stages))
+            });
+            let parallel = gpus.flat_map(|gpus| {
                 args.data_parallel.iter().flat_map(move |&data| {
                     args.expert_parallel.iter().flat_map(move |&experts| {
                         let memory = args.host_memory.iter();
-                        memory.map(move |&gib| (tensor, data, experts, gib))
+                        memory.map(move |&gib| (gpus, data, experts, gib))
                     })
                 })
             });
-            for (tensor_parallel, data_parallel, expert_parallel, host_gib) in parallel {
+            for (gpus, data_parallel, expert_parallel, host_gib) in parallel {
+                let (tensor_parallel, pipeline_parallel) = gpus;
                 let shape = Shape {
                     gpu: gpu.clone(),
                     tensor_parallel,
+                    pipeline_parallel,
                     data_parallel,
                     expert_parallel,
                     dtype,
@@ -895,7 +916,7 @@ fn shapes(
                     }
                 };
                 // One GPU has whole experts in either case.
-                let alone = engine.tensor_parallel_size * engine.data_parallel_size == 1;
+                let alone = engine.gpus() == 1;
                 if alone && expert_parallel == Some(true) && args.expert_parallel.len() > 1 {
                     continue;
                 }
@@ -1239,7 +1260,8 @@ impl AtLoad<'_> {
             gap_limit_s(&context.objectives),
             per_step,
         )
-        .of_ranks(engine.data_parallel_size);
+        .of_ranks(engine.data_parallel_size)
+        .of_stage(bound::largest_stage(engine));
         let time_s = bound::time_s(demand, &mut *timing, per_step);
         let least = |work_s| bound::workers_min(work_s, time_s, args.attain);
         let mut shape = shape.clone();
@@ -1250,7 +1272,7 @@ impl AtLoad<'_> {
         } else {
             least(work.mixed_s)
         };
-        let gpus = engine.tensor_parallel_size * engine.data_parallel_size;
+        let gpus = engine.gpus();
         let per_gpu = if context.priced {
             context.prices.per_gpu_hour(&shape.gpu)
         } else {

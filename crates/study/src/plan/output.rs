@@ -541,6 +541,7 @@ fn row_json(context: &Asked, row: &Row) -> Value {
             slipstream_plan::space::prefill_workers(share, row.setting.prefill_factor, row.sized.workers)
         }),
         "tensor_parallel_size": row.shape.tensor_parallel,
+        "pipeline_parallel_size": row.shape.pipeline_parallel,
         "data_parallel_size": row.shape.data_parallel,
         "expert_parallel": row.shape.expert_parallel,
         "dtype": row.shape.dtype.name(),

@@ -4,7 +4,7 @@ Random workloads go through vLLM's `Scheduler` and `AsyncScheduler`. Each step i
 which requests were scheduled, in which order, with how many tokens computed before and now, which
 were preempted, which finished and how, and the state of queues and blocks after it. The file with
 all of that is kept: the engine replays it in `cargo test`
-(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. A second file is of pipelines. The test here checks that the
+(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. Other files are of pipelines and of LoRA. The test here checks that the
 vLLM that is installed still does what the file says; `SLIPSTREAM_WRITE_STEPS=1` writes it anew.
 
 A step's text has five parts, separated by `|`:
@@ -21,7 +21,7 @@ A step's text has five parts, separated by `|`:
   (`-3`). Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
 
 `STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, `STEPS_SIZE` how many
-times the requests, `STEPS_PIPELINES=1` pipelines, and `STEPS_OUT` where they are written:
+times the requests, `STEPS_VARIANT` what engines have (`VARIANTS`), and `STEPS_OUT` where they are written:
 `SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
 """
 
@@ -41,12 +41,14 @@ from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVEventsConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -62,6 +64,12 @@ KEPT = Path(__file__).parents[2] / "crates/engine/tests/it/vllm_steps.jsonl"
 
 KEPT_PIPELINES = KEPT.with_name("vllm_pipeline_steps.jsonl")
 """The same, of layers on several stages."""
+
+KEPT_LORA = KEPT.with_name("vllm_lora_steps.jsonl")
+"""The same, with a limit of LoRA adapters per step."""
+
+VARIANTS = {"plain": KEPT, "pipelines": KEPT_PIPELINES, "lora": KEPT_LORA}
+"""What an engine has, and the file of workloads."""
 
 SEED, COUNT = 7, 44
 """Of the workloads in each file."""
@@ -140,6 +148,12 @@ class Cache:
         return text
 
 
+def lora_of(number: int) -> LoRARequest | None:
+    """Make the LoRA adapter of this number; 0 is the model itself."""
+    name = f"adapter-{number}"
+    return LoRARequest(name, number, f"/{name}") if number else None
+
+
 def checksum(text: str) -> str:
     """Hash a text with FNV-1a, 32 bits."""
     value = 0x811C9DC5
@@ -191,6 +205,9 @@ class Engine:
             # Not in the arguments, which asks for as many GPUs, and for kernels: the second model runner
             # is the one that schedules asynchronously with a pipeline.
             vllm.parallel_config.pipeline_parallel_size = self.stages
+        if "max_loras" in config:
+            # Not in `VllmConfig(...)`, which asks whether the model has adapters.
+            vllm.lora_config = LoRAConfig(max_loras=config["max_loras"])
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.is_async))
         self.depth = vllm.max_concurrent_batches
         size = config["block_size"]
@@ -232,6 +249,7 @@ class Engine:
             # Ties of priority are broken by time of arrival.
             arrival_time=float(self._arrivals),
             priority=request["priority"],
+            lora_request=lora_of(request.get("adapter", 0)),
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(made)
@@ -349,9 +367,10 @@ class Engine:
         )
 
 
-def workload(seed: int, index: int, times: int, pipelines: bool) -> dict[str, Any]:
+def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
     """Make a workload and run it through vLLM."""
     rng = random.Random(seed * 1_000_003 + index)
+    of_adapters = random.Random(index)
     family = FAMILIES[index % len(FAMILIES)]
     size = rng.choice([4, 8, 16, 16, 32, 64])
     by_priority = family in ("priority", "storm") or (
@@ -389,8 +408,10 @@ def workload(seed: int, index: int, times: int, pipelines: bool) -> dict[str, An
     if not config["chunked"]:
         config["max_num_batched_tokens"] = length
         config["max_num_scheduled_tokens"] = None
-    if pipelines:
+    if variant == "pipelines":
         config["stages"] = 2 + index % 3
+    elif variant == "lora":
+        config["max_loras"] = 1 + index % 3
     engine = Engine(config)
     live: list[int] = []
     talks: list[list[Run]] = []
@@ -418,6 +439,8 @@ def workload(seed: int, index: int, times: int, pipelines: bool) -> dict[str, An
                 "ignore_eos": True,
                 "priority": rng.randrange(-2, 3) if by_priority else 0,
             }
+            if variant == "lora":
+                request["adapter"] = of_adapters.choice([0, 0, 1, 2, 3, 4, 5])
             if family == "ends":
                 request["ignore_eos"] = rng.random() < 0.3
                 request["min_tokens"] = rng.choice([0, 0, 10])
@@ -445,15 +468,16 @@ def workload(seed: int, index: int, times: int, pipelines: bool) -> dict[str, An
     return {"name": f"{family}-{seed}-{index}", **config, "events": events}
 
 
-def file_of(seed: int, count: int, times: int = 1, pipelines: bool = False) -> str:
+def file_of(seed: int, count: int, times: int = 1, variant: str = "plain") -> str:
     """Run workloads; what they did, a line each."""
-    lines = (workload(seed, index, times, pipelines) for index in range(count))
+    lines = (workload(seed, index, times, variant) for index in range(count))
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
-@pytest.mark.parametrize("file", [KEPT, KEPT_PIPELINES], ids=["steps", "pipelines"])
-def test_the_steps_kept_are_those_of_this_vllm(file: Path) -> None:
-    text = file_of(SEED, COUNT, pipelines=file == KEPT_PIPELINES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_steps_kept_are_those_of_this_vllm(variant: str) -> None:
+    file = VARIANTS[variant]
+    text = file_of(SEED, COUNT, variant=variant)
     if os.environ.get("SLIPSTREAM_WRITE_STEPS"):
         file.write_text(text)
     for made, kept in zip(text.splitlines(), file.read_text().splitlines(), strict=True):
@@ -461,10 +485,10 @@ def test_the_steps_kept_are_those_of_this_vllm(file: Path) -> None:
         assert json.loads(made) == json.loads(kept), f"{name} is scheduled otherwise"
 
 
-@pytest.mark.parametrize("file", [KEPT, KEPT_PIPELINES], ids=["steps", "pipelines"])
-def test_the_workloads_kept_are_hard_enough(file: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_workloads_kept_are_hard_enough(variant: str) -> None:
     preempted = aborted = 0
-    for line in file.read_text().splitlines():
+    for line in VARIANTS[variant].read_text().splitlines():
         for kind, what in json.loads(line)["events"]:
             preempted += kind == "step" and bool(what.split("|")[1])
             aborted += kind in ("abort", "step_abort")
@@ -476,5 +500,5 @@ def test_the_workloads_kept_are_hard_enough(file: Path) -> None:
 def test_other_workloads_are_written() -> None:
     defaults = {"SEED": 1, "COUNT": 100, "SIZE": 2}
     chosen = (int(os.environ.get(f"STEPS_{name}", value)) for name, value in defaults.items())
-    text = file_of(*chosen, pipelines="STEPS_PIPELINES" in os.environ)
+    text = file_of(*chosen, variant=os.environ.get("STEPS_VARIANT", "plain"))
     Path(os.environ["STEPS_OUT"]).write_text(text)

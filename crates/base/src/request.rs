@@ -256,6 +256,13 @@ pub struct GenerationParams {
     /// Tokens of the answer that another worker has generated, fewer than `max_tokens`. The engine computes
     /// them with the prompt, and continues behind them. The limits above count them.
     pub answered: u32,
+    /// The LoRA adapter ([`adapter_id`]) that generates them; 0: the model itself.
+    pub adapter: u64,
+}
+
+/// Number of the LoRA adapter `name` that is stored at `path`: equal ones have equal numbers, in all processes.
+pub fn adapter_id(name: &str, path: &str) -> u64 {
+    BlockHash::root("", name, path).0.max(1)
 }
 
 impl Default for GenerationParams {
@@ -266,6 +273,7 @@ impl Default for GenerationParams {
             ignore_eos: false,
             stop_token_ids: [].into(),
             answered: 0,
+            adapter: 0,
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Requests rendered from prompt segments, head and body in one buffer.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use slipstream_base::RequestId;
+use slipstream_base::{RequestId, adapter_id};
 use slipstream_workload::prompt::{Role, Segment, write_token_ids};
 use slipstream_workload::{Request, Vocabulary};
 
@@ -20,6 +21,8 @@ pub struct Template {
     head: String,
     /// `{"model":"…",` and the fields that are the same for all.
     opening: String,
+    /// The same for each LoRA adapter, by its number.
+    openings: BTreeMap<u64, String>,
 }
 
 /// Parameters of [`Template::new`].
@@ -35,6 +38,8 @@ pub struct TemplateParts<'a> {
     pub stream: bool,
     /// Model name.
     pub model: &'a str,
+    /// Names of the LoRA adapters that requests use.
+    pub adapters: Vec<&'a str>,
     /// Sent as a bearer token.
     pub api_key: Option<&'a str>,
     /// Further headers, `Name: value`.
@@ -65,12 +70,17 @@ impl Template {
         if parts.trace_stages {
             head.push_str("x-slipstream-trace: 1\r\n");
         }
-        let mut opening = String::from("{\"model\":\"");
-        escape(parts.model, &mut opening);
-        opening.push('"');
-        if parts.stream {
-            opening.push_str(",\"stream\":true,\"stream_options\":{\"include_usage\":true}");
-        }
+        let opening = |model| {
+            let mut opening = String::from("{\"model\":\"");
+            escape(model, &mut opening);
+            opening.push('"');
+            if parts.stream {
+                opening.push_str(",\"stream\":true,\"stream_options\":{\"include_usage\":true}");
+            }
+            opening
+        };
+        let adapters = parts.adapters.iter();
+        let openings = adapters.map(|&name| (adapter_id(name, name), opening(name)));
         Template {
             endpoint: parts.endpoint,
             form: parts.form,
@@ -78,7 +88,8 @@ impl Template {
             vocabulary: parts.vocabulary,
             token_ids: parts.token_ids,
             head,
-            opening,
+            opening: opening(parts.model),
+            openings: openings.collect(),
         }
     }
 
@@ -100,7 +111,7 @@ impl Template {
         answer: impl Fn(RequestId) -> Option<&'a str>,
     ) -> Vec<u8> {
         let mut body = String::with_capacity(512 + request.prompt.tokens() as usize * 7);
-        body.push_str(&self.opening);
+        body.push_str(self.openings.get(&request.adapter).unwrap_or(&self.opening));
         write!(body, ",\"max_tokens\":{}", request.output_len).expect(TAKES_ALL);
         if request.ignore_eos {
             body.push_str(",\"ignore_eos\":true");
@@ -242,6 +253,7 @@ mod tests {
             form,
             stream: true,
             model: "a \"b\"",
+            adapters: vec!["c \"d\""],
             api_key: Some("k"),
             headers: &["x-a: 1".to_owned()],
             trace_stages: true,
@@ -270,6 +282,7 @@ mod tests {
             output_len: 12,
             ignore_eos: true,
             priority: -1,
+            adapter: 0,
             class: 0,
         }
     }
@@ -307,6 +320,22 @@ mod tests {
             (&12.into(), &(-1).into())
         );
         assert_eq!(body["stream_options"]["include_usage"], true);
+    }
+
+    #[test]
+    fn an_adapter_is_the_model_of_its_requests() {
+        let template = template(Endpoint::Completions, PromptForm::Text);
+        let model = |adapter| {
+            let request = Request {
+                adapter,
+                ..request()
+            };
+            let text = String::from_utf8(template.render(&request, |_| None)).unwrap();
+            let (_, body) = text.split_once("\r\n\r\n").unwrap();
+            serde_json::from_str::<Value>(body).unwrap()["model"].clone()
+        };
+        assert_eq!(model(adapter_id("c \"d\"", "c \"d\"")), "c \"d\"");
+        assert_eq!(model(0), "a \"b\"");
     }
 
     #[test]

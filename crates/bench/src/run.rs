@@ -241,6 +241,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
         form: config.form,
         stream: config.stream,
         model: &model,
+        adapters: config.workload.adapters(),
         api_key: config.api_key.as_deref(),
         headers: &config.headers,
         trace_stages: config.trace_stages,

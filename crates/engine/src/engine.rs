@@ -1,5 +1,6 @@
 //! The scheduler: which sequences a pass works on, and what becomes of them.
 
+mod adapters;
 mod disagg;
 mod jump;
 mod peers;
@@ -27,6 +28,7 @@ use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, RunningStats, Waiting};
 
+use adapters::Adapters;
 pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 pub use jump::DecodeRun;
@@ -89,6 +91,8 @@ pub struct Engine {
     speculation: Speculation,
     /// Stages, and the passes in them; `None` with a single one.
     pipeline: Option<Box<Pipeline>>,
+    /// LoRA adapters, if they are limited.
+    adapters: Option<Box<Adapters>>,
 
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
@@ -244,6 +248,8 @@ struct Plan {
     chunks: RunningStats,
     contexts: RunningStats,
     preempted: bool,
+    /// Time to load its adapters, ns.
+    adapters_ns: u64,
 }
 
 /// Why the head of the waiting queue could not be admitted, and what would have to change.
@@ -362,6 +368,10 @@ impl Engine {
                 .pipeline
                 .as_ref()
                 .map(|stages| Box::new(Pipeline::new(stages, config.async_scheduling))),
+            adapters: config
+                .lora
+                .as_ref()
+                .map(|lora| Box::new(Adapters::new(lora))),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -514,6 +524,9 @@ impl Engine {
             tier.clear();
         }
         self.peers.clear();
+        if let Some(adapters) = &mut self.adapters {
+            adapters.clear();
+        }
         self.pass = None;
         self.next = None;
         if let Some(pipeline) = &mut self.pipeline {
@@ -630,7 +643,7 @@ impl Engine {
         } else {
             self.note_range(&plan.load);
             self.passes += 1;
-            now + self.timing.step_ns(&plan.load)
+            now + (plan.adapters_ns + self.timing.step_ns(&plan.load))
         };
         self.pass = Some(Pass {
             start: now,
@@ -676,8 +689,14 @@ impl Engine {
         };
         self.finish_host_loads(now);
         self.schedule_running::<AHEAD>(&mut plan);
+        if self.adapters.is_some() {
+            self.note_adapters();
+        }
         if !plan.preempted {
             self.admit_waiting::<AHEAD>(now, &mut plan);
+        }
+        if self.adapters.is_some() {
+            self.load_adapters::<AHEAD>(&mut plan);
         }
         plan
     }
@@ -943,10 +962,12 @@ impl Engine {
     }
 
     /// True if the pass that is being scheduled does not consider a waiting sequence, but those behind it: a pass in the
-    /// pipeline computes tokens of it still.
+    /// pipeline computes tokens of it still, or its adapter would be one too many.
     fn is_passed_over(&self, slot: u32) -> bool {
-        let pipeline = self.pipeline.as_ref();
-        pipeline.is_some_and(|p| p.is_before_end_of(self.sequences[slot].last_flight))
+        let sequence = &self.sequences[slot];
+        let (pipeline, adapters) = (self.pipeline.as_ref(), self.adapters.as_ref());
+        pipeline.is_some_and(|p| p.is_before_end_of(sequence.last_flight))
+            || adapters.is_some_and(|a| a.is_one_too_many(sequence.request.params.adapter))
     }
 
     fn note_blocked_head(&mut self, slot: u32, next_block: Option<BlockHash>) {
@@ -1077,6 +1098,9 @@ impl Engine {
             gone: false,
         };
         *r.planned::<AHEAD>() = chunk;
+        if let Some(adapters) = &mut self.adapters {
+            adapters.run(self.sequences[slot].request.params.adapter);
+        }
         self.grow(slot, slots, computed + chunk);
         self.running.push(r);
     }

@@ -8,7 +8,7 @@ use hyper::Response;
 use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Role, Stage, StageTimes,
-    TokenId, mix,
+    TokenId, adapter_id, mix,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
@@ -632,7 +632,8 @@ pub(crate) async fn dispatch(
         block_size: service.block_size.max(1),
         scores: String::new(),
     });
-    let (specs, requests) = sequences(shard, params, prompts, head.session);
+    let number = adapter.as_ref().map_or(0, |a| adapter_id(&a.name, &a.path));
+    let (specs, requests) = sequences(shard, params, prompts, head.session, number);
     let unread_max = to_usize(service.limits.stream_buffer_bytes_max);
     let timeout = service.limits.request_timeout;
     let deadline_ns = timeout.map(|t| {
@@ -698,6 +699,7 @@ fn sequences(
     params: &RequestParams,
     prompts: Vec<Tokenized>,
     session: Option<u64>,
+    adapter: u64,
 ) -> (Vec<SequenceSpec>, Vec<EngineRequest>) {
     let count = prompts.len() * params.n as usize;
     let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
@@ -746,6 +748,7 @@ fn sequences(
                         None => params.stop_token_ids.as_slice().into(),
                     },
                     answered: 0,
+                    adapter,
                 },
                 priority: params.priority,
                 seed,

@@ -64,7 +64,7 @@ const KV_CACHE: u64 = 2;
 /// The level of the sleep is in the bits from this one on.
 const LEVEL: u32 = 8;
 
-/// A LoRA adapter: a model's name with a prefix cache of its own. It changes no step time.
+/// A LoRA adapter: a model's name with a prefix cache of its own. Engines limit and load it by `[engine.lora]`.
 #[derive(Debug)]
 pub(crate) struct Adapter {
     pub(crate) name: String,

@@ -624,7 +624,8 @@ mod start_flag {
     pub(super) const PROMPT: u8 = 32;
     /// The answer alone.
     pub(super) const ANSWER: u8 = 64;
-    pub(super) const ALL: u8 = 127;
+    /// The number of a LoRA adapter follows.
+    pub(super) const ADAPTER: u8 = 128;
     /// At most one of these is set.
     pub(super) const APART: u8 = PROMPT | ANSWER | MORE;
 }
@@ -697,6 +698,9 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         if start.more {
             flags |= start_flag::MORE;
         }
+        if request.params.adapter != 0 {
+            flags |= start_flag::ADAPTER;
+        }
         // Tokens of blocks are useless without those of the tail.
         let tokens = prompt
             .block_tokens()
@@ -718,6 +722,9 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         out.extend_from_slice(&request.params.max_tokens.to_le_bytes());
         out.extend_from_slice(&request.params.min_tokens.to_le_bytes());
         out.extend_from_slice(&request.params.answered.to_le_bytes());
+        if request.params.adapter != 0 {
+            out.extend_from_slice(&request.params.adapter.to_le_bytes());
+        }
         let stops = &request.params.stop_token_ids;
         out.extend_from_slice(&to_u32(stops.len()).to_le_bytes());
         put_words(out, stops);
@@ -799,11 +806,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     let both = start_flag::OPAQUE | start_flag::BLOCK_TOKENS;
     let opaque_more = start_flag::OPAQUE | start_flag::MORE;
     let apart = (flags & start_flag::APART).count_ones();
-    if flags & !start_flag::ALL != 0
-        || flags & both == both
-        || flags & opaque_more == opaque_more
-        || apart > 1
-    {
+    if flags & both == both || flags & opaque_more == opaque_more || apart > 1 {
         return Err(fields.bad("flags", flags.into()));
     }
     let attempt = fields.u8()?;
@@ -831,6 +834,11 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     if answered >= max_tokens || more && answered != 0 {
         return Err(fields.bad("count of answered tokens", answered.into()));
     }
+    let adapter = if flags & start_flag::ADAPTER == 0 {
+        0
+    } else {
+        fields.u64()?
+    };
     let stop_count = fields.u32()? as usize;
     let stop_token_ids = fields.u32s(stop_count)?.collect();
     let (len, block_size) = (fields.u32()?, fields.u32()?);
@@ -878,6 +886,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
                 ignore_eos: flags & start_flag::IGNORE_EOS != 0,
                 stop_token_ids,
                 answered,
+                adapter,
             },
             priority,
             seed,
@@ -1195,6 +1204,7 @@ mod tests {
                     ignore_eos: true,
                     stop_token_ids: [7, 8].into(),
                     answered: if opaque { 31 } else { 0 },
+                    adapter: 0,
                 },
                 priority: -1,
                 seed: 0xfeed,
@@ -1206,6 +1216,12 @@ mod tests {
             role: Role::Both,
             attempt: 0,
         }
+    }
+
+    fn start_of_adapter() -> StartRequest {
+        let mut start = start(false);
+        start.request.params.adapter = 0x0909;
+        start
     }
 
     fn input() -> Input {
@@ -1339,6 +1355,10 @@ mod tests {
                 to_worker(&ToWorker::Start(Box::new(start_with_more()))),
             ),
             (
+                "start-adapter",
+                to_worker(&ToWorker::Start(Box::new(start_of_adapter()))),
+            ),
+            (
                 "start-prompt",
                 to_worker(&ToWorker::Start(Box::new(start_as(Role::Prefill)))),
             ),
@@ -1425,6 +1445,7 @@ mod tests {
             ("start-opaque", start(true)),
             ("start-tokens", start_with_tokens()),
             ("start-more", start_with_more()),
+            ("start-adapter", start_of_adapter()),
             ("start-prompt", start_as(Role::Prefill)),
             ("start-answer", start_as(Role::Decode)),
         ] {

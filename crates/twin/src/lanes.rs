@@ -233,6 +233,7 @@ impl Lane {
         };
         let (max_tokens, ignore_eos) = (request.output_len, request.ignore_eos);
         let (priority, seed) = (request.priority, request_seed(rules.seed, &request));
+        let adapter = request.adapter;
         let id = self.flights.insert(Flight::new(request, active, at));
         let added = self.node.engine.add(
             at,
@@ -242,6 +243,7 @@ impl Lane {
                 params: GenerationParams {
                     max_tokens,
                     ignore_eos,
+                    adapter,
                     ..GenerationParams::default()
                 },
                 priority,

@@ -1307,6 +1307,7 @@ impl<'a> Sim<'a> {
                 max_tokens: request.output_len,
                 ignore_eos: request.ignore_eos,
                 answered: flight.answered,
+                adapter: request.adapter,
                 ..GenerationParams::default()
             },
             priority: request.priority,
@@ -1659,6 +1660,10 @@ pub(crate) fn prompt_of(
     root: BlockHash,
 ) -> Result<Prompt, String> {
     let name = answer_name(request.id());
+    let root = match request.adapter {
+        0 => root,
+        adapter => root.child_of_id(adapter, u64::MAX),
+    };
     let prompt = request.prompt.to_blocks(block_size, root, name);
     prompt.map_err(|error| error.to_string())
 }

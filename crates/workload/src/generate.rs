@@ -2,7 +2,7 @@
 
 use slipstream_base::mix::mix64;
 use slipstream_base::width;
-use slipstream_base::{RequestId, SimTime};
+use slipstream_base::{RequestId, SimTime, adapter_id};
 use slipstream_config::workload_file::{Arrival, Class, Dist, Workload};
 
 use crate::draw::{Stream, Table};
@@ -140,13 +140,36 @@ impl Wave {
 pub struct Generator {
     classes: Vec<Class>,
     class_table: Table,
-    /// Per class, per level of its prefix tree: popularity of the branches.
-    branch_tables: Vec<Vec<Table>>,
+    /// Shape `[classes]`.
+    choices: Vec<Choices>,
     arrivals: Arrivals,
     seed: u64,
     time_scale: f64,
     session: u64,
     requests_left: u64,
+}
+
+/// Choices that sessions of a class draw from.
+#[derive(Debug)]
+struct Choices {
+    /// Popularity of the branches on each level of the prefix tree.
+    branches: Vec<Table>,
+    adapters: Vec<u64>,
+    /// Their popularity.
+    adapter_table: Table,
+}
+
+impl Choices {
+    fn of(class: &Class) -> Choices {
+        let branches = class.prefix.iter().map(|l| Table::zipf(l.branches, l.skew));
+        let adapters: Vec<u64> = class.adapters.iter().map(|a| adapter_id(a, a)).collect();
+        let count = width::to_u32(adapters.len()).max(1);
+        Choices {
+            branches: branches.collect(),
+            adapters,
+            adapter_table: Table::zipf(count, class.adapter_skew),
+        }
+    }
 }
 
 impl Generator {
@@ -160,15 +183,7 @@ impl Generator {
         }
         Ok(Generator {
             class_table: Table::new(classes.iter().map(|c| c.weight)),
-            branch_tables: classes
-                .iter()
-                .map(|c| {
-                    c.prefix
-                        .iter()
-                        .map(|l| Table::zipf(l.branches, l.skew))
-                        .collect()
-                })
-                .collect(),
+            choices: classes.iter().map(Choices::of).collect(),
             classes,
             arrivals: Arrivals::new(workload, salt),
             seed: workload.seed ^ salt,
@@ -190,7 +205,7 @@ impl Generator {
         self.classes[class]
             .prefix
             .iter()
-            .zip(&self.branch_tables[class])
+            .zip(&self.choices[class].branches)
             .enumerate()
             .map(|(level, (shape, table))| {
                 path = path.child(table.index(choices.unit(level as u64)) as u64);
@@ -201,6 +216,15 @@ impl Generator {
                 }
             })
             .collect()
+    }
+
+    fn adapter(&self, class: usize, session: u64) -> u64 {
+        let choices = &self.choices[class];
+        if choices.adapters.is_empty() {
+            return 0;
+        }
+        let draw = self.stream("adapter").child(session).unit(0);
+        choices.adapters[choices.adapter_table.index(draw)]
     }
 
     fn output_len(&self, class: usize, session: u64, turn: u32) -> u32 {
@@ -325,6 +349,7 @@ impl Iterator for Generator {
             output_len: self.output_len(class, session, 0),
             ignore_eos: self.classes[class].ignore_eos,
             priority: self.classes[class].priority,
+            adapter: self.adapter(class, session),
             class: width::to_u32(class),
         })
     }
@@ -358,6 +383,49 @@ mod tests {
             unreachable!("made above")
         };
         Generator::new(workload, classes.clone(), 0).unwrap()
+    }
+
+    /// Each session has one adapter for all of its turns; the first of three is drawn as often as Zipf's law says.
+    #[test]
+    fn sessions_draw_adapters_by_popularity() {
+        let class = Class {
+            adapters: ["a", "b", "c"].map(str::to_owned).to_vec(),
+            adapter_skew: 1.0,
+            session: SessionShape {
+                turns: Dist::Exact(2.0),
+                ..SessionShape::default()
+            },
+            ..Class::default()
+        };
+        let generator = generator(&workload(Arrival::Closed { concurrency: 1 }, 12_000, class));
+        let later = |r: &Request| generator.follow_up(r, 1, SimTime(0)).unwrap().adapter;
+        let sessions: Vec<Request> = self::generator(&workload(
+            Arrival::Closed { concurrency: 1 },
+            12_000,
+            generator.classes[0].clone(),
+        ))
+        .collect();
+        assert!(sessions.iter().all(|r| later(r) == r.adapter));
+        let share = |name: &str| {
+            let of = sessions
+                .iter()
+                .filter(|r| r.adapter == adapter_id(name, name));
+            of.count() as f64 / sessions.len() as f64
+        };
+        // 1, 1/2 and 1/3 of 11/6; four standard errors.
+        for (name, expected) in [("a", 6.0 / 11.0), ("b", 3.0 / 11.0), ("c", 2.0 / 11.0)] {
+            assert!(
+                (share(name) - expected).abs() < 0.026,
+                "{name}: {}",
+                share(name)
+            );
+        }
+        let plain = self::generator(&workload(
+            Arrival::Closed { concurrency: 1 },
+            10,
+            Class::default(),
+        ));
+        assert!(plain.into_iter().all(|r| r.adapter == 0));
     }
 
     /// Checks mean and coefficient of variation of the gaps between arrivals. Tolerances as in

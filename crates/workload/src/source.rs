@@ -33,6 +33,8 @@ pub struct Request {
     pub ignore_eos: bool,
     /// Priority in engines that schedule by priority: lower goes first.
     pub priority: i32,
+    /// Its LoRA adapter ([`adapter_id`](slipstream_base::adapter_id)); 0: the model itself.
+    pub adapter: u64,
     /// Index of its class in the workload.
     pub class: u32,
 }

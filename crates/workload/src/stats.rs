@@ -165,6 +165,7 @@ mod tests {
             output_len: session as u32 + 1,
             ignore_eos: true,
             priority: 0,
+            adapter: 0,
             class: 0,
         }
     }

@@ -594,6 +594,7 @@ impl<R: BufRead> Trace<R> {
             output_len: first.output_len,
             ignore_eos: first.ignore_eos,
             priority: first.priority,
+            adapter: 0,
             class: 0,
         })
     }

@@ -460,6 +460,7 @@ fn follow(
                     output_len: request.output_tokens,
                     ignore_eos: true,
                     priority: request.priority,
+                    adapter: 0,
                     class: 0,
                 };
                 match follower.push(pushed, worker) {

@@ -22,7 +22,7 @@ use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_ups
 use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
     EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework,
-    HandOver, HostConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, ModelConfig,
+    HandOver, HostConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, LoraConfig, ModelConfig,
     NetworkConfig, NetworkMode, OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, RouterPolicy,
     SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig,
 };
@@ -970,6 +970,7 @@ fn read_engine(
         }),
         peer_tier: t.table("peer_tier", read_peer_tier),
         speculation,
+        lora: t.table("lora", read_lora),
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -1307,6 +1308,34 @@ fn read_disk_tier(
         load_ns_per_block: ns(bytes_per_s),
         store_ns_per_block: ns(write_bytes_per_s),
         latency_ns: round_u64(latency_us * 1e3),
+    })
+}
+
+fn read_lora(t: &Table<'_>) -> Option<LoraConfig> {
+    let max_loras: u32 = t.get("max_loras").within(0..=1024).or(0);
+    if max_loras == 0 {
+        for key in ["max_cpu_loras", "load_ms", "activate_ms"] {
+            t.unused(key, "max_loras", "`max_loras` is 0");
+        }
+        return None;
+    }
+    let max_cpu_loras: u32 = t
+        .get("max_cpu_loras")
+        .within(1..=65_536)
+        .or_from(Origin::Derived("`max_loras`".into()), max_loras);
+    if max_cpu_loras < max_loras {
+        t.error(
+            "max_cpu_loras",
+            format!("`max_cpu_loras` is less than `max_loras`, {max_loras}"),
+            format!("set it to {max_loras} or more"),
+        );
+    }
+    let ns = |ms: f64| (ms * 1e6).round() as u64;
+    Some(LoraConfig {
+        max_loras,
+        max_cpu_loras,
+        load_ns: ns(t.get("load_ms").within(0.0..=1e6).or(0.0)),
+        activate_ns: ns(t.get("activate_ms").within(0.0..=1e6).or(0.0)),
     })
 }
 

@@ -273,6 +273,8 @@ pub struct EngineConfig {
     pub peer_tier: Option<PeerTierConfig>,
     /// `[engine.speculation]`: speculative decoding. Default: none.
     pub speculation: Option<SpeculationConfig>,
+    /// `[engine.lora]`: limits of LoRA adapters, and the time to load them. Default: none.
+    pub lora: Option<LoraConfig>,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, unless the request
@@ -309,6 +311,7 @@ impl Default for EngineConfig {
             disk_tier: None,
             peer_tier: None,
             speculation: None,
+            lora: None,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
@@ -375,6 +378,19 @@ pub struct DiskTierConfig {
     pub store_ns_per_block: u64,
     /// Time from the decision to read until the first byte, ns.
     pub latency_ns: u64,
+}
+
+/// LoRA adapters of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoraConfig {
+    /// Adapters in a step, and on the GPUs.
+    pub max_loras: u32,
+    /// Adapters in host memory, those on the GPUs included.
+    pub max_cpu_loras: u32,
+    /// Time to load one into host memory, ns.
+    pub load_ns: u64,
+    /// Time to copy one from there to the GPUs, ns.
+    pub activate_ns: u64,
 }
 
 /// Speculative decoding: tokens that are drafted, and verified in one step.

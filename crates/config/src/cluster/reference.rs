@@ -70,7 +70,7 @@ pub const KEYS: &[Key] = &[
         "names",
         "[]",
         "LoRA adapters that are served from the start: model names with a prefix cache of their own.",
-        "An adapter changes no step time: its cost is not modelled.",
+        "An adapter changes no step time but by `engine.lora`: the cost of its products is not modelled.",
     ),
     key(
         "model.image_tokens",
@@ -242,6 +242,34 @@ pub const KEYS: &[Key] = &[
          transfers. \"auto\", as in vLLM: \"bf16\", also for FP8 weights, unless the checkpoint contains scales \
          for an FP8 cache (`kv_cache_scheme`, `kv_cache_quant_algo`).",
         "\"fp8\": twice the blocks; the loss of quality is not modelled.",
+    ),
+    key(
+        "engine.lora.max_loras",
+        "0 to 1,024",
+        "0",
+        "LoRA adapters that a step may use, and that fit the GPUs (`docs/engine-model.md`). 0: any number, which take no time.",
+        "Low: requests of other adapters wait, and adapters are copied again and again.",
+    ),
+    key(
+        "engine.lora.max_cpu_loras",
+        "`max_loras` to 65,536",
+        "(`max_loras`)",
+        "Adapters that fit host memory, those on the GPUs included.",
+        "Low: adapters are loaded again and again.",
+    ),
+    key(
+        "engine.lora.load_ms",
+        "ms, 0 to 1,000,000",
+        "0.0",
+        "Time to load an adapter that host memory lacks. The step that needs it waits.",
+        "High: every request in the step waits.",
+    ),
+    key(
+        "engine.lora.activate_ms",
+        "ms, 0 to 1,000,000",
+        "0.0",
+        "Time to copy an adapter from host memory to the GPUs. The step that needs it waits.",
+        "As `load_ms`.",
     ),
     key(
         "engine.startup_s",
@@ -1750,7 +1778,7 @@ mod tests {
                      [[event]]\nkind = \"kv_late\"\nat_s = 1\nworker = 0\ndelay_ms = 5\n\
                      [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [0]\n\
                      [[event]]\nkind = \"upgrade\"\nat_s = 1\n";
-        let pipeline = "[engine]\npipeline_parallel_size = 2\n";
+        let pipeline = "[engine]\npipeline_parallel_size = 2\n[engine.lora]\nmax_loras = 1\n";
         let packets = "[network]\nmode = \"packets\"\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";

@@ -35,6 +35,19 @@ pub struct Workload {
     pub content: Content,
 }
 
+impl Workload {
+    /// Names of the LoRA adapters that its requests use, some perhaps several times.
+    pub fn adapters(&self) -> Vec<&str> {
+        match &self.content {
+            Content::Generated(classes) => {
+                let names = classes.iter().flat_map(|class| &class.adapters);
+                names.map(String::as_str).collect()
+            }
+            Content::Trace(_) => Vec::new(),
+        }
+    }
+}
+
 impl Default for Workload {
     fn default() -> Self {
         Workload {
@@ -156,6 +169,10 @@ pub struct Class {
     pub ignore_eos: bool,
     /// Sent as `priority`, if not 0. Default 0.
     pub priority: i32,
+    /// LoRA adapters, of which each session uses one; empty: the model itself.
+    pub adapters: Vec<String>,
+    /// Popularity of adapter `k` (from 0) is `(k + 1)^-skew` (Zipf's law); 0: equal. Default 0.
+    pub adapter_skew: f64,
     /// Shared prefixes, outermost first; empty: nothing is shared.
     pub prefix: Vec<PrefixLevel>,
     /// Multi-turn sessions.
@@ -173,6 +190,8 @@ impl Default for Class {
             osl: Dist::Exact(128.0),
             ignore_eos: true,
             priority: 0,
+            adapters: Vec::new(),
+            adapter_skew: 0.0,
             prefix: Vec::new(),
             session: SessionShape::default(),
             slo: None,

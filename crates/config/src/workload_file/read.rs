@@ -230,11 +230,13 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
     })
 }
 
-const CLASS_KEYS: [&str; 7] = [
+const CLASS_KEYS: [&str; 9] = [
     "isl",
     "osl",
     "ignore_eos",
     "priority",
+    "adapters",
+    "adapter_skew",
     "slo",
     "prefix",
     "session",
@@ -277,6 +279,17 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         .within(i64::from(i32::MIN)..=i64::from(i32::MAX))
         .or(0);
     let priority = i32::try_from(priority).expect("it is within the range above");
+    let adapters: Vec<String> = t
+        .get("adapters")
+        .check(
+            |names: &Vec<String>| {
+                let fits = |name: &String| !name.is_empty() && name.len() <= 256;
+                names.len() <= 1024 && names.iter().all(fits)
+            },
+            "up to 1,024 names of 1 to 256 bytes",
+        )
+        .or(Vec::new());
+    let adapter_skew = t.get("adapter_skew").within(0.0..=10.0).or(0.0);
     let slo = t.get::<String>("slo").optional().and_then(|text| {
         text.parse()
             .map_err(|error: String| {
@@ -302,6 +315,8 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         osl,
         ignore_eos,
         priority,
+        adapters,
+        adapter_skew,
         slo,
         prefix: t.array("prefix", |_, level| {
             let branches = level

@@ -176,16 +176,22 @@ impl Engine {
     pub(super) fn admit_loaded<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         while plan.budget > 0
             && to_u32(self.running.len()) < self.max_running
-            && let Some(&slot) = self.transfers.loaded.front()
+            && let Some((at, slot)) = self.first_loaded()
         {
             let left = self.left_of_loaded(slot);
             if !self.chunked && left > plan.budget {
                 break;
             }
-            self.transfers.loaded.pop_front();
+            self.transfers.loaded.remove(at);
             self.transfers.loading -= 1;
             self.run_loaded::<AHEAD>(now, slot, plan);
         }
+    }
+
+    /// The first of the sequences whose blocks have come that a pass may run, and its place.
+    fn first_loaded(&self) -> Option<(usize, u32)> {
+        let mut loaded = self.transfers.loaded.iter().copied().enumerate();
+        loaded.find(|&(_, slot)| !self.is_passed_over(slot))
     }
 
     /// Forgets that a sequence, which is aborted, was on its way.
@@ -305,6 +311,9 @@ impl Engine {
             gone: false,
         };
         *r.planned::<AHEAD>() = chunk;
+        if let Some(adapters) = &mut self.adapters {
+            adapters.run(self.sequences[slot].request.params.adapter);
+        }
         self.cache_full(slot, computed + chunk);
         self.running.push(r);
         if len - computed == 1 {

@@ -166,6 +166,13 @@ impl Engine {
         if quiet == 0 || self.running.is_empty() {
             return 0;
         }
+        if let Some(adapters) = &mut self.adapters {
+            let of = |r: &Running| self.sequences[r.slot].request.params.adapter;
+            // Loads belong to a pass that is run by itself.
+            if !adapters.are_active(self.running.iter().map(of)) {
+                return 0;
+            }
+        }
         let load = StepLoad {
             decode_sequences: to_u32(self.running.len()),
             decode_context: contexts.tokens,

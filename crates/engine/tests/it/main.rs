@@ -1,6 +1,7 @@
 //! The engine from outside: answers worked out by hand, and runs against a plain model.
 #![allow(clippy::disallowed_methods)] // it has threads, clocks or files
 
+mod adapters;
 mod against_plain;
 mod allocations;
 mod continued;

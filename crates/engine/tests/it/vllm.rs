@@ -11,7 +11,9 @@ use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, GenerationParams, KvOp, Prompt, RankId, RequestId,
     SimTime, TokenId,
 };
-use slipstream_config::cluster::{EngineConfig, OutputLen, PipelineConfig, SchedulingPolicy};
+use slipstream_config::cluster::{
+    EngineConfig, LoraConfig, OutputLen, PipelineConfig, SchedulingPolicy,
+};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput};
 
@@ -42,6 +44,9 @@ struct Workload {
     /// Stages of a pipeline.
     #[serde(default)]
     stages: Option<u32>,
+    /// Limit of LoRA adapters in a step.
+    #[serde(default)]
+    max_loras: Option<u32>,
     events: Vec<Event>,
 }
 
@@ -67,7 +72,12 @@ struct Request {
     min_tokens: u32,
     ignore_eos: bool,
     priority: i32,
+    #[serde(default)]
+    adapter: u64,
 }
+
+/// Most LoRA adapters in a file.
+const ADAPTERS: u64 = 5;
 
 /// An engine, and what vLLM's steps say of the requests in it so far.
 struct Replay {
@@ -110,6 +120,12 @@ impl Replay {
                 send_ns_per_token: 0.0,
                 latency_ns: 0.0,
             }),
+            lora: w.max_loras.map(|max_loras| LoraConfig {
+                max_loras,
+                max_cpu_loras: max_loras,
+                load_ns: 0,
+                activate_ns: 0,
+            }),
             ..EngineConfig::default()
         };
         let output = OutputModel {
@@ -140,11 +156,13 @@ impl Replay {
             .collect();
         let request = EngineRequest {
             id: RequestId(r.id),
-            prompt: Prompt::from_tokens(&tokens, self.block_size, ROOT).unwrap(),
+            prompt: Prompt::from_tokens(&tokens, self.block_size, BlockHash(ROOT.0 + r.adapter))
+                .unwrap(),
             params: GenerationParams {
                 max_tokens: r.max_tokens,
                 min_tokens: r.min_tokens,
                 ignore_eos: r.ignore_eos,
+                adapter: r.adapter,
                 ..GenerationParams::default()
             },
             priority: r.priority,
@@ -253,7 +271,9 @@ impl Replay {
                     let number = *self.numbers.entry(hash).or_insert(count);
                     match self.numbers.get(&parent) {
                         Some(above) => format!("+{number}<{above}"),
-                        None if parent == ROOT => format!("+{number}<"),
+                        None if (ROOT.0..=ROOT.0 + ADAPTERS).contains(&parent.0) => {
+                            format!("+{number}<")
+                        }
                         None => panic!("{parent:?} was never stored"),
                     }
                 }
@@ -291,6 +311,13 @@ fn steps_are_those_of_vllms_scheduler() {
 #[test]
 fn steps_of_pipelines_are_those_of_vllms_scheduler() {
     let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_pipeline_steps.jsonl"));
+    assert!(steps > 4_000 && steps_ahead > 2_000 && preemptions > 100);
+}
+
+/// The same, with a limit of LoRA adapters in a step.
+#[test]
+fn steps_with_adapters_are_those_of_vllms_scheduler() {
+    let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_lora_steps.jsonl"));
     assert!(steps > 4_000 && steps_ahead > 2_000 && preemptions > 100);
 }
 

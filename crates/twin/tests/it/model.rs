@@ -941,6 +941,43 @@ fn drafts_are_verified_in_fewer_steps() {
     }
 }
 
+/// Sessions of two adapters in turn, of which the GPU holds one and host memory both: each first use is loaded, and
+/// copied to the GPU; later ones are copied again.
+#[test]
+fn adapters_are_loaded_by_their_first_requests() {
+    let load = |adapters: &str| {
+        workload(&format!(
+            "requests = 60\nisl = 100\nosl = 2\n{adapters}\n[arrival]\nkind = \"constant\"\nrate_per_s = 0.5\n"
+        ))
+    };
+    let one = |more: &str| {
+        cluster(&format!(
+            "[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n{more}\n"
+        ))
+    };
+    let lora = "[engine.lora]\nmax_loras = 1\nmax_cpu_loras = 2\nload_ms = 300\nactivate_ms = 15\n";
+    let two = "adapters = [\"sql\", \"chat\"]";
+    // The model itself, and adapters without limits.
+    for (cluster, load) in [(one(lora), load("")), (one(""), load(two))] {
+        let (_, ended) = simulate(&cluster, &load, &Options::default());
+        assert!(ended.iter().all(|r| r.first - r.due == 10 * MS));
+    }
+    let (_, ended) = simulate(&one(lora), &load(two), &Options::default());
+    let waits: Vec<u64> = ended.iter().map(|r| (r.first - r.due) / MS).collect();
+    let count = |ms: u64| waits.iter().filter(|&&wait| wait == ms).count();
+    let (loaded, copied, there) = (count(325), count(25), count(10));
+    assert_eq!((loaded, loaded + copied + there), (2, 60), "{waits:?}");
+    assert!(copied > 10 && there > 10, "{waits:?}");
+    // One adapter is loaded once.
+    let (_, ended) = simulate(
+        &one(lora),
+        &load("adapters = [\"sql\"]"),
+        &Options::default(),
+    );
+    assert_eq!(ended[0].first - ended[0].due, 325 * MS);
+    assert!(ended[1..].iter().all(|r| r.first - r.due == 10 * MS));
+}
+
 /// Two prompts that one GPU cache cannot hold together, in turns, with host memory for both: from the second time
 /// on all of a prompt's blocks but the last come from host memory, in the time of their bytes.
 #[test]

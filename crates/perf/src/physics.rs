@@ -195,6 +195,15 @@ impl Experts {
 }
 
 impl Physics {
+    /// The same, if the GPU whose experts have most rows has `factor` times the mean of all GPUs.
+    #[must_use]
+    pub fn with_expert_imbalance(mut self, factor: f64) -> Physics {
+        if let Some(experts) = &mut self.experts {
+            experts.imbalance = factor;
+        }
+        self
+    }
+
     /// The step time of `shape` on GPUs of one kind.
     pub fn new(
         shape: &ModelShape,

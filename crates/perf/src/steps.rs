@@ -100,6 +100,14 @@ impl StepModel {
         .with_lag_step()
     }
 
+    /// The same, if the GPU whose experts have most rows has `factor` times the mean of all GPUs, and not what the profile
+    /// has.
+    #[must_use]
+    pub fn with_expert_imbalance(mut self, factor: f64) -> StepModel {
+        self.physics = self.physics.with_expert_imbalance(factor);
+        self.with_lag_step()
+    }
+
     fn with_lag_step(mut self) -> StepModel {
         self.lag_step_ns = self.ns(&Load::decode(1.0, ISL + OSL / 2.0, ISL));
         self

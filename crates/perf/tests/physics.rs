@@ -97,6 +97,19 @@ fn ranks_of_attention_meet_at_the_experts() {
     );
 }
 
+/// Twice the rows on the busiest GPU are twice the time of its experts, in batches that are large enough to compute more
+/// than they read; nothing else changes.
+#[test]
+fn the_busiest_experts_set_the_pace() {
+    let eight = physics("qwen3-235b-a22b", "h200-sxm", Dtype::Fp8, split(1, 8, 8));
+    let load = Load::default().with_prompt(4e6);
+    let at = |factor: f64| eight.clone().with_expert_imbalance(factor).terms(&load);
+    let ratio = at(2.0).experts / at(1.0).experts;
+    assert!((ratio - 2.0).abs() < 0.01, "{ratio}");
+    let rest = |factor: f64| at(factor).total() - at(factor).experts;
+    assert!((rest(2.0) / rest(1.0) - 1.0).abs() < 1e-12);
+}
+
 /// Without expert parallelism, ranks of attention gather each other's tokens for the experts that they share: as
 /// much as an all-reduce of all ranks' tokens, which tensor parallelism over as many GPUs has there.
 #[test]

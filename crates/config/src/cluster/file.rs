@@ -962,6 +962,7 @@ fn read_engine(
         pipeline,
         data_parallel_size: parallel.data,
         enable_expert_parallel: parallel.experts,
+        expert_imbalance: parallel.imbalance,
         gpu_memory_utilization: kv.memory_utilization,
         kv_cache_dtype: kv.dtype,
         host_tier,
@@ -989,6 +990,7 @@ struct Parallel {
     stages: Vec<u32>,
     data: u32,
     experts: bool,
+    imbalance: Option<f64>,
 }
 
 impl Parallel {
@@ -1069,6 +1071,14 @@ fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Pa
             "set it to false",
         );
     }
+    if !experts {
+        t.unused(
+            "expert_imbalance",
+            "enable_expert_parallel",
+            "`enable_expert_parallel` is false",
+        );
+    }
+    let imbalance = t.get("expert_imbalance").within(1.0..=1024.0).optional();
     if data > 1 && mixture && !calibrated {
         t.error(
             "data_parallel_size",
@@ -1086,6 +1096,7 @@ fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Pa
         stages: layers_of_stages(shape.layers, stages),
         data,
         experts,
+        imbalance,
     }
 }
 
@@ -2849,6 +2860,41 @@ mod tests {
         }
         let vllm = parse("[engine]\nspeculative_config = {}\n").unwrap_err();
         assert!(vllm.to_string().contains("[engine.speculation]"), "{vllm}");
+    }
+
+    #[test]
+    fn experts_that_are_divided_may_be_loaded_unequally() {
+        let text = "[model]\npreset = \"qwen3-235b-a22b\"\n[engine]\ntensor_parallel_size = 8\n\
+                    enable_expert_parallel = true\nexpert_imbalance = 1.5\n";
+        let (cluster, _) = parse(text).unwrap();
+        assert_eq!(cluster.pools[0].engine.expert_imbalance, Some(1.5));
+        check_refused(
+            &text.replace("1.5", "0.9"),
+            &["`engine.expert_imbalance` is 0.9, but must be 1 to 1024"],
+        );
+        check_refused(
+            "[engine]\nexpert_imbalance = 1.5\n",
+            &["`enable_expert_parallel` is false"],
+        );
+    }
+
+    #[test]
+    fn adapters_have_room_in_host_memory() {
+        let lora = |text: &str| {
+            let (cluster, _) = parse(&format!("[engine.lora]\n{text}")).unwrap();
+            cluster.pools[0].engine.lora
+        };
+        assert_eq!(lora(""), None);
+        let all =
+            lora("max_loras = 2\nmax_cpu_loras = 9\nload_ms = 1.5\nactivate_ms = 2\n").unwrap();
+        assert_eq!((all.max_loras, all.max_cpu_loras), (2, 9));
+        assert_eq!((all.load_ns, all.activate_ns), (1_500_000, 2_000_000));
+        assert_eq!(lora("max_loras = 3\n").unwrap().max_cpu_loras, 3);
+        check_refused(
+            "[engine.lora]\nmax_loras = 3\nmax_cpu_loras = 2\n",
+            &["`max_cpu_loras` is less than `max_loras`, 3"],
+        );
+        check_refused("[engine.lora]\nload_ms = 3\n", &["`max_loras` is 0"]);
     }
 
     #[test]

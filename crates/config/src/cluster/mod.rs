@@ -260,6 +260,8 @@ pub struct EngineConfig {
     pub data_parallel_size: u32,
     /// Divide whole experts between the GPUs of a worker, instead of every expert. Default false.
     pub enable_expert_parallel: bool,
+    /// Rows of the GPU whose experts have most, over the mean of all GPUs. Default: the profile's.
+    pub expert_imbalance: Option<f64>,
     /// Share of a GPU's memory for weights and KV cache. Default 0.9.
     pub gpu_memory_utilization: f64,
     /// Number format of keys and values. Default: the checkpoint's, which is BF16 unless it
@@ -305,6 +307,7 @@ impl Default for EngineConfig {
             pipeline: None,
             data_parallel_size: 1,
             enable_expert_parallel: false,
+            expert_imbalance: None,
             gpu_memory_utilization: 0.9,
             kv_cache_dtype: Dtype::Bf16,
             host_tier: None,

@@ -228,6 +228,14 @@ pub const KEYS: &[Key] = &[
         "true: tokens are exchanged between GPUs; the busiest GPU sets the pace.",
     ),
     key(
+        "engine.expert_imbalance",
+        "1 to 1,024",
+        "(the profile's: 1.29)",
+        "Rows that the experts of the busiest GPU compute, over the mean of all GPUs: 1 / `balancedness`, which vLLM logs with \
+         `eplb_config.log_balancedness`. Needs `enable_expert_parallel`.",
+        "High: every step waits for that GPU. 1: experts that are loaded equally.",
+    ),
+    key(
         "engine.gpu_memory_utilization",
         "share, 0.01 to 1",
         "0.9",
@@ -1779,6 +1787,8 @@ mod tests {
                      [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [0]\n\
                      [[event]]\nkind = \"upgrade\"\nat_s = 1\n";
         let pipeline = "[engine]\npipeline_parallel_size = 2\n[engine.lora]\nmax_loras = 1\n";
+        let experts = "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 8\n\
+                       enable_expert_parallel = true\n";
         let packets = "[network]\nmode = \"packets\"\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
@@ -1792,7 +1802,7 @@ mod tests {
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
             "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
-            prefill, packets, pipeline,
+            prefill, packets, pipeline, experts,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::ModelShape;
-use slipstream_perf::{Profile, ProfileError, StepModel};
+use slipstream_perf::{Deployment, Profile, ProfileError, StepModel};
 use thiserror::Error;
 
 pub use calibrated::{Calibrated, deployment};
@@ -199,7 +199,7 @@ fn build_plain(
 ) -> Result<Box<dyn StepTime>, TimingError> {
     if let Some(deployment) = deployment(config, shape) {
         let profile = profile(config, &mut load)?;
-        let model = StepModel::new(&deployment, &profile);
+        let model = step_model(config, &deployment, &profile);
         return Ok(Box::new(Calibrated::new(model)));
     }
     Ok(match &config.timing {
@@ -274,6 +274,15 @@ pub fn profile(
     Ok(Cow::Owned(profile))
 }
 
+fn step_model(config: &EngineConfig, deployment: &Deployment, profile: &Profile) -> StepModel {
+    let model = StepModel::new(deployment, profile);
+    match config.expert_imbalance {
+        // One GPU has all experts.
+        Some(factor) if deployment.parallel.expert > 1 => model.with_expert_imbalance(factor),
+        _ => model,
+    }
+}
+
 /// Time of a request outside of passes: HTTP, tokenizer, hops between processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ApiTime {
@@ -314,7 +323,7 @@ pub fn api_time(
     let Some(deployment) = deployment(config, shape) else {
         return Ok(ApiTime::default());
     };
-    let model = StepModel::new(&deployment, &*profile(config, load)?);
+    let model = step_model(config, &deployment, &*profile(config, load)?);
     let own_steps = 1 + u32::from(config.async_scheduling);
     Ok(ApiTime {
         request_ns: model.api_ns(own_steps),

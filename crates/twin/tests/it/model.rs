@@ -799,9 +799,15 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
                 _ => "mode = \"flows\"",
             };
             let requests = if mode.contains("packets") { 12 } else { 80 };
+            let pipeline = if seed % 4 == 1 { "pipeline_parallel_size = 2\npipeline_latency_us = 20\n" } else { "" };
+            let (lora, adapters) = if seed % 3 == 1 {
+                ("[engine.lora]\nmax_loras = 1\nmax_cpu_loras = 2\nload_ms = 7\nactivate_ms = 2\n", "adapters = [\"a\", \"b\", \"c\"]")
+            } else {
+                ("", "")
+            };
             let mut text = format!(
-                "[model]\npreset = \"qwen3-8b\"\n{pools}[engine]\nblock_size = 16\nnum_gpu_blocks = {blocks}\n\
-                 max_model_len = 600\nmax_num_seqs = {seqs}\nmax_num_batched_tokens = 256\nstartup_s = 0.05\n\
+                "[model]\npreset = \"qwen3-8b\"\n{pools}{lora}[engine]\nblock_size = 16\nnum_gpu_blocks = {blocks}\n\
+                 max_model_len = 600\nmax_num_seqs = {seqs}\nmax_num_batched_tokens = 256\nstartup_s = 0.05\n{pipeline}\
                  [engine.timing]\nkind = \"roofline\"\ngpu = \"h100-sxm\"\n\
                  [router]\npolicy = \"{policy}\"\nkv_lag_ms = {lag_ms}\nview_interval_ms = {view_ms}\nremote_prefill_tokens_min = 64\nbusy_prefill_tokens = {}\nqueue_max = 5\n\
                  [network]\n{mode}\nnic_bits_per_s = 1e10\nfrontend_bits_per_s = 1e10\nmessages = {}\n\
@@ -843,7 +849,7 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
             };
             let workload = workload(&format!(
                 "seed = {seed}\nrequests = {requests}\n[arrival]\n{arrival}\n\
-                 [[class]]\nisl = {{ kind = \"uniform\", min = 1, max = {isl} }}\n\
+                 [[class]]\n{adapters}\nisl = {{ kind = \"uniform\", min = 1, max = {isl} }}\n\
                  osl = {{ kind = \"uniform\", min = 1, max = {osl} }}\n\
                  [class.session]\nturns = {turns}\nthink_time_s = 0.05\n"
             ));

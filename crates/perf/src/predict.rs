@@ -232,6 +232,11 @@ pub fn not_modelled(d: &Deployment) -> Vec<String> {
                 .to_owned(),
         );
     }
+    if d.parallel.pipeline > 1 {
+        parts.push(
+            "stages that take longer than their share of the layers, as one with the output head does".to_owned(),
+        );
+    }
     parts
 }
 

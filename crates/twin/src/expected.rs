@@ -50,6 +50,8 @@ impl Outcome {
                 }
             })?;
             let bars = error_bars(&deployment, &profile);
+            // The profile's steps are those of all layers together.
+            deployment.parallel.pipeline = pool.engine.pipeline_parallel_size();
             let words = bars.distances.iter().map(|distance| distance.name());
             let assumed = slipstream_perf::not_modelled(&deployment);
             errors.push(ExpectedError {

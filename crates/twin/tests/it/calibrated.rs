@@ -211,3 +211,48 @@ fn each_prompt_token_delays_its_own_request() {
         assert_eq!(digests[0], digests[1]);
     }
 }
+
+/// A request that is alone passes one stage after the other: its latency is that of one stage with all layers, plus
+/// sends of 100 us between them. The error bars name what the stages' shares leave out.
+#[test]
+fn a_request_alone_takes_as_long_in_stages() {
+    let run = |stages: u32| {
+        let key = if stages > 1 {
+            format!(
+                "pipeline_parallel_size = {stages}\npipeline_latency_us = 100\npipeline_link_bytes_per_s = 1e13\n"
+            )
+        } else {
+            String::new()
+        };
+        let cluster = cluster(&format!(
+            "[model]\npreset = \"llama-3.1-8b\"\n[engine]\nnum_gpu_blocks = 4096\nmax_model_len = 16384\n{key}"
+        ));
+        let workload = workload(
+            "requests = 4\n[arrival]\nkind = \"constant\"\nrate_per_s = 0.1\n[[class]]\nisl = 1000\nosl = 101\n",
+        );
+        let read = |path: &std::path::Path| std::fs::read(path);
+        let options = Options::default();
+        let outcome = simulate(&cluster, &workload, &options, read, &mut ()).unwrap();
+        let errors = outcome.expected_errors(&cluster, read).unwrap();
+        let named = errors[0]
+            .not_modelled
+            .iter()
+            .any(|part| part.contains("stages"));
+        (
+            outcome.totals.latencies().e2e_ms.unwrap().mean,
+            named,
+            cluster.gpus(),
+        )
+    };
+    let (one, named, gpus) = run(1);
+    assert_eq!((named, gpus), (false, 1));
+    for stages in [2, 4] {
+        let (several, named, gpus) = run(stages);
+        assert_eq!((named, gpus), (true, u64::from(stages)));
+        let sends = 101.0 * 0.1 * f64::from(stages - 1);
+        assert!(
+            (several - one - sends).abs() < 0.1,
+            "{several} {one} {sends}"
+        );
+    }
+}

@@ -4,8 +4,9 @@ Random workloads go through vLLM's `Scheduler` and `AsyncScheduler`. Each step i
 which requests were scheduled, in which order, with how many tokens computed before and now, which
 were preempted, which finished and how, and the state of queues and blocks after it. The file with
 all of that is kept: the engine replays it in `cargo test`
-(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. Other files are of pipelines and of LoRA. The test here checks that the
-vLLM that is installed still does what the file says; `SLIPSTREAM_WRITE_STEPS=1` writes it anew.
+(`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. Other
+files are of pipelines and of LoRA. The test here checks that the vLLM that is installed still does
+what the files say; `SLIPSTREAM_WRITE_STEPS=1` writes them anew.
 
 A step's text has five parts, separated by `|`:
 
@@ -21,8 +22,8 @@ A step's text has five parts, separated by `|`:
   (`-3`). Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
 
 `STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, `STEPS_SIZE` how many
-times the requests, `STEPS_VARIANT` what engines have (`VARIANTS`), and `STEPS_OUT` where they are written:
-`SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
+times the requests, `STEPS_VARIANT` what engines have (`VARIANTS`), and `STEPS_OUT` where they are
+written: `SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
 """
 
 import functools
@@ -202,13 +203,13 @@ class Engine:
         # The CPU's platform does not schedule asynchronously by itself.
         vllm.scheduler_config.async_scheduling = self.is_async
         if self.stages:
-            # Not in the arguments, which asks for as many GPUs, and for kernels: the second model runner
-            # is the one that schedules asynchronously with a pipeline.
+            # Not in the arguments, which asks for as many GPUs, and for kernels: the second model
+            # runner is the one that schedules asynchronously with a pipeline.
             vllm.parallel_config.pipeline_parallel_size = self.stages
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.is_async))
         if "max_loras" in config:
             # Not in `VllmConfig(...)`, which asks whether the model has adapters.
             vllm.lora_config = LoRAConfig(max_loras=config["max_loras"])
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.is_async))
         self.depth = vllm.max_concurrent_batches
         size = config["block_size"]
         spec = FullAttentionSpec(block_size=size, num_kv_heads=4, head_size=16, dtype=torch.float16)
@@ -267,8 +268,9 @@ class Engine:
     def step(self, abort: int | None = None) -> str | None:
         """Run a step, in whose middle a request may be aborted; what happened, or nothing.
 
-        As `EngineCore.step` does, and with asynchronous scheduling or a pipeline `step_with_batch_queue`:
-        a step is scheduled while there are fewer than `depth`, then the oldest one's tokens arrive.
+        As `EngineCore.step` does, and with asynchronous scheduling or a pipeline
+        `step_with_batch_queue`: a step is scheduled while there are fewer than `depth`, then the
+        oldest one's tokens arrive.
         """
         plans: list[list[tuple[str, int, int]]] = []
         preempted: set[str] = set()

@@ -8,6 +8,7 @@
 //! - [`sched`]: the schedulers compared: ours, which is the BPF program compiled for this crate and
 //!   called as the kernel calls it, and a model of EEVDF.
 //! - [`sim`]: the event loop. Deterministic: same seed, same result.
+//! - [`jobs`]: a host whose threads work on jobs of a larger simulation, which drives its time.
 //! - [`config`]: the TOML file of `slipstream sched sim`, and the runs that it describes.
 //! - [`perfetto`]: a trace of the tasks on each CPU, for <https://ui.perfetto.dev>.
 //!
@@ -16,6 +17,7 @@
 //! waking an idle CPU.
 
 pub mod config;
+pub mod jobs;
 pub mod machine;
 pub mod perfetto;
 pub mod policy;

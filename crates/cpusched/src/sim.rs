@@ -5,15 +5,19 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
+use std::rc::Rc;
 
 use hdrhistogram::Histogram;
 
+use crate::jobs::{Ended, Job};
 use crate::machine::{Costs, Machine, Mechanism};
 use crate::perfetto::Trace;
 use crate::policy::COUNTERS;
 use crate::sched::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::workload::{Op, Span, Workload};
 
+/// Stage of an [`Op::Work`] or [`Op::Forward`] that is complete.
+const DONE: u8 = u8::MAX;
 /// Maximum ops in a row that take no time. A script that exceeds it never computes.
 const OPS_MAX: u32 = 10_000;
 
@@ -151,6 +155,10 @@ struct Task {
     period_at: u64,
     /// Mechanism of the received message, until its receiving cost is paid.
     received_by: Option<Mechanism>,
+    /// The job of the received message.
+    job: Option<u32>,
+    /// Jobs that it sends before it receives the next message.
+    outbox: VecDeque<u32>,
     run_ns: u64,
 }
 
@@ -160,6 +168,7 @@ struct Message {
     reply: u32,
     sent_at: u64,
     by: Option<Mechanism>,
+    job: Option<u32>,
 }
 
 /// Latencies of one group of tasks, ns.
@@ -259,6 +268,12 @@ pub enum SimError {
     /// The scheduler did something for which a kernel would have aborted it.
     #[error("scheduler error that a kernel aborts on: {0}")]
     Scheduler(String),
+    /// A thread of the process simulates two hosts with our scheduler.
+    #[error(
+        "this thread simulates a host with our scheduler already, and a process has one of them at a time; \
+         let the other simulation end first"
+    )]
+    InUse,
     /// A task names a CPU that the machine does not have.
     #[error(
         "task {task} is to run on CPU {cpu}, but the machine has CPUs 0 to {last}; \
@@ -277,10 +292,10 @@ pub enum SimError {
 /// One run.
 pub struct Sim<'a> {
     machine: Machine,
-    costs: &'a Costs,
-    workload: &'a Workload,
+    costs: Costs,
+    workload: Rc<Workload>,
     sched: Box<dyn Scheduler>,
-    now: u64,
+    pub(crate) now: u64,
     seq: u64,
     heap: BinaryHeap<Reverse<(u64, u64, Event)>>,
     cpus: Vec<Cpu>,
@@ -290,6 +305,10 @@ pub struct Sim<'a> {
     rng: Rng,
     out: RunResult,
     trace: Option<&'a mut Trace>,
+    /// By number; those that have ended are free.
+    pub(crate) jobs: Vec<Job>,
+    /// Jobs that have ended and were not taken.
+    pub(crate) ended: VecDeque<Ended>,
 }
 
 fn histogram() -> Histogram<u64> {
@@ -317,14 +336,15 @@ pub fn run(
     measure_ns: u64,
     trace: Option<&mut Trace>,
 ) -> Result<RunResult, SimError> {
-    Sim::new(machine, costs, workload, sched, seed, trace)?.run(warmup_ns, measure_ns)
+    let workload = Rc::new(workload.clone());
+    Sim::new(machine, costs.clone(), workload, sched, seed, trace)?.run(warmup_ns, measure_ns)
 }
 
 impl<'a> Sim<'a> {
-    fn new(
+    pub(crate) fn new(
         machine: Machine,
-        costs: &'a Costs,
-        workload: &'a Workload,
+        costs: Costs,
+        workload: Rc<Workload>,
         mut sched: Box<dyn Scheduler>,
         seed: u64,
         trace: Option<&'a mut Trace>,
@@ -370,6 +390,8 @@ impl<'a> Sim<'a> {
                 sent_at: 0,
                 period_at: 0,
                 received_by: None,
+                job: None,
+                outbox: VecDeque::new(),
                 run_ns: 0,
             });
         }
@@ -388,7 +410,6 @@ impl<'a> Sim<'a> {
         Ok(Sim {
             machine,
             costs,
-            workload,
             sched,
             now: 0,
             seq: 0,
@@ -397,6 +418,7 @@ impl<'a> Sim<'a> {
             tasks,
             channels: vec![Default::default(); workload.channels as usize],
             locks: vec![Default::default(); workload.locks as usize],
+            workload,
             rng: Rng::new(seed),
             out: RunResult {
                 groups,
@@ -411,6 +433,8 @@ impl<'a> Sim<'a> {
                 digest: 0,
             },
             trace,
+            jobs: Vec::new(),
+            ended: VecDeque::new(),
         })
     }
 
@@ -419,8 +443,8 @@ impl<'a> Sim<'a> {
         self.heap.push(Reverse((time, self.seq, event)));
     }
 
-    fn run(mut self, warmup_ns: u64, measure_ns: u64) -> Result<RunResult, SimError> {
-        let end = warmup_ns + measure_ns;
+    /// Plans the events that a run begins with.
+    pub(crate) fn start(&mut self, checked: bool) {
         for task in 0..self.tasks.len() as TaskId {
             // Staggered by 1 us, so that tasks do not all start at one instant.
             self.at(task as u64 * 1_000, Event::Timer(task));
@@ -443,25 +467,49 @@ impl<'a> Sim<'a> {
         for i in 0..self.workload.hotplug.len() {
             self.at(self.workload.hotplug[i].at_ns, Event::Hotplug(i as u32));
         }
-        if self.machine.cpus() <= CHECK_CPUS_MAX {
+        if checked && self.machine.cpus() <= CHECK_CPUS_MAX {
             self.at(CHECK_NS, Event::Check);
         }
+    }
+
+    fn run(mut self, warmup_ns: u64, measure_ns: u64) -> Result<RunResult, SimError> {
+        let end = warmup_ns + measure_ns;
+        self.start(true);
         self.at(warmup_ns, Event::Measure);
         self.drain();
         while let Some(Reverse((time, _, event))) = self.heap.pop() {
             if time > end {
                 break;
             }
-            debug_assert!(time >= self.now, "time runs forward");
-            self.now = time;
-            self.out.events += 1;
-            self.handle(event)?;
+            self.handle_at(time, event)?;
         }
         self.now = end;
         if let Some(what) = self.sched.error() {
             return Err(SimError::Scheduler(what));
         }
         Ok(self.finish(measure_ns))
+    }
+
+    /// Handles the events before `limit`, up to the first that ends a job.
+    pub(crate) fn advance(&mut self, limit: u64) -> Result<(), SimError> {
+        while self.ended.is_empty()
+            && let Some(&Reverse((time, _, event))) = self.heap.peek()
+            && time < limit
+        {
+            self.heap.pop();
+            self.handle_at(time, event)?;
+        }
+        match self.sched.error() {
+            Some(what) => Err(SimError::Scheduler(what)),
+            None => Ok(()),
+        }
+    }
+
+    fn handle_at(&mut self, time: u64, event: Event) -> Result<(), SimError> {
+        debug_assert!(time >= self.now, "time runs forward");
+        self.now = time;
+        self.out.events += 1;
+        self.handle(event)
     }
 
     fn finish(mut self, measure_ns: u64) -> RunResult {
@@ -538,6 +586,7 @@ impl<'a> Sim<'a> {
                     reply: 0,
                     sent_at: self.now,
                     by: None,
+                    job: None,
                 };
                 // The interrupt arrives on the CPU that the receiver last ran on.
                 self.post(to, msg, None, None, false);
@@ -585,7 +634,7 @@ impl<'a> Sim<'a> {
     }
 
     /// Carries out the scheduler's actions. Returns whether an idle CPU was sent an interrupt.
-    fn drain(&mut self) -> bool {
+    pub(crate) fn drain(&mut self) -> bool {
         let mut sent = false;
         for action in self.sched.take_actions() {
             match action {
@@ -761,6 +810,7 @@ impl<'a> Sim<'a> {
         t.reply = msg.reply;
         t.sent_at = msg.sent_at;
         t.received_by = msg.by;
+        t.job = msg.job;
         t.left = msg.by.map_or(0, Mechanism::recv_ns);
         t.stage = 1;
     }
@@ -891,7 +941,7 @@ impl<'a> Sim<'a> {
 
     /// Runs the script until an op takes time or waits. The work of the current stage is done.
     fn proceed(&mut self, cpu: u32, task: TaskId) -> Result<(), SimError> {
-        let workload = self.workload;
+        let workload = Rc::clone(&self.workload);
         let script = &workload.tasks[task as usize].script;
         for _ in 0..OPS_MAX {
             let t = &mut self.tasks[task as usize];
@@ -934,6 +984,7 @@ impl<'a> Sim<'a> {
                         reply,
                         sent_at: t.sent_at,
                         by: Some(by),
+                        job: None,
                     };
                     let kicked = self.post(to, msg, Some(task), Some(cpu), by.is_sync());
                     let t = &mut self.tasks[task as usize];
@@ -1010,6 +1061,19 @@ impl<'a> Sim<'a> {
                             .saturating_record(self.now - origin);
                     }
                 }
+                (Op::Work | Op::Forward, _) => {
+                    if self.proceed_job(task, cpu, *op == Op::Work) {
+                        // The caller may give it another job before it continues.
+                        let turn = self.cpus[cpu as usize].turn;
+                        self.at(self.now, Event::RunEnd(cpu, turn));
+                        return Ok(());
+                    }
+                    let t = &mut self.tasks[task as usize];
+                    if t.stage == DONE {
+                        t.pc = (t.pc + 1) % script.len();
+                        t.stage = 0;
+                    }
+                }
                 (Op::Exit, _) => {
                     t.wait = Wait::Gone;
                     blocked = true;
@@ -1032,6 +1096,99 @@ impl<'a> Sim<'a> {
         }
         let group = workload.groups[workload.tasks[task as usize].group].clone();
         Err(SimError::Endless { task, group })
+    }
+
+    /// One step of the job of `task`, which runs on `cpu`: part of its work, or of passing it on. Returns whether the
+    /// job has ended here.
+    fn proceed_job(&mut self, task: TaskId, cpu: u32, works: bool) -> bool {
+        let t = &mut self.tasks[task as usize];
+        let Some(number) = t.job else {
+            t.stage = DONE; // its message had no job
+            return false;
+        };
+        let job = &mut self.jobs[number as usize];
+        match (works, t.stage) {
+            (true, 0) => {
+                t.left = job.work_ns().max(1);
+                t.stage = 1;
+            }
+            (true, _) => t.stage = if job.end_stage(self.now) { 0 } else { DONE },
+            (false, 0) if job.has_stage() => {
+                // It sends the job itself like those of its outbox.
+                t.outbox.push_front(number);
+                t.stage = 1;
+            }
+            (false, 0) => {
+                self.ended.push_back(job.end(number, self.now, task));
+                t.stage = 1;
+                return true;
+            }
+            (false, 1) => match t.outbox.front() {
+                Some(&next) => {
+                    t.sent_at = self.now;
+                    t.left = self.jobs[next as usize].by().map_or(0, Mechanism::send_ns);
+                    t.stage = 2;
+                }
+                None => t.stage = DONE,
+            },
+            (false, _) => {
+                let sent_at = t.sent_at;
+                t.stage = 1;
+                let next = t.outbox.pop_front().expect("its cost was paid");
+                if self.send_job(next, sent_at, Some((task, cpu))) {
+                    self.tasks[task as usize].left = self.costs.kick_ns;
+                }
+            }
+        }
+        false
+    }
+
+    /// Sends a job to the thread of its next stage: from `task`, which runs on `cpu`, or from outside. Returns whether
+    /// an interrupt was sent.
+    pub(crate) fn send_job(
+        &mut self,
+        number: u32,
+        sent_at: u64,
+        from: Option<(TaskId, u32)>,
+    ) -> bool {
+        let job = &self.jobs[number as usize];
+        let by = job.by().filter(|_| from.is_some());
+        let message = Message {
+            origin: sent_at,
+            reply: 0,
+            sent_at,
+            by,
+            job: Some(number),
+        };
+        let (task, cpu) = from.unzip();
+        let sync = by.is_some_and(Mechanism::is_sync);
+        self.post(job.inbox(), message, task, cpu, sync)
+    }
+
+    /// Gives `task` a job to be sent, or to work on next, before it receives its next message. It has just ended one.
+    pub(crate) fn add_to(&mut self, task: TaskId, number: u32, own: bool) {
+        if own {
+            let (queue, _) = &mut self.channels[self.jobs[number as usize].inbox() as usize];
+            queue.push_front(Message {
+                origin: self.now,
+                reply: 0,
+                sent_at: self.now,
+                by: None,
+                job: Some(number),
+            });
+        } else {
+            self.tasks[task as usize].outbox.push_back(number);
+        }
+    }
+
+    /// CPU time that `task` has used until it last left a CPU or ended a piece of work, ns.
+    pub(crate) fn run_ns(&self, task: TaskId) -> u64 {
+        self.tasks[task as usize].run_ns
+    }
+
+    /// See [`RunResult::idle_beside_work_ns`].
+    pub(crate) fn idle_beside_work_ns(&self) -> u64 {
+        self.out.idle_beside_work_ns
     }
 
     fn trace_begin(&mut self, cpu: u32, task: TaskId, start: u64) {

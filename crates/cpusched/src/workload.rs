@@ -72,6 +72,10 @@ pub enum Op {
     Unlock(Lock),
     /// A request ends here: its latency counts from the message that started it.
     Done,
+    /// Does the work of the received job's stage, and of those that follow it on the same thread ([`crate::jobs`]).
+    Work,
+    /// Passes the received job on to the thread of its next stage, or ends it.
+    Forward,
     /// Ends the task.
     Exit,
 }
@@ -157,12 +161,14 @@ impl Workload {
         self.groups.len() - 1
     }
 
-    fn channel(&mut self) -> Channel {
+    /// A new channel.
+    pub(crate) fn channel(&mut self) -> Channel {
         self.channels += 1;
         self.channels - 1
     }
 
-    fn task(&mut self, group: usize, home: u32, script: &[Op]) {
+    /// Adds a task of weight 100 that may run on all CPUs.
+    pub(crate) fn task(&mut self, group: usize, home: u32, script: &[Op]) {
         self.tasks.push(TaskSpec {
             group,
             script: script.into(),

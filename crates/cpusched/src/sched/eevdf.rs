@@ -11,6 +11,9 @@
 //! are balanced every `BALANCE_TICKS`. CPU masks bind every step. A cgroup's weight is distributed to
 //! its runnable tasks by their weights (`calc_group_shares`), with one level of groups.
 //!
+//! [`Eevdf::with_lag`] places a task that wakes up by its lag (`place_entity`): one that had less than its share keeps
+//! that while it sleeps, so that it preempts tasks which are past their slice.
+//!
 //! The omissions flatter it: balancing costs nothing, is never skipped and sees every queue of the host,
 //! eligibility by lag is always granted. A CPU taken by a real-time task gives its queue away, and
 //! has no deadline server.
@@ -30,6 +33,8 @@ const SAMPLE_NS: u64 = 4_000_000;
 /// Ticks between balancing attempts of a busy CPU. The kernel's interval grows with the
 /// domain and the load; this is the interval for a few CPUs at 250 Hz.
 const BALANCE_TICKS: u64 = 4;
+/// `TICK_NSEC` at 250 Hz.
+const TICK_NS: u64 = 4_000_000;
 
 #[derive(Clone, Debug)]
 struct Entity {
@@ -46,6 +51,10 @@ struct Entity {
     mask: CpuMask,
     cgroup: Option<u32>,
     runnable: bool,
+    /// When it went to sleep: virtual time that it was due, less what it had.
+    lag: i64,
+    /// Whether it is placed by its lag when it is next queued.
+    by_lag: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -96,9 +105,18 @@ pub struct Eevdf {
     slice_ns: u64,
     waiting: usize,
     actions: Vec<Action>,
+    has_lag: bool,
 }
 
 impl Eevdf {
+    /// A host with all CPUs idle, whose tasks keep their lag while they sleep.
+    pub fn with_lag(machine: Machine) -> Eevdf {
+        Eevdf {
+            has_lag: true,
+            ..Eevdf::new(machine)
+        }
+    }
+
     /// A host with all CPUs idle.
     pub fn new(machine: Machine) -> Eevdf {
         let all = if machine.cpus_per_llc == 64 {
@@ -124,7 +142,63 @@ impl Eevdf {
             slice_ns: BASE_SLICE_NS * u64::from(1 + machine.cpus().min(8).ilog2()),
             waiting: 0,
             actions: Vec::new(),
+            has_lag: false,
         }
+    }
+
+    /// `avg_vruntime`: the mean virtual time of the tasks of a CPU by their weights, and the sum of these. `None`
+    /// without tasks.
+    fn mean_vruntime(&self, cpu: u32, now: u64) -> Option<(u64, u64)> {
+        let q = &self.queues[cpu as usize];
+        let queued = q.tree.iter().map(|&(.., task)| {
+            let t = &self.tasks[task as usize];
+            (task, t.vruntime)
+        });
+        let running = q.running.map(|task| {
+            let t = &self.tasks[task as usize];
+            let ran = self.virtual_ns(task, now.saturating_sub(t.run_at));
+            (task, t.vruntime + ran)
+        });
+        let (mut sum, mut weights) = (0u128, 0u128);
+        for (task, vruntime) in queued.chain(running) {
+            let weight = u128::from(self.load(task));
+            sum += weight * u128::from(vruntime);
+            weights += weight;
+        }
+        let mean = sum.checked_div(weights)?;
+        Some((mean as u64, weights as u64))
+    }
+
+    /// `update_entity_lag` of a task that goes to sleep now, on its CPU.
+    fn keep_lag(&mut self, task: TaskId, cpu: u32, now: u64) {
+        let Some((mean, _)) = self.mean_vruntime(cpu, now) else {
+            return;
+        };
+        let most = self.virtual_ns(task, (2 * self.slice_ns).max(TICK_NS)) as i64;
+        let t = &mut self.tasks[task as usize];
+        // One that had more than its share stays queued until it is due again (DELAY_DEQUEUE): that ends its debt.
+        t.lag = (mean as i64 - t.vruntime as i64).clamp(0, most);
+        t.by_lag = true;
+    }
+
+    /// `place_entity`: behind the mean by its lag, which is larger than it was because the mean moves back when the
+    /// task joins.
+    fn place_by_lag(&mut self, task: TaskId, cpu: u32, now: u64) {
+        let slice = self.virtual_ns(task, self.slice_ns);
+        let weight = i128::from(self.load(task));
+        let mean = self.mean_vruntime(cpu, now);
+        let t = &mut self.tasks[task as usize];
+        t.by_lag = false;
+        t.cpu = cpu;
+        t.vruntime = match mean {
+            Some((mean, weights)) => {
+                let weights = i128::from(weights);
+                let lag = i128::from(t.lag) * (weights + weight) / weights;
+                (i128::from(mean) - lag).max(0) as u64
+            }
+            None => self.queues[cpu as usize].min_vruntime,
+        };
+        t.deadline = t.vruntime + slice;
     }
 
     /// The task's weight among all tasks, in units in which nice 0 in the root has 100,000.
@@ -265,6 +339,29 @@ impl Eevdf {
         t.vruntime + ran >= t.deadline
     }
 
+    /// Queues a task that sleeps no more.
+    fn enqueue_woken(&mut self, task: TaskId, cpu: u32, now: u64) {
+        if self.has_lag && self.tasks[task as usize].by_lag {
+            self.place_by_lag(task, cpu, now);
+            self.insert(task, cpu);
+        } else {
+            self.enqueue(task, cpu);
+        }
+    }
+
+    /// Queues a task whose slice has ended on this CPU.
+    fn enqueue_again(&mut self, task: TaskId, cpu: u32) {
+        if !self.has_lag {
+            return self.enqueue(task, cpu);
+        }
+        let slice = self.virtual_ns(task, self.slice_ns);
+        let t = &mut self.tasks[task as usize];
+        if t.vruntime >= t.deadline {
+            t.deadline = t.vruntime + slice;
+        }
+        self.insert(task, cpu);
+    }
+
     fn enqueue(&mut self, task: TaskId, cpu: u32) {
         let slice = self.virtual_ns(task, self.slice_ns);
         let q = &mut self.queues[cpu as usize];
@@ -282,8 +379,14 @@ impl Eevdf {
         if t.vruntime >= t.deadline {
             t.deadline = t.vruntime + slice;
         }
+        self.insert(task, cpu);
+    }
+
+    fn insert(&mut self, task: TaskId, cpu: u32) {
         self.seq += 1;
-        q.tree.insert((t.deadline, self.seq, task));
+        let deadline = self.tasks[task as usize].deadline;
+        let q = &mut self.queues[cpu as usize];
+        q.tree.insert((deadline, self.seq, task));
         self.queued[self.machine.llc_of(cpu) as usize] += 1;
         self.waiting += 1;
     }
@@ -374,6 +477,8 @@ impl Scheduler for Eevdf {
             mask: t.mask.clone(),
             cgroup: t.cgroup.map(|g| g.0),
             runnable: false,
+            lag: 0,
+            by_lag: false,
         });
     }
 
@@ -390,7 +495,7 @@ impl Scheduler for Eevdf {
         };
         let cpu = self.idle_sibling(w.wakee, w.prev_cpu, target);
         self.tasks[w.wakee as usize].recent = w.prev_cpu;
-        self.enqueue(w.wakee, cpu);
+        self.enqueue_woken(w.wakee, cpu, w.now);
         if self.is_idle(cpu) {
             self.set_bit(cpu, false);
             self.actions.push(Action::Resched(cpu));
@@ -416,7 +521,7 @@ impl Scheduler for Eevdf {
             now.saturating_sub(MIGRATION_COST_NS)
         };
         if let Some(prev) = prev {
-            self.enqueue(prev, cpu);
+            self.enqueue_again(prev, cpu);
         }
         if let Some(task) = self.pop(cpu, cpu, now) {
             return Next::Run(task);
@@ -444,6 +549,10 @@ impl Scheduler for Eevdf {
         let t = &mut self.tasks[task as usize];
         t.vruntime += virtual_ns;
         t.stopped_at = now;
+        t.run_at = now;
+        if self.has_lag && !runnable {
+            self.keep_lag(task, cpu, now);
+        }
         self.uses[self.machine.llc_of(cpu) as usize].ran_ns += ran;
         self.set_runnable(task, runnable);
         if !runnable {

@@ -155,6 +155,11 @@ thread_local! {
 }
 static HOST: Mutex<()> = Mutex::new(());
 
+/// Whether this thread has a [`Host`].
+pub(super) fn is_in_use() -> bool {
+    IN_USE.get()
+}
+
 /// Short access to the kernel: never held while the program runs, because it calls back.
 fn with<R>(f: impl FnOnce(&mut Kernel) -> R) -> R {
     KERNEL.with_borrow_mut(f)

@@ -1,6 +1,6 @@
 //! Ours: the BPF program itself, on the simulated kernel of `kernel`.
 
-use super::kernel::{GAP_NS, Host};
+use super::kernel::{self, GAP_NS, Host};
 use super::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::machine::Machine;
 use crate::policy::{COUNTERS, Params};
@@ -17,6 +17,11 @@ impl Slipstream {
     pub fn new(machine: Machine, params: Params) -> Slipstream {
         Slipstream(Host::new(machine, params, GAP_NS))
     }
+}
+
+/// Whether this thread has one that has not been dropped.
+pub fn is_in_use() -> bool {
+    kernel::is_in_use()
 }
 
 impl Scheduler for Slipstream {

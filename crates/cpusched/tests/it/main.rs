@@ -3,6 +3,7 @@
 mod config;
 mod deferred;
 mod host;
+mod jobs;
 mod promises;
 mod queues;
 mod sanitized;

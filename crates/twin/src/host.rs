@@ -74,6 +74,15 @@ impl Costs {
         )
     }
 
+    /// The same work in its parts: read it, tokenize it, choose its worker.
+    pub(crate) fn stages(&self, tokens: u32) -> (u64, u64, u64) {
+        (
+            round_u64(self.parse),
+            round_u64(self.tokenize * f64::from(tokens)),
+            round_u64(self.route),
+        )
+    }
+
     pub(crate) fn dispatch(&self) -> u64 {
         round_u64(self.dispatch)
     }

@@ -91,8 +91,22 @@ impl Sim<'_> {
         (flight.sent, flight.fetch) = (Some((self.now, transfer)), Some((attempt, tokens)));
         self.tally.kv_transfers.bytes += bytes;
         if transfer.is_none() {
-            self.plan_event(self.now, received);
+            self.kv_arrived(received);
         }
+    }
+
+    /// All bytes of a KV transfer have arrived, which leads to `event` once the thread of its receiver has run.
+    pub(crate) fn kv_arrived(&mut self, event: Event) {
+        if let Event::Received { slot, .. } = event
+            && let Some(rank) = self.dispatch.decode_rank(slot)
+            && self.threads.is_some()
+        {
+            let node = self.node_of(Role::Decode, rank);
+            if let Some(threads) = &mut self.threads {
+                return threads.transfer_ended(self.now, node, event);
+            }
+        }
+        self.plan_event(self.now, event);
     }
 
     /// The KV transfer of a prompt has ended.

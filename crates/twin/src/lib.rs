@@ -14,7 +14,8 @@
 //!
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
 //! engine with its requests; `kv_transfer`, `peers`, `wire` and `host` model KV transfers, blocks that workers fetch from
-//! each other, the network and the frontend's processors; `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lanes` runs independent engines on several
+//! each other, the network and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
+//! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lanes` runs independent engines on several
 //! threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
@@ -42,6 +43,7 @@ mod peers;
 mod scaling;
 mod sim;
 pub mod sweep;
+mod threads;
 mod wire;
 
 pub use follow::{Follower, LateRequest};

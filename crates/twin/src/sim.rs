@@ -17,6 +17,7 @@ use slipstream_config::cluster::{
     AutoscaleConfig, AutoscalePolicy, Cluster, HandOver, HostMode, PoolConfig, RouterPolicy,
 };
 use slipstream_config::workload_file::Workload;
+use slipstream_cpusched::sim::SimError;
 use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::{ApiTime, TimingError};
 use slipstream_engine::{DecodeRun, EngineError, LowerHits, PassOutput, Reserved, Usage};
@@ -33,6 +34,7 @@ use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::peers::Peers;
 use crate::scaling::{Pools, Scaling};
+use crate::threads::Threads;
 use crate::wire::{Frame, Frames, Wire};
 
 /// Options of a run.
@@ -133,6 +135,9 @@ pub enum TwinError {
         /// The cause.
         cause: String,
     },
+    /// The host's threads cannot be simulated.
+    #[error("`host.mode` is \"threads\": {0}")]
+    Host(#[from] SimError),
     /// `router.policy` is `direct`, which no simulated client can follow.
     #[error(
         "`router.policy` is \"direct\": clients name the worker of each request, and those of a \
@@ -417,6 +422,8 @@ pub(crate) enum Event {
     PeerReceived { fetch: u32 },
     /// The clients have the tokens of a pass.
     Output { frame: u32 },
+    /// The thread of an engine has scheduled its next pass.
+    Scheduled { node: u32 },
     /// A fault of the cluster file begins.
     Begin { event: u32 },
     /// It ends.
@@ -559,6 +566,8 @@ pub(crate) struct Sim<'a> {
     /// Loads between workers, if they fetch blocks from each other.
     pub(crate) peers: Option<Peers>,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
+    /// The threads of the host, if it has some, instead.
+    pub(crate) threads: Option<Box<Threads>>,
     /// Time from a request's arrival at the servers to the router, in a closed loop. In an open one the
     /// schedule has it.
     api_time: ApiTime,
@@ -647,8 +656,8 @@ impl<'a> Sim<'a> {
         }
         let host = host(cluster);
         let wire = Wire::new(cluster, options.speedup)?;
-        let delays_output =
-            host.is_some() || wire.carries_messages() || Faults::delay_output(cluster);
+        let has_host = cluster.host.mode != HostMode::None;
+        let delays_output = has_host || wire.carries_messages() || Faults::delay_output(cluster);
         let mut parts = Parts::new(cluster, options, delays_output, read)?;
         let peers = Peers::new(cluster, &mut parts.nodes, options.speedup);
         let index = peers.as_ref().map(|peers| peers.index.clone());
@@ -657,10 +666,12 @@ impl<'a> Sim<'a> {
         }
         parts.serve.peers = index;
         // A modelled frontend has costs of its own.
-        let api_time = match host {
-            None if options.api_time => api_time(cluster, options, read)?,
-            _ => ApiTime::default(),
+        let api_time = if options.api_time && !has_host {
+            api_time(cluster, options, read)?
+        } else {
+            ApiTime::default()
         };
+        let threads = Threads::new(cluster, parts.nodes.len(), workload.seed)?;
         let schedule = Schedule::open(workload, 0, Shard::WHOLE)?.with_lag(Lag {
             request_ns: ns(api_time.request_ns),
             prompt_token_ns: api_time.prompt_token_ns,
@@ -701,6 +712,7 @@ impl<'a> Sim<'a> {
             wire,
             peers,
             host,
+            threads,
             looks_first: false,
             delays_output,
             frames: Frames::default(),
@@ -855,7 +867,12 @@ impl<'a> Sim<'a> {
         if due.is_none() && self.flights.len() == 0 {
             return Ok(None);
         }
-        Ok(next.into_iter().chain(self.next_other()).min())
+        let next = next.into_iter().chain(self.next_other()).min();
+        let Some(threads) = &mut self.threads else {
+            return Ok(next);
+        };
+        let limit = next.map_or(self.horizon, |next| next.min(self.horizon));
+        Ok(threads.next_time(limit)?.or(next))
     }
 
     /// Whether only arrivals and ends of passes can happen.
@@ -863,6 +880,10 @@ impl<'a> Sim<'a> {
         self.queue.is_empty()
             && self.prefill_ends.is_empty()
             && self.wire.is_idle()
+            && self
+                .threads
+                .as_ref()
+                .is_none_or(|threads| threads.is_idle())
             && self.dispatch.next_timeout().is_none()
     }
 
@@ -884,6 +905,10 @@ impl<'a> Sim<'a> {
             && self.ends.is_empty()
             && self.prefill_ends.is_empty()
             && self.wire.next_time().is_none()
+            && self
+                .threads
+                .as_ref()
+                .is_none_or(|threads| threads.is_idle())
             && self.dispatch.next_timeout().is_none()
             && self
                 .queue
@@ -1002,6 +1027,7 @@ impl<'a> Sim<'a> {
     fn run_due_events(&mut self, sink: &mut dyn Sink) {
         loop {
             self.take_from_wire();
+            self.take_from_threads();
             let Some(&Reverse((at, _, event))) = self.queue.peek() else {
                 break;
             };
@@ -1032,6 +1058,13 @@ impl<'a> Sim<'a> {
                             self.deliver_output(node, &out, sink);
                         }
                         self.out = out; // reuse its memory
+                    }
+                }
+                Event::Scheduled { node } => {
+                    if let Some(threads) = &mut self.threads
+                        && threads.scheduled(node)
+                    {
+                        self.awake.push(node);
                     }
                 }
                 Event::Begin { event } => self.begin_event(event, sink),
@@ -1090,6 +1123,9 @@ impl<'a> Sim<'a> {
             flight.hops.tokenized = SimTime(done.0 - after_tokenizing);
             let slot = to_u32(self.flights.insert(flight).0);
             self.plan_event(done, Event::Route { slot, ticket });
+        } else if let Some(threads) = &mut self.threads {
+            let slot = to_u32(self.flights.insert(flight).0);
+            threads.read(self.now, slot, ticket, isl);
         } else {
             let slot = to_u32(self.flights.insert(flight).0);
             let api_ns = self.api_time.ns(isl);
@@ -1260,6 +1296,8 @@ impl<'a> Sim<'a> {
         if let Some((host, costs)) = &mut self.host {
             let done = host.run(self.now, costs.dispatch());
             self.plan_event(done, Event::Send { step });
+        } else if let Some(threads) = &mut self.threads {
+            threads.dispatch(self.now, step.slot, Event::Send { step });
         } else if self.wire.carries_messages() {
             self.send(step);
         } else {
@@ -1455,6 +1493,11 @@ impl<'a> Sim<'a> {
             if self.nodes[node as usize].phase != Phase::Awake {
                 continue; // its worker was lost at this time
             }
+            if let Some(threads) = &mut self.threads
+                && !threads.may_begin(self.now, node)
+            {
+                continue; // until its thread has scheduled the pass
+            }
             if self.nodes[node as usize].role == Role::Prefill {
                 left -= 1;
                 if let Some(end) = self.begin(node, sink) {
@@ -1485,6 +1528,10 @@ impl<'a> Sim<'a> {
 
     fn begin(&mut self, node: u32, sink: &mut dyn Sink) -> Option<SimTime> {
         let end = self.nodes[node as usize].begin(self.now);
+        if let Some(threads) = &mut self.threads {
+            let ahead = end.is_some() && self.nodes[node as usize].engine.schedules_ahead();
+            threads.began(self.now, node, ahead);
+        }
         self.publish_idle(node);
         self.begin_peer_loads(node);
         if self.prefill.is_some() {
@@ -1627,7 +1674,7 @@ impl<'a> Sim<'a> {
 /// The frontend's processors, if they are modelled.
 pub(crate) fn host(cluster: &Cluster) -> Option<(Box<dyn Host>, Costs)> {
     match cluster.host.mode {
-        HostMode::None => None,
+        HostMode::None | HostMode::Threads => None,
         HostMode::Ideal => Some((
             Box::new(Ideal::new(cluster.host.cpus)),
             Costs::new(&cluster.host),

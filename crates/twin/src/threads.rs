@@ -32,7 +32,7 @@ enum Scheduling {
     Done,
 }
 
-/// What the end of a job leads to.
+/// The effect of the end of a job.
 #[derive(Clone, Copy, Debug)]
 enum Then {
     Event(Event),
@@ -149,7 +149,7 @@ impl Threads {
         Ok(self.host.next_end(limit.0)?.map(SimTime))
     }
 
-    /// The thread that has the CPU while what its job led to is processed.
+    /// The thread that has the CPU while the effect of its job is processed.
     fn running(&self, now: SimTime) -> Option<TaskId> {
         let (at, thread) = self.running;
         (at == now && thread != TaskId::MAX).then_some(thread)
@@ -244,9 +244,9 @@ impl Threads {
     fn schedule(&mut self, now: SimTime, node: u32) {
         let own = to_u32(self.frontends.len()) + node;
         let waker = match self.running(now) {
-            Some(thread) if thread == own => Waker::Itself(thread),
-            Some(thread) => Waker::Thread(thread),
-            None => Waker::Device,
+            Some(thread) if thread != own => Waker::Thread(thread),
+            // It finds the job in its inbox, after the output of earlier steps.
+            _ => Waker::Device,
         };
         let stage = stage(self.engines[node as usize], self.wake_by, self.step_ns);
         self.post(now, waker, Then::Event(Event::Scheduled { node }), &[stage]);
@@ -284,7 +284,7 @@ fn mechanism(by: WakeMechanism) -> Mechanism {
 }
 
 impl Sim<'_> {
-    /// Plans what the job that has just ended leads to, if one has.
+    /// Plans the event of the job that has just ended, if one has.
     pub(crate) fn take_from_threads(&mut self) {
         let Some(threads) = &mut self.threads else {
             return;

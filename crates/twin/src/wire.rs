@@ -281,7 +281,7 @@ impl Sim<'_> {
         network.advance(self.now, &mut arrived);
         for id in arrived.drain(..) {
             match self.wire.carried.remove(&id) {
-                Some(Carried::Then(what)) => self.plan_event(self.now, what),
+                Some(Carried::Then(what)) => self.kv_arrived(what),
                 Some(Carried::Messages(on, messages)) => {
                     self.wire.messages_under_way -= messages.len();
                     self.wire.send_waiting(self.now, on);
@@ -316,6 +316,10 @@ impl Sim<'_> {
                     flight.hops.frame = self.now;
                 }
             }
+        }
+        if let Some(threads) = &mut self.threads {
+            let node = *node;
+            return threads.pass_ended(self.now, node, out.token_count, Event::Output { frame });
         }
         let done = match &mut self.host {
             Some((host, costs)) => host.run(self.now, costs.frame(out.token_count)),

@@ -70,7 +70,8 @@ fn crates_depend_as_drawn() {
         (
             "frontend",
             &[
-                "bench", "des", "engine", "netsim", "report", "twin", "worker", "workload",
+                "bench", "cpusched", "des", "engine", "netsim", "report", "twin", "worker",
+                "workload",
             ],
         ),
         (
@@ -86,6 +87,7 @@ fn crates_depend_as_drawn() {
             &["bench", "frontend", "kvstore", "planes", "worker"],
         ),
         ("netsim", &["engine", "flows", "router", "workload"]),
+        ("cpusched", &["base", "config", "engine", "twin"]),
         ("workload", &["engine", "planes", "router"]),
         ("report", &["engine", "planes", "router", "workload"]),
     ];

@@ -22,9 +22,10 @@ use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_ups
 use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
     EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework,
-    HandOver, HostConfig, HostMode, HostTierConfig, KvConfig, LiveConfig, LoraConfig, ModelConfig,
-    NetworkConfig, NetworkMode, OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, RouterPolicy,
-    SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig,
+    HandOver, HostConfig, HostMode, HostScheduler, HostThreads, HostTierConfig, KvConfig,
+    LiveConfig, LoraConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PeerTierConfig,
+    PipelineConfig, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, SpeculationConfig,
+    SpeculationMethod, TimingConfig, WakeMechanism,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -79,7 +80,26 @@ const NETWORKS: &[(&str, NetworkMode)] = &[
     ("flows", NetworkMode::Flows),
     ("packets", NetworkMode::Packets),
 ];
-const HOSTS: &[(&str, HostMode)] = &[("none", HostMode::None), ("ideal", HostMode::Ideal)];
+const HOSTS: &[(&str, HostMode)] = &[
+    ("none", HostMode::None),
+    ("ideal", HostMode::Ideal),
+    ("threads", HostMode::Threads),
+];
+const SCHEDULERS: &[(&str, HostScheduler)] = &[
+    ("eevdf", HostScheduler::Eevdf),
+    ("slipstream", HostScheduler::Slipstream),
+];
+const WAKE_MECHANISMS: &[(&str, WakeMechanism)] = &[
+    ("pipe", WakeMechanism::Pipe),
+    ("unix", WakeMechanism::Unix),
+    ("tcp", WakeMechanism::Tcp),
+    ("epoll", WakeMechanism::Epoll),
+    ("eventfd", WakeMechanism::Eventfd),
+    ("futex", WakeMechanism::Futex),
+];
+/// CPUs of a host with threads, and of one of its LLCs, at most: limits of the CPU scheduler.
+const HOST_CPUS_MAX: u32 = 1_024;
+const LLC_CPUS_MAX: u32 = 64;
 const HAND_OVERS: &[(&str, HandOver)] = &[("pull", HandOver::Pull), ("push", HandOver::Push)];
 /// Formats of the roofline.
 const ROOFLINE_DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
@@ -201,6 +221,7 @@ pub fn read(
         });
         let events = read_event_list(root, &pools);
         check_links(root, &network, &events);
+        check_host(root, &host, &network);
         Cluster {
             model,
             pools,
@@ -586,8 +607,9 @@ fn check_links(root: &Table<'_>, network: &NetworkConfig, events: &[FaultEvent])
 fn read_host(t: &Table<'_>) -> HostConfig {
     let default = HostConfig::default();
     let us = |key, default| t.get(key).within(0.0..=1e9).or(default);
+    let mode = t.choice("mode", HOSTS).or(default.mode);
     HostConfig {
-        mode: t.choice("mode", HOSTS).or(default.mode),
+        mode,
         cpus: t.get("cpus").within(1..=4096).or(default.cpus),
         parse_us: us("parse_us", default.parse_us),
         tokenize_token_ns: us("tokenize_token_ns", default.tokenize_token_ns),
@@ -595,6 +617,77 @@ fn read_host(t: &Table<'_>) -> HostConfig {
         dispatch_us: us("dispatch_us", default.dispatch_us),
         frame_us: us("frame_us", default.frame_us),
         token_ns: us("token_ns", default.token_ns),
+        threads: read_threads(t, mode, default.threads),
+    }
+}
+
+/// The keys of `[host]` that describe its threads.
+fn read_threads(t: &Table<'_>, mode: HostMode, default: HostThreads) -> HostThreads {
+    if mode != HostMode::Threads {
+        let keys = [
+            "scheduler",
+            "llcs",
+            "frontends",
+            "tokenizers",
+            "detokenizers",
+            "background",
+            "step_us",
+            "connector_us",
+            "wake_by",
+            "wake_idle_us",
+        ];
+        for key in keys {
+            t.unused(key, "mode", "only \"threads\" uses it");
+        }
+        return default;
+    }
+    let us = |key, default| t.get(key).within(0.0..=1e9).or(default);
+    let count = |key, least: u32, default| t.get(key).within(least..=1_024).or(default);
+    HostThreads {
+        scheduler: t.choice("scheduler", SCHEDULERS).or(default.scheduler),
+        llcs: t.get("llcs").within(1..=256).or(default.llcs),
+        frontends: count("frontends", 1, default.frontends),
+        tokenizers: count("tokenizers", 0, default.tokenizers),
+        detokenizers: count("detokenizers", 0, default.detokenizers),
+        background: count("background", 0, default.background),
+        step_us: us("step_us", default.step_us),
+        connector_us: us("connector_us", default.connector_us),
+        wake_by: t.choice("wake_by", WAKE_MECHANISMS).or(default.wake_by),
+        wake_idle_us: t.get("wake_idle_us").within(0.0..=1e6).optional(),
+    }
+}
+
+/// A host with threads has the CPUs that the scheduler takes, and its workers.
+fn check_host(root: &Table<'_>, host: &HostConfig, network: &NetworkConfig) {
+    if host.mode != HostMode::Threads {
+        return;
+    }
+    let (cpus, llcs) = (host.cpus, host.threads.llcs);
+    if cpus > HOST_CPUS_MAX {
+        root.error(
+            "host",
+            format!(
+                "`host.cpus` is {cpus}, and a host with threads has at most {HOST_CPUS_MAX} CPUs"
+            ),
+            "set fewer, or `host.mode = \"ideal\"`",
+        );
+    } else if !cpus.is_multiple_of(llcs) || cpus / llcs > LLC_CPUS_MAX {
+        root.error(
+            "host",
+            format!(
+                "`host.cpus` is {cpus} and `host.llcs` is {llcs}: each last-level cache needs the same number of CPUs, \
+                 {LLC_CPUS_MAX} at most"
+            ),
+            "set `host.llcs` to a divisor of `host.cpus` that leaves so few",
+        );
+    }
+    if network.messages && network.mode != NetworkMode::None {
+        root.error(
+            "host",
+            "`host.mode` is \"threads\", whose workers run on the frontend's host, and `network.messages` puts a network \
+             between them",
+            "set `network.messages = false`, or `host.mode = \"ideal\"`",
+        );
     }
 }
 
@@ -2390,6 +2483,33 @@ mod tests {
         check_refused(
             "[network]\nmode = \"flows\"\npacket_bytes = 1024\n",
             &["`network.packet_bytes` is not used: only \"packets\" uses it"],
+        );
+    }
+
+    #[test]
+    fn threads_need_a_host_that_the_scheduler_takes() {
+        let text = "[host]\nmode = \"threads\"\nscheduler = \"slipstream\"\ncpus = 96\nllcs = 12\nwake_by = \"pipe\"\n";
+        let threads = parse(text).unwrap().0.host.threads;
+        assert_eq!(threads.scheduler, HostScheduler::Slipstream);
+        assert_eq!((threads.llcs, threads.wake_by), (12, WakeMechanism::Pipe));
+        assert_eq!(threads.wake_idle_us, None);
+        for (cpus, llcs, cause) in [
+            (10, 4, "`host.cpus` is 10 and `host.llcs` is 4"),
+            (96, 1, "64 at most"),
+            (2_048, 32, "has at most 1024 CPUs"),
+        ] {
+            check_refused(
+                &format!("[host]\nmode = \"threads\"\ncpus = {cpus}\nllcs = {llcs}\n"),
+                &[cause],
+            );
+        }
+        check_refused(
+            "[network]\nmode = \"flows\"\nmessages = true\n[host]\nmode = \"threads\"\n",
+            &["`network.messages` puts a network between them"],
+        );
+        check_refused(
+            "[host]\nmode = \"ideal\"\nbackground = 3\n",
+            &["`host.background` is not used: only \"threads\" uses it"],
         );
     }
 

@@ -765,6 +765,79 @@ pub enum HostMode {
     None,
     /// Work waits for the first free core, and keeps it until done.
     Ideal,
+    /// Work is that of threads, which a CPU scheduler runs on the host's CPUs.
+    Threads,
+}
+
+/// The CPU scheduler of a simulated host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HostScheduler {
+    /// A model of Linux's own.
+    #[default]
+    Eevdf,
+    /// The program of `slipstream sched run`.
+    Slipstream,
+}
+
+/// How one thread of a simulated host wakes another: decides the cost, and whether the kernel's wake-up says that the
+/// waker is about to wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WakeMechanism {
+    /// A pipe.
+    Pipe,
+    /// A Unix stream socket.
+    #[default]
+    Unix,
+    /// TCP over loopback.
+    Tcp,
+    /// TCP with the receiver in `epoll_wait`.
+    Epoll,
+    /// An eventfd.
+    Eventfd,
+    /// A futex.
+    Futex,
+}
+
+/// Threads of a simulated host, with [`HostMode::Threads`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostThreads {
+    /// Default EEVDF.
+    pub scheduler: HostScheduler,
+    /// Last-level caches, of equal numbers of CPUs. Default 1.
+    pub llcs: u32,
+    /// API server threads. Default 1.
+    pub frontends: u32,
+    /// Threads that tokenize; 0: the API server does. Default 0.
+    pub tokenizers: u32,
+    /// Threads that render tokens; 0: the API server does. Default 0.
+    pub detokenizers: u32,
+    /// Threads of other programs that never wait. Default 0.
+    pub background: u32,
+    /// An engine's work per step, us. Default 0: step times contain it.
+    pub step_us: f64,
+    /// Work at the end of a KV transfer, us. Default 0.
+    pub connector_us: f64,
+    /// Between API server and engines. Default Unix sockets.
+    pub wake_by: WakeMechanism,
+    /// Cost of waking an idle CPU, us; `None`: by the idle states of an Intel server.
+    pub wake_idle_us: Option<f64>,
+}
+
+impl Default for HostThreads {
+    fn default() -> Self {
+        HostThreads {
+            scheduler: HostScheduler::Eevdf,
+            llcs: 1,
+            frontends: 1,
+            tokenizers: 0,
+            detokenizers: 0,
+            background: 0,
+            step_us: 0.0,
+            connector_us: 0.0,
+            wake_by: WakeMechanism::Unix,
+            wake_idle_us: None,
+        }
+    }
 }
 
 /// `[host]`: cost of the frontend's work. The defaults are measurements of Slipstream's own
@@ -773,7 +846,7 @@ pub enum HostMode {
 pub struct HostConfig {
     /// The model. Default: none.
     pub mode: HostMode,
-    /// Cores of the frontend. Default 4.
+    /// Cores of the frontend; with threads CPUs of the host. Default 4.
     pub cpus: u32,
     /// Read and check a request, us. Default 26.
     pub parse_us: f64,
@@ -787,6 +860,8 @@ pub struct HostConfig {
     pub frame_us: f64,
     /// Render, ns per token. Default 190.
     pub token_ns: f64,
+    /// For [`HostMode::Threads`].
+    pub threads: HostThreads,
 }
 
 impl Default for HostConfig {
@@ -800,6 +875,7 @@ impl Default for HostConfig {
             dispatch_us: 3.0,
             frame_us: 6.0,
             token_ns: 190.0,
+            threads: HostThreads::default(),
         }
     }
 }

@@ -915,16 +915,17 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "host.mode",
-        "\"none\" or \"ideal\"",
+        "\"none\", \"ideal\" or \"threads\"",
         "\"none\"",
-        "`ideal`: the frontend's work waits for a free core and takes the time below. Simulation only.",
+        "`ideal`: the frontend's work waits for a free core and takes the time below. `threads`: it is done by threads, as that \
+         of the engines, and a CPU scheduler runs them. Simulation only.",
         "\"none\": TTFT excludes the frontend's time.",
     ),
     key(
         "host.cpus",
-        "cores, 1 to 4,096",
+        "cores, 1 to 4,096; for \"threads\" to 1,024",
         "4",
-        "Cores of the frontend.",
+        "Cores of the frontend; with \"threads\" CPUs of the host, on which the engines' threads run too.",
         "Low: requests and tokens wait for each other.",
     ),
     key(
@@ -957,6 +958,80 @@ pub const KEYS: &[Key] = &[
         "",
     ),
     key("host.token_ns", "ns", "190.0", "Render, per token.", ""),
+    key(
+        "host.scheduler",
+        "\"eevdf\" or \"slipstream\"; for \"threads\", as all below",
+        "\"eevdf\"",
+        "The host's CPU scheduler: a model of Linux's own, or the program of `slipstream sched run`. A process simulates \
+         one host with the second at a time: further runs of a sweep wait.",
+        "",
+    ),
+    key(
+        "host.llcs",
+        "caches, 1 to 256",
+        "1",
+        "Last-level caches, of `host.cpus` / `host.llcs` CPUs each (1 to 64).",
+        "",
+    ),
+    key(
+        "host.frontends",
+        "threads, 1 to 1,024",
+        "1",
+        "API servers of one thread each. Requests and engines are divided among them.",
+        "Low: requests and tokens wait for the thread, even on idle CPUs.",
+    ),
+    key(
+        "host.tokenizers",
+        "threads, 0 to 1,024",
+        "0",
+        "Threads that tokenize prompts for the API servers (woken by futex, which answer by eventfd). 0: API servers \
+         tokenize themselves.",
+        "0: tokens wait behind long prompts.",
+    ),
+    key(
+        "host.detokenizers",
+        "threads, 0 to 1,024",
+        "0",
+        "Threads that render and write tokens. 0: API servers do.",
+        "",
+    ),
+    key(
+        "host.background",
+        "threads, 0 to 1,024",
+        "0",
+        "Threads of other programs on the host, which compute without a pause.",
+        "",
+    ),
+    key(
+        "host.step_us",
+        "us",
+        "0.0",
+        "Work of an engine's thread per step: with `engine.async_scheduling` for the next step while one runs, else before \
+         each step. At 0 step times contain it.",
+        "High without asynchronous scheduling: it counts twice where step times contain it.",
+    ),
+    key(
+        "host.connector_us",
+        "us",
+        "0.0",
+        "Work of a thread at the end of each KV transfer.",
+        "",
+    ),
+    key(
+        "host.wake_by",
+        "\"pipe\", \"unix\", \"tcp\", \"epoll\", \"eventfd\" or \"futex\"",
+        "\"unix\"",
+        "How API servers and engines wake each other. The first four tell the CPU scheduler that the waker is about to wait.",
+        "",
+    ),
+    key(
+        "host.wake_idle_us",
+        "us",
+        "(idle states of an Intel server)",
+        "Time to wake an idle CPU; measured by `slipstream sched run --wake-idle-us auto`. The default is 3 to 134 us, by the \
+         time for which the CPU idled.",
+        "",
+    ),
     key(
         "kv.hand_over",
         "\"pull\" or \"push\"",
@@ -1789,7 +1864,7 @@ mod tests {
         let pipeline = "[engine]\npipeline_parallel_size = 2\n[engine.lora]\nmax_loras = 1\n";
         let experts = "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 8\n\
                        enable_expert_parallel = true\n";
-        let packets = "[network]\nmode = \"packets\"\n";
+        let packets = "[network]\nmode = \"packets\"\n[host]\nmode = \"threads\"\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";

@@ -9,6 +9,7 @@ mod packets;
 mod peers;
 mod real;
 mod scaling;
+mod threads;
 
 use std::collections::BTreeMap;
 use std::path::Path;

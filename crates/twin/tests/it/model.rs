@@ -780,7 +780,7 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
     let events = prop::collection::vec((0u8..10, 1u32..1500, 1u32..800, 0u32..5, 0u8..4), 0..5);
     (
         (0u32..3, 1u32..3, 40u32..300, 1u32..16, prop::sample::select(policies)),
-        (any::<bool>(), 0u8..6, 0u8..3, 0u32..60, 0u32..40),
+        (any::<bool>(), 0u8..6, 0u8..5, 0u32..60, 0u32..40),
         events,
         (5u32..300, any::<bool>(), 1u32..300, 1u32..80, 1u32..3, any::<u32>()),
     )
@@ -813,8 +813,13 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
                  [network]\n{mode}\nnic_bits_per_s = 1e10\nfrontend_bits_per_s = 1e10\nmessages = {}\n\
                  [host]\nmode = \"{}\"\ncpus = 2\n[kv]\nhand_over = \"{}\"\n",
                 if host == 2 { 400 } else { 0 },
-                network == 2 || network == 5,
-                if host == 1 { "ideal" } else { "none" },
+                (network == 2 || network == 5) && host < 3,
+                match host {
+                    1 => "ideal",
+                    3 => "threads\"\nbackground = 2\ntokenizers = 1\nstep_us = 800\nscheduler = \"eevdf",
+                    4 => "threads\"\nbackground = 1\nfrontends = 2\nconnector_us = 90\nscheduler = \"slipstream",
+                    _ => "none",
+                },
                 if push { "push" } else { "pull" },
             );
             for (kind, at, length, worker, share) in events {

@@ -9,6 +9,8 @@
  *   load share SECONDS GROUP...      CPU time of hogs; a group is N@CPUS[:NICE][:rt][:naps], "4@0-1:5"
  *   load leave SECONDS CPU GROUP     half of the hogs end, as they are found on CPU; then the others' time
  *   load delay SECONDS CPUS GROUP... how late a sleeper on CPUS wakes up beside hogs
+ *   load steps SECONDS STEP_US WORK_US GROUP...   a timer wakes an engine's thread at each step, which wakes an API
+ *                                    server by Unix socket, which works: how late its tokens are, and gaps between them
  *   load pair SECONDS CPUS CPUS      two threads wake each other by pipe; the longest round
  *   load soak SECONDS SEED           all of it, changing at random; how late a sleeper was, less what
  *                                    the machine itself was late by (raw_*: with it)
@@ -27,6 +29,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -470,6 +473,54 @@ static void start_pair(struct pair *p, pthread_t *ask, pthread_t *answer)
 		fail("pthread_create");
 }
 
+/* ---- steps -------------------------------------------------------------------------------- */
+
+static int tokens[2];
+static struct samples token_late, token_gap;
+
+static void *run_server(void *arg)
+{
+	u64 due, last = 0, until, at;
+	(void)arg;
+
+	while (read(tokens[0], &due, sizeof(due)) == (ssize_t)sizeof(due)) {
+		until = clock_of(CLOCK_THREAD_CPUTIME_ID) + work_ns;
+		while (clock_of(CLOCK_THREAD_CPUTIME_ID) < until)
+			;
+		at = now();
+		record(&token_late, at - due);
+		if (last)
+			record(&token_gap, at - last);
+		last = at;
+	}
+	return NULL;
+}
+
+static int steps(double seconds, u64 step_ns)
+{
+	pthread_t server;
+	u64 due = now(), end = due + (u64)(seconds * 1e9);
+
+	if (socketpair(AF_UNIX, SOCK_STREAM, 0, tokens))
+		fail("socketpair");
+	if (pthread_create(&server, NULL, run_server, NULL))
+		fail("pthread_create");
+	while (due < end) {
+		struct timespec t;
+
+		due += step_ns;
+		t = (struct timespec){ (time_t)(due / 1000000000), (long)(due % 1000000000) };
+		clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
+		if (write(tokens[1], &due, sizeof(due)) != (ssize_t)sizeof(due))
+			fail("write");
+	}
+	close(tokens[1]);
+	pthread_join(server, NULL);
+	print_samples("late", &token_late);
+	print_samples("gap", &token_gap);
+	return 0;
+}
+
 /* ---- soak --------------------------------------------------------------------------------- */
 
 #define SOAK_HOGS 6
@@ -766,6 +817,14 @@ int main(int argc, char **argv)
 		sleep_through(seconds, &late);
 		print_samples("late", &late);
 		return 0;
+	}
+	if (!strcmp(command, "steps") && argc > 4) {
+		prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
+		work_ns = (u64)atoll(argv[4]) * 1000;
+		for (int i = 5; i < argc; i++)
+			add_hogs(argv[i], -1);
+		sleep_ns(300000000);
+		return steps(seconds, (u64)atoll(argv[3]) * 1000);
 	}
 	if (!strcmp(command, "pair") && argc == 5) {
 		struct pair p = { .a = cpus(argv[3]), .b = cpus(argv[4]) };

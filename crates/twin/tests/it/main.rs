@@ -16,7 +16,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use slipstream_base::{ForwardPassMetrics, SimTime, WorkerId};
-use slipstream_config::cluster::{Cluster, RouterPolicy, file};
+use slipstream_config::cluster::{Cluster, HostMode, RouterPolicy, file};
 use slipstream_config::doc::Doc;
 use slipstream_config::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_report::series::{EngineInfo, Series};
@@ -542,10 +542,15 @@ proptest! {
     /// that knew them at its start, whatever its steps are.
     #[test]
     fn a_run_fed_in_steps_is_the_whole_run(
-        (cluster, mut workload) in scenario(),
+        (mut cluster, mut workload) in scenario(),
         rate in 5u32..400,
         steps in prop::collection::vec(1u64..400, 1..20),
+        has_threads in any::<bool>(),
     ) {
+        if has_threads {
+            cluster.host.mode = HostMode::Threads;
+            cluster.host.threads.background = 2;
+        }
         workload.arrival = Arrival::Poisson { rate_per_s: rate.into() };
         let mut whole = Fed::default();
         let outcome = run(&cluster, &workload, &Options::default(), &mut whole);

@@ -159,6 +159,25 @@ fn background_delays_tokens() {
     }
 }
 
+/// The example of docs/twin.md: beside 16 hogs EEVDF lets an engine's loop wait, and ours does not.
+#[test]
+fn the_example_shows_a_difference_of_schedulers() {
+    let text = include_str!("../../../../examples/cluster-host.toml");
+    let load = load(60, 10, 1024, 100);
+    let mean = |scheduler: &str, background: u32| {
+        let text = text
+            .replace("\"eevdf\"", &format!("\"{scheduler}\""))
+            .replace("background = 16", &format!("background = {background}"));
+        let outcome = run(&super::cluster(&text), &load, &Options::default(), &mut ());
+        let latency = outcome.totals.latencies();
+        (latency.ttft_ms.unwrap().mean, latency.itl_ms.unwrap().mean)
+    };
+    let (quiet, eevdf, ours) = (mean("eevdf", 0), mean("eevdf", 16), mean("slipstream", 16));
+    assert!(eevdf.0 > 1.15 * ours.0, "{eevdf:?} {ours:?}");
+    assert!(eevdf.1 > 1.2 * ours.1, "{eevdf:?} {ours:?}");
+    assert!(ours.1 < 1.05 * quiet.1, "{ours:?} {quiet:?}");
+}
+
 #[test]
 fn a_thread_of_the_receiver_ends_a_kv_transfer() {
     let second = |connector_us: u32| {

@@ -165,6 +165,7 @@ impl JobHost {
         };
         let workload = Rc::new(threads.workload);
         let mut sim = Sim::new(machine, costs, workload, sched, seed, None)?;
+        sim.skips_idle_ticks = true;
         sim.start(checked);
         sim.drain();
         Ok(JobHost {
@@ -244,6 +245,11 @@ impl JobHost {
     /// the order in which they were added.
     pub fn run_ns(&self, thread: TaskId) -> u64 {
         self.sim.run_ns(thread)
+    }
+
+    /// Events handled.
+    pub fn events(&self) -> u64 {
+        self.sim.events()
     }
 
     /// Longest time that a thread waited while a CPU was idle, ns, if the host is checked.

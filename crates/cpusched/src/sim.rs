@@ -119,6 +119,8 @@ struct Cpu {
     busy_ns: u64,
     /// Whether the scheduler knows that the CPU is idle.
     known_idle: bool,
+    /// Whether its next tick is planned.
+    ticks: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -305,6 +307,8 @@ pub struct Sim<'a> {
     rng: Rng,
     out: RunResult,
     trace: Option<&'a mut Trace>,
+    /// CPUs without a task have no ticks, which have no effect there. Else a host that idles for hours takes time.
+    pub(crate) skips_idle_ticks: bool,
     /// By number; those that have ended are free.
     pub(crate) jobs: Vec<Job>,
     /// Jobs that have ended and were not taken.
@@ -356,6 +360,7 @@ impl<'a> Sim<'a> {
             since: 0,
             busy_ns: 0,
             known_idle: true,
+            ticks: true,
         };
         let mut tasks = Vec::with_capacity(workload.tasks.len());
         for (i, t) in workload.tasks.iter().enumerate() {
@@ -433,6 +438,7 @@ impl<'a> Sim<'a> {
                 digest: 0,
             },
             trace,
+            skips_idle_ticks: false,
             jobs: Vec::new(),
             ended: VecDeque::new(),
         })
@@ -454,8 +460,7 @@ impl<'a> Sim<'a> {
             self.at(first, Event::Post(i as u32));
         }
         for cpu in 0..self.machine.cpus() {
-            // Ticks of different CPUs are staggered, as with the kernel's skew_tick.
-            let phase = self.costs.tick_ns * cpu as u64 / self.machine.cpus() as u64;
+            let phase = self.tick_phase(cpu);
             self.at(phase, Event::Tick(cpu));
         }
         for i in 0..self.workload.real_time.len() {
@@ -630,7 +635,24 @@ impl<'a> Sim<'a> {
                 self.preempt(cpu);
             }
         }
-        self.at(self.now + self.costs.tick_ns, Event::Tick(cpu));
+        let c = &mut self.cpus[cpu as usize];
+        c.ticks = !self.skips_idle_ticks || matches!(c.state, State::Busy(_));
+        if c.ticks {
+            self.at(self.now + self.costs.tick_ns, Event::Tick(cpu));
+        }
+    }
+
+    /// Ticks of different CPUs are staggered, as with the kernel's skew_tick.
+    fn tick_phase(&self, cpu: u32) -> u64 {
+        self.costs.tick_ns * cpu as u64 / self.machine.cpus() as u64
+    }
+
+    /// A CPU that was without ticks has a task.
+    fn restart_ticks(&mut self, cpu: u32) {
+        let (phase, tick_ns) = (self.tick_phase(cpu), self.costs.tick_ns);
+        let past = (self.now.max(phase) - phase) / tick_ns;
+        self.cpus[cpu as usize].ticks = true;
+        self.at(phase + (past + 1) * tick_ns, Event::Tick(cpu));
     }
 
     /// Carries out the scheduler's actions. Returns whether an idle CPU was sent an interrupt.
@@ -922,6 +944,9 @@ impl<'a> Sim<'a> {
         c.busy_ns += switch_ns;
         c.since = start;
         c.turn = c.turn.wrapping_add(1);
+        if !c.ticks {
+            self.restart_ticks(cpu);
+        }
         self.trace_begin(cpu, task, start);
         if self.tasks[task as usize].left > 0 {
             self.schedule_end(cpu, task);
@@ -1184,6 +1209,11 @@ impl<'a> Sim<'a> {
     /// CPU time that `task` has used until it last left a CPU or ended a piece of work, ns.
     pub(crate) fn run_ns(&self, task: TaskId) -> u64 {
         self.tasks[task as usize].run_ns
+    }
+
+    /// See [`RunResult::events`].
+    pub(crate) fn events(&self) -> u64 {
+        self.out.events
     }
 
     /// See [`RunResult::idle_beside_work_ns`].

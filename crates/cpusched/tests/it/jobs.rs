@@ -245,3 +245,28 @@ fn a_sleeper_beside_hogs_waits_no_longer_than_on_the_real_kernel() {
         );
     }
 }
+
+/// A host that idles for a day has next to nothing to do.
+#[test]
+fn an_idle_host_costs_no_events() {
+    for kind in BOTH {
+        let m = machine(64);
+        let mut threads = Threads::default();
+        let to = threads.add(m, "thread", 4);
+        let sched = (kind, Params::with_defaults());
+        let host = JobHost::new(m, Costs::flat(WAKE_NS), threads, sched, 1, false);
+        let mut host = host.expect("the threads are sound");
+        let day = 86_400_000 * MS;
+        let job = [stage(to, Mechanism::Futex, 5 * MS)];
+        host.post(day, Waker::Device, 0, &job).unwrap();
+        let at = host.next_end(u64::MAX).unwrap().unwrap();
+        assert!(at - day >= 5 * MS && host.take_ended(at).is_some());
+        // Ours has a timer every 100 ms; 64 CPUs with ticks would have 16,000 events per second.
+        assert!(
+            host.events() < 2_000_000,
+            "{}: {}",
+            kind.name(),
+            host.events()
+        );
+    }
+}

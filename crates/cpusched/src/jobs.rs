@@ -141,7 +141,7 @@ pub struct JobHost {
 }
 
 impl JobHost {
-    /// A host at time 0. With `checked` it is watched for tasks that wait beside idle CPUs
+    /// A host at time 0. With `checked` it is watched for tasks that wait although a CPU idles
     /// ([`idle_beside_work_ns`](Self::idle_beside_work_ns)), which takes time.
     ///
     /// A process has one host with our scheduler at a time: other threads wait for its end here.
@@ -175,8 +175,8 @@ impl JobHost {
         })
     }
 
-    /// Adds a job at `now`, which never decreases, is not after [`next_end`](Self::next_end), and not before a limit of
-    /// it. `caller` comes back with its end.
+    /// Adds a job at `now`: the time of the last end that [`next_end`](Self::next_end) found, or a time up to which it
+    /// found none. `caller` comes back with its end.
     ///
     /// # Errors
     /// See [`SimError`].
@@ -220,8 +220,8 @@ impl JobHost {
         Ok(())
     }
 
-    /// Time of the next end of a job, if it is before `limit`. Nothing may be posted before that time, or before
-    /// `limit` if there is none.
+    /// Time of the next end of a job, if it is before `limit`. From then on no job may be posted before that time, or
+    /// before `limit` if there is none.
     ///
     /// # Errors
     /// See [`SimError`].

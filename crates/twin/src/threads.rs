@@ -232,7 +232,7 @@ impl Threads {
         false
     }
 
-    /// A pass of `node` has begun, or it had no work. With `ahead` its thread schedules the next pass meanwhile.
+    /// A pass of `node` has begun, or it had no work. With `ahead` its thread schedules the next pass now.
     pub(crate) fn began(&mut self, now: SimTime, node: u32, ahead: bool) {
         self.scheduling[node as usize] = Scheduling::No;
         if ahead {

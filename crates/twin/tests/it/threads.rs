@@ -159,7 +159,7 @@ fn background_delays_tokens() {
     }
 }
 
-/// The example of docs/twin.md: beside 16 hogs EEVDF lets an engine's loop wait, and ours does not.
+/// The example of docs/twin.md: with 16 hogs EEVDF lets an engine's loop wait, and ours does not.
 #[test]
 fn the_example_shows_a_difference_of_schedulers() {
     let text = include_str!("../../../../examples/cluster-host.toml");

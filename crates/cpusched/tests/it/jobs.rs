@@ -270,3 +270,22 @@ fn an_idle_host_costs_no_events() {
         );
     }
 }
+
+/// One hog on one CPU, whose slice of 0.7 ms is over: a woken thread preempts it at once, by an interrupt of 1 us. The hog
+/// then has a new slice, which a second wake-up does not shorten: it ends at the next tick, every 4 ms.
+#[test]
+fn eevdf_protects_a_slice_until_a_tick() {
+    let (mut host, to) = host(1, 1, 1, SchedulerKind::Eevdf);
+    let work = 10_000;
+    let mut end_of = |at| {
+        let job = [stage(to[0], Mechanism::Futex, work)];
+        host.post(at, Waker::Device, 0, &job).unwrap();
+        drain(&mut host)[0].at
+    };
+    let at = 50 * MS + 300_000;
+    assert_eq!(end_of(at), at + 1_000 + SWITCH_NS + work);
+    assert_eq!(end_of(50 * MS + 600_000), 52 * MS + SWITCH_NS + work);
+    // A slice later it is over again.
+    let at = 54 * MS;
+    assert_eq!(end_of(at), at + 1_000 + SWITCH_NS + work);
+}

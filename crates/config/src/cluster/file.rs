@@ -1434,7 +1434,7 @@ fn read_lora(t: &Table<'_>) -> Option<LoraConfig> {
             format!("set it to {max_loras} or more"),
         );
     }
-    let ns = |ms: f64| (ms * 1e6).round() as u64;
+    let ns = |ms: f64| round_u64(ms * 1e6);
     Some(LoraConfig {
         max_loras,
         max_cpu_loras,
@@ -1458,7 +1458,7 @@ fn read_peer_tier(t: &Table<'_>) -> Option<PeerTierConfig> {
     }
     let latency_us = t.get("latency_us").within(0.0..=1e6).or(0.0);
     Some(PeerTierConfig {
-        latency_ns: (latency_us * 1e3).round() as u64,
+        latency_ns: round_u64(latency_us * 1e3),
     })
 }
 

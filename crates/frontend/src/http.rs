@@ -607,10 +607,9 @@ async fn route(
             | Endpoint::Messages
             | Endpoint::Responses
             | Endpoint::Embeddings
-    ) {
-        if service.management.is_sleeping() {
-            Box::pin(until_awake(shard, &client)).await?;
-        }
+    ) && service.management.is_sleeping()
+    {
+        Box::pin(until_awake(shard, &client)).await?;
     }
     let mut response = answer(shard, route, request, client, id, times).await?;
     if let Some(fault) = fault

@@ -924,7 +924,7 @@ impl Shard {
     /// Hands a start to the transport. It comes back if it was not taken.
     fn transport_start(&self, start: Box<StartRequest>) -> Result<(), Box<StartRequest>> {
         match &self.plane {
-            Plane::Rings(port) => match port.send(ToWorker::Start(start)) {
+            Plane::Rings(port) => match port.send_soon(ToWorker::Start(start)) {
                 Ok(()) => Ok(()),
                 Err(
                     SendError::Full(ToWorker::Start(start))

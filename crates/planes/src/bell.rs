@@ -126,6 +126,14 @@ impl ThreadBell {
         fence(Ordering::SeqCst);
     }
 
+    /// Whether the thread sleeps, or is about to. Call it after adding an entry to a ring: a thread that does not
+    /// will see the entry.
+    #[inline]
+    pub fn sleeps(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.state.load(Ordering::Relaxed) == ASLEEP
+    }
+
     /// Wakes the thread if it sleeps. Call it after adding an entry to a ring. Returns
     /// whether it was asleep.
     #[inline]

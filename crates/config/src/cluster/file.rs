@@ -160,6 +160,9 @@ const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 /// Default of `--peer-deadline`, s.
 const PEER_DEADLINE_S: f64 = 5.0;
 
+/// Keys by which a cluster file is known.
+pub(crate) const TELLING_KEYS: [&str; 5] = ["model", "engine", "pool", "router", "live"];
+
 /// Reads `doc` as a cluster. `load` reads the files that it refers to (`model.config`,
 /// `engine.timing.path`); no other file is opened.
 ///
@@ -171,6 +174,12 @@ pub fn read(
     doc: Doc,
     mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> Result<(Cluster, Settings), Diagnostics> {
+    doc.refuse_kind(
+        &TELLING_KEYS,
+        &crate::workload_file::TELLING_KEYS,
+        "this is a workload file, not a cluster file",
+        "give it with `--workload`",
+    )?;
     doc.read(|root| {
         for section in ELSEWHERE {
             root.refuse(

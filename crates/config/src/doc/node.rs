@@ -296,6 +296,36 @@ impl Doc {
         }
     }
 
+    /// An error if the file has top-level keys of `others` and none of `own`.
+    ///
+    /// # Errors
+    /// `message`, with the remedy `hint`.
+    pub fn refuse_kind(
+        &self,
+        own: &[&str],
+        others: &[&str],
+        message: &str,
+        hint: &str,
+    ) -> Result<(), Diagnostics> {
+        let Kind::Table(entries) = &self.root.kind else {
+            return Ok(());
+        };
+        let in_file = |keys: &[&str]| {
+            let mut entries = entries.iter();
+            entries.find(|(key, node)| {
+                matches!(node.at, Origin::File { .. }) && keys.contains(&key.as_str())
+            })
+        };
+        match in_file(others) {
+            Some((key, node)) if in_file(own).is_none() => {
+                let message = format!("{message}: it has `{key}`");
+                let at = node.key_at.clone();
+                Err(Diagnostics::one(at, message, Some(hint.to_owned())))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn overlay(&mut self, path: &str, value: &str, origin: &Origin) {
         let parts: Vec<&str> = path.split('.').map(str::trim).collect();
         if parts.len() > Self::DEPTH_MAX || parts.iter().any(|part| part.is_empty()) {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use slipstream_base::slo::Slo;
 
+pub(crate) use read::TELLING_KEYS;
 pub use read::{RATE_MAX, read};
 
 /// A whole workload.

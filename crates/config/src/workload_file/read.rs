@@ -18,11 +18,20 @@ const TURNS_MAX: f64 = 4_096.0;
 /// Longest think time, s: a year.
 const THINK_TIME_S_MAX: f64 = 31_536_000.0;
 
+/// Keys by which a workload file is known.
+pub(crate) const TELLING_KEYS: [&str; 5] = ["isl", "osl", "arrival", "session", "requests"];
+
 /// Reads a workload, and records the origin of every value.
 ///
 /// # Errors
 /// All errors of the document together.
 pub fn read(doc: Doc) -> Result<(Workload, Settings), Diagnostics> {
+    doc.refuse_kind(
+        &TELLING_KEYS,
+        &crate::cluster::file::TELLING_KEYS,
+        "this is a cluster file, not a workload file",
+        "give it without `--workload`",
+    )?;
     doc.read(|root| {
         // Plain keys before tables, so that the settings print as valid TOML.
         let mut workload = Workload {
@@ -674,6 +683,30 @@ mod tests {
     fn an_empty_file_has_no_end() {
         assert!(check("").unwrap_err().contains("never ends"));
         assert!(check("requests = 3").is_ok());
+    }
+
+    #[test]
+    fn a_file_of_the_other_kind_is_one_error() {
+        assert_eq!(
+            check("# a cluster\n[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 2\n")
+                .unwrap_err(),
+            "w.toml:2:2: this is a cluster file, not a workload file: it has `model`\n\
+             hint: give it without `--workload`"
+        );
+        let workload = Doc::parse("w.toml", b"requests = 4\n[session]\n");
+        let error = crate::cluster::file::read(workload, |_| unreachable!()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "w.toml:1:1: this is a workload file, not a cluster file: it has `requests`\n\
+             hint: give it with `--workload`"
+        );
+        // A key of its own: one mistake among others.
+        let mixed = check("requests = 4\n[model]\n").unwrap_err();
+        assert!(mixed.contains("unknown key `model`"), "{mixed}");
+        // Not the file, but a flag.
+        let mut flag = Doc::parse("w.toml", b"");
+        flag.set("engine.block_size=16");
+        assert!(read(flag).unwrap_err().to_string().contains("unknown key"));
     }
 
     /// Every error of a file is reported, each with its line and a remedy.

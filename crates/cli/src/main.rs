@@ -6,12 +6,14 @@
     warn(
         clippy::cast_possible_truncation,
         clippy::cast_possible_wrap,
-        clippy::cast_sign_loss
+        clippy::cast_sign_loss,
+        clippy::print_stderr // ends the process if nobody reads it; see `errln`
     )
 )]
 
-mod cmd;
+#[macro_use]
 mod out;
+mod cmd;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -150,7 +152,7 @@ fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
             if out::is_broken_pipe(&error) {
                 return ExitCode::SUCCESS;
             }
-            eprintln!("error: {}", out::chain(&error));
+            errln!("error: {}", out::chain(&error));
             ExitCode::from(2)
         }
     }
@@ -166,6 +168,7 @@ fn log_to_stderr() {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .log_internal_errors(false) // `eprintln!` of that ends the process once stderr is closed
         .with_target(false)
         // No color in files, or if NO_COLOR is set (https://no-color.org).
         .with_ansi(

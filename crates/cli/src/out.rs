@@ -3,6 +3,22 @@
 use std::io::{self, Write};
 use std::path::Path;
 
+/// `eprint!` that does not end the process if stderr has been closed: a server outlives what collects its log.
+macro_rules! err {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = write!(std::io::stderr(), $($text)*);
+    }};
+}
+
+/// `eprintln!` that does not end the process if stderr has been closed.
+macro_rules! errln {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
 /// Writes `text` to stdout and flushes it.
 ///
 /// # Errors
@@ -87,7 +103,7 @@ pub(crate) fn incomplete(path: &Path, error: &anyhow::Error) -> String {
 /// Prints the errors of files that could not be written.
 pub(crate) fn complain(failures: &[String]) {
     for failure in failures {
-        eprintln!("error: {failure}");
+        errln!("error: {failure}");
     }
 }
 

@@ -238,14 +238,14 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         }
     });
     if shows {
-        eprint!("\r\x1b[K");
+        err!("\r\x1b[K");
     }
     let mut outcome = outcome?;
     for note in &outcome.notes {
-        eprintln!("note: {note}");
+        errln!("note: {note}");
     }
     if outcome.interrupted {
-        eprintln!("note: interrupted; figures cover the requests that ended before");
+        errln!("note: interrupted; figures cover the requests that ended before");
     }
     let report = &outcome.report;
     let mut failures = Vec::new();

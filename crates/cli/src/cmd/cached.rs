@@ -65,7 +65,7 @@ pub(crate) async fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let model = facts.base_model().map(|model| model.id.clone());
     let model = model.context("the engine lists no model")?;
     let (index, counters) = follow(&facts, &model, size);
-    eprintln!(
+    errln!(
         "following {} of {}; one prompt per line",
         slipstream_base::text::counted(counters.len() as u64, "rank"),
         facts.url

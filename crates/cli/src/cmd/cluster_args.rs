@@ -88,7 +88,7 @@ impl ClusterArgs {
         if let Some(cluster) = &cluster {
             refuse_simulated(cluster)?;
             for setting in simulation_only(cluster) {
-                eprintln!("note: {setting} has an effect in simulation only");
+                errln!("note: {setting} has an effect in simulation only");
             }
         }
         Ok(cluster)
@@ -110,7 +110,7 @@ impl ClusterArgs {
         }
         let mut pools = cluster.iter().flat_map(|cluster| &cluster.pools);
         if pools.any(|pool| pool.autoscale.is_some()) {
-            eprintln!(
+            errln!(
                 "note: `autoscale.policy` has an effect in simulation and in `slipstream serve` only: all workers run"
             );
         }

@@ -85,7 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
     let mut live = Vec::new();
     for (policy, label) in POLICIES {
-        eprintln!("{label} routing, live:");
+        errln!("{label} routing, live:");
         let host = demo.live(policy, label, speedup, &demo.load, policy)?;
         live.push((report(&dir, &format!("{policy}.json"))?, host));
     }
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut text = String::new();
     if let Some(ratio) = late {
         // Times that show the host alone are not printed as if they were the cluster's.
-        eprintln!(
+        errln!(
             "error: this host did not keep time: tokens came {} times as far apart as the engines made \
              them, so the live latencies show the host; stop other jobs, or run with a lower `--speedup` \
              than {speedup}",
@@ -125,7 +125,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         for (_, host) in &live {
             if let Some(warning) = host.warning() {
-                eprintln!("{warning}");
+                errln!("{warning}");
                 break;
             }
         }
@@ -269,7 +269,7 @@ impl<'a> Demo<'a> {
                 number(late.as_secs_f64() * 1e3)
             );
         };
-        eprintln!("calibration, {} s:", CALIBRATION.as_secs());
+        errln!("calibration, {} s:", CALIBRATION.as_secs());
         let rate = twin.throughput.requests_per_s;
         let requests = (rate * fastest * CALIBRATION.as_secs_f64()).ceil().max(1.0);
         let mut load = self.load.clone();
@@ -294,7 +294,7 @@ impl<'a> Demo<'a> {
                 number(100.0 * others)
             );
         };
-        eprintln!(
+        errln!(
             "calibrated: at {fastest} times the modelled pace this host was {} % busy ({} % before); the demo \
              runs {speedup} times as fast, to stay below {} %",
             number(100.0 * busy),

@@ -224,7 +224,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     }
     if let Some(warning) = host.warning() {
-        eprintln!("{warning}");
+        errln!("{warning}");
     }
     Ok(code(names, runs))
 }
@@ -252,7 +252,7 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
         );
         std::fs::write(&described, output.stdout)?;
         cluster.insert(0, described.clone().into());
-        eprintln!(
+        errln!(
             "note: no cluster file is given, so step times are those of the default GPU: name one that \
              `slipstream calibrate` has fitted to the engine, or set engine.timing.gpu"
         );
@@ -293,7 +293,7 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
         }
     }
     if let Some(refusal) = lengths.refusal() {
-        eprintln!("{refusal}");
+        errln!("{refusal}");
     }
     Ok(
         if status.success() && simulated.success() && lengths.is_same() {
@@ -431,7 +431,7 @@ fn calibrate(args: &Args, cluster: &Cluster, dir: &Path, max: f64) -> anyhow::Re
         );
     };
     if factor < max {
-        eprintln!(
+        errln!(
             "note: timed waits end up to {} ms late on this host, so both sides run at speed-up {factor} \
              instead of {max}",
             number(late.as_secs_f64() * 1e3)
@@ -445,7 +445,7 @@ fn code(names: [&str; 2], runs: [&StageGaps; 2]) -> ExitCode {
     let mut code = ExitCode::SUCCESS;
     for (name, run) in names.iter().zip(runs) {
         if run.failed() > 0 || run.requests() == 0 {
-            eprintln!(
+            errln!(
                 "note: {name}: {} failed, {} answered",
                 counted(run.failed(), "request"),
                 grouped(run.requests())

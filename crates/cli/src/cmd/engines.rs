@@ -167,7 +167,7 @@ impl Live {
             std::thread::sleep(Duration::from_millis(5));
         }
         for engine in self.engines.unreachable() {
-            eprintln!("note: no requests go to {engine}");
+            errln!("note: no requests go to {engine}");
         }
     }
 

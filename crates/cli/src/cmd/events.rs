@@ -188,7 +188,7 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
     match args.bus {
         TailBus::Nats => {
             let mut subscriber = NatsSubscriber::connect(&args.url, &args.subject).await?;
-            eprintln!("subscribed to {} at {}", args.subject, args.url);
+            errln!("subscribed to {} at {}", args.subject, args.url);
             let source = args.url.clone();
             tokio::spawn(async move {
                 while let Some(event) = subscriber.recv().await {
@@ -220,7 +220,7 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
             }
             Err(message) => {
                 tally.bad += 1;
-                eprintln!("error: {message}");
+                errln!("error: {message}");
             }
         }
     }
@@ -236,7 +236,7 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
             "{events} events, {bytes} bytes, {missing} missing, {bad} unreadable\n"
         ))?;
     } else if bad + missing > 0 {
-        eprintln!(
+        errln!(
             "{} missing, {} unreadable",
             counted(missing, "event"),
             counted(bad, "message")
@@ -252,7 +252,7 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
             let (host, port) = default.kv_endpoint.rsplit_once(':').context("a port")?;
             let port: u16 = port.parse().context("a port")?;
             if args.ranks == 1 {
-                eprintln!("note: KV events of rank 0 only; use --ranks N for more");
+                errln!("note: KV events of rank 0 only; use --ranks N for more");
             }
             let ranks = (port..port.saturating_add(args.ranks)).map(|p| format!("{host}:{p}"));
             [default.fpm_endpoint].into_iter().chain(ranks).collect()
@@ -275,7 +275,7 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
         let mut subscriber = ZmqSubscriber::connect(&endpoint, &args.topic)
             .await
             .context("is a server with live.events.bus = \"zmq\" running?")?;
-        eprintln!("subscribed to {endpoint}");
+        errln!("subscribed to {endpoint}");
         tokio::spawn(async move {
             loop {
                 let event = subscriber.recv().await;

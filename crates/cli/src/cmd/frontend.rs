@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let (frontend, announced, recorder) = start(args, &cluster)?;
-    eprintln!(
+    errln!(
         "serving {} from worker processes: slipstream worker with the same cluster file",
         cluster.model.name
     );

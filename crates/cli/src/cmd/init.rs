@@ -131,9 +131,7 @@ struct Files {
 impl Choice {
     /// Asks three questions; an empty answer takes the default.
     fn ask(&mut self, answers: &mut dyn BufRead) -> anyhow::Result<()> {
-        eprintln!(
-            "Empty answers take the value in brackets. `slipstream presets` lists all names."
-        );
+        errln!("Empty answers take the value in brackets. `slipstream presets` lists all names.");
         self.model = answer(answers, "Model", &self.model, |text| {
             model(text).map(|_| text.to_owned())
         })?;
@@ -349,7 +347,7 @@ fn answer<T>(
 ) -> anyhow::Result<T> {
     let mut refused = None;
     loop {
-        eprint!("{question} [{default}]: ");
+        err!("{question} [{default}]: ");
         let mut line = String::new();
         let read = answers.read_line(&mut line).context("reading the answer")?;
         // The input ended behind an answer that was refused: the user did not mean the default.
@@ -366,7 +364,7 @@ fn answer<T>(
             Ok(value) => return Ok(value),
             Err(error) if read == 0 => return Err(error),
             Err(error) => {
-                eprintln!("{error:#}");
+                errln!("{error:#}");
                 refused = Some(error);
             }
         }

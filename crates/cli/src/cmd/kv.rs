@@ -98,7 +98,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let rows = match rows {
         Err(error) if is_wrong_data(&error) => {
-            eprintln!("error: {}", out::chain(&error));
+            errln!("error: {}", out::chain(&error));
             return Ok(ExitCode::FAILURE);
         }
         rows => rows?,

@@ -134,7 +134,7 @@ pub(super) fn resolved(cluster: &Cluster) -> anyhow::Result<Cluster> {
                 of.urls
                     .extend(new.filter_map(|url| EngineUrl::parse(&url).ok()));
             }
-            Err(why) => eprintln!("note: no engines of {name} yet: {why}"),
+            Err(why) => errln!("note: no engines of {name} yet: {why}"),
         }
         pool.workers = (to_u32(of.urls.len())).max(1);
     }

@@ -86,7 +86,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             Ok(Outcome::Deadlock | Outcome::Unwritten) => incomplete = true,
             Err(error) if crate::out::is_broken_pipe(&error) => return Err(error),
             Err(error) => {
-                eprintln!("error: {error:#}");
+                errln!("error: {error:#}");
                 failed = true;
             }
         }
@@ -143,7 +143,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     let config = read(file, args)?;
     let outputs = Outputs::plan(file, args, &config)?;
     if let Some(note) = &config.dialect_note {
-        eprintln!("note: {}: {note}", file.display());
+        errln!("note: {}: {note}", file.display());
     }
     let execution = Execution {
         threads: args.threads.unwrap_or_else(super::cores),
@@ -162,7 +162,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
         if show && last.elapsed().as_millis() >= 200 {
             last = Instant::now();
             let rate = events as f64 / ready.0.elapsed().as_secs_f64();
-            eprint!(
+            err!(
                 "\r{:.6} of {:.6} s simulated, {events} events, {:.1} M/s ",
                 now as f64 / 1e9,
                 duration_ns as f64 / 1e9,
@@ -174,7 +174,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     let every = (duration_ns / 10_000).max(1);
     simulation.run(execution, every, &mut progress);
     if show {
-        eprint!("\r\x1b[K");
+        err!("\r\x1b[K");
     }
     let done = (Instant::now(), cpu_s());
     let cost = Cost {
@@ -203,7 +203,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     }
     let events_a_window = result.totals.events / cost.windows.max(1);
     if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_PER_WINDOW_MIN {
-        eprintln!(
+        errln!(
             "note: threads synchronized {}, once in {}, which costs more than it saves; omit --threads",
             counted(cost.windows, "time"),
             counted(events_a_window, "event")
@@ -212,7 +212,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     out::complain(&failures);
     if let Some(deadlock) = &result.deadlock {
         let what = output::deadlock_text(&config, deadlock);
-        eprintln!("error: {name}: PFC deadlock {what}");
+        errln!("error: {name}: PFC deadlock {what}");
     }
     Ok(match (&result.deadlock, failures.is_empty()) {
         (_, false) => Outcome::Unwritten,

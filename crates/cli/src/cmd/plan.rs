@@ -242,7 +242,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .transpose()?;
     let plan = question.prepare()?;
     for note in plan.notes() {
-        eprintln!("note: {note}");
+        errln!("note: {note}");
     }
     let shows = std::io::stderr().is_terminal() && !args.quiet;
     let control = progress::control(shows);

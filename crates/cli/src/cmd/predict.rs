@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     }
     for note in &answer.notes {
-        eprintln!("note: {note}");
+        errln!("note: {note}");
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -22,6 +22,6 @@ pub(crate) fn control(shows: bool) -> Control {
 /// Removes the line.
 pub(crate) fn clear(shows: bool) {
     if shows {
-        eprint!("\r\x1b[K");
+        err!("\r\x1b[K");
     }
 }

@@ -125,13 +125,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     );
     let live = Live::start(&cluster, args.switches, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
-    eprintln!(
+    errln!(
         "serving {} with {workers} modelled worker{}",
         cluster.model.name,
         if workers == 1 { "" } else { "s" }
     );
     for line in live.events.iter().flat_map(super::events::addresses) {
-        eprintln!("{line}");
+        errln!("{line}");
     }
     let signals = Signals::install()?;
     // On stdout, as data: a script reads the address that was chosen for port 0.
@@ -149,7 +149,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn run_engines(cluster: &Cluster, args: &Args, sets: &[String]) -> anyhow::Result<ExitCode> {
     let (record, shadow, switches) = (&args.record, &args.shadow, args.switches);
     let live = super::engines::Live::start(cluster, &args.cluster, sets, record, shadow, switches)?;
-    eprintln!("{}", live.summary());
+    errln!("{}", live.summary());
     let signals = Signals::install()?;
     out::print(&format!(
         "listening on http://{}\n",
@@ -614,7 +614,7 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
 
 /// Reaction to a signal.
 pub(super) fn say_draining(cluster: &Cluster) {
-    eprintln!(
+    errln!(
         "finishing open requests for up to {} s (live.drain_timeout_s); interrupt again to end at once",
         cluster.live.drain_timeout_s
     );

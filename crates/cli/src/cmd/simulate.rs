@@ -137,10 +137,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ))?;
     }
     if let Some(cut) = &outcome.cut {
-        eprintln!("note: {cut}; the figures are those of the requests that had ended");
+        errln!("note: {cut}; the figures are those of the requests that had ended");
     }
     if let Some(extrapolated) = &outcome.extrapolation() {
-        eprintln!("note: {extrapolated}");
+        errln!("note: {extrapolated}");
     }
     out::complain(&failures);
     let failed = !failures.is_empty()

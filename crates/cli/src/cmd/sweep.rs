@@ -129,7 +129,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     out::print(&answer.text(args.front))?;
     for note in answer.notes() {
-        eprintln!("note: {note}");
+        errln!("note: {note}");
     }
     out::complain(&failures);
     Ok(if failures.is_empty() {

@@ -147,13 +147,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         window.is_none(),
     ))?;
     if schedule.skipped_lines() > 0 {
-        eprintln!(
+        errln!(
             "note: {} skipped",
             counted(schedule.skipped_lines(), "line")
         );
     }
     Ok(if stats.requests() == 0 {
-        eprintln!("note: the trace has no requests");
+        errln!("note: the trace has no requests");
         ExitCode::FAILURE
     } else {
         ExitCode::SUCCESS
@@ -218,7 +218,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
         0 => String::new(),
         lines => format!(", {} skipped", counted(lines, "line")),
     };
-    eprintln!(
+    errln!(
         "{} in {} written{skipped}",
         counted(requests, "request"),
         counted(sessions, "session")

@@ -199,7 +199,7 @@ impl Watcher {
     /// Removes the progress line.
     pub(crate) fn clear(&self) {
         if self.shows {
-            eprint!("\r\x1b[K");
+            err!("\r\x1b[K");
         }
     }
 

@@ -110,7 +110,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     let fresh_buffers = args.switches.fresh_buffers();
     let (bus, publishers) = super::events::start(cluster, &specs, threads, fresh_buffers)?;
     for line in bus.iter().flat_map(super::events::addresses) {
-        eprintln!("{line}");
+        errln!("{line}");
     }
     let mut publishers = publishers.into_iter();
     let sinks = (0..threads)
@@ -148,7 +148,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
             registry.register_collector(Box::new(bus.collector()));
         }
         let address = super::metrics_page::serve(listen, registry)?;
-        eprintln!("metrics at http://{address}/metrics");
+        errln!("metrics at http://{address}/metrics");
     }
     Ok(Running { set, home, bus })
 }

@@ -9,7 +9,8 @@ use serde_json::Value;
 use crate::engines::{
     EVENTS, Engine, PATIENCE, STREAM, answer, chunk, front, say, stream_texts, text_event,
 };
-use crate::server::{Answer, FAST, Server};
+use crate::planes::completion;
+use crate::server::{Answer, FAST, Server, slipstream};
 
 /// A folder with a file of keys, and the flag that names it.
 fn keys(lines: &str) -> (tempfile::TempDir, String) {
@@ -315,6 +316,21 @@ fn modelled_engines_have_lines_too_and_the_file_is_rotated() {
     assert!(server.terminate().success());
     let text = std::fs::read_to_string(log.path()).unwrap();
     assert_eq!(text.matches("\"/version\"").count(), 20, "{text}");
+}
+
+#[test]
+fn a_server_outlives_the_reader_of_its_stderr() {
+    let mut command = slipstream();
+    let (reader, stderr) = std::io::pipe().unwrap();
+    command.args(["serve", "--listen=127.0.0.1:0"]).args(FAST);
+    command.env("RUST_LOG", "trace").stderr(stderr);
+    let server = Server::spawn_with_stderr(command);
+    drop(reader);
+    let got = server.post("/v1/completions", &completion("one", 2, false));
+    assert_eq!(got.status, 200, "{}", got.text());
+    // It says there that it finishes open requests.
+    let ended = server.terminate();
+    assert_eq!(ended.code(), Some(0), "{ended}");
 }
 
 #[test]

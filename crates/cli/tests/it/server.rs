@@ -58,9 +58,13 @@ impl Server {
 
     /// As [`Server::spawn`], with the address that the command has.
     pub(crate) fn spawn_as_it_is(mut command: Command) -> Server {
+        command.stderr(Stdio::inherit());
+        Server::spawn_with_stderr(command)
+    }
+
+    pub(crate) fn spawn_with_stderr(mut command: Command) -> Server {
         let mut child = command
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
             .spawn()
             .expect("the binary starts");
         let mut line = String::new();

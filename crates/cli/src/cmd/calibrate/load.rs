@@ -228,7 +228,7 @@ pub(super) fn send(url: &str, loads: &[Load], args: &LoadArgs) -> anyhow::Result
             load.name,
             args.max_duration.as_secs_f64()
         );
-        eprintln!("load {} of {all}: {}", turn + 1, load.name);
+        errln!("load {} of {all}: {}", turn + 1, load.name);
         let drag = folder.0.join(format!("{turn}.csv"));
         let between = |[min, max]: [u32; 2]| Dist::Uniform {
             min: f64::from(min),
@@ -364,7 +364,7 @@ pub(super) fn check_idle(runtime: &Runtime, client: &Client, url: &str) -> anyho
                 );
             }
         }
-        Err(error) => eprintln!(
+        Err(error) => errln!(
             "note: {url} does not state its load ({error}), so requests of other clients would not be noticed"
         ),
     }

@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         };
         if args.cluster.file().is_none() {
-            eprintln!(
+            errln!(
                 "note: without a cluster file the limits of the engine (max_num_seqs, max_num_batched_tokens, KV \
                  blocks) are the defaults; `slipstream describe URL` writes one"
             );

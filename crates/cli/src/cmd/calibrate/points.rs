@@ -23,7 +23,7 @@ pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
     };
     let rows = read(points)?;
     if let Some(note) = slipstream_study::predict::unknown_note(&rows) {
-        eprintln!("note: {note}");
+        errln!("note: {note}");
     }
     let prior = Profile::prior();
     let only: Option<HashSet<String>> = match &args.only {
@@ -67,7 +67,7 @@ pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
         }
     }
     for (reason, count) in &reasons {
-        eprintln!("note: {count} rows left out: {reason}");
+        errln!("note: {count} rows left out: {reason}");
     }
     anyhow::ensure!(
         samples.len() >= ROWS_MIN,

@@ -91,7 +91,7 @@ pub(super) fn parse(text: &str) -> anyhow::Result<Vec<MeasuredRequest>> {
         records.push(record(row).with_context(|| format!("line {line}"))?);
     }
     if failed > 0 {
-        eprintln!("note: {failed} requests left out: their `status` is not \"ok\"");
+        errln!("note: {failed} requests left out: their `status` is not \"ok\"");
     }
     checked(records)
 }

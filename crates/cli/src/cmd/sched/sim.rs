@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let (text, dropped) = trace.finish();
             std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
             if dropped > 0 {
-                eprintln!(
+                errln!(
                     "trace: {} omitted after the first {TRACE_RUNS_MAX}",
                     counted(dropped, "run")
                 );

@@ -24,7 +24,7 @@ macro_rules! narrow {
     )*};
 }
 
-narrow!(to_u8 u8, to_u16 u16, to_u32 u32, to_u64 u64, to_usize usize, to_i64 i64);
+narrow!(to_u8 u8, to_u16 u16, to_u32 u32, to_u64 u64, to_usize usize, to_i64 i64, to_i32 i32);
 
 #[cold]
 #[inline(never)]
@@ -132,6 +132,8 @@ mod tests {
         assert!(panics(|| _ = to_u32(1_u64 << 32)));
         assert!(panics(|| _ = to_u64(-1_i64)));
         assert!(panics(|| _ = to_i64(u64::MAX)));
+        assert_eq!(to_i32(i32::MAX.cast_unsigned()), i32::MAX);
+        assert!(panics(|| _ = to_i32(1_u32 << 31)));
     }
 
     #[test]

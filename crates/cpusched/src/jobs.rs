@@ -6,6 +6,8 @@
 
 use std::rc::Rc;
 
+use slipstream_base::width::to_u32;
+
 use crate::machine::{Costs, CpuMask, Machine, Mechanism};
 use crate::policy::Params;
 use crate::sched::{SchedulerKind, TaskId, eevdf, slip};
@@ -128,7 +130,7 @@ impl Threads {
 
     /// Threads start on one CPU after the other.
     fn next_home(&self, machine: Machine) -> u32 {
-        self.workload.tasks.len() as u32 % machine.cpus()
+        to_u32(self.workload.tasks.len()) % machine.cpus()
     }
 }
 
@@ -208,7 +210,7 @@ impl JobHost {
             number
         } else {
             self.sim.jobs.push(job);
-            self.sim.jobs.len() as u32 - 1
+            to_u32(self.sim.jobs.len() - 1)
         };
         match waker {
             Waker::Device => {

@@ -15,6 +15,15 @@
 //! Nothing here reads a clock or does I/O. It complements scx's own tools: it runs the source
 //! text that the kernel runs, on hosts larger than any virtual machine, and with an adjustable cost of
 //! waking an idle CPU.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 pub mod config;
 pub mod jobs;

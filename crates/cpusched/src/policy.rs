@@ -3,6 +3,8 @@
 //! The structs mirror `include/slip_policy.h`; [`layout_matches`] compares their sizes with the C
 //! compiler's, and [`Core::new`] panics if they differ.
 
+use slipstream_base::width::{to_i32, to_u32};
+
 /// Maximum CPUs per LLC. `SLIP_LLC_CPUS`.
 pub const LLC_CPUS_MAX: u32 = 64;
 /// Maximum handoffs of other CPUs that one dispatch tries to steal. `SLIP_STEAL_TRIES`.
@@ -403,11 +405,11 @@ impl Core {
         Env {
             llcs: self.llcs.as_mut_ptr(),
             cpus: self.cpus.as_mut_ptr(),
-            nr_llcs: self.llcs.len() as u32,
-            nr_cpus: self.cpus.len() as u32,
+            nr_llcs: to_u32(self.llcs.len()),
+            nr_cpus: to_u32(self.cpus.len()),
             cpus_per_llc: self.cpus_per_llc,
             threads_per_core: self.threads_per_core,
-            masked_cpu: masked_cpu.map_or(-1, |c| c as i32),
+            masked_cpu: masked_cpu.map_or(-1, to_i32),
             pad: 0,
         }
     }
@@ -457,7 +459,7 @@ impl Core {
     ) -> Placement {
         wake.waker_llc = self.cpus[wake.waker_cpu as usize].llc;
         wake.prev_llc = self.cpus[wake.prev_cpu as usize].llc;
-        wake.nr_llcs = self.llcs.len() as u32;
+        wake.nr_llcs = to_u32(self.llcs.len());
         let prev_level = self.cpus[wake.prev_cpu as usize].level;
         let mut out = Placement::default();
         let mut env = self.env(masked_cpu);
@@ -577,7 +579,7 @@ impl Core {
     /// One of two random LLCs other than `home`: the less loaded, or the more loaded.
     pub fn pick_two(&mut self, home: u32, rnd: u64, busiest: bool) -> Option<u32> {
         let (params, mut env) = (self.params, self.env(None));
-        let n = self.llcs.len() as u32;
+        let n = to_u32(self.llcs.len());
         // SAFETY: `env` points into this Core and bounds every access.
         let far = unsafe { slip_n_pick_two(&params, &mut env, home, n, rnd, busiest as u32) };
         u32::try_from(far).ok()
@@ -615,20 +617,20 @@ impl Core {
     /// At the tick: claims an idle CPU for waiting work, in this LLC or another.
     pub fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> Option<u32> {
         let c = self.cpus[cpu as usize];
-        let n = self.llcs.len() as u32;
+        let n = to_u32(self.llcs.len());
         let params = self.params;
         let llc = self.llcs[c.llc as usize];
         let mut env = self.env(None);
         // SAFETY: live structs; `env` points into this Core and bounds every access.
         unsafe {
             let target = if slip_n_tick_wants_kick(&params, &llc, &c, now) != 0 {
-                c.llc as i32
+                Some(c.llc)
             } else {
-                slip_n_tick_far(&params, &mut env, c.llc, n, rnd)
+                u32::try_from(slip_n_tick_far(&params, &mut env, c.llc, n, rnd)).ok()
             };
             let mut idle = -1;
-            if target >= 0 && slip_n_claim_thread(&mut env, target as u32, &mut idle) != 0 {
-                return Some(idle as u32);
+            if slip_n_claim_thread(&mut env, target?, &mut idle) != 0 {
+                return Some(to_u32(idle));
             }
         }
         None
@@ -639,7 +641,7 @@ impl Core {
         let (mut env, mut idle) = (self.env(None), -1);
         // SAFETY: live structs; `env` points into this Core and bounds every access.
         let found = unsafe { slip_n_claim_thread(&mut env, llc, &mut idle) } != 0;
-        found.then_some(idle as u32)
+        found.then(|| to_u32(idle))
     }
 
     /// Whether another CPU may steal the handoff that waits on `victim`.
@@ -651,7 +653,7 @@ impl Core {
     /// The LLC from which an idle CPU of `home` should pull.
     pub fn pull_from(&mut self, home: u32, rnd: u64) -> Option<u32> {
         let (params, mut env) = (self.params, self.env(None));
-        let n = self.llcs.len() as u32;
+        let n = to_u32(self.llcs.len());
         // SAFETY: `env` points into this Core and bounds every access.
         u32::try_from(unsafe { slip_n_pull_from(&params, &mut env, home, n, rnd) }).ok()
     }

@@ -10,6 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use slipstream_base::width::{floor_u32, to_i32, to_u32, to_usize};
 
 use crate::machine::{CpuMask, Machine, Mechanism};
 use crate::workload::{Op, Span, TaskSpec, Workload};
@@ -131,7 +132,7 @@ struct Names {
 }
 
 fn number(names: &mut BTreeMap<String, u32>, name: &str) -> u32 {
-    let next = names.len() as u32;
+    let next = to_u32(names.len());
     *names.entry(name.to_owned()).or_insert(next)
 }
 
@@ -220,10 +221,8 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
             return bad(&at, "does nothing; give it a `run` or a `sleep`");
         }
         if !endless {
-            let times = task
-                .get("loop")
-                .and_then(Value::as_i64)
-                .expect("checked above") as usize;
+            let times = task.get("loop").and_then(Value::as_i64);
+            let times = to_usize(times.expect("checked above"));
             if script.len().saturating_mul(times) > OPS_MAX {
                 return bad(
                     &format!("{at}.loop"),
@@ -241,10 +240,10 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
         let group = w.group(name);
         let script: Arc<[Op]> = script.into();
         for i in 0..instances {
-            let spread = w.tasks.len() + i as usize * 7;
+            let spread = w.tasks.len() + to_usize(i) * 7;
             let home = match &cpus {
                 Some(cpus) => cpus[spread % cpus.len()],
-                None => spread as u32 % machine.cpus(),
+                None => to_u32(spread) % machine.cpus(),
             };
             w.tasks.push(TaskSpec {
                 group,
@@ -258,8 +257,8 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
             });
         }
     }
-    w.channels = names.channels.len() as u32;
-    w.locks = names.locks.len() as u32;
+    w.channels = to_u32(names.channels.len());
+    w.locks = to_u32(names.locks.len());
     Ok(w)
 }
 
@@ -337,7 +336,9 @@ fn cpu_set(at: &str, v: &Value, machine: Machine) -> Result<Vec<u32>, RtAppError
 /// Weight of a nice value, 100 for 0: each step is a factor of 1.25, as `sched_prio_to_weight`.
 fn nice_weight(at: &str, v: &Value) -> Result<u32, RtAppError> {
     match v.as_i64() {
-        Some(nice @ -20..=19) => Ok((100.0 * 1.25f64.powi(-(nice as i32))).round().max(1.0) as u32),
+        Some(nice @ -20..=19) => Ok(floor_u32(
+            (100.0 * 1.25f64.powi(-to_i32(nice))).round().max(1.0),
+        )),
         _ => bad(at, "must be a nice value, -20 to 19"),
     }
 }

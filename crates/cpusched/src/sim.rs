@@ -8,6 +8,8 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::rc::Rc;
 
 use hdrhistogram::Histogram;
+use slipstream_base::mix::{mix64, unit};
+use slipstream_base::width::{floor_u64, to_u32};
 
 use crate::jobs::{Ended, Job};
 use crate::machine::{Costs, Machine, Mechanism};
@@ -34,23 +36,20 @@ impl Rng {
     /// The next word.
     pub fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        mix64(self.0)
     }
 
     /// Uniform over [0, 1).
     pub fn unit(&mut self) -> f64 {
-        (self.word() >> 11) as f64 / (1u64 << 53) as f64
+        unit(self.word())
     }
 
     fn span(&mut self, span: Span) -> u64 {
         match span {
             Span::Fixed(ns) => ns,
             // libm, not the system's, whose results differ between machines.
-            Span::Exp(mean) => (-libm::log(1.0 - self.unit()) * mean as f64) as u64,
-            Span::Uniform(a, b) => a + (self.unit() * (b.saturating_sub(a)) as f64) as u64,
+            Span::Exp(mean) => floor_u64(-libm::log(1.0 - self.unit()) * mean as f64),
+            Span::Uniform(a, b) => a + floor_u64(self.unit() * (b.saturating_sub(a)) as f64),
             Span::Either(a, b, p) => {
                 if self.unit() < p {
                     b
@@ -369,7 +368,7 @@ impl<'a> Sim<'a> {
                 if cpu >= machine.cpus() {
                     let last = machine.cpus() - 1;
                     return Err(SimError::NoCpu {
-                        task: i as TaskId,
+                        task: to_u32(i),
                         cpu,
                         last,
                     });
@@ -451,13 +450,13 @@ impl<'a> Sim<'a> {
 
     /// Plans the events that a run begins with.
     pub(crate) fn start(&mut self, checked: bool) {
-        for task in 0..self.tasks.len() as TaskId {
+        for task in 0..to_u32(self.tasks.len()) {
             // Staggered by 1 us, so that tasks do not all start at one instant.
             self.at(task as u64 * 1_000, Event::Timer(task));
         }
         for i in 0..self.workload.arrivals.len() {
             let first = self.rng.span(self.workload.arrivals[i].gap);
-            self.at(first, Event::Post(i as u32));
+            self.at(first, Event::Post(to_u32(i)));
         }
         for cpu in 0..self.machine.cpus() {
             let phase = self.tick_phase(cpu);
@@ -466,11 +465,11 @@ impl<'a> Sim<'a> {
         for i in 0..self.workload.real_time.len() {
             self.at(
                 self.workload.real_time[i].from_ns,
-                Event::RealTime(i as u32, true),
+                Event::RealTime(to_u32(i), true),
             );
         }
         for i in 0..self.workload.hotplug.len() {
-            self.at(self.workload.hotplug[i].at_ns, Event::Hotplug(i as u32));
+            self.at(self.workload.hotplug[i].at_ns, Event::Hotplug(to_u32(i)));
         }
         if checked && self.machine.cpus() <= CHECK_CPUS_MAX {
             self.at(CHECK_NS, Event::Check);
@@ -777,7 +776,7 @@ impl<'a> Sim<'a> {
             let Some(ready_at) = t.ready_at else { continue };
             for (cpu, c) in self.cpus.iter().enumerate() {
                 if let State::Idle { since } = c.state
-                    && spec.mask.has(cpu as u32)
+                    && spec.mask.has(to_u32(cpu))
                 {
                     let both = self.now - ready_at.max(since);
                     self.out.idle_beside_work_ns = self.out.idle_beside_work_ns.max(both);

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use slipstream_base::width::{floor_u64, to_u32};
+
 use crate::machine::{CpuMask, Machine, Mechanism};
 
 /// A channel: a message count and a queue of tasks that wait for a message.
@@ -219,7 +221,7 @@ impl Workload {
             + s.linger.mean_ns()
             + (s.mechanism.send_ns() + 2 * s.mechanism.recv_ns()) as f64;
         let rate = load * cpus as f64 / request_ns; // requests per ns
-        let gap = (s.message_threads as f64 / rate) as u64;
+        let gap = floor_u64(s.message_threads as f64 / rate);
         for m in 0..s.message_threads {
             let inbox = w.channel();
             let first = w.channels;
@@ -269,11 +271,11 @@ impl Workload {
         let mut w = Workload::default();
         let (message, worker) = (w.group("message"), w.group("worker"));
         let by = Mechanism::Futex;
-        let busy = work.mean_ns() + f64::from(2 * (by.send_ns() + by.recv_ns()) as u32);
-        let sleep = (busy * (1.0 / load.min(1.0) - 1.0)) as u64;
+        let busy = work.mean_ns() + (2 * (by.send_ns() + by.recv_ns())) as f64;
+        let sleep = floor_u64(busy * (1.0 / load.min(1.0) - 1.0));
         let inboxes: Vec<Channel> = (0..message_threads).map(|_| w.channel()).collect();
         for (m, &inbox) in inboxes.iter().enumerate() {
-            let home = m as u32 * machine.cpus() / message_threads;
+            let home = to_u32(m) * machine.cpus() / message_threads;
             w.task(message, home, &[Op::Recv(inbox), Op::Reply(by)]);
         }
         for i in 0..machine.cpus() {
@@ -425,7 +427,7 @@ impl Workload {
                 (home + 5) % machine.cpus(),
                 &[Op::Recv(kv), Op::Run(Span::Fixed(30_000)), Op::Done],
             );
-            let gap = (engines as f64 / requests_per_s * 1e9) as u64;
+            let gap = floor_u64(engines as f64 / requests_per_s * 1e9);
             w.arrivals.push(Arrivals {
                 to: http,
                 gap: Span::Exp(gap),

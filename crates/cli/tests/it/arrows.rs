@@ -87,7 +87,7 @@ fn crates_depend_as_drawn() {
             &["bench", "frontend", "kvstore", "planes", "worker"],
         ),
         ("netsim", &["engine", "flows", "router", "workload"]),
-        ("cpusched", &["base", "config", "engine", "twin"]),
+        ("cpusched", &["config", "engine", "twin"]),
         ("workload", &["engine", "planes", "router"]),
         ("report", &["engine", "planes", "router", "workload"]),
     ];

@@ -20,6 +20,8 @@
 
 use std::collections::BTreeSet;
 
+use slipstream_base::width::{to_i64, to_u32, to_u64};
+
 use super::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::machine::{CpuMask, Machine};
 use crate::policy;
@@ -166,7 +168,7 @@ impl Eevdf {
             weights += weight;
         }
         let mean = sum.checked_div(weights)?;
-        Some((mean as u64, weights as u64))
+        Some((to_u64(mean), to_u64(weights)))
     }
 
     /// `update_entity_lag` of a task that goes to sleep now, on its CPU.
@@ -174,10 +176,10 @@ impl Eevdf {
         let Some((mean, _)) = self.mean_vruntime(cpu, now) else {
             return;
         };
-        let most = self.virtual_ns(task, (2 * self.slice_ns).max(TICK_NS)) as i64;
+        let most = to_i64(self.virtual_ns(task, (2 * self.slice_ns).max(TICK_NS)));
         let t = &mut self.tasks[task as usize];
         // One that had more than its share stays queued until it is due again (DELAY_DEQUEUE): that ends its debt.
-        t.lag = (mean as i64 - t.vruntime as i64).clamp(0, most);
+        t.lag = mean.wrapping_sub(t.vruntime).cast_signed().clamp(0, most);
         t.by_lag = true;
     }
 
@@ -194,7 +196,7 @@ impl Eevdf {
             Some((mean, weights)) => {
                 let weights = i128::from(weights);
                 let lag = i128::from(t.lag) * (weights + weight) / weights;
-                (i128::from(mean) - lag).max(0) as u64
+                to_u64((i128::from(mean) - lag).max(0))
             }
             None => self.queues[cpu as usize].min_vruntime,
         };
@@ -215,7 +217,7 @@ impl Eevdf {
     }
 
     fn virtual_ns(&self, task: TaskId, ns: u64) -> u64 {
-        (u128::from(ns) * 100_000 / u128::from(self.load(task))) as u64
+        to_u64(u128::from(ns) * 100_000 / u128::from(self.load(task)))
     }
 
     fn bits(&self, llc: u32, mask: &CpuMask) -> u64 {
@@ -292,7 +294,7 @@ impl Eevdf {
         u.share = (u.share * 11 + (ran * FULL / (span * n)).min(FULL)) / 12;
         (u.sampled_ns, u.sampled_at) = (u.ran_ns + running, now);
         let used = u.share * u.share * IMBALANCE_PCT * IMBALANCE_PCT / (10_000 * FULL);
-        u.looks = ((FULL - used.min(FULL)) * n / FULL) as u32;
+        u.looks = to_u32((FULL - used.min(FULL)) * n / FULL);
     }
 
     /// A CPU that the task may use: `cpu`, or the one with the fewest tasks. A CPU taken by a real-time

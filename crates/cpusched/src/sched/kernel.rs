@@ -20,6 +20,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use slipstream_base::width::{to_i32, to_u32};
+
 use super::{Action, Next, TaskId, TaskParams, Wakeup, unwrap_key};
 use crate::machine::{CpuMask, Machine};
 use crate::policy::{COUNTERS, Params};
@@ -180,7 +182,7 @@ impl Kernel {
         if self.can_run(task, last) {
             return last;
         }
-        let cpus = 0..self.online.len() as u32;
+        let cpus = 0..to_u32(self.online.len());
         let mut usable = cpus.clone().filter(|&c| self.can_run(task, c));
         let mut online = cpus.filter(|&c| self.online[c as usize]);
         usable.next().or_else(|| online.next()).unwrap_or(last)
@@ -348,7 +350,7 @@ impl Kernel {
 
     fn enter(&mut self, cpu: u32) {
         self.cpu = cpu;
-        let current = self.current[cpu as usize].map_or(-1, |t| t as i32);
+        let current = self.current[cpu as usize].map_or(-1, to_i32);
         slip_p_enter(cpu, current, self.nr_running[cpu as usize], self.now);
     }
 
@@ -438,7 +440,7 @@ impl Host {
                 llcs.push(m.llc_of(cpu));
                 bits = 0;
             }
-            llc_of.push(llcs.len() as u32 - 1);
+            llc_of.push(to_u32(llcs.len() - 1));
             bit_of.push(bits);
             bits += 1;
         }
@@ -446,7 +448,7 @@ impl Host {
         unsafe {
             slip_p_reset(
                 &self.params,
-                llcs.len() as u32,
+                to_u32(llcs.len()),
                 m.cpus(),
                 llc_of.as_ptr(),
                 bit_of.as_ptr(),
@@ -459,8 +461,8 @@ impl Host {
         with(|k| k.enter(k.first_online()));
         let failed = slip_p_init();
         assert_eq!(failed, 0, "the program's init");
-        let tasks = with(|k| k.tasks.len());
-        for task in 0..tasks as TaskId {
+        let tasks = with(|k| to_u32(k.tasks.len()));
+        for task in 0..tasks {
             Host::attach(task);
         }
         with(|k| {
@@ -501,10 +503,10 @@ impl Host {
         let (words, allowed) = self.words(&CpuMask::ALL);
         let lost = |k: &Kernel, t: TaskId| {
             let usable = |cpu: u32| k.can_run(t, cpu);
-            !(0..k.online.len() as u32).any(usable)
+            !(0..to_u32(k.online.len())).any(usable)
         };
         let tasks = with(|k| {
-            let ids = 0..k.tasks.len() as TaskId;
+            let ids = 0..to_u32(k.tasks.len());
             ids.filter(|&t| lost(k, t)).collect::<Vec<_>>()
         });
         for task in tasks {
@@ -532,7 +534,7 @@ impl Host {
                 exec: 0,
                 since: 0,
             });
-            k.tasks.len() as TaskId - 1
+            to_u32(k.tasks.len() - 1)
         });
         with(|k| {
             let cpu = k.fallback(task);
@@ -551,14 +553,14 @@ impl Host {
         });
         // The kernel does not call select_cpu for a task bound to one CPU.
         let cpu = if is_single {
-            prev as i32
+            to_i32(prev)
         } else {
             let flags = WAKE_TTWU | if w.sync { WAKE_SYNC } else { 0 };
-            slip_p_select_cpu(task, prev as i32, flags)
+            slip_p_select_cpu(task, to_i32(prev), flags)
         };
         let cpu = u32::try_from(cpu)
             .ok()
-            .filter(|&c| with(|k| c < k.online.len() as u32 && k.can_run(task, c)))
+            .filter(|&c| with(|k| (c as usize) < k.online.len() && k.can_run(task, c)))
             .unwrap_or_else(|| with(|k| k.fallback(task)));
         let direct = with(|k| {
             k.set_cpu(task, cpu);
@@ -588,7 +590,7 @@ impl Host {
         }
         if !with(has_local) {
             with(|k| k.enter(cpu));
-            slip_p_dispatch(cpu as i32, prev.map_or(-1, |p| p as i32));
+            slip_p_dispatch(to_i32(cpu), prev.map_or(-1, to_i32));
             with(Kernel::deliver_kicks);
             if has_slice() {
                 return self.keep(cpu, prev);
@@ -670,7 +672,7 @@ impl Host {
             k.enter(cpu);
         });
         if !again {
-            slip_p_update_idle(cpu as i32, u32::from(idle));
+            slip_p_update_idle(to_i32(cpu), u32::from(idle));
             with(Kernel::deliver_kicks);
         }
     }
@@ -718,13 +720,13 @@ impl Host {
         });
         slip_p_set_real_time(cpu, u32::from(busy));
         if !busy {
-            slip_p_cpu_acquire(cpu as i32);
+            slip_p_cpu_acquire(to_i32(cpu));
             return;
         }
         // The kernel lets us dispatch before it picks the real-time task.
         let has_slice = |prev: TaskId| slip_p_slice(prev) > 0;
         if with(|k| k.local[cpu as usize].is_empty()) && !prev.is_some_and(has_slice) {
-            slip_p_dispatch(cpu as i32, prev.map_or(-1, |p| p as i32));
+            slip_p_dispatch(to_i32(cpu), prev.map_or(-1, to_i32));
             with(Kernel::deliver_kicks);
         }
         let was_ours = prev.is_some();
@@ -753,7 +755,7 @@ impl Host {
                 k.enter(cpu);
                 k.current[cpu as usize] = None;
             });
-            slip_p_cpu_release(cpu as i32);
+            slip_p_cpu_release(to_i32(cpu));
             with(Kernel::deliver_kicks);
         }
     }
@@ -768,7 +770,7 @@ impl Host {
             k.current[cpu as usize] = None;
             k.is_idling[cpu as usize] = online;
             k.idle[cpu as usize] = online;
-            let ids = 0..k.tasks.len() as TaskId;
+            let ids = 0..to_u32(k.tasks.len());
             let waits = |t: &TaskId| {
                 let task = &k.tasks[*t as usize];
                 let runs = matches!(task.place, Place::Running(c) if c != cpu || online);
@@ -784,7 +786,7 @@ impl Host {
         self.widen_masks();
         with(|k| {
             // A sleeping task stays assigned to the CPU it last ran on, until it wakes up.
-            for t in 0..k.tasks.len() as TaskId {
+            for t in 0..to_u32(k.tasks.len()) {
                 let task = &k.tasks[t as usize];
                 if task.runnable && !matches!(task.place, Place::Running(_)) {
                     let cpu = k.fallback(t);
@@ -826,7 +828,7 @@ impl Host {
 
 impl Kernel {
     fn first_online(&self) -> u32 {
-        self.online.iter().position(|&o| o).unwrap_or(0) as u32
+        to_u32(self.online.iter().position(|&o| o).unwrap_or(0))
     }
 
     fn queue(&self, dsq: u64) -> Option<&BTreeMap<Key, TaskId>> {
@@ -909,20 +911,20 @@ extern "C" fn slip_k_move(task: u32, dsq: u64, _flags: u64) -> u32 {
 extern "C" fn slip_k_nr_queued(dsq: u64) -> i32 {
     with(|k| {
         if dsq == DSQ_LOCAL {
-            return k.local[k.cpu as usize].len() as i32;
+            return to_i32(k.local[k.cpu as usize].len());
         }
         if dsq & DSQ_LOCAL_ON == DSQ_LOCAL_ON {
             let cpu = (dsq & 0xffff_ffff) as usize;
-            return k.local.get(cpu).map_or(-2, |q| q.len() as i32);
+            return k.local.get(cpu).map_or(-2, |q| to_i32(q.len()));
         }
-        k.queue(dsq).map_or(-2, |q| q.len() as i32)
+        k.queue(dsq).map_or(-2, |q| to_i32(q.len()))
     })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn slip_k_kick(cpu: i32, flags: u64) {
     with(|k| match u32::try_from(cpu) {
-        Ok(cpu) if cpu < k.online.len() as u32 => k.kicks.push((cpu, flags)),
+        Ok(cpu) if (cpu as usize) < k.online.len() => k.kicks.push((cpu, flags)),
         _ => k.fail(format!("CPU {cpu} kicked, which is not there")),
     });
 }
@@ -947,7 +949,7 @@ unsafe extern "C" fn slip_k_pick_idle(mask: *const u64, flags: u64) -> i32 {
             let first = cpu / threads * threads;
             (first..first + threads).all(|c| k.idle[c as usize] || !k.online[c as usize])
         };
-        let found = (0..k.online.len() as u32).find(|&cpu| {
+        let found = (0..to_u32(k.online.len())).find(|&cpu| {
             words[cpu as usize / 64] >> (cpu % 64) & 1 == 1
                 && k.idle[cpu as usize]
                 && k.online[cpu as usize]
@@ -955,13 +957,13 @@ unsafe extern "C" fn slip_k_pick_idle(mask: *const u64, flags: u64) -> i32 {
         });
         let Some(cpu) = found else { return -16 };
         k.idle[cpu as usize] = false;
-        cpu as i32
+        to_i32(cpu)
     })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn slip_k_task_cpu(task: u32) -> i32 {
-    with(|k| k.tasks[task as usize].cpu as i32)
+    with(|k| to_i32(k.tasks[task as usize].cpu))
 }
 
 #[unsafe(no_mangle)]
@@ -973,7 +975,7 @@ extern "C" fn slip_k_at(dsq: u64, index: u32, reverse: u32) -> i32 {
         } else {
             q.values().nth_back(index as usize)
         };
-        found.map_or(-1, |&t| t as i32)
+        found.map_or(-1, |&t| to_i32(t))
     })
 }
 
@@ -996,7 +998,7 @@ extern "C" fn slip_k_reenqueue_local() -> u32 {
         slip_p_enqueue(task, ENQ_REENQ);
         with(|k| k.settle(task, false));
     }
-    tasks.len() as u32
+    to_u32(tasks.len())
 }
 
 #[unsafe(no_mangle)]

@@ -164,5 +164,5 @@ fn ours(machine: Machine, base: policy::Params, hand_off: u32, learn: u32) -> Bo
 /// Makes virtual times comparable, which wrap.
 pub(crate) fn unwrap_key(key: u64) -> i128 {
     // Simulated time never reaches 2^63 ns, so keys below zero are those just before the start.
-    i128::from(key as i64)
+    i128::from(key.cast_signed())
 }

@@ -2,26 +2,28 @@
 //! build, on random inputs. Needs the right to load BPF programs; skips with a message without it.
 
 use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
+use slipstream_base::width::{to_i32, to_u32};
 use slipstream_cpusched::policy::{Core, DOMAINS, Domain, Llc, Params, Placement, Task, Wake};
+use slipstream_cpusched::sim;
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/decide.bpf.o"));
 const LLCS: u32 = 4;
 const PER_LLC: u32 = 8;
 const INPUTS: usize = 10_000;
 
-struct Rng(u64);
+struct Rng(sim::Rng);
 
 impl Rng {
     fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.word()
     }
 
     fn below(&mut self, n: u64) -> u64 {
         self.word() % n
+    }
+
+    fn few(&mut self, n: u32) -> u32 {
+        to_u32(self.below(u64::from(n)))
     }
 
     /// Usually small, so that thresholds are met from both sides, and sometimes any value.
@@ -95,15 +97,15 @@ fn task(r: &mut Rng) -> Task {
         block_ns: r.below(60_000),
         llc_mask: if r.below(3) == 0 { r.word() } else { 0 },
         slice_cap_ns: if r.below(3) == 0 { r.time() } else { 0 },
-        weight: r.below(10_001) as u32,
-        llc: r.below(4) as u32,
-        runs_on_llc: r.below(8) as u32,
-        level: r.below(4) as u32,
-        handed: r.below(2) as u32,
-        honest: r.below(6) as u32,
+        weight: r.few(10_001),
+        llc: r.few(4),
+        runs_on_llc: r.few(8),
+        level: r.few(4),
+        handed: r.few(2),
+        honest: r.few(6),
         no_hand_off: u32::from(r.below(8) == 0),
         domain: 0,
-        queued: r.below(2) as u32,
+        queued: r.few(2),
         pad: 0,
     }
 }
@@ -129,17 +131,17 @@ fn kernel_and_native_build_decide_alike() {
         .progs_mut()
         .find(|p| p.name() == "decide_once")
         .unwrap();
-    let mut r = Rng(1);
+    let mut r = Rng(sim::Rng::new(1));
     let mut paths = [0u32; 9];
     for i in 0..INPUTS {
         let mut core = Core::new(Params::with_defaults(), LLCS, PER_LLC, 2);
-        core.params.llcs_per_node = r.below(4) as u32;
+        core.params.llcs_per_node = r.few(4);
         core.tasks = vec![task(&mut r), task(&mut r)]; // waker, wakee
         for llc in &mut core.llcs {
-            let dense = [0, r.word() & r.word(), r.word(), 0xff][r.below(4) as usize];
+            let dense = [0, r.word() & r.word(), r.word(), 0xff][r.few(4) as usize];
             llc.idle_mask = dense & 0xff;
             llc.vclock = r.time();
-            llc.nr_queued = (r.below(3) * r.below(20)) as u32;
+            llc.nr_queued = r.few(3) * r.few(20);
             llc.saturated = u32::from(r.below(3) == 0);
             llc.overloaded = u32::from(r.below(6) == 0);
         }
@@ -149,10 +151,10 @@ fn kernel_and_native_build_decide_alike() {
                 offset: r.time(),
             };
         }
-        let (waker_cpu, prev_cpu) = (r.below(32) as u32, r.below(32) as u32);
-        let prev_level = r.below(3) as u32;
+        let (waker_cpu, prev_cpu) = (r.few(32), r.few(32));
+        let prev_level = r.few(3);
         core.cpus[prev_cpu as usize].level = prev_level;
-        let masked = r.below(33) as i32 - 1;
+        let masked = to_i32(r.few(33)) - 1;
         let wake = Wake {
             now: r.time(),
             rnd: r.word(),
@@ -162,7 +164,7 @@ fn kernel_and_native_build_decide_alike() {
             prev_llc: prev_cpu / PER_LLC,
             waker_queued: u32::from(r.below(4) == 0),
             nr_llcs: LLCS,
-            flags: r.below(64) as u32 | if r.below(2) == 0 { 13 } else { 0 },
+            flags: r.few(64) | if r.below(2) == 0 { 13 } else { 0 },
             pad: 0,
         };
         let (exec_ns, stop_ns, blocked) = (r.time(), r.time(), r.below(2) == 0);
@@ -186,7 +188,7 @@ fn kernel_and_native_build_decide_alike() {
         input.u32s(&[0; 4]);
         core.llcs.iter().for_each(|l| input.llc(l));
         input.domains(&core);
-        input.u32s(&[prev_level, masked as u32]);
+        input.u32s(&[prev_level, masked.cast_unsigned()]);
         input.u64s(&[exec_ns, stop_ns, 0, 0]);
         input.u32s(&[0, u32::from(blocked), 0, 0]);
         map.update(&0u32.to_ne_bytes(), &input.0, MapFlags::ANY)
@@ -216,7 +218,7 @@ fn kernel_and_native_build_decide_alike() {
         expected.u32s(&[out.path, out.cpu, out.llc, out.refused]);
         core.llcs.iter().for_each(|l| expected.llc(l));
         expected.domains(&core);
-        expected.u32s(&[prev_level, masked as u32]);
+        expected.u32s(&[prev_level, masked.cast_unsigned()]);
         expected.u64s(&[exec_ns, stop_ns, slice, key]);
         expected.u32s(&[u32::from(lied), u32::from(blocked), u32::from(trusted), 0]);
         assert_eq!(got, expected.0, "input {i}: {out:?}");

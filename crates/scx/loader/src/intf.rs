@@ -2,6 +2,7 @@
 //!
 //! Written field by field; libbpf rejects a value whose size differs from the map's.
 
+use slipstream_base::width::to_u32;
 use slipstream_cpusched::policy::{DOMAINS, Params};
 use slipstream_scx::classes::{Class, Rule, Subject};
 use slipstream_scx::topology::Topology;
@@ -57,9 +58,9 @@ pub fn config(p: &Params, t: &Topology, rules: usize, cgroup_rules: bool) -> Vec
         online[cpu as usize / 64] |= 1 << (cpu % 64);
     }
     let b = Bytes(params(p))
-        .u32(t.llcs.len() as u32)
-        .u32(t.cpus.len() as u32)
-        .u32(rules as u32)
+        .u32(to_u32(t.llcs.len()))
+        .u32(to_u32(t.cpus.len()))
+        .u32(to_u32(rules))
         .u32(u32::from(cgroup_rules));
     online.iter().fold(b, |b, &word| b.u64(word)).0
 }
@@ -69,7 +70,7 @@ pub fn cpus(t: &Topology) -> Vec<u8> {
     let mut places = vec![(u32::MAX, 0); CPUS_MAX as usize];
     for llc in 0..t.llcs.len() {
         for (bit, id) in order(t, llc).into_iter().enumerate() {
-            places[id as usize] = (llc as u32, bit as u32);
+            places[id as usize] = (to_u32(llc), to_u32(bit));
         }
     }
     let one = |b: Bytes, (llc, bit): &(u32, u32)| {
@@ -83,7 +84,7 @@ pub fn cpus(t: &Topology) -> Vec<u8> {
 /// All of `struct slip_llc_state`; every CPU counts as busy until the kernel reports it idle.
 pub fn llcs(t: &Topology) -> Vec<u8> {
     let one = |b: Bytes, i: usize| {
-        let nr_cpus = t.llcs.get(i).map_or(0, Vec::len) as u32;
+        let nr_cpus = to_u32(t.llcs.get(i).map_or(0, Vec::len));
         let mut b = (0..5).fold(b, |b, _| b.u64(0));
         b = b.u32(nr_cpus).u32(0).u32(1).u32(0);
         // The count of its queue, and the domains' clocks and offsets.
@@ -140,7 +141,7 @@ pub fn rule(r: &Rule) -> Option<Vec<u8>> {
     let mut b = Bytes::default();
     b.0.extend(name);
     b.0.extend(mask);
-    Some(b.u32(r.class as u32).u32(0).0)
+    Some(b.u32(to_u32(r.class)).u32(0).0)
 }
 
 /// `struct slip_class`.

@@ -25,6 +25,7 @@ use clap::{Parser, Subcommand};
 use libbpf_rs::btf::{Btf, types};
 use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, Object, ObjectBuilder};
+use slipstream_base::width::{low_u64, round_u64, to_u32};
 use slipstream_cpusched::policy::{COUNTERS, Params};
 use slipstream_scx::cgroups::Honors;
 use slipstream_scx::classes::Classes;
@@ -209,7 +210,7 @@ fn measure_wake_idle() -> anyhow::Result<u64> {
         linger_us: 0,
     };
     let measured = wake::measure(spec).context("measuring the wake-up of an idle CPU")?;
-    Ok((measured.latency.p50_us.round() as u64).clamp(5, 1_000))
+    Ok(round_u64(measured.latency.p50_us).clamp(5, 1_000))
 }
 
 /// `gone`: CPUs that were present when the file was first read.
@@ -233,7 +234,8 @@ fn map<'o>(object: &'o Object, name: &str) -> anyhow::Result<libbpf_rs::Map<'o>>
 
 /// The flags of `struct sched_ext_ops` that the running kernel knows; it refuses all others.
 fn kernels_flags() -> anyhow::Result<u64> {
-    let btf = Btf::from_vmlinux().context("reading the kernel's types (/sys/kernel/btf/vmlinux)")?;
+    let btf =
+        Btf::from_vmlinux().context("reading the kernel's types (/sys/kernel/btf/vmlinux)")?;
     let is_flag = |name: Option<&OsStr>| {
         name.and_then(OsStr::to_str)
             .is_some_and(|n| n.starts_with("SCX_OPS_"))
@@ -241,13 +243,13 @@ fn kernels_flags() -> anyhow::Result<u64> {
     // 64 bits wide since it has a flag above bit 31.
     if let Some(flags) = btf.type_by_name::<types::Enum64<'_>>("scx_ops_flags") {
         let flags = flags.iter().filter(|f| is_flag(f.name));
-        return Ok(flags.fold(0, |all, f| all | f.value as u64));
+        return Ok(flags.fold(0, |all, f| all | low_u64(f.value.cast_unsigned())));
     }
     let flags = btf
         .type_by_name::<types::Enum<'_>>("scx_ops_flags")
         .context("this kernel has no `enum scx_ops_flags`: it lacks sched_ext")?;
     let flags = flags.iter().filter(|f| is_flag(f.name));
-    Ok(flags.fold(0, |all, f| all | f.value as u64))
+    Ok(flags.fold(0, |all, f| all | f.value.cast_unsigned()))
 }
 
 fn load(
@@ -309,10 +311,10 @@ fn load(
             .with_context(|| format!("writing entry {key} of map `{name}`"))
     };
     for (i, r) in rules.iter().enumerate() {
-        set("slip_rules", i as u32, r)?;
+        set("slip_rules", to_u32(i), r)?;
     }
     for (i, c) in classes.classes.iter().enumerate() {
-        set("slip_classes", i as u32, &intf::class(c))?;
+        set("slip_classes", to_u32(i), &intf::class(c))?;
     }
     let link = object
         .maps_mut()
@@ -324,7 +326,7 @@ fn load(
 }
 
 fn read_counters(map: &impl MapCore) -> anyhow::Result<Vec<u64>> {
-    (0..COUNTERS.len() as u32)
+    (0..to_u32(COUNTERS.len()))
         .map(|i| {
             let per_cpu = map
                 .lookup_percpu(&i.to_ne_bytes(), MapFlags::ANY)?

@@ -219,7 +219,7 @@ pub fn until_the_end(
         );
         fds.extend(tracker_fd.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let timeout = timeout.map(|t| Timespec {
-            tv_sec: t.as_secs() as i64,
+            tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(t.subsec_nanos()),
         });
         match poll(&mut fds, timeout.as_ref()) {

@@ -1,7 +1,8 @@
 //! A network that another simulator feeds: messages are sent at any time, over connections that are known before.
 //!
 //! A connection is a RoCE queue pair from one host to another. Its messages go one after another, as those of a queue
-//! pair do; messages of different connections compete for ports.
+//! pair do; messages of different connections compete for ports. Other flows of the scenario may run by themselves as
+//! background traffic. Links fail and are repaired as the scenario states.
 
 use std::collections::VecDeque;
 
@@ -45,6 +46,8 @@ pub struct OpenNetwork {
     /// Payload of the largest packet, bytes.
     packet_bytes: u64,
     now_ns: u64,
+    /// Indexes of background flows that have ended since [`take_ended`](OpenNetwork::take_ended).
+    ended: Vec<u32>,
 }
 
 impl OpenNetwork {
@@ -52,8 +55,21 @@ impl OpenNetwork {
     ///
     /// # Errors
     /// If a flow is not a RoCE queue pair, or the scenario cannot run.
-    pub fn new(mut scenario: Scenario) -> Result<OpenNetwork, Error> {
-        for flow in &mut scenario.flows {
+    pub fn new(scenario: Scenario) -> Result<OpenNetwork, Error> {
+        let connections = scenario.flows.len();
+        OpenNetwork::with_background(scenario, connections)
+    }
+
+    /// The first `connections` flows of `scenario` are connections, as in [`new`](OpenNetwork::new). The others start at
+    /// their own times, over any transport.
+    ///
+    /// # Errors
+    /// As [`new`](OpenNetwork::new).
+    pub fn with_background(
+        mut scenario: Scenario,
+        connections: usize,
+    ) -> Result<OpenNetwork, Error> {
+        for flow in scenario.flows.iter_mut().take(connections) {
             if !matches!(flow.transport, Transport::Roce(_)) {
                 return Err(Error::Flow {
                     flow: flow.id,
@@ -73,7 +89,7 @@ impl OpenNetwork {
             ));
         }
         simulation.shards[0].arrived = Some(Vec::new());
-        let ends = simulation.endpoints.iter();
+        let ends = simulation.endpoints.iter().take(connections);
         let connections = ends.map(|&(sender, receiver)| Connection {
             sender,
             receiver,
@@ -87,7 +103,13 @@ impl OpenNetwork {
             line_bits_per_s,
             packet_bytes,
             now_ns: 0,
+            ended: Vec::new(),
         })
+    }
+
+    /// Indexes, among all flows of the scenario, of background flows whose last byte has arrived since the last call.
+    pub fn take_ended(&mut self, out: &mut Vec<u32>) {
+        out.append(&mut self.ended);
     }
 
     /// Packets and other events so far.
@@ -100,6 +122,12 @@ impl OpenNetwork {
         let busy = self.busy.iter();
         busy.map(|&at| self.connections[at as usize].queue.len())
             .sum()
+    }
+
+    /// Bytes that have arrived in order over a connection so far.
+    pub fn received(&self, connection: u32) -> u64 {
+        let receiver = self.connections[connection as usize].receiver;
+        self.simulation.shards[0].qp_receivers[receiver.index()].next
     }
 
     /// Sends `bytes`, more than 0, over a connection, behind its other messages. Call [`run`](Self::run) to `now_ns` first.
@@ -160,24 +188,29 @@ impl OpenNetwork {
         while !self.busy.is_empty() {
             // In steps, so that messages begin when those before them end.
             let until = self.next_ns().unwrap_or(now_ns).min(now_ns);
-            let Simulation { shards, net, .. } = &mut self.simulation;
-            shards[0].run(net, until + 1);
-            self.now_ns = self.now_ns.max(until);
-            let mut arrived = shards[0].arrived.take().unwrap_or_default();
-            for (at_ns, connection) in arrived.drain(..) {
-                if let Some(message) = self.end(connection) {
-                    out.push(Arrived { at_ns, message });
-                }
-            }
-            self.simulation.shards[0].arrived = Some(arrived);
+            self.run_to(until, out);
             if until == now_ns {
                 break;
             }
         }
-        // Answers and timers that nobody waits for, or later packets would find ports out of order.
-        let Simulation { shards, net, .. } = &mut self.simulation;
-        shards[0].run(net, now_ns + 1);
-        self.now_ns = self.now_ns.max(now_ns);
+        // Answers, timers and background traffic, or later packets would find ports out of order.
+        self.run_to(now_ns, out);
+    }
+
+    /// Runs all events up to `until`, which included. No message begins in between.
+    fn run_to(&mut self, until: u64, out: &mut Vec<Arrived>) {
+        self.simulation.run_and_reroute(until);
+        self.now_ns = self.now_ns.max(until);
+        let arrived = self.simulation.shards[0].arrived.take();
+        let mut arrived = arrived.unwrap_or_default();
+        for (at_ns, flow) in arrived.drain(..) {
+            if flow as usize >= self.connections.len() {
+                self.ended.push(flow);
+            } else if let Some(message) = self.end(flow) {
+                out.push(Arrived { at_ns, message });
+            }
+        }
+        self.simulation.shards[0].arrived = Some(arrived);
     }
 
     /// A time before which no message arrives; `None` if none is under way.
@@ -200,8 +233,11 @@ impl OpenNetwork {
 
 #[cfg(test)]
 mod tests {
+    use slipstream_base::width::to_u32;
+
     use super::*;
     use crate::aqm::Aqm;
+    use crate::failure::{Failure, Target};
     use crate::route::Routing;
     use crate::scenario::{Flow, Link, Links, Paths, Queue, Roce};
     use crate::scheduled::Discipline;
@@ -212,7 +248,14 @@ mod tests {
     /// Two leaves of two hosts at 8 Gbit/s (1 byte/ns) and a spine, 100 ns per link, no headers; connections from
     /// host 0 and from host 2 to each other host.
     fn network() -> OpenNetwork {
-        let edges = [(0, 2, Tier::Edge), (1, 2, Tier::Edge)];
+        OpenNetwork::new(scenario(1)).unwrap()
+    }
+
+    /// The same with `spines`, nodes 2 and following.
+    fn scenario(spines: u32) -> Scenario {
+        let spines = 2..2 + spines;
+        let edges = spines.flat_map(|spine| [(0, spine, Tier::Edge), (1, spine, Tier::Edge)]);
+        let edges: Vec<_> = edges.collect();
         let topology = Graph::new(&edges, vec![0, 0, 1, 1]).unwrap();
         let link = Link {
             bits_per_s: 8_000_000_000,
@@ -239,7 +282,7 @@ mod tests {
             after: Vec::new(),
             collective: None,
         };
-        OpenNetwork::new(Scenario {
+        Scenario {
             seed: 1,
             duration_ns: u64::MAX,
             topology: Topology::Graph(topology.with_numbered_hosts()),
@@ -264,8 +307,7 @@ mod tests {
             sample_ns: None,
             failures: Vec::new(),
             convergence_ns: 0,
-        })
-        .unwrap()
+        }
     }
 
     /// Arrivals until nothing is under way, by `next_ns` alone.
@@ -333,5 +375,64 @@ mod tests {
         network.send(network.now_ns, 0, 4, MTU);
         network.cancel(0, 4);
         assert_eq!(arrivals(&mut network), []);
+    }
+
+    /// The time of a message of 1,000 packets between leaves whose link to `spine` fails after 100.
+    fn over_failure(spines: u32, spine: u32, repair_ns: Option<u64>) -> u64 {
+        let mut scenario = scenario(spines);
+        let target = Target::Link(0, spine);
+        scenario.failures.push(Failure {
+            target,
+            at_ns: 100 * MTU,
+            repair_ns,
+        });
+        let mut network = OpenNetwork::new(scenario).unwrap();
+        network.send(0, 1, 7, 1_000 * MTU);
+        arrivals(&mut network)[0].0
+    }
+
+    #[test]
+    fn a_message_takes_another_path_or_waits_for_the_repair() {
+        let whole = 1_003 * MTU + 400;
+        // Of two spines it uses one. Packets on the way are lost, and sent again from the first gap on.
+        let mut times = [2, 3].map(|spine| over_failure(2, spine, None));
+        times.sort_unstable();
+        assert_eq!(times[0], whole);
+        assert!(
+            (whole + MTU..whole + 10 * MTU).contains(&times[1]),
+            "{times:?}"
+        );
+        // A single one: the timer expires again and again until the link is repaired.
+        let repair = 2_500_000_000;
+        let late = over_failure(1, 2, Some(repair));
+        let retry = 1_000_000_000;
+        assert!((repair..repair + retry + whole).contains(&late), "{late}");
+    }
+
+    #[test]
+    fn background_flows_run_by_themselves_and_share_ports() {
+        let mut scenario = scenario(1);
+        let connections = scenario.flows.len();
+        let beside = Flow {
+            id: 100,
+            src: 2,
+            dst: 1,
+            start_ns: 1_000_000,
+            demand: Demand::Bytes(100 * MTU),
+            ..scenario.flows[0].clone()
+        };
+        scenario.flows.push(beside);
+        let mut network = OpenNetwork::with_background(scenario, connections).unwrap();
+        // Before it, beside it, and behind it.
+        let mut ended = Vec::new();
+        for (at, least, most) in [(0, 11, 12), (1_000_000, 17, 24), (10_000_000, 11, 12)] {
+            network.run(at, &mut Vec::new());
+            network.send(at, 0, 1, 10 * MTU);
+            let took = arrivals(&mut network)[0].0 - at;
+            assert!((least * MTU..=most * MTU).contains(&took), "{at}: {took}");
+            network.take_ended(&mut ended);
+            assert_eq!(ended.len(), usize::from(at == 10_000_000), "{at}");
+        }
+        assert_eq!(ended, [to_u32(connections)]);
     }
 }

@@ -188,6 +188,19 @@ impl Simulation {
         }
     }
 
+    /// Runs the events of a network in one part up to `now`, which included, and the changes of paths before them.
+    pub(crate) fn run_and_reroute(&mut self, now: u64) {
+        while let Some(reroute) = self.reroutes.get(self.rerouted)
+            && reroute.at_ns <= now
+        {
+            let reroute = *reroute;
+            self.rerouted += 1;
+            self.shards[0].run(&self.net, reroute.at_ns);
+            self.reroute(&reroute);
+        }
+        self.shards[0].run(&self.net, now.saturating_add(1));
+    }
+
     /// Moves a flow to other paths; packets in flight stay on the old ones.
     fn reroute(&mut self, reroute: &Reroute) {
         let (sender, receiver) = self.endpoints[reroute.flow as usize];

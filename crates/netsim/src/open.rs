@@ -358,6 +358,27 @@ mod tests {
     }
 
     #[test]
+    fn connections_of_a_host_take_turns() {
+        let mut network = network();
+        // All are paced by the same link: their timers expire at the same times.
+        network.send(0, 0, 1, 100 * MTU);
+        network.send(5 * MTU, 1, 2, 10 * MTU);
+        network.send(5 * MTU, 2, 3, 10 * MTU);
+        let found = arrivals(&mut network);
+        let (last, first) = (found[2], found[0]);
+        assert_eq!(last.1, 1);
+        assert!(first.0 < 50 * MTU && last.0 > 120 * MTU, "{found:?}");
+        // One that is cancelled when it waits for its turn leaves it to the next one.
+        let at = network.now_ns;
+        network.send(at, 0, 4, 100 * MTU);
+        network.send(at, 1, 5, 10 * MTU);
+        network.send(at, 2, 6, 10 * MTU);
+        network.run(at + 5 * MTU, &mut Vec::new());
+        network.cancel(1, 5);
+        assert_eq!(arrivals(&mut network).len(), 2);
+    }
+
+    #[test]
     fn a_cancelled_message_stops_and_the_next_one_goes() {
         let mut network = network();
         network.send(0, 0, 1, 1_000 * MTU);

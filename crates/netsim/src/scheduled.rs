@@ -135,6 +135,8 @@ pub(crate) struct Scheduled {
     pub(crate) paused_ns: u64,
     /// Endpoints of a host that wait for their turn at its port.
     turns: VecDeque<Step>,
+    /// The one whose turn it is: it has a timer event at this time.
+    next_turn: Step,
     average: f32,
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
@@ -168,6 +170,7 @@ impl Scheduled {
             pauses: 0,
             paused_ns: 0,
             turns: VecDeque::new(),
+            next_turn: Step::NONE,
             average: 0.0,
             packets: 0,
             bytes: 0,
@@ -429,11 +432,31 @@ impl ShardPorts {
             return true;
         }
         let port = &mut self.scheduled[port.index()];
-        if port.memory == NO_SWITCH && port.waiting > 0 {
-            port.turns.push_back(sender);
-            return false;
+        if port.memory == NO_SWITCH {
+            // Others whose timers expire at the same time do not overtake the one that has waited.
+            let is_of_other = port.next_turn != Step::NONE && port.next_turn != sender;
+            if port.waiting > 0 || is_of_other {
+                port.turns.push_back(sender);
+                return false;
+            }
+            port.next_turn = Step::NONE;
         }
         true
+    }
+
+    /// `sender` sends nothing now: if it has the turn, the next one gets it.
+    pub(crate) fn pass_turn(&mut self, now: u64, port: Step, sender: Step) {
+        if port.place() != Place::Scheduled {
+            return;
+        }
+        let port = &mut self.scheduled[port.index()];
+        if port.next_turn == sender {
+            port.next_turn = port.turns.pop_front().unwrap_or(Step::NONE);
+            if port.next_turn != Step::NONE {
+                let next = port.next_turn;
+                self.schedule(now, EventKind::Timer, next.0, 0);
+            }
+        }
     }
 
     /// Serves the next packet of a free port, and schedules a wake-up if more wait. `straight`: the
@@ -466,6 +489,7 @@ impl ShardPorts {
         } else {
             None
         };
+        port.next_turn = turn.unwrap_or(Step::NONE);
         self.tally.hops += 1;
         self.send_on(net, arrival, event, at as usize);
         self.wake(now, step);

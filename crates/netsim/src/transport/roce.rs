@@ -181,6 +181,10 @@ impl QpSender {
         if event.seq == SEND {
             self.waiting = false;
             self.pump(now, fabric, net);
+            if self.has_port {
+                let port = net.steps[self.row as usize * net.stride];
+                fabric.pass_turn(now, port, self.me);
+            }
             return;
         }
         if now != self.retry_at {

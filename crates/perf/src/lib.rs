@@ -39,7 +39,7 @@ pub use deployment::{
     Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, TableError, generation,
     precision_word, read_rows, unknown_columns,
 };
-pub use physics::{Load, Physics, Terms};
+pub use physics::{Load, Moved, Physics, Terms};
 pub use predict::{ErrorBars, Estimate, error_bars, not_modelled, predict};
 pub use profile::{Distance, Params, Profile, ProfileError};
 pub use steps::{LastStep, StepModel};

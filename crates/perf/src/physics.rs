@@ -113,6 +113,26 @@ impl Terms {
     }
 }
 
+/// Time in which collectives move bytes between GPUs, without their latency, ns.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Moved {
+    /// All-reduces of GPUs that share each layer.
+    pub reduces: f64,
+    /// Exchanges between GPUs with different experts.
+    pub exchanges: f64,
+}
+
+impl Moved {
+    /// `factor` times as long.
+    #[must_use]
+    pub fn times(self, factor: f64) -> Moved {
+        Moved {
+            reduces: self.reduces * factor,
+            exchanges: self.exchanges * factor,
+        }
+    }
+}
+
 /// The same bits on every machine, which `hypot` of the system does not promise.
 fn root_of_squares(a: f64, b: f64) -> f64 {
     (a * a + b * b).sqrt()
@@ -162,6 +182,8 @@ pub struct Physics {
     state_ns: f64,
     /// ns per step and per token: collectives.
     collective_ns: [f64; 2],
+    /// The part of the second that is bytes of all-reduces, and of exchanges of experts.
+    moved_ns: Moved,
     /// ns per step and per sequence.
     overhead_ns: [f64; 2],
 }
@@ -393,6 +415,7 @@ impl Physics {
         let link = gpu.link_bytes_per_s * link_share;
         let reduce_us = gpu.reduce_us.unwrap_or(reduce_us);
         let mut collective_ns = [0.0; 2];
+        let mut moved_ns = Moved::default();
         if parallel.tensor > 1 {
             // After attention, and after the MLP unless experts exchange tokens instead.
             let exchanged = if parallel.attention_data > 1 && parallel.expert > 1 {
@@ -402,8 +425,8 @@ impl Physics {
             };
             let each = 2.0 * layers - exchanged;
             collective_ns[0] += each * reduce_us * US;
-            collective_ns[1] +=
-                each * 2.0 * (tp - 1.0) / tp * ACTIVATION_BYTES * hidden / link * NS;
+            moved_ns.reduces = each * 2.0 * (tp - 1.0) / tp * ACTIVATION_BYTES * hidden / link * NS;
+            collective_ns[1] += moved_ns.reduces;
         }
         if parallel.attention_data > 1 && parallel.expert > 1 {
             let reach = f64::from(parallel.expert);
@@ -413,7 +436,8 @@ impl Physics {
                 .min(reach);
             // Tokens leave in 8 bits and come back in 16.
             collective_ns[0] += expert_layers * 2.0 * exchange_us * US * libm::log2(reach);
-            collective_ns[1] += expert_layers * 3.0 * per_token * hidden / link * NS;
+            moved_ns.exchanges = expert_layers * 3.0 * per_token * hidden / link * NS;
+            collective_ns[1] += moved_ns.exchanges;
         }
 
         if parallel.attention_data > 1 && parallel.expert <= 1 && shape.experts.is_some() {
@@ -473,6 +497,7 @@ impl Physics {
             token_ns,
             state_ns,
             collective_ns,
+            moved_ns,
             overhead_ns: [
                 layer_us * US + own!(params, framework, "step_ms") * 1e6,
                 own!(params, framework, "sequence_us") * US,
@@ -500,6 +525,12 @@ impl Physics {
             collectives: self.collective_ns[0] + self.collective_ns[1] * tokens,
             overhead: self.overhead_ns[0] + self.overhead_ns[1] * decodes,
         }
+    }
+
+    /// The part of the collectives of a step on `load` in which they move bytes.
+    pub(crate) fn moved_ns(&self, load: &Load) -> Moved {
+        let tokens = load.decodes * self.stage + load.prefill_tokens;
+        self.moved_ns.times(tokens)
     }
 
     /// Time that `drafts` tokens, which sequences in decode verify, add to a step on `load`, ns. They are rows of all

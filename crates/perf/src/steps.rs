@@ -2,7 +2,7 @@
 
 use crate::deployment::Deployment;
 use crate::elementary;
-use crate::physics::{Load, Physics, Terms};
+use crate::physics::{Load, Moved, Physics, Terms};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
 use crate::residual::{Features, StepResidual};
@@ -137,6 +137,25 @@ impl StepModel {
             ns = decodes + slower * (ns - decodes).max(0.0);
         }
         ns * self.factor(load)
+    }
+
+    /// The part of the length of a step on `load` in which collectives move bytes between GPUs.
+    pub fn moved_ns(&self, load: &Load) -> Moved {
+        let moved = self.physics.moved_ns(load);
+        let slower = self.physics.interference();
+        let whole = if load.prefill_tokens > 0.0 && load.decodes > 0.0 && slower != 1.0 {
+            let decodes = self.physics.moved_ns(&Load {
+                prefill_tokens: 0.0,
+                ..*load
+            });
+            Moved {
+                reduces: decodes.reduces + slower * (moved.reduces - decodes.reduces),
+                exchanges: decodes.exchanges + slower * (moved.exchanges - decodes.exchanges),
+            }
+        } else {
+            moved
+        };
+        whole.times(self.factor(load))
     }
 
     /// Length of a step on `load` whose decodes also verify `drafts` tokens, ns; `last` as in

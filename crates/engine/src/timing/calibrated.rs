@@ -5,7 +5,7 @@ use std::sync::Arc;
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::{Formats, ModelShape};
-use slipstream_perf::{Deployment, LastStep, Load, Parallel, Serving, StepModel};
+use slipstream_perf::{Deployment, LastStep, Load, Moved, Parallel, Serving, StepModel};
 
 use super::{StepLoad, StepTime};
 
@@ -31,15 +31,7 @@ impl StepTime for Calibrated {
     #[inline]
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         let drafts = load.draft_tokens;
-        let load = Load {
-            decodes: f64::from(load.decode_sequences),
-            decode_context: load.decode_context as f64,
-            decode_prompt: load.decode_prompt as f64,
-            prefills: f64::from(load.prefill_sequences),
-            prefill_tokens: load.prefill_tokens as f64,
-            prefill_pairs: load.prefill_attention as f64,
-            prefill_context: load.prefill_context as f64,
-        };
+        let load = physical(load);
         round_u64(if drafts == 0 {
             self.model.ns_after(&load, &mut self.last)
         } else {
@@ -48,8 +40,30 @@ impl StepTime for Calibrated {
         })
     }
 
+    fn moved_ns(&self, load: &StepLoad) -> Option<Moved> {
+        let drafts = load.draft_tokens as f64;
+        let load = physical(load);
+        Some(self.model.moved_ns(&Load {
+            prefill_tokens: load.prefill_tokens + drafts,
+            ..load
+        }))
+    }
+
     fn copy(&self) -> Option<Box<dyn StepTime>> {
         Some(Box::new(self.clone()))
+    }
+}
+
+#[inline]
+fn physical(load: &StepLoad) -> Load {
+    Load {
+        decodes: f64::from(load.decode_sequences),
+        decode_context: load.decode_context as f64,
+        decode_prompt: load.decode_prompt as f64,
+        prefills: f64::from(load.prefill_sequences),
+        prefill_tokens: load.prefill_tokens as f64,
+        prefill_pairs: load.prefill_attention as f64,
+        prefill_context: load.prefill_context as f64,
     }
 }
 

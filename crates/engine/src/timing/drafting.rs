@@ -3,7 +3,7 @@
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::SpeculationConfig;
 
-use super::{StepLoad, StepTime};
+use super::{Moved, StepLoad, StepTime};
 
 /// Steps of a model, each with the time of drafting.
 pub struct Drafting {
@@ -27,6 +27,12 @@ impl StepTime for Drafting {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         let step_ns = self.model.step_ns(load);
         step_ns + round_u64(step_ns as f64 * self.draft_share + self.draft_ns)
+    }
+
+    fn moved_ns(&self, load: &StepLoad) -> Option<Moved> {
+        // Drafting follows from the length of the step, and so from its collectives.
+        let moved = self.model.moved_ns(load)?;
+        Some(moved.times(1.0 + self.draft_share))
     }
 
     fn copy(&self) -> Option<Box<dyn StepTime>> {

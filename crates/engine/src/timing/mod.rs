@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::ModelShape;
+pub use slipstream_perf::Moved;
 use slipstream_perf::{Deployment, Profile, ProfileError, StepModel};
 use thiserror::Error;
 
@@ -45,6 +46,13 @@ pub trait StepTime: Send {
     /// Length of a pass that works on `load`, ns. An empty load has no defined length; the engine
     /// does not ask.
     fn step_ns(&mut self, load: &StepLoad) -> u64;
+
+    /// The part of [`step_ns`](Self::step_ns) in which collectives move bytes between GPUs, without their latency;
+    /// `None` if the model has no such part.
+    fn moved_ns(&self, load: &StepLoad) -> Option<Moved> {
+        let _ = load;
+        None
+    }
 
     /// The same model for another engine, if that is cheaper than to build it again.
     fn copy(&self) -> Option<Box<dyn StepTime>> {

@@ -7,7 +7,7 @@ use slipstream_base::width::round_u64;
 use slipstream_config::cluster::Dtype;
 use slipstream_config::preset::{Gpu, Link, ModelShape};
 
-use super::{StepLoad, StepTime};
+use super::{Moved, StepLoad, StepTime};
 
 // Shares of the peaks that kernels reach, fitted to measured kernels of vLLM 0.19 (LLMServingSim's
 // profiles, MIT: Llama-3.1-8B and Qwen3-32B, TP1 and TP2, 1 to 2,048 tokens, on an RTX PRO 6000
@@ -291,6 +291,13 @@ impl Roofline {
 impl StepTime for Roofline {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         round_u64(self.breakdown(load).total())
+    }
+
+    fn moved_ns(&self, load: &StepLoad) -> Option<Moved> {
+        Some(Moved {
+            reduces: self.all_reduce_ns * load.tokens() as f64,
+            exchanges: 0.0,
+        })
     }
 }
 

@@ -16,7 +16,10 @@ impl FabricConfig {
         }
         let mut rates: Vec<f64> = cluster
             .workers()
-            .map(|(_, pool)| network.nic_bits_per_s * f64::from(pool.engine.gpus()) * speedup)
+            .map(|(_, pool)| {
+                let nics = network.nics(pool.engine.gpus());
+                network.nic_bits_per_s * f64::from(nics) * speedup
+            })
             .collect();
         let per_leaf = network.workers_per_leaf;
         let mut leaf: Vec<u32> = (0..to_u32(rates.len()))

@@ -140,6 +140,16 @@ impl Network for Fabric {
         self.sharing.set_rate(now, 2 * endpoint.0 + 1, rate);
     }
 
+    fn set_uplink_share(&mut self, now: SimTime, leaf: u32, share: f64) {
+        let Some(rate) = self.config.uplink_bits_per_s else {
+            return;
+        };
+        self.run(now);
+        let link = self.leaf_links + 2 * leaf;
+        self.sharing.set_rate(now, link, rate * share);
+        self.sharing.set_rate(now, link + 1, rate * share);
+    }
+
     fn next_time(&mut self) -> Option<SimTime> {
         while let Some(Reverse((_, id))) = self.arrivals.peek()
             && !self.transfers.contains_key(id)
@@ -262,6 +272,17 @@ mod tests {
         f.advance(SimTime(3_050), &mut Vec::new());
         assert!(f.cancel(SimTime(3_050), on_the_way));
         assert_eq!(f.next_time(), None);
+    }
+
+    #[test]
+    fn an_uplink_that_is_down_holds_transfers_between_leaves() {
+        let mut f = fabric(Some(8e9));
+        send(&mut f, 0, 0, 2, 1_000);
+        send(&mut f, 0, 0, 1, 1_000);
+        f.set_uplink_share(SimTime(500), 1, 0.0);
+        f.set_uplink_share(SimTime(2_000), 1, 0.5);
+        // 250 bytes each, then the other alone; 750 bytes at half the rate.
+        assert_eq!(arrivals(&mut f), [(1_450, 1), (3_900, 0)]);
     }
 
     #[test]

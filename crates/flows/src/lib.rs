@@ -50,6 +50,9 @@ pub trait Network: Send {
     /// still.
     fn set_share(&mut self, now: SimTime, endpoint: Endpoint, share: f64);
 
+    /// Sets the links between a leaf switch and the spine to `share` (0 to 1) of their rate, if it is limited.
+    fn set_uplink_share(&mut self, now: SimTime, leaf: u32, share: f64);
+
     /// Time of the next event, if the network is not called before; `None` if there is no
     /// further event.
     fn next_time(&mut self) -> Option<SimTime>;

@@ -5,6 +5,8 @@ mod frontend;
 mod partition;
 mod upgrade;
 
+use std::collections::BTreeSet;
+
 use slipstream_base::width::to_u32;
 use slipstream_base::{KvDelta, RequestId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{self, Cluster, Fault};
@@ -62,6 +64,7 @@ impl Effect {
             },
             // These have states of their own.
             Fault::Gpu { .. }
+            | Fault::Uplink { .. }
             | Fault::Frontend
             | Fault::Partition { .. }
             | Fault::Upgrade { .. } => Effect::NONE,
@@ -133,6 +136,7 @@ impl Sim<'_> {
             Fault::Frontend => return self.lose_frontend(sink),
             Fault::Partition { peer_deadline_s } => return self.divide(index, peer_deadline_s),
             Fault::Upgrade { .. } => return self.begin_upgrade(index),
+            Fault::Uplink { leaf, .. } => return self.refresh_uplinks(leaf),
             _ => {}
         }
         let worker = WorkerId(event.workers[0]);
@@ -159,6 +163,7 @@ impl Sim<'_> {
         match event.fault {
             Fault::Frontend => return self.start_frontend(),
             Fault::Partition { .. } => return self.rejoin(index, sink),
+            Fault::Uplink { leaf, .. } => return self.refresh_uplinks(leaf),
             _ => {}
         }
         let worker = WorkerId(event.workers[0]);
@@ -168,6 +173,19 @@ impl Sim<'_> {
         }
         self.refresh_worker(worker);
         self.replace_lost(worker);
+    }
+
+    /// Sets the rate of a leaf switch's links to the spine according to those that are down.
+    fn refresh_uplinks(&mut self, of: u32) {
+        let active = self.cluster.events.iter().zip(&self.faults.active);
+        let down = active.filter_map(|(event, active)| match event.fault {
+            Fault::Uplink { leaf, spine } if *active && leaf == of => Some(spine),
+            _ => None,
+        });
+        let down: BTreeSet<u32> = down.collect();
+        let spines = f64::from(self.cluster.network.spines);
+        self.wire
+            .set_uplink_share(self.now, of, 1.0 - down.len() as f64 / spines);
     }
 
     /// Starts a lost worker: it takes requests once it is up.

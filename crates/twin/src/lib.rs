@@ -30,6 +30,7 @@
 )]
 #![forbid(unsafe_code)]
 
+mod collectives;
 mod expected;
 mod faults;
 mod follow;

@@ -1,16 +1,20 @@
 //! The network between workers packet by packet: `network.mode = "packets"`.
 //!
 //! A transfer that meets no other one takes a time that follows from its bytes and links. When another one shares a
-//! link with it, both are simulated by `slipstream-netsim` from then on, with the bytes that are left.
+//! link with it, both are simulated by `slipstream-netsim` from then on, with the bytes that are left. The same holds for
+//! one that meets background traffic, or a link that fails.
+
+pub(crate) mod background;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
 use slipstream_base::width::{floor_u64, round_u64, to_u32};
 use slipstream_base::{Role, SimTime};
-use slipstream_config::cluster::{Cluster, NetworkConfig};
+use slipstream_config::cluster::{Cluster, Fault, PoolConfig};
 use slipstream_flows::{Endpoint, FabricConfig, Network, TransferId};
 use slipstream_netsim::aqm::Aqm;
+use slipstream_netsim::failure::{Failure, Target};
 use slipstream_netsim::open::{Arrived, OpenNetwork};
 use slipstream_netsim::route::Routing;
 use slipstream_netsim::scenario::{
@@ -21,13 +25,13 @@ use slipstream_netsim::topology::{Graph, Tier, Topology};
 
 /// Headers of a RoCEv2 packet, bytes: Ethernet 14 and 4 (IEEE 802.3), IPv4 20 (RFC 791), UDP 8 (RFC 768), and BTH 12 and
 /// ICRC 4 (InfiniBand Architecture Specification volume 1, annex A17).
-const HEADER_BYTES: u32 = 62;
+pub(crate) const HEADER_BYTES: u32 = 62;
 /// An acknowledgment: the same with AETH, 4 bytes (the same specification).
 const ACK_BYTES: u32 = HEADER_BYTES + 4;
-/// Local ACK timeout: 4.096 us x 2^14 (14 is the default of the `perftest` tools of rdma-core). Nothing is lost here, so
-/// that it only must be longer than the longest queue.
+/// Local ACK timeout: 4.096 us x 2^14 (14 is the default of the `perftest` tools of rdma-core). Packets are lost on links
+/// that fail alone; without these it only must be longer than the longest queue.
 const RETRY_NS: u64 = 4_096 << 14;
-/// Nothing is lost, and rates do not follow acknowledgments: fewer of them change no time, and save events.
+/// Hardly any packet is lost, and rates do not follow acknowledgments: fewer of them change no time, and save events.
 const PACKETS_PER_ACK: u32 = 64;
 /// The rate for which DCQCN's constants were chosen (Zhu et al., SIGCOMM 2015). Its rates and bytes grow with the rate of
 /// an interface here, and its times do not: faster interfaces behave like those of the paper, with more bytes.
@@ -65,14 +69,21 @@ pub(crate) struct PacketNetwork {
     config: FabricConfig,
     nic_bits_per_s: f64,
     packet_bytes: u64,
+    spines: f64,
     /// Network interfaces by endpoint.
     nics: Vec<u32>,
     /// Connections from an endpoint to another, one per pair of interfaces.
     connections: HashMap<(Endpoint, Endpoint), Vec<u32>>,
+    connection_count: usize,
     network: OpenNetwork,
     transfers: BTreeMap<TransferId, Transfer>,
-    /// Transfers that use a link: by endpoint out `2e`, in `2e + 1`, then leaves likewise.
+    /// Transfers and background flows that use a link: by endpoint out `2e`, in `2e + 1`, then leaves likewise.
     users: Vec<u32>,
+    /// The links of each background flow.
+    background: Vec<Vec<usize>>,
+    background_ended: Vec<u32>,
+    /// Links as in `users` that are down from a time until another one.
+    outages: Vec<(usize, SimTime, SimTime)>,
     /// Ends of transfers that are alone or take no bytes.
     ends: BinaryHeap<Reverse<(SimTime, TransferId)>>,
     next: u64,
@@ -85,11 +96,12 @@ impl PacketNetwork {
         cluster: &Cluster,
         config: FabricConfig,
         speedup: f64,
+        background: Vec<Flow>,
     ) -> Result<PacketNetwork, TooLarge> {
         let network = &cluster.network;
         let mut nics: Vec<u32> = cluster
             .workers()
-            .map(|(_, pool)| pool.engine.gpus())
+            .map(|(_, pool)| network.nics(pool.engine.gpus()))
             .collect();
         nics.push(1);
         let leaves = config.leaf.iter().max().map_or(0, |leaf| leaf + 1);
@@ -101,13 +113,10 @@ impl PacketNetwork {
             hosts.extend((0..count).map(|_| leaf));
         }
         // The frontend's own link leads from a switch of its own to its leaf.
-        let (spine, frontend) = (leaves, leaves + 1);
+        let spines = network.spines;
+        let frontend = leaves + spines;
         *hosts.last_mut().expect("the frontend's") = frontend;
         let delay_ns = config.hop_latency_ns;
-        let link = |bits_per_s: f64, delay_ns| Link {
-            bits_per_s: round_u64(bits_per_s).clamp(1, 1_000_000_000_000_000),
-            delay_ns,
-        };
         let its_leaf = *config.leaf.last().expect("the frontend's");
         let mut edges = vec![(its_leaf, frontend, Tier::Edge)];
         let mut rates = vec![(
@@ -123,52 +132,48 @@ impl PacketNetwork {
                 .map(|(rate, _)| rate)
                 .sum();
             let rate = config.uplink_bits_per_s.unwrap_or(all.max(nic_bits_per_s));
-            edges.push((leaf, spine, Tier::Core));
-            rates.push((leaf, spine, link(rate, delay_ns)));
+            for spine in leaves..leaves + spines {
+                edges.push((leaf, spine, Tier::Core));
+                rates.push((leaf, spine, link(rate / f64::from(spines), delay_ns)));
+            }
         }
         let nic = link(nic_bits_per_s, delay_ns);
-        let times = nic_bits_per_s / DCQCN_BITS_PER_S;
-        let (flows, connections) = connections(cluster, &nics, &first_nic, times)?;
+        let (mut flows, connections) = connections(cluster, &nics, &first_nic, nic_bits_per_s)?;
+        let sending = flows.len();
+        let own = of_background(&config, &nics, &background);
+        flows.extend(
+            background
+                .into_iter()
+                .map(|flow| after_connections(flow, sending, speedup)),
+        );
+        let (failures, outages) = failures(cluster, &config, (&nics, &first_nic));
         let graph = Graph::new(&edges, hosts).and_then(|graph| graph.with_links(&rates));
         let graph = graph.map_err(|error| TooLarge(error.to_string()))?;
+        let topology = Topology::Graph(graph.with_numbered_hosts());
         let scenario = Scenario {
-            seed: cluster.router.seed,
-            duration_ns: u64::MAX,
-            topology: Topology::Graph(graph.with_numbered_hosts()),
-            links: Links {
-                host: Some(nic),
-                edge: nic,
-                core: nic,
-            },
-            queue: Queue {
-                capacity_packets: 0,
-                capacity_bytes: 0,
-                discipline: Discipline::Fifo,
-                aqm: Aqm::EcnRamp {
-                    min_bytes: floor_u64(MARKS_MIN_BYTES * times),
-                    max_bytes: floor_u64(MARKS_MAX_BYTES * times),
-                    probability: MARKS_PROBABILITY,
-                },
-                loss: 0.0,
-                shared: None,
-                pfc: None,
-                trim: None,
-                priorities: [0, 1, 2, 3, 4, 5, 6, 7],
-            },
             flows,
-            spray_paths: 1,
-            sample_ns: None,
-            failures: Vec::new(),
-            convergence_ns: 0,
+            failures,
+            convergence_ns: round_u64(network.reroute_ms * 1e6),
+            ..scenario(cluster.router.seed, topology, nic)
         };
-        let open = OpenNetwork::new(scenario).map_err(|error| TooLarge(error.to_string()))?;
+        let open = OpenNetwork::with_background(scenario, sending);
+        let open = open.map_err(|error| TooLarge(error.to_string()))?;
+        let mut users = vec![0; 2 * (config.leaf.len() + leaves as usize)];
+        for &link in own.iter().flatten() {
+            users[link] += 1;
+        }
         Ok(PacketNetwork {
-            users: vec![0; 2 * (config.leaf.len() + leaves as usize)],
+            users,
+            background: own,
+            background_ended: Vec::new(),
+            outages,
+            spines: f64::from(spines),
             config,
             nic_bits_per_s,
             packet_bytes: network.packet_bytes.into(),
             nics,
             connections,
+            connection_count: sending,
             network: open,
             transfers: BTreeMap::new(),
             ends: BinaryHeap::new(),
@@ -181,16 +186,14 @@ impl PacketNetwork {
         self.config.leaf[of.0 as usize]
     }
 
-    /// The links that a transfer crosses and that others can fill, as indexes of `users`.
     fn path(&self, from: Endpoint, to: Endpoint) -> ([usize; 4], usize) {
-        let (up, down) = (2 * from.0 as usize, 2 * to.0 as usize + 1);
-        if self.leaf(from) == self.leaf(to) || self.config.uplink_bits_per_s.is_none() {
-            return ([up, down, 0, 0], 2);
-        }
-        let leaves = 2 * self.config.leaf.len();
-        let out = leaves + 2 * self.leaf(from) as usize;
-        let into = leaves + 2 * self.leaf(to) as usize + 1;
-        ([up, down, out, into], 4)
+        path(&self.config, from, to)
+    }
+
+    /// Whether a link of `path` is down at some time from `now` until `end`.
+    fn fails(&self, path: &[usize], now: SimTime, end: SimTime) -> bool {
+        let mut outages = self.outages.iter();
+        outages.any(|(link, from, until)| path.contains(link) && *from <= end && *until > now)
     }
 
     /// The time of a transfer that meets no other; `None` if it queues all the same, as one of its links is narrower
@@ -219,7 +222,7 @@ impl PacketNetwork {
         }
         if self.leaf(from) != self.leaf(to) {
             let rate = self.config.uplink_bits_per_s;
-            after.extend(rate.map(|rate| (rate, sending)));
+            after.extend(rate.map(|rate| (rate / self.spines, sending)));
         }
         let narrow = |&(rate, share): &(f64, u64)| rate < self.nic_bits_per_s * share as f64;
         let shared = |&(_, share): &(f64, u64)| share > 1;
@@ -259,6 +262,15 @@ impl PacketNetwork {
     fn run(&mut self, now: SimTime) {
         let mut arrived = std::mem::take(&mut self.arrived);
         self.network.run(now.0, &mut arrived);
+        let mut ended = std::mem::take(&mut self.background_ended);
+        self.network.take_ended(&mut ended);
+        let first = self.connection_count;
+        for flow in ended.drain(..) {
+            for &link in &self.background[flow as usize - first] {
+                self.users[link] -= 1;
+            }
+        }
+        self.background_ended = ended;
         for part in arrived.drain(..) {
             let id = TransferId(part.message);
             let Some(transfer) = self.transfers.get_mut(&id) else {
@@ -308,7 +320,10 @@ impl Network for PacketNetwork {
             self.transfers.get_mut(&id).expect("it is new").state = State::Done;
             return id;
         }
-        if !meets && let Some(ns) = self.alone_ns(from, to, bytes) {
+        if !meets
+            && let Some(ns) = self.alone_ns(from, to, bytes)
+            && !self.fails(path, now, now + ns)
+        {
             self.ends.push(Reverse((now + ns, id)));
             return id;
         }
@@ -341,10 +356,11 @@ impl Network for PacketNetwork {
         true
     }
 
-    fn set_share(&mut self, _now: SimTime, _endpoint: Endpoint, share: f64) {
-        // The cluster file has no such event with packets.
-        debug_assert!(share == 1.0, "links of packets keep their rates");
-    }
+    // Outages are known from the start, and links of packets keep their rates.
+
+    fn set_share(&mut self, _now: SimTime, _endpoint: Endpoint, _share: f64) {}
+
+    fn set_uplink_share(&mut self, _now: SimTime, _leaf: u32, _share: f64) {}
 
     fn next_time(&mut self) -> Option<SimTime> {
         while let Some(Reverse((_, id))) = self.ends.peek() {
@@ -387,32 +403,146 @@ impl Network for PacketNetwork {
     }
 }
 
+/// The links from one endpoint to another that others can fill, as indexes of [`PacketNetwork::users`].
+fn path(config: &FabricConfig, from: Endpoint, to: Endpoint) -> ([usize; 4], usize) {
+    let leaf = |of: Endpoint| config.leaf[of.0 as usize] as usize;
+    let (up, down) = (2 * from.0 as usize, 2 * to.0 as usize + 1);
+    if leaf(from) == leaf(to) || config.uplink_bits_per_s.is_none() {
+        return ([up, down, 0, 0], 2);
+    }
+    let leaves = 2 * config.leaf.len();
+    let (out, into) = (leaves + 2 * leaf(from), leaves + 2 * leaf(to) + 1);
+    ([up, down, out, into], 4)
+}
+
+/// The links of each background flow.
+fn of_background(config: &FabricConfig, nics: &[u32], flows: &[Flow]) -> Vec<Vec<usize>> {
+    let owners = (0..).zip(nics);
+    let owners = owners.flat_map(|(of, &count)| (0..count).map(move |_| Endpoint(of)));
+    let owners: Vec<Endpoint> = owners.collect();
+    let links = |flow: &Flow| {
+        let owner = |nic: u32| owners[nic as usize];
+        let (links, hops) = path(config, owner(flow.src), owner(flow.dst));
+        links[..hops].to_vec()
+    };
+    flows.iter().map(links).collect()
+}
+
+/// A background flow behind `connections` others.
+fn after_connections(mut flow: Flow, connections: usize, speedup: f64) -> Flow {
+    flow.id += connections as u64;
+    flow.start_ns = round_u64(flow.start_ns as f64 / speedup);
+    for after in &mut flow.after {
+        after.flow += to_u32(connections);
+    }
+    flow
+}
+
+pub(crate) fn link(bits_per_s: f64, delay_ns: u64) -> Link {
+    Link {
+        bits_per_s: round_u64(bits_per_s).clamp(1, 1_000_000_000_000_000),
+        delay_ns,
+    }
+}
+
+/// Links that are down for a time, as in [`PacketNetwork::users`].
+type Outages = Vec<(usize, SimTime, SimTime)>;
+
+/// The failures of the cluster file, for the simulator and by link.
+fn failures(
+    cluster: &Cluster,
+    config: &FabricConfig,
+    (nics, first_nic): (&[u32], &[u32]),
+) -> (Vec<Failure>, Outages) {
+    let leaves = config.leaf.iter().max().map_or(0, |leaf| leaf + 1);
+    let (mut failures, mut outages) = (Vec::new(), Vec::new());
+    for event in &cluster.events {
+        let at = SimTime::from_secs_f64(event.at_s);
+        let until = event.until_s.map(SimTime::from_secs_f64);
+        let mut fail = |target| {
+            failures.push(Failure {
+                target,
+                at_ns: at.0,
+                repair_ns: until.map(|until| until.0),
+            });
+        };
+        let first_link = match event.fault {
+            Fault::Link { share: 0.0 } => {
+                let of = event.workers[0] as usize;
+                for nic in first_nic[of]..first_nic[of] + nics[of] {
+                    fail(Target::Host(nic));
+                }
+                2 * of
+            }
+            Fault::Uplink { leaf, spine } => {
+                fail(Target::Link(leaf, leaves + spine));
+                2 * (config.leaf.len() + leaf as usize)
+            }
+            _ => continue,
+        };
+        for link in [first_link, first_link + 1] {
+            outages.push((link, at, until.unwrap_or(SimTime::MAX)));
+        }
+    }
+    (failures, outages)
+}
+
+/// A network without traffic, whose interfaces and ports are `nic` unless `topology` has others.
+pub(crate) fn scenario(seed: u64, topology: Topology, nic: Link) -> Scenario {
+    let times = nic.bits_per_s as f64 / DCQCN_BITS_PER_S;
+    Scenario {
+        seed,
+        duration_ns: u64::MAX,
+        topology,
+        links: Links {
+            host: Some(nic),
+            edge: nic,
+            core: nic,
+        },
+        queue: Queue {
+            capacity_packets: 0,
+            capacity_bytes: 0,
+            discipline: Discipline::Fifo,
+            aqm: Aqm::EcnRamp {
+                min_bytes: floor_u64(MARKS_MIN_BYTES * times),
+                max_bytes: floor_u64(MARKS_MAX_BYTES * times),
+                probability: MARKS_PROBABILITY,
+            },
+            loss: 0.0,
+            shared: None,
+            pfc: None,
+            trim: None,
+            priorities: [0, 1, 2, 3, 4, 5, 6, 7],
+        },
+        flows: Vec::new(),
+        spray_paths: 64,
+        sample_ns: None,
+        failures: Vec::new(),
+        convergence_ns: 0,
+    }
+}
+
 type Connections = HashMap<(Endpoint, Endpoint), Vec<u32>>;
 
-/// The queue pairs: from prefill workers to those that generate, and with `network.messages` between the frontend and
-/// each worker.
+/// The queue pairs: from prefill workers to those that generate, between workers of a pool that fetch blocks from each
+/// other, and with `network.messages` between the frontend and each worker.
 fn connections(
     cluster: &Cluster,
     nics: &[u32],
     first_nic: &[u32],
-    times: f64,
+    nic_bits_per_s: f64,
 ) -> Result<(Vec<Flow>, Connections), TooLarge> {
-    let paper = Dcqcn::default();
-    let dcqcn = Dcqcn {
-        byte_counter: floor_u64(paper.byte_counter as f64 * times),
-        additive_bits_per_s: paper.additive_bits_per_s * times,
-        hyper_bits_per_s: paper.hyper_bits_per_s * times,
-        rate_bits_per_s_min: paper.rate_bits_per_s_min * times,
-        ..paper
-    };
     let mut flows = Vec::new();
     let mut connections = Connections::new();
-    let roles: Vec<Role> = cluster.workers().map(|(_, pool)| pool.role).collect();
-    let frontend = roles.len();
-    let carries = |from: usize, to: usize| match (roles.get(from), roles.get(to)) {
-        (Some(Role::Prefill), Some(role)) => *role != Role::Prefill,
+    let pools: Vec<&PoolConfig> = cluster.workers().map(|(_, pool)| pool).collect();
+    let frontend = pools.len();
+    let carries = |from: usize, to: usize| match (pools.get(from), pools.get(to)) {
+        (Some(of), Some(other)) if of.name == other.name => {
+            from != to && of.engine.peer_tier.is_some()
+        }
+        (Some(of), Some(other)) => of.role == Role::Prefill && other.role != Role::Prefill,
         (None, Some(_)) | (Some(_), None) => cluster.network.messages,
-        _ => false,
+        (None, None) => false,
     };
     for from in 0..=frontend {
         for to in 0..=frontend {
@@ -430,8 +560,8 @@ fn connections(
                 flows.push(queue_pair(
                     flows.len() as u64,
                     (nic(from), nic(to)),
-                    dcqcn,
-                    &cluster.network,
+                    nic_bits_per_s,
+                    cluster.network.packet_bytes,
                 ));
                 to_u32(flows.len()) - 1
             });
@@ -447,7 +577,22 @@ fn connections(
     Ok((flows, connections))
 }
 
-fn queue_pair(id: u64, (src, dst): (u32, u32), dcqcn: Dcqcn, network: &NetworkConfig) -> Flow {
+/// A queue pair between two interfaces.
+pub(crate) fn queue_pair(
+    id: u64,
+    (src, dst): (u32, u32),
+    nic_bits_per_s: f64,
+    packet_bytes: u32,
+) -> Flow {
+    let paper = Dcqcn::default();
+    let times = nic_bits_per_s / DCQCN_BITS_PER_S;
+    let dcqcn = Dcqcn {
+        byte_counter: floor_u64(paper.byte_counter as f64 * times),
+        additive_bits_per_s: paper.additive_bits_per_s * times,
+        hyper_bits_per_s: paper.hyper_bits_per_s * times,
+        rate_bits_per_s_min: paper.rate_bits_per_s_min * times,
+        ..paper
+    };
     Flow {
         id,
         src,
@@ -460,8 +605,8 @@ fn queue_pair(id: u64, (src, dst): (u32, u32), dcqcn: Dcqcn, network: &NetworkCo
             ack_every: PACKETS_PER_ACK,
             ..Roce::default()
         }),
-        paths: Paths::By(Routing::ShortestPath),
-        packet_bytes: network.packet_bytes,
+        paths: Paths::By(Routing::Ecmp),
+        packet_bytes,
         header_bytes: HEADER_BYTES,
         ack_bytes: ACK_BYTES,
         class: 0,

@@ -14,6 +14,7 @@ use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 
+use crate::collectives::{self, OverNetwork, StepTraffic, Templates};
 use crate::faults::Effect;
 use crate::node::Node;
 use crate::peers::PeerIndex;
@@ -428,6 +429,8 @@ pub(crate) struct Parts {
     /// Takes prompts, if pools have that role.
     pub(crate) prefill: Option<RoutedNodes>,
     pub(crate) nodes: Vec<Node>,
+    /// By node, with its worker: what it and the network exchange, if its worker is on several hosts.
+    pub(crate) traffic: Vec<(WorkerId, Option<Arc<StepTraffic>>)>,
 }
 
 impl Parts {
@@ -450,6 +453,9 @@ impl Parts {
         let mut nodes = Vec::new();
         // Engines of a pool are equal: their step times are built once.
         let mut built: Option<(&str, Box<dyn StepTime>)> = None;
+        let templates = |pool| Templates::new(cluster, pool, options.speedup).map(Arc::new);
+        let templates: Vec<Option<Arc<Templates>>> = cluster.pools.iter().map(templates).collect();
+        let mut traffic = Vec::new();
         for (worker, pool) in cluster.workers() {
             for dp_rank in 0..pool.engine.data_parallel_size {
                 let rank = RankId {
@@ -465,6 +471,12 @@ impl Parts {
                     built = timing.copy().map(|copy| (&*pool.name, copy));
                     timing
                 };
+                let at = cluster.pools.iter().position(|of| of.name == pool.name);
+                let (timing, of_node) = match at.and_then(|at| templates[at].clone()) {
+                    Some(templates) => over_network(timing, templates),
+                    None => (timing, None),
+                };
+                traffic.push((worker, of_node));
                 let (mut engine, pace) = engine(cluster, pool, rank, options, timing)?;
                 let side = match (pool.role, &mut prefill) {
                     (Role::Prefill, Some(side)) => side,
@@ -482,8 +494,18 @@ impl Parts {
             serve,
             prefill,
             nodes,
+            traffic,
         })
     }
+}
+
+/// Step times of an engine on several hosts.
+fn over_network(
+    timing: Box<dyn StepTime>,
+    templates: Arc<Templates>,
+) -> (Box<dyn StepTime>, Option<Arc<StepTraffic>>) {
+    let (timing, traffic) = OverNetwork::new(timing, templates);
+    (Box::new(timing), Some(traffic))
 }
 
 fn timing_of(
@@ -551,8 +573,9 @@ fn engine(
         eos: 1,
         lengths: pool.engine.output_len.clone(),
     };
+    let config = collectives::stages_on_hosts(cluster, &pool.engine);
     let engine =
-        Engine::new(rank, &pool.engine, timing, output).map_err(|source| TwinError::Engine {
+        Engine::new(rank, &config, timing, output).map_err(|source| TwinError::Engine {
             pool: pool.name.clone(),
             source,
         })?;

@@ -135,6 +135,12 @@ pub enum TwinError {
         /// The cause.
         cause: String,
     },
+    /// Background traffic cannot be sent.
+    #[error("`network.background`: {cause}")]
+    Background {
+        /// The cause.
+        cause: String,
+    },
     /// The host's threads cannot be simulated.
     #[error("`host.mode` is \"threads\": {0}")]
     Host(#[from] SimError),
@@ -655,10 +661,14 @@ impl<'a> Sim<'a> {
             return Err(TwinError::NoObjective { pool });
         }
         let host = host(cluster);
-        let wire = Wire::new(cluster, options.speedup)?;
+        let mut wire = Wire::new(cluster, options.speedup, read)?;
         let has_host = cluster.host.mode != HostMode::None;
         let delays_output = has_host || wire.carries_messages() || Faults::delay_output(cluster);
         let mut parts = Parts::new(cluster, options, delays_output, read)?;
+        let traffic = std::mem::take(&mut parts.traffic);
+        if cluster.hands_over() || cluster.pools.iter().any(|p| p.engine.peer_tier.is_some()) {
+            wire.set_traffic(traffic);
+        }
         let peers = Peers::new(cluster, &mut parts.nodes, options.speedup);
         let index = peers.as_ref().map(|peers| peers.index.clone());
         if let Some(side) = &mut parts.prefill {
@@ -1527,7 +1537,12 @@ impl<'a> Sim<'a> {
     }
 
     fn begin(&mut self, node: u32, sink: &mut dyn Sink) -> Option<SimTime> {
+        self.wire
+            .before_step(node, self.nodes[node as usize].rank.worker);
         let end = self.nodes[node as usize].begin(self.now);
+        if let Some(end) = end {
+            self.wire.step_began(node, self.now, end);
+        }
         if let Some(threads) = &mut self.threads {
             let ahead = end.is_some() && self.nodes[node as usize].engine.schedules_ahead();
             threads.began(self.now, node, ahead);
@@ -1550,7 +1565,10 @@ impl<'a> Sim<'a> {
     /// Limit of jumps for the `awake` engines that begin a pass now: a request must find the state
     /// of its target engine, and of the router's index, at its time.
     fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
-        let single = self.delays_output || self.faults.need_single_passes || self.peers.is_some();
+        let single = self.delays_output
+            || self.faults.need_single_passes
+            || self.peers.is_some()
+            || self.wire.slows_steps();
         if !self.options.jump || single || awake == 0 {
             return Ok(SimTime::ZERO);
         }

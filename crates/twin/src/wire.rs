@@ -1,15 +1,20 @@
 //! The network between frontend and workers: transfers, and the actions at their arrival.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
 
-use slipstream_base::width::to_u32;
+use slipstream_base::width::{round_u64, to_u32};
 use slipstream_base::{RequestId, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, NetworkMode};
 use slipstream_engine::{Finished, PassOutput};
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
+use crate::collectives::{Crossings, StepTraffic};
 use crate::faults::Held;
-use crate::packets::{PacketNetwork, TooLarge};
+use crate::packets::{PacketNetwork, TooLarge, background};
 use crate::sim::{Event, Sim, TwinError};
 
 /// The network, if one is modelled; otherwise transfers take no time.
@@ -27,6 +32,60 @@ pub(crate) struct Wire {
     /// Messages that have not arrived.
     messages_under_way: usize,
     arrived: Vec<TransferId>,
+    inside: InsideHosts,
+    /// Transfers beside collectives, if workers are on several hosts.
+    crossings: Option<Crossings>,
+}
+
+/// Transfers between workers of one host: they use its own links, and meet no others.
+#[derive(Default)]
+struct InsideHosts {
+    /// By worker: its host if it is on one, and the rate of its GPUs' links. Empty if each worker has a host of its own.
+    workers: Vec<Option<(u32, f64)>>,
+    ends: BinaryHeap<Reverse<(SimTime, TransferId)>>,
+    next: u64,
+}
+
+/// Identifies transfers inside of hosts; those of the network are numbered from 0.
+const INSIDE: u64 = 1 << 63;
+
+impl InsideHosts {
+    fn new(cluster: &Cluster, speedup: f64) -> InsideHosts {
+        let network = &cluster.network;
+        if network.gpus_per_host == 0 || network.mode == NetworkMode::None {
+            return InsideHosts::default();
+        }
+        let each = cluster.hosts().into_iter().zip(cluster.workers());
+        let workers = each.map(|(host, (_, pool))| {
+            let gpus = pool.engine.gpus();
+            let rate = network.host_bits_per_s * f64::from(gpus) * speedup;
+            network.hosts_of(gpus).is_none().then_some((host, rate))
+        });
+        InsideHosts {
+            workers: workers.collect(),
+            ..InsideHosts::default()
+        }
+    }
+
+    /// Sends `bytes`, if both workers are on one host.
+    fn send(
+        &mut self,
+        now: SimTime,
+        from: WorkerId,
+        to: WorkerId,
+        bytes: u64,
+    ) -> Option<TransferId> {
+        let host = |of: WorkerId| self.workers.get(of.index()).copied().flatten();
+        let ((host_from, rate), (host_to, other)) = (host(from)?, host(to)?);
+        if host_from != host_to {
+            return None;
+        }
+        let id = TransferId(INSIDE | self.next);
+        self.next += 1;
+        let ns = round_u64(bytes as f64 * 8e9 / rate.min(other));
+        self.ends.push(Reverse((now + ns, id)));
+        Some(id)
+    }
 }
 
 /// Sender and receiver of messages. They share one flow, in order, as over one TCP connection:
@@ -57,11 +116,16 @@ impl Wire {
     /// `speedup` divides the time of all transfers, as it does that of passes.
     ///
     /// # Errors
-    /// [`TwinError::Network`].
-    pub(crate) fn new(cluster: &Cluster, speedup: f64) -> Result<Wire, TwinError> {
+    /// [`TwinError::Network`], [`TwinError::Background`].
+    pub(crate) fn new(
+        cluster: &Cluster,
+        speedup: f64,
+        read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+    ) -> Result<Wire, TwinError> {
         let network: Option<Box<dyn Network>> = match FabricConfig::of_cluster(cluster, speedup) {
             Some(config) if cluster.network.mode == NetworkMode::Packets => {
-                let packets = PacketNetwork::new(cluster, config, speedup);
+                let background = background::read(cluster, read)?;
+                let packets = PacketNetwork::new(cluster, config, speedup, background);
                 let packets = packets.map_err(|TooLarge(cause)| TwinError::Network { cause })?;
                 Some(Box::new(packets))
             }
@@ -79,6 +143,8 @@ impl Wire {
             connections: HashMap::new(),
             messages_under_way: 0,
             arrived: Vec::new(),
+            inside: InsideHosts::new(cluster, speedup),
+            crossings: None,
         })
     }
 
@@ -98,7 +164,34 @@ impl Wire {
     pub(crate) fn next_time(&mut self) -> Option<SimTime> {
         // What is left of cancelled transfers is delivered whenever the network next runs.
         let network = self.network.as_mut().filter(|_| !self.carried.is_empty());
-        network?.next_time()
+        let next = network?.next_time();
+        let inside = self.inside.ends.peek().map(|Reverse((at, _))| *at);
+        let late = self.crossings.as_ref().and_then(Crossings::next_time);
+        next.into_iter().chain(inside).chain(late).min()
+    }
+
+    /// Steps of engines meet transfers on the way from now on. `traffic` by node, with its worker.
+    pub(crate) fn set_traffic(&mut self, traffic: Vec<(WorkerId, Option<Arc<StepTraffic>>)>) {
+        self.crossings = Crossings::new(traffic);
+    }
+
+    /// Whether the length of a step depends on the transfers that are under way when it begins.
+    pub(crate) fn slows_steps(&self) -> bool {
+        self.crossings.is_some()
+    }
+
+    /// A step of `node` is about to begin.
+    pub(crate) fn before_step(&self, node: u32, worker: WorkerId) {
+        if let Some(crossings) = &self.crossings {
+            crossings.before_step(node, worker);
+        }
+    }
+
+    /// It has begun, and takes until `end`.
+    pub(crate) fn step_began(&mut self, node: u32, now: SimTime, end: SimTime) {
+        if let Some(crossings) = &mut self.crossings {
+            crossings.step_began(node, now, end);
+        }
     }
 
     /// Duration of an empty message between two workers, through the frontend or not, ns.
@@ -169,8 +262,16 @@ impl Wire {
         then: Event,
     ) -> (u64, Option<TransferId>) {
         let bytes = u64::from(tokens) * self.kv_token_bytes[from.index()];
-        let (from, to) = (Endpoint::of_worker(from), Endpoint::of_worker(to));
-        (bytes, self.send(now, from, to, bytes, Carried::Then(then)))
+        if let Some(id) = self.inside.send(now, from, to, bytes) {
+            self.carried.insert(id, Carried::Then(then));
+            return (bytes, Some(id));
+        }
+        let ends = (Endpoint::of_worker(from), Endpoint::of_worker(to));
+        let id = self.send(now, ends.0, ends.1, bytes, Carried::Then(then));
+        if let (Some(crossings), Some(id)) = (&mut self.crossings, id) {
+            crossings.began(id, now, from, to);
+        }
+        (bytes, id)
     }
 
     fn send(
@@ -190,6 +291,9 @@ impl Wire {
         if let Some(network) = &mut self.network
             && self.carried.remove(&transfer).is_some()
         {
+            if let Some(crossings) = &mut self.crossings {
+                crossings.cancelled(transfer);
+            }
             network.cancel(now, transfer);
         }
     }
@@ -197,6 +301,12 @@ impl Wire {
     pub(crate) fn set_share(&mut self, now: SimTime, worker: WorkerId, share: f64) {
         if let Some(network) = &mut self.network {
             network.set_share(now, Endpoint::of_worker(worker), share);
+        }
+    }
+
+    pub(crate) fn set_uplink_share(&mut self, now: SimTime, leaf: u32, share: f64) {
+        if let Some(network) = &mut self.network {
+            network.set_uplink_share(now, leaf, share);
         }
     }
 }
@@ -279,6 +389,16 @@ impl Sim<'_> {
         }
         let mut arrived = std::mem::take(&mut self.wire.arrived);
         network.advance(self.now, &mut arrived);
+        if let Some(crossings) = &mut self.wire.crossings {
+            arrived.retain(|&id| crossings.arrives(id, self.now));
+            crossings.advance(self.now, &mut arrived);
+        }
+        while let Some(&Reverse((at, id))) = self.wire.inside.ends.peek()
+            && at <= self.now
+        {
+            self.wire.inside.ends.pop();
+            arrived.push(id);
+        }
         for id in arrived.drain(..) {
             match self.wire.carried.remove(&id) {
                 Some(Carried::Then(what)) => self.kv_arrived(what),

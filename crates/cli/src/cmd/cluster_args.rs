@@ -142,6 +142,11 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
          `--set network.mode=flows`",
     );
     refuse(
+        cluster.network.gpus_per_host > 0,
+        "`network.gpus_per_host` puts simulated workers on hosts; live, each engine is where it is: run with \
+         `--set network.gpus_per_host=0`",
+    );
+    refuse(
         cluster
             .pools
             .iter()
@@ -209,6 +214,9 @@ mod tests {
         let packets = refuse_simulated(&cluster("[network]\nmode = \"packets\"\n")).unwrap_err();
         let packets = packets.to_string();
         assert!(packets.contains("--set network.mode=flows"), "{packets}");
+        let hosts = "[network]\nmode = \"flows\"\ngpus_per_host = 8\n";
+        let hosts = refuse_simulated(&cluster(hosts)).unwrap_err().to_string();
+        assert!(hosts.contains("--set network.gpus_per_host=0"), "{hosts}");
         let peers = refuse_simulated(&cluster("[engine.peer_tier]\nenabled = true\n")).unwrap_err();
         let peers = peers.to_string();
         assert!(

@@ -729,6 +729,7 @@ fn fault_one_sided(fault: &cluster::Fault) -> Option<&'static str> {
         | cluster::Fault::Slow { .. }
         | cluster::Fault::Link { .. }
         | cluster::Fault::Gpu { .. } => None,
+        cluster::Fault::Uplink { .. } => Some("a frontend cannot cut a link between switches"),
         cluster::Fault::KvLoss { .. } | cluster::Fault::KvLate { .. } => Some(
             "the workers of this test publish no KV events; live ones are lost in `crates/vopr`",
         ),

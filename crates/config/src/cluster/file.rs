@@ -15,6 +15,7 @@
 //! print!("{}", settings.to_toml()); // what `--print-config` shows
 //! ```
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
@@ -229,7 +230,8 @@ pub fn read(
             hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
         });
         let events = read_event_list(root, &pools);
-        check_links(root, &network, &events);
+        check_links(root, &pools, &network, &events);
+        check_hosts(root, &pools, &network, &model.shape);
         check_host(root, &host, &network);
         Cluster {
             model,
@@ -362,6 +364,7 @@ fn read_event(t: &Table<'_>, pools: &[PoolConfig]) -> FaultEvent {
         ("drain", Fault::Drain),
         ("slow", Fault::Slow { factor: 1.0 }),
         ("link", Fault::Link { share: 1.0 }),
+        ("uplink", Fault::Uplink { leaf: 0, spine: 0 }),
         ("gpu", Fault::Gpu { detect_s: 0.0 }),
         ("kv_loss", Fault::KvLoss { share: 1.0 }),
         ("kv_late", Fault::KvLate { delay_ms: 0.0 }),
@@ -380,7 +383,7 @@ fn read_event(t: &Table<'_>, pools: &[PoolConfig]) -> FaultEvent {
         ),
     ];
     let kind = t.choice("kind", KINDS).required(
-        "set it to crash, drain, slow, link, gpu, kv_loss, kv_late, frontend, partition or upgrade",
+        "set it to crash, drain, slow, link, uplink, gpu, kv_loss, kv_late, frontend, partition or upgrade",
         Fault::Crash,
     );
     let at_s = t
@@ -423,6 +426,9 @@ fn read_fault(t: &Table<'_>, kind: Fault, at_s: f64, until_s: Option<f64>) -> Fa
     );
     let shares = matches!(kind, Fault::Link { .. } | Fault::KvLoss { .. });
     only("share", shares, "\"link\" and \"kv_loss\" use");
+    let uplink = matches!(kind, Fault::Uplink { .. });
+    only("leaf", uplink, "\"uplink\" uses");
+    only("spine", uplink, "\"uplink\" uses");
     only(
         "detect_s",
         matches!(kind, Fault::Gpu { .. }),
@@ -448,6 +454,10 @@ fn read_fault(t: &Table<'_>, kind: Fault, at_s: f64, until_s: Option<f64>) -> Fa
                 .get("share")
                 .within(0.0..=1.0)
                 .required("set the remaining share of its rate; 0: it is down", 1.0),
+        },
+        Fault::Uplink { .. } => Fault::Uplink {
+            leaf: t.get("leaf").required("set the leaf switch", 0),
+            spine: t.get("spine").or(0),
         },
         Fault::KvLoss { .. } => Fault::KvLoss {
             share: t.get("share").within(0.0..=1.0).or(1.0),
@@ -535,6 +545,10 @@ fn read_event_workers(t: &Table<'_>, kind: Fault, pools: &[PoolConfig]) -> Vec<u
         t.unused("worker", "kind", "it is a fault of the frontend");
         return Vec::new();
     }
+    if matches!(kind, Fault::Uplink { .. }) {
+        t.unused("worker", "kind", "\"uplink\" has `leaf` and `spine`");
+        return Vec::new();
+    }
     let worker = t
         .get("worker")
         .check(
@@ -550,16 +564,63 @@ fn read_network(t: &Table<'_>) -> NetworkConfig {
     // At most a terabyte per millisecond, at least a bit per millisecond.
     const RATE: std::ops::RangeInclusive<f64> = 1e3..=1e16;
     let mode = t.choice("mode", NETWORKS).or(default.mode);
-    let packet_bytes = if mode == NetworkMode::Packets {
-        let bytes = t.get("packet_bytes").within(256..=65_000);
-        bytes.or(default.packet_bytes)
-    } else {
-        t.unused("packet_bytes", "mode", "only \"packets\" uses it");
-        default.packet_bytes
-    };
+    let packets = mode == NetworkMode::Packets;
+    if !packets {
+        for key in ["packet_bytes", "reroute_ms", "background"] {
+            t.unused(key, "mode", "only \"packets\" uses it");
+        }
+    }
+    let gpus_per_host = t.get("gpus_per_host").within(0..=1_024);
+    let gpus_per_host = gpus_per_host.or(default.gpus_per_host);
+    if gpus_per_host == 0 {
+        for key in ["nics_per_host", "host_bits_per_s"] {
+            t.unused(key, "gpus_per_host", "`gpus_per_host` is 0");
+        }
+    } else if mode == NetworkMode::None {
+        t.unused(
+            "gpus_per_host",
+            "mode",
+            "only \"flows\" and \"packets\" use it",
+        );
+    }
     let network = NetworkConfig {
         mode,
-        packet_bytes,
+        gpus_per_host,
+        nics_per_host: if gpus_per_host == 0 {
+            default.nics_per_host
+        } else {
+            let nics = t.get("nics_per_host").check(
+                |&nics: &u32| nics == 0 || gpus_per_host.is_multiple_of(nics),
+                &format!(
+                    "a divisor of `gpus_per_host`, which is {gpus_per_host}; or 0 for one per GPU"
+                ),
+            );
+            nics.or(default.nics_per_host)
+        },
+        host_bits_per_s: if gpus_per_host == 0 {
+            default.host_bits_per_s
+        } else {
+            let rate = t.get("host_bits_per_s").within(RATE);
+            rate.or(default.host_bits_per_s)
+        },
+        packet_bytes: if packets {
+            let bytes = t.get("packet_bytes").within(256..=65_000);
+            bytes.or(default.packet_bytes)
+        } else {
+            default.packet_bytes
+        },
+        spines: t.get("spines").within(1..=64).or(default.spines),
+        reroute_ms: if packets {
+            let ms = t.get("reroute_ms").within(0.0..=1e6);
+            ms.or(default.reroute_ms)
+        } else {
+            default.reroute_ms
+        },
+        background: if packets {
+            t.path("background").optional()
+        } else {
+            None
+        },
         nic_bits_per_s: t
             .get("nic_bits_per_s")
             .within(RATE)
@@ -591,7 +652,14 @@ fn read_network(t: &Table<'_>) -> NetworkConfig {
             .or(default.answer_token_bytes),
     };
     let (frontend, nic) = (network.frontend_bits_per_s, network.nic_bits_per_s);
-    if mode == NetworkMode::Packets && network.messages && frontend > nic {
+    if network.spines > 1 && network.uplink_bits_per_s == 0.0 {
+        t.error(
+            "spines",
+            format!("`spines` is {}, and the links to them have no rate", network.spines),
+            "set `uplink_bits_per_s` to the total rate of a leaf switch's links to the spines, or remove `spines`",
+        );
+    }
+    if packets && network.messages && frontend > nic {
         t.error(
             "frontend_bits_per_s",
             format!("the frontend's interface has {frontend:e} bits/s, and that of a GPU {nic:e}: packets need interfaces of one rate"),
@@ -601,14 +669,154 @@ fn read_network(t: &Table<'_>) -> NetworkConfig {
     network
 }
 
-/// Links of packets keep their rates.
-fn check_links(root: &Table<'_>, network: &NetworkConfig, events: &[FaultEvent]) {
-    let slows = |event: &FaultEvent| matches!(event.fault, Fault::Link { .. });
-    if network.mode == NetworkMode::Packets && events.iter().any(slows) {
-        root.error(
-            "event",
-            "an event of kind \"link\" changes the rate of an interface, and with `network.mode = \"packets\"` rates are fixed",
-            "set `network.mode = \"flows\"`, or remove the event",
+/// Workers fill whole hosts or parts of one, and collectives between hosts have a form that is modelled.
+fn check_hosts(
+    root: &Table<'_>,
+    pools: &[PoolConfig],
+    network: &NetworkConfig,
+    shape: &ModelShape,
+) {
+    let (of, share) = (network.gpus_per_host, network.gpus_per_nic());
+    if of == 0 || network.mode == NetworkMode::None {
+        return;
+    }
+    for pool in pools {
+        let (engine, gpus, name) = (&pool.engine, pool.engine.gpus(), &pool.name);
+        let error = |message: String, hint: &str| root.error("pool", message, hint);
+        if !gpus.is_multiple_of(share) {
+            error(
+                format!(
+                    "a worker of pool `{name}` has {gpus} GPUs, and {share} GPUs share a network interface: workers \
+                         with a part of an interface are not modelled"
+                ),
+                "raise `network.nics_per_host`",
+            );
+        }
+        if network.hosts_of(gpus).is_none() {
+            continue;
+        }
+        let tensor = engine.tensor_parallel_size;
+        if !gpus.is_multiple_of(of) || !(tensor.is_multiple_of(of) || of.is_multiple_of(tensor)) {
+            error(
+                format!(
+                    "a worker of pool `{name}` has {gpus} GPUs, {tensor} of which share each layer, and they do not \
+                         fill hosts of {of}"
+                ),
+                "set `network.gpus_per_host` to a divisor or a multiple of `tensor_parallel_size` that divides the GPUs \
+                 of a worker",
+            );
+        }
+        let calibrated = matches!(engine.timing, TimingConfig::Calibrated { .. });
+        if !calibrated && !matches!(engine.timing, TimingConfig::Roofline { .. }) {
+            error(
+                format!(
+                    "a worker of pool `{name}` has more GPUs than a host, and its step times do not state which part \
+                         of them is collectives, which the network is to carry"
+                ),
+                "set `engine.timing.kind` to \"calibrated\" or \"roofline\", or `network.gpus_per_host = 0`",
+            );
+        }
+        let ranks = engine.data_parallel_size;
+        if shape.experts.is_some() && ranks > 1 && engine.pipeline.is_some() {
+            error(
+                format!(
+                    "a worker of pool `{name}` has more GPUs than a host, {ranks} data-parallel ranks with experts, \
+                         and a pipeline: exchanges of experts within a stage are not modelled between hosts"
+                ),
+                "set `pipeline_parallel_size = 1`, or `network.gpus_per_host = 0`",
+            );
+        }
+        if shape.experts.is_some() && ranks > 1 && !engine.enable_expert_parallel {
+            error(
+                format!(
+                    "a worker of pool `{name}` has more GPUs than a host, and its {ranks} data-parallel ranks share \
+                         each expert: that gather and scatter is not modelled between hosts"
+                ),
+                "set `enable_expert_parallel = true`, or `network.gpus_per_host = 0`",
+            );
+        }
+    }
+}
+
+/// Links of packets are up or down, and the links between switches that fail exist.
+fn check_links(
+    root: &Table<'_>,
+    pools: &[PoolConfig],
+    network: &NetworkConfig,
+    events: &[FaultEvent],
+) {
+    let packets = network.mode == NetworkMode::Packets;
+    let error = |message: &str, hint: &str| root.error("event", message, hint);
+    for event in events {
+        match event.fault {
+            Fault::Link { share } if packets && share > 0.0 => error(
+                &format!(
+                    "an event of kind \"link\" has `share = {share}`, and with `network.mode = \"packets\"` an \
+                     interface is up or down"
+                ),
+                "set `share = 0`, or `network.mode = \"flows\"`, or remove the event",
+            ),
+            Fault::Link { .. } if packets && event.until_s.is_none() => error(
+                "an event of kind \"link\" has no end, and with `network.mode = \"packets\"` the packets of transfers \
+                 are sent again until they arrive",
+                "set `until_s`, or use an event of kind \"crash\" for a worker that does not come back",
+            ),
+            Fault::Uplink { leaf, spine } => {
+                check_uplink(root, pools, network, (leaf, spine));
+            }
+            _ => {}
+        }
+    }
+    let lasting: BTreeSet<u32> = (events.iter())
+        .filter(|event| event.until_s.is_none())
+        .filter_map(|event| match event.fault {
+            Fault::Uplink { spine, .. } => Some(spine),
+            _ => None,
+        })
+        .collect();
+    if packets && !lasting.is_empty() && lasting.len() >= network.spines as usize {
+        error(
+            "events of kind \"uplink\" without end are about all spine switches, and with `network.mode = \"packets\"` \
+             the packets of transfers without a path are sent again for ever",
+            "set `until_s`, or leave one of `network.spines` with all of its links",
+        );
+    }
+}
+
+fn check_uplink(
+    root: &Table<'_>,
+    pools: &[PoolConfig],
+    network: &NetworkConfig,
+    (leaf, spine): (u32, u32),
+) {
+    let error = |message: String, hint: &str| root.error("event", message, hint);
+    if network.mode == NetworkMode::None
+        || network.workers_per_leaf == 0
+        || network.uplink_bits_per_s == 0.0
+    {
+        return error(
+            "an event of kind \"uplink\" is about a link between switches that is not modelled"
+                .into(),
+            "set `network.mode`, `network.workers_per_leaf` and `network.uplink_bits_per_s`, or remove the event",
+        );
+    }
+    let workers = (pools.iter()).fold(0u32, |total, pool| total.saturating_add(pool.workers));
+    let leaves = workers.div_ceil(network.workers_per_leaf);
+    if leaf >= leaves {
+        error(
+            format!(
+                "an event of kind \"uplink\" has `leaf = {leaf}`, and the workers are under {leaves} leaf switches"
+            ),
+            "set it to the number of a leaf switch, from 0",
+        );
+    }
+    if spine >= network.spines {
+        error(
+            format!(
+                "an event of kind \"uplink\" has `spine = {spine}`, and `network.spines` is {}",
+                network.spines
+            ),
+            "set it to the number of a spine switch, from 0",
         );
     }
 }
@@ -2486,13 +2694,105 @@ mod tests {
             ),
             &[
                 "the frontend's interface has 1e11 bits/s, and that of a GPU 1e9",
-                "an event of kind \"link\" changes the rate of an interface",
+                "an event of kind \"link\" has `share = 0.5`",
             ],
         );
         check_refused(
-            "[network]\nmode = \"flows\"\npacket_bytes = 1024\n",
-            &["`network.packet_bytes` is not used: only \"packets\" uses it"],
+            "[network]\nmode = \"flows\"\npacket_bytes = 1024\nbackground = \"other.toml\"\n",
+            &[
+                "`network.packet_bytes` is not used: only \"packets\" uses it",
+                "`network.background` is not used",
+            ],
         );
+        let down = "[[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0\n";
+        check_refused(&format!("{packets}{down}"), &["has no end"]);
+        assert!(parse(&format!("{packets}{down}until_s = 2\n")).is_ok());
+    }
+
+    #[test]
+    fn workers_fill_hosts_or_parts_of_them() {
+        let text = |tensor: u32, gpus: u32, nics: u32, timing: &str| {
+            format!(
+                "[model]\npreset = \"llama-3.1-8b\"\n[pool.a]\nworkers = 3\n[engine]\nnum_gpu_blocks = 4096\n\
+                 tensor_parallel_size = {tensor}\n[engine.timing]\n{timing}\n[network]\nmode = \"flows\"\n\
+                 gpus_per_host = {gpus}\nnics_per_host = {nics}\n"
+            )
+        };
+        let roofline = "kind = \"roofline\"\ngpu = \"h100-sxm\"";
+        let hosts = |text: &str| {
+            let (cluster, _) = parse(text).unwrap();
+            let nics = cluster.network.nics(cluster.pools[0].engine.gpus());
+            (cluster.hosts(), nics)
+        };
+        // Two workers of four GPUs share a host of eight; a host of two has half of one.
+        assert_eq!(hosts(&text(4, 8, 0, roofline)), (vec![0, 0, 1], 4));
+        assert_eq!(hosts(&text(4, 8, 4, roofline)), (vec![0, 0, 1], 2));
+        assert_eq!(hosts(&text(4, 2, 0, roofline)), (vec![0, 2, 4], 4));
+        assert_eq!(hosts(&text(8, 12, 0, roofline)), (vec![0, 1, 2], 8));
+        let alone = text(4, 0, 0, roofline).replace("nics_per_host = 0\n", "");
+        assert_eq!(hosts(&alone), (vec![0, 1, 2], 4));
+        let constant = "kind = \"constant\"\nstep_ns = 10_000_000";
+        assert!(parse(&text(4, 4, 0, constant)).is_ok());
+        for (text, cause) in [
+            (text(4, 2, 0, constant), "which part of them is collectives"),
+            (text(8, 3, 0, roofline), "do not fill hosts of 3"),
+            (
+                text(4, 8, 3, roofline),
+                "a divisor of `gpus_per_host`, which is 8",
+            ),
+            (text(2, 8, 2, roofline), "4 GPUs share a network interface"),
+            (
+                text(4, 0, 2, roofline),
+                "`network.nics_per_host` is not used: `gpus_per_host` is 0",
+            ),
+            (
+                text(4, 8, 0, roofline).replace("\"flows\"", "\"none\""),
+                "`network.gpus_per_host` is not used",
+            ),
+        ] {
+            check_refused(&text, &[cause]);
+        }
+    }
+
+    #[test]
+    fn uplinks_that_fail_must_exist() {
+        let event = |leaf: u32, spine: u32| {
+            format!("[[event]]\nkind = \"uplink\"\nat_s = 1\nleaf = {leaf}\nspine = {spine}\n")
+        };
+        let network = |mode: &str, spines: u32| {
+            format!(
+                "[pool.main]\nworkers = 4\n[network]\nmode = \"{mode}\"\nworkers_per_leaf = 2\n\
+                 uplink_bits_per_s = 1e11\nspines = {spines}\n"
+            )
+        };
+        let text = network("flows", 2) + &event(1, 1);
+        let (cluster, _) = parse(&text).unwrap();
+        let fault = Fault::Uplink { leaf: 1, spine: 1 };
+        assert_eq!(
+            (cluster.events[0].fault, &*cluster.events[0].workers),
+            (fault, &[][..])
+        );
+        check_refused(
+            &event(0, 0),
+            &["is about a link between switches that is not modelled"],
+        );
+        check_refused(
+            &(network("flows", 2) + &event(2, 2)),
+            &[
+                "`leaf = 2`, and the workers are under 2 leaf",
+                "`spine = 2`, and `network.spines` is 2",
+            ],
+        );
+        check_refused(
+            "[network]\nspines = 2\n",
+            &["the links to them have no rate"],
+        );
+        check_refused(
+            &(network("packets", 2) + &event(0, 0) + &event(1, 1)),
+            &["are about all spine switches"],
+        );
+        assert!(parse(&(network("packets", 2) + &event(0, 0) + &event(1, 0))).is_ok());
+        assert!(parse(&(network("flows", 1) + &event(0, 0))).is_ok());
     }
 
     #[test]

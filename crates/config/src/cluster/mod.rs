@@ -91,6 +91,27 @@ impl Cluster {
         let of = |pool: &PoolConfig| u64::from(pool.workers) * u64::from(pool.engine.gpus());
         self.pools.iter().map(of).sum()
     }
+
+    /// The host of each worker, or its first one: in order of workers, each on the first GPUs behind those of the one
+    /// before, but on no more hosts than it needs.
+    pub fn hosts(&self) -> Vec<u32> {
+        let of = self.network.gpus_per_host;
+        let (mut host, mut used) = (0, 0);
+        let place = |(_, pool): (_, &PoolConfig)| {
+            let gpus = pool.engine.gpus();
+            let size = if of == 0 { gpus } else { of };
+            if used > 0 && (used + gpus > size || of == 0) {
+                (host, used) = (host + 1, 0);
+            }
+            let first = host;
+            used += gpus;
+            while used > size {
+                (host, used) = (host + 1, used - size);
+            }
+            first
+        };
+        self.workers().map(place).collect()
+    }
 }
 
 impl Default for Cluster {
@@ -717,9 +738,16 @@ pub enum NetworkMode {
 pub struct NetworkConfig {
     /// The model. Default: none.
     pub mode: NetworkMode,
-    /// Network interface of each GPU of a worker, in each direction, bits/s. Default 400e9, as of a
+    /// Each network interface of a worker, in each direction, bits/s. Default 400e9, as of a
     /// DGX H100 (NVIDIA's data sheet: eight ConnectX-7 for eight GPUs).
     pub nic_bits_per_s: f64,
+    /// GPUs of a host; 0: a host has those of one worker, however many they are. Default 0.
+    pub gpus_per_host: u32,
+    /// Network interfaces of a host; 0: one per GPU. Default 0.
+    pub nics_per_host: u32,
+    /// Rate of a GPU's links to the others of its host, in each direction, bits/s. Default 3.6e12: NVLink of an H100
+    /// (NVIDIA's data sheet: 900 GB/s in both directions together).
+    pub host_bits_per_s: f64,
     /// The frontend's interface in each direction, bits/s. Default 100e9.
     pub frontend_bits_per_s: f64,
     /// Latency of each link, us. Default 1.
@@ -729,6 +757,12 @@ pub struct NetworkConfig {
     /// Total rate of a leaf switch's links to the spine, in each direction, bits/s; 0: no limit.
     /// Default 0.
     pub uplink_bits_per_s: f64,
+    /// Spine switches; each leaf switch has a link of an equal part of `uplink_bits_per_s` to each. Default 1.
+    pub spines: u32,
+    /// With packets: time from the failure or repair of a link until transfers take other paths, ms. Default 0.
+    pub reroute_ms: f64,
+    /// With packets: file of a network simulation, whose flows are sent beside. Default: none.
+    pub background: Option<PathBuf>,
     /// Whether requests and answers use the network too. Default false.
     pub messages: bool,
     /// Bytes per prompt token in a request, if `messages`. Default 4.
@@ -745,15 +779,40 @@ impl Default for NetworkConfig {
         NetworkConfig {
             mode: NetworkMode::None,
             nic_bits_per_s: 400e9,
+            gpus_per_host: 0,
+            nics_per_host: 0,
+            host_bits_per_s: 3.6e12,
             frontend_bits_per_s: 100e9,
             hop_latency_us: 1.0,
             workers_per_leaf: 0,
             uplink_bits_per_s: 0.0,
+            spines: 1,
+            reroute_ms: 0.0,
+            background: None,
             messages: false,
             request_token_bytes: 4,
             answer_token_bytes: 8,
             packet_bytes: 4096,
         }
+    }
+}
+
+impl NetworkConfig {
+    /// GPUs that share a network interface.
+    pub fn gpus_per_nic(&self) -> u32 {
+        let gpus = self.gpus_per_host.checked_div(self.nics_per_host);
+        gpus.unwrap_or(1).max(1)
+    }
+
+    /// Network interfaces of a worker with `gpus`.
+    pub fn nics(&self, gpus: u32) -> u32 {
+        gpus.div_ceil(self.gpus_per_nic())
+    }
+
+    /// Hosts of a worker with `gpus` that does not fit into one; `None` if it does.
+    pub fn hosts_of(&self, gpus: u32) -> Option<u32> {
+        let of = self.gpus_per_host;
+        (of > 0 && gpus > of).then(|| gpus.div_ceil(of))
     }
 }
 
@@ -915,6 +974,13 @@ pub enum Fault {
         /// 0 to 1.
         share: f64,
     },
+    /// The link between a leaf switch and a spine switch is down.
+    Uplink {
+        /// The leaf switch: workers `leaf * workers_per_leaf` and following.
+        leaf: u32,
+        /// The spine switch, from 0.
+        spine: u32,
+    },
     /// One of its GPUs is gone: no pass ends any more. After `detect_s` the worker ends as in a crash. It starts
     /// again at the end, or at once if the event has none.
     Gpu {
@@ -953,6 +1019,7 @@ impl Fault {
             Fault::Drain => "drain",
             Fault::Slow { .. } => "slow",
             Fault::Link { .. } => "link",
+            Fault::Uplink { .. } => "uplink",
             Fault::Gpu { .. } => "gpu",
             Fault::KvLoss { .. } => "kv_loss",
             Fault::KvLate { .. } => "kv_late",
@@ -971,7 +1038,7 @@ pub struct FaultEvent {
     /// End, s; `None`: never.
     pub until_s: Option<f64>,
     /// Numbers of its workers, over all pools in file order, rising. One for faults of a worker, none for
-    /// [`Fault::Frontend`].
+    /// [`Fault::Frontend`] and [`Fault::Uplink`].
     pub workers: Vec<u32>,
     /// The fault.
     pub fault: Fault,

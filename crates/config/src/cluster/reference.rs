@@ -854,7 +854,28 @@ pub const KEYS: &[Key] = &[
         "network.nic_bits_per_s",
         "bits/s, 1e3 to 1e16",
         "400000000000.0",
-        "Interface of each GPU of a worker, in each direction. The default is a DGX H100's.",
+        "Each network interface of a worker, in each direction; a GPU has its own unless `nics_per_host` is set. The default is a DGX H100's.",
+        "",
+    ),
+    key(
+        "network.gpus_per_host",
+        "GPUs, 0 to 1,024; for \"flows\" and \"packets\"",
+        "0",
+        "GPUs of a host; 0: those of one worker. Workers fill hosts in order. Collectives of a worker with more GPUs use the network, and transfers between workers of one host do not. Simulation only.",
+        "Low: steps of workers on several hosts take longer, and beside KV transfers even more.",
+    ),
+    key(
+        "network.nics_per_host",
+        "a divisor of `gpus_per_host`, or 0",
+        "0",
+        "Network interfaces of a host, shared evenly by its GPUs; 0: one per GPU.",
+        "",
+    ),
+    key(
+        "network.host_bits_per_s",
+        "bits/s, 1e3 to 1e16",
+        "3600000000000.0",
+        "Rate between GPUs of one host, per GPU in each direction. The default is NVLink of an H100.",
         "",
     ),
     key(
@@ -884,6 +905,27 @@ pub const KEYS: &[Key] = &[
         "0.0",
         "Total rate of a leaf switch's links to the spine, in each direction; 0: no limit.",
         "Low: KV transfers between leaves slow each other down.",
+    ),
+    key(
+        "network.spines",
+        "switches, 1 to 64",
+        "1",
+        "Spine switches. A leaf switch has a link to each, of an equal part of `uplink_bits_per_s`. `flows`: as one link. `packets`: each connection takes one of them, by a hash.",
+        "High: transfers whose connections share a link take longer.",
+    ),
+    key(
+        "network.reroute_ms",
+        "ms, 0 to 1,000,000; for \"packets\"",
+        "0.0",
+        "From the failure or repair of a link until connections take other paths.",
+        "High: packets are lost for longer.",
+    ),
+    key(
+        "network.background",
+        "path; for \"packets\"",
+        "(none)",
+        "File of `slipstream net run` whose flows share the network, relative to the cluster file. Its host `n` is the network interface `n`, counted over the GPUs of all workers; the last one is the frontend's.",
+        "",
     ),
     key(
         "network.messages",
@@ -1119,9 +1161,9 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "event.kind",
-        "\"crash\", \"drain\", \"slow\", \"link\", \"gpu\", \"kv_loss\", \"kv_late\", \"frontend\", \"partition\" or \"upgrade\"; needed",
+        "\"crash\", \"drain\", \"slow\", \"link\", \"uplink\", \"gpu\", \"kv_loss\", \"kv_late\", \"frontend\", \"partition\" or \"upgrade\"; needed",
         "(none)",
-        "`[[event]]`: a fault (`docs/twin.md` has the rules). Of a worker: crash: it stops and loses its state; drain: it takes no new requests; slow: its passes take `factor` times as long; link: its interface has `share` of its rate; gpu: its passes do not end, until it is lost `detect_s` later; kv_loss, kv_late: its KV events do not reach the router, or `delay_ms` later. Of others: frontend: it stops, and loses its streams; partition: `workers` and all others, the frontend included, do not reach each other; upgrade: the workers of `pool` drain and restart, one after another. Simulation only.",
+        "`[[event]]`: a fault (`docs/twin.md` has the rules). Of a worker: crash: it stops and loses its state; drain: it takes no new requests; slow: its passes take `factor` times as long; link: its interface has `share` of its rate; gpu: its passes do not end, until it is lost `detect_s` later; kv_loss, kv_late: its KV events do not reach the router, or `delay_ms` later. Of others: uplink: the link between `leaf` and `spine` is down; frontend: it stops, and loses its streams; partition: `workers` and all others, the frontend included, do not reach each other; upgrade: the workers of `pool` drain and restart, one after another. Simulation only.",
         "",
     ),
     key(
@@ -1171,6 +1213,20 @@ pub const KEYS: &[Key] = &[
         "0 to 1; needed for \"link\"; for \"kv_loss\" 1.0 if not set",
         "(none)",
         "link: remaining share of its interface's rate; 0: it is down. kv_loss: share of its KV events that is lost.",
+        "",
+    ),
+    key(
+        "event.leaf",
+        "number; needed for \"uplink\"",
+        "(none)",
+        "The leaf switch whose link is down: that of worker `leaf * network.workers_per_leaf`.",
+        "",
+    ),
+    key(
+        "event.spine",
+        "number below `network.spines`; for \"uplink\"",
+        "0",
+        "The spine switch at the other end of the link.",
         "",
     ),
     key(
@@ -1865,6 +1921,8 @@ mod tests {
         let experts = "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 8\n\
                        enable_expert_parallel = true\n";
         let packets = "[network]\nmode = \"packets\"\n[host]\nmode = \"threads\"\n";
+        let hosts = "[network]\nmode = \"flows\"\nworkers_per_leaf = 1\nuplink_bits_per_s = 1e11\ngpus_per_host = 8\n\
+                     [[event]]\nkind = \"uplink\"\nat_s = 1\nleaf = 0\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
         let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
         let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
@@ -1877,7 +1935,7 @@ mod tests {
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
             "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
-            prefill, packets, pipeline, experts,
+            prefill, packets, hosts, pipeline, experts,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

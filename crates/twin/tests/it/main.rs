@@ -4,6 +4,7 @@
 mod calibrated;
 mod faults;
 mod host_tier;
+mod hosts;
 mod model;
 mod packets;
 mod peers;

@@ -1,4 +1,5 @@
-//! `network.mode = "packets"` beside `flows`: the same without contention, and queues with it.
+//! `network.mode = "packets"` beside `flows`: the same without contention, and queues with it; links that fail,
+//! background traffic.
 
 use slipstream_twin::{Options, Outcome};
 
@@ -137,4 +138,143 @@ fn transfers_that_a_partition_cancels_start_again_at_its_end() {
     assert_eq!(outcome.totals.requests.failed, 0);
     let first = ended.iter().map(|e| e.hops.kv.unwrap().1.0).min();
     assert!(first > Some(50 * MS), "{ended:?}");
+}
+
+/// Workers under a leaf switch each, and `spines` that carry all that a worker sends.
+fn far_apart(mode: &str, spines: u32, more: &str) -> slipstream_config::cluster::Cluster {
+    let network = format!(
+        "[network]\nmode = \"{mode}\"\nworkers_per_leaf = 1\nspines = {spines}\nuplink_bits_per_s = {}\n{more}",
+        400e9 * f64::from(spines)
+    );
+    ten_ms(APART, &network)
+}
+
+/// The time of one KV transfer of 5.9 ms that begins at 10 ms, and the digest.
+fn one_far(mode: &str, spines: u32, more: &str) -> (f64, u64) {
+    let cluster = far_apart(mode, spines, more);
+    let (outcome, ended) = simulate(&cluster, &load(1, 1, 2_000, 3), &Options::default());
+    assert_eq!(outcome.cut, None);
+    assert_eq!(ended[0].error, None);
+    let (from, to) = ended[0].hops.kv.unwrap();
+    ((to.0 - from.0) as f64 / MS as f64, outcome.digest)
+}
+
+fn uplink(leaf: u32, spine: u32, until: &str) -> String {
+    format!("[[event]]\nkind = \"uplink\"\nleaf = {leaf}\nspine = {spine}\nat_s = 0.012\n{until}")
+}
+
+#[test]
+fn a_transfer_waits_for_its_only_uplink() {
+    let whole = one_far("flows", 1, "").0;
+    for leaf in [0, 1] {
+        let fails = uplink(leaf, 0, "until_s = 0.1\n");
+        // At 12 ms 2 of its 5.9 ms are over; they end at 100 ms.
+        let flows = one_far("flows", 1, &fails).0;
+        assert!((flows - whole - 88.0).abs() < 0.001, "{flows}");
+        // The packets on the way are lost, and a timer of 67 ms sends them again.
+        let (packets, digest) = one_far("packets", 1, &fails);
+        assert!(packets > flows && packets < flows + 67.2, "{packets}");
+        assert_eq!(one_far("packets", 1, &fails), (packets, digest));
+        // The other direction of time: a link that fails after the transfer is not noticed.
+        let late = fails.replace("0.012", "0.05");
+        let calm = one_far("packets", 1, "").0;
+        assert_eq!(one_far("packets", 1, &late).0, calm);
+    }
+}
+
+#[test]
+fn a_transfer_takes_another_spine() {
+    let calm = one_far("packets", 2, "").0;
+    let times = |more: &str| {
+        let mut times =
+            [0, 1].map(|spine| one_far("packets", 2, &(more.to_owned() + &uplink(0, spine, ""))).0);
+        times.sort_by(f64::total_cmp);
+        times
+    };
+    let at_once = times("");
+    // It uses one of the two. A simulated packet takes whole ns, 1 % more.
+    assert!((at_once[0] - calm).abs() < 0.07, "{at_once:?} {calm}");
+    assert!(
+        (0.0..0.3).contains(&(at_once[1] - calm)) && at_once[1] > at_once[0],
+        "{at_once:?} {calm}"
+    );
+    // Until routes change all packets are lost, in this time and what their timer takes.
+    let late = times("reroute_ms = 2\n");
+    assert!(late[1] > calm + 2.0 && late[1] < calm + 75.0, "{late:?}");
+    // A fluid has half of the uplinks left, which is all that it needs.
+    let flows = one_far("flows", 2, "").0;
+    assert_eq!(one_far("flows", 2, &uplink(0, 0, "")).0, flows);
+}
+
+#[test]
+fn a_transfer_waits_for_an_interface_that_is_down() {
+    let down = "[[event]]\nkind = \"link\"\nworker = 1\nshare = 0\nat_s = 0.012\nuntil_s = 0.05\n";
+    let whole = one_far("flows", 1, "").0;
+    let flows = one_far("flows", 1, down).0;
+    assert!((flows - whole - 38.0).abs() < 0.001, "{flows}");
+    let packets = one_far("packets", 1, down).0;
+    assert!(packets > flows && packets < flows + 67.2, "{packets}");
+}
+
+/// A file of `slipstream net run` with one flow.
+fn background(text: &str) -> (tempfile::TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("other.toml");
+    let head = "duration = 1.0\n[topology]\ncategory = \"LeafSpine\"\n\
+                leaf_spine = { leaves = 1, spines = 1, hosts_per_leaf = 8 }\n[switch]\nport_rate = 4e11\n";
+    std::fs::write(&path, format!("{head}{text}")).unwrap();
+    let key = format!("background = {:?}\n", path.to_str().unwrap());
+    (folder, key)
+}
+
+/// 500 MB from the prefill to the decode worker, from 5 ms on: 10 ms alone.
+const BESIDE: &str = "[[flow]]\nflow_id = 1\nflow_type = \"RoCE\"\ngraph = [[0, 1]]\ntraffic = { initial_delay = 0.005, \
+                      size = 500_000_000, pkt_size_dist = 4096 }\n";
+
+#[test]
+fn background_traffic_slows_a_transfer_down() {
+    let calm = one_far("packets", 1, "").0;
+    let (_folder, key) = background(BESIDE);
+    let (beside, digest) = one_far("packets", 1, &key);
+    // Both are on their way from 10 ms on, with 250 and 295 MB left.
+    assert!((1.5..2.6).contains(&(beside / calm)), "{beside} {calm}");
+    assert_eq!(one_far("packets", 1, &key), (beside, digest));
+    // In the other direction, or when it is over.
+    for text in [
+        BESIDE.replace("[[0, 1]]", "[[1, 0]]"),
+        BESIDE.replace("500_000_000", "50_000_000"),
+    ] {
+        let (_folder, key) = background(&text);
+        let other = one_far("packets", 1, &key).0;
+        assert!((other / calm - 1.0).abs() < 0.01, "{other} {calm}");
+    }
+}
+
+#[test]
+fn background_traffic_of_unknown_hosts_is_refused() {
+    let refused = |key: &str| {
+        let cluster = far_apart("packets", 1, key);
+        let read = |path: &std::path::Path| std::fs::read(path);
+        let load = load(1, 1, 100, 2);
+        let outcome =
+            slipstream_twin::simulate(&cluster, &load, &Options::default(), read, &mut ());
+        outcome.err().unwrap().to_string()
+    };
+    let (_folder, key) = background(&BESIDE.replace("[[0, 1]]", "[[0, 7]]"));
+    let text = refused(&key);
+    for part in [
+        "`network.background`",
+        "other.toml",
+        "flow 1 has host 7",
+        "3 network interfaces",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    let (_folder, key) = background("[[flow]]\nflow_typ = 1\n");
+    assert!(refused(&key).contains("flow_typ"));
+    let text = refused("background = \"missing.toml\"\n");
+    assert!(
+        text.contains("missing.toml") && text.contains("relative"),
+        "{text}"
+    );
 }

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod disagg;
+mod in_step;
 mod jump;
 mod peers;
 mod pipeline;

@@ -15,8 +15,8 @@
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
 //! engine with its requests; `kv_transfer`, `peers`, `wire` and `host` model KV transfers, blocks that workers fetch from
 //! each other, the network and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
-//! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lanes` runs independent engines on several
-//! threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
+//! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together that share
+//! experts; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
 // Casts that could change a number go through `slipstream_base::width`.
@@ -37,6 +37,7 @@ mod follow;
 mod host;
 mod kv_transfer;
 mod lanes;
+mod lockstep;
 mod node;
 mod packets;
 mod parts;

@@ -358,6 +358,19 @@ impl Node {
     /// Begins a pass at `now`, if there is work. Returns its end.
     pub(crate) fn begin(&mut self, now: SimTime) -> Option<SimTime> {
         let end = self.engine.begin_pass(now);
+        self.began(now, end);
+        end
+    }
+
+    /// Begins a pass at `now` with the other ranks of its group. Returns when it would end by itself. `first`: the group had
+    /// paused.
+    pub(crate) fn begin_in_step(&mut self, now: SimTime, first: bool) -> SimTime {
+        let end = self.engine.begin_in_step(now, first);
+        self.began(now, Some(end));
+        end
+    }
+
+    fn began(&mut self, now: SimTime, end: Option<SimTime>) {
         self.phase = match end {
             Some(end) => {
                 self.pass_ns = end.since(now);
@@ -381,7 +394,6 @@ impl Node {
                 self.engine.list_tokens(true);
             }
         }
-        end
     }
 
     /// Jumps over decode passes from `now` on that end before `until`. Returns the end of the last

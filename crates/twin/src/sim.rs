@@ -30,6 +30,7 @@ use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 use crate::faults::{Faults, Held};
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
+use crate::lockstep::Lockstep;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::peers::Peers;
@@ -385,6 +386,7 @@ pub fn simulate(
         && !sim.delays_output
         && cluster.events.is_empty()
         && sim.peers.is_none()
+        && sim.lockstep.is_none()
         && sim.scaling.is_empty();
     let follow_ups = sim.schedule.may_follow_up()?;
     let independent = plain
@@ -402,7 +404,7 @@ pub fn simulate(
 
 /// End of a pass. At equal times in the order in which the passes began; with its node's number of
 /// restarts.
-type PassEnd = Reverse<(SimTime, u64, u32, u32)>;
+pub(crate) type PassEnd = Reverse<(SimTime, u64, u32, u32)>;
 
 /// Planned events, except ends of passes and arrivals. Requests are identified by slot and ticket:
 /// those that have ended are not found.
@@ -563,14 +565,16 @@ pub(crate) struct Sim<'a> {
     tickets: u64,
     /// Ends of passes on serving nodes: no other part depends on them, unless requests follow from
     /// ends.
-    ends: BinaryHeap<PassEnd>,
+    pub(crate) ends: BinaryHeap<PassEnd>,
     /// Ends of passes on prefill nodes.
-    prefill_ends: BinaryHeap<PassEnd>,
+    pub(crate) prefill_ends: BinaryHeap<PassEnd>,
     queue: BinaryHeap<Reverse<(SimTime, u64, Event)>>,
-    sequence: u64,
+    pub(crate) sequence: u64,
     pub(crate) wire: Wire,
     /// Loads between workers, if they fetch blocks from each other.
     pub(crate) peers: Option<Peers>,
+    /// Ranks that begin every step together, if there are some.
+    pub(crate) lockstep: Option<Box<Lockstep>>,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
     /// The threads of the host, if it has some, instead.
     pub(crate) threads: Option<Box<Threads>>,
@@ -721,6 +725,7 @@ impl<'a> Sim<'a> {
             sequence: 0,
             wire,
             peers,
+            lockstep: Lockstep::new(cluster),
             host,
             threads,
             looks_first: false,
@@ -871,6 +876,9 @@ impl<'a> Sim<'a> {
         let due = self.schedule.next_due(self.now)?;
         let end = self.ends.peek().map(|Reverse((end, ..))| *end);
         let next = due.into_iter().chain(end).min();
+        if self.lockstep.is_some() && due.is_none() && self.flights.len() == 0 {
+            return Ok(None); // dummy batches alone
+        }
         if self.is_plain() {
             return Ok(next);
         }
@@ -1508,6 +1516,12 @@ impl<'a> Sim<'a> {
             {
                 continue; // until its thread has scheduled the pass
             }
+            if let Some(lockstep) = &self.lockstep
+                && let Some(group) = lockstep.group_of(node)
+            {
+                self.begin_together(group, sink);
+                continue;
+            }
             if self.nodes[node as usize].role == Role::Prefill {
                 left -= 1;
                 if let Some(end) = self.begin(node, sink) {
@@ -1547,6 +1561,12 @@ impl<'a> Sim<'a> {
             let ahead = end.is_some() && self.nodes[node as usize].engine.schedules_ahead();
             threads.began(self.now, node, ahead);
         }
+        self.began(node, sink);
+        end
+    }
+
+    /// A node has begun a pass, or is idle.
+    pub(crate) fn began(&mut self, node: u32, sink: &mut dyn Sink) {
         self.publish_idle(node);
         self.begin_peer_loads(node);
         if self.prefill.is_some() {
@@ -1559,7 +1579,6 @@ impl<'a> Sim<'a> {
             }
             self.reserved = reserved;
         }
-        end
     }
 
     /// Limit of jumps for the `awake` engines that begin a pass now: a request must find the state
@@ -1661,7 +1680,7 @@ impl<'a> Sim<'a> {
     }
 
     /// Blocks that left the cache without a pass: an idle engine has published all changes.
-    fn publish_idle(&mut self, node: u32) {
+    pub(crate) fn publish_idle(&mut self, node: u32) {
         let n = &mut self.nodes[node as usize];
         if n.phase == Phase::Idle && n.engine.take_kv(&mut self.out.kv) {
             let side = match (n.role, &mut self.prefill) {

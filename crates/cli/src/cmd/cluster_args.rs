@@ -154,6 +154,14 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
         "[engine.peer_tier] is for simulation; live, the KV connector of real engines fetches blocks from peers: run with \
          `--set engine.peer_tier.enabled=false`",
     );
+    refuse(
+        cluster
+            .pools
+            .iter()
+            .any(|pool| pool.engine.data_parallel_barrier),
+        "`engine.data_parallel_barrier` is for simulation; live, each rank begins its steps by itself: run with \
+         `--set engine.data_parallel_barrier=false`",
+    );
     if refused.is_empty() {
         return Ok(());
     }
@@ -223,5 +231,10 @@ mod tests {
             peers.contains("--set engine.peer_tier.enabled=false"),
             "{peers}"
         );
+        let ranks = "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 2\n\
+                     data_parallel_size = 2\ndata_parallel_barrier = true\n";
+        let ranks = refuse_simulated(&cluster(ranks)).unwrap_err().to_string();
+        let mended = "--set engine.data_parallel_barrier=false";
+        assert!(ranks.contains(mended), "{ranks}");
     }
 }

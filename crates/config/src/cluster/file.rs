@@ -232,7 +232,7 @@ pub fn read(
         let events = read_event_list(root, &pools);
         check_links(root, &pools, &network, &events);
         check_hosts(root, &pools, &network, &model.shape);
-        check_host(root, &host, &network);
+        check_host(root, &host, &network, &pools);
         Cluster {
             model,
             pools,
@@ -875,7 +875,7 @@ fn read_threads(t: &Table<'_>, mode: HostMode, default: HostThreads) -> HostThre
 }
 
 /// A host with threads has the CPUs that the scheduler takes, and its workers.
-fn check_host(root: &Table<'_>, host: &HostConfig, network: &NetworkConfig) {
+fn check_host(root: &Table<'_>, host: &HostConfig, network: &NetworkConfig, pools: &[PoolConfig]) {
     if host.mode != HostMode::Threads {
         return;
     }
@@ -904,6 +904,17 @@ fn check_host(root: &Table<'_>, host: &HostConfig, network: &NetworkConfig) {
             "`host.mode` is \"threads\", whose workers run on the frontend's host, and `network.messages` puts a network \
              between them",
             "set `network.messages = false`, or `host.mode = \"ideal\"`",
+        );
+    }
+    if let Some(pool) = pools.iter().find(|p| p.engine.data_parallel_barrier) {
+        root.error(
+            "host",
+            format!(
+                "`host.mode` is \"threads\", whose engines begin their passes one by one, and the ranks of pool `{}` begin \
+                 them together (`engine.data_parallel_barrier`)",
+                pool.name
+            ),
+            "set `host.mode = \"ideal\"`, or `engine.data_parallel_barrier = false`",
         );
     }
 }
@@ -1271,6 +1282,7 @@ fn read_engine(
         tensor_parallel_size: parallel.tensor,
         pipeline,
         data_parallel_size: parallel.data,
+        data_parallel_barrier: parallel.barrier,
         enable_expert_parallel: parallel.experts,
         expert_imbalance: parallel.imbalance,
         gpu_memory_utilization: kv.memory_utilization,
@@ -1299,6 +1311,8 @@ struct Parallel {
     /// Layers of each stage of the pipeline; one without.
     stages: Vec<u32>,
     data: u32,
+    /// Whether ranks begin every step together.
+    barrier: bool,
     experts: bool,
     imbalance: Option<f64>,
 }
@@ -1389,7 +1403,10 @@ fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Pa
         );
     }
     let imbalance = t.get("expert_imbalance").within(1.0..=1024.0).optional();
-    if data > 1 && mixture && !calibrated {
+    let barrier = read_barrier(t, shape, data, stages);
+    // Such times are those of one deployment, as it is.
+    let stated = !matches!(timing, TimingConfig::Roofline { .. });
+    if data > 1 && mixture && !calibrated && !(barrier && stated) {
         t.error(
             "data_parallel_size",
             format!(
@@ -1405,9 +1422,39 @@ fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Pa
         splits,
         stages: layers_of_stages(shape.layers, stages),
         data,
+        barrier,
         experts,
         imbalance,
     }
+}
+
+fn read_barrier(t: &Table<'_>, shape: &ModelShape, data: u32, stages: u32) -> bool {
+    let key = "data_parallel_barrier";
+    let default = EngineConfig::default();
+    let barrier = t.get(key).or(default.data_parallel_barrier);
+    if data == 1 {
+        return false; // one rank waits for no other
+    }
+    let reason = if shape.experts.is_none() {
+        format!(
+            "the ranks of {}, which has no experts, never meet",
+            shape.name
+        )
+    } else if stages > 1 {
+        format!(
+            "`pipeline_parallel_size` is {stages}, and pipelines whose ranks meet are not modelled"
+        )
+    } else {
+        return barrier;
+    };
+    if barrier {
+        t.error(
+            key,
+            format!("`{key}` is true, but {reason}"),
+            "set it to false",
+        );
+    }
+    false
 }
 
 /// Bytes of an activation between two stages: 16 bits.
@@ -3434,6 +3481,39 @@ mod tests {
         );
         let dense = "[engine]\ndata_parallel_size = 2\n";
         assert_eq!(parse(dense).unwrap().0.gpus(), 2);
+    }
+
+    #[test]
+    fn ranks_meet_if_they_share_experts() {
+        let mixture = |text: &str| {
+            format!(
+                "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 2\n\
+                 data_parallel_barrier = true\n{text}"
+            )
+        };
+        let barrier = |text: &str| parse(text).unwrap().0.pools[0].engine.data_parallel_barrier;
+        assert!(!barrier("[engine]\ndata_parallel_size = 2\n"));
+        assert!(barrier(&mixture("data_parallel_size = 2\n")));
+        // Times that are stated are those of ranks that share experts; a roofline has all experts on each.
+        let constant = "[engine.timing]\nkind = \"constant\"\nstep_ns = 5\n";
+        assert!(barrier(&mixture(&format!(
+            "data_parallel_size = 2\n{constant}"
+        ))));
+        let roofline = "data_parallel_size = 2\n[engine.timing]\nkind = \"roofline\"\n";
+        check_refused(&mixture(roofline), &["`data_parallel_size` is 2"]);
+        assert!(!barrier(&mixture("")));
+        check_refused(
+            &mixture("data_parallel_size = 2\npipeline_parallel_size = 2\n"),
+            &["`data_parallel_barrier` is true, but `pipeline_parallel_size` is 2"],
+        );
+        check_refused(
+            &mixture("data_parallel_size = 2\n[host]\nmode = \"threads\"\ncpus = 4\n"),
+            &["`host.mode` is \"threads\", whose engines begin their passes one by one"],
+        );
+        check_refused(
+            "[engine]\ndata_parallel_size = 2\ndata_parallel_barrier = true\n",
+            &["c.toml:3:25: `data_parallel_barrier` is true, but the ranks of qwen3-8b"],
+        );
     }
 
     #[test]

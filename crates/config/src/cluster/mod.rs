@@ -279,6 +279,8 @@ pub struct EngineConfig {
     pub pipeline: Option<PipelineConfig>,
     /// Ranks of a worker, each with its own scheduler. Default 1.
     pub data_parallel_size: u32,
+    /// The ranks of a worker begin every step together. Default false.
+    pub data_parallel_barrier: bool,
     /// Divide whole experts between the GPUs of a worker, instead of every expert. Default false.
     pub enable_expert_parallel: bool,
     /// Rows of the GPU whose experts have most, over the mean of all GPUs. Default: the profile's.
@@ -327,6 +329,7 @@ impl Default for EngineConfig {
             tensor_parallel_size: 1,
             pipeline: None,
             data_parallel_size: 1,
+            data_parallel_barrier: false,
             enable_expert_parallel: false,
             expert_imbalance: None,
             gpu_memory_utilization: 0.9,

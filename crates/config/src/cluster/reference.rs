@@ -221,6 +221,15 @@ pub const KEYS: &[Key] = &[
         "High: cached prefixes are spread over many ranks. A mixture needs `timing.kind` \"calibrated\".",
     ),
     key(
+        "engine.data_parallel_barrier",
+        "true or false",
+        "false",
+        "The ranks of a worker begin every step together and end it with the slowest one, as vLLM's do with a mixture of experts; a rank \
+         without requests runs a dummy batch (`docs/engine-model.md`). For simulation only. Needs a \
+         mixture; no effect with one rank.",
+        "true: one rank's long prompt delays the tokens of all. Runs take longer, as steps are not jumped over.",
+    ),
+    key(
         "engine.enable_expert_parallel",
         "true or false",
         "false",

@@ -5,6 +5,7 @@ mod calibrated;
 mod faults;
 mod host_tier;
 mod hosts;
+mod lockstep;
 mod model;
 mod packets;
 mod peers;

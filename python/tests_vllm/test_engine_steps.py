@@ -5,8 +5,8 @@ which requests were scheduled, in which order, with how many tokens computed bef
 were preempted, which finished and how, and the state of queues and blocks after it. The file with
 all of that is kept: the engine replays it in `cargo test`
 (`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is needed. Other
-files are of pipelines and of LoRA. The test here checks that the vLLM that is installed still does
-what the files say; `SLIPSTREAM_WRITE_STEPS=1` writes them anew.
+files are of pipelines, of LoRA and of images. The test here checks that the vLLM that is installed
+still does what the files say; `SLIPSTREAM_WRITE_STEPS=1` writes them anew.
 
 A step's text has five parts, separated by `|`:
 
@@ -16,7 +16,8 @@ A step's text has five parts, separated by `|`:
   pipeline, those of each step that is scheduled until the oldest one's tokens are awaited;
 - the requests preempted;
 - the requests that ended: id, `S` (stop) or `L` (length), output tokens;
-- running and waiting requests, free blocks, distinct cached blocks;
+- running and waiting requests, free blocks, distinct cached blocks; with images room for their
+  encoded tokens, with that of images that no request needs, and the images and tokens encoded;
 - the order of both queues, the blocks of each running request, and the events of the KV cache: of
   each hash its number in order of appearance and that of its parent (`+3<2`), or its removal
   (`-3`). Kept as a checksum (FNV-1a), in whole with `STEPS_FULL=1`.
@@ -50,8 +51,10 @@ from vllm.config import (
 )
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -69,7 +72,15 @@ KEPT_PIPELINES = KEPT.with_name("vllm_pipeline_steps.jsonl")
 KEPT_LORA = KEPT.with_name("vllm_lora_steps.jsonl")
 """The same, with a limit of LoRA adapters per step."""
 
-VARIANTS = {"plain": KEPT, "pipelines": KEPT_PIPELINES, "lora": KEPT_LORA}
+KEPT_IMAGES = KEPT.with_name("vllm_image_steps.jsonl")
+"""The same, of prompts with images, which an encoder computes."""
+
+VARIANTS = {
+    "plain": KEPT,
+    "pipelines": KEPT_PIPELINES,
+    "lora": KEPT_LORA,
+    "images": KEPT_IMAGES,
+}
 """What an engine has, and the file of workloads."""
 
 SEED, COUNT = 7, 44
@@ -92,6 +103,9 @@ FAMILIES = (
     "eager",
 )
 
+IMAGE, APART = 100_000_000, 100_000
+"""The first token of image 0, and between those of two images."""
+
 Run = list[int]
 """Tokens of a prompt: the first, how many, and how much each is above the one before."""
 
@@ -99,6 +113,16 @@ Run = list[int]
 def spell(runs: list[Run]) -> list[int]:
     """Write out the tokens of a prompt."""
     return [first + i * step for first, count, step in runs for i in range(count)]
+
+
+def images_of(runs: list[Run]) -> list[list[int]]:
+    """Find the images of a prompt: first token, number of tokens, and id."""
+    images, offset = [], 0
+    for first, count, _ in runs:
+        if first >= IMAGE:
+            images.append([offset, count, (first - IMAGE) // APART])
+        offset += count
+    return images
 
 
 @functools.cache
@@ -227,6 +251,14 @@ class Engine:
             hash_block_size=size,
             log_stats=False,
         )
+        self.encoder = config.get("encoder")
+        self._encoded = [0, 0]
+        if self.encoder:
+            # As the scheduler of a model that takes images has them.
+            budget, room, whole = self.encoder
+            self.scheduler.max_num_encoder_input_tokens = budget
+            self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=room)
+            self.scheduler.scheduler_config.disable_chunked_mm_input = whole
         self._events = Cache()
         self.scheduler.kv_event_publisher = self._events
         self._queue: deque[tuple[Any, set[str]]] = deque()
@@ -251,6 +283,15 @@ class Engine:
             arrival_time=float(self._arrivals),
             priority=request["priority"],
             lora_request=lora_of(request.get("adapter", 0)),
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=None,
+                    modality="image",
+                    identifier=f"image-{image}",
+                    mm_position=PlaceholderRange(offset=offset, length=length),
+                )
+                for offset, length, image in request.get("images", [])
+            ],
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(made)
@@ -279,6 +320,11 @@ class Engine:
             if self.scheduler.has_requests():
                 plan = self.scheduler.schedule()
                 preempted |= plan.preempted_req_ids or set()
+                for name, inputs in plan.scheduled_encoder_inputs.items():
+                    request = self.scheduler.requests[name]
+                    tokens = (request.get_num_encoder_embeds(i) for i in inputs)
+                    self._encoded[0] += len(inputs)
+                    self._encoded[1] += sum(tokens)
                 requests = self.scheduler.requests
                 counts = plan.num_scheduled_tokens
                 # The scheduler counts a step's tokens as computed when it has planned it.
@@ -349,12 +395,15 @@ class Engine:
         manager = self.scheduler.kv_cache_manager
         pool = manager.block_pool
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        numbers = (
+        numbers = [
             len(running),
             len(waiting),
             pool.get_num_free_blocks(),
             len(pool.cached_block_hash_to_block._cache),
-        )
+        ]
+        if self.encoder:
+            encoder = self.scheduler.encoder_cache_manager
+            numbers += [encoder.num_free_slots, encoder.num_freeable_slots, *self._encoded]
         blocks = ((r.request_id, len(manager.get_block_ids(r.request_id)[0])) for r in running)
         whole = ";".join(
             (
@@ -373,6 +422,7 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
     """Make a workload and run it through vLLM."""
     rng = random.Random(seed * 1_000_003 + index)
     of_adapters = random.Random(index)
+    of_images = random.Random(seed * 7_000_003 + index)
     family = FAMILIES[index % len(FAMILIES)]
     size = rng.choice([4, 8, 16, 16, 32, 64])
     by_priority = family in ("priority", "storm") or (
@@ -414,6 +464,18 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
         config["stages"] = 2 + index % 3
     elif variant == "lora":
         config["max_loras"] = 1 + index % 3
+    elif variant == "images":
+        # Of each image its size.
+        sizes = [of_images.randrange(1, length // 5) for _ in range(6)]
+        config["encoder"] = [
+            int(max(sizes) * of_images.choice([1, 1.5, 4])),
+            int(max(sizes) * of_images.choice([1, 1.5, 3, 6])),
+            of_images.random() < 0.3,
+        ]
+        keys = ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill")
+        if max(sizes) > min(config[key] for key in keys if config[key]):
+            # vLLM refuses such models: their largest image would never run.
+            config["encoder"][2] = False
     engine = Engine(config)
     live: list[int] = []
     talks: list[list[Run]] = []
@@ -433,6 +495,13 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
                 prompt = [own]
             if family == "same" and talks and rng.random() < 0.7:
                 prompt = talks[-1][:-1]
+            if variant == "images" and of_images.random() < 0.7:
+                chosen = of_images.choices(range(6), k=of_images.randrange(1, 4))
+                runs = [[IMAGE + APART * image, sizes[image], 1] for image in chosen]
+                place = of_images.randrange(len(prompt) + 1)
+                with_images = [*prompt[:place], *runs, *prompt[place:]]
+                if len(spell(with_images)) < length:
+                    prompt = with_images
             request = {
                 "id": made,
                 "prompt": prompt,
@@ -443,6 +512,8 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
             }
             if variant == "lora":
                 request["adapter"] = of_adapters.choice([0, 0, 1, 2, 3, 4, 5])
+            if variant == "images":
+                request["images"] = images_of(prompt)
             if family == "ends":
                 request["ignore_eos"] = rng.random() < 0.3
                 request["min_tokens"] = rng.choice([0, 0, 10])

@@ -31,7 +31,9 @@ pub mod width;
 pub use fpm::ForwardPassMetrics;
 pub use ids::{RankId, RequestId, WorkerId};
 pub use kv_event::{KvDelta, KvOp};
-pub use request::{EngineRequest, FinishReason, GenerationParams, Prompt, Tail, adapter_id};
+pub use request::{
+    EncoderInput, EngineRequest, FinishReason, GenerationParams, Prompt, Tail, adapter_id,
+};
 pub use role::Role;
 pub use slo::Slo;
 pub use stage::{Stage, StageTimes};

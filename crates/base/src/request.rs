@@ -258,6 +258,26 @@ pub struct GenerationParams {
     pub answered: u32,
     /// The LoRA adapter ([`adapter_id`]) that generates them; 0: the model itself.
     pub adapter: u64,
+    /// Images and other inputs of an encoder whose outputs stand in the prompt: in order, apart from each other.
+    pub encoder_inputs: Box<[EncoderInput]>,
+}
+
+/// An input of a multimodal model's encoder, such as an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct EncoderInput {
+    /// Inputs of equal content have equal ids.
+    pub id: u64,
+    /// Its first placeholder token in the prompt.
+    pub offset: u32,
+    /// Number of its placeholder tokens, at least 1: the encoder's outputs.
+    pub tokens: u32,
+}
+
+impl EncoderInput {
+    /// The token behind its last one.
+    pub fn end(&self) -> u32 {
+        self.offset.saturating_add(self.tokens)
+    }
 }
 
 /// Number of the LoRA adapter `name` that is stored at `path`: equal ones have equal numbers, in all processes.
@@ -274,6 +294,7 @@ impl Default for GenerationParams {
             stop_token_ids: [].into(),
             answered: 0,
             adapter: 0,
+            encoder_inputs: [].into(),
         }
     }
 }

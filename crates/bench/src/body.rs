@@ -239,7 +239,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::Value;
     use slipstream_base::SimTime;
-    use slipstream_workload::{Content, PromptSource};
+    use slipstream_workload::{Content, Images, PromptSource};
 
     fn template(endpoint: Endpoint, form: PromptForm) -> Template {
         Template::new(TemplateParts {
@@ -283,6 +283,7 @@ mod tests {
             ignore_eos: true,
             priority: -1,
             adapter: 0,
+            images: Images::default(),
             class: 0,
         }
     }

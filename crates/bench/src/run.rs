@@ -215,6 +215,11 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
         threads: threads_of(&config)?,
         ..config
     };
+    if config.workload.has_images() {
+        return Err(BenchError::Options(
+            "`images_per_request` is for simulation, and requests to a server would have no images; set it to 0".into(),
+        ));
+    }
     for pid in &config.server_pids {
         process::usage_of(*pid).ok_or(BenchError::NoProcess(*pid))?;
     }

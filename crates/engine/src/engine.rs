@@ -2,6 +2,7 @@
 
 mod adapters;
 mod disagg;
+mod encoder;
 mod in_step;
 mod jump;
 mod peers;
@@ -32,6 +33,7 @@ use crate::waiting::{Rank, RunningStats, Waiting};
 use adapters::Adapters;
 pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
+use encoder::{Encoded, Encoder};
 pub use jump::DecodeRun;
 pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use pipeline::Pipeline;
@@ -94,6 +96,8 @@ pub struct Engine {
     pipeline: Option<Box<Pipeline>>,
     /// LoRA adapters, if they are limited.
     adapters: Option<Box<Adapters>>,
+    /// The encoder of images, if its time is modelled.
+    encoder: Option<Box<Encoder>>,
 
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
@@ -249,8 +253,12 @@ struct Plan {
     chunks: RunningStats,
     contexts: RunningStats,
     preempted: bool,
-    /// Time to load its adapters, ns.
-    adapters_ns: u64,
+    /// Time before its layers, ns: to load adapters, and of the encoder.
+    before_ns: u64,
+    /// Encoder tokens that it may still compute.
+    encoder_budget: u32,
+    /// Encoder inputs that it computes.
+    encoded: Vec<Encoded>,
 }
 
 /// Why the head of the waiting queue could not be admitted, and what would have to change.
@@ -373,6 +381,10 @@ impl Engine {
                 .lora
                 .as_ref()
                 .map(|lora| Box::new(Adapters::new(lora))),
+            encoder: config
+                .encoder
+                .as_ref()
+                .map(|encoder| Box::new(Encoder::new(encoder))),
             pass: None,
             next: None,
             overtaken: Vec::new(),
@@ -503,6 +515,16 @@ impl Engine {
                 max_num_batched_tokens: self.budget,
             });
         }
+        if let Some(encoder) = &self.encoder {
+            let mut most = encoder.input_max();
+            if encoder.takes_whole() {
+                most = most.min(self.budget).min(self.long_prefill);
+            }
+            let inputs = request.params.encoder_inputs.iter();
+            if let Some(tokens) = inputs.map(|i| i.tokens).find(|&tokens| tokens > most) {
+                return Err(Refusal::EncoderInput { tokens, most });
+            }
+        }
         if self.by_id.contains_key(&request.id) {
             return Err(Refusal::Duplicate { id: request.id });
         }
@@ -527,6 +549,9 @@ impl Engine {
         self.peers.clear();
         if let Some(adapters) = &mut self.adapters {
             adapters.clear();
+        }
+        if let Some(encoder) = &mut self.encoder {
+            encoder.clear();
         }
         self.pass = None;
         self.next = None;
@@ -644,7 +669,7 @@ impl Engine {
         } else {
             self.note_range(&plan.load);
             self.passes += 1;
-            now + (plan.adapters_ns + self.timing.step_ns(&plan.load))
+            now + (plan.before_ns + self.timing.step_ns(&plan.load))
         };
         self.pass = Some(Pass {
             start: now,
@@ -686,6 +711,7 @@ impl Engine {
         let mut plan = Plan {
             budget: self.budget,
             most: self.most_of_one(),
+            encoder_budget: self.encoder.as_ref().map_or(0, |encoder| encoder.budget),
             ..Plan::default()
         };
         self.finish_host_loads(now);
@@ -698,6 +724,9 @@ impl Engine {
         }
         if self.adapters.is_some() {
             self.load_adapters::<AHEAD>(&mut plan);
+        }
+        if self.encoder.is_some() {
+            plan.before_ns += self.encoder_ns(&plan);
         }
         plan
     }
@@ -754,11 +783,16 @@ impl Engine {
             } else {
                 len - before
             };
-            let chunk = left.min(plan.budget).min(plan.most);
+            let mut chunk = left.min(plan.budget).min(plan.most);
+            let (slot, encoder_budget) = (r.slot, plan.encoder_budget);
+            if self.encoder.is_some() && !decodes {
+                chunk = self.fit_inputs(slot, before, chunk, plan);
+            }
             if chunk == 0 {
-                at += 1; // if all drafts are accepted, it ends
+                at += 1; // if all drafts are accepted, it ends; or its next image has to wait
                 continue;
             }
+            let r = &mut self.running[at];
             let target = before + chunk;
             let slots = self.speculation.slots(target, self.max_len);
             // Below its capacity a sequence neither needs a block nor fills one.
@@ -779,6 +813,10 @@ impl Engine {
             }
             let r = &mut self.running[at];
             *r.planned::<AHEAD>() = chunk;
+            if self.encoder.is_some() && !decodes {
+                self.compute_inputs(slot, encoder_budget, plan);
+            }
+            let r = &self.running[at];
             if decodes {
                 plan.load.add_decode(r.prompt_len, target);
                 plan.load.draft_tokens += u64::from(chunk - 1);
@@ -843,6 +881,7 @@ impl Engine {
             let mut r = self.running.remove(victim);
             if *r.planned::<AHEAD>() > 0 {
                 plan.take_back::<AHEAD>(&mut r);
+                plan.take_back_inputs(r.slot);
             }
             self.preempt::<AHEAD>(&r);
             match victim.cmp(at) {
@@ -881,6 +920,7 @@ impl Engine {
             self.overtaken.push((r.slot, drafts));
         }
         self.release(table);
+        self.leave_inputs(r.slot);
         self.preemptions += 1;
         self.waiting.push_preempted(r.slot, rank);
         if begun {
@@ -932,7 +972,17 @@ impl Engine {
             if !self.chunked && left > plan.budget {
                 break;
             }
-            let chunk = left.min(plan.budget);
+            let mut chunk = left.min(plan.budget);
+            let encoder_budget = plan.encoder_budget;
+            let encodes = self.encodes(slot);
+            if encodes {
+                chunk = self.fit_inputs(slot, computed, chunk, plan);
+                if chunk == 0 {
+                    self.waiting.remove(slot, self.sequences[slot].rank());
+                    self.passed_over.push(slot);
+                    continue;
+                }
+            }
 
             // The whole sequence must fit, not its first chunk alone (vLLM's
             // `scheduler_reserve_full_isl`, on by default). A hit block that no sequence holds is among
@@ -945,13 +995,17 @@ impl Engine {
             };
             let new_blocks = fits.div_ceil(self.block_size) - self.hits.blocks();
             if new_blocks + self.hits.free() > self.pool.free() {
-                // The need for a chunk depends on the rest of the budget, too.
-                if self.reserves_full && fits == len {
+                self.leave_inputs(slot);
+                // The need for a chunk depends on the rest of the budget, too; and each look at images leaves traces.
+                if self.reserves_full && fits == len && !encodes {
                     self.note_blocked_head(slot, next_block);
                 }
                 break;
             }
             self.admit::<AHEAD>(now, slot, computed, chunk);
+            if encodes {
+                self.compute_inputs(slot, encoder_budget, plan);
+            }
             plan.load.add_prefill(computed, chunk);
             plan.chunks.add(chunk);
             plan.budget -= chunk;
@@ -1186,6 +1240,7 @@ impl Engine {
 
     /// Forgets a sequence that is in neither queue any more.
     fn remove(&mut self, slot: u32) {
+        self.leave_inputs(slot);
         let sequence = self.sequences.remove(slot);
         self.by_id.remove(&sequence.request.id);
         if let Some(pipeline) = &mut self.pipeline {
@@ -1208,13 +1263,15 @@ impl Engine {
     /// If no pass is under way.
     pub fn finish_pass(&mut self, out: &mut PassOutput) {
         if self.pipeline.is_some() {
-            self.apply_pass::<true>(out);
+            self.apply_pass::<true, false>(out);
+        } else if self.encoder.is_some() {
+            self.apply_pass::<false, true>(out);
         } else {
-            self.apply_pass::<false>(out);
+            self.apply_pass::<false, false>(out);
         }
     }
 
-    fn apply_pass<const PIPELINED: bool>(&mut self, out: &mut PassOutput) {
+    fn apply_pass<const PIPELINED: bool, const ENCODES: bool>(&mut self, out: &mut PassOutput) {
         let pass = self.pass.take().expect("begin_pass() comes first");
         let mut flight = if PIPELINED {
             self.take_flight()
@@ -1238,7 +1295,11 @@ impl Engine {
                 r.scheduled -= tokens;
                 r.computed += tokens;
             } else {
-                r.computed += std::mem::replace(&mut r.scheduled, std::mem::take(&mut r.ahead));
+                let tokens = std::mem::replace(&mut r.scheduled, std::mem::take(&mut r.ahead));
+                r.computed += tokens;
+                if ENCODES && tokens > 0 {
+                    self.leave_passed_inputs(r);
+                }
             }
             // A part of its prompt; or it was not in the pass.
             if r.computed < r.len {

@@ -83,6 +83,17 @@ pub enum Refusal {
         /// The engine's.
         block_size: u32,
     },
+    /// An image or another input of the encoder can never be computed.
+    #[error(
+        "an image takes {tokens} tokens, but the encoder computes at most {most} at once; send smaller images, or raise \
+         max_num_encoder_input_tokens and encoder_cache_size (with disable_chunked_mm_input also the limits of a pass)"
+    )]
+    EncoderInput {
+        /// Tokens of the input.
+        tokens: u32,
+        /// The smaller of the encoder's budget and its cache; and of the limits of a pass, if it takes inputs whole.
+        most: u32,
+    },
     /// Nothing to generate.
     #[error("max_tokens is 0; ask for at least 1")]
     NoTokens,

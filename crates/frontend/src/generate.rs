@@ -747,8 +747,8 @@ fn sequences(
                         None if vocab.is_some() => [].into(),
                         None => params.stop_token_ids.as_slice().into(),
                     },
-                    answered: 0,
                     adapter,
+                    ..GenerationParams::default()
                 },
                 priority: params.priority,
                 seed,

@@ -887,6 +887,8 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
                 stop_token_ids,
                 answered,
                 adapter,
+                // Their time is modelled in simulation.
+                encoder_inputs: [].into(),
             },
             priority,
             seed,
@@ -1204,7 +1206,7 @@ mod tests {
                     ignore_eos: true,
                     stop_token_ids: [7, 8].into(),
                     answered: if opaque { 31 } else { 0 },
-                    adapter: 0,
+                    ..GenerationParams::default()
                 },
                 priority: -1,
                 seed: 0xfeed,

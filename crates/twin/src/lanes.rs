@@ -42,7 +42,7 @@ use slipstream_workload::{Request, Schedule, SourceError};
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::sim::{
     Failure, Options, Outcome, Progress, REFUSED, RequestRecord, Sim, Sink, Tally, TwinError,
-    check_length, prompt_of, request_seed,
+    check_length, encoder_inputs, prompt_of, request_seed,
 };
 
 /// Arrivals per window and engine: enough that loading an engine's block pool into the processor's
@@ -234,6 +234,7 @@ impl Lane {
         let (max_tokens, ignore_eos) = (request.output_len, request.ignore_eos);
         let (priority, seed) = (request.priority, request_seed(rules.seed, &request));
         let adapter = request.adapter;
+        let encoder_inputs = encoder_inputs(&request);
         let id = self.flights.insert(Flight::new(request, active, at));
         let added = self.node.engine.add(
             at,
@@ -244,6 +245,7 @@ impl Lane {
                     max_tokens,
                     ignore_eos,
                     adapter,
+                    encoder_inputs,
                     ..GenerationParams::default()
                 },
                 priority,

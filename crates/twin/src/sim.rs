@@ -11,7 +11,8 @@ use slipstream_base::mix::mix64;
 use slipstream_base::text::{counted, grouped};
 use slipstream_base::width::to_u32;
 use slipstream_base::{
-    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime, WorkerId,
+    BlockHash, EncoderInput, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime,
+    WorkerId,
 };
 use slipstream_config::cluster::{
     AutoscaleConfig, AutoscalePolicy, Cluster, HandOver, HostMode, PoolConfig, RouterPolicy,
@@ -1364,6 +1365,7 @@ impl<'a> Sim<'a> {
                 ignore_eos: request.ignore_eos,
                 answered: flight.answered,
                 adapter: request.adapter,
+                encoder_inputs: encoder_inputs(request),
                 ..GenerationParams::default()
             },
             priority: request.priority,
@@ -1750,6 +1752,19 @@ pub(crate) fn prompt_of(
     };
     let prompt = request.prompt.to_blocks(block_size, root, name);
     prompt.map_err(|error| error.to_string())
+}
+
+/// The images of a request, for the encoder.
+pub(crate) fn encoder_inputs(request: &Request) -> Box<[EncoderInput]> {
+    let images = request.images;
+    let each = 0..images.count;
+    // An image of one turn is in the prompts of all later ones.
+    let input = |i: u32| EncoderInput {
+        id: mix64(mix64(request.session) ^ u64::from(i)),
+        offset: images.offset + i * images.tokens,
+        tokens: images.tokens,
+    };
+    each.map(input).collect()
 }
 
 /// Seed of the answer to `request`, in a run with this `seed`.

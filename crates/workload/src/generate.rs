@@ -3,11 +3,13 @@
 use slipstream_base::mix::mix64;
 use slipstream_base::width;
 use slipstream_base::{RequestId, SimTime, adapter_id};
-use slipstream_config::workload_file::{Arrival, Class, Dist, Workload};
+use slipstream_config::workload_file::{
+    Arrival, Class, Dist, IMAGE_TOKENS_MAX, IMAGES_MAX, Workload,
+};
 
 use crate::draw::{Stream, Table};
 use crate::prompt::{Content, PromptSource, Role, Segment};
-use crate::source::{Request, SourceError, TURNS_MAX};
+use crate::source::{Images, Request, SourceError, TURNS_MAX};
 
 /// Start times of sessions, one after the other.
 #[derive(Debug)]
@@ -227,6 +229,24 @@ impl Generator {
         choices.adapters[choices.adapter_table.index(draw)]
     }
 
+    /// Images of a session, behind `shared` tokens of its first prompt.
+    fn images(&self, class: usize, session: u64, shared: u32) -> Images {
+        let shape = &self.classes[class];
+        if shape.images == Dist::Exact(0.0) {
+            return Images::default();
+        }
+        let stream = self.stream("images").child(session);
+        let tokens = stream.child(1).sample_whole(&shape.image_tokens, 1);
+        match stream.sample_whole(&shape.images, 0).min(IMAGES_MAX) {
+            0 => Images::default(),
+            count => Images {
+                count,
+                offset: shared,
+                tokens: tokens.min(IMAGE_TOKENS_MAX),
+            },
+        }
+    }
+
     fn output_len(&self, class: usize, session: u64, turn: u32) -> u32 {
         let stream = self.stream("osl").child(session).child(u64::from(turn));
         stream.sample_whole(&self.classes[class].osl, 1)
@@ -335,7 +355,9 @@ impl Iterator for Generator {
             .child(session)
             .sample_whole(&self.classes[class].isl, 1);
         // At least one token of a prompt is unique, so that a session differs from its neighbors.
-        let own = isl.saturating_sub(shared).max(1);
+        let images = self.images(class, session, shared);
+        let of_images = images.count * images.tokens;
+        let own = isl.saturating_sub(shared).max(1).saturating_add(of_images);
         segments.push(self.user_text(session, 0, own));
         let turns = self.turns(class, session, shared + own, self.requests_left);
         self.session += 1;
@@ -350,6 +372,7 @@ impl Iterator for Generator {
             ignore_eos: self.classes[class].ignore_eos,
             priority: self.classes[class].priority,
             adapter: self.adapter(class, session),
+            images,
             class: width::to_u32(class),
         })
     }
@@ -383,6 +406,47 @@ mod tests {
             unreachable!("made above")
         };
         Generator::new(workload, classes.clone(), 0).unwrap()
+    }
+
+    /// Images are in the first prompt of a session, behind the shared text, and so in all later ones.
+    #[test]
+    fn images_make_prompts_longer() {
+        let class = |images: f64| Class {
+            isl: Dist::Exact(300.0),
+            images: Dist::Exact(images),
+            image_tokens: Dist::Uniform {
+                min: 50.0,
+                max: 90.0,
+            },
+            prefix: vec![PrefixLevel {
+                branches: 2,
+                tokens: Dist::Exact(100.0),
+                skew: 0.0,
+            }],
+            session: SessionShape {
+                turns: Dist::Exact(2.0),
+                ..SessionShape::default()
+            },
+            ..Class::default()
+        };
+        let load = |images| workload(Arrival::Constant { rate_per_s: 1.0 }, 40, class(images));
+        let with = generator(&load(3.0));
+        let later = |r: &Request| with.follow_up(r, 1, SimTime(0)).unwrap().images;
+        let requests: Vec<Request> = generator(&load(3.0)).collect();
+        for request in &requests {
+            let images = request.images;
+            assert_eq!((images.count, images.offset), (3, 100));
+            assert!((50..=90).contains(&images.tokens));
+            assert_eq!(request.prompt.tokens(), 300 + 3 * images.tokens);
+            assert_eq!(later(request), images);
+        }
+        let sizes: HashSet<u32> = requests.iter().map(|r| r.images.tokens).collect();
+        assert!(sizes.len() > 5, "{sizes:?}");
+        // Nothing else is drawn from the same numbers.
+        for (plain, with) in generator(&load(0.0)).zip(&requests) {
+            assert_eq!(plain.images, Images::default());
+            assert_eq!((plain.due, plain.output_len), (with.due, with.output_len));
+        }
     }
 
     /// Each session has one adapter for all of its turns; the first of three is drawn as often as Zipf's law says.

@@ -40,4 +40,4 @@ pub mod trace;
 
 pub use prompt::{Content, PromptSource, Role, Segment, Vocabulary};
 pub use schedule::Schedule;
-pub use source::{Request, Source, SourceError};
+pub use source::{Images, Request, Source, SourceError};

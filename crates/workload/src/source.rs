@@ -35,8 +35,21 @@ pub struct Request {
     pub priority: i32,
     /// Its LoRA adapter ([`adapter_id`](slipstream_base::adapter_id)); 0: the model itself.
     pub adapter: u64,
+    /// Images in its prompt.
+    pub images: Images,
     /// Index of its class in the workload.
     pub class: u32,
+}
+
+/// Images in a prompt, one after the other. None of them is in another session's prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Images {
+    /// Their number.
+    pub count: u32,
+    /// The first one's first token in the prompt.
+    pub offset: u32,
+    /// Tokens of each.
+    pub tokens: u32,
 }
 
 impl Request {

@@ -166,6 +166,7 @@ mod tests {
             ignore_eos: true,
             priority: 0,
             adapter: 0,
+            images: crate::Images::default(),
             class: 0,
         }
     }

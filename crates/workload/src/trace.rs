@@ -33,7 +33,7 @@ use crate::draw::Stream;
 use crate::generate::Arrivals;
 use crate::own::SessionLine;
 use crate::prompt::{Content, PromptSource, Role, Segment};
-use crate::source::{Request, SourceError, TURNS_MAX};
+use crate::source::{Images, Request, SourceError, TURNS_MAX};
 
 /// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
 const LINE_BYTES_MAX: u64 = 4 << 20;
@@ -595,6 +595,7 @@ impl<R: BufRead> Trace<R> {
             ignore_eos: first.ignore_eos,
             priority: first.priority,
             adapter: 0,
+            images: Images::default(),
             class: 0,
         })
     }

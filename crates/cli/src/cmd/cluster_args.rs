@@ -162,6 +162,14 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
         "`engine.data_parallel_barrier` is for simulation; live, each rank begins its steps by itself: run with \
          `--set engine.data_parallel_barrier=false`",
     );
+    refuse(
+        cluster
+            .pools
+            .iter()
+            .any(|pool| pool.engine.encoder.is_some()),
+        "[engine.encoder] is for simulation; live, images take the time of their tokens: run with \
+         `--set engine.encoder.enabled=false`",
+    );
     if refused.is_empty() {
         return Ok(());
     }
@@ -236,5 +244,11 @@ mod tests {
         let ranks = refuse_simulated(&cluster(ranks)).unwrap_err().to_string();
         let mended = "--set engine.data_parallel_barrier=false";
         assert!(ranks.contains(mended), "{ranks}");
+        let encoder = "[engine.encoder]\nenabled = true\ntoken_us = 5\n";
+        let encoder = refuse_simulated(&cluster(encoder)).unwrap_err().to_string();
+        assert!(
+            encoder.contains("--set engine.encoder.enabled=false"),
+            "{encoder}"
+        );
     }
 }

@@ -28,8 +28,8 @@ use slipstream_config::doc::Doc;
 use slipstream_frontend::shadow::{ShadowEvent, ShadowFeed, ShadowRequest};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_twin::{Follower, Options, RequestRecord, Sink};
-use slipstream_workload::Request;
 use slipstream_workload::prompt::{self, Content, PromptSource, Segment};
+use slipstream_workload::{Images, Request};
 
 /// Interval at which the twin advances.
 const TURN: Duration = Duration::from_millis(250);
@@ -461,6 +461,7 @@ fn follow(
                     ignore_eos: true,
                     priority: request.priority,
                     adapter: 0,
+                    images: Images::default(),
                     class: 0,
                 };
                 match follower.push(pushed, worker) {

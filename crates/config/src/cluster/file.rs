@@ -22,11 +22,11 @@ use std::path::Path;
 use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_upstream};
 use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
-    EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent, FaultsConfig, Framework,
-    HandOver, HostConfig, HostMode, HostScheduler, HostThreads, HostTierConfig, KvConfig,
-    LiveConfig, LoraConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PeerTierConfig,
-    PipelineConfig, PoolConfig, RouterConfig, RouterPolicy, SchedulingPolicy, SpeculationConfig,
-    SpeculationMethod, TimingConfig, WakeMechanism,
+    EncoderConfig, EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent,
+    FaultsConfig, Framework, HandOver, HostConfig, HostMode, HostScheduler, HostThreads,
+    HostTierConfig, KvConfig, LiveConfig, LoraConfig, ModelConfig, NetworkConfig, NetworkMode,
+    OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, RouterPolicy,
+    SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig, WakeMechanism,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelShape};
@@ -1256,6 +1256,22 @@ fn read_engine(
     let host_tier = t.table("host_tier", |t| read_host_tier(t, shape, &kv, &parallel));
     let speculation = t.table("speculation", |t| read_speculation(t, &timing));
     let pipeline = read_pipeline(t, shape, &timing, &parallel, speculation.is_some());
+    let peer_tier = t.table("peer_tier", read_peer_tier);
+    let others = [
+        ("pipeline_parallel_size", pipeline.is_some()),
+        ("speculation", speculation.is_some()),
+        ("host_tier", host_tier.is_some()),
+        ("peer_tier", peer_tier.is_some()),
+    ];
+    let encoder = t.table("encoder", |t| {
+        read_encoder(
+            t,
+            &timing,
+            parallel.tensor,
+            budget.max_num_batched_tokens,
+            &others,
+        )
+    });
     EngineConfig {
         block_size: kv.block_size,
         num_gpu_blocks: kv.blocks,
@@ -1291,9 +1307,10 @@ fn read_engine(
         disk_tier: t.table("disk_tier", |t| {
             read_disk_tier(t, shape, &kv, &parallel, host_tier.is_some())
         }),
-        peer_tier: t.table("peer_tier", read_peer_tier),
+        peer_tier,
         speculation,
         lora: t.table("lora", read_lora),
+        encoder,
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -1724,6 +1741,76 @@ fn read_peer_tier(t: &Table<'_>) -> Option<PeerTierConfig> {
     Some(PeerTierConfig {
         latency_ns: round_u64(latency_us * 1e3),
     })
+}
+
+/// `others`: keys of `[engine]` that an encoder does not go with, and whether they are set.
+fn read_encoder(
+    t: &Table<'_>,
+    timing: &TimingConfig,
+    tensor: u32,
+    budget: u32,
+    others: &[(&str, bool)],
+) -> Option<EncoderConfig> {
+    if !t.get("enabled").or(false) {
+        for key in [
+            "token_us",
+            "parameters",
+            "patches_per_token",
+            "flops_share",
+            "input_us",
+            "max_num_encoder_input_tokens",
+            "encoder_cache_size",
+            "disable_chunked_mm_input",
+        ] {
+            t.unused(key, "enabled", "`enabled` is false");
+        }
+        return None;
+    }
+    if let Some((other, _)) = others.iter().find(|(_, is_set)| *is_set) {
+        t.error(
+            "enabled",
+            format!("an encoder with `engine.{other}` is not modelled"),
+            format!("set it to false, or remove `engine.{other}`"),
+        );
+    }
+    let of_tokens = || Origin::Derived("max_num_batched_tokens".into());
+    let tokens = |key| t.get(key).within(1..=1 << 24).or_from(of_tokens(), budget);
+    Some(EncoderConfig {
+        budget_tokens: tokens("max_num_encoder_input_tokens"),
+        cache_tokens: tokens("encoder_cache_size"),
+        whole_inputs: t.get("disable_chunked_mm_input").or(false),
+        input_ns: t.get("input_us").within(0.0..=1e9).or(0.0) * 1e3,
+        token_ns: read_encoder_token_us(t, timing, tensor) * 1e3,
+    })
+}
+
+/// Time of a token of the encoder's output, µs: as stated, or from the parameters of a vision transformer.
+fn read_encoder_token_us(t: &Table<'_>, timing: &TimingConfig, tensor: u32) -> f64 {
+    let token_us = t.get("token_us").within(0.0..=1e6);
+    let parameters: Option<f64> = t.get("parameters").within(1e3..=1e13).optional();
+    let Some(parameters) = parameters else {
+        for key in ["patches_per_token", "flops_share"] {
+            t.unused(key, "parameters", "`parameters` is not set");
+        }
+        return token_us.required(
+            "set the time per token that an image takes in the prompt, or `parameters` of the encoder",
+            0.0,
+        );
+    };
+    let patches: f64 = t.get("patches_per_token").within(1.0..=1024.0).or(4.0);
+    let share: f64 = t.get("flops_share").within(0.01..=1.0).or(0.5);
+    let (TimingConfig::Roofline { gpu, .. } | TimingConfig::Calibrated { gpu, .. }) = timing else {
+        t.error(
+            "parameters",
+            "`parameters` gives a time by the arithmetic of a GPU, and `engine.timing` has none",
+            "set `token_us` instead",
+        );
+        return 0.0;
+    };
+    // Each parameter is a multiplication and an addition per patch. Tensor-parallel GPUs divide the weights.
+    let flops = 2.0 * parameters * patches;
+    let us = flops / (gpu.bf16_flops * share * f64::from(tensor)) * 1e6;
+    token_us.or_from(Origin::Derived(format!("`parameters` on {}", gpu.name)), us)
 }
 
 fn read_speculation(t: &Table<'_>, timing: &TimingConfig) -> Option<SpeculationConfig> {
@@ -3514,6 +3601,49 @@ mod tests {
             "[engine]\ndata_parallel_size = 2\ndata_parallel_barrier = true\n",
             &["c.toml:3:25: `data_parallel_barrier` is true, but the ranks of qwen3-8b"],
         );
+    }
+
+    #[test]
+    fn an_encoder_has_a_time_and_the_room_of_a_pass() {
+        let encoder = |text: &str| {
+            let text = format!("[engine]\nmax_num_batched_tokens = 4096\n[engine.encoder]\n{text}");
+            parse(&text).map(|(cluster, _)| cluster.pools[0].engine.encoder)
+        };
+        assert_eq!(encoder("").unwrap(), None);
+        let stated = encoder("enabled = true\ntoken_us = 20\ninput_us = 5\n")
+            .unwrap()
+            .unwrap();
+        assert_eq!((stated.budget_tokens, stated.cache_tokens), (4096, 4096));
+        assert_eq!((stated.token_ns, stated.input_ns), (20e3, 5e3));
+        // 2 x 0.5e9 x 4 operations at half of 989.4e12 per second.
+        let derived = encoder("enabled = true\nparameters = 0.5e9\n")
+            .unwrap()
+            .unwrap();
+        assert!(
+            (derived.token_ns - 4e9 / 494.7e12 * 1e9).abs() < 10.0,
+            "{}",
+            derived.token_ns
+        );
+        let refused = |text: &str| encoder(text).unwrap_err().to_string();
+        for (text, part) in [
+            ("enabled = true\n", "`engine.encoder.token_us` is missing"),
+            ("token_us = 5\n", "`enabled` is false"),
+            (
+                "enabled = true\ntoken_us = 5\nflops_share = 0.4\n",
+                "`parameters` is not set",
+            ),
+            (
+                "enabled = true\nparameters = 1e9\n[engine.timing]\nkind = \"constant\"\nstep_ns = 5\n",
+                "`engine.timing` has none",
+            ),
+            (
+                "enabled = true\ntoken_us = 5\n[engine.peer_tier]\nenabled = true\n",
+                "`engine.peer_tier` is not modelled",
+            ),
+        ] {
+            let error = refused(text);
+            assert!(error.contains(part), "{error}");
+        }
     }
 
     #[test]

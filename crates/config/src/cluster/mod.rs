@@ -300,6 +300,8 @@ pub struct EngineConfig {
     pub speculation: Option<SpeculationConfig>,
     /// `[engine.lora]`: limits of LoRA adapters, and the time to load them. Default: none.
     pub lora: Option<LoraConfig>,
+    /// `[engine.encoder]`: the encoder of images. Default: none.
+    pub encoder: Option<EncoderConfig>,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, unless the request
@@ -339,6 +341,7 @@ impl Default for EngineConfig {
             peer_tier: None,
             speculation: None,
             lora: None,
+            encoder: None,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
@@ -418,6 +421,21 @@ pub struct LoraConfig {
     pub load_ns: u64,
     /// Time to copy one from there to the GPUs, ns.
     pub activate_ns: u64,
+}
+
+/// The encoder of a multimodal model, on the GPUs of its engine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EncoderConfig {
+    /// Tokens of output that a pass may compute.
+    pub budget_tokens: u32,
+    /// Tokens of output that are kept.
+    pub cache_tokens: u32,
+    /// An input is not divided between passes.
+    pub whole_inputs: bool,
+    /// Time of each input, ns.
+    pub input_ns: f64,
+    /// Time of each token of output, ns.
+    pub token_ns: f64,
 }
 
 /// Speculative decoding: tokens that are drafted, and verified in one step.

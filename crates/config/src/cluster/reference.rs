@@ -289,6 +289,71 @@ pub const KEYS: &[Key] = &[
         "As `load_ms`.",
     ),
     key(
+        "engine.encoder.enabled",
+        "true or false",
+        "false",
+        "Model the encoder of images, which runs on the engine's GPUs within the steps that need its outputs \
+         (`docs/engine-model.md`). For simulation only; `images_per_request` of workload files makes images.",
+        "false: an image takes the time of its tokens alone.",
+    ),
+    key(
+        "engine.encoder.token_us",
+        "µs, 0 to 1,000,000; needed unless `parameters` is set",
+        "(from `parameters`)",
+        "Time of the encoder per token that an image takes in the prompt.",
+        "High: every request in a step waits for the images of one.",
+    ),
+    key(
+        "engine.encoder.parameters",
+        "1,000 to 1e13",
+        "(none)",
+        "Parameters of the encoder, such as 0.675e9. Each is two operations per patch, divided by `flops_share` of the GPU's BF16 peak and by \
+         `tensor_parallel_size`. Attention between patches is left out.",
+        "Large images take longer than that: measure `token_us`.",
+    ),
+    key(
+        "engine.encoder.patches_per_token",
+        "1 to 1,024",
+        "4.0",
+        "Patches of an image per token in the prompt: 4 if 2 x 2 are merged.",
+        "As `parameters`.",
+    ),
+    key(
+        "engine.encoder.flops_share",
+        "share, 0.01 to 1",
+        "0.5",
+        "Share of the GPU's peak that the encoder reaches. The default is an assumption, not a measurement.",
+        "As `parameters`.",
+    ),
+    key(
+        "engine.encoder.input_us",
+        "µs, 0 to 1e9",
+        "0.0",
+        "Time of each image besides its tokens.",
+        "High: small images cost as much as large ones.",
+    ),
+    key(
+        "engine.encoder.max_num_encoder_input_tokens",
+        "tokens, 1 to 16,777,216",
+        "(`max_num_batched_tokens`)",
+        "Tokens of images that a step may encode. A larger image is refused.",
+        "Low: prompts wait before their images. High: a step with many images delays all decodes.",
+    ),
+    key(
+        "engine.encoder.encoder_cache_size",
+        "tokens, 1 to 16,777,216",
+        "(`max_num_batched_tokens`)",
+        "Tokens of encoded images that are kept for prompts that need them, now or later. A larger image is refused.",
+        "Low: prompts wait before their images, and images that come again are encoded again.",
+    ),
+    key(
+        "engine.encoder.disable_chunked_mm_input",
+        "true or false",
+        "false",
+        "Do not divide the tokens of an image between two steps, if they fit one.",
+        "true: steps before images are left short.",
+    ),
+    key(
         "engine.startup_s",
         "s, 0 to 86,400",
         "0.0",
@@ -1940,11 +2005,12 @@ mod tests {
                          [engine.disk_tier]\ngib = 1\nbytes_per_s = 1e9\n\
                          [engine.peer_tier]\nenabled = true\n\
                          [engine.speculation]\nnum_speculative_tokens = 1\nmethod = \"mtp\"\nacceptance = [0.5]\n";
+        let encoder = "[engine.encoder]\nenabled = true\nparameters = 1e9\n";
         let autoscale = "[autoscale]\npolicy = \"predictive\"\n";
         let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
         for text in [
             "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
-            prefill, packets, hosts, pipeline, experts,
+            prefill, packets, hosts, pipeline, experts, encoder,
         ] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);

@@ -47,6 +47,14 @@ impl Workload {
             Content::Trace(_) => Vec::new(),
         }
     }
+
+    /// Whether its requests may have images.
+    pub fn has_images(&self) -> bool {
+        match &self.content {
+            Content::Generated(classes) => classes.iter().any(|c| c.images != Dist::Exact(0.0)),
+            Content::Trace(_) => false,
+        }
+    }
 }
 
 impl Default for Workload {
@@ -155,6 +163,11 @@ pub enum OnBadLine {
     Skip,
 }
 
+/// Most images of a prompt.
+pub const IMAGES_MAX: u32 = 256;
+/// Most tokens of an image.
+pub const IMAGE_TOKENS_MAX: u32 = 65_536;
+
 /// A kind of session: `[[class]]`, or the top level of a file that has only one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Class {
@@ -174,6 +187,10 @@ pub struct Class {
     pub adapters: Vec<String>,
     /// Popularity of adapter `k` (from 0) is `(k + 1)^-skew` (Zipf's law); 0: equal. Default 0.
     pub adapter_skew: f64,
+    /// Images in each session's first prompt, in addition to `isl`. Default 0.
+    pub images: Dist,
+    /// Tokens that each of them takes in the prompt. Default 1,024.
+    pub image_tokens: Dist,
     /// Shared prefixes, outermost first; empty: nothing is shared.
     pub prefix: Vec<PrefixLevel>,
     /// Multi-turn sessions.
@@ -193,6 +210,8 @@ impl Default for Class {
             priority: 0,
             adapters: Vec::new(),
             adapter_skew: 0.0,
+            images: Dist::Exact(0.0),
+            image_tokens: Dist::Exact(1024.0),
             prefix: Vec::new(),
             session: SessionShape::default(),
             slo: None,

@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::{
-    Arrival, Bounds, Class, Content, Dist, Empirical, OnBadLine, PrefixLevel, SessionShape,
-    TraceFile, Workload,
+    Arrival, Bounds, Class, Content, Dist, Empirical, IMAGE_TOKENS_MAX, IMAGES_MAX, OnBadLine,
+    PrefixLevel, SessionShape, TraceFile, Workload,
 };
 use crate::doc::{Diagnostics, Doc, Settings, Table};
 
@@ -239,13 +239,15 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
     })
 }
 
-const CLASS_KEYS: [&str; 9] = [
+const CLASS_KEYS: [&str; 11] = [
     "isl",
     "osl",
     "ignore_eos",
     "priority",
     "adapters",
     "adapter_skew",
+    "images_per_request",
+    "image_tokens",
     "slo",
     "prefix",
     "session",
@@ -310,11 +312,13 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
             })
             .ok()
     });
-    let [isl, osl] = read_dists(
+    let [isl, osl, images, image_tokens] = read_dists(
         t,
         &[
             ("isl", 1024.0, 1.0..=TOKENS_MAX),
             ("osl", 128.0, 1.0..=TOKENS_MAX),
+            ("images_per_request", 0.0, 0.0..=f64::from(IMAGES_MAX)),
+            ("image_tokens", 1024.0, 1.0..=f64::from(IMAGE_TOKENS_MAX)),
         ],
     );
     let class = Class {
@@ -326,6 +330,8 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         priority,
         adapters,
         adapter_skew,
+        images,
+        image_tokens,
         slo,
         prefix: t.array("prefix", |_, level| {
             let branches = level

@@ -142,7 +142,7 @@ impl Engine {
                 note(&mut adapters.scheduled, adapter);
             }
         }
-        plan.adapters_ns = adapters.load_scheduled();
+        plan.before_ns += adapters.load_scheduled();
     }
 
     /// Adapters that were loaded into host memory, and copied to the GPUs, so far.

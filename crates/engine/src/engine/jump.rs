@@ -147,6 +147,7 @@ impl Engine {
         if self.stored_blocks.is_some()
             || self.speculation.drafts > 0
             || self.pipeline.is_some()
+            || self.encoder.as_ref().is_some_and(|e| e.is_needed())
             || !self.waiting_cannot_move()
         {
             return 0;

@@ -273,7 +273,7 @@ impl Engine {
         if !load.is_empty() {
             self.note_range(&load);
             self.passes += 1;
-            step_ns = plan.adapters_ns + self.timing.step_ns(&load);
+            step_ns = plan.before_ns + self.timing.step_ns(&load);
         }
         let Some(pipeline) = &mut self.pipeline else {
             return;

@@ -205,7 +205,7 @@ impl Maker {
                 ignore_eos: add.ignore_eos,
                 stop_token_ids,
                 answered: 0,
-                adapter: 0,
+                ..GenerationParams::default()
             },
             priority: add.priority,
             seed: add.seed,

@@ -6,6 +6,7 @@ mod against_plain;
 mod allocations;
 mod continued;
 mod disagg;
+mod encoder;
 mod host_tier;
 mod jumps;
 mod known_answers;

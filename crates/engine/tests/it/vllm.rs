@@ -8,11 +8,11 @@ use std::fmt::Write as _;
 
 use serde::Deserialize;
 use slipstream_base::{
-    BlockHash, EngineRequest, FinishReason, GenerationParams, KvOp, Prompt, RankId, RequestId,
-    SimTime, TokenId,
+    BlockHash, EncoderInput, EngineRequest, FinishReason, GenerationParams, KvOp, Prompt, RankId,
+    RequestId, SimTime, TokenId,
 };
 use slipstream_config::cluster::{
-    EngineConfig, LoraConfig, OutputLen, PipelineConfig, SchedulingPolicy,
+    EncoderConfig, EngineConfig, LoraConfig, OutputLen, PipelineConfig, SchedulingPolicy,
 };
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput};
@@ -47,6 +47,9 @@ struct Workload {
     /// Limit of LoRA adapters in a step.
     #[serde(default)]
     max_loras: Option<u32>,
+    /// Of images: tokens that a step encodes, tokens that are kept, and whether an image is not divided.
+    #[serde(default)]
+    encoder: Option<(u32, u32, bool)>,
     events: Vec<Event>,
 }
 
@@ -74,6 +77,9 @@ struct Request {
     priority: i32,
     #[serde(default)]
     adapter: u64,
+    /// First token, how many, and id.
+    #[serde(default)]
+    images: Vec<(u32, u32, u64)>,
 }
 
 /// Most LoRA adapters in a file.
@@ -91,6 +97,7 @@ struct Replay {
     numbers: BTreeMap<BlockHash, usize>,
     is_async: bool,
     is_pipeline: bool,
+    encodes: bool,
     preemptions: BTreeMap<u64, u32>,
 }
 
@@ -126,6 +133,15 @@ impl Replay {
                 load_ns: 0,
                 activate_ns: 0,
             }),
+            encoder: w.encoder.map(
+                |(budget_tokens, cache_tokens, whole_inputs)| EncoderConfig {
+                    budget_tokens,
+                    cache_tokens,
+                    whole_inputs,
+                    input_ns: 0.0,
+                    token_ns: 0.0,
+                },
+            ),
             ..EngineConfig::default()
         };
         let output = OutputModel {
@@ -144,6 +160,7 @@ impl Replay {
             numbers: BTreeMap::new(),
             is_async: w.is_async,
             is_pipeline: w.stages.is_some(),
+            encodes: w.encoder.is_some(),
             preemptions: BTreeMap::new(),
         }
     }
@@ -163,6 +180,9 @@ impl Replay {
                 min_tokens: r.min_tokens,
                 ignore_eos: r.ignore_eos,
                 adapter: r.adapter,
+                encoder_inputs: (r.images.iter())
+                    .map(|&(offset, tokens, id)| EncoderInput { id, offset, tokens })
+                    .collect(),
                 ..GenerationParams::default()
             },
             priority: r.priority,
@@ -243,16 +263,27 @@ impl Replay {
         let state = if whole { state } else { checksum(&state) };
         write!(
             text,
-            "|{}|{}|{} {} {} {}|{state}",
+            "|{}|{}|{} {} {} {}{}|{state}",
             preempted.join(" "),
             ended.join(" "),
             s.running,
             s.waiting,
             s.free_blocks,
-            s.cached_blocks
+            s.cached_blocks,
+            self.encoder_state()
         )
         .unwrap();
         Some(text)
+    }
+
+    /// Room for outputs of the encoder, and the inputs and tokens that it has computed.
+    fn encoder_state(&self) -> String {
+        if !self.encodes {
+            return String::new();
+        }
+        let (free, freeable) = self.engine.encoder_room();
+        let (inputs, tokens) = self.engine.encoded();
+        format!(" {free} {freeable} {inputs} {tokens}")
     }
 
     /// Both queues, the blocks of running requests, and the changes of the KV cache.
@@ -318,6 +349,13 @@ fn steps_of_pipelines_are_those_of_vllms_scheduler() {
 #[test]
 fn steps_with_adapters_are_those_of_vllms_scheduler() {
     let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_lora_steps.jsonl"));
+    assert!(steps > 4_000 && steps_ahead > 2_000 && preemptions > 100);
+}
+
+/// The same, of prompts with images.
+#[test]
+fn steps_with_images_are_those_of_vllms_scheduler() {
+    let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_image_steps.jsonl"));
     assert!(steps > 4_000 && steps_ahead > 2_000 && preemptions > 100);
 }
 

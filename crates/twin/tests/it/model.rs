@@ -989,6 +989,42 @@ fn adapters_are_loaded_by_their_first_requests() {
     assert!(ended[1..].iter().all(|r| r.first - r.due == 10 * MS));
 }
 
+/// A request with two images is as late as their encoder takes, on one thread or several.
+#[test]
+fn images_are_encoded_before_their_prompts() {
+    let load = |images: &str| {
+        workload(&format!(
+            "requests = 40\nisl = 100\nosl = 3\n{images}\n[arrival]\nkind = \"constant\"\nrate_per_s = 5\n"
+        ))
+    };
+    let one = |more: &str| {
+        cluster(&format!(
+            "[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n[pool.main]\nworkers = 2\n\
+             [router]\npolicy = \"round_robin\"\n{more}\n"
+        ))
+    };
+    let encoder = "[engine.encoder]\nenabled = true\ntoken_us = 20\ninput_us = 500\n";
+    let images = "images_per_request = 2\nimage_tokens = 1000\n";
+    let waits = |cluster: &Cluster, load: &_, threads: u32| {
+        let options = Options {
+            threads,
+            ..Options::default()
+        };
+        let (_, ended) = simulate(cluster, load, &options);
+        assert_eq!(ended.len(), 40);
+        let waits: BTreeSet<u64> = ended.iter().map(|r| (r.first - r.due) / 1_000).collect();
+        waits.into_iter().collect::<Vec<u64>>()
+    };
+    assert_eq!(waits(&one(""), &load(images), 1), [10_000]);
+    assert_eq!(waits(&one(encoder), &load(""), 1), [10_000]);
+    for threads in [1, 2] {
+        assert_eq!(waits(&one(encoder), &load(images), threads), [51_000]);
+    }
+    // One image per step: the other one has to wait for the next.
+    let narrow = format!("{encoder}max_num_encoder_input_tokens = 1500\n");
+    assert_eq!(waits(&one(&narrow), &load(images), 1), [61_000]);
+}
+
 /// Two prompts that one GPU cache cannot hold together, in turns, with host memory for both: from the second time
 /// on all of a prompt's blocks but the last come from host memory, in the time of their bytes.
 #[test]

@@ -447,6 +447,23 @@ fn what_cannot_be_run_is_said() {
 }
 
 #[test]
+fn images_are_not_sent_as_text() {
+    let fake = Fake::start(|r| Reply::Bytes(stream(r)));
+    let images = Workload {
+        content: Content::Generated(vec![Class {
+            images: Dist::Exact(1.0),
+            ..Class::default()
+        }]),
+        ..Workload::default()
+    };
+    let error = run(config(&fake, images), &mut |_| {}).unwrap_err();
+    assert!(
+        error.to_string().contains("`images_per_request`"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_trace_that_breaks_off_ends_the_run_with_its_line() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let good = r#"{"timestamp": 0, "input_length": 6, "output_length": 2, "hash_ids": [1]}"#;

@@ -80,7 +80,7 @@ fn batch_feature(sequences: f64) -> f64 {
     within(log2(sequences) - 4.5, 5.0) / 2.0
 }
 
-fn input_feature(isl: f64) -> f64 {
+pub(crate) fn input_feature(isl: f64) -> f64 {
     within(log2(isl / 2048.0), 3.0) / 1.5
 }
 
@@ -112,11 +112,11 @@ pub(crate) struct StepResidual {
 
 impl StepResidual {
     /// Log of measured over physical time of steps with `sequences` in decode, of prompts of `isl` tokens
-    /// and answers of `osl`, on average.
+    /// (with their [`input_feature`]) and answers of `osl`, on average.
     #[inline]
-    pub(crate) fn at(&self, sequences: f64, isl: f64, osl: f64) -> f64 {
+    pub(crate) fn at(&self, sequences: f64, (isl, feature): (f64, f64), osl: f64) -> f64 {
         let [constant, input] = self.by_batch[to_usize(floor_u64(sequences)).min(BATCHES)];
-        let sum = constant + input * input_feature(isl) + self.output * output_feature(osl);
+        let sum = constant + input * feature + self.output * output_feature(osl);
         let load = [sequences.max(1.0), isl, osl];
         let mut each = load.iter().zip(&self.ranges);
         let around = each.all(|(x, [least, most])| (*least..=*most).contains(x));

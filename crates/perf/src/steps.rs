@@ -5,7 +5,7 @@ use crate::elementary;
 use crate::physics::{Load, Moved, Physics, Terms};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
-use crate::residual::{Features, StepResidual};
+use crate::residual::{Features, StepResidual, input_feature};
 
 /// Lengths that a step without any sequence in decode has, and that the hop before the engine is timed at.
 const ISL: f64 = 2048.0;
@@ -33,6 +33,24 @@ pub struct LastStep {
     whole: ByCount,
     /// The decodes of a step that also has prompts.
     decodes: ByCount,
+    input: Input,
+}
+
+/// Feature of the residual for a mean length of prompts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Input {
+    isl: f64,
+    feature: f64,
+}
+
+impl Default for Input {
+    fn default() -> Input {
+        Input {
+            // No prompt is as long.
+            isl: -1.0,
+            feature: 0.0,
+        }
+    }
 }
 
 /// Terms of the physics for some numbers of sequences and prompt tokens.
@@ -136,7 +154,7 @@ impl StepModel {
             let decodes = last.decodes.ns(&self.physics, &alone);
             ns = decodes + slower * (ns - decodes).max(0.0);
         }
-        ns * self.factor(load)
+        ns * self.factor(load, &mut last.input)
     }
 
     /// The part of the length of a step on `load` in which collectives move bytes between GPUs.
@@ -161,13 +179,14 @@ impl StepModel {
     /// Length of a step on `load` whose decodes also verify `drafts` tokens, ns; `last` as in
     /// [`ns_after`](Self::ns_after). The residual is that of the step without them.
     pub fn ns_with_drafts(&self, load: &Load, drafts: f64, last: &mut LastStep) -> f64 {
-        self.ns_after(load, last) + self.physics.drafts_ns(load, drafts) * self.factor(load)
+        let ns = self.ns_after(load, last);
+        ns + self.physics.drafts_ns(load, drafts) * self.factor(load, &mut last.input)
     }
 
     /// Measured over physical time, at the mean lengths of the step's sequences. Answers are half written
     /// on average.
     #[inline]
-    fn factor(&self, load: &Load) -> f64 {
+    fn factor(&self, load: &Load, input: &mut Input) -> f64 {
         let (isl, osl) = if load.decodes > 0.0 {
             let answers = (load.decode_context - load.decode_prompt).max(0.0);
             let each = 1.0 / load.decodes;
@@ -175,7 +194,11 @@ impl StepModel {
         } else {
             (load.prefill_context / load.prefills.max(1.0), OSL)
         };
-        elementary::exp(self.residual.at(load.decodes, isl, osl))
+        if input.isl != isl {
+            let feature = input_feature(isl);
+            *input = Input { isl, feature };
+        }
+        elementary::exp(self.residual.at(load.decodes, (isl, input.feature), osl))
     }
 
     /// Time of a request outside of the engine's steps, up to its first token: HTTP, tokenizer, the hop to

@@ -30,6 +30,7 @@
 pub mod draw;
 mod empirical;
 pub mod generate;
+mod hasher;
 pub mod mooncake;
 pub mod own;
 pub mod prompt;
@@ -38,6 +39,7 @@ pub mod source;
 pub mod stats;
 pub mod trace;
 
+pub use hasher::PromptHasher;
 pub use prompt::{Content, PromptSource, Role, Segment, Vocabulary};
 pub use schedule::Schedule;
 pub use source::{Images, Request, Source, SourceError};

@@ -168,39 +168,104 @@ impl PromptSource {
         root: BlockHash,
         id: u64,
     ) -> Result<Prompt, PromptError> {
+        self.hash(&Begun::at(root), block_size, id)
+            .map(|(prompt, _)| prompt)
+    }
+
+    /// The same prompt, of which the first segments are hashed already, and the end of its last block.
+    pub(crate) fn hash(
+        &self,
+        begun: &Begun<'_>,
+        block_size: u32,
+        id: u64,
+    ) -> Result<(Prompt, BlockEnd), PromptError> {
         if block_size == 0 {
             return Err(PromptError::BlockSize);
         }
         let mut blocks = Vec::with_capacity((self.tokens() / block_size) as usize);
-        let mut parent = root;
-        let (mut hash, mut filled) = (root, 0); // of the current block
-        for segment in &self.segments {
-            let name = segment.name();
-            let mut offset = 0;
-            while offset < segment.tokens {
-                let run = (block_size - filled).min(segment.tokens - offset);
-                if run == block_size && offset % block_size == 0 {
-                    hash = parent.child_of_id(name, u64::from(offset / block_size));
-                } else {
-                    // The top bit keeps runs apart from whole blocks.
-                    let place = 1 << 63 | u64::from(offset) << 31 | u64::from(run);
-                    hash = hash.child_of_id(name, place);
-                }
-                filled += run;
-                offset += run;
-                if filled == block_size {
-                    if let Content::Answer(_) = segment.content {
-                        hash = parent.child_of_id(name, blocks.len() as u64);
-                    }
-                    blocks.push(hash);
-                    (parent, filled) = (hash, 0);
-                }
-            }
-        }
+        blocks.extend_from_slice(begun.blocks);
+        let rest = &self.segments[begun.segments..];
+        let end = hash_segments(rest, begun.root, begun.end, block_size, &mut blocks);
         let tail = Tail::Opaque { id };
         let prompt = Prompt::from_parts(self.tokens(), block_size, blocks.into(), tail)?;
-        Ok(prompt.with_root(root))
+        Ok((prompt.with_root(begun.root), end))
     }
+}
+
+/// The first segments of a prompt, hashed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Begun<'a> {
+    /// How many there are.
+    pub(crate) segments: usize,
+    /// The parent of the first block.
+    pub(crate) root: BlockHash,
+    /// Their full blocks.
+    pub(crate) blocks: &'a [BlockHash],
+    pub(crate) end: BlockEnd,
+}
+
+impl Begun<'_> {
+    /// None of them.
+    pub(crate) fn at(root: BlockHash) -> Begun<'static> {
+        Begun {
+            segments: 0,
+            root,
+            blocks: &[],
+            end: BlockEnd {
+                hash: root,
+                filled: 0,
+            },
+        }
+    }
+}
+
+/// The block that a segment ends in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockEnd {
+    /// Hash of what is in it; if it is full, of the block.
+    pub(crate) hash: BlockHash,
+    /// Tokens in it; 0 if it is full.
+    pub(crate) filled: u32,
+}
+
+/// Appends the hashes of the full blocks of `segments` to `blocks`, which has those before, chained from `root`; they end
+/// as `end` says.
+pub(crate) fn hash_segments(
+    segments: &[Segment],
+    root: BlockHash,
+    end: BlockEnd,
+    block_size: u32,
+    blocks: &mut Vec<BlockHash>,
+) -> BlockEnd {
+    let BlockEnd {
+        mut hash,
+        mut filled,
+    } = end;
+    let mut parent = blocks.last().copied().unwrap_or(root);
+    for segment in segments {
+        let name = segment.name();
+        let mut offset = 0;
+        while offset < segment.tokens {
+            let run = (block_size - filled).min(segment.tokens - offset);
+            if run == block_size && offset % block_size == 0 {
+                hash = parent.child_of_id(name, u64::from(offset / block_size));
+            } else {
+                // The top bit keeps runs apart from whole blocks.
+                let place = 1 << 63 | u64::from(offset) << 31 | u64::from(run);
+                hash = hash.child_of_id(name, place);
+            }
+            filled += run;
+            offset += run;
+            if filled == block_size {
+                if let Content::Answer(_) = segment.content {
+                    hash = parent.child_of_id(name, blocks.len() as u64);
+                }
+                blocks.push(hash);
+                (parent, filled) = (hash, 0);
+            }
+        }
+    }
+    BlockEnd { hash, filled }
 }
 
 /// A number that identifies the answer to `request` in hashes.

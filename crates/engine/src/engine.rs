@@ -102,6 +102,7 @@ pub struct Engine {
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
     next: Option<Plan>,
+    planned: jump::PlannedPasses,
     /// Slots of sequences that were preempted while the pass under way computes a token for them, and the drafted tokens
     /// that it verifies.
     overtaken: Vec<(u32, u32)>,
@@ -387,6 +388,7 @@ impl Engine {
                 .map(|encoder| Box::new(Encoder::new(encoder))),
             pass: None,
             next: None,
+            planned: jump::PlannedPasses::default(),
             overtaken: Vec::new(),
             arrived: Vec::new(),
             ops: Vec::new(),
@@ -423,6 +425,7 @@ impl Engine {
         request: EngineRequest,
         role: Role,
     ) -> Result<(), Refusal> {
+        debug_assert!(self.planned.is_empty(), "end_plan() comes first");
         self.check(&request)?;
         let prompt_len = request.prompt.len();
         let answered = request.params.answered;
@@ -555,6 +558,7 @@ impl Engine {
         }
         self.pass = None;
         self.next = None;
+        self.planned = jump::PlannedPasses::default();
         if let Some(pipeline) = &mut self.pipeline {
             pipeline.clear();
         }
@@ -650,7 +654,7 @@ impl Engine {
     /// # Panics
     /// If a pass is under way.
     pub fn begin_pass(&mut self, now: SimTime) -> Option<SimTime> {
-        assert!(self.pass.is_none(), "finish_pass() comes first");
+        assert!(self.is_between_passes(), "finish_pass() comes first");
         if self.pipeline.is_some() {
             return self.begin_pipelined(now);
         }

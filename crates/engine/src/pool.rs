@@ -281,6 +281,11 @@ impl BlockPool {
         self.lists = which;
     }
 
+    /// Whether changes are listed of the first blocks of prompts alone.
+    pub fn lists_first_blocks(&self) -> bool {
+        self.lists == KvChanges::FirstBlocks
+    }
+
     /// From now on notes whether `hash`, which is not cached, comes to be.
     pub fn watch(&mut self, hash: Option<BlockHash>) {
         (self.watched, self.watched_came) = (hash, false);

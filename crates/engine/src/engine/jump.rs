@@ -1,4 +1,4 @@
-//! Many decode passes at once, for a driver whose time is virtual.
+//! Many decode passes at once, for a driver whose time is virtual: run at once, or planned and run later.
 
 use std::ops::Range;
 
@@ -115,6 +115,42 @@ impl Phases {
     }
 }
 
+/// Passes that only decode, whose ends are known and that are run later. While there are any, the running
+/// sequences stay as they were before the first.
+#[derive(Default)]
+pub(super) struct PlannedPasses {
+    /// When the first one begins.
+    start: SimTime,
+    /// When each ends, and the next one begins; empty if there are none.
+    ends: Vec<SimTime>,
+    /// How many have been run.
+    run: u32,
+    /// The load of the next one.
+    load: StepLoad,
+}
+
+impl PlannedPasses {
+    pub(super) fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// When the last pass that was run ended.
+    fn at(&self) -> SimTime {
+        match self.run {
+            0 => self.start,
+            run => self.ends[run as usize - 1],
+        }
+    }
+}
+
+/// What a run of decode passes begins with.
+struct Decodes {
+    /// Passes until one in which a sequence ends.
+    quiet: u32,
+    load: StepLoad,
+    contexts: RunningStats,
+}
+
 impl Engine {
     /// Runs up to `max_passes` passes that only decode, the first of them at `now`, and returns how
     /// many it ran: with the same result as as many single passes, in O(sequences + passes + blocks
@@ -138,11 +174,40 @@ impl Engine {
         max_passes: u32,
         run: &mut DecodeRun,
     ) -> u32 {
-        assert!(self.pass.is_none(), "finish_pass() comes first");
+        assert!(self.is_between_passes(), "finish_pass() comes first");
         run.clear();
         run.start = now;
         let loaded = self.host_tier.as_ref().and_then(HostTier::next_due);
         let until = loaded.map_or(until, |due| due.min(until));
+        let Some(decodes) = self.decodes(max_passes) else {
+            return 0;
+        };
+        let Decodes {
+            quiet,
+            load,
+            contexts,
+        } = decodes;
+        let mut phases = std::mem::take(&mut self.phases);
+        phases.sort(&self.running, self.block_size);
+        let passes = self.run_passes(now, until, quiet, load, &mut phases, run);
+        self.phases = phases;
+        if passes == 0 {
+            return 0;
+        }
+        self.move_on(passes);
+        self.publish_run(run);
+        self.heartbeat(&mut run.first);
+        run.first.scheduled_decode = decode_stats(&contexts);
+        // An engine that drafts makes no jumps.
+        run.tokens = run.sequences();
+        self.fpm_counter += u64::from(passes) - 1;
+        self.passes += u64::from(passes);
+        passes
+    }
+
+    /// The passes to come, of `max_passes` at most, if every running sequence gets a token in each and none its
+    /// last one.
+    fn decodes(&mut self, max_passes: u32) -> Option<Decodes> {
         // Tokens of stored blocks are noted pass by pass, and each draft is drawn.
         if self.stored_blocks.is_some()
             || self.speculation.drafts > 0
@@ -150,7 +215,7 @@ impl Engine {
             || self.encoder.as_ref().is_some_and(|e| e.is_needed())
             || !self.waiting_cannot_move()
         {
-            return 0;
+            return None;
         }
         let mut contexts = RunningStats::default();
         let mut quiet = max_passes;
@@ -159,19 +224,19 @@ impl Engine {
         for r in &self.running {
             let has_token = r.decoding && r.len > r.prompt_len;
             if !has_token || r.stops || r.scheduled != scheduled {
-                return 0;
+                return None;
             }
             quiet = quiet.min(r.end_len - r.len - 1);
             contexts.add(r.len);
         }
         if quiet == 0 || self.running.is_empty() {
-            return 0;
+            return None;
         }
         if let Some(adapters) = &mut self.adapters {
             let of = |r: &Running| self.sequences[r.slot].request.params.adapter;
             // Loads belong to a pass that is run by itself.
             if !adapters.are_active(self.running.iter().map(of)) {
-                return 0;
+                return None;
             }
         }
         let load = StepLoad {
@@ -182,35 +247,13 @@ impl Engine {
         };
         // A sequence that left since may be in the pass that is scheduled, too.
         if self.next.as_ref().is_some_and(|next| next.load != load) {
-            return 0;
+            return None;
         }
-        let mut phases = std::mem::take(&mut self.phases);
-        phases.sort(&self.running, self.block_size);
-        let passes = self.run_passes(now, until, quiet, load, &mut phases, run);
-        self.phases = phases;
-        if passes == 0 {
-            return 0;
-        }
-        for r in &mut self.running {
-            r.computed += passes;
-            r.len += passes;
-        }
-        if let Some(next) = &mut self.next {
-            next.load.decode_context += u64::from(passes) * u64::from(load.decode_sequences);
-            next.contexts = contexts.grown(passes);
-        }
-        run.kv_sequence = self.kv_sequence;
-        std::mem::swap(&mut run.kv_ops, &mut self.ops);
-        self.pool.publish();
-        let changed = (0..run.ends.len()).filter(|&i| !run.kv_of(i).is_empty());
-        self.kv_sequence += changed.count() as u64;
-        self.heartbeat(&mut run.first);
-        run.first.scheduled_decode = decode_stats(&contexts);
-        // An engine that drafts makes no jumps.
-        run.tokens = run.sequences();
-        self.fpm_counter += u64::from(passes) - 1;
-        self.passes += u64::from(passes);
-        passes
+        Some(Decodes {
+            quiet,
+            load,
+            contexts,
+        })
     }
 
     /// True if no waiting sequence can be admitted while the running ones do nothing but decode.
@@ -241,9 +284,6 @@ impl Engine {
         phases: &mut Phases,
         run: &mut DecodeRun,
     ) -> u32 {
-        let size = self.block_size;
-        // Ahead of its pass a sequence gets the block for the token that the pass gives it.
-        let ahead = u32::from(self.ahead);
         let mut end = now;
         for pass in 1..=quiet {
             if let Some(tier) = &mut self.host_tier {
@@ -253,14 +293,8 @@ impl Engine {
             if end >= until {
                 return pass - 1;
             }
-            // The pass computes token `computed + pass`: it needs a block if that is the first in
-            // one, and fills it if it is the last.
-            let growing = phases.at((size - (pass - 1 + ahead) % size) % size);
-            let filling = if self.caching {
-                phases.at((size - pass % size) % size)
-            } else {
-                0..0
-            };
+            let growing = phases.at(self.growing(pass));
+            let filling = self.filling(pass, phases);
             if to_u32(growing.len()) > self.pool.free() {
                 return pass - 1;
             }
@@ -275,6 +309,158 @@ impl Engine {
             load = load.next_decode();
         }
         quiet
+    }
+
+    /// The phase of the sequences that need a block in pass number `pass` of a run, from 1: it computes token
+    /// `computed + pass`, the first in a block. Ahead of its pass a sequence gets the block for the token that
+    /// the pass gives it.
+    #[inline]
+    fn growing(&self, pass: u32) -> u32 {
+        let size = self.block_size;
+        (size - (pass - 1 + u32::from(self.ahead)) % size) % size
+    }
+
+    /// Places of the sequences that fill a block in that pass, whose token is the last in it.
+    #[inline]
+    fn filling(&self, pass: u32, phases: &Phases) -> Range<usize> {
+        let size = self.block_size;
+        if self.caching {
+            phases.at((size - pass % size) % size)
+        } else {
+            0..0
+        }
+    }
+
+    /// Plans up to `max_passes` passes that only decode, the first of them at `now`, and returns when the last of them
+    /// ends. They are those that [`decode_run`](Engine::decode_run) would run; `None` where it would run none, and
+    /// if a sequence waits for a block, or blocks are kept in host memory.
+    ///
+    /// Until then nothing depends on the engine but its KV cache, so the driver runs them when they have ended,
+    /// or when it needs that: [`run_planned`](Engine::run_planned). Before any other call it ends the plan:
+    /// [`end_plan`](Engine::end_plan).
+    ///
+    /// # Panics
+    /// If a pass is under way.
+    pub fn plan_run(&mut self, now: SimTime, max_passes: u32) -> Option<SimTime> {
+        assert!(self.is_between_passes(), "finish_pass() comes first");
+        if !self.may_plan() {
+            return None;
+        }
+        let Decodes {
+            mut quiet, load, ..
+        } = self.decodes(max_passes)?;
+        if self.pool.lists_first_blocks() {
+            // Whoever asks for blocks knows who has the first one of a prompt: none comes to be unnoticed.
+            let first = self.running.iter().map(|r| r.computed).min();
+            if let Some(first) = first.filter(|&first| first < self.block_size) {
+                quiet = quiet.min(self.block_size - 1 - first);
+            }
+        }
+        let mut phases = std::mem::take(&mut self.phases);
+        phases.sort(&self.running, self.block_size);
+        let planned = &mut self.planned;
+        (planned.start, planned.run, planned.load) = (now, 0, load);
+        planned.ends.clear();
+        let (mut end, mut load, mut free) = (now, load, self.pool.free());
+        for pass in 1..=quiet {
+            let growing = to_u32(phases.at(self.growing(pass)).len());
+            if growing > free {
+                break;
+            }
+            free -= growing;
+            end += self.timing.step_ns(&load);
+            self.planned.ends.push(end);
+            load = load.next_decode();
+        }
+        self.phases = phases;
+        self.planned.ends.last().copied()
+    }
+
+    /// Whether passes that only decode can be planned: if no sequence waits for a block, and no blocks are kept in host
+    /// memory.
+    pub fn may_plan(&self) -> bool {
+        self.host_tier.is_none() && self.blocked_head.is_none()
+    }
+
+    /// Runs the planned passes that end by `now` and have not been run, and returns how many those are. `run` has their
+    /// ends and the changes of the KV cache.
+    pub fn run_planned(&mut self, now: SimTime, run: &mut DecodeRun) -> u32 {
+        run.clear();
+        let first = self.planned.run;
+        let is_due = |planned: &PlannedPasses| {
+            let end = planned.ends.get(planned.run as usize);
+            end.copied().filter(|&end| end <= now)
+        };
+        let Some(mut end) = is_due(&self.planned) else {
+            return 0;
+        };
+        run.start = self.planned.at();
+        let mut phases = std::mem::take(&mut self.phases);
+        let mut load = self.planned.load;
+        loop {
+            self.planned.run += 1;
+            let pass = self.planned.run;
+            let growing = phases.at(self.growing(pass));
+            let filling = self.filling(pass, &phases);
+            if !(growing.is_empty() && filling.is_empty()) {
+                let moves = self.hash_filled(pass, filling.clone(), &mut phases);
+                assert!(moves, "no sequence waits for a block");
+                self.move_blocks(growing, filling, &phases);
+            }
+            self.note_range(&load);
+            run.ends.push(end);
+            run.kv_ends.push(to_u32(self.ops.len()));
+            load = load.next_decode();
+            let Some(next) = is_due(&self.planned) else {
+                break;
+            };
+            end = next;
+        }
+        self.phases = phases;
+        self.planned.load = load;
+        let passes = self.planned.run - first;
+        self.publish_run(run);
+        self.fpm_counter += u64::from(passes);
+        self.passes += u64::from(passes);
+        passes
+    }
+
+    /// Ends a plan, and returns when the last of its passes that was run ended: the next pass begins then.
+    pub fn end_plan(&mut self) -> SimTime {
+        let (end, passes) = (self.planned.at(), self.planned.run);
+        self.planned.ends.clear();
+        self.planned.run = 0;
+        self.planned.start = end;
+        self.move_on(passes);
+        end
+    }
+
+    /// True between two passes, if none are planned.
+    pub(super) fn is_between_passes(&self) -> bool {
+        self.pass.is_none() && self.planned.is_empty()
+    }
+
+    /// Every running sequence got a token in each of `passes` passes.
+    fn move_on(&mut self, passes: u32) {
+        for r in &mut self.running {
+            r.computed += passes;
+            r.len += passes;
+        }
+        if let Some(next) = &mut self.next {
+            next.load.decode_context += u64::from(passes) * u64::from(next.load.decode_sequences);
+            next.contexts = next.contexts.grown(passes);
+        }
+    }
+
+    /// Hands over what a run changed in the KV cache.
+    fn publish_run(&mut self, run: &mut DecodeRun) {
+        run.kv_sequence = self.kv_sequence;
+        std::mem::swap(&mut run.kv_ops, &mut self.ops);
+        self.pool.publish();
+        if !run.kv_ops.is_empty() {
+            let changed = (0..run.ends.len()).filter(|&i| !run.kv_of(i).is_empty());
+            self.kv_sequence += changed.count() as u64;
+        }
     }
 
     /// Hashes the blocks that the sequences in `filling` fill in `pass`; false if one of them is what

@@ -1,6 +1,7 @@
 //! Runs of decode passes against single ones: the same cluster run both ways leaves the same log.
 
 use proptest::prelude::*;
+use slipstream_base::width::to_u32;
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime};
 use slipstream_config::cluster::{DiskTierConfig, EngineConfig, HostTierConfig};
 use slipstream_engine::timing::{StepLoad, StepTime};
@@ -44,12 +45,23 @@ struct Event {
     op: Op,
 }
 
+/// How decode passes are run.
+#[derive(Clone, Copy)]
+enum Jump {
+    /// One by one.
+    None,
+    /// At most so many at once.
+    Run(u32),
+    /// Planned, at most so many, and run in two parts.
+    Plan(u32),
+}
+
 /// Runs `events` to the end. With `jump`, runs as many decode passes at once as the engine will.
 fn run(
     config: &EngineConfig,
     natural: u32,
     events: &[Event],
-    jump: Option<u32>,
+    jump: Jump,
     silent: bool,
 ) -> (Vec<Pass>, Vec<Stats>, u32) {
     let output = output_model(natural);
@@ -101,16 +113,31 @@ fn run(
         }
         engine.audit();
         if busy_until.is_none() && !engine.is_idle() {
-            if let Some(most) = jump {
-                let until = events.peek().map_or(SimTime::MAX, |e| e.at);
-                let passes = engine.decode_run(now, until, most, &mut decodes);
+            let until = events.peek().map_or(SimTime::MAX, |e| e.at);
+            let parts = match jump {
+                Jump::None => 0,
+                Jump::Run(_) => 1,
+                Jump::Plan(most) => 2 * u32::from(engine.plan_run(now, most).is_some()),
+            };
+            for part in 0..parts {
+                let passes = match jump {
+                    Jump::None => unreachable!(),
+                    Jump::Run(most) => engine.decode_run(now, until, most, &mut decodes),
+                    Jump::Plan(_) => {
+                        let half = now.0 + until.0.saturating_sub(now.0) / 2;
+                        let to = if part == 0 { half } else { until.0 };
+                        engine.run_planned(SimTime(to), &mut decodes)
+                    }
+                };
                 assert_eq!(passes as usize, decodes.ends.len());
                 engine.audit();
                 jumped += passes;
                 let mut sequence = decodes.kv_sequence;
                 for (i, &end) in decodes.ends.iter().enumerate() {
                     let mut fpm = ForwardPassMetrics::default();
-                    decodes.fpm_of(i, &mut fpm);
+                    if let Jump::Run(_) = jump {
+                        decodes.fpm_of(i, &mut fpm);
+                    }
                     let ops = decodes.kv_of(i).to_vec();
                     let empty = ops.is_empty();
                     log.push(Pass {
@@ -122,13 +149,17 @@ fn run(
                             ops,
                         },
                         got_a_token: (!silent).then(|| engine.running_ids().collect()),
-                        token_count: decodes.sequences(),
+                        token_count: to_u32(engine.running_ids().count()),
                         first: vec![],
                         finished: vec![],
                     });
                     sequence += u64::from(!empty);
                     now = end;
                 }
+            }
+            if let (Jump::Plan(_), 1..) = (jump, parts) {
+                now = engine.end_plan();
+                engine.audit();
             }
             busy_until = engine.begin_pass(now);
         }
@@ -172,8 +203,8 @@ proptest! {
                 Event { at, op }
             })
             .collect();
-        let (single, single_stats, _) = run(&config, natural, &events, None, false);
-        let (jumped, jumped_stats, _) = run(&config, natural, &events, Some(most), false);
+        let (single, single_stats, _) = run(&config, natural, &events, Jump::None, false);
+        let (jumped, jumped_stats, _) = run(&config, natural, &events, Jump::Run(most), false);
         for (a, b) in single.iter().zip(&jumped) {
             prop_assert_eq!(a, b);
         }
@@ -181,12 +212,23 @@ proptest! {
         prop_assert_eq!(&single_stats, &jumped_stats);
 
         // Nothing but the list of tokens is lost where it is not asked for.
-        let (mut silent, silent_stats, _) = run(&config, natural, &events, Some(most), true);
+        let (mut silent, silent_stats, _) = run(&config, natural, &events, Jump::Run(most), true);
         for (pass, listed) in silent.iter_mut().zip(&jumped) {
             pass.got_a_token.clone_from(&listed.got_a_token);
         }
-        prop_assert_eq!(silent, jumped);
-        prop_assert_eq!(silent_stats, jumped_stats);
+        prop_assert_eq!(&silent, &jumped);
+        prop_assert_eq!(&silent_stats, &jumped_stats);
+
+        let (mut planned, planned_stats, _) = run(&config, natural, &events, Jump::Plan(most), true);
+        for (pass, listed) in planned.iter_mut().zip(&jumped) {
+            pass.got_a_token.clone_from(&listed.got_a_token);
+            // A planned pass has no record, but a number.
+            if pass.fpm == ForwardPassMetrics::default() {
+                pass.fpm.clone_from(&listed.fpm);
+            }
+        }
+        prop_assert_eq!(planned, jumped);
+        prop_assert_eq!(planned_stats, jumped_stats);
     }
 }
 

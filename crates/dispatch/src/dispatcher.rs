@@ -877,7 +877,7 @@ fn route_with(
     scores: Option<&mut Vec<Score>>,
 ) -> Result<Routed, RouteError> {
     let turn: ViewTurn = router.view_turn(now);
-    env.before_route(now, role, turn);
+    env.before_route(now, role, turn, route.prompt);
     match env.caches(role) {
         None => router.route(now, route, scores),
         Some(caches) => router.route_by(now, route, caches),

@@ -69,10 +69,10 @@ pub trait Env {
     /// Request `id`, which was submitted, for another routing decision.
     fn request(&self, id: u32) -> Request;
 
-    /// Called before a worker with `role` (`Prefill`, else `Both`) is chosen at `now`. `turn` selects
+    /// Called before a worker with `role` (`Prefill`, else `Both`) is chosen for `prompt` at `now`. `turn` selects
     /// the view of loads; a driver that delays KV events applies those that are due.
-    fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn) {
-        let _ = (now, role, turn);
+    fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn, prompt: &Prompt) {
+        let _ = (now, role, turn, prompt);
     }
 
     /// The index of cached blocks, if it is not the fleet's.

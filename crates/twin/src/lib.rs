@@ -13,7 +13,7 @@
 //! [`Outcome::digest`] is the same on every machine.
 //!
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
-//! engine with its requests; `kv_transfer`, `peers`, `wire` and `host` model KV transfers, blocks that workers fetch from
+//! engine with its requests; `planned` runs decode passes late; `kv_transfer`, `peers`, `wire` and `host` model KV transfers, blocks that workers fetch from
 //! each other, the network and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
 //! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together that share
 //! experts; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
@@ -42,6 +42,7 @@ mod node;
 mod packets;
 mod parts;
 mod peers;
+mod planned;
 mod scaling;
 mod sim;
 pub mod sweep;

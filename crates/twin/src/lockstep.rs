@@ -120,11 +120,11 @@ impl Sim<'_> {
             let n = &mut self.nodes[node as usize];
             n.engine.wait_until(end);
             let (life, role) = (n.life, n.role);
-            self.push_end(node, end, life, role);
+            self.push_role_end(node, end, life, role);
         }
     }
 
-    fn push_end(&mut self, node: u32, end: SimTime, life: u32, role: Role) {
+    fn push_role_end(&mut self, node: u32, end: SimTime, life: u32, role: Role) {
         let end = Reverse((end, self.sequence, node, life));
         if role == Role::Prefill {
             self.prefill_ends.push(end);

@@ -243,7 +243,12 @@ pub(crate) enum Phase {
     InPass,
     /// In a run of jumped decode passes; the next pass begins at its end.
     Jumped,
+    /// Decode passes are planned; the next pass begins at the end of the last one.
+    Planned,
 }
+
+/// Passes that are planned at once, at most.
+const PLANNED_MAX: u32 = 32;
 
 pub(crate) struct Node {
     pub(crate) engine: Engine,
@@ -262,6 +267,10 @@ pub(crate) struct Node {
     preemptions: u64,
     /// Length of the last pass, ns.
     pass_ns: u64,
+    /// Passes since the last request reached it.
+    passes: u32,
+    /// Passes between two requests, as a running mean, times 4.
+    passes_x4: u32,
     /// Additional data for a sink that records passes.
     pub(crate) watch: Option<Box<Watch>>,
 }
@@ -351,6 +360,8 @@ impl Node {
             gaps: Gaps::new(each_token, classes),
             preemptions: 0,
             pass_ns: 0,
+            passes: 0,
+            passes_x4: 0,
             watch: None,
         }
     }
@@ -432,6 +443,46 @@ impl Node {
         Some(before)
     }
 
+    /// Plans decode passes from `now` on. Returns the end of the last one.
+    pub(crate) fn plan(&mut self, now: SimTime) -> Option<SimTime> {
+        if self.gaps.broken || self.gaps.always || self.gaps.live == 0 || now != self.gaps.last_end
+        {
+            return None;
+        }
+        // A request that comes makes the rest of a plan worthless: half of the usual time, or as long as none came.
+        let most = self.passes.max(self.passes_x4 / 8).min(PLANNED_MAX);
+        if most < 2 {
+            return None;
+        }
+        let end = self.engine.plan_run(now, most)?;
+        self.phase = Phase::Planned;
+        Some(end)
+    }
+
+    /// Runs the planned passes that end by `now`. Returns how many.
+    pub(crate) fn run_planned(
+        &mut self,
+        now: SimTime,
+        run: &mut DecodeRun,
+        totals: &mut Totals,
+    ) -> u32 {
+        let passes = self.engine.run_planned(now, run);
+        for &end in &run.ends {
+            let ns = end.since(self.gaps.last_end);
+            self.gaps.record(ns, self.gaps.live, totals);
+            self.gaps.last_end = end;
+        }
+        self.passes = self.passes.saturating_add(passes);
+        passes
+    }
+
+    /// A request reaches the engine.
+    pub(crate) fn on_request(&mut self) {
+        let passes = self.passes.min(2 * PLANNED_MAX);
+        self.passes_x4 = self.passes_x4 - self.passes_x4 / 4 + passes;
+        self.passes = 0;
+    }
+
     /// When the client of `flight`, which this node answers, had its last token.
     pub(crate) fn last_token(&self, flight: &Flight) -> SimTime {
         if self.gaps.broken || self.gaps.always {
@@ -467,6 +518,7 @@ impl Node {
     /// Ends the pass that ends now. Its output is to be [recorded](Self::record_output).
     pub(crate) fn finish(&mut self, out: &mut PassOutput) {
         self.engine.finish_pass(out);
+        self.passes = self.passes.saturating_add(1);
         self.phase = Phase::Awake;
     }
 

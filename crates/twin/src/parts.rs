@@ -11,7 +11,7 @@ use slipstream_base::width::{round_u64, to_u16, to_u32};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
-use slipstream_engine::{Engine, KvChanges, OutputModel};
+use slipstream_engine::{DecodeRun, Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 
 use crate::collectives::{self, OverNetwork, StepTraffic, Templates};
@@ -335,6 +335,36 @@ impl RoutedNodes {
         };
         self.late.insert((arrives, self.sequence), late);
         self.sequence += 1;
+    }
+
+    /// `node` ran decode passes. The index has not been read since the first of them ended.
+    pub(crate) fn on_run(&mut self, index: u32, node: &Node, run: &DecodeRun, kv: &mut KvDelta) {
+        if run.kv_ops.is_empty() {
+            return;
+        }
+        // Numbers are those of single deltas, so the next one is in order.
+        let mut sequence = run.kv_sequence;
+        for (pass, &at) in run.ends.iter().enumerate() {
+            let ops = run.kv_of(pass);
+            if ops.is_empty() {
+                continue;
+            }
+            (kv.rank, kv.sequence) = (node.rank, sequence);
+            kv.ops.clear();
+            kv.ops.extend_from_slice(ops);
+            self.on_kv(at, index, node.life, kv);
+            sequence += 1;
+        }
+    }
+
+    /// Targets that may have `block`, the first one of a prompt, if its router queries engines.
+    pub(crate) fn owners(&self, block: BlockHash, out: &mut Vec<usize>) {
+        self.first_blocks.owners(block, |target| out.push(target));
+    }
+
+    /// Whether a choice by the view that `turn` names reads no KV event that came since the last one.
+    pub(crate) fn keeps_view(&self, turn: ViewTurn) -> bool {
+        self.is_late && self.views && turn == ViewTurn::Same
     }
 
     /// Whether its router queries engines for their caches instead of the index.

@@ -26,7 +26,7 @@ use slipstream_report::run::EngineCounts;
 use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
 use slipstream_router::{CachedBlocks, FleetError, Hits, RouteError, Router, ViewTurn};
 use slipstream_workload::schedule::{Lag, Shard};
-use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
+use slipstream_workload::{PromptHasher, Request, Schedule, SourceError, prompt::answer_name};
 
 use crate::faults::{Faults, Held};
 use crate::host::{Costs, Host, Ideal};
@@ -35,6 +35,7 @@ use crate::lockstep::Lockstep;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::peers::Peers;
+use crate::planned::PlannedPasses;
 use crate::scaling::{Pools, Scaling};
 use crate::threads::Threads;
 use crate::wire::{Frame, Frames, Wire};
@@ -400,6 +401,9 @@ pub fn simulate(
         sim.looks_first = true;
         sim.dispatch.router().manual_refresh();
     }
+    if plain && options.jump && !sim.watches {
+        sim.planned.enable(sim.nodes.len());
+    }
     sim.run(sink)
 }
 
@@ -466,7 +470,9 @@ pub(crate) struct Step {
 pub(crate) struct Surroundings<'a> {
     serve: &'a mut RoutedNodes,
     prefill: Option<&'a mut RoutedNodes>,
-    nodes: &'a [Node],
+    nodes: &'a mut [Node],
+    planned: &'a mut PlannedPasses,
+    tally: &'a mut Tally,
     flights: &'a Flights,
     wire: &'a Wire,
     pins: &'a Pins,
@@ -514,8 +520,10 @@ impl Env for Surroundings<'_> {
         }
     }
 
-    fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn) {
+    fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn, prompt: &Prompt) {
         self.choosing = role;
+        let (planned, tally) = (&mut *self.planned, &mut *self.tally);
+        planned.before_route(now, turn, prompt, self.nodes, self.serve, tally);
         let side = match (role, &mut self.prefill) {
             (Role::Prefill, Some(side)) => side,
             _ => &mut *self.serve,
@@ -604,8 +612,11 @@ pub(crate) struct Sim<'a> {
     watches: bool,
     /// Nodes that begin a pass at the current time.
     awake: Vec<u32>,
+    planned: PlannedPasses,
     reserved: Vec<Reserved>,
     root: BlockHash,
+    /// Makes the prompts of requests that are routed for the first time.
+    hasher: PromptHasher,
     /// Tokens of a prompt and its answer at most.
     context_max: u32,
     seed: u64,
@@ -736,8 +747,10 @@ impl<'a> Sim<'a> {
             faults: Faults::new(cluster),
             scaling: Pools::new(cluster),
             awake: Vec::new(),
+            planned: PlannedPasses::default(),
             reserved: Vec::new(),
             root: BlockHash::root(&cluster.model.name, "", ""),
+            hasher: PromptHasher::default(),
             context_max: cluster.context_max(),
             seed: mix64(workload.seed ^ cluster.router.seed),
             pins: Pins::new(),
@@ -823,6 +836,8 @@ impl<'a> Sim<'a> {
         self.now = now;
         if self.looks_first && self.schedule.next_due(now)? == Some(now) {
             let router = self.dispatch.router();
+            let (nodes, tally) = (&mut self.nodes, &mut self.tally);
+            self.planned.run_all(now, nodes, &mut self.serve, tally);
             self.serve.refresh(now, router.view_turn(now), &self.nodes);
             router.advance_view(now);
             router.refresh();
@@ -875,7 +890,7 @@ impl<'a> Sim<'a> {
     /// Time of the next event; `None` if there is none, or none with an effect.
     pub(crate) fn next_time(&mut self) -> Result<Option<SimTime>, TwinError> {
         let due = self.schedule.next_due(self.now)?;
-        let end = self.ends.peek().map(|Reverse((end, ..))| *end);
+        let end = self.next_end();
         let next = due.into_iter().chain(end).min();
         if self.lockstep.is_some() && due.is_none() && self.flights.len() == 0 {
             return Ok(None); // dummy batches alone
@@ -892,6 +907,17 @@ impl<'a> Sim<'a> {
         };
         let limit = next.map_or(self.horizon, |next| next.min(self.horizon));
         Ok(threads.next_time(limit)?.or(next))
+    }
+
+    /// When the next pass of a serving node ends, or the next plan.
+    fn next_end(&mut self) -> Option<SimTime> {
+        while let Some(&Reverse((end, entry, node, _))) = self.ends.peek() {
+            if !self.planned.is_stale(node, entry) {
+                return Some(end);
+            }
+            self.ends.pop();
+        }
+        None
     }
 
     /// Whether only arrivals and ends of passes can happen.
@@ -938,18 +964,21 @@ impl<'a> Sim<'a> {
 
     /// Ends the passes that end now.
     fn end_passes(&mut self, sink: &mut dyn Sink) {
-        while let Some(&Reverse((end, _, node, life))) = self.ends.peek()
+        while let Some(&Reverse((end, entry, node, life))) = self.ends.peek()
             && end <= self.now
         {
             self.ends.pop();
-            let n = &self.nodes[node as usize];
+            if self.planned.is_stale(node, entry) {
+                continue;
+            }
+            let n = &mut self.nodes[node as usize];
             if n.life != life || n.hangs {
                 continue; // its worker was lost, or hangs
             }
-            if self.nodes[node as usize].phase == Phase::Jumped {
-                self.nodes[node as usize].phase = Phase::Awake;
-            } else {
-                self.end_pass(node, sink);
+            match n.phase {
+                Phase::Jumped => n.phase = Phase::Awake,
+                Phase::Planned => self.end_plan(node),
+                _ => self.end_pass(node, sink),
             }
             self.awake.push(node);
         }
@@ -963,6 +992,42 @@ impl<'a> Sim<'a> {
                 self.awake.push(node);
             }
         }
+    }
+
+    /// Ends the plan of a node, whose last pass ends now.
+    fn end_plan(&mut self, node: u32) {
+        let (nodes, tally) = (&mut self.nodes, &mut self.tally);
+        let serve = &mut self.serve;
+        self.planned.run(self.now, node, nodes, serve, tally);
+        let n = &mut self.nodes[node as usize];
+        n.engine.end_plan();
+        n.phase = Phase::Awake;
+    }
+
+    /// Ends the plan of a node, if it has one, before anything is done to its engine.
+    fn leave_plan(&mut self, node: u32) {
+        if self.nodes[node as usize].phase != Phase::Planned {
+            return;
+        }
+        let (nodes, tally) = (&mut self.nodes, &mut self.tally);
+        let serve = &mut self.serve;
+        self.planned.run(self.now, node, nodes, serve, tally);
+        let n = &mut self.nodes[node as usize];
+        let at = n.engine.end_plan();
+        if at == self.now {
+            n.phase = Phase::Awake;
+            self.awake.push(node);
+        } else if let Some(end) = n.begin(at) {
+            assert!(end > self.now, "a pass has the length that was planned");
+            self.push_end(node, end);
+        }
+    }
+
+    fn push_end(&mut self, node: u32, end: SimTime) {
+        let life = self.nodes[node as usize].life;
+        self.ends.push(Reverse((end, self.sequence, node, life)));
+        self.planned.set_entry(node, self.sequence);
+        self.sequence += 1;
     }
 
     fn end_pass(&mut self, node: u32, sink: &mut dyn Sink) {
@@ -1169,7 +1234,9 @@ impl<'a> Sim<'a> {
         let surroundings = Surroundings {
             serve: &mut self.serve,
             prefill: self.prefill.as_mut(),
-            nodes: &self.nodes,
+            nodes: &mut self.nodes,
+            planned: &mut self.planned,
+            tally: &mut self.tally,
             flights: &self.flights,
             wire: &self.wire,
             pins: &self.pins,
@@ -1187,8 +1254,13 @@ impl<'a> Sim<'a> {
             return self.refuse_at_connect(slot, sink);
         }
         let block_size = self.serve.fleet.block_size();
-        let prompt = check_length(&flight.request, self.context_max)
-            .and_then(|()| prompt_of(&flight.request, block_size, self.root));
+        let prompt = check_length(&flight.request, self.context_max).and_then(|()| {
+            let request = &flight.request;
+            let prompt = self
+                .hasher
+                .prompt(request, block_size, root_of(request, self.root));
+            prompt.map_err(|error| error.to_string())
+        });
         let prompt = match prompt {
             Ok(prompt) => prompt,
             Err(error) => {
@@ -1228,6 +1300,7 @@ impl<'a> Sim<'a> {
                 }
                 Action::Kill { id, role, rank } => {
                     let node = self.node_of(role, rank);
+                    self.leave_plan(node);
                     let engine = &mut self.nodes[node as usize].engine;
                     let id = RequestId(id.into());
                     if engine.abort(id) || engine.release_held(id) {
@@ -1353,6 +1426,8 @@ impl<'a> Sim<'a> {
         if self.faults.has_partition() && self.is_cut_off(step) {
             return self.faults.hold(Held::Deliver { step });
         }
+        self.leave_plan(step.node);
+        self.nodes[step.node as usize].on_request();
         let block_size = self.serve.fleet.block_size();
         let flight = self.flights.get_mut(id);
         let request = &flight.request;
@@ -1534,18 +1609,18 @@ impl<'a> Sim<'a> {
                 }
                 continue;
             }
-            let until = match until {
-                Some(until) => until,
-                None => *until.insert(self.jump_until(left)?),
-            };
-            let end = match self.jump(node, until, sink) {
-                Some(end) => Some(end),
-                None => self.begin(node, sink),
-            };
+            let n = &mut self.nodes[node as usize];
+            let mut end = self.planned.plan(n, self.now);
+            if end.is_none() && !(self.planned.is_enabled() && n.engine.may_plan()) {
+                let until = match until {
+                    Some(until) => until,
+                    None => *until.insert(self.jump_until(left)?),
+                };
+                end = self.jump(node, until, sink);
+            }
+            let end = end.or_else(|| self.begin(node, sink));
             if let Some(end) = end {
-                let life = self.nodes[node as usize].life;
-                self.ends.push(Reverse((end, self.sequence, node, life)));
-                self.sequence += 1;
+                self.push_end(node, end);
             }
         }
         self.awake = awake;
@@ -1635,24 +1710,8 @@ impl<'a> Sim<'a> {
         let passes = self.run.ends.len() as u64;
         self.tally.passes += passes;
         self.tally.jumped += passes;
-        if !self.run.kv_ops.is_empty() {
-            // Deltas of all the passes now: the index is not read before the last of them has
-            // ended. Numbers are those of single deltas, so the next one is in order.
-            let mut sequence = self.run.kv_sequence;
-            let n = &self.nodes[node as usize];
-            for (pass, &at) in self.run.ends.iter().enumerate() {
-                let ops = self.run.kv_of(pass);
-                if ops.is_empty() {
-                    continue;
-                }
-                self.out.kv.rank = n.rank;
-                self.out.kv.sequence = sequence;
-                self.out.kv.ops.clear();
-                self.out.kv.ops.extend_from_slice(ops);
-                self.serve.on_kv(at, node, n.life, &self.out.kv);
-                sequence += 1;
-            }
-        }
+        let n = &self.nodes[node as usize];
+        self.serve.on_run(node, n, &self.run, &mut self.out.kv);
         if self.watches {
             self.report_jump(node, sink);
         }
@@ -1694,6 +1753,9 @@ impl<'a> Sim<'a> {
     }
 
     fn finish(mut self, cut: Option<String>) -> Outcome {
+        let (nodes, tally) = (&mut self.nodes, &mut self.tally);
+        let serve = &mut self.serve;
+        self.planned.run_all(self.now, nodes, serve, tally);
         self.tally.ended_at = self.now;
         let under_way = self.flights.len() as u64;
         let nodes = self.nodes.into_iter();
@@ -1746,10 +1808,7 @@ pub(crate) fn prompt_of(
     root: BlockHash,
 ) -> Result<Prompt, String> {
     let name = answer_name(request.id());
-    let root = match request.adapter {
-        0 => root,
-        adapter => root.child_of_id(adapter, u64::MAX),
-    };
+    let root = root_of(request, root);
     let prompt = request.prompt.to_blocks(block_size, root, name);
     prompt.map_err(|error| error.to_string())
 }
@@ -1765,6 +1824,14 @@ pub(crate) fn encoder_inputs(request: &Request) -> Box<[EncoderInput]> {
         tokens: images.tokens,
     };
     each.map(input).collect()
+}
+
+/// Root of a request's blocks: each adapter has its own.
+fn root_of(request: &Request, root: BlockHash) -> BlockHash {
+    match request.adapter {
+        0 => root,
+        adapter => root.child_of_id(adapter, u64::MAX),
+    }
 }
 
 /// Seed of the answer to `request`, in a run with this `seed`.

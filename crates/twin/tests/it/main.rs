@@ -9,6 +9,7 @@ mod lockstep;
 mod model;
 mod packets;
 mod peers;
+mod planned;
 mod real;
 mod scaling;
 mod threads;

@@ -23,6 +23,7 @@ pub mod request;
 pub mod role;
 pub mod slo;
 pub mod stage;
+pub mod sync;
 pub mod text;
 pub mod time;
 pub mod token;

@@ -1,8 +1,9 @@
 //! Inputs and actions of a dispatcher, recorded for tests that compare its drivers (feature `journal`).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use slipstream_base::WorkerId;
+use slipstream_base::sync::lock;
 
 use crate::Action;
 
@@ -91,6 +92,6 @@ impl Journal {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Line>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }

@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytes::Bytes;
 use slipstream_base::RankId;
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 use tokio::sync::Notify;
 
@@ -154,7 +155,7 @@ impl Lane {
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // No code panics while it is held.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner)
     }
 
     /// Adds an event whose payload `encode` appends; appends to `lost` the ranks (with repeats)

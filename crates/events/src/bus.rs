@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use bytes::Bytes;
+use slipstream_base::sync::lock;
 use tokio::sync::Notify;
 
 use crate::batch::{Batch, EventKind, RankTopics};
@@ -96,11 +97,6 @@ struct HubQueue {
     events: Mutex<(VecDeque<Event>, usize)>,
     dropped: AtomicU64,
     bell: Notify,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No code panics while one of these is held.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Hub {

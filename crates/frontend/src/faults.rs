@@ -10,7 +10,7 @@ use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -20,6 +20,7 @@ use hyper::{Method, Request, Response};
 use serde::Deserialize;
 use serde_json::json;
 use slipstream_base::mix;
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 use slipstream_config::cluster::FaultsConfig;
 use tokio::time::Sleep;
@@ -83,7 +84,7 @@ impl Faults {
     }
 
     fn lock(&self) -> MutexGuard<'_, FaultsConfig> {
-        self.rates.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.rates)
     }
 
     /// A copy: a guard within a longer expression would outlive the change that it is for.

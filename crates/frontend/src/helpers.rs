@@ -7,9 +7,10 @@
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use slipstream_base::sync::{lock, unpoisoned};
 use tokio::sync::oneshot;
 
 /// Jobs that may wait.
@@ -125,7 +126,7 @@ impl Drop for Helpers {
 
 impl Shared {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     fn work(&self, takes_long: bool) {
@@ -141,7 +142,7 @@ impl Shared {
                 return;
             } else {
                 let waited = self.changed.wait(queue);
-                queue = waited.unwrap_or_else(PoisonError::into_inner);
+                queue = unpoisoned(waited);
             }
         }
     }
@@ -236,7 +237,7 @@ mod tests {
             let blocked = || {
                 let gate = gate.clone();
                 helpers.run(1, move || {
-                    let _ = gate.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let _ = lock(&gate).recv();
                 })
             };
             let mut jobs: Vec<_> = (0..WAITING_MAX + 10).map(|_| Box::pin(blocked())).collect();

@@ -1,8 +1,9 @@
 //! The network that the keys and values of prompts cross between workers.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use slipstream_base::sync::lock;
 use slipstream_base::{SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 use slipstream_dispatch::Attempt;
@@ -65,7 +66,7 @@ impl KvNetwork {
 
     fn lock(&self) -> Option<MutexGuard<'_, Links>> {
         let links = self.links.as_ref()?;
-        Some(links.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock(links))
     }
 
     /// `waker` is notified when something arrives for `shard`, or a rate has changed.

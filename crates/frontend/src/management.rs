@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use hyper::Response;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
@@ -20,6 +20,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
 use serde_json::json;
 use slipstream_base::BlockHash;
+use slipstream_base::sync::unpoisoned;
 use tokio::sync::Notify;
 
 use crate::generate::now_unix_s;
@@ -149,13 +150,11 @@ impl Management {
 
     // A panic elsewhere leaves the map whole: each change is one insertion or removal.
     fn read(&self) -> RwLockReadGuard<'_, BTreeMap<String, Arc<Adapter>>> {
-        self.adapters.read().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.adapters.read())
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<String, Arc<Adapter>>> {
-        self.adapters
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.adapters.write())
     }
 
     /// The adapter of this name.

@@ -7,9 +7,11 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use slipstream_base::sync::unpoisoned;
 
 use crate::access::Entry;
 
@@ -92,7 +94,7 @@ impl Outbox {
         if let Some(thread) = &self.thread {
             thread.thread().unpark(); // it may pause
         }
-        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let ended = unpoisoned(self.ended.get_mut());
         if ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
             return false;
         }

@@ -6,13 +6,14 @@
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use hyper::body::Frame;
 use hyper::{Method, Response};
 use slipstream_base::StageTimes;
+use slipstream_base::sync::lock;
 
 use crate::budget::Charge;
 use crate::connection::Client;
@@ -60,7 +61,7 @@ impl Entry {
 
 impl ResponseStore {
     fn lock(&self) -> MutexGuard<'_, Stored> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Body and history of response `id` of `owner`.

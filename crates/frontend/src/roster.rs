@@ -1,10 +1,11 @@
 //! Which worker processes are connected to which shards of this frontend.
 
 use std::collections::BTreeSet;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::WorkerId;
+use slipstream_base::sync::lock;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tombstone::{STANDS_NS, Tombstones};
 use slipstream_planes::wire::{Hello, RankLoad, Reject, RejectReason};
@@ -277,12 +278,6 @@ impl Roster {
 /// Whether KV deltas are to come to `shard`: one does, as all shards share the index.
 pub(crate) fn feeds_index(shard: u8) -> bool {
     shard == 0
-}
-
-/// Nothing panics while one of these locks is held but on a broken invariant of the fleet, after
-/// which seats are whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -5,7 +5,9 @@ pub(crate) use imp::TableLock;
 
 #[cfg(feature = "bench")]
 mod imp {
-    use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+    use std::sync::{Arc, Mutex, MutexGuard};
+
+    use slipstream_base::sync::lock;
 
     /// Held while a stream table is touched, if it is there.
     #[derive(Clone, Default)]
@@ -17,8 +19,7 @@ mod imp {
         }
 
         pub(crate) fn hold(&self) -> Option<MutexGuard<'_, ()>> {
-            let lock = self.0.as_ref()?;
-            Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
+            self.0.as_deref().map(lock)
         }
 
         /// Takes it and gives it back.

@@ -1,9 +1,10 @@
 //! The approximate index: blocks routed to a target are assumed cached there for a while.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use lru::LruCache;
+use slipstream_base::sync::lock;
 use slipstream_base::{BlockHash, SimTime};
 
 use crate::owners::{Owners, Padded};
@@ -90,7 +91,7 @@ impl ApproximateIndex {
     /// Blocks assumed cached at `target`. Some may have expired.
     pub fn held(&self, target: usize) -> u64 {
         let recent = &self.recent[target].0;
-        let recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let recent = lock(recent);
         recent.until.len() as u64
     }
 
@@ -126,7 +127,7 @@ impl ApproximateIndex {
 
     fn with_recent(&self, target: usize, change: impl FnOnce(&mut Recent)) {
         let recent = &self.recent[target].0;
-        let mut recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut recent = lock(recent);
         change(&mut recent);
         let due = recent
             .until

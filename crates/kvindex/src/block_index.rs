@@ -1,8 +1,9 @@
 //! The exact index: owners by block hash, fed by KV deltas.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, KvDelta, KvOp};
 
@@ -149,11 +150,7 @@ impl BlockIndex {
     }
 
     fn stream(&self, target: usize) -> MutexGuard<'_, u64> {
-        self.streams[target]
-            .0
-            .next
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.streams[target].0.next)
     }
 
     fn set_trusted(&self, target: usize, trusted: bool) {

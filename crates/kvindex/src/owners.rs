@@ -1,9 +1,10 @@
 //! The table with its writers' locks, and the walk along a prompt.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use slipstream_base::BlockHash;
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 
 use crate::table::{Full, Table};
@@ -88,8 +89,7 @@ impl Owners {
         if self.single_writer.load(Ordering::Relaxed) {
             return None;
         }
-        let lock = &self.locks[shard].0;
-        Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock(&self.locks[shard].0))
     }
 
     /// Records that `target` holds `hash`. Returns whether that is new.

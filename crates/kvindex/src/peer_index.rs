@@ -1,9 +1,10 @@
 //! Index of the blocks of many peers, fed by their messages, for prefix look-ups that never wait.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use hashbrown::HashTable;
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, SimTime};
 
@@ -221,7 +222,7 @@ impl PeerIndex {
 
     fn peer(&self, peer: usize) -> MutexGuard<'_, Peer> {
         let state = &self.peers[peer].0;
-        state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(state)
     }
 
     /// For each peer, the number of leading keys that it holds without a break. Shape of `out`: `[peers]`.

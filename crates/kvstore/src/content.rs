@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::FlockOperation;
+use slipstream_base::sync::lock;
 use slipstream_base::width::{high_u64, low_u64, to_usize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
@@ -220,9 +221,9 @@ impl Opened<'_> {
                 };
                 bytes.resize(to_usize(len), 0);
                 match self.file.read_exact_at(&mut bytes, begin) {
-                    Ok(()) => crate::held(&parts)[at] = xxh3_128(&bytes),
+                    Ok(()) => lock(&parts)[at] = xxh3_128(&bytes),
                     Err(error) => {
-                        *crate::held(&failed) = Some(error);
+                        *lock(&failed) = Some(error);
                         next.store(ranges.len(), Ordering::Relaxed);
                         return;
                     }
@@ -236,7 +237,7 @@ impl Opened<'_> {
             }
             work();
         });
-        if let Some(error) = crate::held(&failed).take() {
+        if let Some(error) = lock(&failed).take() {
             return Err(self.error(error));
         }
         let after = fs::metadata(self.path).map_err(|source| self.error(source))?;
@@ -244,7 +245,7 @@ impl Opened<'_> {
             return Err(self.changed());
         }
         let mut all = Xxh3::new();
-        for part in crate::held(&parts).iter() {
+        for part in lock(&parts).iter() {
             all.update(&part.to_le_bytes());
         }
         Ok(all.digest128())

@@ -12,9 +12,9 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::Mutex;
-use std::sync::PoisonError;
 
 use libloading::Library;
+use slipstream_base::sync::lock;
 
 /// How a transport that reads by NIXL is set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,7 +181,7 @@ impl Functions {
             path: path.to_path_buf(),
             why: error.to_string(),
         };
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&OPEN);
         if let Some((_, functions)) = open.iter().find(|(of, _)| of == path) {
             return Ok(*functions);
         }

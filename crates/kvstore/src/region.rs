@@ -3,9 +3,10 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use slipstream_base::sync::lock;
 
 /// Why a part of a region cannot be leased.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -108,7 +109,7 @@ impl Region {
             return Err(RegionError::Beyond { at, len, bytes });
         };
         if len > 0 {
-            let mut leased = self.leased.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut leased = lock(&self.leased);
             // Leases do not overlap, so the last one that begins before our end has the largest
             // end.
             let before = leased.range(..end).next_back();
@@ -216,10 +217,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         if self.len > 0 {
             let leased = &self.region.leased;
-            leased
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&self.at);
+            lock(leased).remove(&self.at);
         }
     }
 }

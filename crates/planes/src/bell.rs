@@ -9,6 +9,9 @@
 
 use std::task::Waker;
 
+#[cfg(not(loom))]
+use slipstream_base::sync::lock;
+
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, fence};
 
 /// Wakes a task of a shard's executor.
@@ -200,6 +203,8 @@ mod parking {
     #[cfg(not(loom))]
     use std::sync::{Condvar, Mutex};
 
+    use slipstream_base::sync::unpoisoned;
+
     #[derive(Debug)]
     pub(super) struct Parking {
         lock: Mutex<()>,
@@ -220,20 +225,14 @@ mod parking {
             let mut guard = super::lock(&self.lock);
             while asleep() {
                 guard = match deadline_ns {
-                    None => self
-                        .changed
-                        .wait(guard)
-                        .unwrap_or_else(std::sync::PoisonError::into_inner),
+                    None => unpoisoned(self.changed.wait(guard)),
                     Some(deadline) => {
                         let now = crate::clock::monotonic_ns();
                         if now >= deadline {
                             return;
                         }
                         let left = std::time::Duration::from_nanos(deadline - now);
-                        self.changed
-                            .wait_timeout(guard, left)
-                            .unwrap_or_else(std::sync::PoisonError::into_inner)
-                            .0
+                        unpoisoned(self.changed.wait_timeout(guard, left)).0
                     }
                 };
             }
@@ -247,18 +246,9 @@ mod parking {
     }
 }
 
-/// A poisoned lock guards a waker or nothing: both are still valid.
-#[cfg(not(loom))]
-fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
-}
 #[cfg(loom)]
 fn lock<T>(mutex: &loom::sync::Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
+    slipstream_base::sync::unpoisoned(mutex.lock())
 }
 
 /// Interleavings of a producer and a sleeper: `RUSTFLAGS="--cfg loom" cargo test --release

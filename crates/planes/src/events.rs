@@ -1,9 +1,10 @@
 //! The event plane: forward-pass metrics and KV deltas from engine threads.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use slipstream_base::kv_event::StoredBlocks;
+use slipstream_base::sync::lock;
 use slipstream_base::{ForwardPassMetrics, KvDelta};
 
 /// The sink of an engine thread. One per thread, so that it needs no lock.
@@ -76,7 +77,7 @@ impl FpmQueue {
 
     fn lock(&self) -> MutexGuard<'_, FpmRecords> {
         // Nothing panics while the lock is held, and records are always whole.
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared)
     }
 }
 

@@ -11,8 +11,10 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
+
+use slipstream_base::sync::{lock, unpoisoned};
 
 use crate::bell::TaskBell;
 
@@ -61,7 +63,7 @@ impl std::fmt::Debug for HostSlot {
 
 impl HostSlot {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Whether a shard takes work.
@@ -91,7 +93,7 @@ impl HostSlot {
                 }
                 None => {
                     let woken = self.returned.wait(state);
-                    state = woken.unwrap_or_else(PoisonError::into_inner);
+                    state = unpoisoned(woken);
                 }
             }
         }

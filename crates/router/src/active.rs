@@ -1,9 +1,10 @@
 //! Load of live sequences: requests, tokens to prefill, and distinct blocks.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, Prompt};
 
@@ -43,10 +44,7 @@ impl ActiveSequence {
             prompt_tokens: u64::from(prompt.len()),
             decoding: false,
         };
-        let fresh = fleet.active[target]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(&sequence.chain);
+        let fresh = lock(&fleet.active[target]).insert(&sequence.chain);
         let load = &fleet.loads[target];
         add(&load.requests, 1);
         add(&load.routed, 1);
@@ -91,10 +89,7 @@ impl Drop for ActiveSequence {
             self.discharge_prefill();
         }
         let freed = self.private_blocks
-            + self.fleet.active[self.target as usize]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&self.chain);
+            + lock(&self.fleet.active[self.target as usize]).remove(&self.chain);
         let load = &self.fleet.loads[self.target as usize];
         if slipstream_base::planted!("leaked-load") && !self.decoding {
             return;

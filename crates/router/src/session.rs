@@ -2,11 +2,12 @@
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use lru::LruCache;
 use slipstream_base::SimTime;
 use slipstream_base::mix::{below, mix64};
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_usize;
 
 /// Limit of sessions; the least recently used one is evicted first, and counted.
@@ -72,8 +73,6 @@ impl SessionTable {
     }
 
     fn part(&self, session: u64) -> MutexGuard<'_, LruCache<u64, Entry>> {
-        self.parts[to_usize(below(mix64(session), LOCKS as u64))]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.parts[to_usize(below(mix64(session), LOCKS as u64))])
     }
 }

@@ -9,7 +9,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -25,6 +25,7 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use serde_json::json;
 use slipstream_autoscale::{Desired, PoolSample, Scalers};
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::{
@@ -542,7 +543,7 @@ type Newest = Arc<Mailbox>;
 
 impl Mailbox {
     fn change<R>(&self, change: impl FnOnce(&mut Mail) -> R) -> R {
-        let mut mail = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mail = lock(&self.state);
         let result = change(&mut mail);
         self.changed.notify_all();
         result
@@ -562,7 +563,7 @@ impl Mailbox {
 
     /// Waits for a document; `None`: it is closed. Also how many were replaced before it.
     fn take(&self) -> Option<(String, u64)> {
-        let mut mail = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mail = lock(&self.state);
         loop {
             if mail.closed {
                 return None;
@@ -570,16 +571,13 @@ impl Mailbox {
             if let Some(document) = mail.newest.take() {
                 return Some((document, std::mem::take(&mut mail.replaced)));
             }
-            mail = self
-                .changed
-                .wait(mail)
-                .unwrap_or_else(PoisonError::into_inner);
+            mail = unpoisoned(self.changed.wait(mail));
         }
     }
 
     /// Whether a newer document waits, or none is wanted any more.
     fn is_outdated(&self) -> bool {
-        let mail = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mail = lock(&self.state);
         mail.newest.is_some() || mail.closed
     }
 }

@@ -4,13 +4,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
+use slipstream_base::sync::lock;
 use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, WorkerId};
 use slipstream_config::cluster::Cluster;
@@ -355,7 +356,7 @@ impl Drop for Followed<'_> {
 
 impl Followers {
     fn shown(&self) -> MutexGuard<'_, ById> {
-        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.counters)
     }
 
     /// Follows one engine until its task is aborted.
@@ -431,7 +432,7 @@ impl Followers {
             counters.push(follower.counters());
             let (merge, anew, fleets) = (merge.clone(), anew.clone(), self.fleets.clone());
             ranks.spawn(follower.run(move |delta| {
-                let mut merge = merge.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut merge = lock(&merge);
                 let applied = merge.merge(at, delta).map(|delta| fleets.on_kv(&delta));
                 // The router forgot the engine meanwhile: its connection was refused.
                 if applied.is_some_and(|applied| applied.gap) {
@@ -611,11 +612,7 @@ impl Collector for KvCollector {
                 |c| c.skipped_blocks.load(Relaxed),
             ),
         ];
-        let shown = self
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let shown = lock(&self.0).clone();
         let each = || {
             let all = shown.values();
             all.map(|(url, ranks)| ([("engine", url.as_str())], ranks))

@@ -6,10 +6,11 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_study::plan::{Batch, Elsewhere, TrialResult};
 use slipstream_study::sweep::Row;
 
@@ -84,7 +85,7 @@ impl Ray {
 
     /// Writes a line. A process that has ended is noticed by its answer, which has the reason.
     fn say(&self, line: &str) -> anyhow::Result<()> {
-        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut process = lock(&self.process);
         let stdin = process.stdin.as_mut().context("stdin is open")?;
         let written = stdin
             .write_all(line.as_bytes())
@@ -98,7 +99,7 @@ impl Ray {
 
     /// The field `name` of the next answer.
     fn read_field(&self, name: &str) -> anyhow::Result<Value> {
-        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut process = lock(&self.process);
         let mut line = String::new();
         process.stdout.read_line(&mut line)?;
         if line.is_empty() {
@@ -127,10 +128,7 @@ impl Elsewhere for Ray {
 
 impl Drop for Ray {
     fn drop(&mut self) {
-        let process = self
-            .process
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
+        let process = unpoisoned(self.process.get_mut());
         drop(process.stdin.take());
         // It ends when its input does.
         let _ = process.child.wait();

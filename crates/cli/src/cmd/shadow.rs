@@ -12,7 +12,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -20,6 +20,7 @@ use anyhow::Context;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
+use slipstream_base::sync::unpoisoned;
 use slipstream_base::text::counted;
 use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime};
@@ -358,7 +359,7 @@ impl Comparison<'_> {
             !pairs.is_empty()
         });
         let published = self.figures.engines.lock();
-        *published.unwrap_or_else(PoisonError::into_inner) = engines;
+        *unpoisoned(published) = engines;
     }
 }
 
@@ -518,7 +519,7 @@ impl Collector for ShadowCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let figures = &*self.0;
         let engines = figures.engines.lock();
-        let engines = engines.unwrap_or_else(PoisonError::into_inner).clone();
+        let engines = unpoisoned(engines).clone();
         for (quantity, (name, help)) in GAUGES.iter().enumerate() {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
             for (engine, of) in &engines {

@@ -18,8 +18,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
+use slipstream_base::sync::lock;
 use slipstream_base::width::{to_i32, to_u32};
 
 use super::{Action, Next, TaskId, TaskParams, Wakeup, unwrap_key};
@@ -387,7 +388,7 @@ impl Host {
             !IN_USE.replace(true),
             "one simulation of our scheduler at a time; drop the other first"
         );
-        let only = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+        let only = lock(&HOST);
         let n = machine.cpus() as usize;
         slip_p_clear();
         with(|k| {

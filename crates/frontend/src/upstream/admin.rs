@@ -1,7 +1,7 @@
 //! `/admin/engines`: adds, removes and lists engines, by the admin key.
 
 use std::rc::Rc;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,6 +10,7 @@ use hyper::header::{AUTHORIZATION, HeaderValue};
 use hyper::{Method, Request, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use slipstream_base::sync::unpoisoned;
 use slipstream_config::cluster::{EngineKind, EngineUrl};
 use slipstream_planes::clock::monotonic_ns;
 
@@ -252,7 +253,7 @@ fn entry(engine: &Engine, now_ns: u64) -> Value {
     let seconds = |until_ns: u64| until_ns.saturating_sub(now_ns) as f64 / 1e9;
     let mut entry = engine.describe();
     let view = engine.cache_view.lock();
-    let view = view.unwrap_or_else(PoisonError::into_inner).clone();
+    let view = unpoisoned(view).clone();
     entry["cache"] = if view.is_empty() {
         "text of the prompts sent there".into()
     } else {

@@ -1,11 +1,12 @@
 //! State of the engines, shared by all shards.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 
 use hyper::StatusCode;
 use serde_json::json;
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u8, to_usize};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
@@ -295,18 +296,18 @@ impl Engine {
     /// Ids of its data-parallel ranks at its bootstrap server, in their order.
     pub(super) fn kv_ids(&self) -> Arc<[String]> {
         let ids = self.kv_ids.lock();
-        ids.unwrap_or_else(PoisonError::into_inner).clone()
+        unpoisoned(ids).clone()
     }
 
     pub(super) fn set_kv_ids(&self, ids: Vec<String>) {
-        let mut known = self.kv_ids.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.kv_ids);
         if known[..] != ids[..] {
             *known = ids.into();
         }
     }
 
     fn health(&self) -> MutexGuard<'_, Health> {
-        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.health)
     }
 
     pub(super) fn state(&self) -> State {
@@ -366,7 +367,7 @@ impl Engine {
 
     pub(super) fn models(&self) -> Arc<[Model]> {
         let models = self.models.lock();
-        models.unwrap_or_else(PoisonError::into_inner).clone()
+        unpoisoned(models).clone()
     }
 }
 
@@ -452,7 +453,7 @@ impl Engines {
     /// The engines, by worker.
     pub(super) fn members(&self) -> Members {
         let members = self.members.read();
-        members.unwrap_or_else(PoisonError::into_inner).clone()
+        unpoisoned(members).clone()
     }
 
     /// The engines.
@@ -462,7 +463,7 @@ impl Engines {
 
     pub(super) fn catalog(&self) -> Arc<Catalog> {
         let catalog = self.catalog.read();
-        catalog.unwrap_or_else(PoisonError::into_inner).clone()
+        unpoisoned(catalog).clone()
     }
 
     /// Engines that take requests.
@@ -674,7 +675,7 @@ impl Engines {
             engine.kind.store(code_of(kind), Relaxed);
         }
         {
-            let mut known = engine.models.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = lock(&engine.models);
             if **known == *models {
                 return;
             }
@@ -689,7 +690,7 @@ impl Engines {
         let all = members.iter().flatten().filter(|of| !of.is_mirror());
         let catalog = Catalog::new(all.map(|of| (of.spec.worker, of.models())));
         let slot = self.catalog.write();
-        *slot.unwrap_or_else(PoisonError::into_inner) = Arc::new(catalog);
+        *unpoisoned(slot) = Arc::new(catalog);
     }
 
     /// Begins or ends a drain of `engine`.

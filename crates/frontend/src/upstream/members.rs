@@ -6,10 +6,10 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u32};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{EngineKind, EngineUrl, KvProtocol, PoolTraffic};
@@ -143,7 +143,7 @@ impl Member {
     /// Says how its cache is known, in words, for those who list it.
     pub fn set_cache_view(&self, view: impl Into<String>) {
         let slot = self.0.cache_view.lock();
-        *slot.unwrap_or_else(PoisonError::into_inner) = view.into();
+        *unpoisoned(slot) = view.into();
     }
 }
 
@@ -168,13 +168,13 @@ impl Engines {
     /// Pools that engines may join from now on. Those in the fleet keep their pool's kind and key.
     pub fn set_pools(&self, pools: Vec<PoolSpec>) {
         let known = self.pools.write();
-        *known.unwrap_or_else(PoisonError::into_inner) = pools;
+        *unpoisoned(known) = pools;
         self.note_traffic();
     }
 
     /// The pools have changed: whether some have shares is known without a look at them.
     pub(super) fn note_traffic(&self) {
-        let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
+        let pools = unpoisoned(self.pools.read());
         let weighted = pools.iter().any(|of| of.traffic.weight.is_some());
         let mirrors = pools.iter().any(|of| of.traffic.mirror.is_some());
         self.is_weighted.store(weighted, Relaxed);
@@ -194,7 +194,7 @@ impl Engines {
         api_key: Option<String>,
     ) -> Result<WorkerId, MemberError> {
         let pool = self.pool(pool)?;
-        let mut next_id = self.next_id.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next_id = lock(&self.next_id);
         let members = self.members();
         if let Some(known) = members.iter().flatten().find(|of| of.spec.url == *url) {
             let worker = known.spec.worker;
@@ -249,7 +249,7 @@ impl Engines {
     }
 
     fn pool(&self, name: Option<&str>) -> Result<PoolSpec, MemberError> {
-        let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
+        let pools = unpoisoned(self.pools.read());
         let known = || {
             let names: Vec<String> = pools.iter().map(|of| format!("`{}`", of.name)).collect();
             names.join(", ")
@@ -285,7 +285,7 @@ impl Engines {
     pub(super) fn drain_engine(&self, engine: &Engine, limit: Option<Duration>) {
         let limit = limit.unwrap_or(self.settings.drain_timeout);
         let until_ns = monotonic_ns().saturating_add(nanos(limit));
-        let _one = self.next_id.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = lock(&self.next_id);
         self.set_drain(engine, until_ns.max(1));
         tracing::info!(engine = %engine.spec.url, "engine drains for up to {limit:?}");
         self.changes.send_modify(|changes| *changes += 1); // a task must see it out
@@ -293,7 +293,7 @@ impl Engines {
 
     /// Removes draining engines without requests.
     pub(super) fn finish_drains(&self) {
-        let _one = self.next_id.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = lock(&self.next_id);
         let members = self.members();
         let mut loads = None;
         for engine in members.iter().flatten().filter(|of| of.is_draining()) {
@@ -318,7 +318,7 @@ impl Engines {
 
     fn replace(&self, slot: usize, engine: Option<Arc<Engine>>) {
         let members = self.members.write();
-        let mut members = members.unwrap_or_else(PoisonError::into_inner);
+        let mut members = unpoisoned(members);
         let mut list = members.to_vec();
         list[slot] = engine;
         *members = list.into();

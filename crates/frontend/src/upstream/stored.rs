@@ -14,12 +14,13 @@ use std::fmt::{self, Write as _};
 use std::hash::{BuildHasher, Hasher};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::{Method, StatusCode};
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use slipstream_base::sync::lock;
 use slipstream_base::{Role, WorkerId};
 use tokio::task::JoinSet;
 
@@ -176,7 +177,7 @@ impl Holder {
 
 impl StoredAnswers {
     fn known(&self) -> std::sync::MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.known)
     }
 
     fn count(&self, outcome: Outcome) {

@@ -8,6 +8,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::{Method, StatusCode};
 use slipstream_base::WorkerId;
 use slipstream_base::mix::{below, index, mix64};
+use slipstream_base::sync::unpoisoned;
 use slipstream_config::cluster::PoolTraffic;
 
 use super::Upstream;
@@ -77,7 +78,7 @@ impl Engines {
     /// The share of `pool`, as of the file's last change.
     fn traffic(&self, pool: &str) -> PoolTraffic {
         let pools = self.pools.read();
-        let pools = pools.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let pools = unpoisoned(pools);
         let found = pools.iter().find(|of| of.name == pool);
         found.map_or_else(PoolTraffic::default, |of| of.traffic)
     }

@@ -7,13 +7,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use slipstream_base::BlockHash;
+use slipstream_base::sync::lock;
 use slipstream_discovery::Session;
 use slipstream_kvindex::PeerIndex;
 
 use super::links::{PeerLinks, PeerOptions};
 use super::{StoreError, discovered};
+use crate::clock;
 use crate::transport::Nixl;
-use crate::{clock, held};
 
 /// Interval at which the index and the connections are updated.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -145,8 +146,8 @@ impl PeerKeys {
     /// Ends the thread; connections end when this is dropped.
     pub fn close(&self) {
         self.stop.store(true, Ordering::Release);
-        drop(held(&self.session).take());
-        if let Some(thread) = held(&self.thread).take() {
+        drop(lock(&self.session).take());
+        if let Some(thread) = lock(&self.thread).take() {
             thread.thread().unpark();
             let _ = thread.join();
         }

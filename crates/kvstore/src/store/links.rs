@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use slipstream_base::sync::lock;
 use slipstream_base::width::nanos;
 use slipstream_kvindex::PeerIndex;
 
 use super::StoreError;
 use crate::handshake::Profile;
-use crate::held;
 use crate::tier::Tier;
 use crate::tier::memory::MemoryTier;
 use crate::transport::{
@@ -148,7 +148,7 @@ impl PeerLinks {
 
     /// Adds a discovered engine, or updates its addresses.
     pub(super) fn add_discovered(&self, name: &str, addresses: Vec<Address>) {
-        let mut links = held(&self.links);
+        let mut links = lock(&self.links);
         if let Some(link) = links.iter_mut().find(|link| *link.name == *name) {
             // It has come back, perhaps at another address.
             link.origin = Origin::Discovered;
@@ -175,7 +175,7 @@ impl PeerLinks {
 
     /// Handles the removal of an engine's record. A connection that is up is used until it ends.
     pub(super) fn remove_discovered(&self, name: &str) {
-        let mut links = held(&self.links);
+        let mut links = lock(&self.links);
         let Some(at) = links.iter().position(|link| *link.name == *name) else {
             return;
         };
@@ -209,7 +209,7 @@ impl PeerLinks {
                 }
             }
         }
-        for link in held(&self.links).iter_mut() {
+        for link in lock(&self.links).iter_mut() {
             if link.peer.is_none() && now >= link.retry_at {
                 link.retry_at = now + RETRY;
                 let address = &link.addresses[link.next % link.addresses.len()];
@@ -220,7 +220,7 @@ impl PeerLinks {
     }
 
     fn on_up(&self, peer: PeerId, name: &str) {
-        let mut links = held(&self.links);
+        let mut links = lock(&self.links);
         // Connections that the other side made have no link.
         let Some(link) = links.iter_mut().find(|link| link.peer == Some(peer)) else {
             return;
@@ -231,7 +231,7 @@ impl PeerLinks {
     }
 
     fn on_down(&self, peer: PeerId, why: String, refused: bool, now: Instant) {
-        let mut links = held(&self.links);
+        let mut links = lock(&self.links);
         let Some(at) = links.iter().position(|link| link.peer == Some(peer)) else {
             return;
         };
@@ -252,7 +252,7 @@ impl PeerLinks {
 
     /// Ends all connections, and with them all fetches.
     pub(super) fn disconnect(&self) {
-        for link in held(&self.links).iter() {
+        for link in lock(&self.links).iter() {
             if let Some(peer) = link.peer {
                 self.endpoint.disconnect(peer);
             }
@@ -261,7 +261,7 @@ impl PeerLinks {
 
     /// The connection to the peer of that name, if it is up.
     pub(super) fn peer(&self, name: &str) -> Option<PeerId> {
-        let links = held(&self.links);
+        let links = lock(&self.links);
         let link = links.iter().find(|link| *link.name == *name)?;
         link.peer.filter(|_| link.state == State::Up)
     }
@@ -272,12 +272,12 @@ impl PeerLinks {
             let peer = link.peer.filter(|_| link.state == State::Up)?;
             Some((Arc::clone(&link.name), peer.slot as usize))
         };
-        held(&self.links).iter().filter_map(connected).collect()
+        lock(&self.links).iter().filter_map(connected).collect()
     }
 
     /// Whether each peer is connected or unreachable.
     pub(super) fn is_settled(&self) -> bool {
-        let links = held(&self.links);
+        let links = lock(&self.links);
         self.is_synced.load(Ordering::Acquire)
             && links.iter().all(|link| link.state != State::Connecting)
     }

@@ -25,13 +25,13 @@ mod work;
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_discovery::{Session, SessionError};
 
-use crate::held;
 use crate::region::Region;
 use crate::tier::memory::MemoryTier;
 use crate::tier::{Medium, Tier, TierError, TierStats};
@@ -249,7 +249,7 @@ impl Store {
         if has_lower {
             for _ in 0..WRITERS {
                 let thread = store.thread("kv-write", Shared::write)?;
-                held(&store.writers).push(thread);
+                lock(&store.writers).push(thread);
             }
         }
         store.spawn("kv-house", Shared::housekeep)?;
@@ -305,13 +305,12 @@ impl Store {
     /// Waits for loads to end. Returns none at the timeout, or if the store is closed.
     pub fn wait(&self, timeout: Duration) -> Vec<LoadEnd> {
         let shared = &self.shared;
-        let ended = held(&shared.ended);
-        let (mut ended, _) = shared
-            .ended_ready
-            .wait_timeout_while(ended, timeout, |ended| {
-                ended.is_empty() && !shared.is_closed()
-            })
-            .unwrap_or_else(PoisonError::into_inner);
+        let ended = lock(&shared.ended);
+        let (mut ended, _) = unpoisoned(shared.ended_ready.wait_timeout_while(
+            ended,
+            timeout,
+            |ended| ended.is_empty() && !shared.is_closed(),
+        ));
         ended.drain(..).collect()
     }
 
@@ -365,7 +364,7 @@ impl Store {
         let Some(lower) = self.shared.detach() else {
             return Ok(()); // already detached
         };
-        if let Some(session) = &*held(&self.session) {
+        if let Some(session) = &*lock(&self.session) {
             session.stop();
         }
         // On a separate thread: ending connections takes time, and the last one releases a folder's
@@ -393,24 +392,24 @@ impl Store {
         let until = Instant::now() + self.close_max;
         shared.begin_close(until);
         // The record is removed first, as writing may take long.
-        if let Some(session) = &*held(&self.session) {
+        if let Some(session) = &*lock(&self.session) {
             session.stop();
         }
-        for thread in held(&self.threads).drain(..) {
+        for thread in lock(&self.threads).drain(..) {
             thread.thread().unpark();
             let _ = thread.join();
         }
         self.end_writers(until);
-        held(&shared.lower).clear();
-        drop(held(&self.session).take());
+        lock(&shared.lower).clear();
+        drop(lock(&self.session).take());
         shared.drop_links("closed");
-        drop(held(&shared.ended));
+        drop(lock(&shared.ended));
         shared.ended_ready.notify_all();
     }
 
     /// Waits until `until` for the writers to empty the queue.
     fn end_writers(&self, until: Instant) {
-        let mut writers = std::mem::take(&mut *held(&self.writers));
+        let mut writers = std::mem::take(&mut *lock(&self.writers));
         let end = until + LAST_WRITE;
         while !writers.is_empty() && Instant::now() < end {
             writers.retain(|writer| !writer.is_finished());
@@ -429,7 +428,7 @@ impl Store {
 
     fn spawn(&self, name: &str, work: impl Fn(&Shared) + Send + 'static) -> Result<(), StoreError> {
         let thread = self.thread(name, work)?;
-        held(&self.threads).push(thread);
+        lock(&self.threads).push(thread);
         Ok(())
     }
 

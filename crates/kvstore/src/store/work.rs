@@ -3,21 +3,22 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::error::Error;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::to_u32;
 
 use super::LoadEnd;
 use super::keys::KeyLedger;
 use super::links::PeerLinks;
 use super::sizes::BlockSizes;
+use crate::clock;
 use crate::region::Region;
 use crate::tier::memory::MemoryTier;
 use crate::tier::{Medium, Tier, TierError};
 use crate::transport::{BlockTransport, Completion, Fetch, TransferId};
-use crate::{clock, held};
 
 /// Files of dropped blocks removed per turn of the housekeeper.
 const SWEEP_MAX: usize = 64;
@@ -154,11 +155,11 @@ impl Shared {
     }
 
     pub(super) fn lower(&self) -> Vec<Arc<dyn Tier>> {
-        held(&self.lower).clone()
+        lock(&self.lower).clone()
     }
 
     pub(super) fn links(&self) -> Option<Arc<PeerLinks>> {
-        held(&self.links).clone()
+        lock(&self.links).clone()
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -193,10 +194,10 @@ impl Shared {
 
     /// Queues blocks for lower tiers, unless memory was cleared since `epoch`.
     pub(super) fn queue_writes(&self, epoch: u64, keys: Vec<Box<[u8]>>) {
-        if held(&self.lower).is_empty() || self.memory.epoch() != epoch {
+        if lock(&self.lower).is_empty() || self.memory.epoch() != epoch {
             return;
         }
-        let mut writes = held(&self.writes);
+        let mut writes = lock(&self.writes);
         let room = WRITES_MAX.saturating_sub(writes.len());
         let dropped = keys.len().saturating_sub(room) as u64;
         self.writes_dropped.fetch_add(dropped, Ordering::Relaxed);
@@ -205,7 +206,7 @@ impl Shared {
     }
 
     pub(super) fn begin(&self, load: Load) {
-        let mut loads = held(&self.loads);
+        let mut loads = lock(&self.loads);
         // Under the lock: `begin_close` drains the queue once, after it has set `stop`.
         if self.is_closed() {
             drop(loads);
@@ -218,14 +219,14 @@ impl Shared {
 
     /// Fails all later loads, and ends writers at `until`.
     pub(super) fn begin_close(&self, until: Instant) {
-        held(&self.drain_until).get_or_insert(until);
+        lock(&self.drain_until).get_or_insert(until);
         self.stop.store(true, Ordering::Release);
         // Under each lock, so that no thread misses `stop` between its check and its wait.
-        for load in held(&self.loads).drain(..) {
+        for load in lock(&self.loads).drain(..) {
             self.end_closed(load);
         }
         self.loads_ready.notify_all();
-        drop(held(&self.writes));
+        drop(lock(&self.writes));
         self.writes_ready.notify_all();
     }
 
@@ -236,7 +237,7 @@ impl Shared {
 
     pub(super) fn reset(&self) {
         self.resets.fetch_add(1, Ordering::AcqRel);
-        held(&self.writes).clear();
+        lock(&self.writes).clear();
         // Lower tiers first, so that memory cannot take a block read from them before the reset.
         for tier in self.lower() {
             tier.clear();
@@ -259,7 +260,7 @@ impl Shared {
         if let Some(links) = self.links() {
             links.endpoint.stop_serving();
         }
-        let lower = std::mem::take(&mut *held(&self.lower));
+        let lower = std::mem::take(&mut *lock(&self.lower));
         self.drop_writes();
         self.memory.clear();
         Some(lower)
@@ -267,13 +268,13 @@ impl Shared {
 
     /// Publishes that the lower tiers hold nothing.
     pub(super) fn forget_lower(&self) {
-        let mut keys = held(&self.keys);
+        let mut keys = lock(&self.keys);
         (1..self.media.len()).for_each(|tier| keys.clear_tier(tier));
     }
 
     /// Waits for a load; `None` when the store is closed.
     fn next_load(&self) -> Option<Load> {
-        let mut loads = held(&self.loads);
+        let mut loads = lock(&self.loads);
         loop {
             if self.is_closed() {
                 return None;
@@ -281,15 +282,12 @@ impl Shared {
             if let Some(load) = loads.pop_front() {
                 return Some(load);
             }
-            loads = self
-                .loads_ready
-                .wait(loads)
-                .unwrap_or_else(PoisonError::into_inner);
+            loads = unpoisoned(self.loads_ready.wait(loads));
         }
     }
 
     fn end(&self, job: u64, failed: Vec<u32>, reason: &'static str, into: Arc<Region>) {
-        held(&self.ended).push_back(LoadEnd {
+        lock(&self.ended).push_back(LoadEnd {
             job,
             failed,
             reason,
@@ -301,20 +299,17 @@ impl Shared {
     /// Waits for a key to write. When the store is closed: `None` once all are written, or at the
     /// time limit.
     fn next_write(&self) -> Option<Box<[u8]>> {
-        let mut queue = held(&self.writes);
+        let mut queue = lock(&self.writes);
         loop {
             if self.is_closed() {
-                let until = *held(&self.drain_until);
+                let until = *lock(&self.drain_until);
                 let has_time = until.is_some_and(|until| Instant::now() < until);
                 return if has_time { queue.pop_front() } else { None };
             }
             if let Some(key) = queue.pop_front() {
                 return Some(key);
             }
-            queue = self
-                .writes_ready
-                .wait(queue)
-                .unwrap_or_else(PoisonError::into_inner);
+            queue = unpoisoned(self.writes_ready.wait(queue));
         }
     }
 
@@ -354,7 +349,7 @@ impl Shared {
             self.links()
         };
         // Locked during submission, so that no fetch ends before it is recorded.
-        let mut fetching = held(&self.fetching);
+        let mut fetching = lock(&self.fetching);
         let mut fetches = 0;
         for (peer, indexes) in remote {
             let submitted = links
@@ -396,7 +391,7 @@ impl Shared {
             // Not held while parked, so that `drop_links` can end the transport.
             drop(links);
             let waiting = self.poll_soon.load(Ordering::Acquire);
-            if waiting && held(&self.fetching).loads.is_empty() {
+            if waiting && lock(&self.fetching).loads.is_empty() {
                 self.poll_soon.store(false, Ordering::Release);
             }
             if !busy {
@@ -406,7 +401,7 @@ impl Shared {
     }
 
     fn on_fetched(&self, done: &Completion) {
-        let mut fetching = held(&self.fetching);
+        let mut fetching = lock(&self.fetching);
         let Some((job, indexes)) = fetching.fetches.remove(&done.transfer) else {
             return;
         };
@@ -490,7 +485,7 @@ impl Shared {
 
     /// Empties the queue of writes, and counts them as dropped.
     pub(super) fn drop_writes(&self) -> usize {
-        let dropped = std::mem::take(&mut *held(&self.writes));
+        let dropped = std::mem::take(&mut *lock(&self.writes));
         self.writes_dropped
             .fetch_add(dropped.len() as u64, Ordering::Relaxed);
         dropped.len()
@@ -498,12 +493,12 @@ impl Shared {
 
     /// Ends the connections to peers; loads that wait for them fail.
     pub(super) fn drop_links(&self, reason: &'static str) {
-        let links = held(&self.links).take();
+        let links = lock(&self.links).take();
         if let Some(links) = &links {
             // Fetches end with their connections, and report the blocks that arrived before.
             links.disconnect();
             let end = Instant::now() + LAST_FETCHES;
-            while !held(&self.fetching).fetches.is_empty() && Instant::now() < end {
+            while !lock(&self.fetching).fetches.is_empty() && Instant::now() < end {
                 if !links.poll(|done| self.on_fetched(&done)) {
                     std::thread::park_timeout(POLL);
                 }
@@ -511,7 +506,7 @@ impl Shared {
         }
         // Ends the transport's thread; no buffer is written afterwards.
         drop(links);
-        let mut fetching = held(&self.fetching);
+        let mut fetching = lock(&self.fetching);
         let Fetching { loads, fetches } = &mut *fetching;
         for (_, (job, indexes)) in fetches.drain() {
             if let Some(pending) = loads.get_mut(&job) {
@@ -539,7 +534,7 @@ impl Shared {
     /// Turns changes in the tiers into messages.
     pub(super) fn publish_keys(&self) {
         let lower = self.lower();
-        let mut keys = held(&self.keys);
+        let mut keys = lock(&self.keys);
         keys.update(0, &*self.memory);
         for (index, tier) in (1..).zip(&lower) {
             keys.update(index, &**tier);

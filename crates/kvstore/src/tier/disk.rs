@@ -19,11 +19,12 @@ use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 use slipstream_base::SimTime;
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u16, to_usize};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -227,7 +228,7 @@ impl DiskTier {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        crate::held(&self.state)
+        lock(&self.state)
     }
 
     fn path_of(&self, key: &[u8]) -> PathBuf {
@@ -348,7 +349,7 @@ impl DiskTier {
         if self.options.sync || max == u64::MAX {
             return;
         }
-        let mut dirty = crate::held(&self.dirty);
+        let mut dirty = lock(&self.dirty);
         dirty.bytes += bytes;
         loop {
             if dirty.bytes > max / 2 && !dirty.is_syncing {
@@ -359,15 +360,12 @@ impl DiskTier {
                 if let Err(error) = self.flush() {
                     tracing::warn!("{error}: blocks may be lost in a power failure");
                 }
-                dirty = crate::held(&self.dirty);
+                dirty = lock(&self.dirty);
                 dirty.bytes -= begun;
                 dirty.is_syncing = false;
                 self.synced.notify_all();
             } else if dirty.bytes > max {
-                dirty = self
-                    .synced
-                    .wait(dirty)
-                    .unwrap_or_else(PoisonError::into_inner);
+                dirty = unpoisoned(self.synced.wait(dirty));
             } else {
                 return;
             }

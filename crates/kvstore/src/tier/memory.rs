@@ -1,8 +1,9 @@
 //! Blocks in host memory that peers on the host can read in place.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use slipstream_base::SimTime;
+use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
 
 use super::{Medium, Tier, TierChange, TierError, TierStats};
@@ -223,7 +224,7 @@ impl MemoryTier {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

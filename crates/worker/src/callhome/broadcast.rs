@@ -1,9 +1,10 @@
 //! KV deltas and readiness, from engine threads to every connection that wants them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::Waker;
 
+use slipstream_base::sync::lock;
 use slipstream_base::{ForwardPassMetrics, KvDelta, WorkerId};
 use slipstream_planes::EventSink;
 use slipstream_planes::bell::TaskBell;
@@ -243,11 +244,6 @@ impl EventSink for BroadcastSink {
             self.gathered.clear();
         }
     }
-}
-
-/// Nothing panics while one of these locks is held, and what they guard is whole at any moment.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

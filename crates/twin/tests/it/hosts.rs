@@ -93,3 +93,20 @@ fn collectives_without_transfers_are_the_same_on_any_number_of_threads() {
         assert_eq!(digest(threads, one_queue, jump), first);
     }
 }
+
+/// The example: its exchanges of experts make steps longer than inside of one host.
+#[test]
+fn the_example_has_longer_steps_than_on_one_host() {
+    let text = include_str!("../../../../examples/cluster-hosts.toml");
+    let text = text.replace("mode = \"packets\"", "mode = \"flows\"");
+    let last = |text: &str| {
+        let (outcome, ended) = simulate(
+            &cluster(text),
+            &load(20, 10, 4_000, 50),
+            &Options::default(),
+        );
+        assert_eq!((outcome.cut, ended.len()), (None, 20));
+        ended.iter().map(|e| e.last - e.first).sum::<u64>()
+    };
+    assert!(last(&text) > last(&text.replace("gpus_per_host = 8", "gpus_per_host = 0")));
+}

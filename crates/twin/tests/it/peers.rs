@@ -108,6 +108,16 @@ fn a_prompt_that_another_worker_has_is_fetched_from_it() {
     assert_eq!(with.engine.prefix_hit_tokens, Some(0.0));
 }
 
+#[test]
+fn fetches_packet_by_packet_take_the_time_of_flows() {
+    let packets = PEERS.replace("flows", "packets");
+    let (_folder, load) = prompts(&[(0, 7), (1_000, 7)]);
+    let (_, ended) = simulate(&by_turns(2, &packets), &load, &Options::default());
+    assert_eq!(ended[1].peer, TOKENS);
+    let took = (ended[1].ttft - 10 * MS) as f64 / FETCH_NS as f64;
+    assert!((1.0..1.02).contains(&took), "{took}");
+}
+
 /// The first two both fetch from worker 0, whose link they share.
 #[test]
 fn fetches_from_one_worker_share_its_link() {

@@ -571,6 +571,31 @@ mod tests {
     }
 
     #[test]
+    fn stages_on_different_hosts_send_over_the_network() {
+        let of = |tensor: u32, stages: u32, gpus: u32| {
+            let text = format!(
+                "[model]\npreset = \"llama-3.1-8b\"\n[engine]\nnum_gpu_blocks = 4096\ntensor_parallel_size = {tensor}\n\
+                 pipeline_parallel_size = {stages}\npipeline_latency_us = 5\n[engine.timing]\nkind = \"calibrated\"\n\
+                 gpu = \"h100-sxm\"\n[network]\nmode = \"flows\"\ngpus_per_host = {gpus}\n"
+            );
+            let no_file = |_: &Path| Err(std::io::Error::from(std::io::ErrorKind::NotFound));
+            let doc = Doc::parse("c.toml", text.as_bytes());
+            let (cluster, _) = file::read(doc, no_file).unwrap_or_else(|e| panic!("{e}"));
+            let engine = stages_on_hosts(&cluster, &cluster.pools[0].engine);
+            let of = engine.pipeline.clone().unwrap();
+            (of.send_ns_per_token, of.latency_ns)
+        };
+        let (inside, _) = of(2, 4, 8);
+        // 8,192 bytes per token at 50 bytes per ns.
+        let across = 8_192.0 / 50.0;
+        assert_eq!(of(2, 4, 2), (across, 7_000.0));
+        // The second of three sends is between hosts.
+        let (mixed, latency) = of(2, 4, 4);
+        assert!((mixed - (2.0 * inside + across) / 3.0).abs() < 1e-9);
+        assert!((latency - (5_000.0 + 2_000.0 / 3.0)).abs() < 1e-9);
+    }
+
+    #[test]
     fn a_step_beside_transfers_takes_longer() {
         let mut load = StepLoad::default();
         load.add_prefill(0, 2_048);

@@ -13,10 +13,12 @@
 //! [`Outcome::digest`] is the same on every machine.
 //!
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
-//! engine with its requests; `planned` runs decode passes late; `kv_transfer`, `peers`, `wire` and `host` model KV transfers, blocks that workers fetch from
-//! each other, the network and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
-//! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together that share
-//! experts; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet; `expected` takes the expected error from the profile of the step times.
+//! engine with its requests; `planned` runs decode passes late; `kv_transfer`, `peers`, `wire` and `host` model KV
+//! transfers, blocks that workers fetch from each other, the network (`packets` packet by packet, `collectives` steps of
+//! workers on several hosts) and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
+//! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together
+//! that share experts; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet;
+//! `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
 // Casts that could change a number go through `slipstream_base::width`.

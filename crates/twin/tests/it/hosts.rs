@@ -29,6 +29,32 @@ fn transfers_between_workers_of_one_host_do_not_use_the_network() {
     assert_eq!(time("gpus_per_host = 1\n"), time(""));
 }
 
+#[test]
+fn gpus_of_a_host_share_its_interfaces() {
+    let pools = "[pool.p]\nrole = \"prefill\"\n[pool.p.engine]\ntensor_parallel_size = 4\n[pool.d]\nrole = \"decode\"\n\
+                 [pool.d.engine]\ntensor_parallel_size = 4\n";
+    for mode in ["flows", "packets"] {
+        let time = |nics: u32| {
+            let network = format!(
+                "[network]\nmode = \"{mode}\"\ngpus_per_host = 4\nnics_per_host = {nics}\n"
+            );
+            let (_, ended) = simulate(
+                &ten_ms(pools, &network),
+                &load(1, 1, 2_000, 3),
+                &Options::default(),
+            );
+            let (from, to) = ended[0].hops.kv.unwrap();
+            (to.0 - from.0) as f64
+        };
+        let bytes = (2_000 * KV_BYTES) as f64;
+        for nics in [0, 4, 2, 1] {
+            let rate = 50.0 * f64::from(if nics == 0 { 4 } else { nics });
+            let off = time(nics) / (bytes / rate + 2_000.0) - 1.0;
+            assert!((-0.001..0.02).contains(&off), "{mode} {nics}: {off}");
+        }
+    }
+}
+
 /// Qwen3 30B-A3B: prompts by four GPUs, answers by eight ranks with experts of their own, on hosts of `gpus`.
 fn experts(mode: &str, gpus: u32, osl: u32) -> (f64, f64, u64) {
     let text = format!(

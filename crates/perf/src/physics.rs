@@ -206,7 +206,11 @@ struct Experts {
 
 impl Experts {
     fn ns(&self, tokens: f64) -> f64 {
-        let tokens = tokens * self.ranks;
+        self.ns_of_all(tokens * self.ranks)
+    }
+
+    /// With `tokens` on all ranks together.
+    fn ns_of_all(&self, tokens: f64) -> f64 {
         // An expert is left alone by n tokens with probability untouched^n; routing that prefers some
         // experts touches fewer than uniform routing.
         let touched = 1.0 - elementary::exp(self.untouched_ln * tokens);
@@ -543,6 +547,14 @@ impl Physics {
         };
         let rows = self.terms_by_count(&with).total() - self.terms_by_count(load).total();
         rows + self.token_ns * drafts
+    }
+
+    /// How much longer the experts of a step on `load` and `drafts` take if the tokens of all ranks are `all`, and not as many
+    /// on each as here, ns. Negative if the others have fewer.
+    pub(crate) fn experts_beside_ns(&self, load: &Load, drafts: f64, all: f64) -> f64 {
+        let tokens = load.decodes * self.stage + load.prefill_tokens + drafts;
+        let experts = self.experts.as_ref();
+        experts.map_or(0.0, |e| e.ns_of_all(all) - e.ns(tokens))
     }
 
     /// Time of attention, and of element-wise kernels, ns.

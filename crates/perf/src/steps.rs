@@ -183,6 +183,19 @@ impl StepModel {
         ns + self.physics.drafts_ns(load, drafts) * self.factor(load, &mut last.input)
     }
 
+    /// Length of a step on `load` and `drafts` beside ranks of known work, ns: the tokens of all ranks together are `all`. The
+    /// other look-ups take each rank to have as many as this one.
+    pub fn ns_in_group(&self, load: &Load, drafts: f64, all: f64, last: &mut LastStep) -> f64 {
+        let alone = self.ns_with_drafts(load, drafts, last);
+        let slower = if load.prefill_tokens > 0.0 && load.decodes > 0.0 {
+            self.physics.interference()
+        } else {
+            1.0
+        };
+        let experts = self.physics.experts_beside_ns(load, drafts, all);
+        alone + slower * experts * self.factor(load)
+    }
+
     /// Measured over physical time, at the mean lengths of the step's sequences. Answers are half written
     /// on average.
     #[inline]
@@ -265,6 +278,50 @@ mod tests {
             with(24.0) / plain
         );
         assert!(with(4_096.0) > 3.0 * plain, "{}", with(4_096.0) / plain);
+    }
+
+    /// Ranks with fewer tokens leave the experts less to do; the rest of a step is the rank's own.
+    #[test]
+    fn experts_compute_the_tokens_of_all_ranks() {
+        let model = |ranks| {
+            let shape = preset::model("deepseek-v3").expect("a preset");
+            let deployment = Deployment {
+                shape: shape.clone(),
+                gpu: preset::gpu("h200-sxm").expect("a preset").clone(),
+                framework: Framework::Vllm,
+                version: String::new(),
+                formats: Formats::of(shape, Dtype::Fp8),
+                precision: crate::precision_word(Dtype::Fp8),
+                parallel: Parallel {
+                    tensor: 1,
+                    pipeline: 1,
+                    attention_data: ranks,
+                    expert_tensor: 1,
+                    expert: ranks,
+                },
+                serving: Serving::Aggregated,
+                isl: 1.0,
+                osl: 1.0,
+                batch: 1.0,
+                assumed: Vec::new(),
+            };
+            StepModel::new(&deployment, Profile::built_in())
+        };
+        let model = model(8);
+        let of =
+            |load: &Load, all: f64| model.ns_in_group(load, 0.0, all, &mut LastStep::default());
+        let prompt = Load::default().with_prompt(4_096.0);
+        let alone = model.ns(&prompt);
+        assert!((of(&prompt, 8.0 * 4_096.0) - alone).abs() < 1.0);
+        let beside_idle = of(&prompt, 4_096.0 + 7.0);
+        assert!(
+            beside_idle > 0.1 * alone && beside_idle < 0.7 * alone,
+            "{}",
+            beside_idle / alone
+        );
+        let mixed = Load::decode(30.0, 2_000.0, 1_500.0).with_prompt(2_000.0);
+        assert!(of(&mixed, 2_100.0) < model.ns(&mixed));
+        assert!(of(&mixed, 30_000.0) > model.ns(&mixed));
     }
 
     proptest! {

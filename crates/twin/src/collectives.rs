@@ -284,12 +284,11 @@ impl OverNetwork {
         };
         (steps, traffic)
     }
-}
 
-impl StepTime for OverNetwork {
-    fn step_ns(&mut self, load: &StepLoad) -> u64 {
+    /// Time of a step that takes `inside_ns` if all its collectives stay inside of a host.
+    fn over_network(&self, load: &StepLoad, inside_ns: u64) -> u64 {
         let (templates, traffic) = (&self.templates, &self.traffic);
-        let whole = self.timing.step_ns(load) as f64;
+        let whole = inside_ns as f64;
         let moved = self.timing.moved_ns(load).unwrap_or_default();
         let [reduces, exchanges] = templates.inside;
         let replaced = moved.reduces * (1.0 - reduces) + moved.exchanges * (1.0 - exchanges);
@@ -311,6 +310,18 @@ impl StepTime for OverNetwork {
             }
         }
         round_u64((whole - replaced).max(0.0) + network.ns)
+    }
+}
+
+impl StepTime for OverNetwork {
+    fn step_ns(&mut self, load: &StepLoad) -> u64 {
+        let inside = self.timing.step_ns(load);
+        self.over_network(load, inside)
+    }
+
+    fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
+        let inside = self.timing.step_ns_in_group(load, all);
+        self.over_network(load, inside)
     }
 
     fn has_range(&self) -> bool {

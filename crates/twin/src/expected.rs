@@ -52,6 +52,9 @@ impl Outcome {
             let bars = error_bars(&deployment, &profile);
             // The profile's steps are those of all layers together.
             deployment.parallel.pipeline = pool.engine.pipeline_parallel_size();
+            if pool.engine.data_parallel_barrier {
+                deployment.parallel.attention_data = 1; // waits for other ranks are modelled
+            }
             let words = bars.distances.iter().map(|distance| distance.name());
             let assumed = slipstream_perf::not_modelled(&deployment);
             errors.push(ExpectedError {

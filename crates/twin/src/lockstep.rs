@@ -21,6 +21,10 @@ use crate::sim::{Sim, Sink};
 /// Source: vLLM, `ParallelConfig.dp_sync_interval`.
 const SYNC_STEPS: u32 = 16;
 
+/// Most tokens of a rank for which vLLM runs a CUDA graph. All ranks are padded to the largest then.
+/// Source: vLLM, `_synchronize_dp_ranks` in `vllm/v1/worker/dp_utils.py`; default of `max_cudagraph_capture_size`.
+const GRAPH_TOKENS: u64 = 512;
+
 /// The groups of ranks that begin steps together: one per worker of such a pool.
 pub(crate) struct Lockstep {
     groups: Vec<Group>,
@@ -108,10 +112,19 @@ impl Sim<'_> {
         state.steps += 1;
         state.worked = works;
         let mut end = self.now;
+        let (mut most, mut all) = (0, 0);
         for node in nodes.clone() {
-            let own = self.nodes[node as usize].begin_in_step(self.now, first);
+            self.nodes[node as usize].begin_in_step(self.now, first);
             self.began(node, sink);
-            end = end.max(own);
+            let tokens = self.nodes[node as usize].engine.tokens_in_step();
+            (most, all) = (most.max(tokens), all + tokens);
+        }
+        if most <= GRAPH_TOKENS {
+            all = most * u64::from(nodes.end - nodes.start);
+        }
+        for node in nodes.clone() {
+            let own = self.nodes[node as usize].engine.meet(all);
+            end = own.map_or(end, |own| end.max(own));
         }
         if let Some(lockstep) = &mut self.lockstep {
             lockstep.groups[group as usize].end = end;

@@ -373,12 +373,10 @@ impl Node {
         end
     }
 
-    /// Begins a pass at `now` with the other ranks of its group. Returns when it would end by itself. `first`: the group had
-    /// paused.
-    pub(crate) fn begin_in_step(&mut self, now: SimTime, first: bool) -> SimTime {
+    /// Begins a pass at `now` with the other ranks of its group. `first`: the group had paused.
+    pub(crate) fn begin_in_step(&mut self, now: SimTime, first: bool) {
         let end = self.engine.begin_in_step(now, first);
         self.began(now, Some(end));
-        end
     }
 
     fn began(&mut self, now: SimTime, end: Option<SimTime>) {

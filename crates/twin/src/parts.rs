@@ -639,6 +639,11 @@ impl StepTime for Paced {
         round_u64(self.timing.step_ns(load) as f64 * factor / self.speedup)
     }
 
+    fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
+        let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
+        round_u64(self.timing.step_ns_in_group(load, all) as f64 * factor / self.speedup)
+    }
+
     fn has_range(&self) -> bool {
         self.timing.has_range()
     }

@@ -21,8 +21,15 @@ impl Engine {
     pub fn begin_in_step(&mut self, now: SimTime, first: bool) -> SimTime {
         let decided = self.ahead && !first && self.next.is_none();
         if !decided && let Some(end) = self.begin_pass(now) {
-            let waits = self.pass.as_ref().is_some_and(|pass| pass.load.is_empty());
-            return if waits { now + self.dummy_ns() } else { end };
+            let dummy_end = now + self.dummy_ns();
+            return match &mut self.pass {
+                // It waits for loads.
+                Some(pass) if pass.load.is_empty() => {
+                    pass.end = dummy_end;
+                    dummy_end
+                }
+                _ => end,
+            };
         }
         assert!(self.pass.is_none(), "finish_pass() comes first");
         let end = now + self.dummy_ns();
@@ -39,6 +46,25 @@ impl Engine {
             self.next = (!next.load.is_empty()).then_some(next);
         }
         end
+    }
+
+    /// Tokens of the pass under way, those of a dummy batch included.
+    pub fn tokens_in_step(&self) -> u64 {
+        let tokens = self.pass.as_ref().map_or(0, |pass| pass.load.tokens());
+        tokens.max(1 + u64::from(self.speculation.drafts))
+    }
+
+    /// The pass under way is beside those of other ranks, all of which have `all` tokens together. Returns when it would end by
+    /// itself.
+    pub fn meet(&mut self, all: u64) -> Option<SimTime> {
+        let pass = self.pass.as_mut()?;
+        if !pass.load.is_empty() {
+            // The time before its layers is part of its length.
+            let before_ns =
+                (pass.end.since(pass.start)).saturating_sub(self.timing.step_ns(&pass.load));
+            pass.end = pass.start + (before_ns + self.timing.step_ns_in_group(&pass.load, all));
+        }
+        Some(pass.end)
     }
 
     /// The pass under way ends at `end`, with that of the slowest rank.

@@ -31,7 +31,7 @@ impl StepTime for Calibrated {
     #[inline]
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         let drafts = load.draft_tokens;
-        let load = physical(load);
+        let load = load_of(load);
         round_u64(if drafts == 0 {
             self.model.ns_after(&load, &mut self.last)
         } else {
@@ -42,11 +42,17 @@ impl StepTime for Calibrated {
 
     fn moved_ns(&self, load: &StepLoad) -> Option<Moved> {
         let drafts = load.draft_tokens as f64;
-        let load = physical(load);
+        let load = load_of(load);
         Some(self.model.moved_ns(&Load {
             prefill_tokens: load.prefill_tokens + drafts,
             ..load
         }))
+    }
+
+    fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
+        let (drafts, all) = (load.draft_tokens as f64, all as f64);
+        let last = &mut self.last;
+        round_u64(self.model.ns_in_group(&load_of(load), drafts, all, last))
     }
 
     fn copy(&self) -> Option<Box<dyn StepTime>> {
@@ -55,7 +61,7 @@ impl StepTime for Calibrated {
 }
 
 #[inline]
-fn physical(load: &StepLoad) -> Load {
+fn load_of(load: &StepLoad) -> Load {
     Load {
         decodes: f64::from(load.decode_sequences),
         decode_context: load.decode_context as f64,

@@ -35,6 +35,11 @@ impl StepTime for Drafting {
         Some(moved.times(1.0 + self.draft_share))
     }
 
+    fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
+        let step_ns = self.model.step_ns_in_group(load, all);
+        step_ns + round_u64(step_ns as f64 * self.draft_share + self.draft_ns)
+    }
+
     fn copy(&self) -> Option<Box<dyn StepTime>> {
         Some(Box::new(Drafting {
             model: self.model.copy()?,

@@ -54,6 +54,13 @@ pub trait StepTime: Send {
         None
     }
 
+    /// The same beside other ranks that share experts: the tokens of all ranks together are `all`. A model of which the experts
+    /// are no part takes the time of the rank's own work.
+    fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
+        let _ = all;
+        self.step_ns(load)
+    }
+
     /// The same model for another engine, if that is cheaper than to build it again.
     fn copy(&self) -> Option<Box<dyn StepTime>> {
         None

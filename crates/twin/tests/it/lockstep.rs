@@ -141,6 +141,34 @@ fn every_step_waits_for_the_slowest_rank() {
     assert_eq!(times(&ended), expected);
 }
 
+/// Calibrated experts compute the tokens of all ranks: a prompt beside idle ranks takes less than beside as long ones.
+#[test]
+fn experts_compute_the_tokens_that_are_there() {
+    let with = |barrier: bool| {
+        cluster(&format!(
+            "[model]\npreset = \"deepseek-v3\"\n[engine]\ndata_parallel_size = 8\nenable_expert_parallel = true\n\
+             data_parallel_barrier = {barrier}\n[engine.timing]\ngpu = \"h200-sxm\"\n[router]\npolicy = \"round_robin\"\n"
+        ))
+    };
+    let took = |barrier: bool, requests: &[(u32, u32, u32)]| {
+        let (_folder, load) = at(requests);
+        let (_, ended) = simulate(&with(barrier), &load, &Options::default());
+        ended.iter().map(|e| e.last - e.due).max().unwrap()
+    };
+    // A step of one rank takes the others to have as many tokens.
+    let alone = took(false, &[(0, 4_000, 1)]);
+    let beside_idle = took(true, &[(0, 4_000, 1)]);
+    let beside_all = took(true, &[(0, 4_000, 1); 8]);
+    assert!(
+        beside_idle > alone / 5 && beside_idle < alone * 4 / 5,
+        "{beside_idle} of {alone}"
+    );
+    assert!(beside_all.abs_diff(alone) < 10, "{beside_all} of {alone}");
+    // Few tokens run in a CUDA graph, padded to the largest rank.
+    let [alone, beside_idle] = [false, true].map(|barrier| took(barrier, &[(0, 300, 1)]));
+    assert_eq!(alone, beside_idle);
+}
+
 /// A rank's scheduler, written without the engine: passes one by one, blocks without end.
 #[derive(Default)]
 struct Rank {

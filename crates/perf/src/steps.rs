@@ -183,7 +183,7 @@ impl StepModel {
         ns + self.physics.drafts_ns(load, drafts) * self.factor(load, &mut last.input)
     }
 
-    /// Length of a step on `load` and `drafts` beside ranks of known work, ns: the tokens of all ranks together are `all`. The
+    /// Length of a step on `load` and `drafts` together with ranks of known work, ns: the tokens of all ranks together are `all`. The
     /// other look-ups take each rank to have as many as this one.
     pub fn ns_in_group(&self, load: &Load, drafts: f64, all: f64, last: &mut LastStep) -> f64 {
         let alone = self.ns_with_drafts(load, drafts, last);

@@ -54,8 +54,7 @@ impl Engine {
         tokens.max(1 + u64::from(self.speculation.drafts))
     }
 
-    /// The pass under way is beside those of other ranks, all of which have `all` tokens together. Returns when it would end by
-    /// itself.
+    /// The passes of all ranks that have begun have `all` tokens together. Returns when this rank's would end by itself.
     pub fn meet(&mut self, all: u64) -> Option<SimTime> {
         let pass = self.pass.as_mut()?;
         if !pass.load.is_empty() {

@@ -54,8 +54,8 @@ pub trait StepTime: Send {
         None
     }
 
-    /// The same beside other ranks that share experts: the tokens of all ranks together are `all`. A model of which the experts
-    /// are no part takes the time of the rank's own work.
+    /// [`step_ns`](Self::step_ns) with other ranks that share experts: the tokens of all ranks together are `all`. A
+    /// model of which the experts are no part takes the time of the rank's own work.
     fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
         let _ = all;
         self.step_ns(load)

@@ -141,7 +141,7 @@ fn every_step_waits_for_the_slowest_rank() {
     assert_eq!(times(&ended), expected);
 }
 
-/// Calibrated experts compute the tokens of all ranks: a prompt beside idle ranks takes less than beside as long ones.
+/// Calibrated experts compute the tokens of all ranks: a prompt takes less with idle ranks than with as long ones.
 #[test]
 fn experts_compute_the_tokens_that_are_there() {
     let with = |barrier: bool| {

@@ -66,7 +66,9 @@ pub fn high_u64(n: u128) -> u64 {
 /// `x` rounded to an integer; 0 if it is negative or NaN, and the maximum if it is more.
 #[inline]
 pub fn round_u64(x: f64) -> u64 {
-    floor_u64(x.round())
+    // As `x.round()`, which is a call of a function on some processors. From 2^52 on all are whole.
+    let whole = floor_u64(x);
+    whole + u64::from(whole < 1 << 52 && x - whole as f64 >= 0.5)
 }
 
 /// `x` without its fraction; 0 if it is negative or NaN, and the maximum if it is more.
@@ -134,6 +136,34 @@ mod tests {
         assert!(panics(|| _ = to_i64(u64::MAX)));
         assert_eq!(to_i32(i32::MAX.cast_unsigned()), i32::MAX);
         assert!(panics(|| _ = to_i32(1_u32 << 31)));
+    }
+
+    #[test]
+    fn halves_are_rounded_away_from_zero() {
+        let half = 0.5_f64;
+        let big = (1_u64 << 52) as f64;
+        for x in [
+            0.0,
+            -0.4,
+            -7.0,
+            half,
+            half.next_down(),
+            1.5,
+            2.5,
+            2.5_f64.next_down(),
+            big / 2.0 - 0.5,
+            big / 2.0 + 0.5,
+            big - 0.5,
+            big,
+            big + 1.0,
+            4.0 * big,
+            1e300,
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            f64::NAN,
+        ] {
+            assert_eq!(round_u64(x), floor_u64(x.round()), "{x}");
+        }
     }
 
     #[test]

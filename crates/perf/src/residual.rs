@@ -124,6 +124,46 @@ impl StepResidual {
     }
 }
 
+/// The residual of steps that only decode, of which nothing but the length of answers changes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DecodeResidual {
+    /// The part that does not depend on the length of answers.
+    rest: f64,
+    output: f64,
+    shares: [f64; 2],
+    /// The number of sequences and the length of prompts are around measured ones.
+    around: bool,
+    range: [f64; 2],
+}
+
+impl StepResidual {
+    /// As [`at`](Self::at), for any output length.
+    #[inline]
+    pub(crate) fn of_decodes(&self, sequences: f64, (isl, feature): (f64, f64)) -> DecodeResidual {
+        let [constant, input] = self.by_batch[to_usize(floor_u64(sequences)).min(BATCHES)];
+        let [batches, inputs, outputs] = self.ranges;
+        let is_in = |x: f64, [least, most]: [f64; 2]| (least..=most).contains(&x);
+        DecodeResidual {
+            rest: constant + input * feature,
+            output: self.output,
+            shares: self.shares,
+            around: is_in(sequences.max(1.0), batches) && is_in(isl, inputs),
+            range: outputs,
+        }
+    }
+}
+
+impl DecodeResidual {
+    /// As [`StepResidual::at`], with the same bits.
+    #[inline]
+    pub(crate) fn at(&self, osl: f64) -> f64 {
+        let sum = self.rest + self.output * output_feature(osl);
+        let [least, most] = self.range;
+        let around = self.around && (least..=most).contains(&osl);
+        self.shares[usize::from(!around)] * within(sum, MOST[0])
+    }
+}
+
 impl Features {
     pub(crate) fn of(d: &Deployment) -> Features {
         let framework = d.framework.name();

@@ -43,6 +43,17 @@ struct Input {
     feature: f64,
 }
 
+impl Input {
+    #[inline]
+    fn feature_of(&mut self, isl: f64) -> f64 {
+        if self.isl != isl {
+            let feature = input_feature(isl);
+            *self = Input { isl, feature };
+        }
+        self.feature
+    }
+}
+
 impl Default for Input {
     fn default() -> Input {
         Input {
@@ -77,6 +88,16 @@ impl Default for ByCount {
 impl ByCount {
     #[inline]
     fn ns(&mut self, physics: &Physics, load: &Load) -> f64 {
+        let terms = Terms {
+            attention: physics.attention_ns(load),
+            ..self.terms(physics, load)
+        };
+        terms.total()
+    }
+
+    /// All terms but attention.
+    #[inline]
+    fn terms(&mut self, physics: &Physics, load: &Load) -> Terms {
         if self.decodes != load.decodes
             || self.prefills != load.prefills
             || self.prefill_tokens != load.prefill_tokens
@@ -88,11 +109,7 @@ impl ByCount {
                 terms: physics.terms_by_count(load),
             };
         }
-        let terms = Terms {
-            attention: physics.attention_ns(load),
-            ..self.terms
-        };
-        terms.total()
+        self.terms
     }
 }
 
@@ -176,6 +193,40 @@ impl StepModel {
         whole.times(self.factor(load))
     }
 
+    /// Lengths of `steps` steps that only decode, the first on `load` and each on one more token per sequence than the
+    /// one before it, ns: what [`ns_after`](Self::ns_after) gives for each, in a fraction of the time.
+    #[inline]
+    pub fn decodes_ns(
+        &self,
+        load: &Load,
+        last: &mut LastStep,
+        steps: u32,
+        mut each_ns: impl FnMut(f64),
+    ) {
+        let terms = last.whole.terms(&self.physics, load);
+        let each = 1.0 / load.decodes;
+        let isl = load.decode_prompt * each;
+        let feature = last.input.feature_of(isl);
+        let residual = self.residual.of_decodes(load.decodes, (isl, feature));
+        let mut context = load.decode_context;
+        for _ in 0..steps {
+            let load = Load {
+                decodes: load.decodes,
+                decode_context: context,
+                decode_prompt: load.decode_prompt,
+                ..Load::default()
+            };
+            let terms = Terms {
+                attention: self.physics.attention_ns(&load),
+                ..terms
+            };
+            let answers = (context - load.decode_prompt).max(0.0);
+            let factor = elementary::exp(residual.at(2.0 * answers * each));
+            each_ns(terms.total() * factor);
+            context += load.decodes;
+        }
+    }
+
     /// Length of a step on `load` whose decodes also verify `drafts` tokens, ns; `last` as in
     /// [`ns_after`](Self::ns_after). The residual is that of the step without them.
     pub fn ns_with_drafts(&self, load: &Load, drafts: f64, last: &mut LastStep) -> f64 {
@@ -207,11 +258,8 @@ impl StepModel {
         } else {
             (load.prefill_context / load.prefills.max(1.0), OSL)
         };
-        if input.isl != isl {
-            let feature = input_feature(isl);
-            *input = Input { isl, feature };
-        }
-        elementary::exp(self.residual.at(load.decodes, (isl, input.feature), osl))
+        let feature = input.feature_of(isl);
+        elementary::exp(self.residual.at(load.decodes, (isl, feature), osl))
     }
 
     /// Time of a request outside of the engine's steps, up to its first token: HTTP, tokenizer, the hop to
@@ -324,6 +372,14 @@ mod tests {
         assert!(of(&mixed, 30_000.0) > model.ns(&mixed));
     }
 
+    fn load_of(decodes: u32, context: u32) -> Load {
+        Load::decode(
+            f64::from(decodes),
+            f64::from(context),
+            f64::from(context / 2),
+        )
+    }
+
     proptest! {
         /// Steps whose counts repeat, and such whose counts change.
         #[test]
@@ -345,6 +401,15 @@ mod tests {
                     };
                     let after = model.ns_after(&load, &mut last);
                     prop_assert_eq!(after.to_bits(), model.ns(&load).to_bits());
+                    if decodes == 0 {
+                        continue;
+                    }
+                    let mut at = f64::from(decodes * context);
+                    model.decodes_ns(&load_of(decodes, context), &mut last, tokens * 40, |ns| {
+                        let single = Load { decode_context: at, ..load_of(decodes, context) };
+                        assert_eq!(ns.to_bits(), model.ns(&single).to_bits());
+                        at += f64::from(decodes);
+                    });
                 }
             }
         }

@@ -190,7 +190,7 @@ impl StepModel {
         } else {
             moved
         };
-        whole.times(self.factor(load))
+        whole.times(self.factor(load, &mut Input::default()))
     }
 
     /// Lengths of `steps` steps that only decode, the first on `load` and each on one more token per sequence than the
@@ -244,7 +244,7 @@ impl StepModel {
             1.0
         };
         let experts = self.physics.experts_beside_ns(load, drafts, all);
-        alone + slower * experts * self.factor(load)
+        alone + slower * experts * self.factor(load, &mut last.input)
     }
 
     /// Measured over physical time, at the mean lengths of the step's sequences. Answers are half written

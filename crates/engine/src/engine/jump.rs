@@ -361,17 +361,16 @@ impl Engine {
         let planned = &mut self.planned;
         (planned.start, planned.run, planned.load) = (now, 0, load);
         planned.ends.clear();
-        let (mut end, mut load, mut free) = (now, load, self.pool.free());
-        for pass in 1..=quiet {
+        let mut free = self.pool.free();
+        let lacks_block = |&pass: &u32| {
             let growing = to_u32(phases.at(self.growing(pass)).len());
-            if growing > free {
-                break;
-            }
-            free -= growing;
-            end += self.timing.step_ns(&load);
-            self.planned.ends.push(end);
-            load = load.next_decode();
-        }
+            let lacks = growing > free;
+            free = free.saturating_sub(growing);
+            lacks
+        };
+        let passes = (1..=quiet).find(lacks_block).map_or(quiet, |pass| pass - 1);
+        let ends = &mut self.planned.ends;
+        self.timing.decode_ends(now, &load, passes, ends);
         self.phases = phases;
         self.planned.ends.last().copied()
     }

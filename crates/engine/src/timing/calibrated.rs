@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use slipstream_base::SimTime;
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::{Formats, ModelShape};
@@ -53,6 +54,16 @@ impl StepTime for Calibrated {
         let (drafts, all) = (load.draft_tokens as f64, all as f64);
         let last = &mut self.last;
         round_u64(self.model.ns_in_group(&load_of(load), drafts, all, last))
+    }
+
+    fn decode_ends(&mut self, now: SimTime, load: &StepLoad, passes: u32, ends: &mut Vec<SimTime>) {
+        let mut end = now;
+        ends.reserve(passes as usize);
+        self.model
+            .decodes_ns(&load_of(load), &mut self.last, passes, |ns| {
+                end += round_u64(ns);
+                ends.push(end);
+            });
     }
 
     fn copy(&self) -> Option<Box<dyn StepTime>> {

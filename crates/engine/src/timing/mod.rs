@@ -24,6 +24,7 @@ use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use slipstream_base::SimTime;
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
 use slipstream_config::preset::ModelShape;
@@ -59,6 +60,17 @@ pub trait StepTime: Send {
     fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
         let _ = all;
         self.step_ns(load)
+    }
+
+    /// Appends to `ends` when each of `passes` passes ends that only decode: the first begins at `now` and works on `load`,
+    /// each other one on [what follows](StepLoad::next_decode).
+    fn decode_ends(&mut self, now: SimTime, load: &StepLoad, passes: u32, ends: &mut Vec<SimTime>) {
+        let (mut end, mut load) = (now, *load);
+        for _ in 0..passes {
+            end += self.step_ns(&load);
+            ends.push(end);
+            load = load.next_decode();
+        }
     }
 
     /// The same model for another engine, if that is cheaper than to build it again.

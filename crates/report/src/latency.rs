@@ -49,12 +49,43 @@ impl Latency {
         if count == 0 {
             return;
         }
-        self.histogram
-            .record_n(ns.min(LONGEST_NS), count)
-            .expect("an auto-resizing histogram takes every value up to 2^52");
+        self.count_n(ns.min(LONGEST_NS), count);
         self.sum_ns += u128::from(ns) * u128::from(count);
         self.longest_ns = self.longest_ns.max(ns);
         self.shortest_ns = self.shortest_ns.min(ns);
+    }
+
+    /// Adds `count` times each duration: as [`record_n`](Self::record_n), and faster if neighbors are of one size.
+    pub fn record_each(&mut self, durations_ns: impl IntoIterator<Item = u64>, count: u64) {
+        if count == 0 {
+            return;
+        }
+        // Those of one bucket that are not in the histogram yet.
+        let (mut bucket, mut last, mut many, mut sum) = (0..0, 0, 0, 0);
+        for ns in durations_ns {
+            sum += u128::from(ns);
+            self.longest_ns = self.longest_ns.max(ns);
+            self.shortest_ns = self.shortest_ns.min(ns);
+            let ns = ns.min(LONGEST_NS);
+            if !bucket.contains(&ns) {
+                self.count_n(last, many);
+                let least = self.histogram.lowest_equivalent(ns);
+                bucket = least..self.histogram.next_non_equivalent(ns);
+                many = 0;
+            }
+            last = ns;
+            many += count;
+        }
+        self.count_n(last, many);
+        self.sum_ns += sum * u128::from(count);
+    }
+
+    fn count_n(&mut self, ns: u64, count: u64) {
+        if count > 0 {
+            self.histogram
+                .record_n(ns, count)
+                .expect("an auto-resizing histogram takes every value up to 2^52");
+        }
     }
 
     /// Adds all durations of `other`.
@@ -219,6 +250,30 @@ pub fn cell(percentiles: Option<Percentiles>, quantile: Quantile) -> String {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn durations_recorded_at_once_are_those_recorded_one_by_one() {
+        let sizes = [
+            0,
+            1,
+            2_047,
+            2_048,
+            10_000_000,
+            10_003_000,
+            10_020_000,
+            1 << 53,
+            u64::MAX,
+        ];
+        let each = sizes.iter().flat_map(|&ns| [ns, ns, ns.saturating_add(1)]);
+        let (mut at_once, mut single) = (Latency::default(), Latency::default());
+        at_once.record_each(each.clone(), 3);
+        at_once.record_each([5], 0);
+        for ns in each {
+            single.record_n(ns, 3);
+        }
+        assert_eq!(at_once.percentiles(), single.percentiles());
+        assert_eq!(at_once.cdf(1_000), single.cdf(1_000));
+    }
 
     #[test]
     fn a_percentile_is_told_when_it_is_not_the_maximum() {

@@ -232,6 +232,16 @@ impl Totals {
         self.class(class).itl.record_n(ns, count);
     }
 
+    /// The same for gaps of several lengths, `count` of each.
+    pub fn on_class_gaps_each(
+        &mut self,
+        class: u32,
+        gaps_ns: impl IntoIterator<Item = u64>,
+        count: u64,
+    ) {
+        self.class(class).itl.record_each(gaps_ns, count);
+    }
+
     /// Counts `events` events with text of one request, read together at `now`. `class`: its class,
     /// if the objectives name any.
     pub fn on_events(

@@ -335,6 +335,22 @@ impl Gaps {
             }
         }
     }
+
+    /// Counts that each sequence in step got a token at each of `ends`.
+    fn record_each(&mut self, ends: &[SimTime], totals: &mut Totals) {
+        let befores = std::iter::once(&self.last_end).chain(ends);
+        let gaps = ends
+            .iter()
+            .zip(befores)
+            .map(|(end, before)| end.since(*before));
+        totals.itl.record_each(gaps.clone(), self.live.into());
+        for (class, &count) in (0..).zip(&self.of_class) {
+            if count > 0 {
+                totals.on_class_gaps_each(class, gaps.clone(), count.into());
+            }
+        }
+        self.last_end = ends.last().copied().unwrap_or(self.last_end);
+    }
 }
 
 impl Node {
@@ -465,10 +481,8 @@ impl Node {
         totals: &mut Totals,
     ) -> u32 {
         let passes = self.engine.run_planned(now, run);
-        for &end in &run.ends {
-            let ns = end.since(self.gaps.last_end);
-            self.gaps.record(ns, self.gaps.live, totals);
-            self.gaps.last_end = end;
+        if passes > 0 {
+            self.gaps.record_each(&run.ends, totals);
         }
         self.passes = self.passes.saturating_add(passes);
         passes

@@ -109,7 +109,7 @@ pub(crate) fn await_ready(server: &Server, ranks: usize) {
     server.await_metric("slipstream_router_ready", |ready| ready == ranks as f64);
 }
 
-fn await_true(what: &str, reached: impl Fn() -> bool) {
+pub(crate) fn await_true(what: &str, reached: impl Fn() -> bool) {
     let start = Instant::now();
     while !reached() {
         assert!(start.elapsed() < PATIENCE, "{what}");

@@ -108,7 +108,7 @@ impl Server {
     }
 
     /// [`Server::metric`]; `None` while the metric has no value.
-    fn try_metric(&self, name: &str) -> Option<f64> {
+    pub(crate) fn try_metric(&self, name: &str) -> Option<f64> {
         let text = self.get("/metrics").text();
         let values = text.lines().filter_map(|line| {
             let (series, value) = line.rsplit_once(' ')?;

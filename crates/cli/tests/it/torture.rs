@@ -4,10 +4,11 @@
 //! `SLIPSTREAM_TORTURE_S` sets the duration in seconds (`make torture`: 180; CI: 20; default 3).
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use crate::planes::{Worker, await_ready, begin, completion, frontend};
+use crate::planes::{Worker, await_ready, await_true, begin, completion, frontend};
 use crate::server::{Client, Server};
 
 /// Passes of 1 ms, so that a stream takes a fifth of a second and spans its worker's end.
@@ -110,11 +111,26 @@ fn worker(dir: &Path, index: usize) -> Worker {
     Worker::start(dir, &[CLUSTER, &["--pool=main", &index]])
 }
 
-/// Kills, stops and restarts workers until `stop` is set. One of the three always runs.
-fn torment(dir: &Path, stop: &AtomicBool, dice: &mut Dice) -> u64 {
+/// Waits until `count` more streams ended, or for `limit` if fewer do. Returns whether clients are left.
+fn let_end(ended: &Receiver<()>, count: u64, limit: Duration) -> bool {
+    while ended.try_recv().is_ok() {}
+    let until = Instant::now() + limit;
+    for _ in 0..count {
+        match ended.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(()) => {}
+            Err(RecvTimeoutError::Timeout) => break,
+            Err(RecvTimeoutError::Disconnected) => return false,
+        }
+    }
+    true
+}
+
+/// Kills, stops and restarts workers while clients are left, each of which sends to `ended`. One of the three
+/// always runs.
+fn torment(dir: &Path, server: &Server, ended: &Receiver<()>, dice: &mut Dice) -> u64 {
     let mut workers: Vec<Option<Worker>> = (0..3).map(|i| Some(worker(dir, i))).collect();
     let mut torments = 0;
-    while !stop.load(Relaxed) {
+    loop {
         let victim = dice.roll(2) as usize;
         let Some(found) = workers[victim].take() else {
             workers[victim] = Some(worker(dir, victim));
@@ -130,18 +146,23 @@ fn torment(dir: &Path, stop: &AtomicBool, dice: &mut Dice) -> u64 {
             2 => {
                 // Too short for a timeout.
                 found.signal("-STOP");
-                std::thread::sleep(Duration::from_millis(100));
+                let_end(ended, 50, Duration::from_millis(100));
                 found.signal("-CONT");
                 workers[victim] = Some(found);
             }
             _ => {
                 found.signal("-STOP");
-                std::thread::sleep(Duration::from_millis(1500));
+                let ready = format!("slipstream_router_ready{{worker=\"w{victim}\",engine=\"0\"}}");
+                await_true("a stopped worker still counts as ready", || {
+                    server.try_metric(&ready).is_none_or(|ready| ready == 0.0)
+                });
                 found.signal("-CONT");
                 workers[victim] = Some(found);
             }
         }
-        std::thread::sleep(Duration::from_millis(50 + dice.roll(200)));
+        if !let_end(ended, 1 + dice.roll(200), Duration::from_millis(250)) {
+            break;
+        }
     }
     // All restarted, so that the remaining streams can end.
     for (index, slot) in workers.iter_mut().enumerate() {
@@ -176,20 +197,22 @@ fn every_stream_ends_once_with_the_right_tokens_whatever_happens_to_workers() {
     let expected = expected();
     let dir = tempfile::tempdir().unwrap();
     let server = frontend(dir.path(), &[CLUSTER]);
-    let (stop, finished, failed, refused) =
-        <(AtomicBool, AtomicU64, AtomicU64, AtomicU64)>::default();
-    let (cancelled, quiet) = <(AtomicU64, AtomicBool)>::default();
+    let (finished, failed, refused, cancelled) =
+        <(AtomicU64, AtomicU64, AtomicU64, AtomicU64)>::default();
+    let (ends, ended) = channel();
     let torments = std::thread::scope(|scope| {
-        let tormentor = scope.spawn(|| torment(dir.path(), &quiet, &mut Dice(42)));
+        let (dir, torn) = (dir.path(), &server);
+        let tormentor = scope.spawn(move || torment(dir, torn, &ended, &mut Dice(42)));
         server.await_metric("slipstream_router_ready", |ready| ready >= 1.0);
+        let end = Instant::now() + Duration::from_secs(seconds);
         let clients: Vec<_> = (0..THREADS)
             .map(|thread| {
-                let (server, expected, stop) = (&server, &expected, &stop);
+                let (server, expected, ends) = (&server, &expected, ends.clone());
                 let (finished, failed, refused) = (&finished, &failed, &refused);
                 let cancelled = &cancelled;
                 scope.spawn(move || {
                     let mut dice = Dice(thread);
-                    while !stop.load(Relaxed) {
+                    while Instant::now() < end {
                         let mut open: Vec<(Client, u64)> = (0..STREAMS)
                             .map(|_| {
                                 let seed = dice.roll(SEEDS);
@@ -207,20 +230,16 @@ fn every_stream_ends_once_with_the_right_tokens_whatever_happens_to_workers() {
                                 Outcome::Refused => refused,
                             };
                             count.fetch_add(1, Relaxed);
+                            let _ = ends.send(()); // nobody listens if the tormentor failed
                         }
                     }
                 })
             })
             .collect();
-        let began = Instant::now();
-        while began.elapsed() < Duration::from_secs(seconds) {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        stop.store(true, Relaxed);
+        drop(ends);
         for client in clients {
             client.join().expect("a client met what it should not");
         }
-        quiet.store(true, Relaxed);
         tormentor.join().expect("the tormentor")
     });
     eprintln!(

@@ -14,6 +14,46 @@
 //! ```
 //!
 //! The model and its differences from vLLM: `docs/engine-model.md`.
+//!
+//! One request, in virtual time:
+//!
+//! ```
+//! use slipstream_base::{
+//!     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime,
+//! };
+//! use slipstream_config::cluster::{EngineConfig, OutputLen};
+//! use slipstream_engine::timing::Constant;
+//! use slipstream_engine::{Engine, OutputModel, PassOutput};
+//!
+//! let config = EngineConfig::default();
+//! let timing = Box::new(Constant { step_ns: 10_000_000 });
+//! let answers = OutputModel {
+//!     vocab: (0..100).collect(),
+//!     first_vocab: None,
+//!     eos: 100,
+//!     lengths: OutputLen::Constant(3),
+//! };
+//! let mut engine = Engine::new(RankId::default(), &config, timing, answers)?;
+//! let request = EngineRequest {
+//!     id: RequestId(1),
+//!     prompt: Prompt::from_tokens(&[7; 100], config.block_size, BlockHash::default())?,
+//!     params: GenerationParams::default(),
+//!     priority: 0,
+//!     seed: 1,
+//! };
+//! engine.add(SimTime::ZERO, request)?;
+//!
+//! let (mut now, mut pass, mut token_times) = (SimTime::ZERO, PassOutput::default(), Vec::new());
+//! while let Some(end) = engine.begin_pass(now) {
+//!     now = end; // a live driver waits until then
+//!     engine.finish_pass(&mut pass);
+//!     if pass.token_count > 0 {
+//!         token_times.push(pass.end.0);
+//!     }
+//! }
+//! assert_eq!(token_times, [10_000_000, 20_000_000, 30_000_000]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // its tests do I/O
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(

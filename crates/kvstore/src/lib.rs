@@ -14,6 +14,38 @@
 //!   compatible; [`content`]: digests of model weights.
 //! - [`store`]: the tiers of one rank, its peers, and the threads between them; [`discovery`]: the
 //!   records by which stores find each other.
+//!
+//! A block on its way into a store and back:
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use slipstream_kvstore::store::LoadRequest;
+//! use slipstream_kvstore::{MemoryOptions, MemoryTier, Region, Store, StoreOptions};
+//!
+//! let memory = MemoryTier::new(MemoryOptions {
+//!     bytes: 1 << 20,
+//!     block_bytes: 4096,
+//!     ttl_ns: None,
+//! })?;
+//! let store = Store::start(StoreOptions::new(memory))?;
+//! let key: Box<[u8]> = [1; 32].into();
+//! assert_eq!(store.put(vec![key.clone()], &[42; 4096])?, 1);
+//!
+//! store.load(LoadRequest {
+//!     job: 1,
+//!     keys: vec![key],
+//!     sources: vec![String::new()], // this store
+//!     into: Region::new(4096),
+//!     deadline: Duration::from_secs(10),
+//! })?;
+//! let ended = store.wait(Duration::from_secs(10)).remove(0);
+//! assert!(ended.failed.is_empty(), "{}", ended.reason);
+//! let mut block = [0; 4096];
+//! ended.into.read(0, &mut block)?;
+//! assert_eq!(block, [42; 4096]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),

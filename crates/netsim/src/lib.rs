@@ -14,6 +14,36 @@
 //! `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (senders and
 //! receivers), `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`], [`open`] (a network that
 //! another simulator feeds).
+//!
+//! One TCP flow over one link:
+//!
+//! ```
+//! use slipstream_config::doc::Doc;
+//! use slipstream_netsim::{Execution, Simulation, config};
+//!
+//! let file = br#"
+//!     edges = [[0, 1]]
+//!     hosts = [0, 1]
+//!     duration = 1.0
+//!     [link]
+//!     host_links = false
+//!     propagation_ns = 1000
+//!     [switch]
+//!     port_rate = 1e9
+//!     [[flow]]
+//!     flow_id = 1
+//!     flow_type = "TCP"
+//!     graph = [[0, 1]]
+//!     traffic = { size = 1250, pkt_size_dist = 1250 }
+//! "#;
+//! let scenario = config::read(Doc::parse("pair.toml", file))?.scenario;
+//! let execution = Execution::default();
+//! let mut simulation = Simulation::new(scenario, execution)?;
+//! simulation.run(execution, u64::MAX, &mut |_, _| ());
+//! // 1,250 bytes at 1 Gb/s, and the delay.
+//! assert_eq!(simulation.result().flows[0].delivered_ns, Some(11_000));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// CPUs in LLCs of equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,20 +68,20 @@ impl CpuMask {
 }
 
 /// How one task wakes another; determines the sync hint and the cost of the path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, Serialize, PartialOrd, Ord)]
 #[serde(rename_all = "lowercase")]
 pub enum Mechanism {
     /// A pipe.
     Pipe,
     /// A Unix stream socket.
     Unix,
-    /// A TCP connection over loopback.
+    /// TCP over loopback, `TCP_NODELAY`.
     Tcp,
-    /// TCP with the receiver in `epoll_wait`.
+    /// The same with the receiver in `epoll_wait`.
     Epoll,
-    /// An eventfd.
+    /// An eventfd; a queue holds the messages.
     Eventfd,
-    /// A futex: mutexes, condition variables, channels of most runtimes.
+    /// A futex, with a queue: mutexes, condition variables, channels of most runtimes.
     Futex,
 }
 
@@ -113,6 +113,11 @@ impl Mechanism {
             Mechanism::Eventfd => "eventfd",
             Mechanism::Futex => "futex",
         }
+    }
+
+    /// The mechanism of that name.
+    pub fn parse(name: &str) -> Option<Mechanism> {
+        Mechanism::ALL.into_iter().find(|m| m.name() == name)
     }
 
     /// CPU time of one message, ns: the wake-up latency of [`PROBE_US`] under handoff, minus the

@@ -6,61 +6,15 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::thread::futex;
-use serde::Serialize;
+use slipstream_base::sync::lock;
+pub use slipstream_cpusched::machine::Mechanism;
 
 /// Messages that an eventfd or futex link holds; a full link returns an error to the sender.
 const QUEUE_MAX: usize = 4096;
-
-/// How one thread wakes another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Mechanism {
-    /// A pipe.
-    Pipe,
-    /// A Unix stream socket.
-    Unix,
-    /// TCP over loopback, `TCP_NODELAY`.
-    Tcp,
-    /// The same with the receiver in `epoll_wait`.
-    Epoll,
-    /// An eventfd and a queue.
-    Eventfd,
-    /// A futex and a queue, as in channels and condition variables.
-    Futex,
-}
-
-impl Mechanism {
-    /// All, in the order of tables.
-    pub const ALL: [Mechanism; 6] = [
-        Mechanism::Pipe,
-        Mechanism::Unix,
-        Mechanism::Tcp,
-        Mechanism::Epoll,
-        Mechanism::Eventfd,
-        Mechanism::Futex,
-    ];
-
-    /// Its name in tables and flags.
-    pub fn name(self) -> &'static str {
-        match self {
-            Mechanism::Pipe => "pipe",
-            Mechanism::Unix => "unix",
-            Mechanism::Tcp => "tcp",
-            Mechanism::Epoll => "epoll",
-            Mechanism::Eventfd => "eventfd",
-            Mechanism::Futex => "futex",
-        }
-    }
-
-    /// The mechanism of that name.
-    pub fn parse(name: &str) -> Option<Mechanism> {
-        Mechanism::ALL.into_iter().find(|m| m.name() == name)
-    }
-}
 
 /// Time and CPU at which a message was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,7 +84,7 @@ struct Queue {
 
 impl Queue {
     fn push(&self, s: Stamp) -> io::Result<()> {
-        let mut q = self.stamps.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut q = lock(&self.stamps);
         if q.len() >= QUEUE_MAX && s != Stamp::STOP {
             return Err(io::ErrorKind::WouldBlock.into());
         }
@@ -139,10 +93,7 @@ impl Queue {
     }
 
     fn pop(&self) -> Option<Stamp> {
-        self.stamps
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop_front()
+        lock(&self.stamps).pop_front()
     }
 }
 

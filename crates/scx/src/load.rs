@@ -10,6 +10,8 @@ use hdrhistogram::Histogram;
 use rustix::thread::clock_nanosleep_absolute;
 use rustix::time::{ClockId, Timespec};
 use serde::Serialize;
+use slipstream_base::width::floor_u64;
+use slipstream_cpusched::sim::Rng;
 
 use crate::link::{Mechanism, Receiver, Sender, Stamp, cpu, link, now_ns};
 use crate::wake::{Quantiles, histogram};
@@ -84,23 +86,13 @@ fn spin(n: u64) {
     black_box(x);
 }
 
-/// `x` without its fraction; 0 if it is negative, and the maximum if it is more.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "`as` saturates for floats, which is what this function promises"
-)]
-fn whole(x: f64) -> u64 {
-    x as u64
-}
-
 /// Runs the load.
 ///
 /// # Errors
 /// If links or threads cannot be created, or a link breaks.
 pub fn measure(spec: Spec) -> io::Result<LoadResult> {
     let per_us = calibrate();
-    let work = whole(spec.work_us as f64 * per_us);
+    let work = floor_u64(spec.work_us as f64 * per_us);
     let start = now_ns();
     let counted_from = start + spec.duration_ms * 100_000;
     let end = start + spec.duration_ms * 1_000_000;
@@ -184,16 +176,11 @@ fn dispatch(
     start: u64,
     end: u64,
 ) -> io::Result<u64> {
-    let (mut state, mut due, mut dropped) = (seed, start as f64, 0);
+    let (mut rng, mut due, mut dropped) = (Rng::new(seed), start as f64, 0);
     for turn in 0.. {
-        // SplitMix64; libm, so that all hosts draw the same stream.
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        let unit = ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64;
-        due += -libm::log(1.0 - unit) * gap_ns;
-        let due_ns = whole(due);
+        // libm, so that all hosts draw the same stream.
+        due += -libm::log(1.0 - rng.unit()) * gap_ns;
+        let due_ns = floor_u64(due);
         if due_ns >= end {
             break;
         }

@@ -22,6 +22,8 @@ pub struct Shape {
     pub kv_cache: Option<Dtype>,
     /// Host memory of one rank for KV blocks, GiB; `None`: the cluster file's.
     pub host_gib: Option<f64>,
+    /// Tokens of a draft (speculative decoding), 0 for none; `None`: the cluster file's.
+    pub draft_tokens: Option<u32>,
     /// If prefill and decode have workers of their own: the share of prefill workers that balances
     /// the work of both. `None`: each worker does both.
     pub prefill_share: Option<f64>,
@@ -29,7 +31,7 @@ pub struct Shape {
 
 impl Shape {
     /// `h100-sxm TP4 fp8`, with ` PP2`, ` DP2` and ` EP` behind the `TP4` of such a worker, ` fp8-kv` if the KV cache has a format
-    /// of its own, ` 256 GiB host` if it has host memory for KV blocks, and ` prefill:decode` if those are apart.
+    /// of its own, ` 256 GiB host` if it has host memory for KV blocks, ` spec3` if it verifies drafts of three tokens, and ` prefill:decode` if those are apart.
     pub fn name(&self) -> String {
         let apart = match self.prefill_share {
             Some(_) => " prefill:decode",
@@ -40,6 +42,10 @@ impl Shape {
             .map_or_else(String::new, |dtype| format!(" {}-kv", dtype.name()));
         let host = match self.host_gib {
             Some(gib) if gib > 0.0 => format!(" {gib} GiB host"),
+            _ => String::new(),
+        };
+        let drafts = match self.draft_tokens {
+            Some(tokens) if tokens > 0 => format!(" spec{tokens}"),
             _ => String::new(),
         };
         let stages = match self.pipeline_parallel {
@@ -55,7 +61,7 @@ impl Shape {
             _ => "",
         };
         format!(
-            "{} TP{}{stages}{ranks}{experts} {}{cache}{host}{apart}",
+            "{} TP{}{stages}{ranks}{experts} {}{cache}{host}{drafts}{apart}",
             self.gpu,
             self.tensor_parallel,
             self.dtype.name()
@@ -141,6 +147,11 @@ pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
     }
     if let Some(gib) = shape.host_gib.filter(|&gib| gib > 0.0) {
         sets.push(format!("engine.host_tier.gib={gib:?}"));
+    }
+    if let Some(tokens) = shape.draft_tokens.filter(|&tokens| tokens > 0) {
+        sets.push(format!(
+            "engine.speculation.num_speculative_tokens={tokens}"
+        ));
     }
     match shape.prefill_share {
         None => sets.push(format!("pool.main.workers={workers}")),
@@ -294,15 +305,17 @@ mod tests {
             dtype: Dtype::Fp8,
             kv_cache: None,
             host_gib: Some(256.0),
+            draft_tokens: Some(3),
             prefill_share: None,
         };
-        assert_eq!(shape.name(), "h200 TP2 PP3 DP4 EP fp8 256 GiB host");
+        assert_eq!(shape.name(), "h200 TP2 PP3 DP4 EP fp8 256 GiB host spec3");
         let sets = sets(&shape, &all[4], 3);
         for set in [
             "engine.pipeline_parallel_size=3",
             "engine.data_parallel_size=4",
             "engine.enable_expert_parallel=true",
             "engine.host_tier.gib=256.0",
+            "engine.speculation.num_speculative_tokens=3",
             "router.prefill_weight=1.0",
             "router.temperature=0.5",
             "pool.main.workers=3",

@@ -86,6 +86,9 @@ pub(crate) struct Args {
         help_heading = "Search"
     )]
     host_memory: Vec<f64>,
+    /// Tokens of a draft (speculative decoding): 0,1,3; needs `method` and `acceptance` of [engine.speculation] [default: the cluster file's]
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(0..=32), help_heading = "Search")]
+    speculation: Vec<u32>,
     /// Formats of the weights: bf16, fp8, int8, int4, nvfp4, mxfp4 [default: the checkpoint's, and fp8 for bf16]
     #[arg(
         long,
@@ -152,9 +155,6 @@ pub(crate) struct Args {
     /// Refused: --host-memory searches it
     #[arg(long, hide = true, value_name = "TIERS")]
     kv_tiers: Option<String>,
-    /// Refused: not simulated
-    #[arg(long, hide = true, value_name = "METHODS")]
-    speculation: Option<String>,
     /// Most GPUs of a cluster
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Search")]
     max_gpus: u32,
@@ -284,10 +284,6 @@ impl Args {
             self.kv_tiers.is_none(),
             "--kv-tiers: host memory below the GPU is searched with --host-memory 0,256 (GiB of each rank)"
         );
-        ensure!(
-            self.speculation.is_none(),
-            "--speculation: speculative decoding is not searched; set [engine.speculation] in --cluster for all shapes"
-        );
         let serving = self.serving.iter();
         Ok(Question {
             workload: workload(self)?,
@@ -311,6 +307,7 @@ impl Args {
                 .map(|&of| of == Switch::On)
                 .collect(),
             host_memory: self.host_memory.clone(),
+            speculation: self.speculation.clone(),
             precision: self.precision.clone(),
             kv_cache_dtype: self.kv_cache_dtype.clone(),
             serving: serving

@@ -1016,6 +1016,58 @@ fn ranks_experts_and_weights_are_searched_as_every_combination() {
     }
 }
 
+/// Drafts of a length that pays: the lowest cost is that of the lengths one by one, which `--set` gives to all shapes.
+#[test]
+fn lengths_of_drafts_are_searched() {
+    let answer = |more: &[&str]| {
+        let flags = [
+            "--slo=ttft=2s,tpot=22ms",
+            "--rate=40",
+            "--isl=500",
+            "--osl=150",
+            "--requests=300",
+            "--model=llama-3.1-8b",
+            "--gpus=l40s",
+            "--precision=fp8",
+            "--tensor-parallel=1",
+            "--serving=aggregated",
+            "--max-num-seqs=64",
+            "--max-num-batched-tokens=8192",
+            "--policies=kv",
+            "--seeds=1",
+            "--attain=90%",
+            "--quiet",
+            "--quick",
+        ];
+        let (code, json, err) = plan(&[&flags, more]);
+        assert_eq!(code, Some(0), "{err}");
+        let best = &json["answers"][0]["answer"];
+        (
+            best["gpus"].as_u64().unwrap(),
+            best["draft_tokens"].as_u64(),
+        )
+    };
+    const DRAFTER: &[&str] = &[
+        "--set=engine.speculation.method=mtp",
+        "--set=engine.speculation.acceptance=[0.8, 0.6, 0.4]",
+        "--set=engine.speculation.draft_us=300",
+    ];
+    let with = |more: &[&str]| answer(&[DRAFTER, more].concat());
+    let plain = answer(&[]);
+    assert_eq!(plain.1, None);
+    let each = [0, 1, 3].map(|tokens| {
+        if tokens == 0 {
+            return plain.0;
+        }
+        let tokens = format!("--set=engine.speculation.num_speculative_tokens={tokens}");
+        with(&[&tokens]).0
+    });
+    let best = with(&["--speculation=0,1,3"]);
+    assert_eq!(best.0, *each.iter().min().unwrap(), "{each:?}");
+    assert!(best.0 < plain.0 && best.1 > Some(0), "{best:?} {each:?}");
+    assert_eq!(with(&["--speculation=0"]), (plain.0, Some(0)));
+}
+
 /// Stages beside tensor parallelism, over a slow link: the lowest cost is that of a sweep over every combination up to it.
 #[test]
 fn stages_are_searched_as_every_combination() {
@@ -1111,10 +1163,7 @@ fn axes_that_cannot_be_searched_are_refused_by_name() {
             &["--host-memory=0,64", "--set=engine.host_tier.gib=8"],
             ["engine.host_tier.gib", "restrict it with --host-memory"],
         ),
-        (
-            &["--speculation=mtp"],
-            ["--speculation", "speculative decoding"],
-        ),
+        (&["--speculation=0,40"], ["--speculation", "0..=32"]),
         (
             &["--expert-parallel=on"],
             ["enable_expert_parallel", "llama-3.1-8b has no experts"],

@@ -1836,8 +1836,8 @@ fn read_speculation(t: &Table<'_>, timing: &TimingConfig) -> Option<SpeculationC
     let acceptance = t
         .get::<Vec<f64>>("acceptance")
         .check(
-            |rates| rates.len() == tokens as usize,
-            &format!("a list of {tokens}, as `num_speculative_tokens` is"),
+            |rates| rates.len() >= tokens as usize,
+            &format!("a list of at least {tokens}, as `num_speculative_tokens` is"),
         )
         .check(
             ordered,
@@ -1847,6 +1847,8 @@ fn read_speculation(t: &Table<'_>, timing: &TimingConfig) -> Option<SpeculationC
             "set what your deployment measures: vLLM logs it as `Per-position acceptance rate`",
             vec![0.0; tokens as usize],
         );
+    // Further ones are of longer drafts.
+    let acceptance = acceptance[..acceptance.len().min(tokens as usize)].to_vec();
     let draft_us = t.get("draft_us").within(0.0..=1e6).or(0.0);
     let draft_share = t.get("draft_share").within(0.0..=10.0).or(0.0);
     if matches!(timing, TimingConfig::Table { .. }) {
@@ -3393,7 +3395,9 @@ mod tests {
             draft_ns: 300_000.0,
             draft_share: 0.0,
         };
-        assert_eq!(read(on).unwrap(), Some(expected));
+        assert_eq!(read(on).unwrap(), Some(expected.clone()));
+        let longer = on.replace("0.5]", "0.5, 0.2]");
+        assert_eq!(read(&longer).unwrap(), Some(expected));
         for (text, part) in [
             (
                 "num_speculative_tokens = 2\nmethod = \"mtp\"",
@@ -3405,7 +3409,7 @@ mod tests {
             ),
             (
                 "num_speculative_tokens = 2\nmethod = \"mtp\"\nacceptance = [0.8]",
-                "a list of 2",
+                "a list of at least 2",
             ),
             (
                 "num_speculative_tokens = 2\nmethod = \"mtp\"\nacceptance = [0.5, 0.8]",

@@ -442,7 +442,7 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "engine.speculation.acceptance",
-        "list of shares, 0 to 1, one per token of a draft, none larger than the one before it; needed as `method`",
+        "list of shares, 0 to 1, one per token of a draft or of longer ones, none larger than the one before it; needed as `method`",
         "(none)",
         "Share of drafts in which each token is accepted: what vLLM logs as `Per-position acceptance rate`. Drawn per request \
          from its seed.",

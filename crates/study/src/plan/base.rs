@@ -35,6 +35,9 @@ const SEARCHED: &[(&str, &str)] = &[
 /// Key of the host memory of a rank, in a table of its own.
 pub(super) const HOST_MEMORY: &str = "engine.host_tier.gib";
 
+/// Key of the length of drafts, in a table of its own.
+pub(super) const DRAFT_TOKENS: &str = "engine.speculation.num_speculative_tokens";
+
 /// A cluster file without pools, with its overrides.
 #[derive(Debug)]
 pub(super) struct Base {
@@ -47,6 +50,8 @@ pub(super) struct Base {
     scales: bool,
     /// Candidates set their host memory: `[engine.host_tier]` is for those that have some.
     searches_memory: bool,
+    /// Candidates set the length of their drafts: `[engine.speculation]` is for those that have some.
+    searches_drafts: bool,
 }
 
 impl Base {
@@ -97,6 +102,7 @@ impl Base {
             adds_network: false,
             scales,
             searches_memory: searched.iter().any(|(key, _)| *key == HOST_MEMORY),
+            searches_drafts: searched.iter().any(|(key, _)| *key == DRAFT_TOKENS),
         };
         // Without any worker: only the model and the shared settings. A model that fits no default GPU is
         // no mistake yet, so the engine's size is left to the candidates.
@@ -196,6 +202,9 @@ impl Base {
         if self.searches_memory {
             doc.remove("engine.host_tier");
         }
+        if self.searches_drafts {
+            doc.remove("engine.speculation");
+        }
         doc.set("engine.num_gpu_blocks=16777216");
         doc.set("engine.tensor_parallel_size=1");
         doc.set("engine.timing.kind=constant");
@@ -220,6 +229,9 @@ impl Base {
     fn set(&self, doc: &mut Doc, shape: &Shape, setting: &Setting, workers: u32) {
         if shape.host_gib == Some(0.0) {
             doc.remove("engine.host_tier");
+        }
+        if shape.draft_tokens == Some(0) {
+            doc.remove("engine.speculation");
         }
         for set in self.sets(shape, setting, workers) {
             doc.set(&set);

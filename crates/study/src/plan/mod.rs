@@ -82,6 +82,8 @@ pub struct Question {
     pub expert_parallel: Vec<bool>,
     /// Host memory of a rank for KV blocks, GiB; empty: the cluster file's.
     pub host_memory: Vec<f64>,
+    /// Tokens of a draft, 0 for none; empty: the cluster file's.
+    pub speculation: Vec<u32>,
     /// Formats of the weights; empty: the checkpoint's, and FP8 if that is BF16.
     pub precision: Vec<String>,
     /// Formats of the KV cache.
@@ -128,6 +130,7 @@ impl Default for Question {
             data_parallel: Vec::new(),
             expert_parallel: Vec::new(),
             host_memory: Vec::new(),
+            speculation: Vec::new(),
             precision: Vec::new(),
             kv_cache_dtype: words(&["auto"]),
             serving: words(&["aggregated", "disaggregated"]),
@@ -157,6 +160,7 @@ struct Args {
     data_parallel: Vec<Option<u32>>,
     expert_parallel: Vec<Option<bool>>,
     host_memory: Vec<Option<f64>>,
+    speculation: Vec<Option<u32>>,
     precision: Vec<Dtype>,
     kv_cache_dtype: Vec<KvCache>,
     /// Whether prefill and decode have workers of their own.
@@ -250,6 +254,12 @@ impl Args {
                 "--host-memory has {gib}, but must be 0 to 1,000,000 GiB"
             );
         }
+        for tokens in &question.speculation {
+            ensure!(
+                *tokens <= 32,
+                "--speculation has {tokens}, but drafts have 0 to 32 tokens"
+            );
+        }
         ensure!(
             (1..=100).contains(&question.seeds),
             "--seeds is {}, but must be 1 to 100",
@@ -265,6 +275,7 @@ impl Args {
             data_parallel: or_as_given(&question.data_parallel),
             expert_parallel: or_as_given(&question.expert_parallel),
             host_memory: or_as_given(&question.host_memory),
+            speculation: or_as_given(&question.speculation),
             precision: question
                 .precision
                 .iter()
@@ -321,6 +332,11 @@ impl Args {
             self.host_memory != [None],
             base::HOST_MEMORY,
             "--host-memory",
+        );
+        add(
+            self.speculation != [None],
+            base::DRAFT_TOKENS,
+            "--speculation",
         );
         add(
             !self.prefill_weights.is_empty(),
@@ -832,6 +848,8 @@ fn searched(args: &Args, model: &ModelShape) -> String {
     let memory = args.host_memory.iter().flatten();
     let gib = |gib: &f64| format!("{gib} GiB");
     add("host memory", memory.map(gib).collect());
+    let drafts = args.speculation.iter().flatten();
+    add("tokens of a draft", drafts.map(u32::to_string).collect());
     let factors = |values: &[f64]| values.iter().map(|&value| number(value)).collect();
     add("prefill weights", factors(&args.prefill_weights));
     add("temperatures", factors(&args.temperatures));
@@ -877,12 +895,14 @@ fn shapes(
             let parallel = gpus.flat_map(|gpus| {
                 args.data_parallel.iter().flat_map(move |&data| {
                     args.expert_parallel.iter().flat_map(move |&experts| {
-                        let memory = args.host_memory.iter();
-                        memory.map(move |&gib| (gpus, data, experts, gib))
+                        args.host_memory.iter().flat_map(move |&gib| {
+                            let drafts = args.speculation.iter();
+                            drafts.map(move |&drafts| (gpus, data, experts, (gib, drafts)))
+                        })
                     })
                 })
             });
-            for (gpus, data_parallel, expert_parallel, host_gib) in parallel {
+            for (gpus, data_parallel, expert_parallel, (host_gib, draft_tokens)) in parallel {
                 let (tensor_parallel, pipeline_parallel) = gpus;
                 let shape = Shape {
                     gpu: gpu.clone(),
@@ -893,6 +913,7 @@ fn shapes(
                     dtype,
                     kv_cache,
                     host_gib,
+                    draft_tokens,
                     prefill_share: None,
                 };
                 if !model.divides_into(tensor_parallel) {

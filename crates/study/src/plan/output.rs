@@ -546,6 +546,7 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         "expert_parallel": row.shape.expert_parallel,
         "dtype": row.shape.dtype.name(),
         "host_memory_gib": row.shape.host_gib,
+        "draft_tokens": row.shape.draft_tokens,
         "kv_cache_dtype": row.shape.kv_cache.map_or("auto", |dtype| dtype.name()),
         "max_num_seqs": row.setting.max_num_seqs,
         "max_num_batched_tokens": row.setting.max_num_batched_tokens,

@@ -7,7 +7,7 @@
         clippy::cast_possible_truncation,
         clippy::cast_possible_wrap,
         clippy::cast_sign_loss,
-        clippy::print_stderr // ends the process if nobody reads it; see `errln`
+        clippy::print_stderr // ends the process once stderr is closed; see `errln`
     )
 )]
 

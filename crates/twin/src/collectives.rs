@@ -3,7 +3,7 @@
 //! A step time model has a term for the bytes that collectives move, over the links inside of a host. For a worker on
 //! several hosts the network's time replaces it. Simulating each collective of each step would cost seconds, so one
 //! collective of each kind and size is measured, in a copy of the network that has no other traffic or that has as many
-//! transfers beside as the worker has when its step begins. Steps then look the time up. The other way about, a transfer
+//! transfers as the worker has when its step begins. Steps then look the time up. The other way about, a transfer
 //! takes longer by the share of its rate that the same measurement found missing.
 
 mod measure;
@@ -49,7 +49,7 @@ impl Beside {
     }
 }
 
-/// A collective beside some transfers.
+/// A collective during some transfers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Measured {
     /// From its start to its end, ns.
@@ -255,7 +255,7 @@ pub(crate) fn stages_on_hosts<'a>(
     })
 }
 
-/// What an engine on several hosts and the network exchange about its steps.
+/// Data that an engine on several hosts and the network exchange about its steps.
 #[derive(Default)]
 pub(crate) struct StepTraffic {
     into: AtomicU32,

@@ -33,7 +33,7 @@ pub(crate) struct Wire {
     messages_under_way: usize,
     arrived: Vec<TransferId>,
     inside: InsideHosts,
-    /// Transfers beside collectives, if workers are on several hosts.
+    /// Transfers during collectives, if workers are on several hosts.
     crossings: Option<Crossings>,
 }
 

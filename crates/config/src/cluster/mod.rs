@@ -782,7 +782,7 @@ pub struct NetworkConfig {
     pub spines: u32,
     /// With packets: time from the failure or repair of a link until transfers take other paths, ms. Default 0.
     pub reroute_ms: f64,
-    /// With packets: file of a network simulation, whose flows are sent beside. Default: none.
+    /// With packets: file of a network simulation, whose flows are sent too. Default: none.
     pub background: Option<PathBuf>,
     /// Whether requests and answers use the network too. Default false.
     pub messages: bool,

@@ -42,7 +42,7 @@ pub use self::driver::{Batch, Elsewhere, Result as TrialResult};
 
 /// Smallest part of a workload that settings are compared on, requests.
 const PART_MIN: f64 = 150.0;
-/// Parts beside the whole.
+/// Parts next to the whole.
 const PARTS_MAX: usize = 2;
 /// Largest part that answers are found on, requests; they are confirmed on the whole.
 const MAIN_MAX: f64 = 50_000.0;

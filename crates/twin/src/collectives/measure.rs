@@ -1,4 +1,4 @@
-//! The time of one collective between hosts, beside transfers: by fluid shares, or packet by packet.
+//! The time of one collective between hosts, during transfers: by fluid shares, or packet by packet.
 
 use slipstream_base::width::{to_u32, to_usize};
 use slipstream_netsim::open::OpenNetwork;
@@ -8,11 +8,11 @@ use slipstream_netsim::topology::{Graph, Tier, Topology};
 use super::{Beside, Kind, Measured};
 use crate::packets::{link, queue_pair, scenario};
 
-/// Transfers beside run for this long before a collective begins: DCQCN's rates have settled.
+/// Transfers run for this long before a collective begins: DCQCN's rates have settled.
 const WARM_UP_NS: u64 = 1_000_000;
 /// The rate of transfers alone is taken over this time.
 const ALONE_NS: u64 = 500_000;
-/// Collectives follow each other for at least this long, alone or beside transfers; at least two of them.
+/// Collectives follow each other for at least this long, alone or during transfers; at least two of them.
 const REPEAT_NS: u64 = 20_000;
 const REPEAT_BESIDE_NS: u64 = 1_000_000;
 /// The simulator's packets take whole ns, which is 1 % more for 4 KiB at 400 Gbit/s. Here everything is slower by this
@@ -82,7 +82,7 @@ pub(crate) struct Interface {
 }
 
 /// A collective of messages of `bytes` by max-min fair shares: the messages that cross an interface at a time, and the
-/// transfers beside, have equal ones.
+/// other transfers, have equal ones.
 pub(crate) fn fluid(
     kind: Kind,
     shape: Shape,
@@ -99,7 +99,7 @@ pub(crate) fn fluid(
     let alone = rounds * at_once * bytes * 8e9 / of.bits_per_s;
     let most = f64::from(beside.into.max(beside.out));
     let sent = alone * (at_once + most) / at_once;
-    // What it takes of an interface, in either direction, are its bytes.
+    // It takes its bytes of an interface, in either direction.
     let stall = |transfers: u32| if transfers > 0 { alone } else { 0.0 };
     Measured {
         ns: sent + rounds * 2.0 * of.delay_ns as f64,

@@ -126,7 +126,7 @@ fn every_step_waits_for_the_slowest_rank() {
     let expected = [(11, 61), (41, 41), (122, 122), (191, 191), (222, 222)];
     assert_eq!(times(&ended), expected);
 
-    // Without the barrier nobody waits.
+    // Without the barrier no rank waits.
     let apart = "async_scheduling = false\ndata_parallel_barrier = false";
     let text = |engine: &str| {
         format!(

@@ -1,4 +1,4 @@
-//! `network.mode = "packets"` beside `flows`: the same without contention, and queues with it; links that fail,
+//! `network.mode = "packets"` and `flows`: the same without contention, and queues with it; links that fail,
 //! background traffic.
 
 use slipstream_twin::{Options, Outcome};
@@ -122,7 +122,7 @@ fn a_transfer_that_is_cancelled_leaves_the_network() {
     }
 }
 
-/// Time must go on although cancelled bytes are still under way that nobody waits for.
+/// Time must go on although cancelled bytes are still under way that no request waits for.
 #[test]
 fn transfers_that_a_partition_cancels_start_again_at_its_end() {
     let cut = "[[event]]\nkind = \"partition\"\nat_s = 0.012\nuntil_s = 0.05\nworkers = [4]\n";

@@ -77,7 +77,7 @@ pub const KEYS: &[Key] = &[
         "tokens, 0 to 65,536",
         "0",
         "Tokens of an image in a chat; 0: chats with images are refused.",
-        "One number for images of any size. The time of an image encoder is not modelled.",
+        "One number for images of any size. Live, the time of an image encoder is not modelled; `engine.encoder` is for simulation.",
     ),
     key(
         "engine.block_size",
@@ -217,8 +217,8 @@ pub const KEYS: &[Key] = &[
         "ranks, 1 to 1,024",
         "1",
         "Ranks per worker, each with its own scheduler and KV cache. Ranks of a mixture divide the experts \
-         between them; each step is taken to meet as many tokens on the other ranks as on its own.",
-        "High: cached prefixes are spread over many ranks. A mixture needs `timing.kind` \"calibrated\".",
+         between them; each step is taken to meet as many tokens on the other ranks as on its own, unless `data_parallel_barrier` is set.",
+        "High: cached prefixes are spread over many ranks. A mixture needs `timing.kind` \"calibrated\", or `data_parallel_barrier`.",
     ),
     key(
         "engine.data_parallel_barrier",

@@ -249,6 +249,8 @@ pub(crate) enum Phase {
 
 /// Passes that are planned at once, at most.
 const PLANNED_MAX: u32 = 32;
+/// For fewer, a plan costs more than it saves.
+const PLANNED_MIN: u32 = 4;
 
 pub(crate) struct Node {
     pub(crate) engine: Engine,
@@ -465,7 +467,7 @@ impl Node {
         }
         // A request that comes makes the rest of a plan worthless: half of the usual time, or as long as none came.
         let most = self.passes.max(self.passes_x4 / 8).min(PLANNED_MAX);
-        if most < 2 {
+        if most < PLANNED_MIN {
             return None;
         }
         let end = self.engine.plan_run(now, most)?;

@@ -28,6 +28,17 @@ for signal in INT TERM; do
   check "and brings the kernel's scheduler back" wait_for is disabled
 done
 
+# ---- output without a reader ----
+mkfifo /tmp/pipe
+head -n 1 < /tmp/pipe > /tmp/first & reader=$!
+slipstream-scx run --stats 1 > /tmp/pipe 2>&1 & loader=$!
+wait_for is enabled
+wait $reader
+sleep 3 # counters are printed meanwhile
+check "a reader that went does not end the scheduler" is enabled
+kill $loader; wait $loader; rc=$?
+check "and SIGTERM ends it with 0 (it was $rc)" [ $rc = 0 ]
+
 # ---- cgroups that come and go ----
 cg=/sys/fs/cgroup
 echo +cpu > $cg/cgroup.subtree_control

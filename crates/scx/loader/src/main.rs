@@ -6,6 +6,16 @@
 //! Exit status: 0 ended on request (SIGINT, SIGTERM, SysRq-S,
 //! `--seconds`), [`REFUSED`], [`KERNEL_ENDED`].
 //! `packaging/systemd/slipstream-scx.service` restarts after the last one only.
+// They end the process, and with it the scheduler, once their reader has gone; see `errln`.
+#![cfg_attr(not(test), warn(clippy::print_stderr, clippy::print_stdout))]
+
+/// `eprintln!` that does not end the scheduler if the reader of stderr has gone.
+macro_rules! errln {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
 
 #[cfg(test)]
 mod differential;
@@ -16,6 +26,7 @@ mod watch;
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -113,7 +124,7 @@ fn main() -> ExitCode {
         Command::Stats { json, interval } => stats(json, interval).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|e| {
-        eprintln!("error: {e:#}");
+        errln!("error: {e:#}");
         ExitCode::from(REFUSED)
     })
 }
@@ -143,7 +154,7 @@ fn check_host(args: &Run) -> anyhow::Result<()> {
     }
     for c in &checks {
         if c.verdict != Verdict::Ok {
-            eprintln!("warning:\n{}", line(c));
+            errln!("warning:\n{}", line(c));
         }
     }
     Ok(())
@@ -179,7 +190,7 @@ fn run(args: &Run) -> anyhow::Result<ExitCode> {
         params.learn = u32::from(!args.no_learn);
         params.llcs_per_node = topology.llcs_per_node();
         let (object, _link) = load(&params, &topology, &classes, hotplug_seq)?;
-        eprintln!(
+        errln!(
             "slipstream schedules {} CPUs in {} LLCs; handoff up to {wake_idle_us} us; \
              end this process to return to the kernel's scheduler",
             topology.cpus.len(),
@@ -193,7 +204,7 @@ fn run(args: &Run) -> anyhow::Result<ExitCode> {
         match watch::until_the_end(&object, args, &classes, &signals, ends)? {
             watch::Ended::OnRequest => return Ok(ExitCode::SUCCESS),
             watch::Ended::Hotplug => {
-                eprintln!("the online CPUs changed: reading the topology and loading again");
+                errln!("the online CPUs changed: reading the topology and loading again");
             }
             watch::Ended::ByKernel => return Ok(ExitCode::from(KERNEL_ENDED)),
         }
@@ -361,15 +372,19 @@ fn stats(json: bool, interval: Option<u64>) -> anyhow::Result<()> {
     let map = MapHandle::from_map_id(info.id).context("opening the scheduler's counters")?;
     loop {
         let counters = read_counters(&map)?;
-        if json {
+        let line = if json {
             let all: serde_json::Map<_, _> = COUNTERS
                 .iter()
                 .zip(&counters)
                 .map(|(c, n)| ((*c).to_owned(), (*n).into()))
                 .collect();
-            println!("{}", serde_json::Value::Object(all));
+            serde_json::Value::Object(all).to_string()
         } else {
-            println!("{}", text(&counters));
+            text(&counters)
+        };
+        match writeln!(std::io::stdout(), "{line}") {
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
+            result => result.context("printing the counters")?,
         }
         let Some(every) = interval else { return Ok(()) };
         std::thread::sleep(Duration::from_secs(every));

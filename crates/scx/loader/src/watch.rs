@@ -1,7 +1,7 @@
 //! The loader's loop while the scheduler runs: it waits for a signal, for the kernel to end the
 //! scheduler, and for cgroups to be created or removed. Between those events it sleeps.
 
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -103,11 +103,11 @@ impl Warnings {
                 continue;
             }
             if self.settings.len() < WARNED_MAX {
-                eprintln!("warning: not enforced by this scheduler: {s}");
+                errln!("warning: not enforced by this scheduler: {s}");
                 self.settings.push(s);
             } else {
                 if self.left_out == 0 {
-                    eprintln!("warning: further cgroups with such settings are not listed");
+                    errln!("warning: further cgroups with such settings are not listed");
                 }
                 self.left_out += 1;
             }
@@ -117,7 +117,7 @@ impl Warnings {
     /// `room`: entries of the table.
     fn coverage(&mut self, tracker: &Tracker, room: u32) {
         if tracker.unstored() > self.unstored {
-            eprintln!(
+            errln!(
                 "warning: {} cgroups have the default class: the table of {} is full; use fewer \
                  rules on cgroups, or rules on thread names",
                 tracker.unstored(),
@@ -127,7 +127,7 @@ impl Warnings {
         self.unstored = tracker.unstored();
         let is_partial = tracker.unwatched() > 0 || tracker.untracked() > 0;
         if is_partial && !self.is_partial {
-            eprintln!(
+            errln!(
                 "warning: not all cgroups can be watched, so new ones get their class up to {} s \
                  late; raise fs.inotify.max_user_watches",
                 RESCAN.as_secs()
@@ -171,7 +171,7 @@ pub fn until_the_end(
             return Ok(if exit.is_hotplug() {
                 Ended::Hotplug
             } else if exit.is_requested() {
-                eprintln!("ended by SysRq-S; the kernel's scheduler has taken over");
+                errln!("ended by SysRq-S; the kernel's scheduler has taken over");
                 Ended::OnRequest
             } else {
                 report(&exit);
@@ -196,8 +196,10 @@ pub fn until_the_end(
         if let (Some(at), Some(every)) = (stats_at, args.stats)
             && Instant::now() >= at
         {
-            println!("{}", text(&read_counters(&counters)?));
-            stats_at = Some(at + Duration::from_secs(every));
+            // Without a reader the scheduler stays, and prints no more.
+            let line = text(&read_counters(&counters)?);
+            let is_read = writeln!(std::io::stdout(), "{line}").is_ok();
+            stats_at = is_read.then(|| at + Duration::from_secs(every));
         }
         let mut wake_at = [ends, stats_at].into_iter().flatten().min();
         if warnings.is_partial {
@@ -241,7 +243,7 @@ fn track(
     }
     let Some(root) = cgroups::mount_point(Path::new("/sys")) else {
         if has_rules {
-            eprintln!("warning: no cgroup v2 hierarchy: rules on cgroups match nothing");
+            errln!("warning: no cgroup v2 hierarchy: rules on cgroups match nothing");
         }
         return Ok(None);
     };
@@ -254,15 +256,18 @@ fn track(
 fn report(exit: &intf::Exit) {
     let colon = if exit.message.is_empty() { "" } else { ": " };
     if !exit.dump.is_empty() {
-        eprintln!(
+        errln!(
             "---- the kernel's dump ----\n{}---- end of the dump ----",
             exit.dump
         );
     }
-    eprintln!(
+    errln!(
         "error: the kernel ended the scheduler and returned to its own: {}{colon}{} \
          (kind {}, code {:#x})",
-        exit.reason, exit.message, exit.kind, exit.code
+        exit.reason,
+        exit.message,
+        exit.kind,
+        exit.code
     );
     notify::status(&format!("ended by the kernel: {}", exit.reason));
 }

@@ -22,6 +22,7 @@ use std::collections::{BTreeMap, HashSet};
 use slipstream_base::TokenId;
 use slipstream_base::width::to_u32;
 
+use super::pieces::{Pieces, WINDOW};
 use super::trie::Trie;
 use super::{ChatOptions, Message};
 use crate::structured::Tree;
@@ -43,6 +44,8 @@ pub(super) struct Builtin {
     tokens: Vec<Token>,
     /// Texts without special tokens: those are looked for on their own.
     trie: Trie,
+    /// Those of its texts that are a whole short piece: most of any English text.
+    pieces: Pieces,
     output: Vec<TokenId>,
 }
 
@@ -79,7 +82,9 @@ impl Builtin {
                 add(text.as_bytes().to_vec());
             }
         }
-        let trie = Trie::new(tokens.iter().zip(0..).map(|(t, id)| (&*t.bytes, id)));
+        let entries = || tokens.iter().zip(0..).map(|(t, id)| (&*t.bytes, id));
+        let trie = Trie::new(entries());
+        let pieces = Pieces::new(entries());
         let output = words
             .iter()
             .map(|word| {
@@ -98,6 +103,7 @@ impl Builtin {
         Builtin {
             tokens,
             trie,
+            pieces,
             output,
         }
     }
@@ -127,7 +133,15 @@ impl Builtin {
         let mut at = 0;
         while at < bytes.len() {
             let byte = bytes[at];
-            let end = match CLASS[byte as usize] {
+            let class = CLASS[byte as usize];
+            if matches!(class, Class::Letter | Class::Space)
+                && let Some((token, len)) = self.pieces.find(window_at(bytes, at))
+            {
+                out.push(token);
+                at += len;
+                continue;
+            }
+            let end = match class {
                 Class::Letter => letters_end(bytes, at),
                 Class::Space if bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic) => {
                     letters_end(bytes, at + 1)
@@ -345,6 +359,17 @@ static CLASS: [Class; 256] = {
     table
 };
 
+/// The bytes from `at` on, with zeros behind the last one.
+#[inline]
+fn window_at(bytes: &[u8], at: usize) -> [u8; WINDOW] {
+    let rest = &bytes[at..];
+    rest.first_chunk().copied().unwrap_or_else(|| {
+        let mut window = [0; WINDOW];
+        window[..rest.len()].copy_from_slice(rest);
+        window
+    })
+}
+
 #[inline]
 fn letters_end(bytes: &[u8], start: usize) -> usize {
     run_end(bytes, start, LETTERS_MAX, u8::is_ascii_alphabetic)
@@ -363,6 +388,9 @@ fn run_end(bytes: &[u8], start: usize, max: usize, belongs: fn(&u8) -> bool) -> 
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+    use std::sync::LazyLock;
+
     use proptest::prelude::*;
     use slipstream_base::BlockHash;
 
@@ -427,10 +455,56 @@ mod tests {
         assert!(per_token > 3.0, "{per_token}");
     }
 
+    /// The rule at the head of this file, with a search through all tokens.
+    fn by_the_rule(text: &str) -> Vec<u32> {
+        static VOCABULARY: LazyLock<HashMap<Vec<u8>, u32>> = LazyLock::new(|| {
+            let model = builtin();
+            let tokens = 0..model.vocab_size() - 3;
+            tokens.map(|t| (model.token_bytes(t).to_vec(), t)).collect()
+        });
+        let vocabulary = &*VOCABULARY;
+        let specials = vocabulary.len() as u32;
+        let names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+        let (mut rest, mut out) = (text.as_bytes(), Vec::new());
+        while !rest.is_empty() {
+            if let Some(special) = (0..3).find(|&i| rest.starts_with(names[i].as_bytes())) {
+                out.push(specials + special as u32);
+                rest = &rest[names[special].len()..];
+                continue;
+            }
+            let run = |from: usize, max, belongs: fn(&u8) -> bool| {
+                let run = rest[from..].iter().take(max).take_while(|b| belongs(b));
+                run.count()
+            };
+            let space = usize::from(rest[0] == b' ');
+            let mut piece = match run(space, 16, u8::is_ascii_alphabetic) {
+                0 => run(0, 3, u8::is_ascii_digit).max(1),
+                letters => space + letters,
+            };
+            while piece > 0 {
+                let longest = (1..=piece)
+                    .rev()
+                    .find(|&n| vocabulary.contains_key(&rest[..n]));
+                let len = longest.expect("every byte is a token");
+                out.push(vocabulary[&rest[..len]]);
+                rest = &rest[len..];
+                piece -= len;
+            }
+        }
+        out
+    }
+
     proptest! {
         #[test]
         fn every_text_comes_back(text in any::<String>()) {
             prop_assert_eq!(builtin().decode(&encode(&text)), text);
+        }
+
+        #[test]
+        fn a_text_is_encoded_by_the_rule(
+            text in "(the| engines?|[a-zA-Z ]{1,20}|[0-9]{1,5}|<\\|(im_end|x)\\|>|[ ]{1,3}|.){0,8}",
+        ) {
+            prop_assert_eq!(encode(&text), by_the_rule(&text));
         }
 
         #[test]

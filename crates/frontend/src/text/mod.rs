@@ -11,6 +11,7 @@ mod detok;
 mod export;
 mod fast;
 mod hf;
+mod pieces;
 mod stop;
 mod template;
 mod trie;

@@ -115,6 +115,11 @@ miri:
 bench-idle: build
 	./scripts/idle-connections.py $${CARGO_TARGET_DIR:-target}/release/slipstream
 
+# The same with 50,000 connections, in a virtual machine whose root may open as many files.
+.PHONY: bench-idle-vm
+bench-idle-vm: build
+	./scripts/vm/idle.sh $${CARGO_TARGET_DIR:-target}/release/slipstream
+
 # CPU time for which one request holds up a frontend thread (docs/reliability.md); fails above 10 ms.
 .PHONY: bench-polls
 bench-polls: build

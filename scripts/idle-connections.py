@@ -2,6 +2,7 @@
 """Memory of a server per idle connection.
 
     scripts/idle-connections.py BINARY [CONNECTIONS]
+    scripts/idle-connections.py --write-cases FOLDER    bytes sent and awaited, for vm/idle.sh
 
 Starts `slipstream serve`, opens CONNECTIONS (20,000) to it on loopback, and prints the growth of
 its resident memory per connection, for connections that were silent so far and for those that had
@@ -118,13 +119,34 @@ def measure(binary: str, count: int, case: str) -> float:
                 connection.close()
 
 
+FILES = {
+    "request": "HTTP/1.1, after a request",
+    "silent": "HTTP/1.1, silent",
+    "request2": "HTTP/2, after a request",
+    "silent2": "HTTP/2, silent",
+}
+"""Names of cases in files."""
+
+
+def write_cases(folder: Path) -> None:
+    """Write what each case sends and awaits."""
+    for name, case in FILES.items():
+        for suffix, content in zip(("sent", "expected"), CASES[case], strict=True):
+            (folder / f"{name}.{suffix}").write_bytes(content)
+
+
 def main() -> None:
     """Measure each case."""
+    if sys.argv[1] == "--write-cases":
+        return write_cases(Path(sys.argv[2]))
     binary, count = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20_000
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < count + 1024:
-        sys.exit(f"only {hard} open files are allowed; raise the limit, or pass fewer connections")
+        sys.exit(
+            f"only {hard} open files are allowed: raise the limit, pass fewer connections, "
+            "or run scripts/vm/idle.sh"
+        )
     print(f"{count} connections, {os.cpu_count()} CPUs")
     for case in CASES:
         print(f"{case}: {measure(binary, count, case) / 1024:.2f} KiB per connection", flush=True)

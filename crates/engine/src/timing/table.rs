@@ -1,5 +1,8 @@
 //! Step times from a grid of measured passes.
 
+use std::sync::Arc;
+
+use slipstream_base::SimTime;
 use slipstream_base::width::round_u64;
 use thiserror::Error;
 
@@ -15,6 +18,8 @@ const AXES: [&str; 4] = [
     "decode_sequences",
     "decode_context",
 ];
+/// The last of them.
+const CONTEXT: usize = AXES.len() - 1;
 const VALUE: &str = "step_us";
 /// Larger grids are refused: 8 bytes a point.
 const POINTS_MAX: usize = 1 << 22;
@@ -39,6 +44,14 @@ const POINTS_MAX: usize = 1 << 22;
 /// [extrapolation](StepTime::extrapolates).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Table {
+    /// Shared, so that the engines of a pool read the same memory.
+    grid: Arc<Grid>,
+    /// By axis, the cell in which the last pass lay: the next one mostly lies there, too.
+    cells: [usize; 4],
+}
+
+#[derive(Debug, PartialEq)]
+struct Grid {
     axes: [Axis; 4],
     /// Row-major over `axes`, ns.
     points: Vec<f64>,
@@ -47,21 +60,35 @@ pub struct Table {
 }
 
 /// Values of an axis, rising, at least one; an axis that is not in the file has the value 0.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
 struct Axis {
     values: Vec<f64>,
+    /// Distance in `points` of two neighbors along it; 1 for the last axis.
+    stride: usize,
+    /// Range of what was measured; of an axis that is not in the file, all numbers.
+    first: f64,
+    last: f64,
 }
 
 impl Axis {
-    /// Index of the cell that holds `x` (or is nearest), and the position of `x` along it.
-    fn locate(&self, x: f64) -> (usize, f64) {
-        let last = self.values.len() - 1;
-        if last == 0 || x <= self.values[0] {
+    /// Index of the cell that holds `x` (or is nearest), and the position of `x` along it; the cell `last` is looked
+    /// at first.
+    #[inline]
+    fn locate(&self, x: f64, last: &mut usize) -> (usize, f64) {
+        let values = &*self.values;
+        let [first, .., _] = values else {
+            return (0, 0.0);
+        };
+        if x <= *first {
             return (0, 0.0);
         }
-        let cell = (self.values.partition_point(|v| *v <= x) - 1).min(last - 1);
-        let (low, high) = (self.values[cell], self.values[cell + 1]);
-        (cell, (x - low) / (high - low))
+        let end = values.len() - 2;
+        let holds = |cell: usize| values[cell] <= x && (x < values[cell + 1] || cell == end);
+        if !holds(*last) {
+            *last = (values.partition_point(|v| *v <= x) - 1).min(end);
+        }
+        let (low, high) = (values[*last], values[*last + 1]);
+        (*last, (x - low) / (high - low))
     }
 }
 
@@ -197,7 +224,7 @@ impl Table {
     }
 
     fn build(file: &str, rows: &[Row]) -> Result<Table, TableError> {
-        let axes: [Axis; 4] = std::array::from_fn(|axis| {
+        let mut axes: [Axis; 4] = std::array::from_fn(|axis| {
             let of_somebody = |row: &&Row| !nobodys(axis, &row.at);
             let mut values: Vec<f64> = rows
                 .iter()
@@ -209,7 +236,16 @@ impl Table {
             }
             values.sort_by(f64::total_cmp);
             values.dedup();
-            Axis { values }
+            let (mut first, mut last) = (values[0], values[values.len() - 1]);
+            if first == 0.0 && last == 0.0 {
+                (first, last) = (f64::NEG_INFINITY, f64::INFINITY);
+            }
+            Axis {
+                values,
+                stride: 0,
+                first,
+                last,
+            }
         });
         let total = axes
             .iter()
@@ -221,6 +257,11 @@ impl Table {
                 message: format!("a grid of {total} points is too large; at most {POINTS_MAX}"),
             });
         }
+        let mut stride = 1;
+        for axis in axes.iter_mut().rev() {
+            axis.stride = stride;
+            stride *= axis.values.len();
+        }
         let index = |at: &[f64; 4]| {
             at.iter().zip(&axes).fold(0, |index, (x, axis)| {
                 index * axis.values.len() + axis.values.partition_point(|v| v < x)
@@ -230,7 +271,7 @@ impl Table {
         let mut lines = vec![0u64; total];
         for row in rows {
             let mut at = row.at;
-            for (axis, Axis { values }) in axes.iter().enumerate() {
+            for (axis, Axis { values, .. }) in axes.iter().enumerate() {
                 if nobodys(axis, &at) && !values.contains(&at[axis]) {
                     at[axis] = values[0];
                 }
@@ -272,9 +313,12 @@ impl Table {
         }
         match missing.first() {
             None => Ok(Table {
-                shortest: points.iter().copied().fold(f64::INFINITY, f64::min),
-                axes,
-                points,
+                grid: Arc::new(Grid {
+                    shortest: points.iter().copied().fold(f64::INFINITY, f64::min),
+                    axes,
+                    points,
+                }),
+                cells: [0; 4],
             }),
             Some(first) => Err(TableError::Missing {
                 file: file.to_owned(),
@@ -286,28 +330,84 @@ impl Table {
     }
 
     /// The pass at `at`, ns.
-    fn interpolate(&self, at: [f64; 4]) -> f64 {
-        let cells: [(usize, f64); 4] = std::array::from_fn(|axis| self.axes[axis].locate(at[axis]));
-        let mut sum = 0.0;
-        for corner in 0..1usize << AXES.len() {
-            let (mut index, mut weight) = (0, 1.0);
-            for (axis, (cell, along)) in cells.iter().enumerate() {
-                let high = corner >> axis & 1;
-                weight *= if high == 1 { *along } else { 1.0 - *along };
-                let last = self.axes[axis].values.len() - 1;
-                index = index * (last + 1) + (cell + high).min(last);
+    fn interpolate(&mut self, at: [f64; 4]) -> f64 {
+        let corners = self.corners_of(&at);
+        self.interpolate_along(&corners, at[CONTEXT])
+    }
+
+    /// The corners of the cell of a pass along all axes but the last.
+    fn corners_of(&mut self, at: &[f64; 4]) -> Corners {
+        let mut corners = Corners {
+            all: [(0, 1.0); 1 << CONTEXT],
+            count: 1,
+        };
+        let axes = self.grid.axes[..CONTEXT].iter();
+        for ((axis, &x), last) in axes.zip(at).zip(&mut self.cells) {
+            let (cell, along) = axis.locate(x, last);
+            let (low, high) = corners.all.split_at_mut(corners.count);
+            for ((index, weight), high) in low.iter_mut().zip(high) {
+                *index += cell * axis.stride;
+                *high = (*index + axis.stride, *weight * along);
+                *weight *= 1.0 - along;
             }
-            if weight != 0.0 {
-                sum += weight * self.points[index];
+            // Where it lies on a value the other corners count nothing.
+            if along != 0.0 {
+                corners.count *= 2;
             }
         }
-        sum.max(self.shortest)
+        corners
+    }
+
+    /// The pass whose decodes have this context in the mean, ns.
+    #[inline]
+    fn interpolate_along(&mut self, corners: &Corners, context: f64) -> f64 {
+        let Grid {
+            axes,
+            points,
+            shortest,
+        } = &*self.grid;
+        let axis = &axes[CONTEXT];
+        let (cell, along) = axis.locate(context, &mut self.cells[CONTEXT]);
+        let corners = &corners.all[..corners.count];
+        let mut sum = 0.0;
+        for &(index, weight) in corners {
+            sum += weight * (1.0 - along) * points[index + cell];
+        }
+        if along != 0.0 {
+            for &(index, weight) in corners {
+                sum += weight * along * points[index + cell + 1];
+            }
+        }
+        sum.max(*shortest)
     }
 }
 
+/// Corners of a cell, each with its weight: places in the grid with the first value of the last axis.
+struct Corners {
+    all: [(usize, f64); 1 << CONTEXT],
+    count: usize,
+}
+
 impl StepTime for Table {
+    #[inline]
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         round_u64(self.interpolate(place_of(load)))
+    }
+
+    fn decode_ends(&mut self, now: SimTime, load: &StepLoad, passes: u32, ends: &mut Vec<SimTime>) {
+        let at = place_of(load);
+        let corners = self.corners_of(&at);
+        let (mut end, mut load) = (now, *load);
+        for _ in 0..passes {
+            let context = mean(load.decode_context, load.decode_sequences);
+            end += round_u64(self.interpolate_along(&corners, context));
+            ends.push(end);
+            load = load.next_decode();
+        }
+    }
+
+    fn copy(&self) -> Option<Box<dyn StepTime>> {
+        Some(Box::new(self.clone()))
     }
 
     fn has_range(&self) -> bool {
@@ -316,23 +416,13 @@ impl StepTime for Table {
 
     fn extrapolates(&self, load: &StepLoad) -> bool {
         let at = place_of(load);
-        self.axes.iter().enumerate().any(|(axis, Axis { values })| {
-            let (first, last) = (values[0], values[values.len() - 1]);
-            let is_absent = first == 0.0 && last == 0.0;
-            !is_absent && !nobodys(axis, &at) && !(first..=last).contains(&at[axis])
-        })
+        let mut axes = self.grid.axes.iter().zip(at).enumerate();
+        axes.any(|(axis, (of, x))| !(nobodys(axis, &at) || of.first <= x && x <= of.last))
     }
 }
 
 /// Position of a pass on the axes.
 fn place_of(load: &StepLoad) -> [f64; 4] {
-    let mean = |sum: u64, count: u32| {
-        if count == 0 {
-            0.0
-        } else {
-            sum as f64 / f64::from(count)
-        }
-    };
     let cached = load.prefill_context - load.prefill_tokens;
     [
         load.prefill_tokens as f64,
@@ -340,6 +430,15 @@ fn place_of(load: &StepLoad) -> [f64; 4] {
         f64::from(load.decode_sequences),
         mean(load.decode_context, load.decode_sequences),
     ]
+}
+
+#[inline]
+fn mean(sum: u64, count: u32) -> f64 {
+    if count == 0 {
+        0.0
+    } else {
+        sum as f64 / f64::from(count)
+    }
 }
 
 /// Whether `axis` is the context of sequences of which `at` has none.
@@ -417,6 +516,8 @@ fn show(at: &[f64; 4], axes: &[Axis; 4]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -595,10 +696,67 @@ prefill_tokens,decode_sequences,decode_context,step_us
         assert!(error.contains("too large"), "{error}");
     }
 
+    fn all_corners(grid: &Grid, at: [f64; 4]) -> f64 {
+        let cells: [(usize, f64); 4] =
+            std::array::from_fn(|axis| grid.axes[axis].locate(at[axis], &mut 0));
+        let mut sum = 0.0;
+        for corner in 0..1usize << AXES.len() {
+            let (mut index, mut weight) = (0, 1.0);
+            for (axis, (cell, along)) in cells.iter().enumerate() {
+                let high = corner >> axis & 1;
+                weight *= if high == 1 { *along } else { 1.0 - *along };
+                let last = grid.axes[axis].values.len() - 1;
+                index = index * (last + 1) + (cell + high).min(last);
+            }
+            if weight != 0.0 {
+                sum += weight * grid.points[index];
+            }
+        }
+        sum.max(grid.shortest)
+    }
+
     proptest! {
         #[test]
         fn bytes_never_panic(text in "(step_us|decode_sequences|prefill_tokens|[0-9e.,\n#\"-]|\\PC){0,60}") {
             let _ = Table::parse("g.csv", text.as_bytes()).map_err(|e| e.to_string());
+        }
+
+        /// Axes along which a pass lies on a value are left out, and cells are tried again: the same bits as the sum over all
+        /// corners of cells that are looked for anew.
+        #[test]
+        fn short_cuts_give_the_same_bits(
+            axes in prop::array::uniform4(prop::collection::btree_set(0..12u32, 1..5)),
+            seed in any::<u64>(),
+            passes in prop::collection::vec(prop::array::uniform4(0..28u32), 1..20),
+        ) {
+            let mut rows = Vec::new();
+            let sizes = axes.each_ref().map(BTreeSet::len);
+            for index in 0..sizes.iter().product::<usize>() {
+                let mut rest = index;
+                let at = std::array::from_fn(|axis| {
+                    let value = axes[axis].iter().nth(rest % sizes[axis]).unwrap();
+                    rest /= sizes[axis];
+                    f64::from(*value)
+                });
+                let step_ns = 1e3 * slipstream_base::mix::unit(slipstream_base::mix::draw(seed, index as u64));
+                rows.push(Row { at, step_ns, line: index as u64 + 2 });
+            }
+            let mut table = Table::build("g.csv", &rows).unwrap();
+            for pass in passes {
+                let at = pass.map(|x| f64::from(x) / 2.0);
+                let plain = all_corners(&table.grid, at);
+                prop_assert_eq!(table.interpolate(at).to_bits(), plain.to_bits());
+                let load = load(&[], &[pass[3]].repeat(pass[2] as usize + 1));
+                let mut ends = Vec::new();
+                table.decode_ends(SimTime(7), &load, 20, &mut ends);
+                let (mut end, mut load) = (SimTime(7), load);
+                for &found in &ends {
+                    end += table.step_ns(&load);
+                    prop_assert_eq!(found, end);
+                    load = load.next_decode();
+                }
+                prop_assert_eq!(ends.len(), 20);
+            }
         }
 
         /// Interpolation of a grid sampled from a function linear in each axis gives the function.

@@ -89,13 +89,16 @@ pub struct BlockPool {
     watched_came: bool,
     /// Which changes are listed.
     lists: KvChanges,
-    /// Runs that have changed since [`BlockPool::publish`], some twice.
-    unpublished: Vec<u32>,
+    /// Number of the changes since [`BlockPool::publish`].
+    epoch: u32,
+    /// Runs of which blocks were evicted since then, some twice.
+    shrunk: Vec<u32>,
     /// Runs that were published and have been evicted since, by their heads.
     ghosts: HashMap<BlockHash, u32, BuildHasherDefault<ChainHasher>>,
 }
 
-/// Blocks that follow each other in a chain and have the same holders.
+/// Blocks that follow each other in a chain and have the same holders. One cache line.
+#[repr(align(64))]
 struct Run {
     /// Hashes of its blocks; behind them those of blocks that were published and have been evicted since.
     hashes: Vec<BlockHash>,
@@ -103,8 +106,10 @@ struct Run {
     parent: BlockHash,
     /// Blocks; 0 if this is no run, or a ghost.
     len: u32,
-    /// Of `hashes`, those that were cached when changes were last published.
+    /// Of `hashes`, those that were cached when changes were last published; all of its blocks, unless it has changed since.
     published: u32,
+    /// The epoch of its last change.
+    epoch: u32,
     /// Sequences that hold it.
     refs: u32,
     /// Neighbors in the LRU list, if no sequence holds it. Otherwise `next` is the run that was split off its
@@ -119,8 +124,6 @@ struct Run {
     opens: bool,
     /// Another run may follow its last block, so that it must end there.
     sealed: bool,
-    /// It is in the list of those that have changed.
-    unpublished: bool,
     /// Evicted, but remembered until that is published.
     ghost: bool,
 }
@@ -130,6 +133,22 @@ impl Run {
     #[inline]
     fn blocks(&self) -> &[BlockHash] {
         &self.hashes[..self.len as usize]
+    }
+
+    /// Of `hashes`, those that were cached when `epoch`, which is now, began.
+    #[inline]
+    fn published(&self, epoch: u32) -> u32 {
+        if self.epoch == epoch {
+            self.published
+        } else {
+            self.len
+        }
+    }
+
+    /// It will change in `epoch`, which is now.
+    #[inline]
+    fn before_change(&mut self, epoch: u32) {
+        (self.published, self.epoch) = (self.published(epoch), epoch);
     }
 }
 
@@ -141,10 +160,21 @@ struct Segment {
     len: u32,
 }
 
+impl Default for Segment {
+    fn default() -> Segment {
+        Segment { run: NIL, len: 0 }
+    }
+}
+
 /// The blocks that a sequence holds, in order: those that are cached, then those without a hash.
 #[derive(Debug, Default)]
 pub struct Table {
-    segments: Vec<Segment>,
+    /// Its segments but the last one.
+    earlier: Vec<Segment>,
+    /// The last one; of run `NIL` if there is none.
+    last: Segment,
+    /// The last block's hash, if it has a segment.
+    last_hash: BlockHash,
     cached: u32,
     blank: u32,
 }
@@ -165,7 +195,19 @@ impl Table {
 
     /// Whether it has memory that another sequence could use.
     pub(crate) fn has_room(&self) -> bool {
-        self.segments.capacity() > 0
+        self.earlier.capacity() > 0
+    }
+
+    fn push(&mut self, segment: Segment) {
+        if self.last.run != NIL {
+            self.earlier.push(self.last);
+        }
+        self.last = segment;
+    }
+
+    fn segments(&self) -> impl DoubleEndedIterator<Item = Segment> + '_ {
+        let last = (self.last.run != NIL).then_some(self.last);
+        self.earlier.iter().copied().chain(last)
     }
 
     /// Of its blocks, those that have a hash.
@@ -246,7 +288,8 @@ impl BlockPool {
             watched: None,
             watched_came: false,
             lists: KvChanges::All,
-            unpublished: Vec::new(),
+            epoch: 0,
+            shrunk: Vec::new(),
             ghosts: HashMap::default(),
         }
     }
@@ -342,7 +385,11 @@ impl BlockPool {
                 self.unlink(id);
             }
         }
-        table.segments.extend_from_slice(&hits.segments);
+        if let Some((&last, earlier)) = hits.segments.split_last() {
+            table.earlier.extend_from_slice(earlier);
+            table.last = last;
+            table.last_hash = self.runs[last.run as usize].hashes[last.len as usize - 1];
+        }
         table.cached += hits.blocks;
     }
 
@@ -389,9 +436,12 @@ impl BlockPool {
             if let Some(elder) = self.runs.get_mut(elder as usize) {
                 elder.younger = id;
             }
-            table.segments.push(Segment { run: id, len: 1 });
+            table.push(Segment { run: id, len: 1 });
             parent = hash;
             copies += 1;
+        }
+        if let Some(&last) = hashes.last() {
+            table.last_hash = last;
         }
         if copies < hashes.len() {
             if place.run != NIL && place.offset < self.runs[place.run as usize].len {
@@ -430,7 +480,8 @@ impl BlockPool {
         let pairs = listed.iter().zip(parents);
         ops.extend(pairs.map(|(&hash, &parent)| KvOp::Stored { hash, parent }));
         // The sequence's own last run grows, if no other sequence holds it and nothing else follows it.
-        if let Some(last) = table.segments.last_mut()
+        let last = &mut table.last;
+        if before != NIL
             && last.run == before
             && let run = &mut self.runs[before as usize]
             && run.len == last.len
@@ -438,18 +489,17 @@ impl BlockPool {
             && !run.sealed
             && run.hashes.len() == run.len as usize
         {
+            run.before_change(self.epoch);
             self.buffers.extend(&mut run.hashes, hashes);
             run.len += len;
             last.len += len;
-            self.note_change(before);
         } else {
             if let Some(before) = self.runs.get_mut(before as usize) {
                 before.sealed = true;
             }
             let id = self.add_run(hashes, parent, opens, false);
             self.heads.insert(hashes[0], id);
-            table.segments.push(Segment { run: id, len });
-            self.note_change(id);
+            table.push(Segment { run: id, len });
         }
     }
 
@@ -460,38 +510,35 @@ impl BlockPool {
         let leaked = u32::from(slipstream_base::planted!("leaked-block") && table.blank > 0);
         self.blank += table.blank - leaked;
         self.releases += u64::from(table.blank);
-        for at in (0..table.segments.len()).rev() {
-            let Segment { run, len } = table.segments[at];
-            if self.runs[run as usize].len == len {
-                self.let_go(run);
+        if table.last.run != NIL {
+            table.earlier.push(std::mem::take(&mut table.last));
+        }
+        while let Some(segment) = table.earlier.pop() {
+            if self.runs[segment.run as usize].len == segment.len {
+                self.let_go(segment.run);
             } else {
-                // Runs that were split off: their numbers behind the table's own, then from the last on.
-                let begin = table.segments.len();
-                self.parts_of(table.segments[at], |run, len| {
-                    table.segments.push(Segment { run, len });
+                // Runs that were split off: their numbers behind the others, then from the last on.
+                let begin = table.earlier.len();
+                self.parts_of(segment, |run, len| {
+                    table.earlier.push(Segment { run, len });
                 });
-                while table.segments.len() > begin {
-                    let part = table.segments.pop().expect("there is one behind `begin`");
+                for part in table.earlier.drain(begin..).rev() {
                     self.let_go(part.run);
                 }
             }
         }
-        table.segments.clear();
         (table.cached, table.blank) = (0, 0);
     }
 
     /// The hash of the last cached block of `table`; `None` if it has none.
     pub fn last_hash(&self, table: &Table) -> Option<BlockHash> {
-        let mut last = None;
-        let &segment = table.segments.last()?;
-        self.parts_of(segment, |run, _| last = Some(run));
-        self.runs[last? as usize].blocks().last().copied()
+        (table.last.run != NIL).then_some(table.last_hash)
     }
 
     /// Appends the hashes of the cached blocks of `table` from number `from` on.
     pub fn hashes_from(&self, table: &Table, from: u32, out: &mut Vec<BlockHash>) {
         let mut skip = from as usize;
-        for &segment in &table.segments {
+        for segment in table.segments() {
             self.parts_of(segment, |run, len| {
                 let blocks = &self.runs[run as usize].hashes[..len as usize];
                 out.extend_from_slice(blocks.get(skip..).unwrap_or_default());
@@ -529,17 +576,22 @@ impl BlockPool {
 
     /// All changes so far are published: [`published_prefix`](Self::published_prefix) counts them from now on.
     pub fn publish(&mut self) {
-        for at in 0..self.unpublished.len() {
-            let id = self.unpublished[at];
+        for at in 0..self.shrunk.len() {
+            let id = self.shrunk[at];
             let run = &mut self.runs[id as usize];
-            run.unpublished = false;
-            run.published = run.len;
             run.hashes.truncate(run.len as usize);
             if std::mem::take(&mut run.ghost) {
                 self.drop_run(id);
             }
         }
-        self.unpublished.clear();
+        self.shrunk.clear();
+        if self.epoch == u32::MAX {
+            for run in &mut self.runs {
+                (run.published, run.epoch) = (run.len, 0);
+            }
+            self.epoch = 0;
+        }
+        self.epoch += 1;
         self.ghosts.clear();
     }
 
@@ -547,15 +599,16 @@ impl BlockPool {
     pub fn published_prefix(&self, hashes: &[BlockHash]) -> u32 {
         let mut at = 0;
         while let Some(hash) = hashes.get(at) {
-            let published = |id: &u32| self.runs[*id as usize].published > 0;
+            let published = |id: &u32| self.runs[*id as usize].published(self.epoch) > 0;
             let head = self.heads.get(hash).copied().filter(published);
             let Some(id) = head.or_else(|| self.ghosts.get(hash).copied()) else {
                 break;
             };
             let run = &self.runs[id as usize];
-            let len = shared(&run.hashes[..run.published as usize], &hashes[at..]);
+            let published = run.published(self.epoch) as usize;
+            let len = shared(&run.hashes[..published], &hashes[at..]);
             at += len;
-            if len < run.published as usize {
+            if len < published {
                 break;
             }
         }
@@ -572,6 +625,7 @@ impl BlockPool {
         while count > 0 {
             let id = self.lru_first;
             let run = &mut self.runs[id as usize];
+            run.before_change(self.epoch);
             let taken = count.min(run.len);
             count -= taken;
             let left = run.len - taken;
@@ -592,7 +646,7 @@ impl BlockPool {
                 }
             }
             self.runs[id as usize].len = left;
-            self.note_change(id);
+            self.shrunk.push(id);
             if left == 0 {
                 self.unlink(id);
                 self.bury(id);
@@ -628,6 +682,7 @@ impl BlockPool {
         run.published = run.published.min(at);
         let hashes = std::mem::take(&mut run.hashes);
         let heir_run = &mut self.runs[heir as usize];
+        heir_run.epoch = self.epoch;
         heir_run.copy = false;
         heir_run.published = published;
         if published > 1 {
@@ -636,7 +691,7 @@ impl BlockPool {
         }
         self.runs[id as usize].hashes = hashes;
         self.heads.insert(hash, heir);
-        self.note_change(heir);
+        self.shrunk.push(heir);
     }
 
     /// A copy is evicted; the first one stays.
@@ -684,11 +739,13 @@ impl BlockPool {
     /// Splits a run behind its first `at` blocks, of which there are at least one, and more in it.
     fn split(&mut self, id: u32, at: u32) {
         let run = &mut self.runs[id as usize];
+        run.before_change(self.epoch);
         let rest = Run {
             hashes: self.buffers.copy_of(&run.hashes[at as usize..]),
             parent: run.hashes[at as usize - 1],
             len: run.len - at,
             published: run.published.saturating_sub(at),
+            epoch: self.epoch,
             refs: run.refs,
             prev: run.prev,
             next: run.next,
@@ -696,7 +753,6 @@ impl BlockPool {
             copy: false,
             opens: false,
             sealed: run.sealed,
-            unpublished: false,
             ghost: false,
         };
         run.hashes.truncate(at as usize);
@@ -704,11 +760,11 @@ impl BlockPool {
         run.sealed = true;
         run.published = run.published.min(at);
         let (refs, prev, head) = (run.refs, run.prev, rest.hashes[0]);
-        let changed = rest.published != rest.len || rest.hashes.len() > rest.len as usize;
+        let shrunk = rest.hashes.len() > rest.len as usize;
         let new = self.insert_run(rest);
         self.heads.insert(head, new);
-        if changed {
-            self.note_change(new);
+        if shrunk {
+            self.shrunk.push(new);
         }
         if refs > 0 {
             self.runs[id as usize].next = new;
@@ -741,18 +797,15 @@ impl BlockPool {
 
     /// Where the cached blocks of `table` end, among those that can be hit.
     fn end_of(&self, table: &Table) -> Place {
-        let segments = &table.segments;
-        let copies = segments
-            .iter()
-            .rev()
-            .take_while(|segment| self.runs[segment.run as usize].copy)
-            .count();
-        let (own, copies) = segments.split_at(segments.len() - copies);
+        let is_copy = |segment: &Segment| self.runs[segment.run as usize].copy;
         let mut place = START;
-        if let Some(&segment) = own.last() {
+        let own = table.segments().rfind(|segment| !is_copy(segment));
+        if let Some(segment) = own {
             self.parts_of(segment, |run, offset| place = Place { run, offset });
         }
-        for copy in copies {
+        let copies = table.segments().rev().take_while(is_copy).count();
+        let earlier = table.segments().count() - copies;
+        for copy in table.segments().skip(earlier) {
             let hash = self.runs[copy.run as usize].hashes[0];
             // Each is the copy of a block that can be hit.
             place = self.step(place, hash).unwrap_or(START);
@@ -763,12 +816,16 @@ impl BlockPool {
     /// Moves on from `place` to the block with `hash`, if it is there.
     #[inline]
     fn step(&self, place: Place, hash: BlockHash) -> Option<Place> {
-        let Place { run, offset } = place;
-        if run != NIL
-            && let Some(&next) = self.runs[run as usize].blocks().get(offset as usize)
-        {
-            let offset = offset + 1;
-            return (next == hash).then_some(Place { run, offset });
+        let Place { run: id, offset } = place;
+        if let Some(run) = self.runs.get(id as usize) {
+            if let Some(&next) = run.blocks().get(offset as usize) {
+                let offset = offset + 1;
+                return (next == hash).then_some(Place { run: id, offset });
+            }
+            if !run.sealed {
+                debug_assert!(!self.heads.contains_key(&hash), "no run follows it");
+                return None;
+            }
         }
         let &run = self.heads.get(&hash)?;
         Some(Place { run, offset: 1 })
@@ -817,6 +874,7 @@ impl BlockPool {
             hashes,
             parent,
             published: 0,
+            epoch: self.epoch,
             refs: 1,
             prev: NIL,
             next: NIL,
@@ -824,7 +882,6 @@ impl BlockPool {
             copy,
             opens,
             sealed: copy,
-            unpublished: false,
             ghost: false,
         })
     }
@@ -849,16 +906,6 @@ impl BlockPool {
         self.spare = id;
     }
 
-    /// Others do not know yet what a run has become.
-    #[inline]
-    fn note_change(&mut self, id: u32) {
-        let run = &mut self.runs[id as usize];
-        if !run.unpublished {
-            run.unpublished = true;
-            self.unpublished.push(id);
-        }
-    }
-
     /// Checks every invariant in O(blocks), given all tables. For tests.
     #[doc(hidden)]
     pub fn audit<'a>(&self, tables: impl Iterator<Item = &'a Table>) {
@@ -867,7 +914,7 @@ impl BlockPool {
         for table in tables {
             held_blank += table.blank;
             let mut cached = 0;
-            for &segment in &table.segments {
+            for segment in table.segments() {
                 self.parts_of(segment, |run, len| {
                     assert_eq!(len, self.runs[run as usize].len, "segments end with runs");
                     refs[run as usize] += 1;

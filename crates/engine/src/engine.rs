@@ -131,8 +131,13 @@ pub struct Engine {
     passed_over: Vec<u32>,
 }
 
-/// A sequence, apart from what a decode pass looks at.
+/// A sequence, apart from what a decode pass looks at. What is needed to fill a block comes first.
+#[repr(C)]
 struct Sequence {
+    /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.
+    table: Table,
+    /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
+    generated_blocks: Vec<BlockHash>,
     request: EngineRequest,
     /// Order of arrival; breaks ties of priority.
     arrival: u64,
@@ -152,10 +157,6 @@ struct Sequence {
     /// Number of the last pass of the pipeline that computes tokens of it although it was preempted since.
     last_flight: u64,
     transfer: TransferState,
-    /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
-    generated_blocks: Vec<BlockHash>,
-    /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.
-    table: Table,
 }
 
 impl Sequence {
@@ -221,6 +222,13 @@ impl Running {
     fn gets_token(&self) -> bool {
         // Drafted tokens come behind that one.
         self.computed + self.scheduled >= self.len
+    }
+
+    /// True if a pass that computes it up to `target`, with room for `slots` tokens, needs a block or fills one. Ahead of its
+    /// pass the last token is not known, so the block that it fills is not either.
+    #[inline]
+    fn touches_blocks(&self, slots: u32, target: u32) -> bool {
+        slots > self.capacity || slots == self.capacity && self.len >= target
     }
 
     /// Tokens of it in the pass that is being scheduled.
@@ -799,8 +807,7 @@ impl Engine {
             let r = &mut self.running[at];
             let target = before + chunk;
             let slots = self.speculation.slots(target, self.max_len);
-            // Below its capacity a sequence neither needs a block nor fills one.
-            if slots >= r.capacity {
+            if r.touches_blocks(slots, target) {
                 if !self.make_room::<AHEAD>(&mut at, slots, plan) {
                     // It left the queue, so `at` is already the one behind it. By priority that
                     // one outranks it, and may fit into the blocks that it freed.
@@ -846,7 +853,7 @@ impl Engine {
             let target = r.before::<AHEAD>() + 1;
             // With its last token under way it may end before it is computed again.
             let ends = AHEAD && target >= r.end_len;
-            if !r.decoding || target >= r.capacity || ends {
+            if !r.decoding || r.touches_blocks(target, target) || ends {
                 break;
             }
             *r.planned::<AHEAD>() = 1;

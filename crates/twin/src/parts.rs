@@ -1,6 +1,7 @@
 //! Builds the parts of a cluster file: engines, their routers, and the network between.
 
 use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -81,9 +82,27 @@ struct FirstBlockIndex {
     /// Words of 64 targets.
     words: usize,
     /// The owner of each cached first block; from `SHARED` on, the index into `owners` of one that had several.
-    blocks: HashMap<BlockHash, u32>,
+    blocks: HashMap<BlockHash, u32, BuildHasherDefault<BlockHasher>>,
     owners: Vec<u64>,
     spare: Vec<u32>,
+}
+
+/// Hashes of blocks are mixed already, and no client chooses those of a simulation.
+#[derive(Default)]
+struct BlockHasher(u64);
+
+impl Hasher for BlockHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = mix64(self.0 ^ u64::from(byte));
+        }
+    }
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
 }
 
 /// Prompts that no other begins like have one owner: a set of a thousand would be many times their entry's size.
@@ -93,7 +112,7 @@ impl FirstBlockIndex {
     fn new(targets: usize) -> FirstBlockIndex {
         FirstBlockIndex {
             words: targets.div_ceil(64),
-            blocks: HashMap::new(),
+            blocks: HashMap::default(),
             owners: Vec::new(),
             spare: Vec::new(),
         }

@@ -799,6 +799,13 @@ impl BlockPool {
     fn end_of(&self, table: &Table) -> Place {
         let is_copy = |segment: &Segment| self.runs[segment.run as usize].copy;
         let mut place = START;
+        if table.last.run == NIL {
+            return place;
+        }
+        if !is_copy(&table.last) {
+            self.parts_of(table.last, |run, offset| place = Place { run, offset });
+            return place;
+        }
         let own = table.segments().rfind(|segment| !is_copy(segment));
         if let Some(segment) = own {
             self.parts_of(segment, |run, offset| place = Place { run, offset });

@@ -31,6 +31,7 @@ pub mod draw;
 mod empirical;
 pub mod generate;
 mod hasher;
+mod later;
 pub mod mooncake;
 pub mod own;
 pub mod prompt;

@@ -1,12 +1,10 @@
 //! Due times of requests, including follow-up turns and closed loops. The driver passes `now`.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::OccupiedEntry;
-
 use slipstream_base::SimTime;
 use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, Workload};
 
+use crate::later::Later;
 use crate::source::{Request, Source, SourceError};
 
 /// The requests of a workload as they come due.
@@ -23,7 +21,7 @@ pub struct Schedule {
     exhausted: bool,
     /// Later turns whose due time is known, in the order in which they are handed out. With a lag that
     /// depends on the prompt, first turns that others may overtake, too.
-    follow_ups: BTreeMap<(SimTime, u64), Request>,
+    follow_ups: Later,
     /// Closed loop: number of sessions that may begin.
     slots: Option<u64>,
     /// Closed loop: no session begins after this time.
@@ -105,7 +103,7 @@ impl Schedule {
             shard,
             next_session: None,
             exhausted: false,
-            follow_ups: BTreeMap::new(),
+            follow_ups: Later::default(),
             slots,
             closes,
             in_flight: 0,
@@ -131,13 +129,12 @@ impl Schedule {
             && let Some(due) = self.peek_session(SimTime::ZERO)?
         {
             let earliest = SimTime(due.0.saturating_add(self.lag.request_ns));
-            let first = self.follow_ups.keys().next();
-            if first.is_some_and(|(at, _)| *at <= earliest) {
+            if self.follow_ups.first().is_some_and(|at| at <= earliest) {
                 break;
             }
             let request = self.next_session.take().expect("peek_session saw one");
             let release = self.lag.release(&request);
-            self.follow_ups.insert((release, request.id().0), request);
+            self.follow_ups.push(release, request);
         }
         Ok(())
     }
@@ -150,16 +147,14 @@ impl Schedule {
     pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
         if self.lag.prompt_token_ns > 0.0 {
             self.read_ahead()?;
-            let first = self.follow_ups.keys().next();
             // Beyond the limit of reading ahead, a request may be late.
-            let due = first.map(|(release, _)| (*release).max(now));
+            let due = self.follow_ups.first().map(|release| release.max(now));
             return due.map(check_due).transpose();
         }
         let lag_ns = self.lag.request_ns;
         let session = self.peek_session(SimTime(now.0.saturating_sub(lag_ns)))?;
         let session = session.map(|due| SimTime(due.0.saturating_add(lag_ns)));
-        let follow_up = self.follow_ups.keys().next().map(|(release, _)| *release);
-        let due = match (session, follow_up) {
+        let due = match (session, self.follow_ups.first()) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
@@ -168,8 +163,7 @@ impl Schedule {
 
     /// Adds a request that is not of the workload: it is due at `request.due`, and no other follows from it.
     pub fn push(&mut self, request: Request) {
-        self.follow_ups
-            .insert((request.due, request.id().0), request);
+        self.follow_ups.push(request.due, request);
     }
 
     /// Takes a request that is due at `now`, the earliest first.
@@ -179,21 +173,23 @@ impl Schedule {
     pub fn pop(&mut self, now: SimTime) -> Result<Option<Request>, SourceError> {
         if self.lag.prompt_token_ns > 0.0 {
             self.read_ahead()?;
-            let first = self.follow_ups.first_entry().filter(|e| e.key().0 <= now);
-            self.in_flight += u64::from(first.is_some());
-            return Ok(first.map(OccupiedEntry::remove));
+            if self.follow_ups.first().is_none_or(|at| at > now) {
+                return Ok(None);
+            }
+            self.in_flight += 1;
+            return Ok(self.follow_ups.pop());
         }
         let lag_ns = self.lag.request_ns;
         let session = match now.0.checked_sub(lag_ns).map(SimTime) {
             None => None,
             Some(now) => self.peek_session(now)?.filter(|due| *due <= now),
         };
-        let follow_up = self.follow_ups.first_entry().filter(|e| e.key().0 <= now);
+        let follow_up = self.follow_ups.first().filter(|&at| at <= now);
         let request = match (session, follow_up) {
-            (session, Some(entry))
-                if session.is_none_or(|due| entry.key().0.0 <= due.0.saturating_add(lag_ns)) =>
+            (session, Some(at))
+                if session.is_none_or(|due| at.0 <= due.0.saturating_add(lag_ns)) =>
             {
-                entry.remove()
+                self.follow_ups.pop().expect("there is a first")
             }
             (Some(due), _) => {
                 let mut request = self.next_session.take().expect("peek_session saw one");
@@ -219,7 +215,7 @@ impl Schedule {
         if let Some(mut next) = next {
             next.due = SimTime(next.due.0 - shift.0);
             let release = self.lag.release(&next);
-            self.follow_ups.insert((release, next.id().0), next);
+            self.follow_ups.push(release, next);
             true
         } else {
             self.end_session();
@@ -239,7 +235,7 @@ impl Schedule {
     pub fn stop(&mut self) {
         self.exhausted = true;
         self.next_session = None;
-        for (_, request) in std::mem::take(&mut self.follow_ups) {
+        for request in self.follow_ups.take_all() {
             // Those that were read ahead begin sessions.
             if request.turn > 0 {
                 self.abandoned += u64::from(request.turns - request.turn);
@@ -350,6 +346,8 @@ fn check_due(due: SimTime) -> Result<SimTime, SourceError> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use slipstream_config::workload_file::{Class, Content, Dist, SessionShape};
 

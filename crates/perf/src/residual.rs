@@ -67,6 +67,7 @@ pub(crate) struct Features {
 }
 
 /// Continuous features stay where deployments are measured: beyond, slopes would extrapolate.
+#[inline]
 fn within(x: f64, most: f64) -> f64 {
     x.clamp(-most, most)
 }
@@ -84,6 +85,7 @@ pub(crate) fn input_feature(isl: f64) -> f64 {
     within(log2(isl / 2048.0), 3.0) / 1.5
 }
 
+#[inline]
 fn output_feature(osl: f64) -> f64 {
     within(log2(osl / 1024.0), 3.0) / 2.0
 }

@@ -113,6 +113,11 @@ impl Phases {
     fn at(&self, phase: u32) -> Range<usize> {
         self.begins[phase as usize] as usize..self.begins[phase as usize + 1] as usize
     }
+
+    /// The same, and none if there is no phase.
+    fn of(&self, phase: Option<u32>) -> Range<usize> {
+        phase.map_or(0..0, |phase| self.at(phase))
+    }
 }
 
 /// Passes that only decode, whose ends are known and that are run later. While there are any, the running
@@ -285,6 +290,7 @@ impl Engine {
         run: &mut DecodeRun,
     ) -> u32 {
         let mut end = now;
+        let (mut grows, mut fills) = (self.growing(1), self.filling(1));
         for pass in 1..=quiet {
             if let Some(tier) = &mut self.host_tier {
                 tier.begin_pass(end);
@@ -293,8 +299,7 @@ impl Engine {
             if end >= until {
                 return pass - 1;
             }
-            let growing = phases.at(self.growing(pass));
-            let filling = self.filling(pass, phases);
+            let (growing, filling) = (phases.at(grows), phases.of(fills));
             if to_u32(growing.len()) > self.pool.free() {
                 return pass - 1;
             }
@@ -307,6 +312,8 @@ impl Engine {
             run.used_blocks.push(self.pool.used());
             run.kv_ends.push(to_u32(self.ops.len()));
             load = load.next_decode();
+            grows = self.phase_before(grows);
+            fills = fills.map(|phase| self.phase_before(phase));
         }
         quiet
     }
@@ -320,15 +327,18 @@ impl Engine {
         (size - (pass - 1 + u32::from(self.ahead)) % size) % size
     }
 
-    /// Places of the sequences that fill a block in that pass, whose token is the last in it.
+    /// The phase of the sequences that fill a block in that pass, whose token is the last in it; `None` if blocks are not
+    /// cached.
     #[inline]
-    fn filling(&self, pass: u32, phases: &Phases) -> Range<usize> {
+    fn filling(&self, pass: u32) -> Option<u32> {
         let size = self.block_size;
-        if self.caching {
-            phases.at((size - pass % size) % size)
-        } else {
-            0..0
-        }
+        self.caching.then_some((size - pass % size) % size)
+    }
+
+    /// The phase for which a pass does what the one before it did for `phase`.
+    #[inline]
+    fn phase_before(&self, phase: u32) -> u32 {
+        phase.checked_sub(1).unwrap_or(self.block_size - 1)
     }
 
     /// Plans up to `max_passes` passes that only decode, the first of them at `now`, and returns when the last of them
@@ -368,7 +378,13 @@ impl Engine {
             free = free.saturating_sub(growing);
             lacks
         };
-        let passes = (1..=quiet).find(lacks_block).map_or(quiet, |pass| pass - 1);
+        // Each sequence takes one block per block size at most.
+        let each = u64::from(quiet.div_ceil(self.block_size));
+        let passes = if each * self.running.len() as u64 <= u64::from(self.pool.free()) {
+            quiet
+        } else {
+            (1..=quiet).find(lacks_block).map_or(quiet, |pass| pass - 1)
+        };
         let ends = &mut self.planned.ends;
         self.timing.decode_ends(now, &load, passes, ends);
         self.phases = phases;
@@ -386,38 +402,39 @@ impl Engine {
     pub fn run_planned(&mut self, now: SimTime, run: &mut DecodeRun) -> u32 {
         run.clear();
         let first = self.planned.run;
-        let is_due = |planned: &PlannedPasses| {
-            let end = planned.ends.get(planned.run as usize);
-            end.copied().filter(|&end| end <= now)
-        };
-        let Some(mut end) = is_due(&self.planned) else {
+        let ends = &self.planned.ends[first as usize..];
+        let due = ends.iter().take_while(|&&end| end <= now).count();
+        if due == 0 {
             return 0;
-        };
+        }
         run.start = self.planned.at();
+        run.ends
+            .extend_from_slice(&self.planned.ends[first as usize..][..due]);
+        let passes = to_u32(due);
         let mut phases = std::mem::take(&mut self.phases);
-        let mut load = self.planned.load;
-        loop {
-            self.planned.run += 1;
-            let pass = self.planned.run;
-            let growing = phases.at(self.growing(pass));
-            let filling = self.filling(pass, &phases);
+        let (mut grows, mut fills) = (self.growing(first + 1), self.filling(first + 1));
+        for pass in first + 1..=first + passes {
+            let (growing, filling) = (phases.at(grows), phases.of(fills));
             if !(growing.is_empty() && filling.is_empty()) {
                 let moves = self.hash_filled(pass, filling.clone(), &mut phases);
                 assert!(moves, "no sequence waits for a block");
                 self.move_blocks(growing, filling, &phases);
             }
-            self.note_range(&load);
-            run.ends.push(end);
             run.kv_ends.push(to_u32(self.ops.len()));
-            load = load.next_decode();
-            let Some(next) = is_due(&self.planned) else {
-                break;
-            };
-            end = next;
+            grows = self.phase_before(grows);
+            fills = fills.map(|phase| self.phase_before(phase));
         }
         self.phases = phases;
-        self.planned.load = load;
-        let passes = self.planned.run - first;
+        self.planned.run += passes;
+        if self.timing_has_range {
+            let mut load = self.planned.load;
+            for _ in 0..passes {
+                self.note_range(&load);
+                load = load.next_decode();
+            }
+        }
+        let load = &mut self.planned.load;
+        load.decode_context += u64::from(passes) * u64::from(load.decode_sequences);
         self.publish_run(run);
         self.fpm_counter += u64::from(passes);
         self.passes += u64::from(passes);

@@ -419,14 +419,14 @@ impl Sim<'_> {
     /// The connection of `node` to its frontend is closed, and its sequences were removed: the pass under way has
     /// nothing to deliver.
     fn disconnect(&mut self, node: u32) {
-        let mut out = std::mem::take(&mut self.out);
+        let mut out = self.out.take().unwrap_or_default();
         while self.nodes[node as usize].engine.in_pass() && !self.nodes[node as usize].hangs {
             let n = &mut self.nodes[node as usize];
             n.engine.finish_pass(&mut out);
             let (now, life) = (self.now, n.life);
             self.side_of(node).on_kv(now, node, life, &out.kv);
         }
-        self.out = out;
+        self.out = Some(out);
         self.nodes[node as usize].frames_end = self.now;
         self.nodes[node as usize].leave_sequences();
         self.wake(node);

@@ -13,7 +13,7 @@ use crate::sim::{Event, Sim, Sink};
 impl Sim<'_> {
     /// A pass of a prefill node ends.
     pub(crate) fn end_prefill(&mut self, node: u32, sink: &mut dyn Sink) {
-        let mut out = std::mem::take(&mut self.out);
+        let mut out = self.out.take().unwrap_or_default();
         let n = &mut self.nodes[node as usize];
         n.finish(&mut out);
         self.tally.passes += 1;
@@ -56,7 +56,7 @@ impl Sim<'_> {
             assert!(expected, "its blocks are held until the transfer ends");
             self.carry_out(None, sink);
         }
-        self.out = out;
+        self.out = Some(out);
     }
 
     /// A node has reserved blocks for a prompt that another node computes.

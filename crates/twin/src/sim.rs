@@ -625,7 +625,8 @@ pub(crate) struct Sim<'a> {
     /// No request that arrives later is known yet: passes are jumped up to here.
     pub(crate) horizon: SimTime,
     pub(crate) now: SimTime,
-    pub(crate) out: PassOutput,
+    /// Output of a pass, to be used again; none while one is processed.
+    pub(crate) out: Option<Box<PassOutput>>,
     run: DecodeRun,
     pub(crate) tally: Tally,
 }
@@ -756,7 +757,7 @@ impl<'a> Sim<'a> {
             pins: Pins::new(),
             horizon: SimTime::MAX,
             now: SimTime::ZERO,
-            out: PassOutput::default(),
+            out: None,
             run: DecodeRun::default(),
             tally: Tally::default(),
         };
@@ -1031,7 +1032,7 @@ impl<'a> Sim<'a> {
     }
 
     fn end_pass(&mut self, node: u32, sink: &mut dyn Sink) {
-        let mut out = std::mem::take(&mut self.out);
+        let mut out = self.out.take().unwrap_or_default();
         let n = &mut self.nodes[node as usize];
         n.finish(&mut out);
         self.tally.passes += 1;
@@ -1042,7 +1043,7 @@ impl<'a> Sim<'a> {
             return;
         }
         self.deliver_output(node, &out, sink);
-        self.out = out;
+        self.out = Some(out);
     }
 
     /// Delivers the output of a pass to the clients.
@@ -1141,7 +1142,7 @@ impl<'a> Sim<'a> {
                         if self.nodes[node as usize].life == life {
                             self.deliver_output(node, &out, sink);
                         }
-                        self.out = out; // reuse its memory
+                        self.out = Some(out); // reuse its memory
                     }
                 }
                 Event::Scheduled { node } => {
@@ -1711,7 +1712,8 @@ impl<'a> Sim<'a> {
         self.tally.passes += passes;
         self.tally.jumped += passes;
         let n = &self.nodes[node as usize];
-        self.serve.on_run(node, n, &self.run, &mut self.out.kv);
+        let kv = &mut self.out.get_or_insert_default().kv;
+        self.serve.on_run(node, n, &self.run, kv);
         if self.watches {
             self.report_jump(node, sink);
         }
@@ -1721,14 +1723,15 @@ impl<'a> Sim<'a> {
     /// Reports the passes that were just jumped over.
     fn report_jump(&mut self, node: u32, sink: &mut dyn Sink) {
         let (run, sequences) = (&self.run, self.run.sequences());
+        let fpm = &mut self.out.get_or_insert_default().fpm;
         let mut start = run.start;
         for (pass, (&end, &used_blocks)) in run.ends.iter().zip(&run.used_blocks).enumerate() {
-            run.fpm_of(pass, &mut self.out.fpm);
+            run.fpm_of(pass, fpm);
             sink.on_pass(&PassRecord {
                 engine: node,
                 start,
                 end,
-                fpm: &self.out.fpm,
+                fpm,
                 tokens: run.tokens(),
                 used_blocks,
                 preemptions: 0,
@@ -1743,12 +1746,16 @@ impl<'a> Sim<'a> {
     /// Blocks that left the cache without a pass: an idle engine has published all changes.
     pub(crate) fn publish_idle(&mut self, node: u32) {
         let n = &mut self.nodes[node as usize];
-        if n.phase == Phase::Idle && n.engine.take_kv(&mut self.out.kv) {
+        if n.phase != Phase::Idle {
+            return;
+        }
+        let kv = &mut self.out.get_or_insert_default().kv;
+        if n.engine.take_kv(kv) {
             let side = match (n.role, &mut self.prefill) {
                 (Role::Prefill, Some(side)) => side,
                 _ => &mut self.serve,
             };
-            side.on_kv(self.now, node, n.life, &self.out.kv);
+            side.on_kv(self.now, node, n.life, kv);
         }
     }
 

@@ -316,7 +316,7 @@ pub(crate) struct Frame {
     pub(crate) node: u32,
     /// The node's number of restarts at the time of sending.
     pub(crate) life: u32,
-    pub(crate) out: PassOutput,
+    pub(crate) out: Box<PassOutput>,
 }
 
 /// Frames in transit.
@@ -365,7 +365,7 @@ impl Frames {
 
 impl Sim<'_> {
     /// Sends the tokens of a pass to the frontend.
-    pub(crate) fn send_frame(&mut self, node: u32, out: PassOutput) {
+    pub(crate) fn send_frame(&mut self, node: u32, out: Box<PassOutput>) {
         let (worker, life) = {
             let n = &self.nodes[node as usize];
             (n.rank.worker, n.life)

@@ -15,7 +15,7 @@ impl Sim<'_> {
     pub(crate) fn end_prefill(&mut self, node: u32, sink: &mut dyn Sink) {
         let mut out = self.out.take().unwrap_or_default();
         let n = &mut self.nodes[node as usize];
-        n.finish(&mut out);
+        let watched = n.finish(&mut out);
         self.tally.passes += 1;
         if let Some(side) = &mut self.prefill {
             side.on_kv(self.now, node, n.life, &out.kv);
@@ -30,16 +30,16 @@ impl Sim<'_> {
                 end: out.end,
                 fpm: &out.fpm,
                 tokens: 0, // the answer's first token is computed where it is decoded
-                used_blocks: watch.used_blocks,
-                preemptions: watch.preempted,
+                used_blocks: watched.used_blocks,
+                preemptions: watched.preempted,
                 gaps: &watch.gaps,
                 arrived: &out.arrived,
             });
         }
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
-            flight.admitted.get_or_insert(first.admitted);
             if !flight.is_resumed() {
+                flight.admitted = Some(first.admitted);
                 flight.cached_tokens = first.cached_tokens;
                 flight.lower = first.lower;
             }

@@ -130,7 +130,9 @@ impl Flight {
         }
         self.first = Some(now);
         self.hops.first_pass_end = pass_end;
-        self.admitted.get_or_insert(first.admitted);
+        if self.prefill.is_none() {
+            self.admitted = Some(first.admitted);
+        }
         self.first_pass_start = first.first_pass_start;
         if self.prefill.is_none() {
             self.cached_tokens = first.cached_tokens;
@@ -278,12 +280,19 @@ pub(crate) struct Node {
 }
 
 /// Data of a pass that its output does not contain.
-#[derive(Default)]
-pub(crate) struct Watch {
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Watched {
     /// Blocks that sequences held while it ran.
     pub(crate) used_blocks: u32,
     /// Sequences preempted for it.
     pub(crate) preempted: u32,
+}
+
+/// Data for a sink that records passes.
+#[derive(Default)]
+pub(crate) struct Watch {
+    /// The pass under way; without one, the next one so far.
+    pass: Watched,
     /// Gaps between its sequences' tokens and the previous ones, ns, with counts.
     pub(crate) gaps: Vec<(u64, u32)>,
 }
@@ -408,8 +417,9 @@ impl Node {
         let stats = self.engine.stats();
         let preemptions = stats.preemptions;
         if let Some(watch) = &mut self.watch {
-            watch.used_blocks = stats.used_blocks;
-            watch.preempted = to_u32(preemptions - self.preemptions);
+            watch.pass.used_blocks = stats.used_blocks;
+            // All that ran may be preempted, and no pass begin.
+            watch.pass.preempted += to_u32(preemptions - self.preemptions);
         }
         self.gaps.breaks_next = false;
         if preemptions != self.preemptions {
@@ -530,10 +540,12 @@ impl Node {
     }
 
     /// Ends the pass that ends now. Its output is to be [recorded](Self::record_output).
-    pub(crate) fn finish(&mut self, out: &mut PassOutput) {
+    pub(crate) fn finish(&mut self, out: &mut PassOutput) -> Watched {
         self.engine.finish_pass(out);
         self.passes = self.passes.saturating_add(1);
         self.phase = Phase::Awake;
+        let watch = self.watch.as_mut();
+        watch.map_or_else(Watched::default, |watch| std::mem::take(&mut watch.pass))
     }
 
     /// Counts the gaps before tokens that are the first here and not the first of their request.

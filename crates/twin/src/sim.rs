@@ -32,13 +32,13 @@ use crate::faults::{Faults, Held};
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::lockstep::Lockstep;
-use crate::node::{Flight, Flights, Hops, Node, Phase};
+use crate::node::{Flight, Flights, Hops, Node, Phase, Watched};
 use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::peers::Peers;
 use crate::planned::PlannedPasses;
 use crate::scaling::{Pools, Scaling};
 use crate::threads::Threads;
-use crate::wire::{Frame, Frames, Wire};
+use crate::wire::{Frames, Wire};
 
 /// Options of a run.
 #[derive(Clone, Debug)]
@@ -1034,20 +1034,26 @@ impl<'a> Sim<'a> {
     fn end_pass(&mut self, node: u32, sink: &mut dyn Sink) {
         let mut out = self.out.take().unwrap_or_default();
         let n = &mut self.nodes[node as usize];
-        n.finish(&mut out);
+        let watched = n.finish(&mut out);
         self.tally.passes += 1;
         self.serve.on_kv(self.now, node, n.life, &out.kv);
         self.publish_host(node);
         if self.delays_output {
-            self.send_frame(node, out);
+            self.send_frame(node, out, watched);
             return;
         }
-        self.deliver_output(node, &out, sink);
+        self.deliver_output(node, &out, watched, sink);
         self.out = Some(out);
     }
 
     /// Delivers the output of a pass to the clients.
-    fn deliver_output(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
+    fn deliver_output(
+        &mut self,
+        node: u32,
+        out: &PassOutput,
+        watched: Watched,
+        sink: &mut dyn Sink,
+    ) {
         let now = self.now;
         // Before `record_output`, which may move the time of a request's last token to now.
         for first in &out.first {
@@ -1067,8 +1073,8 @@ impl<'a> Sim<'a> {
                 end: out.end,
                 fpm: &out.fpm,
                 tokens: out.token_count,
-                used_blocks: watch.used_blocks,
-                preemptions: watch.preempted,
+                used_blocks: watched.used_blocks,
+                preemptions: watched.preempted,
                 gaps: &watch.gaps,
                 arrived: &out.arrived,
             });
@@ -1137,12 +1143,12 @@ impl<'a> Sim<'a> {
                 Event::PeerSend { fetch } => self.peer_sends(fetch),
                 Event::PeerReceived { fetch } => self.peer_received(fetch),
                 Event::Output { frame } => {
-                    if let Some(Frame { node, life, out }) = self.frames.take(frame) {
+                    if let Some(frame) = self.frames.take(frame) {
                         // Messages in transit from a lost worker never arrive.
-                        if self.nodes[node as usize].life == life {
-                            self.deliver_output(node, &out, sink);
+                        if self.nodes[frame.node as usize].life == frame.life {
+                            self.deliver_output(frame.node, &frame.out, frame.watched, sink);
                         }
-                        self.out = Some(out); // reuse its memory
+                        self.out = Some(frame.out); // reuse its memory
                     }
                 }
                 Event::Scheduled { node } => {
@@ -1384,6 +1390,8 @@ impl<'a> Sim<'a> {
         let flight = self.flights.get_mut(RequestId(step.slot.into()));
         if !flight.is_resumed() {
             flight.hops.routed = self.now;
+            // Those of an attempt that failed.
+            (flight.hops.prefilled, flight.hops.kv) = (None, None);
         }
         (flight.prefill, flight.sent) = (None, None);
         if let Some((host, costs)) = &mut self.host {

@@ -14,6 +14,7 @@ use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::collectives::{Crossings, StepTraffic};
 use crate::faults::Held;
+use crate::node::Watched;
 use crate::packets::{PacketNetwork, TooLarge, background};
 use crate::sim::{Event, Sim, TwinError};
 
@@ -317,6 +318,7 @@ pub(crate) struct Frame {
     /// The node's number of restarts at the time of sending.
     pub(crate) life: u32,
     pub(crate) out: Box<PassOutput>,
+    pub(crate) watched: Watched,
 }
 
 /// Frames in transit.
@@ -365,13 +367,18 @@ impl Frames {
 
 impl Sim<'_> {
     /// Sends the tokens of a pass to the frontend.
-    pub(crate) fn send_frame(&mut self, node: u32, out: Box<PassOutput>) {
+    pub(crate) fn send_frame(&mut self, node: u32, out: Box<PassOutput>, watched: Watched) {
         let (worker, life) = {
             let n = &self.nodes[node as usize];
             (n.rank.worker, n.life)
         };
         let tokens = out.token_count;
-        let frame = self.frames.insert(Frame { node, life, out });
+        let frame = self.frames.insert(Frame {
+            node,
+            life,
+            out,
+            watched,
+        });
         if self.wire.messages {
             self.wire.send_frame(self.now, worker, tokens, frame);
         } else {
@@ -420,7 +427,10 @@ impl Sim<'_> {
 
     /// The frontend has a frame, and processes it.
     pub(crate) fn frame_received(&mut self, frame: u32) {
-        let Some(Frame { node, life, out }) = &self.frames.slots[frame as usize] else {
+        let Some(Frame {
+            node, life, out, ..
+        }) = &self.frames.slots[frame as usize]
+        else {
             return;
         };
         let worker = self.nodes[*node as usize].rank.worker;

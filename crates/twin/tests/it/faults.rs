@@ -59,6 +59,34 @@ fn a_gpu_that_is_gone_stops_its_worker_until_that_is_noticed() {
     }
 }
 
+#[test]
+fn a_record_has_the_times_of_the_attempt_that_was_answered() {
+    // The prompt of the second request is computed from 100 to 120 ms, and would be fetched when the first answer leaves
+    // blocks free. Its worker is lost before; the other one computes it again.
+    let pools = "[pool.p]\nrole = \"prefill\"\nworkers = 2\n[pool.d]\nrole = \"decode\"\n\
+                 [pool.d.engine]\nnum_gpu_blocks = 1026\n";
+    let crash = "[[event]]\nkind = \"crash\"\nat_s = 0.15\nuntil_s = 9\nworker = 1\n";
+    let load = workload(
+        "requests = 2\n[arrival]\nkind = \"timestamps\"\nms = [0, 100]\n\
+         [[class]]\nisl = 16000\nosl = 20\n",
+    );
+    let cluster = ten_ms(pools, &format!("{TURNS}{crash}"));
+    let (outcome, mut ended) = simulate(&cluster, &load, &Options::default());
+    assert_eq!((outcome.cut, outcome.totals.requests.failed), (None, 0));
+    ended.sort_by_key(|e| e.id);
+    let second = &ended[1];
+    assert_eq!((second.workers, second.retries), ((Some(0), Some(2)), 1));
+    let hops = second.hops;
+    assert_eq!((hops.received.0, second.admitted), (150 * MS, 150 * MS));
+    // 16,000 tokens in passes of 8,192; the first answer ends at 220 ms.
+    assert_eq!(hops.prefilled.map(|at| at.0), Some(170 * MS));
+    assert_eq!(
+        hops.kv.map(|(from, to)| (from.0, to.0)),
+        Some((220 * MS, 220 * MS))
+    );
+    assert_eq!(second.first, 230 * MS);
+}
+
 /// Two requests with a common beginning on two workers. The second goes where its blocks are if the router knows.
 fn second_worker(events: &str, rate: &str) -> Option<u32> {
     let load = workload(&format!(

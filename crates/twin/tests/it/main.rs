@@ -491,6 +491,41 @@ proptest! {
         }
     }
 
+    /// Records of passes are the same if their tokens take time to reach the clients.
+    #[test]
+    fn passes_are_recorded_as_they_ran_if_their_tokens_travel(
+        blocks in 40u32..80,
+        rate in 20u32..100,
+        full in any::<bool>(),
+    ) {
+        let workload = workload(&format!(
+            "requests = 40\n[arrival]\nkind = \"poisson\"\nrate_per_s = {rate}\n\
+             [[class]]\nisl = {{ kind = \"uniform\", min = 1, max = 300 }}\nosl = 100\n"
+        ));
+        let passes = |frame_us: u32| {
+            let cluster = cluster(&format!(
+                "[model]\npreset = \"qwen3-8b\"\n[engine]\nnum_gpu_blocks = {blocks}\n\
+                 max_model_len = 400\nscheduler_reserve_full_isl = {full}\n\
+                 [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n\
+                 [host]\nmode = \"ideal\"\ncpus = 4096\nparse_us = 0\ntokenize_token_ns = 0\n\
+                 route_us = 0\ndispatch_us = 0\nframe_us = {frame_us}\ntoken_ns = 0\n"
+            ));
+            let mut passes = Passes::default();
+            let outcome = run(&cluster, &workload, &Options::default(), &mut passes);
+            let preemptions: u64 = passes.0.iter().map(|p| u64::from(p.counts[2])).sum();
+            assert_eq!(Some(preemptions as f64), outcome.engine.preemptions);
+            passes.0.into_iter().map(|p| (p.times, p.counts)).collect::<Vec<_>>()
+        };
+        let at_once = passes(0);
+        // A frame takes less than a pass, and more.
+        for late in [passes(30), passes(25_000)] {
+            prop_assert_eq!(at_once.len(), late.len());
+            for (a, b) in at_once.iter().zip(&late) {
+                prop_assert_eq!(a, b);
+            }
+        }
+    }
+
     /// Jumping, and looking at each token, change nothing; and every request ends once.
     #[test]
     fn jumps_change_nothing((cluster, workload) in scenario()) {

@@ -42,6 +42,7 @@ pub(super) fn load(
 pub(super) struct Ended {
     pub(super) id: u64,
     pub(super) due: u64,
+    pub(super) admitted: u64,
     pub(super) first: u64,
     pub(super) last: u64,
     pub(super) workers: (Option<u32>, Option<u32>),
@@ -60,6 +61,7 @@ impl Sink for Records {
         self.0.push(Ended {
             id: r.request.id().0,
             due: r.request.due.0,
+            admitted: r.admitted.0,
             first: r.first.0,
             last: r.last.0,
             workers: (worker(r.prefill_rank), worker(r.rank)),

@@ -138,6 +138,16 @@ impl Bits {
         true
     }
 
+    /// Bytes of these packets, of a flow of `total` bytes in packets of `mtu` and a shorter last one.
+    fn bytes(&self, mtu: u32, total: u64) -> u64 {
+        let (mtu, packets) = (u64::from(mtu), total.div_ceil(mtu.into()));
+        let last = packets
+            .checked_sub(1)
+            .is_some_and(|last| self.has(to_u32(last)));
+        let missing = if last { packets * mtu - total } else { 0 };
+        u64::from(self.count) * mtu - missing
+    }
+
     fn first_missing(&self) -> u32 {
         let full = self.words.iter().take_while(|&&w| w == u64::MAX).count();
         let rest = self.words.get(full).map_or(0, |w| w.trailing_ones());
@@ -405,7 +415,7 @@ impl NdpSender {
 
     /// Bytes acknowledged so far.
     fn acked_bytes(&self) -> u64 {
-        (u64::from(self.acked.count) * u64::from(self.mtu)).min(self.total)
+        self.acked.bytes(self.mtu, self.total)
     }
 }
 
@@ -598,7 +608,7 @@ impl ReceiverState for NdpReceiver {
     }
 
     fn in_order(&self) -> u64 {
-        (u64::from(self.got.count) * u64::from(self.mtu)).min(self.total)
+        self.got.bytes(self.mtu, self.total)
     }
 }
 

@@ -25,6 +25,23 @@ fn a_single_packet_and_its_ack_take_the_expected_time() {
 }
 
 #[test]
+fn a_short_last_packet_that_overtakes_others_counts_its_own_bytes() {
+    // Two packets of three are trimmed at the first switch now and then, and the last one of 10 bytes is not.
+    let mut partly = 0;
+    for seed in 0..20 {
+        for us in (20..80).step_by(4) {
+            let line = line("1e13", "trim = { data = 1 }", 5_010, "window = 8");
+            let duration = format!("duration = {us}e-6\nseed = {seed}");
+            let flow = &run(&line.replace("duration = 1.0", &duration)).flows[0];
+            assert!(flow.bytes_acked <= flow.bytes_in_order);
+            assert!(flow.bytes_in_order <= flow.bytes_received.min(5_010));
+            partly += u32::from(flow.bytes_in_order % 1_250 == 10 && flow.bytes_in_order < 5_010);
+        }
+    }
+    assert!(partly > 0);
+}
+
+#[test]
 fn pulls_keep_the_link_busy_and_request_only_missing_packets() {
     // 100 packets, a window of 8: the window covers the round trip (30 us and three control
     // packets), so the last byte arrives as if all had been sent at once.

@@ -673,7 +673,7 @@ pub(super) fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<
             format!("`{path}` is {shown}; it must be from {min} to {max}"),
         )
     };
-    match value {
+    match &value.as_whole() {
         Json::Unsigned(n) if (u64::from(min)..=u64::from(max)).contains(n) => Ok(to_u32(*n)),
         Json::Unsigned(n) => Err(outside(n)),
         Json::Negative(n) => Err(outside(n)),
@@ -744,7 +744,7 @@ fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId
 }
 
 fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
-    match value {
+    match &value.as_whole() {
         Json::Unsigned(n) => Ok(*n),
         Json::Negative(n) => Ok(n.cast_unsigned()),
         Json::Real(_) => Err(ApiError::invalid(
@@ -756,7 +756,7 @@ fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
 }
 
 fn priority(path: &str, value: &Json<'_>) -> Result<i32, ApiError> {
-    let number = match value {
+    let number = match &value.as_whole() {
         Json::Unsigned(n) => i32::try_from(*n).ok(),
         Json::Negative(n) => i32::try_from(*n).ok(),
         other => return Err(wrong_type(path, "a whole number", other)),
@@ -845,13 +845,10 @@ fn stop_tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiError> {
 pub(super) fn tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiError> {
     match value {
         Json::Tokens(tokens) => Ok(tokens),
-        Json::Array(elements) => {
-            // Had all been token ids, this would be `Json::Tokens`, or empty.
-            for (at, element) in elements.iter().enumerate() {
-                whole(&format!("{path}.{at}"), element, 0, u32::MAX)?;
-            }
-            Ok(Vec::new())
-        }
+        // `Json::Tokens` unless some are written as real numbers, are no token ids, or there are none.
+        Json::Array(elements) => (elements.iter().enumerate())
+            .map(|(at, element)| whole(&format!("{path}.{at}"), element, 0, u32::MAX))
+            .collect(),
         other => Err(wrong_type(path, "an array of token ids", &other)),
     }
 }

@@ -8,9 +8,12 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use slipstream_base::width::to_u32;
+use slipstream_base::width::{floor_u64, to_u32};
 
 use crate::structured::Tree;
+
+/// All whole numbers below 2^53 are exact as real ones.
+const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
 
 /// A parsed JSON value. Strings without escapes point into the body.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,6 +47,21 @@ impl<'a> Json<'a> {
 
     pub(super) fn is_number(&self) -> bool {
         matches!(self, Json::Unsigned(_) | Json::Negative(_) | Json::Real(_))
+    }
+
+    /// `self`, with a whole number that is written as a real one (`2.0`, `1e3`) as a whole number: clients in languages with one
+    /// type of numbers send those, and vLLM takes them.
+    pub(super) fn as_whole(&self) -> Json<'a> {
+        match *self {
+            Json::Real(n) if n.fract() == 0.0 && n.abs() < WHOLE_MAX => {
+                let size = floor_u64(n.abs());
+                match i64::try_from(size) {
+                    Ok(size @ 1..) if n < 0.0 => Json::Negative(-size),
+                    _ => Json::Unsigned(size),
+                }
+            }
+            ref other => other.clone(),
+        }
     }
 
     /// The value with its small arrays spelled out.

@@ -129,6 +129,25 @@ fn prompts_come_as_text_as_tokens_and_in_batches() {
 }
 
 #[test]
+fn whole_numbers_may_be_written_as_real_ones() {
+    let body = r#"{"prompt": [[5.0, 6], [1e3]], "max_tokens": 100.0, "min_tokens": 0.0, "n": 2e0, "seed": -3.0, "priority": -1.0,
+                   "logprobs": 1.0, "stop_token_ids": [7.0, 1e1]}"#;
+    let real = parse_completion(body.as_bytes()).unwrap();
+    let body = r#"{"prompt": [[5, 6], [1000]], "max_tokens": 100, "min_tokens": 0, "n": 2, "seed": -3, "priority": -1,
+                   "logprobs": 1, "stop_token_ids": [7, 10]}"#;
+    let whole = parse_completion(body.as_bytes()).unwrap();
+    assert_eq!(real, whole);
+    // Above 2^53 real numbers are not exact.
+    check_refused(
+        Completion,
+        json!({"seed": 1e17}),
+        "seed",
+        "must be a whole number",
+    );
+    check_refused(Completion, json!({"n": -1.0}), "n", "`n` is -1;");
+}
+
+#[test]
 fn defaults_are_those_of_openai_and_vllm() {
     let body = body(Completion, json!({}));
     let params = parse(Completion, &body).unwrap().params;

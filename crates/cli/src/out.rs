@@ -46,12 +46,25 @@ pub(crate) fn stream(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io
 /// Checks before long work that files can be written at its end.
 ///
 /// # Errors
-/// If a folder is absent, is read-only, or is at the place of a file.
+/// If a folder is absent, is read-only, or is at the place of a file; if two flags name one file; if a file is called `-`.
 pub(crate) fn check_writable<'a>(
     files: impl IntoIterator<Item = (&'static str, Option<&'a Path>)>,
 ) -> anyhow::Result<()> {
+    let mut named: Vec<(&str, &Path)> = Vec::new();
     for (flag, path) in files {
         let Some(path) = path else { continue };
+        anyhow::ensure!(
+            path != Path::new("-"),
+            "--{flag} -: stdout has the figures; name a file"
+        );
+        let is_file = std::fs::metadata(path).map_or(true, |about| about.is_file());
+        if is_file && let Some((other, _)) = named.iter().find(|(_, other)| *other == path) {
+            anyhow::bail!(
+                "--{other} and --{flag} name the same file, {}; name two",
+                path.display()
+            );
+        }
+        named.push((flag, path));
         let folder = match path.parent() {
             Some(folder) if folder != Path::new("") => folder,
             _ => Path::new("."),

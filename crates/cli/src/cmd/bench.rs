@@ -185,6 +185,12 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         out::print(&workload_args::read(path, &args.set)?.1.to_toml())?;
         return Ok(ExitCode::SUCCESS);
     }
+    out::check_writable([
+        ("out", args.out.as_deref()),
+        ("drag", args.drag.as_deref()),
+        ("series", args.series.as_deref()),
+        ("html", args.html.as_deref()),
+    ])?;
     let (mut workload, mut name) = args.what.workload(&args.set)?;
     let what = &args.what;
     if what.workload.is_none() && what.trace.is_none() && what.seed.is_none() {

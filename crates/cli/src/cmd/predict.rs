@@ -26,6 +26,7 @@ pub(crate) struct Args {
 
 /// Answers every row of the table, or says why not.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    out::check_writable([("out", args.out.as_deref())])?;
     let name = args.file.display().to_string();
     let text = super::files::read(&args.file).with_context(|| format!("reading {name}"))?;
     let question = Question {

@@ -155,6 +155,19 @@ pub(crate) struct Watcher {
     interrupted: Arc<AtomicBool>,
 }
 
+impl WatchArgs {
+    /// The files, by flag.
+    pub(crate) fn files(&self) -> [(&'static str, Option<&Path>); 5] {
+        [
+            ("drag", self.drag.as_deref()),
+            ("passes", self.passes.as_deref()),
+            ("series", self.series.as_deref()),
+            ("perfetto", self.perfetto.as_deref()),
+            ("html", self.html.as_deref()),
+        ]
+    }
+}
+
 impl Watcher {
     /// Opens the files.
     pub(crate) fn new(

@@ -215,9 +215,66 @@ fn a_full_disk_is_told_and_the_figures_are_kept() {
             "{flag}: {out}"
         );
     }
-    let (code, _, err) = run(&["simulate", "--requests=5", "--drag=/nowhere/d.csv"]);
-    assert_eq!(code, Some(2));
-    assert!(err.contains("/nowhere/d.csv: No such file"), "{err}");
+}
+
+/// Hours of work are not begun for a file that cannot be written at their end.
+#[test]
+fn files_that_cannot_be_written_are_refused_before_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |args: &[&str], part: &str| {
+        let (code, out, err) = run(args);
+        assert_eq!(code, Some(2), "{args:?}: {err}");
+        assert!(out.is_empty() && err.contains(part), "{args:?}: {err}");
+    };
+    let folder = dir.path().display().to_string();
+    for flag in ["drag", "passes", "series", "perfetto", "html", "out"] {
+        for (file, part) in [
+            ("/nowhere/file", "there is no folder /nowhere"),
+            (folder.as_str(), "that is a folder"),
+            ("-", "stdout has the figures"),
+        ] {
+            refused(
+                &["simulate", "--requests=5", &format!("--{flag}={file}")],
+                part,
+            );
+        }
+    }
+    let file = format!("{folder}/x.csv");
+    refused(
+        &[
+            "simulate",
+            "--requests=5",
+            "--drag",
+            &file,
+            "--series",
+            &file,
+        ],
+        "--drag and --series name the same file",
+    );
+    for flag in ["html", "out"] {
+        let (flag, vary) = (format!("--{flag}=/nowhere/file"), "--vary=load=1,2");
+        refused(
+            &["sweep", "--requests=5", vary, &flag],
+            "there is no folder",
+        );
+    }
+    // No request is sent to the server, which does not exist.
+    for flag in ["drag", "series", "html", "out"] {
+        let flag = format!("--{flag}=/nowhere/file");
+        refused(
+            &["bench", "http://127.0.0.1:9", &flag],
+            "there is no folder",
+        );
+    }
+    let none: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+    assert!(none.is_empty(), "{none:?}");
+    let (code, _, err) = run(&[
+        "simulate",
+        "--requests=5",
+        "--out=/dev/null",
+        "--html=/dev/null",
+    ]);
+    assert_eq!(code, Some(0), "{err}");
 }
 
 /// Sessions of a trace run live as in the twin: the same turns, and the same hits. A live run has a

@@ -59,7 +59,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -75,11 +75,19 @@ KEPT_LORA = KEPT.with_name("vllm_lora_steps.jsonl")
 KEPT_IMAGES = KEPT.with_name("vllm_image_steps.jsonl")
 """The same, of prompts with images, which an encoder computes."""
 
+KEPT_DRAFTS = KEPT.with_name("vllm_draft_steps.jsonl")
+"""The same, of steps that verify drafts."""
+
+KEPT_MIXED = KEPT.with_name("vllm_mixed_steps.jsonl")
+"""The same, with a limit of LoRA adapters beside images, stages or drafts."""
+
 VARIANTS = {
     "plain": KEPT,
     "pipelines": KEPT_PIPELINES,
     "lora": KEPT_LORA,
     "images": KEPT_IMAGES,
+    "drafts": KEPT_DRAFTS,
+    "mixed": KEPT_MIXED,
 }
 """What an engine has, and the file of workloads."""
 
@@ -187,6 +195,28 @@ def checksum(text: str) -> str:
     return f"#{value:08x}"
 
 
+class Drafter:
+    """What the scheduler asks of a `SpeculativeConfig`, which would load a model."""
+
+    num_speculative_tokens_per_batch_size = None
+    disable_eagle_block_drop = False
+    max_num_new_slots_for_drafting = 0
+
+    def __init__(self, tokens: int, has_blocks: bool) -> None:
+        self.num_speculative_tokens = tokens
+        self._has_blocks = has_blocks
+
+    def uses_draft_model(self) -> bool:
+        """Whether drafts take blocks of the cache in advance."""
+        return self._has_blocks
+
+    def use_eagle(self) -> bool:
+        """Whether a prompt's hashes cover a token more, which is not modelled."""
+        return False
+
+    use_eagle_block_drop = needs_eagle_block_drop = use_dspark = use_dflash = use_eagle
+
+
 class Engine:
     """One of vLLM's schedulers with nothing behind it, and what it did in each step."""
 
@@ -234,6 +264,12 @@ class Engine:
         if "max_loras" in config:
             # Not in `VllmConfig(...)`, which asks whether the model has adapters.
             vllm.lora_config = LoRAConfig(max_loras=config["max_loras"])
+        self.drafts = config.get("drafts")
+        if self.drafts:
+            drafted, _, has_blocks = self.drafts
+            vllm.speculative_config = Drafter(drafted, has_blocks)
+            # The second model runner leaves drafts out that no request can use.
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         self.depth = vllm.max_concurrent_batches
         size = config["block_size"]
         spec = FullAttentionSpec(block_size=size, num_kv_heads=4, head_size=16, dtype=torch.float16)
@@ -251,6 +287,12 @@ class Engine:
             hash_block_size=size,
             log_stats=False,
         )
+        if self.drafts:
+            # Drafts whose length depends on the batch, and is the same for all. With a fixed one
+            # vLLM pads a waiting request that has one token to compute by a draft that is
+            # rejected, which is not modelled.
+            lookup = [self.drafts[0]] * (config["max_num_seqs"] + 1)
+            self.scheduler.dynamic_sd_lookup = lookup
         self.encoder = config.get("encoder")
         self._encoded = [0, 0]
         if self.encoder:
@@ -300,9 +342,14 @@ class Engine:
         """Abort a request."""
         self.scheduler.finish_requests(str(name), RequestStatus.FINISHED_ABORTED)
 
-    def word(self, request: Any) -> int:
-        """Choose the next token of an answer, as a sampler with logits would."""
-        outputs = request.num_output_tokens + 1
+    def words(self, request: Any, drafted: int) -> list[int]:
+        """Choose the next tokens of an answer, some of which were drafted."""
+        accepted = min(drafted, self.drafts[1]) if self.drafts else 0
+        return [self.word(request, further) for further in range(accepted + 1)]
+
+    def word(self, request: Any, further: int) -> int:
+        """Choose a token of an answer, as a sampler with logits would."""
+        outputs = request.num_output_tokens + 1 + further
         ends = outputs > request.sampling_params.min_tokens and outputs >= self.natural
         return EOS if ends and not request.sampling_params.ignore_eos else WORD
 
@@ -374,11 +421,17 @@ class Engine:
         requests = self.scheduler.requests
         names = list(plan.num_scheduled_tokens)
         alive = {name: requests[name] for name in names if name in requests}
+
+        def drafted(name: str) -> int:
+            return len(plan.scheduled_spec_decode_tokens.get(name, ()))
+
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=[
-                ([self.word(alive[name])] if name in alive else [WORD]) if name in sampled else []
+                (self.words(alive[name], drafted(name)) if name in alive else [WORD])
+                if name in sampled
+                else []
                 for name in names
             ],
         )
@@ -389,6 +442,10 @@ class Engine:
                     request = alive[each.request_id]
                     reason = {"stop": "S", "length": "L"}[str(each.finish_reason)]
                     ended.append(f"{each.request_id}:{reason}{request.num_output_tokens}")
+        if self.drafts and not self.is_async:
+            # As `EngineCore.post_step` does.
+            drafts = [[WORD] * self.drafts[0] for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
         return sorted(ended)
 
     def _state(self) -> tuple[str, str]:
@@ -460,11 +517,16 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
     if not config["chunked"]:
         config["max_num_batched_tokens"] = length
         config["max_num_scheduled_tokens"] = None
-    if variant == "pipelines":
+    # Each family meets each of the three, with and without asynchronous scheduling.
+    besides = ("images", "pipelines", "drafts")[index % 3] if variant == "mixed" else variant
+    if besides == "pipelines":
         config["stages"] = 2 + index % 3
-    elif variant == "lora":
+    if variant in ("lora", "mixed"):
         config["max_loras"] = 1 + index % 3
-    elif variant == "images":
+    if besides == "drafts":
+        drafted = 1 + index % 5
+        config["drafts"] = [drafted, index // 5 % (drafted + 1), index % 2 == 0]
+    if besides == "images":
         # Of each image its size.
         sizes = [of_images.randrange(1, length // 5) for _ in range(6)]
         config["encoder"] = [
@@ -495,7 +557,7 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
                 prompt = [own]
             if family == "same" and talks and rng.random() < 0.7:
                 prompt = talks[-1][:-1]
-            if variant == "images" and of_images.random() < 0.7:
+            if besides == "images" and of_images.random() < 0.7:
                 chosen = of_images.choices(range(6), k=of_images.randrange(1, 4))
                 runs = [[IMAGE + APART * image, sizes[image], 1] for image in chosen]
                 place = of_images.randrange(len(prompt) + 1)
@@ -510,9 +572,9 @@ def workload(seed: int, index: int, times: int, variant: str) -> dict[str, Any]:
                 "ignore_eos": True,
                 "priority": rng.randrange(-2, 3) if by_priority else 0,
             }
-            if variant == "lora":
+            if variant in ("lora", "mixed"):
                 request["adapter"] = of_adapters.choice([0, 0, 1, 2, 3, 4, 5])
-            if variant == "images":
+            if besides == "images":
                 request["images"] = images_of(prompt)
             if family == "ends":
                 request["ignore_eos"] = rng.random() < 0.3

@@ -100,9 +100,7 @@ impl Engine {
             next.contexts.remove(context + rejected);
             next.contexts.add(context);
         }
-        if self.ahead {
-            self.cache_full(r.slot, r.computed);
-        }
+        self.cache_full(r.slot, r.computed);
         r.len += tokens;
         let ends = stops || r.len == r.end_len;
         if ends {

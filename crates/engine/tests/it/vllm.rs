@@ -13,6 +13,7 @@ use slipstream_base::{
 };
 use slipstream_config::cluster::{
     EncoderConfig, EngineConfig, LoraConfig, OutputLen, PipelineConfig, SchedulingPolicy,
+    SpeculationConfig, SpeculationMethod,
 };
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput};
@@ -50,6 +51,9 @@ struct Workload {
     /// Of images: tokens that a step encodes, tokens that are kept, and whether an image is not divided.
     #[serde(default)]
     encoder: Option<(u32, u32, bool)>,
+    /// Tokens of a draft, those of them that are accepted, and whether they take blocks in advance.
+    #[serde(default)]
+    drafts: Option<(u32, u32, bool)>,
     events: Vec<Event>,
 }
 
@@ -142,6 +146,19 @@ impl Replay {
                     token_ns: 0.0,
                 },
             ),
+            speculation: w.drafts.map(|(tokens, accepted, takes_blocks)| {
+                let share = |at| f64::from(u8::from(at < accepted));
+                SpeculationConfig {
+                    method: if takes_blocks {
+                        SpeculationMethod::Mtp
+                    } else {
+                        SpeculationMethod::Ngram
+                    },
+                    acceptance: (0..tokens).map(share).collect(),
+                    draft_ns: 0.0,
+                    draft_share: 0.0,
+                }
+            }),
             ..EngineConfig::default()
         };
         let output = OutputModel {
@@ -357,6 +374,20 @@ fn steps_with_adapters_are_those_of_vllms_scheduler() {
 fn steps_with_images_are_those_of_vllms_scheduler() {
     let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_image_steps.jsonl"));
     assert!(steps > 4_000 && steps_ahead > 2_000 && preemptions > 100);
+}
+
+/// The same, of steps that verify drafts, of which a fixed number is accepted.
+#[test]
+fn steps_with_drafts_are_those_of_vllms_scheduler() {
+    let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_draft_steps.jsonl"));
+    assert!(steps > 2_000 && steps_ahead > 1_000 && preemptions > 100);
+}
+
+/// The same, with a limit of LoRA adapters in a step, and images, several stages or drafts.
+#[test]
+fn steps_of_mixtures_are_those_of_vllms_scheduler() {
+    let (steps, steps_ahead, preemptions) = replay_all(include_str!("vllm_mixed_steps.jsonl"));
+    assert!(steps > 3_000 && steps_ahead > 1_500 && preemptions > 100);
 }
 
 /// Runs the workloads of a file, which have to agree. Returns the steps, those with asynchronous scheduling, and preemptions.

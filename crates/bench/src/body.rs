@@ -284,6 +284,7 @@ mod tests {
             priority: -1,
             adapter: 0,
             images: Images::default(),
+            model: 0,
             class: 0,
         }
     }

@@ -220,6 +220,12 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
             "`images_per_request` is for simulation, and requests to a server would have no images; set it to 0".into(),
         ));
     }
+    if !config.workload.models().is_empty() {
+        return Err(BenchError::Options(
+            "`models` of the workload is for simulation, and all requests to a server would be for one model; remove it, \
+             or run one bench for each model".into(),
+        ));
+    }
     for pid in &config.server_pids {
         process::usage_of(*pid).ok_or(BenchError::NoProcess(*pid))?;
     }
@@ -432,6 +438,8 @@ impl Shared {
             latency: totals.latencies(),
             goodput: totals.goodput(&c.slo),
             classes: totals.class_reports(&c.slo),
+            models: Vec::new(),
+            shares: Vec::new(),
             gpu: None,
             transfers: None,
             resumed: None,

@@ -450,6 +450,28 @@ impl Totals {
             .collect()
     }
 
+    /// The requests of `part`, which are some of these.
+    pub fn part_report(&self, name: &str, part: &Totals, objectives: &Objectives) -> ClassReport {
+        let latency = part.latencies();
+        let goodput = part.goodput(objectives);
+        ClassReport {
+            name: name.to_owned(),
+            sent: part.requests.sent,
+            succeeded: part.requests.succeeded,
+            failed: part.requests.failed,
+            input_tokens: part.tokens.input,
+            output_tokens: part.tokens.output,
+            ttft_ms: latency.ttft_ms,
+            itl_ms: latency.itl_ms,
+            tpot_ms: latency.tpot_ms,
+            e2e_ms: latency.e2e_ms,
+            goodput: goodput.map(|goodput| Goodput {
+                requests_per_s: self.per_s(goodput.met),
+                ..goodput
+            }),
+        }
+    }
+
     fn per_s(&self, count: u64) -> f64 {
         let duration = self.duration_s();
         if duration > 0.0 {

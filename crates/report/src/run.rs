@@ -49,6 +49,12 @@ pub struct RunReport {
     /// Each class of the workload, if it has several or one with objectives of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<ClassReport>,
+    /// Each model, if the cluster serves several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub models: Vec<ModelReport>,
+    /// GPUs that pools share by turns, if any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<SharedGpus>,
     /// GPU-hours of the cluster, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuCost>,
@@ -194,6 +200,45 @@ pub struct ClassReport {
     /// Goodput by the class's objectives, or by the run's if it has none of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
+}
+
+/// Requests for one model.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ModelReport {
+    /// As of a class; `name` is the model's.
+    #[serde(flatten)]
+    pub requests: ClassReport,
+    /// Of the tokens that its engines looked up in their prefix caches, the share that they found; `None`: none were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix_hit_share: Option<f64>,
+}
+
+/// GPUs that pools share by turns (`[share.NAME]`).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SharedGpus {
+    /// The NAME.
+    pub name: String,
+    /// Workers of its largest pool: each is on GPUs of its own, which it shares with one of each other pool.
+    pub workers: u32,
+    /// Times that a model fell asleep for another one.
+    pub swaps: u64,
+    /// Time that swaps took, in which no model runs; over all workers, s.
+    pub swapping_s: f64,
+    /// `swapping_s` over the time of all workers.
+    pub swapping_share: f64,
+    /// Its pools, in the order of the file.
+    pub pools: Vec<SharingPool>,
+}
+
+/// A pool that shares GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SharingPool {
+    /// Its name.
+    pub name: String,
+    /// Its model.
+    pub model: String,
+    /// Share of the time of all workers in which its model was awake.
+    pub awake_share: f64,
 }
 
 /// Size and cost of a cluster.
@@ -552,6 +597,20 @@ impl RunReport {
                 ));
             }
         }
+        for share in &self.shares {
+            let pool = |pool: &SharingPool| {
+                format!("{} awake {} %", pool.name, number(100.0 * pool.awake_share))
+            };
+            let pools: Vec<String> = share.pools.iter().map(pool).collect();
+            say(format!(
+                "share      {}: {}, {} s swapping ({} %); {}",
+                share.name,
+                counted(share.swaps, "swap"),
+                number(share.swapping_s),
+                number(100.0 * share.swapping_share),
+                pools.join(", ")
+            ));
+        }
         if let Some(gpu) = &self.gpu {
             say(format!(
                 "GPU-hours  {} on {}",
@@ -599,7 +658,19 @@ impl RunReport {
         out.push_str(&table.render(false));
         if !self.classes.is_empty() {
             out.push('\n');
-            out.push_str(&self.render_classes());
+            out.push_str(&render_classes(
+                "class",
+                self.classes.iter().map(|c| (c, None)),
+            ));
+        }
+        if !self.models.is_empty() {
+            let hits = |m: &ModelReport| match m.prefix_hit_share {
+                Some(share) => number(100.0 * share),
+                None => "-".to_owned(),
+            };
+            let rows = self.models.iter().map(|m| (&m.requests, Some(hits(m))));
+            out.push('\n');
+            out.push_str(&render_classes("model", rows));
         }
         writeln!(
             out,
@@ -608,9 +679,8 @@ impl RunReport {
         .expect("a String takes every write");
         let l = &self.latency;
         let shown = [l.ttft_ms, l.itl_ms, l.tpot_ms, l.e2e_ms, l.send_lag_ms];
-        let of_classes = self
-            .classes
-            .iter()
+        let of_classes = (self.classes.iter())
+            .chain(self.models.iter().map(|m| &m.requests))
             .flat_map(|c| [c.ttft_ms, c.itl_ms, c.tpot_ms, c.e2e_ms]);
         if shown
             .into_iter()
@@ -625,46 +695,55 @@ impl RunReport {
     }
 }
 
-impl RunReport {
-    fn render_classes(&self) -> String {
-        let mut table = Table::new([
-            "class",
-            "requests",
-            "failed",
-            "goodput/s",
-            "within %",
-            "TTFT p50",
-            "p99",
-            "ITL p50",
-            "p99",
-            "TPOT p50",
-            "p99",
-            "E2E p50",
-            "p99",
-        ]);
-        for class in &self.classes {
-            let goodput = |get: fn(&Goodput) -> f64| {
-                let goodput = class.goodput.as_ref();
-                goodput.map_or_else(|| "-".to_owned(), |g| number(get(g)))
-            };
-            table.row([
-                class.name.clone(),
-                grouped(class.sent),
-                grouped(class.failed),
-                goodput(|g| g.requests_per_s),
-                goodput(|g| g.share * 100.0),
-                cell(class.ttft_ms, P50),
-                cell(class.ttft_ms, P99),
-                cell(class.itl_ms, P50),
-                cell(class.itl_ms, P99),
-                cell(class.tpot_ms, P50),
-                cell(class.tpot_ms, P99),
-                cell(class.e2e_ms, P50),
-                cell(class.e2e_ms, P99),
-            ]);
-        }
-        table.render(false)
+/// A table of `rows`, each with its prefix hits if those are known; `what` they are.
+fn render_classes<'r>(
+    what: &str,
+    rows: impl Iterator<Item = (&'r ClassReport, Option<String>)>,
+) -> String {
+    let mut rows = rows.peekable();
+    let hits = rows.peek().is_some_and(|(_, hits)| hits.is_some());
+    let mut heads = vec![
+        what,
+        "requests",
+        "failed",
+        "goodput/s",
+        "within %",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        "TPOT p50",
+        "p99",
+        "E2E p50",
+        "p99",
+    ];
+    if hits {
+        heads.push("hits %");
     }
+    let mut table = Table::new(heads);
+    for (class, hits) in rows {
+        let goodput = |get: fn(&Goodput) -> f64| {
+            let goodput = class.goodput.as_ref();
+            goodput.map_or_else(|| "-".to_owned(), |g| number(get(g)))
+        };
+        let cells = [
+            class.name.clone(),
+            grouped(class.sent),
+            grouped(class.failed),
+            goodput(|g| g.requests_per_s),
+            goodput(|g| g.share * 100.0),
+            cell(class.ttft_ms, P50),
+            cell(class.ttft_ms, P99),
+            cell(class.itl_ms, P50),
+            cell(class.itl_ms, P99),
+            cell(class.tpot_ms, P50),
+            cell(class.tpot_ms, P99),
+            cell(class.e2e_ms, P50),
+            cell(class.e2e_ms, P99),
+        ];
+        table.row(cells.into_iter().chain(hits));
+    }
+    table.render(false)
 }
 
 /// Why a saved run could not be read. A retry does not help.
@@ -746,6 +825,8 @@ pub(crate) mod tests {
                 requests_per_s: 72.0,
             }),
             classes: Vec::new(),
+            models: Vec::new(),
+            shares: Vec::new(),
             gpu: None,
             transfers: None,
             resumed: None,
@@ -795,6 +876,18 @@ pub(crate) mod tests {
                 e2e_ms: percentiles,
                 goodput: run.goodput.clone(),
                 ..ClassReport::default()
+            }],
+            models: vec![ModelReport {
+                requests: ClassReport {
+                    name: "qwen3-8b".into(),
+                    ttft_ms: percentiles,
+                    ..ClassReport::default()
+                },
+                prefix_hit_share: Some(0.5),
+            }],
+            shares: vec![SharedGpus {
+                pools: vec![SharingPool::default()],
+                ..SharedGpus::default()
             }],
             gpu: Some(GpuCost::default()),
             server: run.client,

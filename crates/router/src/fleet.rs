@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, Role, SimTime, Tail, WorkerId};
-use slipstream_config::cluster::{Cluster, RouterConfig};
+use slipstream_config::cluster::{Cluster, PoolConfig, RouterConfig};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 
 use crate::active::ActiveBlocks;
@@ -262,21 +262,35 @@ impl Fleet {
     /// As [`from_cluster`](Self::from_cluster).
     pub fn of_roles(cluster: &Cluster, roles: &[Role]) -> Result<Fleet, FleetError> {
         let cached = Fleet::index(&cluster.router);
-        Fleet::of_roles_with(cluster, roles, cached)
+        Fleet::of_pools(cluster, |pool| roles.contains(&pool.role), cached)
     }
 
-    /// [`of_roles`](Self::of_roles) without a block index, for a driver whose routers use
+    /// [`of_roles`](Self::of_roles) of the pools that serve `model`.
+    ///
+    /// # Errors
+    /// As [`of_roles`](Self::of_roles).
+    pub fn of_model(cluster: &Cluster, model: &str, roles: &[Role]) -> Result<Fleet, FleetError> {
+        let takes = |pool: &PoolConfig| roles.contains(&pool.role) && pool.model.name == model;
+        Fleet::of_pools(cluster, takes, Fleet::index(&cluster.router))
+    }
+
+    /// [`of_model`](Self::of_model) without a block index, for a driver whose routers use
     /// [`CachedBlocks`] or read no cache state. Deltas are ignored.
     ///
     /// # Errors
     /// As [`of_roles`](Self::of_roles).
-    pub fn of_roles_unindexed(cluster: &Cluster, roles: &[Role]) -> Result<Fleet, FleetError> {
-        Fleet::of_roles_with(cluster, roles, |_| Cached::Elsewhere)
+    pub fn of_model_unindexed(
+        cluster: &Cluster,
+        model: &str,
+        roles: &[Role],
+    ) -> Result<Fleet, FleetError> {
+        let takes = |pool: &PoolConfig| roles.contains(&pool.role) && pool.model.name == model;
+        Fleet::of_pools(cluster, takes, |_| Cached::Elsewhere)
     }
 
-    fn of_roles_with(
+    fn of_pools(
         cluster: &Cluster,
-        roles: &[Role],
+        takes: impl Fn(&PoolConfig) -> bool,
         cached: impl FnOnce(&[TargetConfig]) -> Cached,
     ) -> Result<Fleet, FleetError> {
         let mut targets = Vec::new();
@@ -294,7 +308,7 @@ impl Fleet {
                 });
             }
             for id in worker..worker + pool.workers {
-                if !roles.contains(&pool.role) {
+                if !takes(pool) {
                     continue;
                 }
                 for dp_rank in 0..pool.engine.data_parallel_size {
@@ -760,7 +774,7 @@ fn has_thresholds(config: &RouterConfig) -> bool {
 #[cfg(test)]
 pub(crate) mod tests {
     use slipstream_base::KvOp;
-    use slipstream_config::cluster::{EngineConfig, PoolConfig};
+    use slipstream_config::cluster::{EngineConfig, ModelConfig, PoolConfig};
 
     use super::*;
 
@@ -787,6 +801,7 @@ pub(crate) mod tests {
             role,
             workers,
             engines: None,
+            model: ModelConfig::default(),
             autoscale: None,
             engine: EngineConfig {
                 block_size,

@@ -10,8 +10,8 @@ use slipstream_config::workload_file::Workload;
 use slipstream_report::html::Page;
 use slipstream_report::html::run::{RunPage, cdf};
 use slipstream_report::run::{
-    Autoscale, EngineCounts, GpuCost, ProcessCost, Resumed, SCHEMA, ScaleChange, ScaledPool,
-    Simulation, Transfers,
+    Autoscale, EngineCounts, GpuCost, ModelReport, ProcessCost, Resumed, SCHEMA, ScaleChange,
+    ScaledPool, Simulation, Transfers,
 };
 use slipstream_report::{Objectives, RunReport, Series, Slo};
 use slipstream_twin::{Options, Outcome, Sink};
@@ -165,7 +165,11 @@ impl Run {
             schema: SCHEMA,
             label: self.label.clone(),
             target: "simulated".into(),
-            model: cluster.model.name.clone(),
+            model: {
+                let models = cluster.models();
+                let names: Vec<&str> = models.iter().map(|model| &*model.name).collect();
+                names.join(", ")
+            },
             workload: self.name.clone(),
             seed: self.workload.seed,
             duration_s: totals.duration_s(),
@@ -176,6 +180,16 @@ impl Run {
             latency: totals.latencies(),
             goodput: totals.goodput(objectives),
             classes: totals.class_reports(objectives),
+            models: outcome
+                .models
+                .iter()
+                .map(|model| ModelReport {
+                    requests: totals.part_report(&model.name, &model.totals, objectives),
+                    prefix_hit_share: (model.prefix_query_tokens > 0)
+                        .then(|| model.prefix_hit_tokens as f64 / model.prefix_query_tokens as f64),
+                })
+                .collect(),
+            shares: Vec::new(),
             gpu: Some(GpuCost {
                 gpus: cluster.gpus(),
                 hours: outcome.gpu_hours(cluster),

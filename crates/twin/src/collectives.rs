@@ -107,7 +107,7 @@ impl Templates {
         if network.mode == NetworkMode::None {
             return None;
         }
-        let model = &cluster.model.shape;
+        let model = &pool.model.shape;
         let local = network.gpus_per_host;
         let (layers, hidden) = (f64::from(model.layers), f64::from(model.hidden_size));
         let expert_layers = f64::from(model.expert_layers());
@@ -222,9 +222,9 @@ impl Templates {
 /// an interface, without other traffic.
 pub(crate) fn stages_on_hosts<'a>(
     cluster: &Cluster,
-    engine: &'a EngineConfig,
+    pool: &'a PoolConfig,
 ) -> Cow<'a, EngineConfig> {
-    let network = &cluster.network;
+    let (network, engine) = (&cluster.network, &pool.engine);
     let Some(mut pipeline) = engine.pipeline.clone() else {
         return Cow::Borrowed(engine);
     };
@@ -245,7 +245,7 @@ pub(crate) fn stages_on_hosts<'a>(
         _ => 0.0,
     };
     let rate = network.nic_bits_per_s / f64::from(network.gpus_per_nic());
-    let bytes = f64::from(cluster.model.shape.hidden_size) * ACTIVATION_BYTES * (1.0 + headers);
+    let bytes = f64::from(pool.model.shape.hidden_size) * ACTIVATION_BYTES * (1.0 + headers);
     let (send_ns, latency_ns) = (bytes * 8e9 / rate, 2e3 * network.hop_latency_us);
     pipeline.send_ns_per_token = pipeline.send_ns_per_token * (1.0 - share) + send_ns * share;
     pipeline.latency_ns += share * latency_ns;
@@ -592,7 +592,7 @@ mod tests {
             let no_file = |_: &Path| Err(std::io::Error::from(std::io::ErrorKind::NotFound));
             let doc = Doc::parse("c.toml", text.as_bytes());
             let (cluster, _) = file::read(doc, no_file).unwrap_or_else(|e| panic!("{e}"));
-            let engine = stages_on_hosts(&cluster, &cluster.pools[0].engine);
+            let engine = stages_on_hosts(&cluster, &cluster.pools[0]);
             let of = engine.pipeline.clone().unwrap();
             (of.send_ns_per_token, of.latency_ns)
         };

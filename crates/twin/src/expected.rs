@@ -35,8 +35,7 @@ impl Outcome {
             .sum();
         let mut errors = Vec::new();
         for pool in &cluster.pools {
-            let Some(mut deployment) = timing::deployment(&pool.engine, &cluster.model.shape)
-            else {
+            let Some(mut deployment) = timing::deployment(&pool.engine, &pool.model.shape) else {
                 continue;
             };
             deployment.isl = (tokens.input as f64 / ended).max(1.0);

@@ -46,6 +46,7 @@ impl<'a> Follower<'a> {
             duration_s: None,
             time_scale: 1.0,
             window_s: None,
+            served_models: Vec::new(),
             arrival: Arrival::Constant { rate_per_s: 1.0 },
             content: Content::Generated(vec![Class::default()]),
         };

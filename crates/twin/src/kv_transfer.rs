@@ -97,6 +97,9 @@ impl Sim<'_> {
 
     /// All bytes of a KV transfer have arrived, which leads to `event` once the thread of its receiver has run.
     pub(crate) fn kv_arrived(&mut self, event: Event) {
+        if let Event::Received { slot, .. } = event {
+            self.turn_to_slot(slot);
+        }
         if let Event::Received { slot, .. } = event
             && let Some(rank) = self.dispatch.decode_rank(slot)
             && self.threads.is_some()

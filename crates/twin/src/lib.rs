@@ -17,7 +17,7 @@
 //! transfers, blocks that workers fetch from each other, the network (`packets` packet by packet, `collectives` steps of
 //! workers on several hosts) and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
 //! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together
-//! that share experts; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet;
+//! that share experts; `models` keeps the routers of several models apart; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet;
 //! `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
@@ -40,6 +40,7 @@ mod host;
 mod kv_transfer;
 mod lanes;
 mod lockstep;
+mod models;
 mod node;
 mod packets;
 mod parts;
@@ -52,6 +53,7 @@ mod threads;
 mod wire;
 
 pub use follow::{Follower, LateRequest};
+pub use models::ModelOutcome;
 pub use node::Hops;
 pub use scaling::{PoolTime, Scaled, Scaling};
 pub use sim::{

@@ -209,6 +209,12 @@ impl Flights {
         (flight.ticket == ticket).then_some(flight)
     }
 
+    /// The model of the request in `slot`, if there is one.
+    pub(crate) fn model_of(&self, slot: u32) -> Option<u32> {
+        let flight = self.slots.get(slot as usize)?.as_ref()?;
+        Some(flight.request.model)
+    }
+
     pub(crate) fn get(&self, id: RequestId) -> &Flight {
         self.slots[to_usize(id.0)]
             .as_ref()

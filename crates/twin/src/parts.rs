@@ -33,7 +33,8 @@ pub(crate) struct RoutedNodes {
     pub(crate) indexes_kv: bool,
     /// If engines are queried: those that have the first block of a prompt.
     first_blocks: FirstBlockIndex,
-    /// Roles of its targets.
+    /// Model and roles of its targets.
+    model: String,
     roles: Box<[Role]>,
     /// Cache changes that have not reached the router, by their arrival time.
     late: BTreeMap<(SimTime, u64), Late>,
@@ -217,14 +218,19 @@ pub(crate) struct KvFault {
 }
 
 impl RoutedNodes {
-    fn new(cluster: &Cluster, roles: &[Role], options: &Options) -> Result<RoutedNodes, TwinError> {
+    fn new(
+        cluster: &Cluster,
+        model: &str,
+        roles: &[Role],
+        options: &Options,
+    ) -> Result<RoutedNodes, TwinError> {
         let config = &cluster.router;
         let reads_cache = Fleet::would_read_cache(config);
         // An engine's own cache is no copy that can be out of date.
         let faulty = cluster.events.iter().any(|e| Effect::hits_kv(e.fault));
         let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0 || faulty;
         let indexes_kv = reads_cache && config.kv_events && (is_late || options.feed_index);
-        let fleet = RoutedNodes::build_fleet(cluster, roles, indexes_kv)?;
+        let fleet = RoutedNodes::build_fleet(cluster, model, roles, indexes_kv)?;
         let first_blocks = FirstBlockIndex::new(fleet.targets().len());
         let kv_faults = if indexes_kv && faulty {
             let nodes = |pool: &PoolConfig| pool.workers * pool.engine.data_parallel_size;
@@ -237,6 +243,7 @@ impl RoutedNodes {
             reads_cache,
             indexes_kv,
             fleet,
+            model: model.to_owned(),
             roles: roles.into(),
             nodes: Vec::new(),
             first_blocks,
@@ -255,13 +262,14 @@ impl RoutedNodes {
 
     fn build_fleet(
         cluster: &Cluster,
+        model: &str,
         roles: &[Role],
         indexes_kv: bool,
     ) -> Result<Arc<Fleet>, TwinError> {
         let fleet = if indexes_kv || !cluster.router.kv_events {
-            Fleet::of_roles(cluster, roles)?
+            Fleet::of_model(cluster, model, roles)?
         } else {
-            Fleet::of_roles_unindexed(cluster, roles)?
+            Fleet::of_model_unindexed(cluster, model, roles)?
         };
         Ok(Arc::new(fleet))
     }
@@ -275,7 +283,7 @@ impl RoutedNodes {
 
     /// Forgets loads, sessions and cached blocks: a new frontend. No worker is ready.
     pub(crate) fn restart(&mut self, cluster: &Cluster) {
-        let fleet = RoutedNodes::build_fleet(cluster, &self.roles, self.indexes_kv);
+        let fleet = RoutedNodes::build_fleet(cluster, &self.model, &self.roles, self.indexes_kv);
         self.fleet = fleet.expect("it was built before");
         self.fleet.promise_single_writer();
         self.late.clear();
@@ -471,12 +479,33 @@ impl RoutedNodes {
     }
 }
 
+/// The nodes of a model.
+pub(crate) struct Sides {
+    /// Take whole requests, and answers whose prompts were computed elsewhere.
+    pub(crate) serve: RoutedNodes,
+    /// Take prompts, if pools have that role.
+    pub(crate) prefill: Option<RoutedNodes>,
+}
+
+impl Sides {
+    fn new(cluster: &Cluster, model: &str, options: &Options) -> Result<Sides, TwinError> {
+        let new = |roles: &[Role]| RoutedNodes::new(cluster, model, roles, options);
+        let apart = cluster.pools_of(model).any(|p| p.role == Role::Prefill);
+        Ok(Sides {
+            serve: new(&[Role::Both, Role::Decode])?,
+            prefill: if apart {
+                Some(new(&[Role::Prefill])?)
+            } else {
+                None
+            },
+        })
+    }
+}
+
 /// All state except requests and time.
 pub(crate) struct Parts {
-    /// Takes whole requests, and answers whose prompts were computed elsewhere.
-    pub(crate) serve: RoutedNodes,
-    /// Takes prompts, if pools have that role.
-    pub(crate) prefill: Option<RoutedNodes>,
+    /// By model.
+    pub(crate) models: Vec<Sides>,
     pub(crate) nodes: Vec<Node>,
     /// By node, with its worker: what it and the network exchange, if its worker is on several hosts.
     pub(crate) traffic: Vec<(WorkerId, Option<Arc<StepTraffic>>)>,
@@ -489,13 +518,11 @@ impl Parts {
         delays_output: bool,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Parts, TwinError> {
-        let mut serve = RoutedNodes::new(cluster, &[Role::Both, Role::Decode], options)?;
-        let apart = cluster.pools.iter().any(|p| p.role == Role::Prefill);
-        let mut prefill = if apart {
-            Some(RoutedNodes::new(cluster, &[Role::Prefill], options)?)
-        } else {
-            None
-        };
+        let names = cluster.models();
+        let sides = names
+            .iter()
+            .map(|model| Sides::new(cluster, &model.name, options));
+        let mut models = sides.collect::<Result<Vec<Sides>, TwinError>>()?;
         // Passes whose tokens are still in transit may overlap with later ones.
         let each_token = options.each_token || delays_output;
         let classes = options.slo.classes.len();
@@ -506,6 +533,8 @@ impl Parts {
         let templates: Vec<Option<Arc<Templates>>> = cluster.pools.iter().map(templates).collect();
         let mut traffic = Vec::new();
         for (worker, pool) in cluster.workers() {
+            let model = names.iter().position(|of| of.name == pool.model.name);
+            let sides = &mut models[model.expect("a pool's model is one of the cluster's")];
             for dp_rank in 0..pool.engine.data_parallel_size {
                 let rank = RankId {
                     worker,
@@ -516,7 +545,7 @@ impl Parts {
                 let timing = if let Some(timing) = copy {
                     timing
                 } else {
-                    let timing = timing_of(cluster, pool, read)?;
+                    let timing = timing_of(pool, read)?;
                     built = timing.copy().map(|copy| (&*pool.name, copy));
                     timing
                 };
@@ -527,9 +556,9 @@ impl Parts {
                 };
                 traffic.push((worker, of_node));
                 let (mut engine, pace) = engine(cluster, pool, rank, options, timing)?;
-                let side = match (pool.role, &mut prefill) {
+                let side = match (pool.role, &mut sides.prefill) {
                     (Role::Prefill, Some(side)) => side,
-                    _ => &mut serve,
+                    _ => &mut sides.serve,
                 };
                 engine.list_kv(side.lists());
                 side.nodes.push(to_u32(nodes.len()));
@@ -540,8 +569,7 @@ impl Parts {
             }
         }
         Ok(Parts {
-            serve,
-            prefill,
+            models,
             nodes,
             traffic,
         })
@@ -558,11 +586,10 @@ fn over_network(
 }
 
 fn timing_of(
-    cluster: &Cluster,
     pool: &PoolConfig,
     read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
 ) -> Result<Box<dyn StepTime>, TwinError> {
-    let shape = &cluster.model.shape;
+    let shape = &pool.model.shape;
     let timing = slipstream_engine::timing::build(&pool.engine, shape, |path| read(path));
     timing.map_err(|source| TwinError::Timing {
         pool: pool.name.clone(),
@@ -570,16 +597,17 @@ fn timing_of(
     })
 }
 
-/// Time from the arrival of a request at the servers until the router sees it: the longest of the
+/// Time from the arrival of a request for `model` at the servers until the router sees it: the longest of the
 /// pools that take requests.
 pub(crate) fn api_time(
     cluster: &Cluster,
+    model: &str,
     options: &Options,
     read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
 ) -> Result<ApiTime, TwinError> {
     let mut longest = ApiTime::default();
-    for pool in &cluster.pools {
-        let shape = &cluster.model.shape;
+    for pool in cluster.pools_of(model) {
+        let shape = &pool.model.shape;
         let found = slipstream_engine::timing::api_time(&pool.engine, shape, |path| read(path));
         let found = found.map_err(|source| TwinError::Timing {
             pool: pool.name.clone(),
@@ -622,7 +650,7 @@ fn engine(
         eos: 1,
         lengths: pool.engine.output_len.clone(),
     };
-    let config = collectives::stages_on_hosts(cluster, &pool.engine);
+    let config = collectives::stages_on_hosts(cluster, pool);
     let engine =
         Engine::new(rank, &config, timing, output).map_err(|source| TwinError::Engine {
             pool: pool.name.clone(),

@@ -1,5 +1,6 @@
 //! The run: processes events until there are none.
 
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::io;
@@ -32,6 +33,7 @@ use crate::faults::{Faults, Held};
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::lockstep::Lockstep;
+use crate::models::{ModelOutcome, ModelParts, Models};
 use crate::node::{Flight, Flights, Hops, Node, Phase, Watched};
 use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::peers::Peers;
@@ -308,6 +310,8 @@ pub struct Outcome {
     pub kv_transfers: KvTransfers,
     /// Answers that a worker continued after another one was lost.
     pub resumes: Resumes,
+    /// Each model by itself, if there are several.
+    pub models: Vec<ModelOutcome>,
     /// Digest of every request's times, targets and hits: equal if two runs were.
     pub digest: u64,
     /// Changes by autoscaling, and their cost; `None` if no pool has `[autoscale]`.
@@ -384,7 +388,8 @@ pub fn simulate(
             node.watch = Some(Box::default());
         }
     }
-    let plain = sim.prefill.is_none()
+    let plain = sim.models.is_one()
+        && sim.prefill.is_none()
         && !sim.delays_output
         && cluster.events.is_empty()
         && sim.peers.is_none()
@@ -571,6 +576,10 @@ pub(crate) struct Sim<'a> {
     pub(crate) flights: Flights,
     /// Owns the requests that are routed or wait for it.
     pub(crate) dispatch: Dispatcher,
+    /// Parts of all models but the current one.
+    pub(crate) models: Models,
+    /// Whether prompts are computed by other nodes than answers, of any model.
+    hands_over: bool,
     tickets: u64,
     /// Ends of passes on serving nodes: no other part depends on them, unless requests follow from
     /// ends.
@@ -589,7 +598,7 @@ pub(crate) struct Sim<'a> {
     pub(crate) threads: Option<Box<Threads>>,
     /// Time from a request's arrival at the servers to the router, in a closed loop. In an open one the
     /// schedule has it.
-    api_time: ApiTime,
+    pub(crate) api_time: ApiTime,
     /// Whether the router refreshes its view before all other events at the time of an arrival, as
     /// when it routes ahead (`lanes`).
     looks_first: bool,
@@ -614,11 +623,11 @@ pub(crate) struct Sim<'a> {
     awake: Vec<u32>,
     planned: PlannedPasses,
     reserved: Vec<Reserved>,
-    root: BlockHash,
+    pub(crate) root: BlockHash,
     /// Makes the prompts of requests that are routed for the first time.
     hasher: PromptHasher,
     /// Tokens of a prompt and its answer at most.
-    context_max: u32,
+    pub(crate) context_max: u32,
     seed: u64,
     /// Workers of requests that are not the router's to choose.
     pub(crate) pins: Pins,
@@ -688,31 +697,59 @@ impl<'a> Sim<'a> {
         }
         let peers = Peers::new(cluster, &mut parts.nodes, options.speedup);
         let index = peers.as_ref().map(|peers| peers.index.clone());
-        if let Some(side) = &mut parts.prefill {
-            side.peers.clone_from(&index);
-        }
-        parts.serve.peers = index;
-        // A modelled frontend has costs of its own.
-        let api_time = if options.api_time && !has_host {
-            api_time(cluster, options, read)?
-        } else {
-            ApiTime::default()
-        };
         let threads = Threads::new(cluster, parts.nodes.len(), workload.seed)?;
-        let schedule = Schedule::open(workload, 0, Shard::WHOLE)?.with_lag(Lag {
-            request_ns: ns(api_time.request_ns),
-            prompt_token_ns: api_time.prompt_token_ns,
+        let mut workload = Cow::Borrowed(workload);
+        let models = cluster.models();
+        if models.len() > 1 || !workload.models().is_empty() {
+            let served = models.iter().map(|model| model.name.clone());
+            workload.to_mut().served_models = served.collect();
+        }
+        // A modelled frontend has costs of its own.
+        let api_times = models.iter().map(|model| {
+            if options.api_time && !has_host {
+                api_time(cluster, &model.name, options, read)
+            } else {
+                Ok(ApiTime::default())
+            }
         });
-        let dispatch = Dispatcher::new(
-            dispatch::Rules::of_cluster(cluster),
-            parts.serve.router(),
-            parts.prefill.as_ref().map(RoutedNodes::router),
-        );
-        #[cfg(feature = "journal")]
-        let dispatch = match &options.journal {
-            Some(journal) => dispatch.with_journal(journal.clone()),
-            None => dispatch,
+        let api_times = api_times.collect::<Result<Vec<ApiTime>, TwinError>>()?;
+        let lag = |of: &ApiTime| Lag {
+            request_ns: ns(of.request_ns),
+            prompt_token_ns: of.prompt_token_ns,
         };
+        let lags: Vec<Lag> = api_times.iter().map(lag).collect();
+        let schedule = Schedule::open(&workload, 0, Shard::WHOLE)?.with_lags(&lags);
+        let each = models.iter().zip(parts.models).zip(api_times);
+        let of_model = each.map(|((model, mut sides), api_time)| {
+            if let Some(side) = &mut sides.prefill {
+                side.peers.clone_from(&index);
+            }
+            sides.serve.peers.clone_from(&index);
+            let dispatch = Dispatcher::new(
+                dispatch::Rules::of_cluster(cluster),
+                sides.serve.router(),
+                sides.prefill.as_ref().map(RoutedNodes::router),
+            );
+            #[cfg(feature = "journal")]
+            let dispatch = match &options.journal {
+                Some(journal) => dispatch.with_journal(journal.clone()),
+                None => dispatch,
+            };
+            ModelParts {
+                serve: sides.serve,
+                prefill: sides.prefill,
+                dispatch,
+                root: BlockHash::root(&model.name, "", ""),
+                context_max: cluster.context_max_of(&model.name),
+                api_time: if schedule.is_closed() {
+                    api_time
+                } else {
+                    ApiTime::default()
+                },
+                tally: Tally::default(),
+            }
+        });
+        let (models, first) = Models::new(cluster, of_model.collect());
         let mut sim = Sim {
             options,
             cluster,
@@ -720,17 +757,15 @@ impl<'a> Sim<'a> {
             lost: None,
             continuing: 0,
             watches: false,
-            api_time: if schedule.is_closed() {
-                api_time
-            } else {
-                ApiTime::default()
-            },
+            api_time: first.api_time,
             schedule,
-            serve: parts.serve,
-            prefill: parts.prefill,
+            serve: first.serve,
+            prefill: first.prefill,
             nodes: parts.nodes,
             flights: Flights::default(),
-            dispatch,
+            dispatch: first.dispatch,
+            models,
+            hands_over: cluster.hands_over(),
             tickets: 0,
             ends: BinaryHeap::new(),
             prefill_ends: BinaryHeap::new(),
@@ -750,16 +785,16 @@ impl<'a> Sim<'a> {
             awake: Vec::new(),
             planned: PlannedPasses::default(),
             reserved: Vec::new(),
-            root: BlockHash::root(&cluster.model.name, "", ""),
+            root: first.root,
             hasher: PromptHasher::default(),
-            context_max: cluster.context_max(),
+            context_max: first.context_max,
             seed: mix64(workload.seed ^ cluster.router.seed),
             pins: Pins::new(),
             horizon: SimTime::MAX,
             now: SimTime::ZERO,
             out: None,
             run: DecodeRun::default(),
-            tally: Tally::default(),
+            tally: first.tally,
         };
         for (index, event) in (0u32..).zip(&cluster.events) {
             let at = SimTime::from_secs_f64(event.at_s);
@@ -822,8 +857,10 @@ impl<'a> Sim<'a> {
 
     /// Nothing but this run writes the fleets.
     pub(crate) fn promise_single_writer(&self) {
-        let sides = [Some(&self.serve), self.prefill.as_ref()];
-        for side in sides.into_iter().flatten() {
+        let others = self.models.others();
+        let others = others.flat_map(|parts| [Some(&parts.serve), parts.prefill.as_ref()]);
+        let sides = [Some(&self.serve), self.prefill.as_ref()].into_iter();
+        for side in sides.chain(others).flatten() {
             side.fleet.promise_single_writer();
         }
     }
@@ -883,7 +920,7 @@ impl<'a> Sim<'a> {
     fn progress(&self) -> Progress {
         Progress {
             now: self.now,
-            ended: self.tally.totals.requests.sent,
+            ended: self.ended(),
             in_flight: self.flights.len(),
         }
     }
@@ -930,7 +967,7 @@ impl<'a> Sim<'a> {
                 .threads
                 .as_ref()
                 .is_none_or(|threads| threads.is_idle())
-            && self.dispatch.next_timeout().is_none()
+            && self.next_timeout().is_none()
     }
 
     /// Time of the next event except arrivals and ends of passes of serving nodes.
@@ -940,7 +977,7 @@ impl<'a> Sim<'a> {
         end.into_iter()
             .chain(other)
             .chain(self.wire.next_time())
-            .chain(self.dispatch.next_timeout())
+            .chain(self.next_timeout())
             .min()
     }
 
@@ -976,6 +1013,8 @@ impl<'a> Sim<'a> {
             if n.life != life || n.hangs {
                 continue; // its worker was lost, or hangs
             }
+            self.turn_to_node(node);
+            let n = &mut self.nodes[node as usize];
             match n.phase {
                 Phase::Jumped => n.phase = Phase::Awake,
                 Phase::Planned => self.end_plan(node),
@@ -989,6 +1028,7 @@ impl<'a> Sim<'a> {
             self.prefill_ends.pop();
             let n = &self.nodes[node as usize];
             if n.life == life && !n.hangs {
+                self.turn_to_node(node);
                 self.end_prefill(node, sink);
                 self.awake.push(node);
             }
@@ -1129,23 +1169,37 @@ impl<'a> Sim<'a> {
             match event {
                 Event::Route { slot, ticket } => {
                     if self.flights.find(slot, ticket).is_some() {
+                        self.turn_to_slot(slot);
                         self.route(slot, sink);
                     }
                 }
-                Event::Send { step } => self.send(step),
-                Event::Deliver { step } => self.deliver(step, None, sink),
+                Event::Send { step } => {
+                    self.turn_to_node(step.node);
+                    self.send(step);
+                }
+                Event::Deliver { step } => {
+                    self.turn_to_node(step.node);
+                    self.deliver(step, None, sink);
+                }
                 Event::Fetch {
                     slot,
                     attempt,
                     tokens,
-                } => self.fetch(slot, attempt, tokens),
-                Event::Received { slot, attempt } => self.received(slot, attempt, sink),
+                } => {
+                    self.turn_to_slot(slot);
+                    self.fetch(slot, attempt, tokens);
+                }
+                Event::Received { slot, attempt } => {
+                    self.turn_to_slot(slot);
+                    self.received(slot, attempt, sink);
+                }
                 Event::PeerSend { fetch } => self.peer_sends(fetch),
                 Event::PeerReceived { fetch } => self.peer_received(fetch),
                 Event::Output { frame } => {
                     if let Some(frame) = self.frames.take(frame) {
                         // Messages in transit from a lost worker never arrive.
                         if self.nodes[frame.node as usize].life == frame.life {
+                            self.turn_to_node(frame.node);
                             self.deliver_output(frame.node, &frame.out, frame.watched, sink);
                         }
                         self.out = Some(frame.out); // reuse its memory
@@ -1177,7 +1231,10 @@ impl<'a> Sim<'a> {
                 Event::Scaled { worker, start } => self.scaled_up(worker, start),
             }
         }
-        self.dispatch.on_timeout(self.now);
+        for model in 0..self.models.len() {
+            self.turn_to(model);
+            self.dispatch.on_timeout(self.now);
+        }
     }
 
     /// Takes the requests that are due now.
@@ -1199,6 +1256,7 @@ impl<'a> Sim<'a> {
 
     fn arrive(&mut self, request: Request, sink: &mut dyn Sink) {
         let isl = request.prompt.tokens();
+        self.turn_to(request.model as usize);
         self.continuing += usize::from(request.has_next());
         let mut flight = Flight::new(request, None, self.now);
         flight.ticket = self.tickets;
@@ -1231,9 +1289,12 @@ impl<'a> Sim<'a> {
     /// Releases requests that wait in the frontend, in order, as far as workers have capacity.
     fn admit_waiting(&mut self, sink: &mut dyn Sink) {
         let now = self.now;
-        let (dispatch, mut env) = self.dispatching();
-        dispatch.admit(now, &mut env);
-        self.carry_out(None, sink);
+        for model in 0..self.models.len() {
+            self.turn_to(model);
+            let (dispatch, mut env) = self.dispatching();
+            dispatch.admit(now, &mut env);
+            self.carry_out(None, sink);
+        }
     }
 
     /// The dispatcher, and its query interface.
@@ -1587,7 +1648,7 @@ impl<'a> Sim<'a> {
     /// Begins a pass on each engine whose last one has ended, or that got work.
     fn begin_passes(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         let mut awake = std::mem::take(&mut self.awake);
-        if self.prefill.is_some() {
+        if self.hands_over {
             // First those whose ends limit the jumps of others.
             awake.sort_by_key(|&node| self.nodes[node as usize].role != Role::Prefill);
         }
@@ -1602,6 +1663,7 @@ impl<'a> Sim<'a> {
             {
                 continue; // until its thread has scheduled the pass
             }
+            self.turn_to_node(node);
             if let Some(lockstep) = &self.lockstep
                 && let Some(group) = lockstep.group_of(node)
             {
@@ -1681,7 +1743,7 @@ impl<'a> Sim<'a> {
         if !self.is_plain() {
             until = self.next_other().map_or(until, |next| next.min(until));
         }
-        if self.prefill.is_some()
+        if self.hands_over
             && let Some(Reverse((end, ..))) = self.ends.peek()
         {
             // The end of a pass may free blocks for a prompt, and so wake its prefill node.
@@ -1689,8 +1751,8 @@ impl<'a> Sim<'a> {
         }
         // Requests arrive at known times, unless one that ends causes the next, or frees capacity.
         let known = self.continuing == 0 && !self.schedule.is_closed();
-        if known && self.dispatch.queued() == 0 {
-            if self.prefill.is_some() && awake > 1 {
+        if known && self.queued() == 0 {
+            if self.hands_over && awake > 1 {
                 // One may free blocks for a prompt, and so wake the node that computes the next
                 // one.
                 return Ok(SimTime::ZERO);
@@ -1771,6 +1833,7 @@ impl<'a> Sim<'a> {
         let (nodes, tally) = (&mut self.nodes, &mut self.tally);
         let serve = &mut self.serve;
         self.planned.run_all(self.now, nodes, serve, tally);
+        let models = self.add_models();
         self.tally.ended_at = self.now;
         let under_way = self.flights.len() as u64;
         let nodes = self.nodes.into_iter();
@@ -1779,7 +1842,11 @@ impl<'a> Sim<'a> {
         let outcome = self
             .tally
             .into_outcome(nodes, under_way, &self.schedule, cut);
-        let mut outcome = Outcome { scaling, ..outcome };
+        let mut outcome = Outcome {
+            models,
+            scaling,
+            ..outcome
+        };
         if let Some(peers) = peers {
             peers.report(&mut outcome.engine);
         }
@@ -1980,6 +2047,7 @@ impl Tally {
             extrapolated,
             kv_transfers: self.kv_transfers,
             resumes: self.resumes,
+            models: Vec::new(),
             digest: self.digest,
             cut,
         }

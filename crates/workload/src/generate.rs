@@ -159,18 +159,46 @@ struct Choices {
     adapters: Vec<u64>,
     /// Their popularity.
     adapter_table: Table,
+    /// Places of its models among those that are served; empty: the only one.
+    models: Vec<u32>,
+    /// Their weights.
+    model_table: Table,
 }
 
 impl Choices {
-    fn of(class: &Class) -> Choices {
+    fn of(class: &Class, served: &[String]) -> Result<Choices, SourceError> {
+        let place = |name: &String| {
+            let at = served.iter().position(|of| of == name);
+            at.map(width::to_u32)
+                .ok_or_else(|| SourceError::UnknownModel {
+                    model: name.clone(),
+                    served: served.to_vec(),
+                })
+        };
+        let models: Vec<u32> = if served.is_empty() {
+            Vec::new()
+        } else {
+            class.models.iter().map(place).collect::<Result<_, _>>()?
+        };
+        if models.is_empty() && served.len() > 1 {
+            return Err(SourceError::NoModel {
+                class: class.name.clone(),
+                served: served.to_vec(),
+            });
+        }
         let branches = class.prefix.iter().map(|l| Table::zipf(l.branches, l.skew));
         let adapters: Vec<u64> = class.adapters.iter().map(|a| adapter_id(a, a)).collect();
         let count = width::to_u32(adapters.len()).max(1);
-        Choices {
+        Ok(Choices {
             branches: branches.collect(),
             adapters,
             adapter_table: Table::zipf(count, class.adapter_skew),
-        }
+            model_table: match models.len() {
+                0 | 1 => Table::zipf(1, 0.0),
+                _ => Table::new(class.model_weights.iter().copied()),
+            },
+            models,
+        })
     }
 }
 
@@ -185,7 +213,10 @@ impl Generator {
         }
         Ok(Generator {
             class_table: Table::new(classes.iter().map(|c| c.weight)),
-            choices: classes.iter().map(Choices::of).collect(),
+            choices: classes
+                .iter()
+                .map(|class| Choices::of(class, &workload.served_models))
+                .collect::<Result<_, _>>()?,
             classes,
             arrivals: Arrivals::new(workload, salt),
             seed: workload.seed ^ salt,
@@ -227,6 +258,19 @@ impl Generator {
         }
         let draw = self.stream("adapter").child(session).unit(0);
         choices.adapters[choices.adapter_table.index(draw)]
+    }
+
+    /// The model of a session, by its place among those that are served.
+    fn model(&self, class: usize, session: u64) -> u32 {
+        let choices = &self.choices[class];
+        match choices.models[..] {
+            [] => 0,
+            [only] => only,
+            _ => {
+                let draw = self.stream("model").child(session).unit(0);
+                choices.models[choices.model_table.index(draw)]
+            }
+        }
     }
 
     /// Images of a session, behind `shared` tokens of its first prompt.
@@ -373,6 +417,7 @@ impl Iterator for Generator {
             priority: self.classes[class].priority,
             adapter: self.adapter(class, session),
             images,
+            model: self.model(class, session),
             class: width::to_u32(class),
         })
     }
@@ -396,6 +441,7 @@ mod tests {
             duration_s: None,
             time_scale: 1.0,
             window_s: None,
+            served_models: Vec::new(),
             arrival,
             content: workload_file::Content::Generated(vec![class]),
         }

@@ -185,6 +185,7 @@ mod tests {
                     adapter: 0,
                     class: 0,
                     images: Images::default(),
+                    model: 0,
                 };
                 let root = BlockHash(7 + a % 2);
                 let by_itself = request.prompt.to_blocks(block_size, root, answer_name(request.id()));
@@ -215,6 +216,7 @@ mod tests {
                 adapter: 0,
                 class: 0,
                 images: Images::default(),
+                model: 0,
             };
             hasher.prompt(&request, 1, BlockHash(0)).unwrap();
             assert!(hasher.blocks <= BLOCKS_MAX + (1 << 17));

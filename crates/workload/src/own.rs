@@ -18,12 +18,15 @@ use slipstream_base::SimTime;
 
 use crate::prompt::{Content, Role, Segment};
 use crate::source::{Request, Source, TURNS_MAX};
-use crate::trace::{Turn, TurnPrompt, check_ms};
+use crate::trace::{ModelName, Turn, TurnPrompt, check_ms};
 
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct SessionLine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) timestamp: Option<f64>,
+    /// The model of all its turns.
+    #[serde(default, skip_serializing)]
+    pub(crate) model: Option<ModelName>,
     pub(crate) turns: Vec<TurnLine>,
 }
 
@@ -99,8 +102,8 @@ impl SegmentLine {
 }
 
 impl SessionLine {
-    /// The session's turns, or its error.
-    pub(crate) fn turns(&self) -> Result<Vec<Turn>, String> {
+    /// The session's turns, which are for `model`, or its error.
+    pub(crate) fn turns(&self, model: u32) -> Result<Vec<Turn>, String> {
         if self.turns.is_empty() || self.turns.len() > TURNS_MAX as usize {
             return Err(format!(
                 "`turns` has {} turns; a session has 1 to {TURNS_MAX}",
@@ -141,6 +144,7 @@ impl SessionLine {
                 not_before_ms: None,
                 priority: line.priority,
                 ignore_eos: line.ignore_eos,
+                model,
             })
         };
         self.turns.iter().enumerate().map(turn).collect()
@@ -163,6 +167,7 @@ pub fn write_session(
     let ms = |at: SimTime| at.as_secs_f64() * 1e3 * scale;
     let mut line = SessionLine {
         timestamp: Some(ms(first.due)),
+        model: None,
         turns: Vec::new(),
     };
     let mut delay = 0.0;

@@ -31,7 +31,10 @@ pub struct Schedule {
     /// Requests in flight.
     in_flight: u64,
     abandoned: u64,
+    /// The shortest of `lags`.
     lag: Lag,
+    /// By model; empty: all have the same.
+    lags: Vec<Lag>,
 }
 
 /// Time from a request's due time until it is handed out.
@@ -44,6 +47,16 @@ pub struct Lag {
 }
 
 impl Lag {
+    /// The shortest: of each part the least.
+    fn least(lags: &[Lag]) -> Lag {
+        let requests = lags.iter().map(|lag| lag.request_ns);
+        let tokens = lags.iter().map(|lag| lag.prompt_token_ns);
+        Lag {
+            request_ns: requests.min().unwrap_or(0),
+            prompt_token_ns: tokens.reduce(f64::min).unwrap_or(0.0),
+        }
+    }
+
     /// When `request` is handed out.
     fn release(&self, request: &Request) -> SimTime {
         let tokens = f64::from(request.prompt.tokens());
@@ -109,6 +122,7 @@ impl Schedule {
             in_flight: 0,
             abandoned: 0,
             lag: Lag::default(),
+            lags: Vec::new(),
         })
     }
 
@@ -123,6 +137,27 @@ impl Schedule {
         self
     }
 
+    /// [`with_lag`](Self::with_lag), one for each model.
+    #[must_use]
+    pub fn with_lags(mut self, lags: &[Lag]) -> Schedule {
+        self = self.with_lag(Lag::least(lags));
+        if !self.is_closed() && lags.iter().any(|lag| *lag != self.lag) {
+            self.lags = lags.to_vec();
+        }
+        self
+    }
+
+    /// When `request` is handed out.
+    fn release(&self, request: &Request) -> SimTime {
+        let of_model = self.lags.get(request.model as usize);
+        of_model.unwrap_or(&self.lag).release(request)
+    }
+
+    /// Whether first turns may overtake others.
+    fn reorders(&self) -> bool {
+        self.lag.prompt_token_ns > 0.0 || !self.lags.is_empty()
+    }
+
     /// Reads first turns until no later one can be handed out before the first of those.
     fn read_ahead(&mut self) -> Result<(), SourceError> {
         while self.follow_ups.len() < READ_AHEAD_MAX
@@ -133,7 +168,7 @@ impl Schedule {
                 break;
             }
             let request = self.next_session.take().expect("peek_session saw one");
-            let release = self.lag.release(&request);
+            let release = self.release(&request);
             self.follow_ups.push(release, request);
         }
         Ok(())
@@ -145,7 +180,7 @@ impl Schedule {
     /// # Errors
     /// [`SourceError`] if the trace fails; no session begins after that.
     pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
-        if self.lag.prompt_token_ns > 0.0 {
+        if self.reorders() {
             self.read_ahead()?;
             // Beyond the limit of reading ahead, a request may be late.
             let due = self.follow_ups.first().map(|release| release.max(now));
@@ -171,7 +206,7 @@ impl Schedule {
     /// # Errors
     /// As [`next_due`](Self::next_due).
     pub fn pop(&mut self, now: SimTime) -> Result<Option<Request>, SourceError> {
-        if self.lag.prompt_token_ns > 0.0 {
+        if self.reorders() {
             self.read_ahead()?;
             if self.follow_ups.first().is_none_or(|at| at > now) {
                 return Ok(None);
@@ -214,7 +249,7 @@ impl Schedule {
         let next = self.source.follow_up(request, answer_tokens, now + shift.0);
         if let Some(mut next) = next {
             next.due = SimTime(next.due.0 - shift.0);
-            let release = self.lag.release(&next);
+            let release = self.release(&next);
             self.follow_ups.push(release, next);
             true
         } else {
@@ -363,6 +398,7 @@ mod tests {
             duration_s: None,
             time_scale: 1.0,
             window_s: None,
+            served_models: Vec::new(),
             arrival,
             content: Content::Generated(vec![Class {
                 session,

@@ -37,6 +37,8 @@ pub struct Request {
     pub adapter: u64,
     /// Images in its prompt.
     pub images: Images,
+    /// Its model, as an index into [`Workload::served_models`]; 0 if there is one.
+    pub model: u32,
     /// Index of its class in the workload.
     pub class: u32,
 }
@@ -100,6 +102,30 @@ pub enum SourceError {
         /// The error.
         what: String,
     },
+    /// A model that the workload states is not served.
+    #[error(
+        "the workload's `models` has `{model}`, which no pool serves; there {}; correct the name, or add a pool with \
+         that `model.name`",
+        served_are(served)
+    )]
+    UnknownModel {
+        /// The model.
+        model: String,
+        /// Those that are served.
+        served: Vec<String>,
+    },
+    /// Several models are served, and a class of the workload states none.
+    #[error(
+        "class `{class}` of the workload states no model, and there {}; set its `models`, such as `models = [\"{}\"]`",
+        served_are(served),
+        served.join("\", \"")
+    )]
+    NoModel {
+        /// The class.
+        class: String,
+        /// The models that are served.
+        served: Vec<String>,
+    },
     /// A trace without a request.
     #[error("trace {}: {}", path.display(), no_requests(*skipped))]
     Empty {
@@ -122,6 +148,16 @@ pub enum SourceError {
         "the workload takes its arrivals from a trace but has none; set `arrival.kind`, or add `[trace]`"
     )]
     NoTrace,
+}
+
+/// `is one model, `a``, or `are 2 models, `a` and `b``.
+pub(crate) fn served_are(served: &[String]) -> String {
+    let names: Vec<String> = served.iter().map(|name| format!("`{name}`")).collect();
+    let names = names.join(", ");
+    match served.len() {
+        1 => format!("is one model, {names}"),
+        count => format!("are {count} models, {names}"),
+    }
 }
 
 fn no_requests(skipped: u64) -> String {

@@ -167,6 +167,7 @@ mod tests {
             priority: 0,
             adapter: 0,
             images: crate::Images::default(),
+            model: 0,
             class: 0,
         }
     }

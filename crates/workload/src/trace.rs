@@ -12,6 +12,9 @@
 //! others a `delay` after the previous answer (or a `timestamp` as their earliest time). If the
 //! first line names a session, the whole file is read at once, since turns may be anywhere.
 //!
+//! `model` of a line (`Model` of BurstGPT's, of our own format for a whole session) is the name of its model. It is read if
+//! several models are served ([`Workload::served_models`]), and else has no meaning. A session has that of its first turn.
+//!
 //! Each of `hash_ids` stands for 512 tokens, the last one for the rest of `input_length`; equal ids
 //! are equal texts. Without ids, prompts share nothing. Sources: the traces published with
 //! "Mooncake: Trading More Storage for Less Computation", FAST 2025; Azure's LLM inference traces
@@ -33,7 +36,7 @@ use crate::draw::Stream;
 use crate::generate::Arrivals;
 use crate::own::SessionLine;
 use crate::prompt::{Content, PromptSource, Role, Segment};
-use crate::source::{Images, Request, SourceError, TURNS_MAX};
+use crate::source::{Images, Request, SourceError, TURNS_MAX, served_are};
 
 /// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
 const LINE_BYTES_MAX: u64 = 4 << 20;
@@ -70,6 +73,8 @@ pub struct Trace<R = BufReader<Files>> {
     time_scale: f64,
     /// Whether requests are due at the trace's times.
     follows_times: bool,
+    /// The models that requests may be for; empty: they are not read.
+    served: Vec<String>,
 }
 
 /// A turn of a session.
@@ -83,6 +88,8 @@ pub(crate) struct Turn {
     pub(crate) not_before_ms: Option<f64>,
     pub(crate) priority: i32,
     pub(crate) ignore_eos: bool,
+    /// Its place among the models that are served.
+    pub(crate) model: u32,
 }
 
 /// The prompt of a turn.
@@ -186,6 +193,7 @@ struct Csv {
     time: usize,
     input: usize,
     output: usize,
+    model: Option<usize>,
     /// The file has dates; this is the first, ms.
     dates: bool,
     first_ms: Option<f64>,
@@ -207,6 +215,19 @@ struct Line {
     /// Delay after the previous answer, ms.
     #[serde(default)]
     delay: Option<f64>,
+    #[serde(default)]
+    model: Option<ModelName>,
+    /// Its place among the models that are served.
+    #[serde(skip)]
+    served: u32,
+}
+
+/// A model's name, or anything else that a trace has in its place.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum ModelName {
+    Text(String),
+    Other(serde::de::IgnoredAny),
 }
 
 /// A session's name, of any JSON type.
@@ -240,6 +261,7 @@ impl Csv {
             time: at("timestamp")?,
             input,
             output,
+            model: at("model"),
             dates: azure.is_some(),
             first_ms: None,
         })
@@ -285,6 +307,8 @@ impl Csv {
             priority: 0,
             session_id: None,
             delay: None,
+            model: self.model.map(|at| ModelName::Text(fields[at].to_owned())),
+            served: 0,
         })
     }
 }
@@ -375,6 +399,31 @@ impl<R: BufRead> Trace<R> {
             later: RefCell::default(),
             time_scale: workload.time_scale,
             follows_times: workload.arrival == Arrival::Trace,
+            served: workload.served_models.clone(),
+        }
+    }
+
+    /// The place of the model of a line among those that are served.
+    fn place(&self, model: Option<&ModelName>) -> Result<u32, String> {
+        if self.served.is_empty() {
+            return Ok(0);
+        }
+        match model {
+            Some(ModelName::Text(name)) => {
+                let at = self.served.iter().position(|served| served == name);
+                at.map(width::to_u32).ok_or_else(|| {
+                    format!(
+                        "`model` is \"{name}\", which no pool serves; there {}",
+                        served_are(&self.served)
+                    )
+                })
+            }
+            Some(ModelName::Other(_)) => Err("`model` is not a name".into()),
+            None if self.served.len() == 1 => Ok(0),
+            None => Err(format!(
+                "`model` is missing, and there {}",
+                served_are(&self.served)
+            )),
         }
     }
 
@@ -443,7 +492,7 @@ impl<R: BufRead> Trace<R> {
             self.on_record_head(&head)?;
             return Ok(Parsed::Header);
         }
-        let line = match &mut self.form {
+        let mut line: Line = match &mut self.form {
             Some(Form::Sessions) => return Ok(Parsed::Session(parse_json(&self.buffer)?)),
             Some(Form::Json | Form::Record) => parse_json(&self.buffer)?,
             Some(Form::Csv(csv)) => {
@@ -460,6 +509,9 @@ impl<R: BufRead> Trace<R> {
                 return Ok(Parsed::Header);
             }
         };
+        if !self.served.is_empty() {
+            line.served = self.place(line.model.as_ref())?;
+        }
         if line.input_length == 0 {
             return Err("`input_length` is 0; a prompt has at least one token".into());
         }
@@ -564,6 +616,7 @@ impl<R: BufRead> Trace<R> {
             },
             priority: line.priority,
             ignore_eos: true,
+            model: line.served,
         }
     }
 
@@ -596,6 +649,7 @@ impl<R: BufRead> Trace<R> {
             priority: first.priority,
             adapter: 0,
             images: Images::default(),
+            model: first.model,
             class: 0,
         })
     }
@@ -784,7 +838,8 @@ impl<R: BufRead> Trace<R> {
                     let turn = self.turn(&line, self.session);
                     Some((line.timestamp, turn, VecDeque::new()))
                 }),
-                Parsed::Session(line) => line.turns().and_then(|turns| {
+                Parsed::Session(line) => self.place(line.model.as_ref()).and_then(|model| {
+                    let turns = line.turns(model)?;
                     self.check_time(line.timestamp)?;
                     let mut turns = VecDeque::from(turns);
                     let first = turns.pop_front().expect("`turns()` gives at least one");
@@ -887,6 +942,7 @@ mod tests {
             duration_s: None,
             time_scale: 10.0,
             window_s: None,
+            served_models: Vec::new(),
             arrival: Arrival::Trace,
             content: workload_file::Content::Trace(file.clone()),
         };
@@ -915,6 +971,7 @@ mod tests {
                 duration_s: None,
                 time_scale: 1.0,
                 window_s: None,
+                served_models: Vec::new(),
                 arrival: Arrival::Trace,
                 content: workload_file::Content::Trace(file.clone()),
             };

@@ -463,6 +463,7 @@ fn follow(
                     priority: request.priority,
                     adapter: 0,
                     images: Images::default(),
+                    model: 0,
                     class: 0,
                 };
                 match follower.push(pushed, worker) {

@@ -174,6 +174,11 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
             ..Workload::default()
         }
     };
+    anyhow::ensure!(
+        workload.models().is_empty(),
+        "{}: the formats that are written have no models; remove `models`",
+        args.input.display()
+    );
     workload.requests = args.requests.or(workload.requests);
     workload.seed = args.seed.unwrap_or(workload.seed);
     if let (Some(what), Content::Trace(file)) = (args.on_bad_line, &mut workload.content) {

@@ -2,7 +2,7 @@
 //!
 //! Layers, from lowest to highest: defaults, the file, the environment, flags. Within one layer and
 //! across layers, a pool's own `[pool.NAME.engine]` overrides `[engine]`, which is the base of all
-//! pools.
+//! pools. So do `[pool.NAME.autoscale]` and `[pool.NAME.model]`.
 //!
 //! ```
 //! use slipstream_config::cluster::file;
@@ -192,7 +192,11 @@ pub fn read(
         let model = root.table("model", |t| read_model(t, &mut load));
         let links = root.tables("link", read_link);
         let gpus = root.tables("gpu", |name, t| read_gpu(name, t, &links));
-        let base = (root.base("engine"), root.base("autoscale"));
+        let base = Bases {
+            engine: root.base("engine"),
+            autoscale: root.base("autoscale"),
+            model: root.base("model"),
+        };
         let mut pools = root.tables("pool", |name, t| {
             read_pool(name, t, &base, (&model, &gpus), &mut load)
         });
@@ -205,12 +209,14 @@ pub fn read(
             });
             pools.push(whole);
         }
+        let model = pools[0].model.clone();
         let workers: u64 = pools.iter().map(|pool| u64::from(pool.workers)).sum();
         if workers > u64::from(WORKERS_MAX) {
             let message =
                 format!("the pools have {workers} workers, but must have at most {WORKERS_MAX}");
             root.error("pool", message, "lower `workers`");
         }
+        check_models(root, &pools);
         check_roles(root, &pools);
         check_engines(root, &pools);
         let router = root.table("router", read_router);
@@ -224,6 +230,7 @@ pub fn read(
             );
             root.error("pool", message, "set `block_size` once, in `[engine]`");
         }
+        check_several_models(root, &pools, root.has("event"));
         let network = root.table("network", read_network);
         let host = root.table("host", read_host);
         let kv = root.table("kv", |t| KvConfig {
@@ -231,7 +238,7 @@ pub fn read(
         });
         let events = read_event_list(root, &pools);
         check_links(root, &pools, &network, &events);
-        check_hosts(root, &pools, &network, &model.shape);
+        check_hosts(root, &pools, &network);
         check_host(root, &host, &network, &pools);
         Cluster {
             model,
@@ -247,7 +254,57 @@ pub fn read(
     })
 }
 
-/// Some pool must compute prompts, and some must compute answers.
+/// A name is one model.
+fn check_models(root: &Table<'_>, pools: &[PoolConfig]) {
+    for (at, pool) in pools.iter().enumerate() {
+        let name = &pool.model.name;
+        let first = pools[..at].iter().find(|other| other.model.name == *name);
+        if let Some(first) = first.filter(|first| first.model != pool.model) {
+            let message = format!(
+                "pools `{}` and `{}` both serve `{name}`, with other values in `[model]` each: a request for it may \
+                 go to either",
+                first.name, pool.name
+            );
+            let hint = format!(
+                "set `pool.{}.model.name`, if that is another model",
+                pool.name
+            );
+            root.error("pool", message, hint);
+        }
+    }
+}
+
+/// Parts that are modelled for one model alone.
+fn check_several_models(root: &Table<'_>, pools: &[PoolConfig], has_events: bool) {
+    let first = &pools[0].model.name;
+    let Some(other) = pools.iter().find(|pool| pool.model.name != *first) else {
+        return;
+    };
+    let models = format!("the pools serve `{first}` and `{}`", other.model.name);
+    let hint = "remove it, or write a file for each model";
+    if has_events {
+        let message =
+            format!("{models}, and events of clusters with several models are not modelled");
+        root.error("event", message, hint);
+    }
+    for pool in pools {
+        let refuse = |what: &str| {
+            let message = format!(
+                "{models}, and {what} of pool `{}` is not modelled for several models",
+                pool.name
+            );
+            root.error("pool", message, hint);
+        };
+        if pool.autoscale.is_some() {
+            refuse("[autoscale]");
+        }
+        if pool.engine.peer_tier.is_some() {
+            refuse("[engine.peer_tier]");
+        }
+    }
+}
+
+/// Some pool must compute prompts, and some must compute answers; so for each model.
 fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
     let mirrors = |pool: &PoolConfig| {
         pool.engines
@@ -261,19 +318,37 @@ fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
             "remove `mirror` from a pool",
         );
     }
-    let has = |role| pools.iter().any(|pool| pool.role == role);
-    let error = |message: &str, hint| root.error("pool", message, hint);
-    if has(Role::Prefill) && !has(Role::Decode) && !has(Role::Both) {
-        error(
-            "every pool's `role` is \"prefill\", so no pool generates answers",
-            "add a pool with `role = \"decode\"`",
-        );
-    }
-    if has(Role::Decode) && !has(Role::Prefill) {
-        error(
-            "a pool's `role` is \"decode\", but no pool's is \"prefill\" to compute its prompts",
-            "add a pool with `role = \"prefill\"`, or use \"both\"",
-        );
+    let mut models: Vec<&str> = pools.iter().map(|pool| &*pool.model.name).collect();
+    models.sort_unstable();
+    models.dedup();
+    for model in &models {
+        let of_model = if models.len() > 1 {
+            format!(" of model `{model}`")
+        } else {
+            String::new()
+        };
+        let has = |role| {
+            let mut own = pools.iter().filter(|pool| pool.model.name == *model);
+            own.any(|pool| pool.role == role)
+        };
+        if has(Role::Prefill) && !has(Role::Decode) && !has(Role::Both) {
+            root.error(
+                "pool",
+                format!(
+                    "every pool's `role`{of_model} is \"prefill\", so no pool generates answers"
+                ),
+                "add a pool with `role = \"decode\"`",
+            );
+        }
+        if has(Role::Decode) && !has(Role::Prefill) {
+            root.error(
+                "pool",
+                format!(
+                    "a pool's `role`{of_model} is \"decode\", but no pool's is \"prefill\" to compute its prompts"
+                ),
+                "add a pool with `role = \"prefill\"`, or use \"both\"",
+            );
+        }
     }
 }
 
@@ -670,18 +745,14 @@ fn read_network(t: &Table<'_>) -> NetworkConfig {
 }
 
 /// Workers fill whole hosts or parts of one, and collectives between hosts have a form that is modelled.
-fn check_hosts(
-    root: &Table<'_>,
-    pools: &[PoolConfig],
-    network: &NetworkConfig,
-    shape: &ModelShape,
-) {
+fn check_hosts(root: &Table<'_>, pools: &[PoolConfig], network: &NetworkConfig) {
     let (of, share) = (network.gpus_per_host, network.gpus_per_nic());
     if of == 0 || network.mode == NetworkMode::None {
         return;
     }
     for pool in pools {
         let (engine, gpus, name) = (&pool.engine, pool.engine.gpus(), &pool.name);
+        let shape = &pool.model.shape;
         let error = |message: String, hint: &str| root.error("pool", message, hint);
         if !gpus.is_multiple_of(share) {
             error(
@@ -992,10 +1063,38 @@ fn chain(error: &dyn std::error::Error) -> String {
     }
 }
 
+/// The tables that every pool starts from.
+struct Bases<'a> {
+    engine: Table<'a>,
+    autoscale: Table<'a>,
+    model: Table<'a>,
+}
+
+/// `[pool.NAME.model]` over `[model]`, which is `inherited`.
+fn read_pool_model(
+    t: &Table<'_>,
+    base: &Table<'_>,
+    inherited: &ModelConfig,
+    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> ModelConfig {
+    if !t.has("model") {
+        return inherited.clone();
+    }
+    let own = t.base("model");
+    if own.has("preset") && !own.has("config") && base.has("config") {
+        own.error(
+            "preset",
+            "`preset` has no effect: `model.config`, which every pool starts from, overrides the preset's shape",
+            "move `config` to the pools that it is for, or set it here, too",
+        );
+    }
+    t.table_over("model", base, |t| read_model(t, load))
+}
+
 fn read_pool(
     name: &str,
     t: &Table<'_>,
-    (engine_base, autoscale_base): &(Table<'_>, Table<'_>),
+    bases: &Bases<'_>,
     (model, gpus): (&ModelConfig, &[Gpu]),
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> PoolConfig {
@@ -1034,14 +1133,16 @@ fn read_pool(
         Some(engines) => (to_u32(engines.urls.len())).max(1),
         None => t.get("workers").within(1..=WORKERS_MAX).or(1),
     };
-    let engine = t.table_over("engine", engine_base, |engine| {
-        read_engine(engine, model, gpus, load)
+    let model = read_pool_model(t, &bases.model, model, load);
+    let engine = t.table_over("engine", &bases.engine, |engine| {
+        read_engine(engine, &model, gpus, load)
     });
     PoolConfig {
         name: name.to_owned(),
         role,
         workers,
-        autoscale: t.table_over("autoscale", autoscale_base, |t| {
+        model,
+        autoscale: t.table_over("autoscale", &bases.autoscale, |t| {
             read_autoscale(t, workers, engine.startup_s, engines.is_some())
         }),
         engines,
@@ -3960,6 +4061,80 @@ mod tests {
             "--set pool.small.engine.max_num_seqs=150"
         );
         assert_eq!(origin("pool.big.engine.max_num_seqs"), "c.toml:7");
+    }
+
+    #[test]
+    fn pools_may_serve_several_models() {
+        let text = "[model]\npreset = \"qwen3-8b\"\n[pool.a]\n[pool.b]\n[pool.b.model]\n\
+                    preset = \"llama-3.1-8b\"\n[pool.c]\n[pool.c.model]\nname = \"tuned\"\n";
+        let (cluster, settings) = parse(text).unwrap();
+        let names: Vec<&str> = cluster.models().iter().map(|m| &*m.name).collect();
+        assert_eq!(names, ["qwen3-8b", "llama-3.1-8b", "tuned"]);
+        let [a, b, c] = &cluster.pools[..] else {
+            panic!("three pools");
+        };
+        assert_eq!(a.model.shape, c.model.shape);
+        assert_eq!(b.model.shape.name, "llama-3.1-8b");
+        // Memory and lengths are those of the pool's model.
+        assert_eq!(a.engine, c.engine);
+        assert_eq!(
+            (a.engine.max_model_len, b.engine.max_model_len),
+            (40_960, 131_072)
+        );
+        assert_ne!(a.engine.num_gpu_blocks, b.engine.num_gpu_blocks);
+        assert_eq!(cluster.context_max(), 40_960);
+        assert_eq!(cluster.context_max_of("llama-3.1-8b"), 131_072);
+        assert_eq!(
+            settings
+                .get("pool.b.model.name")
+                .unwrap()
+                .origin
+                .to_string(),
+            "preset llama-3.1-8b"
+        );
+        let (again, _) = parse(&settings.to_toml()).unwrap();
+        assert_eq!(again, cluster);
+    }
+
+    #[test]
+    fn models_that_contradict_each_other_are_refused() {
+        let two = "[pool.a]\n[pool.b]\n[pool.b.model]\npreset = \"llama-3.1-8b\"\n";
+        for (text, expected) in [
+            (
+                "[model]\nname = \"m\"\n[pool.a]\n[pool.b]\n[pool.b.model]\npreset = \"llama-3.1-8b\"\n".to_owned(),
+                &["pools `a` and `b` both serve `m`"][..],
+            ),
+            (
+                "[model]\nconfig = \"m/config.json\"\n[pool.a]\n[pool.a.model]\npreset = \"qwen3-8b\"\n".to_owned(),
+                &["m/config.json", "`preset` has no effect"],
+            ),
+            (
+                two.replace("[pool.b]", "[pool.b]\nrole = \"prefill\"")
+                    + "[pool.c]\nrole = \"decode\"\n",
+                &[
+                    "every pool's `role` of model `llama-3.1-8b` is \"prefill\"",
+                    "a pool's `role` of model `qwen3-8b` is \"decode\"",
+                ],
+            ),
+            (
+                format!("{two}[[event]]\nkind = \"crash\"\nat_s = 1\nworker = 0\n"),
+                &["`qwen3-8b` and `llama-3.1-8b`, and events"],
+            ),
+            (
+                format!("{two}[pool.b.autoscale]\npolicy = \"queue\"\n"),
+                &["[autoscale] of pool `b`"],
+            ),
+            (
+                format!("{two}[pool.a.engine.peer_tier]\nenabled = true\n"),
+                &["[engine.peer_tier] of pool `a`"],
+            ),
+            (
+                two.replace("preset", "presett"),
+                &["presett"],
+            ),
+        ] {
+            check_refused(&text, expected);
+        }
     }
 
     #[test]

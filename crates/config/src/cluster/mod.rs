@@ -22,9 +22,9 @@ pub use upstream::{
 /// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
-    /// `[model]`
+    /// `[model]`; with [several models](Self::models), that of the first pool.
     pub model: ModelConfig,
-    /// `[pool.NAME]`, in file order; at least one. Each has its own resolved `[engine]`.
+    /// `[pool.NAME]`, in file order; at least one. Each has its own resolved `[engine]` and `[model]`.
     pub pools: Vec<PoolConfig>,
     /// `[router]`
     pub router: RouterConfig,
@@ -52,10 +52,37 @@ impl Cluster {
         (0..).map(WorkerId).zip(each)
     }
 
+    /// The models that the pools serve, each once, in file order: a name is one model.
+    pub fn models(&self) -> Vec<&ModelConfig> {
+        let mut models: Vec<&ModelConfig> = Vec::new();
+        for pool in &self.pools {
+            if models.iter().all(|model| model.name != pool.model.name) {
+                models.push(&pool.model);
+            }
+        }
+        models
+    }
+
     /// Tokens of a prompt and its answer at most, so that any engine can hold them: requests for more are
     /// refused, live and simulated.
     pub fn context_max(&self) -> u32 {
-        let engines = self.pools.iter().map(|pool| &pool.engine);
+        Cluster::context_of(self.pools.iter())
+    }
+
+    /// [`context_max`](Self::context_max) of requests for `model`.
+    pub fn context_max_of(&self, model: &str) -> u32 {
+        Cluster::context_of(self.pools_of(model))
+    }
+
+    /// The pools that serve `model`.
+    pub fn pools_of(&self, model: &str) -> impl Iterator<Item = &PoolConfig> {
+        self.pools
+            .iter()
+            .filter(move |pool| pool.model.name == model)
+    }
+
+    fn context_of<'p>(pools: impl Iterator<Item = &'p PoolConfig>) -> u32 {
+        let engines = pools.map(|pool| &pool.engine);
         let held = |e: &EngineConfig| {
             e.max_model_len
                 .min(e.num_gpu_blocks.saturating_mul(e.block_size))
@@ -76,7 +103,7 @@ impl Cluster {
                 let dtype = pool.engine.kv_cache_dtype;
                 // On one GPU, which has every head once: heads that several GPUs hold are sent
                 // once.
-                self.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
+                pool.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
             })
             .collect()
     }
@@ -171,6 +198,8 @@ pub struct PoolConfig {
     pub workers: u32,
     /// Real engines, reached by HTTP; `None`: the workers are modelled.
     pub engines: Option<HttpEngines>,
+    /// `[model]` with this pool's overrides applied.
+    pub model: ModelConfig,
     /// `[engine]` with this pool's overrides applied.
     pub engine: EngineConfig,
     /// `[autoscale]` with this pool's overrides applied; `None`: all workers run from the start.

@@ -698,6 +698,14 @@ pub const KEYS: &[Key] = &[
          it would have no effect there: set `pool.NAME.engine.…`.",
     ),
     key(
+        "pool.NAME.model",
+        "table",
+        "(as in `[model]`)",
+        "Any key of `[model]`, for this pool only: `[pool.big.model]`. Pools may serve several models, each by its `name`; a \
+         request goes to the pools of its model ([several models](twin.md#several-models)).",
+        "For simulation: live, a server has one model. A name is one model: pools with the same `name` need the same model.",
+    ),
+    key(
         "pool.NAME.engines",
         "list of addresses, 1 to 4,096",
         "(none: modelled workers)",
@@ -1930,7 +1938,8 @@ each dot: `SLIPSTREAM_ENGINE__MAX_NUM_SEQS=64`. Values of flags and variables ar
 around strings may be left out.
 
 **Pools.** `[engine]` is where every pool starts from; `[pool.NAME.engine]` changes keys for one
-pool, and wins over `[engine]` in all layers. A file without a pool has one, named `main`.
+pool, and wins over `[engine]` in all layers; so does `[pool.NAME.model]` over `[model]`. A file without a pool has one,
+named `main`.
 
 **Paths** in a file start from the folder of that file, those in flags and variables from the
 working directory.
@@ -2046,7 +2055,8 @@ mod tests {
         assert_eq!(described.len(), KEYS.len(), "a key twice");
         let keys = keys_read();
         let mut read: BTreeSet<&str> = keys.keys().map(String::as_str).collect();
-        read.insert("pool.NAME.engine"); // a table, described separately
+        read.insert("pool.NAME.engine"); // tables, described separately
+        read.insert("pool.NAME.model");
         assert_eq!(described, read);
     }
 

@@ -296,6 +296,15 @@ impl Doc {
         }
     }
 
+    /// Names of the tables in the top-level table `table` that have `key`, in document order.
+    pub fn tables_with(&self, table: &str, key: &str) -> Vec<String> {
+        let Some(Kind::Table(tables)) = self.root.child(table).map(|node| &node.kind) else {
+            return Vec::new();
+        };
+        let having = tables.iter().filter(|(_, node)| node.child(key).is_some());
+        having.map(|(name, _)| name.clone()).collect()
+    }
+
     /// An error if the file has top-level keys of `others` and none of `own`.
     ///
     /// # Errors

@@ -30,6 +30,9 @@ pub struct Workload {
     /// Only the sessions that begin in this part, which then begins at 0: its start and its length,
     /// s of workload time after `time_scale`. Not for closed loops. No key of a file.
     pub window_s: Option<(f64, f64)>,
+    /// Names of the models that requests may be for, which requests know by their place here; empty: all are for the
+    /// only one. No key of a file.
+    pub served_models: Vec<String>,
     /// Arrivals of sessions.
     pub arrival: Arrival,
     /// Prompts and answers.
@@ -42,6 +45,17 @@ impl Workload {
         match &self.content {
             Content::Generated(classes) => {
                 let names = classes.iter().flat_map(|class| &class.adapters);
+                names.map(String::as_str).collect()
+            }
+            Content::Trace(_) => Vec::new(),
+        }
+    }
+
+    /// Names of the models that its classes state, some perhaps several times.
+    pub fn models(&self) -> Vec<&str> {
+        match &self.content {
+            Content::Generated(classes) => {
+                let names = classes.iter().flat_map(|class| &class.models);
                 names.map(String::as_str).collect()
             }
             Content::Trace(_) => Vec::new(),
@@ -65,6 +79,7 @@ impl Default for Workload {
             duration_s: None,
             time_scale: 1.0,
             window_s: None,
+            served_models: Vec::new(),
             arrival: Arrival::Closed { concurrency: 1 },
             content: Content::Generated(vec![Class::default()]),
         }
@@ -183,6 +198,10 @@ pub struct Class {
     pub ignore_eos: bool,
     /// Sent as `priority`, if not 0. Default 0.
     pub priority: i32,
+    /// Models, of which each session uses one; empty: the only one that is served.
+    pub models: Vec<String>,
+    /// Share of sessions of each of `models`, relative to the others. Default: equal.
+    pub model_weights: Vec<f64>,
     /// LoRA adapters, of which each session uses one; empty: the model itself.
     pub adapters: Vec<String>,
     /// Popularity of adapter `k` (from 0) is `(k + 1)^-skew` (Zipf's law); 0: equal. Default 0.
@@ -208,6 +227,8 @@ impl Default for Class {
             osl: Dist::Exact(128.0),
             ignore_eos: true,
             priority: 0,
+            models: Vec::new(),
+            model_weights: Vec::new(),
             adapters: Vec::new(),
             adapter_skew: 0.0,
             images: Dist::Exact(0.0),

@@ -239,11 +239,13 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
     })
 }
 
-const CLASS_KEYS: [&str; 11] = [
+const CLASS_KEYS: [&str; 13] = [
     "isl",
     "osl",
     "ignore_eos",
     "priority",
+    "models",
+    "model_weights",
     "adapters",
     "adapter_skew",
     "images_per_request",
@@ -290,6 +292,7 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         .within(i64::from(i32::MIN)..=i64::from(i32::MAX))
         .or(0);
     let priority = i32::try_from(priority).expect("it is within the range above");
+    let (models, model_weights) = read_models(t);
     let adapters: Vec<String> = t
         .get("adapters")
         .check(
@@ -328,6 +331,8 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         osl,
         ignore_eos,
         priority,
+        models,
+        model_weights,
         adapters,
         adapter_skew,
         images,
@@ -376,6 +381,49 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         );
     }
     class
+}
+
+/// The models of a class, and the weight of each.
+fn read_models(t: &Table<'_>) -> (Vec<String>, Vec<f64>) {
+    let models: Vec<String> = t
+        .get("models")
+        .check(
+            |names: &Vec<String>| {
+                let fits = |name: &String| !name.is_empty() && name.len() <= 256;
+                let apart = (1..names.len()).all(|at| !names[..at].contains(&names[at]));
+                names.len() <= 1024 && names.iter().all(fits) && apart
+            },
+            "up to 1,024 names of 1 to 256 bytes, each once",
+        )
+        .or(Vec::new());
+    if models.is_empty() {
+        t.unused("model_weights", "models", "there are no `models`");
+        return (models, Vec::new());
+    }
+    let equal = vec![1.0; models.len()];
+    let weights: Vec<f64> = t
+        .get("model_weights")
+        .check(
+            |weights: &Vec<f64>| {
+                let sound = |w: &f64| (0.0..=1e9).contains(w);
+                weights.iter().all(sound) && weights.iter().any(|w| *w > 0.0)
+            },
+            "a list of numbers of 0 to 1e9, at least one of them above 0",
+        )
+        .or(equal.clone());
+    if weights.len() != models.len() {
+        t.error(
+            "model_weights",
+            format!(
+                "`model_weights` has {} numbers, but `models` has {} names",
+                weights.len(),
+                models.len()
+            ),
+            "give each model one weight",
+        );
+        return (models, equal);
+    }
+    (models, weights)
 }
 
 #[derive(Clone, Copy, PartialEq)]

@@ -4,7 +4,7 @@ use crate::html::chart::{Axis, Chart, HeatMap, Line, Shape};
 use crate::html::{Page, Tile, escape};
 use crate::latency::{Latency, P50, P75, P90, P95, P99, Percentiles, TOO_FEW, cell};
 use crate::measure::Distributions;
-use crate::run::RunReport;
+use crate::run::{ClassReport, RunReport};
 use crate::series::{Bin, EngineBin, Series, Sketch};
 use crate::table::{counted, grouped, number};
 use slipstream_base::Slo;
@@ -237,7 +237,14 @@ impl RunPage<'_> {
             &rows,
         );
         if !self.report.classes.is_empty() {
-            self.classes(page);
+            classes(page, "class", self.report.classes.iter());
+        }
+        if !self.report.models.is_empty() {
+            let models = self.report.models.iter().map(|model| &model.requests);
+            classes(page, "model", models);
+        }
+        if !self.report.shares.is_empty() {
+            self.shares(page);
         }
         let shown = [
             latency.ttft_ms,
@@ -246,6 +253,8 @@ impl RunPage<'_> {
             latency.e2e_ms,
         ];
         let classes = self.report.classes.iter();
+        let models = self.report.models.iter().map(|model| &model.requests);
+        let classes = classes.chain(models);
         let of_classes = classes.flat_map(|c| [c.ttft_ms, c.itl_ms, c.tpot_ms, c.e2e_ms]);
         if shown
             .into_iter()
@@ -276,51 +285,81 @@ impl RunPage<'_> {
         );
     }
 
-    fn classes(&self, page: &mut Page) {
-        let rows: Vec<_> = self
-            .report
-            .classes
-            .iter()
-            .map(|class| {
-                let goodput = class.goodput.as_ref();
+    fn shares(&self, page: &mut Page) {
+        let each = self.report.shares.iter();
+        let rows = each.flat_map(|share| {
+            share.pools.iter().map(move |pool| {
                 let cells = vec![
-                    class.name.clone(),
-                    goodput.map_or_else(|| "–".into(), |g| g.slo.clone()),
-                    grouped(class.sent),
-                    goodput.map_or_else(|| "–".into(), |g| number(g.requests_per_s)),
-                    goodput.map_or_else(|| "–".into(), |g| number(g.share * 100.0)),
-                    cell(class.ttft_ms, P50),
-                    cell(class.ttft_ms, P99),
-                    cell(class.itl_ms, P50),
-                    cell(class.itl_ms, P99),
-                    cell(class.tpot_ms, P50),
-                    cell(class.tpot_ms, P99),
-                    cell(class.e2e_ms, P50),
-                    cell(class.e2e_ms, P99),
+                    share.name.clone(),
+                    pool.name.clone(),
+                    pool.model.clone(),
+                    number(100.0 * pool.awake_share),
+                    grouped(share.swaps),
+                    number(share.swapping_s),
+                    number(100.0 * share.swapping_share),
                 ];
                 (cells, false)
             })
-            .collect();
+        });
+        let rows: Vec<_> = rows.collect();
         page.table(
             &[
-                "class",
-                "objectives",
-                "requests",
-                "goodput/s",
-                "within, %",
-                "TTFT p50, ms",
-                "p99",
-                "ITL p50, ms",
-                "p99",
-                "TPOT p50, ms",
-                "p99",
-                "E2E p50, ms",
-                "p99",
+                "share",
+                "pool",
+                "model",
+                "awake, %",
+                "swaps of the share",
+                "swapping, s",
+                "%",
             ],
-            2,
+            3,
             &rows,
         );
     }
+}
+
+/// A table of `rows`; `what` they are.
+fn classes<'r>(page: &mut Page, what: &str, rows: impl Iterator<Item = &'r ClassReport>) {
+    let rows: Vec<_> = rows
+        .map(|class| {
+            let goodput = class.goodput.as_ref();
+            let cells = vec![
+                class.name.clone(),
+                goodput.map_or_else(|| "–".into(), |g| g.slo.clone()),
+                grouped(class.sent),
+                goodput.map_or_else(|| "–".into(), |g| number(g.requests_per_s)),
+                goodput.map_or_else(|| "–".into(), |g| number(g.share * 100.0)),
+                cell(class.ttft_ms, P50),
+                cell(class.ttft_ms, P99),
+                cell(class.itl_ms, P50),
+                cell(class.itl_ms, P99),
+                cell(class.tpot_ms, P50),
+                cell(class.tpot_ms, P99),
+                cell(class.e2e_ms, P50),
+                cell(class.e2e_ms, P99),
+            ];
+            (cells, false)
+        })
+        .collect();
+    page.table(
+        &[
+            what,
+            "objectives",
+            "requests",
+            "goodput/s",
+            "within, %",
+            "TTFT p50, ms",
+            "p99",
+            "ITL p50, ms",
+            "p99",
+            "TPOT p50, ms",
+            "p99",
+            "E2E p50, ms",
+            "p99",
+        ],
+        2,
+        &rows,
+    );
 }
 
 /// A time given in ms, in the most readable unit.

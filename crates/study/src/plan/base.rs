@@ -104,6 +104,16 @@ impl Base {
             searches_memory: searched.iter().any(|(key, _)| *key == HOST_MEMORY),
             searches_drafts: searched.iter().any(|(key, _)| *key == DRAFT_TOKENS),
         };
+        if let Some(pool) = Doc::parse(&base.name, &base.text)
+            .tables_with("pool", "model")
+            .first()
+        {
+            anyhow::bail!(
+                "{}: pool `{pool}` has a model of its own (`[pool.{pool}.model]`), and a plan is for one model; plan for \
+                 each by itself, with `[model]` or --model",
+                base.name
+            );
+        }
         // Without any worker: only the model and the shared settings. A model that fits no default GPU is
         // no mistake yet, so the engine's size is left to the candidates.
         let (cluster, _) = base.resolve_plain()?;

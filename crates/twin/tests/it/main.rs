@@ -7,6 +7,7 @@ mod host_tier;
 mod hosts;
 mod lockstep;
 mod model;
+mod models;
 mod packets;
 mod peers;
 mod planned;

@@ -1,0 +1,304 @@
+//! Several models in one cluster: each is computed as by a cluster of its own.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use proptest::prelude::*;
+use slipstream_config::cluster::Cluster;
+use slipstream_config::workload_file::Workload;
+use slipstream_twin::{Options, Outcome, RequestRecord, Sink, TwinError};
+
+use super::model::MS;
+use super::{cluster, run, workload};
+
+/// A session's number among those of its model, and the turn.
+type Key = (u64, u32);
+
+/// First token, last token, worker, and tokens that were cached and computed.
+type Times = (u64, u64, Option<u32>, u32, u32);
+
+#[derive(Default)]
+struct Records {
+    /// By model.
+    ended: BTreeMap<u32, BTreeMap<(u64, u32), Times>>,
+}
+
+impl Sink for Records {
+    fn on_request(&mut self, r: &RequestRecord<'_>) {
+        assert_eq!(r.error, None);
+        let worker = r.rank.map(|rank| rank.worker.0);
+        let times = (
+            r.first.0,
+            r.last.0,
+            worker,
+            r.cached_tokens,
+            r.output_tokens,
+        );
+        let of_model = self.ended.entry(r.request.model).or_default();
+        of_model.insert((r.request.session, r.request.turn), times);
+    }
+}
+
+fn simulate(cluster: &Cluster, load: &Workload, options: &Options) -> (Outcome, Records) {
+    let mut records = Records::default();
+    let outcome = run(cluster, load, options, &mut records);
+    assert_eq!(outcome.cut, None);
+    (outcome, records)
+}
+
+/// Passes of 10 ms in the pool of `small`, of 30 ms in that of `large`.
+fn two_models(more: &str) -> Cluster {
+    cluster(&format!(
+        "[engine]\nnum_gpu_blocks = 4096\nmax_model_len = 16384\n[engine.timing]\nkind = \"constant\"\n\
+         step_ns = 10_000_000\n[pool.a]\n[pool.a.model]\nname = \"small\"\n[pool.b]\n[pool.b.model]\n\
+         preset = \"llama-3.1-8b\"\nname = \"large\"\n[pool.b.engine.timing]\nstep_ns = 30_000_000\n{more}"
+    ))
+}
+
+const LOAD: &str = "requests = 400\nisl = 100\nosl = 3\nmodels = [\"small\", \"large\"]\nmodel_weights = [3, 1]\n\
+                    [arrival]\nkind = \"constant\"\nrate_per_s = 1\n";
+
+#[test]
+fn each_request_is_computed_by_its_model() {
+    let (outcome, records) = simulate(&two_models(""), &workload(LOAD), &Options::default());
+    let [small, large] = [0, 1].map(|model| &records.ended[&model]);
+    for (of_model, step, worker) in [(small, 10 * MS, 0), (large, 30 * MS, 1)] {
+        for (&(session, _), &(first, last, rank, cached, tokens)) in of_model {
+            let due = session * 1_000 * MS;
+            assert_eq!((first, last), (due + step, due + 3 * step));
+            assert_eq!((rank, cached, tokens), (Some(worker), 0, 3));
+        }
+    }
+    // Three of four; four standard errors.
+    assert_eq!(small.len() + large.len(), 400);
+    assert!((small.len() as f64 - 300.0).abs() < 35.0, "{}", small.len());
+    let [a, b] = &outcome.models[..] else {
+        panic!("two models");
+    };
+    assert_eq!((&*a.name, &*b.name), ("small", "large"));
+    assert_eq!(a.totals.requests.sent, small.len() as u64);
+    assert_eq!(b.totals.latencies().ttft_ms.unwrap().mean, 30.0);
+    assert_eq!(outcome.totals.requests.sent, 400);
+}
+
+#[test]
+fn other_digits_are_drawn_as_without_models() {
+    let one = super::model::ten_ms("", "");
+    let without = LOAD.replace(
+        "models = [\"small\", \"large\"]\nmodel_weights = [3, 1]\n",
+        "",
+    );
+    let with = without.replace("osl", "models = [\"qwen3-8b\"]\nosl");
+    let digest = |text: &str| run(&one, &workload(text), &Options::default(), &mut ()).digest;
+    assert_eq!(digest(&with), digest(&without));
+}
+
+#[track_caller]
+fn check_refused(cluster: &Cluster, load: &Workload, expected: &[&str]) {
+    let read = |path: &Path| std::fs::read(path);
+    let refused = slipstream_twin::simulate(cluster, load, &Options::default(), read, &mut ());
+    let error: TwinError = refused.expect_err("it is refused");
+    let text = error.to_string();
+    for part in expected {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn models_that_no_pool_serves_are_named() {
+    let typo = LOAD.replace("\"large\"]", "\"larger\"]");
+    let served = "2 models, `small`, `large`";
+    check_refused(&two_models(""), &workload(&typo), &["`larger`", served]);
+    let none = "requests = 3\n[[class]]\nname = \"chat\"\nisl = 8\n";
+    check_refused(
+        &two_models(""),
+        &workload(none),
+        &["`chat`", "no model", served],
+    );
+    let one = super::model::ten_ms("", "");
+    check_refused(&one, &workload(LOAD), &["`small`", "one model, `qwen3-8b`"]);
+    let line = |model: &str| {
+        format!("{{\"timestamp\": 0, \"input_length\": 20, \"output_length\": 2{model}}}\n")
+    };
+    for (line, expected) in [
+        (
+            line(", \"model\": \"other\""),
+            "line 2: `model` is \"other\"",
+        ),
+        (line(""), "line 2: `model` is missing"),
+        (line(", \"model\": 3"), "line 2: `model` is not a name"),
+    ] {
+        let trace = Trace::new(&[self::line_of("small"), line]);
+        check_refused(&two_models(""), &trace.workload(), &[expected]);
+    }
+    // Without several models the field has no meaning.
+    let trace = Trace::new(&[self::line_of("gpt")]);
+    run(&one, &trace.workload(), &Options::default(), &mut ());
+}
+
+fn line_of(model: &str) -> String {
+    format!(
+        "{{\"timestamp\": 0, \"input_length\": 20, \"output_length\": 2, \"model\": \"{model}\"}}\n"
+    )
+}
+
+/// A trace in a file.
+struct Trace(tempfile::NamedTempFile);
+
+impl Trace {
+    fn new(lines: &[String]) -> Trace {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), lines.concat()).unwrap();
+        Trace(file)
+    }
+
+    fn workload(&self) -> Workload {
+        workload(&format!(
+            "[trace]\nfile = \"{}\"\n",
+            self.0.path().display()
+        ))
+    }
+}
+
+/// A session of a model: when it begins, and each turn's tokens in, out, and delay.
+#[derive(Clone, Debug)]
+struct Session {
+    model: usize,
+    gap_ms: u64,
+    prefix: u64,
+    turns: Vec<(u32, u32, u32)>,
+}
+
+fn session() -> impl Strategy<Value = Session> {
+    let turns = prop::collection::vec((1u32..400, 1u32..40, 0u32..2_000), 1..4);
+    (0usize..2, 0u64..300, 0u64..4, turns).prop_map(|(model, gap_ms, prefix, turns)| Session {
+        model,
+        gap_ms,
+        prefix,
+        turns,
+    })
+}
+
+/// The sessions for which `takes` holds, in our own format.
+fn trace_of(sessions: &[Session], takes: impl Fn(&Session) -> bool) -> Trace {
+    let (mut at, mut lines) = (0, Vec::new());
+    for (name, session) in sessions.iter().enumerate() {
+        at += session.gap_ms;
+        if !takes(session) {
+            continue;
+        }
+        let mut turns = Vec::new();
+        for (turn, (tokens, output, delay)) in session.turns.iter().enumerate() {
+            let mut add = format!("[{}, {tokens}]", 1_000 * (name + 1) + turn);
+            if turn == 0 {
+                // Both models have the same prefixes.
+                add = format!("[{}, 160, \"system\"], {add}", session.prefix);
+            }
+            turns.push(format!(
+                "{{\"add\": [{add}], \"output_length\": {output}, \"delay\": {delay}}}"
+            ));
+        }
+        lines.push(format!(
+            "{{\"timestamp\": {at}, \"model\": \"{}\", \"turns\": [{}]}}\n",
+            ["small", "large"][session.model],
+            turns.join(", ")
+        ));
+    }
+    Trace::new(&lines)
+}
+
+/// The pools of model `of`, or of both.
+fn pools_of(of: Option<usize>, pools: [&str; 2], more: &str) -> Cluster {
+    let mut text = String::new();
+    for (at, pool) in pools.iter().enumerate() {
+        if of.is_none_or(|of| of == at) {
+            text.push_str(pool);
+        }
+    }
+    write!(text, "{more}").unwrap();
+    cluster(&text)
+}
+
+const SMALL: &str =
+    "[pool.a]\nworkers = 3\n[pool.a.model]\npreset = \"qwen3-8b\"\nname = \"small\"\n";
+const LARGE: &str = "[pool.b]\nworkers = 2\n[pool.b.model]\npreset = \"llama-3.1-8b\"\nname = \"large\"\n\
+                     [pool.c]\n[pool.c.model]\npreset = \"llama-3.1-8b\"\nname = \"large\"\n\
+                     [pool.c.engine]\nmax_num_seqs = 3\n";
+const LARGE_APART: &str = "[pool.b]\nrole = \"prefill\"\n[pool.b.model]\npreset = \"llama-3.1-8b\"\nname = \"large\"\n\
+                           [pool.c]\nrole = \"decode\"\nworkers = 2\n[pool.c.model]\npreset = \"llama-3.1-8b\"\n\
+                           name = \"large\"\n";
+
+/// Everything about the requests of both models, as the two clusters compute them by themselves, with the numbers that
+/// workers and sessions have in the common one.
+fn apart(sessions: &[Session], pools: [&str; 2], more: &str) -> [BTreeMap<Key, Times>; 2] {
+    [0, 1].map(|model| {
+        let trace = trace_of(sessions, |session| session.model == model);
+        if sessions.iter().all(|session| session.model != model) {
+            return BTreeMap::new();
+        }
+        let alone = pools_of(Some(model), pools, more);
+        let (_, mut records) = simulate(&alone, &trace.workload(), &Options::default());
+        let workers = pools_of(Some(0), pools, more).workers().count();
+        let before = if model == 0 {
+            0
+        } else {
+            u32::try_from(workers).unwrap()
+        };
+        let numbers = (0u64..).zip(sessions).filter(|(_, s)| s.model == model);
+        let numbers: Vec<u64> = numbers.map(|(number, _)| number).collect();
+        let each = records.ended.remove(&0).unwrap().into_iter();
+        let renamed = each.map(|((session, turn), times)| {
+            let (first, last, worker, cached, tokens) = times;
+            let key = (numbers[usize::try_from(session).unwrap()], turn);
+            (
+                key,
+                (first, last, worker.map(|w| w + before), cached, tokens),
+            )
+        });
+        renamed.collect()
+    })
+}
+
+fn check_as_apart(sessions: &[Session], pools: [&str; 2], more: &str) {
+    let expected = apart(sessions, pools, more);
+    let both = pools_of(None, pools, more);
+    let trace = trace_of(sessions, |_| true);
+    let mut digests = Vec::new();
+    for (jump, threads) in [(true, 1), (false, 1), (true, 3)] {
+        let options = Options {
+            jump,
+            threads,
+            ..Options::default()
+        };
+        let (outcome, records) = simulate(&both, &trace.workload(), &options);
+        for (model, expected) in (0..).zip(&expected) {
+            let found = records.ended.get(&model).cloned().unwrap_or_default();
+            assert_eq!(found, *expected, "model {model}");
+        }
+        digests.push(outcome.digest);
+    }
+    assert_eq!(digests, [digests[0]; 3]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Requests of other models change nothing: neither times, nor hits, nor the choice of workers.
+    #[test]
+    fn models_on_gpus_of_their_own_are_computed_as_in_clusters_of_their_own(
+        sessions in prop::collection::vec(session(), 1..40),
+        policy in prop::sample::select(vec!["kv", "round_robin", "random", "least_tokens", "power_of_two"]),
+        large in prop::sample::select(vec![LARGE, LARGE_APART]),
+        more in prop::sample::select(vec!["", "kv_lag_ms = 30\n", "view_interval_ms = 50\n", "affinity_ttl_s = 5\n"]),
+        constant in any::<bool>(),
+        blocks in 120u32..600,
+    ) {
+        let timing = if constant { "kind = \"constant\"\nstep_ns = 7_000_000\n" } else { "" };
+        let more = format!(
+            "[engine]\nnum_gpu_blocks = {blocks}\nmax_num_seqs = 5\nmax_model_len = 1900\n[engine.timing]\n{timing}\
+             [router]\npolicy = \"{policy}\"\n{more}"
+        );
+        check_as_apart(&sessions, [SMALL, large], &more);
+    }
+}

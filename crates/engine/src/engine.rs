@@ -52,6 +52,8 @@ pub struct Engine {
     block_size: u32,
     /// Limit of running sequences: `max_num_active_seqs`, or `max_num_seqs`.
     max_running: u32,
+    /// `max_running`, unless it is paused.
+    max_running_set: u32,
     max_num_batched_tokens: u32,
     /// Budget of a pass: the smaller of `max_num_scheduled_tokens` and `max_num_batched_tokens`.
     budget: u32,
@@ -345,6 +347,7 @@ impl Engine {
             rank,
             block_size: config.block_size,
             max_running: max_running.min(config.max_num_seqs),
+            max_running_set: max_running.min(config.max_num_seqs),
             max_num_batched_tokens: config.max_num_batched_tokens,
             budget,
             long_prefill: match config.long_prefill_token_threshold {
@@ -639,6 +642,11 @@ impl Engine {
         true
     }
 
+    /// From now on, or no more, no waiting sequence is admitted. Those that run go on; one that is preempted waits.
+    pub fn set_paused(&mut self, paused: bool) {
+        self.max_running = if paused { 0 } else { self.max_running_set };
+    }
+
     /// Begins a pass at `now`, and returns when it ends by the model; `None` if there is nothing to
     /// do. [`finish_pass`](Engine::finish_pass) comes before the next one.
     ///
@@ -699,7 +707,8 @@ impl Engine {
 
     /// Schedules a pass that begins at once; `None` if there is nothing to do.
     fn plan_first(&mut self, now: SimTime) -> Option<Plan> {
-        if self.by_id.is_empty() {
+        let admits_none = self.max_running == 0 && self.running.is_empty();
+        if self.by_id.is_empty() || admits_none {
             return None;
         }
         loop {
@@ -1647,7 +1656,7 @@ impl Engine {
         let stats = self.stats();
         assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
         assert_eq!(running, stats.running);
-        assert!(running <= self.max_running);
+        assert!(running <= self.max_running_set);
         for r in self.running.iter().filter(|r| !r.gone) {
             let blocks = self.sequences[r.slot].table.len();
             assert_eq!(blocks * self.block_size, r.capacity);

@@ -11,10 +11,10 @@ use slipstream_report::html::Page;
 use slipstream_report::html::run::{RunPage, cdf};
 use slipstream_report::run::{
     Autoscale, EngineCounts, GpuCost, ModelReport, ProcessCost, Resumed, SCHEMA, ScaleChange,
-    ScaledPool, Simulation, Transfers,
+    ScaledPool, SharedGpus, SharingPool, Simulation, Transfers,
 };
 use slipstream_report::{Objectives, RunReport, Series, Slo};
-use slipstream_twin::{Options, Outcome, Sink};
+use slipstream_twin::{Options, Outcome, ShareOutcome, Sink};
 
 use crate::source::{ClusterSource, WorkloadSource};
 use crate::{files, memory};
@@ -189,7 +189,7 @@ impl Run {
                         .then(|| model.prefix_hit_tokens as f64 / model.prefix_query_tokens as f64),
                 })
                 .collect(),
-            shares: Vec::new(),
+            shares: self.shares(outcome),
             gpu: Some(GpuCost {
                 gpus: cluster.gpus(),
                 hours: outcome.gpu_hours(cluster),
@@ -251,6 +251,32 @@ impl Run {
                 ..outcome.engine
             }),
         })
+    }
+
+    fn shares(&self, outcome: &Outcome) -> Vec<SharedGpus> {
+        let model = |name: &str| {
+            let mut pools = self.cluster.pools.iter();
+            let pool = pools.find(|pool| pool.name == name);
+            pool.map_or_else(String::new, |pool| pool.model.name.clone())
+        };
+        let ended_s = outcome.ended_at.as_secs_f64().max(1e-9);
+        let share = |share: &ShareOutcome| {
+            let over_all = |ns: u64| ns as f64 / 1e9 / (ended_s * f64::from(share.workers.max(1)));
+            let pool = |(name, awake_ns): &(String, u64)| SharingPool {
+                name: name.clone(),
+                model: model(name),
+                awake_share: over_all(*awake_ns),
+            };
+            SharedGpus {
+                name: share.name.clone(),
+                workers: share.workers,
+                swaps: share.swaps,
+                swapping_s: share.swapping_ns as f64 / 1e9,
+                swapping_share: over_all(share.swapping_ns),
+                pools: share.pools.iter().map(pool).collect(),
+            }
+        };
+        outcome.shares.iter().map(share).collect()
     }
 
     /// The page of a run: its `report`, the run over time if it was recorded, and `facts` in addition to the

@@ -434,7 +434,7 @@ fn carry(file: &mut Option<PathBuf>, text: &mut Option<String>, what: &str) -> a
 /// A pool's GPU has no price, or is not known.
 pub fn per_hour(cluster: &Cluster, prices: &Prices) -> anyhow::Result<f64> {
     let mut sum = 0.0;
-    for pool in &cluster.pools {
+    for (pool, gpus) in cluster.gpus_by_pool() {
         let (TimingConfig::Calibrated { gpu, .. } | TimingConfig::Roofline { gpu, .. }) =
             &pool.engine.timing
         else {
@@ -448,7 +448,6 @@ pub fn per_hour(cluster: &Cluster, prices: &Prices) -> anyhow::Result<f64> {
         let price = prices.per_gpu_hour(gpu).with_context(|| {
             format!("{gpu} has no price, or no power for that of energy; give --price {gpu}=PRICE")
         })?;
-        let gpus = u64::from(pool.workers) * u64::from(pool.engine.gpus());
         sum += price * gpus as f64;
     }
     Ok(sum)

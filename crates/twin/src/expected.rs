@@ -21,20 +21,22 @@ impl Outcome {
         cluster: &Cluster,
         read: impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Vec<ExpectedError>, TwinError> {
-        let ended = self.totals.requests.succeeded.max(1) as f64;
-        let tokens = self.totals.tokens();
-        let e2e_ms = self.totals.latencies().e2e_ms.map_or(0.0, |p| p.mean);
-        // Little's law.
-        let in_flight = ended / self.totals.duration_s().max(1e-9) * e2e_ms / 1e3;
-        let serve = cluster
-            .pools
-            .iter()
-            .filter(|pool| pool.role != slipstream_base::Role::Prefill);
-        let ranks: u64 = serve
-            .map(|pool| u64::from(pool.workers) * u64::from(pool.engine.data_parallel_size))
-            .sum();
+        let duration_s = self.totals.duration_s().max(1e-9);
         let mut errors = Vec::new();
         for pool in &cluster.pools {
+            let model = &pool.model.name;
+            let own = self.models.iter().find(|of| of.name == *model);
+            let totals = own.map_or(&self.totals, |model| &model.totals);
+            let ended = totals.requests.succeeded.max(1) as f64;
+            let tokens = totals.tokens();
+            let e2e_ms = totals.latencies().e2e_ms.map_or(0.0, |p| p.mean);
+            // Little's law.
+            let in_flight = ended / duration_s * e2e_ms / 1e3;
+            let serve = (cluster.pools_of(model))
+                .filter(|pool| pool.role != slipstream_base::Role::Prefill);
+            let ranks: u64 = serve
+                .map(|pool| u64::from(pool.workers) * u64::from(pool.engine.data_parallel_size))
+                .sum();
             let Some(mut deployment) = timing::deployment(&pool.engine, &pool.model.shape) else {
                 continue;
             };

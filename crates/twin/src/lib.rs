@@ -17,7 +17,7 @@
 //! transfers, blocks that workers fetch from each other, the network (`packets` packet by packet, `collectives` steps of
 //! workers on several hosts) and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
 //! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together
-//! that share experts; `models` keeps the routers of several models apart; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet;
+//! that share experts; `models` keeps the routers of several models apart, `share` lets them take turns on the same GPUs; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet;
 //! `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
@@ -47,6 +47,7 @@ mod parts;
 mod peers;
 mod planned;
 mod scaling;
+mod share;
 mod sim;
 pub mod sweep;
 mod threads;
@@ -56,6 +57,7 @@ pub use follow::{Follower, LateRequest};
 pub use models::ModelOutcome;
 pub use node::Hops;
 pub use scaling::{PoolTime, Scaled, Scaling};
+pub use share::ShareOutcome;
 pub use sim::{
     FRONTEND_LOST, Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink,
     TwinError, WORKER_LOST, simulate,

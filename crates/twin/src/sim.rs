@@ -39,6 +39,7 @@ use crate::parts::{Engines, Parts, RoutedNodes, api_time, ns};
 use crate::peers::Peers;
 use crate::planned::PlannedPasses;
 use crate::scaling::{Pools, Scaling};
+use crate::share::{ShareOutcome, Shares};
 use crate::threads::Threads;
 use crate::wire::{Frames, Wire};
 
@@ -312,6 +313,8 @@ pub struct Outcome {
     pub resumes: Resumes,
     /// Each model by itself, if there are several.
     pub models: Vec<ModelOutcome>,
+    /// GPUs that pools shared by turns.
+    pub shares: Vec<ShareOutcome>,
     /// Digest of every request's times, targets and hits: equal if two runs were.
     pub digest: u64,
     /// Changes by autoscaling, and their cost; `None` if no pool has `[autoscale]`.
@@ -458,6 +461,10 @@ pub(crate) enum Event {
     Resync { node: u32, life: u32 },
     /// The number of workers of a pool is decided; by its index among the pools that are scaled.
     Scale { pool: u32 },
+    /// A model that woke up on shared GPUs is awake.
+    Swapped { group: u32 },
+    /// The turn of the model that is awake may have ended.
+    Turn { group: u32 },
     /// A worker that was added has started, unless it was stopped before.
     Scaled { worker: u32, start: u32 },
 }
@@ -591,6 +598,8 @@ pub(crate) struct Sim<'a> {
     pub(crate) wire: Wire,
     /// Loads between workers, if they fetch blocks from each other.
     pub(crate) peers: Option<Peers>,
+    /// GPUs that pools share by turns, if there are some.
+    pub(crate) shares: Option<Box<Shares>>,
     /// Ranks that begin every step together, if there are some.
     pub(crate) lockstep: Option<Box<Lockstep>>,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
@@ -696,6 +705,7 @@ impl<'a> Sim<'a> {
             wire.set_traffic(traffic);
         }
         let peers = Peers::new(cluster, &mut parts.nodes, options.speedup);
+        let shares = Shares::new(cluster, &mut parts.nodes, options.speedup);
         let index = peers.as_ref().map(|peers| peers.index.clone());
         let threads = Threads::new(cluster, parts.nodes.len(), workload.seed)?;
         let mut workload = Cow::Borrowed(workload);
@@ -773,6 +783,7 @@ impl<'a> Sim<'a> {
             sequence: 0,
             wire,
             peers,
+            shares,
             lockstep: Lockstep::new(cluster),
             host,
             threads,
@@ -888,6 +899,7 @@ impl<'a> Sim<'a> {
             self.continue_upgrades(sink);
         }
         self.begin_passes(sink)?;
+        self.settle_shares();
         self.plan_resyncs();
         if self.refuses_all {
             return Ok(Some(format!(
@@ -1227,6 +1239,8 @@ impl<'a> Sim<'a> {
                         self.publish_snapshot(node);
                     }
                 }
+                Event::Swapped { group } => self.swapped(group),
+                Event::Turn { group } => self.turn_ended(group),
                 Event::Scale { pool } => self.scale(pool, sink),
                 Event::Scaled { worker, start } => self.scaled_up(worker, start),
             }
@@ -1526,6 +1540,9 @@ impl<'a> Sim<'a> {
             Role::Decode => engine.add_answer(self.now, engine_request),
             Role::Both => engine.add(self.now, engine_request),
         };
+        if let Some(shares) = &mut self.shares {
+            shares.note(step.node);
+        }
         match added {
             Ok(()) => self.wake(step.node),
             Err(refusal) => {
@@ -1716,6 +1733,9 @@ impl<'a> Sim<'a> {
     /// A node has begun a pass, or is idle.
     pub(crate) fn began(&mut self, node: u32, sink: &mut dyn Sink) {
         self.publish_idle(node);
+        if let Some(shares) = &mut self.shares {
+            shares.note(node);
+        }
         self.begin_peer_loads(node);
         if self.prefill.is_some() {
             let mut reserved = std::mem::take(&mut self.reserved);
@@ -1839,11 +1859,14 @@ impl<'a> Sim<'a> {
         let nodes = self.nodes.into_iter();
         let scaling = self.scaling.into_outcome(self.now);
         let peers = self.peers.map(|peers| peers.counts);
+        let (cluster, now) = (self.cluster, self.now);
+        let shares = self.shares.map(|shares| shares.into_outcomes(cluster, now));
         let outcome = self
             .tally
             .into_outcome(nodes, under_way, &self.schedule, cut);
         let mut outcome = Outcome {
             models,
+            shares: shares.unwrap_or_default(),
             scaling,
             ..outcome
         };
@@ -2048,6 +2071,7 @@ impl Tally {
             kv_transfers: self.kv_transfers,
             resumes: self.resumes,
             models: Vec::new(),
+            shares: Vec::new(),
             digest: self.digest,
             cut,
         }

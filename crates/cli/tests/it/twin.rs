@@ -607,6 +607,43 @@ fn the_example_of_autoscaling_has_the_workers_that_it_states() {
     );
 }
 
+/// The example of several models has the figures of docs/twin.md, and its page shows them.
+#[test]
+fn the_example_of_several_models_shares_gpus() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let dir = tempfile::tempdir().unwrap();
+    let page = dir.path().join("page.html");
+    let (code, out, err) = run(&[
+        "simulate",
+        &format!("{root}/examples/cluster-models.toml"),
+        &format!("--workload={root}/examples/models.workload.toml"),
+        &format!("--html={}", page.display()),
+        "--json",
+        "--quiet",
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["gpu"]["gpus"], 8);
+    let models = json["models"].as_array().unwrap();
+    let names: Vec<&str> = models.iter().map(|m| m["name"].as_str().unwrap()).collect();
+    let expected = ["qwen3-32b", "llama-3.1-70b", "qwen3-30b-a3b", "llama-tuned"];
+    assert_eq!(names, expected);
+    let p50 = models[1]["ttft_ms"]["p50"].as_f64().unwrap() / 1e3;
+    assert_eq!(format!("{p50:.1}"), "3.1");
+    let share = &json["shares"][0];
+    assert_eq!(share["swaps"], 203);
+    let spent = share["swapping_share"].as_f64().unwrap();
+    assert_eq!(format!("{:.0}", 100.0 * spent), "17");
+    let awake = |pool: &Value| pool["awake_share"].as_f64().unwrap();
+    let pools = share["pools"].as_array().unwrap();
+    let all = pools.iter().map(awake).sum::<f64>() + spent;
+    assert!((all - 1.0).abs() < 1e-9, "{all}");
+    let page = std::fs::read_to_string(page).unwrap();
+    for text in ["<th>model</th>", "awake, %", "llama-tuned"] {
+        assert!(page.contains(text), "the page lacks {text}");
+    }
+}
+
 /// The live side has all workers, so the twin that it is compared with has them too.
 #[test]
 fn drag_compares_clusters_of_as_many_workers() {

@@ -19,6 +19,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
+use super::share::{check_shares, read_share};
 use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_upstream};
 use super::{
     AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
@@ -233,6 +234,8 @@ pub fn read(
         check_several_models(root, &pools, root.has("event"));
         let network = root.table("network", read_network);
         let host = root.table("host", read_host);
+        let shares = root.tables("share", |name, t| read_share(name, t, &pools));
+        check_shares(root, &shares, &pools, (network.mode, host.mode));
         let kv = root.table("kv", |t| KvConfig {
             hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
         });
@@ -243,6 +246,7 @@ pub fn read(
         Cluster {
             model,
             pools,
+            shares,
             router,
             network,
             host,
@@ -4137,6 +4141,95 @@ mod tests {
         }
     }
 
+    const SHARED: &str = "[pool.a]\nworkers = 3\n[pool.b]\nworkers = 2\n[pool.b.model]\npreset = \"llama-3.1-8b\"\n[pool.c]\n\
+                          [share.s]\npools = [\"b\", \"a\"]\nwake_bytes_per_s = 10e9\n";
+
+    #[test]
+    fn pools_may_share_gpus() {
+        let (cluster, settings) = parse(&format!("{SHARED}wake_ms = 300\nsleep_ms = 5\n")).unwrap();
+        let [share] = &cluster.shares[..] else {
+            panic!("one share");
+        };
+        assert_eq!((&*share.name, share.turn_ns), ("s", 5_000_000_000));
+        // 16,059,990,016 bytes of weights at 10e9 bytes/s, both ways.
+        let [b, a] = [share.pools[0], share.pools[1]];
+        assert_eq!(
+            (b.pool, b.sleep_ns, b.wake_ns),
+            (1, 1_610_999_002, 1_905_999_002)
+        );
+        assert_eq!(a.pool, 0);
+        // Three sets of GPUs, and one for `c`.
+        let gpus: Vec<u64> = cluster.gpus_by_pool().map(|(_, gpus)| gpus).collect();
+        assert_eq!((gpus, cluster.gpus()), (vec![3, 0, 1], 4));
+        assert_eq!(parse(&settings.to_toml()).unwrap().0, cluster);
+        // Level 2 drops the weights.
+        let (cluster, _) = parse(&format!("{SHARED}level = 2\n")).unwrap();
+        let b = cluster.shares[0].pools[0];
+        assert_eq!((b.sleep_ns, b.wake_ns), (0, 1_605_999_002));
+    }
+
+    #[test]
+    fn shares_that_cannot_be_are_refused() {
+        let more = |text: &str| format!("{SHARED}{text}");
+        for (text, expected) in [
+            (
+                SHARED.replace("\"b\"", "\"x\""),
+                &["`pools` of share `s` has `x`"][..],
+            ),
+            (
+                SHARED.replace("\"b\"", "\"a\""),
+                &["`pools` of share `s` has `a` twice"],
+            ),
+            (SHARED.replace("\"b\", ", ""), &["share `s` has 1 pool,"]),
+            (
+                SHARED.replace("[\"b\", \"a\"]", "[]"),
+                &["share `s` has 0 pools,"],
+            ),
+            (
+                SHARED.replace("wake_bytes_per_s = 10e9\n", ""),
+                &["wake_bytes_per_s"],
+            ),
+            (
+                SHARED.replace("\"b\"", "\"c\""),
+                &["pools `c` and `a` both serve `qwen3-8b`"],
+            ),
+            (
+                more("[share.t]\npools = [\"b\", \"c\"]\nwake_bytes_per_s = 1e9\n"),
+                &["pool `b` is in share `s` and in share `t`"],
+            ),
+            (
+                more("[pool.b.engine]\ntensor_parallel_size = 2\n"),
+                &["a worker of pool `b` has 2 GPUs, and one of pool `a` has 1 GPU"],
+            ),
+            (
+                more("[pool.b.engine.timing]\ngpu = \"l40s\"\n"),
+                &["pool `b` has GPUs of kind l40s, and pool `a` of kind"],
+            ),
+            (
+                more("[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n"),
+                &[
+                    "pool `b` has KV blocks in host memory",
+                    "pool `a` has KV blocks in host memory",
+                ],
+            ),
+            (
+                more("[network]\nmode = \"flows\"\n"),
+                &["`network.mode` with GPUs that pools share"],
+            ),
+            (
+                more("[host]\nmode = \"ideal\"\n"),
+                &["`host.mode` with GPUs that pools share"],
+            ),
+            (more("turn_ms = 0\n"), &["`share.s.turn_ms` is 0"]),
+            (
+                more("level = 2\nsleep_bytes_per_s = 1e9\n"),
+                &["`share.s.sleep_bytes_per_s` is not used"],
+            ),
+        ] {
+            check_refused(&text, expected);
+        }
+    }
+
     #[test]
     fn a_mistake_that_all_pools_inherit_is_reported_once() {
         check_refused(
@@ -4182,6 +4275,8 @@ mod tests {
         let roles: Vec<_> = cluster.pools.iter().map(|p| (p.role, p.workers)).collect();
         assert_eq!(roles, [(Role::Prefill, 4), (Role::Decode, 4)]);
         assert_eq!(cluster.network.mode, NetworkMode::Flows);
+        let cluster = read_example("cluster-models.toml");
+        assert_eq!((cluster.models().len(), cluster.gpus()), (4, 8));
         let cluster = read_example("cluster-faults.toml");
         assert_eq!(cluster.events.len(), 5);
         assert_eq!(cluster.pools[0].engine.startup_s, 20.0);

@@ -6,6 +6,7 @@
 
 pub mod file;
 pub mod reference;
+mod share;
 mod upstream;
 
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
+pub use share::{ShareConfig, SharingPool};
 pub use upstream::{
     BOOTSTRAP_PORT, EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, KvProtocol,
     PoolTraffic, Resume, UpstreamConfig,
@@ -26,6 +28,8 @@ pub struct Cluster {
     pub model: ModelConfig,
     /// `[pool.NAME]`, in file order; at least one. Each has its own resolved `[engine]` and `[model]`.
     pub pools: Vec<PoolConfig>,
+    /// `[share.NAME]`: for `simulate` only.
+    pub shares: Vec<ShareConfig>,
     /// `[router]`
     pub router: RouterConfig,
     /// `[network]`. Live, it sets the duration of KV transfers between workers only.
@@ -113,10 +117,9 @@ impl Cluster {
         self.pools.iter().any(|pool| pool.engines.is_some())
     }
 
-    /// GPUs: workers × tensor-parallel × pipeline-parallel × data-parallel size, over all pools.
+    /// GPUs: workers × tensor-parallel × pipeline-parallel × data-parallel size, over all pools; those of a share once.
     pub fn gpus(&self) -> u64 {
-        let of = |pool: &PoolConfig| u64::from(pool.workers) * u64::from(pool.engine.gpus());
-        self.pools.iter().map(of).sum()
+        self.gpus_by_pool().map(|(_, gpus)| gpus).sum()
     }
 
     /// The host of each worker, or its first one: in order of workers, each on the first GPUs behind those of the one

@@ -302,3 +302,174 @@ proptest! {
         check_as_apart(&sessions, [SMALL, large], &more);
     }
 }
+
+/// Two models of one GPU. Their matrices, of 2 bytes a number: 36 layers of 41,943,040 + 150,994,944 and embeddings of
+/// 2 x 622,329,856 are 16,380,854,272 bytes; 32 layers of 41,943,040 + 176,160,768 and 2 x 525,336,576 are 16,059,990,016.
+const SHARE: &str =
+    "[share.s]\npools = [\"a\", \"b\"]\nwake_bytes_per_s = 1e12\nwake_ms = 100\nsleep_ms = 50\n";
+/// To put each to sleep, and to wake it up, ns.
+const SLEEP: [u64; 2] = [66_380_854, 66_059_990];
+const WAKE: [u64; 2] = [116_380_854, 116_059_990];
+
+/// Requests of 100 tokens in and `output` out: when each is due, ms, and its model.
+fn requests(each: &[(u64, usize, u32)]) -> Trace {
+    let line = |(at, model, output): &(u64, usize, u32)| {
+        format!(
+            "{{\"timestamp\": {at}, \"input_length\": 100, \"output_length\": {output}, \"model\": \"{}\"}}\n",
+            ["small", "large"][*model]
+        )
+    };
+    let lines: Vec<String> = each.iter().map(line).collect();
+    Trace::new(&lines)
+}
+
+/// First tokens of requests by session, ns.
+fn firsts(records: &Records) -> Vec<u64> {
+    let all = records.ended.values().flatten();
+    let each: BTreeMap<Key, u64> = all.map(|(key, times)| (*key, times.0)).collect();
+    each.into_values().collect()
+}
+
+#[test]
+fn a_model_that_sleeps_wakes_for_a_request() {
+    let both = two_models(&format!("{SHARE}turn_ms = 200\n"));
+    assert_eq!(both.gpus(), 1);
+    // The first is awake at the start. For the second the GPU swaps at once, as nothing runs; and back for the third, which comes
+    // while the large model computes its second and last token.
+    let trace = requests(&[(0, 0, 3), (1_000, 1, 2), (1_000 + 200, 0, 1)]);
+    let (outcome, records) = simulate(&both, &trace.workload(), &Options::default());
+    let woke = 1_000 * MS + SLEEP[0] + WAKE[1];
+    assert!((1_182 * MS..1_183 * MS).contains(&woke));
+    let back = woke + 60 * MS + SLEEP[1] + WAKE[0];
+    assert_eq!(firsts(&records), [10 * MS, woke + 30 * MS, back + 10 * MS]);
+    let [share] = &outcome.shares[..] else {
+        panic!("one share");
+    };
+    assert_eq!((&*share.name, share.workers, share.swaps), ("s", 1, 2));
+    let swapping = SLEEP[0] + WAKE[1] + SLEEP[1] + WAKE[0];
+    assert_eq!(share.swapping_ns, swapping);
+    let awake = [("a".to_owned(), 1_010 * MS), ("b".to_owned(), 60 * MS)];
+    assert_eq!(share.pools, awake);
+}
+
+#[test]
+fn a_model_with_work_stays_awake_for_a_turn() {
+    let both = two_models(&format!(
+        "[pool.a.engine]\nmax_num_seqs = 2\n{SHARE}turn_ms = 200\n"
+    ));
+    // Two at a time of 10 tokens each, 100 ms: at 30 ms a request for the other model comes, so the turn ends at 230 ms. The
+    // third pair has begun at 200 ms, and ends at 300 ms; the fourth waits for the model to wake again.
+    let mut each = vec![(0, 0, 10); 8];
+    each.push((30, 1, 2));
+    let (outcome, records) = simulate(&both, &requests(&each).workload(), &Options::default());
+    let woke = 300 * MS + SLEEP[0] + WAKE[1];
+    let back = woke + 60 * MS + SLEEP[1] + WAKE[0];
+    let first = |at: u64| at + 10 * MS;
+    let pairs = [0, 100 * MS, 200 * MS, back].map(first);
+    let mut expected: Vec<u64> = pairs.iter().flat_map(|&at| [at, at]).collect();
+    expected.push(woke + 30 * MS);
+    assert_eq!(firsts(&records), expected);
+    assert_eq!(outcome.shares[0].swaps, 2);
+}
+
+#[test]
+fn a_model_that_sleeps_loses_its_cache() {
+    let both = two_models(SHARE);
+    let line = |at: u64, model: &str| {
+        format!(
+            "{{\"timestamp\": {at}, \"input_length\": 100, \"output_length\": 2, \"hash_ids\": [7], \"model\": \"{model}\"}}\n"
+        )
+    };
+    let lines = [
+        line(0, "small"),
+        line(500, "small"),
+        line(1_000, "large"),
+        line(2_000, "small"),
+    ];
+    let trace = Trace::new(&lines);
+    for feed_index in [false, true] {
+        let options = Options {
+            feed_index,
+            ..Options::default()
+        };
+        let (_, records) = simulate(&both, &trace.workload(), &options);
+        let cached: Vec<u32> = records.ended[&0].values().map(|times| times.3).collect();
+        assert_eq!(cached, [0, 96, 0]);
+        assert_eq!(records.ended[&1].values().next().unwrap().3, 0);
+    }
+}
+
+/// Three models of two GPUs, one of them with one worker.
+const THREE: &str = "[pool.a]\nworkers = 2\n[pool.a.model]\nname = \"small\"\n\
+                     [pool.b]\nworkers = 2\n[pool.b.model]\npreset = \"llama-3.1-8b\"\nname = \"large\"\n\
+                     [pool.c]\n[pool.c.model]\npreset = \"llama-3.1-8b\"\nname = \"third\"\n\
+                     [share.s]\npools = [\"a\", \"b\", \"c\"]\nwake_bytes_per_s = 1e12\n";
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Every request ends, and is waited for no longer than its model's turn takes to come.
+    #[test]
+    fn models_that_share_gpus_answer_all(
+        gaps in prop::collection::vec((0u64..400, 0usize..3, 1u32..120, 1u32..12), 1..60),
+        turn_ms in 1u32..1_500,
+        seqs in 1u32..4,
+        blocks in 12u32..80,
+        ahead in any::<bool>(),
+        policy in prop::sample::select(vec!["kv", "round_robin", "least_requests"]),
+        lag in prop::sample::select(vec!["", "kv_lag_ms = 30\n"]),
+    ) {
+        let text = format!(
+            "[engine]\nnum_gpu_blocks = {blocks}\nmax_num_seqs = {seqs}\nmax_model_len = 160\nasync_scheduling = {ahead}\n\
+             [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n[router]\npolicy = \"{policy}\"\n{lag}{THREE}turn_ms = {turn_ms}\n"
+        );
+        let both = cluster(&text);
+        let mut at = 0;
+        let lines = gaps.iter().map(|(gap, model, input, output)| {
+            at += gap;
+            format!(
+                "{{\"timestamp\": {at}, \"input_length\": {input}, \"output_length\": {output}, \"hash_ids\": [{model}], \
+                 \"model\": \"{}\"}}\n",
+                ["small", "large", "third"][*model]
+            )
+        });
+        let trace = Trace::new(&lines.collect::<Vec<_>>());
+        let mut outcomes = Vec::new();
+        for (jump, feed_index) in [(true, false), (false, false), (true, true)] {
+            let options = Options { jump, feed_index, threads: 3, ..Options::default() };
+            let (outcome, records) = simulate(&both, &trace.workload(), &options);
+            prop_assert_eq!(outcome.totals.requests.succeeded, gaps.len() as u64);
+            prop_assert_eq!(firsts(&records).len(), gaps.len());
+            let share = &outcome.shares[0];
+            let awake: u64 = share.pools.iter().map(|(_, ns)| ns).sum();
+            prop_assert_eq!(awake + share.swapping_ns, 2 * outcome.ended_at.0);
+            outcomes.push((outcome.digest, share.swaps, share.swapping_ns, outcome.totals.latencies()));
+        }
+        prop_assert_eq!(&outcomes[0], &outcomes[1]);
+        prop_assert_eq!(&outcomes[0], &outcomes[2]);
+    }
+
+    /// One model has more work than its GPU can do. A request for the other waits for no more than a turn, the last
+    /// sequences, and a swap; requests that wait when it wakes are all in its first passes.
+    #[test]
+    fn a_busy_model_starves_no_other(
+        turn_ms in 1u64..2_000,
+        output in 1u32..20,
+        others in prop::collection::vec(0u64..8_000, 1..6),
+    ) {
+        let both = two_models(&format!("[pool.a.engine]\nmax_num_seqs = 2\n{SHARE}turn_ms = {turn_ms}\n"));
+        let mut each: Vec<(u64, usize, u32)> = (0..300).map(|i| (i * 20, 0, output)).collect();
+        each.extend(others.iter().map(|&at| (at, 1, 1)));
+        each.sort_unstable();
+        let (outcome, records) = simulate(&both, &requests(&each).workload(), &Options::default());
+        prop_assert_eq!(outcome.totals.requests.succeeded, each.len() as u64);
+        let longest = u64::from(output) * 10 * MS;
+        // It may come when the model falls asleep that it is for: then a turn of the other one is before it, too.
+        let swaps = 2 * (SLEEP[0] + WAKE[1] + SLEEP[1] + WAKE[0]);
+        let bound = 2 * (turn_ms * MS + longest + 30 * MS) + swaps;
+        for (&(session, _), times) in &records.ended[&1] {
+            let due = each[usize::try_from(session).unwrap()].0 * MS;
+            prop_assert!(times.0 - due <= bound, "{} after {due}", times.0 - due);
+        }
+    }
+}

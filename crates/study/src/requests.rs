@@ -25,7 +25,7 @@ pub trait Recommend {
 
 /// Receives a run's requests.
 ///
-/// A request takes about 130 bytes. Latencies are those of the report, and absent for requests that failed.
+/// A request takes about 135 bytes. Latencies are those of the report, and absent for requests that failed.
 pub struct Requests<'a> {
     control: &'a Control,
     function: Option<&'a mut dyn Recommend>,
@@ -55,6 +55,7 @@ fn columns() -> Vec<Column> {
         Column::u32("preemptions"),
         Column::u32("retries"),
         Column::text("status"),
+        Column::u32("model"),
     ]
 }
 
@@ -135,6 +136,7 @@ impl Sink for Requests<'_> {
             preemptions,
             retries,
             status,
+            model,
         ] = &mut self.columns[..]
         else {
             unreachable!("the columns are these");
@@ -153,6 +155,7 @@ impl Sink for Requests<'_> {
         prefill_worker.push_u32(record.prefill_rank.map(|rank| rank.worker.0));
         preemptions.push_u32(Some(record.preemptions));
         retries.push_u32(Some(record.retries));
+        model.push_u32(Some(record.request.model));
         status.push_text(Some(record.error.map_or("ok", |error| error.kind)));
     }
 

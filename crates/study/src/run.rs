@@ -165,11 +165,7 @@ impl Run {
             schema: SCHEMA,
             label: self.label.clone(),
             target: "simulated".into(),
-            model: {
-                let models = cluster.models();
-                let names: Vec<&str> = models.iter().map(|model| &*model.name).collect();
-                names.join(", ")
-            },
+            model: cluster.model_names(),
             workload: self.name.clone(),
             seed: self.workload.seed,
             duration_s: totals.duration_s(),

@@ -824,7 +824,9 @@ impl Answer {
         let page = SweepPage {
             subtitle: &format!(
                 "{} · {} · seed {}",
-                clusters[0].model.name, self.sweep.name, self.sweep.seed
+                clusters[0].model_names(),
+                self.sweep.name,
+                self.sweep.seed
             ),
             base: &base,
             tolerance_is: &tolerance_is(question.tolerance),

@@ -121,13 +121,13 @@ impl ClusterArgs {
 /// Refuses settings of a router or network that a live cluster cannot follow.
 fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
     let mut refused = Vec::new();
-    let models: Vec<&str> = cluster.models().iter().map(|model| &*model.name).collect();
-    if models.len() > 1 {
+    let models = cluster.models().len();
+    if models > 1 {
         refused.push(format!(
             "the pools serve {} models ({}), which is for simulation; live, a server has one: run one for each model, \
              with a file of its pools",
-            models.len(),
-            models.join(", ")
+            models,
+            cluster.model_names()
         ));
     }
     let mut refuse = |asked: bool, message: &str| {

@@ -67,6 +67,13 @@ impl Cluster {
         models
     }
 
+    /// Names of its [models](Self::models), with commas between.
+    pub fn model_names(&self) -> String {
+        let models = self.models();
+        let names: Vec<&str> = models.iter().map(|model| &*model.name).collect();
+        names.join(", ")
+    }
+
     /// Tokens of a prompt and its answer at most, so that any engine can hold them: requests for more are
     /// refused, live and simulated.
     pub fn context_max(&self) -> u32 {

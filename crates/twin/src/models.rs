@@ -88,7 +88,7 @@ impl Models {
     }
 
     /// The model of a node.
-    fn of_node(&self, node: u32) -> usize {
+    pub(crate) fn of_node(&self, node: u32) -> usize {
         self.of_node.get(node as usize).map_or(0, |&at| at as usize)
     }
 }

@@ -7,11 +7,14 @@
 //!   admits no more, finishes what runs, and sleeps.
 //! - Then the model wakes whose first request has waited longest.
 //!
+//! While workers of a model are awake, its requests go to those alone, so that none wakes another one without need. Once
+//! sequences have waited at each of them for a turn, they go to any.
+//!
 //! A model that wakes begins a pass at once, and a turn lasts a millisecond or more: each turn computes something, and with
 //! *n* models a request waits for at most *n* - 1 turns of others and their last sequences before its model wakes.
 
-use slipstream_base::SimTime;
 use slipstream_base::width::to_u32;
+use slipstream_base::{Role, SimTime};
 use slipstream_config::cluster::{Cluster, SharingPool};
 
 use crate::node::{Node, Phase};
@@ -22,8 +25,42 @@ pub(crate) struct Shares {
     groups: Vec<Group>,
     /// Of each node, its group, if it has one.
     of_node: Vec<Option<u32>>,
-    /// Groups in which something has changed at this time.
-    changed: Vec<u32>,
+    /// Nodes about which something has changed at this time.
+    noted: Vec<u32>,
+    /// By model.
+    routes: Vec<Routes>,
+    /// Of each node.
+    queues: Vec<Queue>,
+}
+
+/// A node as its model's router sees it.
+#[derive(Clone, Copy, Default)]
+struct Queue {
+    /// Whether its model is awake.
+    awake: bool,
+    /// Since when sequences wait that no pass admitted.
+    waits_since: Option<SimTime>,
+    /// Whether it counts as free.
+    free: bool,
+}
+
+/// The workers of a model that requests may go to.
+#[derive(Default)]
+struct Routes {
+    /// Nodes that answer requests.
+    nodes: Vec<u32>,
+    /// How many of them are awake.
+    awake: usize,
+    /// How many of these admitted all that waited.
+    free: usize,
+    /// Time for which sequences wait at each before requests go to others, ns.
+    turn_ns: u64,
+    /// When that time ends, if it is known.
+    opens: Option<SimTime>,
+    /// Whether requests go to workers that are awake alone.
+    narrowed: bool,
+    /// Whether other workers are awake since its fleet was told.
+    changed: bool,
 }
 
 /// One set of GPUs.
@@ -60,7 +97,7 @@ enum State {
     Swaps(usize),
 }
 
-/// What the awake model does.
+/// The state of the awake model.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Work {
     /// Sequences run.
@@ -71,7 +108,7 @@ enum Work {
     None,
 }
 
-/// What follows from a change in a group.
+/// The consequence of a change in a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     /// Nothing, before anything else changes.
@@ -105,6 +142,14 @@ impl Group {
             true => Step::Rest,
             false if now < turn_ends => Step::Look(turn_ends),
             false => Step::Pause(own),
+        }
+    }
+
+    /// Whether this member is awake, or will be next.
+    fn is_awake(&self, at: usize) -> bool {
+        match self.state {
+            State::Awake(own) | State::Swaps(own) => own == at,
+            State::Ends(_) => false,
         }
     }
 
@@ -152,7 +197,16 @@ impl Shares {
         let mut shares = Shares {
             groups: Vec::new(),
             of_node: vec![None; nodes.len()],
-            changed: Vec::new(),
+            noted: (0..to_u32(nodes.len())).collect(),
+            routes: cluster
+                .models()
+                .iter()
+                .map(|model| Routes {
+                    turn_ns: ns(turn_of(cluster, &model.name)),
+                    ..Routes::default()
+                })
+                .collect(),
+            queues: vec![Queue::default(); nodes.len()],
         };
         for (share, config) in cluster.shares.iter().enumerate() {
             let workers = config.pools.iter().map(|of| cluster.pools[of.pool].workers);
@@ -188,11 +242,20 @@ impl Shares {
 
     /// Something about `node` may have changed.
     pub(crate) fn note(&mut self, node: u32) {
-        if let Some(group) = self.of_node[node as usize]
-            && !self.changed.contains(&group)
-        {
-            self.changed.push(group);
+        if self.noted.last() != Some(&node) {
+            self.noted.push(node);
         }
+    }
+
+    /// A pass of `node` has begun, or it is idle; `waiting` sequences were not admitted.
+    pub(crate) fn began(&mut self, now: SimTime, node: u32, waiting: u32) {
+        let queue = &mut self.queues[node as usize];
+        if waiting == 0 {
+            queue.waits_since = None;
+        } else if queue.awake {
+            queue.waits_since.get_or_insert(now);
+        }
+        self.note(node);
     }
 
     pub(crate) fn into_outcomes(mut self, cluster: &Cluster, now: SimTime) -> Vec<ShareOutcome> {
@@ -225,16 +288,101 @@ impl Shares {
     }
 }
 
+/// The longest turn of the shares that have `model`, ns.
+fn turn_of(cluster: &Cluster, model: &str) -> u64 {
+    let has = |of: &SharingPool| cluster.pools[of.pool].model.name == model;
+    let shares = cluster.shares.iter();
+    let of_model = shares.filter(|share| share.pools.iter().any(has));
+    of_model.map(|share| share.turn_ns).max().unwrap_or(0)
+}
+
+/// The queues of `nodes`.
+fn queues_of<'q>(nodes: &'q [u32], queues: &'q [Queue]) -> impl Iterator<Item = &'q Queue> {
+    nodes.iter().map(|&node| &queues[node as usize])
+}
+
 impl Sim<'_> {
     /// Decides about the shared GPUs at which something has changed at this time.
     pub(crate) fn settle_shares(&mut self) {
         let Some(mut shares) = self.shares.take() else {
             return;
         };
-        while let Some(group) = shares.changed.pop() {
-            self.settle(&mut shares.groups[group as usize], group);
+        let noted = std::mem::take(&mut shares.noted);
+        if shares.routes[0].nodes.is_empty() {
+            for (node, n) in (0..).zip(&self.nodes) {
+                if n.role != Role::Prefill {
+                    shares.routes[self.models.of_node(node)].nodes.push(node);
+                }
+            }
         }
+        for &node in &noted {
+            if let Some(group) = shares.of_node[node as usize] {
+                let of = &mut shares.groups[group as usize];
+                self.settle(of, group);
+                for at in 0..of.members.len() {
+                    let (node, is_awake) = (of.members[at].node, of.is_awake(at));
+                    self.count_awake(&mut shares.routes, &mut shares.queues, node, is_awake);
+                }
+            } else {
+                self.count_awake(&mut shares.routes, &mut shares.queues, node, true);
+            }
+        }
+        for (model, routes) in shares.routes.iter_mut().enumerate() {
+            self.open_routes(model, routes, &shares.queues);
+        }
+        shares.noted = noted;
+        shares.noted.clear();
         self.shares = Some(shares);
+    }
+
+    /// Counts `node` among those of its model that are awake, and those that are free.
+    fn count_awake(&self, routes: &mut [Routes], queues: &mut [Queue], node: u32, is_awake: bool) {
+        let n = &self.nodes[node as usize];
+        if n.role == Role::Prefill {
+            return;
+        }
+        let queue = &mut queues[node as usize];
+        let before = std::mem::replace(
+            queue,
+            Queue {
+                awake: is_awake,
+                free: is_awake && queue.waits_since.is_none(),
+                // Those that wait while it sleeps wait for it to wake.
+                waits_since: queue.waits_since.filter(|_| is_awake),
+            },
+        );
+        let routes = &mut routes[self.models.of_node(node)];
+        routes.changed |= before.awake != is_awake;
+        routes.awake = routes.awake + usize::from(is_awake) - usize::from(before.awake);
+        routes.free = routes.free + usize::from(queue.free) - usize::from(before.free);
+    }
+
+    /// Tells the fleet of a model which of its workers take requests, if others do than before.
+    fn open_routes(&mut self, model: usize, routes: &mut Routes, queues: &[Queue]) {
+        let opens = if routes.free > 0 {
+            SimTime::MAX
+        } else {
+            let waits = queues_of(&routes.nodes, queues).filter(|queue| queue.awake);
+            let since = waits.filter_map(|queue| queue.waits_since).max();
+            since.map_or(SimTime::ZERO, |since| since + routes.turn_ns)
+        };
+        let narrowed = routes.awake > 0 && self.now < opens;
+        if narrowed && opens < SimTime::MAX && routes.opens != Some(opens) {
+            routes.opens = Some(opens);
+            self.plan_event(opens, Event::Turn { group: 0 });
+        }
+        if narrowed == routes.narrowed && !(narrowed && routes.changed) {
+            routes.changed = false;
+            return;
+        }
+        (routes.narrowed, routes.changed) = (narrowed, false);
+        self.turn_to(model);
+        for &node in &routes.nodes {
+            let worker = self.nodes[node as usize].rank.worker;
+            let ready = !narrowed || queues[node as usize].awake;
+            self.serve.fleet.set_ready(worker, ready);
+        }
+        self.dispatch.on_fleet_changed();
     }
 
     fn settle(&mut self, group: &mut Group, number: u32) {

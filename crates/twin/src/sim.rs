@@ -463,7 +463,7 @@ pub(crate) enum Event {
     Scale { pool: u32 },
     /// A model that woke up on shared GPUs is awake.
     Swapped { group: u32 },
-    /// The turn of the model that is awake may have ended.
+    /// A turn may have ended.
     Turn { group: u32 },
     /// A worker that was added has started, unless it was stopped before.
     Scaled { worker: u32, start: u32 },
@@ -812,6 +812,7 @@ impl<'a> Sim<'a> {
             sim.plan_event(at, Event::Begin { event: index });
         }
         sim.begin_scaling();
+        sim.settle_shares();
         Ok(sim)
     }
 
@@ -1733,9 +1734,7 @@ impl<'a> Sim<'a> {
     /// A node has begun a pass, or is idle.
     pub(crate) fn began(&mut self, node: u32, sink: &mut dyn Sink) {
         self.publish_idle(node);
-        if let Some(shares) = &mut self.shares {
-            shares.note(node);
-        }
+        self.note_queue(node);
         self.begin_peer_loads(node);
         if self.prefill.is_some() {
             let mut reserved = std::mem::take(&mut self.reserved);
@@ -1804,10 +1803,19 @@ impl<'a> Sim<'a> {
         let n = &self.nodes[node as usize];
         let kv = &mut self.out.get_or_insert_default().kv;
         self.serve.on_run(node, n, &self.run, kv);
+        self.note_queue(node);
         if self.watches {
             self.report_jump(node, sink);
         }
         Some(end)
+    }
+
+    /// Passes of a node have begun, or it is idle: who waits there decides whether its model's requests wake others.
+    fn note_queue(&mut self, node: u32) {
+        if let Some(shares) = &mut self.shares {
+            let waiting = self.nodes[node as usize].engine.stats().waiting;
+            shares.began(self.now, node, waiting);
+        }
     }
 
     /// Reports the passes that were just jumped over.

@@ -373,6 +373,29 @@ fn a_model_with_work_stays_awake_for_a_turn() {
 }
 
 #[test]
+fn a_request_wakes_no_worker_while_another_is_awake_and_free() {
+    let mut both = two_models(&format!(
+        "[pool.a.engine]\nmax_num_seqs = 1\n[router]\npolicy = \"least_requests\"\n{SHARE}turn_ms = 200\n"
+    ));
+    for pool in &mut both.pools {
+        pool.workers = 2;
+    }
+    // The large model wakes at one of the workers. Then one request of the small one at a time is for the other worker, though
+    // it has had as many as the first. From 2,010 ms on one waits there: 200 ms later a further one may go anywhere.
+    let mut each = vec![(0, 1, 2)];
+    each.extend([500, 600, 700, 800].map(|at| (at, 0, 5)));
+    each.extend([2_000, 2_001, 2_209, 2_211].map(|at| (at, 0, 60)));
+    let (outcome, records) = simulate(&both, &requests(&each).workload(), &Options::default());
+    let worker = |times: &Times| times.2.unwrap();
+    let same = worker(records.ended[&1].values().next().unwrap()) - 2;
+    let other = 1 - same;
+    let of_small: Vec<u32> = records.ended[&0].values().map(worker).collect();
+    let expected = [other, other, other, other, other, other, other, same];
+    assert_eq!(of_small, expected);
+    assert_eq!(outcome.shares[0].swaps, 2);
+}
+
+#[test]
 fn a_model_that_sleeps_loses_its_cache() {
     let both = two_models(SHARE);
     let line = |at: u64, model: &str| {

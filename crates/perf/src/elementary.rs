@@ -1,5 +1,6 @@
 //! Logarithm and exponential function of a look-up: sums and products alone, so every machine has the same bits, in
-//! a third of the time of `libm`'s. Both are within 4 units in the last place.
+//! a third of the time of `libm`'s. Both are within 4 units in the last place. They have no branches and no conversions
+//! of integers, so that the compiler can compute several at once.
 
 /// `log2(x)` of a normal positive `x`.
 #[inline]
@@ -16,8 +17,12 @@ pub(crate) fn log2(x: f64) -> f64 {
     };
     /// Bits of the square root of a half: the fraction is moved to between it and its double.
     const ROOT: u64 = std::f64::consts::FRAC_1_SQRT_2.to_bits();
+    /// 2^52 as bits: a number below that in the fraction is added to it.
+    const WHOLE: u64 = 0x4330_0000_0000_0000;
+    const BIAS: u64 = 1024;
     let above = x.to_bits().wrapping_sub(ROOT);
-    let exponent = above.cast_signed() >> 52;
+    let exponent = above.wrapping_add(BIAS << 52) >> 52;
+    let exponent = f64::from_bits(WHOLE | exponent) - f64::from_bits(WHOLE | BIAS);
     let fraction = f64::from_bits((above & 0x000f_ffff_ffff_ffff).wrapping_add(ROOT));
     let s = (fraction - 1.0) / (fraction + 1.0);
     let q = s * s;
@@ -25,7 +30,7 @@ pub(crate) fn log2(x: f64) -> f64 {
     let q4 = q2 * q2;
     let low = (C[0] + C[1] * q) + (C[2] + C[3] * q) * q2;
     let high = (C[4] + C[5] * q) + (C[6] + C[7] * q) * q2;
-    exponent as f64 + s * (low + q4 * (high + q4 * (C[8] + C[9] * q)))
+    exponent + s * (low + q4 * (high + q4 * (C[8] + C[9] * q)))
 }
 
 /// `exp(x)` of an `x` of at most 700; 0 below -700.
@@ -45,12 +50,10 @@ pub(crate) fn exp(x: f64) -> f64 {
         }
         c
     };
-    if x < -700.0 {
-        return 0.0;
-    }
-    // Adding 1.5·2^52 rounds to a whole number.
+    // Adding 1.5·2^52 rounds to a whole number, from -1010 to 1010, and has it in the last bits.
     const ROUND: f64 = 6_755_399_441_055_744.0;
-    let k = x * std::f64::consts::LOG2_E + ROUND - ROUND;
+    let rounded = x * std::f64::consts::LOG2_E + ROUND;
+    let k = rounded - ROUND;
     let r = (x - k * LN2[0]) - k * LN2[1];
     let r2 = r * r;
     let r4 = r2 * r2;
@@ -58,13 +61,8 @@ pub(crate) fn exp(x: f64) -> f64 {
     let middle = (C[4] + C[5] * r) + (C[6] + C[7] * r) * r2;
     let high = (C[8] + C[9] * r) + (C[10] + C[11] * r) * r2;
     let series = low + r4 * (middle + r4 * (high + r4 * (C[12] + C[13] * r)));
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "k is whole, and from -1010 to 1010"
-    )]
-    let exponent = k as i64 + 1023;
-    let power = f64::from_bits(exponent.cast_unsigned() << 52);
-    series * power
+    let power = f64::from_bits(rounded.to_bits().wrapping_add(1023) << 52);
+    if x < -700.0 { 0.0 } else { series * power }
 }
 
 #[cfg(test)]

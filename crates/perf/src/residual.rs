@@ -72,6 +72,7 @@ fn within(x: f64, most: f64) -> f64 {
     x.clamp(-most, most)
 }
 
+#[inline]
 fn log2(x: f64) -> f64 {
     crate::elementary::log2(x.max(1e-9))
 }
@@ -85,8 +86,9 @@ pub(crate) fn input_feature(isl: f64) -> f64 {
     within(log2(isl / 2048.0), 3.0) / 1.5
 }
 
+/// Feature of the residual for a mean output length.
 #[inline]
-fn output_feature(osl: f64) -> f64 {
+pub(crate) fn output_feature(osl: f64) -> f64 {
     within(log2(osl / 1024.0), 3.0) / 2.0
 }
 
@@ -156,10 +158,10 @@ impl StepResidual {
 }
 
 impl DecodeResidual {
-    /// As [`StepResidual::at`], with the same bits.
+    /// As [`StepResidual::at`], with the same bits; with the feature of the output length.
     #[inline]
-    pub(crate) fn at(&self, osl: f64) -> f64 {
-        let sum = self.rest + self.output * output_feature(osl);
+    pub(crate) fn at(&self, osl: f64, feature: f64) -> f64 {
+        let sum = self.rest + self.output * feature;
         let [least, most] = self.range;
         let around = self.around && (least..=most).contains(&osl);
         self.shares[usize::from(!around)] * within(sum, MOST[0])

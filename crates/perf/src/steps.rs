@@ -5,11 +5,14 @@ use crate::elementary;
 use crate::physics::{Load, Moved, Physics, Terms};
 use crate::predict::aggregated;
 use crate::profile::{Profile, own};
-use crate::residual::{Features, StepResidual, input_feature};
+use crate::residual::{Features, StepResidual, input_feature, output_feature};
 
 /// Lengths that a step without any sequence in decode has, and that the hop before the engine is timed at.
 const ISL: f64 = 2048.0;
 const OSL: f64 = 1024.0;
+
+/// Steps that are computed together: more of them would often be computed for nothing.
+const AT_ONCE: usize = 4;
 
 /// How long the steps of one rank take. Everything that does not depend on the load is precomputed:
 /// a look-up costs some dozen operations.
@@ -208,22 +211,41 @@ impl StepModel {
         let isl = load.decode_prompt * each;
         let feature = last.input.feature_of(isl);
         let residual = self.residual.of_decodes(load.decodes, (isl, feature));
-        let mut context = load.decode_context;
-        for _ in 0..steps {
-            let load = Load {
-                decodes: load.decodes,
-                decode_context: context,
-                decode_prompt: load.decode_prompt,
-                ..Load::default()
-            };
-            let terms = Terms {
-                attention: self.physics.attention_ns(&load),
-                ..terms
-            };
-            let answers = (context - load.decode_prompt).max(0.0);
-            let factor = elementary::exp(residual.at(2.0 * answers * each));
-            each_ns(terms.total() * factor);
-            context += load.decodes;
+        let mut next = load.decode_context;
+        let mut left = steps as usize;
+        while left > 0 {
+            // The same operation on all of them, so that the compiler can do several at once.
+            let mut contexts = [0.0; AT_ONCE];
+            for context in &mut contexts {
+                *context = next;
+                next += load.decodes;
+            }
+            let mut factors = [0.0; AT_ONCE];
+            for (factor, context) in factors.iter_mut().zip(contexts) {
+                let osl = 2.0 * (context - load.decode_prompt).max(0.0) * each;
+                *factor = output_feature(osl);
+            }
+            for (factor, context) in factors.iter_mut().zip(contexts) {
+                let osl = 2.0 * (context - load.decode_prompt).max(0.0) * each;
+                *factor = residual.at(osl, *factor);
+            }
+            for factor in &mut factors {
+                *factor = elementary::exp(*factor);
+            }
+            for (context, factor) in contexts.into_iter().zip(factors).take(left) {
+                let load = Load {
+                    decodes: load.decodes,
+                    decode_context: context,
+                    decode_prompt: load.decode_prompt,
+                    ..Load::default()
+                };
+                let terms = Terms {
+                    attention: self.physics.attention_ns(&load),
+                    ..terms
+                };
+                each_ns(terms.total() * factor);
+            }
+            left = left.saturating_sub(AT_ONCE);
         }
     }
 

@@ -133,7 +133,7 @@ pub struct Engine {
     passed_over: Vec<u32>,
 }
 
-/// A sequence, apart from what a decode pass looks at. What is needed to fill a block comes first.
+/// A sequence, apart from what a decode pass looks at. The parts that filling a block needs come first.
 #[repr(C)]
 struct Sequence {
     /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.

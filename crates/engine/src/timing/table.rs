@@ -65,7 +65,7 @@ struct Axis {
     values: Vec<f64>,
     /// Distance in `points` of two neighbors along it; 1 for the last axis.
     stride: usize,
-    /// Range of what was measured; of an axis that is not in the file, all numbers.
+    /// Range of the measured values; of an axis that is not in the file, all numbers.
     first: f64,
     last: f64,
 }

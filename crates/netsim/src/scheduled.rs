@@ -435,6 +435,12 @@ impl ShardPorts {
         if port.memory == NO_SWITCH {
             // Others whose timers expire at the same time do not overtake the one that has waited.
             let is_of_other = port.next_turn != Step::NONE && port.next_turn != sender;
+            if port.waiting > 0 && port.next_turn == sender {
+                // An answer of its host came first. It is next when that is served.
+                port.next_turn = Step::NONE;
+                port.turns.push_front(sender);
+                return false;
+            }
             if port.waiting > 0 || is_of_other {
                 port.turns.push_back(sender);
                 return false;

@@ -380,3 +380,19 @@ fn no_timer_fires_without_loss() {
         }
     }
 }
+
+/// A host's answer can take the room that a queue pair was just offered; then the queue pair waits, and time goes on.
+#[test]
+fn a_queue_pair_whose_turn_an_answer_takes_is_next() {
+    let result = run(
+        "duration = 1e-3\nedges = [[1, 0, 8e11, 0], [2, 1, 4e10, 50000]]\nhosts = [0, 1, 2]\n[link]\nhost_links = true\n\
+         [switch]\nport_rate = 4e11\npfc = { xoff = 1500, xon_gap = 1000 }\n\
+         [[flow_set]]\nflow_type = \"RoCE\"\npairing = \"Permutation\"\n\
+         traffic = { size = 999, pkt_size_dist = 64 }\n",
+    );
+    assert_eq!(result.flows.len(), 3);
+    for flow in &result.flows {
+        assert_eq!((flow.packets_sent, flow.retransmitted), (16, 0));
+        assert!(flow.acked_ns.is_some());
+    }
+}

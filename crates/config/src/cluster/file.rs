@@ -163,7 +163,18 @@ const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 const PEER_DEADLINE_S: f64 = 5.0;
 
 /// Keys by which a cluster file is known.
-pub(crate) const TELLING_KEYS: [&str; 5] = ["model", "engine", "pool", "router", "live"];
+pub const TELLING_KEYS: [&str; 5] = ["model", "engine", "pool", "router", "live"];
+
+/// Top-level keys that only files of `slipstream net run` have.
+pub const NETWORK_KEYS: [&str; 7] = [
+    "topology",
+    "edges",
+    "switch",
+    "flow",
+    "flow_set",
+    "flow_list",
+    "collective",
+];
 
 /// Reads `doc` as a cluster. `load` reads the files that it refers to (`model.config`,
 /// `engine.timing.path`); no other file is opened.
@@ -181,6 +192,12 @@ pub fn read(
         &crate::workload_file::TELLING_KEYS,
         "this is a workload file, not a cluster file",
         "give it with `--workload`",
+    )?;
+    doc.refuse_kind(
+        &TELLING_KEYS,
+        &NETWORK_KEYS,
+        "this is a file of `slipstream net run`, not a cluster file",
+        "give it to that, or name it with `network.background`",
     )?;
     doc.read(|root| {
         for section in ELSEWHERE {

@@ -754,6 +754,13 @@ mod tests {
             "w.toml:1:1: this is a workload file, not a cluster file: it has `requests`\n\
              hint: give it with `--workload`"
         );
+        let network = Doc::parse("n.toml", b"seed = 1\n[switch]\nport_rate = 1e9\n");
+        let error = crate::cluster::file::read(network, |_| unreachable!()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "n.toml:2:2: this is a file of `slipstream net run`, not a cluster file: it has `switch`\n\
+             hint: give it to that, or name it with `network.background`"
+        );
         // A key of its own: one mistake among others.
         let mixed = check("requests = 4\n[model]\n").unwrap_err();
         assert!(mixed.contains("unknown key `model`"), "{mixed}");

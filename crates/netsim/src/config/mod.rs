@@ -15,6 +15,7 @@ use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
 use slipstream_base::width::round_u64;
+use slipstream_config::cluster::file::{NETWORK_KEYS, TELLING_KEYS};
 use slipstream_config::doc::{Diagnostics, Doc, Table};
 
 pub use dialect::Dialect;
@@ -86,6 +87,12 @@ pub fn read(doc: Doc) -> Result<Config, Diagnostics> {
 /// # Errors
 /// As [`read`].
 pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnostics> {
+    doc.refuse_kind(
+        &NETWORK_KEYS,
+        &TELLING_KEYS,
+        "this is a cluster file, not a file of `slipstream net run`",
+        "give it to `slipstream simulate`",
+    )?;
     let (mut config, _) = doc.read(|root| {
         let chosen = dialect::choose(root);
         let mut notes = Vec::new();

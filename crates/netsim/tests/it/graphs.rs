@@ -224,3 +224,12 @@ fn flows_that_exceed_memory_are_refused_before_creation() {
     let message = error(&shared(&set(10_000_001)));
     assert!(message.contains("10000000"), "{message}");
 }
+
+#[test]
+fn a_cluster_file_is_one_error() {
+    assert_eq!(
+        error("# a cluster\n[model]\npreset = \"qwen3-8b\"\n[network]\nmode = \"flows\"\n"),
+        "test.toml:2:2: this is a cluster file, not a file of `slipstream net run`: it has `model`\n\
+         hint: give it to `slipstream simulate`"
+    );
+}

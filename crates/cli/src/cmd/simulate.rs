@@ -141,6 +141,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(cut) = &outcome.cut {
         errln!("note: {cut}; the figures are those of the requests that had ended");
     }
+    if report.requests.sent == 0 && outcome.cut.is_none() {
+        errln!(
+            "note: no request was sent: the first is due after the workload's end, or after more than a century"
+        );
+    }
     if let Some(extrapolated) = &outcome.extrapolation() {
         errln!("note: {extrapolated}");
     }

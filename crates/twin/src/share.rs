@@ -4,11 +4,13 @@
 //!
 //! - If the model that is awake has no work, it sleeps as soon as a request for another one waits.
 //! - Otherwise it goes on for a turn, from the time at which that request came or the model woke, whichever is later. Then it
-//!   admits no more, finishes what runs, and sleeps.
+//!   admits no more, finishes what runs, and sleeps. If other workers of it are awake, they get its requests, and for another
+//!   turn at most it admits those that it has.
 //! - Then the model wakes whose first request has waited longest.
 //!
 //! While workers of a model are awake, its requests go to those alone, so that none wakes another one without need. Once
-//! sequences have waited at each of them for a turn, they go to any.
+//! sequences have waited at each of them for a turn, they go to any. If all sleep, they go to those that are to wake for
+//! others already, or to any.
 //!
 //! A model that wakes begins a pass at once, and a turn lasts a millisecond or more: each turn computes something, and with
 //! *n* models a request waits for at most *n* - 1 turns of others and their last sequences before its model wakes.
@@ -33,11 +35,22 @@ pub(crate) struct Shares {
     queues: Vec<Queue>,
 }
 
+/// The workers of a model that requests go to.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Open {
+    #[default]
+    All,
+    Awake,
+    Pending,
+}
+
 /// A node as its model's router sees it.
 #[derive(Clone, Copy, Default)]
 struct Queue {
     /// Whether its model is awake.
     awake: bool,
+    /// Whether it sleeps, and is to wake for a request.
+    pending: bool,
     /// Since when sequences wait that no pass admitted.
     waits_since: Option<SimTime>,
     /// Whether it counts as free.
@@ -57,9 +70,10 @@ struct Routes {
     turn_ns: u64,
     /// When that time ends, if it is known.
     opens: Option<SimTime>,
-    /// Whether requests go to workers that are awake alone.
-    narrowed: bool,
-    /// Whether other workers are awake since its fleet was told.
+    /// How many of the others are to wake.
+    pending: usize,
+    open: Open,
+    /// Whether other workers are awake, or to wake, since its fleet was told.
     changed: bool,
 }
 
@@ -72,6 +86,8 @@ struct Group {
     state: State,
     /// When that began.
     since: SimTime,
+    /// When a model whose turn has ended stops to admit those that it has; `None`: it has.
+    pauses: Option<SimTime>,
     /// When the turn of the model that is awake is looked at again.
     timer: Option<SimTime>,
     swaps: u64,
@@ -91,7 +107,7 @@ struct Member {
 enum State {
     /// This member is awake.
     Awake(usize),
-    /// It is, but admits no more.
+    /// It is, but its turn has ended.
     Ends(usize),
     /// One sleeps, and this one wakes.
     Swaps(usize),
@@ -115,6 +131,8 @@ enum Step {
     Rest,
     /// Nothing before this time.
     Look(SimTime),
+    /// This member takes no new requests, and admits those that it has until then.
+    Leave(usize, SimTime),
     /// This member admits no more.
     Pause(usize),
     /// This member sleeps, and the other one is awake at that time.
@@ -122,8 +140,9 @@ enum Step {
 }
 
 impl Group {
-    /// The next step of the rules. `work`: of the member that is awake.
-    fn decide(&self, now: SimTime, work: Work) -> Step {
+    /// The next step of the rules. `work`: of the member that is awake; `others`: whether its model has other workers that
+    /// are awake.
+    fn decide(&self, now: SimTime, work: Work, others: bool) -> Step {
         let (State::Awake(own) | State::Ends(own)) = self.state else {
             return Step::Rest;
         };
@@ -133,15 +152,22 @@ impl Group {
             return Step::Rest;
         };
         let ends = matches!(self.state, State::Ends(_));
-        if work == Work::None || ends && work != Work::Runs {
+        let paused = ends && self.pauses.is_none();
+        if work == Work::None || paused && work != Work::Runs {
             let swapped = self.members[own].sleep_ns + self.members[next].wake_ns;
             return Step::Swap(own, next, now + swapped);
         }
+        if paused {
+            return Step::Rest;
+        }
         let turn_ends = since.max(self.since) + self.turn_ns;
-        match ends {
-            true => Step::Rest,
-            false if now < turn_ends => Step::Look(turn_ends),
-            false => Step::Pause(own),
+        let ends_at = self.pauses.unwrap_or(turn_ends);
+        if now < ends_at {
+            Step::Look(ends_at)
+        } else if others && !ends {
+            Step::Leave(own, now + self.turn_ns)
+        } else {
+            Step::Pause(own)
         }
     }
 
@@ -226,6 +252,7 @@ impl Shares {
                     turn_ns: ns(config.turn_ns).max(1),
                     state: State::Awake(0),
                     since: SimTime::ZERO,
+                    pauses: None,
                     timer: None,
                     swaps: 0,
                     swapping_ns: 0,
@@ -318,13 +345,13 @@ impl Sim<'_> {
         for &node in &noted {
             if let Some(group) = shares.of_node[node as usize] {
                 let of = &mut shares.groups[group as usize];
-                self.settle(of, group);
-                for at in 0..of.members.len() {
-                    let (node, is_awake) = (of.members[at].node, of.is_awake(at));
-                    self.count_awake(&mut shares.routes, &mut shares.queues, node, is_awake);
+                self.settle(of, group, &shares.routes);
+                for (at, member) in of.members.iter().enumerate() {
+                    let is = (of.is_awake(at), member.waits_since.is_some());
+                    self.count_awake(&mut shares.routes, &mut shares.queues, member.node, is);
                 }
             } else {
-                self.count_awake(&mut shares.routes, &mut shares.queues, node, true);
+                self.count_awake(&mut shares.routes, &mut shares.queues, node, (true, false));
             }
         }
         for (model, routes) in shares.routes.iter_mut().enumerate() {
@@ -336,7 +363,13 @@ impl Sim<'_> {
     }
 
     /// Counts `node` among those of its model that are awake, and those that are free.
-    fn count_awake(&self, routes: &mut [Routes], queues: &mut [Queue], node: u32, is_awake: bool) {
+    fn count_awake(
+        &self,
+        routes: &mut [Routes],
+        queues: &mut [Queue],
+        node: u32,
+        (is_awake, is_pending): (bool, bool),
+    ) {
         let n = &self.nodes[node as usize];
         if n.role == Role::Prefill {
             return;
@@ -346,13 +379,15 @@ impl Sim<'_> {
             queue,
             Queue {
                 awake: is_awake,
+                pending: is_pending && !is_awake,
                 free: is_awake && queue.waits_since.is_none(),
                 // Those that wait while it sleeps wait for it to wake.
                 waits_since: queue.waits_since.filter(|_| is_awake),
             },
         );
         let routes = &mut routes[self.models.of_node(node)];
-        routes.changed |= before.awake != is_awake;
+        routes.changed |= (before.awake, before.pending) != (queue.awake, queue.pending);
+        routes.pending = routes.pending + usize::from(queue.pending) - usize::from(before.pending);
         routes.awake = routes.awake + usize::from(is_awake) - usize::from(before.awake);
         routes.free = routes.free + usize::from(queue.free) - usize::from(before.free);
     }
@@ -366,26 +401,34 @@ impl Sim<'_> {
             let since = waits.filter_map(|queue| queue.waits_since).max();
             since.map_or(SimTime::ZERO, |since| since + routes.turn_ns)
         };
-        let narrowed = routes.awake > 0 && self.now < opens;
-        if narrowed && opens < SimTime::MAX && routes.opens != Some(opens) {
+        let open = match routes.awake {
+            0 if routes.pending > 0 => Open::Pending,
+            1.. if self.now < opens => Open::Awake,
+            _ => Open::All,
+        };
+        if open == Open::Awake && opens < SimTime::MAX && routes.opens != Some(opens) {
             routes.opens = Some(opens);
             self.plan_event(opens, Event::Turn { group: 0 });
         }
-        if narrowed == routes.narrowed && !(narrowed && routes.changed) {
+        if open == routes.open && (open == Open::All || !routes.changed) {
             routes.changed = false;
             return;
         }
-        (routes.narrowed, routes.changed) = (narrowed, false);
+        (routes.open, routes.changed) = (open, false);
         self.turn_to(model);
         for &node in &routes.nodes {
             let worker = self.nodes[node as usize].rank.worker;
-            let ready = !narrowed || queues[node as usize].awake;
+            let ready = match open {
+                Open::All => true,
+                Open::Awake => queues[node as usize].awake,
+                Open::Pending => queues[node as usize].pending,
+            };
             self.serve.fleet.set_ready(worker, ready);
         }
         self.dispatch.on_fleet_changed();
     }
 
-    fn settle(&mut self, group: &mut Group, number: u32) {
+    fn settle(&mut self, group: &mut Group, number: u32, routes: &[Routes]) {
         let now = self.now;
         if let State::Awake(own) | State::Ends(own) = group.state {
             for (at, member) in group.members.iter_mut().enumerate() {
@@ -401,8 +444,17 @@ impl Sim<'_> {
                 Phase::Idle => Work::Waits,
                 _ => Work::Runs,
             };
-            match group.decide(now, work) {
+            let model = self.models.of_node(group.members[own].node);
+            // It counts itself until its turn has ended.
+            let itself = usize::from(matches!(group.state, State::Awake(_)));
+            let others = routes[model].awake > itself;
+            match group.decide(now, work, others) {
                 Step::Rest => {}
+                Step::Leave(own, at) => {
+                    group.state = State::Ends(own);
+                    group.pauses = Some(at);
+                    self.plan_event(at, Event::Turn { group: number });
+                }
                 Step::Look(at) => {
                     if group.timer.is_none_or(|timer| timer != at) {
                         group.timer = Some(at);
@@ -412,11 +464,10 @@ impl Sim<'_> {
                 Step::Pause(own) => {
                     let node = group.members[own].node;
                     self.nodes[node as usize].engine.set_paused(true);
-                    let since = group.since;
                     group.state = State::Ends(own);
-                    debug_assert_eq!(group.since, since, "it is awake until it sleeps");
+                    group.pauses = None;
                     if self.nodes[node as usize].phase == Phase::Idle {
-                        self.settle(group, number);
+                        self.settle(group, number, routes);
                     }
                 }
                 Step::Swap(own, next, at) => self.swap(group, number, (own, next, at)),
@@ -437,6 +488,7 @@ impl Sim<'_> {
         self.turn_to_node(node);
         self.publish_idle(node);
         group.enter(now, State::Swaps(next));
+        group.pauses = None;
         group.swaps += 1;
         self.plan_event(at, Event::Swapped { group: number });
     }

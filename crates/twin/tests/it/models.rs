@@ -396,6 +396,30 @@ fn a_request_wakes_no_worker_while_another_is_awake_and_free() {
 }
 
 #[test]
+fn a_model_takes_as_few_gpus_as_it_needs() {
+    let mut both = two_models(&format!("{SHARE}turn_ms = 200\n"));
+    for pool in &mut both.pools {
+        pool.workers = 2;
+    }
+    // The small model is busy on both sets of GPUs. The large one gets one of them, and the other is enough for the small one:
+    // its requests there end before the swap, and none follows that could wake it again.
+    let mut each: Vec<(u64, usize, u32)> = (0..300).map(|at| (at * 7, 0, 20)).collect();
+    each.extend([100, 150, 290, 700, 1_200, 1_900].map(|at| (at, 1, 9)));
+    each.sort_unstable();
+    let (outcome, records) = simulate(&both, &requests(&each).workload(), &Options::default());
+    assert_eq!(outcome.totals.requests.succeeded, 306);
+    assert_eq!(outcome.shares[0].swaps, 1);
+    let of_large: Vec<u32> = records.ended[&1]
+        .values()
+        .map(|times| times.2.unwrap())
+        .collect();
+    assert_eq!(of_large, [of_large[0]; 6]);
+    let ttft = outcome.models[0].totals.latencies().ttft_ms.unwrap();
+    // The passes under way and scheduled ahead, and its own.
+    assert!(ttft.max <= 30.0, "none waits for a swap: {ttft:?}");
+}
+
+#[test]
 fn a_model_that_sleeps_loses_its_cache() {
     let both = two_models(SHARE);
     let line = |at: u64, model: &str| {

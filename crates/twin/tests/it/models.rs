@@ -143,6 +143,19 @@ fn line_of(model: &str) -> String {
     )
 }
 
+#[test]
+fn lengths_are_limited_by_the_model_of_a_request() {
+    let both = two_models("[pool.b.engine]\nmax_model_len = 102\n");
+    // Of 100 tokens and these, in both orders.
+    let trace = requests(&[(0, 0, 3), (1, 1, 3), (2, 0, 3), (3, 1, 2)]);
+    let outcome = run(&both, &trace.workload(), &Options::default(), &mut ());
+    let counts = outcome.models.iter().map(|of| of.totals.requests);
+    let counts: Vec<(u64, u64)> = counts.map(|of| (of.succeeded, of.failed)).collect();
+    assert_eq!(counts, [(2, 0), (1, 1)]);
+    let error = &outcome.models[1].totals.errors["refused"];
+    assert!(error.example.contains("102 tokens"), "{}", error.example);
+}
+
 /// A trace in a file.
 struct Trace(tempfile::NamedTempFile);
 
@@ -461,32 +474,37 @@ proptest! {
         gaps in prop::collection::vec((0u64..400, 0usize..3, 1u32..120, 1u32..12), 1..60),
         turn_ms in 1u32..1_500,
         seqs in 1u32..4,
-        blocks in 12u32..80,
+        blocks in 20u32..80,
         ahead in any::<bool>(),
         policy in prop::sample::select(vec!["kv", "round_robin", "least_requests"]),
         lag in prop::sample::select(vec!["", "kv_lag_ms = 30\n"]),
+        arrival in prop::sample::select(vec!["", "[arrival]\nkind = \"closed\"\nconcurrency = 3\n"]),
+        turns in 1usize..3,
     ) {
         let text = format!(
-            "[engine]\nnum_gpu_blocks = {blocks}\nmax_num_seqs = {seqs}\nmax_model_len = 160\nasync_scheduling = {ahead}\n\
+            "[engine]\nnum_gpu_blocks = {blocks}\nmax_num_seqs = {seqs}\nmax_model_len = 320\nasync_scheduling = {ahead}\n\
              [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n[router]\npolicy = \"{policy}\"\n{lag}{THREE}turn_ms = {turn_ms}\n"
         );
         let both = cluster(&text);
         let mut at = 0;
         let lines = gaps.iter().map(|(gap, model, input, output)| {
             at += gap;
+            let turn = format!("{{\"add\": [[{model}, {input}]], \"output_length\": {output}}}");
             format!(
-                "{{\"timestamp\": {at}, \"input_length\": {input}, \"output_length\": {output}, \"hash_ids\": [{model}], \
-                 \"model\": \"{}\"}}\n",
-                ["small", "large", "third"][*model]
+                "{{\"timestamp\": {at}, \"model\": \"{}\", \"turns\": [{}]}}\n",
+                ["small", "large", "third"][*model],
+                vec![turn; turns].join(", ")
             )
         });
         let trace = Trace::new(&lines.collect::<Vec<_>>());
+        let load = workload(&format!("{arrival}[trace]\nfile = \"{}\"\n", trace.0.path().display()));
+        let requests = turns * gaps.len();
         let mut outcomes = Vec::new();
         for (jump, feed_index) in [(true, false), (false, false), (true, true)] {
             let options = Options { jump, feed_index, threads: 3, ..Options::default() };
-            let (outcome, records) = simulate(&both, &trace.workload(), &options);
-            prop_assert_eq!(outcome.totals.requests.succeeded, gaps.len() as u64);
-            prop_assert_eq!(firsts(&records).len(), gaps.len());
+            let (outcome, records) = simulate(&both, &load, &options);
+            prop_assert_eq!(outcome.totals.requests.succeeded, requests as u64);
+            prop_assert_eq!(firsts(&records).len(), requests);
             let share = &outcome.shares[0];
             let awake: u64 = share.pools.iter().map(|(_, ns)| ns).sum();
             prop_assert_eq!(awake + share.swapping_ns, 2 * outcome.ended_at.0);

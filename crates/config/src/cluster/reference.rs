@@ -1999,7 +1999,7 @@ working directory.
 **`--print-config`** prints every effective value as TOML with a comment that says where it came
 from; the output is a cluster file of the same cluster.
 
-`[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[autoscale]` starts and stops workers in the twin; `serve`
+`[host]`, `[share.NAME]` and `[[event]]` are for the twin alone: a live cluster has its own. `[autoscale]` starts and stops workers in the twin; `serve`
 publishes its numbers for a deployment to follow. `[network]` says, live too, how
 long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` and
 `[power]` belong in a file of their own (`--prices FILE` of `slipstream plan` and `sweep`), and are refused here.

@@ -408,6 +408,7 @@ impl Sim<'_> {
         };
         if open == Open::Awake && opens < SimTime::MAX && routes.opens != Some(opens) {
             routes.opens = Some(opens);
+            // Of any group: the routes of all models are looked at whenever something is noted.
             self.plan_event(opens, Event::Turn { group: 0 });
         }
         if open == routes.open && (open == Open::All || !routes.changed) {

@@ -673,7 +673,7 @@ pub(super) fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<
             format!("`{path}` is {shown}; it must be from {min} to {max}"),
         )
     };
-    match &value.as_whole() {
+    match &*value.as_whole() {
         Json::Unsigned(n) if (u64::from(min)..=u64::from(max)).contains(n) => Ok(to_u32(*n)),
         Json::Unsigned(n) => Err(outside(n)),
         Json::Negative(n) => Err(outside(n)),
@@ -744,7 +744,7 @@ fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId
 }
 
 fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
-    match &value.as_whole() {
+    match &*value.as_whole() {
         Json::Unsigned(n) => Ok(*n),
         Json::Negative(n) => Ok(n.cast_unsigned()),
         Json::Real(_) => Err(ApiError::invalid(
@@ -756,7 +756,7 @@ fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
 }
 
 fn priority(path: &str, value: &Json<'_>) -> Result<i32, ApiError> {
-    let number = match &value.as_whole() {
+    let number = match &*value.as_whole() {
         Json::Unsigned(n) => i32::try_from(*n).ok(),
         Json::Negative(n) => i32::try_from(*n).ok(),
         other => return Err(wrong_type(path, "a whole number", other)),

@@ -51,16 +51,16 @@ impl<'a> Json<'a> {
 
     /// `self`, with a whole number that is written as a real one (`2.0`, `1e3`) as a whole number: clients in languages with one
     /// type of numbers send those, and vLLM takes them.
-    pub(super) fn as_whole(&self) -> Json<'a> {
+    pub(super) fn as_whole(&self) -> Cow<'_, Json<'a>> {
         match *self {
             Json::Real(n) if n.fract() == 0.0 && n.abs() < WHOLE_MAX => {
                 let size = floor_u64(n.abs());
-                match i64::try_from(size) {
+                Cow::Owned(match i64::try_from(size) {
                     Ok(size @ 1..) if n < 0.0 => Json::Negative(-size),
                     _ => Json::Unsigned(size),
-                }
+                })
             }
-            ref other => other.clone(),
+            _ => Cow::Borrowed(self),
         }
     }
 

@@ -51,7 +51,7 @@ pub(crate) struct Dispatching {
     queued_seen: Cell<usize>,
 }
 
-/// State of the dispatcher.
+/// An open request of the dispatcher, by the kind of its answer.
 enum Open {
     /// A sequence, which a worker answers in tokens.
     Sequence(OpenRequest),
@@ -107,7 +107,7 @@ enum Step {
     },
 }
 
-/// Action of the dispatcher.
+/// The open requests and the network, for the dispatcher to read while it decides.
 struct Surroundings<'a> {
     open: &'a RefCell<Vec<Option<Open>>>,
     network: Option<&'a KvNetwork>,

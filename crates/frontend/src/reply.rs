@@ -249,7 +249,8 @@ struct InputState {
     turns_answered: u64,
 }
 
-/// Constants of a reply.
+/// Fields that the events of a reply repeat. Constant but for `prompt_tokens`, which grows with the turns of a duplex
+/// request.
 pub(crate) struct Shape {
     pub(crate) kind: CompletionApi,
     pub(crate) id: String,

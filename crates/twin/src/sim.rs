@@ -614,7 +614,8 @@ pub(crate) struct Sim<'a> {
     /// Whether tokens reach clients later than their passes end.
     delays_output: bool,
     pub(crate) frames: Frames,
-    /// Requests at one time above which time is assumed not to advance any more.
+    /// More than `in_flight_max` requests arrived at the present time, and almost all were refused: each refusal lets a
+    /// closed loop begin the next request at once, so time may never advance.
     refuses_all: bool,
     pub(crate) faults: Faults,
     /// Pools with `[autoscale]`.

@@ -28,7 +28,7 @@ render() { # render NAME [flags of helm template]
 }
 render default
 render own-engines --set engines.enabled=false --set router.selector=kubernetes.io/service-name=vllm \
-  --set router.port=8080 --set router.apiKeysSecret=keys --set-string router.config='[router]
+  --set router.port=8080 --set router.apiKeysSecret=keys --set networkPolicy.enginePods.app=vllm --set-string router.config='[router]
 policy = "kv"'
 render sweep --set router.enabled=false --set engines.enabled=false --set sweep.enabled=true \
   --set-file sweep.workload=examples/chat.workload.toml

@@ -238,12 +238,12 @@ fn requests_and_answers_pass_byte_for_byte() {
     for (path, body) in [
         ("/v1/audio/speech", "not json"),
         ("/pooling", "{"),
-        ("/v2/x", ""),
+        ("/v2/rerank", ""),
     ] {
         assert_eq!(server.post(path, body).status, 418, "{path}");
         assert_eq!(engine.seen().last().unwrap().body, body.as_bytes());
     }
-    for path in ["/sleep", "/v1/load_lora_adapter", "/shutdown"] {
+    for path in ["/sleep", "/v1/load_lora_adapter", "/v2/x", "/shutdown"] {
         assert_eq!(server.post(path, "{}").status, 404, "{path}");
     }
     assert_eq!(engine.seen().len(), 4);

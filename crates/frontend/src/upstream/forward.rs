@@ -325,7 +325,7 @@ impl Drop for Held {
     }
 }
 
-/// Paths that are forwarded, besides `/v1/` and `/v2/`: those that ask a model something. Sources: the API
+/// Paths that are forwarded, besides `/v1/`: those that ask a model something. Sources: the API
 /// servers of vLLM (`vllm/entrypoints`), SGLang (`http_server.py`) and llama.cpp (`server.cpp`).
 static FORWARDED: &[&str] = &[
     "/tokenize",
@@ -334,6 +334,8 @@ static FORWARDED: &[&str] = &[
     "/classify",
     "/score",
     "/rerank",
+    "/v2/rerank",
+    "/v2/embed",
     "/embeddings",
     "/embedding",
     "/invocations",
@@ -362,7 +364,7 @@ fn is_forwarded(path: &str, more: &[String]) -> bool {
     let listed = more
         .iter()
         .any(|of| path == of || of.ends_with('/') && path.starts_with(of.as_str()));
-    let known = path.starts_with("/v1/") || path.starts_with("/v2/") || FORWARDED.contains(&path);
+    let known = path.starts_with("/v1/") || FORWARDED.contains(&path);
     // A proxy on the way may resolve dots and joins.
     let plain = !path
         .split(['/', '\\'])
@@ -1515,6 +1517,9 @@ mod tests {
             "/v1/load_lora_adapter",
             "/sleep",
             "/reset_prefix_cache",
+            "/v2/repository/models/m/unload",
+            "/v2/logging",
+            "/v2/systemsharedmemory/register",
             "/shutdown",
             "/custom/x",
             "/v1/../sleep",

@@ -32,6 +32,7 @@ use std::fmt;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -394,7 +395,12 @@ impl Writer {
         let name = format!("{start}{:015}{end}", self.next_file);
         let path = self.options.folder.join(name);
         self.next_file += 1;
-        let mut file = File::options().write(true).create_new(true).open(&path)?;
+        let mut file = File::options()
+            .write(true)
+            .create_new(true)
+            // As the access log: lengths and names of models and keys are not for every user.
+            .mode(0o640)
+            .open(&path)?;
         let head = format!(
             "{{\"slipstream_record\": {FORMAT}, \"tokens_per_id\": {}}}\n",
             self.options.block_size

@@ -26,6 +26,14 @@ if cargo deny --version >/dev/null 2>&1; then
     for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
         cargo deny --log-level error --manifest-path "$manifest" check bans licenses sources
     done
+    # The database of advisories is fetched; without a network the rest is still checked.
+    if cargo deny --log-level error fetch db; then
+        for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+            cargo deny --log-level error --manifest-path "$manifest" check --disable-fetch advisories
+        done
+    else
+        echo "note: dependencies are not checked against advisories: the database cannot be fetched" >&2
+    fi
 else
     echo "note: licenses and sources of dependencies are not checked: cargo install cargo-deny" >&2
 fi

@@ -17,7 +17,7 @@ def faulty(binary, tmp_path, request):
 
     key = tmp_path / "admin"
     key.write_text("secret\n")
-    args = ("--set", f'live.faults.admin_key_file="{key}"', "--set", "live.faults.seed=7")
+    args = ("--set", f'live.admin_key_file="{key}"', "--set", "live.faults.seed=7")
     speedup = getattr(request, "param", "0")
     with serving.running(binary, "--speedup", speedup, *args) as server:
         yield server

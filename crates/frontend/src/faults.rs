@@ -28,7 +28,7 @@ use tokio::time::Sleep;
 use crate::connection::{Client, Owner};
 use crate::http::{self, HttpBody};
 use crate::openai::ApiError;
-use crate::service::{Admission, ApiKeys};
+use crate::service::Admission;
 use crate::shard::Shard;
 
 /// Body of an admin request at most, bytes.
@@ -61,7 +61,6 @@ pub struct Faults {
     rates: Mutex<FaultsConfig>,
     requests: AtomicU64,
     counts: [AtomicU64; FAULTS.len()],
-    admin_key: ApiKeys,
 }
 
 impl fmt::Debug for Faults {
@@ -73,12 +72,9 @@ impl fmt::Debug for Faults {
 }
 
 impl Faults {
-    /// Faults with the rates of `config`, which owners of `admin_key` may change.
-    pub fn new(config: FaultsConfig, admin_key: ApiKeys) -> Faults {
-        let faults = Faults {
-            admin_key,
-            ..Faults::default()
-        };
+    /// Faults with the rates of `config`, which owners of the admin key may change.
+    pub fn new(config: FaultsConfig) -> Faults {
+        let faults = Faults::default();
         faults.set(config);
         faults
     }
@@ -256,14 +252,13 @@ pub(crate) async fn admin(
 ) -> Result<Response<HttpBody>, ApiError> {
     let faults = &shard.service.faults;
     let (method, path) = (request.method().clone(), request.uri().path());
-    if faults.admin_key.is_empty() {
+    let admin_key = &shard.service.admin_key;
+    if admin_key.is_empty() {
         // Without a key for it there is no such API.
         return Err(ApiError::route_not_found(method.as_str(), path));
     }
     let authorization = request.headers().get(AUTHORIZATION);
-    let admission = faults
-        .admin_key
-        .admit(authorization.map(HeaderValue::as_bytes));
+    let admission = admin_key.admit(authorization.map(HeaderValue::as_bytes));
     let Admission::Key(key) = admission else {
         return Err(ApiError::unauthorized());
     };
@@ -350,7 +345,7 @@ mod tests {
 
     #[test]
     fn faults_follow_from_the_seed_and_have_their_rates() {
-        let faults = Faults::new(rates(), ApiKeys::default());
+        let faults = Faults::new(rates());
         let first: Vec<Option<Fault>> = (0..20_000).map(|_| faults.draw()).collect();
         faults.set(rates());
         assert!(

@@ -41,7 +41,7 @@ use crate::openai::{
 };
 use crate::reply::{ReplyBody, Whole, WholeBody};
 use crate::responses::{self, ResponseBody};
-use crate::service::{Admission, Service};
+use crate::service::{Admission, ApiKeys, Service};
 use crate::shard::{Plane, Shard};
 use crate::text::{ChatOptions, EncodeCost};
 use crate::trace_context::{Span, TraceId};
@@ -566,7 +566,7 @@ async fn route(
     // Also unknown paths: without a key nothing is learned of them.
     let key: Option<Arc<ClientUse>> = match found {
         Some(route) if route.open => None,
-        _ => match service.api_keys.admit(authorization) {
+        _ => match keys_of(service, found).admit(authorization) {
             Admission::Open => None,
             Admission::Key(client) => Some(client),
             Admission::Refused => return Err(ApiError::unauthorized()),
@@ -619,6 +619,17 @@ async fn route(
         response.body_mut().breaking = breaking.map(Box::new);
     }
     Ok(response)
+}
+
+/// The keys that open a route.
+fn keys_of<'s>(service: &'s Service, route: Option<&Route>) -> &'s ApiKeys {
+    match route {
+        Some(Route {
+            endpoint: Endpoint::Manage(_),
+            ..
+        }) if !service.admin_key.is_empty() => &service.admin_key,
+        _ => &service.api_keys,
+    }
 }
 
 /// Waits while the engines sleep: as an open stream of the client, and within the time of a request.

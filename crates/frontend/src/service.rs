@@ -45,6 +45,8 @@ pub struct Service {
     pub fleets: Fleets,
     /// Keys that clients must send; empty: none needed.
     pub api_keys: ApiKeys,
+    /// The key of admin paths: `/admin/faults`, and the routes of `management`, which take API keys without it.
+    pub admin_key: ApiKeys,
     /// Browser pages that may use the API.
     pub origins: Origins,
     /// Bounds on what clients may do.
@@ -90,6 +92,7 @@ impl Service {
             keep_tokens: false,
             fleets,
             api_keys: ApiKeys::default(),
+            admin_key: ApiKeys::default(),
             origins: Origins::default(),
             limits: Limits::default(),
             management: Arc::default(),

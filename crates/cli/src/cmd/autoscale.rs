@@ -661,7 +661,7 @@ fn token(file: &Path) -> Result<String, String> {
         let file = file.display();
         format!("the token {file} (live.autoscale.webhook_token_file): {why}")
     };
-    let text = std::fs::read_to_string(file).map_err(|error| fault(error.to_string()))?;
+    let text = super::secrets::read(file).map_err(|error| fault(error.to_string()))?;
     let token = text.trim();
     if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(fault(

@@ -60,9 +60,14 @@ impl Live {
     ) -> anyhow::Result<Live> {
         let faults = &cluster.live.faults;
         anyhow::ensure!(
-            faults.rates() == [0.0; 4] && faults.admin_key_file.is_none(),
+            faults.rates() == [0.0; 4],
             "`[live.faults]` affects modelled engines only, and this cluster has real ones; set it for the \
              `slipstream serve` that models an engine"
+        );
+        anyhow::ensure!(
+            cluster.live.admin_key_file.is_none(),
+            "`live.admin_key_file` is the key of modelled engines, and this cluster has real ones; the router's admin API has \
+             `upstream.admin_key_file`"
         );
         let bound = super::serve::bind(&cluster.live)?;
         // A client and an engine per stream.
@@ -276,7 +281,7 @@ pub(super) fn read_tls(tls: &EngineTls) -> anyhow::Result<ClientTls> {
 }
 
 pub(super) fn read_key(path: &Path) -> anyhow::Result<String> {
-    let text = std::fs::read_to_string(path).with_context(|| {
+    let text = super::secrets::read(path).with_context(|| {
         format!(
             "reading a key (`api_key_file` or `admin_key_file`) from {}",
             path.display()

@@ -15,6 +15,7 @@ mod plane_args;
 mod price_args;
 mod progress;
 mod reload;
+mod secrets;
 mod shadow;
 mod spans;
 mod switches;

@@ -508,6 +508,13 @@ pub(super) fn service(
     // One router, one block size (checked by `Fleet::of_roles`); the minimum of the other settings.
     let engines = || cluster.pools.iter().map(|pool| &pool.engine);
     let seed = cluster.router.seed ^ slipstream_base::mix::mix64(std::process::id().into());
+    let api_keys = api_keys(live.api_keys_file.as_ref())?;
+    let admin_key = admin_key(live.admin_key_file.as_ref())?;
+    anyhow::ensure!(
+        !live.management || api_keys.is_empty() || !admin_key.is_empty(),
+        "`live.management` lets whoever may send requests stop the server's answers, and this server has API keys: name a file \
+         with the operators' key in `live.admin_key_file`"
+    );
     Ok(Service {
         model: cluster.model.name.clone(),
         text,
@@ -517,9 +524,10 @@ pub(super) fn service(
         max_model_len: engines().map(|e| e.max_model_len).min().unwrap_or(0),
         kv_blocks: engines().map(|e| e.num_gpu_blocks).min().unwrap_or(0),
         fleets,
-        api_keys: api_keys(live.api_keys_file.as_ref())?,
+        api_keys,
+        admin_key,
         origins: Origins::new(&live.cors_origins),
-        faults: Arc::new(Faults::new(live.faults.clone(), fault_key(&live.faults)?)),
+        faults: Arc::new(Faults::new(live.faults.clone())),
         management: Arc::new(Management::new(
             live.management,
             &cluster.model.lora_adapters,
@@ -556,19 +564,19 @@ pub(super) fn service(
     })
 }
 
-/// The key of `/admin/faults`.
-fn fault_key(faults: &FaultsConfig) -> anyhow::Result<ApiKeys> {
-    let Some(file) = &faults.admin_key_file else {
+/// The key of admin paths.
+fn admin_key(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
+    let Some(file) = file else {
         return Ok(ApiKeys::default());
     };
-    let text = super::files::read_text(file).with_context(|| {
+    let text = super::secrets::read(file).with_context(|| {
         let file = file.display();
-        format!("reading the admin key (live.faults.admin_key_file) from {file}")
+        format!("reading the admin key (live.admin_key_file) from {file}")
     })?;
     let keys = ApiKeys::new(text.lines().map(str::to_owned));
     anyhow::ensure!(
         !keys.is_empty(),
-        "{} has no key; write one, or remove `live.faults.admin_key_file`",
+        "{} has no key; write one, or remove `live.admin_key_file`",
         file.display()
     );
     Ok(keys)
@@ -579,7 +587,7 @@ fn fault_key(faults: &FaultsConfig) -> anyhow::Result<ApiKeys> {
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let mut keys = ApiKeys::default();
     if let Some(file) = file {
-        let text = super::files::read_text(file).with_context(|| {
+        let text = super::secrets::read(file).with_context(|| {
             format!(
                 "reading API keys (live.api_keys_file) from {}",
                 file.display()

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Value, json};
 
 use crate::engines::{Engine, chunk, front, say, text_of};
-use crate::server::{FAST, Server};
+use crate::server::{FAST, Server, run};
 
 /// [`FAST`] with one engine, so that a repeated prompt meets its cache.
 const ONE: &[&str] = &["--set=pool.main.workers=1"];
@@ -493,6 +493,40 @@ fn images_of_messages_and_responses_count_as_in_chats() {
         (refused.status, &refused.json()["error"]["param"]),
         (400, &json!("input.0.content"))
     );
+}
+
+/// With an admin key, clients' keys open none of the operators' routes. Without one, a server that has keys does not start
+/// with such routes.
+#[test]
+fn operators_need_the_admin_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let keys = format!("--set=live.api_keys_file={}", file("keys", "client\n"));
+    let admin = format!("--set=live.admin_key_file={}", file("admin", "operator\n"));
+    let (code, _, stderr) = run(&["serve", "--listen=127.0.0.1:0", MANAGED[0], &keys]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("live.admin_key_file"), "{stderr}");
+
+    let server = Server::start(&[FAST, ONE, MANAGED, &[&keys, &admin]]);
+    let body = r#"{"lora_name":"sql","lora_path":"/adapters/sql"}"#;
+    for (path, body) in [
+        ("/v1/load_lora_adapter", body),
+        ("/reset_prefix_cache", ""),
+        ("/sleep", ""),
+        ("/wake_up", ""),
+    ] {
+        for (key, status) in [("client", 401), ("operator", 200)] {
+            let key = format!("Authorization: Bearer {key}");
+            let answer = server
+                .connect()
+                .send("POST", path, &[&key], body.as_bytes());
+            assert_eq!(answer.status, status, "{path} {key}");
+        }
+    }
 }
 
 #[test]

@@ -2600,6 +2600,7 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .within(0..=1024)
             .or(default.engine_threads),
         api_keys_file: t.path("api_keys_file").optional(),
+        admin_key_file: t.path("admin_key_file").optional(),
         access_log: t.path("access_log").optional(),
         otlp_endpoint: read_otlp_endpoint(t),
         management: t.get("management").or(default.management),
@@ -2735,8 +2736,12 @@ fn read_faults(t: &Table<'_>) -> FaultsConfig {
         stall_s: t.get("stall_s").within(0.0..=86_400.0).or(default.stall_s),
         cut: rate("cut", default.cut),
         seed: t.get("seed").or(default.seed),
-        admin_key_file: t.path("admin_key_file").optional(),
     };
+    t.refuse(
+        "admin_key_file",
+        "is now `live.admin_key_file`, the key of all admin paths of modelled engines",
+        "move it there",
+    );
     let sum: f64 = config.rates().iter().sum();
     if sum > 1.0 {
         t.error(

@@ -1121,11 +1121,15 @@ pub struct LiveConfig {
     /// File of API keys, one per line. Keys in the variable `SLIPSTREAM_API_KEYS` (comma separated)
     /// are accepted too. Without either, no key is needed.
     pub api_keys_file: Option<PathBuf>,
+    /// File with the key of admin paths: `/admin/faults`, and vLLM's routes for operators. `None`: `/admin/faults` does not
+    /// exist.
+    pub admin_key_file: Option<PathBuf>,
     /// File of the access log; a path that ends with `-`: standard output. `None`: there is none.
     pub access_log: Option<PathBuf>,
     /// OTLP/HTTP endpoint of the collector of spans. `None`: no span is exported.
     pub otlp_endpoint: Option<EngineUrl>,
-    /// vLLM's routes for operators are served: adapters, prefix cache, sleep. Default false.
+    /// vLLM's routes for operators are served: adapters, prefix cache, sleep. They take the admin key, if there is one; a
+    /// server with API keys and without an admin key refuses to start. Default false.
     pub management: bool,
     /// Share of requests without a trace whose trace is sampled. Default 0.
     pub trace_sample: f64,
@@ -1215,8 +1219,6 @@ pub struct FaultsConfig {
     pub cut: f64,
     /// Decides which requests have faults. Default 0.
     pub seed: u64,
-    /// File with the key of `/admin/faults`, which changes the rates; `None`: there is no such path.
-    pub admin_key_file: Option<PathBuf>,
 }
 
 impl FaultsConfig {
@@ -1235,7 +1237,6 @@ impl Default for FaultsConfig {
             stall_s: 10.0,
             cut: 0.0,
             seed: 0,
-            admin_key_file: None,
         }
     }
 }
@@ -1249,6 +1250,7 @@ impl Default for LiveConfig {
             shards: 0,
             engine_threads: 0,
             api_keys_file: None,
+            admin_key_file: None,
             access_log: None,
             otlp_endpoint: None,
             management: false,

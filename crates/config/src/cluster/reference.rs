@@ -1436,6 +1436,14 @@ pub const KEYS: &[Key] = &[
         "",
     ),
     key(
+        "live.admin_key_file",
+        "path",
+        "(none)",
+        "File with the key of admin paths of modelled engines: `/admin/faults` shows and changes `[live.faults]`, and the routes of \
+         `live.management`. Without it there is no `/admin/faults` (404). A router has `upstream.admin_key_file`.",
+        "Who has the key can make all requests fail.",
+    ),
+    key(
         "live.access_log",
         "path, or \"-\": standard output",
         "(none)",
@@ -1457,7 +1465,7 @@ pub const KEYS: &[Key] = &[
         "false",
         "Serve vLLM's routes for operators: `/sleep`, `/wake_up`, `/is_sleeping`, `/reset_prefix_cache`, and those that load and unload \
          LoRA adapters.",
-        "On: every client that may send requests can stop the server's answers.",
+        "On, without any key: every client can stop the server's answers. With API keys it needs `live.admin_key_file`.",
     ),
     key(
         "live.trace_sample",
@@ -1708,13 +1716,6 @@ pub const KEYS: &[Key] = &[
         "",
     ),
     key(
-        "live.faults.admin_key_file",
-        "path",
-        "(none)",
-        "File with the key of `/admin/faults`, which shows and changes the rates. Without it there is no such path (404).",
-        "Who has the key can make all requests fail.",
-    ),
-    key(
         "live.autoscale.file",
         "path",
         "(none)",
@@ -1860,7 +1861,7 @@ pub const KEYS: &[Key] = &[
         "upstream.forward",
         "list of paths",
         "[]",
-        "Further paths that are forwarded to engines: exact, or a prefix if it ends with `/`. `/v1/`, `/v2/` and the usual inference paths always are.",
+        "Further paths that are forwarded to engines: exact, or a prefix if it ends with `/`. `/v1/` and the usual inference paths always are. `/v2/` has paths of Triton and KServe that load and unload models.",
         "Paths that change an engine reach one of several.",
     ),
     key(

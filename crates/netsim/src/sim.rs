@@ -482,6 +482,17 @@ impl Simulation {
         (ideal.saturating_add(delay), packet + delay)
     }
 
+    #[cfg(test)]
+    pub(crate) fn first_tcp_flow(
+        &self,
+    ) -> (
+        &crate::transport::tcp::TcpSender,
+        &crate::transport::tcp::TcpReceiver,
+    ) {
+        let shard = &self.shards[0];
+        (&shard.tcp_senders[0], &shard.tcp_receivers[0])
+    }
+
     fn class_of(&self, step: Step) -> Option<u8> {
         match step.place() {
             Place::Fifo => Some(self.shards[step.shard()].fabric.ports[step.index()].class()),

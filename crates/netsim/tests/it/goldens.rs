@@ -69,7 +69,7 @@ fn examples_match_their_golden_results() {
     check_golden(
         "bbr.toml",
         &[("duration = 10.0", "duration = 1.0")],
-        (0, 16_978, 73, 0xa98a_dc90_7966_3aff),
+        (0, 17_011, 106, 0x87e2_4610_023e_ca6a),
     );
     check_golden(
         "web-search.toml",

@@ -10,6 +10,7 @@ mod goldens;
 mod graphs;
 mod idle;
 mod known;
+mod losses;
 mod lossless;
 mod ndp;
 mod outputs;

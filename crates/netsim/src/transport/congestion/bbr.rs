@@ -4,7 +4,8 @@
 //!
 //! Losses do not change the model. During recovery, the window follows section 4.2.3.4 of the
 //! draft. Delivery rates are measured as in draft-cheng-iccrg-delivery-rate-estimation-00; a
-//! duplicate ACK counts as one delivered segment.
+//! duplicate ACK counts as one delivered segment. After a timeout no duplicate ACK counts until
+//! data that is sent for the first time is acknowledged.
 
 use std::collections::VecDeque;
 
@@ -33,6 +34,10 @@ const PROBE_RTT_NS: u64 = 200_000_000;
 const WINDOW_MIN: u64 = 4;
 /// The pipe is full if the rate grew by less than a quarter in this many rounds (section 4.3.2.1).
 const FULL_ROUNDS: u32 = 3;
+
+/// Losses that are repaired one per round trip while new data is sent at the full rate. If there
+/// are more, the timer ends the recovery, and all data is sent again, which repairs them at once.
+const REPAIRS_MAX: u64 = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -72,8 +77,18 @@ pub(crate) struct Bbr {
     first_at: u64,
     delivered: u64,
     delivered_at: u64,
-    /// Bytes delivered according to duplicate ACKs, not yet acknowledged.
+    /// Bytes delivered according to duplicate ACKs, not yet acknowledged. Always `delivered` less
+    /// the acknowledged bytes.
     credited: u64,
+    /// Bytes in flight when the loss was detected, and those of them that are known to be lost and
+    /// have not been retransmitted.
+    flight_at_loss: u64,
+    missing: u64,
+    /// Shortest segment since no data was in flight, bytes: what a duplicate ACK stands for.
+    shortest: u64,
+    /// From a timeout until data that was first sent after it is acknowledged. Duplicate ACKs may
+    /// then stem from copies of data that had arrived.
+    collapsed: bool,
     /// Recent maxima of (round, bits/s), in falling order.
     rates: VecDeque<(u64, f64)>,
     round: u64,
@@ -117,6 +132,10 @@ impl Bbr {
             delivered: 0,
             delivered_at: 0,
             credited: 0,
+            flight_at_loss: 0,
+            missing: 0,
+            shortest: u64::MAX,
+            collapsed: false,
             rates: VecDeque::new(),
             round: 0,
             round_end: 0,
@@ -148,6 +167,12 @@ impl Bbr {
         self.rates.front().map_or(0.0, |r| r.1)
     }
 
+    /// Bytes that ACKs of both kinds have reported.
+    #[cfg(test)]
+    pub(crate) fn delivered(&self) -> u64 {
+        self.delivered
+    }
+
     /// `gain` times the bandwidth-delay product, bytes; `None` before the first measurement.
     fn product(&self, gain: f64) -> Option<f64> {
         (self.rtt_min > 0 && self.rate() > 0.0)
@@ -167,7 +192,9 @@ impl Bbr {
         if flight == 0 {
             self.first_at = now;
             self.delivered_at = now;
+            self.shortest = u64::MAX;
         }
+        self.shortest = self.shortest.min(size);
         if self.sent.back().is_none_or(|s| s.end < end) {
             self.sent.push_back(Sent {
                 end,
@@ -186,20 +213,33 @@ impl Bbr {
         self.next_send = self.next_send.max(now) + gap;
     }
 
-    /// The part of `sent` unacknowledged bytes that is still in flight.
+    /// The part of `sent` unacknowledged bytes that is still in flight. After a timeout, data that
+    /// duplicate ACKs reported is sent again, so it counts.
     pub(crate) fn in_flight(&self, sent: u64) -> u64 {
-        sent.saturating_sub(self.credited)
+        if self.collapsed {
+            sent
+        } else {
+            sent.saturating_sub(self.credited + self.missing)
+        }
     }
 
     /// Handles a duplicate ACK: a packet has been delivered. `sent` bytes are unacknowledged.
     pub(crate) fn on_duplicate(&mut self, now: u64, sent: u64, w: &mut Window) {
-        self.delivered += w.mss;
-        self.credited += w.mss;
+        if self.collapsed {
+            // RFC 5681 section 3.1: one segment until the retransmission is acknowledged. Counting
+            // copies as deliveries would send ever more of them.
+            return;
+        }
+        // The first unacknowledged segment is missing.
+        let most = sent.saturating_sub(w.mss).saturating_sub(self.credited);
+        let segment = self.shortest.min(most);
+        self.delivered += segment;
+        self.credited += segment;
         self.delivered_at = now;
         if self.conserving {
             w.cwnd = w.cwnd.max(self.in_flight(sent) + w.mss);
         } else if self.recovering {
-            self.set_window(w.mss, w);
+            self.set_window(segment, w);
         }
     }
 
@@ -209,6 +249,8 @@ impl Bbr {
         self.save_window(w);
         self.conserving = true;
         self.lost = true;
+        self.flight_at_loss = sent;
+        self.missing = 0;
         // packets_in_flight without the lost packet, plus the packet that caused this ACK.
         w.cwnd = self.in_flight(sent).saturating_sub(w.mss) + w.mss;
     }
@@ -218,8 +260,15 @@ impl Bbr {
     pub(crate) fn on_timeout(&mut self, w: &Window) {
         self.save_window(w);
         self.conserving = false;
+        self.collapsed = true;
+        self.missing = 0;
         self.sent.clear();
-        self.credited = 0;
+    }
+
+    /// Whether the losses can be repaired one per round trip. (A probing phase at 1.25 loses fewer,
+    /// start-up more.)
+    pub(crate) fn repairs_singly(&self, w: &Window) -> bool {
+        self.missing <= REPAIRS_MAX * w.mss
     }
 
     /// BBRSaveCwnd.
@@ -233,15 +282,26 @@ impl Bbr {
     }
 
     /// Handles an ACK of `acked` new bytes up to `una`, with `sent` bytes left unacknowledged; sets
-    /// rate and window.
+    /// rate and window. `first_sent`: it covers data that had not been sent before the last loss.
     pub(crate) fn on_ack(
         &mut self,
         now: u64,
         (acked, una, sent): (u64, u64, u64),
         w: &mut Window,
         recovery: Recovery,
+        first_sent: bool,
     ) {
         // The segment that caused this ACK is new; duplicate ACKs may have counted the others.
+        self.missing = match recovery {
+            // All packets of the flight have been answered, as the retransmission went out after
+            // them. Two of the missing ones are not in the result: this ACK's, and the next, which is
+            // retransmitted now.
+            Recovery::Partly if self.conserving => self
+                .flight_at_loss
+                .saturating_sub(self.credited + 2 * w.mss),
+            Recovery::Partly => self.missing.saturating_sub(w.mss),
+            Recovery::Nothing | Recovery::Done => 0,
+        };
         let known = self.credited.min(acked.saturating_sub(w.mss));
         self.credited -= known;
         self.delivered += acked - known;
@@ -257,6 +317,8 @@ impl Bbr {
             self.first_at = sent.at;
             self.measure(now, sent);
         }
+        self.collapsed &= !first_sent;
+        debug_assert_eq!(self.delivered, una + self.credited, "each byte counts once");
         self.move_on(now, flight, flight + acked - known, w);
         self.set_pacing();
         match recovery {
@@ -282,8 +344,13 @@ impl Bbr {
         self.round_start = sent.delivered >= self.round_end;
         if self.round_start {
             self.round_end = self.delivered;
-            self.round += 1;
         }
+        if self.collapsed {
+            // Karn's algorithm: the sender cannot know which copy arrived, nor when the data beyond a
+            // hole did. The filter keeps its rates meanwhile.
+            return;
+        }
+        self.round += u64::from(self.round_start);
         let interval = (now - sent.delivered_at).max(sent.at - sent.first_at);
         let bytes = self.delivered - sent.delivered;
         if interval > 0 && bytes > 0 {
@@ -403,7 +470,12 @@ impl Bbr {
     }
 
     fn set_pacing(&mut self) {
-        let rate = self.pacing_gain * self.rate();
+        let mut gain = self.pacing_gain;
+        if self.recovering && self.filled {
+            // Without SACK, a round trip repairs one loss. Probing would cause more of them.
+            gain = gain.min(1.0);
+        }
+        let rate = gain * self.rate();
         // Section 4.2.1: during start-up, an early low sample must not slow the flow down.
         if rate > 0.0 && (self.filled || rate > self.pacing_rate) {
             self.pacing_rate = rate;
@@ -470,7 +542,13 @@ mod tests {
                 now = at;
                 let acked = upto - una;
                 una = upto;
-                b.on_ack(now, (acked, una, nxt - una), &mut w, Recovery::Nothing);
+                b.on_ack(
+                    now,
+                    (acked, una, nxt - una),
+                    &mut w,
+                    Recovery::Nothing,
+                    true,
+                );
             }
         }
         // 1,000 bytes per ms: 8 Mb/s; one segment and 19 ms.
@@ -514,20 +592,21 @@ mod tests {
         // The retransmission: ten are acknowledged, nine of which duplicate ACKs had counted. The
         // window loses a segment for the next hole, and grows by the new one.
         una = 10 * MSS;
-        b.on_ack(2_000, (10 * MSS, una, nxt - una), &mut w, Recovery::Partly);
+        let acked = (10 * MSS, una, nxt - una);
+        b.on_ack(2_000, acked, &mut w, Recovery::Partly, false);
         assert_eq!(w.cwnd, 17 * MSS);
         b.on_duplicate(2_000, nxt - una, &mut w);
         assert_eq!(w.cwnd, 18 * MSS, "no longer conserving");
         // Recovery is complete: the window is restored.
         una = nxt;
-        b.on_ack(3_000, (25 * MSS, una, 0), &mut w, Recovery::Done);
+        b.on_ack(3_000, (25 * MSS, una, 0), &mut w, Recovery::Done, false);
         assert_eq!(w.cwnd, 40 * MSS);
         // After a timeout too, and a second one does not overwrite the saved window.
         b.on_timeout(&w);
         w.cwnd = MSS;
         b.on_timeout(&w);
         una += MSS;
-        b.on_ack(9_000, (MSS, una, 0), &mut w, Recovery::Done);
+        b.on_ack(9_000, (MSS, una, 0), &mut w, Recovery::Done, false);
         assert_eq!(w.cwnd, 40 * MSS);
     }
 }

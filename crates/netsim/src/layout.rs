@@ -25,7 +25,7 @@ use crate::transport::congestion::Control;
 use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender, QpSetup};
-use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
+use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup, initial_timeout_ns};
 use crate::transport::{EndSetup, Paced};
 use crate::trim::TrimPort;
 
@@ -352,14 +352,17 @@ impl Builder {
         })
     }
 
-    /// The default timeouts of queue pairs and NDP flows, by flow; empty if there are none.
+    /// By flow: the default timeout of a queue pair or an NDP flow, the first timeout of a TCP flow,
+    /// ns. Empty if there are no such flows.
     fn find_timeouts(&self, flows: &[Flow], rows: &[[Rows; 2]], found: &PathStore) -> Vec<u64> {
-        let asks = |flow: &Flow| match flow.transport {
+        let from_queues = |flow: &Flow| match flow.transport {
             Transport::Roce(roce) => roce.retry_ns.is_none(),
             Transport::Ndp(ndp) => ndp.retry_ns.is_none(),
             _ => false,
         };
-        if !flows.iter().any(asks) {
+        let is_tcp = |flow: &Flow| matches!(flow.transport, Transport::Tcp(_));
+        let by_queues = flows.iter().any(from_queues);
+        if !by_queues && !flows.iter().any(is_tcp) {
             return Vec::new();
         }
         let paths = |flow: usize, visit: &mut PathVisitor<'_>| {
@@ -370,13 +373,30 @@ impl Builder {
             }
         };
         let (classes, size_max) = (&self.net.classes, self.net.sizes as u64 - 1);
-        let bounds = QueueBounds::new(&self.scenario, classes, size_max, flows, &paths);
-        let timeout = |(i, flow): (usize, &Flow)| match &flow.transport {
-            Transport::Roce(roce) => bounds.queue_pair_ns(flow, roce, &|visit| paths(i, visit)),
-            Transport::Ndp(_) => bounds.ndp_ns(&|visit| paths(i, visit)),
+        let bounds =
+            by_queues.then(|| QueueBounds::new(&self.scenario, classes, size_max, flows, &paths));
+        let timeout = |(i, flow): (usize, &Flow)| match (&flow.transport, &bounds) {
+            (Transport::Tcp(tcp), _) => tcp.rto_ns_initial.unwrap_or_else(|| {
+                initial_timeout_ns(self.handshake_ns(flow, rows[i], found), tcp.rto_ns_min)
+            }),
+            (Transport::Roce(roce), Some(bounds)) => {
+                bounds.queue_pair_ns(flow, roce, &|visit| paths(i, visit))
+            }
+            (Transport::Ndp(_), Some(bounds)) => bounds.ndp_ns(&|visit| paths(i, visit)),
             _ => 0,
         };
         flows.iter().enumerate().map(timeout).collect()
+    }
+
+    /// The time of a packet without data and its answer over a flow's idle first paths, ns: what a
+    /// handshake would measure.
+    fn handshake_ns(&self, flow: &Flow, rows: [Rows; 2], found: &PathStore) -> u64 {
+        let ports = rows.iter().flat_map(|rows| found.path(rows.first));
+        let hop = |&port: &PortId| {
+            let link = self.net.classes[link_class(&self.scenario.topology, port) as usize];
+            link.delay_ns + serialization_ns(u64::from(flow.ack_bytes), link.bits_per_s)
+        };
+        ports.map(hop).sum()
     }
 
     /// Adds the reverse path, over the same links, of each path whose data switches may trim.
@@ -699,7 +719,7 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
 struct EndpointMaker<'a> {
     scenario: &'a Scenario,
     net: &'a Net,
-    /// Default timeouts of queue pairs and NDP flows, by flow.
+    /// By flow, ns; see `find_timeouts`.
     timeouts: &'a [u64],
     /// The pacer of a host's pulls, by host.
     pacer_of: HashMap<u32, usize>,
@@ -734,6 +754,7 @@ impl EndpointMaker<'_> {
                     initial_window: tcp.initial_window,
                     ssthresh: tcp.ssthresh,
                     rto_min_ns: tcp.rto_ns_min,
+                    rto_initial_ns: self.timeouts[index as usize],
                     sws_avoidance: tcp.sws_avoidance,
                     control: Control::new(&tcp.congestion, seed),
                     bytes: flow.demand.bytes(),
@@ -896,7 +917,7 @@ pub(crate) struct Reroute {
 struct PathLayout {
     rows: Vec<[Rows; 2]>,
     reroutes: Vec<Reroute>,
-    /// Default timeouts of queue pairs and NDP flows, by flow; may be empty.
+    /// By flow, ns; see `find_timeouts`.
     timeouts: Vec<u64>,
 }
 

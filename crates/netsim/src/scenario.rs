@@ -190,6 +190,9 @@ pub struct Tcp {
     pub ssthresh: u64,
     /// Shortest retransmission timeout, ns. RFC 6298 section 2.4: 1 s.
     pub rto_ns_min: u64,
+    /// Retransmission timeout before the first measurement, ns. `None`: from the round trip of a
+    /// handshake over the idle path (RFC 6298 section 2.2).
+    pub rto_ns_initial: Option<u64>,
     /// Packets are ECN-capable.
     pub ecn: bool,
     /// Avoids segments shorter than the MSS while more data waits (RFC 9293 section 3.8.6.2.1).
@@ -205,6 +208,7 @@ impl Tcp {
             initial_window: 2,
             ssthresh: 65_535,
             rto_ns_min: 1_000_000_000,
+            rto_ns_initial: None,
             ecn: false,
             sws_avoidance: true,
         }

@@ -110,6 +110,7 @@ const OURS_TRAFFIC: &[&str] = &[
     "traffic.tcp.initial_window",
     "traffic.tcp.ssthresh",
     "traffic.tcp.rto_min",
+    "traffic.tcp.rto_initial",
     "traffic.tcp.gain",
     "traffic.roce.dcqcn",
     "traffic.roce.window",

@@ -23,6 +23,7 @@ use crate::scenario::{
 use crate::scheduled::Discipline;
 use crate::sizes::Sizes;
 use crate::transport::congestion::ALGORITHMS;
+use crate::transport::tcp::RTO_NS_MAX;
 use crate::transport::{OtherTransport, PROTOCOLS};
 
 /// Dependencies by flow number: (waiting flow, flow that must finish).
@@ -893,6 +894,7 @@ impl<'a> Reader<'a> {
             }
         }
         let algorithm = ALGORITHMS[chosen];
+        let (rto_ns_min, rto_ns_initial) = read_timeouts(t);
         let short = algorithm.short_segments_in_days && self.dialect == Dialect::Days;
         Tcp {
             congestion: (algorithm.read)(t),
@@ -901,7 +903,8 @@ impl<'a> Reader<'a> {
                 .within(1..=10_000u32)
                 .or(algorithm.initial_window),
             ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
-            rto_ns_min: seconds(t, "rto_min").unwrap_or(1_000_000_000).max(1_000),
+            rto_ns_min,
+            rto_ns_initial,
             ecn: t.get("ecn").or(algorithm.ecn),
             sws_avoidance: t.get("sws_avoidance").or(!short),
         }
@@ -1164,6 +1167,34 @@ fn read_routing(t: &Table<'_>) -> Option<Routing> {
         );
     }
     routing
+}
+
+/// `rto_min` and `rto_initial` of TCP, ns.
+fn read_timeouts(t: &Table<'_>) -> (u64, Option<u64>) {
+    let least = 1_000;
+    let timeout = |key: &str| {
+        t.get::<f64>(key)
+            .check(
+                |&s| (0.0..=RTO_NS_MAX as f64 / 1e9).contains(&s),
+                "from 0 to 60 s",
+            )
+            .optional()
+            .map(|s| ns(s).max(least))
+    };
+    let min = timeout("rto_min").unwrap_or(1_000_000_000);
+    let initial = timeout("rto_initial");
+    if let Some(initial) = initial.filter(|&initial| initial < min) {
+        t.error(
+            "rto_initial",
+            format!(
+                "`rto_initial` is {} s, below `rto_min`, which is {} s",
+                initial as f64 / 1e9,
+                min as f64 / 1e9
+            ),
+            "lower `rto_min` as well, or leave `rto_initial` out",
+        );
+    }
+    (min, initial)
 }
 
 /// One flow number or a list of them.

@@ -13,13 +13,11 @@ use crate::transport::{Paced, Received, ReceiverState, SendCount, SenderState};
 /// Duplicate ACKs that indicate a loss (RFC 5681 section 3.2).
 const DUPLICATES: u32 = 3;
 /// Maximum timeout (RFC 6298 section 2.5 allows a limit of at least 60 s).
-const RTO_NS_MAX: u64 = 60_000_000_000;
+pub(crate) const RTO_NS_MAX: u64 = 60_000_000_000;
 /// Clock granularity G of RFC 6298 section 2.3: 1 ms.
 const GRANULARITY_NS: u64 = 1_000_000;
 /// `seq` of a timer event that releases the next paced packet.
 const PACE: u32 = 1;
-/// RFC 6298 section 2.1: before any measurement.
-const RTO_NS_INITIAL: u64 = 1_000_000_000;
 
 #[derive(Debug)]
 pub(crate) struct TcpSender {
@@ -55,6 +53,8 @@ pub(crate) struct TcpSender {
     rttvar: u64,
     rto: u64,
     rto_min: u64,
+    /// The timeout before the first measurement.
+    rto_initial: u64,
     /// The segment that the timer retransmitted last, plus one; 0: none.
     timed_out: u64,
     /// When the timer expires (`u64::MAX`: off), and when its event fires (0: none is scheduled).
@@ -85,6 +85,8 @@ pub(crate) struct TcpSetup {
     pub(crate) initial_window: u32,
     pub(crate) ssthresh: u64,
     pub(crate) rto_min_ns: u64,
+    /// Timeout before the first measurement, ns.
+    pub(crate) rto_initial_ns: u64,
     pub(crate) sws_avoidance: bool,
     pub(crate) control: Control,
     /// All data at once, or in chunks.
@@ -126,8 +128,9 @@ impl TcpSender {
             timed_at: 0,
             srtt: 0,
             rttvar: 0,
-            rto: RTO_NS_INITIAL.max(s.rto_min_ns),
+            rto: s.rto_initial_ns,
             rto_min: s.rto_min_ns,
+            rto_initial: s.rto_initial_ns,
             timed_out: 0,
             deadline: u64::MAX,
             timer_at: 0,
@@ -471,10 +474,9 @@ impl TcpSender {
     fn end_back_off(&mut self) {
         self.timed_out = 0;
         self.rto = if self.srtt == 0 {
-            RTO_NS_INITIAL.max(self.rto_min)
+            self.rto_initial
         } else {
-            let rto = self.srtt + (4 * self.rttvar).max(GRANULARITY_NS);
-            rto.clamp(self.rto_min, RTO_NS_MAX)
+            timeout_ns(self.srtt, self.rttvar, self.rto_min)
         };
     }
 
@@ -489,6 +491,16 @@ impl TcpSender {
         }
         done
     }
+}
+
+/// RFC 6298 sections 2.3 to 2.5.
+fn timeout_ns(srtt: u64, rttvar: u64, rto_min: u64) -> u64 {
+    (srtt + (4 * rttvar).max(GRANULARITY_NS)).clamp(rto_min, RTO_NS_MAX)
+}
+
+/// The timeout after a handshake that took `rtt` ns (RFC 6298 section 2.2).
+pub(crate) fn initial_timeout_ns(rtt: u64, rto_min: u64) -> u64 {
+    timeout_ns(rtt, rtt / 2, rto_min)
 }
 
 impl SenderState for TcpSender {

@@ -306,7 +306,7 @@ impl Builder {
             for (direction, rows) in pair.iter_mut().enumerate() {
                 *rows = found
                     .find(&self.scenario, &mut router, flow, direction)?
-                    .ok_or_else(|| disconnected(flow))?;
+                    .ok_or_else(|| disconnected(flow, &topology))?;
             }
             rows.push(pair);
         }
@@ -1008,8 +1008,10 @@ impl PathStore {
             return Err(Error::Flow {
                 flow: flow.id,
                 what: format!(
-                    "hosts {src} and {dst} share a switch and host links are not modeled, \
-                     so its packets would cross no link; model host links"
+                    "hosts {} and {} share a switch and host links are not modeled, so its packets \
+                     would cross no link; model host links",
+                    scenario.topology.host_number(src),
+                    scenario.topology.host_number(dst)
                 ),
             });
         }
@@ -1041,13 +1043,14 @@ impl PathStore {
     }
 }
 
-fn disconnected(flow: &Flow) -> Error {
+fn disconnected(flow: &Flow, topology: &Topology) -> Error {
+    let (src, dst) = (
+        topology.host_number(flow.src),
+        topology.host_number(flow.dst),
+    );
     Error::Flow {
         flow: flow.id,
-        what: format!(
-            "no path leads from host {} to host {}; add edges between them",
-            flow.src, flow.dst
-        ),
+        what: format!("no path leads from host {src} to host {dst}; add edges between them"),
     }
 }
 
@@ -1177,7 +1180,8 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
             }
         }
         if flow.src == flow.dst {
-            return fault(format!("host {} sends to itself; give two hosts", flow.src));
+            let host = scenario.topology.host_number(flow.src);
+            return fault(format!("host {host} sends to itself; give two hosts"));
         }
         let size = flow.packet_bytes + flow.header_bytes;
         if flow.packet_bytes == 0 || flow.ack_bytes == 0 || size.max(flow.ack_bytes) > SIZE_MAX {

@@ -445,7 +445,7 @@ impl Graph {
     /// spine. Nodes: leaves segment by segment, then spines.
     ///
     /// # Errors
-    /// If the GPUs do not fill whole segments, or a number is 0 or too large.
+    /// If the GPUs fill several segments, the last one in part, or a number is 0 or too large.
     pub fn rails(
         gpus: u32,
         per_server: u32,
@@ -459,14 +459,15 @@ impl Graph {
                  (at most 8192) of at least 1, not {gpus}, {per_server}, {nics_per_leaf}, {spines}"
             )));
         }
-        if !u64::from(gpus).is_multiple_of(segment) {
+        if u64::from(gpus) > segment && !u64::from(gpus).is_multiple_of(segment) {
             return Err(Error::Topology(format!(
                 "{gpus} GPUs are not a whole number of segments of {segment} (gpus_per_server · \
-                 nics_per_asw); use a multiple of {segment}"
+                 nics_per_asw); use a multiple of {segment}, or at most that many"
             )));
         }
-        let segment = to_u32(segment);
-        let leaves = gpus / segment * per_server;
+        // A fabric below one segment leaves ports of its leaves free.
+        let segment = u32::try_from(segment).unwrap_or(u32::MAX);
+        let leaves = gpus.div_ceil(segment).saturating_mul(per_server);
         let links = u64::from(leaves) * u64::from(spines);
         if links > EDGES_MAX {
             return Err(Error::Topology(format!(
@@ -782,6 +783,14 @@ impl Topology {
                 g.hosts.iter().position(|&node| node == number).map(to_u32)
             }
             _ => (number < self.host_count()).then_some(number),
+        }
+    }
+
+    /// The number of a host in a file: the inverse of [`Topology::host_named`].
+    pub fn host_number(&self, host: Host) -> u32 {
+        match self {
+            Topology::Graph(g) if !g.numbered => g.hosts[host as usize],
+            _ => host,
         }
     }
 

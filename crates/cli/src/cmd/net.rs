@@ -153,7 +153,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
         memory_bytes_max: memory_at_hand(),
     };
     let mut simulation = Simulation::new(config.scenario.clone(), execution)
-        .with_context(|| file.display().to_string())?;
+        .map_err(|error| anyhow::anyhow!(config.located(&file.display().to_string(), &error)))?;
     let ready = (Instant::now(), cpu_s());
     let duration_ns = config.scenario.duration_ns;
     let show = args.progress || io::stderr().is_terminal();

@@ -65,7 +65,14 @@ const DAYS: &[&str] = &[
 ];
 
 /// As [`DAYS`], in the table of a flow, a set of flows or a collective.
-const DAYS_TRAFFIC: &[&str] = &["priority", "after", "name", "traffic.dcqcn"];
+const DAYS_TRAFFIC: &[&str] = &[
+    "priority",
+    "after",
+    "name",
+    "traffic.dcqcn",
+    "traffic.roce.ack_every_packets",
+    "traffic.roce.duplicate_ack",
+];
 
 /// Keys that only our dialect has.
 const OURS: &[&str] = &[
@@ -236,6 +243,26 @@ fn days_key(root: &Table<'_>) -> Option<String> {
     .into_iter()
     .find(|(_, found)| *found)
     .map(|(key, _)| key.to_owned())
+}
+
+/// Whether the document has a key or a type of flow that only Days' present engine has. (Its older one
+/// has packets and TCP on switches without pauses.)
+pub(super) fn is_of_present_days(root: &Table<'_>) -> bool {
+    let queue_pair = |v: &Value<'_>| matches!(v, Value::String("RoCE" | "DCQCN"));
+    let traffic = ["priority", "after", "name", "traffic.dcqcn", "traffic.roce"];
+    [
+        "compute",
+        "workload",
+        "topology.spectrum_x",
+        "link.mode",
+        "link.pfc",
+    ]
+    .iter()
+    .any(|key| root.any(key, |_| true))
+        || traffic_key(root, &traffic).is_some()
+        || TRAFFIC
+            .iter()
+            .any(|table| root.any(&format!("{table}.flow_type"), queue_pair))
 }
 
 /// Whether the document has every key that Days requires.

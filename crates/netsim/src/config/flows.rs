@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use slipstream_base::mix;
 use slipstream_base::width::{floor_u32, floor_u64, round_u64, to_u8, to_u32, to_usize};
-use slipstream_config::doc::{Table, Value};
+use slipstream_config::doc::{Origin, Table, Value};
 
 use super::flow_list::{self, Row};
 use super::network::{Network, ROUTINGS, no_host, seconds};
@@ -194,7 +194,12 @@ impl<'a> Reader<'a> {
         }
     }
 
-    pub(super) fn read(mut self, root: &Table<'_>, notes: &mut Vec<String>) -> Vec<ParsedFlow> {
+    /// Returns the flows, and by table of them the index of its first flow and its position.
+    pub(super) fn read(
+        mut self,
+        root: &Table<'_>,
+        notes: &mut Vec<String>,
+    ) -> (Vec<ParsedFlow>, Vec<(usize, Origin)>) {
         let given = RefCell::new(HashSet::new());
         root.any("flow.flow_id", |value| {
             if let Value::Integer(id) = value {
@@ -205,10 +210,11 @@ impl<'a> Reader<'a> {
         });
         self.given = given.into_inner();
         let before = root.error_count();
-        let (mut flows, mut items) = (Vec::new(), Vec::new());
+        let (mut flows, mut items, mut origins) = (Vec::new(), Vec::new(), Vec::new());
         let mut keep = |flows: &mut Vec<ParsedFlow>, made: (Item, Vec<ParsedFlow>)| {
             let (mut item, made) = made;
             let from = flows.len();
+            origins.push((from, item.origin.clone()));
             append(flows, made);
             item.flows = from..flows.len();
             items.push(item);
@@ -238,7 +244,7 @@ impl<'a> Reader<'a> {
         notes.extend(self.notes.take());
         if root.error_count() > before {
             // Flows are missing, so dependencies on them would be reported as errors too.
-            return flows;
+            return (flows, origins);
         }
         // A trace of training is refused by name; see the caller.
         if flows.is_empty() && !root.has("workload") {
@@ -252,7 +258,7 @@ impl<'a> Reader<'a> {
         self.link_items(root, &items, &mut flows);
         self.link_waits(root, &mut flows);
         notes.extend(self.notes.take());
-        flows
+        (flows, origins)
     }
 
     /// Reports flow numbers that a list repeats, with the lines of both flows. (Repeated numbers in
@@ -384,8 +390,9 @@ impl<'a> Reader<'a> {
         let id: Option<u64> = t.get("flow_id").optional();
         let template = self.read_template(t);
         let path: Option<Vec<u32>> = t.get("path").optional();
+        let errors = t.error_count();
         let pairs = self.read_pairs(t, path.as_deref());
-        if pairs.is_empty() {
+        if pairs.is_empty() && t.error_count() == errors && !(path.is_none() && t.has("path")) {
             t.error(
                 "graph",
                 "the flow has no sender and receiver",
@@ -515,6 +522,9 @@ impl<'a> Reader<'a> {
     }
 
     fn find_host(&self, number: u32) -> Option<u32> {
+        if !self.network.is_known {
+            return Some(number);
+        }
         match &self.by_node {
             Some(by_node) => by_node.get(&number).copied(),
             None => self.network.topology.host_named(number),
@@ -788,7 +798,15 @@ impl<'a> Reader<'a> {
                 }
             }
             // A placeholder until each flow has its own size.
-            let bytes = size.or((listed || sizes.is_some()).then_some(1));
+            let drawn = t.has("size_dist") || t.has("size_csv");
+            let bytes = size.or((listed || drawn || t.has("size")).then_some(1));
+            if t.has("size") || drawn {
+                t.refuse(
+                    "duration",
+                    "conflicts with the size of the flow: each of them ends it",
+                    "keep one of the two",
+                );
+            }
             let duration_ns = seconds(t, "duration");
             let gap = read_dist(t, "arr_dist");
             let size = read_dist(t, "pkt_size_dist");
@@ -849,7 +867,7 @@ impl<'a> Reader<'a> {
                     },
                     bytes,
                 };
-                if gap.is_none() {
+                if gap.is_none() && !t.has("arr_dist") {
                     t.error(
                         "arr_dist",
                         "a flow bounded by time needs `arr_dist`, the gaps between its packets in s",
@@ -955,6 +973,22 @@ impl<'a> Reader<'a> {
                 "write variable_window = false, or leave it out",
             );
         }
+        if let Some(packets) = t.get("ack_every_packets").within(1..=1_000u32).optional() {
+            t.refuse(
+                "ack_every",
+                "conflicts with `ack_every_packets` of Days: both set the packets per ACK",
+                "keep one of the two",
+            );
+            roce.ack_every = packets;
+        }
+        if !t.get("duplicate_ack").or(true) {
+            t.refuse(
+                "duplicate_ack",
+                "is not modeled: a packet that arrives again is always answered at once, as the ACK \
+                 of the first one may be lost",
+                "write duplicate_ack = true, or leave it out",
+            );
+        }
         if t.has("nack_interval_ns") {
             let _: Option<u64> = t.get("nack_interval_ns").optional();
             self.note(
@@ -1009,6 +1043,21 @@ impl<'a> Reader<'a> {
                 "write mi_factor = 0.5",
             );
         }
+        for key in ["alpha_resume_interval_ns", "rate_decrease_interval_ns"] {
+            t.refuse(
+                key,
+                "is not modeled: in Mellanox's form alpha and the rate change at the ends of such \
+                 intervals, here with each notification (Zhu et al. 2015)",
+                "leave it out, and give `alpha_timer_ns` and `cnp_interval_ns`",
+            );
+        }
+        if !t.get("clamp_target_rate").or(true) {
+            t.refuse(
+                "clamp_target_rate",
+                "is not modeled: each notification sets the target rate to the current rate",
+                "write clamp_target_rate = true, or leave it out",
+            );
+        }
         for key in ["pacing_interval_ns", "rtt_ns"] {
             if t.has(key) {
                 let _: Option<f64> = t.get(key).optional();
@@ -1025,7 +1074,10 @@ impl<'a> Reader<'a> {
                 .get("increase_byte_threshold")
                 .within(1_000..=1u64 << 40)
                 .or(usual.byte_counter),
-            fast_steps: usual.fast_steps,
+            fast_steps: t
+                .get("fast_recovery_times")
+                .within(1..=1_000u32)
+                .or(usual.fast_steps),
             additive_bits_per_s: gbit("ai_rate_gbps").unwrap_or(usual.additive_bits_per_s),
             hyper_bits_per_s: gbit("hai_rate_gbps").unwrap_or(usual.hyper_bits_per_s),
             cnp_interval_ns: time("cnp_interval_ns", usual.cnp_interval_ns),

@@ -16,10 +16,11 @@ use std::path::{Path, PathBuf};
 
 use slipstream_base::width::round_u64;
 use slipstream_config::cluster::file::{NETWORK_KEYS, TELLING_KEYS};
-use slipstream_config::doc::{Diagnostics, Doc, Table};
+use slipstream_config::doc::{Diagnostics, Doc, Origin, Table};
 
 pub use dialect::Dialect;
 
+use crate::error::Error;
 use crate::scenario::Scenario;
 
 /// Opens a file that a configuration refers to; the error is the reason.
@@ -48,6 +49,28 @@ pub struct Config {
     pub dialect_note: Option<String>,
     /// Keys accepted without effect, and settings that may surprise, for people.
     pub notes: Vec<String>,
+    /// By table of traffic: the index of its first flow, and its position.
+    origins: Vec<(usize, Origin)>,
+}
+
+impl Config {
+    /// An error of the set-up with the position of the table at fault, or else with the name of the
+    /// file.
+    pub fn located(&self, file: &str, error: &Error) -> String {
+        let of_flow = |id: u64| {
+            let index = self.scenario.flows.iter().position(|flow| flow.id == id)?;
+            let table = self.origins.partition_point(|(first, _)| *first <= index);
+            Some(&self.origins.get(table.checked_sub(1)?)?.1)
+        };
+        let origin = match error {
+            Error::Flow { flow, .. } => of_flow(*flow),
+            _ => None,
+        };
+        match origin {
+            Some(origin) => format!("{origin}: {error}"),
+            None => format!("{file}: {error}"),
+        }
+    }
 }
 
 /// Keys of Days that do not change results.
@@ -127,7 +150,7 @@ pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnost
         refuse_workload(root);
         let mut network = network::read(root, chosen.dialect, &mut notes);
         let reader = flows::Reader::new(&network, chosen.dialect, seed, duration_s, resources);
-        let made = reader.read(root, &mut notes);
+        let (made, origins) = reader.read(root, &mut notes);
         let flows =
             flows::settle_classes(root, chosen.dialect, made, &mut network.queue, &mut notes);
         let report_s: Option<f64> = root
@@ -142,6 +165,7 @@ pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnost
             dialect_because: chosen.because,
             dialect_note: chosen.note,
             notes,
+            origins,
             scenario: Scenario {
                 seed,
                 duration_ns: ns(duration_s),

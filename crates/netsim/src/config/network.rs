@@ -3,7 +3,7 @@
 use slipstream_base::width::{floor_u32, floor_u64, round_u64, to_u16, to_u32, to_usize};
 use slipstream_config::doc::{Scalar, Table, Value};
 
-use super::{Dialect, note, ns};
+use super::{Dialect, dialect, note, ns};
 use crate::Error;
 use crate::aqm::Aqm;
 use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer, Thresholds};
@@ -25,6 +25,9 @@ pub(super) struct Network {
     pub(super) convergence_ns: u64,
     /// GPUs per server, in a rail fabric.
     pub(super) gpus_per_server: Option<u32>,
+    /// Whether `topology` is that of the file. If it has an error, hosts and switches are not checked
+    /// against the stand-in.
+    pub(super) is_known: bool,
 }
 
 /// Contents of `[topology]`, or of `edges` and `hosts`.
@@ -81,7 +84,9 @@ pub(super) const ROUTINGS: &[(&str, Routing)] = &[
 ];
 
 pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> Network {
+    let errors = root.error_count();
     let mut layout = read_topology(root, dialect);
+    let is_known = root.error_count() == errors;
     // Days' newer engine always models the links of hosts; its older one does not. They are
     // distinguished by keys that only the newer one has.
     let newer = root.has("link")
@@ -91,7 +96,11 @@ pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) 
     let asked: Option<bool> = root.get("model_host_attachment").optional();
     let host_links = asked.unwrap_or(newer || layout.attachment);
     let rails_rate = layout.rails.as_ref().map(|rails| rails.uplink_bits_per_s);
-    let (rate, mut queue) = root.table("switch", |t| read_switch(t, dialect, rails_rate, notes));
+    let rule = ThresholdRule {
+        dialect,
+        only_marks: dialect::is_of_present_days(root),
+    };
+    let (rate, mut queue) = root.table("switch", |t| read_switch(t, rule, rails_rate, notes));
     let links = root.table("link", |t| {
         let mut links = read_links(t, rate, host_links, &layout);
         if let Some(rails) = &layout.rails {
@@ -125,7 +134,9 @@ pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) 
             seconds(t, "convergence").unwrap_or(0),
         )
     });
-    let failures = root.array("failure", |_, t| read_failure(t, &layout.topology));
+    let failures = root.array("failure", |_, t| {
+        read_failure(t, is_known.then_some(&layout.topology))
+    });
     Network {
         topology: layout.topology,
         links,
@@ -134,7 +145,11 @@ pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) 
         spray_paths,
         failures: failures.into_iter().flatten().collect(),
         convergence_ns,
-        gpus_per_server: layout.rails.map(|rails| rails.gpus_per_server),
+        gpus_per_server: layout
+            .rails
+            .filter(|_| is_known)
+            .map(|rails| rails.gpus_per_server),
+        is_known,
     }
 }
 
@@ -389,8 +404,8 @@ fn read_rails(t: &Table<'_>) -> (Result<Graph, Error>, Rails) {
     (Graph::rails(gpus, per_server, nics, spines), rails)
 }
 
-/// `[[failure]]`: component, time, and time of repair.
-fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
+/// `[[failure]]`: component, time, and time of repair. `topology` is `None` if it has an error.
+fn read_failure(t: &Table<'_>, topology: Option<&Topology>) -> Option<Failure> {
     let link: Option<Vec<u32>> = t.get("link").optional();
     let switch: Option<u32> = t.get("switch").optional();
     let host: Option<u32> = t.get("host").optional();
@@ -401,12 +416,13 @@ fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
         target: match (link.as_deref(), switch, host) {
             (Some(&[a, b]), None, None) => Target::Link(a, b),
             (None, Some(node), None) => Target::Switch(node),
-            (None, None, Some(host)) => match host_of(topology, host) {
-                Ok(host) => Target::Host(host),
-                Err(error) => {
+            (None, None, Some(host)) => match topology.map(|topology| host_of(topology, host)) {
+                Some(Ok(host)) => Target::Host(host),
+                Some(Err(error)) => {
                     note(t, "host", &error);
                     return None;
                 }
+                None => return None,
             },
             _ => {
                 t.error(
@@ -418,7 +434,7 @@ fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
             }
         },
     };
-    if let Err(error) = failure.ports(topology) {
+    if let Err(error) = failure.ports(topology?) {
         note(t, "at", &error);
         return None;
     }
@@ -630,9 +646,17 @@ const DROPS: &[(&str, Drop)] = &[
     ("Trim", Drop::Trim),
 ];
 
+/// Which rule of the two dialects, or of Days' two engines, applies to `ecn_threshold`.
+#[derive(Clone, Copy)]
+struct ThresholdRule {
+    dialect: Dialect,
+    /// Packets that cannot be marked pass, as in Days' present engine.
+    only_marks: bool,
+}
+
 fn read_switch(
     t: &Table<'_>,
-    dialect: Dialect,
+    rule: ThresholdRule,
     rails_rate: Option<u64>,
     notes: &mut Vec<String>,
 ) -> (u64, Queue) {
@@ -661,6 +685,7 @@ fn read_switch(
         }
         1_000_000_000
     });
+    let dialect = rule.dialect;
     let capacity = t.get("capacity").within(0..=1_000_000u32).or(0);
     let discipline = read_discipline(t, dialect, notes);
     let drop = t.choice("drop", DROPS).or(Drop::Tail);
@@ -670,12 +695,8 @@ fn read_switch(
         Drop::Tail | Drop::Trim => Aqm::TailDrop,
         Drop::Red => read_red(t, false, dialect),
         Drop::RedEcn => read_red(t, true, dialect),
-        Drop::Threshold => read_ecn_threshold(t, dialect, capacity),
-        Drop::Ramp => t.table("ecn_ramp", |t| Aqm::EcnRamp {
-            min_bytes: t.get("kmin").required("give Kmin in bytes", 5_000),
-            max_bytes: t.get("kmax").required("give Kmax in bytes", 200_000),
-            probability: t.get("pmax").within(0.0..=1.0).or(0.01),
-        }),
+        Drop::Threshold => read_ecn_threshold(t, rule, capacity),
+        Drop::Ramp => t.table("ecn_ramp", read_ramp),
     };
     let kinds: [(&str, &[Drop]); 4] = [
         ("red", &[Drop::Red, Drop::RedEcn]),
@@ -730,8 +751,27 @@ fn read_switch(
     )
 }
 
+/// `ecn_ramp`: a probability that rises with the waiting bytes.
+fn read_ramp(t: &Table<'_>) -> Aqm {
+    let min_bytes: u64 = t.get("kmin").required("give Kmin in bytes", 5_000);
+    let max_bytes: u64 = t.get("kmax").required("give Kmax in bytes", 200_000);
+    if min_bytes > max_bytes {
+        t.error(
+            "kmin",
+            format!("`kmin` ({min_bytes} bytes) is above `kmax` ({max_bytes} bytes)"),
+            "swap them",
+        );
+    }
+    Aqm::EcnRamp {
+        min_bytes,
+        max_bytes,
+        probability: t.get("pmax").within(0.0..=1.0).or(0.01),
+    }
+}
+
 /// `ecn_threshold`: a share of the capacity (Days), or packets (ours).
-fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
+fn read_ecn_threshold(t: &Table<'_>, rule: ThresholdRule, capacity: u32) -> Aqm {
+    let dialect = rule.dialect;
     let value: Option<f64> = t
         .get("ecn_threshold")
         .check(
@@ -754,8 +794,14 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
                 "give `switch.capacity` in packets",
             );
         }
-        return Aqm::EcnLimit {
-            packets: floor_u32(share * f64::from(capacity)),
+        let packets = floor_u32(share * f64::from(capacity));
+        return if rule.only_marks {
+            // The packet that would be number `packets` + 1 to wait is the first with a mark.
+            Aqm::EcnThreshold {
+                packets: packets.saturating_sub(1),
+            }
+        } else {
+            Aqm::EcnLimit { packets }
         };
     }
     if value.is_none() && !t.has("ecn_threshold") {
@@ -900,7 +946,10 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
             .or(quanta.map_or(0, |q| q.div_ceil(2))),
         xoff_bytes,
         alpha: t.get("alpha").within(1e-3..=1e3).or(1.0),
-        xon_gap_bytes: t.get("xon_gap").within(0..=1u64 << 40).or(0),
+        xon_gap_bytes: t
+            .get("xon_gap")
+            .within(0..=xoff_bytes.unwrap_or(1 << 40))
+            .or(0),
         headroom_bytes: t.get("headroom").within(0..=1u64 << 40).optional(),
         classes: classes
             .iter()

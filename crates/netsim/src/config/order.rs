@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use slipstream_base::width::to_u32;
-use slipstream_config::doc::{Scalar, Table, Value};
+use slipstream_config::doc::{Origin, Scalar, Table, Value};
 
 use super::flows::{ParsedFlow, Reader};
 use crate::scenario::{After, Finished};
@@ -12,6 +12,8 @@ use crate::scenario::{After, Finished};
 /// A table that others may refer to in `after`.
 pub(super) struct Item {
     name: Option<String>,
+    /// Position of its table, for errors of the set-up.
+    pub(super) origin: Origin,
     after: Vec<String>,
     /// Its flows.
     pub(super) flows: Range<usize>,
@@ -229,8 +231,23 @@ pub(super) fn read_item(t: &Table<'_>) -> Item {
             self.0.to_toml()
         }
     }
+    let keys = [
+        "graph",
+        "path",
+        "sources",
+        "flow_count",
+        "pairing",
+        "file",
+        "hosts",
+        "flow_type",
+        "traffic",
+    ];
     Item {
         name: t.get("name").optional(),
+        origin: keys
+            .iter()
+            .find(|key| t.has(key))
+            .map_or(Origin::Default, |key| t.origin(key)),
         after: t
             .get::<Words>("after")
             .optional()

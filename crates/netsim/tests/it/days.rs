@@ -1,7 +1,8 @@
 //! Files in the dialect of Days: the effect of each of its features.
 
+use slipstream_netsim::aqm::Aqm;
 use slipstream_netsim::config::Dialect;
-use slipstream_netsim::scenario::Demand;
+use slipstream_netsim::scenario::{Demand, Transport};
 use slipstream_netsim::topology::End;
 
 use crate::common::{config, error, run, run_on};
@@ -1023,4 +1024,90 @@ fn reno_fills_its_window_with_short_segments_by_default() {
     assert!(sent("TCPReno", "") > full, "short segments are additional");
     assert_eq!(sent("TCPReno", "sws_avoidance = true"), full);
     assert_eq!(sent("CUBIC", ""), full);
+}
+
+/// Queue pairs in both directions share their ports with ACKs, NACKs and notifications. A threshold
+/// marks data; in files of Days' present engine, which have such flows, it drops nothing.
+#[test]
+fn a_threshold_drops_no_control_of_queue_pairs() {
+    let switch =
+        "capacity = 400\ndiscipline = \"FIFO\"\ndrop = \"ECN_THRESHOLD\"\necn_threshold = 0.05";
+    let pfc = "[link]\nmode = \"Pfc\"\n[link.pfc]\nhost_links = true\nxoff = [200000, 200000, 200000, \
+               200000, 200000, 200000, 200000, 200000]\nxon = [100000, 100000, 100000, 100000, 100000, \
+               100000, 100000, 100000]\n";
+    let pairs: String = [(0, 3), (1, 3), (2, 3), (3, 0), (3, 1)]
+        .iter()
+        .map(|&(src, dst)| queue_pair(src, dst, 1_000_000, ""))
+        .collect();
+    let dcqcn = pairs.replace("\"RoCE\"", "\"DCQCN\"");
+    let tcp = format!(
+        "[[flow]]\nflow_type = \"TCP\"\ngraph = [[1, 2]]\n[flow.traffic]\nsize = 200_000\n{DISTS}\
+         [flow.traffic.tcp]\ncc_algorithm = \"TCPReno\"\n"
+    );
+    for (flows, link) in [
+        (pairs.clone(), ""),
+        (pairs.clone(), pfc),
+        (dcqcn, pfc),
+        (pairs + &tcp, pfc),
+    ] {
+        let toml = star(switch, &format!("{link}{flows}"));
+        let result = run(&toml);
+        let t = &result.totals;
+        assert_eq!((t.data_drops, t.control_drops), (0, 0), "{toml}");
+        assert!(t.marks > 0, "{toml}");
+        assert!(
+            result
+                .flows
+                .iter()
+                .all(|f| f.timeouts == 0 && f.acked_ns.is_some())
+        );
+        check_balance(&toml);
+    }
+    // Files of its older engine have packets and TCP only.
+    let older = config(&star(switch, &packets(0, 3, 15_000, ""))).scenario;
+    assert_eq!(older.queue.aqm, Aqm::EcnLimit { packets: 20 });
+}
+
+#[test]
+fn keys_of_days_present_version_are_mapped_or_refused_by_name() {
+    let read = |roce: &str, dcqcn: &str| {
+        let tables = format!("[flow.traffic.roce]\n{roce}\n[flow.traffic.dcqcn]\n{dcqcn}\n");
+        star(&fifo(100), &queue_pair(0, 3, 15_000, &tables))
+    };
+    let toml = read(
+        "ack_every_packets = 4\nduplicate_ack = true",
+        "fast_recovery_times = 3\nclamp_target_rate = true",
+    );
+    let Transport::Roce(roce) = config(&toml).scenario.flows[0].transport else {
+        panic!("a queue pair");
+    };
+    assert_eq!(roce.ack_every, 4);
+    assert_eq!(roce.dcqcn.map(|dcqcn| dcqcn.fast_steps), Some(3));
+    for (roce, dcqcn, part) in [
+        (
+            "duplicate_ack = false",
+            "",
+            "roce.duplicate_ack` is not modeled",
+        ),
+        ("ack_every_packets = 4\nack_every = 4", "", "conflicts"),
+        ("ack_every_packets = 0", "", "ack_every_packets"),
+        (
+            "",
+            "alpha_resume_interval_ns = 55000",
+            "alpha_resume_interval_ns` is not modeled",
+        ),
+        (
+            "",
+            "rate_decrease_interval_ns = 4000",
+            "rate_decrease_interval_ns` is not modeled",
+        ),
+        (
+            "",
+            "clamp_target_rate = false",
+            "clamp_target_rate` is not modeled",
+        ),
+    ] {
+        let message = error(&read(roce, dcqcn));
+        assert!(message.contains(part), "{part}: {message}");
+    }
 }

@@ -205,7 +205,7 @@ fn bad_input_gets_an_error() {
             "edges = [[0, 1], [2, 3]]\nhosts = [0, 2]\n[switch]\nport_rate = 1e9\n[[flow]]\n\
              flow_id = 1\ngraph = [[0, 2]]\ntraffic = { size = 1 }"
                 .to_owned(),
-            "no path leads from host 0 to host 1",
+            "no path leads from host 0 to host 2",
         ),
         (
             "[topology]\ncategory = \"FatTree\"\nfat_tree = { k = 5 }\n[switch]\nport_rate = 1e9\n"

@@ -73,7 +73,8 @@ fn bbr_beside_cubic_takes_a_small_buffer_and_leaves_a_large_one() {
 #[test]
 fn the_first_timeout_follows_from_the_path_or_its_key() {
     // (propagation ns, keys, timeout ns)
-    let cases: [(u64, &str, fn(u64) -> u64); 6] = [
+    type Case = (u64, &'static str, fn(u64) -> u64);
+    let cases: [Case; 6] = [
         // RFC 6298 section 2.2: R + max(G, 4 · R/2), with G of 1 ms.
         (1_000, "rto_min = 0.0001", |r| r + 1_000_000),
         (10_000_000, "rto_min = 0.0001", |r| 3 * r),

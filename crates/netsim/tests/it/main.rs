@@ -12,6 +12,7 @@ mod idle;
 mod known;
 mod losses;
 mod lossless;
+mod messages;
 mod ndp;
 mod outputs;
 mod properties;

@@ -55,6 +55,7 @@
 )]
 #![forbid(unsafe_code)]
 
+mod advice;
 pub mod aqm;
 pub mod buffer;
 pub mod collective;

@@ -44,6 +44,8 @@ pub struct FlowResult {
     pub nacks: u64,
     /// DCQCN's congestion notifications received.
     pub notifications: u64,
+    /// When the sender's retransmission timer expires; `None`: it is off.
+    pub timer_ns: Option<u64>,
     /// Last sending rate of a rate-controlled flow, bits/s.
     pub rate_bits_per_s: Option<f64>,
     /// Last congestion window, bytes.

@@ -180,8 +180,9 @@ pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnost
             },
         }
     })?;
-    let advice = crate::transport::ndp::without_trimming(&config.scenario);
-    config.notes.extend(advice);
+    config
+        .notes
+        .extend(crate::advice::on_scenario(&config.scenario));
     Ok(config)
 }
 

@@ -10,6 +10,7 @@ pub use csv::{write_series_csv, write_sinks_csv, write_sources_csv, write_switch
 pub use html::html;
 pub use json::write_json;
 pub use perfetto::perfetto;
+pub(crate) use text::time;
 pub use text::{deadlock_text, text};
 
 use slipstream_base::width::{floor_u64, to_usize};
@@ -249,7 +250,8 @@ pub fn collectives(config: &Config, result: &RunResult) -> Vec<CollectiveTime> {
         .collect()
 }
 
-/// Notes of the configuration, and of flows in this run that sent nothing, with the reason.
+/// Notes of the configuration, of flows in this run that sent nothing, with the reason, and of
+/// settings that make results meaningless.
 pub fn notes(config: &Config, result: &RunResult) -> Vec<String> {
     let mut notes = config.notes.clone();
     let scenario = &config.scenario;
@@ -284,6 +286,7 @@ pub fn notes(config: &Config, result: &RunResult) -> Vec<String> {
             text::grouped((idle.len() - IDLE_NAMED) as u64)
         ));
     }
+    notes.extend(crate::advice::on_result(scenario, result));
     notes
 }
 

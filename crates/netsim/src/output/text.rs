@@ -12,7 +12,7 @@ use crate::deadlock::Deadlock;
 use crate::result::RunResult;
 
 /// A time in a suitable unit.
-pub(super) fn time(ns: f64) -> String {
+pub(crate) fn time(ns: f64) -> String {
     match ns {
         ns if ns < 1e3 => format!("{ns:.0} ns"),
         ns if ns < 1e6 => format!("{:.2} us", ns / 1e3),

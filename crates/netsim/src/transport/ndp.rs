@@ -590,6 +590,7 @@ impl SenderState for NdpSender {
     }
 
     fn report(&self, result: &mut FlowResult) {
+        result.timer_ns = (self.deadline != u64::MAX).then_some(self.deadline);
         result.start_ns = self.start;
         result.acked_ns = (self.end != 0).then_some(self.end);
         result.bytes = self.total;

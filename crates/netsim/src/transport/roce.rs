@@ -284,6 +284,7 @@ impl SenderState for QpSender {
     }
 
     fn report(&self, result: &mut FlowResult) {
+        result.timer_ns = (self.deadline != u64::MAX).then_some(self.deadline);
         result.start_ns = self.start;
         result.acked_ns = (self.end != 0).then_some(self.end);
         result.bytes = self.total;

@@ -517,6 +517,7 @@ impl SenderState for TcpSender {
         result.acked_ns = (self.end != 0).then_some(self.end);
         result.bytes = self.limit;
         result.bytes_acked = self.una;
+        result.timer_ns = (self.deadline != u64::MAX).then_some(self.deadline);
         result.cwnd = self.w.cwnd;
         result.ssthresh = self.w.ssthresh;
     }

@@ -14,6 +14,7 @@ mod losses;
 mod lossless;
 mod messages;
 mod ndp;
+mod notes;
 mod outputs;
 mod properties;
 mod published;

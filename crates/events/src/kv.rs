@@ -11,8 +11,10 @@
 //!
 //! Source: vLLM 0.33, `vllm/distributed/kv_events.py` (the batch is `array_like`, events are tagged
 //! maps that omit defaults), and `BlockPool` for which fields are set. The golden test compares
-//! bytes with those of vLLM's own classes. The reader also accepts batches that are maps, and
-//! events that are positional arrays, as older publishers write them. It skips unknown fields.
+//! bytes with those of vLLM's own classes. The reader also accepts batches that are maps, events that
+//! are positional arrays, as older publishers write them, and SGLang's fields (0.5.23,
+//! `srt/disaggregation/kv_events.py`). An unreadable event costs the blocks that it may have changed
+//! ([`KvEventBatch::decode`]).
 
 use serde::Serialize;
 use slipstream_base::kv_event::StoredBlocks;
@@ -41,6 +43,24 @@ pub struct KvEventBatch {
     /// The rank in its worker. vLLM always sets it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_rank: Option<u32>,
+    /// Events that could not be read. Not written.
+    #[serde(skip_serializing_if = "UnreadableEvents::is_empty")]
+    pub unreadable: UnreadableEvents,
+}
+
+/// Events of a batch that could not be read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct UnreadableEvents {
+    /// Their number.
+    pub events: u64,
+    /// Why the first one could not.
+    pub first: Option<String>,
+}
+
+impl UnreadableEvents {
+    fn is_empty(&self) -> bool {
+        self.events == 0
+    }
 }
 
 /// One change of a cache.
@@ -53,11 +73,16 @@ pub enum KvEvent {
     BlockRemoved(BlockRemoved),
     /// All blocks were removed.
     AllBlocksCleared {},
+    /// An event that could not be read, and that may have removed blocks. Never written.
+    Unreadable {
+        /// The blocks that it may have removed; `None`: any.
+        block_hashes: Option<Vec<ExternalHash>>,
+    },
 }
 
 /// Stored blocks; each follows the previous one.
 ///
-/// The fields from `extra_keys` on are omitted on the wire if they are `None`.
+/// The fields from `cache_salt` on are omitted on the wire if they are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct BlockStored {
     /// Hashes in prefix order. Shape `[n]`.
@@ -75,6 +100,9 @@ pub struct BlockStored {
     pub medium: Option<String>,
     /// The LoRA adapter.
     pub lora_name: Option<String>,
+    /// The request's cache salt (SGLang). vLLM has it in `extra_keys` of a prompt's first block.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
     /// Inputs of each block's hash besides its tokens. Shape `[n]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub extra_keys: Option<Vec<Option<Vec<ExtraKey>>>>,
@@ -162,12 +190,14 @@ impl KvEventBatch {
         let mut out = Vec::new();
         msgpack::array(&mut out, 3);
         msgpack::float(&mut out, self.ts);
-        msgpack::array(&mut out, to_u32(self.events.len()));
+        let written = |event: &&KvEvent| !matches!(event, KvEvent::Unreadable { .. });
+        msgpack::array(&mut out, to_u32(self.events.iter().filter(written).count()));
         for event in &self.events {
             match event {
                 KvEvent::BlockStored(stored) => stored.write(&mut out),
                 KvEvent::BlockRemoved(removed) => removed.write(&mut out),
                 KvEvent::AllBlocksCleared {} => write_cleared(&mut out),
+                KvEvent::Unreadable { .. } => {}
             }
         }
         write_or_nil(&mut out, self.data_parallel_rank, |out, rank| {
@@ -181,6 +211,7 @@ impl BlockStored {
     fn write(&self, out: &mut Vec<u8>) {
         use msgpack::{array, map16, string, uint};
         let optional = [
+            self.cache_salt.is_some(),
             self.extra_keys.is_some(),
             self.group_idx.is_some(),
             self.kv_cache_spec_kind.is_some(),
@@ -208,6 +239,7 @@ impl BlockStored {
         write_or_nil(out, self.medium.as_deref(), string);
         string(out, "lora_name");
         write_or_nil(out, self.lora_name.as_deref(), string);
+        write_if_some(out, "cache_salt", self.cache_salt.as_deref(), string);
         write_if_some(
             out,
             "extra_keys",
@@ -447,6 +479,7 @@ impl KvChanges<'_> {
             ts: self.ts,
             events: events.collect(),
             data_parallel_rank: Some(self.dp_rank.into()),
+            unreadable: UnreadableEvents::default(),
         }
     }
 
@@ -687,28 +720,168 @@ mod tests {
         );
     }
 
+    /// Decodes `batch`, which may have events that cannot be read.
+    fn read(batch: &impl Serialize) -> KvEventBatch {
+        KvEventBatch::decode(&rmp_serde::to_vec_named(batch).unwrap()).unwrap()
+    }
+
     #[test]
     fn what_is_missing_or_strange_is_named() {
-        let check = |value: Vec<u8>, expected: &str| {
-            let error = KvEventBatch::decode(&value).unwrap_err().to_string();
+        let check = |batch: KvEventBatch, expected: &str| {
+            assert_eq!(batch.unreadable.events, 1, "{expected}");
+            let error = batch.unreadable.first.unwrap();
             assert!(error.contains(expected), "{error}");
         };
-        let encode = |events: &[(&str, u32)]| rmp_serde::to_vec(&(1.0, events)).unwrap();
         check(
-            encode(&[("BlockStolen", 1)]),
+            read(&(1.0, [("BlockStolen", 1)])),
             "unknown KV event type `BlockStolen`",
         );
-        check(encode(&[("BlockStored", 1)]), "block_hashes expected");
+        check(read(&(1.0, [("BlockStored", 1)])), "block_hashes expected");
         check(
-            rmp_serde::to_vec(&(1.0, [("BlockStored",)])).unwrap(),
+            read(&(1.0, [("BlockStored",)])),
             "BlockStored without `block_hashes`",
         );
-        check(
-            rmp_serde::to_vec(&7).unwrap(),
-            "a batch of KV events expected",
-        );
+        let orphan = [("type", "BlockRemoved")];
+        let orphan = orphan
+            .into_iter()
+            .collect::<std::collections::BTreeMap<_, _>>();
+        check(read(&(1.0, [orphan])), "without `block_hashes`");
+        let refused = |bytes: &[u8], expected: &str| {
+            let error = KvEventBatch::decode(bytes).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        refused(&[7], "a batch of KV events expected");
+        refused(&rmp_serde::to_vec(&(1.0,)).unwrap(), "without `events`");
         let mut extra = KvEventBatch::default().to_vec();
         extra.push(0);
-        check(extra, "1 more bytes");
+        refused(&extra, "1 more bytes");
+    }
+
+    /// Kinds of events that cannot be read, and the blocks that each may have removed.
+    #[test]
+    fn an_event_that_cannot_be_read_costs_what_it_may_have_changed() {
+        use serde_json::json;
+        let blocks = |hashes: &[u64]| {
+            Some(KvEvent::Unreadable {
+                block_hashes: Some(hashes.iter().copied().map(ExternalHash::Int).collect()),
+            })
+        };
+        let any = || Some(KvEvent::Unreadable { block_hashes: None });
+        for (event, cost) in [
+            // Stored: nothing that was known.
+            (
+                json!({"type": "BlockStored", "block_hashes": [1], "token_ids": {}}),
+                None,
+            ),
+            (json!(["BlockStored", [1], null, ["a", "b"], 2, null]), None),
+            // Without its parent the block would begin a prompt.
+            (
+                json!({"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2}),
+                None,
+            ),
+            // A field that makes equal tokens different blocks.
+            (
+                json!({"type": "BlockStored", "block_hashes": [1], "parent_block_hash": null,
+                    "token_ids": [1, 2], "block_size": 2, "prompt_salt": "s"}),
+                None,
+            ),
+            (
+                json!(["BlockStored", [1], null, [1, 2], 2, null, "GPU", {"tenant": "t"}]),
+                None,
+            ),
+            (
+                json!(["BlockStored", [1], null, [[1, 2], [3, 4]], 2, null]),
+                None,
+            ),
+            (
+                json!(["BlockStored", [1], null, [[1, 2, 3]], 1, null]),
+                None,
+            ),
+            // Removed: the blocks that it names, or any.
+            (
+                json!({"type": "BlockRemoved", "block_hashes": [1, 2], "group_idx": "x"}),
+                blocks(&[1, 2]),
+            ),
+            (
+                json!({"type": "BlockRemoved", "block_hashes": [1, 2.5]}),
+                any(),
+            ),
+            (json!({"type": "BlockRemoved", "hashes": [1]}), any()),
+            (json!(["BlockRemoved", {"1": 2}]), any()),
+            (
+                json!({"type": "BlockRemoved", "block_hashes": {}, "medium": "CPU"}),
+                None,
+            ),
+            // Unknown types.
+            (
+                json!({"type": "BlockPinned", "block_hashes": [3]}),
+                blocks(&[3]),
+            ),
+            (json!(["BlockMoved", [3], "GPU"]), blocks(&[3])),
+            (json!(["BlockMoved", [3], "CPU"]), None),
+            (json!({"type": "Heartbeat", "at": 1.5}), None),
+            (json!({"type": "CacheReset"}), any()),
+            (json!({"type": 5, "block_hashes": [4]}), blocks(&[4])),
+            (json!({"kind": "BlockRemoved"}), any()),
+            (json!(null), any()),
+            (json!([]), any()),
+        ] {
+            let clear = json!({"type": "AllBlocksCleared", "reason": {"new": [1]}});
+            let batch = read(&json!([1.0, [clear, event, clear], 0]));
+            assert_eq!(batch.unreadable.events, 1, "{event}");
+            let cleared = || KvEvent::AllBlocksCleared {};
+            let expected: Vec<KvEvent> = [Some(cleared()), cost, Some(cleared())]
+                .into_iter()
+                .flatten()
+                .collect();
+            assert_eq!(batch.events, expected, "{event}");
+        }
+    }
+
+    #[test]
+    fn fields_of_other_engines_are_read() {
+        use serde_json::json;
+        let stored = |event: serde_json::Value| {
+            let mut batch = read(&json!([1.0, [event.clone()], 0]));
+            assert_eq!(batch.unreadable, UnreadableEvents::default(), "{event}");
+            match batch.events.remove(0) {
+                KvEvent::BlockStored(stored) => *stored,
+                other => panic!("{other:?}"),
+            }
+        };
+        let positional = |tail: &[serde_json::Value]| {
+            let mut event = json!(["BlockStored", [-5], null, [1, 2], 2, null, "GPU"]);
+            event.as_array_mut().unwrap().extend_from_slice(tail);
+            stored(event)
+        };
+        // SGLang 0.5.18: a map at position 7. Later a field.
+        let salted = positional(&[json!({"cache_salt": "s", "session_id": 7})]);
+        assert_eq!(
+            (salted.cache_salt.as_deref(), salted.lora_name),
+            (Some("s"), None)
+        );
+        let behind = positional(&[json!("lora"), json!({"cache_salt": "s"})]);
+        assert_eq!(behind.lora_name.as_deref(), Some("lora"));
+        assert_eq!(behind.cache_salt.as_deref(), Some("s"));
+        let named = stored(
+            json!({"type": "BlockStored", "block_hashes": ["ab"], "parent_block_hash": null,
+            "token_ids": [1, 2], "block_size": 2, "lora_id": null, "cache_salt": "s", "session_id": {"a": 1},
+            "locality": 3, "later_salt": null, "anything": [1, {"x": null}]}),
+        );
+        assert_eq!(named.cache_salt.as_deref(), Some("s"));
+        assert_eq!(named.block_hashes, [ExternalHash::Bytes(b"ab"[..].into())]);
+        // EAGLE: pairs. The hash of a block includes the token behind it.
+        let pairs = json!([
+            "BlockStored",
+            [1, 2],
+            null,
+            [[5, 6], [6, 7], [7, 8], [8, 9]],
+            2,
+            null,
+            "GPU"
+        ]);
+        let pairs = stored(pairs);
+        assert_eq!(pairs.token_ids, [5, 6, 7, 8]);
+        assert_eq!(pairs.lookahead_token_ids, Some(vec![vec![7], vec![9]]));
     }
 }

@@ -118,13 +118,14 @@ const OF_WORKER: [(&str, &str); 9] = [
 ];
 
 /// Series of a real engine, and their field. Failures of several causes are added up.
-const OF_ENGINE: [(&str, &str); 6] = [
+const OF_ENGINE: [(&str, &str); 7] = [
     ("slipstream_engine_up", "ready"),
     ("slipstream_engine_in_flight", "in_flight"),
     ("slipstream_engine_requests_total", "requests"),
     ("slipstream_engine_failures_total", "failures"),
     ("slipstream_engine_retries_total", "retries"),
     ("slipstream_engine_kv_blocks", "cached_blocks"),
+    ("slipstream_engine_kv_guessed", "kv_guessed"),
 ];
 
 /// Series of the twin of a real engine, and their quantity. The label `side` says which of the two it is.
@@ -318,6 +319,7 @@ fn snapshot(text: &str) -> Value {
                 "failures": field(row, "failures"),
                 "retries": field(row, "retries"),
                 "cached_blocks": field(row, "cached_blocks"),
+                "kv_guessed": field(row, "kv_guessed").is_some_and(|value| value > 0.0),
                 "prefills": field(row, "prefills"),
                 "prefill_failures": field(row, "prefill_failures"),
                 "twin": twins.get(name),

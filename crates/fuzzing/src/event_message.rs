@@ -19,7 +19,8 @@ pub fn check(bytes: &[u8]) {
     });
     let mut ops = Vec::new();
     for _ in 0..2 {
-        mirror.apply(&batch, &mut ops);
+        let reading = mirror.apply(&batch, &mut ops);
+        assert!(reading.unreadable <= reading.events && reading.views_lost <= reading.unreadable);
         assert!(mirror.held() <= 64);
     }
     mirror.clear(&mut ops);

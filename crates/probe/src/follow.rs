@@ -7,8 +7,13 @@
 //! repair: blocks that are not known merely look not cached. After a lost connection the engine may
 //! be another process with the same numbers. The view survives only if the last applied batch is
 //! replayed with the same bytes.
+//!
+//! A view of which too little can be read is of no use: [`ViewState`] says so, and the router guesses
+//! that engine's cache until its events are readable again.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,10 +21,12 @@ use std::time::Duration;
 use slipstream_base::{KvDelta, KvOp, RankId};
 use slipstream_events::zmq::{ZmqError, ZmqReplay, ZmqSubscriber};
 use slipstream_events::{Event, KvEventBatch};
+use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::facts::KvEventSource;
 use crate::mirror::{KvMirror, MirrorCounts, MirrorOptions};
+use crate::readability::{Readability, Reading};
 
 /// Time limit for a connection.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -29,6 +36,13 @@ const REPLAY: Duration = Duration::from_secs(10);
 
 /// Batches read from one replay at most. vLLM keeps 10,000 by default (`buffer_steps`).
 const REPLAY_BATCHES_MAX: u64 = 10_000_000;
+
+/// Replays that may be requested at once, and the time after which one more may be. A publisher whose
+/// sequence jumps or runs backwards causes one per batch.
+const REPLAYS: (u32, Duration) = (8, Duration::from_secs(1));
+
+/// Recent batches by which a repeated one is told from another engine's.
+const RECENT: usize = 64;
 
 /// First and longest pause between attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
@@ -44,6 +58,12 @@ pub struct KvCounters {
     pub batches: AtomicU64,
     /// Batches that could not be decoded. The view is cleared, because they may have removed blocks.
     pub unreadable: AtomicU64,
+    /// Events that could not be read, or whose blocks have no place. Each costs what it may have changed.
+    pub unreadable_events: AtomicU64,
+    /// Batches received twice, and ignored.
+    pub duplicates: AtomicU64,
+    /// Replays not requested because there were too many.
+    pub withheld_replays: AtomicU64,
     /// Gaps found in the sequence of batches.
     pub gaps: AtomicU64,
     /// Gaps repaired by replay.
@@ -64,6 +84,52 @@ pub struct KvCounters {
     pub over_capacity: AtomicU64,
     /// Whether the engine's hashes do not identify prefixes ([`KvMirror::is_unusable`]).
     pub unusable: AtomicBool,
+    /// Whether the view is of no use ([`ViewState::Useless`]).
+    pub useless: AtomicBool,
+}
+
+/// Whether the view of an engine's cache is of use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ViewState {
+    /// It is.
+    Followed,
+    /// It is not; why, as a predicate of the engine. Its cache must be guessed.
+    Useless(String),
+}
+
+/// Called with each change of the state. The first state is [`ViewState::Followed`].
+type OnState = Box<dyn Fn(&ViewState) + Send>;
+
+/// A bucket of tokens for replays.
+#[derive(Debug)]
+struct ReplayBudget {
+    left: u32,
+    since: Instant,
+}
+
+impl ReplayBudget {
+    fn new() -> ReplayBudget {
+        ReplayBudget {
+            left: REPLAYS.0,
+            since: Instant::now(),
+        }
+    }
+
+    /// Whether one more replay may be requested at `now`.
+    fn take(&mut self, now: Instant) -> bool {
+        let (max, each) = REPLAYS;
+        let due = now.saturating_duration_since(self.since).as_nanos() / each.as_nanos();
+        let due = u32::try_from(due).unwrap_or(u32::MAX);
+        if self.left.saturating_add(due) >= max {
+            (self.left, self.since) = (max, now);
+        } else {
+            self.left += due;
+            self.since += each * due;
+        }
+        let may = self.left > 0;
+        self.left -= u32::from(may);
+        may
+    }
 }
 
 fn add(counter: &AtomicU64, n: u64) {
@@ -71,7 +137,6 @@ fn add(counter: &AtomicU64, n: u64) {
 }
 
 /// Follows the KV events of one rank. Drop the future of [`run`](KvFollower::run) to stop.
-#[derive(Debug)]
 pub struct KvFollower {
     source: KvEventSource,
     rank: RankId,
@@ -89,6 +154,23 @@ pub struct KvFollower {
     sequence: u64,
     /// Memory for the changes of a batch.
     ops: Vec<KvOp>,
+    /// Sequences and digests of the last batches, applied or not.
+    recent: VecDeque<(u64, u128)>,
+    replays: ReplayBudget,
+    readability: Readability,
+    /// Why the first unreadable event was.
+    unreadable: String,
+    state: ViewState,
+    on_state: OnState,
+}
+
+impl fmt::Debug for KvFollower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut out = f.debug_struct("KvFollower");
+        out.field("source", &self.source)
+            .field("state", &self.state);
+        out.finish_non_exhaustive()
+    }
 }
 
 impl KvFollower {
@@ -106,7 +188,20 @@ impl KvFollower {
             last_live: None,
             sequence: 0,
             ops: Vec::new(),
+            recent: VecDeque::with_capacity(RECENT),
+            replays: ReplayBudget::new(),
+            readability: Readability::default(),
+            unreadable: String::new(),
+            state: ViewState::Followed,
+            on_state: Box::new(|_| {}),
         }
+    }
+
+    /// The same, which passes each change of the view's state to `on_state`.
+    #[must_use]
+    pub fn with_state(mut self, on_state: impl Fn(&ViewState) + Send + 'static) -> KvFollower {
+        self.on_state = Box::new(on_state);
+        self
     }
 
     /// Counters that can be read while it runs.
@@ -185,6 +280,10 @@ impl KvFollower {
     async fn on_live(&mut self, event: &Event, apply: &mut impl FnMut(&KvDelta)) {
         let sequence = event.sequence.unwrap_or(self.next);
         let restarted = self.last_live.is_some_and(|last| sequence <= last);
+        if restarted && self.recent.contains(&(sequence, xxh3_128(&event.payload))) {
+            add(&self.counters.duplicates, 1);
+            return;
+        }
         self.last_live = Some(sequence);
         if restarted {
             self.restart(apply);
@@ -223,6 +322,10 @@ impl KvFollower {
         let Some(endpoint) = self.source.replay_endpoint.clone() else {
             return false;
         };
+        if !self.replays.take(Instant::now()) {
+            add(&self.counters.withheld_replays, 1);
+            return false;
+        }
         let read = self.read_replay(&endpoint, start, confirming, apply).await;
         read.unwrap_or_else(|error| {
             if self.counters.failed_replays.fetch_add(1, Ordering::Relaxed) == 0 {
@@ -267,22 +370,71 @@ impl KvFollower {
         }
         self.fresh = false;
         self.next = sequence.saturating_add(1);
-        self.last = Some(xxh3_128(payload));
-        match KvEventBatch::decode(payload) {
+        let digest = xxh3_128(payload);
+        self.last = Some(digest);
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((sequence, digest));
+        let reading = match KvEventBatch::decode(payload) {
             Ok(batch) => {
                 let mut ops = std::mem::take(&mut self.ops);
-                self.mirror.apply(&batch, &mut ops);
+                let reading = self.mirror.apply(&batch, &mut ops);
                 add(&self.counters.batches, 1);
+                if let Some(error) = batch.unreadable.first {
+                    self.log_unreadable(error);
+                } else if reading.unreadable > 0 {
+                    self.log_unreadable(
+                        "stored blocks without tokens, or with fields that do not fit together"
+                            .into(),
+                    );
+                }
+                add(&self.counters.unreadable_events, reading.unreadable);
                 self.publish(ops, apply);
+                reading
             }
             Err(error) => {
-                if self.counters.unreadable.fetch_add(1, Ordering::Relaxed) == 0 {
-                    tracing::warn!(endpoint = self.source.endpoint, %error,
-                        "unreadable KV events; further ones are only counted");
-                }
+                add(&self.counters.unreadable, 1);
+                self.log_unreadable(error.to_string());
                 self.clear(apply);
+                Reading::NONE
             }
+        };
+        let useless = self.readability.note(reading);
+        self.update_state(useless);
+    }
+
+    fn log_unreadable(&mut self, error: String) {
+        if self.unreadable.is_empty() {
+            tracing::warn!(
+                endpoint = self.source.endpoint,
+                error,
+                "unreadable KV events; further ones are only counted"
+            );
+            self.unreadable = error;
         }
+    }
+
+    /// Reports whether the view is of use, if that changed.
+    fn update_state(&mut self, unreadable: bool) {
+        let useless = unreadable || self.mirror.is_unusable();
+        if useless == matches!(self.state, ViewState::Useless(_)) {
+            return;
+        }
+        self.counters.useless.store(useless, Ordering::Relaxed);
+        self.state = if !useless {
+            ViewState::Followed
+        } else if self.mirror.is_unusable() {
+            let why = "has one hash for two prefixes in its KV events, as earlier SGLang versions";
+            ViewState::Useless(why.into())
+        } else {
+            let (events, unreadable) = self.readability.recent();
+            ViewState::Useless(format!(
+                "sends KV events that cannot be read ({unreadable} of the last {events}; the first: {})",
+                self.unreadable
+            ))
+        };
+        (self.on_state)(&self.state);
     }
 
     /// The engine is, or may be, another process than before.
@@ -314,13 +466,7 @@ impl KvFollower {
         set(&self.counters.skipped_blocks, skipped);
         set(&self.counters.over_capacity, counts.over_capacity);
         let unusable = self.mirror.is_unusable();
-        if self.counters.unusable.swap(unusable, Ordering::Relaxed) != unusable && unusable {
-            tracing::error!(
-                endpoint = self.source.endpoint,
-                "the engine's KV events have one hash for two prefixes, as those of earlier SGLang versions; its cache \
-                 counts as empty: use an approximate index for it"
-            );
-        }
+        self.counters.unusable.store(unusable, Ordering::Relaxed);
         let mut delta = KvDelta {
             rank: self.rank,
             sequence: self.sequence,

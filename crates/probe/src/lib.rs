@@ -27,10 +27,12 @@ mod http;
 pub mod load;
 mod mirror;
 pub mod prometheus;
+mod readability;
 
 pub use ask::{AskError, ask, ask_client};
 pub use facts::{Asked, EngineFacts, EngineKind, KvEventSource, Outcome, Parallel, ServedModel};
-pub use follow::{KvCounters, KvFollower};
+pub use follow::{KvCounters, KvFollower, ViewState};
 pub use http::{Answer, BODY_BYTES_MAX, Client, FetchError, UrlError};
 pub use load::{EngineLoad, LoadError};
 pub use mirror::{KvMirror, MirrorCounts, MirrorOptions, media_parent};
+pub use readability::Reading;

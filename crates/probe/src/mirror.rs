@@ -21,14 +21,19 @@
 //!   tokens of a page alone. One hash for two prefixes shows that; the view is then given up.
 //! * Blocks whose tokens or whose predecessor are unknown are counted and skipped. They look not
 //!   cached, which costs a hit, but never a wrong one.
+//! * An unreadable event costs the blocks that it may have removed
+//!   ([`KvEventBatch::decode`]).
 
 use std::collections::HashMap;
 
 use lru::LruCache;
+use slipstream_base::width::low_u32;
 use slipstream_base::{BlockHash, KvOp, TokenId};
 use slipstream_events::kv::{ExternalHash, ExtraKey};
 use slipstream_events::{BlockRemoved, BlockStored, KvEvent, KvEventBatch};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+
+use crate::readability::Reading;
 
 /// Settings of a [`KvMirror`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,6 +72,8 @@ pub struct MirrorCounts {
     pub over_capacity: u64,
     /// Stored blocks under a hash that stood for another prefix, and all that were stored after that.
     pub ambiguous: u64,
+    /// Blocks dropped because an unreadable event names them. The view itself is in `cleared`.
+    pub doubted: u64,
     /// Times that the counts of copies exceeded `blocks_max` and were set to one each.
     pub recounted: u64,
 }
@@ -76,6 +83,8 @@ pub struct MirrorCounts {
 struct Held {
     /// Copies in the engine.
     copies: u32,
+    /// Digest of the prompt's cache salt; 0 without one.
+    salt: u32,
     /// Our chain up to the last of our blocks that ends in or before this one.
     chain: BlockHash,
     /// Tokens after the end of `chain`; fewer than our block size.
@@ -162,15 +171,39 @@ impl KvMirror {
         self.unusable
     }
 
-    /// Applies a batch, and appends the changes of our blocks to `ops`, in order.
-    pub fn apply(&mut self, batch: &KvEventBatch, ops: &mut Vec<KvOp>) {
+    /// Applies a batch, and appends the changes of our blocks to `ops`, in order. Returns how much of
+    /// it was understood.
+    pub fn apply(&mut self, batch: &KvEventBatch, ops: &mut Vec<KvOp>) -> Reading {
+        let mut reading = Reading {
+            events: batch.unreadable.events,
+            unreadable: batch.unreadable.events,
+            views_lost: 0,
+        };
         for event in &batch.events {
             match event {
-                KvEvent::BlockStored(stored) => self.on_stored(stored, ops),
+                KvEvent::Unreadable { block_hashes: None } => {
+                    reading.views_lost += 1;
+                    self.clear(ops);
+                    continue; // counted in `unreadable.events`
+                }
+                KvEvent::Unreadable {
+                    block_hashes: Some(hashes),
+                } => {
+                    self.doubt(hashes, ops);
+                    continue;
+                }
+                KvEvent::BlockStored(stored) => {
+                    let skipped = |counts: MirrorCounts| counts.malformed + counts.without_tokens;
+                    let before = skipped(self.counts);
+                    self.on_stored(stored, ops);
+                    reading.unreadable += u64::from(skipped(self.counts) > before);
+                }
                 KvEvent::BlockRemoved(removed) => self.on_removed(removed, ops),
                 KvEvent::AllBlocksCleared {} => self.clear(ops),
             }
+            reading.events += 1;
         }
+        reading
     }
 
     /// Forgets all blocks: the engine cleared its cache, restarted, or changes were lost.
@@ -220,14 +253,20 @@ impl KvMirror {
             self.counts.malformed += count;
             return;
         }
-        let (mut chain, mut pending) = match &stored.parent_block_hash {
-            None => (self.root(stored), Vec::new()),
+        let (mut chain, mut pending, salt) = match &stored.parent_block_hash {
+            None => (self.root(stored), Vec::new(), salt_digest(salt_of(stored))),
             Some(parent) => {
                 let Some(parent) = self.held.get(&key(parent)) else {
                     self.counts.unknown_parent += count;
                     return;
                 };
-                (parent.chain, parent.pending.to_vec())
+                // Engines that name the salt in each event name it in the parent's too.
+                let named = stored.cache_salt.as_deref();
+                if named.is_some_and(|salt| salt_digest(Some(salt)) != parent.salt) {
+                    self.counts.malformed += count;
+                    return;
+                }
+                (parent.chain, parent.pending.to_vec(), parent.salt)
             }
         };
         let first = stored.parent_block_hash.is_none();
@@ -249,7 +288,14 @@ impl KvMirror {
                 self.clear(ops);
                 return;
             }
-            self.insert(key, parent, chain, &pending, ours, ops);
+            let held = Held {
+                copies: 1,
+                salt,
+                chain,
+                pending: pending.as_slice().into(),
+                ours,
+            };
+            self.insert(key, parent, held, ops);
             self.counts.stored += 1;
         }
     }
@@ -284,15 +330,7 @@ impl KvMirror {
     }
 
     /// Adds a copy of the engine's block `key`, whose blocks of ours follow `parent`.
-    fn insert(
-        &mut self,
-        key: u128,
-        parent: BlockHash,
-        chain: BlockHash,
-        pending: &[TokenId],
-        ours: Ours,
-        ops: &mut Vec<KvOp>,
-    ) {
+    fn insert(&mut self, key: u128, parent: BlockHash, block: Held, ops: &mut Vec<KvOp>) {
         self.copies += 1;
         if let Some(held) = self.held.get_mut(&key) {
             held.copies = held.copies.saturating_add(1);
@@ -302,7 +340,7 @@ impl KvMirror {
             return;
         }
         let mut before = parent;
-        for &hash in ours.as_slice() {
+        for &hash in block.ours.as_slice() {
             let holders = self.ours.entry(hash).or_insert(0);
             *holders += 1;
             if *holders == 1 {
@@ -313,13 +351,7 @@ impl KvMirror {
             }
             before = hash;
         }
-        let held = Held {
-            copies: 1,
-            chain,
-            pending: pending.into(),
-            ours,
-        };
-        self.held.put(key, held);
+        self.held.put(key, block);
         if self.held.len() > self.options.blocks_max
             && let Some((_, oldest)) = self.held.pop_lru()
         {
@@ -365,6 +397,17 @@ impl KvMirror {
         }
     }
 
+    /// Drops blocks that the engine may have removed, with all copies.
+    fn doubt(&mut self, hashes: &[ExternalHash], ops: &mut Vec<KvOp>) {
+        for hash in hashes {
+            if let Some(held) = self.held.pop(&key(hash)) {
+                self.counts.doubted += 1;
+                self.copies -= u64::from(held.copies);
+                self.release(&held.ours, ops);
+            }
+        }
+    }
+
     /// One holder less of each of our blocks in `ours`.
     fn release(&mut self, ours: &Ours, ops: &mut Vec<KvOp>) {
         // A chain's end first, as in an engine.
@@ -397,9 +440,7 @@ impl KvMirror {
     /// The root of a prompt that begins with `stored`.
     fn root(&self, stored: &BlockStored) -> BlockHash {
         let name = stored.lora_name.as_deref();
-        let keys = stored.extra_keys.as_deref().unwrap_or_default().first();
-        let keys = keys.and_then(Option::as_deref).unwrap_or_default();
-        let (salt, _) = split_keys(keys, name, true);
+        let salt = salt_of(stored);
         // Versions that publish the number alone: an adapter that no request names.
         let number = match (name, stored.lora_id) {
             (None, Some(id)) => Some(format!("lora_id={id}")),
@@ -408,6 +449,24 @@ impl KvMirror {
         let lora = name.or(number.as_deref()).unwrap_or_default();
         BlockHash::root(&self.options.model, lora, salt.unwrap_or_default())
     }
+}
+
+/// The cache salt of a prompt that begins with `stored`.
+fn salt_of(stored: &BlockStored) -> Option<&str> {
+    let keys = stored.extra_keys.as_deref().unwrap_or_default().first();
+    let keys = keys.and_then(Option::as_deref).unwrap_or_default();
+    let (salt, _) = split_keys(keys, stored.lora_name.as_deref(), true);
+    stored
+        .cache_salt
+        .as_deref()
+        .or(salt)
+        .filter(|salt| !salt.is_empty())
+}
+
+/// Digest of a salt, which is not 0.
+fn salt_digest(salt: Option<&str>) -> u32 {
+    salt.filter(|salt| !salt.is_empty())
+        .map_or(0, |salt| low_u32(xxh3_64(salt.as_bytes())) | 1)
 }
 
 /// Whether a block is in GPU memory. Events of earlier versions name no medium.

@@ -178,6 +178,8 @@ fn answer(
             "gaps": count(&counters.gaps),
             "lost_batches": count(&counters.lost_batches),
             "skipped_blocks": count(&counters.skipped_blocks),
+            "unreadable_events": count(&counters.unreadable_events),
+            "useless": counters.useless.load(Ordering::Relaxed),
         })
     });
     json!({"prompt_tokens": prompt.tokens.len(), "ranks": ranks.collect::<Vec<_>>()})

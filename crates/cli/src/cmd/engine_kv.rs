@@ -19,7 +19,8 @@ use slipstream_frontend::text::{TextModel, agreement};
 use slipstream_frontend::upstream::{EngineSpec, Engines, Member};
 use slipstream_planes::tls::ClientTls;
 use slipstream_probe::{
-    AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ask_client,
+    AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ViewState,
+    ask_client,
 };
 use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
@@ -419,6 +420,7 @@ impl Followers {
         let merge = Arc::new(Mutex::new(Merge::new(worker, source.events.len())));
         let anew = Arc::new(Notify::new());
         let _followed = Followed::begin(self, worker);
+        let views = Views::new(self, member, source.events.len());
         let mut ranks = JoinSet::new(); // dropped before `_followed`, so nothing is applied after it
         let mut counters = Vec::new();
         for (at, events) in source.events.iter().enumerate() {
@@ -430,6 +432,8 @@ impl Followers {
             let rank = RankId { worker, dp_rank: 0 };
             let follower = KvFollower::new(events.clone(), rank, options);
             counters.push(follower.counters());
+            let views = views.clone();
+            let follower = follower.with_state(move |state| views.update(at, state));
             let (merge, anew, fleets) = (merge.clone(), anew.clone(), self.fleets.clone());
             ranks.spawn(follower.run(move |delta| {
                 let mut merge = lock(&merge);
@@ -443,13 +447,6 @@ impl Followers {
         if let Some(shown) = self.shown().get_mut(&member.id()) {
             shown.1 = counters;
         }
-        let count = source.events.len();
-        let of_ranks = if count > 1 {
-            format!(" of {count} ranks")
-        } else {
-            String::new()
-        };
-        member.set_cache_view(format!("KV events{of_ranks}"));
         let changed = async {
             loop {
                 member.came_up().await;
@@ -465,6 +462,63 @@ impl Followers {
             () = changed => {}
             Some(_) = ranks.join_next() => {} // it broke an invariant of its own, and said so
         }
+    }
+}
+
+/// Whether the views of an engine's ranks are of use. While one is not, the engine's cache is guessed; the events
+/// are followed on, so the index is complete when all are of use again.
+struct Views {
+    fleets: Fleets,
+    member: Member,
+    /// Why the view of each rank is of no use.
+    useless: Mutex<Vec<Option<String>>>,
+}
+
+impl Views {
+    fn new(of: &Followers, member: &Member, ranks: usize) -> Arc<Views> {
+        let views = Views {
+            fleets: of.fleets.clone(),
+            member: member.clone(),
+            useless: Mutex::new(vec![None; ranks]),
+        };
+        views.show(&lock(&views.useless));
+        Arc::new(views)
+    }
+
+    fn update(&self, rank: usize, state: &ViewState) {
+        let mut useless = lock(&self.useless);
+        let before = useless.iter().any(Option::is_some);
+        useless[rank] = match state {
+            ViewState::Followed => None,
+            ViewState::Useless(why) => Some(why.clone()),
+        };
+        let why = useless.iter().flatten().next();
+        let engine = &self.member.spec().url;
+        match why {
+            Some(why) if !before => tracing::warn!(
+                %engine,
+                "its cache is guessed from what was sent there until its KV events can be read: it {why}"
+            ),
+            None if before => tracing::warn!(
+                %engine,
+                "its KV events can be read again: its cache is known by them"
+            ),
+            _ => {}
+        }
+        self.fleets
+            .set_guessed(self.member.spec().worker, why.is_some());
+        self.show(&useless);
+    }
+
+    /// Shows the state in `/admin/engines` and on `/ui`.
+    fn show(&self, useless: &[Option<String>]) {
+        let ranks = useless.len();
+        let why = useless.iter().flatten().next();
+        self.member.set_cache_view(match why {
+            Some(why) => format!("guessed: it {why}"),
+            None if ranks > 1 => format!("KV events of {ranks} ranks"),
+            None => "KV events".into(),
+        });
     }
 }
 
@@ -577,7 +631,7 @@ impl fmt::Debug for KvCollector {
 impl Collector for KvCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         type Of = fn(&KvCounters) -> u64;
-        let gauges: [(&str, &str, Of); 3] = [
+        let gauges: [(&str, &str, Of); 4] = [
             ("kv_connected", "Whether its KV events are received", |c| {
                 c.connected.load(Relaxed).into()
             }),
@@ -586,11 +640,16 @@ impl Collector for KvCollector {
                 "Whether its hashes do not identify prefixes",
                 |c| c.unusable.load(Relaxed).into(),
             ),
+            (
+                "kv_guessed",
+                "Whether its cache is guessed because its KV events cannot be read",
+                |c| c.useless.load(Relaxed).into(),
+            ),
             ("kv_blocks", "The engine's blocks that are known", |c| {
                 c.held_blocks.load(Relaxed)
             }),
         ];
-        let counters: [(&str, &str, Of); 6] = [
+        let counters: [(&str, &str, Of); 8] = [
             ("kv_batches", "Batches of KV events applied", |c| {
                 c.batches.load(Relaxed)
             }),
@@ -603,6 +662,16 @@ impl Collector for KvCollector {
             ("kv_unreadable", "Batches that could not be decoded", |c| {
                 c.unreadable.load(Relaxed)
             }),
+            (
+                "kv_unreadable_events",
+                "KV events that could not be read or placed",
+                |c| c.unreadable_events.load(Relaxed),
+            ),
+            (
+                "kv_withheld_replays",
+                "Replays not requested because there were too many",
+                |c| c.withheld_replays.load(Relaxed),
+            ),
             ("kv_restarts", "Times that the view began anew", |c| {
                 c.restarts.load(Relaxed)
             }),
@@ -625,7 +694,7 @@ impl Collector for KvCollector {
                 let of_ranks = counters.iter().map(|rank| of(rank));
                 let value = if name.ends_with("kv_connected") {
                     of_ranks.min()
-                } else if name.ends_with("kv_unusable") {
+                } else if name.ends_with("kv_unusable") || name.ends_with("kv_guessed") {
                     of_ranks.max()
                 } else {
                     Some(of_ranks.sum())

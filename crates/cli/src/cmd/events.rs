@@ -387,7 +387,12 @@ impl Message {
             Message::Kv(batch) => {
                 let events: Vec<String> = batch.events.iter().map(kv_text).collect();
                 let rank = batch.data_parallel_rank.unwrap_or(0);
-                format!("dp{rank} {}", events.join("; "))
+                let mut text = format!("dp{rank} {}", events.join("; "));
+                if let Some(first) = &batch.unreadable.first {
+                    let count = counted(batch.unreadable.events, "unreadable event");
+                    text = format!("{text} ({count}: {first})");
+                }
+                text
             }
         }
     }
@@ -409,6 +414,15 @@ fn kv_text(event: &KvEvent) -> String {
             format!("removed {}", counted(blocks, "block"))
         }
         KvEvent::AllBlocksCleared {} => "cleared all blocks".to_owned(),
+        KvEvent::Unreadable { block_hashes: None } => {
+            "unreadable; any block may be gone".to_owned()
+        }
+        KvEvent::Unreadable {
+            block_hashes: Some(hashes),
+        } => format!(
+            "unreadable; names {}",
+            counted(hashes.len() as u64, "block")
+        ),
     }
 }
 

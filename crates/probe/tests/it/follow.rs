@@ -8,7 +8,7 @@ use std::time::Duration;
 use slipstream_base::{BlockHash, KvOp, RankId, TokenId};
 use slipstream_events::kv::ExternalHash;
 use slipstream_events::{BlockRemoved, BlockStored, KvEvent, KvEventBatch};
-use slipstream_probe::{KvCounters, KvEventSource, KvFollower, MirrorOptions};
+use slipstream_probe::{KvCounters, KvEventSource, KvFollower, MirrorOptions, ViewState};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -340,6 +340,97 @@ async fn numbers_that_begin_again_are_a_restart() {
         assert_eq!(index.count(|c| &c.restarts), 1);
     })
     .await;
+}
+
+/// Duplicates, as of a proxy that delivers at least once, are no restart.
+#[tokio::test]
+async fn a_batch_received_twice_is_ignored() {
+    check(Engine::new(false).await, async |engine, index| {
+        let mut stream = engine.subscriber().await;
+        for (sequence, payload) in [(4, store(1)), (5, store(2)), (4, store(1)), (5, store(2))] {
+            publish(&mut stream, sequence, &payload).await;
+        }
+        publish(&mut stream, 6, &store(3)).await;
+        index.reaches(&chain(3)).await;
+        assert_eq!(index.count(|c| &c.duplicates), 2);
+        assert_eq!(index.count(|c| &c.restarts), 0);
+    })
+    .await;
+}
+
+/// A publisher whose sequence runs backwards causes some replays, not one per batch.
+#[tokio::test]
+async fn a_sequence_that_runs_backwards_causes_few_replays() {
+    const BATCHES: u64 = 500;
+    check(Engine::new(true).await, async |engine, index| {
+        let mut stream = engine.subscriber().await;
+        for n in (1..=BATCHES).rev() {
+            let mut payload = store(1);
+            payload[3] = n as u8; // another creation time
+            publish(&mut stream, 2 * n, &payload).await;
+        }
+        // The last one is the first of a new sequence.
+        publish(&mut stream, 0, &store(1)).await;
+        while index.count(|c| &c.restarts) < BATCHES {
+            index.delta().await;
+        }
+        let withheld = index.count(|c| &c.withheld_replays);
+        assert!(withheld >= BATCHES / 2, "{withheld}");
+    })
+    .await;
+}
+
+/// An engine of which nothing can be read is guessed, and followed again when it can be read.
+#[tokio::test]
+async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
+    let engine = Engine::new(false).await;
+    let (send, mut states) = mpsc::unbounded_channel();
+    let options = MirrorOptions {
+        model: "m".into(),
+        block_size: 2,
+        blocks_max: 100,
+    };
+    let follower = KvFollower::new(engine.source(), RankId::default(), options);
+    let follower = follower.with_state(move |state| send.send(state.clone()).unwrap());
+    let counters = follower.counters();
+    let done = follower.run(|_| {});
+    let script = async {
+        let mut stream = engine.subscriber().await;
+        publish(&mut stream, 0, &store(1)).await;
+        let odd = with_odd_tokens();
+        for n in 1..=20 {
+            publish(&mut stream, n, &odd).await;
+        }
+        let ViewState::Useless(why) = states.recv().await.unwrap() else {
+            panic!("it is of use");
+        };
+        assert!(
+            why.contains("cannot be read") && why.contains("token"),
+            "{why}"
+        );
+        assert!(counters.useless.load(Ordering::Relaxed));
+        for n in 21..400 {
+            publish(&mut stream, n, &store(1)).await;
+        }
+        assert_eq!(states.recv().await.unwrap(), ViewState::Followed);
+        assert!(!counters.useless.load(Ordering::Relaxed));
+    };
+    let played = async {
+        tokio::select! {
+            never = done => match never {},
+            () = script => {}
+        }
+    };
+    tokio::time::timeout(LIMIT, played).await.expect("it ended");
+}
+
+/// A stored block whose token is a text.
+fn with_odd_tokens() -> Payload {
+    let mut out = batch(KvEvent::BlockStored(Box::default()));
+    let name = b"\xa9token_ids";
+    let at = out.windows(name.len()).position(|w| w == name).unwrap() + name.len();
+    out.splice(at..=at, [0x91, 0xa1, b'x']);
+    out
 }
 
 #[tokio::test]

@@ -3,3 +3,4 @@
 mod facts;
 mod follow;
 mod mirror;
+mod mutations;

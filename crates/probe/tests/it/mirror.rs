@@ -199,7 +199,7 @@ proptest! {
         let mut ops = Vec::new();
         for step in &steps {
             let events = engine.step(step);
-            let batch = KvEventBatch { ts: 1.0, events, data_parallel_rank: Some(0) };
+            let batch = KvEventBatch { ts: 1.0, events, ..KvEventBatch::default() };
             // Through the wire format.
             let batch = KvEventBatch::decode(&batch.to_vec()).unwrap();
             ops.clear();

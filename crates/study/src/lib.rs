@@ -24,6 +24,7 @@
 )]
 #![forbid(unsafe_code)]
 
+mod cgroup_memory;
 pub mod columns;
 pub mod control;
 pub mod files;

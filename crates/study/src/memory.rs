@@ -4,6 +4,8 @@ use slipstream_base::text::counted;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::{Arrival, Workload};
 
+use crate::cgroup_memory;
+
 /// Lower bound of the bytes per block in a pool, its hash index and the router's block index. 64
 /// engines of 6,150 blocks add 45 MiB to the RSS of `slipstream simulate`, which is 120 per block.
 const BLOCK_BYTES: u64 = 96;
@@ -71,13 +73,11 @@ pub fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Half of the memory that this process may have, bytes: the host's, or its control group's. 1 GiB if neither
-/// is known.
+/// Half of the memory that this process may have, bytes: the host's, or the least limit of its control groups.
+/// 1 GiB if neither is known.
 pub fn half_of_host() -> u64 {
     let host = proc_bytes("/proc/meminfo", "MemTotal:");
-    // As a container sees its own group; `max` is no limit and no number.
-    let group = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
-    let group = group.and_then(|text| text.trim().parse::<u64>().ok());
+    let group = cgroup_memory::limit(&|path| std::fs::read_to_string(path).ok());
     let least = host.into_iter().chain(group).min();
     (least.unwrap_or(2 << 30) / 2).max(16 << 20)
 }

@@ -39,8 +39,12 @@ const KEYS_MAX: usize = 4_096;
 const INVALID_MAX: usize = 1_024;
 /// Time for one call, at all servers together: a lease of 3 s is renewed each second.
 const CALL_TIME: Duration = Duration::from_millis(1_500);
-/// Answer of a server, and one message of a watch.
+/// Answer of a server.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// One message of a watch. An etcd server takes requests of 1.5 MiB, so a change has at most that and its base64.
+const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// Values of a JSON text, by its commas and brackets: a parsed value takes some 30 times its bytes. A key has some ten.
+const VALUES_MAX: usize = 32 * (KEYS_MAX + 1);
 /// Interval of the questions that find out a watch that is dead.
 const CHECK_NS: u64 = 2_000_000_000;
 
@@ -353,8 +357,16 @@ impl Etcd {
         let Some(watch) = &mut self.watch else {
             return false;
         };
-        let (messages, mut is_open) = watch.read();
-        for message in messages {
+        let (lines, mut is_open) = watch.read();
+        // One after the other: parsed, messages take many times their bytes.
+        for line in lines.split(|&byte| byte == b'\n') {
+            if line.is_empty() {
+                continue;
+            }
+            let Ok(message) = parse(line) else {
+                is_open = false;
+                break;
+            };
             let result = &message["result"];
             if message.get("error").is_some() || result["canceled"].as_bool() == Some(true) {
                 is_open = false; // such as for revisions that were compacted
@@ -600,7 +612,7 @@ impl Call<'_> {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
             }
         }
-        let parsed: Result<Value, _> = serde_json::from_slice(&answer.body);
+        let parsed = parse(&answer.body);
         if answer.status != 200 {
             let text = parsed.as_ref().ok();
             let text = text.and_then(|text| text["message"].as_str().or(text["error"].as_str()));
@@ -611,8 +623,19 @@ impl Call<'_> {
                 answer.status
             )));
         }
-        parsed.map_err(|_| odd("is not JSON"))
+        parsed
     }
+}
+
+/// A JSON text of bounded size in memory.
+fn parse(text: &[u8]) -> io::Result<Value> {
+    let values = text
+        .iter()
+        .filter(|&&byte| matches!(byte, b',' | b'[' | b'{'));
+    if values.count() > VALUES_MAX {
+        return Err(odd("has too many values"));
+    }
+    serde_json::from_slice(text).map_err(|_| odd("is not JSON"))
 }
 
 /// A watch that runs.
@@ -632,10 +655,10 @@ impl Watch {
         })
     }
 
-    /// The messages that are here, and whether more may come.
-    fn read(&mut self) -> (Vec<Value>, bool) {
+    /// The messages that are here, each a line, of [`MESSAGE_BYTES_MAX`] at most, and whether more may come.
+    fn read(&mut self) -> (Vec<u8>, bool) {
         let mut is_open = true;
-        loop {
+        while self.answer.body.len() < MESSAGE_BYTES_MAX {
             match self.answer.fill(&mut self.stream, None) {
                 Ok(true) if !self.answer.is_over => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -648,21 +671,12 @@ impl Watch {
         is_open &= self.answer.status == 0 || self.answer.status == 200;
         // A message is a line.
         let Some(end) = self.answer.body.iter().rposition(|&byte| byte == b'\n') else {
+            is_open &= self.answer.body.len() < MESSAGE_BYTES_MAX;
             return (Vec::new(), is_open);
         };
         let rest = self.answer.body.split_off(end + 1);
         let lines = std::mem::replace(&mut self.answer.body, rest);
-        let mut messages = Vec::new();
-        for line in lines
-            .split(|&byte| byte == b'\n')
-            .filter(|line| !line.is_empty())
-        {
-            match serde_json::from_slice(line) {
-                Ok(message) => messages.push(message),
-                Err(_) => is_open = false,
-            }
-        }
-        (messages, is_open)
+        (lines, is_open)
     }
 }
 

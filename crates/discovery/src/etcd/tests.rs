@@ -643,3 +643,55 @@ fn a_token_that_has_ended_is_replaced_once_per_call() {
     let error = Etcd::new(options).unwrap_err().to_string();
     assert!(error.contains(password.to_str().unwrap()), "{error}");
 }
+
+/// A server that floods a watch costs the memory of a message, and of one parsed message.
+#[test]
+fn a_watch_that_floods_is_read_in_bounded_pieces() {
+    let message = br#"{"result":{"events":[{"kv":{"key":"YQ==","mod_revision":"7"}}]}}"#;
+    let lines = [&message[..], b"\n"].concat();
+    for (flood, ends) in [
+        (vec![b'['; 64], true),
+        (b"[1,".repeat(30), true),
+        (lines, false),
+    ] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = listener.local_addr().unwrap().to_string();
+        let floods = std::thread::spawn(move || {
+            let (mut peer, _) = listener.accept().unwrap();
+            let body = flood.repeat((256 << 10) / flood.len());
+            let head = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+            let mut sent = peer.write_all(head.as_bytes());
+            while sent.is_ok() {
+                let chunk = [format!("{:x}\r\n", body.len()).as_bytes(), &body, b"\r\n"].concat();
+                sent = peer.write_all(&chunk); // until the client has gone
+            }
+        });
+        let call = Call {
+            server: &server,
+            tls: None,
+            token: None,
+        };
+        let end = Instant::now() + PATIENCE;
+        let mut watch = Watch::start(&call, &json!({}), end).unwrap();
+        let mut read = 0;
+        let mut is_open = true;
+        while is_open && read < 4 * MESSAGE_BYTES_MAX {
+            let (lines, still) = watch.read();
+            // Besides: a chunk that was read in part.
+            let held = watch.answer.body.len() + watch.answer.raw.len();
+            assert!(
+                lines.len() + held <= MESSAGE_BYTES_MAX + (64 << 10),
+                "{held}"
+            );
+            read += lines.len();
+            is_open = still;
+            std::thread::yield_now();
+        }
+        assert_eq!(is_open, !ends);
+        drop(watch);
+        floods.join().unwrap();
+    }
+    let many = b"{\"a\":[".iter().copied().chain(b"1,".repeat(VALUES_MAX));
+    let error = parse(&many.collect::<Vec<_>>()).unwrap_err();
+    assert!(error.to_string().contains("too many values"), "{error}");
+}

@@ -1,14 +1,20 @@
 //! One shard of one frontend: dials it, greets it, relays, and dials again.
+//!
+//! A record may be false: thousands of them, with hundreds of addresses that do not answer, must keep
+//! no frontend from its workers. So a record proves itself with one shard before the others are
+//! dialed: until a shard has welcomed this process, one dialer tries all of them in turn. Few such
+//! attempts run at a time, in the order in which they were due, and they hold few links.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use slipstream_base::width::to_u16;
+use slipstream_base::width::{to_u8, to_u16};
 use slipstream_planes::clock::clock_id;
-use slipstream_planes::link::{Link, LinkError};
+use slipstream_planes::discovery::{ProcessRecord, SeatKey};
+use slipstream_planes::link::{Link, LinkError, Socket};
 use slipstream_planes::wire::{self, Announced, FrameKind, Hello, Reject, Welcome, WireError};
-use tokio::sync::watch;
+use tokio::sync::{SemaphorePermit, mpsc, watch};
 use tokio::time::{sleep, timeout};
 
 use super::relay::Relay;
@@ -19,15 +25,34 @@ use crate::stats::Cell64;
 const PAUSE: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// Whom to dial.
+/// Attempts to dial unproven frontends at a time.
+pub(super) const UNPROVEN_DIALS_MAX: usize = 64;
+
+/// Time limit to connect to an unproven frontend, and to be welcomed. Other dialers wait for their turn.
+const UNPROVEN_LIMIT: Duration = Duration::from_millis(1_500);
+
+/// Whom to dial: shards of one frontend, in turn.
 #[derive(Clone)]
 pub(super) struct Target {
-    pub(super) frontend: String,
-    pub(super) instance: u64,
-    pub(super) shard: u8,
-    pub(super) address: String,
-    /// From the frontend's record.
-    pub(super) key: [u8; 16],
+    pub(super) record: Rc<ProcessRecord>,
+    /// The shard; `None`: one after the other, until one welcomes this process.
+    pub(super) shard: Option<u8>,
+}
+
+impl Target {
+    fn key(&self) -> [u8; 16] {
+        self.record.key.as_ref().map_or([0; 16], SeatKey::bytes)
+    }
+
+    /// The shard of attempt number `attempt`, and its address; `None`: the record has none.
+    fn shard(&self, attempt: usize) -> Option<(u8, &str)> {
+        let shards = self.record.shards.len().min(1 + usize::from(u8::MAX));
+        let shard = match self.shard {
+            Some(shard) => shard,
+            None => to_u8(attempt.checked_rem(shards)?),
+        };
+        Some((shard, self.record.shards.get(usize::from(shard))?))
+    }
 }
 
 /// Why there is no connection.
@@ -45,21 +70,33 @@ enum DialError {
 
 /// Keeps one connection to the target for as long as there is one and this process runs. An open
 /// connection continues without; the dialer ends when it would have to dial and nobody is wanted.
+///
+/// The shard that welcomes this process first is sent to `proven`, with the instance.
 pub(super) async fn dial(
     home: Rc<Home>,
     mut wanted: watch::Receiver<Option<Target>>,
     mut staged: watch::Receiver<Stage>,
+    proven: Proven,
 ) {
     let mut pause = PAUSE;
     let mut said = String::new();
-    loop {
+    for attempt in 0.. {
         if *staged.borrow_and_update() >= Stage::Leaving {
             return;
         }
         let Some(target) = wanted.borrow_and_update().clone() else {
             return;
         };
-        let error = match serve_once(&home, &target, staged.clone()).await {
+        let Some((shard, address)) = target.shard(attempt) else {
+            return;
+        };
+        let aim = Aim {
+            target: &target,
+            shard,
+            address,
+            proven: target.shard.is_none().then_some(&proven),
+        };
+        let error = match serve_once(&home, &aim, staged.clone()).await {
             Ok(()) => return,
             Err(Ended::NoLink) => {
                 home.count(|s| &s.links_short);
@@ -88,8 +125,7 @@ pub(super) async fn dial(
         };
         // Once, not at every attempt.
         if error != said {
-            let (frontend, shard) = (&target.frontend, target.shard);
-            tracing::warn!("{frontend} shard {shard} at {}: {error}", target.address);
+            tracing::warn!("{} shard {shard} at {address}: {error}", target.record.name);
             said = error;
         }
         tokio::select! {
@@ -102,6 +138,18 @@ pub(super) async fn dial(
     }
 }
 
+/// Where welcomes of unproven frontends are reported: the instance and the shard.
+pub(super) type Proven = mpsc::UnboundedSender<(u64, u8)>;
+
+/// One attempt.
+struct Aim<'a> {
+    target: &'a Target,
+    shard: u8,
+    address: &'a str,
+    /// Set if the frontend is not proven.
+    proven: Option<&'a Proven>,
+}
+
 enum Ended {
     NoLink,
     Dial(DialError),
@@ -111,17 +159,28 @@ enum Ended {
 /// Connects and relays until the connection ends. `Ok` if this process ended it.
 async fn serve_once(
     home: &Rc<Home>,
-    target: &Target,
+    aim: &Aim<'_>,
     staged: watch::Receiver<Stage>,
 ) -> Result<(), Ended> {
-    // Taken first: a shard that is greeted is served.
+    let deadline = home.config.deadline;
+    let mut leaving = staged.clone();
+    let (socket, permits) = tokio::select! {
+        biased;
+        _ = leaving.wait_for(|stage| *stage >= Stage::Leaving) => return Ok(()),
+        connected = connect(home, aim) => connected.map_err(Ended::Dial)?,
+    };
+    // Taken before the greeting: a shard that is greeted is served.
     let port = home.free.borrow_mut().pop().ok_or(Ended::NoLink)?;
     let subscription = home.broadcast.subscribe();
-    let limit = home.config.deadline;
-    let greeted = match timeout(limit, greet(home, target)).await {
+    let limit = match aim.proven {
+        Some(_) => deadline.min(UNPROVEN_LIMIT),
+        None => deadline,
+    };
+    let greeted = match timeout(limit, greet(home, aim, socket)).await {
         Ok(greeted) => greeted,
         Err(_) => Err(DialError::Timeout(limit)),
     };
+    drop(permits);
     let (link, welcome) = match greeted {
         Ok(greeted) => greeted,
         Err(error) => {
@@ -131,6 +190,10 @@ async fn serve_once(
             return Err(Ended::Dial(error));
         }
     };
+    if let Some(proven) = aim.proven {
+        // An error: this process is about to end.
+        let _ = proven.send((aim.target.record.instance, aim.shard));
+    }
     home.count(|s| &s.connected);
     home.stats.open.fetch_add(1, Relaxed);
     tracing::info!("serving {} shard {}", welcome.name, welcome.shard);
@@ -142,14 +205,38 @@ async fn serve_once(
     outcome.map_err(Ended::Lost)
 }
 
-async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialError> {
-    let socket = home.connect(&target.address).await.map_err(LinkError::Io)?;
+/// Connects. Of an unproven frontend, it waits for its turn, which ends when the permits are dropped.
+async fn connect<'h>(
+    home: &'h Home,
+    aim: &Aim<'_>,
+) -> Result<(Box<dyn Socket>, [Option<SemaphorePermit<'h>>; 2]), DialError> {
+    let mut permits = [None, None];
+    let mut limit = home.config.deadline;
+    if aim.proven.is_some() {
+        // The semaphores are never closed.
+        permits[0] = home.unproven.acquire().await.ok();
+        limit = limit.min(UNPROVEN_LIMIT);
+    }
+    let connected = timeout(limit, home.connect(aim.address)).await;
+    let socket = connected.map_err(|_| DialError::Timeout(limit))?;
+    let socket = socket.map_err(LinkError::Io)?;
+    if aim.proven.is_some() {
+        permits[1] = home.unproven_links.acquire().await.ok();
+    }
+    Ok((socket, permits))
+}
+
+async fn greet(
+    home: &Home,
+    aim: &Aim<'_>,
+    socket: Box<dyn Socket>,
+) -> Result<(Link, Welcome), DialError> {
     let config = &home.config;
     let mut link = Link::new(socket, config.deadline, config.unsent_bytes_max);
     let hello = Hello {
         instance: config.instance,
         fingerprint: config.fingerprint,
-        shard: target.shard,
+        shard: aim.shard,
         deadline_ms: wire::deadline_ms(config.deadline),
         clock: clock_id(),
         name: config.name.clone(),
@@ -162,7 +249,7 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
                 ready: worker.is_ready(),
             })
             .collect(),
-        key: target.key,
+        key: aim.target.key(),
     };
     hello.encode(link.outbox());
     link.flush().await?;
@@ -177,7 +264,7 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
         })
         .await?;
     let welcome = answer?;
-    if welcome.instance != target.instance || welcome.shard != target.shard {
+    if welcome.instance != aim.target.record.instance || welcome.shard != aim.shard {
         return Err(DialError::Stranger);
     }
     // The shorter patience counts: pings come four times in it, either way.

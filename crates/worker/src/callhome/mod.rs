@@ -30,13 +30,13 @@ use std::time::Duration;
 
 use slipstream_base::WorkerId;
 use slipstream_planes::discovery::{
-    self, Place, ProcessRecord, ProcessRole, SeatKey, Session, SessionError, SessionEvent,
+    self, Place, ProcessRecord, ProcessRole, Session, SessionError, SessionEvent,
 };
 use slipstream_planes::link::Socket;
 use slipstream_planes::tls::Tls;
 use slipstream_planes::{EventSink, ShardPort};
 use tokio::net::TcpStream;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::LocalSet;
 
 use crate::set::{Resyncs, WorkerSet};
@@ -170,6 +170,9 @@ struct Home {
     resyncs: Resyncs,
     broadcast: EventBroadcast,
     stats: Arc<CallHomeStats>,
+    /// Permits for attempts to dial unproven frontends, and for their links.
+    unproven: Semaphore,
+    unproven_links: Semaphore,
     /// Numbers hang-ups.
     hang_ups: Cell<u32>,
     /// This process is about to end: engine threads may, too.
@@ -322,6 +325,7 @@ async fn run(
             Some(event) = events.recv(), if stage == Stage::Running => {
                 frontends.on_event(event);
             }
+            Some((instance, shard)) = frontends.proven.recv() => frontends.on_proven(instance, shard),
             Some(_) = frontends.tasks.join_next() => {}
         }
     }
@@ -340,6 +344,11 @@ struct Frontends {
     /// By instance and shard: the target, or `None` while its record is gone. Closed when the dialer
     /// has ended.
     dialers: BTreeMap<(u64, u8), watch::Sender<Option<Target>>>,
+    /// By instance: frontends of which no shard has welcomed this process, with one dialer each.
+    unproven: BTreeMap<u64, watch::Sender<Option<Target>>>,
+    /// Unproven instances, and the shard that welcomed this process.
+    proven: mpsc::UnboundedReceiver<(u64, u8)>,
+    prove: dial::Proven,
     tasks: tokio::task::JoinSet<()>,
     /// Instances of other clusters that were reported.
     foreign: std::collections::BTreeSet<u64>,
@@ -347,10 +356,14 @@ struct Frontends {
 
 impl Frontends {
     fn new(home: &Rc<Home>, staged: &watch::Receiver<Stage>) -> Frontends {
+        let (prove, proven) = mpsc::unbounded_channel();
         Frontends {
             home: Rc::clone(home),
             staged: staged.clone(),
             dialers: BTreeMap::new(),
+            unproven: BTreeMap::new(),
+            proven,
+            prove,
             tasks: tokio::task::JoinSet::new(),
             foreign: std::collections::BTreeSet::new(),
         }
@@ -364,7 +377,8 @@ impl Frontends {
             SessionEvent::Vanished(record) => {
                 // Open connections continue; no more are made unless the record comes back.
                 let of = (record.instance, 0)..=(record.instance, u8::MAX);
-                for (_, dialer) in self.dialers.range(of) {
+                let dialers = self.dialers.range(of).map(|(_, dialer)| dialer);
+                for dialer in dialers.chain(self.unproven.get(&record.instance)) {
                     dialer.send_replace(None);
                 }
             }
@@ -388,29 +402,68 @@ impl Frontends {
             return;
         }
         self.dialers.retain(|_, dialer| !dialer.is_closed());
-        for (shard, address) in (0u8..=255).zip(&record.shards) {
-            let target = Target {
-                frontend: record.name.clone(),
-                instance: record.instance,
+        self.unproven.retain(|_, dialer| !dialer.is_closed());
+        let record = Rc::new(record.clone());
+        let of = (record.instance, 0)..=(record.instance, u8::MAX);
+        let is_proven = self.dialers.range(of).next().is_some();
+        let target = |shard| {
+            Some(Target {
+                record: record.clone(),
                 shard,
-                address: address.clone(),
-                key: record.key.as_ref().map_or([0; 16], SeatKey::bytes),
-            };
-            let target = Some(target);
-            let at = (record.instance, shard);
-            // A record that was gone for a while: a second connection would be refused for ever.
-            if let Some(dialer) = self.dialers.get(&at)
-                && !slipstream_base::planted!("second-dialer")
-            {
-                dialer.send_replace(target);
-                continue;
+            })
+        };
+        if is_proven {
+            for (shard, _) in (0u8..=255).zip(&record.shards) {
+                self.dial_shard(target(Some(shard)), (record.instance, shard));
             }
-            let (dialer, wanted) = watch::channel(target);
-            self.dialers.insert(at, dialer);
-            let staged = self.staged.clone();
-            self.tasks
-                .spawn_local(dial::dial(self.home.clone(), wanted, staged));
+        } else if let Some(dialer) = self.unproven.get(&record.instance) {
+            dialer.send_replace(target(None));
+        } else {
+            let dialer = self.spawn(target(None));
+            self.unproven.insert(record.instance, dialer);
         }
+    }
+
+    /// A shard of an unproven frontend welcomed this process: the others are dialed.
+    fn on_proven(&mut self, instance: u64, shard: u8) {
+        let Some(dialer) = self.unproven.remove(&instance) else {
+            return;
+        };
+        // `None`: its record is gone. Its connection goes on.
+        let record = dialer.borrow().as_ref().map(|target| target.record.clone());
+        let target = |shard| {
+            let record = record.clone()?;
+            Some(Target {
+                record,
+                shard: Some(shard),
+            })
+        };
+        dialer.send_replace(target(shard));
+        self.dialers.insert((instance, shard), dialer);
+        let shards = record.as_ref().map_or(0, |record| record.shards.len());
+        for other in (0u8..=255).take(shards).filter(|&other| other != shard) {
+            self.dial_shard(target(other), (instance, other));
+        }
+    }
+
+    fn dial_shard(&mut self, target: Option<Target>, at: (u64, u8)) {
+        // A record that was gone for a while: a second connection would be refused for ever.
+        if let Some(dialer) = self.dialers.get(&at)
+            && !slipstream_base::planted!("second-dialer")
+        {
+            dialer.send_replace(target);
+            return;
+        }
+        let dialer = self.spawn(target);
+        self.dialers.insert(at, dialer);
+    }
+
+    fn spawn(&mut self, target: Option<Target>) -> watch::Sender<Option<Target>> {
+        let (dialer, wanted) = watch::channel(target);
+        let (home, staged) = (self.home.clone(), self.staged.clone());
+        let dial = dial::dial(home, wanted, staged, self.prove.clone());
+        self.tasks.spawn_local(dial);
+        dialer
     }
 }
 
@@ -429,8 +482,11 @@ impl Home {
             let thread = slipstream_planes::ring::thread_of(of.worker, threads);
             thread_workers[thread] = Some(of.worker);
         }
+        let unproven_links = links.len().div_ceil(2);
         Rc::new(Home {
             config,
+            unproven: Semaphore::new(dial::UNPROVEN_DIALS_MAX),
+            unproven_links: Semaphore::new(unproven_links),
             free: RefCell::new(links),
             workers,
             thread_workers,

@@ -1,3 +1,4 @@
+use slipstream_planes::discovery::SeatKey;
 use slipstream_planes::link::Link;
 use slipstream_planes::ring::{Plane, PlaneLimits};
 use slipstream_planes::wire::{Hello, Welcome};
@@ -117,5 +118,58 @@ fn a_record_that_comes_back_finds_its_connection() {
         let stats = &home.stats;
         let refused = (stats.rejected.load(Relaxed), stats.failed.load(Relaxed));
         assert_eq!((stats.lost.load(Relaxed), refused), (2, (0, 0)));
+    });
+}
+
+/// Thousands of false records, whose addresses refuse connections, accept without a word, or answer with
+/// something else, keep no frontend from this process.
+#[test]
+fn false_records_keep_no_frontend_away() {
+    const FALSE_RECORDS: u64 = 2_000;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    LocalSet::new().block_on(&runtime, async {
+        let bind = async || TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = |of: &TcpListener| of.local_addr().unwrap().to_string();
+        // The listener is gone.
+        let refusing = address(&bind().await);
+        let silent = bind().await;
+        let silent_address = address(&silent);
+        let listener = bind().await;
+        let plane = Plane::new(4, 4, PlaneLimits::default());
+        let links = plane.shards.len();
+        let home = home(plane.shards);
+        let (_stage, staged) = watch::channel(Stage::Running);
+        let mut frontends = Frontends::new(&home, &staged);
+        for n in 0..FALSE_RECORDS {
+            let to = if n < links as u64 / 2 {
+                &silent_address
+            } else {
+                &refusing
+            };
+            let mut record = frontend(10 + n, &listener);
+            record.shards = vec![to.clone(); 200];
+            frontends.on_event(SessionEvent::Appeared(record));
+        }
+        assert_eq!(
+            frontends.tasks.len() as u64,
+            FALSE_RECORDS,
+            "a dialer for each"
+        );
+        // A frontend of three shards, of which the first does not answer.
+        let mut real = frontend(1, &listener);
+        let true_address = address(&listener);
+        real.shards = vec![refusing.clone(), true_address.clone(), true_address];
+        frontends.on_event(SessionEvent::Appeared(real.clone()));
+        let first = welcome(&listener, &real).await;
+        let (instance, shard) = frontends.proven.recv().await.unwrap();
+        assert_eq!((instance, shard), (1, 1));
+        frontends.on_proven(instance, shard);
+        let second = welcome(&listener, &real).await;
+        assert_eq!(frontends.dialers.len(), 3);
+        assert_eq!(home.stats.links_short.load(Relaxed), 0);
+        drop((first, second, silent));
     });
 }

@@ -98,6 +98,8 @@ async fn look(client: &Client) -> anyhow::Result<Value> {
                 engine["state"] = known["state"].clone();
                 engine["last_failure"] = known["last_failure"].clone();
                 engine["role"] = known["role"].clone();
+                engine["first_byte_ms"] = known["first_byte_ms"].clone();
+                engine["between_ms"] = known["between_ms"].clone();
             }
         }
     }
@@ -231,6 +233,8 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 "in flight",
                 "requests",
                 "failures",
+                "first byte, ms",
+                "between, ms",
                 "prefills",
                 "failed",
                 "blocks",
@@ -251,6 +255,8 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 shown(&engine["in_flight"], 0),
                 shown(&engine["requests"], 0),
                 shown(&engine["failures"], 0),
+                shown(&engine["first_byte_ms"], 0),
+                shown(&engine["between_ms"], 1),
                 shown(&engine["prefills"], 0),
                 shown(&engine["prefill_failures"], 0),
                 shown(&engine["cached_blocks"], 0),

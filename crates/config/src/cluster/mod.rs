@@ -18,7 +18,7 @@ use slipstream_base::{Role, WorkerId};
 pub use share::{ShareConfig, SharingPool};
 pub use upstream::{
     BOOTSTRAP_PORT, EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, KvProtocol,
-    PoolTraffic, Resume, UpstreamConfig,
+    OutlierConfig, PoolTraffic, Resume, UpstreamConfig,
 };
 
 /// A whole cluster. The default is that of an empty file.

@@ -451,6 +451,8 @@ pub struct UpstreamConfig {
     pub ejection_s: f64,
     /// Limit of that time, s. Default 120.
     pub ejection_s_max: f64,
+    /// Engines that are worse than their peers.
+    pub outlier: OutlierConfig,
     /// Further engines that are tried per request before its first byte. Default 3.
     pub retries_max: u32,
     /// Retries per request, on average over a shard. Default 0.2. Continued streams are not counted.
@@ -471,6 +473,71 @@ pub struct UpstreamConfig {
     pub dns_interval_s: f64,
     /// Kubernetes' API server, for `pool.NAME.endpoint_slices`.
     pub kubernetes: KubernetesConfig,
+}
+
+/// Ejection of engines that are worse than their peers (`upstream.outlier_…`). Off by default.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OutlierConfig {
+    /// Latency over the median of the peers above which an engine is ejected; 0: off.
+    pub latency: f64,
+    /// Share of failed requests from which an engine is ejected, if its peers fail less than half of it; 0: off.
+    pub errors: f64,
+    /// Interval of the comparison, s. Default 10.
+    pub interval_s: f64,
+    /// Requests of an engine per interval below which it is not compared. Default 20.
+    pub requests_min: u64,
+    /// Share of a pool that may take no requests; one engine always. Default 0.1.
+    pub ejected_max: f64,
+}
+
+impl OutlierConfig {
+    /// Whether engines are compared.
+    pub fn is_on(&self) -> bool {
+        self.latency > 0.0 || self.errors > 0.0
+    }
+}
+
+impl Default for OutlierConfig {
+    fn default() -> Self {
+        OutlierConfig {
+            latency: 0.0,
+            errors: 0.0,
+            interval_s: 10.0,
+            requests_min: 20,
+            ejected_max: 0.1,
+        }
+    }
+}
+
+fn read_outlier(t: &Table<'_>) -> OutlierConfig {
+    let default = OutlierConfig::default();
+    let latency: f64 = t
+        .get("outlier_latency")
+        .within(0.0..=1_000.0)
+        .or(default.latency);
+    if latency > 0.0 && latency < 1.5 {
+        t.error(
+            "outlier_latency",
+            format!("{latency} ejects engines by noise"),
+            "write at least 1.5 (times the median of its peers), or 0 to turn it off",
+        );
+    }
+    OutlierConfig {
+        latency,
+        errors: t.get("outlier_errors").within(0.0..=1.0).or(default.errors),
+        interval_s: t
+            .get("outlier_interval_s")
+            .within(0.1..=86_400.0)
+            .or(default.interval_s),
+        requests_min: t
+            .get("outlier_requests_min")
+            .within(1..=1_000_000)
+            .or(default.requests_min),
+        ejected_max: t
+            .get("outlier_ejected_max")
+            .within(0.0..=1.0)
+            .or(default.ejected_max),
+    }
 }
 
 /// Kubernetes' API server, and how the router proves itself to it. Missing: as in a pod.
@@ -525,6 +592,7 @@ impl Default for UpstreamConfig {
             failures_max: 3,
             ejection_s: 5.0,
             ejection_s_max: 120.0,
+            outlier: OutlierConfig::default(),
             retries_max: 3,
             retry_budget: 0.2,
             resume: Resume::Text,
@@ -560,6 +628,7 @@ pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
             .or(default.failures_max),
         ejection_s: seconds("ejection_s", default.ejection_s),
         ejection_s_max: seconds("ejection_s_max", default.ejection_s_max),
+        outlier: read_outlier(t),
         retries_max: t.get("retries_max").within(0..=64).or(default.retries_max),
         retry_budget: t
             .get("retry_budget")

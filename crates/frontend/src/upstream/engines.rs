@@ -1,5 +1,6 @@
 //! State of the engines, shared by all shards.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
@@ -10,7 +11,8 @@ use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u8, to_usize};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, PoolTraffic, Resume, UpstreamConfig,
+    Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, OutlierConfig, PoolTraffic, Resume,
+    UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::ClientTls;
@@ -116,6 +118,7 @@ pub(crate) struct Settings {
     failures_max: u32,
     ejection: Duration,
     ejection_max: Duration,
+    outlier: OutlierConfig,
     pub(super) retry_budget: f64,
     pub(super) resume: Resume,
     pub(super) resume_bytes_max: usize,
@@ -138,6 +141,7 @@ impl Settings {
             failures_max: config.failures_max,
             ejection: seconds(config.ejection_s),
             ejection_max: seconds(config.ejection_s_max),
+            outlier: config.outlier,
             retry_budget: config.retry_budget,
             resume: config.resume,
             resume_bytes_max: to_usize(config.resume_bytes_max),
@@ -326,6 +330,7 @@ impl Engine {
     pub(super) fn describe(&self) -> serde_json::Value {
         let models = self.models();
         let models: Vec<&str> = models.iter().map(|model| &*model.id).collect();
+        let [first_byte_ms, between_ms] = self.counters.latencies_ms();
         json!({
             "worker": self.spec.worker.0,
             "url": self.spec.url.to_string(),
@@ -334,6 +339,8 @@ impl Engine {
             "kind": self.kind().name(),
             "state": self.state_name(),
             "in_flight": self.counters.in_flight.load(Relaxed),
+            "first_byte_ms": first_byte_ms,
+            "between_ms": between_ms,
             "models": models,
             "last_failure": self.last_failure(),
             "mirror": self.is_mirror(),
@@ -631,6 +638,24 @@ impl Engines {
         self.set(engine, health, State::Ejected { until_ns });
     }
 
+    /// How outliers are found, and the first and longest time without requests.
+    pub(super) fn outlier_settings(&self) -> (OutlierConfig, Duration, Duration) {
+        let settings = &self.settings;
+        (settings.outlier, settings.ejection, settings.ejection_max)
+    }
+
+    /// `engine` is worse than its peers; `why` says in what.
+    pub(super) fn eject_outlier(&self, engine: &Engine, duration: Duration, why: String) {
+        let mut health = engine.health();
+        if health.state != State::Up || !self.ready_besides(engine) {
+            return; // it failed, or they did
+        }
+        engine.counters.ejections.fetch_add(1, Relaxed);
+        health.last_failure = Some((why, "outlier"));
+        let until_ns = monotonic_ns() + nanos(duration);
+        self.set(engine, &mut health, State::Ejected { until_ns });
+    }
+
     /// Whether another engine takes requests: the last one is not ejected for its answers, since a request
     /// that makes every engine fail would then end the service. Without prefill engines it does not end.
     fn ready_besides(&self, engine: &Engine) -> bool {
@@ -728,6 +753,10 @@ pub(super) struct Visit {
     is_probe: bool,
     judged: bool,
     begun_ns: u64,
+    /// When the first byte came; 0: it did not.
+    first_ns: u64,
+    /// Pieces of the answer, and when the last one came.
+    pieces: Cell<(u64, u64)>,
 }
 
 impl Visit {
@@ -741,6 +770,8 @@ impl Visit {
             engine,
             judged: false,
             begun_ns: monotonic_ns(),
+            first_ns: 0,
+            pieces: Cell::new((0, 0)),
         }
     }
 
@@ -751,7 +782,8 @@ impl Visit {
     /// The first byte of the answer came.
     pub(super) fn on_first_byte(&mut self, status: StatusCode) {
         let engine = &self.engine;
-        let took = monotonic_ns().saturating_sub(self.begun_ns);
+        self.first_ns = monotonic_ns();
+        let took = self.first_ns.saturating_sub(self.begun_ns);
         engine.counters.on_answer(status, took);
         if Engines::is_failure(status) {
             let failure = Failure::Status(status.as_u16());
@@ -760,6 +792,12 @@ impl Visit {
             self.engines.on_success(engine, self.is_probe);
         }
         self.judged = true;
+    }
+
+    /// A piece of the answer came.
+    #[inline]
+    pub(super) fn on_piece(&self, now_ns: u64) {
+        self.pieces.set((self.pieces.get().0 + 1, now_ns));
     }
 
     /// The engine failed it.
@@ -778,6 +816,11 @@ impl Drop for Visit {
     fn drop(&mut self) {
         let engine = &self.engine;
         engine.counters.in_flight.fetch_sub(1, Relaxed);
+        let (pieces, last_ns) = self.pieces.get();
+        if pieces > 1 && self.first_ns > 0 {
+            let took_ns = last_ns.saturating_sub(self.first_ns);
+            engine.counters.on_stream(pieces - 1, took_ns);
+        }
         if self.is_probe && !self.judged {
             self.engines.on_probe_dropped(engine);
         }

@@ -20,6 +20,7 @@ use super::connection::{Connection, Failure};
 use super::disagg;
 use super::engines::{Engine, Engines, State};
 use super::loops;
+use super::outlier;
 use super::wire::{self, BodyDecoder, Decoded};
 
 /// Limit of an answer to a question of this thread.
@@ -45,6 +46,7 @@ pub fn start(engines: Arc<Engines>) -> io::Result<HealthChecks> {
             let mut stopped = stopped;
             let mut changes = engines.subscribe();
             let mut tasks = tokio::task::JoinSet::new();
+            tasks.spawn(outlier::watch(engines.clone()));
             let mut watched = BTreeMap::new();
             loop {
                 let members = engines.each();

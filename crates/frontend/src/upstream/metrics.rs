@@ -68,6 +68,72 @@ pub(super) struct Counters {
     pub(super) bytes: AtomicU64,
     first_byte: [AtomicU64; BOUNDS_S.len() + 1],
     first_byte_ns: AtomicU64,
+    /// Pieces of answers behind their first ones, and the time from the first to the last ones.
+    pieces: AtomicU64,
+    stream_ns: AtomicU64,
+    /// Ejections because it was worse than its peers.
+    pub(super) outliers: AtomicU64,
+    pub(super) recent: Recent,
+}
+
+/// Counts of an engine, or their growth over an interval.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Totals {
+    pub(super) answers: u64,
+    /// Failures, of which those with a status are among the answers.
+    pub(super) failures: u64,
+    pub(super) first_byte_ns: u64,
+    pub(super) pieces: u64,
+    pub(super) stream_ns: u64,
+}
+
+impl Totals {
+    pub(super) fn since(&self, before: &Totals) -> Totals {
+        Totals {
+            answers: self.answers.saturating_sub(before.answers),
+            failures: self.failures.saturating_sub(before.failures),
+            first_byte_ns: self.first_byte_ns.saturating_sub(before.first_byte_ns),
+            pieces: self.pieces.saturating_sub(before.pieces),
+            stream_ns: self.stream_ns.saturating_sub(before.stream_ns),
+        }
+    }
+
+    /// Requests that were answered or failed.
+    pub(super) fn ended(&self) -> u64 {
+        self.answers.saturating_add(self.failures)
+    }
+
+    /// Mean time to the first byte.
+    pub(super) fn first_byte_s(&self) -> Option<f64> {
+        (self.answers > 0).then(|| self.first_byte_ns as f64 / 1e9 / self.answers as f64)
+    }
+
+    /// Mean time between two pieces of an answer.
+    pub(super) fn between_s(&self) -> Option<f64> {
+        (self.pieces > 0).then(|| self.stream_ns as f64 / 1e9 / self.pieces as f64)
+    }
+}
+
+/// Latencies of the last interval that had some, ns; 0: none had.
+#[derive(Debug, Default)]
+pub(super) struct Recent {
+    first_byte_ns: AtomicU64,
+    between_ns: AtomicU64,
+}
+
+impl Recent {
+    pub(super) fn note(&self, counts: &Totals) {
+        let set = |of: &AtomicU64, seconds: Option<f64>| {
+            if let Some(seconds) = seconds {
+                of.store(
+                    slipstream_base::SimTime::from_secs_f64(seconds).0.max(1),
+                    Relaxed,
+                );
+            }
+        };
+        set(&self.first_byte_ns, counts.first_byte_s());
+        set(&self.between_ns, counts.between_s());
+    }
 }
 
 impl Counters {
@@ -86,6 +152,46 @@ impl Counters {
             Failure::Status(_) | Failure::Removed => return, // counted as an answer, and as removed
         };
         counter.fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn totals(&self) -> Totals {
+        let failures = [
+            &self.connect,
+            &self.tls,
+            &self.lost,
+            &self.timeout,
+            &self.protocol,
+        ];
+        let failed: u64 = failures.iter().map(|of| of.load(Relaxed)).sum();
+        let errors = self.answers[5].load(Relaxed);
+        let answers: u64 = self.answers.iter().map(|of| of.load(Relaxed)).sum();
+        Totals {
+            answers: answers - errors.min(answers),
+            failures: failed + errors,
+            first_byte_ns: self.first_byte_ns.load(Relaxed),
+            pieces: self.pieces.load(Relaxed),
+            stream_ns: self.stream_ns.load(Relaxed),
+        }
+    }
+
+    /// Mean times to the first byte and between two pieces of an answer, ms: of the last interval, or of
+    /// all before the first one ends.
+    pub(super) fn latencies_ms(&self) -> [Option<f64>; 2] {
+        let totals = self.totals();
+        let recent = |of: &AtomicU64, all: Option<f64>| match of.load(Relaxed) {
+            0 => all.map(|seconds| seconds * 1e3),
+            ns => Some(ns as f64 / 1e6),
+        };
+        [
+            recent(&self.recent.first_byte_ns, totals.first_byte_s()),
+            recent(&self.recent.between_ns, totals.between_s()),
+        ]
+    }
+
+    /// An answer ended, whose `pieces` behind the first one took `took_ns`.
+    pub(super) fn on_stream(&self, pieces: u64, took_ns: u64) {
+        self.pieces.fetch_add(pieces, Relaxed);
+        self.stream_ns.fetch_add(took_ns, Relaxed);
     }
 
     /// The first byte of an answer came `took_ns` after the request was sent.
@@ -139,7 +245,12 @@ impl Collector for EngineCollector {
                 .encode_descriptor(name, help, None, MetricType::Counter)?
                 .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
         }
-        let counters: [(&str, &str, Of); 8] = [
+        let counters: [(&str, &str, Of); 9] = [
+            (
+                "slipstream_engine_outliers",
+                "Ejections because the engine was worse than its peers",
+                |c| &c.outliers,
+            ),
             (
                 "slipstream_engine_requests",
                 "Requests sent to the engine; a retry counts at each engine",

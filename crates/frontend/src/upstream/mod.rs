@@ -31,6 +31,7 @@ pub mod health;
 mod loops;
 mod members;
 mod metrics;
+mod outlier;
 mod pair;
 mod peek;
 mod record;

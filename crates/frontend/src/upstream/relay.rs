@@ -301,6 +301,7 @@ impl Relay {
         if let Some(flow) = &self.flow {
             let bytes = &flow.visit.engine().counters.bytes;
             bytes.fetch_add(data.len() as u64, Relaxed);
+            flow.visit.on_piece(self.last_ns);
         }
         let max = self.upstream.engines.settings.resume_bytes_max;
         let Some(events) = &mut self.events else {

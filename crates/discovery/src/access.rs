@@ -16,6 +16,9 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{AlertDescription, CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
+/// Largest file with a password, bytes.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+
 /// Longest password, bytes.
 const PASSWORD_BYTES_MAX: usize = 4_096;
 
@@ -175,7 +178,7 @@ impl Access {
         let Some((user, path)) = &self.user else {
             return Ok(None);
         };
-        let password = std::fs::read_to_string(path)
+        let password = crate::files::read_text(path, FILE_BYTES_MAX)
             .map_err(|error| invalid(format!("{}: {error}", path.display())))?;
         let password = password.trim_end_matches(['\n', '\r']);
         if password.is_empty() || password.len() > PASSWORD_BYTES_MAX {

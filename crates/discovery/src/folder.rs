@@ -549,13 +549,11 @@ struct ReadEntry {
 
 fn read_file(path: &Path) -> Result<ReadEntry, Unreadable> {
     use std::os::unix::fs::MetadataExt;
-    let flags =
-        OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
-    // Before it is opened, as opening a device may do something.
+    // Before it is opened: another kind of file is an invalid record, not a failing folder.
     if !stat(path)?.is_file {
         return Err(Unreadable::Invalid("it is not a regular file".into()));
     }
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let file = crate::files::open_regular(path, OFlags::NOFOLLOW)?;
     let meta = file.metadata()?;
     let bytes_max = VALUE_BYTES_MAX + ENVELOPE_BYTES;
     if !meta.is_file() || meta.len() > bytes_max as u64 {

@@ -25,6 +25,7 @@
 mod access;
 #[cfg(feature = "servers")]
 mod etcd;
+pub mod files;
 mod folder;
 #[cfg(feature = "servers")]
 mod nats;

@@ -66,13 +66,12 @@ impl Tls {
     /// # Errors
     /// [`TlsError`].
     pub fn load(files: &TlsFiles) -> Result<Tls, TlsError> {
-        let chain = certificates(&files.cert, "the certificate of this process")?;
-        let read_key = || {
-            let what = "the private key of this process";
-            PrivateKeyDer::from_pem_file(&files.key).map_err(file(&files.key, what))
-        };
+        let read = |path: &Path| std::fs::read(path);
+        let chain = certificates(&files.cert, "the certificate of this process", read)?;
+        let read_key = || private_key(&files.key, "the private key of this process", read);
         let mut roots = RootCertStore::empty();
-        for ca in certificates(&files.ca, "the certificate of the cluster's authority")? {
+        let what = "the certificate of the cluster's authority";
+        for ca in certificates(&files.ca, what, read)? {
             roots.add(ca).map_err(mismatch)?;
         }
         let roots = Arc::new(roots);
@@ -152,9 +151,21 @@ impl ClientTls {
     /// # Errors
     /// [`TlsError`].
     pub fn load(files: &ClientFiles) -> Result<ClientTls, TlsError> {
+        ClientTls::load_by(files, |path| std::fs::read(path))
+    }
+
+    /// As [`load`](Self::load), by means of `read`.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn load_by(
+        files: &ClientFiles,
+        read: impl Fn(&Path) -> std::io::Result<Vec<u8>>,
+    ) -> Result<ClientTls, TlsError> {
         let mut roots = RootCertStore::empty();
         if let Some(path) = &files.ca {
-            for ca in certificates(path, "the certificates of the authorities to trust")? {
+            let what = "the certificates of the authorities to trust";
+            for ca in certificates(path, what, &read)? {
                 roots.add(ca).map_err(mismatch)?;
             }
         } else {
@@ -174,12 +185,11 @@ impl ClientTls {
         let mut config = match &files.client {
             None => config.with_no_client_auth(),
             Some((cert, key)) => {
-                let chain = certificates(cert, "the client's certificate")?;
-                let read = PrivateKeyDer::from_pem_file(key);
-                let read =
-                    read.map_err(file(key, "the private key of the client's certificate"))?;
+                let chain = certificates(cert, "the client's certificate", &read)?;
+                let what = "the private key of the client's certificate";
+                let secret = private_key(key, what, &read)?;
                 config
-                    .with_client_auth_cert(chain, read)
+                    .with_client_auth_cert(chain, secret)
                     .map_err(mismatch)?
             }
         };
@@ -221,9 +231,24 @@ impl ClientTls {
     }
 }
 
-fn certificates(path: &Path, what: &'static str) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+fn private_key(
+    path: &Path,
+    what: &'static str,
+    read: impl Fn(&Path) -> std::io::Result<Vec<u8>>,
+) -> Result<PrivateKeyDer<'static>, TlsError> {
+    let pem = read(path).map_err(PemError::Io);
+    let key = pem.and_then(|pem| PrivateKeyDer::from_pem_slice(&pem));
+    key.map_err(file(path, what))
+}
+
+fn certificates(
+    path: &Path,
+    what: &'static str,
+    read: impl Fn(&Path) -> std::io::Result<Vec<u8>>,
+) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let read = || -> Result<Vec<_>, PemError> {
-        let found: Vec<_> = CertificateDer::pem_file_iter(path)?.collect::<Result<_, _>>()?;
+        let pem = read(path).map_err(PemError::Io)?;
+        let found: Vec<_> = CertificateDer::pem_slice_iter(&pem).collect::<Result<_, _>>()?;
         if found.is_empty() {
             return Err(PemError::NoItemsFound);
         }

@@ -51,7 +51,19 @@ impl ClusterSource {
     /// # Errors
     /// If the file cannot be read, or what it says is wrong.
     pub fn resolve(&self, sets: &[String]) -> anyhow::Result<(Cluster, Settings)> {
-        Ok(file::read(self.doc(sets)?, files::read)?)
+        self.resolve_by(sets, files::read)
+    }
+
+    /// As [`resolve`](Self::resolve), with a reader for the files that the cluster file names.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn resolve_by(
+        &self,
+        sets: &[String],
+        read: impl Fn(&Path) -> std::io::Result<Vec<u8>>,
+    ) -> anyhow::Result<(Cluster, Settings)> {
+        Ok(file::read(self.doc(sets)?, read)?)
     }
 
     /// As [`resolve`](Self::resolve), for a simulation.

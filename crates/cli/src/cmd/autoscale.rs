@@ -34,6 +34,7 @@ use slipstream_config::cluster::{
 use slipstream_frontend::upstream::Engines;
 use slipstream_frontend::{Frontend, FrontendTotals};
 use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::files;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_router::Fleets;
 use slipstream_worker::RankStats;
@@ -141,6 +142,7 @@ pub(super) fn prepare(cluster: &Cluster) -> anyhow::Result<Option<Prepared>> {
     }
     if let Some(file) = &output.webhook_token_file {
         token(file).map_err(anyhow::Error::msg)?;
+        super::secrets::warn_if_open(file);
     }
     let is_encrypted = output.webhook.as_ref().is_some_and(|url| url.tls);
     let tls = is_encrypted
@@ -655,13 +657,17 @@ fn probe(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Largest file with a token, bytes.
+pub(super) const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
+
 /// The token in `file`.
 fn token(file: &Path) -> Result<String, String> {
     let fault = |why: String| {
         let file = file.display();
         format!("the token {file} (live.autoscale.webhook_token_file): {why}")
     };
-    let text = super::secrets::read(file).map_err(|error| fault(error.to_string()))?;
+    let text = files::read_text(file, TOKEN_FILE_BYTES_MAX);
+    let text = text.map_err(|error| fault(error.to_string()))?;
     let token = text.trim();
     if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(fault(

@@ -17,9 +17,11 @@ use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use slipstream_config::cluster::{EngineUrl, KubernetesConfig};
+use slipstream_planes::files;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::net::TcpStream;
 
+use super::autoscale::TOKEN_FILE_BYTES_MAX;
 use super::membership::{Listing, MemberSource};
 
 /// Files and variables of a process in a pod.
@@ -292,6 +294,12 @@ fn engines(slice: &Value, port: Option<&str>) -> BTreeSet<String> {
         .collect()
 }
 
+/// The service account's token. It is replaced while the process runs.
+async fn read_token(file: PathBuf) -> std::io::Result<String> {
+    let read = tokio::task::spawn_blocking(move || files::read_text(&file, TOKEN_FILE_BYTES_MAX));
+    read.await.map_err(std::io::Error::other)?
+}
+
 impl Api {
     async fn get(&self, path: &str) -> Result<Response<Incoming>, Fault> {
         let failed = |error: &dyn std::fmt::Display| Fault::Failed(error.to_string());
@@ -310,7 +318,7 @@ impl Api {
                 .header(ACCEPT, "application/json")
                 .header(USER_AGENT, "slipstream");
             if let Some(file) = &self.token_file {
-                let token = std::fs::read_to_string(file).map_err(|error| {
+                let token = read_token(file.clone()).await.map_err(|error| {
                     Fault::Failed(format!("the token {}: {error}", file.display()))
                 })?;
                 request = request.header(AUTHORIZATION, format!("Bearer {}", token.trim()));

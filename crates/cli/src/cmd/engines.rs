@@ -2,6 +2,7 @@
 //!
 //! Wiring only: the router's fleet, the thread that checks engines' health, and shards that forward.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -74,8 +75,15 @@ impl Live {
         slipstream_bench::process::raise_open_files();
         let file = cluster;
         let cluster = &membership::resolved(file)?;
-        let (specs, pools) = EngineSpec::of_cluster(cluster, read_key, read_tls)?;
-        let admin_key = cluster.upstream.admin_key_file.as_deref().map(read_key);
+        // At the start, a key may come from a pipe.
+        let read = |path: &Path| std::fs::read(path);
+        let key = |path: &Path| {
+            read_key(path, |path| {
+                super::secrets::read(path).map(String::into_bytes)
+            })
+        };
+        let (specs, pools) = EngineSpec::of_cluster(cluster, key, |tls| read_tls(tls, read))?;
+        let admin_key = cluster.upstream.admin_key_file.as_deref().map(key);
         let admin_key = admin_key.transpose()?;
         let has_names = file.pools.iter().any(|pool| {
             let engines = pool.engines.as_ref();
@@ -271,17 +279,25 @@ fn with_slots(mut cluster: Cluster, slots: u32) -> Cluster {
 }
 
 /// TLS of a pool.
-pub(super) fn read_tls(tls: &EngineTls) -> anyhow::Result<ClientTls> {
+pub(super) fn read_tls(
+    tls: &EngineTls,
+    read: impl Fn(&Path) -> io::Result<Vec<u8>>,
+) -> anyhow::Result<ClientTls> {
     let files = ClientFiles {
         ca: tls.ca_file.clone(),
         client: tls.client.clone(),
         server_name: tls.server_name.clone(),
     };
-    ClientTls::load(&files).context("TLS towards engines (`ca_file`, `cert_file`, `key_file`)")
+    ClientTls::load_by(&files, read)
+        .context("TLS towards engines (`ca_file`, `cert_file`, `key_file`)")
 }
 
-pub(super) fn read_key(path: &Path) -> anyhow::Result<String> {
-    let text = super::secrets::read(path).with_context(|| {
+pub(super) fn read_key(
+    path: &Path,
+    read: impl Fn(&Path) -> io::Result<Vec<u8>>,
+) -> anyhow::Result<String> {
+    let text = read(path).and_then(|bytes| String::from_utf8(bytes).map_err(io::Error::other));
+    let text = text.with_context(|| {
         format!(
             "reading a key (`api_key_file` or `admin_key_file`) from {}",
             path.display()

@@ -2,13 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use slipstream_config::cluster::{Cluster, EngineUrl};
+use slipstream_config::cluster::{Cluster, EngineTls, EngineUrl};
 use slipstream_config::doc::Settings;
 use slipstream_frontend::upstream::{EngineSpec, Engines, MemberError};
+use slipstream_planes::files;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
@@ -18,15 +22,28 @@ use super::engines::{read_key, read_tls};
 /// Interval at which the file is read. A change counts once it was read twice: an editor may be writing it.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// Largest cluster file, and largest file that one names, bytes.
+const BYTES_MAX: u64 = 256 << 20;
+
+/// Time that the end of the process leaves the watcher to end.
+const END: Duration = Duration::from_millis(500);
+
 /// Watches a cluster file until it is dropped.
 pub(super) struct Reload {
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
+    /// Closed when the thread ends.
+    ended: std::sync::mpsc::Receiver<()>,
 }
 
 impl Drop for Reload {
     fn drop(&mut self) {
         let _ = self.stop.send(true); // an error: the thread has ended
+        // Not joined before it ends: a hung file system must not block exit.
+        if self.ended.recv_timeout(END) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("the cluster file is still being read; not waiting for it");
+            return;
+        }
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -107,7 +124,7 @@ pub(super) fn start(
         applied: 0,
         seen: 0,
     };
-    watcher.applied = watcher.digest().unwrap_or_default();
+    watcher.applied = watcher.text().map(|text| digest(&text)).unwrap_or_default();
     watcher.seen = watcher.applied;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -117,7 +134,9 @@ pub(super) fn start(
         signal(SignalKind::hangup())?
     };
     let (stop, mut stopped) = watch::channel(false);
+    let (end, ended) = std::sync::mpsc::channel();
     let run = move || {
+        let _end: std::sync::mpsc::Sender<()> = end;
         let mut hangup = hangup;
         runtime.block_on(async move {
             loop {
@@ -135,22 +154,33 @@ pub(super) fn start(
     Ok(Some(Reload {
         stop,
         thread: Some(thread),
+        ended,
     }))
 }
 
+/// Reads a file of a running process.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    files::read(path, BYTES_MAX)
+}
+
+fn digest(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
 impl Watcher {
-    fn digest(&self) -> Option<u64> {
-        let text = super::files::read(self.args.file()?).ok()?;
-        let mut hasher = DefaultHasher::new();
-        text.hash(&mut hasher);
-        Some(hasher.finish())
+    fn text(&self) -> io::Result<String> {
+        let path = self.args.file().map_or(Path::new(""), |path| path);
+        files::read_text(path, BYTES_MAX)
     }
 
     /// Applies the file if it has changed, and does not change any more.
     fn look(&mut self) {
-        let Some(now) = self.digest() else {
+        let Ok(text) = self.text() else {
             return; // it is being replaced
         };
+        let now = digest(&text);
         let before = std::mem::replace(&mut self.seen, now);
         if now != self.applied && now == before {
             self.reload();
@@ -159,15 +189,19 @@ impl Watcher {
 
     /// Applies the file.
     fn reload(&mut self) {
-        if let Some(now) = self.digest() {
-            self.applied = now;
-        }
-        match self.args.resolve_with_settings(&self.sets) {
-            Ok(Some((cluster, settings))) => self.apply(&cluster, &settings),
-            Ok(None) => {}
-            Err(error) => {
-                tracing::warn!("the cluster file was not applied, all stays as it was: {error:#}");
-            }
+        let refuse = |error: anyhow::Error| {
+            tracing::warn!("the cluster file was not applied, all stays as it was: {error:#}");
+        };
+        let text = match self.text() {
+            Ok(text) => text,
+            Err(error) => return refuse(error.into()),
+        };
+        self.applied = digest(&text);
+        let mut source = self.args.source();
+        source.text = Some(text);
+        match source.resolve_by(&self.sets, read) {
+            Ok((cluster, settings)) => self.apply(&cluster, &settings),
+            Err(error) => refuse(error),
         }
     }
 
@@ -178,7 +212,9 @@ impl Watcher {
         if !cluster.has_engines() {
             return refuse("it lists no engines any more");
         }
-        let pools = match EngineSpec::of_cluster(cluster, read_key, read_tls) {
+        let key = |path: &Path| read_key(path, read);
+        let tls = |tls: &EngineTls| read_tls(tls, read);
+        let pools = match EngineSpec::of_cluster(cluster, key, tls) {
             Ok((_, pools)) => pools,
             Err(error) => return refuse(&format!("{error:#}")),
         };

@@ -12,6 +12,12 @@ use super::files;
 /// Those of [`files::read_text`].
 pub(super) fn read(path: &Path) -> io::Result<String> {
     let text = files::read_text(path)?;
+    warn_if_open(path);
+    Ok(text)
+}
+
+/// Warns if every user of this host may read the file.
+pub(super) fn warn_if_open(path: &Path) {
     let mode = std::fs::metadata(path).map_or(0, |file| file.permissions().mode());
     if is_open(mode) {
         let file = path.display();
@@ -20,7 +26,6 @@ pub(super) fn read(path: &Path) -> io::Result<String> {
             mode & 0o7777
         );
     }
-    Ok(text)
 }
 
 /// Whether others than the file's owner and group may read it.

@@ -12,7 +12,7 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{BlockHash, RankId, WorkerId};
-use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, FaultsConfig, LiveConfig};
+use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, LiveConfig};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;

@@ -51,6 +51,7 @@ struct slip_llc_state {
 	u64 pair_first;		/* bits whose next bit is their only sibling */
 	u64 single;		/* bits of CPUs without a sibling */
 	u32 cpu_of_bit[64];
+	u64 rescued_at;		/* when idle CPUs were last searched for tasks of the queue, ns */
 };
 
 /* A thread name to compare with, as two words and their significant bits. */

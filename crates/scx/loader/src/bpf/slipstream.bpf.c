@@ -27,9 +27,10 @@ char _license[] SEC("license") = "GPL";
 
 #define DSQ_CPU		0x10000ull	/* + cpu: tasks bound to it */
 #define DSQ_HANDOVER	0x20000ull	/* + cpu: the task handed off to it */
-#define PULL_LOOKS	8	/* tasks of another LLC's queue that a pull examines */
+#define BALANCE_LOOKS	8	/* tasks of another LLC's queue that the balance by share examines */
 #define PEEKS		8	/* tasks of its LLC's queue that a CPU examines for one it may run */
-#define RESCUE_LOOKS	4	/* tasks of a queue for which the tick and the timer look for a CPU */
+#define AGED_LOOKS	4	/* last tasks of a queue of which one may have waited too long */
+#define RESCUE_NS	2000000ull	/* between two searches of one queue for tasks that an idle CPU may run */
 #define RECLASSIFY_NS	100000000ull	/* after which a task's cgroup is looked up again */
 #define TIMER_NS	100000000ull
 #define REAL_TIME_MS	10000u	/* for which a long run of a real-time task is remembered */
@@ -748,23 +749,19 @@ static __always_inline bool steal_handover(struct slip_llc_state *s, u32 own_bit
 
 /*
  * Takes the first task of LLC `far`'s queue that may leave it and may run here. If an idle CPU was
- * woken to do so (`asked`), the task's time on that LLC does not matter.
+ * woken to do so (`asked`), the task's time on that LLC does not matter. The search has no bound but the queue's
+ * length: a crowd of masked tasks at its head may not hide the one that this idle CPU can run.
  */
 static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 {
 	struct bpf_iter_scx_dsq it;
 	struct task_struct *p;
 	bool moved = 0;
-	u32 i;
 
 	if (!bpf_iter_scx_dsq_new(&it, far, 0)) {
-		for (i = 0; i < PULL_LOOKS; i++) {
-			struct task_ctx *tc;
+		while ((p = bpf_iter_scx_dsq_next(&it))) {
+			struct task_ctx *tc = task_of(p);
 
-			p = bpf_iter_scx_dsq_next(&it);
-			if (!p)
-				break;
-			tc = task_of(p);
 			if (!tc || is_pinned(p, 1) || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 				continue;
 			if (!is_masked(tc) && (!slip_llc_ok(&tc->t, own) ||
@@ -811,7 +808,7 @@ __attribute__((noinline)) u32 slip_balance(u32 cpu, u32 id)
 	o = llc_of(best);
 	bpf_rcu_read_lock();
 	if (!bpf_iter_scx_dsq_new(&it, best, 0)) {
-		for (i = 0; i < PULL_LOOKS; i++) {
+		for (i = 0; i < BALANCE_LOOKS; i++) {
 			struct task_ctx *tc;
 
 			p = bpf_iter_scx_dsq_next(&it);
@@ -974,27 +971,48 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 	}
 }
 
+/* Is a CPU idle, in any LLC? */
+static __always_inline bool any_idle(void)
+{
+	u32 i;
+
+	bpf_for(i, 0, SLIP_LLCS_MAX) {
+		if (i >= slip_config.nr_llcs)
+			break;
+		if (llc_of(i)->llc.idle_mask)
+			return 1;
+	}
+	return 0;
+}
+
 /*
- * Wakes idle CPUs for the first tasks of LLC `id`'s queue. Returns their number. This and slip_send_aged()
- * are global functions, which the verifier checks once and not in each of their callers.
+ * Wakes idle CPUs for tasks of LLC `id`'s queue. Returns their number. Examines all of the queue, because tasks
+ * whose masks have no idle CPU may be ahead of one whose mask has; ticks of several CPUs share one search per
+ * RESCUE_NS. This and slip_send_aged() are global functions, which the verifier checks once and not in each of
+ * their callers.
  */
 __attribute__((noinline)) u32 slip_rescue(u32 id)
 {
+	struct slip_llc_state *s = llc_of(id);
 	struct bpf_iter_scx_dsq it;
 	struct task_struct *p;
-	u32 i, woken = 0;
+	u64 now = scx_bpf_now();
+	u32 woken = 0;
 
+	/* Two CPUs that read the same time both search, which is harmless. */
+	if (now - s->rescued_at < RESCUE_NS || !any_idle())
+		return 0;
+	s->rescued_at = now;
 	bpf_rcu_read_lock(); /* the timer belongs to a program that may sleep */
 	if (!bpf_iter_scx_dsq_new(&it, id, 0)) {
-		for (i = 0; i < RESCUE_LOOKS; i++) {
-			struct task_ctx *tc;
+		while ((p = bpf_iter_scx_dsq_next(&it))) {
+			struct task_ctx *tc = task_of(p);
 
-			p = bpf_iter_scx_dsq_next(&it);
-			if (!p)
+			if (!tc || !kick_idle(p, tc, id))
+				continue;
+			woken++;
+			if (!any_idle())
 				break;
-			tc = task_of(p);
-			if (tc && kick_idle(p, tc, id))
-				woken++;
 		}
 	}
 	bpf_iter_scx_dsq_destroy(&it);
@@ -1078,7 +1096,7 @@ __attribute__((noinline)) u32 slip_send_aged(u64 dsq, u64 now)
 
 	bpf_rcu_read_lock(); /* the timer belongs to a program that may sleep */
 	if (!bpf_iter_scx_dsq_new(&it, dsq, SCX_DSQ_ITER_REV)) {
-		for (i = 0; i < RESCUE_LOOKS; i++) {
+		for (i = 0; i < AGED_LOOKS; i++) {
 			struct task_ctx *tc;
 
 			p = bpf_iter_scx_dsq_next(&it);

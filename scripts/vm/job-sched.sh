@@ -158,7 +158,7 @@ echo 1 > /sys/devices/system/cpu/cpu3/online
 
 # ---- latencies ----
 # Goals: EEVDF's median over ours, per mille. They are shown, and are no test: EEVDF's differs from boot
-# to boot (pipe 11.1 to 12.2 us, eventfd 9.4 or 11.6). Ours repeats within 6 % by the clock that counts
+# to boot (pipe 9.9 to 12.2 us, eventfd 9.4 or 11.6). Ours repeats within 6 % (futex 14 %) by the clock that counts
 # instructions, so what fails is more than 10 % above what it takes, ns.
 echo
 echo "wake-up p50, us    EEVDF     ours   EEVDF/ours   goal"

@@ -116,6 +116,7 @@ pub fn examine(places: Places) -> Vec<Check> {
 pub fn examine_with(places: Places, imports: &[Import], honors: Honors) -> Vec<Check> {
     let mut checks = vec![kernel(places), state(places)];
     checks.extend(types(places, imports));
+    checks.push(isolated(places));
     checks.push(capabilities(places));
     checks.push(topology(places));
     checks.push(offline(places));
@@ -287,6 +288,23 @@ fn kfuncs(btf: &Btf, imports: &[Import]) -> Check {
         format!("all {} as expected", imports.len()),
         "",
     )
+}
+
+/// `scx_ops_enable()` in kernel/sched/ext.c fails with EINVAL unless `housekeeping_cpumask(HK_TYPE_DOMAIN)` has all CPUs.
+fn isolated(places: Places) -> Check {
+    const WHAT: &str = "isolated CPUs";
+    match read(&places.sysfs.join("devices/system/cpu/isolated")) {
+        Some(cpus) if !cpus.is_empty() => check(
+            WHAT,
+            Verdict::Missing,
+            format!(
+                "CPUs {cpus} are isolated, and the kernel loads no sched_ext scheduler on such a host"
+            ),
+            "boot without `isolcpus=` (its flags `nohz` and `managed_irq` alone isolate no CPU), and pin threads by \
+             cpuset.cpus instead",
+        ),
+        _ => check(WHAT, Verdict::Ok, "none", ""),
+    }
 }
 
 fn capabilities(places: Places) -> Check {
@@ -478,7 +496,7 @@ fn real_time(places: Places) -> Check {
             Verdict::Note,
             "throttling is off (sched_rt_runtime_us is -1)",
             "a real-time task that never sleeps keeps a CPU to itself; threads bound to that CPU \
-             starve, and after 5 s the kernel ends the scheduler: set sched_rt_runtime_us, or give \
+             starve, and after 30 s the kernel ends the scheduler: set sched_rt_runtime_us, or give \
              such tasks a CPU of their own",
         );
     }
@@ -486,7 +504,7 @@ fn real_time(places: Places) -> Check {
         WHAT,
         Verdict::Note,
         "this kernel shows no share of a CPU that is kept for sched_ext",
-        "a real-time task that never sleeps starves threads bound to its CPU, and after 5 s the \
+        "a real-time task that never sleeps starves threads bound to its CPU, and after 30 s the \
          kernel ends the scheduler; give such tasks a CPU of their own",
     )
 }
@@ -590,6 +608,13 @@ mod tests {
         h.check("kernel types", Verdict::Missing, "not BTF");
         std::fs::remove_file(h.0.path().join("sys/kernel/btf/vmlinux")).unwrap();
         h.check("kernel types", Verdict::Missing, "No such file");
+
+        // As it reads without `isolcpus=`, and with it.
+        let h = Host::good();
+        h.write("sys/devices/system/cpu/isolated", b"\n");
+        h.check("isolated CPUs", Verdict::Ok, "none");
+        h.write("sys/devices/system/cpu/isolated", b"1\n");
+        h.check("isolated CPUs", Verdict::Missing, "CPUs 1 are isolated");
 
         let h = Host::good();
         h.write("proc/self/status", b"CapEff:\t0000000000000000\n");

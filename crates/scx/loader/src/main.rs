@@ -332,7 +332,10 @@ fn load(
         .find(|m| m.name() == "slipstream")
         .context("the BPF object has no scheduler; rebuild it")?
         .attach_struct_ops()
-        .context("the kernel did not attach the scheduler; `dmesg` may say why")?;
+        .context(
+            "the kernel did not attach the scheduler; `slipstream sched doctor` checks the usual reasons, such as `isolcpus=`, \
+             and `dmesg` may say more",
+        )?;
     Ok((object, link))
 }
 

@@ -68,6 +68,10 @@ check_hogs "four hogs of a mask with one CPU of each socket, 500 expected" 475 5
 /bin/load share 2 8@f 8@f:10 > /tmp/load
 share=$(awk '/^hog/ { n++; all += $2; if (n <= 8) heavy += $2 } END { printf "%.0f", 1000 * heavy / (all + !all) }' /tmp/load)
 check "eight of nice 0 and of nice 10 in both LLCs: $share per mille, 901 expected" [ "$share" -ge 856 -a "$share" -le 946 ]
+# Nineteen hogs that may run on three CPUs wait ahead of four free ones, which are due the other five.
+/bin/load share 2 4@0-7 19@0-2 > /tmp/load
+least=$(sed -n 's/^hog[0-3] \([0-9]*\).*/\1/p' /tmp/load | sort -n | head -1)
+check "free hogs behind a crowd of masked ones have a CPU each ($least per mille at least)" [ -n "$least" -a "$least" -ge 950 ]
 /bin/load soak 4 2 > /tmp/load
 late=$(sed -n 's/^late_max_us \([0-9]*\).*/\1/p' /tmp/load)
 check "soak: 1 ms sleeps are late by $late us at most, $(sed -n 's/^raw_max_us //p' /tmp/load) with what real-time sleepers were late by, $(sed -n 's/^control_max_us //p' /tmp/load) at most" [ -n "$late" -a "$late" -le 300000 ]

@@ -94,7 +94,8 @@ pub fn llcs(t: &Topology) -> Vec<u8> {
         } else {
             vec![0; 272]
         });
-        b
+        // The last search for idle CPUs.
+        b.u64(0)
     };
     (0..LLCS_MAX).fold(Bytes::default(), one).0
 }
@@ -106,7 +107,7 @@ pub fn order(t: &Topology, llc: usize) -> Vec<u32> {
     cpus
 }
 
-/// The end of `struct slip_llc_state`: the pairs of hardware threads, and the CPU of each bit.
+/// Of `struct slip_llc_state`: the pairs of hardware threads, and the CPU of each bit.
 fn cores(t: &Topology, llc: usize) -> Vec<u8> {
     let cpus = order(t, llc);
     let core = |bit: usize| cpus.get(bit).map(|id| t.cpus[id].core);

@@ -78,8 +78,13 @@ def test_disk_outlives_the_engine_and_knows_the_model(tmp_path: Path) -> None:
         settle(first)
     first.close()
     second = engine(disk_dir=str(tmp_path))
-    step_until_stored(second, 20)
+    assert len(second.connector.scheduler.stored[0]) == 20, "known before the first step"
     assert run(second, prompt) == 0
+    # What is stored later is known with the steps.
+    more = second.tokens(BLOCK * 10 + 3)
+    assert run(second, more) == 10
+    wait_saved(second)
+    step_until_stored(second, 30)
     second.close()
     other = engine(disk_dir=str(tmp_path), model_id="another")
     assert run(other, prompt) == 20, "the same tokens are other blocks of another model"

@@ -426,6 +426,12 @@ impl KeyMirror {
         ))
     }
 
+    /// Whether a snapshot of all keys is complete with this message.
+    #[staticmethod]
+    fn ends(message: &[u8]) -> PyResult<bool> {
+        Ok(KeyMessage::read(message).map_err(to_python)?.ends)
+    }
+
     /// Whether all keys are known.
     #[getter]
     fn is_trusted(&self) -> bool {

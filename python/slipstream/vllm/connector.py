@@ -156,7 +156,14 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         setattr(self, "build_connector_meta", self.scheduler.build)  # noqa: B010  it is a method
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Follow the peers, once the workers have reported their blocks' layout."""
+        """Apply the keys of the workers' stores, and follow the peers of this layout."""
+        self.scheduler.apply_stored(
+            {
+                int(each.identity["rank"]): each.stored
+                for each in metadata.values()
+                if isinstance(each, SlipstreamHandshake) and each.stored
+            }
+        )
         reported = sorted(
             (each.identity for each in metadata.values() if isinstance(each, SlipstreamHandshake)),
             key=lambda identity: int(identity["rank"]),
@@ -306,9 +313,12 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> SlipstreamHandshake:
-        """Return the address at which this rank serves its blocks, and its identity."""
-        address = self._worker.store.address() if self._worker is not None else ""
-        return SlipstreamHandshake(address, self.identity)
+        """Return this rank's identity, its address for peers, and the keys that it holds."""
+        if self._worker is None:
+            return SlipstreamHandshake("", self.identity)
+        return SlipstreamHandshake(
+            self._worker.store.address(), self.identity, self._worker.first_keys()
+        )
 
     def unregister_kv_caches(self) -> None:
         """Release the caches before the engine sleeps."""

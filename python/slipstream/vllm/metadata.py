@@ -78,3 +78,5 @@ class SlipstreamHandshake(KVConnectorHandshakeMetadata):
     """The address at which the rank's store listens for peers; empty if it does not."""
     identity: dict[str, str]
     """Properties that peers must share; see `slipstream.vllm.identity`."""
+    stored: list[bytes] = field(default_factory=list)
+    """Messages with the keys that the rank's store holds at its start, such as those of its disk."""

@@ -443,7 +443,9 @@ class SchedulerHalf:
     def apply(self, meta: Any, failed: Set[str], finished: Set[str] = frozenset()) -> None:
         """Apply the workers' messages: their stores' keys, and the finished and failed loads."""
         if isinstance(meta, SlipstreamWorkerMetadata):
-            self._apply_store_keys(meta)
+            self.apply_stored(meta.stored)
+            if meta.tiers and self._events is not None:
+                self._note_events(meta.tiers)
             if meta.lost:
                 # vLLM 0.33 leaves their keys in the pool, and computes them when there is room:
                 # another request must not find them before.
@@ -481,8 +483,9 @@ class SchedulerHalf:
         self._limits[name] = 0 if name in self._limits else kept
         self._aside.add(name)
 
-    def _apply_store_keys(self, meta: SlipstreamWorkerMetadata) -> None:
-        for rank, messages in meta.stored.items():
+    def apply_stored(self, stored: dict[int, list[bytes]]) -> None:
+        """Apply messages about the keys of the ranks' stores."""
+        for rank, messages in stored.items():
             for message in messages:
                 try:
                     if rank in self._unknown and not KeyMirror.read(message)[2]:
@@ -500,9 +503,6 @@ class SchedulerHalf:
                         rank,
                         error,
                     )
-        if meta.tiers and self._events is not None:
-            self._note_events(meta.tiers)
-
     def _note_events(self, messages: list[tuple[str, bytes]]) -> None:
         assert self._events is not None
         groups = self._layout.groups

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from slipstream._native import take_warnings
+from slipstream._native import KeyMirror, take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.vllm.blocks import COPY_BYTES, ReleasedError
 from slipstream.vllm.groups import by_group, group_of, slice_key
@@ -55,6 +55,9 @@ large load leaves room for others."""
 
 TIER_MESSAGES_MAX = 4
 """Maximum messages about single tiers to the scheduler per step: two for each."""
+
+FIRST_KEYS_S = 2.0
+"""Longest time in which a store reports the keys that it holds at its start; others come later."""
 
 REMEDIES = {
     "absent": "their holder has evicted them; raise host_bytes or disk_bytes to keep them longer",
@@ -511,6 +514,24 @@ class WorkerHalf:
         lost, self._uncached = self._uncached, []
         stored = {self.rank: [message]} if message else {}
         return SlipstreamWorkerMetadata(stored, tiers, kept, lost)
+
+    def first_keys(self) -> list[bytes]:
+        """Take the messages with the keys that the store holds at its start.
+
+        Without them the first requests would miss the disk: later messages reach the scheduler with
+        the output of a step, so nothing is known before the first step has ended.
+        """
+        messages: list[bytes] = []
+        deadline = time.monotonic() + FIRST_KEYS_S
+        while time.monotonic() < deadline:
+            if (message := self.store.take_message()) is None:
+                # A message that is being written, which takes a moment.
+                time.sleep(0.001)
+                continue
+            messages.append(message)
+            if KeyMirror.ends(message):
+                break
+        return messages
 
     def _take_tier_messages(self) -> list[tuple[str, bytes]]:
         messages: list[tuple[str, bytes]] = []

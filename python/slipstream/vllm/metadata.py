@@ -79,4 +79,4 @@ class SlipstreamHandshake(KVConnectorHandshakeMetadata):
     identity: dict[str, str]
     """Properties that peers must share; see `slipstream.vllm.identity`."""
     stored: list[bytes] = field(default_factory=list)
-    """Messages with the keys that the rank's store holds at its start, such as those of its disk."""
+    """Messages with the keys that the rank's store holds at its start, such as its disk's."""

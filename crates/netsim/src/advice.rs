@@ -167,8 +167,8 @@ fn cut_off(scenario: &Scenario, result: &RunResult) -> Option<String> {
         return None;
     }
     let end_ns = scenario.duration_ns;
-    let (mut cut, mut waiting, mut first) = (0, 0, u64::MAX);
-    let mut sized = 0;
+    let (mut cut, mut waiting, mut first) = (0usize, 0, u64::MAX);
+    let (mut sized, mut names) = (0, Vec::new());
     for (i, (spec, flow)) in pairs(scenario, result).enumerate() {
         if spec.demand.bytes().is_none() || !flow.started {
             continue;
@@ -178,6 +178,9 @@ fn cut_off(scenario: &Scenario, result: &RunResult) -> Option<String> {
             continue;
         }
         cut += 1;
+        if names.len() < 3 {
+            names.push(flow.id.to_string());
+        }
         // Nothing has arrived for many round trips, so nothing is under way.
         let quiet_ns = end_ns.saturating_sub(flow.last_ns.max(flow.start_ns));
         let silent = quiet_ns > (20 * result.path_ns[i]).max(1_000_000);
@@ -189,8 +192,10 @@ fn cut_off(scenario: &Scenario, result: &RunResult) -> Option<String> {
     if cut == 0 {
         return None;
     }
+    let more = if cut > names.len() { ", …" } else { "" };
     let mut text = format!(
-        "{cut} of {sized} flows had not finished at the end of the run, `duration` = {}",
+        "{cut} of {sized} flows ({}{more}) had not finished at the end of the run, `duration` = {}",
+        names.join(", "),
         time(end_ns as f64)
     );
     if waiting > 0 {

@@ -690,9 +690,10 @@ impl<'a> Reader<'a> {
         let mean = match (&template.sizes, template.demand) {
             (Some(sizes), _) => sizes.mean(),
             (None, Demand::Bytes(bytes)) => bytes as f64,
-            (None, Demand::Paced(_)) => {
-                return Err("`load` needs flows of a known size".into());
-            }
+            (None, Demand::Paced(arrivals)) => match arrivals.bytes {
+                Some(bytes) => bytes as f64,
+                None => return Err("`load` needs flows of a known size".into()),
+            },
         };
         let headers = 1.0 + f64::from(template.header_bytes) / f64::from(template.packet_bytes);
         let links = &self.network.links;
@@ -819,7 +820,7 @@ impl<'a> Reader<'a> {
             if !(1.0..=60_000.0).contains(&packet_bytes) {
                 t.error(
                     "pkt_size_dist",
-                    format!("packets of up to {packet_bytes} bytes"),
+                    format!("`pkt_size_dist` has packets of up to {packet_bytes} bytes"),
                     "use 1 to 60000 bytes",
                 );
             }

@@ -5,6 +5,7 @@ mod changes;
 mod common;
 mod conservation;
 mod days;
+mod files;
 mod generators;
 mod goldens;
 mod graphs;

@@ -89,7 +89,7 @@ def test_weights_are_those_of_the_class(model_type: str, tmp_path: Path) -> None
 def test_every_known_type_is_one_of_transformers() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    source = Path(__file__).parents[2] / "crates/config/src/preset/model.rs"
+    source = Path(__file__).parents[2] / "crates/config/src/preset/read.rs"
     known = re.search(r"const KNOWN: &\[&str\] = &\[(.*?)\];", source.read_text(), re.DOTALL)
     assert known
     types = set(re.findall(r'"([a-z0-9_]+)"', known[1]))

@@ -7,7 +7,8 @@ use serde_json::{Map, Value};
 
 use slipstream_base::width::to_u32;
 
-use super::model::{Attention, ShapeError, number, optional, unsupported};
+use super::model::Attention;
+use super::read::{ShapeError, number, optional, unsupported};
 
 type Object = Map<String, Value>;
 

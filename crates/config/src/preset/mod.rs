@@ -9,9 +9,11 @@ mod model;
 mod names;
 mod power;
 mod quantization;
+mod read;
 
 pub use formats::Formats;
 pub use gpu::{GPUS, Gpu, Link, gpu};
-pub use model::{Attention, Experts, MODELS, ModelShape, ShapeError, model};
+pub use model::{Attention, Experts, MODELS, ModelShape, model};
 pub use names::find_model;
 pub use power::board_power_w;
+pub use read::ShapeError;

@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value};
 
-use super::model::ShapeError;
+use super::read::ShapeError;
 use crate::cluster::Dtype;
 
 /// The default formats in which vLLM would run a checkpoint.

@@ -19,6 +19,13 @@ macro_rules! errln {
     }};
 }
 
+/// Says on stderr what was read of models, before anything is made of it.
+pub(crate) fn model_lines(lines: &[String]) {
+    for line in lines {
+        errln!("{line}");
+    }
+}
+
 /// Writes `text` to stdout and flushes it.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use slipstream_config::preset::ModelShape;
+use slipstream_config::preset::{ModelFiles, ModelShape};
 use slipstream_perf::{
     Deployment, Distance, Estimate, Profile, Row, predict, read_rows, unknown_columns,
 };
@@ -43,6 +43,8 @@ pub struct Answer {
     pub rows: Vec<Answered>,
     /// Notes about the table.
     pub notes: Vec<String>,
+    /// A line for each model and format of its rows.
+    pub models: Vec<String>,
 }
 
 impl Question {
@@ -76,7 +78,7 @@ impl Question {
                 None
             })
         };
-        let answered = answer(&rows, &profile, &models);
+        let (answered, lines) = answer(&rows, &profile, &models);
         let mut notes: Vec<String> = unknown_note(&rows).into_iter().collect();
         notes.extend(warnings.into_inner().expect("warnings are whole"));
         let refused = answered.iter().filter(|row| row.answer.is_err()).count();
@@ -89,6 +91,7 @@ impl Question {
         Ok(Answer {
             rows: answered,
             notes,
+            models: lines,
         })
     }
 }
@@ -108,18 +111,27 @@ fn answer(
     rows: &[Row],
     profile: &Profile,
     models: &dyn Fn(&str) -> Option<ModelShape>,
-) -> Vec<Answered> {
-    let of = |row: &Row| {
+) -> (Vec<Answered>, Vec<String>) {
+    let mut lines: Vec<String> = Vec::new();
+    let mut of = |row: &Row| {
         let deployment = Deployment::read(row, models).map_err(|refusal| refusal.to_string())?;
+        let line = deployment
+            .formats
+            .line(&deployment.shape.name, &deployment.shape);
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
         let estimate = predict(&deployment, profile).map_err(|refusal| refusal.to_string())?;
         Ok((estimate, deployment.assumed))
     };
-    rows.iter()
+    let rows = rows
+        .iter()
         .map(|row| Answered {
             id: row.id.clone(),
             answer: of(row),
         })
-        .collect()
+        .collect();
+    (rows, lines)
 }
 
 /// How far a deployment is from measured ones, in words.
@@ -231,12 +243,13 @@ fn model_of(folder: Option<&Path>, name: &str) -> Result<Option<ModelShape>, Str
     let Some(path) = folder.map(|folder| folder.join(name).join("config.json")) else {
         return Ok(None);
     };
-    let Ok(json) = files::read(&path) else {
+    if !path.exists() {
         return Ok(None);
-    };
-    ModelShape::from_config_json(name, &json)
-        .map(Some)
-        .map_err(|error| format!("{}: {error}", path.display()))
+    }
+    let failed = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+    let files = ModelFiles::load(&path, &mut files::read).map_err(|error| failed(&error))?;
+    let read = files.read(name).map_err(|error| failed(&error))?;
+    Ok(Some(read.shape))
 }
 
 /// `text` as a cell of a CSV table.
@@ -260,11 +273,17 @@ mod tests {
             d,meta-llama/Llama-3.1-70B,b300,vllm,fp8,1024,1024,16,\n\
             e,google/gemma-3-27b-it,b300,vllm,fp8,1024,1024,16,1\n";
         let rows = read_rows(text).unwrap();
-        let rows = answer(&rows, Profile::built_in(), &|_| None);
+        let (rows, models) = answer(&rows, Profile::built_in(), &|_| None);
+        assert_eq!(models.len(), 2, "{models:?}");
         let refused = rows.iter().filter(|row| row.answer.is_err());
         assert_eq!(refused.count(), 1);
         let notes = Vec::new();
-        let answers = Answer { rows, notes }.csv();
+        let answers = Answer {
+            rows,
+            notes,
+            models,
+        }
+        .csv();
         let again = read_rows(answers.as_bytes()).unwrap();
         let ids: Vec<&str> = again.iter().map(|row| row.id.as_str()).collect();
         assert_eq!(ids, ["a,b", "c", "d", "e"]);
@@ -285,7 +304,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let inside = folder.path().join("models/org/tiny");
         std::fs::create_dir_all(&inside).unwrap();
-        let json = r#"{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        let json = r#"{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
             "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 128}"#;
         std::fs::write(inside.join("config.json"), json).unwrap();
         std::fs::write(folder.path().join("config.json"), json).unwrap();

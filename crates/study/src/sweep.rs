@@ -1030,6 +1030,17 @@ impl Answer {
 }
 
 impl Sweep {
+    /// What was read of the models of its clusters.
+    pub fn model_lines(&self) -> Vec<String> {
+        let mut lines: Vec<String> = Vec::new();
+        for line in self.clusters.iter().flat_map(Cluster::model_lines) {
+            if !lines.contains(&line) {
+                lines.push(line);
+            }
+        }
+        lines
+    }
+
     /// Every value of the first configuration's cluster, as TOML.
     ///
     /// # Errors

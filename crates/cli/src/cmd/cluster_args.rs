@@ -58,11 +58,13 @@ impl ClusterArgs {
     }
 
     /// The cluster, with `sets` (from a subcommand's own flags) as the last overrides. `None` if
-    /// its configuration was printed instead.
+    /// its configuration was printed instead. Says on stderr what was read of its models.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
-        Ok(self
-            .resolve_with_settings(sets)?
-            .map(|(cluster, _)| cluster))
+        let resolved = self.resolve_with_settings(sets)?;
+        if let Some((cluster, _)) = &resolved {
+            out::model_lines(&cluster.model_lines());
+        }
+        Ok(resolved.map(|(cluster, _)| cluster))
     }
 
     /// [`resolve`](Self::resolve), also with the origin of each value.

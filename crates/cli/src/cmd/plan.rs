@@ -241,6 +241,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .map(|_| question.travelling())
         .transpose()?;
     let plan = question.prepare()?;
+    out::model_lines(plan.model_lines());
     for note in plan.notes() {
         errln!("note: {note}");
     }

@@ -36,6 +36,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         models: args.models.clone(),
     };
     let answer = question.answer()?;
+    out::model_lines(&answer.models);
     match &args.out {
         None => out::print(&answer.csv())?,
         Some(path) => {

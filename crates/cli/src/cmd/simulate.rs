@@ -91,6 +91,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         api_time: !args.no_api_time,
     }
     .prepare()?;
+    out::model_lines(&run.cluster.model_lines());
     let files = args.watch.files().into_iter();
     out::check_writable(files.chain([("out", args.out.as_deref())]))?;
     let shows = std::io::stderr().is_terminal() && !args.quiet;

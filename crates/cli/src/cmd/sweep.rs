@@ -104,6 +104,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         out::print(&sweep.first_settings()?)?;
         return Ok(ExitCode::SUCCESS);
     }
+    out::model_lines(&sweep.model_lines());
     out::check_writable([("out", args.out.as_deref()), ("html", args.html.as_deref())])?;
     let shows = std::io::stderr().is_terminal() && !args.quiet;
     let rows = match (&args.on, &asked) {

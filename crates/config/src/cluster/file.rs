@@ -30,7 +30,7 @@ use super::{
     SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig, WakeMechanism,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
-use crate::preset::{self, Formats, Gpu, Link, ModelShape};
+use crate::preset::{self, Formats, Gpu, Link, ModelFiles, ModelShape};
 use slipstream_base::Role;
 use slipstream_base::text::{counted, several};
 use slipstream_base::width::{floor_u64, round_u64, to_u32};
@@ -1035,7 +1035,13 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
             .or_from(Origin::Preset(preset.clone()), preset.clone()),
         Some(path) => {
             // The default name is that of the model's folder: `models/my-model/config.json`.
-            let folder = path.parent().and_then(Path::file_name);
+            let is_file = path.extension().is_some_and(|ending| ending == "json");
+            let folder = if is_file {
+                path.parent()
+            } else {
+                Some(&**path)
+            };
+            let folder = folder.and_then(Path::file_name);
             let name = folder.map_or("model".into(), |f| f.to_string_lossy().into_owned());
             t.get("name")
                 .check(|n: &String| !n.is_empty(), "a name")
@@ -1043,12 +1049,13 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
         }
     };
     let mut shape = known.unwrap_or(default.shape);
+    let mut notes = Vec::new();
     if let Some(path) = &config {
-        let read = load(path)
+        let read = ModelFiles::load(path, load)
             .map_err(|e| e.to_string())
-            .and_then(|json| ModelShape::from_config_json(&name, &json).map_err(|e| chain(&e)));
+            .and_then(|files| files.read(&name).map_err(|e| chain(&e)));
         match read {
-            Ok(read) => shape = read,
+            Ok(read) => (shape, notes) = (read.shape, read.notes),
             Err(error) => t.error(
                 "config",
                 format!("`model.config`: {}: {error}", path.display()),
@@ -1073,6 +1080,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
             .or(Vec::new()),
         image_tokens: t.get("image_tokens").within(0..=65_536).or(0),
         shape,
+        notes,
     }
 }
 
@@ -2856,12 +2864,12 @@ mod tests {
     fn parse(text: &str) -> Result<(Cluster, Settings), Diagnostics> {
         read(Doc::parse("c.toml", text.as_bytes()), |path| {
             match path.to_str() {
-                Some("models/tiny/config.json") => {
-                    Ok(br#"{"num_hidden_layers": 2, "hidden_size": 64,
+                Some("models/tiny/config.json") => Ok(
+                    br#"{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
                     "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 100,
                     "max_position_embeddings": 512}"#
-                        .to_vec())
-                }
+                        .to_vec(),
+                ),
                 Some("broken.json") => Ok(b"{".to_vec()),
                 Some("grid.csv") => Ok(Vec::new()),
                 _ => Err(io::ErrorKind::NotFound.into()),
@@ -3390,10 +3398,16 @@ mod tests {
     /// The `config.json` of an FP8 checkpoint, alone and with settings of the file.
     fn parse_with_json(json: &'static str, text: &str) -> Result<(Cluster, Settings), Diagnostics> {
         let text = format!("[model]\nconfig = \"m/config.json\"\n{text}");
-        read(Doc::parse("c.toml", text.as_bytes()), |_| Ok(json.into()))
+        read(Doc::parse("c.toml", text.as_bytes()), |path| {
+            if path.ends_with("m/config.json") {
+                Ok(json.into())
+            } else {
+                Err(io::ErrorKind::NotFound.into())
+            }
+        })
     }
 
-    const FP8_JSON: &str = r#"{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+    const FP8_JSON: &str = r#"{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
         "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
         "quantization_config": {"quant_method": "fp8"}}"#;
 
@@ -3663,7 +3677,7 @@ mod tests {
         assert_eq!(weights.1, plain.1);
         assert_eq!((cache.0 / 2, cache.1 * 2), plain);
         // The checkpoint contains scales for an FP8 cache.
-        let scales = r#"{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        let scales = r#"{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
             "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
             "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8",
             "kv_cache_quant_algo": "FP8"}}"#;

@@ -5,6 +5,7 @@
 //! small or too large; `docs/cluster-file.md` is generated from it.
 
 pub mod file;
+mod models;
 pub mod reference;
 mod share;
 mod upstream;
@@ -177,6 +178,8 @@ pub struct ModelConfig {
     pub image_tokens: u32,
     /// The shape of `config` or `preset`.
     pub shape: ModelShape,
+    /// What the user should know of how `config` was read.
+    pub notes: Vec<String>,
 }
 
 impl ModelConfig {
@@ -193,6 +196,7 @@ impl Default for ModelConfig {
             lora_adapters: Vec::new(),
             image_tokens: 0,
             shape: preset::model(Self::PRESET).expect("it is a preset").clone(),
+            notes: Vec::new(),
         }
     }
 }

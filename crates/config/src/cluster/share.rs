@@ -2,7 +2,6 @@
 
 use super::{Cluster, EngineConfig, HostMode, NetworkMode, PoolConfig, TimingConfig};
 use crate::doc::{Origin, Table};
-use crate::preset::Formats;
 use slipstream_base::Role;
 use slipstream_base::text::counted;
 use slipstream_base::width::round_u64;
@@ -119,13 +118,9 @@ pub(super) fn read_share(name: &str, t: &Table<'_>, pools: &[PoolConfig]) -> Sha
 /// Bytes of weights on each GPU of a worker: of its largest stage, if it is a pipeline.
 fn weight_bytes(pool: &PoolConfig) -> f64 {
     let (shape, engine) = (&pool.model.shape, &pool.engine);
-    let formats = match &engine.timing {
-        TimingConfig::Roofline { dtype, .. } => Formats::uniform(shape, *dtype),
-        TimingConfig::Calibrated { dtype, .. } => Formats::of(shape, *dtype),
-        _ => Formats::of(shape, shape.weights),
-    };
     let tensor = engine.tensor_parallel_size;
-    formats.weight_bytes(shape, tensor, tensor * engine.data_parallel_size)
+    let experts = tensor * engine.data_parallel_size;
+    pool.formats().weight_bytes(shape, tensor, experts)
 }
 
 /// The name of a pool's GPU, if its step times state one.

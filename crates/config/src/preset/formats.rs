@@ -74,11 +74,82 @@ impl Formats {
     pub fn weight_bytes(&self, shape: &ModelShape, tensor_parallel: u32, experts: u32) -> f64 {
         let embeddings = if shape.tied_embeddings { 1.0 } else { 2.0 };
         let routers = shape.router_params() as f64 * f64::from(shape.expert_layers());
-        let dense = shape.attention_params_total() as f64 * self.attention.bytes()
-            + shape.dense_mlp_params() as f64 * self.mlp.bytes()
+        let dense = shape.attention_params_total() as f64 * shape.bytes_of(self.attention)
+            + shape.dense_mlp_params() as f64 * shape.bytes_of(self.mlp)
             + embeddings * shape.embedding_params() as f64 * 2.0
             + routers * 2.0;
         dense / f64::from(tensor_parallel.max(1))
-            + shape.expert_params() as f64 * self.experts.bytes() / f64::from(experts.max(1))
+            + shape.expert_params() as f64 * shape.bytes_of(self.experts)
+                / f64::from(experts.max(1))
+    }
+
+    /// What was read of `shape`, as a line for people, with the sizes of one GPU that holds all of it:
+    /// `qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.3B active, fp8, 31.2 GB, 96 KiB of KV cache per token`.
+    pub fn line(&self, name: &str, shape: &ModelShape) -> String {
+        // Cut, not rounded, as model cards have it.
+        let billions = |params: u64| format!("{:.1}B", (params as f64 / 1e8).floor() / 10.0);
+        let active = match shape.experts {
+            None => String::new(),
+            Some(_) => format!(" {} active,", billions(shape.active_params())),
+        };
+        let kib = shape.kv_bytes_per_token_per_gpu(1, self.kv_cache) as f64 / 1024.0;
+        let kib = if kib.fract() == 0.0 {
+            format!("{kib}")
+        } else {
+            format!("{kib:.1}")
+        };
+        format!(
+            "{}: {} layers, {} parameters,{active} {}, {:.1} GB, {kib} KiB of KV cache per token",
+            name.chars().filter(|c| !c.is_control()).collect::<String>(),
+            shape.layers,
+            billions(shape.params()),
+            self.name(shape),
+            self.weight_bytes(shape, 1, 1) / 1e9,
+        )
+    }
+
+    /// The formats of the weights: that of the experts, and of the rest if it differs.
+    fn name(&self, shape: &ModelShape) -> String {
+        match shape.experts {
+            None if self.mlp == self.attention => self.mlp.name().to_owned(),
+            None => format!("{} ({} attention)", self.mlp.name(), self.attention.name()),
+            Some(_) if self.experts == self.attention => self.experts.name().to_owned(),
+            Some(_) => format!(
+                "{} experts ({} attention)",
+                self.experts.name(),
+                self.attention.name()
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::model::model;
+    use super::*;
+
+    #[test]
+    fn a_line_says_what_was_read() {
+        for (name, precision, expected) in [
+            (
+                "qwen3-30b-a3b",
+                Dtype::Fp8,
+                "m: 48 layers, 30.5B parameters, 3.3B active, fp8, 31.2 GB, 48 KiB of KV cache per token",
+            ),
+            (
+                "llama-3.1-8b",
+                Dtype::Bf16,
+                "m: 32 layers, 8.0B parameters, bf16, 16.1 GB, 128 KiB of KV cache per token",
+            ),
+            (
+                "kimi-k2.5",
+                Dtype::Int4,
+                "m: 61 layers, 1026.4B parameters, 32.8B active, int4 experts (bf16 attention), 594.2 GB, \
+                 34.3 KiB of KV cache per token",
+            ),
+        ] {
+            let shape = model(name).expect("a preset");
+            assert_eq!(Formats::of(shape, precision).line("m", shape), expected);
+        }
     }
 }

@@ -1,225 +1,423 @@
 //! Kinds of layers in a Hugging Face style `config.json`: attention, and the layers with experts.
 //!
-//! Fields and defaults: the configuration classes of Transformers 4.57, and the models of vLLM 0.33
+//! Fields and defaults: the configuration classes of Transformers 5.24, and the models of vLLM 0.33
 //! that use them. A kind that [`Attention`] cannot express is refused, with the name of its field.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use slipstream_base::width::to_u32;
 
+use super::class::{Class, DenseLayers, Kind, Windows};
+use super::fields::{Fields, integer};
 use super::model::Attention;
-use super::read::{ShapeError, number, optional, unsupported};
+use super::read::ShapeError;
 
-type Object = Map<String, Value>;
+/// Keys of state-space layers, which mean nothing in a file whose layers all have attention.
+const STATE_SPACE: &[&str] = &[
+    "mamba_n_heads",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_d_head",
+    "mamba_d_conv",
+    "mamba_expand",
+    "mamba_chunk_size",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "time_step_limit",
+    "time_step_min",
+    "time_step_max",
+    "time_step_floor",
+];
 
-fn set(config: &Object, field: &str) -> bool {
-    let value = config.get(field);
-    value.is_some_and(|v| !v.is_null() && v.as_u64() != Some(0))
-}
-
-fn words<'a>(config: &'a Object, field: &str) -> Vec<&'a str> {
-    let list = config.get(field).and_then(Value::as_array);
-    let list = list.into_iter().flatten();
-    list.map(|kind| kind.as_str().unwrap_or("?")).collect()
-}
-
-/// The attention of the `layers` layers of `config`.
-pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, ShapeError> {
-    for (field, what) in [
+/// The attention of the `layers` layers of a file of `class`.
+pub(super) fn attention(
+    class: &Class,
+    fields: Fields<'_>,
+    layers: u32,
+) -> Result<Attention, ShapeError> {
+    for (key, what) in [
         ("hybrid_override_pattern", "a mix of kinds of layers"),
-        ("mamba_d_state", "state-space layers"),
+        ("attn_type_list", "a mix of kinds of layers"),
         ("ssm_state_size", "state-space layers"),
         ("state_size", "state-space layers"),
     ] {
-        if set(config, field) {
-            return Err(unsupported(field, what));
+        if fields.set(key) {
+            return Err(fields.unsupported(key, what));
         }
     }
-    if set(config, "layers_block_type")
-        && !words(config, "layers_block_type")
-            .iter()
-            .all(|kind| *kind == "attention")
-    {
-        return Err(unsupported("layers_block_type", "a mix of kinds of layers"));
-    }
-    // MiniMax-Text-01: 0 is its own linear attention, 1 full attention.
-    let kinds = config.get("attn_type_list").and_then(Value::as_array);
-    if kinds.is_some_and(|kinds| kinds.iter().any(|kind| kind.as_u64() != Some(1))) {
-        return Err(unsupported(
-            "attn_type_list",
-            "this kind of linear attention",
-        ));
-    }
-    if set(config, "kv_lora_rank") {
-        return Ok(Attention::Latent {
-            query_rank: optional(config, "q_lora_rank")?.unwrap_or(0),
-            kv_rank: number(config, "kv_lora_rank")?,
-            rope_dim: number(config, "qk_rope_head_dim")?,
-            nope_dim: number(config, "qk_nope_head_dim")?,
-            value_dim: number(config, "v_head_dim")?,
-            sparse_tokens: optional(config, "index_topk")?.unwrap_or(0),
-        });
-    }
-    let listed = words(config, "layer_types");
-    if !listed.is_empty() {
-        if listed.len() as u64 != u64::from(layers) {
-            return Err(ShapeError::Range {
-                field: "layer_types",
-                found: format!("of {} layers", listed.len()),
-                must: "of as many layers as num_hidden_layers",
-            });
-        }
-        let mut others: Vec<&str> = listed
-            .iter()
-            .copied()
-            .filter(|kind| *kind != "full_attention")
-            .collect();
-        let count = to_u32(others.len());
-        others.sort_unstable();
-        others.dedup();
-        return match others[..] {
-            [] => Ok(Attention::Full),
-            ["linear_attention"] => linear(config, count),
-            ["sliding_attention"] => Ok(Attention::Windowed {
-                tokens: number(config, "sliding_window")?,
-                layers: count,
-            }),
-            ["chunked_attention"] => Ok(Attention::Windowed {
-                tokens: number(config, "attention_chunk_size")?,
-                layers: count,
-            }),
-            _ => Err(unsupported("layer_types", "this mix of attention kinds")),
-        };
-    }
-    if let Some(interval) = optional(config, "full_attention_interval")? {
-        return linear(config, layers - layers / interval);
-    }
-    if set(config, "attention_chunk_size") {
-        // Llama 4: every fourth layer has full attention.
-        let full = match config.get("no_rope_layers").and_then(Value::as_array) {
-            Some(list) if list.len() as u64 == u64::from(layers) => {
-                to_u32(list.iter().filter(|rope| rope.as_u64() == Some(0)).count())
-            }
-            _ => layers / optional(config, "no_rope_layer_interval")?.unwrap_or(4),
-        };
-        return Ok(Attention::Windowed {
-            tokens: number(config, "attention_chunk_size")?,
-            layers: layers - full.min(layers),
-        });
-    }
-    if !set(config, "sliding_window") {
+    if class.attention == Kind::StateSpace {
+        state_space(fields, layers)?;
         return Ok(Attention::Full);
     }
-    let model_type = config.get("model_type").and_then(Value::as_str);
-    let model_type = model_type.unwrap_or("");
-    let used = config.get("use_sliding_window").and_then(Value::as_bool);
-    // Transformers serializes the pattern under its private name.
-    let mut pattern = optional(config, "sliding_window_pattern")?;
-    if pattern.is_none() {
-        pattern = optional(config, "_sliding_window_pattern")?;
+    if fields.set("mamba_d_state") {
+        return Err(fields.unsupported("mamba_d_state", "state-space layers"));
     }
-    if pattern.is_none() {
-        pattern = match model_type {
-            "gemma2" => Some(2),
-            "gemma3" | "gemma3_text" => Some(6),
-            "cohere2" => Some(optional(config, "layer_switch")?.unwrap_or(4)),
-            _ => None,
-        };
+    let kinds = kinds_of_layers(fields, "layer_types", layers)?;
+    match class.attention {
+        Kind::Latent | Kind::LatentSparse => latent(class, fields, &kinds),
+        Kind::Delta => delta(fields, layers, &kinds),
+        Kind::Grouped | Kind::StateSpace => windowed(class, fields, layers, &kinds),
     }
-    // In the Qwen classes, a window is off by default.
-    let off = model_type.starts_with("qwen2") || model_type.starts_with("qwen3");
-    let windowed = match (used, pattern) {
-        // Qwen2 contains a window and disables it, or gives the first layers full attention.
-        (Some(false), _) => 0,
-        (Some(true), None) => {
-            layers
-                - optional(config, "max_window_layers")?
-                    .unwrap_or(0)
-                    .min(layers)
+}
+
+/// Checks that no layer of a hybrid file is a state-space layer.
+fn state_space(fields: Fields<'_>, layers: u32) -> Result<(), ShapeError> {
+    let mut stated = false;
+    for key in ["layers_block_type", "layer_types"] {
+        let kinds = kinds_of_layers(fields, key, layers)?;
+        stated |= !kinds.is_empty();
+        if kinds
+            .iter()
+            .any(|kind| !["attention", "full_attention"].contains(kind))
+        {
+            return Err(fields.unsupported(key, "state-space layers: a mix of kinds of layers"));
         }
-        // Gemma: one layer of each group has full attention.
-        (_, Some(pattern)) => layers - layers / pattern,
-        (None, None) if off => 0,
-        (None, None) => layers,
+    }
+    if !stated {
+        return Err(fields.missing("layer_types"));
+    }
+    fields.mark_all(STATE_SPACE);
+    Ok(())
+}
+
+/// The kinds that `key` lists, one for each layer; none if the file lists none.
+fn kinds_of_layers<'a>(
+    fields: Fields<'a>,
+    key: &str,
+    layers: u32,
+) -> Result<Vec<&'a str>, ShapeError> {
+    let listed = fields.list(key)?.unwrap_or_default();
+    if !listed.is_empty() && listed.len() as u64 != u64::from(layers) {
+        return Err(ShapeError::Range {
+            field: fields.path(key).into(),
+            found: format!("of {} layers", listed.len()),
+            must: "of as many layers as num_hidden_layers",
+        });
+    }
+    Ok(listed
+        .iter()
+        .map(|kind| kind.as_str().unwrap_or("?"))
+        .collect())
+}
+
+fn latent(class: &Class, fields: Fields<'_>, kinds: &[&str]) -> Result<Attention, ShapeError> {
+    let sparse = class.attention == Kind::LatentSparse;
+    if kinds
+        .iter()
+        .any(|kind| *kind != "full_attention" && !(sparse && *kind == "indexed_attention"))
+    {
+        return Err(fields.unsupported("layer_types", "this mix of attention kinds"));
+    }
+    let query_rank = match fields.has("q_lora_rank") {
+        true => fields.optional("q_lora_rank")?.unwrap_or(0),
+        false => return Err(fields.missing("q_lora_rank")),
     };
-    Ok(match windowed {
-        0 => Attention::Full,
-        layers => Attention::Windowed {
-            tokens: number(config, "sliding_window")?,
-            layers,
-        },
+    let sparse_tokens = if sparse {
+        // The index: its weights are below 0.2 %. Both classes have one default.
+        fields.mark_all(&["index_head_dim", "index_n_heads"]);
+        match fields.optional("index_topk")? {
+            Some(tokens) => tokens,
+            None => fields.assume("index_topk", 2048),
+        }
+    } else {
+        0
+    };
+    Ok(Attention::Latent {
+        query_rank,
+        kv_rank: fields.number("kv_lora_rank")?,
+        rope_dim: fields.number("qk_rope_head_dim")?,
+        nope_dim: fields.number("qk_nope_head_dim")?,
+        value_dim: fields.number("v_head_dim")?,
+        sparse_tokens,
     })
 }
 
-fn linear(config: &Object, layers: u32) -> Result<Attention, ShapeError> {
-    let head_dim = number(config, "linear_key_head_dim")?;
-    let value_dim = number(config, "linear_value_head_dim")?;
+fn delta(fields: Fields<'_>, layers: u32, kinds: &[&str]) -> Result<Attention, ShapeError> {
+    let linear = if kinds.is_empty() {
+        match fields.optional("full_attention_interval")? {
+            Some(interval) => layers - layers / interval,
+            None => return Err(fields.missing("layer_types")),
+        }
+    } else {
+        fields.mark_all(&["full_attention_interval"]);
+        if kinds
+            .iter()
+            .any(|kind| !["linear_attention", "full_attention"].contains(kind))
+        {
+            return Err(fields.unsupported("layer_types", "this mix of attention kinds"));
+        }
+        to_u32(
+            kinds
+                .iter()
+                .filter(|kind| **kind == "linear_attention")
+                .count(),
+        )
+    };
+    // The gate is counted with the weights.
+    if fields.flag("attn_output_gate")? == Some(false) {
+        return Err(fields.unsupported(
+            "attn_output_gate",
+            "attention without a gate in this architecture",
+        ));
+    }
+    // No windows in these classes, whatever their files keep of others. The convolution and the format of the state are
+    // small.
+    windows_off(fields)?;
+    fields.optional("linear_conv_kernel_dim")?;
+    fields.text("mamba_ssm_dtype")?;
+    let head_dim = fields.number("linear_key_head_dim")?;
+    let value_dim = fields.number("linear_value_head_dim")?;
     if value_dim != head_dim {
         return Err(ShapeError::Range {
-            field: "linear_value_head_dim",
+            field: fields.path("linear_value_head_dim").into(),
             found: value_dim.to_string(),
             must: "that of linear_key_head_dim",
         });
     }
     Ok(Attention::Linear {
-        layers,
-        key_heads: number(config, "linear_num_key_heads")?,
-        value_heads: number(config, "linear_num_value_heads")?,
+        layers: linear,
+        key_heads: fields.number("linear_num_key_heads")?,
+        value_heads: fields.number("linear_num_value_heads")?,
         head_dim,
     })
 }
 
-/// Total width of the shared experts, which process every token; 0: none.
-pub(super) fn shared_width(
-    config: &Object,
-    model_type: &str,
-    width: u32,
-) -> Result<u32, ShapeError> {
-    for field in [
-        "shared_expert_intermediate_size",
-        "shared_intermediate_size",
-    ] {
-        if set(config, field) {
-            return number(config, field);
+/// Marks the keys of windows that are switched off.
+fn windows_off(fields: Fields<'_>) -> Result<(), ShapeError> {
+    if fields.flag("use_sliding_window")? == Some(true) && fields.set("sliding_window") {
+        return Err(fields.unsupported("use_sliding_window", "a window in this architecture"));
+    }
+    fields.mark_all(&["sliding_window", "max_window_layers"]);
+    Ok(())
+}
+
+fn windowed(
+    class: &Class,
+    fields: Fields<'_>,
+    layers: u32,
+    kinds: &[&str],
+) -> Result<Attention, ShapeError> {
+    if kinds.is_empty() {
+        return match class.windows {
+            Windows::No => {
+                if fields.flag("use_sliding_window")? != Some(true)
+                    && fields.has("use_sliding_window")
+                {
+                    windows_off(fields)?;
+                }
+                Ok(Attention::Full)
+            }
+            Windows::Chunked => chunked(fields, layers),
+            _ => sliding(class, fields, layers),
+        };
+    }
+    let mut others: Vec<&str> = kinds
+        .iter()
+        .copied()
+        .filter(|kind| !["full_attention", "attention"].contains(kind))
+        .collect();
+    let count = to_u32(others.len());
+    others.sort_unstable();
+    others.dedup();
+    let patterns: &[&str] = match class.windows {
+        Windows::No => &[],
+        Windows::Chunked => &["no_rope_layers", "no_rope_layer_interval"],
+        _ => &[
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            "layer_switch",
+            "use_sliding_window",
+            "max_window_layers",
+            "global_attn_every_n_layers",
+        ],
+    };
+    fields.mark_all(patterns);
+    match others[..] {
+        [] => {
+            fields.mark_all(&["sliding_window", "use_sliding_window", "max_window_layers"]);
+            if class.windows == Windows::Chunked {
+                fields.mark_all(&["attention_chunk_size"]);
+            }
+            Ok(Attention::Full)
         }
+        ["sliding_attention"] if class.windows != Windows::No => Ok(Attention::Windowed {
+            tokens: fields.number("sliding_window")?,
+            layers: count,
+        }),
+        ["chunked_attention"] if class.windows == Windows::Chunked => Ok(Attention::Windowed {
+            tokens: fields.number("attention_chunk_size")?,
+            layers: count,
+        }),
+        _ => Err(fields.unsupported("layer_types", "this mix of attention kinds")),
     }
-    if set(config, "n_shared_experts") {
-        return Ok(number(config, "n_shared_experts")?.saturating_mul(width));
+}
+
+/// Llama 4: every fourth layer has full attention.
+fn chunked(fields: Fields<'_>, layers: u32) -> Result<Attention, ShapeError> {
+    if !fields.set("attention_chunk_size") {
+        return if fields.has("attention_chunk_size") {
+            Ok(Attention::Full)
+        } else {
+            Err(fields.missing("attention_chunk_size"))
+        };
     }
-    // Llama 4 has one shared expert, without a field for it.
-    Ok(if model_type.starts_with("llama4") {
-        width
-    } else {
-        0
+    let interval = fields.optional("no_rope_layer_interval")?;
+    let full = match fields.list("no_rope_layers")? {
+        Some(list) if !list.is_empty() => {
+            if list.len() as u64 != u64::from(layers) {
+                return Err(ShapeError::Range {
+                    field: fields.path("no_rope_layers").into(),
+                    found: format!("of {} layers", list.len()),
+                    must: "of as many layers as num_hidden_layers",
+                });
+            }
+            to_u32(list.iter().filter(|rope| rope.as_u64() == Some(0)).count())
+        }
+        _ => layers / interval.unwrap_or(4),
+    };
+    Ok(Attention::Windowed {
+        tokens: fields.number("attention_chunk_size")?,
+        layers: layers - full.min(layers),
+    })
+}
+
+fn sliding(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Attention, ShapeError> {
+    let used = fields.flag("use_sliding_window")?;
+    let last_full = fields.count("max_window_layers")?;
+    // Transformers serializes the pattern under its private name. Exaone writes a text of kinds.
+    let mut pattern = match fields.get("sliding_window_pattern") {
+        Some(Value::String(text)) => {
+            let period = to_u32(text.len());
+            let full = text.chars().filter(|kind| *kind == 'G').count();
+            if full != 1 || !text.chars().all(|kind| kind == 'L' || kind == 'G') {
+                return Err(fields.unsupported("sliding_window_pattern", "this pattern of windows"));
+            }
+            Some(period)
+        }
+        _ => fields.count("sliding_window_pattern")?.filter(|n| *n > 0),
+    };
+    for key in [
+        "_sliding_window_pattern",
+        "layer_switch",
+        "global_attn_every_n_layers",
+    ] {
+        pattern = pattern.or(fields.count(key)?.filter(|n| *n > 0));
+    }
+    let stated = fields.has("sliding_window");
+    let tokens = fields.count("sliding_window")?.filter(|tokens| *tokens > 0);
+    let windowed = match (class.windows, used) {
+        // Qwen2 contains a window and disables it, or gives the first layers full attention.
+        (_, Some(false)) | (Windows::Off, None) | (Windows::No | Windows::Chunked, _) => 0,
+        (Windows::Off, Some(true)) => match pattern {
+            Some(pattern) => layers - layers / pattern,
+            None if tokens.is_some() && last_full.is_none() => {
+                return Err(fields.missing("max_window_layers"));
+            }
+            None => layers - last_full.unwrap_or(layers).min(layers),
+        },
+        // A window that is null is none; a file without the key has its class's.
+        (Windows::All | Windows::Every(_), _) if !stated => {
+            return Err(fields.missing("sliding_window"));
+        }
+        (Windows::All | Windows::AllIfStated, _) => match pattern {
+            Some(pattern) => layers - layers / pattern,
+            None => layers,
+        },
+        // One layer of each group has full attention.
+        (Windows::Every(period), _) => layers - layers / pattern.unwrap_or(period),
+    };
+    Ok(match (windowed, tokens) {
+        (0, _) | (_, None) => Attention::Full,
+        (layers, Some(tokens)) => Attention::Windowed { tokens, layers },
     })
 }
 
 /// Layers of a mixture of experts that have a dense MLP instead.
-pub(super) fn dense_layers(config: &Object, layers: u32) -> Result<u32, ShapeError> {
-    let listed = |field: &str| config.get(field).and_then(Value::as_array);
-    if let Some(of) = listed("moe_layer_freq") {
-        let dense = of.iter().filter(|on| on.as_u64() == Some(0)).count();
-        return Ok(to_u32(dense).min(layers));
+pub(super) fn dense_layers(
+    rule: DenseLayers,
+    fields: Fields<'_>,
+    layers: u32,
+) -> Result<u32, ShapeError> {
+    let kinds = kinds_of_layers(fields, "mlp_layer_types", layers)?;
+    if !kinds.is_empty() {
+        fields.mark_all(&[
+            "first_k_dense_replace",
+            "moe_layer_freq",
+            "mlp_only_layers",
+            "decoder_sparse_step",
+        ]);
+        if kinds.iter().any(|kind| !["dense", "sparse"].contains(kind)) {
+            return Err(fields.unsupported("mlp_layer_types", "this kind of MLP"));
+        }
+        return Ok(to_u32(
+            kinds.iter().filter(|kind| **kind == "dense").count(),
+        ));
     }
-    if let Some(with) = listed("moe_layers").filter(|with| !with.is_empty()) {
-        return Ok(layers.saturating_sub(to_u32(with.len())));
-    }
-    let first = match config.get("first_k_dense_replace").and_then(Value::as_u64) {
-        Some(0) | None => 0,
-        Some(_) => number(config, "first_k_dense_replace")?,
+    let dense = |has_experts: &dyn Fn(u32) -> bool| {
+        to_u32((0..layers).filter(|layer| !has_experts(*layer)).count())
     };
-    let only = listed("mlp_only_layers").map_or(0, |layers| to_u32(layers.len()));
-    for field in [
-        "decoder_sparse_step",
-        "interleave_moe_layer_step",
-        "moe_layer_freq",
-    ] {
-        if let Some(step) = optional(config, field)?.filter(|step| *step > 1) {
-            if first > 0 || only > 0 {
-                return Err(unsupported(field, "this mix of dense layers and experts"));
+    match rule {
+        DenseLayers::No => Ok(0),
+        DenseLayers::First => {
+            if let Some(Value::Array(on)) = fields.get("moe_layer_freq") {
+                fields.mark_all(&["first_k_dense_replace"]);
+                if on.len() as u64 != u64::from(layers) {
+                    return Err(ShapeError::Range {
+                        field: fields.path("moe_layer_freq").into(),
+                        found: format!("of {} layers", on.len()),
+                        must: "of as many layers as num_hidden_layers",
+                    });
+                }
+                return Ok(to_u32(
+                    on.iter().filter(|on| on.as_u64() == Some(0)).count(),
+                ));
             }
-            return Ok(layers - layers / step);
+            let Some(first) = fields.count("first_k_dense_replace")? else {
+                return Err(fields.missing("first_k_dense_replace"));
+            };
+            let step = fields.optional("moe_layer_freq")?.unwrap_or(1);
+            Ok(dense(&|layer| layer >= first && layer.is_multiple_of(step)))
+        }
+        DenseLayers::Step => {
+            let only = indices(fields, "mlp_only_layers", layers)?;
+            let step = fields.optional("decoder_sparse_step")?.unwrap_or(1);
+            Ok(dense(&|layer| {
+                !only.contains(&layer) && (layer + 1).is_multiple_of(step)
+            }))
+        }
+        DenseLayers::Interleaved => {
+            let with = indices(fields, "moe_layers", layers)?;
+            if !with.is_empty() {
+                fields.mark_all(&["interleave_moe_layer_step"]);
+                return Ok(dense(&|layer| with.contains(&layer)));
+            }
+            let step = fields.number("interleave_moe_layer_step")?;
+            Ok(dense(&|layer| (layer + 1).is_multiple_of(step)))
+        }
+        DenseLayers::Range => {
+            let Some(first) = fields.count("moe_layer_start_index")? else {
+                return Err(fields.missing("moe_layer_start_index"));
+            };
+            let last = match fields.get("moe_layer_end_index") {
+                Some(value) if value.as_i64() == Some(-1) => layers - 1,
+                _ => fields.count("moe_layer_end_index")?.unwrap_or(layers - 1),
+            };
+            let step = fields.optional("moe_layer_interval")?.unwrap_or(1);
+            Ok(dense(&|layer| {
+                (first..=last).contains(&layer) && (layer + 1).is_multiple_of(step)
+            }))
         }
     }
-    Ok((first + only).min(layers))
+}
+
+/// The different layers that `key` lists.
+fn indices(fields: Fields<'_>, key: &str, layers: u32) -> Result<Vec<u32>, ShapeError> {
+    let mut found = Vec::new();
+    for item in fields.list(key)?.unwrap_or_default() {
+        match integer(item) {
+            Some(layer) if layer < u64::from(layers) => found.push(to_u32(layer)),
+            _ => return Err(fields.range(key, item, "numbers of layers")),
+        }
+    }
+    Ok(found)
 }

@@ -2,12 +2,16 @@
 //!
 //! `slipstream presets` lists them; `[model] preset` and `[engine.timing] gpu` select them.
 
+mod class;
+mod fields;
 mod formats;
 mod gpu;
+mod index;
 mod layers;
 mod model;
 mod names;
 mod power;
+mod python_json;
 mod quantization;
 mod read;
 
@@ -16,4 +20,4 @@ pub use gpu::{GPUS, Gpu, Link, gpu};
 pub use model::{Attention, Experts, MODELS, ModelShape, model};
 pub use names::find_model;
 pub use power::board_power_w;
-pub use read::ShapeError;
+pub use read::{ModelFiles, ReadModel, ShapeError};

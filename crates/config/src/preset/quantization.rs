@@ -1,11 +1,14 @@
-//! Number formats of a checkpoint, from `quantization_config` in its `config.json`.
+//! Number formats of a checkpoint, from `quantization_config` in its `config.json`, or the file of formats beside it.
 //!
 //! Supported: FP8 weights with FP8 activations, INT4 weights with 16-bit activations, NVFP4, MXFP4,
 //! and FP8 KV caches. Other formats are refused by name, as their bytes or their peak differ.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use super::read::ShapeError;
+use super::fields::{Fields, Log, Object, integer, is_nothing, shown};
+use super::index::is_encoder;
+use super::python_json;
+use super::read::{ModelFiles, ShapeError};
 use crate::cluster::Dtype;
 
 /// The default formats in which vLLM would run a checkpoint.
@@ -17,76 +20,275 @@ pub(super) struct Formats {
     pub(super) experts: Dtype,
     /// Keys and values.
     pub(super) kv_cache: Dtype,
+    /// Weights that share a scale in INT4; 0: other formats, or a scale per channel.
+    pub(super) group: u32,
 }
 
-type Object = Map<String, Value>;
+const PLAIN: Formats = Formats {
+    weights: Dtype::Bf16,
+    experts: Dtype::Bf16,
+    kv_cache: Dtype::Bf16,
+    group: 0,
+};
 
 const FIELD: &str = "quantization_config";
+const MODELOPT_FILE: &str = "hf_quant_config.json";
+const GPTQ_FILE: &str = "quantize_config.json";
 
-/// Reads the formats from `config`, or from `outer`, the object that contains it. `layers` is the
-/// number of served layers; `latent`: it has latent attention; `mixture`: it has routed experts.
+/// Reads the formats of `files` from `config`, from `outer`, the object that contains it, or from a file beside. `layers` is
+/// the number of served layers; `latent`: it has latent attention; `mixture`: it has routed experts.
 ///
 /// Source: vLLM 0.33, `vllm/model_executor/layers/quantization` (`fp8.py`, `fbgemm_fp8.py`,
-/// `modelopt.py`, `compressed_tensors`) and `get_kv_cache_quant_algo_string` in
-/// `vllm/utils/torch_utils.py`.
+/// `modelopt.py`, `compressed_tensors`), `get_config` in `vllm/transformers_utils/config.py` (files beside), and
+/// `get_kv_cache_quant_algo_string` in `vllm/utils/torch_utils.py`.
 pub(super) fn read(
-    outer: &Object,
-    config: &Object,
+    files: &ModelFiles,
+    outer: Fields<'_>,
+    config: Fields<'_>,
     layers: u32,
     latent: bool,
     mixture: bool,
 ) -> Result<Formats, ShapeError> {
-    let found = [config, outer].into_iter().find_map(|object| {
+    let mut found = None;
+    for object in [config, outer] {
         // llm-compressor used the second name at first.
-        let named = |field: &str| object.get(field).filter(|value| !value.is_null());
-        named(FIELD).or_else(|| named("compression_config"))
-    });
-    let Some(found) = found else {
-        return Ok(Formats {
-            weights: Dtype::Bf16,
-            experts: Dtype::Bf16,
-            kv_cache: Dtype::Bf16,
-        });
+        for key in [FIELD, "compression_config"] {
+            if let Some(value) = object.get(key) {
+                found = found.or(Some(value));
+            }
+        }
+    }
+    let beside;
+    let (object, file) = match found {
+        Some(value) => (
+            value
+                .as_object()
+                .ok_or_else(|| unsupported("a value that is not a JSON object"))?,
+            FIELD,
+        ),
+        None => match (&files.hf_quant_config, &files.quantize_config) {
+            (Some(text), _) => {
+                beside = parsed(text, MODELOPT_FILE)?;
+                (&beside, MODELOPT_FILE)
+            }
+            (None, Some(text)) => {
+                beside = parsed(text, GPTQ_FILE)?;
+                (&beside, GPTQ_FILE)
+            }
+            (None, None) => return Ok(PLAIN),
+        },
     };
-    let Some(quantization) = found.as_object() else {
-        return Err(unsupported("a value that is not a JSON object"));
+    let log = Log::default();
+    let name = |error| match error {
+        ShapeError::Unsupported { what, .. } => ShapeError::Unsupported {
+            field: file.into(),
+            what,
+        },
+        other => other,
     };
-    let method = text(quantization, "quant_method").unwrap_or("(no `quant_method`)");
+    let prefix = format!("{file}: ");
+    let quantization = Fields::new(object, &prefix, &log);
+    let formats = of_object(quantization, file, layers, latent, mixture).map_err(name)?;
+    close(object, &log, &prefix, file)?;
+    Ok(formats)
+}
+
+fn parsed(text: &[u8], file: &'static str) -> Result<Object, ShapeError> {
+    match python_json::parse(text) {
+        Ok(Value::Object(object)) => Ok(object),
+        _ => Err(ShapeError::Beside(file)),
+    }
+}
+
+/// Keys of formats that bear on no size, or that the formats read here imply.
+const IMMATERIAL: &[&str] = &[
+    // GPTQ and AWQ
+    "desc_act",
+    "sym",
+    "damp_percent",
+    "damp_auto_increment",
+    "true_sequential",
+    "static_groups",
+    "model_name_or_path",
+    "model_file_base_name",
+    "checkpoint_format",
+    "meta",
+    "quantizer",
+    "pack_dtype",
+    "dataset",
+    "tokenizer",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "exllama_config",
+    "use_exllama",
+    "max_input_length",
+    "module_name_preceding_first_block",
+    "pad_token_id",
+    "use_cuda_fp16",
+    "batch_size",
+    "model_seqlen",
+    "zero_point",
+    "backend",
+    "version",
+    "fuse_max_seq_len",
+    "do_fuse",
+    "modules_to_fuse",
+    "is_marlin_format",
+    "quant_type",
+    "data_type",
+    "autoround_version",
+    "iters",
+    "lr",
+    "minmax_lr",
+    "nsamples",
+    "seqlen",
+    "low_gpu_mem_usage",
+    "packing_format",
+    "enable_minmax_tuning",
+    "enable_quanted_input",
+    "gradient_accumulate_steps",
+    "enable_norm_bias_tuning",
+    "offload_to_disk",
+    "gptaq",
+    "mse",
+    "act_group_aware",
+    "hyb_act",
+    // FP8
+    "fmt",
+    "scale_fmt",
+    "activation_scale_ub",
+    "is_checkpoint_fp8_serialized",
+    "dequantize",
+    "scale_dtype",
+    // compressed-tensors
+    "format",
+    "global_compression_ratio",
+    "quantization_status",
+    "quant_library",
+    // ModelOpt
+    "producer",
+    "has_zero_point",
+    "pre_quant_scale",
+];
+
+/// Refuses unread keys: all of this object is about formats.
+fn close(object: &Object, log: &Log, prefix: &str, file: &str) -> Result<(), ShapeError> {
+    for (key, value) in object {
+        let known = key == "quantization"
+            || IMMATERIAL.contains(&&**key)
+            || log.has(&format!("{prefix}{key}"));
+        if !known && !is_nothing(value) {
+            return Err(ShapeError::Unsupported {
+                field: file.to_owned().into(),
+                what: format!("`{}` = {}", super::fields::cleaned(key), shown(value)).into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The method of a file that does not name it.
+fn method_of<'a>(quantization: Fields<'a>, file: &str) -> Result<&'a str, ShapeError> {
+    let named = quantization.text("quant_method")?;
+    Ok(match (named, file) {
+        (Some(named), _) => named,
+        (None, MODELOPT_FILE) => "modelopt",
+        (None, GPTQ_FILE) if quantization.has("w_bit") => "awq",
+        (None, GPTQ_FILE) => "gptq",
+        (None, _) => "(no `quant_method`)",
+    })
+}
+
+#[expect(clippy::too_many_lines, reason = "a list of formats")]
+fn of_object(
+    quantization: Fields<'_>,
+    file: &str,
+    layers: u32,
+    latent: bool,
+    mixture: bool,
+) -> Result<Formats, ShapeError> {
+    let method = method_of(quantization, file)?;
     // ModelOpt nests its settings in some files.
-    let inner = quantization.get("quantization").and_then(Value::as_object);
-    let inner = inner.unwrap_or(quantization);
-    let bits = || {
-        let named = |field| quantization.get(field);
-        named("bits")
-            .or_else(|| named("w_bit"))
-            .map_or("?".into(), Value::to_string)
-    };
+    let log = Log::default();
+    let nested = quantization.object("quantization")?;
+    let inner = nested.map_or(quantization, |object| {
+        Fields::new(object, "quantization.", &log)
+    });
     let mut only_experts = false;
+    let mut group = 0;
     let (weights, kv_cache) = match method {
         // gpt-oss: only routed experts.
         "mxfp4" if mixture => {
+            for key in KEPT {
+                let names = quantization.list(key)?.unwrap_or_default();
+                if let Some(name) = names
+                    .iter()
+                    .filter_map(Value::as_str)
+                    .find(|name| name.contains("experts"))
+                {
+                    return Err(unsupported(&format!(
+                        "experts kept in 16 bits (`{key}`: {name})"
+                    )));
+                }
+            }
             return Ok(Formats {
-                weights: Dtype::Bf16,
                 experts: Dtype::Mxfp4,
-                kv_cache: Dtype::Bf16,
+                ..PLAIN
             });
         }
-        "awq" | "gptq" | "awq_marlin" | "gptq_marlin" => match &*bits() {
-            "4" => {
-                check_dynamic(quantization)?;
-                (Dtype::Int4, Dtype::Bf16)
+        "awq" | "gptq" | "awq_marlin" | "gptq_marlin" | "auto-round" => {
+            let bits = quantization.get("bits").or(quantization.get("w_bit"));
+            let bits = bits.map_or("?".into(), Value::to_string);
+            if bits != "4" {
+                return Err(unsupported(&format!("`{method}` of {bits} bits")));
             }
-            bits => return Err(unsupported(&format!("`{method}` of {bits} bits"))),
-        },
+            if quantization.set("lm_head") {
+                return Err(unsupported("a quantized `lm_head`"));
+            }
+            check_dynamic(quantization)?;
+            group = group_of(&[quantization], &["group_size", "q_group_size"])?;
+            (Dtype::Int4, Dtype::Bf16)
+        }
         // Dynamic scales: the cache stays in 16 bits unless `kv_cache_dtype` is set.
-        "fp8" | "fbgemm_fp8" => (Dtype::Fp8, Dtype::Bf16),
+        "fp8" | "fbgemm_fp8" => {
+            let scheme = quantization.text("activation_scheme")?;
+            if let Some(scheme) = scheme.filter(|scheme| !["dynamic", "static"].contains(scheme)) {
+                return Err(unsupported(&format!(
+                    "`{method}` with `activation_scheme` {scheme}"
+                )));
+            }
+            let block = quantization.list("weight_block_size")?.unwrap_or_default();
+            let sizes: Vec<u64> = block.iter().filter_map(integer).collect();
+            if sizes.len() != block.len()
+                || !block.is_empty() && sizes.iter().product::<u64>() < 1024
+            {
+                return Err(unsupported(&format!(
+                    "`{method}` in blocks of {}",
+                    Value::from(block.to_vec())
+                )));
+            }
+            (Dtype::Fp8, kv_format(quantization.get("kv_cache_scheme"))?)
+        }
         "compressed-tensors" => {
+            if let Some(scheme) = quantization
+                .get("sparsity_config")
+                .filter(|scheme| !is_nothing(scheme))
+            {
+                let dense = scheme.get("format").and_then(Value::as_str) == Some("dense");
+                if !dense {
+                    return Err(unsupported("`sparsity_config`"));
+                }
+            }
+            // Rotations that are folded into the weights.
+            if quantization.set("transform_config") {
+                return Err(unsupported("`transform_config`"));
+            }
             let weights;
-            (weights, only_experts) = check_groups(quantization)?;
+            (weights, only_experts, group) = check_groups(quantization)?;
             (weights, kv_format(quantization.get("kv_cache_scheme"))?)
         }
-        "modelopt" => {
-            let weights = match text(inner, "quant_algo") {
+        "modelopt" | "modelopt_fp4" => {
+            let weights = match inner.text("quant_algo")? {
                 Some(algorithm) if algorithm.eq_ignore_ascii_case("fp8") => Dtype::Fp8,
                 Some(algorithm) if algorithm.eq_ignore_ascii_case("nvfp4") => Dtype::Nvfp4,
                 algorithm => {
@@ -94,10 +296,28 @@ pub(super) fn read(
                     return Err(unsupported(&format!("`modelopt` with {algorithm}")));
                 }
             };
-            let scheme = ["kv_cache_scheme", "kv_cache_quant_algo"]
-                .into_iter()
-                .find_map(|key| inner.get(key).filter(|value| !value.is_null()));
-            (weights, kv_format(scheme)?)
+            let size = inner.count("group_size")?.unwrap_or(16);
+            if weights == Dtype::Nvfp4 && size != 16 {
+                return Err(unsupported(&format!("NVFP4 in groups of {size}")));
+            }
+            if inner.set("quantized_layers") {
+                return Err(unsupported("formats by layer (`quantized_layers`)"));
+            }
+            if quantization.set("config_groups") {
+                let (of_groups, only, _) = check_groups(quantization)?;
+                if of_groups != weights || only {
+                    return Err(unsupported(
+                        "`config_groups` of another format than `quant_algo`",
+                    ));
+                }
+            }
+            let mut cache = Dtype::Bf16;
+            for key in ["kv_cache_scheme", "kv_cache_quant_algo"] {
+                if let Some(scheme) = inner.get(key) {
+                    cache = kv_format(Some(scheme))?;
+                }
+            }
+            (weights, cache)
         }
         other => return Err(unsupported(&format!("the format `{other}`"))),
     };
@@ -120,22 +340,18 @@ pub(super) fn read(
         ));
     }
     let mut kept = only_experts;
-    for key in [
-        "modules_to_not_convert",
-        "ignored_layers",
-        "ignore",
-        "exclude_modules",
-    ] {
-        let names = quantization.get(key).or_else(|| inner.get(key));
-        for name in names.and_then(Value::as_array).into_iter().flatten() {
-            let projection = name.as_str().filter(|name| is_projection(name, layers));
-            if let Some(name) = projection {
-                if known(name) {
-                    kept = true;
-                    continue;
+    for key in KEPT {
+        for object in [quantization, inner] {
+            for name in object.list(key)?.unwrap_or_default() {
+                let projection = name.as_str().filter(|name| is_projection(name, layers));
+                if let Some(name) = projection {
+                    if known(name) {
+                        kept = true;
+                        continue;
+                    }
+                    let what = format!("a projection kept in 16 bits (`{key}`: {name})");
+                    return Err(unsupported(&what));
                 }
-                let what = format!("a projection kept in 16 bits (`{key}`: {name})");
-                return Err(unsupported(&what));
             }
         }
     }
@@ -145,24 +361,56 @@ pub(super) fn read(
             "a mixture of experts whose attention has INT4 weights",
         ));
     }
+    if let Some(object) = nested {
+        close(object, &log, "quantization.", file)?;
+    }
     Ok(Formats {
         weights: if kept { Dtype::Bf16 } else { weights },
         experts: weights,
         kv_cache,
+        group,
     })
+}
+
+/// Keys that name modules kept in 16 bits.
+const KEPT: [&str; 6] = [
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude_modules",
+    "modules_to_not_quantize",
+    "extra_ignored",
+];
+
+/// Weights that share a scale; 0: a scale per channel.
+fn group_of(objects: &[Fields<'_>], keys: &[&str]) -> Result<u32, ShapeError> {
+    for object in objects {
+        for key in keys {
+            match object.get(key) {
+                None => {}
+                Some(value) if value.as_i64() == Some(-1) => return Ok(0),
+                Some(value) => match integer(value).and_then(|n| u32::try_from(n).ok()) {
+                    Some(size) if size >= 16 && size.is_power_of_two() => return Ok(size),
+                    _ => return Err(unsupported(&format!("INT4 in groups of {}", shown(value)))),
+                },
+            }
+        }
+    }
+    Ok(0)
 }
 
 /// The common format of all groups of a compressed-tensors file: FP8 weights and activations, INT4
 /// weights with 16-bit activations, or FP4 weights and activations in groups of 16. Also whether the
-/// targets are only routed experts.
-fn check_groups(quantization: &Object) -> Result<(Dtype, bool), ShapeError> {
-    let groups = quantization.get("config_groups").and_then(Value::as_object);
+/// targets are only routed experts, and the weights that share a scale in INT4.
+fn check_groups(quantization: Fields<'_>) -> Result<(Dtype, bool, u32), ShapeError> {
+    let groups = quantization.object("config_groups")?;
     let groups = groups.filter(|groups| !groups.is_empty());
     let Some(groups) = groups else {
         return Err(unsupported("`compressed-tensors` without `config_groups`"));
     };
     let mut found = None;
     let mut only_experts = true;
+    let mut size = 0;
     for group in groups.values() {
         let targets = group.get("targets").and_then(Value::as_array);
         for target in targets.into_iter().flatten() {
@@ -207,13 +455,29 @@ fn check_groups(quantization: &Object) -> Result<(Dtype, bool), ShapeError> {
             ));
         }
         found = Some(format);
+        let log = Log::default();
+        if let Some(weights) = weights
+            .and_then(Value::as_object)
+            .filter(|_| format == Dtype::Int4)
+        {
+            size = group_of(&[Fields::new(weights, "weights.", &log)], &["group_size"])?;
+        }
+        if part("output_activations").is_some() {
+            return Err(unsupported(
+                "`compressed-tensors` with `output_activations`",
+            ));
+        }
     }
-    Ok((found.expect("at least one group was checked"), only_experts))
+    Ok((
+        found.expect("at least one group was checked"),
+        only_experts,
+        size,
+    ))
 }
 
 /// Refuses other bits for some layers, which GPTQModel writes as patterns in `dynamic`.
-fn check_dynamic(quantization: &Object) -> Result<(), ShapeError> {
-    let dynamic = quantization.get("dynamic").and_then(Value::as_object);
+fn check_dynamic(quantization: Fields<'_>) -> Result<(), ShapeError> {
+    let dynamic = quantization.object("dynamic")?;
     for pattern in dynamic.into_iter().flat_map(Object::keys) {
         // In 16 bits in any case, or small.
         let apart = ["lm_head", "embed", "norm", "visual", "vision", "mtp"];
@@ -261,8 +525,27 @@ fn name_of(scheme: &Value) -> String {
 /// (multi-token prediction) are not served.
 fn is_projection(name: &str, layers: u32) -> bool {
     let name = name.to_ascii_lowercase();
-    let other = ["norm", "visual", "vision", "mtp", "embed", "lm_head"];
-    if other.iter().any(|word| name.contains(word)) {
+    let other = ["norm", "mtp", "embed", "lm_head", "indexer"];
+    if is_encoder(&name) || other.iter().any(|word| name.contains(word)) {
+        return false;
+    }
+    // Small matrices of linear attention and of routing.
+    let last = name
+        .trim_end_matches(['*', '.', '$'])
+        .rsplit('.')
+        .next()
+        .unwrap_or("");
+    if [
+        "conv1d",
+        "in_proj_ba",
+        "in_proj_a",
+        "in_proj_b",
+        "shared_expert_gate",
+        "gate",
+        "router",
+    ]
+    .contains(&last)
+    {
         return false;
     }
     let layer = name.split("layers.").nth(1).and_then(|rest| {
@@ -289,14 +572,10 @@ fn is_projection(name: &str, layers: u32) -> bool {
                 .ends_with(|c: char| c.is_ascii_digit())
 }
 
-fn text<'a>(object: &'a Object, key: &str) -> Option<&'a str> {
-    object.get(key).and_then(Value::as_str)
-}
-
 fn unsupported(what: &str) -> ShapeError {
     ShapeError::Unsupported {
-        field: FIELD,
-        what: what.to_owned().into(),
+        field: FIELD.into(),
+        what: super::fields::cleaned(what).into(),
     }
 }
 
@@ -307,13 +586,17 @@ mod tests {
     fn formats(quantization: &str) -> Result<Formats, String> {
         let text = format!("{{\"quantization_config\": {quantization}}}");
         let outer: Object = serde_json::from_str(&text).unwrap();
-        read(&outer, &Object::new(), 4, false, true).map_err(|e| e.to_string())
+        let log = Log::default();
+        let (outer, none) = (Fields::new(&outer, "", &log), Object::new());
+        let config = Fields::new(&none, "", &log);
+        read(&ModelFiles::default(), outer, config, 4, false, true).map_err(|e| e.to_string())
     }
 
     const FP8: Formats = Formats {
         weights: Dtype::Fp8,
         experts: Dtype::Fp8,
         kv_cache: Dtype::Bf16,
+        group: 0,
     };
     const FP8_KV: Formats = Formats {
         kv_cache: Dtype::Fp8,
@@ -380,15 +663,16 @@ mod tests {
             {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": null}},
             "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
             "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]}"#;
-        let of_experts = |experts| Formats {
+        let of_experts = |experts, group| Formats {
             weights: Dtype::Bf16,
             experts,
             kv_cache: Dtype::Bf16,
+            group,
         };
-        assert_eq!(formats(int4), Ok(of_experts(Dtype::Int4)));
+        assert_eq!(formats(int4), Ok(of_experts(Dtype::Int4, 32)));
         let mxfp4 =
             r#"{"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}"#;
-        assert_eq!(formats(mxfp4), Ok(of_experts(Dtype::Mxfp4)));
+        assert_eq!(formats(mxfp4), Ok(of_experts(Dtype::Mxfp4, 0)));
         let whole = formats(r#"{"quant_method": "modelopt", "quant_algo": "NVFP4"}"#).unwrap();
         assert_eq!((whole.weights, whole.experts), (Dtype::Nvfp4, Dtype::Nvfp4));
     }
@@ -463,6 +747,33 @@ mod tests {
             let error = formats(&json).unwrap_err();
             assert!(error.starts_with("`quantization_config`: "), "{error}");
             assert!(error.contains(part), "{error} for {json}");
+        }
+    }
+
+    #[test]
+    fn encoders_are_no_projections_of_the_language_model() {
+        for name in [
+            "model.mm_projector.0",
+            "mm_projector",
+            "multi_modal_projector.linear_1",
+            "model.vision_tower.layers.3.attention.q_proj",
+            "audio_tower.layers.0.self_attn.k_proj",
+            "visual.blocks.0.attn.qkv",
+            "mlp1.1",
+            "vit.encoder.layers.1.mlp.fc1",
+            "model.layers.2.mlp.gate",
+            "model.layers.0.linear_attn.conv1d",
+        ] {
+            assert!(!is_projection(name, 4), "{name}");
+            let text = format!("{{\"quant_method\": \"fp8\", \"ignored_layers\": [\"{name}\"]}}");
+            assert_eq!(formats(&text), Ok(FP8), "{name}");
+        }
+        for name in [
+            "model.layers.2.mlp.gate_proj",
+            "language_model.layers.1.self_attn.o_proj",
+            "*.mlp",
+        ] {
+            assert!(is_projection(name, 4), "{name}");
         }
     }
 }

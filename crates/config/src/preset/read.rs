@@ -1,128 +1,193 @@
-//! Reads the shape of a model from its `config.json`.
+//! Reads the shape of a model from the files of its checkpoint.
 
 use std::borrow::Cow;
+use std::io;
+use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use thiserror::Error;
 
-use slipstream_base::width::{floor_u64, to_u32};
+use slipstream_base::width::floor_u64;
 
+use super::class::{self, Class, Mixture, Shared};
+use super::fields::{Fields, Log, Object, cleaned};
 use super::model::{Attention, Experts, ModelShape};
-use super::{layers, quantization};
+use super::{index, layers, python_json, quantization};
 use crate::cluster::Dtype;
 
-impl ModelShape {
-    /// Reads a Hugging Face style `config.json`; `name` is the model's name.
-    ///
-    /// Layers for multi-token prediction (`use_mtp`, `num_nextn_predict_layers`) are omitted: vLLM
-    /// loads them only for speculative decoding, which is not modelled.
+/// The files of a checkpoint that its shape is read from.
+///
+/// vLLM reads the same ones: a `config.json` alone does not state the format of every checkpoint.
+#[derive(Clone, Debug, Default)]
+pub struct ModelFiles {
+    /// `config.json`.
+    pub config: Vec<u8>,
+    /// `hf_quant_config.json`: formats of `ModelOpt`, which counts if `config.json` has no `quantization_config`.
+    pub hf_quant_config: Option<Vec<u8>>,
+    /// `quantize_config.json` or `quant_config.json`: formats of GPTQ or AWQ, which count in the same case.
+    pub quantize_config: Option<Vec<u8>>,
+    /// `model.safetensors.index.json`: the names of the weights and their total size, to check the shape with.
+    pub index: Option<Vec<u8>>,
+}
+
+/// A shape, and what the user should know of how it was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadModel {
+    /// The shape.
+    pub shape: ModelShape,
+    /// Sentences: defaults that were applied, keys that were ignored, weights that were left out.
+    pub notes: Vec<String>,
+}
+
+impl ModelFiles {
+    /// Loads `config`, the path of a `config.json` or of its folder, and the files beside it, with `load`.
     ///
     /// # Errors
-    /// If it is not a JSON object, a size is missing or invalid, or this shape cannot express a
-    /// property: a kind of attention or MLP (state-space layers, several kinds of windows), or a
-    /// format of the weights. The message has the field's name.
-    pub fn from_config_json(name: &str, json: &[u8]) -> Result<ModelShape, ShapeError> {
-        let value: Value = serde_json::from_slice(json)?;
-        let outer = value.as_object().ok_or(ShapeError::NoObject)?;
-        // Multimodal models have the language model in a separate object.
-        let inner = ["text_config", "language_config", "llm_config"];
-        let config = match inner.iter().find_map(|field| outer.get(*field)) {
-            Some(inner) => inner.as_object().ok_or(ShapeError::NoObject)?,
-            None => outer,
-        };
-        let model_type = known_model_type(config)?;
-        let gemma = model_type.starts_with("gemma");
-        let hidden_size = number(config, "hidden_size")?;
-        let layers = number(config, "num_hidden_layers")?;
-        let attention = layers::attention(config, layers)?;
-        let attention_heads = number(config, "num_attention_heads")?;
-        let kv_heads = optional(config, "num_key_value_heads")?.unwrap_or(attention_heads);
-        if !attention_heads.is_multiple_of(kv_heads) {
-            return Err(ShapeError::Range {
-                field: "num_key_value_heads",
-                found: kv_heads.to_string(),
-                must: "a divisor of num_attention_heads",
-            });
-        }
-        let mut count = None;
-        for field in ["num_local_experts", "num_experts", "n_routed_experts"] {
-            count = match count {
-                None => optional(config, field)?,
-                found => found,
-            };
-        }
-        let latent = matches!(attention, Attention::Latent { .. });
-        let formats = quantization::read(outer, config, layers, latent, count.is_some())?;
-        let experts = match count {
-            None => None,
-            Some(count) => {
-                let per_token = number(config, "num_experts_per_tok")?;
-                if per_token > count {
-                    return Err(ShapeError::Range {
-                        field: "num_experts_per_tok",
-                        found: per_token.to_string(),
-                        must: "at most the number of experts",
-                    });
-                }
-                let intermediate_size = match optional(config, "moe_intermediate_size")? {
-                    Some(width) => width,
-                    None => number(config, "intermediate_size")?,
-                };
-                Some(Experts {
-                    count,
-                    per_token,
-                    intermediate_size,
-                    shared_size: layers::shared_width(config, model_type, intermediate_size)?,
-                    dense_layers: layers::dense_layers(config, layers)?,
-                    weights: formats.experts,
-                })
+    /// If `config` cannot be read, or one beside it exists and cannot be read.
+    pub fn load(
+        config: &Path,
+        load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+    ) -> io::Result<ModelFiles> {
+        let (config, bytes) = match load(config) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+                let inside = config.join("config.json");
+                let bytes = load(&inside)?;
+                (inside, bytes)
             }
+            other => (config.to_owned(), other?),
         };
+        let mut files = ModelFiles {
+            config: bytes,
+            ..ModelFiles::default()
+        };
+        let mut beside = |name: &str| match load(&config.with_file_name(name)) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(io::Error::new(
+                error.kind(),
+                format!("{name} beside it: {error}"),
+            )),
+        };
+        files.hf_quant_config = beside("hf_quant_config.json")?;
+        files.quantize_config = beside("quantize_config.json")?;
+        if files.quantize_config.is_none() {
+            files.quantize_config = beside("quant_config.json")?;
+        }
+        files.index = beside("model.safetensors.index.json")?;
+        Ok(files)
+    }
+
+    /// Reads the shape; `name` is the model's name.
+    ///
+    /// Layers for multi-token prediction (`num_nextn_predict_layers`) are omitted: vLLM loads them only for speculative
+    /// decoding, which is not modelled. So are encoders of images, video and sound.
+    ///
+    /// # Errors
+    /// If a file is not a JSON object, a size is missing or invalid, this shape cannot express a property, a key was not
+    /// read that may bear on size, compute or cache, or the weights have another size than the index says. The message
+    /// has the key's name.
+    pub fn read(&self, name: &str) -> Result<ReadModel, ShapeError> {
+        let value = python_json::parse(&self.config)?;
+        let outer = value.as_object().ok_or(ShapeError::NoObject)?;
+        let log = Log::default();
+        let around = Fields::new(outer, "", &log);
+        let (config, prefix, class) = language_model(around, outer, &log)?;
+        let fields = Fields::new(config, &prefix, &log);
+        let shape = self.shape(name, class, fields, around)?;
+        let mtp = left_out_layers(fields)?;
+        let mut format = None;
+        for object in [fields, around] {
+            for key in ["torch_dtype", "dtype"] {
+                format = format.or(object.text(key)?);
+            }
+        }
+        if let Some(other) =
+            format.filter(|name| !["bfloat16", "float16", "float32", "auto"].contains(name))
+        {
+            return Err(
+                fields.unsupported("torch_dtype", format!("weights in `{}`", cleaned(other)))
+            );
+        }
+        let media = outer.keys().any(|key| {
+            [
+                "vision_config",
+                "audio_config",
+                "visual",
+                "vision_tower",
+                "mm_vision_tower",
+            ]
+            .contains(&&**key)
+        });
+        let nested = !std::ptr::eq(config, outer);
+        let model_type = fields.text("model_type")?.unwrap_or_default();
+        fields.close(model_type, None, media && !nested)?;
+        if nested {
+            around.close(model_type, Some(config), true)?;
+        }
+        let mut notes = log.notes();
+        if mtp > 0 {
+            notes.push("without the layers of multi-token prediction".to_owned());
+        }
+        if media {
+            notes.push("without its encoder of other inputs than text".to_owned());
+        }
+        if let Some(text) = &self.index {
+            notes.extend(index::check(
+                text,
+                &shape,
+                format == Some("float32"),
+                outer,
+            )?);
+        }
+        Ok(ReadModel { shape, notes })
+    }
+
+    fn shape(
+        &self,
+        name: &str,
+        class: &Class,
+        fields: Fields<'_>,
+        around: Fields<'_>,
+    ) -> Result<ModelShape, ShapeError> {
+        let hidden_size = fields.number("hidden_size")?;
+        let layers = fields.number("num_hidden_layers")?;
+        let attention = layers::attention(class, fields, layers)?;
+        let latent = matches!(attention, Attention::Latent { .. });
+        let (attention_heads, kv_heads) = heads(class, fields, latent)?;
+        let mut experts = routed(class, fields, layers)?;
+        let formats = quantization::read(self, around, fields, layers, latent, experts.is_some())?;
+        if let Some(experts) = &mut experts {
+            experts.weights = formats.experts;
+        }
         Ok(ModelShape {
             name: name.to_owned().into(),
             source: "config.json".into(),
             layers,
             hidden_size,
-            intermediate_size: match (
-                // Llama 4: separate widths of dense layers and of experts.
-                optional(config, "intermediate_size_mlp")?
-                    .or(optional(config, "intermediate_size")?),
-                experts,
-            ) {
-                (Some(width), _) => width,
-                (None, Some(experts)) => experts.intermediate_size,
-                (None, None) => number(config, "intermediate_size")?,
-            },
+            intermediate_size: dense_width(class, fields, experts)?,
             attention_heads,
             kv_heads,
-            head_dim: match (attention, gemma) {
-                (
-                    Attention::Latent {
-                        rope_dim, nope_dim, ..
-                    },
-                    _,
-                ) => rope_dim.saturating_add(nope_dim),
-                // Gemma's files leave the default of their class out.
-                (_, true) => optional(config, "head_dim")?.unwrap_or(256),
-                (_, false) => {
-                    optional(config, "head_dim")?.unwrap_or((hidden_size / attention_heads).max(1))
+            head_dim: head_dim(class, fields, attention, hidden_size, attention_heads)?,
+            vocab_size: match fields.optional("vocab_size")? {
+                Some(size) => size,
+                // Gemma 3's files leave it out.
+                None if class.types.contains(&"gemma3_text") => {
+                    fields.assume("vocab_size", 262_208)
                 }
+                None => return Err(fields.missing("vocab_size")),
             },
-            vocab_size: if model_type == "gemma3_text" {
-                optional(config, "vocab_size")?.unwrap_or(262_208)
-            } else {
-                number(config, "vocab_size")?
+            max_positions: context(class, fields)?,
+            tied_embeddings: tied(class, fields, around)?,
+            qk_norm: {
+                let stated = fields.flag("use_qk_norm")?;
+                class.qk_norm || stated == Some(true)
             },
-            max_positions: context(config, model_type)?,
-            tied_embeddings: config
-                .get("tie_word_embeddings")
-                .or_else(|| outer.get("tie_word_embeddings"))
-                .and_then(Value::as_bool)
-                // The default of the classes whose files leave it out.
-                .unwrap_or(gemma || model_type.starts_with("cohere")),
-            qk_norm: model_type.starts_with("qwen3")
-                || config.get("use_qk_norm").and_then(Value::as_bool) == Some(true),
             weights: formats.weights,
+            int4_group: if formats.experts == Dtype::Int4 {
+                formats.group
+            } else {
+                64
+            },
             kv_cache: formats.kv_cache,
             experts,
             attention,
@@ -130,7 +195,7 @@ impl ModelShape {
     }
 }
 
-/// Why a `config.json` was refused. Correct the file, or choose a preset.
+/// Why a model's files were refused. Correct the files, or choose a preset.
 #[derive(Debug, Error)]
 pub enum ShapeError {
     /// Not JSON.
@@ -139,244 +204,416 @@ pub enum ShapeError {
     /// JSON, but not an object.
     #[error("not a JSON object")]
     NoObject,
+    /// A file beside `config.json` is not a JSON object.
+    #[error("{0} beside it is not a JSON object")]
+    Beside(&'static str),
     /// A field is missing.
     #[error("`{0}` is missing")]
-    Missing(&'static str),
+    Missing(Cow<'static, str>),
     /// A field is invalid.
     #[error("`{field}` is {found}, but must be {must}")]
     Range {
         /// The field.
-        field: &'static str,
+        field: Cow<'static, str>,
         /// Its value.
         found: String,
         /// The valid values.
         must: &'static str,
     },
-    /// A kind of attention or MLP that [`ModelShape`] cannot express.
+    /// A property that [`ModelShape`] cannot express.
     #[error("`{field}`: {what} is not modelled")]
     Unsupported {
         /// The field.
-        field: &'static str,
+        field: Cow<'static, str>,
         /// The unsupported property.
         what: Cow<'static, str>,
     },
+    /// Keys that were not read and may bear on size, compute or cache.
+    #[error(
+        "{keys} may change size, compute or cache, and is not known of `{of}`; if it changes none of them, remove it from a \
+         copy of the file"
+    )]
+    Unread {
+        /// The keys with their values.
+        keys: String,
+        /// The `model_type`.
+        of: String,
+    },
+    /// The weights of the index have another size than the shape.
+    #[error("{0}")]
+    Size(String),
 }
 
-pub(super) fn unsupported(field: &'static str, what: &'static str) -> ShapeError {
-    ShapeError::Unsupported {
-        field,
-        what: what.into(),
-    }
-}
-
-/// The `model_type` of `config`, or "" if there is none, which is read as a Llama.
-fn known_model_type(config: &Map<String, Value>) -> Result<&str, ShapeError> {
-    let Some(model_type) = config.get("model_type").and_then(Value::as_str) else {
-        return Ok("");
-    };
-    if MLPS_WITHOUT_GATE.contains(&model_type) {
-        return Err(unsupported("model_type", "an MLP without a gate"));
-    }
-    if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
-        return Err(unsupported(
-            "is_encoder_decoder",
-            "an encoder before the decoder",
+/// The object of the language model in `outer`, its prefix in errors, and its class.
+fn language_model<'a>(
+    around: Fields<'a>,
+    outer: &'a Object,
+    log: &'a Log,
+) -> Result<(&'a Object, String, &'static Class), ShapeError> {
+    if outer.contains_key("n_layers") && outer.contains_key("dim") {
+        return Err(around.unsupported(
+            "n_layers",
+            "Mistral's own `params.json`; use the `config.json` of the same model: this format",
         ));
     }
-    // State-space layers and others are refused by their own fields, which say more.
-    let refused_elsewhere = [
-        "jamba",
-        "mamba",
-        "nemotron_h",
-        "minimax",
-        "bamba",
-        "falcon_h1",
-        "zamba",
-    ];
-    if !KNOWN.contains(&model_type) && !refused_elsewhere.iter().any(|t| model_type.starts_with(t))
-    {
-        let shown: String = model_type
-            .chars()
-            .filter(|c| !c.is_control())
-            .take(40)
-            .collect();
-        return Err(ShapeError::Unsupported {
-            field: "model_type",
-            what: format!("the architecture `{shown}`").into(),
+    if around.flag("is_encoder_decoder")? == Some(true) {
+        return Err(around.unsupported("is_encoder_decoder", "an encoder before the decoder"));
+    }
+    let of_outer = around.text("model_type")?;
+    let mut inner = None;
+    for key in ["text_config", "language_config", "llm_config"] {
+        if let Some(object) = around.get(key) {
+            let object = object.as_object().ok_or(ShapeError::NoObject)?;
+            if let Some((first, _)) = inner {
+                return Err(
+                    around.unsupported(key, format!("a second language model beside `{first}`"))
+                );
+            }
+            inner = Some((key, object));
+        }
+    }
+    let Some((key, object)) = inner else {
+        let class = class_of(around, of_outer)?;
+        check_architectures(around, class.architectures, class.types[0])?;
+        return Ok((outer, String::new(), class));
+    };
+    let of_outer = of_outer.ok_or_else(|| around.missing("model_type"))?;
+    let architecture = class::around(of_outer).ok_or_else(|| unknown(around, of_outer))?;
+    check_architectures(around, &[architecture], of_outer)?;
+    let prefix = format!("{key}.");
+    let fields = Fields::new(object, &prefix, log);
+    let class = class_of(fields, fields.text("model_type")?)?;
+    if fields.flag("is_encoder_decoder")? == Some(true) {
+        return Err(fields.unsupported("is_encoder_decoder", "an encoder before the decoder"));
+    }
+    check_architectures(fields, class.architectures, class.types[0])?;
+    Ok((object, prefix, class))
+}
+
+fn class_of(fields: Fields<'_>, model_type: Option<&str>) -> Result<&'static Class, ShapeError> {
+    let model_type = model_type.ok_or_else(|| fields.missing("model_type"))?;
+    match (class::of_type(model_type), class::refused(model_type)) {
+        (Some(class), _) => Ok(class),
+        (None, Some(why)) => {
+            Err(fields.unsupported("model_type", format!("`{model_type}` has {why}, which")))
+        }
+        (None, None) => Err(unknown(fields, model_type)),
+    }
+}
+
+fn unknown(fields: Fields<'_>, model_type: &str) -> ShapeError {
+    fields.unsupported(
+        "model_type",
+        format!("the architecture `{}`", cleaned(model_type)),
+    )
+}
+
+/// Refuses a class of the model that is not one of `known`, those of `model_type`: vLLM chooses the model by this name.
+fn check_architectures(
+    fields: Fields<'_>,
+    known: &[&str],
+    model_type: &str,
+) -> Result<(), ShapeError> {
+    for name in fields.list("architectures")?.unwrap_or_default() {
+        let name = name.as_str().unwrap_or("?");
+        if !known.contains(&name) {
+            let what = format!(
+                "`{}`, which is not the class of `{model_type}`,",
+                cleaned(name)
+            );
+            return Err(fields.unsupported("architectures", what));
+        }
+    }
+    Ok(())
+}
+
+/// Query heads, and heads of keys and values.
+fn heads(class: &Class, fields: Fields<'_>, latent: bool) -> Result<(u32, u32), ShapeError> {
+    let heads = fields.number("num_attention_heads")?;
+    let kv_heads = match fields.optional("num_key_value_heads")? {
+        Some(kv_heads) => kv_heads,
+        None if latent => heads,
+        None if class.heads_default => fields.assume("num_key_value_heads", heads),
+        None => return Err(fields.missing("num_key_value_heads")),
+    };
+    if !latent && !heads.is_multiple_of(kv_heads) {
+        return Err(ShapeError::Range {
+            field: fields.path("num_key_value_heads").into(),
+            found: kv_heads.to_string(),
+            must: "a divisor of num_attention_heads",
         });
     }
-    Ok(model_type)
+    Ok((heads, kv_heads))
+}
+
+fn head_dim(
+    class: &Class,
+    fields: Fields<'_>,
+    attention: Attention,
+    hidden_size: u32,
+    heads: u32,
+) -> Result<u32, ShapeError> {
+    let stated = fields.any_of(&["head_dim", "attention_head_dim"], 1)?;
+    if let Attention::Latent {
+        rope_dim, nope_dim, ..
+    } = attention
+    {
+        let whole = rope_dim.saturating_add(nope_dim);
+        if let Some(found) = fields
+            .optional("qk_head_dim")?
+            .filter(|found| *found != whole)
+        {
+            return Err(ShapeError::Range {
+                field: fields.path("qk_head_dim").into(),
+                found: found.to_string(),
+                must: "qk_nope_head_dim + qk_rope_head_dim",
+            });
+        }
+        return Ok(whole);
+    }
+    match (stated, class.head_dim) {
+        (Some(0), _) => Err(fields.range(
+            "head_dim",
+            &Value::from(0),
+            "an integer from 1 to 2,097,152",
+        )),
+        (Some(stated), _) => Ok(stated),
+        (None, Some(default)) => Ok(fields.assume("head_dim", default)),
+        (None, None) if hidden_size.is_multiple_of(heads) => Ok(hidden_size / heads),
+        (None, None) => Err(fields.missing("head_dim")),
+    }
+}
+
+/// The mixture of experts, with weights in 16 bits so far.
+fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Experts>, ShapeError> {
+    const COUNT: &[&str] = &[
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+    ];
+    const PER_TOKEN: &[&str] = &[
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_k",
+        "moe_topk",
+    ];
+    const SHARED: &[&str] = &[
+        "n_shared_experts",
+        "num_shared_experts",
+        "moe_num_shared_experts",
+        "num_shared_expert",
+    ];
+    const SHARED_WIDTH: &[&str] = &[
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ];
+    let (shared, dense) = match class.experts {
+        // A key about experts is unknown to such a class, and is refused as such.
+        Mixture::Dense => return Ok(None),
+        Mixture::SharedOrRouted => {
+            let count = fields.any_of(COUNT, layers)?.unwrap_or(0);
+            if count > 0 {
+                return Err(fields.unsupported("num_local_experts", "experts of this architecture"));
+            }
+            fields.mark_all(PER_TOKEN);
+            return Ok(None);
+        }
+        Mixture::Routed(shared, dense) => (shared, dense),
+    };
+    let stated = |keys: &[&'static str]| match fields.any_of(keys, layers)? {
+        Some(0) => Err(fields.range(keys[0], &Value::from(0), "an integer from 1 to 2,097,152")),
+        Some(value) => Ok(value),
+        None => Err(fields.missing(keys[0])),
+    };
+    let count = stated(COUNT)?;
+    let per_token = stated(PER_TOKEN)?;
+    if per_token > count {
+        return Err(ShapeError::Range {
+            field: fields.path("num_experts_per_tok").into(),
+            found: per_token.to_string(),
+            must: "at most the number of experts",
+        });
+    }
+    let width = match fields.any_of(&["moe_intermediate_size", "expert_dim"], layers)? {
+        Some(0) | None => fields.number("intermediate_size")?,
+        Some(width) => width,
+    };
+    let shared_size = match shared {
+        Shared::No => 0,
+        Shared::One => width,
+        Shared::Width => match fields.any_of(SHARED_WIDTH, layers)? {
+            Some(width) => width,
+            None => {
+                return Err(fields.missing(
+                    SHARED_WIDTH[if class.types == ["granitemoeshared"] {
+                        1
+                    } else {
+                        0
+                    }],
+                ));
+            }
+        },
+        Shared::Count => {
+            let found = fields.any_of(SHARED, layers)?;
+            let null = SHARED.iter().any(|key| fields.has(key));
+            let count = match found {
+                Some(count) => count,
+                None if null => 0,
+                None => return Err(fields.missing(SHARED[0])),
+            };
+            let one = fields
+                .optional("moe_shared_expert_intermediate_size")?
+                .unwrap_or(width);
+            count.saturating_mul(one)
+        }
+    };
+    Ok(Some(Experts {
+        count,
+        per_token,
+        intermediate_size: width,
+        shared_size,
+        dense_layers: layers::dense_layers(dense, fields, layers)?,
+        weights: Dtype::Bf16,
+    }))
+}
+
+/// Width of the dense MLPs.
+fn dense_width(
+    class: &Class,
+    fields: Fields<'_>,
+    experts: Option<Experts>,
+) -> Result<u32, ShapeError> {
+    if class.experts == Mixture::SharedOrRouted {
+        fields.mark_all(&["intermediate_size"]);
+        return fields.number("shared_intermediate_size");
+    }
+    let stated = fields.optional("intermediate_size")?;
+    let Some(experts) = experts else {
+        return stated.ok_or_else(|| fields.missing("intermediate_size"));
+    };
+    // Llama 4: separate widths of dense layers and of experts.
+    let own = if class.types.contains(&"llama4") {
+        fields.optional("intermediate_size_mlp")?
+    } else {
+        None
+    };
+    match own.or(stated) {
+        Some(width) => Ok(width),
+        None if experts.dense_layers > 0 => Err(fields.missing("intermediate_size")),
+        None => Ok(experts.intermediate_size),
+    }
+}
+
+/// Whether both embeddings are one matrix.
+fn tied(class: &Class, fields: Fields<'_>, around: Fields<'_>) -> Result<bool, ShapeError> {
+    let stated = fields.flag("tie_word_embeddings")?;
+    match stated.or(around.flag("tie_word_embeddings")?) {
+        Some(tied) => Ok(tied),
+        None => Ok(fields.assume("tie_word_embeddings", class.tied)),
+    }
+}
+
+/// Layers of multi-token prediction that the file counts.
+fn left_out_layers(fields: Fields<'_>) -> Result<u32, ShapeError> {
+    let mut most = 0;
+    for key in super::fields::MTP {
+        most = most.max(match fields.get(key) {
+            Some(Value::Bool(on)) => u32::from(*on),
+            _ => fields.count(key)?.unwrap_or(0),
+        });
+    }
+    Ok(most)
 }
 
 /// Context of the model, tokens.
 ///
-/// Source: vLLM, `_get_and_verify_max_len` in `vllm/config/model.py`: factors of rotary embeddings apply, except
-/// those of kinds whose `max_position_embeddings` has them already; YaRN's applies to the original context.
-fn context(config: &Map<String, Value>, model_type: &str) -> Result<u32, ShapeError> {
-    let stated = if model_type == "gemma3_text" {
-        optional(config, "max_position_embeddings")?.unwrap_or(131_072)
-    } else {
-        number(config, "max_position_embeddings")?
+/// Source: vLLM, `_get_and_verify_max_len` in `vllm/config/model.py` and `derive_max_model_len_and_key` in
+/// `vllm/transformers_utils/model_arch_config_convertor.py`: factors of rotary embeddings apply, except those of kinds
+/// whose `max_position_embeddings` has them already; YaRN's applies to the original context.
+fn context(class: &Class, fields: Fields<'_>) -> Result<u32, ShapeError> {
+    const OTHERS: &[&str] = &[
+        "n_positions",
+        "max_seq_len",
+        "seq_length",
+        "max_target_positions",
+        "max_sequence_length",
+        "max_seq_length",
+        "seq_len",
+    ];
+    let gemma3 = class.types.contains(&"gemma3_text");
+    let mut stated = match fields.positions("max_position_embeddings")? {
+        Some(stated) => stated,
+        None if gemma3 => fields.assume("max_position_embeddings", 131_072),
+        None => return Err(fields.missing("max_position_embeddings")),
     };
-    let named = ["rope_scaling", "rope_parameters"];
-    let scaling = named
-        .iter()
-        .find_map(|field| config.get(*field)?.as_object());
-    // Layers of several kinds have one object each.
-    let scaling = scaling.map(|of| of.values().find_map(Value::as_object).unwrap_or(of));
-    let Some(scaling) = scaling.filter(|_| !model_type.starts_with("gemma3")) else {
+    for key in OTHERS {
+        stated = stated.min(fields.positions(key)?.unwrap_or(stated));
+    }
+    stated = fields.positions("model_max_length")?.unwrap_or(stated);
+    let mut scaling = None;
+    for key in ["rope_scaling", "rope_parameters"] {
+        scaling = scaling.or(fields.object(key)?.map(|object| (key, object)));
+    }
+    // Gemma 3's factor is in its `max_position_embeddings`.
+    let Some((key, object)) = scaling.filter(|_| !gemma3) else {
         return Ok(stated);
     };
+    // Layers of several kinds have one object each.
+    let object = object.values().find_map(Value::as_object).unwrap_or(object);
     let kind = ["rope_type", "type"]
         .iter()
-        .find_map(|field| scaling.get(*field)?.as_str());
-    let factor = scaling
+        .find_map(|field| object.get(*field)?.as_str());
+    let factor = object
         .get("factor")
+        .filter(|factor| !factor.is_null())
         .map_or(Some(1.0), Value::as_f64)
         .filter(|f| (1.0..=1e4).contains(f));
     match kind {
         None | Some("default" | "su" | "longrope" | "llama3" | "mrope") => Ok(stated),
         Some("linear" | "dynamic" | "yarn" | "deepseek_yarn") => {
             let Some(factor) = factor else {
-                return Err(unsupported(
-                    "rope_scaling",
-                    "a `factor` that is no number of at least 1",
-                ));
+                return Err(fields.unsupported(key, "a `factor` that is no number of at least 1"));
             };
             let original = match kind {
                 Some("linear" | "dynamic") => stated,
-                _ => optional(scaling, "original_max_position_embeddings")?.unwrap_or(stated),
+                _ => match object.get("original_max_position_embeddings") {
+                    None | Some(Value::Null) => stated,
+                    Some(value) => super::fields::integer(value)
+                        .and_then(|n| u32::try_from(n).ok())
+                        .ok_or_else(|| {
+                            fields.range(
+                                "original_max_position_embeddings",
+                                value,
+                                "a number of tokens",
+                            )
+                        })?,
+                },
             };
             let positions = floor_u64(f64::from(original) * factor);
-            u32::try_from(positions).map_err(|_| {
-                unsupported(
-                    "rope_scaling",
-                    "a context of more than 4,294,967,295 tokens",
-                )
-            })
+            u32::try_from(positions)
+                .map_err(|_| fields.unsupported(key, "a context of more than 4,294,967,295 tokens"))
         }
-        Some(_) => Err(unsupported("rope_scaling", "this kind of rotary embedding")),
+        Some(kind) => Err(fields.unsupported(
+            key,
+            format!("this kind of rotary embedding (`{}`)", cleaned(kind)),
+        )),
     }
 }
-
-/// Values of `model_type` whose layers are those of [`ModelShape`]: attention with or without groups, windows, latent
-/// or linear, and gated MLPs or experts. Source: their modules in vLLM 0.33, `vllm/model_executor/models`.
-const KNOWN: &[&str] = &[
-    "aria_text",
-    "baichuan",
-    "chatglm",
-    "cohere",
-    "cohere2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v_text",
-    "glm4v_moe_text",
-    "glm_moe_dsa",
-    "gpt_oss",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "internlm2",
-    "internlm3",
-    "kimi_k2",
-    "kimi_k25",
-    "llama",
-    "llama4",
-    "llama4_text",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen2_vl_text",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl_moe_text",
-    "qwen3_vl_text",
-    "seed_oss",
-    "smollm3",
-    "solar",
-    "stablelm",
-    "yi",
-];
-
-/// Values of `model_type` whose MLPs have two matrices, not three. Source: their modules in vLLM 0.33,
-/// `vllm/model_executor/models`.
-const MLPS_WITHOUT_GATE: &[&str] = &[
-    "gpt2",
-    "gptj",
-    "gpt_neox",
-    "gpt_bigcode",
-    "opt",
-    "bloom",
-    "falcon",
-    "mpt",
-    "phi",
-    "starcoder2",
-    "nemotron",
-    "persimmon",
-];
-
-pub(super) fn number(config: &Map<String, Value>, field: &'static str) -> Result<u32, ShapeError> {
-    optional(config, field)?.ok_or(ShapeError::Missing(field))
-}
-
-pub(super) fn optional(
-    config: &Map<String, Value>,
-    field: &'static str,
-) -> Result<Option<u32>, ShapeError> {
-    // Far above any model, and small enough that products of three stay below 2^64.
-    const MAX: u64 = 1 << 21;
-    match config.get(field) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => match value.as_u64() {
-            Some(n) if (1..=MAX).contains(&n) => Ok(Some(to_u32(n))),
-            Some(n) if field == "max_position_embeddings" && u32::try_from(n).is_ok() && n > 0 => {
-                Ok(Some(to_u32(n)))
-            }
-            _ => Err(ShapeError::Range {
-                field,
-                found: value.to_string().chars().take(40).collect(),
-                must: "an integer from 1 to 2,097,152",
-            }),
-        },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::model::model;
     use super::*;
+
+    /// The shape of a `config.json` alone.
+    fn read_config(name: &str, json: &str) -> Result<ModelShape, String> {
+        let files = ModelFiles {
+            config: json.into(),
+            ..ModelFiles::default()
+        };
+        let read = files.read(name).map_err(|error| error.to_string())?;
+        Ok(read.shape)
+    }
 
     #[test]
     fn layers_with_a_window_follow_from_the_kind_of_model() {
@@ -410,7 +647,7 @@ mod tests {
                 "intermediate_size": 14336, "vocab_size": 32000,
                 "max_position_embeddings": 32768, {more}}}"#
             );
-            let shape = ModelShape::from_config_json("x", json.as_bytes()).unwrap();
+            let shape = read_config("x", &json).unwrap();
             let found = match shape.attention {
                 Attention::Windowed { layers, .. } => layers,
                 _ => 0,
@@ -434,7 +671,7 @@ mod tests {
             "num_attention_heads": 16, "num_key_value_heads": 8"#;
         let read = |rest: &str| {
             let json = format!("{{{sizes}, {rest}}}");
-            ModelShape::from_config_json("x", json.as_bytes()).unwrap()
+            read_config("x", &json).unwrap()
         };
         // gemma-3-12b has no vocabulary, context, head size or tie of its own in its file.
         let gemma = read(
@@ -472,29 +709,27 @@ mod tests {
             ("null", 32_768),
         ] {
             for field in ["rope_scaling", "rope_parameters"] {
-                let shape = read(&format!("{plain}, \"{field}\": {scaling}"));
+                let shape = read(&format!(
+                    "{plain}, \"model_type\": \"llama\", \"{field}\": {scaling}"
+                ));
                 assert_eq!(shape.max_positions, expected, "{field} {scaling}");
             }
         }
         // The language model of others is in a part of the file.
-        let inner =
-            format!("{{\"model_type\": \"internvl_chat\", \"llm_config\": {{{sizes}, {plain}}}}}");
-        assert_eq!(
-            ModelShape::from_config_json("x", inner.as_bytes())
-                .unwrap()
-                .layers,
-            6
+        let inner = format!(
+            "{{\"model_type\": \"internvl_chat\", \"llm_config\": {{\"model_type\": \"llama\", {sizes}, {plain}}}}}"
         );
+        assert_eq!(read_config("x", &inner).unwrap().layers, 6);
     }
 
     #[test]
     fn a_config_json_gives_the_preset_of_its_model() {
-        let json = br#"{"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
+        let json = r#"{"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
             "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "tie_word_embeddings": false, "num_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 768, "sliding_window": null, "use_sliding_window": false}"#;
-        let read = ModelShape::from_config_json("qwen3-30b-a3b", json).unwrap();
+        let read = read_config("qwen3-30b-a3b", json).unwrap();
         let preset = model("qwen3-30b-a3b").unwrap();
         assert_eq!(
             ModelShape {
@@ -522,7 +757,7 @@ mod tests {
             "activation_scheme": "dynamic", "weight_block_size": [128, 128]}"#;
         let read = |more: &str| {
             let json = json(more);
-            ModelShape::from_config_json("qwen3-235b-a22b", json.as_bytes()).unwrap()
+            read_config("qwen3-235b-a22b", &json).unwrap()
         };
         let (plain, fp8) = (read(""), read(fp8));
         assert_eq!((plain.weights, fp8.weights), (Dtype::Bf16, Dtype::Fp8));
@@ -536,31 +771,37 @@ mod tests {
 
     #[test]
     fn fields_of_a_config_json_other_than_sizes_are_used() {
-        let json = |more: &str| {
+        let json = |model_type: &str, more: &str| {
             format!(
-                r#"{{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
-                "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512{more}}}"#
+                r#"{{"model_type": "{model_type}", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+                "max_position_embeddings": 512{more}}}"#
             )
         };
-        let read = |more: &str| ModelShape::from_config_json("x", json(more).as_bytes()).unwrap();
-        let plain = read("");
+        let read = |of: &str, more: &str| read_config("x", &json(of, more)).unwrap();
+        let moe = ", \"n_routed_experts\": 8, \"num_experts_per_tok\": 2, \"moe_layer_freq\": 1, \
+            \"first_k_dense_replace\": 1, \"moe_intermediate_size\": 32, \"n_shared_experts\": 1";
+        let plain = read("glm4_moe", moe);
         assert!(!plain.qk_norm);
-        assert!(read(", \"use_qk_norm\": true").qk_norm);
+        assert!(read("glm4_moe", &format!("{moe}, \"use_qk_norm\": true")).qk_norm);
         // Layers for speculative decoding are not loaded.
-        let with_mtp =
-            ", \"use_mtp\": true, \"num_mtp_modules\": 3, \"num_nextn_predict_layers\": 1";
-        assert_eq!(read(with_mtp), plain);
-        let experts =
-            ", \"n_routed_experts\": 8, \"num_experts_per_tok\": 2, \"moe_layer_freq\": 1";
-        assert_eq!(read(experts).experts.map(|e| e.count), Some(8));
+        let with_mtp = format!(
+            "{moe}, \"use_mtp\": true, \"num_mtp_modules\": 3, \"num_nextn_predict_layers\": 1"
+        );
+        assert_eq!(read("glm4_moe", &with_mtp), plain);
+        let experts = plain.experts.unwrap();
+        assert_eq!(
+            (experts.count, experts.dense_layers, experts.shared_size),
+            (8, 1, 32)
+        );
     }
 
     #[test]
     fn an_old_config_json_gets_its_defaults() {
-        let json = br#"{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+        let json = r#"{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
             "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000,
             "max_position_embeddings": 4096}"#;
-        let read = ModelShape::from_config_json("llama-2-7b", json).unwrap();
+        let read = read_config("llama-2-7b", json).unwrap();
         let preset = model("llama-2-7b").unwrap();
         assert_eq!(
             ModelShape {
@@ -573,12 +814,16 @@ mod tests {
 
     #[test]
     fn bad_configs_are_refused_by_field() {
-        let good = r#""num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        let good = r#""model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
             "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512"#;
         let cases = [
             ("[]".to_owned(), "not a JSON object"),
             ("{".to_owned(), "not JSON"),
-            ("{}".to_owned(), "`hidden_size` is missing"),
+            ("{}".to_owned(), "`model_type` is missing"),
+            (
+                r#"{"model_type": "llama"}"#.to_owned(),
+                "`hidden_size` is missing",
+            ),
             (
                 format!("{{{good}, \"num_key_value_heads\": 0}}"),
                 "`num_key_value_heads` is 0",
@@ -593,7 +838,7 @@ mod tests {
             ),
             (
                 format!("{{{good}, \"model_type\": \"t5\"}}"),
-                "`model_type`: the architecture `t5` is not modelled",
+                "`model_type`: `t5` has an encoder before the decoder",
             ),
             (
                 format!("{{{good}, \"model_type\": \"llama\", \"is_encoder_decoder\": true}}"),
@@ -622,11 +867,15 @@ mod tests {
                 "`head_dim` is 99999999999",
             ),
             (
-                format!("{{{good}, \"num_experts\": 8}}"),
+                format!(
+                    "{{{good}, \"model_type\": \"qwen3_moe\", \"num_key_value_heads\": 4, \"num_experts\": 8}}"
+                ),
                 "`num_experts_per_tok` is missing",
             ),
             (
-                format!("{{{good}, \"kv_lora_rank\": 512}}"),
+                format!(
+                    "{{{good}, \"model_type\": \"deepseek_v3\", \"q_lora_rank\": null, \"kv_lora_rank\": 512}}"
+                ),
                 "`qk_rope_head_dim` is missing",
             ),
             (
@@ -635,18 +884,11 @@ mod tests {
             ),
             (
                 format!("{{{good}, \"attn_type_list\": [1, 0, 1]}}"),
-                "linear attention",
-            ),
-            (
-                format!(
-                    "{{{good}, \"num_experts\": 8, \"num_experts_per_tok\": 2, \"mlp_only_layers\": [0], \
-                     \"decoder_sparse_step\": 2}}"
-                ),
-                "`decoder_sparse_step`: this mix of dense layers",
+                "a mix of kinds of layers",
             ),
             (
                 format!("{{{good}, \"n_routed_experts\": 8}}"),
-                "`num_experts_per_tok` is missing",
+                "`n_routed_experts` = 8 may change size, compute or cache, and is not known of `llama`",
             ),
             (
                 format!("{{{good}, \"model_type\": \"gpt_neox\"}}"),
@@ -669,17 +911,293 @@ mod tests {
             ("{\"text_config\": 3}".to_owned(), "not a JSON object"),
         ];
         for (json, part) in cases {
-            let error = ModelShape::from_config_json("x", json.as_bytes())
-                .unwrap_err()
-                .to_string();
+            let error = read_config("x", &json).unwrap_err();
             assert!(error.contains(part), "{error} for {json}");
         }
         let good = format!("{{{good}}}");
-        assert_eq!(
-            ModelShape::from_config_json("x", good.as_bytes())
-                .unwrap()
-                .head_dim,
-            16
+        assert_eq!(read_config("x", &good).unwrap().head_dim, 16);
+    }
+
+    const LLAMA: &str = r#""model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": false"#;
+
+    #[test]
+    fn files_beside_state_the_format() {
+        let modelopt = |algorithm: &str, cache: &str| {
+            format!(
+                r#"{{"producer": {{"name": "modelopt", "version": "0.23.0"}}, "quantization":
+                {{"quant_algo": {algorithm}, "kv_cache_quant_algo": {cache}, "exclude_modules": ["lm_head"]}}}}"#
+            )
+        };
+        let gptq = r#"{"bits": 4, "group_size": 128, "desc_act": false, "sym": true, "damp_percent": 0.01}"#;
+        let awq = r#"{"zero_point": true, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}"#;
+        let read = |hf_quant: Option<&str>, quantize: Option<&str>, more: &str| {
+            let files = ModelFiles {
+                config: format!("{{{LLAMA}{more}}}").into(),
+                hf_quant_config: hf_quant.map(Into::into),
+                quantize_config: quantize.map(Into::into),
+                index: None,
+            };
+            let read = files.read("x").map_err(|error| error.to_string())?;
+            let shape = read.shape;
+            Ok::<_, String>((shape.weights, shape.kv_cache, shape.int4_group))
+        };
+        let (bf16, fp8) = (Dtype::Bf16, Dtype::Fp8);
+        let own = r#", "quantization_config": {"quant_method": "fp8"}"#;
+        for (beside, quantize, more, expected) in [
+            (None, None, "", Ok((bf16, bf16, 64))),
+            (
+                Some(modelopt("\"FP8\"", "\"FP8\"")),
+                None,
+                "",
+                Ok((fp8, fp8, 64)),
+            ),
+            (
+                Some(modelopt("\"NVFP4\"", "null")),
+                None,
+                "",
+                Ok((Dtype::Nvfp4, bf16, 64)),
+            ),
+            (None, Some(gptq), "", Ok((Dtype::Int4, bf16, 128))),
+            (None, Some(awq), "", Ok((Dtype::Int4, bf16, 128))),
+            // What `config.json` says comes first.
+            (
+                Some(modelopt("\"NVFP4\"", "null")),
+                Some(gptq),
+                own,
+                Ok((fp8, bf16, 64)),
+            ),
+            (
+                Some(modelopt("\"W4A8_AWQ\"", "null")),
+                None,
+                "",
+                Err("`hf_quant_config.json`: `modelopt` with W4A8_AWQ"),
+            ),
+            (
+                Some(modelopt("null", "null")),
+                None,
+                "",
+                Err("`modelopt` with an unnamed format"),
+            ),
+            (
+                Some("[]".to_owned()),
+                None,
+                "",
+                Err("hf_quant_config.json beside it is not a JSON object"),
+            ),
+            (
+                None,
+                Some(r#"{"bits": 8}"#),
+                "",
+                Err("`quantize_config.json`: `gptq` of 8 bits"),
+            ),
+            (
+                None,
+                Some(r#"{"bits": 4, "group_size": 128, "outlier_bits": 16}"#),
+                "",
+                Err("`quantize_config.json`: `outlier_bits` = 16"),
+            ),
+            (
+                None,
+                None,
+                r#", "quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}"#,
+                Err("in blocks of [1,32]"),
+            ),
+        ] {
+            let read = read(beside.as_deref(), quantize, more);
+            match expected {
+                Ok(expected) => assert_eq!(read, Ok(expected), "{beside:?} {quantize:?}"),
+                Err(part) => {
+                    let error = read.expect_err(part);
+                    assert!(error.contains(part), "{error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_index_must_agree_with_the_shape() {
+        let weights = |layers: u32, more: &[&str]| {
+            let names = (0..layers)
+                .map(|layer| format!("\"model.layers.{layer}.mlp.up_proj.weight\": \"a\""));
+            let more = more.iter().map(|name| format!("\"{name}\": \"a\""));
+            names.chain(more).collect::<Vec<_>>().join(", ")
+        };
+        let check = |config: &str, total: &str, names: &str| {
+            let files = ModelFiles {
+                config: config.into(),
+                index: Some(
+                    format!("{{\"metadata\": {{{total}}}, \"weight_map\": {{{names}}}}}").into(),
+                ),
+                ..ModelFiles::default()
+            };
+            files
+                .read("x")
+                .map(|read| read.notes)
+                .map_err(|error| error.to_string())
+        };
+        let llama = format!("{{{LLAMA}}}");
+        let names = weights(80, &["lm_head.weight"]);
+        // 70.55 billion weights of two bytes.
+        let right = "\"total_size\": 141107412992";
+        assert_eq!(check(&llama, right, &names), Ok(vec![]));
+        // The same in FP8 without a word about it.
+        let error = check(&llama, "\"total_size\": 72671625216", &names).unwrap_err();
+        assert!(
+            error.contains("141.1 GB of weights were read") && error.contains("says 72.7 GB"),
+            "{error}"
         );
+        let error = check(&llama, right, &weights(81 + 8, &[])).unwrap_err();
+        assert!(
+            error.contains("`num_hidden_layers` is 80") && error.contains("89 layers"),
+            "{error}"
+        );
+        let error = check(&llama, right, &weights(40, &[])).unwrap_err();
+        assert!(error.contains("40 layers"), "{error}");
+        let single = format!("{{{LLAMA}, \"torch_dtype\": \"float32\"}}");
+        assert_eq!(
+            check(&single, "\"total_size\": 282214825984", &names),
+            Ok(vec![])
+        );
+        let notes = check(&llama, "", &names).unwrap();
+        assert!(notes[0].contains("no `total_size`"), "{notes:?}");
+        // DeepSeek-V3 counts 671 billion weights, and 685 with its layer of multi-token prediction and that layer's copies
+        // of the embeddings (README of the model).
+        let deepseek = r#"{"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168,
+            "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128,
+            "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "first_k_dense_replace": 3, "moe_layer_freq": 1, "kv_lora_rank": 512,
+            "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "max_position_embeddings": 163840, "tie_word_embeddings": false, "num_nextn_predict_layers": 1,
+            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128]}}"#;
+        let mtp = [
+            "model.layers.61.embed_tokens.weight",
+            "model.layers.61.shared_head.head.weight",
+        ];
+        let names = weights(61, &mtp);
+        assert!(check(deepseek, "\"total_size\": 688586727753", &names).is_ok());
+        let error = check(deepseek, "\"total_size\": 1369000000000", &names).unwrap_err();
+        assert!(error.contains("multi-token prediction"), "{error}");
+    }
+
+    #[test]
+    fn an_encoder_is_left_out_of_the_comparison() {
+        // Mistral-Small-3.1-24B: 24.0 billion weights, 23.6 of them the language model's.
+        let config = r#"{"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+            "image_token_index": 10, "multimodal_projector_bias": false, "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2, "vision_feature_layer": -1, "torch_dtype": "bfloat16",
+            "text_config": {"model_type": "mistral", "num_hidden_layers": 40, "hidden_size": 5120,
+            "intermediate_size": 32768, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "vocab_size": 131072, "max_position_embeddings": 131072, "sliding_window": null,
+            "tie_word_embeddings": false},
+            "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24,
+            "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14}}"#;
+        let check = |total: u64| {
+            let index = format!(
+                r#"{{"metadata": {{"total_size": {total}}}, "weight_map": {{
+                "language_model.model.layers.39.mlp.up_proj.weight": "a",
+                "vision_tower.transformer.layers.23.attention.q_proj.weight": "a",
+                "multi_modal_projector.linear_1.weight": "a"}}}}"#
+            );
+            let files = ModelFiles {
+                config: config.into(),
+                index: Some(index.into()),
+                ..ModelFiles::default()
+            };
+            files
+                .read("x")
+                .map(|read| read.notes)
+                .map_err(|error| error.to_string())
+        };
+        let notes = check(48_022_792_192).unwrap();
+        assert_eq!(notes, ["without its encoder of other inputs than text"]);
+        let error = check(24_500_000_000).unwrap_err();
+        assert!(
+            error.contains("47.1 GB of weights were read") && error.contains("of an encoder"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn keys_that_were_not_read_are_refused_by_name() {
+        for (more, part) in [
+            (
+                r#""moe_num_experts": 64"#,
+                "`moe_num_experts` = 64 may change size",
+            ),
+            (r#""sliding_window": 4096"#, "`sliding_window` = 4096"),
+            (r#""ssm_cfg": {"layer": "Mamba2"}"#, "`ssm_cfg` = "),
+            (r#""num_loops": 3"#, "`num_loops` = 3"),
+            (r#""kv_lora_rank": 512"#, "`kv_lora_rank` = 512"),
+            (
+                r#""use_sparse_attention": true"#,
+                "`use_sparse_attention` = true",
+            ),
+            (r#""hidden_sizes": [1, 2]"#, "`hidden_sizes` = "),
+            (
+                r#""router_scale": Infinity"#,
+                "`router_scale` = \"Infinity\"",
+            ),
+            (r#""tower": 12"#, "`tower` = 12"),
+            (r#""extra": {"experts": {"count": 8}}"#, "`extra` = "),
+            (
+                r#""torch_dtype": "float8_e4m3fn""#,
+                "weights in `float8_e4m3fn`",
+            ),
+            (
+                r#""architectures": ["LlamaMoEForCausalLM"]"#,
+                "`LlamaMoEForCausalLM`, which is not the class of `llama`",
+            ),
+            (
+                r#""hidden_size": Infinity"#,
+                "`hidden_size` is \"Infinity\"",
+            ),
+        ] {
+            let error = read_config("x", &format!("{{{LLAMA}, {more}}}")).unwrap_err();
+            assert!(error.contains(part), "{error} for {more}");
+        }
+        let plain = read_config("x", &format!("{{{LLAMA}}}")).unwrap();
+        for more in [
+            r#""moe_num_experts": 0"#,
+            r#""num_experts": null, "use_sparse_attention": false, "kv_heads_by_layer": []"#,
+            r#""attn_implementation": "sdpa", "router_aux_loss_coef": 0.001, "unsloth_version": "2025.1""#,
+            r#""architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "time_scale": NaN"#,
+        ] {
+            assert_eq!(
+                read_config("x", &format!("{{{LLAMA}, {more}}}")).as_ref(),
+                Ok(&plain),
+                "{more}"
+            );
+        }
+        for of in [
+            "zamba9",
+            "mamba3",
+            "nemotron_h_dense",
+            "bamba2",
+            "falcon_h1",
+            "minimax_m3",
+            "minimax",
+            "llama5",
+            "Llama",
+            "nemotron_h",
+            "lfm2",
+            "gemma4",
+            "deepseek_v4",
+            "qwen3_moe_linear",
+        ] {
+            let error =
+                read_config("x", &format!("{{{LLAMA}, \"model_type\": \"{of}\"}}")).unwrap_err();
+            assert!(
+                error.starts_with("`model_type`: ") && error.contains(&format!("`{of}`")),
+                "{error}"
+            );
+        }
+        let files = ModelFiles {
+            config: format!("{{{LLAMA}, \"speed\": 0.5}}").into(),
+            ..ModelFiles::default()
+        };
+        assert_eq!(files.read("x").unwrap().notes, ["not read: `speed`"]);
     }
 }

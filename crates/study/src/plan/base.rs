@@ -44,6 +44,8 @@ pub(super) struct Base {
     name: String,
     text: Vec<u8>,
     sets: Vec<String>,
+    /// What was read of the model.
+    model_lines: Vec<String>,
     /// KV transfers are to take time, and the file says nothing of a network.
     adds_network: bool,
     /// `[autoscale]` stays for clusters that have it ([`Base::resolve_scaled`]).
@@ -85,9 +87,11 @@ impl Base {
         let text = source.content()?.unwrap_or_default();
         let mut sets = Vec::new();
         if let Some(model) = model {
-            let is_file = Path::new(model)
+            let path = Path::new(model);
+            let is_json = path
                 .extension()
                 .is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
+            let is_file = is_json || path.join("config.json").is_file();
             sets.push(if is_file {
                 format!("model.config={}", absolute(Path::new(model))?)
             } else {
@@ -99,6 +103,7 @@ impl Base {
             name: source.file_name(),
             text,
             sets,
+            model_lines: Vec::new(),
             adds_network: false,
             scales,
             searches_memory: searched.iter().any(|(key, _)| *key == HOST_MEMORY),
@@ -118,6 +123,7 @@ impl Base {
         // no mistake yet, so the engine's size is left to the candidates.
         let (cluster, _) = base.resolve_plain()?;
         base.adds_network = cluster.network.mode == NetworkMode::None;
+        base.model_lines = cluster.model.lines();
         // Relative paths start from the folder of the file; a written plan lies elsewhere.
         for (key, path) in [
             ("model.config", &cluster.model.config),
@@ -220,6 +226,11 @@ impl Base {
         doc.set("engine.timing.kind=constant");
         doc.set("engine.timing.step_ns=1000000");
         file::read(doc, files::read)
+    }
+
+    /// What was read of the model.
+    pub(super) fn model_lines(&self) -> &[String] {
+        &self.model_lines
     }
 
     /// The model and everything that candidates share.

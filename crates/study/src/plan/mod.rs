@@ -649,6 +649,11 @@ impl Plan {
         &self.notes
     }
 
+    /// What was read of the model.
+    pub fn model_lines(&self) -> &[String] {
+        self.base.model_lines()
+    }
+
     /// Searches the answer of each load. Trials run `elsewhere`, or on `jobs` threads (`None`: one per core).
     ///
     /// # Errors

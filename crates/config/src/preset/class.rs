@@ -13,6 +13,8 @@ pub(super) struct Class {
     pub(super) experts: Mixture,
     pub(super) attention: Kind,
     pub(super) windows: Windows,
+    /// Experts have the width `moe_intermediate_size`, which the file must state; otherwise `intermediate_size`.
+    pub(super) own_width: bool,
     /// Size of a head if the file has none; `None`: the hidden size over the number of heads.
     pub(super) head_dim: Option<u32>,
     /// A file without `num_key_value_heads` has as many as query heads. Otherwise it must state them.
@@ -100,6 +102,7 @@ const BASE: Class = Class {
     experts: Mixture::Dense,
     attention: Kind::Grouped,
     windows: Windows::No,
+    own_width: false,
     head_dim: None,
     heads_default: false,
     tied: false,
@@ -109,6 +112,7 @@ const BASE: Class = Class {
 const DEEPSEEK: Class = Class {
     experts: Mixture::Routed(Shared::Count, DenseLayers::First),
     attention: Kind::Latent,
+    own_width: true,
     heads_default: true,
     ..BASE
 };
@@ -116,6 +120,7 @@ const DEEPSEEK: Class = Class {
 const QWEN_MOE: Class = Class {
     experts: Mixture::Routed(Shared::No, DenseLayers::Step),
     windows: Windows::Off,
+    own_width: true,
     qk_norm: true,
     ..BASE
 };
@@ -215,8 +220,9 @@ const CLASSES: &[Class] = &[
     Class {
         types: &["qwen3_5_moe", "qwen3_5_moe_text"],
         architectures: &["Qwen3_5MoeForCausalLM"],
-        experts: Mixture::Routed(Shared::Width, DenseLayers::Step),
+        experts: Mixture::Routed(Shared::Width, DenseLayers::No),
         attention: Kind::Delta,
+        own_width: true,
         head_dim: Some(256),
         qk_norm: true,
         ..BASE
@@ -333,6 +339,7 @@ const CLASSES: &[Class] = &[
         types: &["ernie4_5_moe"],
         architectures: &["Ernie4_5_MoeForCausalLM"],
         experts: Mixture::Routed(Shared::Count, DenseLayers::Range),
+        own_width: true,
         tied: true,
         ..BASE
     },
@@ -357,14 +364,21 @@ const CLASSES: &[Class] = &[
         architectures: &["MiniMaxM2ForCausalLM"],
         experts: Mixture::Routed(Shared::No, DenseLayers::No),
         head_dim: Some(128),
+        qk_norm: true,
         ..BASE
     },
     Class {
-        types: &["olmoe", "phimoe"],
-        architectures: &["OlmoeForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"],
+        types: &["olmoe"],
+        architectures: &["OlmoeForCausalLM"],
+        experts: Mixture::Routed(Shared::No, DenseLayers::No),
+        heads_default: true,
+        ..BASE
+    },
+    Class {
+        types: &["phimoe"],
+        architectures: &["PhiMoEForCausalLM", "PhimoeForCausalLM"],
         experts: Mixture::Routed(Shared::No, DenseLayers::No),
         windows: Windows::AllIfStated,
-        heads_default: true,
         ..BASE
     },
     Class {

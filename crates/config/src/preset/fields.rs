@@ -34,7 +34,7 @@ impl Log {
         let defaults = self.defaults.borrow();
         if !defaults.is_empty() {
             notes.push(format!(
-                "not in the file, so as its class has it: {}",
+                "keys that the file lacks have the defaults of its class: {}",
                 defaults.join(", ")
             ));
         }
@@ -225,6 +225,12 @@ impl<'a> Fields<'a> {
         ShapeError::Missing(self.path(key).into())
     }
 
+    /// As [`missing`](Self::missing), for a value that has several names.
+    pub(super) fn missing_any(&self, keys: &[&str]) -> ShapeError {
+        let names: Vec<String> = keys.iter().map(|key| self.path(key)).collect();
+        ShapeError::Missing(names.join("` or `").into())
+    }
+
     pub(super) fn range(&self, key: &str, found: &Value, must: &'static str) -> ShapeError {
         ShapeError::Range {
             field: self.path(key).into(),
@@ -256,6 +262,7 @@ impl<'a> Fields<'a> {
             if read.contains(&path)
                 || same
                 || is_nothing(value)
+                || is_unit(key, value)
                 || is_immaterial(key)
                 || media && is_media(key)
             {
@@ -277,7 +284,7 @@ impl<'a> Fields<'a> {
         material.truncate(NAMED_MAX);
         let mut keys = material.join(", ");
         if more > 0 {
-            keys += &format!(" and {more} more");
+            keys = format!("{keys} and {more} more");
         }
         Err(ShapeError::Unread {
             keys,
@@ -338,6 +345,19 @@ pub(super) fn is_nothing(value: &Value) -> bool {
         Value::Array(items) => items.iter().all(is_nothing),
         Value::Object(entries) => entries.values().all(is_nothing),
     }
+}
+
+/// Whether `value` is a factor, an interval or a step of one, which changes nothing.
+fn is_unit(key: &str, value: &Value) -> bool {
+    const PARTS: &[&str] = &[
+        "_mod",
+        "_factor",
+        "interval",
+        "_freq",
+        "_step",
+        "multiplier",
+    ];
+    value.as_f64() == Some(1.0) && PARTS.iter().any(|part| key.ends_with(part))
 }
 
 /// Whether an unknown key can bear on size, compute or cache: by a stem in its name or in those below it, or because its
@@ -540,6 +560,7 @@ const MEDIA: &[&str] = &[
     "use_thumbnail",
     "dynamic_image",
     "downsample",
+    "use_unified_vision_chunk",
     "force_image",
     "max_dynamic_patch",
     "min_dynamic_patch",
@@ -590,14 +611,15 @@ const IMMATERIAL: &[(&str, &str)] = &[
          initializer_factor initializer_cutoff_factor use_return_dict gradient_checkpointing initialization_method \
          moe_z_loss_coefficient moe_aux_loss_coefficient router_z_loss_coefficient moe_dropout embedding_dropout \
          output_dropout residual_dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop \
-         moe_random_routing_dropout im_start_id head_dropout router_warmup_steps",
+         moe_random_routing_dropout im_start_id head_dropout router_warmup_steps \
+         moe_capacity moe_gate moe_gate_act moe_use_aux_free moe_use_aux_free_update_coef",
     ),
     (
         "how the program of the model computes, with equal results",
         "use_flash_attn use_flash_attention use_flash_attention_2 _attn_implementation attn_implementation \
          _experts_implementation moe_implementation use_dynamic_ntk use_logn_attn \
          use_cache_quantization use_cache_kernel softmax_in_fp32 fp32 bf16 fp16 experts_implementation \
-         pad_embeddings deterministic reference_compile use_fused_rmsnorm use_fused_mlp _commit_hash \
+         pad_embeddings deterministic reference_compile use_fused_rmsnorm use_fused_mlp _commit_hash use_parallel_block use_parallel_embedding order_of_interleaved_layers cache_implementation \
          chunk_size_feed_forward is_decoder is_encoder_decoder torchscript tpu attn_impl low_cpu_mem_usage",
     ),
     (
@@ -606,6 +628,6 @@ const IMMATERIAL: &[(&str, &str)] = &[
          no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences length_penalty \
          repetition_penalty early_stopping output_scores return_dict_in_generate forced_bos_token_id \
          forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens \
-         begin_suppress_tokens typical_p top_k chat_template prediction_start_id max_new_tokens eod_id pad_id bos_id eos_id",
+         begin_suppress_tokens typical_p top_k chat_template prediction_start_id max_new_tokens eod_id pad_id bos_id eos_id ignore_index initial_context_length",
     ),
 ];

@@ -109,7 +109,7 @@ impl Formats {
     }
 
     /// The formats of the weights: that of the experts, and of the rest if it differs.
-    fn name(&self, shape: &ModelShape) -> String {
+    fn name(self, shape: &ModelShape) -> String {
         match shape.experts {
             None if self.mlp == self.attention => self.mlp.name().to_owned(),
             None => format!("{} ({} attention)", self.mlp.name(), self.attention.name()),

@@ -56,7 +56,7 @@ pub(super) fn check(
     let formats = Formats::of(shape, shape.dtype());
     let scale = if single { 2.0 } else { 1.0 };
     let read = scale * formats.weight_bytes(shape, 1, 1);
-    let mtp = scale * weights.mtp_bytes(shape, &formats);
+    let mtp = scale * weights.mtp_bytes(shape, formats);
     let media = if weights.media {
         media_bytes(outer, shape).map(|bytes| scale * bytes)
     } else {
@@ -140,7 +140,7 @@ impl Weights {
         found
     }
 
-    fn mtp_bytes(&self, shape: &ModelShape, formats: &Formats) -> f64 {
+    fn mtp_bytes(&self, shape: &ModelShape, formats: Formats) -> f64 {
         if self.mtp_layers == 0 {
             return 0.0;
         }

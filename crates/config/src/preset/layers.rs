@@ -37,13 +37,17 @@ pub(super) fn attention(
 ) -> Result<Attention, ShapeError> {
     for (key, what) in [
         ("hybrid_override_pattern", "a mix of kinds of layers"),
-        ("attn_type_list", "a mix of kinds of layers"),
         ("ssm_state_size", "state-space layers"),
         ("state_size", "state-space layers"),
     ] {
         if fields.set(key) {
             return Err(fields.unsupported(key, what));
         }
+    }
+    // MiniMax: 1 is full attention, 0 its own linear one.
+    let kinds = fields.list("attn_type_list")?.unwrap_or_default();
+    if kinds.iter().any(|kind| kind.as_u64() != Some(1)) {
+        return Err(fields.unsupported("attn_type_list", "a mix of kinds of layers"));
     }
     if class.attention == Kind::StateSpace {
         state_space(fields, layers)?;
@@ -108,10 +112,10 @@ fn latent(class: &Class, fields: Fields<'_>, kinds: &[&str]) -> Result<Attention
     {
         return Err(fields.unsupported("layer_types", "this mix of attention kinds"));
     }
-    let query_rank = match fields.has("q_lora_rank") {
-        true => fields.optional("q_lora_rank")?.unwrap_or(0),
-        false => return Err(fields.missing("q_lora_rank")),
-    };
+    if !fields.has("q_lora_rank") {
+        return Err(fields.missing("q_lora_rank"));
+    }
+    let query_rank = fields.optional("q_lora_rank")?.unwrap_or(0);
     let sparse_tokens = if sparse {
         // The index: its weights are below 0.2 %. Both classes have one default.
         fields.mark_all(&["index_head_dim", "index_n_heads"]);
@@ -136,7 +140,7 @@ fn delta(fields: Fields<'_>, layers: u32, kinds: &[&str]) -> Result<Attention, S
     let linear = if kinds.is_empty() {
         match fields.optional("full_attention_interval")? {
             Some(interval) => layers - layers / interval,
-            None => return Err(fields.missing("layer_types")),
+            None => return Err(fields.missing_any(&["layer_types", "full_attention_interval"])),
         }
     } else {
         fields.mark_all(&["full_attention_interval"]);
@@ -319,6 +323,10 @@ fn sliding(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Attention, 
         (Windows::All | Windows::Every(_), _) if !stated => {
             return Err(fields.missing("sliding_window"));
         }
+        (Windows::AllIfStated, _) if !stated => {
+            fields.assume("sliding_window", "none");
+            0
+        }
         (Windows::All | Windows::AllIfStated, _) => match pattern {
             Some(pattern) => layers - layers / pattern,
             None => layers,
@@ -379,8 +387,14 @@ pub(super) fn dense_layers(
             Ok(dense(&|layer| layer >= first && layer.is_multiple_of(step)))
         }
         DenseLayers::Step => {
+            if !fields.has("mlp_only_layers") {
+                fields.assume("mlp_only_layers", "[]");
+            }
             let only = indices(fields, "mlp_only_layers", layers)?;
-            let step = fields.optional("decoder_sparse_step")?.unwrap_or(1);
+            let step = match fields.optional("decoder_sparse_step")? {
+                Some(step) => step,
+                None => fields.assume("decoder_sparse_step", 1),
+            };
             Ok(dense(&|layer| {
                 !only.contains(&layer) && (layer + 1).is_multiple_of(step)
             }))

@@ -246,7 +246,7 @@ fn of_object(
                 return Err(unsupported("a quantized `lm_head`"));
             }
             check_dynamic(quantization)?;
-            group = group_of(&[quantization], &["group_size", "q_group_size"])?;
+            group = group_of(quantization, &["group_size", "q_group_size"])?;
             (Dtype::Int4, Dtype::Bf16)
         }
         // Dynamic scales: the cache stays in 16 bits unless `kv_cache_dtype` is set.
@@ -382,21 +382,18 @@ const KEPT: [&str; 6] = [
     "extra_ignored",
 ];
 
-/// Weights that share a scale; 0: a scale per channel.
-fn group_of(objects: &[Fields<'_>], keys: &[&str]) -> Result<u32, ShapeError> {
-    for object in objects {
-        for key in keys {
-            match object.get(key) {
-                None => {}
-                Some(value) if value.as_i64() == Some(-1) => return Ok(0),
-                Some(value) => match integer(value).and_then(|n| u32::try_from(n).ok()) {
-                    Some(size) if size >= 16 && size.is_power_of_two() => return Ok(size),
-                    _ => return Err(unsupported(&format!("INT4 in groups of {}", shown(value)))),
-                },
-            }
-        }
+/// Weights that share a scale, under one of `keys`; 0: a scale per channel (-1).
+fn group_of(object: Fields<'_>, keys: &[&str]) -> Result<u32, ShapeError> {
+    let Some(value) = keys.iter().find_map(|key| object.get(key)) else {
+        return Err(unsupported(&format!("INT4 without `{}`", keys[0])));
+    };
+    if value.as_i64() == Some(-1) {
+        return Ok(0);
     }
-    Ok(0)
+    match integer(value).and_then(|n| u32::try_from(n).ok()) {
+        Some(size) if size >= 16 && size.is_power_of_two() => Ok(size),
+        _ => Err(unsupported(&format!("INT4 in groups of {}", shown(value)))),
+    }
 }
 
 /// The common format of all groups of a compressed-tensors file: FP8 weights and activations, INT4
@@ -460,7 +457,11 @@ fn check_groups(quantization: Fields<'_>) -> Result<(Dtype, bool, u32), ShapeErr
             .and_then(Value::as_object)
             .filter(|_| format == Dtype::Int4)
         {
-            size = group_of(&[Fields::new(weights, "weights.", &log)], &["group_size"])?;
+            let weights = Fields::new(weights, "weights.", &log);
+            size = match weights.text("strategy")? {
+                Some("channel" | "tensor") => 0,
+                _ => group_of(weights, &["group_size"])?,
+            };
         }
         if part("output_activations").is_some() {
             return Err(unsupported(
@@ -708,7 +709,7 @@ mod tests {
                 "`modelopt` with W4A8_AWQ",
             ),
             (
-                group(r#"{"num_bits": 4, "type": "int"}"#, "null"),
+                group(r#"{"num_bits": 4, "type": "int", "group_size": 32}"#, "null"),
                 "a mixture of experts whose attention has INT4",
             ),
             (group(eight, "null"), "8-bit float weights under 16-bit activations"),

@@ -94,6 +94,11 @@ impl ModelFiles {
         let (config, prefix, class) = language_model(around, outer, &log)?;
         let fields = Fields::new(config, &prefix, &log);
         let shape = self.shape(name, class, fields, around)?;
+        for key in ["use_gated_activation", "use_glu", "glu_mlp", "gated_mlp"] {
+            if fields.flag(key)? == Some(false) {
+                return Err(fields.unsupported(key, "an MLP without a gate"));
+            }
+        }
         let mtp = left_out_layers(fields)?;
         let mut format = None;
         for object in [fields, around] {
@@ -379,7 +384,9 @@ fn head_dim(
         )),
         (Some(stated), _) => Ok(stated),
         (None, Some(default)) => Ok(fields.assume("head_dim", default)),
-        (None, None) if hidden_size.is_multiple_of(heads) => Ok(hidden_size / heads),
+        (None, None) if hidden_size.is_multiple_of(heads) => {
+            Ok(fields.assume("head_dim", hidden_size / heads))
+        }
         (None, None) => Err(fields.missing("head_dim")),
     }
 }
@@ -394,6 +401,7 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
     ];
     const PER_TOKEN: &[&str] = &[
         "num_experts_per_tok",
+        "experts_per_token",
         "num_experts_per_token",
         "moe_k",
         "moe_topk",
@@ -424,7 +432,7 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
     let stated = |keys: &[&'static str]| match fields.any_of(keys, layers)? {
         Some(0) => Err(fields.range(keys[0], &Value::from(0), "an integer from 1 to 2,097,152")),
         Some(value) => Ok(value),
-        None => Err(fields.missing(keys[0])),
+        None => Err(fields.missing_any(keys)),
     };
     let count = stated(COUNT)?;
     let per_token = stated(PER_TOKEN)?;
@@ -435,24 +443,23 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
             must: "at most the number of experts",
         });
     }
-    let width = match fields.any_of(&["moe_intermediate_size", "expert_dim"], layers)? {
-        Some(0) | None => fields.number("intermediate_size")?,
-        Some(width) => width,
+    let width = if class.own_width {
+        stated(&["moe_intermediate_size", "expert_dim"])?
+    } else if class.types == ["hunyuan_v1_moe"] {
+        // The class of vLLM reads it, and that of Transformers does not.
+        match fields.alike("moe_intermediate_size", layers)? {
+            Some(width) if width > 0 => width,
+            _ => fields.assume("moe_intermediate_size", fields.number("intermediate_size")?),
+        }
+    } else {
+        fields.number("intermediate_size")?
     };
     let shared_size = match shared {
         Shared::No => 0,
         Shared::One => width,
         Shared::Width => match fields.any_of(SHARED_WIDTH, layers)? {
             Some(width) => width,
-            None => {
-                return Err(fields.missing(
-                    SHARED_WIDTH[if class.types == ["granitemoeshared"] {
-                        1
-                    } else {
-                        0
-                    }],
-                ));
-            }
+            None => return Err(fields.missing_any(SHARED_WIDTH)),
         },
         Shared::Count => {
             let found = fields.any_of(SHARED, layers)?;
@@ -460,8 +467,15 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
             let count = match found {
                 Some(count) => count,
                 None if null => 0,
-                None => return Err(fields.missing(SHARED[0])),
+                None => return Err(fields.missing_any(SHARED)),
             };
+            // Hunyuan has its shared experts only beside the others.
+            if class.types == ["hunyuan_v1_moe"] && fields.flag("use_mixed_mlp_moe")? == Some(false)
+            {
+                return Err(
+                    fields.unsupported("use_mixed_mlp_moe", "a mixture without its shared experts")
+                );
+            }
             let one = fields
                 .optional("moe_shared_expert_intermediate_size")?
                 .unwrap_or(width);
@@ -494,7 +508,7 @@ fn dense_width(
     };
     // Llama 4: separate widths of dense layers and of experts.
     let own = if class.types.contains(&"llama4") {
-        fields.optional("intermediate_size_mlp")?
+        Some(fields.number("intermediate_size_mlp")?)
     } else {
         None
     };
@@ -507,11 +521,21 @@ fn dense_width(
 
 /// Whether both embeddings are one matrix.
 fn tied(class: &Class, fields: Fields<'_>, around: Fields<'_>) -> Result<bool, ShapeError> {
-    let stated = fields.flag("tie_word_embeddings")?;
-    match stated.or(around.flag("tie_word_embeddings")?) {
-        Some(tied) => Ok(tied),
-        None => Ok(fields.assume("tie_word_embeddings", class.tied)),
+    let inner = fields.flag("tie_word_embeddings")?;
+    let outer = around.flag("tie_word_embeddings")?;
+    let tied = match inner.or(outer) {
+        Some(tied) => tied,
+        None => fields.assume("tie_word_embeddings", class.tied),
+    };
+    // Cohere's name of the same thing.
+    if let Some(other) = fields
+        .flag("use_embedding_sharing")?
+        .filter(|other| *other != tied)
+    {
+        let what = format!("{other}, where `tie_word_embeddings` is {tied},");
+        return Err(fields.unsupported("use_embedding_sharing", what));
     }
+    Ok(tied)
 }
 
 /// Layers of multi-token prediction that the file counts.
@@ -870,7 +894,7 @@ mod tests {
                 format!(
                     "{{{good}, \"model_type\": \"qwen3_moe\", \"num_key_value_heads\": 4, \"num_experts\": 8}}"
                 ),
-                "`num_experts_per_tok` is missing",
+                "`num_experts_per_tok` or `experts_per_token`",
             ),
             (
                 format!(
@@ -920,7 +944,7 @@ mod tests {
 
     const LLAMA: &str = r#""model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192,
         "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
-        "max_position_embeddings": 131072, "tie_word_embeddings": false"#;
+        "max_position_embeddings": 131072, "head_dim": 128, "tie_word_embeddings": false"#;
 
     #[test]
     fn files_beside_state_the_format() {

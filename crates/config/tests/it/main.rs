@@ -1,0 +1,4 @@
+//! Files of models as their publishers write them.
+
+mod models;
+mod strangers;

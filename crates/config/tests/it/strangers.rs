@@ -1,0 +1,286 @@
+//! Configurations as strangers write them: keys of other names, in other objects, too many or too few.
+//!
+//! Whatever is done to a file, the result is the same model, or an error or a note that names a key concerned: never a model
+//! of another size without a word.
+
+use std::sync::LazyLock;
+
+use proptest::prelude::*;
+use proptest::sample::{Index, select};
+use serde_json::{Map, Value, json};
+use slipstream_config::preset::{ModelShape, ReadModel};
+
+use crate::models::{published, read};
+
+/// The models that are read, with what is read of them.
+static MODELS: LazyLock<Vec<(Value, ReadModel)>> = LazyLock::new(|| {
+    published()
+        .into_iter()
+        .filter(|model| model.refused.is_none())
+        .map(|model| {
+            let read = read(&model.config).expect(&model.name);
+            (model.config, read)
+        })
+        .collect()
+});
+
+/// The object of the language model.
+fn language(config: &mut Value) -> &mut Map<String, Value> {
+    let object = config.as_object_mut().expect("an object");
+    if object.contains_key("text_config") {
+        object["text_config"].as_object_mut().expect("an object")
+    } else {
+        object
+    }
+}
+
+/// What decides the size, the compute and the cache of a model: all but its name, its context, norms of heads, and the
+/// width of dense MLPs that no layer has.
+fn sizes(shape: &ModelShape) -> ModelShape {
+    let dense = shape.experts.is_none_or(|experts| experts.dense_layers > 0);
+    ModelShape {
+        max_positions: 0,
+        qk_norm: false,
+        intermediate_size: if dense { shape.intermediate_size } else { 0 },
+        ..shape.clone()
+    }
+}
+
+/// `key` as others would spell it.
+fn respelled(key: &str, how: usize) -> String {
+    let words: Vec<&str> = key.split('_').collect();
+    match how {
+        0 => format!("moe_{key}"),
+        1 => format!("{key}_count"),
+        2 => key.replacen("num_", "n_", 1) + if key.starts_with("num_") { "" } else { "_2" },
+        3 => {
+            words.iter().rev().copied().collect::<Vec<_>>().join("_")
+                + if words.len() == 1 { "_1" } else { "" }
+        }
+        4 => {
+            let mut camel = String::new();
+            for word in words {
+                let (first, rest) = word.split_at(usize::from(!word.is_empty()));
+                camel += &first.to_ascii_uppercase();
+                camel += rest;
+            }
+            camel
+        }
+        5 => format!("text_{key}"),
+        6 => format!("{key}s"),
+        7 => format!("model.{key}"),
+        8 => key.replace("expert", "specialist").replace("head", "hd") + "_",
+        _ => format!("{key}_per_layer"),
+    }
+}
+
+/// A key that no known class has, and a value that is not nothing.
+fn unknown_key() -> impl Strategy<Value = (String, Value)> {
+    let before = select(vec![
+        "", "num_", "n_", "moe_", "ssm_", "text_", "use_", "max_", "sparse_", "linear_", "layer_",
+    ]);
+    let middle = select(vec![
+        "routed_expert",
+        "expert",
+        "mamba_head",
+        "state",
+        "conv_kernel",
+        "recurrent",
+        "window",
+        "local_attention",
+        "latent_dim",
+        "kv_rank",
+        "index_head",
+        "topk_block",
+        "chunk",
+        "quant_bit",
+        "weight_group",
+        "mtp_block",
+        "kv_share",
+        "loop",
+        "memory_token",
+        "hidden_group",
+        "ffn_ratio",
+        "vocab_extra",
+        "shared_layer",
+        "delta_head",
+        "gate_group",
+        "block_sparse",
+        "compress_stride",
+        "lora_rank_kv",
+        "cross_attention",
+        "tied_block",
+    ]);
+    let after = select(vec![
+        "", "s", "_size", "_count", "_list", "_config", "_freq", "_dim",
+    ]);
+    let value = prop_oneof![
+        (2..200_000u64).prop_map(Value::from),
+        (2..64usize, 2..9u64).prop_map(|(count, value)| Value::from(vec![value; count])),
+        Just(Value::Bool(true)),
+        (2..9u64).prop_map(|value| json!({ "type": "block", "size": value })),
+        select(vec!["mamba2", "sliding", "int3"]).prop_map(Value::from),
+    ];
+    (before, middle, after, value)
+        .prop_map(|(before, middle, after, value)| (format!("{before}{middle}{after}x"), value))
+}
+
+/// Whether `text` names `key`, or the key that takes its place.
+fn names(text: &str, keys: &[&str]) -> bool {
+    keys.iter().any(|key| text.contains(key))
+}
+
+/// Fails if `changed` is read as another model than `before` without a word about one of `keys`.
+fn check(changed: &Value, before: &ReadModel, keys: &[&str]) -> Result<(), TestCaseError> {
+    match read(changed) {
+        Err(error) => prop_assert!(names(&error, keys), "{error}, and not a word of {keys:?}"),
+        Ok(after) => {
+            let same = sizes(&after.shape) == sizes(&before.shape);
+            let noted = names(&after.notes.join(" "), keys);
+            prop_assert!(
+                same || noted,
+                "silently another model for {keys:?}: {:?} instead of {:?}",
+                after.shape,
+                before.shape
+            );
+        }
+    }
+    Ok(())
+}
+
+/// A key of the language model of the model at `at`, drawn by `key`.
+fn draw(at: Index, key: Index) -> (Value, &'static ReadModel, String) {
+    let (config, before) = &MODELS[at.index(MODELS.len())];
+    let mut config = config.clone();
+    let object = language(&mut config);
+    let key = object
+        .keys()
+        .nth(key.index(object.len()))
+        .expect("a key")
+        .clone();
+    (config, before, key)
+}
+
+/// Keys whose absence makes the file that of another checkpoint, whatever else it says.
+const OF_CHECKPOINTS: &[&str] = &[
+    "quantization_config",
+    "model_type",
+    "rope_scaling",
+    "rope_parameters",
+];
+
+proptest! {
+    #[test]
+    fn renamed_keys_are_noticed(at: Index, key: Index, how in 0..10usize) {
+        let (mut config, before, key) = draw(at, key);
+        let new = respelled(&key, how);
+        let object = language(&mut config);
+        prop_assume!(!object.contains_key(&new));
+        let value = object.remove(&key).expect("it is there");
+        object.insert(new.clone(), value);
+        check(&config, before, &[&key, &new])?;
+    }
+
+    #[test]
+    fn keys_in_another_object_are_noticed(
+        at: Index,
+        keys in prop::collection::vec(any::<Index>(), 1..4),
+        name in select(vec!["moe_config", "attention", "ffn_config", "ssm_cfg", "layers_config", "model", "extra"]),
+    ) {
+        let (mut config, before, _) = draw(at, keys[0]);
+        let mut inner = Map::new();
+        for key in &keys {
+            let object = language(&mut config);
+            let key = object.keys().nth(key.index(object.len())).expect("a key").clone();
+            if let Some(value) = object.remove(&key) {
+                inner.insert(key, value);
+            }
+        }
+        let moved: Vec<String> = inner.keys().cloned().collect();
+        language(&mut config).insert(name.to_owned(), Value::Object(inner));
+        let mut named: Vec<&str> = moved.iter().map(String::as_str).collect();
+        named.push(name);
+        check(&config, before, &named)?;
+    }
+
+    #[test]
+    fn removed_keys_are_noticed(at: Index, key: Index) {
+        let (mut config, before, key) = draw(at, key);
+        prop_assume!(!OF_CHECKPOINTS.contains(&&*key));
+        language(&mut config).remove(&key);
+        check(&config, before, &[&key])?;
+    }
+
+    #[test]
+    fn unknown_keys_are_refused_by_name(at: Index, (key, value) in unknown_key(), outside: bool) {
+        let (config, _) = &MODELS[at.index(MODELS.len())];
+        let mut config = config.clone();
+        let object = if outside {
+            config.as_object_mut().expect("an object")
+        } else {
+            language(&mut config)
+        };
+        object.insert(key.clone(), value);
+        let error = read(&config).map(|read| read.shape);
+        let error = error.expect_err("a key that nobody knows");
+        prop_assert!(error.contains(&format!("{key}`")), "{error}");
+    }
+
+    #[test]
+    fn unknown_keys_of_formats_are_refused_by_name(at: Index, (key, value) in unknown_key()) {
+        let (config, _) = &MODELS[at.index(MODELS.len())];
+        let mut config = config.clone();
+        let object = language(&mut config);
+        let formats = object.entry("quantization_config").or_insert_with(|| json!({ "quant_method": "fp8" }));
+        formats.as_object_mut().expect("an object").insert(key.clone(), value);
+        let error = read(&config).map(|read| read.shape);
+        let error = error.expect_err("a key that nobody knows");
+        prop_assert!(error.contains(&key) || error.contains("quantization_config"), "{error}");
+    }
+
+    #[test]
+    fn relatives_of_known_architectures_are_refused(
+        at: Index,
+        end in select(vec!["2", "9", "_moe", "_next", "_linear", "x", "_v2", "_text", "_sparse"]),
+        class: bool,
+    ) {
+        let (config, _) = &MODELS[at.index(MODELS.len())];
+        let mut config = config.clone();
+        let object = language(&mut config);
+        let known = if class { "architectures" } else { "model_type" };
+        prop_assume!(object.contains_key(known));
+        let name = match &object[known] {
+            Value::Array(names) => format!("{}{end}", names[0].as_str().unwrap_or_default()),
+            name => format!("{}{end}", name.as_str().unwrap_or_default()),
+        };
+        // `qwen3` + `_moe` and the like are known themselves: their own rules apply.
+        let before = sizes(&MODELS[at.index(MODELS.len())].1.shape);
+        object.insert(known.to_owned(), if class { json!([name]) } else { json!(name) });
+        match read(&config) {
+            Err(error) => prop_assert!(error.contains('`'), "{error}"),
+            Ok(after) => prop_assert_eq!(sizes(&after.shape), before),
+        }
+    }
+
+    #[test]
+    fn nothing_panics(at: Index, changes in prop::collection::vec((any::<Index>(), 0..8usize), 1..6)) {
+        let (config, _) = &MODELS[at.index(MODELS.len())];
+        let mut config = config.clone();
+        for (key, value) in changes {
+            let object = language(&mut config);
+            let key = object.keys().nth(key.index(object.len())).expect("a key").clone();
+            let value = match value {
+                0 => json!(0),
+                1 => json!(-1),
+                2 => json!(u64::MAX),
+                3 => json!(1e300),
+                4 => json!("Infinity"),
+                5 => json!([1, "a", null]),
+                6 => json!({"a": [], "rope_type": "yarn", "factor": 1e4}),
+                _ => Value::Null,
+            };
+            object.insert(key, value);
+        }
+        let _ = read(&config);
+    }
+}

@@ -118,7 +118,14 @@ fn latent(class: &Class, fields: Fields<'_>, kinds: &[&str]) -> Result<Attention
     let query_rank = fields.optional("q_lora_rank")?.unwrap_or(0);
     let sparse_tokens = if sparse {
         // The index: its weights are below 0.2 %. Both classes have one default.
-        fields.mark_all(&["index_head_dim", "index_n_heads"]);
+        fields.mark_all(&[
+            "index_head_dim",
+            "index_n_heads",
+            "indexer_types",
+            "index_topk_freq",
+            "index_topk_pattern",
+            "index_skip_topk_offset",
+        ]);
         match fields.optional("index_topk")? {
             Some(tokens) => tokens,
             None => fields.assume("index_topk", 2048),

@@ -23,6 +23,7 @@ mod first_commands;
 mod kv;
 mod membership;
 mod misbehaving_peers;
+mod model_files;
 mod net;
 mod operating;
 mod plan;

@@ -54,9 +54,9 @@ pub const KEYS: &[Key] = &[
         "model.config",
         "path",
         "(none)",
-        "A Hugging Face style `config.json`; overrides the preset's shape.",
-        "Read whole; fields that are not modelled are refused by name (docs/step-time.md lists both). Other formats than \
-         the checkpoint's are refused, except FP8 for 16 bits.",
+        "A Hugging Face style `config.json`, or its folder; overrides the preset's shape.",
+        "Read whole, with the files of formats and the index beside it; keys that are not known and may matter are refused by \
+         name (docs/step-time.md). Other formats than the checkpoint's are refused, except FP8 for 16 bits.",
     ),
     key(
         "model.tokenizer",

@@ -19,7 +19,7 @@ macro_rules! errln {
     }};
 }
 
-/// Says on stderr what was read of models, before anything is made of it.
+/// Describes models on stderr as they were read, before anything else runs.
 pub(crate) fn model_lines(lines: &[String]) {
     for line in lines {
         errln!("{line}");

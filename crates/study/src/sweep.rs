@@ -1030,7 +1030,7 @@ impl Answer {
 }
 
 impl Sweep {
-    /// What was read of the models of its clusters.
+    /// Descriptions of the models of its clusters.
     pub fn model_lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = Vec::new();
         for line in self.clusters.iter().flat_map(Cluster::model_lines) {

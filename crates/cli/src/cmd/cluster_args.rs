@@ -58,7 +58,7 @@ impl ClusterArgs {
     }
 
     /// The cluster, with `sets` (from a subcommand's own flags) as the last overrides. `None` if
-    /// its configuration was printed instead. Says on stderr what was read of its models.
+    /// its configuration was printed instead. Describes its models on stderr.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
         let resolved = self.resolve_with_settings(sets)?;
         if let Some((cluster, _)) = &resolved {

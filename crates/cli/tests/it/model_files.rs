@@ -1,4 +1,4 @@
-//! What commands say of the model that they read.
+//! Descriptions of the model that commands print.
 
 use crate::server::run;
 

@@ -178,7 +178,7 @@ pub struct ModelConfig {
     pub image_tokens: u32,
     /// The shape of `config` or `preset`.
     pub shape: ModelShape,
-    /// What the user should know of how `config` was read.
+    /// Notes for the user about how `config` was read.
     pub notes: Vec<String>,
 }
 

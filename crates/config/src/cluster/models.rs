@@ -1,4 +1,4 @@
-//! What was read of the models of a cluster, in words.
+//! Descriptions of a cluster's models, as they were read.
 
 use super::{Cluster, ModelConfig, PoolConfig, TimingConfig};
 use crate::preset::Formats;

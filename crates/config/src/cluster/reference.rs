@@ -55,7 +55,7 @@ pub const KEYS: &[Key] = &[
         "path",
         "(none)",
         "A Hugging Face style `config.json`, or its folder; overrides the preset's shape.",
-        "Read whole, with the files of formats and the index beside it; keys that are not known and may matter are refused by \
+        "Read whole, with the files of formats and the index in its folder; keys that are not known and may matter are refused by \
          name (docs/step-time.md). Other formats than the checkpoint's are refused, except FP8 for 16 bits.",
     ),
     key(

@@ -620,7 +620,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Files that hold one of [`CLASSES`] in an object, beside encoders of other inputs: values of `model_type`, and of
+/// Files that hold one of [`CLASSES`] in an object, next to encoders of other inputs: values of `model_type`, and of
 /// `architectures`.
 const AROUND: &[(&str, &str)] = &[
     ("aria", "AriaForConditionalGeneration"),

@@ -14,7 +14,7 @@ use super::read::ShapeError;
 
 pub(super) type Object = Map<String, Value>;
 
-/// Keys that were read, by path, and what was assumed in place of absent ones.
+/// Keys that were read, by path, and defaults that stood in for absent ones.
 #[derive(Debug, Default)]
 pub(super) struct Log {
     read: RefCell<BTreeSet<String>>,
@@ -474,7 +474,7 @@ const STEMS: &[&str] = &[
     "tie",
     "tying",
     "skip",
-    // formats and what is left out
+    // formats, and layers that are left out
     "quant",
     "bit",
     "fp8",

@@ -83,7 +83,7 @@ impl Formats {
                 / f64::from(experts.max(1))
     }
 
-    /// What was read of `shape`, as a line for people, with the sizes of one GPU that holds all of it:
+    /// Describes `shape` as it was read, in a line for people, with the sizes of one GPU that holds all of it:
     /// `qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.3B active, fp8, 31.2 GB, 96 KiB of KV cache per token`.
     pub fn line(&self, name: &str, shape: &ModelShape) -> String {
         // Cut, not rounded, as model cards have it.

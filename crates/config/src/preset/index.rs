@@ -1,7 +1,7 @@
 //! Compares a shape with the index of its checkpoint's weights (`model.safetensors.index.json`).
 //!
-//! The index has the bytes of all weights together and their names, no size of each. What a shape leaves out (layers of
-//! multi-token prediction, encoders) is therefore estimated, and only a share of the estimate is allowed for.
+//! The index has the bytes of all weights together and their names, no size of each. Weights that a shape leaves out (layers of
+//! multi-token prediction, encoders) are therefore estimated, and only a share of the estimates is allowed for.
 
 use std::collections::BTreeSet;
 
@@ -95,7 +95,7 @@ fn gigabytes(bytes: f64) -> String {
     format!("{:.1} GB", bytes / 1e9)
 }
 
-/// What the names of an index tell.
+/// Facts from the names of an index.
 #[derive(Debug, Default)]
 struct Weights {
     /// Layers of the language model; `None`: names of another style.

@@ -1,4 +1,4 @@
-//! Number formats of a checkpoint, from `quantization_config` in its `config.json`, or the file of formats beside it.
+//! Number formats of a checkpoint, from `quantization_config` in its `config.json`, or from the file of formats next to it.
 //!
 //! Supported: FP8 weights with FP8 activations, INT4 weights with 16-bit activations, NVFP4, MXFP4,
 //! and FP8 KV caches. Other formats are refused by name, as their bytes or their peak differ.
@@ -35,11 +35,11 @@ const FIELD: &str = "quantization_config";
 const MODELOPT_FILE: &str = "hf_quant_config.json";
 const GPTQ_FILE: &str = "quantize_config.json";
 
-/// Reads the formats of `files` from `config`, from `outer`, the object that contains it, or from a file beside. `layers` is
+/// Reads the formats of `files` from `config`, from `outer`, the object that contains it, or from a file next to it. `layers` is
 /// the number of served layers; `latent`: it has latent attention; `mixture`: it has routed experts.
 ///
 /// Source: vLLM 0.33, `vllm/model_executor/layers/quantization` (`fp8.py`, `fbgemm_fp8.py`,
-/// `modelopt.py`, `compressed_tensors`), `get_config` in `vllm/transformers_utils/config.py` (files beside), and
+/// `modelopt.py`, `compressed_tensors`), `get_config` in `vllm/transformers_utils/config.py` (separate files), and
 /// `get_kv_cache_quant_algo_string` in `vllm/utils/torch_utils.py`.
 pub(super) fn read(
     files: &ModelFiles,

@@ -40,10 +40,10 @@ pub struct ReadModel {
 }
 
 impl ModelFiles {
-    /// Loads `config`, the path of a `config.json` or of its folder, and the files beside it, with `load`.
+    /// Loads `config`, the path of a `config.json` or of its folder, and the files next to it, with `load`.
     ///
     /// # Errors
-    /// If `config` cannot be read, or one beside it exists and cannot be read.
+    /// If `config` cannot be read, or one next to it exists and cannot be read.
     pub fn load(
         config: &Path,
         load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
@@ -209,7 +209,7 @@ pub enum ShapeError {
     /// JSON, but not an object.
     #[error("not a JSON object")]
     NoObject,
-    /// A file beside `config.json` is not a JSON object.
+    /// A file next to `config.json` is not a JSON object.
     #[error("{0} beside it is not a JSON object")]
     Beside(&'static str),
     /// A field is missing.
@@ -469,7 +469,7 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
                 None if null => 0,
                 None => return Err(fields.missing_any(SHARED)),
             };
-            // Hunyuan has its shared experts only beside the others.
+            // Hunyuan has its shared experts with this flag alone.
             if class.types == ["hunyuan_v1_moe"] && fields.flag("use_mixed_mlp_moe")? == Some(false)
             {
                 return Err(
@@ -688,7 +688,7 @@ mod tests {
         }
     }
 
-    /// What files leave out is the default of their class in Transformers, and rotary scaling extends contexts as in vLLM.
+    /// Keys that files leave out have the default of their class in Transformers, and rotary scaling extends contexts as in vLLM.
     #[test]
     fn defaults_of_classes_and_scaled_contexts_are_read() {
         let sizes = r#""num_hidden_layers": 6, "hidden_size": 3840, "intermediate_size": 15360,
@@ -985,7 +985,7 @@ mod tests {
             ),
             (None, Some(gptq), "", Ok((Dtype::Int4, bf16, 128))),
             (None, Some(awq), "", Ok((Dtype::Int4, bf16, 128))),
-            // What `config.json` says comes first.
+            // `config.json` comes first.
             (
                 Some(modelopt("\"NVFP4\"", "null")),
                 Some(gptq),

@@ -1,6 +1,6 @@
 //! Configurations as strangers write them: keys of other names, in other objects, too many or too few.
 //!
-//! Whatever is done to a file, the result is the same model, or an error or a note that names a key concerned: never a model
+//! After any such change, the result is the same model, or an error or a note that names a key concerned: never a model
 //! of another size without a word.
 
 use std::sync::LazyLock;
@@ -34,7 +34,7 @@ fn language(config: &mut Value) -> &mut Map<String, Value> {
     }
 }
 
-/// What decides the size, the compute and the cache of a model: all but its name, its context, norms of heads, and the
+/// Parts of a shape that decide the size, the compute and the cache of a model: all but its name, its context, norms of heads, and the
 /// width of dense MLPs that no layer has.
 fn sizes(shape: &ModelShape) -> ModelShape {
     let dense = shape.experts.is_none_or(|experts| experts.dense_layers > 0);

@@ -44,7 +44,7 @@ pub(super) struct Base {
     name: String,
     text: Vec<u8>,
     sets: Vec<String>,
-    /// What was read of the model.
+    /// Description of the model as it was read.
     model_lines: Vec<String>,
     /// KV transfers are to take time, and the file says nothing of a network.
     adds_network: bool,
@@ -228,7 +228,7 @@ impl Base {
         file::read(doc, files::read)
     }
 
-    /// What was read of the model.
+    /// Description of the model as it was read.
     pub(super) fn model_lines(&self) -> &[String] {
         &self.model_lines
     }

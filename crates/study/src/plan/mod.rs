@@ -649,7 +649,7 @@ impl Plan {
         &self.notes
     }
 
-    /// What was read of the model.
+    /// Description of the model as it was read.
     pub fn model_lines(&self) -> &[String] {
         self.base.model_lines()
     }

@@ -1,12 +1,18 @@
 """Runs the same TCP flows in ns-3 and in `slipstream net` and compares completion times.
 
-Fixed cases of NewReno fail if a flow's times are more than 2 % apart. Pools of random networks
-fail, for each congestion control, if mean completion times are more than 5 % apart or if the
+Fixed cases of NewReno fail if a flow's times are more than 2 % apart. Pools of random networks are
+drawn with several seeds, which follow from the commit. They fail, for each congestion control, if
+the 95 % interval of the difference of mean completion times excludes all within 5 %, or if the
 Kolmogorov-Smirnov test tells the distributions of slowdowns apart. See docs/netsim.md, "Against
 ns-3".
+
+Environment: NS3_SEEDS (numbers, separated by commas), NS3_RUNS (networks per kind and seed),
+NS3_CONTROLS (such as `NewReno,BBR`).
 """
 
+import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -24,9 +30,11 @@ LIMIT = 0.02
 LIMIT_MEAN = 0.05
 # Two-sided critical value of the two-sample test at 5 %, large samples: sqrt(-ln(0.05 / 2) / 2).
 KS_5_PERCENT = 1.358
-# Random networks of each kind and congestion control.
-RUNS = 15
-SEED = 1
+# Random networks of each kind, congestion control and seed.
+RUNS = int(os.environ.get("NS3_RUNS", "5"))
+# Seeds that are drawn from the commit, and resampled sets of networks for an interval.
+SEEDS = 3
+RESAMPLES = 2_000
 MSS = 1448
 # TCP and IP headers of 20 bytes each and the two of PPP, without options.
 HEADER = 42
@@ -174,12 +182,23 @@ def random_incast(rng: random.Random) -> Graph:
 
 
 KINDS = {"dumbbell": random_dumbbell, "parking lot": random_parking_lot, "incast": random_incast}
-CONTROLS = ["NewReno", "CUBIC", "DCTCP", "BBR"]
+CONTROLS = os.environ.get("NS3_CONTROLS", "NewReno,CUBIC,DCTCP,BBR").split(",")
 
 
-def random_case(kind: str, control: str, number: int) -> Case:
-    """Draw a network with flows from its number."""
-    rng = random.Random(f"{SEED} {kind} {control} {number}")
+def seeds() -> list[int]:
+    """Return the seeds of the pools: those of NS3_SEEDS, or some drawn from the commit's hash."""
+    given = os.environ.get("NS3_SEEDS")
+    if given:
+        return [int(seed) for seed in given.split(",")]
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() or "no commit"
+    draws = [hashlib.sha256(f"{commit} {i}".encode()).digest() for i in range(SEEDS)]
+    return [int.from_bytes(draw[:4], "big") for draw in draws]
+
+
+def random_case(seed: int, kind: str, control: str, number: int) -> Case:
+    """Draw a network with flows from a seed and its number."""
+    rng = random.Random(f"{seed} {kind} {control} {number}")
     graph = KINDS[kind](rng)
     rate = rng.choice([10_000_000, 20_000_000, 50_000_000])
     delay_ns = rng.randint(200_000, 3_000_000)
@@ -248,8 +267,11 @@ def ours(binary: str, case: Case, folder: Path) -> tuple[dict[int, int], int]:
     return times, signals
 
 
-def theirs(reference: str, case: Case, folder: Path) -> tuple[dict[int, int], int]:
-    """Run ns-3: completion times by flow, ns, and the packets dropped or marked."""
+def theirs(reference: str, case: Case, folder: Path) -> tuple[dict[int, int], int] | None:
+    """Run ns-3: completion times by flow, ns, and the packets dropped or marked.
+
+    None if an assert of ns-3 ended it.
+    """
     lines = [
         f"control {case.control}",
         f"mss {MSS}",
@@ -264,7 +286,9 @@ def theirs(reference: str, case: Case, folder: Path) -> tuple[dict[int, int], in
         lines.append(f"flow {i} {size} {start} " + " ".join(map(str, path)))
     file = folder / "case.txt"
     file.write_text("\n".join(lines) + "\n")
-    run = subprocess.run([reference, str(file)], capture_output=True, text=True, check=True)
+    run = subprocess.run([reference, str(file)], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        return None
     words = [line.split() for line in run.stdout.splitlines()]
     times = {int(name): int(ns) for name, ns in words if name.isdigit()}
     return times, sum(int(n) for name, n in words if name in ("drops", "marks"))
@@ -272,14 +296,17 @@ def theirs(reference: str, case: Case, folder: Path) -> tuple[dict[int, int], in
 
 def both(
     binary: str, reference: str, case: Case
-) -> tuple[dict[int, int], dict[int, int], tuple[int, int]]:
+) -> tuple[dict[int, int], dict[int, int], tuple[int, int]] | None:
     """Run both: completion times here and in ns-3, packets dropped or marked in ns-3 and here.
 
-    Fails if a flow did not end.
+    None if ns-3 did not run it. Fails if a flow did not end.
     """
     with tempfile.TemporaryDirectory() as folder:
         a, signals_a = ours(binary, case, Path(folder))
-        b, signals_b = theirs(reference, case, Path(folder))
+        result = theirs(reference, case, Path(folder))
+    if result is None:
+        return None
+    b, signals_b = result
     if any(ns <= 0 for ns in [*a.values(), *b.values()]) or not len(a) == len(b) == len(case.flows):
         raise SystemExit(f"{case.name}: a flow did not end: here {a}, in ns-3 {b}")
     return a, b, (signals_b, signals_a)
@@ -305,7 +332,12 @@ def compare_fixed(pool: ThreadPoolExecutor, binary: str, reference: str) -> bool
     failed = False
     print(f"{'case':46} {'flows':>5} {'ns-3, ms':>10} {'here, ms':>10} {'worst':>7}")
     runs = pool.map(lambda case: both(binary, reference, case), CASES)
-    for case, (a, b, _) in zip(CASES, runs, strict=True):
+    for case, run in zip(CASES, runs, strict=True):
+        if run is None:
+            print(f"{case.name:46} ns-3 ended with an assert  OFF")
+            failed = True
+            continue
+        a, b, _ = run
         worst = max(abs(a[i] - b[i]) / b[i] for i in b)
         off = worst > LIMIT
         failed |= off
@@ -316,57 +348,96 @@ def compare_fixed(pool: ThreadPoolExecutor, binary: str, reference: str) -> bool
     return failed
 
 
+@dataclass
+class Pool:
+    """Networks that both simulated."""
+
+    # Completion times here and in ns-3, and slowdowns here and in ns-3, by flow.
+    values: tuple[list[float], ...] = field(default_factory=lambda: ([], [], [], []))
+    # Sums of completion times here and in ns-3, by network.
+    sums: list[tuple[float, float]] = field(default_factory=list)
+    # Packets dropped or marked in ns-3 and here.
+    signals: tuple[int, int] = (0, 0)
+    # Networks that an assert of ns-3 ended.
+    asserts: int = 0
+
+    def add(self, case: Case, run: tuple | None) -> None:
+        """Add a network."""
+        if run is None:
+            self.asserts += 1
+            return
+        a, b, more = run
+        self.signals = self.signals[0] + more[0], self.signals[1] + more[1]
+        self.sums.append((sum(a.values()), sum(b.values())))
+        for i in b:
+            time = ideal(case, i)
+            for to, x in zip(self.values, (a[i], b[i], a[i] / time, b[i] / time), strict=True):
+                to.append(x)
+
+    def merge(self, other: "Pool") -> None:
+        """Add all networks of another pool."""
+        for to, of in zip(self.values, other.values, strict=True):
+            to.extend(of)
+        self.sums += other.sums
+        self.signals = (
+            self.signals[0] + other.signals[0],
+            self.signals[1] + other.signals[1],
+        )
+        self.asserts += other.asserts
+
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % interval of the difference of means, networks resampled."""
+        rng = random.Random(1)
+        ratios = []
+        for _ in range(RESAMPLES):
+            drawn = rng.choices(self.sums, k=len(self.sums))
+            ratios.append(sum(a for a, _ in drawn) / sum(b for _, b in drawn) - 1)
+        ratios.sort()
+        return ratios[RESAMPLES // 40], ratios[-RESAMPLES // 40]
+
+
 def compare_pools(pool: ThreadPoolExecutor, binary: str, reference: str) -> bool:
     """Compare the random networks; true if a congestion control is off."""
     failed = False
+    drawn = seeds()
+    print(f"\nseeds {', '.join(map(str, drawn))}; {RUNS} networks of each kind and seed")
     print(
-        f"\n{'pool':24} {'runs':>4} {'flows':>5} {'drops, marks':>14} {'ns-3, ms':>9} "
-        f"{'here, ms':>9} {'mean':>7} {'median':>7} {'worst':>7} {'K-S':>6} {'5 %':>6}"
+        f"{'pool':22} {'runs':>4} {'asserts':>7} {'flows':>5} {'drops, marks':>14} {'ns-3, ms':>9} "
+        f"{'here, ms':>9} {'mean':>7} {'95 % interval':>17} {'median':>7} {'worst':>8} "
+        f"{'K-S':>6} {'5 %':>6}"
     )
     for control in CONTROLS:
-        total: tuple[list[float], ...] = ([], [], [], [])
-        rows = [(kind, [random_case(kind, control, i) for i in range(RUNS)]) for kind in KINDS]
-        done = [pool.map(lambda case: both(binary, reference, case), cases) for _, cases in rows]
-        total_signals = (0, 0)
-        for (kind, cases), runs in zip(rows, done, strict=True):
-            one: tuple[list[float], ...] = ([], [], [], [])
-            signals = (0, 0)
-            for case, (a, b, more) in zip(cases, runs, strict=True):
-                signals = signals[0] + more[0], signals[1] + more[1]
-                for i in b:
-                    time = ideal(case, i)
-                    for to, x in zip(one, (a[i], b[i], a[i] / time, b[i] / time), strict=True):
-                        to.append(x)
-            for to, of in zip(total, one, strict=True):
-                to.extend(of)
-            total_signals = total_signals[0] + signals[0], total_signals[1] + signals[1]
-            pool_row(f"{control}, {kind}", len(cases), signals, one)
-        failed |= pool_row(f"{control}, all", RUNS * len(KINDS), total_signals, total, check=True)
+        total = Pool()
+        for kind in KINDS:
+            one = Pool()
+            cases = [random_case(seed, kind, control, i) for seed in drawn for i in range(RUNS)]
+            runs = pool.map(lambda case: both(binary, reference, case), cases)
+            for case, run in zip(cases, runs, strict=True):
+                one.add(case, run)
+            total.merge(one)
+            pool_row(f"{control}, {kind}", one)
+        failed |= pool_row(f"{control}, all", total, check=True)
     return failed
 
 
-def pool_row(
-    name: str,
-    runs: int,
-    signals: tuple[int, int],
-    of: tuple[list[float], ...],
-    *,
-    check: bool = False,
-) -> bool:
+def pool_row(name: str, pool: Pool, *, check: bool = False) -> bool:
     """Print a pool's row; true if it is checked and off."""
-    a, b, slow_a, slow_b = of
+    a, b, slow_a, slow_b = pool.values
     count = len(a)
+    if count == 0:
+        print(f"{name:22} {pool.asserts} asserts of ns-3, no results")
+        return check
     mean_a, mean_b = sum(a) / count, sum(b) / count
     apart = sorted(abs(x - y) / y for x, y in zip(a, b, strict=True))
     distance = kolmogorov_smirnov(slow_a, slow_b)
     critical = KS_5_PERCENT * sqrt(2 / count)
-    mean = mean_a / mean_b - 1
-    off = check and (abs(mean) > LIMIT_MEAN or distance > critical)
+    low, high = pool.interval()
+    off = check and (low > LIMIT_MEAN or high < -LIMIT_MEAN or distance > critical)
     print(
-        f"{name:24} {runs:4} {count:5} {signals[0]:7,} {signals[1]:6,} "
-        f"{mean_b / 1e6:9.1f} {mean_a / 1e6:9.1f} {mean:+7.2%} {apart[count // 2]:7.2%} "
-        f"{apart[-1]:7.2%} {distance:6.3f} {critical:6.3f}"
-        f"{'  OFF' if off else ''}",
+        f"{name:22} {len(pool.sums):4} {pool.asserts:7} {count:5} {pool.signals[0]:7,} "
+        f"{pool.signals[1]:6,} {mean_b / 1e6:9.1f} {mean_a / 1e6:9.1f} {mean_a / mean_b - 1:+7.2%} "
+        f"{low:+8.2%} {high:+8.2%} {apart[count // 2]:7.2%} {apart[-1]:8.2%} {distance:6.3f} "
+        f"{critical:6.3f}{'  OFF' if off else ''}",
         flush=True,
     )
     return off

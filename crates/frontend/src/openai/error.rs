@@ -313,6 +313,15 @@ impl ApiError {
         ApiError::new(502, "server_error", Some("engine_failed"), text)
     }
 
+    /// 502: an engine answered with a redirect, which would lead the client past the router.
+    pub(crate) fn engine_redirects(engine: &str, status: u16) -> Self {
+        let text = format!(
+            "engine {engine} answered {status}, a redirect, which is not passed on; call the path that the engine serves, \
+             without a `/` at its end"
+        );
+        ApiError::new(502, "server_error", Some("engine_redirects"), text)
+    }
+
     /// The status by which a prefill engine refused a request.
     pub(crate) fn refused_by_engine(status: u16, engine: &str, answer: &str) -> Self {
         let text = format!("engine {engine} refused the prompt: {answer}");

@@ -13,6 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 
+use super::ends::Reported;
 use super::engines::Engine;
 use super::wire::{self, ResponseHead, WireError};
 
@@ -38,6 +39,12 @@ pub(super) enum Failure {
     Protocol(WireError),
     #[error("it answered {0}")]
     Status(u16),
+    /// An error within an answer of status 200.
+    #[error("it reported an error within its answer: {}", .0.text)]
+    Reported(Reported),
+    /// A stream that ended cleanly before its end.
+    #[error("{0}")]
+    Incomplete(&'static str),
     /// It is not the engine's fault.
     #[error("it left the fleet")]
     Removed,
@@ -57,6 +64,8 @@ impl Failure {
             Failure::FirstByteTimeout(_) | Failure::Stalled(_) => "timeout",
             Failure::Protocol(_) => "protocol",
             Failure::Status(_) => "status",
+            Failure::Reported(_) => "reported",
+            Failure::Incomplete(_) => "incomplete",
             Failure::Removed => "removed",
             Failure::Health(_) => "health",
         }

@@ -172,6 +172,8 @@ pub struct Engines {
     pub(super) tokenized: Option<String>,
     /// It does: some engine's KV events are followed.
     pub(super) tokenizes: AtomicBool,
+    /// Clients' keys are the router's own, and are not forwarded.
+    pub(super) has_own_keys: bool,
     /// Key of the admin API; none: there is no such API.
     pub(super) admin_key: ApiKeys,
     /// Prompts that were tokenized, and others.
@@ -232,6 +234,8 @@ pub(crate) struct Engine {
     pub(super) drain_until_ns: AtomicU64,
     /// It answers again after it was down.
     pub(super) came_up: Notify,
+    /// Advice to its operator, though it takes requests.
+    hint: Mutex<Option<String>>,
     /// How its cache is known, in words.
     pub(super) cache_view: Mutex<String>,
     /// Its address, for records.
@@ -259,6 +263,7 @@ impl Engine {
             id,
             drain_until_ns: AtomicU64::new(0),
             came_up: Notify::new(),
+            hint: Mutex::default(),
             cache_view: Mutex::default(),
             name: spec.url.to_string().into(),
             authority: spec.url.authority(),
@@ -344,12 +349,24 @@ impl Engine {
             "models": models,
             "last_failure": self.last_failure(),
             "mirror": self.is_mirror(),
+            "hint": *lock(&self.hint),
             "last_failure_cause": self.health().last_failure.as_ref().map(|of| of.1),
         })
     }
 
     pub(super) fn last_failure(&self) -> Option<String> {
         self.health().last_failure.as_ref().map(|of| of.0.clone())
+    }
+
+    /// Sets what its operator should change, and logs it if it is new.
+    pub(super) fn set_hint(&self, hint: Option<String>) {
+        let mut known = lock(&self.hint);
+        if *known != hint {
+            if let Some(hint) = &hint {
+                tracing::warn!(engine = %self.spec.url, "{hint}");
+            }
+            *known = hint;
+        }
     }
 
     /// It takes no new requests, since it is about to be removed.
@@ -426,6 +443,7 @@ impl Engines {
             catalog: RwLock::default(),
             tokenized: None,
             tokenizes: AtomicBool::new(false),
+            has_own_keys: false,
             admin_key: ApiKeys::default(),
             prompts: Default::default(),
             stored: StoredAnswers::default(),
@@ -442,6 +460,13 @@ impl Engines {
     #[must_use]
     pub fn with_tokens(mut self, model: String) -> Engines {
         self.tokenized = Some(model);
+        self
+    }
+
+    /// The same engines, in a router that checks keys of its own.
+    #[must_use]
+    pub fn with_own_keys(mut self) -> Engines {
+        self.has_own_keys = true;
         self
     }
 
@@ -752,6 +777,7 @@ pub(super) struct Visit {
     /// It decides whether the engine takes more.
     is_probe: bool,
     judged: bool,
+    failed: bool,
     begun_ns: u64,
     /// When the first byte came; 0: it did not.
     first_ns: u64,
@@ -769,6 +795,7 @@ impl Visit {
             engines: engines.clone(),
             engine,
             judged: false,
+            failed: false,
             begun_ns: monotonic_ns(),
             first_ns: 0,
             pieces: Cell::new((0, 0)),
@@ -779,8 +806,9 @@ impl Visit {
         &self.engine
     }
 
-    /// The first byte of the answer came.
-    pub(super) fn on_first_byte(&mut self, status: StatusCode) {
+    /// The first byte of the answer came. With `is_complete` the rest as well: the beginning of a stream says little, as
+    /// engines report their errors within.
+    pub(super) fn on_first_byte(&mut self, status: StatusCode, is_complete: bool) {
         let engine = &self.engine;
         self.first_ns = monotonic_ns();
         let took = self.first_ns.saturating_sub(self.begun_ns);
@@ -788,7 +816,7 @@ impl Visit {
         if Engines::is_failure(status) {
             let failure = Failure::Status(status.as_u16());
             self.engines.on_failure(engine, &failure, self.is_probe);
-        } else {
+        } else if is_complete || self.is_probe {
             self.engines.on_success(engine, self.is_probe);
         }
         self.judged = true;
@@ -800,6 +828,13 @@ impl Visit {
         self.pieces.set((self.pieces.get().0 + 1, now_ns));
     }
 
+    /// All of the answer came.
+    pub(super) fn on_end(&self) {
+        if !self.failed {
+            self.engines.on_success(&self.engine, false);
+        }
+    }
+
     /// The engine failed it.
     pub(super) fn on_failure(&mut self, failure: &Failure) {
         let engine = &self.engine;
@@ -809,6 +844,7 @@ impl Visit {
             engine.check_now.notify_one();
         }
         self.judged = true;
+        self.failed = true;
     }
 }
 
@@ -883,7 +919,7 @@ pub(super) mod tests {
         let fail = || Visit::begin(&engines, at(&engines, 0)).on_failure(&lost());
         fail();
         // A success in between: not in a row.
-        Visit::begin(&engines, at(&engines, 0)).on_first_byte(StatusCode::OK);
+        Visit::begin(&engines, at(&engines, 0)).on_first_byte(StatusCode::OK, true);
         fail();
         assert_eq!(engine.state(), State::Up);
         fail();
@@ -902,12 +938,12 @@ pub(super) mod tests {
         assert_eq!(engine.state(), State::HalfOpen);
         let mut probe = Visit::begin(&engines, at(&engines, 0));
         assert!(!engines.fleets.serve.is_ready(0), "one request at a time");
-        probe.on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
+        probe.on_first_byte(StatusCode::INTERNAL_SERVER_ERROR, true);
         assert!(matches!(engine.state(), State::Ejected { .. }));
         assert_eq!(engine.counters.ejections.load(Relaxed), 2);
         drop(probe);
         engine.health().state = State::HalfOpen;
-        Visit::begin(&engines, at(&engines, 0)).on_first_byte(StatusCode::BAD_REQUEST);
+        Visit::begin(&engines, at(&engines, 0)).on_first_byte(StatusCode::BAD_REQUEST, true);
         assert_eq!(engine.state(), State::Up, "a client's mistake is an answer");
         assert_eq!(engine.counters.in_flight.load(Relaxed), 0);
     }
@@ -919,7 +955,7 @@ pub(super) mod tests {
         assert_eq!(at(&engines, 1).state(), State::Down);
         for _ in 0..10 {
             Visit::begin(&engines, at(&engines, 0))
-                .on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
+                .on_first_byte(StatusCode::INTERNAL_SERVER_ERROR, true);
         }
         assert_eq!(at(&engines, 0).state(), State::Up);
         assert!(at(&engines, 0).counters.ejections_suppressed.load(Relaxed) > 0);

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Incoming};
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER};
+use hyper::header::{
+    AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue, LOCATION, RETRY_AFTER,
+};
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::Prompt;
 use slipstream_base::mix::mix64;
@@ -22,14 +24,16 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::connection::{Connection, Failure};
 use super::disagg::{self, Change, Meeting, StageRequest};
-use super::engines::Visit;
+use super::ends::{self, Api, Reported};
+use super::engines::{Engines, Visit};
 use super::metrics::PrefillOutcome;
 use super::pair::{PrefillFault, PrefillRequest, Prefilling};
 use super::peek::{self, Peek, peek};
 use super::record::Recording;
-use super::relay::{Relay, is_event_stream};
+use super::relay::{Relay, Turn, is_event_stream};
 use super::resume::StreamKind;
 use super::seat::Seat;
+use super::sse::{self, Scanner};
 use super::stored::{self, Named};
 use super::traffic::{CopyDrop, RequestCopy};
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
@@ -67,6 +71,9 @@ pub(super) struct Exchange {
     pub(super) request: dispatch::Request,
     /// Set if it streams an answer that another engine could continue.
     pub(super) stream: Option<StreamKind>,
+    /// By which the end of the answer is known, and the number of its choices.
+    pub(super) api: Api,
+    pub(super) choices: u64,
     /// vLLM is asked for the tokens of the answer.
     wants_tokens: bool,
     /// `live.request_timeout_s` ends it at this time, ns.
@@ -99,12 +106,31 @@ impl Exchange {
             authorization: self.authorization.clone(),
             body: body.into(),
             stream: self.stream,
+            api: self.api,
+            choices: self.choices,
             wants_tokens: self.wants_tokens,
             deadline_ns: self.deadline_ns,
             permit,
             owner: self.owner.clone(),
             stores: Cell::new(None), // such streams do not continue
             recording: None,         // the first one's counts on
+        }
+    }
+
+    /// Leaves it to other engines than `worker`, if one of them takes requests: that one has just failed it, and may take
+    /// some still.
+    pub(super) fn avoid(&mut self, engines: &Engines, worker: WorkerId) {
+        let members = engines.each();
+        let others = members.iter().filter(|of| {
+            let only = self.request.only.as_ref();
+            of.spec.worker != worker && only.is_none_or(|only| only.contains(&of.spec.worker))
+        });
+        let others: Vec<&Arc<Engine>> = others.collect();
+        let answers = |of: &&Arc<Engine>| {
+            of.takes_requests() && !of.is_mirror() && of.spec.role != Role::Prefill
+        };
+        if others.iter().any(answers) {
+            self.request.only = Some(others.iter().map(|of| of.spec.worker).collect());
         }
     }
 
@@ -163,7 +189,10 @@ impl Exchange {
             },
             authorization: self.authorization.as_deref(),
             body: self.body_for(engine, stage),
-            is_stream: self.stream.is_some(),
+            api: match stage.role {
+                Role::Prefill => Api::Other,
+                Role::Both | Role::Decode => self.api,
+            },
         }
     }
 
@@ -280,8 +309,8 @@ pub(super) struct Outgoing<'a> {
     /// For an engine without a key of its own.
     pub(super) authorization: Option<&'a [u8]>,
     pub(super) body: [Bytes; 2],
-    /// It streams an answer that another engine could continue.
-    pub(super) is_stream: bool,
+    /// By which the end of the answer is known.
+    pub(super) api: Api,
 }
 
 /// A place among the open streams of the server.
@@ -619,6 +648,7 @@ async fn forward(
     }
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
+    let api = Api::of(&parts.method, parts.uri.path());
     let recording = recording(
         shard,
         client.owner(),
@@ -668,6 +698,8 @@ async fn forward(
         body: body.clone(),
         request,
         stream,
+        api,
+        choices: u64::from(seen.n.unwrap_or(1).max(1)) * u64::from(seen.prompts),
         deadline_ns,
         permit,
         owner: client.owner().clone(),
@@ -755,6 +787,8 @@ pub(super) struct Read {
     pub(super) has_two_previous: bool,
     pub(super) chooses_id: bool,
     has_prompt: bool,
+    /// Prompts of a completion.
+    prompts: u32,
     /// One engine must compute prompt and answer.
     whole: bool,
 }
@@ -771,6 +805,7 @@ impl Read {
             has_two_previous: seen.has_two_previous,
             chooses_id: seen.chooses_id,
             has_prompt: seen.has_prompt(),
+            prompts: seen.prompts(),
             whole: seen.stays_whole(),
             model: seen.model,
         }
@@ -1087,7 +1122,18 @@ pub(super) async fn obtain(
         match outcome {
             Ok(answer) => {
                 let status = answer.head.status;
-                visit.on_first_byte(status);
+                visit.on_first_byte(status, answer.complete);
+                if is_redirect(status) {
+                    if let Some(silent) = shard.log_allowed() {
+                        let to = answer.head.headers.get(LOCATION);
+                        let to = String::from_utf8_lossy(to.map_or(b"", HeaderValue::as_bytes));
+                        let engine = &engine.spec.url;
+                        tracing::warn!(%engine, silent, "{} is redirected ({status}) to {to:?}", exchange.target);
+                    }
+                    count(PrefillOutcome::DecodeFailed);
+                    let url = engine.spec.url.to_string();
+                    return Err(ApiError::engine_redirects(&url, status.as_u16()));
+                }
                 let is_decode = role == Role::Decode;
                 let fails = status.is_client_error() || status.is_server_error();
                 count(if fails {
@@ -1272,7 +1318,7 @@ async fn prefill(
         failure.to_string()
     })?;
     let status = answer.head.status;
-    visit.on_first_byte(status);
+    visit.on_first_byte(status, true);
     if answer.complete && may_keep(exchange, &answer.head) {
         upstream.keep(engine, answer.connection);
     }
@@ -1308,12 +1354,17 @@ pub(super) async fn read_rest(answer: &mut Answer) -> Result<Option<Bytes>, Fail
         return Ok(Some(answer.first.clone()));
     }
     let mut body = BytesMut::from(&answer.first[..]);
+    let mut turn = Turn::default();
     loop {
+        if turn.is_over() {
+            tokio::task::yield_now().await;
+        }
         match answer.decoder.decode(&mut answer.connection.buf) {
             Ok(Decoded::Data(data)) if body.len() + data.len() > disagg::ANSWER_BYTES_MAX => {
                 return Ok(None);
             }
             Ok(Decoded::Data(data)) => {
+                turn.on_piece();
                 body.extend_from_slice(&data);
                 continue;
             }
@@ -1327,7 +1378,7 @@ pub(super) async fn read_rest(answer: &mut Answer) -> Result<Option<Bytes>, Fail
         match std::future::poll_fn(|cx| answer.connection.poll_fill(cx)).await {
             Ok(0) if answer.decoder.ends_at_close() => return Ok(Some(body.freeze())),
             Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
-            Ok(_) => {}
+            Ok(read) => turn.on_read(read),
             Err(error) => return Err(Failure::Lost(error.to_string())),
         }
     }
@@ -1358,22 +1409,25 @@ fn failed(engine: &Engine, failure: &Failure) -> ApiError {
         Failure::FirstByteTimeout(limit) => {
             ApiError::engine_timeout(&url.to_string(), limit.as_secs_f64())
         }
-        Failure::Refused(_) | Failure::ConnectTimeout(_) | Failure::Tls { .. } => {
+        Failure::Refused(_)
+        | Failure::ConnectTimeout(_)
+        | Failure::Tls { .. }
+        | Failure::Reported(Reported { is_busy: true, .. }) => {
             ApiError::overloaded(format!("engine {url}: {failure}; try again"), 1)
         }
         _ => ApiError::engine_failed(&url.to_string(), &failure.to_string()),
     }
 }
 
+/// Whether an answer leads its client elsewhere: around the router, its keys and its limits.
+fn is_redirect(status: StatusCode) -> bool {
+    status.is_redirection() && status != StatusCode::NOT_MODIFIED
+}
+
 /// Whether the connection may carry another request after this answer. An engine that refuses a request may
 /// not have read its body, and would read it as the next request.
 pub(super) fn may_keep(exchange: &Exchange, head: &ResponseHead) -> bool {
     head.keep_alive && (head.status.as_u16() < 400 || exchange.body.is_empty())
-}
-
-/// Whether `bytes` are the last event of a stream.
-pub(super) fn ends_events(bytes: &[u8]) -> bool {
-    bytes.trim_ascii_end().ends_with(b"[DONE]")
 }
 
 /// Sends a request to an engine, and reads the first bytes of its answer.
@@ -1412,65 +1466,113 @@ async fn converse_on(
     );
     let sent = connection.send(head, body).await;
     // An engine may answer before it has read the body, and close: `413`.
-    let head = match (connection.read_head(outgoing.method).await, sent) {
+    let mut head = match (connection.read_head(outgoing.method).await, sent) {
         (Ok(head), _) => head,
         (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
     };
+    let first = first_bytes(&mut connection, &mut head, outgoing.api).await?;
+    let FirstBytes {
+        decoder,
+        bytes: first,
+        complete,
+    } = first;
+    Ok(Answer {
+        connection,
+        head,
+        decoder,
+        first,
+        complete,
+    })
+}
+
+/// The beginning of a body.
+struct FirstBytes {
+    decoder: BodyDecoder,
+    bytes: Bytes,
+    /// They are all of it.
+    complete: bool,
+}
+
+/// Reads a body as far as it has to be known before the client gets some of it: an answer that is short, as a whole; of a
+/// stream of events, the first one, which may be an error of the engine.
+async fn first_bytes(
+    connection: &mut Connection,
+    head: &mut ResponseHead,
+    api: Api,
+) -> Result<FirstBytes, Failure> {
     let mut decoder = BodyDecoder::new(head.framing);
-    let wants_all = matches!(head.framing, Framing::Sized(bytes) if bytes <= WHOLE_BYTES_MAX)
-        || head.status == StatusCode::SERVICE_UNAVAILABLE;
-    let mut first = Bytes::new();
-    loop {
+    let is_known = api != Api::Other && !head.headers.contains_key(CONTENT_ENCODING);
+    let judges = is_known && head.status == StatusCode::OK;
+    let is_short = match head.framing {
+        Framing::Sized(bytes) => bytes <= WHOLE_BYTES_MAX,
+        Framing::Chunked | Framing::UntilClose => is_known && !is_event_stream(head),
+    };
+    let mut wants_all = is_short || head.status == StatusCode::SERVICE_UNAVAILABLE;
+    let mut scanner = (judges && is_event_stream(head)).then(Scanner::default);
+    let mut first = BytesMut::new();
+    let mut turn = Turn::default();
+    let complete = loop {
+        if turn.is_over() {
+            tokio::task::yield_now().await;
+        }
         match decoder.decode(&mut connection.buf) {
             Ok(Decoded::Data(data)) => {
-                if first.is_empty() {
-                    first = data;
-                } else {
-                    first = [first, data].concat().into();
+                turn.on_piece();
+                if first.is_empty() && judges && scanner.is_none() && sse::begins(&data) {
+                    // Clients go by the type, which some engines do not set.
+                    head.headers.insert(CONTENT_TYPE, EVENT_STREAM.clone());
+                    scanner = Some(Scanner::default());
+                    wants_all &= matches!(head.framing, Framing::Sized(_));
                 }
-                if wants_all && first.len() as u64 <= WHOLE_BYTES_MAX {
+                let is_begun = match &mut scanner {
+                    Some(scanner) => scanner.takes_whole(&data) || scanner.feed(&data) > 0,
+                    None => true,
+                };
+                first.extend_from_slice(&data);
+                if (wants_all || !is_begun) && first.len() as u64 <= WHOLE_BYTES_MAX {
                     continue;
                 }
                 // A short answer in one piece often has its end in the same read.
-                return Ok(Answer {
-                    connection,
-                    head,
-                    decoder,
-                    first,
-                    complete: false,
-                });
+                break false;
             }
-            Ok(Decoded::End) => {
-                return Ok(Answer {
-                    connection,
-                    head,
-                    decoder,
-                    first,
-                    complete: true,
-                });
-            }
+            Ok(Decoded::End) => break true,
             Ok(Decoded::NeedMore) => {}
             Err(error) => return Err(Failure::Protocol(error)),
         }
         match std::future::poll_fn(|cx| connection.poll_fill(cx)).await {
-            Ok(0) if decoder.ends_at_close() => {
-                if outgoing.is_stream && is_event_stream(&head) && !ends_events(&first) {
-                    return Err(Failure::Lost("closed before `[DONE]`".into()));
-                }
-                return Ok(Answer {
-                    connection,
-                    head,
-                    decoder,
-                    first,
-                    complete: true,
-                });
-            }
+            Ok(0) if decoder.ends_at_close() => break true,
             Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
-            Ok(_) => {}
+            Ok(read) => turn.on_read(read),
             Err(error) => return Err(Failure::Lost(error.to_string())),
         }
+    };
+    let bytes = first.freeze();
+    if scanner.is_some() && complete && bytes.trim_ascii_start().starts_with(b"{") {
+        head.headers.insert(CONTENT_TYPE, JSON.clone());
+        scanner = None;
     }
+    if scanner.is_some() {
+        if let Some(reported) = ends::first_error(api, &bytes) {
+            return Err(Failure::Reported(reported));
+        }
+        if complete && sse::events(&bytes).next().is_none() {
+            return Err(Failure::Incomplete("its stream ended without an event"));
+        }
+    } else if judges && complete {
+        let kind = head.headers.get(CONTENT_TYPE);
+        let kind = kind.map_or(&b""[..], HeaderValue::as_bytes);
+        ends::check_whole(api, kind, &bytes).map_err(Failure::Reported)?;
+    }
+    Ok(FirstBytes {
+        decoder,
+        bytes,
+        // Whether a stream is complete is for the relay to say.
+        complete: complete && scanner.is_none(),
+    })
 }
+
+static EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");
+static JSON: HeaderValue = HeaderValue::from_static("application/json");
 
 #[cfg(test)]
 mod tests {

@@ -49,6 +49,8 @@ pub(super) struct Counters {
     lost: AtomicU64,
     timeout: AtomicU64,
     protocol: AtomicU64,
+    reported: AtomicU64,
+    incomplete: AtomicU64,
     health: AtomicU64,
     /// Requests that another engine was asked after this one failed them.
     pub(super) retried: AtomicU64,
@@ -148,6 +150,8 @@ impl Counters {
             Failure::Lost(_) => &self.lost,
             Failure::FirstByteTimeout(_) | Failure::Stalled(_) => &self.timeout,
             Failure::Protocol(_) => &self.protocol,
+            Failure::Reported(_) => &self.reported,
+            Failure::Incomplete(_) => &self.incomplete,
             Failure::Health(_) => &self.health,
             Failure::Status(_) | Failure::Removed => return, // counted as an answer, and as removed
         };
@@ -332,6 +336,8 @@ impl Collector for EngineCollector {
                 ("timeout", &c.timeout),
                 ("tls", &c.tls),
                 ("protocol", &c.protocol),
+                ("reported", &c.reported),
+                ("incomplete", &c.incomplete),
                 ("health", &c.health),
             ] {
                 let labels = [labels[0], ("cause", cause)];

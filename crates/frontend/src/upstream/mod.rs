@@ -11,6 +11,8 @@
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
 //! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
+//! * `sse`: server-sent events as browsers read them. `ends`: whether an answer is complete, by its own words; `closing`: the last events
+//!   of one whose engine was lost just before them.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `stored`: which engine stores the answer that a request names.
 //! * `traffic`: pools with weights, and pools that get copies of requests.
@@ -21,8 +23,10 @@
 
 mod admin;
 mod catalog;
+mod closing;
 mod connection;
 mod disagg;
+mod ends;
 mod engines;
 mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -38,6 +42,7 @@ mod record;
 mod relay;
 mod resume;
 mod seat;
+mod sse;
 mod stored;
 mod tokens;
 mod traffic;

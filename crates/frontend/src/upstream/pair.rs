@@ -20,6 +20,7 @@ use hyper::{Method, StatusCode};
 use super::Upstream;
 use super::connection::Failure;
 use super::disagg;
+use super::ends::Api;
 use super::engines::{Engine, Visit};
 use super::forward::{Outgoing, converse, read_rest};
 
@@ -101,7 +102,7 @@ async fn send(
         headers: disagg::prefill_headers(&request.headers),
         authorization: request.authorization.as_deref(),
         body: request.body.clone(),
-        is_stream: false,
+        api: Api::Other,
     };
     let whole = async {
         let mut answer = converse(upstream, &visit, &outgoing).await?;
@@ -118,7 +119,7 @@ async fn send(
         }
     })?;
     let status = answer.head.status;
-    visit.on_first_byte(status);
+    visit.on_first_byte(status, true);
     if status.is_success() {
         if answer.complete && answer.head.keep_alive {
             upstream.keep(engine, answer.connection);

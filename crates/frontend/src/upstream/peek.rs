@@ -129,6 +129,13 @@ impl Peek<'_> {
         self.is_bound || self.n.is_some_and(|n| n > 1) || self.prompt.is_none_or(is_several)
     }
 
+    /// Number of prompts.
+    pub(super) fn prompts(&self) -> u32 {
+        let several = self.prompt.filter(|prompt| is_several(prompt));
+        let several = several.and_then(|of| serde_json::from_str::<Vec<IgnoredAny>>(of).ok());
+        several.map_or(1, |of| u32::try_from(of.len()).unwrap_or(u32::MAX))
+    }
+
     /// The prompt in blocks of text, for an index of routed prompts: `block_size` tokens of
     /// [`BYTES_PER_TOKEN`] bytes each. Two prompts share blocks as far as their text is equal from the
     /// start, for one model and one set of tools. Text beyond [`TEXT_BYTES_MAX`] does not count.

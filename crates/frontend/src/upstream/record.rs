@@ -12,6 +12,7 @@ use slipstream_base::WorkerId;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
 
+use super::sse;
 use crate::account::TokenCounts;
 use crate::connection::Owner;
 use crate::shadow::Shadowed;
@@ -208,14 +209,11 @@ impl Drop for Recording {
 impl Tally {
     fn on_events(&mut self, events: &[u8]) {
         self.begun = true;
-        for line in events.split(|&byte| byte == b'\n') {
-            let Some(event) = line.strip_prefix(b"data:") else {
-                continue;
-            };
-            if let Some(usage) = usage_of(event) {
+        for event in sse::events(events) {
+            if let Some(usage) = usage_of(&event.data) {
                 self.usage.update(usage);
             }
-            self.counted = self.counted.saturating_add(tokens_of(event));
+            self.counted = self.counted.saturating_add(tokens_of(&event.data));
         }
     }
 
@@ -335,6 +333,23 @@ mod tests {
         let none = r#"{"choices":[{"text":"","token_ids":[]}]}"#;
         assert_eq!(counted(&[ids, none]), (None, 3));
         assert_eq!(counted(&["", "{", "\"usage\":", "\"usage\": 7"]), (None, 0));
+    }
+
+    #[test]
+    fn data_of_several_lines_and_other_line_ends_counts() {
+        for end in ["\n", "\r", "\r\n"] {
+            let mut tally = Tally::default();
+            let lines = [
+                "data: {\"usage\":",
+                "data:{\"completion_tokens\":",
+                ": c",
+                "data: 41}}",
+                "",
+                "",
+            ];
+            tally.on_events(lines.join(end).as_bytes());
+            assert_eq!(tally.usage.completion_tokens, Some(41), "{end:?}");
+        }
     }
 
     #[test]

@@ -14,16 +14,20 @@ use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Frame, SizeHint};
 use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use hyper::{Response, StatusCode};
+use slipstream_base::WorkerId;
 use slipstream_planes::clock::monotonic_ns;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Upstream;
+use super::closing::closing;
 use super::connection::{Connection, Failure};
+use super::ends::{self, Api, Reported, StreamEnd};
 use super::engines::{Engine, Engines, Visit};
-use super::forward::{Answer, Begun, Exchange, StreamPermit, ends_events, may_keep, obtain};
+use super::forward::{Answer, Begun, Exchange, StreamPermit, may_keep, obtain};
 use super::record::Recording;
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
+use super::sse::Scanner;
 use super::stored;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
 use crate::access::AnswerEnd;
@@ -37,6 +41,42 @@ const RESUMES_MAX: u32 = 3;
 
 /// An event longer than this is sent on in pieces, and its stream cannot continue elsewhere.
 const EVENT_BYTES_MAX: usize = 1 << 20;
+
+/// Time from the last event of a stream to the end of its body. The client has waited for nothing since.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Work on an engine's bytes before other tasks have a turn, in bytes.
+const TURN_BYTES: usize = 64 << 10;
+
+/// Work on a piece of an answer whatever its length, in bytes: an engine may send chunks of one byte.
+const PIECE_BYTES: usize = 256;
+
+/// Work that a task does on an engine's bytes at a time, however fast the engine sends them.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    spent: usize,
+}
+
+impl Turn {
+    /// `bytes` were read.
+    pub(super) fn on_read(&mut self, bytes: usize) {
+        self.spent += bytes;
+    }
+
+    /// They contained a piece of an answer.
+    pub(super) fn on_piece(&mut self) {
+        self.spent += PIECE_BYTES;
+    }
+
+    /// Whether other tasks must have a turn now. The next one begins with that.
+    pub(super) fn is_over(&mut self) -> bool {
+        let is_over = self.spent >= TURN_BYTES;
+        if is_over {
+            self.spent = 0;
+        }
+        is_over
+    }
+}
 
 /// Body of an answer that an engine sends.
 pub(crate) struct Relay {
@@ -60,6 +100,7 @@ pub(crate) struct Relay {
     asked_ns: u64,
     /// Set while it waits for an engine, not for its client.
     waiting: Option<Waker>,
+    turn: Turn,
     /// Why it ended before its client asked for more.
     cut: Option<ApiError>,
     /// The engine that was lost, while the answer may continue elsewhere.
@@ -68,7 +109,15 @@ pub(crate) struct Relay {
     broken: Option<io::Error>,
 }
 
-type Resuming = Pin<Box<dyn Future<Output = Result<(Begun, Rewriter), String>>>>;
+type Resuming = Pin<Box<dyn Future<Output = Result<Resumed, String>>>>;
+
+/// The rest of an answer whose engine is lost.
+enum Resumed {
+    /// Another engine continues it.
+    Elsewhere(Box<(Begun, Rewriter)>),
+    /// Only these last events of it were missing.
+    Closed(Bytes),
+}
 
 /// An engine that was lost in mid-answer.
 struct Loss {
@@ -86,17 +135,33 @@ struct Flow {
     keep_alive: bool,
 }
 
+/// The end of a stream's body.
+#[derive(Debug, PartialEq, Eq)]
+enum BodyEnd {
+    /// This was held back, and is to be followed by the end once more.
+    Piece(Bytes),
+    Complete,
+    /// All of the answer has come, but not its last events.
+    Finished,
+    /// Why some of the answer is missing.
+    Incomplete(&'static str),
+}
+
 /// A stream of server-sent events.
 #[derive(Default)]
 struct Events {
     /// The beginning of an event whose end has not come.
     held: BytesMut,
+    /// Knows where events end.
+    scanner: Scanner,
     /// The part that was sent on, as long as another engine could continue it.
     sent: Option<Vec<u8>>,
     /// Why `sent` is not kept.
     not_kept: &'static str,
-    /// The last event was sent on.
-    done: bool,
+    /// Its progress towards its end.
+    end: StreamEnd,
+    /// An error of the engine, behind what was sent on.
+    reported: Option<Reported>,
     /// The client has the beginning of an event without its end.
     is_partial: bool,
     /// Set once another engine continues it.
@@ -162,6 +227,7 @@ impl Relay {
             }
         } else {
             let events = is_events.then(|| Events {
+                end: StreamEnd::new(exchange.api, exchange.choices),
                 sent: exchange.stream.map(|_| Vec::new()),
                 not_kept: "requests of this kind do not continue",
                 ..Events::default()
@@ -194,6 +260,7 @@ impl Relay {
                 last_ns: now,
                 asked_ns: now,
                 waiting: None,
+                turn: Turn::default(),
                 cut: None,
                 loss: None,
                 broken: None,
@@ -225,8 +292,13 @@ impl Relay {
         }
         let flow = self.flow.as_mut().expect("the answer is not over");
         loop {
+            if self.turn.is_over() {
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
             match flow.decoder.decode(&mut flow.connection.buf) {
                 Ok(Decoded::Data(data)) => {
+                    self.turn.on_piece();
                     self.last_ns = monotonic_ns();
                     return Poll::Ready(Ok(Some(data)));
                 }
@@ -235,25 +307,18 @@ impl Relay {
                 Err(error) => return Poll::Ready(Err(Failure::Protocol(error))),
             }
             match flow.connection.poll_fill(cx) {
-                Poll::Ready(Ok(0)) if flow.decoder.ends_at_close() => {
-                    let is_cut = self.exchange.stream.is_some()
-                        && self.events.as_ref().is_some_and(|events| !events.done);
-                    return Poll::Ready(if is_cut {
-                        Err(Failure::Lost("closed before `[DONE]`".into()))
-                    } else {
-                        Ok(None)
-                    });
-                }
+                Poll::Ready(Ok(0)) if flow.decoder.ends_at_close() => return Poll::Ready(Ok(None)),
                 Poll::Ready(Ok(0)) => {
                     return Poll::Ready(Err(Failure::Lost("closed within its answer".into())));
                 }
-                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Ok(read)) => self.turn.on_read(read),
                 Poll::Ready(Err(error)) => {
                     return Poll::Ready(Err(Failure::Lost(error.to_string())));
                 }
                 Poll::Pending => break,
             }
         }
+        self.turn = Turn::default(); // others have theirs
         let number = flow.seat.number();
         self.upstream.watch_stop(number, cx.waker());
         self.poll_idle(cx).map(Err)
@@ -262,6 +327,12 @@ impl Relay {
     /// Ready if the engine has sent nothing for too long.
     fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<Failure> {
         let limit = self.upstream.engines.settings.idle_timeout;
+        let is_over = self.events.as_ref().is_some_and(|of| of.end.is_over());
+        let limit = if is_over {
+            limit.min(END_TIMEOUT)
+        } else {
+            limit
+        };
         let left =
             |deadline_ns: u64| Duration::from_nanos(deadline_ns.saturating_sub(monotonic_ns()));
         let wait = self
@@ -313,7 +384,11 @@ impl Relay {
             return data;
         };
         let was_kept = events.sent.is_some();
+        let was_over = events.end.is_over();
         let passed = events.pass(data, max);
+        if events.end.is_over() && !was_over {
+            self.idle = None; // another limit holds from here on
+        }
         if let Some(flow) = &self.flow {
             let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
             learn(engines, &self.exchange, engine, self.status, true, &passed);
@@ -330,17 +405,114 @@ impl Relay {
         passed
     }
 
-    /// The answer is complete: its connection may carry another. Returns the part that was held back.
-    fn finish(&mut self) -> Option<Bytes> {
+    /// The answer is complete: its connection may carry another.
+    fn finish(&mut self) {
+        if self.events.as_ref().is_some_and(|of| of.end.is_refused()) {
+            let owner = self.exchange.owner.clone();
+            owner.account().note_end(AnswerEnd::Refused);
+        }
         if let Some(flow) = self.flow.take() {
+            flow.visit.on_end();
             if flow.keep_alive {
                 self.upstream.keep(flow.visit.engine(), flow.connection);
             }
             flow.seat.ended();
             self.exchange.recorded(Recording::on_complete);
         }
-        let held = self.events.as_mut().map(|events| events.held.split());
-        held.filter(|held| !held.is_empty()).map(BytesMut::freeze)
+    }
+
+    /// The engine has ended its body. Returns the next piece for the client, and `None` at the end of the answer or if
+    /// another engine continues it.
+    ///
+    /// # Errors
+    /// The answer is not complete.
+    fn on_body_end(&mut self) -> Result<Option<Bytes>, Failure> {
+        let max = self.upstream.engines.settings.resume_bytes_max;
+        let Some(events) = &mut self.events else {
+            self.finish();
+            return Ok(None);
+        };
+        match events.on_end(max) {
+            BodyEnd::Piece(piece) => {
+                note(&self.exchange, self.status, true, &piece);
+                Ok(Some(piece))
+            }
+            BodyEnd::Complete => {
+                self.finish();
+                Ok(None)
+            }
+            BodyEnd::Finished => {
+                self.close();
+                Ok(None)
+            }
+            BodyEnd::Incomplete(why) => Err(Failure::Incomplete(why)),
+        }
+    }
+
+    /// The engine is lost.
+    ///
+    /// # Errors
+    /// The answer does not continue.
+    fn on_lost(&mut self, failure: &Failure) -> Result<(), String> {
+        match self.events.as_ref().map(Events::on_loss) {
+            // All of it has come, but not the end of its framing.
+            Some(BodyEnd::Complete) => self.end_without_engine(),
+            Some(BodyEnd::Finished) => {
+                if let Some(flow) = &mut self.flow {
+                    flow.visit.on_failure(failure);
+                    flow.keep_alive = false;
+                }
+                self.close();
+            }
+            _ => self.lose(failure)?,
+        }
+        Ok(())
+    }
+
+    /// The answer is complete but for its last events.
+    fn close(&mut self) {
+        let Some(events) = &mut self.events else {
+            return;
+        };
+        let last = Bytes::from_static(events.end.last_event());
+        let sent = events.sent.take();
+        self.finish();
+        let (shard, exchange) = (self.shard.clone(), self.exchange.clone());
+        let api = exchange.api;
+        let Some(sent) = sent else {
+            self.resuming = Some(Box::pin(async move { Ok(Resumed::Closed(last)) }));
+            return;
+        };
+        self.resuming = Some(Box::pin(async move {
+            let charge = exchange.charge_job().map_err(|error| error.message)?;
+            let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent));
+            let closed = shard.run(exchange.body.clone(), charge, job).await;
+            let (closed, _charge) = closed.map_err(|error| error.message)?;
+            Ok(Resumed::Closed(closed.map_or(last, Bytes::from)))
+        }));
+    }
+
+    /// The engine reported an error within the stream.
+    ///
+    /// # Errors
+    /// Why the stream does not continue elsewhere.
+    fn on_reported(&mut self, reported: Reported) -> Result<(), String> {
+        let failure = Failure::Reported(reported);
+        if self.exchange.api.has_choices() {
+            return self.lose(&failure);
+        }
+        // Its client gets the error as it is written, and what follows.
+        if let Some(flow) = &mut self.flow {
+            flow.visit.on_failure(&failure);
+            flow.keep_alive = false;
+            flow.visit.engine().counters.broken.fetch_add(1, Relaxed);
+            let engine = &flow.visit.engine().spec.url;
+            tracing::info!(%engine, %failure, "an answer broke off");
+        }
+        self.shard.metrics.streams_lost.add(1);
+        let owner = self.exchange.owner.clone();
+        owner.account().note_end(AnswerEnd::Broken);
+        Ok(())
     }
 
     /// The engine is lost in mid-answer. The answer continues elsewhere if it can.
@@ -360,7 +532,7 @@ impl Relay {
         let engine = visit.engine().clone();
         let url = engine.spec.url.to_string();
         tracing::info!(engine = %url, %failure, "an answer broke off");
-        let begun = self.begin_resume();
+        let begun = self.begin_resume(engine.spec.worker);
         self.loss = Some(Loss {
             engine,
             text: format!("{url}: {failure}"),
@@ -388,7 +560,8 @@ impl Relay {
         }
     }
 
-    fn begin_resume(&mut self) -> Result<(), String> {
+    /// Another engine than `lost` is to continue the answer.
+    fn begin_resume(&mut self, lost: WorkerId) -> Result<(), String> {
         let kind = self.exchange.stream;
         let (Some(events), Some(kind)) = (&mut self.events, kind) else {
             return Err("only streams of completions and chats continue on another engine".into());
@@ -410,11 +583,20 @@ impl Relay {
         let (exchange, sent) = (self.exchange.clone(), sent.clone());
         self.resuming = Some(Box::pin(async move {
             let charge = exchange.charge_job().map_err(|error| error.message)?;
-            let job = move |_: &Service, body: &[u8]| Ok(resume::plan(kind, body, &sent));
+            let api = exchange.api;
+            let job = move |_: &Service, body: &[u8]| {
+                let closed = closing(api, body, &sent);
+                let plan = || resume::plan(kind, body, &sent);
+                Ok(closed.map_or_else(|| Err(plan()), Ok))
+            };
             let planned = shard.run(exchange.body.clone(), charge, job).await;
-            let (plan, _charge) = planned.map_err(|error| error.message)?;
-            let Plan { body, rewriter } = plan?;
-            let exchange = exchange.with_body(body, StreamPermit::shared());
+            let (planned, _charge) = planned.map_err(|error| error.message)?;
+            let Plan { body, rewriter } = match planned {
+                Ok(closed) => return Ok(Resumed::Closed(closed.into())),
+                Err(plan) => plan?,
+            };
+            let mut exchange = exchange.with_body(body, StreamPermit::shared());
+            exchange.avoid(&upstream.engines, lost);
             let begun = obtain(&shard, &upstream, &exchange).await;
             let begun = begun.map_err(|error| error.message)?;
             let status = begun.answer.head.status;
@@ -422,7 +604,7 @@ impl Relay {
                 let url = &begun.visit.engine().spec.url;
                 return Err(format!("{url} answered {status} to its continuation"));
             }
-            Ok((begun, rewriter))
+            Ok(Resumed::Elsewhere(Box::new((begun, rewriter))))
         }));
         Ok(())
     }
@@ -451,6 +633,7 @@ impl Relay {
         self.last_ns = monotonic_ns();
         if let Some(events) = &mut self.events {
             events.rewriter = Some(rewriter);
+            events.scanner = Scanner::default();
         }
     }
 
@@ -473,12 +656,11 @@ impl Relay {
             return Poll::Pending;
         };
         let mut event = Vec::new();
-        if events.is_partial {
+        if events.is_partial || events.scanner.is_after_cr() {
             event.extend_from_slice(b"\n\n");
         }
-        event.extend_from_slice(b"data: ");
-        event.extend_from_slice(&error.body());
-        event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
+        let api = self.exchange.api;
+        event.extend_from_slice(&api.error_event(&error.message, &error.body()));
         Poll::Ready(Some(Ok(Frame::data(event.into()))))
     }
 
@@ -575,29 +757,77 @@ pub(super) fn is_event_stream(head: &ResponseHead) -> bool {
 
 impl Events {
     fn pass(&mut self, data: Bytes, sent_max: usize) -> Bytes {
-        let whole = if self.held.is_empty() && data.ends_with(b"\n\n") {
-            self.is_partial = false;
+        let whole = if self.held.is_empty() && self.scanner.takes_whole(&data) {
             data // nearly always
         } else {
-            self.held.extend_from_slice(&data);
-            match last_event_end(&self.held) {
-                Some(end) => {
-                    self.is_partial = false;
-                    self.held.split_to(end).freeze()
+            match self.scanner.feed(&data) {
+                end if self.held.is_empty() && end == data.len() => data,
+                end @ 1.. => {
+                    let mut data = data;
+                    self.held.extend_from_slice(&data.split_to(end));
+                    let whole = self.held.split();
+                    self.held.extend_from_slice(&data);
+                    whole.freeze()
                 }
-                None if self.held.len() <= EVENT_BYTES_MAX => return Bytes::new(),
-                None => {
+                0 => {
+                    self.held.extend_from_slice(&data);
+                    if self.held.len() <= EVENT_BYTES_MAX {
+                        return Bytes::new();
+                    }
                     self.forget("an event was too long");
                     self.is_partial = true;
-                    self.held.split().freeze()
+                    return self.held.split().freeze();
                 }
             }
         };
-        let whole = match &mut self.rewriter {
-            None => whole,
-            Some(rewriter) => rewriter.rewrite(&whole).into(),
-        };
-        self.done |= ends_events(&whole);
+        self.take(whole, sent_max)
+    }
+
+    /// The engine has ended the body.
+    fn on_end(&mut self, sent_max: usize) -> BodyEnd {
+        let held = self.held.split();
+        if self.end.api() == Api::Other {
+            return if held.is_empty() {
+                BodyEnd::Complete
+            } else {
+                BodyEnd::Piece(held.freeze())
+            };
+        }
+        if !self.is_partial && ends::is_complete(&held) {
+            let mut whole = held;
+            whole.extend_from_slice(b"\n\n"); // which the engine left out
+            return BodyEnd::Piece(self.take(whole.freeze(), sent_max));
+        }
+        match self.on_loss() {
+            BodyEnd::Finished if self.end.is_refused() => BodyEnd::Complete,
+            end => end,
+        }
+    }
+
+    /// The engine is lost.
+    fn on_loss(&self) -> BodyEnd {
+        if self.end.is_over() {
+            BodyEnd::Complete
+        } else if self.end.api() != Api::Other && self.end.is_finished() {
+            BodyEnd::Finished
+        } else {
+            BodyEnd::Incomplete(self.end.missing())
+        }
+    }
+
+    /// The part of whole events for the client.
+    fn take(&mut self, mut whole: Bytes, sent_max: usize) -> Bytes {
+        if !self.end.is_plain(&whole) {
+            let reading = self.end.read(&whole);
+            if reading.answer < whole.len() && self.end.api().has_choices() {
+                whole.truncate(reading.answer);
+            }
+            self.reported = reading.reported;
+        }
+        let is_tail = std::mem::take(&mut self.is_partial); // of an event that was sent on in pieces
+        if let Some(rewriter) = self.rewriter.as_mut().filter(|_| !is_tail) {
+            whole = rewriter.rewrite(&whole).into();
+        }
         if let Some(sent) = &mut self.sent {
             if sent.len() + whole.len() > sent_max {
                 self.forget("the answer is longer than `upstream.resume_bytes_max`");
@@ -612,13 +842,6 @@ impl Events {
         self.sent = None;
         self.not_kept = why;
     }
-}
-
-/// Where the last whole event of `bytes` ends.
-fn last_event_end(bytes: &[u8]) -> Option<usize> {
-    let line_feeds = memchr::memmem::rfind(bytes, b"\n\n").map(|at| at + 2);
-    let crlf = memchr::memmem::rfind(bytes, b"\r\n\r\n").map(|at| at + 4);
-    line_feeds.max(crlf)
 }
 
 impl Body for Relay {
@@ -661,6 +884,12 @@ impl Relay {
             if let Some(error) = this.broken.take() {
                 return Poll::Ready(Some(Err(error)));
             }
+            if let Some(reported) = this.take_reported() {
+                if let Err(why) = this.on_reported(reported) {
+                    return this.break_off(cx, &ApiError::stream_lost(&why));
+                }
+                continue;
+            }
             if this.is_over() {
                 return Poll::Ready(None);
             }
@@ -675,9 +904,18 @@ impl Relay {
             }
             if let Some(resuming) = &mut this.resuming {
                 match ready!(resuming.as_mut().poll(cx)) {
-                    Ok((begun, rewriter)) => {
+                    Ok(Resumed::Elsewhere(resumed)) => {
                         this.resuming = None;
+                        let (begun, rewriter) = *resumed;
                         this.on_resumed(begun, rewriter);
+                    }
+                    Ok(Resumed::Closed(last)) => {
+                        this.resuming = None;
+                        this.loss = None;
+                        note(&this.exchange, this.status, true, &last);
+                        this.exchange.recorded(Recording::on_complete);
+                        let piece = (!last.is_empty()).then_some(Ok(Frame::data(last)));
+                        return Poll::Ready(piece);
                     }
                     Err(why) => {
                         let why = this.lost_for_good(&why);
@@ -686,6 +924,11 @@ impl Relay {
                 }
             }
             match ready!(this.poll_piece(cx)) {
+                // It goes on behind its last event.
+                Ok(Some(_)) if this.is_over_for_client() => {
+                    this.end_without_engine();
+                    return Poll::Ready(None);
+                }
                 Ok(Some(data)) => {
                     let data = this.pass(data);
                     if !data.is_empty() {
@@ -696,25 +939,45 @@ impl Relay {
                         return Poll::Ready(Some(Ok(Frame::data(data))));
                     }
                 }
-                Ok(None) => {
-                    let held = this.finish();
-                    return Poll::Ready(held.map(|held| Ok(Frame::data(held))));
-                }
-                // All of it has come, but not the end of its framing.
-                Err(_) if this.events.as_ref().is_some_and(|events| events.done) => {
-                    if let Some(flow) = this.flow.take() {
-                        this.exchange.recorded(Recording::on_complete);
-                        flow.seat.ended();
+                Ok(None) => match this.on_body_end() {
+                    Ok(Some(piece)) => {
+                        if !piece.is_empty() {
+                            return Poll::Ready(Some(Ok(Frame::data(piece))));
+                        }
                     }
-                    return Poll::Ready(None);
-                }
+                    Ok(None) => {}
+                    Err(failure) => {
+                        if let Err(why) = this.lose(&failure) {
+                            return this.break_off(cx, &ApiError::stream_lost(&why));
+                        }
+                    }
+                },
                 Err(failure) => {
-                    if let Err(why) = this.lose(&failure) {
+                    if let Err(why) = this.on_lost(&failure) {
                         return this.break_off(cx, &ApiError::stream_lost(&why));
                     }
                 }
             }
         }
+    }
+
+    /// An error that the engine reported, behind what was sent on.
+    fn take_reported(&mut self) -> Option<Reported> {
+        self.events.as_mut()?.reported.take()
+    }
+
+    /// The client has the last event of a stream.
+    fn is_over_for_client(&self) -> bool {
+        let events = self.events.as_ref();
+        events.is_some_and(|of| of.end.is_over() && of.end.api().has_choices())
+    }
+
+    /// The answer is complete, but its connection is of no further use.
+    fn end_without_engine(&mut self) {
+        if let Some(flow) = &mut self.flow {
+            flow.keep_alive = false;
+        }
+        self.finish();
     }
 }
 
@@ -730,31 +993,286 @@ impl Drop for Relay {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::sse::tests::streams;
     use super::*;
 
     proptest! {
         #[test]
         fn events_are_passed_on_whole_and_unchanged(
-            events in prop::collection::vec("[a-z :]{0,30}", 1..10),
-            crlf in any::<bool>(),
-            at in 1usize..20,
+            stream in streams(),
+            cuts in prop::collection::vec(1usize..20, 1..9),
         ) {
-            let line = if crlf { "\r\n" } else { "\n" };
-            let written: Vec<String> = events
-                .iter()
-                .map(|event| format!("data: {event}{line}{line}"))
-                .collect();
-            let stream = written.concat();
-            let mut passed = Vec::new();
             let mut relay = Events { sent: Some(Vec::new()), ..Events::default() };
-            for piece in stream.as_bytes().chunks(at) {
-                let out = relay.pass(Bytes::copy_from_slice(piece), 1 << 20);
-                prop_assert!(out.is_empty() || out.ends_with(line.repeat(2).as_bytes()));
-                passed.extend_from_slice(&out);
+            let (mut passed, mut cuts) = (Vec::new(), cuts.iter().cycle());
+            let mut rest = &stream[..];
+            while !rest.is_empty() {
+                let (piece, after) = rest.split_at(rest.len().min(*cuts.next().unwrap()));
+                passed.extend_from_slice(&relay.pass(Bytes::copy_from_slice(piece), 1 << 20));
+                rest = after;
             }
-            prop_assert_eq!(&passed, stream.as_bytes());
-            prop_assert_eq!(relay.sent.unwrap(), passed);
-            prop_assert!(relay.held.is_empty());
+            prop_assert_eq!(relay.sent.unwrap(), &passed[..]);
+            passed.extend_from_slice(&relay.held);
+            prop_assert_eq!(&passed, &stream);
+        }
+    }
+
+    /// How a scripted engine ends its stream.
+    #[derive(Clone, Copy, Debug)]
+    enum Ending {
+        /// Finish reasons, then `[DONE]`.
+        Done,
+        /// The blank line behind `[DONE]` is left out.
+        DoneUnended,
+        /// Finish reasons, and no more.
+        Finished,
+        /// `[DONE]` without finish reasons.
+        DoneAlone,
+        Nothing,
+        /// An error of the engine, then `[DONE]`.
+        Error(&'static str),
+        /// A refusal of the request, then `[DONE]`.
+        Refused(&'static str),
+        /// Finish reasons, `[DONE]`, and events behind it.
+        Trailing,
+    }
+
+    const ERRORS: &[&str] = &[
+        r#"data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": null, "code": 500}}"#,
+        r#"data: {"error":{"object":"error","message":"busy","type":"SERVICE_UNAVAILABLE","param":null,"code":503}}"#,
+        r#"data: {"object":"error","message":"gone","type":"internal_error","code":"500"}"#,
+        "data: {\"error\":\ndata: {\"message\":\"two lines\",\"code\":null}}",
+        "event: error\ndata: {\"error\":{\"type\":\"overloaded_error\"},\"type\":\"error\"}",
+        "event: error\ndata: gone",
+        r#"data: {"error":"Request failed during generation","error_type":"generation"}"#,
+        r#"error: {"code":500,"message":"of llama.cpp"}"#,
+        r#"data: {"error":{"message":"EngineCore encountered an issue. See stack trace","type":"BadRequestError","code":400}}"#,
+        r#"data: {"id":"a","choices":[{"index":0,"text":"x","finish_reason":"error"}]}"#,
+        r#"data: {"id":"a","choices":[{"index":0,"text":"","finish_reason": "abort"}]}"#,
+        r#"data: {"choices":[{"index":0,"text":"x","finish_reason":null}],"error":{"code":500,"message":"beside a choice"}}"#,
+    ];
+    const REFUSALS: &[&str] = &[
+        r#"data: {"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#,
+        r#"data: {"error":{"message":"slow down","type":"rate_limit_error","code":429}}"#,
+        r#"data: {"error":{"message":"no","type":"invalid_request_error","param":"x","code":null}}"#,
+        r#"data: {"error":"inputs tokens + max_new_tokens","error_type":"validation"}"#,
+    ];
+
+    fn endings() -> impl Strategy<Value = Ending> {
+        prop_oneof![
+            Just(Ending::Done),
+            Just(Ending::DoneUnended),
+            Just(Ending::Finished),
+            Just(Ending::DoneAlone),
+            Just(Ending::Nothing),
+            Just(Ending::Trailing),
+            prop::sample::select(ERRORS).prop_map(Ending::Error),
+            prop::sample::select(REFUSALS).prop_map(Ending::Refused),
+        ]
+    }
+
+    /// A scripted engine: the texts of its choices, its way to write events, its end, and where it is cut.
+    #[derive(Clone, Debug)]
+    struct Script {
+        choices: u64,
+        texts: Vec<String>,
+        line: &'static str,
+        /// Lines around the data of each event: comments, ids, waiting times, names, white space in the JSON.
+        style: Vec<usize>,
+        ending: Ending,
+        chunks: Vec<usize>,
+        /// The connection breaks behind this share of the stream, of 1,000; more: it does not.
+        cut: usize,
+    }
+
+    fn scripts() -> impl Strategy<Value = Script> {
+        let texts = prop::collection::vec(
+            r#"[a-z "\\{}:,\[\]]{0,12}|"error"|\[DONE\]|finish_reason":|data: "#,
+            0..8,
+        );
+        let line = prop::sample::select(&["\n", "\r\n", "\r"][..]);
+        let style = prop::collection::vec(0usize..7, 1..6);
+        let chunks = prop::collection::vec(prop_oneof![1usize..4, 1usize..400], 1..7);
+        (
+            1u64..4,
+            texts,
+            line,
+            style,
+            endings(),
+            chunks,
+            0usize..2_000,
+        )
+            .prop_map(
+                |(choices, texts, line, style, ending, chunks, cut)| Script {
+                    choices,
+                    texts,
+                    line,
+                    style,
+                    ending,
+                    chunks,
+                    cut,
+                },
+            )
+    }
+
+    impl Script {
+        /// One event with `data`, in one of several ways.
+        fn event(&self, number: usize, lines: &str) -> String {
+            let (before, after) = match self.style[number % self.style.len()] {
+                1 => (": keep-alive\n", ""),
+                2 => ("id: 7\nretry: 100\n", ""),
+                3 => ("", ": behind\n"),
+                4 => (": a\n\n: b\n\n\n", ""),
+                5 => ("event: message\n", ""),
+                _ => ("", ""),
+            };
+            // An error names its event itself.
+            let before = if lines.starts_with("event:") {
+                ""
+            } else {
+                before
+            };
+            format!("{before}{lines}\n{after}\n").replace('\n', self.line)
+        }
+
+        fn choice(&self, number: usize, index: u64, text: &str, reason: Option<&str>) -> String {
+            let choice = serde_json::json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason});
+            let json = serde_json::json!({"id": "a", "object": "text_completion", "created": 1, "choices": [choice]});
+            let data = match self.style[(number + 1) % self.style.len()] {
+                0 => serde_json::to_string_pretty(&json)
+                    .unwrap()
+                    .replace('\n', "\ndata: "),
+                1 => json.to_string().replace(":null", ": null"),
+                _ => json.to_string(),
+            };
+            self.event(number, &format!("data: {data}"))
+        }
+
+        /// Its events, and how many of them belong to the answer.
+        fn events(&self) -> (Vec<String>, usize) {
+            let mut all = Vec::new();
+            for (number, text) in self.texts.iter().enumerate() {
+                all.push(self.choice(number, number as u64 % self.choices, text, None));
+            }
+            let ends = matches!(
+                self.ending,
+                Ending::Done | Ending::DoneUnended | Ending::Finished | Ending::Trailing
+            );
+            for index in (0..self.choices).filter(|_| ends) {
+                all.push(self.choice(
+                    index as usize,
+                    index,
+                    "",
+                    Some(["stop", "length"][index as usize % 2]),
+                ));
+            }
+            let done = format!("data: [DONE]{0}{0}", self.line);
+            let mut answer = all.len();
+            match self.ending {
+                Ending::Done | Ending::DoneAlone => all.push(done),
+                Ending::DoneUnended => all.push(format!("data: [DONE]{}", self.line)),
+                Ending::Trailing => {
+                    all.push(done);
+                    answer = all.len();
+                    all.push(self.choice(0, 0, "behind", None));
+                    return (all, answer);
+                }
+                Ending::Error(lines) => {
+                    all.push(self.event(0, lines));
+                    all.push(done);
+                    return (all, answer);
+                }
+                Ending::Refused(lines) => {
+                    all.push(self.event(0, lines));
+                    all.push(done);
+                }
+                Ending::Finished | Ending::Nothing => {}
+            }
+            answer = all.len();
+            (all, answer)
+        }
+    }
+
+    /// Data of the events of `bytes` as a client reads them.
+    fn data(bytes: &[u8]) -> Vec<Vec<u8>> {
+        let all = super::super::sse::events(bytes);
+        all.filter(|event| event.is_whole && !event.data.is_empty())
+            .map(|event| event.data.into_owned())
+            .collect()
+    }
+
+    proptest! {
+        /// For every way of writing, and every cut: the client has the whole events of the answer, and
+        /// the end is that of the answer, not that of the connection.
+        #[test]
+        fn streams_end_as_their_events_say(script in scripts()) {
+            let (events, answer) = script.events();
+            let stream = events.concat().into_bytes();
+            let is_cut = script.cut <= 1_000;
+            let length = if is_cut { stream.len() * script.cut / 1_000 } else { stream.len() };
+            let mut relay = Events {
+                end: StreamEnd::new(Api::Completions, script.choices),
+                ..Events::default()
+            };
+            let mut passed = Vec::new();
+            let mut chunks = script.chunks.iter().cycle();
+            let mut rest = &stream[..length];
+            while !rest.is_empty() && relay.reported.is_none() && !relay.end.is_over() {
+                let (piece, after) = rest.split_at(rest.len().min(*chunks.next().unwrap()));
+                passed.extend_from_slice(&relay.pass(Bytes::copy_from_slice(piece), 1 << 20));
+                rest = after;
+            }
+            // The rest is not read once the engine has reported an error.
+            let mut end = BodyEnd::Complete;
+            if relay.reported.is_none() {
+                end = if is_cut { relay.on_loss() } else { relay.on_end(1 << 20) };
+            }
+            if let BodyEnd::Piece(piece) = end {
+                passed.extend_from_slice(&piece);
+                end = relay.on_end(1 << 20);
+            }
+            // The oracle: events that end before the cut, one by one.
+            let mut at = 0;
+            let whole = events.iter().take_while(|event| {
+                at += event.len();
+                // Of CR LF the CR ends the event.
+                let ends_early = event.ends_with("\r\n") && at == length + 1;
+                at <= length || ends_early
+            });
+            let whole = whole.count().min(if is_cut && matches!(script.ending, Ending::DoneUnended) {
+                events.len() - 1
+            } else {
+                events.len()
+            });
+            let expected = data(events[..whole.min(answer)].concat().as_bytes());
+            let expected = match script.ending {
+                Ending::DoneUnended if whole == events.len() => {
+                    [expected, vec![b"[DONE]".to_vec()]].concat()
+                }
+                _ => expected,
+            };
+            prop_assert_eq!(data(&passed), expected);
+            let texts = script.texts.len();
+            let finished = whole.saturating_sub(texts) as u64 >= script.choices;
+            let done = whole == events.len();
+            if let Ending::Error(_) = script.ending {
+                prop_assert_eq!(relay.reported.is_some(), whole > answer);
+                if whole > answer {
+                    prop_assert!(!relay.reported.unwrap().is_clients);
+                } else {
+                    prop_assert!(matches!(end, BodyEnd::Incomplete(_)), "{:?}", end);
+                }
+                return Ok(());
+            }
+            prop_assert_eq!(&relay.reported, &None);
+            let expected = match script.ending {
+                Ending::Trailing if whole >= answer => BodyEnd::Complete,
+                Ending::Done | Ending::DoneUnended | Ending::DoneAlone | Ending::Refused(_) if done => BodyEnd::Complete,
+                Ending::Refused(_) if whole > texts && is_cut => BodyEnd::Finished,
+                Ending::Refused(_) if whole > texts => BodyEnd::Complete,
+                Ending::Done | Ending::DoneUnended | Ending::Finished | Ending::Trailing if finished => BodyEnd::Finished,
+                _ => BodyEnd::Incomplete(relay.end.missing()),
+            };
+            prop_assert_eq!(end, expected);
         }
     }
 

@@ -3,7 +3,11 @@
 //! The bytes that the client has are parsed only now: an undisturbed stream costs nothing. The new request
 //! asks for what follows the text (or tokens) so far; its events get the id of the first ones.
 
+use std::borrow::Cow;
+
 use serde_json::{Map, Value};
+
+use super::sse;
 
 /// A request whose stream may continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,8 +65,12 @@ pub(super) fn plan(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Plan, S
     let Ok(Value::Object(mut body)) = serde_json::from_slice(body) else {
         return Err("its request is not a JSON object".into());
     };
-    check_request(&body)?;
     let mut sent = read_events(kind, sent)?;
+    if sent.steps == 0 && !sent.finished {
+        // The client has nothing of the answer, so any request may be sent again.
+        return Ok(again(kind, &body, sent));
+    }
+    check_request(&body)?;
     if holds_text_back(&body) {
         // Its tokens are ahead of the text that the client has.
         sent.tokens = None;
@@ -91,6 +99,22 @@ pub(super) fn plan(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Plan, S
             role_sent: sent.role,
         },
     })
+}
+
+/// The same request once more.
+fn again(kind: StreamKind, body: &Map<String, Value>, sent: Sent) -> Plan {
+    // Each choice begins with its role, of which the client has some at most.
+    let is_one = body.get("n").is_none_or(|n| n.is_null() || *n == 1);
+    Plan {
+        body: Value::Object(body.clone()).to_string().into_bytes(),
+        rewriter: Rewriter {
+            kind,
+            id: sent.id,
+            created: sent.created,
+            tokens_before: 0,
+            role_sent: sent.role && is_one,
+        },
+    }
 }
 
 /// Whether the engine keeps back text that could begin a stop string.
@@ -238,13 +262,10 @@ fn continue_chat(body: &mut Map<String, Value>, sent: &Sent) -> Result<(), Strin
     Ok(())
 }
 
-/// Data of each event of `bytes`.
-fn data_of(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
-    bytes
-        .split(|&b| b == b'\n')
-        .map(|line| line.strip_suffix(b"\r").unwrap_or(line))
-        .filter_map(|line| line.strip_prefix(b"data:"))
-        .map(<[u8]>::trim_ascii_start)
+/// Data of each event of `bytes` that has some.
+fn data_of(bytes: &[u8]) -> impl Iterator<Item = Cow<'_, [u8]>> {
+    let all = sse::events(bytes).map(|event| event.data);
+    all.filter(|data| !data.is_empty())
 }
 
 fn read_events(kind: StreamKind, bytes: &[u8]) -> Result<Sent, String> {
@@ -253,11 +274,11 @@ fn read_events(kind: StreamKind, bytes: &[u8]) -> Result<Sent, String> {
         ..Sent::default()
     };
     for data in data_of(bytes) {
-        if data == b"[DONE]" {
+        if data.trim_ascii() == b"[DONE]" {
             sent.finished = true;
             continue;
         }
-        let Ok(event) = serde_json::from_slice::<Value>(data) else {
+        let Ok(event) = serde_json::from_slice::<Value>(&data) else {
             return Err("an event of it is not JSON".into());
         };
         if event.get("error").is_some_and(|error| !error.is_null()) {
@@ -335,19 +356,25 @@ impl Sent {
 impl Rewriter {
     /// The whole events `bytes` as events of the stream.
     pub(super) fn rewrite(&mut self, bytes: &[u8]) -> Vec<u8> {
+        if sse::events(bytes).next().is_none() {
+            return bytes.to_vec(); // comments keep the client's connection open
+        }
         let mut out = Vec::with_capacity(bytes.len());
         for data in data_of(bytes) {
             let mut put = |data: &[u8]| {
-                out.extend_from_slice(b"data: ");
-                out.extend_from_slice(data);
-                out.extend_from_slice(b"\n\n");
+                for line in data.split(|&byte| byte == b'\n') {
+                    out.extend_from_slice(b"data: ");
+                    out.extend_from_slice(line);
+                    out.push(b'\n');
+                }
+                out.push(b'\n');
             };
-            if let Ok(Value::Object(mut event)) = serde_json::from_slice(data) {
+            if let Ok(Value::Object(mut event)) = serde_json::from_slice(&data) {
                 if self.rewrite_event(&mut event) {
                     put(Value::Object(event).to_string().as_bytes());
                 }
             } else {
-                put(data);
+                put(&data);
             }
         }
         out
@@ -519,7 +546,7 @@ mod tests {
             let out = plan.rewriter.rewrite(
                 b"data: {\"choices\":[],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":2}}\n\n",
             );
-            let event: Value = serde_json::from_slice(data_of(&out).next().unwrap()).unwrap();
+            let event: Value = serde_json::from_slice(&data_of(&out).next().unwrap()).unwrap();
             assert_eq!(event["usage"]["prompt_tokens"], 0);
             assert_eq!(event["usage"]["completion_tokens"], i64::MAX);
         }

@@ -27,7 +27,7 @@ use tokio::task::JoinSet;
 use super::connection::{Connection, Failure};
 use super::engines::{Engine, Engines, State};
 use super::forward::Read;
-use super::{loops, wire};
+use super::{loops, sse, wire};
 use crate::budget::ClientUse;
 use crate::connection::Client;
 use crate::http;
@@ -496,10 +496,7 @@ pub(super) fn id_of(piece: &[u8], is_events: bool) -> Option<String> {
     if !is_events {
         return of(piece);
     }
-    let lines = piece.split(|&byte| byte == b'\n');
-    lines
-        .filter_map(|line| line.strip_prefix(b"data:"))
-        .find_map(of)
+    sse::events(piece).find_map(|event| of(&event.data))
 }
 
 /// Reads `id` of an object, or with `inner` that of its `response`.

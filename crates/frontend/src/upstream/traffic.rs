@@ -198,7 +198,7 @@ impl Upstream {
         let begun = begun.await;
         let begun = begun.unwrap_or(Err(Failure::FirstByteTimeout(settings.first_byte_timeout)));
         let (mut connection, head) = begun.inspect_err(|failure| visit.on_failure(failure))?;
-        visit.on_first_byte(head.status);
+        visit.on_first_byte(head.status, true);
         let mut decoder = BodyDecoder::new(head.framing);
         let (mut read, mut turn) = (0, 0);
         loop {

@@ -1,0 +1,255 @@
+//! The last events of a stream whose engine was lost after all of the answer had come. No I/O.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+use super::ends::Api;
+use super::sse;
+
+/// The events that end a stream of a request with `body` after the events `sent`. `None` if some of the answer is missing.
+pub(super) fn closing(api: Api, body: &[u8], sent: &[u8]) -> Option<Vec<u8>> {
+    if !api.has_choices() {
+        return None;
+    }
+    let Ok(Value::Object(body)) = serde_json::from_slice(body) else {
+        return None;
+    };
+    let seen = Sent::read(sent)?;
+    let choices = choices(&body);
+    let is_finished = seen.finished.len() as u64 >= choices;
+    // An engine that holds text back, as it may begin a stop string, still has some of it.
+    let may_hold_text = body.get("stop").is_some_and(|stop| !stop.is_null());
+    let has_all_tokens =
+        choices == 1 && !may_hold_text && limit(&body).is_some_and(|limit| seen.tokens() >= limit);
+    if !is_finished && !has_all_tokens {
+        return None;
+    }
+    let mut out = Vec::new();
+    let mut put = |event: &Value| {
+        out.extend_from_slice(b"data: ");
+        out.extend_from_slice(event.to_string().as_bytes());
+        out.extend_from_slice(b"\n\n");
+    };
+    if !is_finished {
+        let choice = match api {
+            Api::Chat => {
+                json!({"index": 0, "delta": {}, "logprobs": null, "finish_reason": "length"})
+            }
+            _ => json!({"index": 0, "text": "", "logprobs": null, "finish_reason": "length"}),
+        };
+        put(&seen.event(json!([choice]), None));
+    }
+    let wants_usage = body
+        .get("stream_options")
+        .and_then(|options| options.get("include_usage"));
+    if wants_usage == Some(&Value::Bool(true))
+        && !seen.has_last_usage
+        && let Some(usage) = seen.usage(choices)
+    {
+        put(&seen.event(json!([]), Some(usage)));
+    }
+    out.extend_from_slice(b"data: [DONE]\n\n");
+    Some(out)
+}
+
+/// Choices that a request asks for.
+fn choices(body: &Map<String, Value>) -> u64 {
+    let prompts = match body.get("prompt") {
+        Some(Value::Array(items)) if items.iter().all(|item| !item.is_number()) => items.len(),
+        _ => 1,
+    };
+    let each = body.get("n").and_then(Value::as_u64).unwrap_or(1);
+    each.max(1).saturating_mul(prompts.max(1) as u64)
+}
+
+/// Tokens that the answer has at most, if the request says so.
+fn limit(body: &Map<String, Value>) -> Option<u64> {
+    let named = ["max_completion_tokens", "max_tokens"];
+    let asked = named.iter().find_map(|name| body.get(*name)?.as_u64());
+    // Echoed text is no part of the answer, but in its events.
+    let echoes = body.get("echo") == Some(&Value::Bool(true));
+    asked.filter(|&limit| limit > 0 && !echoes)
+}
+
+/// The answer at the client.
+#[derive(Debug, Default)]
+struct Sent {
+    /// The first event with an id, without its choices and usage.
+    frame: Map<String, Value>,
+    finished: BTreeSet<u64>,
+    /// Events with text or tokens: at most as many as tokens.
+    steps: u64,
+    /// Tokens that events name; `None` if some do not.
+    named: Option<u64>,
+    prompt: Option<u64>,
+    /// `usage` of the last event that had one.
+    counted: Option<Value>,
+    /// That event was the one behind all choices.
+    has_last_usage: bool,
+}
+
+impl Sent {
+    /// Reads whole events. `None` if one is no object, or the stream is over.
+    fn read(bytes: &[u8]) -> Option<Sent> {
+        let mut sent = Sent {
+            named: Some(0),
+            ..Sent::default()
+        };
+        for event in sse::events(bytes) {
+            if event.data.is_empty() {
+                continue;
+            }
+            let Ok(Value::Object(mut event)) = serde_json::from_slice(&event.data) else {
+                return None;
+            };
+            let choices = match event.remove("choices") {
+                Some(Value::Array(choices)) => choices,
+                _ => Vec::new(),
+            };
+            if let Some(usage) = event.remove("usage").filter(Value::is_object) {
+                sent.has_last_usage = choices.is_empty();
+                sent.counted = Some(usage);
+            }
+            let of_event = ids(event.remove("prompt_token_ids").as_ref());
+            sent.prompt = sent.prompt.or(of_event);
+            for choice in &choices {
+                sent.read_choice(choice);
+            }
+            if sent.frame.is_empty() && event.contains_key("id") {
+                sent.frame = event;
+            }
+        }
+        Some(sent)
+    }
+
+    fn read_choice(&mut self, choice: &Value) {
+        if choice
+            .get("finish_reason")
+            .is_some_and(|why| !why.is_null() && why != "")
+        {
+            let index = choice.get("index").and_then(Value::as_u64);
+            self.finished.insert(index.unwrap_or(0));
+        }
+        self.prompt = self.prompt.or(ids(choice.get("prompt_token_ids")));
+        let tokens = ids(choice.get("token_ids"));
+        let says = |value: &Value| value.as_str().is_some_and(|text| !text.is_empty());
+        let delta = choice.get("delta").and_then(Value::as_object);
+        let has_text = choice.get("text").is_some_and(says)
+            || delta.into_iter().flatten().any(|(name, value)| {
+                name != "role" && (says(value) || value.as_array().is_some_and(|of| !of.is_empty()))
+            });
+        if !has_text && tokens.is_none_or(|tokens| tokens == 0) {
+            return;
+        }
+        self.steps += 1;
+        self.named = self.named.zip(tokens).map(|(before, more)| before + more);
+    }
+
+    /// Tokens of the answer, at least.
+    fn tokens(&self) -> u64 {
+        let counted = self.counted.as_ref();
+        let counted = counted.and_then(|usage| usage.get("completion_tokens")?.as_u64());
+        let named = self.named.unwrap_or(0);
+        self.steps.max(counted.unwrap_or(0)).max(named)
+    }
+
+    /// The answer's usage, if an event counted it or all tokens were named.
+    fn usage(&self, choices: u64) -> Option<Value> {
+        if let Some(counted) = &self.counted {
+            return Some(counted.clone()).filter(|_| choices == 1);
+        }
+        let (prompt, answer) = (self.prompt?, self.named?);
+        Some(json!({
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + answer,
+            "completion_tokens": answer,
+        }))
+    }
+
+    fn event(&self, choices: Value, usage: Option<Value>) -> Value {
+        let mut event = self.frame.clone();
+        event.insert("choices".into(), choices);
+        if let Some(usage) = usage {
+            event.insert("usage".into(), usage);
+        }
+        Value::Object(event)
+    }
+}
+
+fn ids(value: Option<&Value>) -> Option<u64> {
+    Some(value?.as_array()?.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(choices: &str, more: &str) -> String {
+        format!(
+            "data: {{\"id\":\"c\",\"object\":\"o\",\"created\":1,\"model\":\"m\",\"choices\":[{choices}]{more}}}\n\n"
+        )
+    }
+
+    fn text(index: u64, text: &str, reason: &str) -> String {
+        format!(r#"{{"index":{index},"text":"{text}","finish_reason":{reason}}}"#)
+    }
+
+    fn closed(body: &str, sent: &[String]) -> Option<Vec<Value>> {
+        let out = closing(Api::Completions, body.as_bytes(), sent.concat().as_bytes())?;
+        let events: Vec<_> = sse::events(&out).map(|of| of.data.into_owned()).collect();
+        let (done, events) = events.split_last().unwrap();
+        assert_eq!(done, b"[DONE]");
+        let parsed = events.iter().map(|of| serde_json::from_slice(of).unwrap());
+        Some(parsed.collect())
+    }
+
+    #[test]
+    fn a_finished_answer_gets_what_is_missing() {
+        let last = event(&text(0, "b", "\"stop\""), "");
+        let sent = [event(&text(0, "a", "null"), ""), last];
+        assert_eq!(closed(r#"{"prompt":"x"}"#, &sent), Some(vec![]));
+        assert_eq!(closed(r#"{"prompt":"x","n":2}"#, &sent), None);
+        assert_eq!(closed(r#"{"prompt":["x","y"]}"#, &sent), None);
+        assert_eq!(closed(r#"{"prompt":[[1],[2]],"n":1}"#, &sent), None);
+        let other = [&sent[..], &[event(&text(1, "b", "\"stop\""), "")]].concat();
+        assert_eq!(closed(r#"{"prompt":"x","n":2}"#, &other), Some(vec![]));
+        // Usage is not invented.
+        let asks = r#"{"prompt":"x","stream_options":{"include_usage":true}}"#;
+        assert_eq!(closed(asks, &sent), Some(vec![]));
+        let counted = r#","usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}"#;
+        let with_usage = [event(&text(0, "b", "\"stop\""), counted)];
+        let usage = &closed(asks, &with_usage).unwrap()[0];
+        assert_eq!(usage["usage"]["completion_tokens"], 2);
+        assert_eq!((&usage["id"], &usage["choices"]), (&json!("c"), &json!([])));
+        assert_eq!(closed(r#"{"prompt":"x"}"#, &with_usage), Some(vec![]));
+        let last = [&with_usage[..], &[event("", counted)]].concat();
+        assert_eq!(closed(asks, &last), Some(vec![]), "the client has it");
+        let named = r#"{"index":0,"text":"b","finish_reason":"stop","prompt_token_ids":[1,2],"token_ids":[7,8,9]}"#;
+        let usage = &closed(asks, &[event(named, "")]).unwrap()[0]["usage"];
+        assert_eq!(
+            usage,
+            &json!({"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5})
+        );
+    }
+
+    #[test]
+    fn an_answer_with_all_its_tokens_is_finished() {
+        let sent = [
+            event(&text(0, "a", "null"), ""),
+            event(&text(0, "b", "null"), ""),
+        ];
+        let end = closed(r#"{"prompt":"x","max_tokens":2}"#, &sent).unwrap();
+        assert_eq!(end[0]["choices"][0]["finish_reason"], "length");
+        assert_eq!(end[0]["id"], "c");
+        for body in [
+            r#"{"prompt":"x","max_tokens":3}"#,
+            r#"{"prompt":"x"}"#,
+            r#"{"prompt":"x","max_tokens":2,"n":2}"#,
+            r#"{"prompt":"x","max_tokens":2,"echo":true}"#,
+            r#"{"prompt":"x","max_tokens":2,"stop":["END"]}"#,
+        ] {
+            assert_eq!(closed(body, &sent), None, "{body}");
+        }
+    }
+}

@@ -1,0 +1,564 @@
+//! The end of an answer by its own words: finish reasons, last events, and errors within a 200. No I/O.
+//!
+//! How a connection ends says little: vLLM and SGLang report a dead engine in a stream that then ends cleanly, and an
+//! engine may be lost after the last word of its answer.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
+
+use hyper::Method;
+use memchr::memchr2;
+use memchr::memmem::{self, Finder};
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use super::sse::{self, Event};
+
+/// The API of a request, by which the end of its answer is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Api {
+    /// `/v1/completions`.
+    Completions,
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/responses`.
+    Responses,
+    /// `/v1/messages`.
+    Messages,
+    /// Others, whose answers end as their transport says.
+    #[default]
+    Other,
+}
+
+impl Api {
+    pub(super) fn of(method: &Method, path: &str) -> Api {
+        if *method != Method::POST {
+            return Api::Other;
+        }
+        match path {
+            "/v1/completions" => Api::Completions, // `/completions` is another API of llama.cpp
+            "/v1/chat/completions" | "/chat/completions" => Api::Chat,
+            "/v1/responses" => Api::Responses,
+            "/v1/messages" => Api::Messages,
+            _ => Api::Other,
+        }
+    }
+
+    /// Whether its answers have choices, and end with `[DONE]`.
+    pub(super) fn has_choices(self) -> bool {
+        matches!(self, Api::Completions | Api::Chat)
+    }
+
+    /// The event by which the router says that a stream is lost.
+    pub(super) fn error_event(self, message: &str, openai: &[u8]) -> Vec<u8> {
+        let (before, error, after) = match self {
+            Api::Responses => (
+                "event: error\ndata: ",
+                serde_json::json!({"type": "error", "code": "stream_lost", "message": message, "param": null}),
+                "\n\n",
+            ),
+            Api::Messages => (
+                "event: error\ndata: ",
+                serde_json::json!({"type": "error", "error": {"type": "api_error", "message": message}}),
+                "\n\n",
+            ),
+            Api::Completions | Api::Chat | Api::Other => {
+                return [b"data: ", openai, b"\n\ndata: [DONE]\n\n"].concat();
+            }
+        };
+        [
+            before.as_bytes(),
+            error.to_string().as_bytes(),
+            after.as_bytes(),
+        ]
+        .concat()
+    }
+}
+
+/// An error that an engine reported in an answer of status 200.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Reported {
+    /// The client's request is at fault.
+    pub(super) is_clients: bool,
+    /// The engine is busy: 503.
+    pub(super) is_busy: bool,
+    pub(super) text: String,
+}
+
+/// Characters of an engine's message that are kept.
+const TEXT_CHARS_MAX: usize = 300;
+
+impl Reported {
+    fn by_engine(text: impl Into<String>) -> Reported {
+        Reported {
+            is_clients: false,
+            is_busy: false,
+            text: text.into(),
+        }
+    }
+
+    /// Reads `error`, the value of such a field or an object that is one.
+    fn of(error: &Value, outer: &Fields<'_>) -> Reported {
+        let word = |of: &Value| of.as_str().map(str::to_owned);
+        let inner = |name: &str| error.get(name).filter(|value| !value.is_null());
+        let text = match error {
+            Value::String(text) => text.clone(),
+            error => inner("message")
+                .and_then(word)
+                .unwrap_or_else(|| error.to_string()),
+        };
+        // Numbers first: both vLLM and SGLang have one.
+        let numbers = ["code", "status", "status_code", "http_code"];
+        let status = numbers.iter().find_map(|name| {
+            let value = inner(name)?;
+            let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
+            number.filter(|number| (400..600).contains(number))
+        });
+        // TGI names the kind beside its text.
+        let beside = outer.get("error_type").and_then(string);
+        let mut kinds = ["code", "type"]
+            .iter()
+            .filter_map(|name| inner(name).and_then(word))
+            .chain(beside);
+        let is_clients = match status {
+            // Older versions of vLLM give its death the status of a bad request.
+            Some(400..500) => !text.starts_with("EngineCore encountered an issue"),
+            Some(status) => status == 501,
+            None => kinds.any(|kind| is_clients_fault(&kind)),
+        };
+        Reported {
+            is_clients,
+            is_busy: status == Some(503),
+            text: text.chars().take(TEXT_CHARS_MAX).collect(),
+        }
+    }
+}
+
+/// Whether `kind`, a type or code of an error in words, blames the request. Sources: the error types of OpenAI's and
+/// Anthropic's APIs, and of vLLM, SGLang, llama.cpp and TGI.
+fn is_clients_fault(kind: &str) -> bool {
+    const WORDS: [&str; 20] = [
+        "invalid",
+        "badrequest",
+        "notfound",
+        "notimplemented",
+        "notsupported",
+        "unprocessable",
+        "authentication",
+        "permission",
+        "unauthorized",
+        "forbidden",
+        "toolarge",
+        "toolong",
+        "ratelimit",
+        "contextlength",
+        "exceedcontextsize",
+        "contentfilter",
+        "contentpolicy",
+        "validation",
+        "unsupported",
+        "insufficientquota",
+    ];
+    let plain: String = kind
+        .chars()
+        .filter(char::is_ascii_alphanumeric)
+        .map(|c| c.to_ascii_lowercase())
+        .collect();
+    WORDS.iter().any(|word| plain.contains(word))
+}
+
+/// Members of a JSON object. The last one of a name wins, as in Python's parser.
+type Fields<'a> = BTreeMap<Cow<'a, str>, &'a RawValue>;
+
+fn fields(json: &[u8]) -> Option<Fields<'_>> {
+    serde_json::from_slice(json).ok()
+}
+
+fn string(raw: &&RawValue) -> Option<String> {
+    serde_json::from_str(raw.get()).ok()
+}
+
+fn value(raw: &RawValue) -> Value {
+    serde_json::from_str(raw.get()).unwrap_or_default()
+}
+
+/// A value that says that there is nothing: some engines send `"error": null` or `"finish_reason": ""`.
+fn is_nothing(raw: &RawValue) -> bool {
+    matches!(raw.get(), "null" | "false" | "\"\"" | "{}" | "[]")
+}
+
+/// The error that an object reports, if it is one.
+fn error_of(fields: &Fields<'_>, is_error_event: bool) -> Option<Reported> {
+    let member = fields.get("error").filter(|raw| !is_nothing(raw));
+    let kind = fields.get("type").and_then(string);
+    let kind = kind.as_deref().unwrap_or_default();
+    let is_error = fields.get("object").and_then(string).as_deref() == Some("error")
+        || kind == "error"
+        || is_error_event;
+    match (member, kind) {
+        // `response.failed` of `/v1/responses`, or the response itself.
+        (_, "response.failed") => {
+            let response = fields.get("response").map(|raw| value(raw));
+            let error =
+                response.and_then(|mut response| response.get_mut("error").map(Value::take));
+            let error = error.filter(|error| !error.is_null());
+            let error = error.unwrap_or_else(|| "the response failed".into());
+            Some(Reported::of(&error, fields))
+        }
+        (Some(raw), _) => Some(Reported::of(&value(raw), fields)),
+        (None, _) if is_error => {
+            let all = fields
+                .iter()
+                .map(|(name, raw)| (name.to_string(), value(raw)));
+            Some(Reported::of(&Value::Object(all.collect()), fields))
+        }
+        (None, _) => None,
+    }
+}
+
+/// A choice of an answer, as far as it is read.
+#[derive(Debug, Default)]
+struct ChoiceEnd {
+    index: u64,
+    /// Its finish reason, once it has one.
+    reason: Option<String>,
+}
+
+fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
+    let all = fields.get("choices");
+    let all = all.and_then(|raw| serde_json::from_str::<Vec<&RawValue>>(raw.get()).ok());
+    let choice = |raw: &&RawValue| {
+        let fields: Fields<'_> = serde_json::from_str(raw.get()).unwrap_or_default();
+        let index = fields.get("index");
+        let reason = fields.get("finish_reason").filter(|raw| !is_nothing(raw));
+        ChoiceEnd {
+            index: index
+                .and_then(|raw| serde_json::from_str(raw.get()).ok())
+                .unwrap_or_default(),
+            reason: reason.map(|raw| string(raw).unwrap_or_else(|| raw.get().to_owned())),
+        }
+    };
+    all.iter().flatten().map(choice).collect()
+}
+
+/// Whether a finish reason says that the engine gave up: vLLM and SGLang abort requests when they stop, sleep or load
+/// weights; `error` is vLLM's word for an internal error, and that of gateways.
+fn gives_up(reason: &str) -> bool {
+    matches!(reason, "error" | "abort" | "aborted")
+}
+
+fn gave_up(reason: &str) -> Reported {
+    Reported::by_engine(format!("finish_reason `{reason}`"))
+}
+
+/// Progress of a stream towards its end.
+#[derive(Debug, Default)]
+pub(super) struct StreamEnd {
+    api: Api,
+    /// Choices that were asked for.
+    choices: u64,
+    /// Those that have a finish reason.
+    finished: BTreeSet<u64>,
+    /// The last event has come.
+    is_over: bool,
+    /// The engine refused the request within the stream.
+    is_refused: bool,
+    /// Beginning of events up to their choices, and bytes from the name of a finish reason to the end, as of the last
+    /// event that was read for it.
+    head: Vec<u8>,
+    behind_reason: usize,
+    /// The text of a choice comes behind its finish reason.
+    is_text_last: bool,
+}
+
+/// A piece of a stream, read.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Reading {
+    /// Bytes of the piece that belong to the answer: those before an error of the engine, up to the last event.
+    pub(super) answer: usize,
+    pub(super) reported: Option<Reported>,
+}
+
+static ERROR: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"error\""));
+/// A name within a text cannot match: its closing quote would be escaped.
+static REASON: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\":"));
+static CHOICES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"choices\":"));
+
+fn is_null(value: &[u8]) -> bool {
+    value
+        .strip_prefix(b" ")
+        .unwrap_or(value)
+        .starts_with(b"null")
+}
+
+/// Whether whole events are one event of one line, which ends with LF LF.
+fn is_one_line(piece: &[u8]) -> bool {
+    memchr2(b'\n', b'\r', piece).is_some_and(|length| length + 2 == piece.len())
+}
+
+impl StreamEnd {
+    /// A stream of `api` with `choices` choices.
+    pub(super) fn new(api: Api, choices: u64) -> StreamEnd {
+        StreamEnd {
+            api,
+            choices: choices.max(1),
+            ..StreamEnd::default()
+        }
+    }
+
+    pub(super) fn api(&self) -> Api {
+        self.api
+    }
+
+    /// The last event has come.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// The engine refused the request within the stream.
+    pub(super) fn is_refused(&self) -> bool {
+        self.is_refused
+    }
+
+    /// All of the answer has come, though perhaps not its last events.
+    pub(super) fn is_finished(&self) -> bool {
+        self.is_over || self.is_refused || self.finished.len() as u64 >= self.choices
+    }
+
+    /// Why a stream that ends here is not complete.
+    pub(super) fn missing(&self) -> &'static str {
+        match self.api {
+            Api::Completions | Api::Chat => "its stream ended without finish reason and `[DONE]`",
+            Api::Responses => "its stream ended without `response.completed`",
+            Api::Messages => "its stream ended without `message_stop`",
+            Api::Other => "its stream ended",
+        }
+    }
+
+    /// The event that a finished stream must end with.
+    pub(super) fn last_event(&self) -> &'static [u8] {
+        match self.api {
+            Api::Completions | Api::Chat => b"data: [DONE]\n\n",
+            Api::Messages => b"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+            Api::Responses | Api::Other => b"",
+        }
+    }
+
+    /// Reads the next whole events, if they are not [plain](Self::is_plain).
+    #[cold]
+    pub(super) fn read(&mut self, piece: &[u8]) -> Reading {
+        for event in sse::events(piece) {
+            if self.is_over && self.api.has_choices() {
+                return Reading {
+                    answer: event.start,
+                    reported: None,
+                };
+            }
+            if let Some(reported) = self.read_event(&event) {
+                // In other APIs an error is the last event.
+                self.is_over |= !self.api.has_choices();
+                if reported.is_clients {
+                    // The engine refuses the rest; what it says is the answer's end.
+                    self.is_refused = true;
+                    continue;
+                }
+                return Reading {
+                    answer: event.start,
+                    reported: Some(reported),
+                };
+            }
+        }
+        Reading {
+            answer: piece.len(),
+            reported: None,
+        }
+    }
+
+    /// Whether `piece` is one event that continues an answer, and need not be read: nearly all are.
+    #[inline]
+    pub(super) fn is_plain(&mut self, piece: &[u8]) -> bool {
+        if self.is_over && self.api.has_choices() {
+            return false;
+        }
+        match self.api {
+            Api::Completions | Api::Chat => self.is_unfinished(piece),
+            Api::Responses | Api::Messages => {
+                // `event: KIND`, `data: …` and a blank line.
+                let Some(length) = memchr2(b'\n', b'\r', piece) else {
+                    return false;
+                };
+                let (name, rest) = piece.split_at(length);
+                (name.ends_with(b".delta") || name == b"event: content_block_delta")
+                    && name.starts_with(b"event: ")
+                    && rest.starts_with(b"\n")
+                    && memchr2(b'\n', b'\r', &rest[1..]).is_some_and(|at| at + 3 == rest.len())
+                    && ERROR.find(piece).is_none()
+            }
+            Api::Other => ERROR.find(piece).is_none(),
+        }
+    }
+
+    /// Whether `piece` is one event, of one line, with choices that all have `"finish_reason": null`, and no error.
+    #[inline]
+    fn is_unfinished(&mut self, piece: &[u8]) -> bool {
+        // Token by token the same is written before the choices, and behind the finish reason but for the digits of token
+        // ids. Another member there, as an error would be, is longer than these.
+        if self.choices == 1
+            && !self.head.is_empty()
+            && let Some(rest) = piece.strip_prefix(&self.head[..])
+            && let Some(reason) = self.known_reason(rest)
+        {
+            let has_error = || self.is_text_last && ERROR.find(reason).is_some();
+            return is_null(reason) && is_one_line(rest) && !has_error();
+        }
+        self.is_unfinished_anew(piece)
+    }
+
+    /// The rest of an event behind `"finish_reason":`, if that is where it was in the event before, but for some digits.
+    #[inline]
+    fn known_reason<'p>(&self, rest: &'p [u8]) -> Option<&'p [u8]> {
+        const DIGITS: usize = 5;
+        let known = rest.len().checked_sub(self.behind_reason)?;
+        let near = known.saturating_sub(DIGITS)..=known + DIGITS;
+        for at in std::iter::once(known).chain(near) {
+            if rest.get(at + 1) == Some(&b'f')
+                && let Some(reason) = rest[at..].strip_prefix(REASON.needle())
+            {
+                return Some(reason);
+            }
+        }
+        None
+    }
+
+    #[cold]
+    fn is_unfinished_anew(&mut self, piece: &[u8]) -> bool {
+        let mut found = REASON.find_iter(piece);
+        let Some(first) = found.next() else {
+            return false;
+        };
+        let reason = |at: usize| &piece[at + REASON.needle().len()..];
+        let is_plain = is_one_line(piece)
+            && ERROR.find(piece).is_none()
+            && is_null(reason(first))
+            && found.all(|at| is_null(reason(at)));
+        if is_plain && let Some(choices) = CHOICES.find(&piece[..first]) {
+            self.behind_reason = piece.len() - first;
+            let names = [&b"\"text\""[..], b"\"delta\""];
+            self.is_text_last = names
+                .iter()
+                .any(|name| memmem::find(reason(first), name).is_some());
+            self.head.clear();
+            self.head
+                .extend_from_slice(&piece[..choices + CHOICES.needle().len()]);
+        }
+        is_plain
+    }
+
+    fn read_event(&mut self, event: &Event<'_>) -> Option<Reported> {
+        let data = event.data.trim_ascii();
+        if data == b"[DONE]" {
+            self.is_over = true;
+            return None;
+        }
+        if let Some(error) = event.error {
+            let fields = fields(error).unwrap_or_default();
+            return error_of(&fields, true);
+        }
+        let is_error_event = event.name == b"error";
+        let Some(fields) = fields(data) else {
+            return is_error_event.then(|| {
+                let text = String::from_utf8_lossy(data);
+                Reported::by_engine(text.chars().take(TEXT_CHARS_MAX).collect::<String>())
+            });
+        };
+        if let Some(reported) = error_of(&fields, is_error_event) {
+            return Some(reported);
+        }
+        match self.api {
+            Api::Completions | Api::Chat => {
+                for choice in choices_of(&fields) {
+                    let Some(reason) = choice.reason else {
+                        continue;
+                    };
+                    if gives_up(&reason) {
+                        return Some(gave_up(&reason));
+                    }
+                    self.finished.insert(choice.index);
+                }
+            }
+            Api::Responses => {
+                let kind = fields.get("type").and_then(string).unwrap_or_default();
+                self.is_over |= matches!(
+                    &*kind,
+                    "response.completed" | "response.incomplete" | "response.cancelled"
+                );
+            }
+            Api::Messages => match &*fields.get("type").and_then(string).unwrap_or_default() {
+                "message_stop" => self.is_over = true,
+                "message_delta" => {
+                    let delta = fields
+                        .get("delta")
+                        .map(|raw| value(raw))
+                        .unwrap_or_default();
+                    if delta.get("stop_reason").is_some_and(|why| !why.is_null()) {
+                        self.finished.insert(0);
+                    }
+                }
+                _ => {}
+            },
+            Api::Other => {}
+        }
+        None
+    }
+}
+
+/// The error of the engine that `piece`, the beginning of a stream of `api`, reports before anything else.
+pub(super) fn first_error(api: Api, piece: &[u8]) -> Option<Reported> {
+    let reading = StreamEnd::new(api, 1).read(piece);
+    let reported = reading.reported.filter(|of| !of.is_clients);
+    reported.filter(|_| sse::events(&piece[..reading.answer]).next().is_none())
+}
+
+/// Whether all events of `rest`, which no blank line ended, have come: some engines leave that line out at the end.
+pub(super) fn is_complete(rest: &[u8]) -> bool {
+    let mut any = false;
+    sse::events(rest).all(|event| {
+        any = true;
+        let data = event.data.trim_ascii();
+        data == b"[DONE]" || serde_json::from_slice::<serde::de::IgnoredAny>(data).is_ok()
+    }) && any
+}
+
+/// Checks an answer of status 200 that is no stream, whose type is `kind`.
+///
+/// # Errors
+/// Why the engine failed, in spite of the status.
+pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Reported> {
+    if api == Api::Other {
+        return Ok(());
+    }
+    let essence = kind.split(|&byte| byte == b';').next().unwrap_or_default();
+    let essence = essence.trim_ascii().to_ascii_lowercase();
+    let Some(fields) = fields(body) else {
+        let text = match &*essence {
+            _ if body.trim_ascii().is_empty() => "its answer is empty",
+            b"application/json" => "its answer is not a JSON object, or cut off",
+            b"text/html" => "its answer is a page (text/html)",
+            _ => return Ok(()),
+        };
+        return Err(Reported::by_engine(text));
+    };
+    let status = fields.get("status").and_then(string);
+    let failed = api == Api::Responses && status.as_deref() == Some("failed");
+    let error = error_of(&fields, false);
+    let error = error.or_else(|| failed.then(|| Reported::by_engine("the response failed")));
+    if let Some(error) = error.filter(|error| !error.is_clients) {
+        return Err(error);
+    }
+    let reasons = choices_of(&fields).into_iter().filter_map(|of| of.reason);
+    match reasons.into_iter().find(|reason| gives_up(reason)) {
+        Some(reason) if api.has_choices() => Err(gave_up(&reason)),
+        _ => Ok(()),
+    }
+}

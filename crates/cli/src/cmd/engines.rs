@@ -112,6 +112,9 @@ impl Live {
         if let Some(key) = admin_key {
             engines = engines.with_admin_key(key);
         }
+        if cluster.live.api_keys_file.is_some() {
+            engines = engines.with_own_keys();
+        }
         engines.set_pools(pools);
         let engines = Arc::new(engines);
         let follow = || {

@@ -78,6 +78,84 @@ impl Engine {
         engine
     }
 
+    /// An engine that wants `key` for all that is below `/v1`.
+    pub(crate) fn keyed(
+        key: &'static str,
+        script: impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static,
+    ) -> Engine {
+        Engine::custom(move |_, request, stream| {
+            if request.line.starts_with("GET /health ") {
+                answer(stream, "200 OK", "", b"");
+            } else if request.header("authorization") == Some(key) {
+                script(request, stream);
+            } else {
+                answer(
+                    stream,
+                    "401 Unauthorized",
+                    "",
+                    b"{\"error\":\"Unauthorized\"}",
+                );
+            }
+            true
+        })
+    }
+
+    /// An engine whose connections carry several requests: `script` gets the number of each, and false closes.
+    pub(crate) fn reused(
+        script: impl Fn(usize, &Seen, &mut TcpStream) -> bool + Send + Sync + 'static,
+    ) -> Engine {
+        Engine::custom(move |number, request, stream| {
+            if request.line.starts_with("GET /health ") {
+                answer(stream, "200 OK", "", b"");
+            } else if request.line.starts_with("GET /v1/models ") {
+                let list = br#"{"object":"list","data":[{"id":"m","owned_by":"vllm"}]}"#;
+                answer(stream, "200 OK", "", list);
+            } else {
+                return script(number, request, stream);
+            }
+            true
+        })
+    }
+
+    /// An engine that treats each request of each connection by `script`.
+    fn custom(
+        script: impl Fn(usize, &Seen, &mut TcpStream) -> bool + Send + Sync + 'static,
+    ) -> Engine {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let engine = Engine {
+            address,
+            seen: Arc::default(),
+            over: Arc::default(),
+        };
+        let (seen, over) = (engine.seen.clone(), engine.over.clone());
+        let script = Arc::new(script);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                if over.load(Relaxed) {
+                    return;
+                }
+                let (seen, script) = (seen.clone(), script.clone());
+                let mut stream = stream.expect("a connection");
+                std::thread::spawn(move || {
+                    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                    let mut reader = BufReader::new(stream.try_clone().unwrap());
+                    let mut number = 0;
+                    while let Some(request) = read_request(&mut reader) {
+                        if request.line.starts_with("POST ") {
+                            seen.lock().unwrap().push(request.clone());
+                        }
+                        if !script(number, &request, &mut stream) {
+                            return;
+                        }
+                        number += 1;
+                    }
+                });
+            }
+        });
+        engine
+    }
+
     pub(crate) fn flag(&self) -> String {
         format!("--engine=http://{}", self.address)
     }

@@ -11,6 +11,7 @@ mod document_commands;
 mod documents;
 mod drivers;
 mod duplex;
+mod engine_ends;
 mod engine_responses;
 mod engine_shadow;
 mod engine_slices;

@@ -164,6 +164,23 @@ impl EngineUrl {
         })
     }
 
+    /// Parses an engine's address. A client's base URL is that with `/v1`, which precedes the path of every request
+    /// anyway, so it is left out.
+    ///
+    /// # Errors
+    /// The fault, as the end of a sentence.
+    pub fn parse_engine(text: &str) -> Result<EngineUrl, String> {
+        let mut url = EngineUrl::parse(text)?;
+        if let Some((before, _)) = url.prefix.split_once("/v1/") {
+            url.prefix = before.to_owned();
+            return Err(format!("has the path of an endpoint; write {url}"));
+        }
+        if let Some(before) = url.prefix.strip_suffix("/v1") {
+            url.prefix = before.trim_end_matches('/').to_owned();
+        }
+        Ok(url)
+    }
+
     /// Value of the `Host` header.
     pub fn authority(&self) -> String {
         if self.host.contains(':') {
@@ -319,7 +336,7 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     let api_key_file = t.path("api_key_file").optional();
     let mut urls = Vec::with_capacity(written.len());
     for text in &written {
-        match EngineUrl::parse(text) {
+        match EngineUrl::parse_engine(text) {
             Ok(url) if urls.contains(&url) => t.error(
                 "engines",
                 format!("`{text}` is listed twice"),
@@ -335,7 +352,7 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     }
     let mut dns = Vec::new();
     for text in names.iter().flatten() {
-        match EngineUrl::parse(text) {
+        match EngineUrl::parse_engine(text) {
             Ok(url) if url.host.parse::<std::net::IpAddr>().is_ok() => t.error(
                 "dns",
                 format!("`{text}` has an address, not a name"),
@@ -688,6 +705,20 @@ mod tests {
         for (text, shown) in good {
             assert_eq!(EngineUrl::parse(text).unwrap().to_string(), shown);
         }
+        // As people copy it from a client, or from an example.
+        for (text, shown) in [
+            ("http://gpu1:8000/v1", "http://gpu1:8000"),
+            ("http://gpu1:8000/v1/", "http://gpu1:8000"),
+            ("https://proxy/vllm/v1", "https://proxy:443/vllm"),
+            ("http://gpu1:8000", "http://gpu1:8000"),
+            ("http://proxy/v10", "http://proxy:80/v10"),
+            ("http://proxy/v1beta", "http://proxy:80/v1beta"),
+        ] {
+            let url = EngineUrl::parse_engine(text).unwrap();
+            assert_eq!(url.to_string(), shown, "{text}");
+        }
+        let error = EngineUrl::parse_engine("http://gpu1:8000/v1/chat/completions").unwrap_err();
+        assert!(error.ends_with("write http://gpu1:8000"), "{error}");
         for text in [
             "gpu1:8000",
             "https://",

@@ -138,7 +138,7 @@ fn parse<'a, T: Deserialize<'a>>(body: &'a [u8], example: &str) -> Result<T, Api
 
 fn url_of(text: &str) -> Result<EngineUrl, ApiError> {
     let wrong = |why| ApiError::invalid("url", format!("`url` {why}"));
-    EngineUrl::parse(text).map_err(wrong)
+    EngineUrl::parse_engine(text).map_err(wrong)
 }
 
 /// Body of `POST`.

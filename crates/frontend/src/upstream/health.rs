@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use hyper::header::LOCATION;
 use hyper::{Method, StatusCode};
 use slipstream_base::Role;
 use slipstream_config::cluster::{EngineKind, KvProtocol};
@@ -106,7 +107,8 @@ async fn watch_engine(engines: Arc<Engines>, engine: Arc<Engine>) {
     let mut models_due = Instant::now();
     loop {
         let wants_models = engine.state() == State::Down || models_due <= Instant::now();
-        let check = check(engine, wants_models, settings.connect_timeout);
+        let takes_keys = !engines.has_own_keys;
+        let check = check(engine, wants_models, takes_keys, settings.connect_timeout);
         let limit = settings.health_timeout;
         let outcome = tokio::time::timeout(limit, check).await;
         match outcome.unwrap_or(Err(Failure::Health(format!("no answer within {limit:?}")))) {
@@ -125,10 +127,11 @@ async fn watch_engine(engines: Arc<Engines>, engine: Arc<Engine>) {
     }
 }
 
-/// Asks whether `engine` is well, and with `wants_models` for its models.
+/// Asks whether `engine` is well, and with `wants_models` for its models. With `takes_keys` clients' keys reach it.
 async fn check(
     engine: &Engine,
     wants_models: bool,
+    takes_keys: bool,
     connect_timeout: Duration,
 ) -> Result<Option<Vec<Model>>, Failure> {
     let kind = engine.kind();
@@ -136,6 +139,9 @@ async fn check(
     if !by_models {
         let (status, _) = ask(engine, "/health", connect_timeout).await?;
         match status {
+            status if wants_key(status) => {
+                return without_key(engine, "/health", status, takes_keys);
+            }
             StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED
                 if engine.spec.kind == EngineKind::Auto =>
             {
@@ -154,14 +160,50 @@ async fn check(
         return Ok(None);
     }
     let (status, body) = ask(engine, "/v1/models", connect_timeout).await?;
+    if wants_key(status) {
+        return without_key(engine, "/v1/models", status, takes_keys);
+    }
     if !status.is_success() {
         return Err(Failure::Health(format!("/v1/models answers {status}")));
     }
+    engine.set_hint(None);
     match parse_models(&body) {
         Some(models) if !models.is_empty() => Ok(Some(models)),
         Some(_) => Err(Failure::Health("/v1/models lists no model".into())),
         None => Err(Failure::Health("/v1/models is not OpenAI's list".into())),
     }
+}
+
+fn wants_key(status: StatusCode) -> bool {
+    matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
+}
+
+/// `engine` answers `path` with `status` for want of a key. It is well, and if clients' keys reach it, it takes requests.
+///
+/// # Errors
+/// No request could be answered.
+fn without_key(
+    engine: &Engine,
+    path: &str,
+    status: StatusCode,
+    takes_keys: bool,
+) -> Result<Option<Vec<Model>>, Failure> {
+    let why = format!("{path} answers {status}");
+    if engine.authorization.is_some() {
+        return Err(Failure::Health(format!(
+            "{why}: the engine refuses the key of `api_key_file`"
+        )));
+    }
+    if !takes_keys {
+        return Err(Failure::Health(format!(
+            "{why}: the engine wants a key, and clients' keys stay here (`live.api_keys_file`); set `api_key_file` of its pool"
+        )));
+    }
+    engine.set_hint(Some(format!(
+        "{why}: the engine wants a key, so it gets those of clients, and its models are not known; \
+         set `api_key_file` of its pool"
+    )));
+    Ok(None)
 }
 
 /// Ids of the data-parallel ranks of `engine`, as its bootstrap server lists them. Another run of the engine has
@@ -230,6 +272,16 @@ async fn ask_on(
     let head = connection.read_head(&Method::GET).await.map_err(health)?;
     let mut decoder = BodyDecoder::new(head.framing);
     let mut body = BytesMut::new();
+    if head.status.is_redirection() {
+        let to = head.headers.get(LOCATION);
+        let to = to.map_or_else(String::new, |to| {
+            format!(", to {}", String::from_utf8_lossy(to.as_bytes()))
+        });
+        return Err(Failure::Health(format!(
+            "{path} is redirected ({}{to}); give the engine's own address",
+            head.status
+        )));
+    }
     loop {
         match decoder.decode(&mut connection.buf) {
             Ok(Decoded::Data(data)) if body.len() + data.len() <= ANSWER_BYTES_MAX => {

@@ -190,9 +190,9 @@ impl TcpSender {
             self.sample_rtt(now - self.timed_at);
             self.timed = 0;
         } else if self.timed_out != 0 {
-            // Hosts use timestamps, so an ACK of a retransmission is a measurement too (RFC 7323
-            // section 4.1), and a measurement ends the back-off (RFC 6298 section 5). Without them,
-            // the timeouts of a window of losses would double each time.
+            // As with timestamps, which headers here have only if `header_bytes` counts them: an ACK of
+            // a retransmission is a measurement too (RFC 7323 section 4.1), and a measurement ends
+            // the back-off (RFC 6298 section 5). Without, the timeouts of a window of losses double.
             self.end_back_off();
         }
         self.una = ack;

@@ -225,6 +225,9 @@ struct ChoiceEnd {
     reason: Option<String>,
 }
 
+/// More than any engine puts in an event. Further ones are not read, as each takes a microsecond of a shard.
+const CHOICES_READ_MAX: usize = 1024;
+
 fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
     let all = fields.get("choices");
     let all = all.and_then(|raw| serde_json::from_str::<Vec<&RawValue>>(raw.get()).ok());
@@ -239,7 +242,8 @@ fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
             reason: reason.map(|raw| string(raw).unwrap_or_else(|| raw.get().to_owned())),
         }
     };
-    all.iter().flatten().map(choice).collect()
+    let all = all.iter().flatten();
+    all.take(CHOICES_READ_MAX).map(choice).collect()
 }
 
 /// Whether a finish reason says that the engine gave up: vLLM and SGLang abort requests when they stop, sleep or load

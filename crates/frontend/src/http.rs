@@ -1093,13 +1093,24 @@ fn tokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
             messages,
             add_generation_prompt,
             continue_final_message,
+            tools,
+            template_kwargs,
+            template,
         } => {
+            // As in vLLM unless it was started to trust them.
+            if template.is_some() {
+                return Err(ApiError::unsupported(
+                    "chat_template",
+                    "`chat_template` is not taken from requests: the template of the model's tokenizer is used; \
+                     leave it out, or try a template with `slipstream tokenizer render`",
+                ));
+            }
             let with_images = generate::show_images(service, messages, usize::MAX)?;
             let options = ChatOptions {
                 add_generation_prompt: *add_generation_prompt,
                 continue_final_message: *continue_final_message,
-                tools: &[],
-                template_kwargs: &[],
+                tools,
+                template_kwargs,
                 now_unix_s: generate::now_unix_s(),
             };
             service
@@ -1113,10 +1124,8 @@ fn tokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
         }
     }
     let strings: Option<Vec<String>> = parsed.return_token_strs.then(|| {
-        let bytes = tokens.iter().map(|&token| service.text.token_bytes(token));
-        bytes
-            .map(|bytes| String::from_utf8_lossy(bytes).into_owned())
-            .collect()
+        let names = tokens.iter().map(|&token| service.text.token_name(token));
+        names.collect()
     });
     Ok(tokenize_json(
         &tokens,

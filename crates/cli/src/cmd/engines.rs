@@ -101,7 +101,7 @@ impl Live {
         let guesses = |fleet: Fleet| if follows { fleet.with_guesses() } else { fleet };
         let fleets = Fleets::of_cluster_with(&cluster, guesses)?;
         let text = Arc::new(if follows {
-            text_model(&cluster)?
+            text_model(&cluster, false)?
         } else {
             TextModel::builtin() // engines tokenize
         });

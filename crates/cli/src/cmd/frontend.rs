@@ -101,7 +101,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     };
     let lease = args.plane.lease()?;
 
-    let text = Arc::new(serve::text_model(cluster)?);
+    let text = Arc::new(serve::text_model(cluster, true)?);
     let fleets = Fleets::of_cluster(cluster)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     let roster = Arc::new(Roster::new(

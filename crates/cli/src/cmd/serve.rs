@@ -179,7 +179,7 @@ impl Live {
         slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
         let autoscale = autoscale::prepare(cluster)?;
-        let text = Arc::new(text_model(cluster)?);
+        let text = Arc::new(text_model(cluster, true)?);
         let fleets = Fleets::of_cluster(cluster)?;
         let specs = worker_specs(cluster, &text, |_| true)?;
 
@@ -414,11 +414,17 @@ pub(super) fn shard_count(configured: u32, cores: usize) -> usize {
     }
 }
 
-pub(super) fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
+/// The tokenizer of a server that writes `answers`, or of a router, which only reads prompts.
+pub(super) fn text_model(cluster: &Cluster, answers: bool) -> anyhow::Result<TextModel> {
     match &cluster.model.tokenizer {
         None => Ok(TextModel::builtin()),
         Some(dir) => {
-            let text = TextModel::load(dir).with_context(|| {
+            let text = if answers {
+                TextModel::load(dir)
+            } else {
+                TextModel::load_for_prompts(dir)
+            };
+            let text = text.with_context(|| {
                 format!(
                     "loading the tokenizer (model.tokenizer) from {}",
                     dir.display()

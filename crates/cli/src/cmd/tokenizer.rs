@@ -1,12 +1,13 @@
-//! `slipstream tokenizer`: exports the built-in tokenizer for other tools, and compares tokenizers.
+//! `slipstream tokenizer`: exports the built-in tokenizer for other tools, renders chats, and compares tokenizers.
 
 use std::fs;
-use std::path::PathBuf;
+use std::io::BufRead;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use slipstream_frontend::text::{TextModel, agreement, builtin_files};
+use slipstream_frontend::text::{ChatRenderer, TextModel, agreement, builtin_files};
 use slipstream_probe::ask_client;
 
 use super::client_args::ClientArgs;
@@ -29,6 +30,14 @@ enum Command {
         /// Replace existing files
         #[arg(long)]
         force: bool,
+    },
+    /// Render chats by a chat template
+    ///
+    /// Reads bodies of /tokenize from stdin, one per line, with `messages` and optionally `tools`,
+    /// `chat_template_kwargs` and so on. Prints a line {"prompt": …} or {"error": …} for each.
+    Render {
+        /// Folder with a chat template [default: each line's `chat_template`]
+        dir: Option<PathBuf>,
     },
     /// Compare a tokenizer and its chat template with a running engine's
     Check(CheckArgs),
@@ -53,6 +62,7 @@ struct CheckArgs {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.command {
         Command::Export { dir, force } => export(dir, *force),
+        Command::Render { dir } => render(dir.as_deref()),
         Command::Check(args) => tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?
@@ -81,7 +91,32 @@ async fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(!all_agree)))
 }
 
-fn export(dir: &std::path::Path, force: bool) -> anyhow::Result<ExitCode> {
+/// Renders line by line. Exits with 1 if any failed.
+fn render(dir: Option<&Path>) -> anyhow::Result<ExitCode> {
+    let mut renderer = match dir {
+        Some(dir) => ChatRenderer::load(dir)?,
+        None => ChatRenderer::default(),
+    };
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
+    let mut all_render = true;
+    for line in std::io::stdin().lock().lines() {
+        let line = line.context("reading a chat from stdin")?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let shown = match renderer.render(line.as_bytes(), now.as_secs()) {
+            Ok(prompt) => serde_json::json!({ "prompt": prompt }),
+            Err(error) => {
+                all_render = false;
+                serde_json::json!({ "error": error })
+            }
+        };
+        out::print(&format!("{shown}\n"))?;
+    }
+    Ok(ExitCode::from(u8::from(!all_render)))
+}
+
+fn export(dir: &Path, force: bool) -> anyhow::Result<ExitCode> {
     let files = builtin_files();
     if !force && let Some((name, _)) = files.iter().find(|(name, _)| dir.join(name).exists()) {
         bail!(

@@ -218,6 +218,12 @@ fn tools(path: &str, value: Json<'_>) -> Result<Vec<Tool>, ApiError> {
         .collect()
 }
 
+/// Tools as templates show them.
+pub(super) fn shown_tools(path: &str, value: Json<'_>) -> Result<Vec<Tree>, ApiError> {
+    let tools = tools(path, value)?;
+    Ok(tools.into_iter().map(|tool| tool.whole).collect())
+}
+
 fn tool(path: &str, value: Json<'_>) -> Result<Tool, ApiError> {
     let whole = object(path, value)?.into_tree();
     match whole.get("type").and_then(Tree::as_text) {

@@ -59,7 +59,7 @@ pub enum Input<'a> {
         /// The answer continues the last message.
         continue_final_message: bool,
         /// `chat_template_kwargs`: variables for the template.
-        template_kwargs: Vec<(String, serde_json::Value)>,
+        template_kwargs: Vec<(String, Tree)>,
     },
     /// Prompts; at least one, none empty. Each gets `n` choices, in order.
     Prompts(Vec<PromptInput<'a>>),
@@ -207,7 +207,7 @@ struct Raw<'a> {
     completion_logprobs: Option<u32>,
     add_generation_prompt: Option<bool>,
     continue_final_message: bool,
-    template_kwargs: Vec<(String, serde_json::Value)>,
+    template_kwargs: Vec<(String, Tree)>,
     add_special_tokens: Option<bool>,
     form: RawForm,
     params: RequestParams,
@@ -853,16 +853,14 @@ pub(super) fn tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiErr
     }
 }
 
-fn template_kwargs(
+pub(super) fn template_kwargs(
     path: &str,
     value: Json<'_>,
-) -> Result<Vec<(String, serde_json::Value)>, ApiError> {
-    match value {
-        Json::Object(members) => Ok(members
-            .into_iter()
-            .map(|(name, value)| (name.into_owned(), value.into_owned()))
-            .collect()),
-        other => Err(wrong_type(path, "an object", &other)),
+) -> Result<Vec<(String, Tree)>, ApiError> {
+    let wrong = wrong_type(path, "an object", &value);
+    match value.into_tree() {
+        Tree::Object(members) => Ok(members),
+        _ => Err(wrong),
     }
 }
 
@@ -944,6 +942,7 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
     let mut name = None;
     let mut calls = Vec::new();
     let mut call_id = None;
+    let (mut reasoning, mut reasoning_content) = (None, None);
     for (member, value) in members {
         if value == Json::Null {
             continue;
@@ -957,6 +956,9 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
             }
             "name" => name = Some(text(&at(), value)?),
             "tool_calls" => calls = tool_calls(&at(), value)?,
+            // vLLM's name of it, and the older one.
+            "reasoning" if value.is_text() => reasoning = Some(text(&at(), value)?),
+            "reasoning_content" if value.is_text() => reasoning_content = Some(text(&at(), value)?),
             "tool_call_id" => call_id = Some(text(&at(), value)?.into_owned()),
             "function_call" | "audio" => {
                 return Err(ApiError::unsupported(
@@ -985,6 +987,10 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
         None => return Err(missing(&format!("{path}.content"))),
     };
     Ok(Message {
+        // Thoughts of others are nothing to a template.
+        reasoning: reasoning
+            .or(reasoning_content)
+            .filter(|_| role == "assistant"),
         role,
         content,
         name,

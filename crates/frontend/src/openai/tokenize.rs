@@ -4,10 +4,13 @@ use std::borrow::Cow;
 
 use slipstream_base::TokenId;
 
-use super::ApiError;
 use super::json::{self, Out};
-use super::request::{boolean, messages, missing, opens_turn, read_members, text, tokens};
+use super::request::{
+    boolean, messages, missing, opens_turn, read_members, template_kwargs, text, tokens,
+};
 use super::value::Json;
+use super::{ApiError, form};
+use crate::structured::Tree;
 use crate::text::Message;
 
 /// A request to `/tokenize`.
@@ -36,6 +39,12 @@ pub enum TokenizeInput<'a> {
         add_generation_prompt: bool,
         /// The last message stays open. Default false.
         continue_final_message: bool,
+        /// Tools that the model may call.
+        tools: Vec<Tree>,
+        /// `chat_template_kwargs`: variables for the template.
+        template_kwargs: Vec<(String, Tree)>,
+        /// `chat_template`: a template for this chat.
+        template: Option<Cow<'a, str>>,
     },
 }
 
@@ -51,6 +60,9 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
     let mut opened = None;
     let mut continues = false;
     let mut strs = false;
+    let mut tools = Vec::new();
+    let mut kwargs = Vec::new();
+    let mut template = None;
     let known = |name: &str| {
         matches!(
             name,
@@ -61,6 +73,9 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
                 | "add_generation_prompt"
                 | "continue_final_message"
                 | "return_token_strs"
+                | "tools"
+                | "chat_template_kwargs"
+                | "chat_template"
         )
     };
     read_members(body, known, |name, value| {
@@ -74,6 +89,9 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
             "add_special_tokens" => special = Some(boolean(name, &value)?),
             "add_generation_prompt" => opened = Some(boolean(name, &value)?),
             "continue_final_message" => continues = boolean(name, &value)?,
+            "tools" => tools = form::shown_tools(name, value)?,
+            "chat_template_kwargs" => kwargs = template_kwargs(name, value)?,
+            "chat_template" => template = Some(text(name, value)?),
             _ => strs = boolean(name, &value)?,
         }
         Ok(())
@@ -85,6 +103,9 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
             add_generation_prompt: opens_turn(continues, opened, messages.last())?,
             continue_final_message: continues,
             messages,
+            tools,
+            template_kwargs: kwargs,
+            template,
         },
         (None, None) => return Err(missing("prompt")),
         (Some(_), Some(_)) => {

@@ -45,6 +45,11 @@ impl<'a> Json<'a> {
         }
     }
 
+    pub(super) fn is_text(&self) -> bool {
+        matches!(self, Json::Text(_))
+    }
+
+    /// Whether it is a number.
     pub(super) fn is_number(&self) -> bool {
         matches!(self, Json::Unsigned(_) | Json::Negative(_) | Json::Real(_))
     }
@@ -127,7 +132,7 @@ impl<'a> Json<'a> {
         Ok(value)
     }
 
-    /// The same as a value of `serde_json`, which a template can be given.
+    /// The same as a value of `serde_json`.
     pub(super) fn into_owned(self) -> serde_json::Value {
         use serde_json::Value;
         match self {
@@ -146,6 +151,14 @@ impl<'a> Json<'a> {
                     .collect(),
             ),
         }
+    }
+}
+
+/// The members of the JSON object `text`, in order. `None` if it is another value.
+pub(crate) fn members(text: &str) -> Option<Vec<(String, Tree)>> {
+    match Json::parse(text, VALUES_MAX).ok()?.into_tree() {
+        Tree::Object(members) => Some(members),
+        _ => None,
     }
 }
 

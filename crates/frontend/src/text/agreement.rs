@@ -221,12 +221,15 @@ mod tests {
                 messages,
                 add_generation_prompt,
                 continue_final_message,
+                tools,
+                template_kwargs,
+                template: _,
             } => {
                 let options = ChatOptions {
                     add_generation_prompt: *add_generation_prompt,
                     continue_final_message: *continue_final_message,
-                    tools: &[],
-                    template_kwargs: &[],
+                    tools,
+                    template_kwargs,
                     now_unix_s: 0,
                 };
                 text.encode_chat(messages, &options, &mut tokens).unwrap();

@@ -3,12 +3,12 @@
 
 use std::collections::HashSet;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use slipstream_base::TokenId;
 use slipstream_base::mix;
-use tokenizers::Tokenizer;
 use tokenizers::decoders::DecoderWrapper;
+use tokenizers::{Decoder, Tokenizer};
 
 use super::template::ChatTemplate;
 use super::{ChatOptions, Message, TextError, fast};
@@ -17,7 +17,7 @@ use super::{ChatOptions, Message, TextError, fast};
 pub(super) struct Hf {
     tokenizer: Tokenizer,
     fast: Result<fastokens::Tokenizer, String>,
-    template: Option<ChatTemplate>,
+    templates: Templates,
     /// Times that a text may be longer than the text of its tokens.
     shrinks_to: usize,
 }
@@ -32,8 +32,8 @@ pub(super) struct Loaded {
     pub(super) first: Vec<TokenId>,
 }
 
-/// Reads the directory `dir`.
-pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
+/// Reads the directory `dir`; with `answers`, tokens must be found that answers can be made of.
+pub(super) fn load(dir: &Path, answers: bool) -> Result<Loaded, TextError> {
     let path = dir.join("tokenizer.json");
     let json = read(&path)?;
     let mut tokenizer = Tokenizer::from_bytes(&json).map_err(|error| TextError::Parse {
@@ -54,10 +54,7 @@ pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
             dir: dir.into(),
             named: config.eos.clone(),
         })?;
-    let template = config
-        .template
-        .map(|source| ChatTemplate::new(source, config.bos, config.eos))
-        .transpose()?;
+    let (origin, templates) = (config.origin.clone(), config.templates()?);
     let tokens = token_bytes(&tokenizer)?;
     // Without a normalizer, and with a token for each byte, the tokens' text is the text.
     let keeps =
@@ -66,12 +63,18 @@ pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
     let mut hf = Hf {
         tokenizer,
         fast: Err("not loaded".to_owned()),
-        template,
+        templates,
         shrinks_to,
     };
     // The library decides which tokens are safe; the fast encoder must agree with it about them.
-    let (output, first) = safe_vocab(&hf, &tokens)?;
+    let output = output_vocab(&hf, &tokens);
     hf.fast = fast::load(&json, &hf.tokenizer, &text_of(&tokens, &output));
+    let (output, first) = if answers {
+        let first = first_vocab(&hf, &tokens, &output, &origin)?;
+        (output, first)
+    } else {
+        (Vec::new(), Vec::new())
+    };
     Ok(Loaded {
         hf,
         tokens,
@@ -107,17 +110,42 @@ impl Hf {
         self.fast.as_ref().err().map(String::as_str)
     }
 
+    /// The text of `tokens`, as the library's decoder joins them. `None` if it cannot.
+    pub(super) fn decode(&self, tokens: &[TokenId]) -> Option<String> {
+        self.tokenizer.decode(tokens, false).ok()
+    }
+
+    /// The name of `token` in the vocabulary; empty if it has none.
+    pub(super) fn token_name(&self, token: TokenId) -> String {
+        self.tokenizer.id_to_token(token).unwrap_or_default()
+    }
+
     pub(super) fn render_chat(
         &self,
         messages: &[Message<'_>],
         options: &ChatOptions<'_>,
     ) -> Result<String, TextError> {
-        match &self.template {
-            Some(template) if options.continue_final_message => {
-                template.render_open(messages, options)
-            }
-            Some(template) => template.render(messages, options),
-            None => Err(TextError::NoTemplate),
+        self.templates.render_chat(messages, options)
+    }
+}
+
+impl Templates {
+    pub(super) fn render_chat(
+        &self,
+        messages: &[Message<'_>],
+        options: &ChatOptions<'_>,
+    ) -> Result<String, TextError> {
+        let own = self
+            .tool_template
+            .as_ref()
+            .filter(|_| !options.tools.is_empty());
+        let template = own
+            .or(self.template.as_ref())
+            .ok_or(TextError::NoTemplate)?;
+        if options.continue_final_message {
+            template.render_open(messages, options)
+        } else {
+            template.render(messages, options)
         }
     }
 }
@@ -152,8 +180,13 @@ fn read(path: &Path) -> Result<Vec<u8>, TextError> {
 #[derive(Default)]
 struct Config {
     template: Option<String>,
-    bos: Option<String>,
+    /// Template for chats with tools, if there is another one for them.
+    tool_template: Option<String>,
+    /// File of the template.
+    origin: String,
     eos: Option<String>,
+    /// Special tokens by the names that templates have for them.
+    special: Vec<(String, String)>,
 }
 
 impl Config {
@@ -161,26 +194,70 @@ impl Config {
         let mut config = Config::default();
         let path = dir.join("tokenizer_config.json");
         if path.exists() {
+            config.origin = path.display().to_string();
             let json: serde_json::Value =
                 serde_json::from_slice(&read(&path)?).map_err(|error| TextError::Parse {
                     path,
                     message: error.to_string(),
                 })?;
-            config.bos = special_name(&json["bos_token"]);
             config.eos = special_name(&json["eos_token"]);
-            config.template = template_source(&json["chat_template"]);
+            let named = json.as_object().into_iter().flatten();
+            let named = named.filter(|(name, _)| name.ends_with("_token"));
+            config.special = named
+                .filter_map(|(name, token)| Some((name.clone(), special_name(token)?)))
+                .collect();
+            config.template = template_source(&json["chat_template"], "default");
+            config.tool_template = template_source(&json["chat_template"], "tool_use");
         }
-        // A file of its own wins, as in `transformers`.
+        // Files of their own win, as in `transformers`.
         let path = dir.join("chat_template.jinja");
         if path.exists() {
-            let source = String::from_utf8(read(&path)?).map_err(|error| TextError::Parse {
-                path,
-                message: error.to_string(),
-            })?;
-            config.template = Some(source);
+            config.origin = path.display().to_string();
+            config.template = Some(read_template(path)?);
+            config.tool_template = None;
+        }
+        let path = dir.join("additional_chat_templates/tool_use.jinja");
+        if path.exists() {
+            config.tool_template = Some(read_template(path)?);
         }
         Ok(config)
     }
+}
+
+impl Config {
+    fn templates(self) -> Result<Templates, TextError> {
+        let parse = |source: &Option<String>| {
+            let new =
+                |source: &String| ChatTemplate::new(source, &self.origin, self.special.clone());
+            source.as_ref().map(new).transpose()
+        };
+        Ok(Templates {
+            template: parse(&self.template)?,
+            tool_template: parse(&self.tool_template)?,
+            special: self.special,
+        })
+    }
+}
+
+/// Templates of the directory `dir`, whose tokenizer is not read.
+pub(super) fn templates(dir: &Path) -> Result<Templates, TextError> {
+    Config::read(dir)?.templates()
+}
+
+/// Templates of a tokenizer.
+#[derive(Default)]
+pub(super) struct Templates {
+    pub(super) template: Option<ChatTemplate>,
+    pub(super) tool_template: Option<ChatTemplate>,
+    /// Special tokens by the names that templates have for them.
+    pub(super) special: Vec<(String, String)>,
+}
+
+fn read_template(path: PathBuf) -> Result<String, TextError> {
+    String::from_utf8(read(&path)?).map_err(|error| TextError::Parse {
+        path,
+        message: error.to_string(),
+    })
 }
 
 /// A special token is named by a string, or by an object with its `content`.
@@ -190,18 +267,19 @@ fn special_name(json: &serde_json::Value) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// One template, or a list of named ones of which `default` is for chats without tools.
-fn template_source(json: &serde_json::Value) -> Option<String> {
-    let named = |list: &Vec<serde_json::Value>| {
-        let template = list
-            .iter()
-            .find(|entry| entry["name"] == "default")
-            .or(list.first())?;
-        template["template"].as_str().map(str::to_owned)
-    };
-    json.as_str()
-        .map(str::to_owned)
-        .or_else(|| json.as_array().and_then(named))
+/// One template, which is the `default` one, or a list or an object of named ones.
+fn template_source(json: &serde_json::Value, wanted: &str) -> Option<String> {
+    let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
+    if let Some(list) = json.as_array() {
+        let found = list.iter().find(|entry| entry["name"] == wanted);
+        let only = list.first().filter(|_| wanted == "default");
+        return text(&found.or(only)?["template"]);
+    }
+    match json {
+        serde_json::Value::Object(named) => text(named.get(wanted)?),
+        _ if wanted == "default" => text(json),
+        _ => None,
+    }
 }
 
 /// How tokens are written in the vocabulary.
@@ -242,6 +320,8 @@ fn token_bytes(tokenizer: &Tokenizer) -> Result<Vec<(Vec<u8>, bool)>, TextError>
         return Err(TextError::VocabSize(size));
     }
     let mut tokens = vec![(Vec::new(), false); size];
+    let decoder = tokenizer.get_decoder();
+    // Added tokens too go through the decoder: a run of spaces may be one, written with `▁`.
     for (text, id) in vocab {
         tokens[id as usize].0 = match spelling {
             Spelling::ByteLevel => text
@@ -251,14 +331,40 @@ fn token_bytes(tokenizer: &Tokenizer) -> Result<Vec<(Vec<u8>, bool)>, TextError>
                 .unwrap_or_else(|| text.clone().into_bytes()),
             Spelling::Metaspace => match byte_of(&text) {
                 Some(byte) => vec![byte],
-                None => text.replace('▁', " ").into_bytes(),
+                None => decoder
+                    .map_or(text.clone(), |decoder| piece(decoder, text))
+                    .into_bytes(),
             },
         };
     }
     for (id, added) in tokenizer.get_added_tokens_decoder() {
-        tokens[id as usize] = (added.content.into_bytes(), added.special);
+        tokens[id as usize].1 = added.special;
     }
     Ok(tokens)
+}
+
+/// Decodes a token inside a text by `decoder`.
+fn piece(decoder: &DecoderWrapper, text: String) -> String {
+    match decoder {
+        DecoderWrapper::Sequence(sequence) => {
+            let mut decoders = sequence.get_decoders().iter();
+            decoders
+                .try_fold(text, |text, decoder| {
+                    // Behind `Fuse`, decoders see the text of all tokens.
+                    match decoder {
+                        DecoderWrapper::Fuse(_) => Err(text),
+                        _ => Ok(piece(decoder, text)),
+                    }
+                })
+                .unwrap_or_else(|text| text)
+        }
+        DecoderWrapper::Metaspace(metaspace) => text.replace(metaspace.get_replacement(), " "),
+        DecoderWrapper::Replace(_) => {
+            let replaced = decoder.decode_chain(vec![text.clone()]);
+            replaced.map_or(text, |parts| parts.concat())
+        }
+        _ => text,
+    }
 }
 
 /// `<0x0A>` is a byte.
@@ -286,41 +392,65 @@ pub(super) fn byte_level_chars() -> Vec<Option<u8>> {
     table
 }
 
+/// `bytes` as a byte-level vocabulary spells them.
+pub(super) fn byte_level_name(bytes: &[u8]) -> String {
+    let mut chars = ['\0'; 256];
+    for (code, byte) in (0..).zip(byte_level_chars()) {
+        if let Some(byte) = byte {
+            chars[usize::from(byte)] = char::from_u32(code).unwrap_or_default();
+        }
+    }
+    bytes.iter().map(|&byte| chars[usize::from(byte)]).collect()
+}
+
 /// Tokens in the output vocabulary at least: with fewer, answers would repeat blocks by chance.
 const SAFE_MIN: usize = 64;
 /// And at most: more give nothing, and each is checked.
 const SAFE_MAX: usize = 4096;
 
-/// Tokens that come back as themselves, in any order and where the template puts an answer; and
-/// those that may be first there.
-fn safe_vocab(
-    hf: &Hf,
-    tokens: &[(Vec<u8>, bool)],
-) -> Result<(Vec<TokenId>, Vec<TokenId>), TextError> {
+/// Tokens that come back as themselves, in any order.
+fn output_vocab(hf: &Hf, tokens: &[(Vec<u8>, bool)]) -> Vec<TokenId> {
     let spaced = candidates(tokens, |bytes| {
         bytes.len() >= 3 && bytes[0] == b' ' && bytes[1..].iter().all(u8::is_ascii_lowercase)
     });
-    let safe = stable(hf, tokens, spaced);
+    stable(hf, tokens, spaced)
+}
+
+/// Those that may be first where the template puts an answer, with words of `safe` behind them.
+fn first_vocab(
+    hf: &Hf,
+    tokens: &[(Vec<u8>, bool)],
+    safe: &[TokenId],
+    origin: &str,
+) -> Result<Vec<TokenId>, TextError> {
     if safe.len() < SAFE_MIN {
         return Err(TextError::OutputVocab { found: safe.len() });
     }
-    let first = if hf.template.is_none() || first_in_chat(hf, tokens, &safe, safe[0]) {
-        safe.clone()
-    } else {
-        let bare = candidates(tokens, |bytes| {
-            bytes.len() >= 2 && bytes.iter().all(u8::is_ascii_lowercase)
-        });
-        let first: Vec<TokenId> = bare
-            .into_iter()
-            .filter(|&token| first_in_chat(hf, tokens, &safe, token))
-            .take(SAFE_MIN * 4)
-            .collect();
-        if first.len() < SAFE_MIN {
-            return Err(TextError::OutputVocab { found: first.len() });
-        }
-        first
+    if hf.templates.template.is_none() {
+        return Ok(safe.to_vec());
+    }
+    let fails = |error: TextError| TextError::TemplateFails {
+        origin: origin.to_owned(),
+        message: match error {
+            TextError::Template(message) => message,
+            other => other.to_string(),
+        },
     };
-    Ok((safe, first))
+    if first_in_chat(hf, tokens, safe, safe[0]).map_err(fails)? {
+        return Ok(safe.to_vec());
+    }
+    let bare = candidates(tokens, |bytes| {
+        bytes.len() >= 2 && bytes.iter().all(u8::is_ascii_lowercase)
+    });
+    let first: Vec<TokenId> = bare
+        .into_iter()
+        .filter(|&token| first_in_chat(hf, tokens, safe, token).unwrap_or(false))
+        .take(SAFE_MIN * 4)
+        .collect();
+    if first.len() < SAFE_MIN {
+        return Err(TextError::OutputVocab { found: first.len() });
+    }
+    Ok(first)
 }
 
 /// Evenly over the vocabulary, at most [`SAFE_MAX`] tokens that `fit`.
@@ -388,7 +518,12 @@ fn text_of(tokens: &[(Vec<u8>, bool)], ids: &[TokenId]) -> String {
 }
 
 /// Whether an answer that begins with `first` comes back as its tokens from the next turn's prompt.
-fn first_in_chat(hf: &Hf, tokens: &[(Vec<u8>, bool)], safe: &[TokenId], first: TokenId) -> bool {
+fn first_in_chat(
+    hf: &Hf,
+    tokens: &[(Vec<u8>, bool)],
+    safe: &[TokenId],
+    first: TokenId,
+) -> Result<bool, TextError> {
     let answer: Vec<TokenId> = [first].iter().chain(&safe[..8]).copied().collect();
     let text = text_of(tokens, &answer);
     let messages = [
@@ -403,10 +538,8 @@ fn first_in_chat(hf: &Hf, tokens: &[(Vec<u8>, bool)], safe: &[TokenId], first: T
         template_kwargs: &[],
         now_unix_s: 0,
     };
-    let Ok(chat) = hf.render_chat(&messages, &options) else {
-        return false;
-    };
+    let chat = hf.render_chat(&messages, &options)?;
     let mut got = Vec::new();
     hf.encode(&chat, false, &mut got);
-    got.windows(answer.len()).any(|window| window == answer)
+    Ok(got.windows(answer.len()).any(|window| window == answer))
 }

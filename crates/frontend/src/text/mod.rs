@@ -3,6 +3,7 @@
 //! - [`TextModel`]: tokenizer, chat template and detokenization table of the served model; the
 //!   built-in one needs no file.
 //! - [`Detokenizer`]: the text of a growing answer, whole characters only.
+//! - [`ChatRenderer`]: chats as a template renders them, without a tokenizer.
 //! - [`StopMatcher`]: stop strings in a growing text.
 
 pub mod agreement;
@@ -11,7 +12,9 @@ mod detok;
 mod export;
 mod fast;
 mod hf;
+mod jinja;
 mod pieces;
+mod rendering;
 mod stop;
 mod template;
 mod trie;
@@ -22,6 +25,7 @@ use std::sync::Arc;
 
 pub use detok::Detokenizer;
 pub use export::builtin_files;
+pub use rendering::ChatRenderer;
 use slipstream_base::width::to_u32;
 use slipstream_base::{TokenId, mix};
 
@@ -39,6 +43,8 @@ pub struct Message<'a> {
     pub name: Option<Cow<'a, str>>,
     /// Calls that it makes, or that it answers.
     pub tools: Option<Box<MessageTools>>,
+    /// Reasoning of the model before the message.
+    pub reasoning: Option<Cow<'a, str>>,
     /// Its images, in order.
     pub images: Vec<ImagePart>,
 }
@@ -69,6 +75,7 @@ impl<'a> Message<'a> {
             content: content.into(),
             name: None,
             tools: None,
+            reasoning: None,
             images: Vec::new(),
         }
     }
@@ -89,7 +96,7 @@ pub struct ChatOptions<'a> {
     /// Tools that the model may call, as the client sent them.
     pub tools: &'a [Tree],
     /// Variables for the template, from the request.
-    pub template_kwargs: &'a [(String, serde_json::Value)],
+    pub template_kwargs: &'a [(String, Tree)],
     /// The time that templates may write into a prompt, Unix time, s.
     pub now_unix_s: u64,
 }
@@ -131,9 +138,25 @@ pub enum TextError {
         /// The error, and its position.
         message: String,
     },
-    /// The template is no Jinja.
-    #[error("the chat template cannot be parsed: {0}")]
-    TemplateSyntax(String),
+    /// The template is not valid Jinja.
+    #[error("the chat template of {origin} is not valid Jinja: {message}")]
+    TemplateSyntax {
+        /// Its file.
+        origin: String,
+        /// The line, and the error.
+        message: String,
+    },
+    /// The template renders no plain chat.
+    #[error(
+        "the chat template of {origin} fails on a chat of a user and an assistant: {message}; correct it, or \
+         remove it if only /v1/completions is used"
+    )]
+    TemplateFails {
+        /// Its file.
+        origin: String,
+        /// The line, and the error.
+        message: String,
+    },
     /// No end-of-sequence token.
     #[error(
         "{} names {} as end-of-sequence token; set `eos_token` in its `tokenizer_config.json` to a \
@@ -240,20 +263,31 @@ impl TextModel {
     /// The tokenizer in the directory `dir`: `tokenizer.json`, with special tokens and chat template
     /// from `tokenizer_config.json` or `chat_template.jinja`.
     ///
-    /// Takes up to some seconds: it is worked out which tokens come back as themselves.
+    /// May take seconds: checks which tokens round-trip.
     ///
     /// # Errors
     /// [`TextError`] if a file is missing or wrong, or if the tokenizer cannot be used for answers
     /// that become the same tokens again.
     pub fn load(dir: &Path) -> Result<TextModel, TextError> {
-        let loaded = hf::load(dir)?;
+        hf::load(dir, true).map(TextModel::of)
+    }
+
+    /// As [`load`](Self::load), for prompts alone: a router writes no answers, so that any vocabulary will do.
+    ///
+    /// # Errors
+    /// [`TextError`] if a file is missing or wrong.
+    pub fn load_for_prompts(dir: &Path) -> Result<TextModel, TextError> {
+        hf::load(dir, false).map(TextModel::of)
+    }
+
+    fn of(loaded: hf::Loaded) -> TextModel {
         let table = Table::new(loaded.tokens.iter().map(|(bytes, special)| Entry {
             bytes,
             special: *special,
         }));
         let codec = Codec::HuggingFace(Box::new(loaded.hf));
         let (output, first) = (loaded.output.into(), loaded.first.into());
-        Ok(TextModel::new(codec, table, loaded.eos, output, first))
+        TextModel::new(codec, table, loaded.eos, output, first)
     }
 
     /// A lower bound of the tokens of a text of `bytes` bytes, without a look at it.
@@ -379,8 +413,24 @@ impl TextModel {
         self.table.is_special(token)
     }
 
+    /// The name of `token` in the vocabulary, such as `Ġthe`; empty for one that is not in it.
+    pub fn token_name(&self, token: TokenId) -> String {
+        match &self.codec {
+            Codec::Builtin(_) if self.is_special(token) => {
+                String::from_utf8_lossy(self.token_bytes(token)).into_owned()
+            }
+            Codec::Builtin(_) => hf::byte_level_name(self.token_bytes(token)),
+            Codec::HuggingFace(hf) => hf.token_name(token),
+        }
+    }
+
     /// The text of `tokens`, special ones by name; bytes that are no UTF-8 become U+FFFD.
     pub fn decode(&self, tokens: &[TokenId]) -> String {
+        if let Codec::HuggingFace(hf) = &self.codec
+            && let Some(text) = hf.decode(tokens)
+        {
+            return text;
+        }
         let bytes: Vec<u8> = tokens
             .iter()
             .flat_map(|&token| self.token_bytes(token))

@@ -1,57 +1,43 @@
 //! Chat templates: Jinja, as Hugging Face's `transformers` runs it.
 
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde};
-use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja::value::Serde;
+use minijinja::{Environment, Value};
 use serde::Serialize;
 
 use slipstream_base::width::to_usize;
 
-use super::{ChatOptions, Message, TextError};
+use super::{ChatOptions, Message, TextError, jinja};
 use crate::structured::Tree;
 
 /// A parsed chat template, with the tokens it may name.
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
-    bos_token: Option<String>,
-    eos_token: Option<String>,
+    /// Special tokens by the names that they have in templates, such as `bos_token`.
+    special: Vec<(String, String)>,
 }
 
 const NAME: &str = "chat_template";
 
 impl ChatTemplate {
-    /// Parses `source`.
+    /// Parses `source`, which was found in `origin`.
     pub(super) fn new(
-        source: String,
-        bos_token: Option<String>,
-        eos_token: Option<String>,
+        source: &str,
+        origin: &str,
+        special: Vec<(String, String)>,
     ) -> Result<ChatTemplate, TextError> {
-        let mut environment = Environment::new();
-        // As `transformers` sets them up (`utils/chat_template_utils.py`).
-        environment.set_syntax(
-            SyntaxConfig::builder()
-                .trim_blocks(true)
-                .lstrip_blocks(true)
-                .build()
-                .expect("the usual delimiters are valid"),
-        );
-        // Templates call methods of Python's strings, lists and dicts.
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function(
-            "raise_exception",
-            |message: String| -> Result<Value, Error> {
-                Err(Error::new(ErrorKind::InvalidOperation, message))
-            },
-        );
-        environment.add_filter("tojson", tojson);
+        let wrong = |message| TextError::TemplateSyntax {
+            origin: origin.to_owned(),
+            message,
+        };
+        let source = jinja::rewrite(source)
+            .map_err(|error| wrong(format!("line {}: {}", error.line, error.message)))?;
+        let mut environment = jinja::environment();
         environment
             .add_template_owned(NAME, source)
-            .map_err(|error| TextError::TemplateSyntax(error.to_string()))?;
+            .map_err(|error| wrong(jinja::reason(&error)))?;
         Ok(ChatTemplate {
             environment,
-            bos_token,
-            eos_token,
+            special,
         })
     }
 
@@ -88,15 +74,23 @@ impl ChatTemplate {
         options: &ChatOptions<'_>,
     ) -> Result<String, TextError> {
         #[derive(Serialize)]
+        // In vLLM's order, for templates that write whole messages. The reasoning has the two names that vLLM
+        // sends, and the one that `transformers` adds in front.
         struct TemplateMessage<'a> {
+            #[serde(skip_serializing_if = "Option::is_none")]
+            thinking: Option<&'a str>,
             role: &'a str,
             content: &'a str,
-            #[serde(skip_serializing_if = "Option::is_none")]
-            name: Option<&'a str>,
             #[serde(skip_serializing_if = "<[Tree]>::is_empty")]
             tool_calls: &'a [Tree],
             #[serde(skip_serializing_if = "Option::is_none")]
+            reasoning: Option<&'a str>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            reasoning_content: Option<&'a str>,
+            #[serde(skip_serializing_if = "Option::is_none")]
             tool_call_id: Option<&'a str>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            name: Option<&'a str>,
         }
         let messages: Vec<TemplateMessage<'_>> = messages
             .iter()
@@ -106,24 +100,26 @@ impl ChatTemplate {
                 name: message.name.as_deref(),
                 tool_calls: message.calls(),
                 tool_call_id: message.tools.as_ref().and_then(|t| t.call_id.as_deref()),
+                reasoning: message.reasoning.as_deref(),
+                reasoning_content: message.reasoning.as_deref(),
+                thinking: message.reasoning.as_deref(),
             })
             .collect();
         let now = options.now_unix_s;
         let strftime_now = Value::from_function(move |format: String| strftime(&format, now));
-        // The request's variables go first: they cannot replace ours.
-        let mut variables: Vec<(&str, Value)> = options
-            .template_kwargs
-            .iter()
-            .map(|(name, value)| (name.as_str(), Value::from(Serde(value))))
+        // As in `transformers`, the request's variables replace special tokens; ours replace them.
+        let special = self.special.iter();
+        let mut variables: Vec<(&str, Value)> = special
+            .map(|(name, token)| (name.as_str(), Value::from(token.as_str())))
             .collect();
+        let kwargs = options.template_kwargs.iter();
+        variables.extend(kwargs.map(|(name, value)| (name.as_str(), Value::from(Serde(value)))));
         variables.extend([
             ("messages", Value::from(Serde(&messages))),
             (
                 "add_generation_prompt",
                 Value::from(options.add_generation_prompt),
             ),
-            ("bos_token", Value::from(Serde(&self.bos_token))),
-            ("eos_token", Value::from(Serde(&self.eos_token))),
             (
                 "tools",
                 match options.tools {
@@ -137,73 +133,7 @@ impl ChatTemplate {
         self.environment
             .get_template(NAME)
             .and_then(|template| template.render(Value::from_pairs(variables)))
-            .map_err(|error| {
-                // A template's own refusal is all the client needs; other failures keep their place.
-                let detail = error.detail().unwrap_or_default();
-                TextError::Template(match (error.kind(), detail) {
-                    (ErrorKind::InvalidOperation, detail) if !detail.is_empty() => detail.into(),
-                    _ => error.to_string(),
-                })
-            })
-    }
-}
-
-/// `tojson` as `transformers` has it: nothing escaped for HTML, `indent` as in Python.
-#[allow(clippy::needless_pass_by_value)] // a filter's signature
-fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
-    let failed = |error: serde_json::Error| {
-        Error::new(ErrorKind::InvalidOperation, "tojson failed").with_source(error)
-    };
-    let indent: Option<usize> = kwargs.get("indent")?;
-    let text = match indent {
-        None => {
-            let mut out = Vec::new();
-            value
-                .serialize(&mut serde_json::Serializer::with_formatter(
-                    &mut out, Python,
-                ))
-                .map_err(failed)?;
-            out
-        }
-        Some(indent) => {
-            let mut out = Vec::new();
-            let spaces = " ".repeat(indent);
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
-            value
-                .serialize(&mut serde_json::Serializer::with_formatter(
-                    &mut out, formatter,
-                ))
-                .map_err(failed)?;
-            out
-        }
-    };
-    let text = String::from_utf8(text).expect("serde_json writes UTF-8");
-    Ok(Value::from_safe_string(text))
-}
-
-/// Writes JSON as Python's `json.dumps` does: a space behind `,` and `:`.
-struct Python;
-
-impl serde_json::ser::Formatter for Python {
-    fn begin_array_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_key<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-    ) -> std::io::Result<()> {
-        writer.write_all(b": ")
+            .map_err(|error| TextError::Template(jinja::reason(&error)))
     }
 }
 
@@ -310,7 +240,9 @@ mod tests {
             .iter()
             .map(|&(role, content)| Message::new(role, content))
             .collect();
-        ChatTemplate::new(source.into(), Some("<s>".into()), Some("</s>".into()))
+        let special = [("bos_token", "<s>"), ("eos_token", "</s>")];
+        let special = special.map(|(name, token)| (name.to_owned(), token.to_owned()));
+        ChatTemplate::new(source, "a test", special.to_vec())
             .and_then(|template| {
                 template.render(
                     &messages,
@@ -318,7 +250,7 @@ mod tests {
                         add_generation_prompt: true,
                         continue_final_message: false,
                         tools: &[],
-                        template_kwargs: &[("thinking".into(), false.into())],
+                        template_kwargs: &[("thinking".into(), Tree::Bool(false))],
                         now_unix_s: 1_783_000_000,
                     },
                 )
@@ -343,10 +275,17 @@ mod tests {
             render(source, &[("system", "x")]).unwrap_err(),
             "the chat template refused the messages: user first"
         );
-        assert!(
-            render("{% if %}", &[])
-                .unwrap_err()
-                .starts_with("the chat template cannot be parsed")
+        assert_eq!(
+            render("{{ messages }}\n{% if %}", &[]).unwrap_err(),
+            "the chat template of a test is not valid Jinja: line 2: syntax error: unexpected end of block"
+        );
+        assert_eq!(
+            render(
+                "{% macro f(x) %}\n{{ x.y.z }}{% endmacro %}\n{{ f(1) }}",
+                &[]
+            )
+            .unwrap_err(),
+            "the chat template refused the messages: line 2: undefined value"
         );
     }
 

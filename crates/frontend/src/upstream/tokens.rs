@@ -7,6 +7,7 @@ use serde_json::value::RawValue;
 use slipstream_base::{BlockHash, Prompt, TokenId};
 
 use crate::generate::now_unix_s;
+use crate::openai;
 use crate::text::{ChatOptions, Message, TextModel};
 
 /// Fields that change a prompt in ways that are not modelled here. Sources: the request classes of vLLM
@@ -105,8 +106,10 @@ fn chat(text: &TextModel, fields: &Fields<'_>) -> Option<Vec<TokenId>> {
     }
     let raw: Vec<Fields<'_>> = serde_json::from_str(fields.get("messages")?.get()).ok()?;
     let messages = raw.iter().map(message).collect::<Option<Vec<_>>>()?;
-    let kwargs = optional(fields, "chat_template_kwargs", serde_json::Map::new())?;
-    let kwargs: Vec<_> = kwargs.into_iter().collect();
+    let kwargs = match fields.get("chat_template_kwargs") {
+        Some(raw) if raw.get() != "null" => openai::members(raw.get())?,
+        _ => Vec::new(),
+    };
     let options = ChatOptions {
         add_generation_prompt: optional(fields, "add_generation_prompt", true)?,
         continue_final_message: false,
@@ -145,6 +148,7 @@ fn message(fields: &Fields<'_>) -> Option<Message<'static>> {
         content: Cow::Owned(content),
         name: optional(fields, "name", None::<String>)?.map(Cow::Owned),
         tools: None,
+        reasoning: None,
         images: Vec::new(),
     })
 }

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use slipstream_frontend::structured::Tree;
 use slipstream_frontend::text::{ChatOptions, Message, TextError, TextModel, builtin_files};
 use tempfile::TempDir;
 
@@ -228,7 +229,19 @@ fn what_cannot_be_used_is_refused_with_the_reason() {
 
     let dir = export(|_, _| {});
     fs::write(dir.path().join("chat_template.jinja"), "{% for %}").unwrap();
-    check(dir.path(), "the chat template cannot be parsed");
+    check(
+        dir.path(),
+        "chat_template.jinja is not valid Jinja: line 1: ",
+    );
+    fs::write(
+        dir.path().join("chat_template.jinja"),
+        "{{ bos_token }}\n{{ messages[0].role.nothing.at_all }}",
+    )
+    .unwrap();
+    check(
+        dir.path(),
+        "chat_template.jinja fails on a chat of a user and an assistant: line 2: undefined value",
+    );
 
     let dir = export(|name, json| {
         if name == "tokenizer.json" {
@@ -248,6 +261,268 @@ fn what_cannot_be_used_is_refused_with_the_reason() {
         TextModel::load(dir.path()),
         Err(TextError::OutputVocab { found: 0 })
     ));
+}
+
+/// A router writes no answers: neither the vocabulary nor the template may keep it from starting.
+#[test]
+fn prompts_need_no_vocabulary_for_answers() {
+    let dir = export(|name, json| {
+        if name == "tokenizer.json" {
+            json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "[a-z]|[^a-z]".into();
+        }
+    });
+    let template = "{% for m in messages %}{{ raise_exception('no chats') }}{% endfor %}";
+    fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+    assert!(TextModel::load(dir.path()).is_err());
+    let model = TextModel::load_for_prompts(dir.path()).unwrap();
+    assert_eq!(model.decode(&encode(&model, "ab cd")), "ab cd");
+    let said = [Message::new("user", "x")];
+    let error = model.render_chat(&said, &options(true)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the chat template refused the messages: no chats"
+    );
+}
+
+/// As `transformers` finds them: every special token by its name, and another template for tools.
+#[test]
+fn templates_see_special_tokens_and_one_may_be_for_tools() {
+    let dir = export(|name, json| {
+        if name == "tokenizer_config.json" {
+            json["pad_token"] = "<pad>".into();
+            json["chat_template"] = json!([
+                {"name": "tool_use", "template": "{{ tools | length }} tools"},
+                {"name": "default", "template": "{{ pad_token }}{{ bos_token is defined }}{{ x }}"},
+            ]);
+        }
+    });
+    let model = TextModel::load_for_prompts(dir.path()).unwrap();
+    let said = [Message::new("user", "x")];
+    let kwargs = [("pad_token".to_owned(), Tree::Text("mine".into()))];
+    let plain = options(true);
+    let tool = [Tree::Object(Vec::new())];
+    for (options, expected) in [
+        (plain, "<pad>False"),
+        (
+            ChatOptions {
+                template_kwargs: &kwargs,
+                ..plain
+            },
+            "mineFalse",
+        ),
+        (
+            ChatOptions {
+                tools: &tool,
+                ..plain
+            },
+            "1 tools",
+        ),
+    ] {
+        assert_eq!(model.render_chat(&said, &options).unwrap(), expected);
+    }
+}
+
+/// An added token.
+#[derive(Clone, Debug)]
+struct Added {
+    content: &'static str,
+    special: bool,
+    lstrip: bool,
+    rstrip: bool,
+    single_word: bool,
+    normalized: bool,
+}
+
+/// A tokenizer whose vocabulary is bytes, some letters and `added`, byte by byte or as SentencePiece spells it.
+fn small(byte_level: bool, decoders: &[Value], added: &[Added]) -> TempDir {
+    let mut names: Vec<String> = vec!["<unk>".into(), "</s>".into()];
+    if byte_level {
+        let exported: Value = serde_json::from_str(&builtin_files()[0].1).unwrap();
+        let vocab = exported["model"]["vocab"].as_object().unwrap();
+        let bytes = vocab.iter().filter(|(_, id)| id.as_u64().unwrap() < 256);
+        names.extend(bytes.map(|(text, _)| text.clone()));
+    } else {
+        names.extend((0..=255u8).map(|byte| format!("<0x{byte:02X}>")));
+        names.extend(["▁", "a", "b", "▁a"].map(String::from));
+    }
+    let vocab: serde_json::Map<_, _> = (0..)
+        .zip(&names)
+        .map(|(id, name)| (name.clone(), json!(id)))
+        .collect();
+    let mut tokens = vec![
+        json!({"id": 1, "content": "</s>", "single_word": false, "lstrip": false,
+                                 "rstrip": false, "normalized": false, "special": true}),
+    ];
+    for (id, token) in (names.len()..).zip(added) {
+        tokens.push(
+            json!({"id": id, "content": token.content, "single_word": token.single_word,
+                           "lstrip": token.lstrip, "rstrip": token.rstrip,
+                           "normalized": token.normalized, "special": token.special}),
+        );
+    }
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                       "use_regex": false});
+    let (normalizer, pre) = if byte_level {
+        (Value::Null, bytes)
+    } else {
+        (
+            json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"}),
+            Value::Null,
+        )
+    };
+    let merges = if byte_level {
+        json!([])
+    } else {
+        json!(["▁ a"])
+    };
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "post_processor": null,
+        "added_tokens": tokens, "normalizer": normalizer, "pre_tokenizer": pre,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", "byte_fallback": !byte_level, "unk_token": "<unk>",
+                  "fuse_unk": true, "vocab": vocab, "merges": merges},
+    });
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let config = json!({"eos_token": "</s>"}).to_string();
+    fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
+    dir
+}
+
+fn sentencepiece_decoders() -> Vec<Value> {
+    vec![
+        json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+        json!({"type": "ByteFallback"}),
+        json!({"type": "Fuse"}),
+    ]
+}
+
+/// Gemma's runs of spaces are added tokens, written with `▁` as others are.
+#[test]
+fn added_tokens_go_through_the_decoder() {
+    let plain = |content, special| Added {
+        content,
+        special,
+        lstrip: false,
+        rstrip: false,
+        single_word: false,
+        normalized: false,
+    };
+    let added = [plain("▁▁▁▁", false), plain("<end▁of>", true)];
+    let dir = small(false, &sentencepiece_decoders(), &added);
+    let model = TextModel::load_for_prompts(dir.path()).unwrap();
+    let spaces = model.vocab_size() - 2;
+    let ids = encode(&model, "a▁▁▁▁b");
+    assert_eq!(ids[1], spaces);
+    assert_eq!(model.token_bytes(spaces), b"    ");
+    assert_eq!(model.token_json(spaces), Some(&b"    "[..]));
+    assert_eq!(model.decode(&ids), "a    b");
+    assert_eq!(model.token_name(spaces), "▁▁▁▁");
+    assert!(!model.is_special(spaces) && model.is_special(spaces + 1));
+}
+
+fn added_tokens() -> impl Strategy<Value = Vec<Added>> {
+    let contents = vec![
+        "▁▁",
+        "▁▁▁▁",
+        "<|x|>",
+        "<think>",
+        "\n\n",
+        "  ",
+        "é",
+        "<0x41>b",
+        "ab",
+        "Ġb",
+        "A",
+        "[a]",
+        "<end▁of>",
+    ];
+    let chosen = prop::sample::subsequence(contents, 1..6);
+    (chosen, prop::collection::vec(any::<[bool; 5]>(), 6)).prop_map(|(contents, flags)| {
+        let each = contents.into_iter().zip(flags);
+        each.map(
+            |(content, [special, lstrip, rstrip, single_word, normalized])| Added {
+                content,
+                special,
+                lstrip,
+                rstrip,
+                single_word,
+                normalized,
+            },
+        )
+        .collect()
+    })
+}
+
+fn decoders() -> impl Strategy<Value = (bool, Vec<Value>, bool)> {
+    let metaspace = |scheme| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false});
+    let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+    let stripping = [sentencepiece_decoders(), vec![strip]].concat();
+    let regex = json!({"type": "Replace", "pattern": {"Regex": "▁+"}, "content": " "});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                       "use_regex": false});
+    // Whether bytes have characters, the decoders, and whether each token has a text of its own.
+    prop_oneof![
+        Just((true, vec![bytes.clone()], true)),
+        Just((true, vec![bytes, json!({"type": "Fuse"})], true)),
+        Just((false, sentencepiece_decoders(), true)),
+        Just((false, stripping, false)),
+        Just((
+            false,
+            vec![
+                regex,
+                json!({"type": "ByteFallback"}),
+                json!({"type": "Fuse"})
+            ],
+            true
+        )),
+        Just((
+            false,
+            vec![json!({"type": "ByteFallback"}), metaspace("never")],
+            true
+        )),
+        Just((
+            false,
+            vec![json!({"type": "ByteFallback"}), metaspace("always")],
+            false
+        )),
+    ]
+}
+
+proptest! {
+    // Each case reads a tokenizer.
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 8, ..ProptestConfig::default() })]
+
+    /// Generated tokenizers against the library: added tokens of every kind, decoders of every kind.
+    #[test]
+    fn added_tokens_are_the_librarys(
+        (byte_level, decoders, apart) in decoders(),
+        added in added_tokens(),
+        texts in prop::collection::vec(
+            "(a|b|A| |▁|\n|é|😀|<\\|x\\|>|<think>|</s>|\\[a\\]|<0x41>b|Ġb|<end▁of>|ab){0,12}", 4),
+        ids in prop::collection::vec(2u32..270, 0..12),
+    ) {
+        let dir = small(byte_level, &decoders, &added);
+        let library = tokenizers::Tokenizer::from_file(dir.path().join("tokenizer.json")).unwrap();
+        let model = TextModel::load_for_prompts(dir.path()).unwrap();
+        for text in &texts {
+            let theirs = library.encode(text.as_str(), true).unwrap();
+            prop_assert_eq!(encode(&model, text), theirs.get_ids(), "{:?}", text);
+        }
+        let ids: Vec<u32> = ids.into_iter().filter(|&id| id < model.vocab_size()).collect();
+        let decoded = library.decode(&ids, false).unwrap();
+        prop_assert_eq!(model.decode(&ids), decoded.clone());
+        // The text of a stream of these tokens.
+        if apart {
+            let bytes: Vec<u8> = ids.iter().flat_map(|&id| model.token_bytes(id).to_vec()).collect();
+            if let Ok(text) = String::from_utf8(bytes) {
+                prop_assert_eq!(text, decoded);
+            }
+        }
+        for &id in &ids {
+            prop_assert_eq!(model.token_name(id), library.id_to_token(id).unwrap_or_default());
+        }
+    }
 }
 
 /// Pre-tokenizers of models that are deployed now, by the regular expressions they are known by.

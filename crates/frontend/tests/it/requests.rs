@@ -6,6 +6,7 @@ use slipstream_frontend::openai::{
     ApiError, ApiRequest, CompletionApi, Input, LogprobsWish, PromptInput, TokenizeInput,
     parse_chat, parse_completion, parse_detokenize, parse_tokenize,
 };
+use slipstream_frontend::structured::Tree;
 
 fn parse(kind: CompletionApi, body: &str) -> Result<ApiRequest<'_>, ApiError> {
     match kind {
@@ -86,7 +87,10 @@ fn everything_that_is_modelled_is_understood() {
     );
     assert_eq!(messages[0].name.as_deref(), Some("ops"));
     assert!(!add_generation_prompt && !continue_final_message);
-    assert_eq!(template_kwargs, &[("thinking".to_owned(), json!(false))]);
+    assert_eq!(
+        template_kwargs,
+        &[("thinking".to_owned(), Tree::Bool(false))]
+    );
     let params = &request.params;
     assert!(params.stream && params.include_usage && params.ignore_eos);
     assert_eq!(
@@ -589,9 +593,42 @@ fn tokenize_takes_a_prompt_or_a_chat() {
             ..
         }
     ));
+    let parsed = parse_tokenize(
+        br#"{"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm"}],
+            "tools": [{"function": {"name": "f"}, "type": "function"}],
+            "chat_template_kwargs": {"b": {"z": 1, "a": 2}, "a": true}, "chat_template": "t"}"#,
+    )
+    .unwrap();
+    let TokenizeInput::Chat {
+        messages,
+        tools,
+        template_kwargs,
+        template,
+        ..
+    } = &parsed.input
+    else {
+        panic!("{parsed:?}");
+    };
+    assert_eq!(messages[0].reasoning.as_deref(), Some("hm"));
+    assert_eq!(tools[0].get("type"), Some(&Tree::Text("function".into())));
+    let names: Vec<&str> = template_kwargs
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect();
+    assert_eq!(names, ["b", "a"]);
+    assert!(matches!(&template_kwargs[0].1, Tree::Object(members) if members[0].0 == "z"));
+    assert_eq!(template.as_deref(), Some("t"));
     for (body, param) in [
         ("{}", "prompt"),
         (r#"{"prompt": 1}"#, "prompt"),
+        (
+            r#"{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}"#,
+            "tools.0.function",
+        ),
+        (
+            r#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": []}"#,
+            "chat_template_kwargs",
+        ),
         (
             r#"{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}"#,
             "messages",

@@ -1,0 +1,129 @@
+//! Jinja2 as Hugging Face's `transformers` configures it, on the engine `minijinja`.
+//!
+//! - `source`: the template's source, rewritten where the engine's grammar has less;
+//! - `python`: values printed as Python prints them;
+//! - `methods`, `filters`, `checks`, `json`, `format`: functions that templates call.
+
+mod args;
+mod checks;
+mod filters;
+mod format;
+mod json;
+mod methods;
+mod python;
+mod source;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, Value, ValueKind};
+use minijinja::{Environment, Error, ErrorKind};
+
+pub(super) use source::rewrite;
+
+/// Source of the errors that a template raises itself.
+#[derive(Debug, thiserror::Error)]
+#[error("raised by the template")]
+struct Refusal;
+
+/// Message of `error`: the template's own words if the template raised it, else the line and the reason.
+pub(super) fn reason(error: &Error) -> String {
+    let mut at: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    let mut line = None;
+    while let Some(cause) = at {
+        if let Some(inner) = cause.downcast_ref::<Error>() {
+            let own = std::error::Error::source(inner);
+            if own.is_some_and(<dyn std::error::Error>::is::<Refusal>) {
+                return inner.detail().unwrap_or_default().to_owned();
+            }
+            line = line.or(inner.line());
+        }
+        at = cause.source();
+    }
+    let reason = match error.detail() {
+        Some(detail) => format!("{}: {detail}", error.kind()),
+        None => error.kind().to_string(),
+    };
+    line.map_or(reason.clone(), |line| format!("line {line}: {reason}"))
+}
+
+/// An environment without templates, as `_compile_jinja_template` of `transformers` sets it up
+/// (`utils/chat_template_utils.py`).
+pub(super) fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_syntax(
+        SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build()
+            .expect("the usual delimiters are valid"),
+    );
+    environment.set_debug(false);
+    environment.set_formatter(|out, _, value| {
+        match value.as_str() {
+            Some(text) => out.write_str(text)?,
+            None => out.write_str(&python::str(value))?,
+        }
+        Ok(())
+    });
+    environment.set_unknown_method_callback(methods::call);
+    filters::add(&mut environment);
+    checks::add(&mut environment);
+    environment.remove_global("debug");
+    environment.add_function(
+        "raise_exception",
+        |message: Value| -> Result<Value, Error> {
+            let error = Error::new(ErrorKind::InvalidOperation, python::str(&message));
+            Err(error.with_source(Refusal))
+        },
+    );
+    environment.add_function("range", range);
+    environment
+}
+
+/// Python's `range`; at most 100,000 numbers, as in Jinja2's sandbox.
+#[allow(clippy::needless_pass_by_value)] // a function's signature
+fn range(args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
+    const MAX: i64 = 100_000;
+    kwargs.assert_all_used()?;
+    let whole = |value: &Value| match value.kind() {
+        ValueKind::Bool => Ok(i64::from(value.is_true())),
+        ValueKind::Number if value.is_integer() => Ok(i64::try_from(value.clone())?),
+        kind => Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("range() takes whole numbers, not {kind}"),
+        )),
+    };
+    let numbers = args
+        .iter()
+        .map(whole)
+        .collect::<Result<Vec<i64>, Error>>()?;
+    let (start, stop, step) = match numbers[..] {
+        [stop] => (0, stop, 1),
+        [start, stop] => (start, stop, 1),
+        [start, stop, step] if step != 0 => (start, stop, step),
+        _ => {
+            return Err(Error::new(
+                ErrorKind::InvalidOperation,
+                "range(): wrong arguments",
+            ));
+        }
+    };
+    let span = if step > 0 {
+        stop.saturating_sub(start)
+    } else {
+        start.saturating_sub(stop)
+    };
+    let count = if span <= 0 {
+        0
+    } else {
+        (span - 1) / step.saturating_abs() + 1
+    };
+    if count > MAX {
+        return Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("range(): more than {MAX} numbers"),
+        ));
+    }
+    Ok((0..count)
+        .map(|at| Value::from(start + at * step))
+        .collect())
+}

@@ -1,0 +1,626 @@
+//! Source of a template: what the engine does not parse is rewritten to what it does.
+
+use std::fmt::Write;
+
+/// A template that cannot be read, with its line.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct SourceError {
+    pub(crate) line: usize,
+    pub(crate) message: String,
+}
+
+/// Name of the function that lets a macro take any arguments.
+pub(super) const VARIADIC: &str = "__variadic";
+/// Name of the filter that stands for `%` behind a string.
+pub(super) const PERCENT: &str = "__percent";
+/// Name of the filter that refuses what cannot be iterated over.
+pub(super) const EACH: &str = "__each";
+/// Name of the method that stands for a slice.
+pub(super) const SLICE: &str = "__slice";
+
+/// Rewrites `source`, line by line in place, so that the engine's line numbers stay true:
+///
+/// - line ends become `\n`, as Jinja2 has them;
+/// - `{% generation %}` of `transformers`, which marks the assistant's text for training and is a
+///   scope of its own, becomes `{% with %}`;
+/// - macros that name `varargs` or `kwargs` get them as parameters, and [`VARIADIC`] fills them;
+/// - defaults of a macro's parameters that name its other parameters move into its body;
+/// - what a loop goes over passes [`EACH`]: the engine takes `none` for an empty list;
+/// - `"…" % x` becomes a call of the filter [`PERCENT`], `x[a:b:c]` one of the method [`SLICE`], with which
+///   the engine panics if it goes backwards.
+pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
+    let source = if source.contains('\r') {
+        source.replace("\r\n", "\n").replace('\r', "\n")
+    } else {
+        source.to_owned()
+    };
+    let mut writer = Writer {
+        source: &source,
+        at: 0,
+        out: String::with_capacity(source.len() + 64),
+        macros: Vec::new(),
+        generations: Vec::new(),
+    };
+    while let Some(offset) = source[writer.at..].find('{') {
+        let start = writer.at + offset;
+        writer.copy_to(start);
+        match source.as_bytes().get(start + 1) {
+            Some(b'#') => {
+                // An open comment is the engine's error to report.
+                let end = source[start + 2..].find("#}");
+                writer.copy_to(end.map_or(source.len(), |end| start + 2 + end + 2));
+            }
+            Some(b'{') => writer.expression(start),
+            Some(b'%') => writer.statement(start)?,
+            _ => writer.copy_to(start + 1),
+        }
+    }
+    writer.copy_to(source.len());
+    if let Some(&at) = writer.generations.last() {
+        return Err(writer.error(at, "`generation` has no `endgeneration`"));
+    }
+    Ok(writer.out)
+}
+
+/// A token of an expression or a statement, by its place in the source.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Token {
+    kind: Kind,
+    start: usize,
+    end: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Text,
+    Name,
+    Number,
+    /// One character of an operator.
+    Sign(u8),
+}
+
+/// A macro whose end was not reached.
+struct OpenMacro {
+    name: String,
+    parameters: Vec<String>,
+    /// Where more parameters go in the output.
+    more: usize,
+    varargs: bool,
+    kwargs: bool,
+    caller: bool,
+}
+
+struct Writer<'s> {
+    source: &'s str,
+    /// Everything before it was written.
+    at: usize,
+    out: String,
+    macros: Vec<OpenMacro>,
+    /// Places of `generation` whose end was not reached.
+    generations: Vec<usize>,
+}
+
+impl Writer<'_> {
+    fn error(&self, at: usize, message: &str) -> SourceError {
+        SourceError {
+            line: 1 + self.source[..at].matches('\n').count(),
+            message: message.to_owned(),
+        }
+    }
+
+    fn copy_to(&mut self, end: usize) {
+        self.out.push_str(&self.source[self.at..end]);
+        self.at = end;
+    }
+
+    /// Copies up to `start`, and writes `text` for what lies between `start` and `end`.
+    fn replace(&mut self, start: usize, end: usize, text: &str) {
+        self.copy_to(start);
+        self.out.push_str(text);
+        self.at = end;
+    }
+
+    fn text(&self, token: Token) -> &str {
+        &self.source[token.start..token.end]
+    }
+
+    /// Whether a value may end with `token`.
+    fn is_value(&self, token: Token) -> bool {
+        const WORDS: [&str; 8] = ["in", "is", "not", "and", "or", "if", "else", "recursive"];
+        match token.kind {
+            Kind::Text => true,
+            Kind::Name => !WORDS.contains(&self.text(token)),
+            Kind::Sign(sign) => matches!(sign, b')' | b']' | b'}'),
+            Kind::Number => false,
+        }
+    }
+
+    /// Tokens up to the closing `close`, and the place behind it. `None` if it is not closed, which the
+    /// engine reports.
+    fn tokens(&self, start: usize, close: [u8; 2]) -> Option<(Vec<Token>, usize)> {
+        let bytes = self.source.as_bytes();
+        let mut at = start + 2;
+        let mut depth = 0usize;
+        let mut tokens = Vec::new();
+        if matches!(bytes.get(at), Some(b'-' | b'+')) {
+            at += 1;
+        }
+        loop {
+            let byte = *bytes.get(at)?;
+            if depth == 0 && bytes[at..].starts_with(&close) {
+                // Whitespace control is part of the end.
+                if let Some(last) = tokens.last()
+                    && matches!(last, Token { kind: Kind::Sign(b'-' | b'+'), end, .. } if *end == at)
+                {
+                    tokens.pop();
+                }
+                return Some((tokens, at + 2));
+            }
+            let from = at;
+            let kind = match byte {
+                b' ' | b'\t' | b'\n' | 0x0b | 0x0c => {
+                    at += 1;
+                    continue;
+                }
+                b'\'' | b'"' => {
+                    at += 1;
+                    loop {
+                        match *bytes.get(at)? {
+                            b'\\' => at += 2,
+                            other if other == byte => break,
+                            _ => at += 1,
+                        }
+                    }
+                    at += 1;
+                    Kind::Text
+                }
+                b'0'..=b'9' => {
+                    let part = |b: &u8| b.is_ascii_alphanumeric() || *b == b'_';
+                    while bytes.get(at).is_some_and(part) {
+                        at += 1;
+                    }
+                    Kind::Number
+                }
+                _ if byte.is_ascii_alphabetic() || byte == b'_' || byte >= 0x80 => {
+                    let part = |b: &u8| b.is_ascii_alphanumeric() || *b == b'_' || *b >= 0x80;
+                    while bytes.get(at).is_some_and(part) {
+                        at += 1;
+                    }
+                    Kind::Name
+                }
+                _ => {
+                    match byte {
+                        b'(' | b'[' | b'{' => depth += 1,
+                        b')' | b']' | b'}' => depth = depth.saturating_sub(1),
+                        _ => {}
+                    }
+                    at += 1;
+                    Kind::Sign(byte)
+                }
+            };
+            let token = Token {
+                kind,
+                start: from,
+                end: at,
+            };
+            tokens.push(token);
+        }
+    }
+
+    /// Writes `{{ … }}`.
+    fn expression(&mut self, start: usize) {
+        let Some((tokens, end)) = self.tokens(start, *b"}}") else {
+            return self.copy_to(self.source.len());
+        };
+        self.write_tokens(&tokens);
+        self.copy_to(end);
+    }
+
+    /// Writes `{% … %}`, and all of a raw block.
+    fn statement(&mut self, start: usize) -> Result<(), SourceError> {
+        let Some((tokens, end)) = self.tokens(start, *b"%}") else {
+            self.copy_to(self.source.len());
+            return Ok(());
+        };
+        let Some(first) = tokens.first().copied() else {
+            self.copy_to(end);
+            return Ok(());
+        };
+        match self.text(first) {
+            "raw" if tokens.len() == 1 => {
+                let end = self.raw_end(end).unwrap_or(self.source.len());
+                self.copy_to(end);
+            }
+            "generation" | "endgeneration" => {
+                if tokens.len() > 1 {
+                    return Err(self.error(start, "`generation` takes no arguments"));
+                }
+                let tag = if self.text(first) == "generation" {
+                    self.generations.push(start);
+                    "with"
+                } else if self.generations.pop().is_some() {
+                    "endwith"
+                } else {
+                    return Err(self.error(start, "`endgeneration` without `generation`"));
+                };
+                self.replace(first.start, first.end, tag);
+                self.copy_to(end);
+            }
+            "do" | "import" | "from" | "include" | "extends" => {
+                let tag = self.text(first);
+                let message = format!("`{tag}` is not a statement of chat templates");
+                return Err(self.error(start, &message));
+            }
+            "for" => {
+                self.loop_start(&tokens);
+                self.copy_to(end);
+            }
+            "macro" => self.macro_start(&tokens, end),
+            "endmacro" => self.macro_end(end),
+            _ => {
+                self.write_tokens(&tokens);
+                self.copy_to(end);
+            }
+        }
+        Ok(())
+    }
+
+    /// The place behind the `endraw` of a raw block whose content begins at `at`.
+    fn raw_end(&self, mut at: usize) -> Option<usize> {
+        loop {
+            let start = at + self.source[at..].find("{%")?;
+            let inner = self.source[start + 2..].trim_start_matches(['-', '+']);
+            if let Some(rest) = inner.trim_ascii_start().strip_prefix("endraw") {
+                let rest = rest.trim_ascii_start().trim_start_matches(['-', '+']);
+                if let Some(rest) = rest.strip_prefix("%}") {
+                    return Some(self.source.len() - rest.len());
+                }
+            }
+            at = start + 2;
+        }
+    }
+
+    fn loop_start(&mut self, tokens: &[Token]) {
+        let mut depth = 0;
+        let mut outside = |token: &Token| {
+            depth = deeper(depth, *token);
+            depth == 0 && token.kind == Kind::Name
+        };
+        let mut word = |from: usize, words: &[&str]| {
+            let mut found = tokens.iter().skip(from);
+            let found =
+                found.position(|token| outside(token) && words.contains(&self.text(*token)));
+            found.map(|at| from + at)
+        };
+        let Some(from) = word(0, &["in"]).map(|at| at + 1) else {
+            return self.write_tokens(tokens);
+        };
+        let to = word(from, &["if", "recursive"]).unwrap_or(tokens.len());
+        let over = &tokens[from..to];
+        self.write_tokens(&tokens[..from]);
+        // Calls and filters give lists.
+        if let (Some(first), Some(last)) = (over.first(), over.last())
+            && matches!(last.kind, Kind::Name | Kind::Text | Kind::Sign(b']'))
+            && over
+                .iter()
+                .all(|token| !matches!(token.kind, Kind::Sign(b'|' | b'(')))
+        {
+            self.copy_to(first.start);
+            self.out.push('(');
+            self.write_tokens(over);
+            self.copy_to(last.end);
+            let _ = write!(self.out, ")|{EACH}");
+        } else {
+            self.write_tokens(over);
+        }
+        self.write_tokens(&tokens[to..]);
+    }
+
+    fn macro_start(&mut self, tokens: &[Token], end: usize) {
+        let name = tokens.get(1).map_or("", |&name| self.text(name)).to_owned();
+        let header = tokens.get(3..tokens.len() - 1).unwrap_or_default();
+        self.write_tokens(&tokens[..tokens.len().min(3)]);
+        let mut parameters: Vec<String> = Vec::new();
+        let mut moved: Vec<(String, &[Token])> = Vec::new();
+        for part in split(header, b',') {
+            let Some((&parameter, rest)) = part.split_first() else {
+                continue;
+            };
+            let default = rest.get(1..).unwrap_or_default();
+            let own = |token: &Token| {
+                token.kind == Kind::Name
+                    && parameters.iter().any(|known| known == self.text(*token))
+            };
+            let parameter = self.text(parameter).to_owned();
+            if default.iter().any(own) {
+                let last = default[default.len() - 1];
+                self.replace(default[0].start, last.end, "__undefined");
+                moved.push((parameter.clone(), default));
+            } else {
+                self.write_tokens(part);
+            }
+            parameters.push(parameter);
+        }
+        self.copy_to(tokens.last().map_or(end, |close| close.start));
+        self.macros.push(OpenMacro {
+            name,
+            parameters,
+            more: self.out.len(),
+            varargs: false,
+            kwargs: false,
+            caller: false,
+        });
+        if !moved.is_empty() {
+            self.copy_to(self.close(end));
+            for (parameter, default) in moved {
+                let _ = write!(
+                    self.out,
+                    "%}}{{% if {parameter} is undefined %}}{{% set {parameter} = "
+                );
+                // Written again, from its place in the header.
+                let at = std::mem::replace(&mut self.at, default[0].start);
+                self.write_tokens(default);
+                self.copy_to(default[default.len() - 1].end);
+                self.at = at;
+                self.out.push_str(" %}{% endif ");
+            }
+        }
+        self.copy_to(end);
+    }
+
+    /// Where the end of a statement begins, with its whitespace control.
+    fn close(&self, end: usize) -> usize {
+        let control = matches!(self.source.as_bytes()[end - 3], b'-' | b'+');
+        end - 2 - usize::from(control)
+    }
+
+    fn macro_end(&mut self, end: usize) {
+        let Some(open) = self.macros.pop() else {
+            return self.copy_to(end);
+        };
+        if !open.varargs && !open.kwargs {
+            return self.copy_to(end);
+        }
+        let mut more = String::new();
+        for name in ["varargs", "kwargs"] {
+            let comma = if more.is_empty() && open.parameters.is_empty() {
+                ""
+            } else {
+                ", "
+            };
+            // A macro may have a parameter of that name.
+            if !open.parameters.iter().any(|parameter| parameter == name) {
+                let _ = write!(more, "{comma}{name}=none");
+            }
+        }
+        self.out.insert_str(open.more, &more);
+        // The statement's end and its whitespace control go to the last of the two.
+        self.copy_to(self.close(end));
+        let names = open.parameters.join("', '");
+        let names = if names.is_empty() {
+            "[]".to_owned()
+        } else {
+            format!("['{names}']")
+        };
+        let (name, varargs, kwargs, caller) = (open.name, open.varargs, open.kwargs, open.caller);
+        let _ = write!(
+            self.out,
+            "%}}{{% set {name} = {VARIADIC}({name}, {names}, {varargs}, {kwargs}, {caller}) "
+        );
+        self.copy_to(end);
+    }
+
+    /// Copies `tokens`, with `%` behind a string rewritten, and notes what a macro's body names.
+    fn write_tokens(&mut self, tokens: &[Token]) {
+        let mut at = 0;
+        while at < tokens.len() {
+            let token = tokens[at];
+            let before = at.checked_sub(1).map(|before| tokens[before].kind);
+            if token.kind == Kind::Name
+                && before != Some(Kind::Sign(b'.'))
+                && let Some(open) = self.macros.last_mut()
+            {
+                match &self.source[token.start..token.end] {
+                    "varargs" => open.varargs = true,
+                    "kwargs" => open.kwargs = true,
+                    "caller" => open.caller = true,
+                    _ => {}
+                }
+            }
+            if token.kind == Kind::Sign(b'[')
+                && before.is_some()
+                && self.is_value(tokens[at - 1])
+                && let Some(inner) = inside(&tokens[at..])
+                && let parts = split(inner, b':')
+                && parts.len() > 1
+            {
+                self.replace(token.start, token.end, ".");
+                self.out.push_str(SLICE);
+                self.out.push('(');
+                for (place, part) in parts.iter().enumerate() {
+                    let Some(last) = part.last() else {
+                        self.out.push_str(if place > 0 { ", none" } else { "none" });
+                        continue;
+                    };
+                    if place > 0 {
+                        self.out.push_str(", ");
+                    }
+                    self.at = part[0].start;
+                    self.write_tokens(part);
+                    self.copy_to(last.end);
+                }
+                at += inner.len() + 2;
+                self.out.push(')');
+                self.at = tokens[at - 1].end;
+                continue;
+            }
+            let strong = matches!(before, Some(Kind::Sign(b'*' | b'/' | b'%' | b'.')));
+            if token.kind == Kind::Text
+                && !strong
+                && tokens.get(at + 1).map(|next| next.kind) == Some(Kind::Sign(b'%'))
+                && let Some(len) = operand(&tokens[at + 2..], self.source)
+            {
+                self.replace(tokens[at + 1].start, tokens[at + 1].end, "|");
+                self.out.push_str(PERCENT);
+                self.out.push('(');
+                let operand = &tokens[at + 2..at + 2 + len];
+                self.write_tokens(operand);
+                self.copy_to(operand[len - 1].end);
+                self.out.push(')');
+                at += 2 + len;
+            } else {
+                at += 1;
+            }
+        }
+    }
+}
+
+/// The tokens between the bracket that `tokens` begin with and its end.
+fn inside(tokens: &[Token]) -> Option<&[Token]> {
+    let mut depth = 0;
+    for (at, token) in tokens.iter().enumerate() {
+        depth = deeper(depth, *token);
+        if depth == 0 {
+            return tokens.get(1..at);
+        }
+    }
+    None
+}
+
+/// The depth in brackets behind `token`.
+fn deeper(depth: usize, token: Token) -> usize {
+    match token.kind {
+        Kind::Sign(b'(' | b'[' | b'{') => depth + 1,
+        Kind::Sign(b')' | b']' | b'}') => depth.saturating_sub(1),
+        _ => depth,
+    }
+}
+
+/// Parts of `tokens` between the signs `at` outside of brackets.
+fn split(tokens: &[Token], at: u8) -> Vec<&[Token]> {
+    let mut depth = 0;
+    tokens
+        .split(|token| {
+            depth = deeper(depth, *token);
+            depth == 0 && token.kind == Kind::Sign(at)
+        })
+        .collect()
+}
+
+/// Number of tokens of the operand that `tokens` begin with: a value with what is applied to it.
+fn operand(tokens: &[Token], source: &str) -> Option<usize> {
+    let group = |at: usize| inside(&tokens[at..]).map(|inside| at + inside.len() + 2);
+    let kind = |at: usize| tokens.get(at).map(|token| token.kind);
+    let word = |at: usize| {
+        tokens
+            .get(at)
+            .map_or("", |token| &source[token.start..token.end])
+    };
+    let mut at = 0;
+    if let Some(Kind::Sign(b'-' | b'+')) = kind(at) {
+        at += 1;
+    }
+    match kind(at)? {
+        Kind::Name if word(at) == "not" => return None,
+        Kind::Name | Kind::Text => at += 1,
+        Kind::Number => {
+            at += 1;
+            // A fraction.
+            if kind(at) == Some(Kind::Sign(b'.')) && kind(at + 1) == Some(Kind::Number) {
+                at += 2;
+            }
+        }
+        Kind::Sign(b'(' | b'[' | b'{') => at = group(at)?,
+        Kind::Sign(_) => return None,
+    }
+    loop {
+        match kind(at) {
+            Some(Kind::Sign(b'(' | b'[')) => at = group(at)?,
+            Some(Kind::Sign(b'.' | b'|'))
+                if matches!(kind(at + 1), Some(Kind::Name | Kind::Number)) =>
+            {
+                at += 2;
+            }
+            // A test binds more strongly too, with an argument that needs no brackets.
+            Some(Kind::Name) if word(at) == "is" => {
+                at += if word(at + 1) == "not" { 3 } else { 2 };
+                let joins = ["and", "or", "is", "not", "if", "else", "in"].contains(&word(at));
+                match kind(at) {
+                    Some(Kind::Name | Kind::Text | Kind::Number) if !joins => at += 1,
+                    Some(Kind::Sign(b'[' | b'{')) => at = group(at)?,
+                    _ => {}
+                }
+            }
+            _ => return Some(at),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_the_engine_lacks_is_rewritten() {
+        for same in [
+            "",
+            "a { b } {{ 'generation' }} {# {% generation %} #}",
+            "{% raw %}{% generation %}{{ '%}' }}{%- endraw -%} x",
+            "{{ '{% generation %}' ~ \"\\\"%}\" }}{% if generation %}{% endif %}",
+            "{% macro f(a, b=[1, 2]) %}{{ a.kwargs }}{% endmacro %}",
+            "{{ a % b }}{{ {'a': {}}['a'] }}",
+            "{{ open",
+        ] {
+            assert_eq!(rewrite(same).unwrap(), same);
+        }
+        for (source, expected) in [
+            (
+                "{%- generation -%}\r\nx{%+endgeneration+%}",
+                "{%- with -%}\nx{%+endwith+%}",
+            ),
+            (
+                "{% macro f(a, b=(1, 2)) %}{{ varargs }}{%- endmacro -%}\n",
+                "{% macro f(a, b=(1, 2), varargs=none, kwargs=none) %}{{ varargs }}{%- endmacro %}\
+                 {% set f = __variadic(f, ['a', 'b'], true, false, false) -%}\n",
+            ),
+            (
+                "{% macro f() %}{{ kwargs }}{{ caller() }}{% endmacro %}",
+                "{% macro f(varargs=none, kwargs=none) %}{{ kwargs }}{{ caller() }}{% endmacro %}\
+                 {% set f = __variadic(f, [], false, true, true) %}",
+            ),
+            (
+                "{{ x[1:][-1] + y.z()[:'a'[1:]:-1] }}{{ [a if b else c][0] }}{{ {'a': 1}['a'] }}",
+                "{{ x.__slice(1, none)[-1] + y.z().__slice(none, 'a'.__slice(1, none), -1) }}\
+                 {{ [a if b else c][0] }}{{ {'a': 1}['a'] }}",
+            ),
+            (
+                "{% macro f(a, b=a[1:], c='%d' % 3) -%} {% endmacro %}",
+                "{% macro f(a, b=__undefined, c='%d' |__percent( 3)) %}{% if b is undefined %}\
+                 {% set b = a.__slice(1, none) %}{% endif -%} {% endmacro %}",
+            ),
+            (
+                "{%- for a, b in c.d if a in b recursive -%}{% for x in y|z %}",
+                "{%- for a, b in (c.d)|__each if a in b recursive -%}{% for x in y|z %}",
+            ),
+            (
+                "{{ '%d%%' % x.y[0]|int ~ 'a' }}",
+                "{{ '%d%%' |__percent( x.y[0]|int) ~ 'a' }}",
+            ),
+        ] {
+            assert_eq!(rewrite(source).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn a_wrong_statement_is_named_with_its_line() {
+        for (source, line, part) in [
+            ("a\n{% generation %}\n", 2, "no `endgeneration`"),
+            ("\n\n{% endgeneration %}", 3, "without `generation`"),
+            ("{% include 'x' %}", 1, "`include` is not a statement"),
+        ] {
+            let error = rewrite(source).unwrap_err();
+            assert_eq!(error.line, line);
+            assert!(error.message.contains(part), "{error:?}");
+        }
+    }
+}

@@ -78,3 +78,36 @@ def test_a_server_takes_a_tokenizer_directory(binary, start, tmp_path):
         answer = client.chat.completions.create(model=client.models.list().data[0].id, **ask)
     assert answer.usage.prompt_tokens > 2
     assert answer.choices[0].message.content.startswith(" ")
+
+
+def ask(server, path, body):
+    request = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_tokenize_counts_what_a_chat_counts(server):
+    """Tools, variables and an open last message included."""
+    tool = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+    tools = [{"type": "function", "function": tool}]
+    said = [{"role": "user", "content": "hi there"}]
+    last = {"role": "assistant", "content": "I see"}
+    for more in [
+        {},
+        {"tools": tools},
+        {"tools": []},
+        {"chat_template_kwargs": {"x": 1}, "tools": tools},
+        {"add_generation_prompt": False, "tools": tools},
+    ]:
+        chat = {"messages": said, **more}
+        counted = ask(server, "/tokenize", chat)["count"]
+        chat = {k: v for k, v in chat.items() if v != []}
+        usage = ask(server, "/v1/chat/completions", {**chat, "max_tokens": 1})["usage"]
+        assert usage["prompt_tokens"] == counted, more
+    opened = {"add_generation_prompt": False, "continue_final_message": True}
+    opened |= {"messages": [*said, last], "tools": tools, "return_token_strs": True}
+    answer = ask(server, "/tokenize", opened)
+    assert ask(server, "/detokenize", {"tokens": answer["tokens"]})["prompt"].endswith("I see")
+    assert answer["token_strs"][-1] == "Ġsee"

@@ -1,0 +1,124 @@
+"""Chat templates: the server's engine against Jinja2 as `transformers` configures it.
+
+`SLIPSTREAM_TEMPLATE_CASES` and `SLIPSTREAM_TEMPLATE_SEED` draw more or other cases.
+"""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import jinja_cases
+
+CASES = int(os.environ.get("SLIPSTREAM_TEMPLATE_CASES", "300"))
+SEED = int(os.environ.get("SLIPSTREAM_TEMPLATE_SEED", "1"))
+FAMILIES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+
+
+def render(binary, requests, *args):
+    """What the command renders: the prompt of each request, or its error."""
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    command = [binary, "tokenizer", "render", *args]
+    run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    lines = run.stdout.split("\n")[:-1]
+    assert len(lines) == len(requests), run.stderr
+    return [json.loads(line) for line in lines]
+
+
+def compare(expected, rendered, sources):
+    """Asserts equality where Jinja2 renders; says how many did."""
+    same = 0
+    wrong = []
+    for source, theirs, ours in zip(sources, expected, rendered, strict=True):
+        if theirs is None or any(shown in theirs for shown in jinja_cases.OBJECTS):
+            continue
+        if ours.get("prompt") == theirs:
+            same += 1
+        else:
+            wrong.append(f"{source!r}\n  Jinja2: {theirs!r}\n  here:   {ours}")
+    assert not wrong, f"{len(wrong)} of {len(sources)} differ\n" + "\n".join(
+        sorted(wrong, key=len)[:10]
+    )
+    return same
+
+
+def test_generated_templates_render_as_in_jinja2(binary):
+    sources = [jinja_cases.Cases(SEED * 1_000_003 + at).template() for at in range(CASES)]
+    user = [{"role": "user", "content": "x"}]
+    requests = [
+        {"messages": user, "chat_template": source, "chat_template_kwargs": jinja_cases.VARIABLES}
+        for source in sources
+    ]
+    # Special variables of chats.
+    variables = jinja_cases.VARIABLES | {"messages": user, "add_generation_prompt": True}
+    variables |= {"tools": None, "documents": None}
+    expected = [jinja_cases.reference(source, variables) for source in sources]
+    same = compare(expected, render(binary, requests), sources)
+    assert same > CASES // 2
+
+
+def test_templates_like_those_of_model_families(binary):
+    requests, expected, names = [], [], []
+    for path in FAMILIES:
+        source = path.read_text()
+        draw = random.Random(f"{SEED} {path.stem}")
+        for _ in range(max(CASES // 20, 20)):
+            chat = jinja_cases.chat(draw)
+            requests.append({**chat, "chat_template": source})
+            expected.append(jinja_cases.reference(source, jinja_cases.seen(chat)))
+            names.append(f"{path.stem}: {chat}")
+    rendered = render(binary, requests)
+    compare(expected, rendered, names)
+    # What Jinja2 refuses is refused, and each template renders some chats.
+    for name, theirs, ours in zip(names, expected, rendered, strict=True):
+        assert theirs is not None or "error" in ours, (name, ours)
+    for path in FAMILIES:
+        own = zip(names, expected, strict=True)
+        rendered_chats = [name for name, text in own if name.startswith(f"{path.stem}:") and text]
+        assert len(rendered_chats) > 4, path.stem
+
+
+def test_jinja2_refuses_what_is_refused_here(binary):
+    """Undefined values fail where Jinja2's fail, and templates name their line."""
+    user = [{"role": "user", "content": "x"}]
+    for source, part in [
+        ("\n{{ missing.name }}", "line 2: "),
+        ("{{ missing['name'] }}", "line 1: "),
+        ("{{ missing + 1 }}", "line 1: "),
+        ("{{ none | length }}", "line 1: "),
+        ("{{ 'a' + 1 }}", "line 1: "),
+        ("{{ 'a'.nosuch() }}", "line 1: "),
+        ("{{ [1].append(2) }}", "line 1: "),
+        ("{{ {'a': 1}.update({}) }}", "line 1: "),
+        ("{{ missing | tojson }}", "line 1: "),
+        ("{{ 'a' | nosuch }}", "line 1: "),
+        ("\n\n{{ 1 is nosuch }}", "line 3: "),
+        ("{% for x in none %}{% endfor %}", "line 1: "),
+        ("\n{% include 'x' %}", "line 2: "),
+        ("\n{% generation %}", "line 2: "),
+        ("{% if x %}", "line 1: "),
+        ("{{ raise_exception('no ' ~ 'tools') }}", "no tools"),
+    ]:
+        assert jinja_cases.reference(source, {"messages": user}) is None, source
+        [shown] = render(binary, [{"messages": user, "chat_template": source}])
+        assert part in shown.get("error", ""), (source, shown)
+
+
+def test_render_takes_a_tokenizers_directory(binary, tmp_path):
+    special = {"bos_token": "<s>", "unk_token": {"content": "<unk>"}}
+    named = [
+        {"name": "default", "template": "{{ bos_token }}{{ unk_token }}{{ eos_token }}"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    ]
+    config = json.dumps({**special, "chat_template": named})
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    user = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chats = [{"messages": user}, {"messages": user, "tools": tools}]
+    assert render(binary, chats, tmp_path) == [{"prompt": "<s><unk>"}, {"prompt": "f"}]
+    (tmp_path / "chat_template.jinja").write_text("\n{% nosuch %}")
+    command = [binary, "tokenizer", "render", tmp_path]
+    run = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "chat_template.jinja is not valid Jinja: line 2" in run.stderr, run.stderr

@@ -507,7 +507,7 @@ fn split(tokens: &[Token], at: u8) -> Vec<&[Token]> {
         .collect()
 }
 
-/// Number of tokens of the operand that `tokens` begin with: a value with what is applied to it.
+/// Number of tokens of the operand that `tokens` begin with: a value with the calls, filters and tests applied to it.
 fn operand(tokens: &[Token], source: &str) -> Option<usize> {
     let group = |at: usize| inside(&tokens[at..]).map(|inside| at + inside.len() + 2);
     let kind = |at: usize| tokens.get(at).map(|token| token.kind);

@@ -15,8 +15,9 @@ use slipstream_plan::{Conditions, Evaluate, Measured, Trial, demand, load};
 use slipstream_report::Objectives;
 use slipstream_report::table::{counted, grouped};
 
+use super::Args;
+use super::at_load::Ready;
 use super::base::Base;
-use super::{Args, Ready};
 use crate::control::Control;
 use crate::{files, memory};
 

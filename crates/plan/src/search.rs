@@ -10,13 +10,17 @@
 //!
 //! Trials are asked for in batches that depend on results alone.
 
+mod settle;
 mod sizing;
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use slipstream_base::mix::mix64;
 use slipstream_base::width;
 
 use self::sizing::Sizing;
+use crate::trial::allowed;
 
 /// Conditions of a trial that differ from those of the question.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -63,13 +67,19 @@ pub struct Trial {
     pub part: usize,
     /// Its conditions.
     pub conditions: Conditions,
+    /// The run is stopped at this many times the misses that it may have: the number of seeds that are judged together.
+    pub spare: u64,
 }
 
 /// Result of a trial.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     /// Whether it attains.
     pub attains: bool,
+    /// Whether it ran to its end.
+    pub complete: bool,
+    /// Requests of each class, and those of them that met their objectives. Shape `[classes]`.
+    pub by_class: Vec<(u64, u64)>,
     /// Share of requests that met their objectives, of the class with the lowest one. If the trial
     /// was stopped because it can no longer attain: among those that had ended, which rises with
     /// the time until then.
@@ -80,6 +90,49 @@ pub struct Measured {
     pub digest: u64,
     /// Requests that were simulated, those under way when it was stopped included.
     pub requests: u64,
+}
+
+impl Trial {
+    fn key(&self) -> Key {
+        let conditions = self.conditions.key();
+        (
+            self.shape,
+            self.setting,
+            self.workers,
+            self.part,
+            conditions,
+        )
+    }
+}
+
+impl Measured {
+    /// Of runs with several seeds: every class attains over all of them.
+    fn together(each: &[Measured], target: f64) -> Measured {
+        let mut by_class: Vec<(u64, u64)> = Vec::new();
+        for measured in each {
+            for (at, &(all, met)) in measured.by_class.iter().enumerate() {
+                if at >= by_class.len() {
+                    by_class.resize(at + 1, (0, 0));
+                }
+                by_class[at].0 += all;
+                by_class[at].1 += met;
+            }
+        }
+        let complete = each.iter().all(|measured| measured.complete);
+        let share = |&(all, met): &(u64, u64)| met as f64 / all.max(1) as f64;
+        let judged = by_class.iter().filter(|class| class.0 > 0);
+        let lowest = judged.min_by(|a, b| share(a).total_cmp(&share(b)));
+        let few = |&(all, met): &(u64, u64)| all - met <= allowed(all, target);
+        Measured {
+            attains: complete && by_class.iter().all(few),
+            complete,
+            share: lowest.map_or(0.0, share),
+            judged: lowest.map_or(0, |class| class.0),
+            digest: each.iter().fold(0, |sum, each| mix64(sum ^ each.digest)),
+            requests: each.iter().map(|each| each.requests).sum(),
+            by_class,
+        }
+    }
 }
 
 /// Runs trials.
@@ -118,6 +171,8 @@ pub struct Candidate {
     pub workers_max: u32,
     /// The number of its settings, at least 1; 0 is the base.
     pub settings: usize,
+    /// Settings that differ from each in one value. Shape `[settings]`
+    pub neighbors: Vec<Vec<usize>>,
     /// Shapes of one kind compete for a place of their own in the table, such as GPUs of one preset.
     pub kind: usize,
     /// Whether prefill and decode have workers of their own: of equally cheap shapes, one without is
@@ -184,10 +239,15 @@ pub struct Search<'a, E: Evaluate> {
     main: usize,
     /// Conditions of the question itself.
     plain: Conditions,
+    /// Seeds on which an answer attains together.
+    seeds: u64,
     evaluate: &'a mut E,
-    seen: BTreeMap<Key, Measured>,
+    /// Results, with the `spare` of their trials.
+    seen: BTreeMap<Key, (u64, Measured)>,
     /// Best setting known of each shape, and its size on the largest part so far.
     known: Vec<Option<(usize, u32)>>,
+    /// Whether what is known is from a question that differs little, so that settings near the known ones are enough.
+    is_near: bool,
     progress: Progress,
     /// Requests simulated.
     pub requests: u64,
@@ -197,6 +257,14 @@ pub struct Search<'a, E: Evaluate> {
 
 type Key = (usize, usize, u32, usize, [u64; 4]);
 
+/// Where candidates are compared, under the conditions of the question.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stage {
+    part: usize,
+    /// Seeds that are judged together, the first ones.
+    seeds: u64,
+}
+
 /// The cheapest candidate, and shapes and settings, best first.
 type Ranking = (Option<Choice>, Vec<(usize, usize)>);
 
@@ -205,6 +273,8 @@ type Beaten = (f64, usize, (usize, usize), Option<(u32, u64)>);
 
 /// A share that is this close to the target nearly attains.
 const NEAR: f64 = 0.02;
+/// The same where the best known settings are those of other conditions.
+const NEAR_CHANGED: f64 = 0.1;
 /// A shape whose cost on a part is above the lowest one by more than this factor is not promising, unless one worker
 /// less makes up for it.
 const PROMISING: f64 = 1.5;
@@ -224,16 +294,15 @@ const EQUAL_MAX: usize = 8;
 
 impl<'a, E: Evaluate> Search<'a, E> {
     /// A search among `shapes` for the cheapest that attains `target`. `parts`: the share of the whole
-    /// workload in each of its parts, rising to 1; answers are found on part `main`, and [`confirm`]ed on
-    /// the last one. `plain`: the conditions of the question.
-    ///
-    /// [`confirm`]: Self::confirm
+    /// workload in each of its parts, rising to 1; answers are found on part `main` with the first seed, and
+    /// settled on the last one with `seeds` of them. `plain`: the conditions of the question.
     pub fn new(
         shapes: &'a [Candidate],
         target: f64,
         parts: &'a [f64],
         main: usize,
         plain: Conditions,
+        seeds: u64,
         evaluate: &'a mut E,
     ) -> Search<'a, E> {
         assert!(parts.last() == Some(&1.0), "the last part is the whole");
@@ -244,8 +313,10 @@ impl<'a, E: Evaluate> Search<'a, E> {
             parts,
             main,
             plain,
+            seeds,
             evaluate,
             seen: BTreeMap::new(),
+            is_near: false,
             progress: Progress::default(),
             requests: 0,
             trials: 0,
@@ -256,6 +327,23 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self.main
     }
 
+    fn on(part: usize) -> Stage {
+        Stage { part, seeds: 1 }
+    }
+
+    /// Where answers are found.
+    fn main_stage(&self) -> Stage {
+        Self::on(self.main)
+    }
+
+    /// Where answers must attain.
+    fn last_stage(&self) -> Stage {
+        Stage {
+            part: self.parts.len() - 1,
+            seeds: self.seeds,
+        }
+    }
+
     /// Announces a phase that is expected to take `work` runs of the whole workload, with `later` after
     /// it.
     fn phase(&mut self, name: &'static str, work: f64, later: f64) {
@@ -263,13 +351,18 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self.progress.expected = self.progress.done + work + later;
     }
 
+    /// The result of a trial, if it ran. One that was stopped tells nothing about larger spares.
+    fn result(&self, trial: &Trial) -> Option<&Measured> {
+        let (spare, measured) = self.seen.get(&trial.key())?;
+        (measured.complete || *spare >= trial.spare).then_some(measured)
+    }
+
     /// Runs trials that have not run before.
     fn run(&mut self, trials: &[Trial]) -> Result<Vec<Measured>, E::Error> {
-        let key = |t: &Trial| (t.shape, t.setting, t.workers, t.part, t.conditions.key());
         let mut new: Vec<Trial> = Vec::new();
         for trial in trials {
-            let again = new.iter().any(|other| key(other) == key(trial));
-            if !again && !self.seen.contains_key(&key(trial)) {
+            let again = new.iter().any(|other| other.key() == trial.key());
+            if !again && self.result(trial).is_none() {
                 new.push(*trial);
             }
         }
@@ -279,24 +372,61 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 self.requests += measured.requests;
                 self.trials += 1;
                 self.progress.done += self.parts[trial.part];
-                self.seen.insert(key(trial), measured);
+                self.seen.insert(trial.key(), (trial.spare, measured));
             }
             self.progress.expected = self.progress.expected.max(self.progress.done);
         }
-        Ok(trials.iter().map(|trial| self.seen[&key(trial)]).collect())
+        let result = |trial: &Trial| self.seen[&trial.key()].1.clone();
+        Ok(trials.iter().map(result).collect())
+    }
+
+    /// Runs trials of the first seed with all seeds of a stage. A run is stopped when it has more misses than all of them may have
+    /// together, and the other seeds are not run then.
+    fn run_at(&mut self, trials: &[Trial], stage: Stage) -> Result<Vec<Measured>, E::Error> {
+        if stage.seeds == 1 {
+            return self.run(trials);
+        }
+        let of_seed = |trial: &Trial, seed| Trial {
+            spare: stage.seeds,
+            conditions: Conditions {
+                seed,
+                ..trial.conditions
+            },
+            ..*trial
+        };
+        let first: Vec<Trial> = trials.iter().map(|trial| of_seed(trial, 0)).collect();
+        let firsts = self.run(&first)?;
+        let open = trials.iter().zip(&firsts);
+        let open = open.filter(|(_, first)| first.complete);
+        let others: Vec<Trial> = open
+            .flat_map(|(trial, _)| (1..stage.seeds).map(|seed| of_seed(trial, seed)))
+            .collect();
+        let mut others = self.run(&others)?.into_iter();
+        let target = self.target;
+        Ok(firsts
+            .into_iter()
+            .map(|first| {
+                let more = if first.complete { stage.seeds - 1 } else { 0 };
+                let each: Vec<Measured> = std::iter::once(first)
+                    .chain(others.by_ref().take(width::to_usize(more)))
+                    .collect();
+                Measured::together(&each, target)
+            })
+            .collect())
     }
 
     /// Whether a trial of a part misses so much that it cannot attain on the whole, whatever happens there
     /// outside of the part.
     fn is_hopeless(&self, part: usize, measured: &Measured) -> bool {
-        let misses = (1.0 - measured.share) * self.parts[part] / self.parts[self.whole()];
+        let misses = (1.0 - measured.share) * self.parts[part]
+            / self.parts[self.whole()].max(self.parts[part]);
         !measured.attains && misses * HOPELESS > 1.0 - self.target
     }
 
-    /// Of trials on the whole workload, under the conditions of the question, those that parts do not show to be
-    /// hopeless. Smaller parts come first: they take the fewest requests.
-    fn screen(&mut self, mut trials: Vec<Trial>) -> Result<Vec<Trial>, E::Error> {
-        for part in 0..self.whole() {
+    /// Of trials on a part, those that smaller ones do not show to be hopeless. The smallest come first: they take the fewest
+    /// requests.
+    fn screen(&mut self, mut trials: Vec<Trial>, part: usize) -> Result<Vec<Trial>, E::Error> {
+        for part in 0..part {
             let on_part: Vec<Trial> = trials.iter().map(|t| Trial { part, ..*t }).collect();
             let measured = self.run(&on_part)?;
             let mut each = measured.iter();
@@ -306,31 +436,19 @@ impl<'a, E: Evaluate> Search<'a, E> {
     }
 
     /// Sizes candidates on a part; all of them advance together.
-    fn size(
-        &mut self,
-        jobs: &mut [(usize, usize, Sizing)],
-        part: usize,
-        conditions: Conditions,
-    ) -> Result<(), E::Error> {
+    fn size(&mut self, jobs: &mut [(usize, usize, Sizing)], stage: Stage) -> Result<(), E::Error> {
         loop {
             let (at, trials): (Vec<usize>, Vec<Trial>) = jobs
                 .iter()
                 .enumerate()
                 .filter_map(|(at, (shape, setting, sizing))| {
-                    let trial = Trial {
-                        shape: *shape,
-                        setting: *setting,
-                        workers: sizing.next?,
-                        part,
-                        conditions,
-                    };
-                    Some((at, trial))
+                    Some((at, self.trial_at(*shape, *setting, sizing.next?, stage)))
                 })
                 .unzip();
             if at.is_empty() {
                 return Ok(());
             }
-            let measured = self.run(&trials)?;
+            let measured = self.run_at(&trials, stage)?;
             for ((at, trial), measured) in at.iter().zip(&trials).zip(&measured) {
                 jobs[*at].2.take(trial.workers, measured);
             }
@@ -367,17 +485,16 @@ impl<'a, E: Evaluate> Search<'a, E> {
     /// # Errors
     /// As the evaluation's.
     pub fn find(&mut self, others: &[Choice]) -> Result<Option<Choice>, E::Error> {
-        let shapes = self.shapes.len();
-        let later = 8.0 + shapes as f64;
+        let later = 8.0 + self.shapes.len() as f64;
         let sizes = self.size_shapes(later)?;
         let ranked = self.halve(&sizes, later)?;
         // The whole workload, the most promising candidate first.
         self.phase("whole workload", later * 0.6, later * 0.4);
-        let whole = self.whole();
+        let stage = self.main_stage();
         let mut best: Option<Choice> = None;
         for other in others {
-            let same: Vec<Trial> = vec![self.trial(other.shape, other.setting, other.workers)];
-            let measured = self.run(&same)?[0];
+            let same = [self.trial(other.shape, other.setting, other.workers)];
+            let measured = self.run(&same)?.remove(0);
             if measured.attains && best.is_none_or(|best| other.cost < best.cost) {
                 best = Some(Choice {
                     share: measured.share,
@@ -397,7 +514,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                     None => continue,
                 };
             }
-            self.size(&mut job, whole, self.plain)?;
+            self.size(&mut job, stage)?;
             if let Some(sized) = self.sized(&job[0]) {
                 self.known[shape] = Some((setting, sized.workers));
                 best = Some(sized);
@@ -405,55 +522,77 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }
         }
         let rest: Vec<(usize, usize)> = left.map(|(shape, setting, _)| (shape, setting)).collect();
-        best = self.race(best, &rest, whole)?.0;
-        // Every shape once more, with its best known setting, and every setting where it is near.
+        best = self.race(best, &rest, stage)?.0;
         self.phase("challenges", later * 0.4, 0.0);
-        for _ in 0..ROUNDS_MAX {
-            let before = best;
-            let each: Vec<(usize, usize)> = (0..shapes)
-                .map(|shape| (shape, self.known[shape].map_or(0, |known| known.0)))
-                .collect();
-            best = self.race(best, &each, whole)?.0;
-            let near = self.near(best)?;
-            best = self.race(best, &near, whole)?.0;
-            if best == before {
-                break;
-            }
-        }
-        if let Some(found) = best {
-            best = Some(self.prefer(found)?);
-        }
+        best = self.challenge(best, stage)?;
+        best = self.settle(best)?;
         if let Some(best) = best {
             self.known[best.shape] = Some((best.setting, best.workers));
         }
         Ok(best)
     }
 
+    /// Challenges `best` with every shape in its best known setting, and in every setting where it is near, until none is
+    /// cheaper.
+    fn challenge(
+        &mut self,
+        mut best: Option<Choice>,
+        stage: Stage,
+    ) -> Result<Option<Choice>, E::Error> {
+        for _ in 0..ROUNDS_MAX {
+            let before = best;
+            let each: Vec<(usize, usize)> = (0..self.shapes.len())
+                .map(|shape| (shape, self.setting(shape)))
+                .collect();
+            best = self.race(best, &each, stage)?.0;
+            let near = self.near(best, stage)?;
+            best = self.race(best, &near, stage)?.0;
+            if best == before {
+                break;
+            }
+        }
+        Ok(best)
+    }
+
     fn trial(&self, shape: usize, setting: usize, workers: u32) -> Trial {
+        self.trial_at(shape, setting, workers, self.main_stage())
+    }
+
+    /// The trial of the first seed.
+    fn trial_at(&self, shape: usize, setting: usize, workers: u32, stage: Stage) -> Trial {
         Trial {
             shape,
             setting,
             workers,
-            part: self.whole(),
+            part: stage.part,
             conditions: self.plain,
+            spare: 1,
         }
     }
 
-    /// Sizes every shape with its base setting, on the smallest part on which it can be. Cheap sizes are
+    /// The best setting known of a shape; the base, if none is.
+    fn setting(&self, shape: usize) -> usize {
+        self.known[shape].map_or(0, |known| known.0)
+    }
+
+    /// Sizes every shape with its best known setting, on the smallest part on which it can be. Cheap sizes are
     /// tried first; shapes that are not promising at the sizes that are left are not tried. Result: part and
     /// size. Shape `[shapes]`.
     fn size_shapes(&mut self, later: f64) -> Result<Vec<Option<(usize, u32)>>, E::Error> {
         let mut sizes: Vec<Option<(usize, u32)>> = vec![None; self.shapes.len()];
+        let likely = self.likely();
         // Shapes that are left out on larger parts. Shape `[shapes]`.
         let mut hopeless = vec![false; self.shapes.len()];
         for part in 0..=self.whole() {
             let open = sizes.iter().filter(|size| size.is_none()).count();
             self.phase("sizes", self.parts[part] * 3.0 * open as f64, later);
             let mut jobs: Vec<(usize, usize, Sizing)> = (0..self.shapes.len())
-                .filter(|&shape| sizes[shape].is_none() && !hopeless[shape])
+                .filter(|&shape| sizes[shape].is_none() && !hopeless[shape] && likely[shape])
                 .map(|shape| {
-                    let start = self.shapes[shape].workers_min.max(1);
-                    (shape, 0, self.sizing(shape, start, false))
+                    let known = self.known[shape];
+                    let start = known.map_or(self.shapes[shape].workers_min.max(1), |k| k.1);
+                    let sizing = self.sizing(shape, start, known.is_some());
+                    (shape, self.setting(shape), sizing)
                 })
                 .collect();
             loop {
@@ -481,7 +620,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                     .filter_map(|at| {
                         let trial = Trial {
                             part,
-                            ..self.trial(jobs[at].0, 0, jobs[at].2.next?)
+                            ..self.trial(jobs[at].0, jobs[at].1, jobs[at].2.next?)
                         };
                         Some((at, trial))
                     })
@@ -495,7 +634,9 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }
         }
         for (shape, size) in sizes.iter().enumerate() {
-            self.known[shape] = size.map(|(_, workers)| (0, workers));
+            if let Some((_, workers)) = *size {
+                self.known[shape] = Some((self.setting(shape), workers));
+            }
         }
         Ok(sizes)
     }
@@ -553,9 +694,9 @@ impl<'a, E: Evaluate> Search<'a, E> {
             // The most promising candidate is sized on this part; the others have to be cheaper.
             let start = self.known[shape].map_or(1, |known| known.1);
             let mut job = [(shape, setting, self.sizing(shape, start, true))];
-            self.size(&mut job, part, self.plain)?;
+            self.size(&mut job, Self::on(part))?;
             let best = self.sized(&job[0]);
-            ranked = self.race(best, &ranked, part)?.1;
+            ranked = self.race(best, &ranked, Self::on(part))?.1;
             let keep = ranked.len().div_ceil(KEEP).max(KEEP_MIN);
             let mut kinds: Vec<usize> = Vec::new();
             let mut place = 0;
@@ -593,8 +734,9 @@ impl<'a, E: Evaluate> Search<'a, E> {
         &mut self,
         best: Option<Choice>,
         candidates: &[(usize, usize)],
-        part: usize,
+        stage: Stage,
     ) -> Result<Ranking, E::Error> {
+        let part = stage.part;
         let mut open: Vec<(usize, usize)> = Vec::new();
         for candidate in candidates {
             let is_best = best.is_some_and(|best| (best.shape, best.setting) == *candidate);
@@ -603,7 +745,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }
         }
         let Some(mut best) = best else {
-            return self.size_all(&open, part);
+            return self.size_all(&open, stage);
         };
         // Beaten candidates of each round: share, place, shape and setting, with what tells runs apart.
         let mut beaten: Vec<Vec<Beaten>> = Vec::new();
@@ -612,18 +754,21 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let mut trials: Vec<Trial> = Vec::new();
             for (place, &(shape, setting)) in open.iter().enumerate() {
                 match self.shapes[shape].cheaper_than(best.cost) {
-                    Some(workers) => trials.push(Trial {
-                        part,
-                        ..self.trial(shape, setting, workers)
-                    }),
+                    Some(workers) => trials.push(self.trial_at(shape, setting, workers, stage)),
                     // Its smallest cluster costs as much.
                     None => out.push((0.0, place, (shape, setting), None)),
                 }
             }
-            if part == self.whole() {
-                trials = self.screen(trials)?;
+            if part >= self.whole() {
+                trials = self.screen(trials, part)?;
             }
-            let measured = self.run(&trials)?;
+            if stage.seeds > 1 {
+                let first = self.run(&trials)?;
+                let mut first = first.iter();
+                let near = self.target - NEAR;
+                trials.retain(|_| first.next().is_some_and(|m| m.attains || m.share >= near));
+            }
+            let measured = self.run_at(&trials, stage)?;
             let mut attain: Vec<(Choice, Measured)> = Vec::new();
             for (place, (trial, measured)) in trials.iter().zip(&measured).enumerate() {
                 if measured.attains {
@@ -634,7 +779,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                         cost: self.shapes[trial.shape].cost_of(trial.workers),
                         share: measured.share,
                     };
-                    attain.push((choice, *measured));
+                    attain.push((choice, measured.clone()));
                 } else {
                     let run = Some((trial.workers, measured.digest));
                     out.push((measured.share, place, (trial.shape, trial.setting), run));
@@ -658,11 +803,11 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let attained = Measured {
                 attains: true,
                 share: next.share,
-                ..attain[0].1
+                ..attain[0].1.clone()
             };
             sizing.take(next.workers, &attained);
             let mut job = [(next.shape, next.setting, sizing)];
-            self.size(&mut job, part, self.plain)?;
+            self.size(&mut job, stage)?;
             let before = (best.shape, best.setting);
             if candidates.contains(&before) {
                 beaten
@@ -671,7 +816,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                     .insert(0, (1.0, 0, before, None));
             }
             best = self.sized(&job[0]).unwrap_or(next);
-            if part == self.whole() || self.known[best.shape].is_none() {
+            if part >= self.whole() || self.known[best.shape].is_none() {
                 self.known[best.shape] = Some((best.setting, best.workers));
             }
             open = Vec::new();
@@ -707,7 +852,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
     fn size_all(
         &mut self,
         candidates: &[(usize, usize)],
-        part: usize,
+        stage: Stage,
     ) -> Result<Ranking, E::Error> {
         let mut jobs: Vec<(usize, usize, Sizing)> = candidates
             .iter()
@@ -717,7 +862,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 (shape, setting, self.sizing(shape, start, false))
             })
             .collect();
-        self.size(&mut jobs, part, self.plain)?;
+        self.size(&mut jobs, stage)?;
         let mut ranked: Vec<(f64, f64, (usize, usize))> = Vec::new();
         let mut best: Option<Choice> = None;
         for job in &jobs {
@@ -730,7 +875,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }) {
                 best = Some(sized);
             }
-            if part == self.whole() {
+            if stage.part >= self.whole() {
                 self.known[sized.shape] = Some((sized.setting, sized.workers));
             }
         }
@@ -740,58 +885,72 @@ impl<'a, E: Evaluate> Search<'a, E> {
 
     /// Settings of the shapes that nearly attain at the largest size that is cheaper than `best`: the better
     /// ones at that size on the parts.
-    fn near(&mut self, best: Option<Choice>) -> Result<Vec<(usize, usize)>, E::Error> {
+    fn near(
+        &mut self,
+        best: Option<Choice>,
+        stage: Stage,
+    ) -> Result<Vec<(usize, usize)>, E::Error> {
         let Some(best) = best else {
             return Ok(Vec::new());
         };
+        let near = if self.is_near { NEAR_CHANGED } else { NEAR };
         let mut all = Vec::new();
         for shape in 0..self.shapes.len() {
             let Some(workers) = self.shapes[shape].cheaper_than(best.cost) else {
                 continue;
             };
-            let settings = self.shapes[shape].settings;
-            let is_near = (0..settings).any(|setting| {
-                let t = self.trial(shape, setting, workers);
-                let key = (t.shape, t.setting, t.workers, t.part, t.conditions.key());
-                let share = self.seen.get(&key).map(|measured| measured.share);
-                share.is_some_and(|share| share >= self.target - NEAR)
+            let is_near = (0..self.shapes[shape].settings).any(|setting| {
+                let trial = self.trial_at(shape, setting, workers, stage);
+                let share = self.seen.get(&trial.key()).map(|seen| seen.1.share);
+                share.is_some_and(|share| share >= self.target - near)
             });
-            if !is_near {
-                continue;
+            if is_near {
+                let better = if self.is_near {
+                    self.near_settings(shape, self.setting(shape), workers, stage.part)?
+                } else {
+                    let settings = (0..self.shapes[shape].settings).collect();
+                    self.better(shape, settings, workers, stage.part, KEEP_MIN)?
+                };
+                all.extend(better.into_iter().map(|setting| (shape, setting)));
             }
-            let mut near: Vec<usize> = (0..settings).collect();
-            for part in 0..self.whole() {
-                let trials: Vec<Trial> = near
-                    .iter()
-                    .map(|&setting| Trial {
-                        part,
-                        ..self.trial(shape, setting, workers)
-                    })
-                    .collect();
-                let measured = self.run(&trials)?;
-                let mut ranked: Vec<(bool, f64, usize, u64)> = near
-                    .iter()
-                    .zip(&measured)
-                    .map(|(&setting, m)| (!m.attains, -m.share, setting, m.digest))
-                    .collect();
-                ranked.sort_by(|a, b| a.partial_cmp(b).expect("shares are numbers"));
-                let mut runs = Vec::new();
-                ranked.retain(|each| {
-                    let new = !runs.contains(&each.3);
-                    runs.push(each.3);
-                    new
-                });
-                ranked.truncate(near.len().div_ceil(KEEP).max(KEEP_MIN));
-                near = ranked.into_iter().map(|each| each.2).collect();
-            }
-            all.extend(near.into_iter().map(|setting| (shape, setting)));
         }
         Ok(all)
     }
 
+    /// The better ones of settings of a shape at a size, on the parts below `part`.
+    fn better(
+        &mut self,
+        shape: usize,
+        mut better: Vec<usize>,
+        workers: u32,
+        part: usize,
+        keep_min: usize,
+    ) -> Result<Vec<usize>, E::Error> {
+        for part in 0..part {
+            let trial = |&setting| self.trial_at(shape, setting, workers, Self::on(part));
+            let trials: Vec<Trial> = better.iter().map(trial).collect();
+            let measured = self.run(&trials)?;
+            let mut ranked: Vec<(bool, f64, usize, u64)> = better
+                .iter()
+                .zip(&measured)
+                .map(|(&setting, m)| (!m.attains, -m.share, setting, m.digest))
+                .collect();
+            ranked.sort_by(|a, b| a.partial_cmp(b).expect("shares are numbers"));
+            let mut runs = Vec::new();
+            ranked.retain(|each| {
+                let new = !runs.contains(&each.3);
+                runs.push(each.3);
+                new
+            });
+            ranked.truncate(better.len().div_ceil(KEEP).max(keep_min));
+            better = ranked.into_iter().map(|each| each.2).collect();
+        }
+        Ok(better)
+    }
+
     /// Of the candidates that attain at the cost of `best`: one with workers of one kind, if any has, and of these
     /// one without host memory; and of these the one that attains at the highest load on the largest part that is not the whole.
-    fn prefer(&mut self, best: Choice) -> Result<Choice, E::Error> {
+    fn prefer(&mut self, best: Choice, stage: Stage) -> Result<Choice, E::Error> {
         self.phase("equal cost", 2.0, 0.0);
         let mut equal: Vec<Trial> = Vec::new();
         for (shape, of) in self.shapes.iter().enumerate() {
@@ -799,12 +958,17 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let same = (of.cost * workers - best.cost).abs() <= best.cost * 1e-9;
             let fits =
                 workers >= f64::from(of.workers_min.max(1)) && workers <= f64::from(of.workers_max);
-            let simpler = of.simplicity() <= self.shapes[best.shape].simplicity();
+            let simpler = match of.simplicity().cmp(&self.shapes[best.shape].simplicity()) {
+                Ordering::Less => true,
+                // Headroom is not asked for.
+                Ordering::Equal => !self.is_near,
+                Ordering::Greater => false,
+            };
             if !(same && fits && simpler) {
                 continue;
             }
             // The base setting, too: the best known one is that of smaller sizes, or of smaller parts.
-            for setting in [0, self.known[shape].map_or(0, |known| known.0)] {
+            for setting in [0, self.setting(shape)] {
                 let trial = self.trial(shape, setting, width::floor_u32(workers));
                 if (shape, setting) != (best.shape, best.setting) && !equal.contains(&trial) {
                     equal.push(trial);
@@ -828,7 +992,11 @@ impl<'a, E: Evaluate> Search<'a, E> {
             if first == own {
                 break;
             }
-            let measured = self.run(&[first])?[0];
+            let again = Trial {
+                part: stage.part,
+                ..first
+            };
+            let measured = self.run_at(&[again], stage)?.remove(0);
             if measured.attains {
                 found = Choice {
                     shape: first.shape,
@@ -883,111 +1051,8 @@ impl<'a, E: Evaluate> Search<'a, E> {
         Ok(left[0])
     }
 
-    /// The size of an answer on the last part: itself, if it was found there. `None` if no size attains.
-    ///
-    /// # Errors
-    /// As the evaluation's.
-    pub fn confirm(&mut self, best: &Choice) -> Result<Option<Choice>, E::Error> {
-        let last = self.parts.len() - 1;
-        if self.main == last {
-            return Ok(Some(*best));
-        }
-        self.phase("confirmation", 2.0, 0.0);
-        let mut job = [(
-            best.shape,
-            best.setting,
-            self.sizing(best.shape, best.workers, true),
-        )];
-        self.size(&mut job, last, self.plain)?;
-        Ok(self.sized(&job[0]))
-    }
-
-    /// The sizes of other shapes on the whole workload, with their best known settings: the best of
-    /// each kind, and other promising ones up to `limit`, the cheapest first. `best`: the answer.
-    ///
-    /// # Errors
-    /// As the evaluation's.
-    pub fn runners_up(&mut self, best: &Choice, limit: usize) -> Result<Vec<Choice>, E::Error> {
-        let mut others: Vec<(f64, usize, usize, u32)> = self
-            .known
-            .iter()
-            .enumerate()
-            .filter(|(shape, _)| *shape != best.shape)
-            .filter_map(|(shape, known)| {
-                let (setting, workers) = (*known)?;
-                Some((self.shapes[shape].cost_of(workers), shape, setting, workers))
-            })
-            .collect();
-        others.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let mut kinds = vec![self.shapes[best.shape].kind];
-        let mut chosen = Vec::new();
-        for (place, other) in others.iter().enumerate() {
-            let kind = self.shapes[other.1].kind;
-            if place < limit || !kinds.contains(&kind) {
-                kinds.push(kind);
-                chosen.push(*other);
-            }
-        }
-        self.phase("runners-up", 3.0 * chosen.len() as f64, 20.0);
-        let mut jobs: Vec<(usize, usize, Sizing)> = chosen
-            .iter()
-            .map(|&(_, shape, setting, workers)| {
-                (shape, setting, self.sizing(shape, workers, true))
-            })
-            .collect();
-        self.size(&mut jobs, self.whole(), self.plain)?;
-        let mut sized: Vec<Choice> = jobs.iter().filter_map(|job| self.sized(job)).collect();
-        // Of equally cheap ones the simpler first, and then the one with the larger share.
-        let simplicity = |of: &Choice| self.shapes[of.shape].simplicity();
-        sized.sort_by(|a, b| {
-            let cost = a.cost.total_cmp(&b.cost);
-            let cost = cost.then(simplicity(a).cmp(&simplicity(b)));
-            let share = b.share.total_cmp(&a.share);
-            cost.then(share).then(a.shape.cmp(&b.shape))
-        });
-        // The first is the rival that the answer is compared with: the one with the most headroom.
-        let trial = |of: &Choice| self.trial(of.shape, of.setting, of.workers);
-        let same =
-            |of: &&Choice| of.cost <= sized[0].cost && simplicity(of) == simplicity(&sized[0]);
-        let equal: Vec<Trial> = sized.iter().take_while(same).map(trial).collect();
-        if equal.len() > 1 {
-            let first = self.strongest(equal)?;
-            let at = |of: &Choice| (of.shape, of.setting) == (first.shape, first.setting);
-            if let Some(at) = sized.iter().position(at) {
-                sized[..=at].rotate_right(1);
-            }
-        }
-        Ok(sized)
-    }
-
-    /// The size of a candidate under other conditions, on the whole workload; `None` if no size
-    /// attains.
-    ///
-    /// # Errors
-    /// As the evaluation's.
-    pub fn resize(
-        &mut self,
-        of: &Choice,
-        conditions: Conditions,
-    ) -> Result<Option<Choice>, E::Error> {
-        self.phase("sensitivity", 3.0, 10.0);
-        let mut sizing = self.sizing(of.shape, of.workers, true);
-        // A lower load needs fewer workers than the bound, which is that of the question.
-        sizing.fails = self.shapes[of.shape].workers_least.saturating_sub(1);
-        let mut job = [(of.shape, of.setting, sizing)];
-        self.size(&mut job, self.whole(), conditions)?;
-        Ok(self.sized(&job[0]))
-    }
-
     /// Whether a configuration attains under each of `conditions`, on the whole workload.
-    ///
-    /// # Errors
-    /// As the evaluation's.
-    pub fn check(
-        &mut self,
-        of: &Choice,
-        conditions: &[Conditions],
-    ) -> Result<Vec<Measured>, E::Error> {
+    fn check(&mut self, of: &Choice, conditions: &[Conditions]) -> Result<Vec<Measured>, E::Error> {
         let trials: Vec<Trial> = conditions
             .iter()
             .map(|&conditions| Trial {
@@ -998,17 +1063,20 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self.run(&trials)
     }
 
-    /// The share of a configuration under each of `conditions`, on the whole workload.
+    /// The results of an answer with each seed, on the last part. Shape `[seeds]`.
     ///
     /// # Errors
     /// As the evaluation's.
-    pub fn check_to_end(
-        &mut self,
-        of: &Choice,
-        conditions: &[Conditions],
-    ) -> Result<Vec<Measured>, E::Error> {
-        self.phase("seeds", conditions.len() as f64, 0.0);
-        self.check(of, conditions)
+    pub fn each_seed(&mut self, of: &Choice) -> Result<Vec<Measured>, E::Error> {
+        let stage = self.last_stage();
+        let trial = self.trial_at(of.shape, of.setting, of.workers, stage);
+        let trials: Vec<Trial> = (0..stage.seeds)
+            .map(|seed| Trial {
+                conditions: Conditions { seed, ..self.plain },
+                ..trial
+            })
+            .collect();
+        self.run(&trials)
     }
 
     /// Sizes near that of an answer, with their shares; the rest of it is the same.
@@ -1075,10 +1143,10 @@ impl<'a, E: Evaluate> Search<'a, E> {
         let plain = self.plain;
         self.seen
             .iter()
-            .filter(|((_, _, _, part, key), measured)| {
+            .filter(|((_, _, _, part, key), (_, measured))| {
                 *part == whole && *key == plain.key() && !measured.attains
             })
-            .map(|(&(shape, setting, workers, ..), measured)| Nearest {
+            .map(|(&(shape, setting, workers, ..), (_, measured))| Nearest {
                 trial: self.trial(shape, setting, workers),
                 share: measured.share,
             })
@@ -1152,8 +1220,11 @@ mod tests {
             let measure = |t: &Trial| {
                 let capacity = self.capacity[t.shape][t.setting] * f64::from(t.workers);
                 let enough = capacity / (self.load * t.conditions.load * t.conditions.slower);
+                let met = width::floor_u64(TARGET * 1e6 * enough.min(1.0) + 1e-3);
                 Measured {
                     attains: enough >= 1.0,
+                    complete: true,
+                    by_class: vec![(1_000_000, met)],
                     share: TARGET * enough.min(1.0),
                     judged: 100,
                     digest: capacity.to_bits() ^ t.setting as u64,
@@ -1171,6 +1242,7 @@ mod tests {
             workers_min: 1,
             workers_max: 2000,
             settings,
+            neighbors: vec![(0..settings).collect(); settings],
             kind: at % 2,
             apart: false,
             hosts_kv: false,
@@ -1222,7 +1294,7 @@ mod tests {
                 load,
                 ..Conditions::PLAIN
             };
-            let mut search = Search::new(&space, TARGET, &parts, 2, plain, known);
+            let mut search = Search::new(&space, TARGET, &parts, 2, plain, 1, known);
             search.find(others).unwrap()
         };
         let best = find(&mut known, 1.0, &[]).unwrap();
@@ -1277,7 +1349,7 @@ mod tests {
             while let Some(workers) = sizing.next {
                 prop_assert!((min..=500).contains(&workers));
                 let share = TARGET * f64::from(workers) / f64::from(need);
-                sizing.take(workers, &Measured { attains: workers >= need, share: share.min(1.0), judged: 1, digest: 0, requests: 1 });
+                sizing.take(workers, &Measured { attains: workers >= need, complete: true, by_class: Vec::new(), share: share.min(1.0), judged: 1, digest: 0, requests: 1 });
                 trials += 1;
                 prop_assert!(trials <= 30);
             }
@@ -1299,7 +1371,7 @@ mod tests {
             parts: parts.clone(),
             runs: Vec::new(),
         };
-        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, &mut known);
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
         let best = search.find(&[]).unwrap().unwrap();
         assert_eq!((best.shape, best.setting, best.workers), (1, 1, 1));
     }
@@ -1321,7 +1393,8 @@ mod tests {
                 parts: parts.clone(),
                 runs: Vec::new(),
             };
-            let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, &mut known);
+            let mut search =
+                Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 1, &mut known);
             let best = search.find(&[]).unwrap().unwrap();
             (best.shape, best.workers, best.cost)
         };
@@ -1344,6 +1417,8 @@ mod tests {
                 workers,
                 &Measured {
                     attains: false,
+                    complete: true,
+                    by_class: Vec::new(),
                     share,
                     judged: 1,
                     digest: 0,
@@ -1378,7 +1453,7 @@ mod tests {
             parts: parts.clone(),
             runs: Vec::new(),
         };
-        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, &mut known);
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
         let best = search.find(&[]).unwrap().unwrap();
         let simulated = search.requests;
         let grid = grid(&space, &[false; 6], best.cost) * 10_000;
@@ -1401,7 +1476,8 @@ mod tests {
                 parts: vec![1.0],
                 runs: Vec::new(),
             };
-            let mut search = Search::new(&space, TARGET, &[1.0], 0, Conditions::PLAIN, &mut known);
+            let mut search =
+                Search::new(&space, TARGET, &[1.0], 0, Conditions::PLAIN, 1, &mut known);
             let best = search.find(&[]).unwrap().unwrap();
             let (attains, fails) = search.headroom(&best).unwrap();
             assert!((attains - low).abs() < 1e-6, "{capacity}: {attains}");

@@ -68,6 +68,15 @@ impl Shape {
         )
     }
 
+    /// Whether the shapes are one, but for the balance of prefill and decode workers, which follows from the load.
+    pub fn is_like(&self, other: &Shape) -> bool {
+        let balanced = Shape {
+            prefill_share: self.prefill_share.and(other.prefill_share),
+            ..self.clone()
+        };
+        balanced == *other && self.prefill_share.is_some() == other.prefill_share.is_some()
+    }
+
     /// Fewest workers of a cluster of this shape.
     pub fn workers_least(&self) -> u32 {
         if self.prefill_share.is_some() { 2 } else { 1 }
@@ -106,6 +115,27 @@ impl Setting {
             part("temperature", self.temperature)
         )
     }
+}
+
+/// The other settings that differ from each in one value. Shape `[settings]`
+pub fn neighbors(settings: &[Setting]) -> Vec<Vec<usize>> {
+    let differences = |a: &Setting, b: &Setting| {
+        [
+            a.max_num_seqs != b.max_num_seqs,
+            a.max_num_batched_tokens != b.max_num_batched_tokens,
+            (&a.policy, a.prefill_weight, a.temperature)
+                != (&b.policy, b.prefill_weight, b.temperature),
+            a.prefill_factor != b.prefill_factor,
+        ]
+        .into_iter()
+        .filter(|differs| *differs)
+        .count()
+    };
+    let of = |a: &Setting| {
+        let near = |at: &usize| differences(a, &settings[*at]) == 1;
+        (0..settings.len()).filter(near).collect()
+    };
+    settings.iter().map(of).collect()
 }
 
 /// Prefill workers among `workers` (at least 2) of a shape with workers of both kinds.

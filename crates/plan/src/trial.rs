@@ -4,6 +4,7 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use slipstream_base::SimTime;
 use slipstream_base::slo::Shown;
 use slipstream_base::width;
 use slipstream_config::cluster::Cluster;
@@ -28,9 +29,13 @@ pub struct Question<'a> {
     pub target: f64,
     /// Requests per class; `None`: those that the run sends. Shape `[classes]`.
     pub expected: Option<&'a [u64]>,
+    /// [`Trial::spare`](crate::Trial::spare)
+    pub spare: u64,
     /// Factor on the duration of steps, above 0.
     pub slower: f64,
-    /// Length of the workload, s, for the parts of the interval.
+    /// Requests that are due before only fill caches and queues: they are not judged.
+    pub from: SimTime,
+    /// Length of the workload from there, s, for the parts of the interval.
     pub length_s: f64,
     /// End the run when too many requests have missed their objectives. Otherwise it runs to its end.
     pub stop_early: bool,
@@ -58,6 +63,8 @@ pub struct Answer {
 struct Judge<'a> {
     question: &'a Question<'a>,
     ended: Vec<(u64, u64)>,
+    /// Requests that ended and are not judged.
+    before: u64,
     by_objective: Vec<(&'static str, u64, u64)>,
     /// Shape `[classes][PARTS]`.
     parts: Vec<[(u64, u64); PARTS]>,
@@ -69,7 +76,7 @@ struct Judge<'a> {
 }
 
 /// Requests of `expected` that may miss their objectives.
-fn allowed(expected: u64, target: f64) -> u64 {
+pub(crate) fn allowed(expected: u64, target: f64) -> u64 {
     let needed = width::floor_u64((target * expected as f64 - 1e-9).ceil());
     expected.saturating_sub(needed)
 }
@@ -79,6 +86,10 @@ impl Sink for Judge<'_> {
         let objectives = self.question.objectives;
         let class = record.request.class;
         let due = record.request.due;
+        if due < self.question.from {
+            self.before += 1;
+            return;
+        }
         let after_first = record.last.since(record.first);
         let gap = after_first
             .checked_div(u64::from(record.output_tokens.saturating_sub(1)))
@@ -113,7 +124,7 @@ impl Sink for Judge<'_> {
             self.by_objective[each].1 += 1;
             self.by_objective[each].2 += u64::from(held && !failed);
         }
-        let place = due.as_secs_f64() / self.question.length_s.max(1e-9);
+        let place = due.since(self.question.from) as f64 / 1e9 / self.question.length_s.max(1e-9);
         let part = width::to_usize(width::floor_u64(place * PARTS as f64)).min(PARTS - 1);
         self.parts[at][part].0 += 1;
         self.parts[at][part].1 += u64::from(met);
@@ -160,19 +171,20 @@ pub fn run(
     let mut judge = Judge {
         question,
         ended: vec![(0, 0)],
+        before: 0,
         by_objective: Vec::new(),
         parts: vec![[(0, 0); PARTS]],
         allowed: question.expected.map_or_else(Vec::new, |classes| {
             classes
                 .iter()
-                .map(|&n| allowed(n, question.target))
+                .map(|&n| allowed(n, question.target).saturating_mul(question.spare))
                 .collect()
         }),
         stopped: false,
         under_way: 0,
     };
     let outcome = slipstream_twin::simulate(cluster, workload, &options, read, &mut judge)?;
-    let requests: u64 = judge.ended.iter().map(|class| class.0).sum();
+    let requests: u64 = judge.ended.iter().map(|class| class.0).sum::<u64>() + judge.before;
     // The longest gap is not in the records: only the totals have it. They cover all classes.
     if objectives.read_longest_gap() && !judge.stopped {
         let reports = outcome.totals.class_reports(objectives);
@@ -220,14 +232,16 @@ pub fn run(
             parts[PARTS - 1].0 += by_class[at].0 - sent(at);
             parts.to_vec()
         });
-    let attains = !judge.stopped
-        && outcome.cut.is_none()
+    let complete = !judge.stopped && outcome.cut.is_none();
+    let attains = complete
         && judged
             .iter()
             .all(|(all, met)| all - met <= allowed(*all, question.target));
     Ok(Answer {
         measured: Measured {
             attains,
+            complete,
+            by_class: by_class.clone(),
             share,
             judged: lowest.map_or(0, |at| by_class[at].0),
             digest: outcome.digest,

@@ -6,17 +6,17 @@ use anyhow::Context;
 use slipstream_base::{Slo, width};
 use slipstream_config::cluster::EngineConfig;
 use slipstream_config::workload_file::{Content, Workload};
-use slipstream_engine::timing::{self, StepTime};
+use slipstream_engine::timing::{self, StepLoad, StepTime};
 use slipstream_plan::bound::{self, Ideal};
 use slipstream_plan::confidence::{self, StepError};
 use slipstream_plan::search::{Candidate, grid};
-use slipstream_plan::space::{Setting, Shape};
-use slipstream_plan::{Choice, Conditions, Demand, Search, load};
+use slipstream_plan::space::{self, Setting, Shape};
+use slipstream_plan::{Choice, Conditions, Demand, Search, demand, load};
 use slipstream_report::Objectives;
 use slipstream_report::table::number;
 
-use super::driver::{Driver, Elsewhere, trial};
-use super::{Asked, Found, NotFound, Plan, Row, Sensitivity, scaled, settings};
+use super::driver::{self, Driver, Elsewhere, trial};
+use super::{Changed, Found, NotFound, Plan, Row, Sensitivity, scaled, settings};
 use crate::control::Control;
 use crate::files;
 
@@ -26,15 +26,44 @@ const PART_MIN: f64 = 150.0;
 const PARTS_MAX: usize = 2;
 /// Largest part that answers are found on, requests; they are confirmed on the whole.
 const MAIN_MAX: f64 = 50_000.0;
+/// A part needs no longer beginning if caches lack at most this share of its prompt tokens.
+const LOST: f64 = 0.02;
+/// Lengths of the beginning of a part, over that of the part: the first that is enough.
+const WARM: [f64; 4] = [0.0, 0.25, 0.5, 1.0];
 /// Rows of other shapes.
 const ROWS_MAX: usize = 8;
 /// Change of objectives and load for the sensitivity.
 const CHANGE: f64 = 0.2;
 
+/// Factors on the question's conditions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Factors {
+    pub(super) load: f64,
+    /// On the limits of the objectives.
+    pub(super) slo: f64,
+    /// On the duration of steps.
+    pub(super) slower: f64,
+}
+
+impl Factors {
+    pub(super) fn of_load(load: f64) -> Factors {
+        Factors {
+            load,
+            slo: 1.0,
+            slower: 1.0,
+        }
+    }
+
+    pub(super) fn bits(self) -> [u64; 3] {
+        [self.load, self.slo, self.slower].map(f64::to_bits)
+    }
+}
+
 /// The search at one load.
+#[derive(Clone, Copy)]
 pub(super) struct AtLoad<'a> {
     pub(super) plan: &'a Plan,
-    pub(super) load: f64,
+    pub(super) factors: Factors,
     pub(super) jobs: usize,
     pub(super) control: &'a Control,
     pub(super) elsewhere: Option<&'a dyn Elsewhere>,
@@ -43,7 +72,9 @@ pub(super) struct AtLoad<'a> {
 /// Inputs of the trials at a load.
 #[derive(Debug)]
 pub(super) struct Ready {
-    pub(super) demand: Demand,
+    pub(super) requests: u64,
+    /// Mean prompt and answer, tokens.
+    pub(super) lengths: [f64; 2],
     /// Shapes that the bounds exclude, with the most that they can reach.
     pub(super) ideal: Vec<(String, Ideal)>,
     pub(super) shapes: Vec<Shape>,
@@ -53,11 +84,26 @@ pub(super) struct Ready {
     pub(super) settings: Vec<Vec<Setting>>,
     pub(super) parts: Vec<Workload>,
     pub(super) lengths_s: Vec<f64>,
+    /// Lengths of the beginnings that only fill caches, s. Shape `[parts]`.
+    pub(super) warm_s: Vec<f64>,
     /// Of the requests. Shape `[parts]`.
     pub(super) shares: Vec<f64>,
     /// Index of the part that answers are found on.
     pub(super) main: usize,
     pub(super) parts_text: String,
+}
+
+/// Parts of a workload: the busiest ones, each with a beginning that fills caches, and all of it.
+struct Parts {
+    parts: Vec<Workload>,
+    /// Without the beginning.
+    lengths_s: Vec<f64>,
+    warm_s: Vec<f64>,
+    /// Of the requests, without the beginning.
+    shares: Vec<f64>,
+    /// Index of the part that answers are found on.
+    main: usize,
+    text: String,
 }
 
 /// A shape with its bounds.
@@ -70,26 +116,47 @@ struct Bounded {
 impl AtLoad<'_> {
     /// The load that must be attained.
     fn hardest(&self) -> f64 {
-        self.load * (1.0 + self.plan.args.headroom)
+        self.factors.load * (1.0 + self.plan.args.headroom)
+    }
+
+    /// Conditions under which the objectives must be attained.
+    fn plain(&self) -> Conditions {
+        Conditions {
+            load: self.hardest(),
+            slo: self.factors.slo,
+            slower: self.factors.slower,
+            seed: 0,
+        }
+    }
+
+    /// Seeds on which the answer attains together: generated workloads have chance in them.
+    fn seeds(&self) -> u64 {
+        match self.plan.workload.content {
+            Content::Generated(_) => self.plan.args.seeds,
+            Content::Trace(_) => 1,
+        }
     }
 
     pub(super) fn ready(&self) -> anyhow::Result<Arc<Ready>> {
-        let key = self.load.to_bits();
+        let key = self.factors.bits();
         let lock = || self.plan.ready.lock().expect("entries are whole");
         if let Some(ready) = lock().get(&key) {
             return Ok(ready.clone());
         }
         let plan = self.plan;
+        let scaled;
         let demand = if self.hardest() == 1.0 {
-            plan.demand.clone()
+            &plan.demand
         } else {
-            Demand::of(&load::scaled(&plan.workload, self.hardest()))?
+            scaled = Demand::of(&load::scaled(&plan.workload, self.hardest()))?;
+            &scaled
         };
+        let objectives = driver::scale(&plan.asked.objectives, self.factors.slo);
         let mut ideal = Vec::new();
         let mut bounded = Vec::new();
         for shape in &plan.shapes {
             self.control.check()?;
-            match self.bound(shape, &demand, &plan.asked)? {
+            match self.bound(shape, demand, &objectives)? {
                 Ok(found) if found.candidate.workers_max < shape.workers_least() => {}
                 Ok(found) => bounded.push(found),
                 Err(most) => ideal.push((shape.name(), most)),
@@ -100,15 +167,24 @@ impl AtLoad<'_> {
             .iter()
             .map(|shape| settings(&plan.args, shape.prefill_share.is_some()))
             .collect();
-        let (parts, lengths_s, shares, main, parts_text) = self.parts();
+        let Parts {
+            parts,
+            lengths_s,
+            warm_s,
+            shares,
+            main,
+            text: parts_text,
+        } = self.parts()?;
         let ready = Arc::new(Ready {
-            demand,
+            requests: demand.needs.len() as u64,
+            lengths: demand.mean_lengths(),
             ideal,
             candidates: bounded.into_iter().map(|b| b.candidate).collect(),
             shapes,
             settings,
             parts,
             lengths_s,
+            warm_s,
             shares,
             main,
             parts_text,
@@ -123,7 +199,7 @@ impl AtLoad<'_> {
             ready,
             &self.plan.asked.objectives,
             &self.plan.args,
-            self.load,
+            self.factors,
             self.jobs,
             self.control,
             self.elsewhere,
@@ -137,29 +213,33 @@ impl AtLoad<'_> {
     ) -> anyhow::Result<Result<Found, NotFound>> {
         let args = &self.plan.args;
         let Ready {
-            demand,
             shapes,
             candidates,
             settings,
             shares,
+            requests,
             ..
         } = ready;
-        let (main, ideal) = (ready.main, ready.ideal.clone());
+        let (main, ideal, requests) = (ready.main, ready.ideal.clone(), *requests);
+        let (load, plain, seeds) = (self.factors.load, self.plain(), self.seeds());
         let mut driver = self.driver(ready);
-        let plain = Conditions {
-            load: self.hardest(),
-            ..Conditions::PLAIN
-        };
-        let requests = demand.needs.len() as u64;
         if candidates.is_empty() {
             return Ok(Err(NotFound {
-                load: self.load,
+                load,
                 nearest: None,
                 ideal,
                 requests,
             }));
         }
-        let mut search = Search::new(candidates, args.attain, shares, main, plain, &mut driver);
+        let mut search = Search::new(
+            candidates,
+            args.attain,
+            shares,
+            main,
+            plain,
+            seeds,
+            &mut driver,
+        );
         let others: Vec<Choice> = above
             .iter()
             .filter_map(|(shape, setting, workers)| {
@@ -174,35 +254,9 @@ impl AtLoad<'_> {
                 })
             })
             .collect();
-        let mut best = search.find(&others)?;
-        if let Some(found) = best {
-            best = search.confirm(&found)?;
-        }
-        // Generated workloads have chance in them: the answer attains on average over seeds.
-        let generated = matches!(self.plan.workload.content, Content::Generated(_));
-        let seeds = if generated { args.seeds } else { 1 };
-        let mut sure = None;
-        while let Some(found) = best {
-            let conditions: Vec<Conditions> = (0..seeds)
-                .map(|seed| Conditions { seed, ..plain })
-                .collect();
-            let measured = search.check_to_end(&found, &conditions)?;
-            let of = measured
-                .iter()
-                .map(|m| (m.judged, width::round_u64(m.share * m.judged as f64)));
-            sure = confidence::share(&of.collect::<Vec<_>>());
-            if sure.is_none_or(|over| over.mean >= args.attain - 1e-12) {
-                break;
-            }
-            let more = Choice {
-                workers: found.workers + 1,
-                cost: candidates[found.shape].cost_of(found.workers + 1),
-                ..found
-            };
-            best = (more.workers <= candidates[found.shape].workers_max).then_some(more);
-        }
+        let best = search.find(&others)?;
         let search_requests = search.requests;
-        let Some(best) = best else {
+        let Some(mut best) = best else {
             let nearest = search.nearest();
             let nearest = nearest
                 .map(|nearest| -> anyhow::Result<_> {
@@ -213,12 +267,12 @@ impl AtLoad<'_> {
                         cost: candidates[nearest.trial.shape].cost_of(nearest.trial.workers),
                         share: nearest.share,
                     };
-                    let row = row(&mut driver, sized, main, plain)?;
+                    let row = row(&mut driver, sized, main, plain, None)?;
                     Ok((nearest, row))
                 })
                 .transpose()?;
             return Ok(Err(NotFound {
-                load: self.load,
+                load,
                 nearest,
                 ideal,
                 requests,
@@ -228,36 +282,35 @@ impl AtLoad<'_> {
         let mut headroom = None;
         let mut by_workers = Vec::new();
         if !args.quick {
-            others = search.runners_up(&best, ROWS_MAX)?;
+            (best, others) = search.table(best, ROWS_MAX)?;
             headroom = Some(search.headroom(&best)?);
             by_workers = search.around(&best)?;
         }
-        let now = Conditions {
-            load: self.load,
-            ..plain
-        };
+        let each_seed = search.each_seed(&best)?;
+        let of = each_seed
+            .iter()
+            .map(|m| (m.judged, width::round_u64(m.share * m.judged as f64)));
+        let sure = confidence::share(&of.collect::<Vec<_>>());
+        let known = search.known().to_vec();
+        let now = Conditions { load, ..plain };
         let last = shares.len() - 1;
         let mut run_requests = search.requests;
-        let best_row = row(&mut driver, best, last, now)?;
-        let step_error = step_error(&driver, &best_row, demand)?;
+        // The share of all seeds, unless the figures are of another load than the one that must be attained.
+        let attained = |of: &Choice| (plain == now).then_some(of.share);
+        let best_row = row(&mut driver, best, last, now, attained(&best))?;
+        let step_error = step_error(&driver, &best_row, ready.lengths)?;
         let mut sensitivity = Vec::new();
         if !args.quick {
-            let rivals: Vec<Choice> = std::iter::once(best)
-                .chain(others.first().copied())
-                .collect();
-            let mut search = Search::new(candidates, args.attain, shares, main, plain, &mut driver);
-            for (knob, conditions) in knobs(plain, step_error.as_ref()) {
-                let sizes = rivals
-                    .iter()
-                    .map(|rival| search.resize(rival, conditions))
-                    .collect::<anyhow::Result<_>>()?;
-                sensitivity.push(Sensitivity { knob, sizes });
+            for (knob, factors) in knobs(self.factors, step_error.as_ref()) {
+                let changed = AtLoad { factors, ..*self };
+                let (sensitivity_of, requests) = changed.changed(knob, ready, &known, &best)?;
+                sensitivity.push(sensitivity_of);
+                run_requests += requests;
             }
-            run_requests += search.requests;
         }
         let others = others
             .into_iter()
-            .map(|sized| row(&mut driver, sized, main, now))
+            .map(|sized| row(&mut driver, sized, main, now, attained(&sized)))
             .collect::<anyhow::Result<Vec<Row>>>()?;
         let scaled = if args.autoscale_min.is_empty() {
             None
@@ -271,6 +324,7 @@ impl AtLoad<'_> {
                 plain,
             )?)
         };
+        let first = (self.hardest() / load, best_row.attained);
         let by_load = driver
             .complete
             .iter()
@@ -279,7 +333,8 @@ impl AtLoad<'_> {
                     == (best.shape, best.setting, best.workers)
                     && trial.conditions.seed == 0
             })
-            .map(|(trial, share)| (trial.conditions.load / self.load, *share))
+            .map(|(trial, share)| (trial.conditions.load / load, *share))
+            .chain([first])
             .collect();
         let sure = sure.or_else(|| confidence::share(&best_row.answer.parts));
         above.push((
@@ -289,7 +344,7 @@ impl AtLoad<'_> {
         ));
         let apart: Vec<bool> = shapes.iter().map(|s| s.prefill_share.is_some()).collect();
         Ok(Ok(Found {
-            load: self.load,
+            load,
             sure,
             seeds: if seeds > 1 { seeds } else { 0 },
             headroom,
@@ -308,29 +363,80 @@ impl AtLoad<'_> {
         }))
     }
 
+    /// The answer under these conditions, by that of a question that differs in them only: its inputs `of`, the `known` settings and
+    /// sizes of its shapes, and its answer. Also the requests that were simulated.
+    fn changed(
+        &self,
+        knob: String,
+        of: &Ready,
+        known: &[Option<(usize, u32)>],
+        answer: &Choice,
+    ) -> anyhow::Result<(Sensitivity, u64)> {
+        let ready = self.ready()?;
+        let shapes = &ready.shapes;
+        // Settings have the same indices; shapes that the bounds exclude differ.
+        let before = |shape: &Shape| of.shapes.iter().position(|other| other.is_like(shape));
+        let known: Vec<Option<(usize, u32)>> =
+            shapes.iter().map(|shape| known[before(shape)?]).collect();
+        let own = shapes
+            .iter()
+            .position(|shape| shape.is_like(&of.shapes[answer.shape]));
+        let mut driver = self.driver(&ready);
+        let mut search = Search::new(
+            &ready.candidates,
+            self.plan.args.attain,
+            &ready.shares,
+            ready.main,
+            self.plain(),
+            self.seeds(),
+            &mut driver,
+        );
+        let found = search.find_near(known)?;
+        let own = match (found, own) {
+            (Some(found), Some(own)) if found.shape == own => Some(found),
+            (Some(found), Some(own)) => search.own(own, found.cost)?,
+            _ => None,
+        };
+        let requests = search.requests;
+        let cheapest = found
+            .map(|sized| -> anyhow::Result<_> {
+                let trial = trial(&sized, ready.main, self.plain());
+                Ok(Changed {
+                    gpus: driver.cluster(&trial)?.gpus(),
+                    shape: shapes[sized.shape].clone(),
+                    setting: ready.settings[sized.shape][sized.setting].clone(),
+                    same: own.is_some_and(|own| own.shape == sized.shape),
+                    sized,
+                })
+            })
+            .transpose()?;
+        let sensitivity = Sensitivity {
+            knob,
+            cheapest,
+            own,
+        };
+        Ok((sensitivity, requests))
+    }
+
     /// The bounds of a shape; `Err` if it cannot attain even on an idle cluster.
     fn bound(
         &self,
         shape: &Shape,
         demand: &Demand,
-        context: &Asked,
+        objectives: &Objectives,
     ) -> anyhow::Result<Result<Bounded, Ideal>> {
-        let args = &self.plan.args;
+        let (args, context) = (&self.plan.args, &self.plan.asked);
         let each = settings(args, shape.prefill_share.is_some());
         let (cluster, _) = self
             .plan
             .base
             .resolve(shape, &each[0], shape.workers_least())?;
         let engine: &EngineConfig = &cluster.pools[0].engine;
-        let mut timing: Box<dyn StepTime> =
-            timing::build(engine, &cluster.model.shape, files::read)?;
-        let most = bound::ideal(
-            demand,
-            &context.objectives,
-            engine,
-            &mut *timing,
-            args.attain,
-        );
+        let mut timing: Box<dyn StepTime> = Box::new(Slower {
+            timing: timing::build(engine, &cluster.model.shape, files::read)?,
+            factor: self.factors.slower,
+        });
+        let most = bound::ideal(demand, objectives, engine, &mut *timing, args.attain);
         if most.share < args.attain - 1e-9 {
             return Ok(Err(most));
         }
@@ -342,7 +448,7 @@ impl AtLoad<'_> {
             &mut *timing,
             seqs,
             tokens.unwrap_or(1),
-            gap_limit_s(&context.objectives),
+            gap_limit_s(objectives),
             per_step,
         )
         .of_ranks(engine.data_parallel_size)
@@ -381,6 +487,7 @@ impl AtLoad<'_> {
                 workers_min,
                 workers_max,
                 settings: each.len(),
+                neighbors: space::neighbors(&each),
                 kind: kind.unwrap_or(0),
                 apart: shape.prefill_share.is_some(),
                 hosts_kv: host_gib > 0.0,
@@ -389,9 +496,8 @@ impl AtLoad<'_> {
         }))
     }
 
-    /// The parts of the workload: workloads, lengths in seconds, and shares of the requests; and the
-    /// index of the one that answers are found on.
-    fn parts(&self) -> (Vec<Workload>, Vec<f64>, Vec<f64>, usize, String) {
+    /// The parts of the workload.
+    fn parts(&self) -> anyhow::Result<Parts> {
         let all = self.plan.demand.needs.len() as f64;
         let length_s = self.plan.demand.duration_s();
         let mut shares = vec![1.0];
@@ -417,23 +523,45 @@ impl AtLoad<'_> {
         } else {
             shares.len() - 1
         };
+        // What single requests find cached would make the cold start the busiest part.
+        let computed = 1.0 - self.plan.demand.repeated_share();
         let weight = |need: &slipstream_plan::demand::Need| {
             // A token of an answer takes about as long as some tens of a prompt, in large batches.
-            f64::from(need.input - need.cached) + 20.0 * f64::from(need.output)
+            computed * f64::from(need.input) + 20.0 * f64::from(need.output)
         };
         let mut parts = Vec::new();
         let mut lengths = Vec::new();
         let mut texts = Vec::new();
-        for &share in &shares {
+        let windows: Vec<(f64, f64)> = shares
+            .iter()
+            .filter(|share| **share < 1.0)
+            .map(|share| length_s * share)
+            .map(|length| (self.plan.demand.busiest(length, weight), length))
+            .collect();
+        // An objective on the longest gap is judged by totals, which would cover the beginning.
+        let by_totals = self.plan.asked.objectives.read_longest_gap();
+        let reuses = if self.plan.demand.repeated_share() > LOST && !by_totals {
+            demand::reuse(&self.plan.workload, &windows)?
+        } else {
+            Vec::new()
+        };
+        let mut warm_s = Vec::new();
+        for (at, &share) in shares.iter().enumerate() {
             let mut part = self.plan.workload.clone();
             let length = length_s * share;
-            if share < 1.0 {
-                let from = self.plan.demand.busiest(length, weight);
-                part.window_s = Some((from, length));
+            let mut warm = 0.0;
+            if let Some(&(from, length)) = windows.get(at) {
+                if let Some(reuse) = reuses.get(at) {
+                    let lengths = WARM.map(|factor| (length * factor).min(from));
+                    let enough = lengths.into_iter().find(|&warm| reuse.lost(warm) <= LOST);
+                    warm = enough.unwrap_or(lengths[WARM.len() - 1]);
+                }
+                part.window_s = Some((from - warm, length + warm));
                 texts.push(format!("{} s from {} s", number(length), number(from)));
             }
             parts.push(part);
             lengths.push(length);
+            warm_s.push(warm);
         }
         let text = if texts.is_empty() {
             "every run has the whole workload".to_owned()
@@ -449,7 +577,26 @@ impl AtLoad<'_> {
                 number(length_s)
             )
         };
-        (parts, lengths, shares, main, text)
+        Ok(Parts {
+            parts,
+            lengths_s: lengths,
+            warm_s,
+            shares,
+            main,
+            text,
+        })
+    }
+}
+
+/// Step times with a factor on them.
+struct Slower {
+    timing: Box<dyn StepTime>,
+    factor: f64,
+}
+
+impl StepTime for Slower {
+    fn step_ns(&mut self, load: &StepLoad) -> u64 {
+        width::round_u64(self.timing.step_ns(load) as f64 * self.factor)
     }
 }
 
@@ -459,6 +606,7 @@ fn row(
     sized: Choice,
     part: usize,
     conditions: Conditions,
+    attained: Option<f64>,
 ) -> anyhow::Result<Row> {
     let trial = trial(&sized, part, conditions);
     let answer = driver.whole(&trial)?;
@@ -468,6 +616,7 @@ fn row(
         shape: shape.clone(),
         setting: setting.clone(),
         gpus: driver.cluster(&trial)?.gpus(),
+        attained: attained.unwrap_or(answer.measured.share),
         answer,
         sized,
     })
@@ -476,11 +625,10 @@ fn row(
 fn step_error(
     driver: &Driver<'_>,
     row: &Row,
-    demand: &Demand,
+    [isl, osl]: [f64; 2],
 ) -> anyhow::Result<Option<StepError>> {
     let trial = trial(&row.sized, 0, Conditions::PLAIN);
     let cluster = driver.cluster(&trial)?;
-    let [isl, osl] = demand.mean_lengths();
     let totals = &row.answer.outcome.totals;
     // Little's law: requests in the system are their rate times their time in it.
     let e2e_s = totals.latencies().e2e_ms.map_or(0.0, |e2e| e2e.mean / 1e3);
@@ -516,19 +664,19 @@ fn gap_limit_s(objectives: &Objectives) -> Option<f64> {
 }
 
 /// One condition changed at a time.
-fn knobs(plain: Conditions, error: Option<&StepError>) -> Vec<(String, Conditions)> {
+fn knobs(plain: Factors, error: Option<&StepError>) -> Vec<(String, Factors)> {
     let percent = |factor: f64| format!("{:.0}", (100.0 * (factor - 1.0)).abs());
     let mut knobs = Vec::new();
     for (slo, word) in [(1.0 - CHANGE, "tighter"), (1.0 + CHANGE, "looser")] {
         knobs.push((
             format!("objectives are {} % {word}", percent(slo)),
-            Conditions { slo, ..plain },
+            Factors { slo, ..plain },
         ));
     }
     for (factor, word) in [(1.0 - CHANGE, "lower"), (1.0 + CHANGE, "higher")] {
         knobs.push((
             format!("the load is {} % {word}", percent(factor)),
-            Conditions {
+            Factors {
                 load: plain.load * factor,
                 ..plain
             },
@@ -542,7 +690,7 @@ fn knobs(plain: Conditions, error: Option<&StepError>) -> Vec<(String, Condition
         let word = if slower < 1.0 { "less time" } else { "longer" };
         knobs.push((
             format!("steps take {} % {word}", percent(slower)),
-            Conditions { slower, ..plain },
+            Factors { slower, ..plain },
         ));
     }
     knobs

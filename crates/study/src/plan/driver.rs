@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use slipstream_base::Slo;
+use slipstream_base::{SimTime, Slo};
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_plan::search::Progress;
@@ -16,7 +16,7 @@ use slipstream_report::Objectives;
 use slipstream_report::table::{counted, grouped};
 
 use super::Args;
-use super::at_load::Ready;
+use super::at_load::{Factors, Ready};
 use super::base::Base;
 use crate::control::Control;
 use crate::{files, memory};
@@ -25,7 +25,8 @@ use crate::{files, memory};
 /// ([`super::Plan::measure`]). Factors travel as the bits of their numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Batch {
-    load: u64,
+    /// Bits of the factors on load, objectives and steps that the search is for.
+    factors: [u64; 3],
     stop_early: bool,
     trials: Vec<Spec>,
 }
@@ -40,14 +41,16 @@ struct Spec {
     /// Factors on load, objectives and steps.
     factors: [u64; 3],
     seed: u64,
+    spare: u64,
     /// Requests per class, if they do not depend on the run.
     expected: Option<Vec<u64>>,
 }
 
 impl Batch {
-    /// Factor on the workload's load that the search is for.
-    pub(super) fn load(&self) -> f64 {
-        f64::from_bits(self.load)
+    /// Factors that the search is for.
+    pub(super) fn factors(&self) -> Factors {
+        let [load, slo, slower] = self.factors.map(f64::from_bits);
+        Factors { load, slo, slower }
     }
 }
 
@@ -61,6 +64,7 @@ impl Spec {
             part: trial.part,
             factors: [conditions.load, conditions.slo, conditions.slower].map(f64::to_bits),
             seed: conditions.seed,
+            spare: trial.spare,
             expected,
         }
     }
@@ -78,14 +82,17 @@ impl Spec {
                 slower,
                 seed: self.seed,
             },
+            spare: self.spare,
         }
     }
 }
 
 /// The result of a trial, as data.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Result {
     attains: bool,
+    complete: bool,
+    by_class: Vec<(u64, u64)>,
     /// Bits of the share.
     share: u64,
     judged: u64,
@@ -97,6 +104,8 @@ impl From<Measured> for Result {
     fn from(measured: Measured) -> Result {
         Result {
             attains: measured.attains,
+            complete: measured.complete,
+            by_class: measured.by_class,
             share: measured.share.to_bits(),
             judged: measured.judged,
             digest: measured.digest,
@@ -109,6 +118,8 @@ impl From<Result> for Measured {
     fn from(result: Result) -> Measured {
         Measured {
             attains: result.attains,
+            complete: result.complete,
+            by_class: result.by_class,
             share: f64::from_bits(result.share),
             judged: result.judged,
             digest: result.digest,
@@ -132,8 +143,8 @@ pub(super) struct Driver<'a> {
     pub(super) ready: &'a Ready,
     objectives: &'a Objectives,
     target: f64,
-    /// Factor on the workload's load that the search is for.
-    load: f64,
+    /// Factors that the search is for.
+    factors: Factors,
     jobs: usize,
     control: &'a Control,
     elsewhere: Option<&'a dyn Elsewhere>,
@@ -155,7 +166,7 @@ impl<'a> Driver<'a> {
         ready: &'a Ready,
         objectives: &'a Objectives,
         args: &Args,
-        load: f64,
+        factors: Factors,
         jobs: usize,
         control: &'a Control,
         elsewhere: Option<&'a dyn Elsewhere>,
@@ -165,7 +176,7 @@ impl<'a> Driver<'a> {
             ready,
             objectives,
             target: args.attain,
-            load,
+            factors,
             jobs,
             control,
             elsewhere,
@@ -182,13 +193,20 @@ impl<'a> Driver<'a> {
         workload
     }
 
+    /// Start of the requests that a trial judges. Traces are compressed with the load.
+    fn from(&self, trial: &Trial, workload: &Workload) -> SimTime {
+        let factor = self.ready.parts[trial.part].time_scale / workload.time_scale;
+        SimTime::from_secs_f64(self.ready.warm_s[trial.part] * factor)
+    }
+
     fn count(&mut self, trial: &Trial) -> anyhow::Result<Option<Vec<u64>>> {
         let conditions = &trial.conditions;
         let key = (trial.part, conditions.load.to_bits(), conditions.seed);
         if let Some(count) = self.counts.get(&key) {
             return Ok(count.clone());
         }
-        let count = demand::count(&self.workload(trial))?;
+        let workload = self.workload(trial);
+        let count = demand::count(&workload, self.from(trial, &workload))?;
         let known = count.iter().sum::<u64>() > 0;
         let count = known.then_some(count);
         self.counts.insert(key, count.clone());
@@ -235,7 +253,9 @@ impl<'a> Driver<'a> {
             objectives,
             target: self.target,
             expected,
+            spare: trial.spare,
             slower: trial.conditions.slower,
+            from: self.from(trial, &workload),
             // Compressed with the load, unless the load adds requests.
             length_s: self.ready.lengths_s[trial.part] * self.ready.parts[trial.part].time_scale
                 / workload.time_scale,
@@ -351,7 +371,7 @@ impl<'a> Driver<'a> {
 }
 
 /// Objectives with every limit multiplied by `factor`.
-fn scale(objectives: &Objectives, factor: f64) -> Objectives {
+pub(super) fn scale(objectives: &Objectives, factor: f64) -> Objectives {
     let scaled = |slo: &Option<Slo>| slo.as_ref().map(|slo| slo.scaled(factor));
     Objectives {
         all: scaled(&objectives.all),
@@ -377,7 +397,7 @@ impl Evaluate for Driver<'_> {
             None => self.on_threads(trials, &expected, stop_early, Some(progress))?,
             Some(elsewhere) => {
                 let batch = Batch {
-                    load: self.load.to_bits(),
+                    factors: self.factors.bits(),
                     stop_early,
                     trials: trials
                         .iter()
@@ -414,5 +434,6 @@ pub(super) fn trial(of: &slipstream_plan::Choice, part: usize, conditions: Condi
         workers: of.workers,
         part,
         conditions,
+        spare: 1,
     }
 }

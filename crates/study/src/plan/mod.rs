@@ -30,7 +30,7 @@ use slipstream_plan::{Choice, Demand};
 use slipstream_report::Objectives;
 use slipstream_report::table::number;
 
-use self::at_load::{AtLoad, Ready};
+use self::at_load::{AtLoad, Factors, Ready};
 use self::base::Base;
 use self::scaled::Scaled;
 use crate::control::Control;
@@ -428,15 +428,31 @@ struct Row {
     shape: Shape,
     setting: Setting,
     gpus: u64,
+    /// Share of requests within their objectives over all seeds, of the class with the lowest one.
+    attained: f64,
+    /// With the first seed.
     answer: TrialAnswer,
 }
 
-/// One knob changed, and what follows.
+/// One condition changed, and the answer then.
 #[derive(Debug)]
 struct Sensitivity {
     knob: String,
-    /// Sizes of the answer's and the first runner-up's shapes; `None`: no size attains.
-    sizes: Vec<Option<Choice>>,
+    /// `None`: nothing attains.
+    cheapest: Option<Changed>,
+    /// Size and cost of the answer's shape in its best setting; `None`: no size attains.
+    own: Option<Choice>,
+}
+
+/// The answer under a changed condition.
+#[derive(Debug)]
+struct Changed {
+    shape: Shape,
+    setting: Setting,
+    gpus: u64,
+    sized: Choice,
+    /// Whether its shape is the answer's.
+    same: bool,
 }
 
 /// The answer to one load.
@@ -542,8 +558,8 @@ pub struct Plan {
     demand: Demand,
     asked: Asked,
     notes: Vec<String>,
-    /// Inputs of the trials at a load, by its bits.
-    ready: Mutex<HashMap<u64, Arc<Ready>>>,
+    /// Inputs of the trials, by the bits of their factors.
+    ready: Mutex<HashMap<[u64; 3], Arc<Ready>>>,
 }
 
 impl Question {
@@ -656,7 +672,7 @@ impl Plan {
         for &load in &loads {
             let question = AtLoad {
                 plan: &self,
-                load,
+                factors: Factors::of_load(load),
                 jobs,
                 control,
                 elsewhere,
@@ -687,7 +703,7 @@ impl Plan {
     ) -> anyhow::Result<Vec<TrialResult>> {
         let question = AtLoad {
             plan: self,
-            load: batch.load(),
+            factors: batch.factors(),
             jobs: jobs.unwrap_or_else(|| cores() as usize).max(1),
             control,
             elsewhere: None,

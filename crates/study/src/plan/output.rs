@@ -7,12 +7,13 @@ use slipstream_base::width;
 use slipstream_plan::bound::Ideal;
 use slipstream_plan::confidence::Share;
 use slipstream_plan::search::LOAD_MAX;
+use slipstream_plan::space;
 use slipstream_report::html::Tile;
 use slipstream_report::html::plan::{PlanAnswer, PlanPage};
 use slipstream_report::latency::{P50, P99, cell};
 use slipstream_report::table::{Table, counted, grouped, number};
 
-use super::{Asked, Choice, Excluded, Found, NotFound, Row};
+use super::{Asked, Excluded, Found, NotFound, Row, Sensitivity};
 
 /// A share in percent, with enough digits to tell it from the target. Rounded down, so that neither a
 /// target nor all of the requests is claimed without being reached.
@@ -62,11 +63,6 @@ impl Row {
         let rate = self.output_tokens_per_s();
         let power = self.power_w(context)?;
         (rate > 0.0).then_some(power / rate)
-    }
-
-    /// Share of requests within their objectives, of the class with the lowest one.
-    fn share(&self) -> f64 {
-        self.answer.measured.share
     }
 
     fn setting_name(&self) -> String {
@@ -148,7 +144,7 @@ pub(super) fn cost(context: &Asked, found: &Found) -> String {
         ),
         None => "no prices given: fewest GPUs".to_owned(),
     };
-    write!(text, "; attained {}", percent(best.share())).expect("a String takes every write");
+    write!(text, "; attained {}", percent(best.attained)).expect("a String takes every write");
     if let Some(sure) = &found.sure {
         let of = if found.seeds > 0 {
             counted(found.seeds, "seed")
@@ -200,60 +196,75 @@ fn cells(context: &Asked, row: &Row) -> Vec<String> {
             .map_or_else(|| "-".to_owned(), |cost| format!("{cost:.2}")),
         or_dash(row.per_million(context)),
         or_dash(row.joules_per_token(context)),
-        digits(row.share()),
+        digits(row.attained),
         cell(latency.ttft_ms, P50),
         cell(latency.ttft_ms, P99),
         cell(latency.tpot_ms, P99),
     ]
 }
 
-fn knob_header(found: &Found) -> Vec<String> {
-    let mut header = vec!["workers needed if".to_owned(), found.best.shape.name()];
-    if let Some(rival) = found.others.first() {
-        header.push(rival.shape.name());
+fn knob_header(context: &Asked, found: &Found) -> Vec<String> {
+    let cost = if context.priced { "cost/h" } else { "GPUs" };
+    vec![
+        "the answer if".to_owned(),
+        "set-up".to_owned(),
+        "settings".to_owned(),
+        cost.to_owned(),
+        format!("with {}", found.best.shape.name()),
+    ]
+}
+
+/// A cost per hour, or a number of GPUs.
+fn bare_cost(context: &Asked, cost: f64) -> String {
+    if context.priced {
+        format!("{cost:.2}")
+    } else {
+        number(cost)
     }
-    header.push("cheaper".to_owned());
-    header
 }
 
-/// The cheaper of a knob's sizes: its index.
-fn choice(sizes: &[Option<Choice>]) -> Option<usize> {
-    let costs = sizes.iter().enumerate();
-    let known = costs.filter_map(|(at, size)| Some((at, (*size)?.cost)));
-    known
-        .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
-        .map(|(at, _)| at)
-}
-
+/// Rows of the sensitivity; marked if another shape is the cheapest, or nothing attains.
 fn knob_rows(context: &Asked, found: &Found) -> Vec<(Vec<String>, bool)> {
-    let size = |size: &Option<Choice>| {
-        let unit = |cost: f64| {
-            if context.priced {
-                format!("{cost:.2}/h")
-            } else {
-                counted(width::round_u64(cost), "GPU")
-            }
-        };
-        size.map_or_else(
-            || "none attains".to_owned(),
-            |size| format!("{} ({})", size.workers, unit(size.cost)),
-        )
+    let row = |knob: &Sensitivity| {
+        let mut cells = vec![knob.knob.clone()];
+        match &knob.cheapest {
+            Some(of) => cells.extend([
+                space::describe(&of.shape, &of.setting, of.sized.workers),
+                of.setting.name(),
+                bare_cost(context, of.sized.cost),
+            ]),
+            None => cells.extend(["nothing attains", "-", "-"].map(str::to_owned)),
+        }
+        cells.push(match &knob.own {
+            Some(own) => format!(
+                "{} ({})",
+                counted(u64::from(own.workers), "worker"),
+                bare_cost(context, own.cost)
+            ),
+            None => "none attains".to_owned(),
+        });
+        (cells, !knob.cheapest.as_ref().is_some_and(|of| of.same))
     };
-    found
-        .sensitivity
-        .iter()
-        .map(|knob| {
-            let chosen = choice(&knob.sizes);
-            let mut cells = vec![knob.knob.clone()];
-            cells.extend(knob.sizes.iter().map(size));
-            cells.push(match (chosen, found.others.first()) {
-                (None, _) => "neither attains".to_owned(),
-                (Some(1), Some(rival)) => format!("{} instead", rival.shape.name()),
-                _ => format!("still {}", found.best.shape.name()),
-            });
-            (cells, chosen != Some(0))
-        })
-        .collect()
+    found.sensitivity.iter().map(row).collect()
+}
+
+fn knob_json(context: &Asked, knob: &Sensitivity) -> Value {
+    let cheapest = knob.cheapest.as_ref();
+    let other = cheapest.filter(|of| !of.same);
+    json!({
+        "changed": knob.knob,
+        "answer_workers": knob.own.map(|own| own.workers),
+        "other_workers": other.map(|of| of.sized.workers),
+        "choice": cheapest.map(|of| if of.same { "same" } else { "other" }),
+        "answer": cheapest.map(|of| json!({
+            "name": space::describe(&of.shape, &of.setting, of.sized.workers),
+            "settings": of.setting.name(),
+            "workers": of.sized.workers,
+            "gpus": of.gpus,
+            "cost_per_hour": context.priced.then_some(of.sized.cost),
+            "attained": of.sized.share,
+        })),
+    })
 }
 
 fn effort(found: &Found) -> String {
@@ -346,7 +357,7 @@ fn failure(context: &Asked, missed: &NotFound) -> String {
             row.name(),
             counted(row.gpus, "GPU"),
             row.setting_name(),
-            percent(row.share()),
+            percent(row.attained),
             objectives(row)
         )
         .expect("a String takes every write");
@@ -491,7 +502,7 @@ pub(super) fn text(
         text.push_str(&repeat(written, context, found).unwrap_or_default());
         if !found.sensitivity.is_empty() {
             text.push('\n');
-            let mut table = Table::new(knob_header(found));
+            let mut table = Table::new(knob_header(context, found));
             for (cells, _) in knob_rows(context, found) {
                 table.row(cells);
             }
@@ -538,7 +549,7 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         "gpus": row.gpus,
         "workers": row.sized.workers,
         "prefill_workers": row.shape.prefill_share.map(|share| {
-            slipstream_plan::space::prefill_workers(share, row.setting.prefill_factor, row.sized.workers)
+            space::prefill_workers(share, row.setting.prefill_factor, row.sized.workers)
         }),
         "tensor_parallel_size": row.shape.tensor_parallel,
         "pipeline_parallel_size": row.shape.pipeline_parallel,
@@ -557,7 +568,8 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         "cost_per_million_output_tokens": row.per_million(context),
         "power_w_max": row.power_w(context),
         "joules_per_output_token_max": row.joules_per_token(context),
-        "attained": row.share(),
+        "attained": row.attained,
+        "attained_first_seed": row.answer.measured.share,
         "classes": classes,
         "objectives": objectives,
         "ttft_ms": latency.ttft_ms,
@@ -596,7 +608,7 @@ pub(super) fn json(
                 "requests": found.requests,
                 "answer": row_json(context, &found.best),
                 "interval": {
-                    "mean": found.sure.map_or(found.best.share(), |sure| sure.mean),
+                    "mean": found.sure.map_or(found.best.attained, |sure| sure.mean),
                     "low": found.sure.map(|sure| sure.low),
                     "high": found.sure.map(|sure| sure.high),
                     "half": found.sure.map(|sure| (sure.high - sure.low) / 2.0),
@@ -608,12 +620,7 @@ pub(super) fn json(
                     "low": error.low, "high": error.high, "extrapolated": error.distance,
                 })),
                 "others": found.others.iter().map(|row| row_json(context, row)).collect::<Vec<_>>(),
-                "sensitivity": found.sensitivity.iter().map(|knob| json!({
-                    "changed": knob.knob,
-                    "answer_workers": knob.sizes[0].map(|size| size.workers),
-                    "other_workers": knob.sizes.get(1).map(|size| size.map(|size| size.workers)),
-                    "choice": choice(&knob.sizes).map(|at| if at == 0 { "same" } else { "other" }),
-                })).collect::<Vec<_>>(),
+                "sensitivity": found.sensitivity.iter().map(|knob| knob_json(context, knob)).collect::<Vec<_>>(),
                 "autoscaled": found.scaled.as_ref().map(|scaled| json!({
                     "runs": scaled.tried,
                     "left_out": scaled.left_out,
@@ -706,7 +713,7 @@ pub(super) fn page(
                         best.per_million(context).map_or_else(|| "–".into(), number),
                         format!("{} tokens/s", number(best.output_tokens_per_s())),
                     ),
-                    Tile::new("Attained", percent(best.share()), sure),
+                    Tile::new("Attained", percent(best.attained), sure),
                     Tile::new(
                         "Headroom",
                         match found.headroom {
@@ -745,7 +752,7 @@ pub(super) fn page(
                         (row.name(), row.sized.cost, ttft.map(|ttft| ttft.p99))
                     })
                     .collect(),
-                knob_header: knob_header(found),
+                knob_header: knob_header(context, found),
                 knobs: knob_rows(context, found),
                 workers: best.sized.workers,
                 by_workers: found.by_workers.clone(),

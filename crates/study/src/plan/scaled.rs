@@ -121,6 +121,7 @@ pub(super) fn search(
             workers: of.workers_max,
             part,
             conditions,
+            spare: 1,
         };
         let answer = driver.scaled(&trial, of.workers_min)?;
         let Some(scaling) = &answer.outcome.scaling else {

@@ -1,0 +1,248 @@
+//! The last word: what attains on the whole workload with every seed, and the table of the other shapes.
+
+use super::{Choice, Evaluate, NEAR, PROMISING, ROUNDS_MAX, Search, Sizing, Stage};
+
+/// A share of misses below this part of those allowed is clear with the first seed.
+const CLEAR: f64 = 0.5;
+
+/// Settings near a good one that are kept on the next part.
+const KEEP_NEAR: usize = 3;
+
+impl<E: Evaluate> Search<'_, E> {
+    /// The cheapest that attains where answers must, by the one that does where they are found. What is cheaper there may
+    /// fail here, and the other way round, so every shape is a candidate again.
+    pub(super) fn settle(&mut self, found: Option<Choice>) -> Result<Option<Choice>, E::Error> {
+        let stage = self.last_stage();
+        let mut best = found;
+        if stage != self.main_stage() {
+            let runs = stage.seeds as f64 * self.parts[stage.part];
+            self.phase("confirmation", 3.0 * runs, runs);
+            best = match found {
+                Some(found) => self.confirm(found, stage)?,
+                None => None,
+            };
+            let is_near = self
+                .nearest()
+                .is_some_and(|nearest| nearest.share >= self.target - NEAR);
+            if best.is_some() || is_near {
+                best = self.challenge(best, stage)?;
+            }
+        }
+        best.map(|best| self.prefer(best, stage)).transpose()
+    }
+
+    /// The size of what attains where answers are found on a later stage. Smaller ones are tried if they nearly attained there.
+    fn confirm(&mut self, found: Choice, stage: Stage) -> Result<Option<Choice>, E::Error> {
+        let (shape, setting) = (found.shape, found.setting);
+        let mut sizing = self.sizing(shape, found.workers, true);
+        let fewer = self.trial(shape, setting, found.workers - 1);
+        let is_near = self
+            .result(&fewer)
+            .is_none_or(|fewer| fewer.share >= self.target - NEAR);
+        if !is_near {
+            sizing.fails = fewer.workers;
+        }
+        let mut job = [(shape, setting, sizing)];
+        self.size(&mut job, stage)?;
+        Ok(self.sized(&job[0]))
+    }
+
+    /// Best setting known of each shape, and its size. Shape `[shapes]`
+    pub fn known(&self) -> &[Option<(usize, u32)>] {
+        &self.known
+    }
+
+    /// As [`find`](Self::find), by the settings and sizes of shapes that are `known` from a question that differs little.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn find_near(
+        &mut self,
+        known: Vec<Option<(usize, u32)>>,
+    ) -> Result<Option<Choice>, E::Error> {
+        self.known = known;
+        self.is_near = true;
+        let sizes = self.size_shapes(8.0)?;
+        self.phase("sensitivity", 6.0, 0.0);
+        let stage = self.main_stage();
+        let cost = |&(shape, workers): &(usize, u32)| self.shapes[shape].cost_of(workers);
+        let mut sizes: Vec<(usize, u32)> = sizes
+            .iter()
+            .enumerate()
+            .filter_map(|(shape, size)| Some((shape, (*size)?.1)))
+            .collect();
+        sizes.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+        let mut best = None;
+        for (shape, workers) in sizes {
+            let mut job = [(
+                shape,
+                self.setting(shape),
+                self.sizing(shape, workers, true),
+            )];
+            self.size(&mut job, stage)?;
+            best = self.sized(&job[0]);
+            if best.is_some() {
+                break;
+            }
+        }
+        if let Some(sized) = best {
+            self.known[sized.shape] = Some((sized.setting, sized.workers));
+            let sized = self.improve(sized, 0, stage)?;
+            best = self.challenge(Some(sized), stage)?;
+        }
+        match best {
+            Some(_) => self.settle(best),
+            None => {
+                self.is_near = false;
+                self.find(&[])
+            }
+        }
+    }
+
+    /// Shapes that may be the cheapest: all, unless they were sized under other conditions. Shape `[shapes]`
+    pub(super) fn likely(&self) -> Vec<bool> {
+        let costs = || {
+            let known = self.shapes.iter().zip(&self.known);
+            known.map(|(of, known)| known.map(|(_, workers)| of.cost_of(workers)))
+        };
+        let least = costs().flatten().fold(f64::INFINITY, f64::min);
+        costs()
+            .map(|cost| !self.is_near || cost.is_some_and(|cost| cost <= least * PROMISING))
+            .collect()
+    }
+
+    /// The best of a shape that costs more than `floor`; `None` if no size attains.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn own(&mut self, shape: usize, floor: f64) -> Result<Option<Choice>, E::Error> {
+        let (setting, workers) = self.known[shape].unwrap_or((0, 1));
+        self.best_of(shape, setting, workers, floor)
+    }
+
+    /// The better ones of the settings that differ in one value from one that is good.
+    pub(super) fn near_settings(
+        &mut self,
+        shape: usize,
+        setting: usize,
+        workers: u32,
+        part: usize,
+    ) -> Result<Vec<usize>, E::Error> {
+        let near = self.shapes[shape].neighbors[setting].clone();
+        self.better(shape, near, workers, part, KEEP_NEAR)
+    }
+
+    /// Changes one value of the setting at a time, as long as that saves workers of its shape, of which at least `min` are needed.
+    fn improve(&mut self, mut best: Choice, min: u32, stage: Stage) -> Result<Choice, E::Error> {
+        let shape = best.shape;
+        while let Some(fewer) = self.shapes[shape].cheaper_than(best.cost)
+            && fewer >= min
+        {
+            let better = self.near_settings(shape, best.setting, fewer, stage.part)?;
+            let better: Vec<(usize, usize)> =
+                better.into_iter().map(|each| (shape, each)).collect();
+            match self.race(Some(best), &better, stage)?.0 {
+                Some(cheaper) if cheaper != best => best = cheaper,
+                _ => break,
+            }
+        }
+        Ok(best)
+    }
+
+    /// The best of a shape: its smallest size that attains, by a setting and a size that are near. Sizes that cost less than
+    /// `floor` are known to fail.
+    fn best_of(
+        &mut self,
+        shape: usize,
+        setting: usize,
+        workers: u32,
+        floor: f64,
+    ) -> Result<Option<Choice>, E::Error> {
+        let stage = self.main_stage();
+        let of = &self.shapes[shape];
+        let min = of.cheaper_than(floor).map_or(0, |fails| fails + 1);
+        let min = min.max(of.workers_min.max(1));
+        let sizing = Sizing::new(min, of.workers_max, workers.max(min), true, self.target);
+        let mut job = [(shape, setting, sizing)];
+        self.size(&mut job, stage)?;
+        let Some(sized) = self.sized(&job[0]) else {
+            return Ok(None);
+        };
+        let best = self.improve(sized, min, stage)?;
+        // Not of a workload that is longer than what answers are found on: that takes too many requests.
+        let many = 1.0 - best.share > CLEAR * (1.0 - self.target);
+        if many && self.main == self.parts.len() - 1 && self.seeds > 1 {
+            return self.confirm(best, self.last_stage());
+        }
+        Ok(Some(best))
+    }
+
+    /// The answer, and the rows of the other shapes. A row that is cheaper, as its settings were not tried before, is the answer
+    /// instead.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn table(
+        &mut self,
+        mut best: Choice,
+        limit: usize,
+    ) -> Result<(Choice, Vec<Choice>), E::Error> {
+        let mut rows = self.runners_up(&best, limit)?;
+        for _ in 0..ROUNDS_MAX {
+            let cheaper = rows.iter().find(|row| row.cost < best.cost * (1.0 - 1e-9));
+            let Some(&cheaper) = cheaper else { break };
+            self.known[cheaper.shape] = Some((cheaper.setting, cheaper.workers));
+            match self.settle(Some(cheaper))? {
+                Some(settled) if settled.cost < best.cost * (1.0 - 1e-9) => {
+                    best = settled;
+                    rows = self.runners_up(&best, limit)?;
+                }
+                // With the other seeds, or on the whole, it costs as much.
+                _ => rows.retain(|row| *row != cheaper),
+            }
+        }
+        Ok((best, rows))
+    }
+
+    /// The best of other shapes: of each kind, and of other promising ones up to `limit`, the cheapest first. `best`: the
+    /// answer.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    fn runners_up(&mut self, best: &Choice, limit: usize) -> Result<Vec<Choice>, E::Error> {
+        let mut others: Vec<(f64, usize, usize, u32)> = self
+            .known
+            .iter()
+            .enumerate()
+            .filter(|(shape, _)| *shape != best.shape)
+            .filter_map(|(shape, known)| {
+                let (setting, workers) = (*known)?;
+                Some((self.shapes[shape].cost_of(workers), shape, setting, workers))
+            })
+            .collect();
+        others.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let mut kinds = vec![self.shapes[best.shape].kind];
+        let mut chosen = Vec::new();
+        for (place, other) in others.iter().enumerate() {
+            let kind = self.shapes[other.1].kind;
+            if place < limit || !kinds.contains(&kind) {
+                kinds.push(kind);
+                chosen.push(*other);
+            }
+        }
+        self.phase("runners-up", 3.0 * chosen.len() as f64, 20.0);
+        let mut sized: Vec<Choice> = Vec::new();
+        for (_, shape, setting, workers) in chosen {
+            sized.extend(self.best_of(shape, setting, workers, best.cost)?);
+        }
+        // Of equally cheap ones the simpler first, and then the one with the larger share.
+        let simplicity = |of: &Choice| self.shapes[of.shape].simplicity();
+        sized.sort_by(|a, b| {
+            let cost = a.cost.total_cmp(&b.cost);
+            let cost = cost.then(simplicity(a).cmp(&simplicity(b)));
+            let share = b.share.total_cmp(&a.share);
+            cost.then(share).then(a.shape.cmp(&b.shape))
+        });
+        Ok(sized)
+    }
+}

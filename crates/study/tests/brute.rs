@@ -1,0 +1,457 @@
+//! `plan` beside every combination: small questions drawn from a seed, each solved by the search and by simulating the whole
+//! grid up to the cost of the answer, with all seeds.
+//!
+//! `SLIPSTREAM_BRUTE=200 SLIPSTREAM_BRUTE_SEED=$(git rev-parse HEAD) cargo test --release -p slipstream-study --test brute -- --nocapture`
+//! asks 200 questions and prints the cost and the work of both.
+#![allow(clippy::disallowed_methods)] // it has files
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use serde_json::Value;
+use slipstream_base::SimTime;
+use slipstream_base::mix::{draw, index};
+use slipstream_config::cluster::{Cluster, file};
+use slipstream_config::doc::Doc;
+use slipstream_config::workload_file::Workload;
+use slipstream_plan::trial;
+use slipstream_plan::{demand, load};
+use slipstream_report::Objectives;
+use slipstream_study::Control;
+use slipstream_study::plan::Question;
+use slipstream_study::source::{ClusterSource, PriceSource, WorkloadSource};
+
+/// Draws from a list.
+struct Draws {
+    seed: u64,
+    at: u64,
+}
+
+impl Draws {
+    fn of<T: Clone>(&mut self, values: &[T]) -> T {
+        self.at += 1;
+        values[index(draw(self.seed, self.at), values.len())].clone()
+    }
+
+    fn chance(&mut self, percent: u64) -> bool {
+        self.at += 1;
+        draw(self.seed, self.at) % 100 < percent
+    }
+
+    /// One or two of a list.
+    fn some<T: Clone + PartialEq>(&mut self, values: &[T]) -> Vec<T> {
+        let first = self.of(values);
+        let second = self.of(values);
+        if second == first || self.chance(40) {
+            vec![first]
+        } else {
+            vec![first, second]
+        }
+    }
+}
+
+const GPUS: [(&str, f64); 4] = [
+    ("h100-sxm", 2.5),
+    ("l40s", 0.9),
+    ("a100-sxm-80gb", 1.4),
+    ("l4", 0.5),
+];
+const HOST_GIB: f64 = 0.0015;
+
+/// A question of a few hundred combinations. `small`: of at most a few hundred requests.
+fn question(seed: u64, small: bool, folder: &Path) -> Question {
+    let mut draws = Draws { seed, at: 0 };
+    let model = draws.of(&["llama-3.1-8b", "llama-3.1-8b", "qwen3-32b", "qwen3-30b-a3b"]);
+    let large = model != "llama-3.1-8b";
+    let input = draws.of(&[300, 900, 2500, 6000]);
+    let output = draws.of(&[10, 40, 150]);
+    let requests = if small {
+        draws.of(&[60, 120])
+    } else {
+        draws.of(&[200, 700, 1500, 2600])
+    };
+    // About as many tokens per second as some GPUs can take.
+    let tokens = draws.of(&[8e3, 2e4, 4e4]) / if large { 4.0 } else { 1.0 };
+    let rate = tokens / (f64::from(input) + 8.0 * f64::from(output));
+    let hosts = draws.chance(20);
+    let trace = !hosts && draws.chance(20);
+    let workload = if trace {
+        let path = folder.join(format!("{seed}.jsonl"));
+        std::fs::write(&path, trace_of(&mut draws, requests, rate, input, output)).unwrap();
+        WorkloadSource {
+            trace: Some(path),
+            ..WorkloadSource::default()
+        }
+    } else {
+        let arrival = match draws.of(&[0, 1, 2]) {
+            0 => format!("kind = \"poisson\"\nrate_per_s = {rate}"),
+            1 => format!("kind = \"gamma\"\nrate_per_s = {rate}\ncv = 2"),
+            _ => format!("kind = \"constant\"\nrate_per_s = {rate}"),
+        };
+        let mut text = format!(
+            "seed = {}\nrequests = {requests}\n\
+             isl = {{ kind = \"lognormal\", mean = {input}, cv = {}, min = 16, max = 20000 }}\n\
+             osl = {{ kind = \"lognormal\", mean = {output}, cv = 0.6, min = 2, max = 1000 }}\n[arrival]\n{arrival}\n",
+            draws.of(&[1, 2, 3, 4]),
+            draws.of(&["0.2", "0.8"]),
+        );
+        if hosts || draws.chance(30) {
+            let tokens = input * 3 / 4;
+            let branches = draws.of(&[10, 60, 150]);
+            writeln!(
+                text,
+                "[[prefix]]\nbranches = {branches}\ntokens = {tokens}\nskew = 0.4"
+            )
+            .unwrap();
+        }
+        WorkloadSource {
+            text: Some(text),
+            ..WorkloadSource::default()
+        }
+    };
+    let ttft = draws.of(&["300ms", "800ms", "2s", "5s"]);
+    let itl = draws.of(&["25ms", "50ms", "100ms"]);
+    let gpus: Vec<(&str, f64)> = draws.some(&GPUS);
+    let prices: Vec<String> = gpus
+        .iter()
+        .map(|(gpu, price)| format!("{gpu}={price}"))
+        .collect();
+    let mut sets = Vec::new();
+    let mut host_memory = Vec::new();
+    if hosts {
+        sets.push("engine.host_tier.bytes_per_s=25e9".to_owned());
+        host_memory = vec![0.0, 256.0];
+    }
+    let mut speculation = Vec::new();
+    if draws.chance(15) {
+        sets.extend([
+            "engine.speculation.method=\"draft_model\"".to_owned(),
+            "engine.speculation.acceptance=[0.7,0.5]".to_owned(),
+        ]);
+        speculation = vec![0, 2];
+    }
+    let serving = if draws.chance(35) {
+        vec!["aggregated", "disaggregated"]
+    } else {
+        vec!["aggregated"]
+    };
+    Question {
+        workload,
+        slo: Some(format!("ttft={ttft},itl={itl}").parse().unwrap()),
+        attain: draws.of(&[0.9, 0.95, 0.99]),
+        model: Some(model.into()),
+        cluster: ClusterSource {
+            sets,
+            ..ClusterSource::default()
+        },
+        gpus: gpus.iter().map(|gpu| gpu.0.to_owned()).collect(),
+        tensor_parallel: draws.some(&[1, 2, 4]),
+        host_memory,
+        speculation,
+        precision: vec!["fp8".into()],
+        serving: serving.into_iter().map(str::to_owned).collect(),
+        max_num_seqs: draws.some(&[256, 64, 16]),
+        max_num_batched_tokens: draws.some(&[8192, 2048]),
+        policies: draws.some(&["kv".to_owned(), "round_robin".into(), "power_of_two".into()]),
+        max_gpus: 12,
+        prices: PriceSource {
+            text: Some(format!(
+                "[prices]\nhost-gib = {HOST_GIB}\n{}\n",
+                prices.join("\n").replace('=', " = ")
+            )),
+            ..PriceSource::default()
+        },
+        seeds: draws.of(&[1, 3]),
+        ..Question::default()
+    }
+}
+
+/// A trace with prompts that share their first blocks.
+fn trace_of(draws: &mut Draws, requests: i32, rate: f64, input: i32, output: i32) -> String {
+    let mut text = String::new();
+    let mut at_s = 0.0;
+    for n in 0..requests {
+        // Bursts of three.
+        at_s += draws.of(&[0.0, 0.5, 2.5]) / rate;
+        let blocks = (input * draws.of(&[1, 2, 3]) / 2).max(512) / 512;
+        let group = draws.of(&[1, 2, 3, 4, 5, 6, 7, 8]);
+        let ids: Vec<String> = (0..blocks)
+            .map(|block| {
+                let own = block * 2 > blocks;
+                let id = if own {
+                    1_000_000 + n * 100
+                } else {
+                    group * 1000
+                };
+                (id + block).to_string()
+            })
+            .collect();
+        writeln!(
+            text,
+            "{{\"timestamp\": {}, \"input_length\": {}, \"output_length\": {}, \"hash_ids\": [{}]}}",
+            (at_s * 1e3) as u64,
+            blocks * 512,
+            output * draws.of(&[1, 2]),
+            ids.join(", ")
+        )
+        .unwrap();
+    }
+    text
+}
+
+/// A configuration: its cost, its overrides of the defaults, and what it leaves out of them.
+struct Combination {
+    cost: f64,
+    name: String,
+    sets: Vec<String>,
+}
+
+/// Every combination of a question.
+fn combinations(of: &Question) -> Vec<Combination> {
+    let mut all = Vec::new();
+    let or_none = |values: &[f64]| -> Vec<Option<f64>> {
+        if values.is_empty() {
+            vec![None]
+        } else {
+            values.iter().copied().map(Some).collect()
+        }
+    };
+    let drafts: Vec<Option<u32>> = if of.speculation.is_empty() {
+        vec![None]
+    } else {
+        of.speculation.iter().copied().map(Some).collect()
+    };
+    for gpu in &of.gpus {
+        let price = GPUS.iter().find(|known| known.0 == gpu).unwrap().1;
+        for &tensor in &of.tensor_parallel {
+            for host in or_none(&of.host_memory) {
+                for &draft in &drafts {
+                    for serving in &of.serving {
+                        for workers in 1..=of.max_gpus / tensor {
+                            let splits: Vec<u32> = if serving == "aggregated" {
+                                vec![0]
+                            } else {
+                                (1..workers).collect()
+                            };
+                            for split in splits {
+                                let worker =
+                                    price * f64::from(tensor) + HOST_GIB * host.unwrap_or(0.0);
+                                let shape = (gpu.as_str(), tensor, host, draft);
+                                settings(of, shape, workers, split, worker, &mut all);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all.sort_by(|a, b| a.cost.total_cmp(&b.cost));
+    all
+}
+
+fn settings(
+    of: &Question,
+    (gpu, tensor, host, draft): (&str, u32, Option<f64>, Option<u32>),
+    workers: u32,
+    split: u32,
+    worker: f64,
+    all: &mut Vec<Combination>,
+) {
+    for seqs in &of.max_num_seqs {
+        for tokens in &of.max_num_batched_tokens {
+            for policy in &of.policies {
+                let mut sets = vec![
+                    format!("model.preset={}", of.model.as_ref().unwrap()),
+                    format!("engine.timing.gpu={gpu}"),
+                    "engine.timing.dtype=fp8".into(),
+                    format!("engine.tensor_parallel_size={tensor}"),
+                    format!("engine.max_num_seqs={seqs}"),
+                    format!("engine.max_num_batched_tokens={tokens}"),
+                    format!("router.policy={policy}"),
+                ];
+                if let Some(gib) = host.filter(|gib| *gib > 0.0) {
+                    sets.push(format!("engine.host_tier.gib={gib:?}"));
+                }
+                if let Some(tokens) = draft.filter(|tokens| *tokens > 0) {
+                    sets.push(format!(
+                        "engine.speculation.num_speculative_tokens={tokens}"
+                    ));
+                }
+                let own = of.cluster.sets.iter().filter(|set| {
+                    !(set.contains("host_tier") && host == Some(0.0)
+                        || set.contains("speculation") && draft == Some(0))
+                });
+                sets.extend(own.cloned());
+                if split == 0 {
+                    sets.push(format!("pool.main.workers={workers}"));
+                } else {
+                    sets.extend([
+                        "network.mode=flows".into(),
+                        "pool.prefill.role=prefill".into(),
+                        format!("pool.prefill.workers={split}"),
+                        "pool.decode.role=decode".into(),
+                        format!("pool.decode.workers={}", workers - split),
+                    ]);
+                }
+                let host = host.map_or_else(String::new, |gib| format!(" {gib} GiB"));
+                let draft = draft.map_or_else(String::new, |tokens| format!(" spec{tokens}"));
+                all.push(Combination {
+                    cost: worker * f64::from(workers),
+                    name: format!(
+                        "{workers} ({split} prefill) x {gpu} TP{tensor}{host}{draft}, {seqs} seqs, {tokens} tokens, {policy}"
+                    ),
+                    sets,
+                });
+            }
+        }
+    }
+}
+
+/// Whether a configuration attains on all seeds together, its share, and the requests that were simulated.
+fn attains(
+    cluster: &Cluster,
+    workload: &Workload,
+    of: &Question,
+    objectives: &Objectives,
+    seeds: u64,
+) -> (bool, f64, u64) {
+    let (mut all, mut met, mut simulated) = (0, 0, 0);
+    let allowed = |all: u64| all - ((of.attain * all as f64 - 1e-9).ceil() as u64).min(all);
+    for seed in 0..seeds {
+        let workload = Workload {
+            seed: workload.seed + seed,
+            ..load::scaled(workload, of.load[0])
+        };
+        let expected = demand::count(&workload, SimTime::ZERO).unwrap();
+        let question = trial::Question {
+            objectives,
+            target: of.attain,
+            expected: Some(&expected),
+            spare: seeds,
+            slower: 1.0,
+            from: SimTime::ZERO,
+            length_s: 1.0,
+            stop_early: true,
+            interrupted: None,
+        };
+        let answer = trial::run(cluster, &workload, &question, |path| std::fs::read(path)).unwrap();
+        simulated += answer.measured.requests;
+        if !answer.measured.complete {
+            return (false, 0.0, simulated);
+        }
+        all += answer.by_class[0].0;
+        met += answer.by_class[0].1;
+    }
+    (
+        all - met <= allowed(all),
+        met as f64 / all.max(1) as f64,
+        simulated,
+    )
+}
+
+/// The cheapest combination, the number of them that were tried, and the requests that were simulated. Combinations of `limit` and
+/// above are not tried.
+fn brute(of: &Question, limit: f64) -> (Option<(f64, String, f64)>, u64, u64) {
+    let (workload, _) = of.workload.workload(&[]).unwrap();
+    let objectives = Objectives::of(&workload, of.slo.clone());
+    let seeds = if of.workload.trace.is_some() {
+        1
+    } else {
+        of.seeds
+    };
+    let (mut tried, mut simulated) = (0, 0);
+    for each in combinations(of) {
+        if each.cost >= limit * (1.0 - 1e-9) {
+            break;
+        }
+        let mut doc = Doc::empty();
+        for set in &each.sets {
+            doc.set(set);
+        }
+        let Ok((cluster, _)) = file::read(doc, |path: &Path| std::fs::read(path)) else {
+            continue;
+        };
+        let (attained, share, requests) = attains(&cluster, &workload, of, &objectives, seeds);
+        tried += 1;
+        simulated += requests;
+        if attained {
+            return (Some((each.cost, each.name, share)), tried, simulated);
+        }
+    }
+    (None, tried, simulated)
+}
+
+/// The answer as JSON; `Null` if there is none.
+fn plan(of: &Question) -> Option<Value> {
+    let plan = of.prepare().ok()?;
+    let answer = plan.answer(Some(1), &Control::default(), None).unwrap();
+    let json: Value = serde_json::from_str(&answer.json().unwrap()).unwrap();
+    Some(json["answers"][0].clone())
+}
+
+fn cost(answer: &Value) -> f64 {
+    answer["answer"]["cost_per_hour"]
+        .as_f64()
+        .unwrap_or(f64::INFINITY)
+}
+
+/// The seed of the environment: a number, or a commit's hash.
+fn seed() -> u64 {
+    let text = std::env::var("SLIPSTREAM_BRUTE_SEED").unwrap_or_else(|_| "1".into());
+    let digits: String = text.chars().take(15).collect();
+    u64::from_str_radix(&digits, 16).expect("a number, or a commit's hash")
+}
+
+#[test]
+fn answers_are_those_of_every_combination() {
+    let asked = std::env::var("SLIPSTREAM_BRUTE").ok();
+    let count: u64 = asked.as_ref().map_or(20, |count| count.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let (mut dearer, mut found, mut none, mut refused) = (Vec::new(), 0, 0, 0);
+    let (mut planned, mut simulated) = (0, 0);
+    for n in 0..count {
+        let seed = draw(seed(), n);
+        let question = Question {
+            quick: true,
+            ..question(seed, asked.is_none(), folder.path())
+        };
+        let Some(answer) = plan(&question) else {
+            refused += 1;
+            continue;
+        };
+        let cost = cost(&answer);
+        let (cheapest, tried, requests) = brute(&question, cost);
+        let work = answer["simulated_requests"].as_u64().unwrap_or(0);
+        planned += work;
+        simulated += requests;
+        if cost.is_finite() {
+            found += 1
+        } else {
+            none += 1
+        }
+        println!(
+            "{n:3} {seed:016x}: plan {cost:.3} with {work} requests, {}; {tried} cheaper combinations with {requests}{}",
+            answer["answer"]["name"],
+            cheapest
+                .as_ref()
+                .map_or_else(String::new, |(cost, name, share)| format!(
+                    "; DEARER: {name} for {cost:.3} attains {share:.4} of {}",
+                    question.attain
+                ))
+        );
+        if cheapest.is_some() {
+            println!("    {}", question.travelling().unwrap());
+            dearer.push(n);
+        }
+    }
+    println!(
+        "{count} questions: {found} answers, {none} without, {refused} that cannot run; {} dearer: {dearer:?}; \
+         {planned} requests by plan, {simulated} to try what is cheaper than its answers",
+        dearer.len()
+    );
+    if !dearer.is_empty() {
+        println!("traces are kept in {}", folder.keep().display());
+    }
+    assert!(dearer.is_empty(), "{dearer:?}");
+    assert!(found * 2 > count, "{found} of {count} have an answer");
+}

@@ -437,6 +437,7 @@ impl Shared {
             throughput: totals.throughput(),
             latency: totals.latencies(),
             goodput: totals.goodput(&c.slo),
+            overloaded: None,
             classes: totals.class_reports(&c.slo),
             models: Vec::new(),
             shares: Vec::new(),

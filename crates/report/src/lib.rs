@@ -32,6 +32,7 @@ pub mod html;
 pub mod latency;
 pub mod measure;
 pub mod objectives;
+pub mod overload;
 pub mod pass;
 pub mod perfetto;
 pub mod record;

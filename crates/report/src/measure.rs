@@ -7,6 +7,7 @@ use crate::latency::Latency;
 use crate::run::{ErrorCount, Goodput, Latencies, RequestCounts, Throughput, TokenCounts};
 
 use crate::objectives::Objectives;
+use crate::overload::{Backlog, Overload};
 use crate::run::ClassReport;
 use crate::series::{Ended, Series};
 use slipstream_base::slo::Shown;
@@ -140,6 +141,7 @@ pub struct Totals {
     last_end: u64,
     /// By class, if the objectives name any.
     classes: Vec<ClassTotals>,
+    backlog: Backlog,
     /// The run over time, if recorded.
     pub series: Option<Box<Series>>,
 }
@@ -181,6 +183,7 @@ impl Totals {
         let shown = t.shown(answered.output_tokens, answered.events);
         self.ttft.record(shown.ttft);
         self.e2e.record(shown.e2e);
+        self.backlog.on_answered(t.due, shown.ttft, shown.e2e);
         let has_tpot = answered.streamed && answered.output_tokens > 1;
         if has_tpot {
             self.tpot.record(shown.tpot);
@@ -346,6 +349,7 @@ impl Totals {
             *self.tokens.cached.get_or_insert(0) += cached;
         }
         self.met += other.met;
+        self.backlog.add(&other.backlog);
         self.first_due = match (self.first_due, other.first_due) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
@@ -400,6 +404,11 @@ impl Totals {
             tpot: self.tpot.clone(),
             e2e: self.e2e.clone(),
         }
+    }
+
+    /// Whether requests came faster than they were answered, until they stopped. Means nothing for closed loops.
+    pub fn overload(&self) -> Option<Overload> {
+        self.backlog.overload()
     }
 
     /// Requests that met their objectives; `None` if there are no objectives.

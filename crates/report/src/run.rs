@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use serde::{Deserialize, Serialize};
 
 use crate::latency::{P50, P75, P90, P95, P99, Percentiles, SIGNIFICANT_DIGITS, TOO_FEW, cell};
+use crate::overload::Overload;
 use crate::table::{Table, counted, grouped, number};
 use slipstream_base::text::several;
 use slipstream_base::width;
@@ -46,6 +47,9 @@ pub struct RunReport {
     /// Goodput, if there are objectives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
+    /// Requests came faster than they were answered, until they stopped; absent if they did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overloaded: Option<Overload>,
     /// Each class of the workload, if it has several or one with objectives of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<ClassReport>,
@@ -558,6 +562,12 @@ impl RunReport {
                 number(1.0 + accepted / drafts),
             ));
         }
+        if let Some(overload) = &self.overloaded {
+            say(format!(
+                "overloaded {}; latencies are those of a queue that grows until requests stop",
+                overload.line()
+            ));
+        }
         if let Some(goodput) = &self.goodput {
             say(format!(
                 "goodput    {} requests/s ({} %) within {}",
@@ -785,6 +795,7 @@ pub(crate) mod tests {
             model: "m".into(),
             workload: "closed loop of 4".into(),
             seed: 1,
+            overloaded: None,
             duration_s: 12.5,
             requests: RequestCounts {
                 sent: 1_000,

@@ -6,9 +6,10 @@ use serde::{Deserialize, Serialize};
 use slipstream_base::SimTime;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::doc::Settings;
-use slipstream_config::workload_file::Workload;
+use slipstream_config::workload_file::{Arrival, Workload};
 use slipstream_report::html::Page;
 use slipstream_report::html::run::{RunPage, cdf};
+use slipstream_report::overload::Overload;
 use slipstream_report::run::{
     Autoscale, EngineCounts, GpuCost, ModelReport, ProcessCost, Resumed, SCHEMA, ScaleChange,
     ScaledPool, SharedGpus, SharingPool, Simulation, Transfers,
@@ -175,6 +176,7 @@ impl Run {
             throughput: totals.throughput(),
             latency: totals.latencies(),
             goodput: totals.goodput(objectives),
+            overloaded: self.overload(outcome),
             classes: totals.class_reports(objectives),
             models: outcome
                 .models
@@ -249,6 +251,14 @@ impl Run {
         })
     }
 
+    /// The overload of a run whose requests do not wait for each other.
+    fn overload(&self, outcome: &Outcome) -> Option<Overload> {
+        match self.workload.arrival {
+            Arrival::Closed { .. } => None,
+            _ => outcome.totals.overload(),
+        }
+    }
+
     fn shares(&self, outcome: &Outcome) -> Vec<SharedGpus> {
         let model = |name: &str| {
             let mut pools = self.cluster.pools.iter();
@@ -287,6 +297,9 @@ impl Run {
         let errors = report.simulation.iter().flat_map(|s| &s.expected_error);
         let expected = errors.map(|error| ("expected error".into(), error.line()));
         let digest = ("digest".into(), format!("{:016x}", outcome.digest));
+        let overloaded = report
+            .overloaded
+            .map(|of| format!("overloaded {}", of.line()));
         let facts = facts.into_iter().chain([digest]).chain(expected);
         RunPage {
             title: "Simulated run",
@@ -299,6 +312,7 @@ impl Run {
                 .cut
                 .iter()
                 .chain(&outcome.extrapolation())
+                .chain(&overloaded)
                 .cloned()
                 .collect(),
             facts: facts.collect(),

@@ -19,6 +19,7 @@ use slipstream_plan::confidence::{Interval, Share, interval, share};
 use slipstream_plan::load;
 use slipstream_report::html::sweep::{SweepPage, SweepPoint};
 use slipstream_report::latency::{P50, P99, TOO_FEW, cell};
+use slipstream_report::overload::Overload;
 use slipstream_report::record::{Cell, Column as FileColumn, ColumnType, RecordWriter};
 use slipstream_report::run::{ExpectedError, Latencies, RequestCounts, TokenCounts};
 use slipstream_report::table::{Table, counted, grouped, number};
@@ -129,6 +130,8 @@ pub struct Row {
     pub extrapolated: u64,
     /// Digest of the first seed's run.
     pub digest: String,
+    /// Of the first seed's run: requests came faster than they were answered.
+    pub overloaded: Option<Overload>,
     /// Why a run ended early, if one did.
     pub cut: Option<String>,
     /// Expected error of each pool.
@@ -386,6 +389,8 @@ impl Sweep {
         let several = outcomes.len() > 1;
         let mut outcomes = outcomes.into_iter();
         let mut outcome = outcomes.next().context("every configuration ran")?;
+        let closed = matches!(self.workloads[at].arrival, Arrival::Closed { .. });
+        let overloaded = outcome.totals.overload().filter(|_| !closed);
         for other in outcomes {
             outcome.totals.add(&other.totals);
             outcome.engine.preemptions = outcome
@@ -407,6 +412,7 @@ impl Sweep {
             passes: outcome.passes,
             extrapolated: outcome.extrapolated,
             digest: format!("{:016x}", outcome.digest),
+            overloaded,
             cut: outcome.cut,
             gpus,
             gpu_hours,
@@ -596,7 +602,7 @@ fn attained(outcome: &Outcome, objectives: &Objectives) -> (u64, u64) {
 }
 
 /// Columns of a row's record, after the varied keys.
-const FIGURES: [(&str, ColumnType); 37] = [
+const FIGURES: [(&str, ColumnType); 40] = [
     ("front", ColumnType::U64),
     ("goodput_per_s", ColumnType::F64),
     ("goodput_half_per_s", ColumnType::F64),
@@ -632,6 +638,9 @@ const FIGURES: [(&str, ColumnType); 37] = [
     ("expected_tpot_high", ColumnType::F64),
     ("expected_ttft_low", ColumnType::F64),
     ("expected_ttft_high", ColumnType::F64),
+    ("overloaded_since_s", ColumnType::F64),
+    ("offered_per_s", ColumnType::F64),
+    ("served_per_s", ColumnType::F64),
     ("digest", ColumnType::Text),
     ("cut", ColumnType::Text),
 ];
@@ -742,6 +751,20 @@ impl Answer {
         let cut = rows.iter().filter(|row| row.cut.is_some()).count();
         let extrapolated = rows.iter().filter(|row| row.extrapolated > 0);
         let mut notes = Vec::new();
+        let overloaded = rows
+            .iter()
+            .filter_map(|row| Some((row.overloaded?, self.sweep.values[row.at].join(", "))));
+        let worst = overloaded.clone().reduce(|a, b| {
+            let factor = |of: &Overload| of.offered_per_s / of.served_per_s;
+            if factor(&b.0) > factor(&a.0) { b } else { a }
+        });
+        if let Some((worst, values)) = worst {
+            notes.push(format!(
+                "{} overloaded: latencies are those of a queue that grows until requests stop; the most ({values}): {}",
+                counted(overloaded.count() as u64, "run"),
+                worst.line()
+            ));
+        }
         if cut > 0 {
             notes.push(format!(
                 "{} cut short (reason: `cut` in --out); requests that ended before are counted",
@@ -1022,6 +1045,9 @@ impl Answer {
             tpot.map_or(Cell::Absent, |[_, high]| Cell::F64(high)),
             ttft.map_or(Cell::Absent, |[low, _]| Cell::F64(low)),
             ttft.map_or(Cell::Absent, |[_, high]| Cell::F64(high)),
+            Cell::from(row.overloaded.map(|of| of.since_s)),
+            Cell::from(row.overloaded.map(|of| of.offered_per_s)),
+            Cell::from(row.overloaded.map(|of| of.served_per_s)),
             Cell::Text(&row.digest),
             row.cut.as_deref().map_or(Cell::Absent, Cell::Text),
         ]);

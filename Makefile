@@ -185,6 +185,12 @@ bench-net: build
 test-net-release:
 	cargo test --release --locked --package slipstream-des --package slipstream-netsim
 
+# `plan` beside every combination of drawn questions. SLIPSTREAM_BRUTE=200 asks 200 larger ones, and
+# SLIPSTREAM_BRUTE_SEED=COMMIT others.
+.PHONY: test-plan-release
+test-plan-release:
+	cargo test --release --locked --package slipstream-study --test brute -- --nocapture
+
 # TCP's congestion controls against ns-3 in fixed and random networks (docs/netsim.md): a minute or two.
 # Takes a Python, g++ and the `ns3` wheel from PyPI.
 .PHONY: test-ns3

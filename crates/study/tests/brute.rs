@@ -1,8 +1,8 @@
 //! `plan` beside every combination: small questions drawn from a seed, each solved by the search and by simulating the whole
 //! grid up to the cost of the answer, with all seeds.
 //!
-//! `SLIPSTREAM_BRUTE=200 SLIPSTREAM_BRUTE_SEED=$(git rev-parse HEAD) cargo test --release -p slipstream-study --test brute -- --nocapture`
-//! asks 200 questions and prints the cost and the work of both.
+//! `make test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
+//! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash. It prints the cost and the work of both.
 #![allow(clippy::disallowed_methods)] // it has files
 
 use std::fmt::Write as _;
@@ -403,6 +403,10 @@ fn seed() -> u64 {
 }
 
 #[test]
+#[cfg_attr(
+    debug_assertions,
+    ignore = "takes minutes without optimization: make test-plan-release"
+)]
 fn answers_are_those_of_every_combination() {
     let asked = std::env::var("SLIPSTREAM_BRUTE").ok();
     let count: u64 = asked.as_ref().map_or(20, |count| count.parse().unwrap());

@@ -141,7 +141,7 @@ impl Demand {
     }
 }
 
-/// What the requests of a part of a workload repeat of those before it.
+/// Prompt tokens of a part of a workload that repeat earlier requests.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Reuse {
     /// Start of the part.
@@ -165,7 +165,7 @@ impl Reuse {
     }
 }
 
-/// What parts of a workload, each from a start and of a length in seconds, repeat of the requests before them.
+/// The reuse in parts of a workload, each from a start and of a length in seconds.
 ///
 /// # Errors
 /// As [`Demand::of`].

@@ -246,7 +246,7 @@ pub struct Search<'a, E: Evaluate> {
     seen: BTreeMap<Key, (u64, Measured)>,
     /// Best setting known of each shape, and its size on the largest part so far.
     known: Vec<Option<(usize, u32)>>,
-    /// Whether what is known is from a question that differs little, so that settings near the known ones are enough.
+    /// Whether known settings are those of a question that differs little: only settings near them are tried.
     is_near: bool,
     progress: Progress,
     /// Requests simulated.
@@ -651,7 +651,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 .filter_map(|(shape, size)| Some(shape.cost_of((*size)?.1)))
                 .fold(f64::INFINITY, f64::min)
         };
-        // What a setting worth a factor of [`PROMISING`] saves, in whole workers: half of two.
+        // Savings of a setting worth a factor of [`PROMISING`], in whole workers: half of two.
         let least = width::floor_u32(f64::from(workers.saturating_sub(1)) / PROMISING) + 1;
         let cost = of.cost_of(workers);
         of.cost_of(least) < lowest(None)

@@ -1,7 +1,7 @@
 //! Whether requests came faster than they were served: their latency grows until they stop coming.
 //!
 //! A queue that is served in order and too slowly grows in proportion to time, and so does the wait: a request that is due `t`
-//! later waits `g·t` longer, and `1 + g` is what is offered over what is served. Bursts that are worked off leave no growth, and
+//! later waits `g·t` longer, and `1 + g` is the offered rate over the served one. Bursts that are worked off leave no growth, and
 //! chance makes a queue longer by about the root of the number of requests.
 
 use serde::{Deserialize, Serialize};
@@ -133,7 +133,7 @@ impl Backlog {
         let odd = width::to_usize(self.first % 2);
         let mut wider = vec![Bin::default(); (self.bins.len() + odd).div_ceil(2)];
         for (at, bin) in self.bins.iter().enumerate() {
-            wider[(at + odd) / 2].add(bin);
+            wider[(at + odd) >> 1].add(bin);
         }
         self.bins = wider;
         self.first /= 2;

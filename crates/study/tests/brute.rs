@@ -3,7 +3,7 @@
 //!
 //! `make test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
 //! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash. It prints the cost and the work of both.
-#![allow(clippy::disallowed_methods)] // it has files
+#![allow(clippy::disallowed_methods, clippy::print_stdout)] // it has files, and prints costs and work
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -429,9 +429,9 @@ fn answers_are_those_of_every_combination() {
         planned += work;
         simulated += requests;
         if cost.is_finite() {
-            found += 1
+            found += 1;
         } else {
-            none += 1
+            none += 1;
         }
         println!(
             "{n:3} {seed:016x}: plan {cost:.3} with {work} requests, {}; {tried} cheaper combinations with {requests}{}",

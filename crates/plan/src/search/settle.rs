@@ -9,8 +9,8 @@ const CLEAR: f64 = 0.5;
 const KEEP_NEAR: usize = 3;
 
 impl<E: Evaluate> Search<'_, E> {
-    /// The cheapest that attains where answers must, by the one that does where they are found. What is cheaper there may
-    /// fail here, and the other way round, so every shape is a candidate again.
+    /// The cheapest that attains where answers must, by the one that does where they are found. A cheaper one may
+    /// fail here that attains there, and the other way round, so every shape is a candidate again.
     pub(super) fn settle(&mut self, found: Option<Choice>) -> Result<Option<Choice>, E::Error> {
         let stage = self.last_stage();
         let mut best = found;
@@ -52,7 +52,7 @@ impl<E: Evaluate> Search<'_, E> {
         &self.known
     }
 
-    /// As [`find`](Self::find), by the settings and sizes of shapes that are `known` from a question that differs little.
+    /// As [`find`](Self::find), by settings and sizes that are `known` from a question that differs little.
     ///
     /// # Errors
     /// As the evaluation's.
@@ -90,13 +90,11 @@ impl<E: Evaluate> Search<'_, E> {
             let sized = self.improve(sized, 0, stage)?;
             best = self.challenge(Some(sized), stage)?;
         }
-        match best {
-            Some(_) => self.settle(best),
-            None => {
-                self.is_near = false;
-                self.find(&[])
-            }
+        if best.is_none() {
+            self.is_near = false;
+            return self.find(&[]);
         }
+        self.settle(best)
     }
 
     /// Shapes that may be the cheapest: all, unless they were sized under other conditions. Shape `[shapes]`

@@ -523,7 +523,7 @@ impl AtLoad<'_> {
         } else {
             shares.len() - 1
         };
-        // What single requests find cached would make the cold start the busiest part.
+        // The mean share: by its own, the cold start would be the busiest part.
         let computed = 1.0 - self.plan.demand.repeated_share();
         let weight = |need: &slipstream_plan::demand::Need| {
             // A token of an answer takes about as long as some tens of a prompt, in large batches.

@@ -87,8 +87,10 @@ struct Inbox {
 
 /// Times of the peer's last frame, and of its last read.
 struct PeerClock {
-    deadline: Duration,
+    /// Silence after which the peer is given up.
+    patience: Duration,
     ticks: Interval,
+    last_tick: Instant,
     last_frame: Instant,
     last_read: Instant,
     /// Whether a frame was sent since the last tick.
@@ -115,8 +117,9 @@ impl Link {
             unsent_bytes_max,
             unflushed: false,
             clock: PeerClock {
-                deadline,
+                patience: deadline,
                 ticks,
+                last_tick: now,
                 last_frame: now,
                 last_read: now,
                 has_sent: false,
@@ -132,11 +135,16 @@ impl Link {
     /// Sets the deadline that both sides agreed on.
     pub fn set_deadline(&mut self, deadline: Duration) {
         let period = (deadline / TICKS_PER_DEADLINE).max(Duration::from_millis(1));
-        self.clock.deadline = deadline;
+        self.clock.patience = deadline;
         self.clock.ticks = interval_at(Instant::now() + period, period);
         self.clock
             .ticks
             .set_missed_tick_behavior(MissedTickBehavior::Delay);
+    }
+
+    /// Gives the peer up after `patience` only, if that is longer than the deadline, in which both sides send four pings.
+    pub fn extend_patience(&mut self, patience: Duration) {
+        self.clock.patience = self.clock.patience.max(patience);
     }
 
     /// Reads the available bytes, once. Ready after a read.
@@ -232,7 +240,14 @@ impl Link {
         }
         // Arms the next tick; a tick that is already due is seen next time.
         while self.clock.ticks.poll_tick(cx).is_ready() {}
-        let (now, after) = (Instant::now(), self.clock.deadline);
+        let (now, after) = (Instant::now(), self.clock.patience);
+        let period = self.clock.ticks.period();
+        let late = (now - self.clock.last_tick).saturating_sub(period * 2);
+        self.clock.last_tick = now;
+        // While this process was stopped, it could not hear the peer, whose frames it reads next.
+        for time in [&mut self.clock.last_frame, &mut self.clock.last_read] {
+            *time = (*time + late).min(now);
+        }
         if now - self.clock.last_frame >= after && !slipstream_base::planted!("deaf-link") {
             let what = "said nothing";
             return Err(LinkError::Silent { what, after });
@@ -524,6 +539,24 @@ mod tests {
                 }
             ));
             assert!(began.elapsed() <= DEADLINE * 5 / 4);
+        });
+    }
+
+    #[test]
+    fn a_peer_that_is_stopped_for_less_than_the_patience_is_kept() {
+        run(async {
+            let (socket, _peer) = duplex(1 << 16);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            link.extend_patience(DEADLINE / 2); // no less
+            link.extend_patience(DEADLINE * 3);
+            let began = Instant::now();
+            let error = live(&mut link).await;
+            assert!(matches!(error, LinkError::Silent { .. }), "{error}");
+            let kept = began.elapsed();
+            assert!(
+                (DEADLINE * 3..=DEADLINE * 13 / 4).contains(&kept),
+                "{kept:?}"
+            );
         });
     }
 

@@ -185,6 +185,43 @@ fn a_stream_continues_elsewhere_when_its_worker_is_stopped_and_late_frames_do_no
 }
 
 #[test]
+fn a_stopped_frontend_finds_its_streams_again_while_its_lease_lasts() {
+    let whole = undisturbed();
+    let body = body(1500, &json!({}));
+    let expected = content(&read(&mut begin(&whole, &body)));
+    let dir = tempfile::tempdir().unwrap();
+    // Workers give a silent peer up after a second otherwise.
+    let cluster: Vec<&str> = CLUSTER
+        .iter()
+        .map(|&flag| {
+            if flag == "--lease=1" {
+                "--lease=20"
+            } else {
+                flag
+            }
+        })
+        .collect();
+    let stopped = frontend(dir.path(), &[&cluster]);
+    let other = frontend(dir.path(), &[&cluster]);
+    let first = worker(dir.path(), &cluster, "main", 0);
+    await_ready(&stopped, 1);
+    await_ready(&other, 1);
+    let mut client = begin(&stopped, &body);
+    assert_eq!(client.head().status, 200);
+    let mut stream = String::from_utf8(client.chunk().unwrap()).unwrap();
+    stopped.signal("-STOP");
+    // 1,000 steps of 2 ms pass.
+    let meanwhile = completion("another way", 1000, true);
+    assert!(read(&mut begin(&other, &meanwhile)).ends_with("data: [DONE]\n\n"));
+    stopped.signal("-CONT");
+    stream += &rest(&mut client);
+    assert_eq!(content(&stream), expected);
+    assert_eq!(stopped.metric("slipstream_streams_lost_total"), 0.0);
+    assert_eq!(stopped.metric("slipstream_streams_resumed_total"), 0.0);
+    drop(first);
+}
+
+#[test]
 fn a_whole_answer_continues_too() {
     let body = completion("a long way from home", 800, false);
     let whole = undisturbed();

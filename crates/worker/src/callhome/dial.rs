@@ -270,6 +270,8 @@ async fn greet(
     // The shorter patience counts: pings come four times in it, either way.
     let theirs = Duration::from_millis(welcome.deadline_ms.into());
     link.set_deadline(config.deadline.min(theirs.max(Duration::from_millis(10))));
+    // The streams of a stopped frontend are kept while its record may be valid: nobody else can continue them.
+    link.extend_patience(config.lease);
     Ok((link, welcome))
 }
 

@@ -61,7 +61,7 @@ pub struct CallHomeConfig {
     pub discovery: Place,
     /// This process's record counts for so long after its last renewal. Default 3 s.
     pub lease: Duration,
-    /// A frontend that was silent for so long counts as gone. Default 5 s.
+    /// A frontend that was silent for so long, and for longer than `lease`, counts as gone. Default 5 s.
     pub deadline: Duration,
     /// Bytes that may wait for one shard to read them; beyond that its connection is cut. Too low:
     /// a burst cuts a healthy frontend. Default 64 MiB.

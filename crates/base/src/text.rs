@@ -1,4 +1,6 @@
-//! Numbers in sentences.
+//! Numbers in sentences, and texts of others in a terminal or a log.
+
+use std::borrow::Cow;
 
 /// A count with thousands separated by commas: `1,234,567`.
 pub fn grouped(value: u64) -> String {
@@ -38,9 +40,81 @@ pub fn several(value: u64, one: &str) -> String {
     }
 }
 
+/// `text` of a server, a peer or a file, for one line of a terminal or a log. Characters that act instead of being
+/// read are escaped: control characters, and with them line breaks and terminal sequences, marks that reorder text,
+/// and invisible ones.
+pub fn foreign(text: &str) -> Cow<'_, str> {
+    escaped(text, acts)
+}
+
+/// As [`foreign`], for a text of several lines.
+pub fn foreign_lines(text: &str) -> Cow<'_, str> {
+    escaped(text, |c| acts(c) && c != '\n' && c != '\t')
+}
+
+fn escaped(text: &str, acts: impl Fn(char) -> bool) -> Cow<'_, str> {
+    let Some(first) = text.find(&acts) else {
+        return Cow::Borrowed(text);
+    };
+    let mut out = String::with_capacity(text.len() + 16);
+    out.push_str(&text[..first]);
+    for c in text[first..].chars() {
+        if acts(c) {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    Cow::Owned(out)
+}
+
+/// Whether a terminal or a viewer acts on `c` instead of showing it.
+pub fn acts(c: char) -> bool {
+    c.is_control()
+        || matches!(
+            c,
+            // Arabic letter mark; zero-width characters and directional marks; line and paragraph separators,
+            // embeddings, overrides; joiners that show nothing, isolates; byte order mark; annotations; tags.
+            '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+                | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
+        )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_acts_is_escaped_and_the_rest_is_kept() {
+        for (text, shown) in [
+            ("plain äö 漢字 🙂", "plain äö 漢字 🙂"),
+            (
+                "\x1b[31mred\x1b]0;title\x07",
+                "\\u{1b}[31mred\\u{1b}]0;title\\u{7}",
+            ),
+            ("one\r\ntwo\tthree", "one\\r\\ntwo\\tthree"),
+            ("\u{9b}31m\u{7f}", "\\u{9b}31m\\u{7f}"),
+            (
+                "a\u{202e}b\u{2066}c\u{200b}\u{feff}",
+                "a\\u{202e}b\\u{2066}c\\u{200b}\\u{feff}",
+            ),
+            ("e\u{301}", "e\u{301}"),
+        ] {
+            assert_eq!(foreign(text), shown);
+        }
+        assert_eq!(foreign_lines("a\n\tb\r\x1b"), "a\n\tb\\r\\u{1b}");
+        assert!(matches!(foreign("borrowed"), Cow::Borrowed(_)));
+    }
+
+    #[test]
+    fn no_character_acts_behind_it() {
+        for c in (0..=u32::from(char::MAX)).filter_map(char::from_u32) {
+            let text = c.to_string();
+            let shown = foreign(&text);
+            assert!(!shown.chars().any(acts), "{c:?}");
+            assert!(shown == text || shown.is_ascii(), "{c:?}");
+        }
+    }
 
     #[test]
     fn one_is_one_and_others_are_several() {

@@ -20,6 +20,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use slipstream_base::text::foreign;
 
 /// Sizes and routes clusters that serve large language models: a simulator, a server with modelled
 /// engines, and a router in front of real ones.
@@ -165,9 +166,20 @@ const SAID: &str = "warn,slipstream_frontend::remote=info,slipstream_worker::cal
 /// Initializes logging of the libraries: warnings, or the levels of `RUST_LOG`.
 fn log_to_stderr() {
     use tracing_subscriber::EnvFilter;
+    use tracing_subscriber::field::MakeExt as _;
+    use tracing_subscriber::fmt::format::debug_fn;
+    // A line is a line, and acts on no terminal, whatever servers and peers have put into its fields.
+    let fields = debug_fn(|to, field, value| {
+        let value = format!("{value:?}");
+        match field.name() {
+            "message" => write!(to, "{}", foreign(&value)),
+            name => write!(to, "{name}={}", foreign(&value)),
+        }
+    });
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(SAID));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .fmt_fields(fields.delimited(" "))
         .with_writer(std::io::stderr)
         .log_internal_errors(false) // `eprintln!` of that ends the process once stderr is closed
         .with_target(false)

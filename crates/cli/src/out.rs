@@ -1,7 +1,10 @@
 //! Output to stdout; the only module that writes there.
 
+use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
+
+use slipstream_base::text::foreign_lines;
 
 /// `eprint!` that does not end the process if stderr has been closed: a server outlives what collects its log.
 macro_rules! err {
@@ -11,12 +14,18 @@ macro_rules! err {
     }};
 }
 
-/// `eprintln!` that does not end the process if stderr has been closed.
+/// `eprintln!` that does not end the process if stderr has been closed, and in which no text of others acts on the
+/// terminal.
 macro_rules! errln {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stderr(), $($text)*);
-    }};
+    ($($text:tt)*) => {
+        crate::out::say(format_args!($($text)*))
+    };
+}
+
+/// Prints a message to stderr.
+pub(crate) fn say(message: fmt::Arguments<'_>) {
+    let message = message.to_string();
+    let _ = writeln!(io::stderr(), "{}", foreign_lines(&message));
 }
 
 /// Describes models on stderr as they were read, before anything else runs.

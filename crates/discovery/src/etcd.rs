@@ -25,6 +25,7 @@ use base64::engine::general_purpose::STANDARD;
 use rustls::ClientConfig;
 use serde_json::{Value, json};
 use slipstream_base::SimTime;
+use slipstream_base::text::foreign;
 use slipstream_base::width::{to_i64, to_u32};
 
 use crate::access::{Access, Address, Stream};
@@ -619,8 +620,9 @@ impl Call<'_> {
             let text = text.map_or_else(|| String::from_utf8_lossy(&answer.body), Into::into);
             let text: String = text.trim().chars().take(200).collect();
             return Err(io::Error::other(format!(
-                "status {}: {text}",
-                answer.status
+                "status {}: {}",
+                answer.status,
+                foreign(&text)
             )));
         }
         parsed

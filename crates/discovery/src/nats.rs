@@ -24,6 +24,7 @@ use rustls::ClientConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use slipstream_base::SimTime;
+use slipstream_base::text::foreign;
 use slipstream_base::width::{nanos, to_u32};
 
 use crate::access::{Access, Address, Stream};
@@ -945,7 +946,7 @@ impl Link {
                     .strip_prefix("-ERR ")
                     .ok_or_else(|| odd("sends an odd line"))?;
                 let error: String = error.trim_matches('\'').chars().take(200).collect();
-                Err(io::Error::other(error))
+                Err(io::Error::other(foreign(&error).into_owned()))
             }
         }
     }

@@ -12,6 +12,7 @@
 use std::io;
 
 use bytes::{Buf, Bytes, BytesMut};
+use slipstream_base::text::foreign;
 use slipstream_base::width::{to_u8, to_u32, to_usize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -99,7 +100,7 @@ pub(crate) fn check_greeting(bytes: &[u8; GREETING_BYTES]) -> Result<(), ZmtpErr
     }
     let mechanism = bytes[12..32].split(|&b| b == 0).next().unwrap_or(&[]);
     if mechanism != b"NULL" {
-        let name = String::from_utf8_lossy(mechanism).into_owned();
+        let name = foreign(&String::from_utf8_lossy(mechanism)).into_owned();
         return Err(ZmtpError::Mechanism(name));
     }
     Ok(())
@@ -249,11 +250,11 @@ impl Connection {
         let (name, data) = split_command(&frame.body).unwrap_or_default();
         if !frame.command || name != b"READY" {
             let name = String::from_utf8_lossy(name);
-            return Err(ZmtpError::NotReady(name.escape_default().to_string()));
+            return Err(ZmtpError::NotReady(foreign(&name).into_owned()));
         }
         let found = socket_type(data).unwrap_or_default();
         if !theirs.split(", ").any(|kind| kind.as_bytes() == found) {
-            let found = String::from_utf8_lossy(found).escape_default().to_string();
+            let found = foreign(&String::from_utf8_lossy(found)).into_owned();
             return Err(ZmtpError::SocketType {
                 found,
                 expected: theirs,

@@ -22,6 +22,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use serde_json::{Value, json};
+use slipstream_base::text::foreign;
 use slipstream_base::width::nanos;
 use slipstream_config::cluster::EngineUrl;
 
@@ -365,7 +366,8 @@ fn read_answer(stream: &mut TcpStream, end: Instant) -> io::Result<Outcome> {
 fn judge(status: u16, after: Option<Duration>, body: &[u8]) -> Outcome {
     let text = || -> String {
         let text = String::from_utf8_lossy(body);
-        text.chars().filter(|c| !c.is_control()).take(200).collect()
+        let text: String = text.chars().take(200).collect();
+        foreign(&text).into_owned()
     };
     match status {
         200..=299 => {

@@ -16,6 +16,7 @@ use std::fmt;
 
 use serde::Serialize;
 use serde_json::Value;
+use slipstream_base::text::foreign;
 
 use crate::http::{Answer, FetchError};
 use crate::prometheus::Samples;
@@ -549,7 +550,7 @@ fn kv_event_sources(value: &Value, host: &str, facts: &mut EngineFacts) -> Resul
     for (rank, config) in by_rank {
         let rank = rank
             .parse()
-            .map_err(|_| format!("`{}` is not a rank", rank.escape_default()))?;
+            .map_err(|_| format!("`{}` is not a rank", foreign(rank)))?;
         if rank >= RANKS_MAX {
             return Err(format!("rank {rank} is above {RANKS_MAX}"));
         }

@@ -3,6 +3,7 @@
 use crate::latency::{P50, P99, Percentiles, Quantile};
 use crate::run::RunReport;
 use crate::table::{Table, Tone, grouped, number};
+use slipstream_base::text::foreign;
 use slipstream_base::width;
 
 /// Whether a larger or a smaller figure is better.
@@ -101,9 +102,9 @@ fn table(runs: &[RunReport], color: bool, column: Column) -> String {
     let Some(first) = runs.first() else {
         return String::new();
     };
-    let mut header = vec![String::new(), first.label.clone()];
+    let mut header = vec![String::new(), foreign(&first.label).into_owned()];
     for run in &runs[1..] {
-        header.push(run.label.clone());
+        header.push(foreign(&run.label).into_owned());
         header.push(match column {
             Column::Ratio => "ratio".to_owned(),
             Column::Gain => "better by".to_owned(),

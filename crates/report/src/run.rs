@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::latency::{P50, P75, P90, P95, P99, Percentiles, SIGNIFICANT_DIGITS, TOO_FEW, cell};
 use crate::overload::Overload;
 use crate::table::{Table, counted, grouped, number};
-use slipstream_base::text::several;
+use slipstream_base::text::{foreign, several};
 use slipstream_base::width;
 
 /// Version of the JSON form.
@@ -468,7 +468,8 @@ impl RunReport {
     pub fn render(&self) -> String {
         let mut out = String::new();
         let mut say = |text: String| {
-            out.push_str(&text);
+            // Servers name their models and write their errors.
+            out.push_str(&foreign(&text));
             out.push('\n');
         };
         let r = &self.requests;

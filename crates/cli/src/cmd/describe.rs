@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
-use slipstream_base::text::grouped;
+use slipstream_base::text::{acts, foreign, grouped};
 use slipstream_config::cluster::file;
 use slipstream_config::doc::Doc;
 use slipstream_config::preset;
@@ -360,22 +360,22 @@ fn engine(kind: EngineKind) -> &'static str {
     }
 }
 
-/// A TOML string.
+/// A TOML string, in which nothing acts on a terminal.
 fn quoted(text: &str) -> String {
-    // JSON's escapes are among TOML's, but for the solidus, which serde_json leaves alone, and
-    // DEL, which TOML wants escaped.
-    serde_json::Value::from(text)
-        .to_string()
-        .replace('\u{7f}', "\\u007f")
+    // JSON's escapes are among TOML's, but for the solidus, which serde_json leaves alone.
+    let json = serde_json::Value::from(text).to_string();
+    let each = json.chars().map(|c| match c {
+        c if acts(c) => format!("\\U{:08X}", u32::from(c)),
+        c => c.to_string(),
+    });
+    each.collect()
 }
 
-/// Text of an engine for a comment: one line, of limited length, without control characters.
+/// Text of an engine for a comment: one line of limited length.
 fn plain(text: &str) -> String {
     const CHARS_MAX: usize = 200;
-    let shown = text.chars().take(CHARS_MAX);
-    shown
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
+    let shown: String = text.chars().take(CHARS_MAX).collect();
+    foreign(&shown).into_owned()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use bytes::Bytes;
 use clap::{Subcommand, ValueEnum};
-use slipstream_base::text::counted;
+use slipstream_base::text::{counted, foreign};
 use slipstream_base::width::to_u16;
 use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EventsConfig};
@@ -326,7 +326,8 @@ impl ReceivedEvent {
         }
         let sequence = sequence.map_or(String::new(), |n| format!(" #{n}"));
         let topic = if topic.is_empty() { source } else { topic };
-        format!("{topic}{sequence} {}\n", message.text())
+        let line = format!("{topic}{sequence} {}", message.text());
+        format!("{}\n", foreign(&line))
     }
 }
 

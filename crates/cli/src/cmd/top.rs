@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::termios::{self, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
 use serde_json::Value;
+use slipstream_base::text::foreign;
 use slipstream_base::width::to_u8;
 use slipstream_probe::Client;
 
@@ -65,7 +66,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 before = Some(figures);
             }
             // It may be starting again.
-            Err(error) => Screen::show(&format!("{}: {error:#}\n", plain(&args.url)))?,
+            Err(error) => Screen::show(&format!("{}: {error:#}\n", foreign(&args.url)))?,
         }
         if Screen::quits()? {
             return Ok(ExitCode::SUCCESS);
@@ -108,18 +109,6 @@ async fn look(client: &Client) -> anyhow::Result<Value> {
 
 fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
-}
-
-/// `text` for a terminal: without what would control it.
-fn plain(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() || turns(c) { '?' } else { c })
-        .collect()
-}
-
-/// Whether `c` changes the direction of the text around it (Unicode, UAX #9, "explicit formatting").
-fn turns(c: char) -> bool {
-    matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// A count or a share; `-` if the server does not report it.
@@ -186,8 +175,8 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
     let _ = writeln!(
         text,
         "{}  {}  {} running  {} waiting  {} errors",
-        plain(url),
-        plain(now["model"].as_str().unwrap_or("real engines")),
+        foreign(url),
+        foreign(now["model"].as_str().unwrap_or("real engines")),
         shown(&totals["running"], 0),
         shown(&totals["waiting"], 0),
         shown(&totals["errors"], 0),
@@ -216,7 +205,7 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 "down"
             };
             rows.push(vec![
-                plain(worker["name"].as_str().unwrap_or("?")),
+                foreign(worker["name"].as_str().unwrap_or("?")).into_owned(),
                 state.into(),
                 shown(&worker["running"], 0),
                 shown(&worker["waiting"], 0),
@@ -249,9 +238,9 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 "down"
             };
             rows.push(vec![
-                plain(engine["name"].as_str().unwrap_or("?")),
-                plain(engine["role"].as_str().unwrap_or("-")),
-                plain(engine["state"].as_str().unwrap_or(ready)),
+                foreign(engine["name"].as_str().unwrap_or("?")).into_owned(),
+                foreign(engine["role"].as_str().unwrap_or("-")).into_owned(),
+                foreign(engine["state"].as_str().unwrap_or(ready)).into_owned(),
                 shown(&engine["in_flight"], 0),
                 shown(&engine["requests"], 0),
                 shown(&engine["failures"], 0),
@@ -295,12 +284,12 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
     for engine in engines.iter().filter(|of| of["ready"] != true) {
         if let Some(why) = engine["last_failure"].as_str() {
             let name = engine["name"].as_str().unwrap_or("?");
-            let _ = writeln!(text, "{}: {}", plain(name), plain(why));
+            let _ = writeln!(text, "{}: {}", foreign(name), foreign(why));
         }
     }
     for (kind, count) in now["errors"].as_object().into_iter().flatten() {
         if count.as_f64().is_some_and(|count| count > 0.0) {
-            let _ = writeln!(text, "{}: {}", plain(kind), shown(count, 0));
+            let _ = writeln!(text, "{}: {}", foreign(kind), shown(count, 0));
         }
     }
     text

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use slipstream_base::text::foreign;
+
 use super::node::Origin;
 
 /// One error: position, message and remedy.
@@ -114,19 +116,10 @@ impl std::error::Error for Diagnostics {}
 /// `text` for a one-line message: control characters escaped, truncated after 60 characters.
 pub(super) fn shown(text: &str) -> String {
     const CHARS_MAX: usize = 60;
-    let mut out = String::new();
-    for (count, c) in text.chars().enumerate() {
-        if count == CHARS_MAX {
-            out.push('…');
-            break;
-        }
-        if c.is_control() {
-            out.extend(c.escape_default());
-        } else {
-            out.push(c);
-        }
+    match text.char_indices().nth(CHARS_MAX) {
+        Some((end, _)) => format!("{}…", foreign(&text[..end])),
+        None => foreign(text).into_owned(),
     }
-    out
 }
 
 /// The candidate nearest to `word`, if near enough for a hint: at most a third of the word's

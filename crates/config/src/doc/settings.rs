@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
+use slipstream_base::text::{acts, foreign};
+
 use super::node::Origin;
 
 /// A step of a path.
@@ -169,9 +171,7 @@ impl<'s> IntoIterator for &'s Settings {
 
 /// `text` for a TOML comment, which must not contain control characters.
 fn comment(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
+    foreign(text).into_owned()
 }
 
 fn key_to_toml(key: &str) -> String {
@@ -193,8 +193,8 @@ pub(super) fn string_to_toml(text: &str) -> String {
             '\\' => out.push_str("\\\\"),
             '\n' => out.push_str("\\n"),
             '\t' => out.push_str("\\t"),
-            c if c.is_control() => {
-                write!(out, "\\u{:04X}", u32::from(c)).expect("a String takes all");
+            c if acts(c) => {
+                write!(out, "\\U{:08X}", u32::from(c)).expect("a String takes all");
             }
             c => out.push(c),
         }

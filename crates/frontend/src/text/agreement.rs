@@ -8,6 +8,7 @@ use std::fmt;
 
 use serde_json::{Value, json};
 use slipstream_base::TokenId;
+use slipstream_base::text::foreign;
 
 use super::{ChatOptions, Message, TextModel};
 
@@ -176,6 +177,7 @@ impl Sample {
             (Err(why), _) => return Agreement::OneRefuses(format!("refused here: {why}")),
             (Ok(_), status) => {
                 let shown: String = String::from_utf8_lossy(body).chars().take(200).collect();
+                let shown = foreign(&shown);
                 return Agreement::OneRefuses(format!("the engine answers {status}: {shown}"));
             }
         };

@@ -14,6 +14,7 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod count;
 pub mod fpm;
 pub mod ids;
 pub mod kv_event;

@@ -12,10 +12,10 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::header::{
-    ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
-    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD,
-    AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap,
-    HeaderName, HeaderValue, ORIGIN, RETRY_AFTER, VARY,
+    ACCEPT, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS,
+    ACCESS_CONTROL_ALLOW_ORIGIN, ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE,
+    ACCESS_CONTROL_REQUEST_METHOD, AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_ENCODING,
+    CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, ORIGIN, RETRY_AFTER, VARY,
 };
 use hyper::{Method, Request, Response, StatusCode, Version};
 use slipstream_base::width::{to_u8, to_usize};
@@ -28,6 +28,7 @@ use crate::budget::{Budget, Charge, ClientUse};
 use crate::connection::{Client, Connection, Owner};
 use crate::duplex;
 use crate::embeddings;
+use crate::exposition::Format;
 use crate::faults::{self, Breaking};
 use crate::generate;
 use crate::helpers::NoResult;
@@ -765,7 +766,7 @@ async fn answer(
                 .map(|route| route.path);
             Ok(json(200, openapi_json_without(managed)))
         }
-        Endpoint::Metrics => metrics(shard, id),
+        Endpoint::Metrics => metrics(shard, request.headers(), id),
     }
 }
 
@@ -1164,16 +1165,26 @@ fn health(shard: &Shard) -> Response<HttpBody> {
     json(if ready { 200 } else { 503 }, body.into_bytes())
 }
 
-pub(crate) fn metrics(shard: &Shard, id: &str) -> Result<Response<HttpBody>, ApiError> {
-    let mut text = String::with_capacity(32 << 10);
-    prometheus_client::encoding::text::encode(&mut text, &shard.registry).map_err(|error| {
+/// The page of metrics, in the format that `headers` prefer.
+pub(crate) fn metrics(
+    shard: &Shard,
+    headers: &HeaderMap,
+    id: &str,
+) -> Result<Response<HttpBody>, ApiError> {
+    let accept: Vec<_> = headers.get_all(ACCEPT).iter().collect();
+    let accept: Vec<_> = accept
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .collect();
+    let format = Format::accepted(Some(&accept.join(",")));
+    let page = format.page(&shard.registry).map_err(|error| {
         tracing::error!(%error, "metrics could not be encoded");
         ApiError::internal(id)
     })?;
-    let mut response = json(200, text.into_bytes());
+    let mut response = json(200, page.into_bytes());
     response.headers_mut().insert(
         CONTENT_TYPE,
-        HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8"),
+        HeaderValue::from_static(format.content_type()),
     );
     Ok(response)
 }

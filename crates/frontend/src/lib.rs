@@ -51,6 +51,7 @@ mod direct;
 mod dispatching;
 mod duplex;
 mod embeddings;
+pub mod exposition;
 mod faults;
 mod generate;
 mod helpers;

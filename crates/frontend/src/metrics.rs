@@ -11,40 +11,14 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
+pub(crate) use slipstream_base::count::{Count, Histogram};
+use slipstream_base::count::{MergedHistogram, powers_of_two};
 use slipstream_base::{FinishReason, Stage, StageTimes};
 
 use crate::budget::Budget;
 use crate::faults::{FAULTS, Faults};
 use crate::management::Management;
 use crate::service::Service;
-
-/// A number that one thread writes and others read.
-#[derive(Debug, Default)]
-pub(crate) struct Count(AtomicU64);
-
-impl Count {
-    /// Adds `n`. Only the owning shard may call it: two writers would lose counts.
-    #[inline]
-    pub(crate) fn add(&self, n: u64) {
-        self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
-    }
-
-    /// Subtracts `n`; for gauges.
-    #[inline]
-    pub(crate) fn sub(&self, n: u64) {
-        self.0.store(self.0.load(Relaxed).wrapping_sub(n), Relaxed);
-    }
-
-    /// Sets it to `n`; for gauges.
-    #[inline]
-    pub(crate) fn set(&self, n: u64) {
-        self.0.store(n, Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> u64 {
-        self.0.load(Relaxed)
-    }
-}
 
 /// Upper bounds in ns: 1, 2 and 5 in each decade from 1 µs to 500 s. The path's own costs lie at the
 /// lower end, waiting for a loaded engine at the upper.
@@ -79,48 +53,7 @@ const BOUNDS_STEP_NS: [u64; 24] = {
 };
 
 /// Upper bounds for counts of tokens: powers of two from 1 to 2^20.
-const BOUNDS_TOKENS: [u64; 21] = {
-    let mut bounds = [0; 21];
-    let mut i = 0;
-    while i < 21 {
-        bounds[i] = 1 << i;
-        i += 1;
-    }
-    bounds
-};
-
-/// A histogram over fixed bounds, written by one thread.
-pub(crate) struct Histogram {
-    bounds: &'static [u64],
-    /// One count per bound, and one above the last.
-    counts: Box<[Count]>,
-    sum: Count,
-}
-
-impl Histogram {
-    fn new(bounds: &'static [u64]) -> Histogram {
-        Histogram {
-            bounds,
-            counts: (0..=bounds.len()).map(|_| Count::default()).collect(),
-            sum: Count::default(),
-        }
-    }
-
-    /// Notes `value` (ns or tokens, as the bounds are).
-    #[inline]
-    pub(crate) fn observe(&self, value: u64) {
-        let bucket = self.bounds.partition_point(|&bound| bound < value);
-        self.counts[bucket].add(1);
-        self.sum.add(value);
-    }
-
-    /// Observations and their sum.
-    #[cfg(test)]
-    pub(crate) fn count_and_sum(&self) -> (u64, u64) {
-        let counts = self.counts.iter().map(Count::get);
-        (counts.sum(), self.sum.get())
-    }
-}
+const BOUNDS_TOKENS: [u64; 21] = powers_of_two();
 
 /// Why a request was turned away before an engine saw it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -420,8 +353,8 @@ impl FrontendTotals {
     /// First tokens since the start, and the sum of the times to them, s. Those of real engines are not measured.
     pub fn first_tokens(&self) -> (u64, f64) {
         self.0.iter().fold((0, 0.0), |(count, sum_s), shard| {
-            let own: u64 = shard.ttft.counts.iter().map(Count::get).sum();
-            (count + own, sum_s + shard.ttft.sum.get() as f64 / 1e9)
+            let own = shard.ttft.count();
+            (count + own, sum_s + shard.ttft.sum() as f64 / 1e9)
         })
     }
 }
@@ -679,30 +612,9 @@ impl FrontendCollector {
             .encode_gauge(&value)
     }
 
-    /// Buckets and sum over all shards, in units of `per_unit` recorded ones: dividing gives the
-    /// nearest float to 0.001, multiplying by 1e-9 a neighbor.
-    fn merged(&self, of: impl Fn(&ShardMetrics) -> &Histogram, per_unit: f64) -> Merged {
-        let first = of(&self.shards[0]);
-        let mut buckets: Vec<(f64, u64)> = first
-            .bounds
-            .iter()
-            .map(|&bound| bound as f64 / per_unit)
-            .chain([f64::INFINITY])
-            .map(|bound| (bound, 0))
-            .collect();
-        let mut sum = 0.0;
-        for shard in &self.shards {
-            let histogram = of(shard);
-            for (bucket, count) in buckets.iter_mut().zip(&histogram.counts) {
-                bucket.1 += count.get();
-            }
-            sum += histogram.sum.get() as f64 / per_unit;
-        }
-        Merged {
-            sum,
-            count: buckets.iter().map(|b| b.1).sum(),
-            buckets,
-        }
+    /// Over all shards, in units of `per_unit` recorded ones.
+    fn merged(&self, of: impl Fn(&ShardMetrics) -> &Histogram, per_unit: f64) -> MergedHistogram {
+        MergedHistogram::of(self.shards.iter().map(|shard| of(shard)), per_unit)
     }
 
     fn seconds(
@@ -733,12 +645,6 @@ impl FrontendCollector {
             metric.encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
         })
     }
-}
-
-struct Merged {
-    sum: f64,
-    count: u64,
-    buckets: Vec<(f64, u64)>,
 }
 
 impl Collector for FrontendCollector {

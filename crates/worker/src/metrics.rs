@@ -8,6 +8,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
+use slipstream_base::count::MergedHistogram;
 
 use crate::WorkerSet;
 use crate::callhome::CallHomeStats;
@@ -259,18 +260,12 @@ impl WorkerCollector {
     }
 
     fn handover(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let (mut sum, mut count) = (0.0, 0);
-        let mut buckets: Vec<(f64, u64)> = Vec::new();
-        for stats in &self.threads {
-            sum += stats.handover.sum_s();
-            for (i, (bound, n)) in stats.handover.buckets().enumerate() {
-                count += n;
-                match buckets.get_mut(i) {
-                    Some((_, total)) => *total += n,
-                    None => buckets.push((bound, n)),
-                }
-            }
-        }
+        let times = self.threads.iter().map(|stats| &stats.handover.0);
+        let MergedHistogram {
+            sum,
+            count,
+            buckets,
+        } = MergedHistogram::of(times, 1e9);
         encoder
             .encode_descriptor(
                 "slipstream_request_handover",
@@ -332,12 +327,14 @@ impl Collector for WorkerCollector {
         let name = "vllm:iteration_tokens_total";
         let mut family = e.encode_descriptor(name, help, None, MetricType::Histogram)?;
         for stats in &self.ranks {
-            let tokens = &stats.pass_tokens;
-            let buckets: Vec<(f64, u64)> = tokens.buckets().collect();
-            let count = buckets.iter().map(|(_, n)| n).sum();
+            let MergedHistogram {
+                sum,
+                count,
+                buckets,
+            } = MergedHistogram::of([&stats.pass_tokens.0], 1.0);
             family
                 .encode_family(&self.labels(stats))?
-                .encode_histogram::<NoLabelSet>(tokens.sum() as f64, count, &buckets, None)?;
+                .encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
         }
         // Our own.
         self.by_rank(

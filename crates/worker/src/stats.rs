@@ -1,32 +1,10 @@
 //! Counters and gauges of ranks and engine threads, which other threads read.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use slipstream_base::RankId;
+use slipstream_base::count::{Count, Histogram, powers_of_two};
 use slipstream_engine::Stats;
-
-/// A number that one thread writes and others read. Adding is a load and a store, which takes no
-/// locked instruction and needs none with one writer.
-#[derive(Debug, Default)]
-pub struct Cell64(AtomicU64);
-
-impl Cell64 {
-    /// The number.
-    #[inline]
-    pub fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    #[inline]
-    pub(crate) fn set(&self, value: u64) {
-        self.0.store(value, Ordering::Relaxed);
-    }
-
-    #[inline]
-    pub(crate) fn add(&self, n: u64) {
-        self.set(self.get().wrapping_add(n));
-    }
-}
 
 /// One rank, as of its last pass or request. Written by its engine thread; cache-line aligned, so
 /// that threads do not disturb each other.
@@ -40,90 +18,83 @@ pub struct RankStats {
     /// A subscriber missed a KV delta; the thread publishes a snapshot.
     pub(crate) resync: AtomicBool,
     /// Sequences running.
-    pub running: Cell64,
+    pub running: Count,
     /// Sequences waiting.
-    pub waiting: Cell64,
+    pub waiting: Count,
     /// Blocks held by sequences.
-    pub used_blocks: Cell64,
+    pub used_blocks: Count,
     /// Blocks in all.
-    pub total_blocks: Cell64,
+    pub total_blocks: Count,
     /// Prompt tokens looked up in the prefix cache (counter).
-    pub prefix_query_tokens: Cell64,
+    pub prefix_query_tokens: Count,
     /// Those found (counter).
-    pub prefix_hit_tokens: Cell64,
+    pub prefix_hit_tokens: Count,
     /// Prompt tokens looked up in host memory (counter).
-    pub host_query_tokens: Cell64,
+    pub host_query_tokens: Count,
     /// Those found (counter).
-    pub host_hit_tokens: Cell64,
+    pub host_hit_tokens: Count,
     /// Preemptions (counter).
-    pub preemptions: Cell64,
+    pub preemptions: Count,
     /// Drafts that were verified (counter).
-    pub drafts: Cell64,
+    pub drafts: Count,
     /// Tokens of those drafts (counter).
-    pub draft_tokens: Cell64,
+    pub draft_tokens: Count,
     /// Those of them that were accepted (counter).
-    pub accepted_tokens: Cell64,
+    pub accepted_tokens: Count,
     /// Passes (counter).
-    pub passes: Cell64,
+    pub passes: Count,
     /// Those of them outside the table of step times (counter).
-    pub extrapolated_passes: Cell64,
+    pub extrapolated_passes: Count,
     /// Prompt tokens of sequences that got their first token (counter).
-    pub prompt_tokens: Cell64,
+    pub prompt_tokens: Count,
     /// Tokens generated and sent (counter).
-    pub generation_tokens: Cell64,
+    pub generation_tokens: Count,
     /// Sequences that ended by themselves (counter).
-    pub finished_stop: Cell64,
+    pub finished_stop: Count,
     /// Sequences that reached their length (counter).
-    pub finished_length: Cell64,
+    pub finished_length: Count,
     /// Sequences stopped or killed (counter).
-    pub finished_abort: Cell64,
+    pub finished_abort: Count,
     /// Prompts that were computed here and fetched by others (counter).
-    pub prompts_handed_over: Cell64,
+    pub prompts_handed_over: Count,
     /// Prompts that came from others (counter).
-    pub prompts_received: Cell64,
+    pub prompts_received: Count,
     /// Requests refused (counter).
-    pub refused: Cell64,
+    pub refused: Count,
     /// Passes whose modelled end was past when they began, so that no timer was armed (counter).
-    pub fast_passes: Cell64,
+    pub fast_passes: Count,
     /// Passes that waited for their modelled end (counter).
-    pub timed_passes: Cell64,
+    pub timed_passes: Count,
     /// Times that the rank was too late to catch up (counter).
-    pub late_anchors: Cell64,
+    pub late_anchors: Count,
     /// KV snapshots published (counter).
-    pub resyncs: Cell64,
+    pub resyncs: Count,
     /// Tokens per pass: computed ones of prompts, and generated ones.
-    pub pass_tokens: TokenHistogram,
+    pub pass_tokens: PassTokens,
 }
 
-/// Counts of tokens by powers of two: bucket `i` counts those up to `2^i` (and above `2^(i-1)`).
-#[derive(Debug, Default)]
-pub struct TokenHistogram {
-    buckets: [Cell64; TokenHistogram::BUCKETS],
-    sum: Cell64,
+/// Upper bounds of the tokens of a pass: powers of two to 2^17.
+static TOKEN_BOUNDS: [u64; 18] = powers_of_two();
+/// Upper bounds of hand-over times, ns: powers of two to 2^34, 17 s.
+static HANDOVER_BOUNDS: [u64; 35] = powers_of_two();
+
+/// Tokens of passes.
+#[derive(Debug)]
+pub struct PassTokens(pub Histogram);
+
+impl Default for PassTokens {
+    fn default() -> Self {
+        PassTokens(Histogram::new(&TOKEN_BOUNDS))
+    }
 }
 
-impl TokenHistogram {
-    /// The last bucket begins above 2^17 tokens.
-    const BUCKETS: usize = 19;
+/// Times from shard to engine thread, ns.
+#[derive(Debug)]
+pub struct HandOver(pub Histogram);
 
-    pub(crate) fn note(&self, tokens: u64) {
-        let bucket = (u64::BITS - tokens.saturating_sub(1).leading_zeros()) as usize;
-        self.buckets[bucket.min(Self::BUCKETS - 1)].add(1);
-        self.sum.add(tokens);
-    }
-
-    /// Upper bound of each bucket, tokens (the last one's is infinite), and the count in it.
-    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
-        self.buckets.iter().enumerate().map(|(i, count)| {
-            let last = i == Self::BUCKETS - 1;
-            let bound = if last { f64::MAX } else { (1u64 << i) as f64 };
-            (bound, count.get())
-        })
-    }
-
-    /// All tokens.
-    pub fn sum(&self) -> u64 {
-        self.sum.get()
+impl Default for HandOver {
+    fn default() -> Self {
+        HandOver(Histogram::new(&HANDOVER_BOUNDS))
     }
 }
 
@@ -163,124 +134,33 @@ impl RankStats {
 #[repr(align(128))]
 pub struct ThreadStats {
     /// Streams under way.
-    pub streams: Cell64,
+    pub streams: Count,
     /// Requests and controls taken (counter).
-    pub received: Cell64,
+    pub received: Count,
     /// Frames sent (counter). Fewer than passes: a shard that is behind gets larger ones.
-    pub frames: Cell64,
+    pub frames: Count,
     /// Times that a shard took no frames and others did: its own waited apart (counter).
-    pub apart: Cell64,
+    pub apart: Count,
     /// Streams ended because too much waited for their shard (counter).
-    pub given_up: Cell64,
+    pub given_up: Count,
     /// Times that the thread waited because no shard took a frame (counter).
-    pub stalls: Cell64,
+    pub stalls: Count,
     /// Time of those waits, ns (counter).
-    pub stalled_ns: Cell64,
+    pub stalled_ns: Count,
     /// Times that the thread went to sleep (counter).
-    pub sleeps: Cell64,
+    pub sleeps: Count,
     /// Rounds that a shard's thread ran (counter).
-    pub hosted: Cell64,
+    pub hosted: Count,
     /// Streams dropped because their shard is gone (counter).
-    pub orphaned: Cell64,
+    pub orphaned: Count,
     /// Times that a stream had used up its credit, and its tokens were kept (counter).
-    pub paused: Cell64,
+    pub paused: Count,
     /// Streams dropped because their shard reused their slot without killing them (counter).
-    pub superseded: Cell64,
+    pub superseded: Count,
     /// Streams ended because their shard sent more input than there was room for (counter).
-    pub overruns: Cell64,
+    pub overruns: Count,
     /// Messages that named no shard of this plane (counter).
-    pub misaddressed: Cell64,
+    pub misaddressed: Count,
     /// How long requests took from shard to thread.
-    pub handover: Histogram,
-}
-
-/// Times by powers of two: bucket `i` counts those below `2^i` ns (and not below `2^(i-1)`).
-#[derive(Debug)]
-pub struct Histogram {
-    buckets: [Cell64; Histogram::BUCKETS],
-    sum_ns: Cell64,
-}
-
-impl Default for Histogram {
-    fn default() -> Self {
-        Histogram {
-            buckets: [const { Cell64(AtomicU64::new(0)) }; Histogram::BUCKETS],
-            sum_ns: Cell64::default(),
-        }
-    }
-}
-
-impl Histogram {
-    /// The last bucket begins at 2^34 ns, 17 s.
-    const BUCKETS: usize = 36;
-
-    pub(crate) fn note(&self, ns: u64) {
-        let bucket = (u64::BITS - ns.leading_zeros()) as usize;
-        self.buckets[bucket.min(Self::BUCKETS - 1)].add(1);
-        self.sum_ns.add(ns);
-    }
-
-    /// Upper bound of each bucket, s (the last one's is infinite), and the count in it.
-    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
-        self.buckets.iter().enumerate().map(|(i, count)| {
-            let last = i == Self::BUCKETS - 1;
-            let bound = if last {
-                f64::MAX
-            } else {
-                (1u64 << i) as f64 / 1e9
-            };
-            (bound, count.get())
-        })
-    }
-
-    /// Sum of all times, s.
-    pub fn sum_s(&self) -> f64 {
-        self.sum_ns.get() as f64 / 1e9
-    }
-
-    /// Times noted.
-    pub fn count(&self) -> u64 {
-        self.buckets.iter().map(Cell64::get).sum()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tokens_are_counted_up_to_a_power_of_two() {
-        let tokens = TokenHistogram::default();
-        for n in [0, 1, 2, 3, 4, 8, 9, 1 << 17, (1 << 17) + 1, u64::MAX / 2] {
-            tokens.note(n);
-        }
-        let filled: Vec<_> = tokens.buckets().filter(|&(_, n)| n > 0).collect();
-        let last = f64::from(1 << 17);
-        assert_eq!(
-            filled,
-            [
-                (1.0, 2),
-                (2.0, 1),
-                (4.0, 2),
-                (8.0, 1),
-                (16.0, 1),
-                (last, 1),
-                (f64::MAX, 2)
-            ]
-        );
-    }
-
-    #[test]
-    fn a_time_is_counted_below_the_next_power_of_two() {
-        let times = Histogram::default();
-        for ns in [0, 1, 3, 4, u64::MAX] {
-            times.note(ns);
-        }
-        let filled: Vec<_> = times.buckets().filter(|&(_, n)| n > 0).collect();
-        assert_eq!(
-            filled,
-            [(1e-9, 1), (2e-9, 1), (4e-9, 1), (8e-9, 1), (f64::MAX, 1)]
-        );
-        assert_eq!(times.count(), 5);
-    }
+    pub handover: HandOver,
 }

@@ -327,7 +327,8 @@ impl EngineThread {
         let now = monotonic_ns();
         self.stats
             .handover
-            .note(now.saturating_sub(start.dispatched_ns));
+            .0
+            .observe(now.saturating_sub(start.dispatched_ns));
         let addr = start.addr;
         if usize::from(addr.shard) >= self.port.shards() {
             self.stats.misaddressed.add(1);
@@ -787,7 +788,7 @@ impl EngineThread {
         }
         let computed = self.out.fpm.scheduled_prefill.tokens;
         let tokens = computed + u64::from(self.out.token_count);
-        rank.stats.pass_tokens.note(tokens);
+        rank.stats.pass_tokens.0.observe(tokens);
         self.calm.on_pass(tokens);
         let pass = FirstPass {
             start_ns: rank.timeline.wall_ns(start),

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
+use slipstream_frontend::exposition::Format;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -70,10 +71,9 @@ async fn accept(listener: std::net::TcpListener, registry: Arc<Registry>) {
 async fn answer(mut stream: TcpStream, registry: &Registry) -> io::Result<()> {
     let head = tokio::time::timeout(PATIENCE, read_head(&mut stream)).await??;
     let (status, kind, body) = if head.starts_with(b"GET /metrics ") {
-        let mut text = String::new();
-        prometheus_client::encoding::text::encode(&mut text, registry).map_err(io::Error::other)?;
-        let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-        ("200 OK", kind, text)
+        let format = Format::accepted(accepted(&head).as_deref());
+        let page = format.page(registry).map_err(io::Error::other)?;
+        ("200 OK", format.content_type(), page)
     } else {
         let hint = "this process serves GET /metrics, and nothing else\n";
         ("404 Not Found", "text/plain", hint.to_owned())
@@ -87,6 +87,18 @@ async fn answer(mut stream: TcpStream, registry: &Registry) -> io::Result<()> {
         stream.shutdown().await
     })
     .await?
+}
+
+/// The header `Accept` of a request; several lines of it are one list (RFC 9110, section 5.3).
+fn accepted(head: &[u8]) -> Option<String> {
+    let lines = head.split(|&byte| byte == b'\n').skip(1);
+    let values = lines.filter_map(|line| {
+        let (name, value) = std::str::from_utf8(line).ok()?.split_once(':')?;
+        name.eq_ignore_ascii_case("accept").then(|| value.trim())
+    });
+    values
+        .map(str::to_owned)
+        .reduce(|all, next| format!("{all},{next}"))
 }
 
 /// Reads up to the empty line, or the limit.
@@ -128,5 +140,13 @@ mod tests {
             );
         }
         drop(silent);
+    }
+
+    #[test]
+    fn the_header_accept_is_found() {
+        let head =
+            b"GET /metrics HTTP/1.1\r\nHost: a\r\naccept: text/plain;q=0.1\r\nACCEPT: x/y\r\n\r\n";
+        assert_eq!(accepted(head).as_deref(), Some("text/plain;q=0.1,x/y"));
+        assert_eq!(accepted(b"GET /metrics HTTP/1.1\r\n\r\n"), None);
     }
 }

@@ -503,7 +503,7 @@ fn open_path(
         "/ready" => http::ready(shard, ready),
         "/live" | "/ping" => http::json(200, b"{\"live\":true}".to_vec()),
         "/version" => http::json(200, crate::openai::version_json().to_vec()),
-        "/metrics" => return Some(http::metrics(shard, id)),
+        "/metrics" => return Some(http::metrics(shard, request.headers(), id)),
         _ => return None,
     }))
 }

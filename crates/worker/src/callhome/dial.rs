@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use slipstream_base::count::Count;
 use slipstream_base::width::{to_u8, to_u16};
 use slipstream_planes::clock::clock_id;
 use slipstream_planes::discovery::{ProcessRecord, SeatKey};
@@ -19,7 +20,6 @@ use tokio::time::{sleep, timeout};
 
 use super::relay::Relay;
 use super::{Home, Stage};
-use crate::stats::Cell64;
 
 /// Pause before a dial is repeated, doubled after each failure up to the second.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -277,7 +277,7 @@ async fn greet(
 
 /// Appends how the ranks of this process are.
 pub(super) fn put_loads(home: &Home, out: &mut Vec<u8>) {
-    let at_most = |gauge: &Cell64| u32::try_from(gauge.get()).unwrap_or(u32::MAX);
+    let at_most = |gauge: &Count| u32::try_from(gauge.get()).unwrap_or(u32::MAX);
     let loads: Vec<wire::RankLoad> = home
         .workers
         .iter()

@@ -416,7 +416,7 @@ fn modelled_time_is_kept_and_no_token_comes_before_its_time() {
     assert!(prologue.admitted_ns.unwrap() <= first.start_ns);
     // Four passes, unless the host was late: then later, never earlier.
     assert!(answer.last_sent_ns >= first.start_ns + 4 * STEP_NS);
-    assert_eq!(rig.set.thread_stats().next().unwrap().handover.count(), 1);
+    assert_eq!(rig.set.thread_stats().next().unwrap().handover.0.count(), 1);
 }
 
 /// Applies a delta to a set of blocks.

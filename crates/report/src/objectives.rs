@@ -7,10 +7,10 @@ use slipstream_base::slo::Shown;
 use slipstream_base::width;
 use slipstream_config::workload_file::{Content, Workload};
 
-/// Objectives of a run. A class's own objectives replace those of the run.
+/// Objectives of a run, and of the classes that have their own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Objectives {
-    /// For requests whose class has none.
+    /// For requests whose class has none: those of a flag.
     pub all: Option<Slo>,
     /// Name and objectives of each class; empty if there is one class without a name.
     pub classes: Vec<(String, Option<Slo>)>,
@@ -26,16 +26,24 @@ impl From<Slo> for Objectives {
 }
 
 impl Objectives {
-    /// The objectives of `workload`, and `all` for the rest.
-    pub fn of(workload: &Workload, all: Option<Slo>) -> Objectives {
+    /// `stated`, by a flag, for all requests; without it, the objectives of each class in the workload file.
+    pub fn of(workload: &Workload, stated: Option<Slo>) -> Objectives {
+        let own = |slo: &Option<Slo>| slo.clone().filter(|_| stated.is_none());
         let classes = match &workload.content {
-            Content::Generated(classes) if classes.len() > 1 || classes[0].slo.is_some() => classes
-                .iter()
-                .map(|class| (class.name.clone(), class.slo.clone()))
-                .collect(),
-            _ => Vec::new(),
+            Content::Generated(classes) => classes.as_slice(),
+            _ => &[],
         };
-        Objectives { all, classes }
+        let mut classes: Vec<_> = classes
+            .iter()
+            .map(|class| (class.name.clone(), own(&class.slo)))
+            .collect();
+        if matches!(classes[..], [(_, None)]) {
+            classes.clear();
+        }
+        Objectives {
+            all: stated,
+            classes,
+        }
     }
 
     /// Whether there is any objective.
@@ -81,6 +89,53 @@ impl fmt::Display for Objectives {
         match &self.all {
             Some(slo) => write!(f, "{between}{slo}"),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_config::workload_file::Class;
+
+    use super::*;
+
+    fn slo(text: &str) -> Option<Slo> {
+        Some(text.parse().expect("an objective"))
+    }
+
+    fn workload(own: &[Option<&str>]) -> Workload {
+        let classes = own.iter().enumerate().map(|(at, own)| Class {
+            name: format!("c{at}"),
+            slo: own.and_then(slo),
+            ..Class::default()
+        });
+        Workload {
+            content: Content::Generated(classes.collect()),
+            ..Workload::default()
+        }
+    }
+
+    #[test]
+    fn a_stated_objective_replaces_those_of_the_file_in_every_class() {
+        let stated = slo("ttft=1ms");
+        for own in [
+            &[None][..],
+            &[Some("ttft=1s,itl=50ms")],
+            &[Some("ttft=1s"), None],
+            &[Some("ttft=1s"), Some("e2e=2s")],
+            &[None, None],
+        ] {
+            let workload = workload(own);
+            let objectives = Objectives::of(&workload, stated.clone());
+            let by_file = Objectives::of(&workload, None);
+            for (class, own) in (0..).zip(own) {
+                assert_eq!(objectives.of_class(class), stated.as_ref(), "{own:?}");
+                assert_eq!(by_file.of_class(class), own.and_then(slo).as_ref());
+            }
+            assert_eq!(objectives.to_string(), "ttft=1ms");
+            // The report has rows of classes whoever states the objective.
+            let named = if own.len() > 1 { own.len() } else { 0 };
+            assert_eq!(objectives.classes.len(), named);
         }
     }
 }

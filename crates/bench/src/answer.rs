@@ -1,25 +1,28 @@
 //! Answers of an OpenAI endpoint: streamed events counted as they arrive, or one JSON body.
 //!
-//! Only events without text (role, finish, usage, errors), the last event, and the traced stages
-//! are parsed as JSON. An event with text costs two substring searches.
+//! Every event is walked as JSON once, without building it: which fields of a delta carry generated text differs by
+//! server and version, so all do that are not known to carry something else.
 
-use std::sync::LazyLock;
+use std::fmt;
 
-use memchr::memmem::Finder;
 use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
+use slipstream_base::text::foreign;
 
-/// Longest line of a stream, and longest body that is not a stream, bytes.
+/// Longest event of a stream, and longest body that is not a stream, bytes.
 const BODY_BYTES_MAX: usize = 64 << 20;
+/// Characters of a server's message that are kept.
+const MESSAGE_CHARS_MAX: usize = 500;
 
 /// Tokens as the server counted them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct Usage {
     /// Tokens of the prompt.
-    #[serde(default)]
+    #[serde(default, alias = "input_tokens")]
     pub prompt_tokens: u32,
     /// Tokens of the answer.
-    #[serde(default)]
+    #[serde(default, alias = "output_tokens")]
     pub completion_tokens: u32,
     /// Prompt tokens found cached; `None` if the server does not report them.
     #[serde(default, rename = "prompt_tokens_details", deserialize_with = "cached")]
@@ -35,28 +38,19 @@ fn cached<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Erro
     Ok(Option::<Details>::deserialize(d)?.and_then(|d| d.cached_tokens))
 }
 
-/// Which field of an event holds text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TextField {
-    /// `choices[].delta.content` (and `reasoning_content`).
-    Content,
-    /// `choices[].text`.
-    Text,
-}
-
-// The quote before the name is left out, so that `reasoning_content` counts as content. A name
-// within a text cannot match: its closing quote would be escaped.
-static CONTENT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"content\":"));
-static TEXT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"text\":"));
-
 /// An answer in progress.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Answer {
-    field: TextField,
     /// An unfinished line of a stream, or the body if it is not a stream.
     partial: Vec<u8>,
-    /// The last event with text, since it may carry usage too.
-    last: Vec<u8>,
+    /// Data of the event that is being read: its lines of `data:`, joined.
+    data: Vec<u8>,
+    /// Lines in `data`.
+    data_lines: u32,
+    /// The last byte was a carriage return, and a line feed may follow it.
+    after_cr: bool,
+    /// Bytes were read: a byte order mark has no place any more.
+    begun: bool,
     text: Option<String>,
     /// Events that carried text.
     pub events: u64,
@@ -73,19 +67,11 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// An answer whose text is in `field`; `keep_text` collects the text too.
-    pub fn new(field: TextField, keep_text: bool) -> Answer {
+    /// An answer to come; `keep_text` collects its text too.
+    pub fn new(keep_text: bool) -> Answer {
         Answer {
-            field,
-            partial: Vec::new(),
-            last: Vec::new(),
             text: keep_text.then(String::new),
-            events: 0,
-            done: false,
-            usage: None,
-            error: None,
-            trace: None,
-            too_long: false,
+            ..Answer::default()
         }
     }
 
@@ -94,32 +80,32 @@ impl Answer {
         self.text.take().unwrap_or_default()
     }
 
-    /// Processes the next bytes of an event stream.
+    /// Processes the next bytes of an event stream. Lines end by LF, CR or both (WHATWG HTML, section 9.2.5).
     pub fn feed_stream(&mut self, bytes: &[u8]) {
         let mut rest = bytes;
-        // The last event with text within this read; stored once per read, not once per event.
-        let mut last: Option<&[u8]> = None;
-        while let Some(end) = memchr::memchr(b'\n', rest) {
+        if self.after_cr && !rest.is_empty() {
+            rest = rest.strip_prefix(b"\n").unwrap_or(rest);
+            self.after_cr = false;
+        }
+        while let Some(end) = memchr::memchr2(b'\n', b'\r', rest) {
             let (line, after) = (&rest[..end], &rest[end + 1..]);
-            rest = after;
-            if self.partial.is_empty() {
-                if self.on_line(line) {
-                    last = Some(line);
+            rest = match (rest[end], after.first()) {
+                (b'\r', Some(b'\n')) => &after[1..],
+                (b'\r', None) => {
+                    self.after_cr = true;
+                    after
                 }
+                _ => after,
+            };
+            if self.partial.is_empty() {
+                self.on_line(line);
             } else {
                 let mut whole = std::mem::take(&mut self.partial);
                 whole.extend_from_slice(line);
-                if self.on_line(&whole) {
-                    self.last.clone_from(&whole);
-                    last = None;
-                }
+                self.on_line(&whole);
                 whole.clear();
                 self.partial = whole;
             }
-        }
-        if let Some(line) = last {
-            self.last.clear();
-            self.last.extend_from_slice(line);
         }
         self.keep(rest);
     }
@@ -130,41 +116,32 @@ impl Answer {
     }
 
     fn keep(&mut self, bytes: &[u8]) {
-        if self.partial.len() + bytes.len() > BODY_BYTES_MAX {
+        if self.partial.len() + self.data.len() + bytes.len() > BODY_BYTES_MAX {
             self.too_long = true;
         } else {
             self.partial.extend_from_slice(bytes);
         }
     }
 
-    /// The stream has ended.
+    /// The stream has ended. An event without its empty line, or without the end of its line, still counts.
     pub fn end_stream(&mut self) {
         if !self.partial.is_empty() {
-            // A last line without its line end still counts.
             let line = std::mem::take(&mut self.partial);
-            if self.on_line(&line) {
-                self.last = line;
-            }
+            self.on_line(&line);
         }
-        if self.usage.is_none() && !self.last.is_empty() {
-            let last = std::mem::take(&mut self.last);
-            self.parse_event(data_of(&last).unwrap_or_default());
-        }
+        self.end_event();
     }
 
     /// The body, which was not a stream, has ended: a success if `ok`, or else an error.
     pub fn end_body(&mut self, ok: bool) {
         let body = std::mem::take(&mut self.partial);
-        match serde_json::from_slice::<Value>(&body) {
-            Ok(value) => {
-                self.take_value(&value);
-                if ok && self.error.is_none() {
-                    self.done = value.get("choices").is_some_and(Value::is_array);
-                    let text = text_of(&value, self.field).unwrap_or_default();
-                    self.events += u64::from(!text.is_empty());
-                    if let Some(kept) = &mut self.text {
-                        kept.push_str(&text);
-                    }
+        let before = self.error.is_some();
+        match self.walk(without_mark(&body)) {
+            Ok(walked) => {
+                let success = ok && (before || self.error.is_none());
+                self.done = success && walked.has_choices;
+                if success {
+                    self.events += u64::from(walked.generated);
                 }
             }
             Err(_) if !ok => self.error = Some(excerpt(&body)),
@@ -172,95 +149,472 @@ impl Answer {
         }
     }
 
-    /// Processes a line of the stream; returns whether it was an event with text.
-    fn on_line(&mut self, line: &[u8]) -> bool {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
-        let Some(data) = data_of(line) else {
-            if let Some(json) = line.strip_prefix(b": slipstream-trace ") {
-                self.trace = serde_json::from_slice(json).ok();
-            }
-            return false;
-        };
-        if self.has_text(data) {
-            self.events += 1;
-            if let Some(kept) = &mut self.text
-                && let Ok(value) = serde_json::from_slice::<Value>(data)
-                && let Some(text) = text_of(&value, self.field)
-            {
-                kept.push_str(&text);
-            }
-            return true;
-        }
-        if data == b"[DONE]" {
-            self.done = true;
+    /// Processes a line of the stream.
+    fn on_line(&mut self, line: &[u8]) {
+        let line = if std::mem::replace(&mut self.begun, true) {
+            line
         } else {
-            self.parse_event(data);
-        }
-        false
-    }
-
-    /// Whether an event has text that is not empty.
-    fn has_text(&self, data: &[u8]) -> bool {
-        let finder = match self.field {
-            TextField::Content => &*CONTENT,
-            TextField::Text => &*TEXT,
+            without_mark(line)
         };
-        finder.find_iter(data).any(|at| {
-            let value = data[at + finder.needle().len()..].trim_ascii_start();
-            matches!(value, [b'"', next, ..] if *next != b'"')
-        })
-    }
-
-    fn parse_event(&mut self, data: &[u8]) {
-        if data.is_empty() {
+        if line.is_empty() {
+            return self.end_event();
+        }
+        if let Some(json) = line.strip_prefix(b": slipstream-trace ") {
+            self.trace = serde_json::from_slice(json).ok();
             return;
         }
-        match serde_json::from_slice::<Value>(data) {
-            Ok(value) => self.take_value(&value),
-            Err(e) => {
-                let broken = || format!("an event is not JSON ({e}): {}", excerpt(data));
+        // Other fields, and comments, say nothing about the answer.
+        let Some(data) = line.strip_prefix(b"data:") else {
+            return;
+        };
+        if self.data.len() + data.len() > BODY_BYTES_MAX {
+            self.too_long = true;
+            return;
+        }
+        if self.data_lines > 0 {
+            self.data.push(b'\n');
+        }
+        self.data_lines += 1;
+        let data = data.strip_prefix(b" ").unwrap_or(data);
+        self.data.extend_from_slice(data);
+    }
+
+    /// Processes the event that has ended.
+    fn end_event(&mut self) {
+        let lines = std::mem::take(&mut self.data_lines);
+        if lines == 0 {
+            return;
+        }
+        let mut data = std::mem::take(&mut self.data);
+        let known = self.error.is_some();
+        match self.on_data(&data) {
+            Ok(()) => {}
+            // Servers that put no empty line between their events.
+            Err(_) if lines > 1 && data.split(|&b| b == b'\n').all(is_json) => {
+                if !known {
+                    self.error = None;
+                }
+                for line in data.split(|&b| b == b'\n') {
+                    let _ = self.on_data(line);
+                }
+            }
+            Err(error) => {
+                let broken = || format!("an event is not JSON ({error}): {}", excerpt(&data));
                 self.error.get_or_insert_with(broken);
             }
         }
+        data.clear();
+        self.data = data;
     }
 
-    fn take_value(&mut self, value: &Value) {
-        if let Some(usage) = value.get("usage").filter(|u| !u.is_null()) {
-            self.usage = Usage::deserialize(usage).ok().or(self.usage);
+    fn on_data(&mut self, data: &[u8]) -> Result<(), serde_json::Error> {
+        let data = data.trim_ascii();
+        if data == b"[DONE]" {
+            self.done = true;
+        } else if !data.is_empty() {
+            let walked = self.walk(data)?;
+            self.events += u64::from(walked.generated);
+            self.done |= walked.is_last;
         }
-        if let Some(error) = value.get("error").filter(|e| !e.is_null()) {
-            let message = error.get("message").unwrap_or(error);
-            let message = message
-                .as_str()
-                .map_or_else(|| message.to_string(), str::to_owned);
-            self.error.get_or_insert(message);
-        }
+        Ok(())
+    }
+
+    /// Walks an event or a body: notes its counts and its error, collects its text.
+    fn walk(&mut self, json: &[u8]) -> Result<Walked, serde_json::Error> {
+        let mut walked = Walked::default();
+        let mut json = serde_json::Deserializer::from_slice(json);
+        let event = Event {
+            answer: self,
+            walked: &mut walked,
+        };
+        event.deserialize(&mut json)?;
+        json.end()?;
+        Ok(walked)
+    }
+
+    fn on_error(&mut self, error: &Value) {
+        let message = error.get("message").unwrap_or(error);
+        let message = match message.as_str() {
+            Some(text) => text.chars().take(MESSAGE_CHARS_MAX).collect(),
+            None => message.to_string(),
+        };
+        self.error
+            .get_or_insert_with(|| foreign(&message).into_owned());
     }
 }
 
-/// The data of an event's line: the part after `data:` and one space. `None` for other lines.
-fn data_of(line: &[u8]) -> Option<&[u8]> {
-    let line = line.strip_suffix(b"\r").unwrap_or(line);
-    let data = line.strip_prefix(b"data:")?;
-    Some(data.strip_prefix(b" ").unwrap_or(data))
+/// Findings in an event or a body.
+#[derive(Debug, Default)]
+struct Walked {
+    generated: bool,
+    has_choices: bool,
+    /// The last event of APIs that end without `[DONE]`.
+    is_last: bool,
 }
 
-fn text_of(value: &Value, field: TextField) -> Option<String> {
-    let choice = value.get("choices")?.get(0)?;
-    let text = match field {
-        TextField::Text => choice.get("text"),
-        TextField::Content => choice
-            .get("delta")
-            .or_else(|| choice.get("message"))
-            .and_then(|d| d.get("content")),
-    };
-    text?.as_str().map(str::to_owned)
+/// The object of an event, or of a body.
+struct Event<'a> {
+    answer: &'a mut Answer,
+    walked: &'a mut Walked,
+}
+
+impl<'de> DeserializeSeed<'de> for Event<'_> {
+    type Value = ();
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Event<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let Event { answer, walked } = self;
+        let (mut is_error, mut message) = (false, None);
+        while let Some(name) = map.next_key::<Name>()? {
+            match name {
+                Name::Choices => {
+                    let text = &mut answer.text;
+                    let choices = Choices { text };
+                    let (found, generated) = map.next_value_seed(choices)?;
+                    walked.has_choices |= found;
+                    walked.generated |= generated;
+                }
+                // Of the Responses and the Messages API.
+                Name::Delta => walked.generated |= map.next_value_seed(Generated)?,
+                Name::Usage => {
+                    // Some servers send an object without counts, or null.
+                    let usage = map.next_value::<Value>()?;
+                    if !usage.is_null() {
+                        answer.usage = Usage::deserialize(usage).ok().or(answer.usage);
+                    }
+                }
+                Name::Error => {
+                    let error = map.next_value::<Value>()?;
+                    if !error.is_null() {
+                        answer.on_error(&error);
+                    }
+                }
+                Name::Message => message = Some(map.next_value::<Value>()?),
+                Name::Object => is_error = map.next_value::<Value>()? == "error",
+                Name::Type => {
+                    let kind = map.next_value::<Value>()?;
+                    walked.is_last |= kind == "message_stop" || kind == "response.completed";
+                }
+                Name::Response => {
+                    let response = map.next_value::<Value>()?;
+                    if let Some(usage) = response.get("usage") {
+                        answer.usage = Usage::deserialize(usage).ok().or(answer.usage);
+                    }
+                }
+                Name::Other => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        match message {
+            // vLLM before 0.11: the error is the whole object.
+            Some(message) if is_error => answer.on_error(&message),
+            // The first event of the Messages API has the count of the prompt.
+            Some(Value::Object(message)) => {
+                if let Some(usage) = message.get("usage") {
+                    answer.usage = Usage::deserialize(usage).ok().or(answer.usage);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// A member of an event.
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "lowercase")]
+enum Name {
+    Choices,
+    Delta,
+    Usage,
+    Error,
+    Message,
+    Object,
+    Type,
+    Response,
+    #[serde(other)]
+    Other,
+}
+
+/// The list of choices: whether it is one, and whether it carries something generated.
+struct Choices<'a> {
+    text: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for Choices<'_> {
+    type Value = (bool, bool);
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(bool, bool), D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Choices<'_> {
+    type Value = (bool, bool);
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of choices")
+    }
+    fn visit_unit<E>(self) -> Result<(bool, bool), E> {
+        Ok((false, false))
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(bool, bool), A::Error> {
+        let mut generated = false;
+        let mut none = None;
+        // The first choice is the one that the next turn continues.
+        let mut text = self.text;
+        while let Some(of) = seq.next_element_seed(Choice { text })? {
+            generated |= of;
+            text = &mut none;
+        }
+        Ok((true, generated))
+    }
+}
+
+/// A choice: whether it carries something generated.
+struct Choice<'a> {
+    text: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for Choice<'_> {
+    type Value = bool;
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<bool, D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Choice<'_> {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a choice")
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        let mut generated = false;
+        while let Some(name) = map.next_key::<ChoiceName>()? {
+            match name {
+                ChoiceName::Delta => {
+                    let text = &mut *self.text;
+                    generated |= map.next_value_seed(Delta { text })?;
+                }
+                ChoiceName::Text => {
+                    let text = &mut *self.text;
+                    generated |= map.next_value_seed(Kept { text })?;
+                }
+                ChoiceName::Other => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(generated)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "lowercase")]
+enum ChoiceName {
+    #[serde(alias = "message")]
+    Delta,
+    Text,
+    #[serde(other)]
+    Other,
+}
+
+/// A delta, or a message: whether it carries something generated.
+struct Delta<'a> {
+    text: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for Delta<'_> {
+    type Value = bool;
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<bool, D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Delta<'_> {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a delta")
+    }
+    fn visit_unit<E>(self) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        let mut generated = false;
+        while let Some(name) = map.next_key::<DeltaName>()? {
+            match name {
+                DeltaName::Content => {
+                    let text = &mut *self.text;
+                    generated |= map.next_value_seed(Kept { text })?;
+                }
+                DeltaName::Generated => generated |= map.next_value_seed(Generated)?,
+                DeltaName::Label => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(generated)
+    }
+}
+
+/// A text that may be collected; other values are walked.
+struct Kept<'a> {
+    text: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for Kept<'_> {
+    type Value = bool;
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<bool, D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Kept<'_> {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text")
+    }
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<bool, E> {
+        if let Some(kept) = self.text {
+            kept.push_str(text);
+        }
+        Ok(!text.is_empty())
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<bool, A::Error> {
+        Generated.visit_seq(seq)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<bool, A::Error> {
+        Generated.visit_map(map)
+    }
+    fn visit_unit<E>(self) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_bool<E>(self, _: bool) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_u64<E>(self, _: u64) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_i64<E>(self, _: i64) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_f64<E>(self, _: f64) -> Result<bool, E> {
+        Ok(false)
+    }
+}
+
+/// Any value: whether a text within it was generated.
+#[derive(Clone, Copy)]
+struct Generated;
+
+impl<'de> DeserializeSeed<'de> for Generated {
+    type Value = bool;
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<bool, D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Generated {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+    fn visit_str<E>(self, text: &str) -> Result<bool, E> {
+        Ok(!text.is_empty())
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<bool, A::Error> {
+        let mut generated = false;
+        while let Some(of) = seq.next_element_seed(self)? {
+            generated |= of;
+        }
+        Ok(generated)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        let mut generated = false;
+        while let Some(name) = map.next_key::<DeltaName>()? {
+            match name {
+                DeltaName::Content | DeltaName::Generated => {
+                    generated |= map.next_value_seed(self)?;
+                }
+                DeltaName::Label => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(generated)
+    }
+    fn visit_unit<E>(self) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_bool<E>(self, _: bool) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_u64<E>(self, _: u64) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_i64<E>(self, _: i64) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_f64<E>(self, _: f64) -> Result<bool, E> {
+        Ok(false)
+    }
+}
+
+/// A member within a delta.
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum DeltaName {
+    Content,
+    /// Said by the server about the answer, not generated.
+    #[serde(
+        alias = "role",
+        alias = "id",
+        alias = "type",
+        alias = "object",
+        alias = "index",
+        alias = "status",
+        alias = "format",
+        alias = "model",
+        alias = "signature",
+        alias = "encrypted_content",
+        alias = "expires_at",
+        alias = "stop_reason",
+        alias = "stop_sequence",
+        alias = "finish_reason"
+    )]
+    Label,
+    #[serde(other)]
+    Generated,
+}
+
+fn is_json(line: &[u8]) -> bool {
+    let line = line.trim_ascii();
+    line.is_empty() || line == b"[DONE]" || serde_json::from_slice::<IgnoredAny>(line).is_ok()
+}
+
+fn without_mark(bytes: &[u8]) -> &[u8] {
+    bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes)
 }
 
 /// The beginning of a malformed answer, for a message.
 fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]);
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    foreign(&words).into_owned()
 }
 
 #[cfg(test)]
@@ -282,7 +636,7 @@ mod tests {
     );
 
     fn feed(stream: &str, cuts: &[usize]) -> Answer {
-        let mut answer = Answer::new(TextField::Content, true);
+        let mut answer = Answer::new(true);
         let bytes = stream.as_bytes();
         let mut cuts: Vec<usize> = cuts.iter().map(|c| c % (bytes.len() + 1)).collect();
         cuts.extend([0, bytes.len()]);
@@ -352,7 +706,7 @@ mod tests {
 
     #[test]
     fn completions_text_field() {
-        let mut answer = Answer::new(TextField::Text, false);
+        let mut answer = Answer::new(false);
         answer.feed_stream(
             b"data: {\"choices\":[{\"text\":\" a\"}]}\n\ndata: {\"choices\":[{\"text\":\"\"}]}\n\n",
         );
@@ -361,20 +715,216 @@ mod tests {
 
     #[test]
     fn bodies() {
-        let mut answer = Answer::new(TextField::Content, true);
+        let mut answer = Answer::new(true);
         answer.feed_body(b"{\"choices\":[{\"message\":{\"content\":\"hi\"}}],");
         answer.feed_body(b"\"usage\":{\"completion_tokens\":1,\"prompt_tokens_details\":null}}");
         answer.end_body(true);
         assert!(answer.done && answer.usage.unwrap().completion_tokens == 1);
         assert_eq!(answer.take_text(), "hi");
-        let mut answer = Answer::new(TextField::Content, false);
+        let mut answer = Answer::new(false);
         answer.feed_body(b"<html>\n  Bad gateway");
         answer.end_body(false);
         assert_eq!(answer.error.unwrap(), "<html> Bad gateway");
     }
 
+    /// Deltas and messages, with what they are: whether they carry generated text.
+    const DELTAS: &[(&str, bool)] = &[
+        (r#"{"delta":{"content":"a"}}"#, true),
+        (r#"{"delta":{"reasoning_content":"a"}}"#, true),
+        (r#"{"delta":{"reasoning":"a"}}"#, true),
+        (r#"{"delta":{"reasoning":"a","content":null}}"#, true),
+        (r#"{"delta":{"thinking":"a"}}"#, true),
+        (r#"{"delta":{"refusal":"No"}}"#, true),
+        (
+            r#"{"delta":{"content":[{"type":"text","text":"a"}]}}"#,
+            true,
+        ),
+        (
+            r#"{"delta":{"reasoning_details":[{"type":"reasoning.text","text":"a","index":0}]}}"#,
+            true,
+        ),
+        (
+            r#"{"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]}}"#,
+            true,
+        ),
+        (
+            r#"{"delta":{"tool_calls":[{"index":0,"id":"c","type":"function","function":{"name":"f","arguments":""}}]}}"#,
+            true,
+        ),
+        (r#"{"delta":{"function_call":{"arguments":"{"}}}"#, true),
+        (r#"{"delta":{"audio":{"id":"x","data":"UklG"}}}"#, true),
+        (r#"{"text":"a"}"#, true),
+        (r#"{"message":{"role":"assistant","content":"a"}}"#, true),
+        (r#"{"delta":{"role":"assistant"}}"#, false),
+        (r#"{"delta":{"role":"assistant","content":""}}"#, false),
+        (
+            r#"{"delta":{"content":null,"reasoning":null,"tool_calls":[]}}"#,
+            false,
+        ),
+        (
+            r#"{"delta":{"tool_calls":[{"index":0,"id":"c","type":"function","function":{"arguments":""}}]}}"#,
+            false,
+        ),
+        (
+            r#"{"delta":{},"finish_reason":"stop","stop_reason":"x"}"#,
+            false,
+        ),
+        (
+            r#"{"delta":{},"logprobs":{"content":[{"token":"a","content":"b"}]}}"#,
+            false,
+        ),
+        (r#"{"text":""}"#, false),
+        (r#"{"text":null}"#, false),
+        (r#"{"delta":null}"#, false),
+    ];
+
+    /// The same for events of other APIs.
+    const OTHERS: &[(&str, bool)] = &[
+        (
+            r#"{"type":"response.output_text.delta","item_id":"m","delta":"a"}"#,
+            true,
+        ),
+        (
+            r#"{"type":"response.function_call_arguments.delta","delta":"{"}"#,
+            true,
+        ),
+        (
+            r#"{"type":"response.output_item.added","item":{"type":"message","content":"x"}}"#,
+            false,
+        ),
+        (
+            r#"{"type":"content_block_delta","delta":{"type":"text_delta","text":"a"}}"#,
+            true,
+        ),
+        (
+            r#"{"type":"content_block_delta","delta":{"type":"thinking_delta","thinking":"a"}}"#,
+            true,
+        ),
+        (
+            r#"{"type":"content_block_delta","delta":{"type":"input_json_delta","partial_json":"{"}}"#,
+            true,
+        ),
+        (
+            r#"{"type":"content_block_delta","delta":{"type":"signature_delta","signature":"a"}}"#,
+            false,
+        ),
+        (
+            r#"{"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null}}"#,
+            false,
+        ),
+        (r#"{"type":"ping"}"#, false),
+    ];
+
+    #[test]
+    fn every_delta_with_something_generated_is_a_token_event() {
+        let choices = DELTAS.iter().map(|(choice, generated)| {
+            (
+                format!("{{\"id\":\"x\",\"choices\":[{choice}]}}"),
+                generated,
+            )
+        });
+        let others = OTHERS
+            .iter()
+            .map(|(event, generated)| ((*event).to_owned(), generated));
+        for (event, &generated) in choices.chain(others) {
+            let answer = feed(&format!("data: {event}\n\n"), &[]);
+            assert_eq!(
+                (answer.events, answer.error),
+                (u64::from(generated), None),
+                "{event}"
+            );
+        }
+    }
+
+    #[test]
+    fn usage_and_the_end_are_read_in_other_apis() {
+        let stream = concat!(
+            "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":9,\"output_tokens\":1}}}\n\n",
+            "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+        );
+        let answer = feed(stream, &[]);
+        assert_eq!(answer.usage.unwrap().prompt_tokens, 9);
+        assert!(answer.done);
+        let old = "data: {\"object\":\"error\",\"message\":\"gone\",\"code\":500}\n\n";
+        assert_eq!(feed(old, &[]).error.unwrap(), "gone");
+    }
+
+    #[test]
+    fn a_servers_text_acts_on_no_terminal() {
+        let escape = "data: {\"error\":{\"message\":\"a\\u001b[2Jb\\nc\"}}\n\n";
+        assert_eq!(feed(escape, &[]).error.unwrap(), "a\\u{1b}[2Jb\\nc");
+        let mut answer = Answer::new(false);
+        answer.feed_body(b"\x1b]0;x\x07");
+        answer.end_body(false);
+        assert_eq!(answer.error.unwrap(), "\\u{1b}]0;x\\u{7}");
+    }
+
+    #[test]
+    fn events_without_empty_lines_between_them_count() {
+        let stream = "data: {\"choices\":[{\"text\":\"a\"}]}\ndata: {\"choices\":[{\"text\":\"b\"}]}\ndata: [DONE]";
+        let answer = feed(stream, &[]);
+        assert_eq!((answer.events, answer.done, answer.error), (2, true, None));
+    }
+
+    /// An event as a server may write it: JSON over several lines, other fields and comments around it.
+    fn written(event: &str, ending: &str, style: u8) -> String {
+        let value: Value = serde_json::from_str(event).unwrap();
+        let json = match style % 3 {
+            0 => event.to_owned(),
+            1 => value.to_string(),
+            _ => serde_json::to_string_pretty(&value).unwrap(),
+        };
+        let space = if style & 4 == 0 { " " } else { "" };
+        let mut text = String::new();
+        if style & 8 != 0 {
+            text += &format!(": comment{ending}id: 7{ending}event: message{ending}");
+        }
+        for line in json.lines() {
+            text += &format!("data:{space}{line}{ending}");
+        }
+        if style & 16 != 0 {
+            text += &format!("retry: 5{ending}");
+        }
+        text + ending
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(256))]
+        #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(256), ..ProptestConfig::default() })]
+        /// Any mix of events, line endings, chunks and styles of writing gives the same figures.
+        #[test]
+        fn streams_are_read_however_they_are_written(
+            drawn in prop::collection::vec((0..DELTAS.len() + OTHERS.len(), any::<u8>(), any::<bool>()), 0..12),
+            ending in prop::sample::select(vec!["\n", "\r", "\r\n"]),
+            mark in any::<bool>(),
+            cuts in prop::collection::vec(any::<usize>(), 0..40),
+        ) {
+            let mut stream = String::from(if mark { "\u{feff}" } else { "" });
+            let (mut expected, mut usage) = (0, None);
+            for (at, (which, style, counts)) in drawn.iter().enumerate() {
+                let tokens = u32::try_from(at).unwrap() + 1;
+                let counted = if *counts {
+                    usage = Some(tokens);
+                    format!(",\"usage\":{{\"completion_tokens\":{tokens}}}")
+                } else {
+                    ",\"usage\":null".to_owned()
+                };
+                let (event, generated) = match DELTAS.get(*which) {
+                    Some((choice, generated)) => (format!("{{\"choices\":[{choice}]{counted}}}"), *generated),
+                    None => {
+                        let (event, generated) = OTHERS[which - DELTAS.len()];
+                        (format!("{}{counted}}}", event.strip_suffix('}').unwrap()), generated)
+                    }
+                };
+                expected += u64::from(generated);
+                stream += &written(&event, ending, *style);
+            }
+            stream += &format!("data: [DONE]{ending}{ending}");
+            let answer = feed(&stream, &cuts);
+            prop_assert_eq!(answer.events, expected, "{}", &stream);
+            prop_assert_eq!(answer.usage.map(|u| u.completion_tokens), usage);
+            prop_assert!(answer.done && answer.error.is_none(), "{:?}", answer.error);
+        }
+
         #[test]
         fn where_the_network_cuts_makes_no_difference(cuts in prop::collection::vec(any::<usize>(), 0..12)) {
             prop_assert_eq!(facts(&mut feed(STREAM, &cuts)), facts(&mut feed(STREAM, &[])));

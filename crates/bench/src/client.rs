@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::answer::{Answer, TextField};
+use crate::answer::Answer;
 use crate::body::push_common_headers;
 use crate::http::{HttpError, Parser};
 use crate::target::Target;
@@ -163,7 +163,7 @@ fn get_over(
 
 /// The message of an error body.
 pub(crate) fn error_text(body: &str) -> String {
-    let mut answer = Answer::new(TextField::Text, false);
+    let mut answer = Answer::new(false);
     answer.feed_body(body.as_bytes());
     answer.end_body(false);
     answer.error.unwrap_or_default()

@@ -22,12 +22,11 @@ use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 
 use crate::alarm::Alarm;
-use crate::answer::{Answer, TextField};
+use crate::answer::Answer;
 use crate::client::{Failure, Pool};
 use crate::http::{Head, Parser};
 use crate::process::monotonic_ns;
 use crate::run::{BenchError, Shared};
-use crate::target::Endpoint;
 use slipstream_report::{Answered, Failed, Series, Timeline, Totals};
 
 /// Salt of the warm-up's texts: any number but 0, which is the workload itself.
@@ -242,18 +241,10 @@ impl Worker {
         .await
         .unwrap_or_else(|_| Attempt {
             end: End::failed("timeout", format!("no complete answer within {limit:?}")),
-            answer: self.new_answer(&request),
+            answer: Answer::new(request.has_next()),
             head: Head::default(),
         });
         self.book(&request, &timeline, attempt, tries.get());
-    }
-
-    fn new_answer(&self, request: &Request) -> Answer {
-        let field = match self.shared.template.endpoint() {
-            Endpoint::Completions => TextField::Text,
-            Endpoint::Chat => TextField::Content,
-        };
-        Answer::new(field, request.has_next())
     }
 
     /// Retries a request while it is answered 429 or 503, up to the configured number of times.
@@ -285,7 +276,7 @@ impl Worker {
         timeline: &mut Timeline,
         tries: &Cell<u32>,
     ) -> Attempt {
-        let mut answer = self.new_answer(request);
+        let mut answer = Answer::new(request.has_next());
         let mut parser = Parser::default();
         let named = !self.shared.config.slo.classes.is_empty();
         let class = named.then_some(request.class);
@@ -371,15 +362,15 @@ impl Worker {
         head: &Head,
         answer: &mut Answer,
     ) -> End {
+        let before = answer.events;
         if head.event_stream {
             answer.end_stream();
         } else {
-            let before = answer.events;
             answer.end_body(head.status == 200);
-            // All tokens of a whole answer came at once, at its end.
-            let mut no_gaps = slipstream_report::Latency::default();
-            timeline.on_events(answer.events - before, monotonic_ns(), &mut no_gaps);
         }
+        // All tokens of a whole answer came at once, at its end.
+        let mut no_gaps = slipstream_report::Latency::default();
+        timeline.on_events(answer.events - before, monotonic_ns(), &mut no_gaps);
         let error = answer.error.clone();
         if head.status != 200 {
             let retry = head

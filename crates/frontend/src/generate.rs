@@ -63,6 +63,8 @@ pub(crate) struct Tokenized {
     ids: Option<Box<[TokenId]>>,
     /// The answers of its choices, if they are decided already.
     scripts: Vec<Script>,
+    /// Seed of a greedy answer.
+    greedy_seed: Option<u64>,
 }
 
 /// A request, parsed, checked and tokenized.
@@ -201,8 +203,8 @@ fn decide(
         });
         words.fold(mix::mix64(service.seed), mix::draw)
     });
-    let choices = prompts.len() * params.n as usize;
-    let mut scripts = scripts(&service.text, params, seed, choices, tool_answered)?.into_iter();
+    let seeds = choice_seeds(prompts, params.n, seed);
+    let mut scripts = scripts(&service.text, params, &seeds, tool_answered)?.into_iter();
     if scripts.len() == 0 {
         return Ok(());
     }
@@ -211,6 +213,31 @@ fn decide(
         prompt.scripts = scripts.by_ref().take(params.n as usize).collect();
     }
     Ok(())
+}
+
+/// Seeds of `n` choices of each of `prompts`: its prompt's if they are greedy, else one each, also for different
+/// prompts, as the sequences of a batch would all be of one length otherwise. The first choice gets `seed`, as it
+/// would in a request of its own.
+fn choice_seeds(prompts: &[Tokenized], n: u32, seed: u64) -> Vec<u64> {
+    let choices = prompts
+        .iter()
+        .flat_map(|prompt| (0..n).map(move |_| prompt));
+    let seeds = choices.enumerate().map(|(index, prompt)| {
+        let own = || match index as u64 {
+            0 => seed,
+            index => mix::draw(seed, index),
+        };
+        prompt.greedy_seed.unwrap_or_else(own)
+    });
+    seeds.collect()
+}
+
+/// Seed of the greedy answer to `tokens`: wherever, and however often, they are sent.
+fn greedy_seed(service: &Service, adapter: Option<&Adapter>, tokens: &[TokenId]) -> u64 {
+    let adapter = adapter.map_or("", |adapter| adapter.name.as_str());
+    BlockHash::root(&service.model, adapter, "greedy")
+        .child(tokens)
+        .0
 }
 
 /// Bytes of a token of a whole answer at most, as JSON.
@@ -399,7 +426,7 @@ pub(crate) fn tokenize(
                 params,
                 &tokens,
                 echo,
-                root,
+                (adapter, root),
             )?])
         }
         Input::Prompts(prompts) => prompts
@@ -413,12 +440,19 @@ pub(crate) fn tokenize(
                     let mut tokens = Vec::with_capacity(prompt.len() / 3);
                     text.encode(prompt, params.add_special_tokens, &mut tokens);
                     let echo = params.echo.then(|| prompt.as_ref().into());
-                    fit(service, request.kind, params, &tokens, echo, root)
+                    fit(
+                        service,
+                        request.kind,
+                        params,
+                        &tokens,
+                        echo,
+                        (adapter, root),
+                    )
                 }
                 PromptInput::Tokens(tokens) => {
                     check_tokens(service, "prompt", tokens)?;
                     let echo = params.echo.then(|| text.decode(tokens).into());
-                    fit(service, request.kind, params, tokens, echo, root)
+                    fit(service, request.kind, params, tokens, echo, (adapter, root))
                 }
             })
             .collect(),
@@ -550,7 +584,7 @@ fn fit(
     params: &RequestParams,
     tokens: &[TokenId],
     echo: Option<Box<str>>,
-    root: BlockHash,
+    (adapter, root): (Option<&Adapter>, BlockHash),
 ) -> Result<Tokenized, ApiError> {
     let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
     let limit = service.context_max();
@@ -578,6 +612,7 @@ fn fit(
         echo,
         ids: (params.return_token_ids || scores_prompt(params)).then(|| tokens.into()),
         scripts: Vec::new(),
+        greedy_seed: params.greedy.then(|| greedy_seed(service, adapter, tokens)),
     })
 }
 
@@ -701,8 +736,8 @@ fn sequences(
     session: Option<u64>,
     adapter: u64,
 ) -> (Vec<SequenceSpec>, Vec<EngineRequest>) {
-    let count = prompts.len() * params.n as usize;
     let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
+    let seeds = choice_seeds(&prompts, params.n, seed);
     let stops: Rc<[String]> = params.stop.as_slice().into();
     // Made once: the choices of a request share its tables.
     let matcher =
@@ -713,8 +748,8 @@ fn sequences(
         Rc::new(AnswerVocab::new(limits, text))
     });
     let ignore_eos = params.ignore_eos || vocab.as_ref().is_some_and(|vocab| !vocab.may_end());
-    let mut specs = Vec::with_capacity(count);
-    let mut requests = Vec::with_capacity(count);
+    let mut specs = Vec::with_capacity(seeds.len());
+    let mut requests = Vec::with_capacity(seeds.len());
     for tokenized in prompts {
         let echo: Option<Rc<str>> = tokenized.echo.map(Into::into);
         let prompt_ids: Option<Rc<[TokenId]>> = tokenized.ids.map(Into::into);
@@ -728,12 +763,7 @@ fn sequences(
                 }
                 _ => tokenized.max_tokens,
             };
-            // Choices differ, also those of different prompts: else the sequences of a batch would
-            // all be of one length. The first is the one that a separate request would get.
-            let seed = match specs.len() as u64 {
-                0 => seed,
-                index => mix::draw(seed, index),
-            };
+            let seed = seeds[specs.len()];
             requests.push(EngineRequest {
                 id: RequestId::default(), // replaced by the stream's address
                 prompt: tokenized.prompt.clone(),

@@ -2187,7 +2187,10 @@ mod tests {
         let params = crate::openai::parse_completion(body.as_bytes())
             .unwrap()
             .params;
-        let scripts = |choices| crate::script::scripts(&text, &params, 3, choices, false);
+        let scripts = |choices| {
+            let seeds: Vec<u64> = (0..choices).collect();
+            crate::script::scripts(&text, &params, &seeds, false)
+        };
         assert_eq!(scripts(2).unwrap().len(), 2);
         let error = scripts(128).err().unwrap();
         assert_eq!((error.status, error.param.as_deref()), (400, Some("n")));
@@ -2208,7 +2211,7 @@ mod tests {
         })
         .to_string();
         let params = crate::openai::parse_chat(body.as_bytes()).unwrap().params;
-        let scripts = || crate::script::scripts(&text, &params, 3, 1, false).unwrap();
+        let scripts = || crate::script::scripts(&text, &params, &[3], false).unwrap();
         let len = scripts()[0].len();
         let expected = scripts()[0].calls[0].arguments.clone();
         for (given, client_is_slow) in [(len, false), (len, true), (len - 1, false)] {
@@ -2608,7 +2611,7 @@ mod tests {
             };
             state.on_tokens(0, &new, text, &metrics);
         }
-        assert_eq!(metrics.itl.count_and_sum(), (2, 20));
+        assert_eq!((metrics.itl.count(), metrics.itl.sum()), (2, 20));
         assert_eq!(metrics.generation_tokens.get(), 9);
     }
 

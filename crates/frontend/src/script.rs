@@ -128,7 +128,7 @@ impl Script {
     }
 }
 
-/// The scripts of a request's choices, one per choice of each prompt; empty if any text will do.
+/// The scripts of a request's choices, by the seed of each; empty if any text will do.
 ///
 /// `tool_answered`: results of tools follow the assistant's last message, after which `auto` calls no tool.
 ///
@@ -137,8 +137,7 @@ impl Script {
 pub(crate) fn scripts(
     model: &TextModel,
     params: &RequestParams,
-    seed: u64,
-    choices: usize,
+    seeds: &[u64],
     tool_answered: bool,
 ) -> Result<Vec<Script>, ApiError> {
     let Some(form) = &params.form else {
@@ -152,16 +151,11 @@ pub(crate) fn scripts(
     if !calls && form.text == TextForm::Free {
         return Ok(Vec::new());
     }
-    let mut scripts = Vec::with_capacity(choices);
+    let mut scripts = Vec::with_capacity(seeds.len());
     let mut bytes = 0;
     let mut work = 0;
-    for index in 0..choices as u64 {
-        // As `generate::sequences` draws them: a choice's content follows from its seed.
-        let seed = match index {
-            0 => seed,
-            index => mix::draw(seed, index),
-        };
-        let mut rng = Rng::new(seed ^ 0x666f_726d); // "form": apart from the answer's length
+    for (index, seed) in seeds.iter().enumerate() {
+        let mut rng = Rng::new(*seed ^ 0x666f_726d); // "form": apart from the answer's length
         let mut script = Script::new(model.eos());
         if calls {
             bytes += write_calls(model, form, &mut rng, &mut script)?;
@@ -172,7 +166,7 @@ pub(crate) fn scripts(
         }
         script.end();
         work += rng.spent();
-        let more_follow = index + 1 < choices as u64;
+        let more_follow = index + 1 < seeds.len();
         if bytes > REQUEST_BYTES_MAX || more_follow && work > REQUEST_WORK_MAX {
             return Err(ApiError::invalid(
                 "n",

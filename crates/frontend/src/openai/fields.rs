@@ -245,7 +245,7 @@ fn never(_: &Json<'_>) -> bool {
 }
 
 fn is_false(value: &Json<'_>) -> bool {
-    *value == Json::Bool(false)
+    value.as_bool() == Some(false)
 }
 
 fn is_text(value: &Json<'_>, text: &str) -> bool {
@@ -414,8 +414,12 @@ mod tests {
             "logit_bias" => json!({"5": -100}),
             "chat_template_kwargs" => json!({"a": 1}),
             "model" | "user" | "request_id" | "cache_salt" => json!("m"),
-            "best_of" | "top_p" | "min_p" | "repetition_penalty" => json!(1),
-            "temperature" | "frequency_penalty" | "presence_penalty" => json!(0.5),
+            // Greedy.
+            "temperature" => json!(0),
+            "top_k" | "min_p" => json!(1),
+            "top_p" => json!(1e-6),
+            "best_of" | "repetition_penalty" => json!(1),
+            "frequency_penalty" | "presence_penalty" => json!(0.5),
             _ => json!(3),
         };
         json!({ name: value })

@@ -74,7 +74,8 @@ impl Form {
 /// The fields of a form as they were sent.
 #[derive(Default)]
 pub(super) struct RawForm {
-    tools: Vec<Tool>,
+    /// `None`: not sent. An empty list leaves the model nothing to choose: any `auto` is a text then.
+    tools: Option<Vec<Tool>>,
     choice: Option<RawChoice>,
     parallel: Option<bool>,
     /// Each with the field that it came by.
@@ -107,7 +108,7 @@ impl RawForm {
     /// Notes a field that [`form_field`] knows.
     pub(super) fn take(&mut self, name: &'static str, value: Json<'_>) -> Result<(), ApiError> {
         match name {
-            "tools" => self.tools = tools(name, value)?,
+            "tools" => self.tools = Some(tools(name, value)?),
             "tool_choice" => self.choice = Some(choice(name, &value)?),
             "parallel_tool_calls" => self.parallel = Some(boolean(name, &value)?),
             "response_format" => {
@@ -150,21 +151,24 @@ impl RawForm {
                 format!("`{first}` and `{second}` both say what the answer looks like; send one"),
             ));
         }
+        let sent = self.tools.is_some();
+        let tools = self.tools.unwrap_or_default();
         let choice = match self.choice {
-            _ if self.tools.is_empty() => match self.choice {
+            _ if tools.is_empty() => match self.choice {
+                None | Some(RawChoice::None) => ToolChoice::None,
+                Some(RawChoice::Auto) if sent => ToolChoice::None,
                 Some(RawChoice::Required | RawChoice::Auto | RawChoice::Named(_)) => {
                     return Err(ApiError::invalid(
                         "tool_choice",
                         "`tool_choice` needs `tools`; send some, or leave it out",
                     ));
                 }
-                _ => ToolChoice::None,
             },
             None | Some(RawChoice::Auto) => ToolChoice::Auto,
             Some(RawChoice::None) => ToolChoice::None,
             Some(RawChoice::Required) => ToolChoice::Required,
             Some(RawChoice::Named(name)) => {
-                let at = self.tools.iter().position(|tool| tool.name == name);
+                let at = tools.iter().position(|tool| tool.name == name);
                 ToolChoice::Named(at.ok_or_else(|| {
                     ApiError::invalid(
                         "tool_choice.function.name",
@@ -174,7 +178,7 @@ impl RawForm {
             }
         };
         let form = Form {
-            tools: self.tools,
+            tools,
             choice,
             parallel: self.parallel.unwrap_or(true),
             text: self.texts.pop().map_or(TextForm::Free, |(_, form)| form),

@@ -100,6 +100,8 @@ pub struct RequestParams {
     pub include_stop_str_in_output: bool,
     /// Decides the answer; negative seeds wrap. `None`: the caller draws one.
     pub seed: Option<u64>,
+    /// The most likely token each time: the prompt alone decides the answer, and `seed` changes nothing.
+    pub greedy: bool,
     /// Log probabilities of the generated tokens.
     pub logprobs: Option<LogprobsWish>,
     /// Log probabilities of the prompt's tokens, with so many alternatives each.
@@ -210,7 +212,40 @@ struct Raw<'a> {
     template_kwargs: Vec<(String, Tree)>,
     add_special_tokens: Option<bool>,
     form: RawForm,
+    sampling: Sampling,
     params: RequestParams,
+}
+
+/// Settings of the sampler, which tell whether it is greedy.
+struct Sampling {
+    temperature: f64,
+    top_p: f64,
+    top_k: f64,
+    min_p: f64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Sampling {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0.0,
+            min_p: 0.0,
+        }
+    }
+}
+
+impl Sampling {
+    /// vLLM's `_SAMPLING_EPS` (`vllm/sampling_params.py`).
+    const EPS: f64 = 1e-5;
+
+    /// Whether only the most likely token can be sampled: by the temperature, or because the filters leave no other.
+    fn is_greedy(&self) -> bool {
+        self.temperature < Self::EPS
+            || self.top_k == 1.0
+            || self.top_p < Self::EPS
+            || self.min_p == 1.0
+    }
 }
 
 impl<'a> Raw<'a> {
@@ -230,6 +265,7 @@ impl<'a> Raw<'a> {
             template_kwargs: Vec::new(),
             add_special_tokens: None,
             form: RawForm::default(),
+            sampling: Sampling::default(),
             params: RequestParams {
                 stream: false,
                 include_usage: false,
@@ -242,6 +278,7 @@ impl<'a> Raw<'a> {
                 stop_token_ids: Vec::new(),
                 include_stop_str_in_output: false,
                 seed: None,
+                greedy: false,
                 logprobs: None,
                 prompt_logprobs: None,
                 scores_echo: false,
@@ -305,31 +342,47 @@ impl<'a> Raw<'a> {
             "logprobs" => match kind {
                 CompletionApi::Chat => self.chat_logprobs = boolean(name, &value)?,
                 CompletionApi::Completion => {
-                    self.completion_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?);
+                    self.completion_logprobs = Some(top_count(name, &value)?);
                 }
             },
-            "top_logprobs" => self.top_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?),
+            "top_logprobs" => self.top_logprobs = Some(top_count(name, &value)?),
             "echo" => params.echo = boolean(name, &value)?,
             "add_special_tokens" => self.add_special_tokens = Some(boolean(name, &value)?),
             "add_generation_prompt" => self.add_generation_prompt = Some(boolean(name, &value)?),
             "continue_final_message" => self.continue_final_message = boolean(name, &value)?,
             "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
             "priority" => params.priority = priority(name, &value)?,
-            "user" => params.user = Some(name_text(name, value)?),
-            "request_id" => params.request_id = Some(printable(name, name_text(name, value)?)?),
-            "cache_salt" => params.cache_salt = Some(name_text(name, value)?),
+            "user" => params.user = name_text(name, value)?,
+            "request_id" => {
+                let id = name_text(name, value)?;
+                params.request_id = id.map(|id| printable(name, id)).transpose()?;
+            }
+            "cache_salt" => {
+                let salt = name_text(name, value)?;
+                let empty = || ApiError::invalid(name, "`cache_salt` is empty; leave it out");
+                params.cache_salt = Some(salt.ok_or_else(empty)?);
+            }
             "return_token_ids" => params.return_token_ids = boolean(name, &value)?,
             "best_of" => self.best_of = Some(whole(name, &value, 1, N_MAX)?),
-            // Samplers are not modelled: their settings change nothing, but must make sense.
-            "temperature" => real(name, &value, |t| t >= 0.0, "0 or more")?,
-            "top_p" => real(name, &value, |p| p > 0.0 && p <= 1.0, "above 0 and up to 1")?,
-            "top_k" => real(
-                name,
-                &value,
-                |k| k >= -1.0 && k.fract() == 0.0,
-                "a whole number from -1 (0 and -1: all)",
-            )?,
-            "min_p" => real(name, &value, |p| (0.0..=1.0).contains(&p), "from 0 to 1")?,
+            // Samplers are not modelled: their settings must make sense, and change nothing unless they
+            // leave the most likely token alone.
+            "temperature" => {
+                let range = |t| (0.0..=2.0).contains(&t);
+                self.sampling.temperature = real(name, &value, range, "from 0 to 2")?;
+            }
+            "top_p" => {
+                let range = |p| p > 0.0 && p <= 1.0;
+                self.sampling.top_p = real(name, &value, range, "above 0 and up to 1")?;
+            }
+            "top_k" => {
+                let range = |k: f64| k >= -1.0 && k.fract() == 0.0;
+                let wanted = "a whole number from -1 (0 and -1: all)";
+                self.sampling.top_k = real(name, &value, range, wanted)?;
+            }
+            "min_p" => {
+                let range = |p| (0.0..=1.0).contains(&p);
+                self.sampling.min_p = real(name, &value, range, "from 0 to 1")?;
+            }
             "frequency_penalty" | "presence_penalty" => {
                 real(name, &value, |p| (-2.0..=2.0).contains(&p), "from -2 to 2")?;
             }
@@ -352,10 +405,12 @@ impl<'a> Raw<'a> {
                 params.vocab.get_or_insert_default().allowed = allowed;
             }
             "prompt_logprobs" => {
-                let top = whole(name, &value, 0, LOGPROBS_MAX)?;
+                let top = top_count(name, &value)?;
                 params.prompt_logprobs = Some(LogprobsWish { top });
             }
-            "repetition_penalty" => real(name, &value, |p| p > 0.0, "above 0")?,
+            "repetition_penalty" => {
+                real(name, &value, |p| p > 0.0 && p.is_finite(), "above 0")?;
+            }
             other => unreachable!("`{other}` is in the table of fields, but nothing takes it"),
         }
         Ok(())
@@ -421,6 +476,18 @@ impl<'a> Raw<'a> {
                     "`min_tokens` is {}, more than the {max_tokens} tokens that `max_tokens` \
                      allows; lower it",
                     params.min_tokens
+                ),
+            ));
+        }
+        params.greedy = self.sampling.is_greedy();
+        // As in vLLM: choices would be copies of each other.
+        if self.sampling.temperature == 0.0 && params.n > 1 {
+            return Err(ApiError::invalid(
+                "n",
+                format!(
+                    "`n` is {}, but with a `temperature` of 0 all choices would be the same; send `n: 1`, or a \
+                     higher `temperature`",
+                    params.n
                 ),
             ));
         }
@@ -573,6 +640,8 @@ pub(super) fn read_members<'a>(
         }
     }
 
+    // As Python's parser: some editors and clients begin UTF-8 with it.
+    let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
     let body = std::str::from_utf8(body).map_err(|error| {
         ApiError::bad_body(format!(
             "the body is not UTF-8: byte {} cannot stand there; JSON is sent as UTF-8",
@@ -628,10 +697,9 @@ pub(super) fn wrong_type(path: &str, wanted: &str, value: &Json<'_>) -> ApiError
 }
 
 pub(super) fn boolean(path: &str, value: &Json<'_>) -> Result<bool, ApiError> {
-    match value {
-        Json::Bool(b) => Ok(*b),
-        other => Err(wrong_type(path, "true or false", other)),
-    }
+    value
+        .as_bool()
+        .ok_or_else(|| wrong_type(path, "true or false", value))
 }
 
 pub(super) fn text<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiError> {
@@ -641,18 +709,19 @@ pub(super) fn text<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiE
     }
 }
 
-fn name_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
+/// A name; `None` if it is empty, which names nothing.
+fn name_text(path: &str, value: Json<'_>) -> Result<Option<String>, ApiError> {
     let name = text(path, value)?;
-    if name.is_empty() || name.len() > NAME_BYTES_MAX {
+    if name.len() > NAME_BYTES_MAX {
         return Err(ApiError::invalid(
             path,
             format!(
-                "`{path}` has {} bytes; it must have 1 to {NAME_BYTES_MAX}",
+                "`{path}` has {} bytes; it must have at most {NAME_BYTES_MAX}",
                 name.len()
             ),
         ));
     }
-    Ok(name.into_owned())
+    Ok(Some(name.into_owned()).filter(|name| !name.is_empty()))
 }
 
 /// A name that stands in logs and headers: no line breaks.
@@ -685,21 +754,31 @@ pub(super) fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<
     }
 }
 
-fn real(path: &str, value: &Json<'_>, holds: fn(f64) -> bool, range: &str) -> Result<(), ApiError> {
-    let number = match value {
-        Json::Unsigned(n) => *n as f64,
-        Json::Negative(n) => *n as f64,
-        Json::Real(n) => *n,
-        other => return Err(wrong_type(path, "a number", other)),
+fn real(
+    path: &str,
+    value: &Json<'_>,
+    holds: fn(f64) -> bool,
+    range: &str,
+) -> Result<f64, ApiError> {
+    let Some(number) = value.as_real() else {
+        return Err(wrong_type(path, "a number", value));
     };
     if holds(number) {
-        Ok(())
+        Ok(number)
     } else {
         Err(ApiError::invalid(
             path,
             format!("`{path}` is {number}; it must be {range}"),
         ))
     }
+}
+
+/// A number of log probabilities per token. As in vLLM, texts are not converted here.
+fn top_count(path: &str, value: &Json<'_>) -> Result<u32, ApiError> {
+    if matches!(value, Json::Text(_)) {
+        return Err(wrong_type(path, "a whole number", value));
+    }
+    whole(path, value, 0, LOGPROBS_MAX)
 }
 
 /// Tokens that a bias excludes, and those that it forces, sorted. Other biases change nothing: no logits are modelled.
@@ -716,18 +795,12 @@ fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId
                 format!("`{at}`: names in `{path}` must be token ids"),
             ));
         };
-        real(
-            &at,
-            bias,
-            |b| (-100.0..=100.0).contains(&b),
-            "from -100 to 100",
-        )?;
-        match bias {
-            Json::Negative(-100) => banned.push(id),
-            Json::Unsigned(100) => forced.push(id),
-            Json::Real(bias) if *bias == -100.0 => banned.push(id),
-            Json::Real(bias) if *bias == 100.0 => forced.push(id),
-            _ => {}
+        let range = |b| (-100.0..=100.0).contains(&b);
+        let bias = real(&at, bias, range, "from -100 to 100")?;
+        if bias == -100.0 {
+            banned.push(id);
+        } else if bias == 100.0 {
+            forced.push(id);
         }
         if banned.len().max(forced.len()) > STOP_TOKENS_MAX {
             return Err(ApiError::invalid(
@@ -871,7 +944,11 @@ fn prompts<'a>(path: &str, value: Json<'a>) -> Result<Vec<PromptInput<'a>>, ApiE
         Json::Text(text) => vec![PromptInput::Text(text)],
         Json::Tokens(tokens) => vec![PromptInput::Tokens(tokens)],
         // Numbers, one of which is no token id.
-        Json::Array(elements) if elements.first().is_some_and(Json::is_number) => {
+        Json::Array(elements)
+            if elements
+                .first()
+                .is_some_and(|of| matches!(of, Json::Bool(_)) || of.is_number()) =>
+        {
             vec![PromptInput::Tokens(tokens(path, Json::Array(elements))?)]
         }
         Json::Array(elements) => elements
@@ -980,19 +1057,14 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
             format!("`{path}.role` is empty; send `user`, `assistant` or `system`"),
         ));
     }
-    let content = match content {
-        Some(content) => content,
-        // The one message that OpenAI lets go without: an assistant's that called tools.
-        None if role == "assistant" => Cow::Borrowed(""),
-        None => return Err(missing(&format!("{path}.content"))),
-    };
     Ok(Message {
         // Thoughts of others are nothing to a template.
         reasoning: reasoning
             .or(reasoning_content)
             .filter(|_| role == "assistant"),
         role,
-        content,
+        // As in vLLM, any message may go without; OpenAI lets only an assistant's that called tools.
+        content: content.unwrap_or_default(),
         name,
         images,
         tools: (!calls.is_empty() || call_id.is_some())
@@ -1016,6 +1088,7 @@ fn message_content<'a>(
     let mut joined: Option<Cow<'a, str>> = None;
     for (at, part) in parts.into_iter().enumerate() {
         match (content_part(&format!("{path}.{at}"), part)?, &mut joined) {
+            (Part::Nothing, _) => {}
             (Part::Image(hash), text) => {
                 let at = text.as_ref().map_or(0, |text| text.len());
                 images.push(ImagePart { at, hash });
@@ -1039,6 +1112,8 @@ enum Part<'a> {
     Text(Cow<'a, str>),
     /// An image, by the hash of its address or data.
     Image(u64),
+    /// A text that is null.
+    Nothing,
 }
 
 fn content_part<'a>(path: &str, part: Json<'a>) -> Result<Part<'a>, ApiError> {
@@ -1048,35 +1123,56 @@ fn content_part<'a>(path: &str, part: Json<'a>) -> Result<Part<'a>, ApiError> {
         other => return Err(wrong_type(path, "an object with a `type`", &other)),
     };
     let mut kind = None;
-    let mut said = None;
+    let mut said = [const { None }; TEXT_MEMBERS.len()];
     let mut image = None;
     for (member, value) in members {
+        let at = || format!("{path}.{member}");
+        if let Some(of) = TEXT_MEMBERS.iter().position(|name| *name == member) {
+            said[of] = Some(match value {
+                Json::Null => None,
+                value => Some(text(&at(), value)?),
+            });
+            continue;
+        }
         match &*member {
-            "type" => kind = Some(text(&format!("{path}.type"), value)?),
-            "text" => said = Some(text(&format!("{path}.text"), value)?),
-            "image_url" => image = Some(image_hash(&format!("{path}.image_url"), value)?),
+            "type" if value != Json::Null => kind = Some(text(&at(), value)?),
+            "image_url" => image = Some(image_hash(&at(), value)?),
             _ => {}
         }
     }
-    match kind.as_deref() {
-        Some("text") => {
-            let text = said.ok_or_else(|| missing(&format!("{path}.text")))?;
-            Ok(Part::Text(text))
-        }
-        Some("image_url") => {
+    let kind = match kind {
+        Some(kind) => kind,
+        None if image.is_some() => "image_url".into(),
+        None => return Err(missing(&format!("{path}.type"))),
+    };
+    // As vLLM's `MM_PARSER_MAP` (`vllm/renderers/chat_utils/chat_message.py`).
+    let member = match &*kind {
+        "text" | "input_text" | "output_text" => "text",
+        "refusal" | "thinking" => &*kind,
+        "image_url" | "input_image" => {
             let hash = image.ok_or_else(|| missing(&format!("{path}.image_url")))?;
-            Ok(Part::Image(hash))
+            return Ok(Part::Image(hash));
         }
-        Some(other) => Err(ApiError::unsupported(
-            path,
-            format!(
-                "`{path}` is a part of type `{}`; only `text` and `image_url` parts are supported",
-                clip(other)
-            ),
-        )),
-        None => Err(missing(&format!("{path}.type"))),
+        other => {
+            return Err(ApiError::unsupported(
+                path,
+                format!(
+                    "`{path}` is a part of type `{}`; only parts with text and images are supported",
+                    clip(other)
+                ),
+            ));
+        }
+    };
+    let of = TEXT_MEMBERS.iter().position(|name| *name == member);
+    match of.and_then(|of| said[of].take()) {
+        Some(Some(text)) => Ok(Part::Text(text)),
+        Some(None) => Ok(Part::Nothing),
+        None => Err(missing(&format!("{path}.{member}"))),
     }
 }
+
+/// Members of a part that hold its text, each for its kinds of parts.
+const TEXT_MEMBERS: [&str; 3] = ["text", "refusal", "thinking"];
 
 pub(super) fn is_image_address(url: &str) -> bool {
     ["http://", "https://", "data:image/"]

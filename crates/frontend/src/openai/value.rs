@@ -54,18 +54,57 @@ impl<'a> Json<'a> {
         matches!(self, Json::Unsigned(_) | Json::Negative(_) | Json::Real(_))
     }
 
-    /// `self`, with a whole number that is written as a real one (`2.0`, `1e3`) as a whole number: clients in languages with one
-    /// type of numbers send those, and vLLM takes them.
+    /// The whole number that vLLM reads from `self`, if it reads one: `2.0`, `"2"`, `" 2.00 "` and `true` are numbers
+    /// too. Source: pydantic's conversion table, lax mode.
     pub(super) fn as_whole(&self) -> Cow<'_, Json<'a>> {
-        match *self {
+        let whole = match self {
             Json::Real(n) if n.fract() == 0.0 && n.abs() < WHOLE_MAX => {
                 let size = floor_u64(n.abs());
-                Cow::Owned(match i64::try_from(size) {
-                    Ok(size @ 1..) if n < 0.0 => Json::Negative(-size),
+                match i64::try_from(size) {
+                    Ok(size @ 1..) if *n < 0.0 => Json::Negative(-size),
                     _ => Json::Unsigned(size),
-                })
+                }
             }
-            _ => Cow::Borrowed(self),
+            Json::Bool(b) => Json::Unsigned(u64::from(*b)),
+            Json::Text(text) => match whole_of_text(text) {
+                Some(number) => number,
+                None => return Cow::Borrowed(self),
+            },
+            _ => return Cow::Borrowed(self),
+        };
+        Cow::Owned(whole)
+    }
+
+    /// The real number that vLLM reads from `self`; as [`as_whole`](Self::as_whole).
+    pub(super) fn as_real(&self) -> Option<f64> {
+        match self {
+            Json::Unsigned(n) => Some(*n as f64),
+            Json::Negative(n) => Some(*n as f64),
+            Json::Real(n) => Some(*n),
+            Json::Bool(b) => Some(f64::from(u8::from(*b))),
+            Json::Text(text) => without_underscores(text.trim())?.parse().ok(),
+            _ => None,
+        }
+    }
+
+    /// The truth value that vLLM reads from `self`; as [`as_whole`](Self::as_whole).
+    pub(super) fn as_bool(&self) -> Option<bool> {
+        match self {
+            Json::Bool(b) => Some(*b),
+            Json::Text(text) => {
+                let is = |word: &&str| text.eq_ignore_ascii_case(word);
+                if ["1", "on", "t", "true", "y", "yes"].iter().any(is) {
+                    Some(true)
+                } else {
+                    let no = ["0", "off", "f", "false", "n", "no"].iter().any(is);
+                    no.then_some(false)
+                }
+            }
+            number => match number.as_real()? {
+                0.0 => Some(false),
+                1.0 => Some(true),
+                _ => None,
+            },
         }
     }
 
@@ -160,6 +199,43 @@ pub(crate) fn members(text: &str) -> Option<Vec<(String, Tree)>> {
         Tree::Object(members) => Some(members),
         _ => None,
     }
+}
+
+/// The whole number in a text: a sign, digits, and zeros behind a point.
+fn whole_of_text<'a>(text: &str) -> Option<Json<'a>> {
+    let text = without_underscores(text.trim())?;
+    let digits = match text.split_once('.') {
+        Some((digits, zeros)) if !zeros.is_empty() && zeros.bytes().all(|b| b == b'0') => digits,
+        Some(_) => return None,
+        None => &text,
+    };
+    match digits.parse::<u64>() {
+        Ok(n) => Some(Json::Unsigned(n)),
+        Err(_) => match digits.parse::<i64>().ok()? {
+            0 => Some(Json::Unsigned(0)), // `-0`
+            n => Some(Json::Negative(n)),
+        },
+    }
+}
+
+/// `text` without single underscores between digits, as Python writes long numbers; `None` if others are in it.
+fn without_underscores(text: &str) -> Option<Cow<'_, str>> {
+    if !text.contains('_') {
+        return Some(text.into());
+    }
+    let digit = |part: &str, last: bool| {
+        let byte = if last {
+            part.bytes().last()
+        } else {
+            part.bytes().next()
+        };
+        byte.is_some_and(|b| b.is_ascii_digit())
+    };
+    let parts: Vec<&str> = text.split('_').collect();
+    let between = parts
+        .windows(2)
+        .all(|pair| digit(pair[0], true) && digit(pair[1], false));
+    between.then(|| parts.concat().into())
 }
 
 /// Values a body may have besides token ids: a value takes 32 bytes where its text may take 2, and

@@ -44,6 +44,124 @@ fn check_refused(kind: CompletionApi, fields: Value, param: &str, part: &str) {
 
 use CompletionApi::{Chat, Completion};
 
+/// Texts, booleans and real numbers in place of numbers and booleans, with the values that pydantic's conversion
+/// table gives them in lax mode; `None`: refused.
+#[test]
+fn values_are_converted_as_pydantic_does() {
+    let numbers = [
+        (json!("3"), Some(3)),
+        (json!(" 3\n"), Some(3)),
+        (json!("+3"), Some(3)),
+        (json!("3.0"), Some(3)),
+        (json!("3.00"), Some(3)),
+        (json!("1_0"), Some(10)),
+        (json!("007"), Some(7)),
+        (json!(3.0), Some(3)),
+        (json!(true), Some(1)),
+        (json!(""), None),
+        (json!("3.5"), None),
+        (json!("3."), None),
+        (json!("1e1"), None),
+        (json!("_3"), None),
+        (json!("1__0"), None),
+        (json!("0x3"), None),
+        (json!("three"), None),
+        (json!(3.5), None),
+        (json!([3]), None),
+        (json!({}), None),
+    ];
+    for (value, expected) in numbers {
+        let body = body(Completion, json!({"max_tokens": value}));
+        let parsed = parse(Completion, &body).ok();
+        let number = parsed.and_then(|request| request.params.max_tokens);
+        assert_eq!(number, expected, "{body}");
+    }
+    let truths = [
+        (json!(1), Some(true)),
+        (json!(0), Some(false)),
+        (json!(1.0), Some(true)),
+        (json!(0.0), Some(false)),
+        (json!("true"), Some(true)),
+        (json!("TRUE"), Some(true)),
+        (json!("on"), Some(true)),
+        (json!("Yes"), Some(true)),
+        (json!("y"), Some(true)),
+        (json!("t"), Some(true)),
+        (json!("1"), Some(true)),
+        (json!("false"), Some(false)),
+        (json!("Off"), Some(false)),
+        (json!("no"), Some(false)),
+        (json!("n"), Some(false)),
+        (json!("f"), Some(false)),
+        (json!("0"), Some(false)),
+        (json!(2), None),
+        (json!(0.5), None),
+        (json!("maybe"), None),
+        (json!(" true"), None),
+        (json!(""), None),
+        (json!([]), None),
+    ];
+    for (value, expected) in truths {
+        let body = body(Chat, json!({"stream": value}));
+        let stream = parse(Chat, &body).ok().map(|request| request.params.stream);
+        assert_eq!(stream, expected, "{body}");
+    }
+    let greedy = [
+        (json!({"temperature": 0}), true),
+        (json!({"temperature": "0"}), true),
+        (json!({"temperature": false}), true),
+        (json!({"temperature": "1e-6"}), true),
+        (json!({"temperature": 0.01}), false),
+        (json!({"top_k": 1}), true),
+        (json!({"top_k": "1"}), true),
+        (json!({"top_k": 2}), false),
+        (json!({"top_p": 1e-6}), true),
+        (json!({"top_p": "0.9"}), false),
+        (json!({"min_p": 1}), true),
+        (json!({}), false),
+    ];
+    for (fields, expected) in greedy {
+        let body = body(Chat, fields);
+        assert_eq!(
+            parse(Chat, &body).unwrap().params.greedy,
+            expected,
+            "{body}"
+        );
+    }
+}
+
+#[test]
+fn what_vllm_takes_is_taken() {
+    let parts = json!([
+        {"type": "input_text", "text": "a"},
+        {"type": "output_text", "text": "b"},
+        {"type": "refusal", "refusal": "c"},
+        {"type": "thinking", "thinking": "d"},
+        {"type": "text", "text": null},
+        "e",
+    ]);
+    let fields = json!({
+        "messages": [{"role": "user", "content": parts}, {"role": "user"}],
+        "tools": [], "tool_choice": "auto", "user": "", "request_id": "",
+    });
+    let body = body(Chat, fields);
+    let marked = format!("\u{feff}{body}");
+    let request = parse(Chat, &marked).expect(&body);
+    let Input::Chat { messages, .. } = &request.input else {
+        panic!("a chat");
+    };
+    assert_eq!(messages[0].content, "a\nb\nc\nd\ne");
+    assert_eq!(messages[1].content, "");
+    let params = &request.params;
+    assert!(params.form.is_none() && params.user.is_none() && params.request_id.is_none());
+    for refused in [
+        r#"{"prompt": "x", "logprobs": "1"}"#,
+        "\u{feff}\u{feff}{\"prompt\": \"x\"}",
+    ] {
+        assert!(parse(Completion, refused).is_err(), "{refused}");
+    }
+}
+
 #[test]
 fn everything_that_is_modelled_is_understood() {
     let body = body(
@@ -60,7 +178,7 @@ fn everything_that_is_modelled_is_understood() {
             "seed": -1, "logprobs": true, "top_logprobs": 4, "priority": -3, "user": "u",
             "request_id": "r", "cache_salt": "s", "add_generation_prompt": false,
             "chat_template_kwargs": {"thinking": false},
-            "temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.5, "presence_penalty": -2,
+            "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.5, "presence_penalty": -2,
             "logit_bias": {"5": -100}, "frequency_penalty": 2.0, "repetition_penalty": 1.1, "best_of": 3,
             "somebody_elses_field": {"deep": [1, {"er": null}]},
         }),
@@ -179,7 +297,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "must be a string, not a number",
             ),
             (
-                json!({"stream": "yes"}),
+                json!({"stream": "maybe"}),
                 "stream",
                 "must be true or false, not a string",
             ),
@@ -198,7 +316,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "is 10000000000",
             ),
             (
-                json!({"max_tokens": "10"}),
+                json!({"max_tokens": "ten"}),
                 "max_tokens",
                 "must be a whole number, not a string",
             ),
@@ -208,7 +326,9 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "`max_tokens` allows",
             ),
             (json!({"min_tokens": -1}), "min_tokens", "is -1"),
-            (json!({"temperature": -0.1}), "temperature", "0 or more"),
+            (json!({"temperature": -0.1}), "temperature", "from 0 to 2"),
+            (json!({"temperature": 2.1}), "temperature", "from 0 to 2"),
+            (json!({"temperature": 0, "n": 2}), "n", "would be the same"),
             (
                 json!({"temperature": "hot"}),
                 "temperature",
@@ -268,12 +388,12 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "must be an object",
             ),
             (
-                json!({"stream": true, "stream_options": {"include_usage": 1}}),
+                json!({"stream": true, "stream_options": {"include_usage": 2}}),
                 "stream_options.include_usage",
                 "true or false",
             ),
             (
-                json!({"stream": true, "stream_options": {"continuous_usage_stats": "yes"}}),
+                json!({"stream": true, "stream_options": {"continuous_usage_stats": "maybe"}}),
                 "stream_options.continuous_usage_stats",
                 "true or false",
             ),
@@ -282,7 +402,8 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "priority",
                 "from -2147483648 to 2147483647",
             ),
-            (json!({"user": ""}), "user", "1 to 512"),
+            (json!({"user": "x".repeat(513)}), "user", "at most 512"),
+            (json!({"cache_salt": ""}), "cache_salt", "is empty"),
             (
                 json!({"cache_salt": "x".repeat(513)}),
                 "cache_salt",
@@ -322,11 +443,6 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "must be a string",
         ),
         (
-            json!({"messages": [{"role": "user"}]}),
-            "messages.0.content",
-            "is missing",
-        ),
-        (
             json!({"messages": [{"role": "user", "content": 7}]}),
             "messages.0.content",
             "not a number",
@@ -347,7 +463,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 {"type": "video_url", "video_url": {"url": "data:"}},
             ]}]}),
             "messages.0.content.1",
-            "`video_url`; only `text` and `image_url` parts",
+            "`video_url`; only parts with text and images",
         ),
         (
             json!({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
@@ -634,7 +750,7 @@ fn tokenize_takes_a_prompt_or_a_chat() {
             "messages",
         ),
         (
-            r#"{"prompt": "x", "add_special_tokens": 1}"#,
+            r#"{"prompt": "x", "add_special_tokens": 2}"#,
             "add_special_tokens",
         ),
     ] {

@@ -529,7 +529,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
         (
             json!({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
             "messages.0.content.0",
-            "`image_url`",
+            "parts with text and images",
         ),
         (
             json!({"logit_bias": {"5": 101}}),
@@ -577,16 +577,16 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "prompt.0.1",
             "must be a whole number, not a string",
         ),
-        (json!({"prompt": [true]}), "prompt.0", "not a boolean"),
+        (json!({"prompt": [null]}), "prompt.0", "not null"),
         (
             json!({"prompt": vec!["a"; 20], "n": 100}),
             "prompt",
             "make 2000 choices",
         ),
         (
-            json!({"logprobs": true}),
+            json!({"logprobs": "1"}),
             "logprobs",
-            "a whole number, not a boolean",
+            "a whole number, not a string",
         ),
         (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
         (json!({"suffix": "end"}), "suffix", "not supported"),

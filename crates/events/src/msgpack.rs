@@ -343,7 +343,7 @@ impl<'b> Reader<'b> {
 
     /// Skips a value of any type.
     pub(crate) fn skip(&mut self, what: &'static str) -> Result<(), DecodeError> {
-        // Iterative: the depth of what is skipped is that of a stranger's message.
+        // Iterative: a stranger decides how deep a message nests.
         let mut values = 1_usize;
         while values > 0 {
             values = (values - 1).saturating_add(self.skip_head(what)?);

@@ -473,7 +473,7 @@ fn whole_answers_are_read_before_they_are_believed() {
                     "200 OK",
                     "content-type: application/json\r\n",
                     b"{\"choices\":[]}",
-                )
+                );
             },
             &["--set=router.policy=\"round_robin\""],
         );
@@ -665,12 +665,13 @@ fn drawn_endings_reach_the_client_as_one_answer() {
             let json = format!(
                 r#"{{"id":"{prompt}","created":1,"choices":[{{"index":0,"text":"{word}","finish_reason":{reason}}}]}}"#
             );
-            text += &match draws.next(4) {
+            let event = match draws.next(4) {
                 0 => format!(": comment\nid: {number}\ndata: {json}\n\n"),
                 1 => format!("data:{}\n\n", json.replacen(',', ",\ndata:", 2)),
                 2 => format!(": comment\n\nretry: 5\nevent: m\ndata: {json}\n: c\n\n"),
                 _ => format!("data: {json}\n\n"),
             };
+            text.push_str(&event);
         }
         if !fails {
             text += DONE;

@@ -12,7 +12,7 @@ use slipstream_config::preset::{ModelShape, ReadModel};
 
 use crate::models::{published, read};
 
-/// The models that are read, with what is read of them.
+/// Models, each with the shape that is read of its file.
 static MODELS: LazyLock<Vec<(Value, ReadModel)>> = LazyLock::new(|| {
     published()
         .into_iter()

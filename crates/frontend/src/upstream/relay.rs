@@ -160,7 +160,7 @@ struct Events {
     not_kept: &'static str,
     /// Its progress towards its end.
     end: StreamEnd,
-    /// An error of the engine, behind what was sent on.
+    /// An error of the engine, behind the events already passed on.
     reported: Option<Reported>,
     /// The client has the beginning of an event without its end.
     is_partial: bool,
@@ -961,7 +961,7 @@ impl Relay {
         }
     }
 
-    /// An error that the engine reported, behind what was sent on.
+    /// An error that the engine reported behind the events already passed on.
     fn take_reported(&mut self) -> Option<Reported> {
         self.events.as_mut()?.reported.take()
     }

@@ -877,13 +877,20 @@ mod tests {
         let space = if style & 4 == 0 { " " } else { "" };
         let mut text = String::new();
         if style & 8 != 0 {
-            text += &format!(": comment{ending}id: 7{ending}event: message{ending}");
+            text.extend([
+                ": comment",
+                ending,
+                "id: 7",
+                ending,
+                "event: message",
+                ending,
+            ]);
         }
         for line in json.lines() {
-            text += &format!("data:{space}{line}{ending}");
+            text.extend(["data:", space, line, ending]);
         }
         if style & 16 != 0 {
-            text += &format!("retry: 5{ending}");
+            text.extend(["retry: 5", ending]);
         }
         text + ending
     }
@@ -908,17 +915,16 @@ mod tests {
                 } else {
                     ",\"usage\":null".to_owned()
                 };
-                let (event, generated) = match DELTAS.get(*which) {
-                    Some((choice, generated)) => (format!("{{\"choices\":[{choice}]{counted}}}"), *generated),
-                    None => {
-                        let (event, generated) = OTHERS[which - DELTAS.len()];
-                        (format!("{}{counted}}}", event.strip_suffix('}').unwrap()), generated)
-                    }
+                let (event, generated) = if let Some((choice, generated)) = DELTAS.get(*which) {
+                    (format!("{{\"choices\":[{choice}]{counted}}}"), *generated)
+                } else {
+                    let (event, generated) = OTHERS[which - DELTAS.len()];
+                    (format!("{}{counted}}}", event.strip_suffix('}').unwrap()), generated)
                 };
                 expected += u64::from(generated);
                 stream += &written(&event, ending, *style);
             }
-            stream += &format!("data: [DONE]{ending}{ending}");
+            stream.extend(["data: [DONE]", ending, ending]);
             let answer = feed(&stream, &cuts);
             prop_assert_eq!(answer.events, expected, "{}", &stream);
             prop_assert_eq!(answer.usage.map(|u| u.completion_tokens), usage);

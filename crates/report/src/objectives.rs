@@ -31,7 +31,7 @@ impl Objectives {
         let own = |slo: &Option<Slo>| slo.clone().filter(|_| stated.is_none());
         let classes = match &workload.content {
             Content::Generated(classes) => classes.as_slice(),
-            _ => &[],
+            Content::Trace(_) => &[],
         };
         let mut classes: Vec<_> = classes
             .iter()
@@ -99,14 +99,14 @@ mod tests {
 
     use super::*;
 
-    fn slo(text: &str) -> Option<Slo> {
-        Some(text.parse().expect("an objective"))
+    fn slo(text: &str) -> Slo {
+        text.parse().expect("an objective")
     }
 
     fn workload(own: &[Option<&str>]) -> Workload {
         let classes = own.iter().enumerate().map(|(at, own)| Class {
             name: format!("c{at}"),
-            slo: own.and_then(slo),
+            slo: own.map(slo),
             ..Class::default()
         });
         Workload {
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_stated_objective_replaces_those_of_the_file_in_every_class() {
-        let stated = slo("ttft=1ms");
+        let stated = Some(slo("ttft=1ms"));
         for own in [
             &[None][..],
             &[Some("ttft=1s,itl=50ms")],
@@ -130,7 +130,7 @@ mod tests {
             let by_file = Objectives::of(&workload, None);
             for (class, own) in (0..).zip(own) {
                 assert_eq!(objectives.of_class(class), stated.as_ref(), "{own:?}");
-                assert_eq!(by_file.of_class(class), own.and_then(slo).as_ref());
+                assert_eq!(by_file.of_class(class), own.map(slo).as_ref());
             }
             assert_eq!(objectives.to_string(), "ttft=1ms");
             // The report has rows of classes whoever states the objective.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use fake::{Fake, Received, Reply, STREAM_HEAD, chunk, ending, http, stream, token};
 use proptest::prelude::*;
 use slipstream_base::Stage;
-use slipstream_bench::answer::{Answer, TextField};
+use slipstream_bench::answer::Answer;
 use slipstream_bench::http::Parser;
 use slipstream_bench::{BenchError, Config, Endpoint, Outcome, PromptForm, Target, run};
 use slipstream_config::workload_file::{
@@ -526,7 +526,7 @@ proptest! {
             rest = after;
         }
         wire += "0\r\n\r\n";
-        let (mut parser, mut answer) = (Parser::default(), Answer::new(TextField::Text, true));
+        let (mut parser, mut answer) = (Parser::default(), Answer::new(true));
         let (mut rest, mut sizes) = (wire.as_bytes(), reads.iter().cycle());
         while !rest.is_empty() {
             let (now, after) = rest.split_at((*sizes.next().unwrap()).min(rest.len()));

@@ -416,9 +416,8 @@ mod tests {
             "model" | "user" | "request_id" | "cache_salt" => json!("m"),
             // Greedy.
             "temperature" => json!(0),
-            "top_k" | "min_p" => json!(1),
             "top_p" => json!(1e-6),
-            "best_of" | "repetition_penalty" => json!(1),
+            "top_k" | "min_p" | "best_of" | "repetition_penalty" => json!(1),
             "frequency_penalty" | "presence_penalty" => json!(0.5),
             _ => json!(3),
         };

@@ -401,19 +401,21 @@ impl<'de> Visitor<'de> for Choice<'_> {
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
         let mut generated = false;
+        let mut none = None;
+        let mut text = self.text;
         while let Some(name) = map.next_key::<ChoiceName>()? {
-            match name {
-                ChoiceName::Delta => {
-                    let text = &mut *self.text;
-                    generated |= map.next_value_seed(Delta { text })?;
-                }
-                ChoiceName::Text => {
-                    let text = &mut *self.text;
-                    generated |= map.next_value_seed(Kept { text })?;
-                }
+            let of = match name {
+                ChoiceName::Delta => map.next_value_seed(Delta { text: &mut *text })?,
+                ChoiceName::Text => map.next_value_seed(Kept { text: &mut *text })?,
                 ChoiceName::Other => {
                     map.next_value::<IgnoredAny>()?;
+                    false
                 }
+            };
+            generated |= of;
+            if of {
+                // A text that has two names is one text.
+                text = &mut none;
             }
         }
         Ok(generated)

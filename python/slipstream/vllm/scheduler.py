@@ -503,6 +503,7 @@ class SchedulerHalf:
                         rank,
                         error,
                     )
+
     def _note_events(self, messages: list[tuple[str, bytes]]) -> None:
         assert self._events is not None
         groups = self._layout.groups

@@ -475,7 +475,7 @@ const CLASSES: &[Class] = &[
         ..BASE
     },
     Class {
-        types: &["exaone4"],
+        types: &["exaone4", "exaone4_5_text"],
         architectures: &["Exaone4ForCausalLM"],
         windows: Windows::Every(4),
         qk_norm: true,
@@ -627,6 +627,7 @@ const AROUND: &[(&str, &str)] = &[
     ("aya_vision", "AyaVisionForConditionalGeneration"),
     ("cohere2_vision", "Cohere2VisionForConditionalGeneration"),
     ("deepseek_vl_v2", "DeepseekVLV2ForCausalLM"),
+    ("exaone4_5", "Exaone4_5_ForConditionalGeneration"),
     ("gemma3", "Gemma3ForConditionalGeneration"),
     ("glm4v", "Glm4vForConditionalGeneration"),
     ("glm4v_moe", "Glm4vMoeForConditionalGeneration"),

@@ -298,6 +298,8 @@ pub(super) const MTP: &[&str] = &[
     "num_nextn_predict_layers",
     "num_mtp_modules",
     "num_mtp_layers",
+    "_num_mtp_layers",
+    "mtp_share_layers",
     "mtp_num_hidden_layers",
     "mtp_num_layers",
     "use_mtp",
@@ -611,7 +613,7 @@ const IMMATERIAL: &[(&str, &str)] = &[
          initializer_factor initializer_cutoff_factor use_return_dict gradient_checkpointing initialization_method \
          moe_z_loss_coefficient moe_aux_loss_coefficient router_z_loss_coefficient moe_dropout embedding_dropout \
          output_dropout residual_dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop \
-         moe_random_routing_dropout im_start_id head_dropout router_warmup_steps \
+         moe_random_routing_dropout im_start_id head_dropout router_warmup_steps mtp_loss_scaling_factor \
          moe_capacity moe_gate moe_gate_act moe_use_aux_free moe_use_aux_free_update_coef",
     ),
     (
@@ -619,7 +621,7 @@ const IMMATERIAL: &[(&str, &str)] = &[
         "use_flash_attn use_flash_attention use_flash_attention_2 _attn_implementation attn_implementation \
          _experts_implementation moe_implementation use_dynamic_ntk use_logn_attn \
          use_cache_quantization use_cache_kernel softmax_in_fp32 fp32 bf16 fp16 experts_implementation \
-         pad_embeddings deterministic reference_compile use_fused_rmsnorm use_fused_mlp _commit_hash use_parallel_block use_parallel_embedding order_of_interleaved_layers cache_implementation \
+         use_grouped_mm pad_embeddings deterministic reference_compile use_fused_rmsnorm use_fused_mlp _commit_hash use_parallel_block use_parallel_embedding order_of_interleaved_layers cache_implementation \
          chunk_size_feed_forward is_decoder is_encoder_decoder torchscript tpu attn_impl low_cpu_mem_usage",
     ),
     (

@@ -297,20 +297,16 @@ fn language_model<'a>(
 
 fn class_of(fields: Fields<'_>, model_type: Option<&str>) -> Result<&'static Class, ShapeError> {
     let model_type = model_type.ok_or_else(|| fields.missing("model_type"))?;
-    match (class::of_type(model_type), class::refused(model_type)) {
-        (Some(class), _) => Ok(class),
-        (None, Some(why)) => {
-            Err(fields.unsupported("model_type", format!("`{model_type}` has {why}, which")))
-        }
-        (None, None) => Err(unknown(fields, model_type)),
-    }
+    class::of_type(model_type).ok_or_else(|| unknown(fields, model_type))
 }
 
+/// Refuses `model_type`, with the reason if it is known.
 fn unknown(fields: Fields<'_>, model_type: &str) -> ShapeError {
-    fields.unsupported(
-        "model_type",
-        format!("the architecture `{}`", cleaned(model_type)),
-    )
+    let what = match class::refused(model_type) {
+        Some(why) => format!("`{model_type}` has {why}, which"),
+        None => format!("the architecture `{}`", cleaned(model_type)),
+    };
+    fields.unsupported("model_type", what)
 }
 
 /// Refuses a class of the model that is not one of `known`, those of `model_type`: vLLM chooses the model by this name.

@@ -1,7 +1,9 @@
 //! Configurations of published models against their published sizes.
 //!
-//! `models.json` has the fields of each with their source: the defaults of the model's class in Transformers, a public copy
-//! of the file, or the repository of the model.
+//! `models.json` has the fields of each with `source`, the public file that was read for them: a copy of `config.json`, or
+//! the defaults of the model's class in Transformers. `published` is where the number of parameters was read. A model
+//! without `published` must only be readable. 65 models are read, 55 of them with a published
+//! number (10: only in the name of the model); 16 are refused.
 
 use serde_json::Value;
 use slipstream_config::preset::{Formats, ModelFiles, ReadModel};
@@ -12,8 +14,8 @@ pub(crate) struct Published {
     pub(crate) config: Value,
     /// Part of the reason why it is refused; `None`: it is read.
     pub(crate) refused: Option<String>,
-    /// Published parameters of what is served, billions.
-    billions: f64,
+    /// Published parameters of what is served, billions, if a source was read.
+    billions: Option<f64>,
     /// Published size of its weights, GB, if stated.
     gb: Option<f64>,
 }
@@ -29,7 +31,7 @@ pub(crate) fn published() -> Vec<Published> {
             name: model["name"].as_str().expect("a name").to_owned(),
             config: model["config"].clone(),
             refused: model["refused"].as_str().map(str::to_owned),
-            billions: model["billions"].as_f64().unwrap_or(0.0),
+            billions: model["billions"].as_f64(),
             gb: model["gb"][0].as_f64(),
         })
         .collect()
@@ -55,14 +57,13 @@ fn sizes_are_within_two_percent_of_the_published_ones() {
             (Err(error), None) => wrong.push(format!("{name}: {error}")),
             (found, Some(part)) => wrong.push(format!("{name}: {found:?} instead of {part}")),
             (Ok(read), None) => {
-                count += 1;
                 let shape = read.shape;
                 let billions = shape.params() as f64 / 1e9;
-                if (billions / model.billions - 1.0).abs() > 0.02 {
-                    wrong.push(format!(
-                        "{name}: {billions} billion, published {}",
-                        model.billions
-                    ));
+                if let Some(published) = model.billions {
+                    count += 1;
+                    if (billions / published - 1.0).abs() > 0.02 {
+                        wrong.push(format!("{name}: {billions} billion, published {published}"));
+                    }
                 }
                 let formats = Formats::of(&shape, shape.dtype());
                 let bytes = formats.weight_bytes(&shape, 1, 1) / 1e9;
@@ -75,5 +76,5 @@ fn sizes_are_within_two_percent_of_the_published_ones() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(count >= 60, "{count} models were read");
+    assert!(count >= 50, "{count} models have a published size");
 }

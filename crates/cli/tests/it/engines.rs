@@ -191,7 +191,7 @@ fn converse(model: &str, mut stream: TcpStream, seen: &Mutex<Vec<Seen>>, script:
     }
 }
 
-fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
+pub(crate) fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
     let mut line = String::new();
     reader.read_line(&mut line).ok().filter(|&read| read > 0)?;
     let mut headers = Vec::new();

@@ -43,6 +43,8 @@ fn pools(prefill: &[SocketAddr], decode: &[SocketAddr]) -> Vec<String> {
         "--set=pool.a.role=\"decode\"".into(),
         format!("--set=pool.b.engines=[{}]", urls(prefill)),
         "--set=pool.b.role=\"prefill\"".into(),
+        // Bodies are compared byte for byte.
+        "--set=upstream.resume=text".into(),
         "--set=live.shards=1".into(),
     ]
 }

@@ -20,6 +20,7 @@ mod engine_traffic;
 mod engines;
 mod engines_apart;
 mod engines_pairs;
+mod engines_resume;
 mod first_commands;
 mod kv;
 mod membership;

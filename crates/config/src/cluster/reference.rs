@@ -1797,9 +1797,9 @@ pub const KEYS: &[Key] = &[
     key(
         "upstream.health_timeout_s",
         "s, 0.001 to 86,400",
-        "5.0",
-        "Time limit of a health check.",
-        "Low: an engine that is busy counts as failed.",
+        "3.0",
+        "Time limit of a health check. After one, the next check follows at once, so a hung engine is down after `failures_max` of them.",
+        "Low: an engine that is busy counts as failed. High: requests wait longer for a hung engine.",
     ),
     key(
         "upstream.models_interval_s",
@@ -1881,8 +1881,8 @@ pub const KEYS: &[Key] = &[
     key(
         "upstream.resume",
         "\"off\", \"text\" or \"tokens\"",
-        "\"text\"",
-        "A stream whose engine is lost continues on another one: from the text so far, or from its tokens, for which `return_token_ids` is added to streaming requests to vLLM. `docs/engines.md` has the limits.",
+        "\"tokens\"",
+        "A stream whose engine is lost continues on another one: from its tokens if both engines run vLLM, for which `return_token_ids` is added to streaming requests that can continue; or from the text so far. `docs/engines.md` has the limits.",
         "\"text\": the tokens at the seam may differ from those of an undisturbed answer. \"off\": the stream ends with an error event.",
     ),
     key(

@@ -430,9 +430,10 @@ pub enum Resume {
     /// It ends with an error event.
     Off,
     /// It continues on another engine from the text so far.
-    #[default]
     Text,
-    /// It continues from the tokens so far, which vLLM is asked to send (`return_token_ids`).
+    /// It continues from the tokens so far, which vLLM is asked to send (`return_token_ids`); on other engines from the
+    /// text.
+    #[default]
     Tokens,
 }
 
@@ -458,7 +459,7 @@ pub struct UpstreamConfig {
     pub connections_idle_max: u32,
     /// Interval of health checks, s. Default 2.
     pub health_interval_s: f64,
-    /// Time limit of a health check, s. Default 5.
+    /// Time limit of a health check, s. Default 3.
     pub health_timeout_s: f64,
     /// Interval at which an engine's models are listed again, s. Default 30.
     pub models_interval_s: f64,
@@ -474,7 +475,7 @@ pub struct UpstreamConfig {
     pub retries_max: u32,
     /// Retries per request, on average over a shard. Default 0.2. Continued streams are not counted.
     pub retry_budget: f64,
-    /// Continuation of streams. Default `text`.
+    /// Continuation of streams. Default `tokens`.
     pub resume: Resume,
     /// Limit of an answer kept for its continuation, bytes. Default 1 MiB.
     pub resume_bytes_max: u64,
@@ -604,7 +605,7 @@ impl Default for UpstreamConfig {
             keep_alive_s: 4.0,
             connections_idle_max: 256,
             health_interval_s: 2.0,
-            health_timeout_s: 5.0,
+            health_timeout_s: 3.0,
             models_interval_s: 30.0,
             failures_max: 3,
             ejection_s: 5.0,
@@ -612,7 +613,7 @@ impl Default for UpstreamConfig {
             outlier: OutlierConfig::default(),
             retries_max: 3,
             retry_budget: 0.2,
-            resume: Resume::Text,
+            resume: Resume::Tokens,
             resume_bytes_max: 1 << 20,
             forward: Vec::new(),
             admin_key_file: None,

@@ -49,6 +49,19 @@ pub(super) struct Catalog {
 }
 
 impl Catalog {
+    /// Tokens of prompt and answer that `model` takes, or the only model; `None`: its engines do not say.
+    pub(super) fn model_len(&self, model: Option<&str>) -> Option<u64> {
+        let served = match model {
+            Some(model) => self.models.get(model)?,
+            None => self
+                .models
+                .values()
+                .next()
+                .filter(|_| self.models.len() == 1)?,
+        };
+        served.card.get("max_model_len")?.as_u64()
+    }
+
     /// From the models of each engine, in rising order. An engine without models has not been reached, and
     /// takes no requests.
     pub(super) fn new(engines: impl Iterator<Item = (WorkerId, Arc<[Model]>)>) -> Catalog {

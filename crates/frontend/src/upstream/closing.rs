@@ -5,17 +5,24 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 use super::ends::Api;
+use super::sent::Kept;
 use super::sse;
 
-/// The events that end a stream of a request with `body` after the events `sent`. `None` if some of the answer is missing.
-pub(super) fn closing(api: Api, body: &[u8], sent: &[u8]) -> Option<Vec<u8>> {
+/// The events that end a stream of a request with `body` after the events `sent`, which other engines continued at `seams`:
+/// where, and from which tokens, if that is known. `None` if some of the answer is missing.
+pub(super) fn closing(
+    api: Api,
+    body: &[u8],
+    sent: &[u8],
+    seams: &[(usize, Option<Kept>)],
+) -> Option<Vec<u8>> {
     if !api.has_choices() {
         return None;
     }
     let Ok(Value::Object(body)) = serde_json::from_slice(body) else {
         return None;
     };
-    let seen = Sent::read(sent)?;
+    let seen = Sent::read(sent, seams)?;
     let choices = choices(&body);
     let is_finished = seen.finished.len() as u64 >= choices;
     // An engine that holds text back, as it may begin a stop string, still has some of it.
@@ -80,6 +87,8 @@ struct Sent {
     finished: BTreeSet<u64>,
     /// Events with text or tokens: at most as many as tokens.
     steps: u64,
+    /// Those with text.
+    steps_with_text: u64,
     /// Tokens that events name; `None` if some do not.
     named: Option<u64>,
     prompt: Option<u64>,
@@ -91,11 +100,36 @@ struct Sent {
 
 impl Sent {
     /// Reads whole events. `None` if one is no object, or the stream is over.
-    fn read(bytes: &[u8]) -> Option<Sent> {
+    fn read(bytes: &[u8], seams: &[(usize, Option<Kept>)]) -> Option<Sent> {
         let mut sent = Sent {
             named: Some(0),
             ..Sent::default()
         };
+        let mut from = 0;
+        for &(at, kept) in seams {
+            sent.read_part(&bytes[from..at])?;
+            sent.on_seam(kept);
+            from = at;
+        }
+        sent.read_part(&bytes[from..])?;
+        Some(sent)
+    }
+
+    /// Another engine continues. It makes tokens again whose text did not come.
+    fn on_seam(&mut self, kept: Option<Kept>) {
+        if let Some(kept) = kept {
+            let tokens = kept.tokens as u64;
+            self.steps = self.steps.min(tokens);
+            self.named = Some(tokens);
+        } else {
+            self.steps = self.steps_with_text;
+            self.named = None;
+        }
+        self.steps_with_text = self.steps_with_text.min(self.steps);
+    }
+
+    fn read_part(&mut self, bytes: &[u8]) -> Option<()> {
+        let sent = self;
         for event in sse::events(bytes) {
             if event.data.is_empty() {
                 continue;
@@ -120,7 +154,7 @@ impl Sent {
                 sent.frame = event;
             }
         }
-        Some(sent)
+        Some(())
     }
 
     fn read_choice(&mut self, choice: &Value) {
@@ -143,6 +177,7 @@ impl Sent {
             return;
         }
         self.steps += 1;
+        self.steps_with_text += u64::from(has_text);
         self.named = self.named.zip(tokens).map(|(before, more)| before + more);
     }
 
@@ -196,7 +231,12 @@ mod tests {
     }
 
     fn closed(body: &str, sent: &[String]) -> Option<Vec<Value>> {
-        let out = closing(Api::Completions, body.as_bytes(), sent.concat().as_bytes())?;
+        let out = closing(
+            Api::Completions,
+            body.as_bytes(),
+            sent.concat().as_bytes(),
+            &[],
+        )?;
         let events: Vec<_> = sse::events(&out).map(|of| of.data.into_owned()).collect();
         let (done, events) = events.split_last().unwrap();
         assert_eq!(done, b"[DONE]");
@@ -231,6 +271,27 @@ mod tests {
             usage,
             &json!({"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5})
         );
+    }
+
+    #[test]
+    fn tokens_that_are_made_again_count_once() {
+        let token = |text: &str, id: u64| {
+            let ids =
+                format!(r#"{{"index":0,"text":"{text}","token_ids":[{id}],"finish_reason":null}}"#);
+            event(&ids, "")
+        };
+        // The second token begins a character, which the other engine makes again from its first token on.
+        let before = [token("a", 1), token("", 2)].concat();
+        let sent = [&before[..], &token("", 2), &token("\u{e9}", 3)].concat();
+        let kept = |tokens| Some(Kept { tokens, chars: 1 });
+        let end = |limit: u64, kept| {
+            let body = format!(r#"{{"prompt":"x","max_tokens":{limit}}}"#);
+            let seams = [(before.len(), kept)];
+            closing(Api::Completions, body.as_bytes(), sent.as_bytes(), &seams).is_some()
+        };
+        assert!(end(3, kept(1)) && !end(4, kept(1)));
+        assert!(end(4, kept(2)) && !end(5, kept(2)), "both were kept");
+        assert!(end(3, None) && !end(4, None), "by text");
     }
 
     #[test]

@@ -48,6 +48,9 @@ pub(super) enum Failure {
     /// It is not the engine's fault.
     #[error("it left the fleet")]
     Removed,
+    /// Health checks found it down, and it sent nothing since.
+    #[error("it stopped answering requests and health checks")]
+    Hung,
     /// Of a health check.
     #[error("health check: {0}")]
     Health(String),
@@ -67,7 +70,7 @@ impl Failure {
             Failure::Reported(_) => "reported",
             Failure::Incomplete(_) => "incomplete",
             Failure::Removed => "removed",
-            Failure::Health(_) => "health",
+            Failure::Hung | Failure::Health(_) => "health",
         }
     }
 
@@ -82,7 +85,7 @@ impl Failure {
     }
 
     pub(super) fn is_health(&self) -> bool {
-        matches!(self, Failure::Health(_))
+        matches!(self, Failure::Health(_) | Failure::Hung)
     }
 }
 

@@ -12,7 +12,7 @@ use slipstream_base::width::{nanos, to_u8, to_usize};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
     Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, OutlierConfig, PoolTraffic, Resume,
-    UpstreamConfig,
+    RouterPolicy, UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::ClientTls;
@@ -23,6 +23,7 @@ use super::catalog::{Catalog, Model};
 use super::connection::Failure;
 use super::members::{Members, PoolSpec};
 use super::metrics::Counters;
+use super::retired::Retired;
 use super::stored::StoredAnswers;
 use super::traffic::TrafficCounts;
 use crate::service::ApiKeys;
@@ -165,6 +166,8 @@ pub struct Engines {
     pub(super) next_id: Mutex<u64>,
     pub(super) added: AtomicU64,
     pub(super) removed: AtomicU64,
+    /// Counters of engines that left.
+    pub(super) retired: Mutex<Retired>,
     pub(super) settings: Settings,
     pub(super) fleets: Fleets,
     catalog: RwLock<Arc<Catalog>>,
@@ -232,6 +235,8 @@ pub(crate) struct Engine {
     pub(super) id: u64,
     /// When its open requests end (`CLOCK_MONOTONIC`, ns), once it takes no more; 0: it takes some.
     pub(super) drain_until_ns: AtomicU64,
+    /// When health checks found it down (`CLOCK_MONOTONIC`, ns); 0: they did not.
+    pub(super) hung_since_ns: AtomicU64,
     /// It answers again after it was down.
     pub(super) came_up: Notify,
     /// Advice to its operator, though it takes requests.
@@ -254,7 +259,7 @@ pub(crate) struct Engine {
     models: Mutex<Arc<[Model]>>,
     /// Ids of its data-parallel ranks at its bootstrap server ([`KvProtocol::Mooncake`]).
     kv_ids: Mutex<Arc<[String]>>,
-    pub(super) counters: Counters,
+    pub(super) counters: Arc<Counters>,
 }
 
 impl Engine {
@@ -262,6 +267,7 @@ impl Engine {
         Engine {
             id,
             drain_until_ns: AtomicU64::new(0),
+            hung_since_ns: AtomicU64::new(0),
             came_up: Notify::new(),
             hint: Mutex::default(),
             cache_view: Mutex::default(),
@@ -284,7 +290,7 @@ impl Engine {
             check_now: Notify::new(),
             models: Mutex::new(Arc::new([])),
             kv_ids: Mutex::new(Arc::new([])),
-            counters: Counters::default(),
+            counters: Arc::default(),
         }
     }
 
@@ -438,6 +444,7 @@ impl Engines {
             next_id: Mutex::new(next_id),
             added: AtomicU64::new(0),
             removed: AtomicU64::new(0),
+            retired: Mutex::default(),
             settings,
             fleets,
             catalog: RwLock::default(),
@@ -526,6 +533,32 @@ impl Engines {
         self.members().iter().flatten().any(|of| of.needs_prefill())
     }
 
+    /// Those of the workers `only` that are vLLM.
+    pub(super) fn of_vllm(&self, only: Option<&[WorkerId]>) -> Arc<[WorkerId]> {
+        let members = self.members();
+        let each = members.iter().flatten();
+        let of_it = each.filter(|of| of.kind() == EngineKind::Vllm);
+        let workers = of_it.map(|of| of.spec.worker);
+        workers
+            .filter(|worker| only.is_none_or(|only| only.contains(worker)))
+            .collect()
+    }
+
+    /// Those of the workers `only` other than `worker`; `None`: there are none, or a client has to name its engine.
+    pub(super) fn besides(
+        &self,
+        worker: WorkerId,
+        only: Option<&[WorkerId]>,
+    ) -> Option<Arc<[WorkerId]>> {
+        let members = self.members();
+        let each = members.iter().flatten().map(|of| of.spec.worker);
+        let others: Arc<[WorkerId]> = each
+            .filter(|of| *of != worker && only.is_none_or(|only| only.contains(of)))
+            .collect();
+        let names = self.fleets.serve.config().policy == RouterPolicy::Direct;
+        (!names && !others.is_empty()).then_some(others)
+    }
+
     /// Number of engines.
     pub fn count(&self) -> usize {
         self.members().iter().flatten().count()
@@ -562,6 +595,9 @@ impl Engines {
             }
         }
         health.state = state;
+        if state != State::Down {
+            engine.hung_since_ns.store(0, Relaxed);
+        }
         let takes = matches!(state, State::Up | State::HalfOpen) && !engine.is_draining();
         let takes = takes && !engine.is_mirror();
         if !health.gone {
@@ -646,6 +682,7 @@ impl Engines {
             State::Up if health.failures >= self.settings.failures_max => {
                 if failure.is_health() {
                     self.set(engine, &mut health, State::Down);
+                    engine.hung_since_ns.store(monotonic_ns(), Relaxed);
                 } else if self.ready_besides(engine) {
                     self.eject(engine, &mut health);
                 } else {

@@ -74,8 +74,14 @@ pub(super) struct Exchange {
     /// By which the end of the answer is known, and the number of its choices.
     pub(super) api: Api,
     pub(super) choices: u64,
-    /// vLLM is asked for the tokens of the answer.
-    wants_tokens: bool,
+    /// The client named its engine, as the first to be asked.
+    pub(super) prefers: bool,
+    /// Its fields allow that. Text may not be enough.
+    pub(super) resumable: bool,
+    /// A continuation may use tokens, not only text.
+    pub(super) by_tokens: bool,
+    /// vLLM is asked for the tokens of the answer, which its client does not want.
+    pub(super) wants_tokens: bool,
     /// `live.request_timeout_s` ends it at this time, ns.
     pub(super) deadline_ns: Option<u64>,
     /// Its place among the open streams.
@@ -92,25 +98,35 @@ pub(super) struct Exchange {
 const WITH_TOKENS: &[u8] = b"\"return_token_ids\":true,";
 
 impl Exchange {
-    /// The request for the rest of an answer whose engine is lost, also if the client named that engine.
-    pub(super) fn with_body(&self, body: Vec<u8>, permit: StreamPermit) -> Exchange {
+    /// The request for the rest of an answer whose engine is lost, also if the client named that engine: `body` to `path`
+    /// (`None`: its own) at one of the workers `only` (`None`: its own).
+    pub(super) fn continued(
+        &self,
+        body: Vec<u8>,
+        path: Option<&str>,
+        only: Option<Arc<[WorkerId]>>,
+    ) -> Exchange {
         let request = dispatch::Request {
             direct: None,
+            only: only.or_else(|| self.request.only.clone()),
             ..self.request.clone()
         };
         Exchange {
             request,
             method: self.method.clone(),
-            target: self.target.clone(),
+            target: path.map_or_else(|| self.target.clone(), str::to_owned),
             headers: self.headers.clone(),
             authorization: self.authorization.clone(),
             body: body.into(),
             stream: self.stream,
-            api: self.api,
+            api: path.map_or(self.api, |path| Api::of(&self.method, path)),
             choices: self.choices,
+            prefers: false,
+            resumable: self.resumable,
+            by_tokens: self.by_tokens,
             wants_tokens: self.wants_tokens,
             deadline_ns: self.deadline_ns,
-            permit,
+            permit: StreamPermit::shared(),
             owner: self.owner.clone(),
             stores: Cell::new(None), // such streams do not continue
             recording: None,         // the first one's counts on
@@ -649,6 +665,11 @@ async fn forward(
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
     let api = Api::of(&parts.method, parts.uri.path());
+    let is_exact = settings.resume == Resume::Tokens;
+    let resumable =
+        stream.is_some() && !seen.whole && !seen.hinders && (is_exact || !seen.has_tools);
+    // Placeholders of images are no prompt.
+    let by_tokens = resumable && is_exact && !seen.has_media;
     let recording = recording(
         shard,
         client.owner(),
@@ -692,9 +713,10 @@ async fn forward(
         target,
         headers,
         authorization,
-        wants_tokens: stream.is_some()
-            && settings.resume == Resume::Tokens
-            && !seen.return_token_ids,
+        prefers: head.worker.is_some() && named.is_none(),
+        resumable,
+        by_tokens,
+        wants_tokens: by_tokens && !seen.return_token_ids && body.len() <= IDS_BODY_BYTES_MAX,
         body: body.clone(),
         request,
         stream,
@@ -770,6 +792,10 @@ fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
     owner.account().note_trace(&id);
 }
 
+/// vLLM is asked for the tokens of streams whose body is not longer: their first event names those of the prompt, in some
+/// 1.6 bytes per byte of text.
+const IDS_BODY_BYTES_MAX: usize = 512 << 10;
+
 /// A body up to this is read on the shard's thread, some 0.3 ms of work; a longer one by a helper thread.
 const READ_BYTES: usize = 64 << 10;
 
@@ -789,6 +815,10 @@ pub(super) struct Read {
     has_prompt: bool,
     /// Prompts of a completion.
     prompts: u32,
+    /// As of [`Peek`].
+    hinders: bool,
+    has_tools: bool,
+    has_media: bool,
     /// One engine must compute prompt and answer.
     whole: bool,
 }
@@ -806,6 +836,9 @@ impl Read {
             chooses_id: seen.chooses_id,
             has_prompt: seen.has_prompt(),
             prompts: seen.prompts(),
+            hinders: seen.hinders,
+            has_tools: seen.has_tools,
+            has_media: seen.has_media,
             whole: seen.stays_whole(),
             model: seen.model,
         }
@@ -990,6 +1023,8 @@ pub(super) async fn obtain(
     exchange: &Exchange,
 ) -> Result<Begun, ApiError> {
     let mut seat = Seat::submit(shard, upstream, &exchange.request);
+    // A named engine is asked first, and others if it is lost.
+    let mut prefers = exchange.prefers;
     let mut refusal: Option<Refusal> = None;
     let mut prefilled: Option<Prefilled> = None;
     let mut decided = None;
@@ -1000,7 +1035,30 @@ pub(super) async fn obtain(
         };
         let (mut worker, mut role) = match placed {
             Ok(placed) => placed,
-            Err(error) => return Err(refusal.map_or(error, |refusal| refusal.error)),
+            Err(error) => {
+                let is_there = |worker: &WorkerId| {
+                    let engine = upstream.engine(*worker);
+                    engine.is_some_and(|engine| !engine.is_mirror())
+                };
+                let preferred = exchange.request.direct.filter(|_| prefers);
+                let others = preferred.filter(is_there).and_then(|worker| {
+                    let only = exchange.request.only.as_deref();
+                    let is_lost = matches!(error.status, 502 | 503);
+                    upstream.engines.besides(worker, only).filter(|_| is_lost)
+                });
+                let Some(others) = others else {
+                    return Err(refusal.map_or(error, |refusal| refusal.error));
+                };
+                prefers = false;
+                let request = dispatch::Request {
+                    direct: None,
+                    only: Some(others),
+                    ..exchange.request.clone()
+                };
+                seat = Seat::submit(shard, upstream, &request);
+                refusal.get_or_insert(Refusal { error });
+                continue;
+            }
         };
         let mut engine = match (upstream.engine(worker), role) {
             (Some(engine), _) => engine,
@@ -1078,7 +1136,8 @@ pub(super) async fn obtain(
         let limit = upstream.engines.settings.first_byte_timeout;
         let outgoing = exchange.outgoing(engine, &stage);
         let attempt = converse(upstream, &visit, &outgoing);
-        let attempt = tokio::time::timeout(limit, attempt);
+        let only = exchange.request.only.as_deref();
+        let attempt = upstream.engines.answered(engine, only, limit, attempt);
         let outcome = match prefilling.as_mut() {
             None => attempt.await,
             Some((prefill_worker, task)) => {
@@ -1118,7 +1177,6 @@ pub(super) async fn obtain(
                 }
             }
         };
-        let outcome = outcome.unwrap_or(Err(Failure::FirstByteTimeout(limit)));
         match outcome {
             Ok(answer) => {
                 let status = answer.head.status;
@@ -1191,7 +1249,9 @@ pub(super) async fn obtain(
                 let error = failed(engine, &failure);
                 // It may be computing the request still, or again.
                 let final_failure = matches!(failure, Failure::FirstByteTimeout(_));
-                if final_failure || !upstream.spend() {
+                // All requests of a hung engine move, as its streams do.
+                let is_free = failure == Failure::Hung;
+                if final_failure || !is_free && !upstream.spend() {
                     shard.metrics.streams_lost.add(1);
                     return Err(error);
                 }
@@ -1309,8 +1369,8 @@ async fn prefill(
         let body = read_rest(&mut answer).await?;
         Ok((answer, body))
     };
-    let outcome = tokio::time::timeout(limit, whole).await;
-    let outcome = outcome.unwrap_or(Err(Failure::FirstByteTimeout(limit)));
+    let only = exchange.request.only.as_deref();
+    let outcome = upstream.engines.answered(engine, only, limit, whole).await;
     drop((outgoing, stage));
     exchange.keeps_body_only();
     let (answer, body) = outcome.map_err(|failure| {

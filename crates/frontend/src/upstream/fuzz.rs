@@ -5,7 +5,7 @@ use hyper::Method;
 use serde_json::Value;
 
 use super::peek::peek;
-use super::resume::{self, StreamKind};
+use super::resume::{self, Lost, StreamKind};
 use super::wire::{BodyDecoder, Decoded, WireError, take_head};
 
 /// Reads an answer whose bytes come in portions of `step`. Returns its status and its body so far.
@@ -58,12 +58,25 @@ pub fn check(input: &[u8]) {
         let _ = (peek.has_prompt(), peek.stays_whole());
     }
     for kind in [StreamKind::Completion, StreamKind::Chat] {
-        match resume::plan(kind, body, sent) {
+        let plans = resume::plans(&Lost {
+            kind,
+            body,
+            sent,
+            seams: &[],
+            prompt: None,
+            by_tokens: true,
+            by_params: true,
+            model_len: Some(4096),
+        });
+        match plans {
             Err(why) => assert!(!why.is_empty()),
-            Ok(mut plan) => {
-                let request: Value = serde_json::from_slice(&plan.body).expect("valid JSON");
-                assert!(request.is_object());
-                let _ = plan.rewriter.rewrite(sent);
+            Ok(plans) => {
+                for mut plan in plans {
+                    let request: Value = serde_json::from_slice(&plan.body).expect("valid JSON");
+                    assert!(request.is_object());
+                    let _ = plan.seam.map(|mut seam| seam.judge(sent));
+                    let _ = plan.rewriter.rewrite(sent);
+                }
             }
         }
     }

@@ -111,6 +111,7 @@ async fn watch_engine(engines: Arc<Engines>, engine: Arc<Engine>) {
         let check = check(engine, wants_models, takes_keys, settings.connect_timeout);
         let limit = settings.health_timeout;
         let outcome = tokio::time::timeout(limit, check).await;
+        let is_silent = outcome.is_err();
         match outcome.unwrap_or(Err(Failure::Health(format!("no answer within {limit:?}")))) {
             Ok(models) => {
                 if models.is_some() {
@@ -121,6 +122,9 @@ async fn watch_engine(engines: Arc<Engines>, engine: Arc<Engine>) {
             Err(failure) => engines.on_failure(engine, &failure, false),
         }
         tokio::time::sleep(CHECK_PAUSE.min(settings.health_interval)).await;
+        if is_silent && engine.state() == State::Up {
+            continue; // a hung engine is found sooner
+        }
         let pause = settings.health_interval.saturating_sub(CHECK_PAUSE);
         // Whether a request failed or the time has come.
         let _ = tokio::time::timeout(pause, engine.check_now.notified()).await;

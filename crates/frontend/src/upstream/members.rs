@@ -240,7 +240,10 @@ impl Engines {
             traffic: pool.traffic,
         };
         let worker = spec.worker;
-        let engine = Engine::new(spec, *next_id, &self.settings);
+        let mut engine = Engine::new(spec, *next_id, &self.settings);
+        if let Some(counters) = lock(&self.retired).revive(&engine) {
+            engine.counters = counters;
+        }
         *next_id += 1;
         self.replace(slot, Some(Arc::new(engine)));
         self.added.fetch_add(1, Relaxed);
@@ -309,6 +312,7 @@ impl Engines {
                 continue;
             }
             self.release(engine);
+            lock(&self.retired).retire(engine);
             self.replace(worker.index(), None);
             self.list_models();
             self.removed.fetch_add(1, Relaxed);
@@ -335,6 +339,7 @@ mod tests {
 
     use super::super::engines::Visit;
     use super::super::engines::tests::{at, engines};
+    use super::super::retired::Row;
     use super::*;
 
     fn url(port: u16) -> EngineUrl {
@@ -386,6 +391,35 @@ mod tests {
         let refused = super::super::connection::Failure::Refused("refused".into());
         engines.on_failure(&old, &refused, false);
         assert!(engines.fleets.serve.is_ready(1));
+    }
+
+    #[test]
+    fn counters_of_engines_that_left_never_go_back() {
+        let engines = engines(1, &UpstreamConfig::default());
+        let sum = || {
+            let mut rows = lock(&engines.retired).rows();
+            rows.extend(engines.each().iter().map(|of| Row::of(of)));
+            let urls: std::collections::BTreeSet<_> =
+                rows.iter().map(|of| of.url.clone()).collect();
+            assert_eq!(urls.len(), rows.len(), "an engine is listed once");
+            let resumed = rows.iter().map(|of| of.counters.resumed.load(Relaxed));
+            (resumed.sum::<u64>(), rows.len())
+        };
+        engines.drain(&url(1000), None).unwrap();
+        engines.finish_drains();
+        // Some come again, and many do not.
+        for turn in 0..300_u16 {
+            let port = if turn % 3 == 0 { 7 } else { 2000 + turn };
+            engines.add(&url(port), None, None, None).unwrap();
+            at(&engines, 0).counters.resumed.fetch_add(1, Relaxed);
+            assert_eq!(sum().0, u64::from(turn) + 1);
+            engines.drain(&url(port), None).unwrap();
+            engines.finish_drains();
+            assert_eq!(sum().0, u64::from(turn) + 1);
+        }
+        assert!(sum().1 <= 66, "{:?}", sum());
+        engines.add(&url(7), None, None, None).unwrap();
+        assert_eq!(at(&engines, 0).counters.resumed.load(Relaxed), 100);
     }
 
     #[test]

@@ -9,9 +9,11 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use slipstream_base::Role;
+use slipstream_base::sync::lock;
 
 use super::connection::Failure;
 use super::engines::{Engine, Engines};
+use super::retired::Row;
 use super::stored::OUTCOMES;
 use super::traffic::{COPY_DROPS, COPY_OUTCOMES};
 
@@ -139,6 +141,40 @@ impl Recent {
 }
 
 impl Counters {
+    /// Adds the counts of `other`, to which nothing is added any more.
+    pub(super) fn add(&self, other: &Counters) {
+        let add = |to: &AtomicU64, from: &AtomicU64| {
+            to.fetch_add(from.load(Relaxed), Relaxed);
+        };
+        let all = |to: &[AtomicU64], from: &[AtomicU64]| {
+            to.iter().zip(from).for_each(|(to, from)| add(to, from));
+        };
+        all(&self.answers, &other.answers);
+        all(&self.prefills, &other.prefills);
+        all(&self.copies, &other.copies);
+        all(&self.first_byte, &other.first_byte);
+        for of in [
+            |c: &Counters| &c.requests,
+            |c| &c.connect,
+            |c| &c.tls,
+            |c| &c.lost,
+            |c| &c.timeout,
+            |c| &c.protocol,
+            |c| &c.health,
+            |c| &c.retried,
+            |c| &c.resumed,
+            |c| &c.broken,
+            |c| &c.checks,
+            |c| &c.ejections,
+            |c| &c.ejections_suppressed,
+            |c| &c.bytes,
+            |c| &c.first_byte_ns,
+        ] as [fn(&Counters) -> &AtomicU64; 15]
+        {
+            add(of(self), of(other));
+        }
+    }
+
     pub(super) fn on_prefill(&self, outcome: PrefillOutcome) {
         self.prefills[outcome as usize].fetch_add(1, Relaxed);
     }
@@ -152,7 +188,7 @@ impl Counters {
             Failure::Protocol(_) => &self.protocol,
             Failure::Reported(_) => &self.reported,
             Failure::Incomplete(_) => &self.incomplete,
-            Failure::Health(_) => &self.health,
+            Failure::Hung | Failure::Health(_) => &self.health,
             Failure::Status(_) | Failure::Removed => return, // counted as an answer, and as removed
         };
         counter.fetch_add(1, Relaxed);
@@ -228,11 +264,18 @@ fn each(named: &[(String, Arc<Engine>)]) -> impl Iterator<Item = (Labels<'_>, &E
     each.map(|(url, engine)| ([("engine", url.as_str())], &**engine))
 }
 
+/// Rows of engines, also of those that left.
+fn every(rows: &[Row]) -> impl Iterator<Item = (Labels<'_>, &Row)> {
+    rows.iter().map(|row| ([("engine", row.url.as_str())], row))
+}
+
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         type Of = fn(&Counters) -> &AtomicU64;
         let all = self.0.each().into_iter();
         let urls: Vec<_> = all.map(|of| (of.spec.url.to_string(), of)).collect();
+        let mut rows = lock(&self.0.retired).rows();
+        rows.extend(urls.iter().map(|(_, engine)| Row::of(engine)));
         for (name, help, count) in [
             (
                 "slipstream_engines_added",
@@ -298,7 +341,7 @@ impl Collector for EngineCollector {
         ];
         for (name, help, of) in counters {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for (labels, engine) in each(&urls) {
+            for (labels, engine) in every(&rows) {
                 family
                     .encode_family(&labels)?
                     .encode_counter::<NoLabelSet, u64, f64>(
@@ -313,7 +356,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Counter,
         )?;
-        for (labels, engine) in each(&urls) {
+        for (labels, engine) in every(&rows) {
             for (class, name) in ["1xx", "2xx", "3xx", "4xx", "5xx"].iter().enumerate() {
                 let labels = [labels[0], ("status", *name)];
                 let value = engine.counters.answers[class + 1].load(Relaxed);
@@ -328,7 +371,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Counter,
         )?;
-        for (labels, engine) in each(&urls) {
+        for (labels, engine) in every(&rows) {
             let c = &engine.counters;
             for (cause, count) in [
                 ("connect", &c.connect),
@@ -353,8 +396,8 @@ impl Collector for EngineCollector {
                 None,
                 MetricType::Counter,
             )?;
-            for (labels, engine) in each(&urls) {
-                if engine.spec.role != Role::Prefill {
+            for (labels, engine) in every(&rows) {
+                if engine.role != Role::Prefill {
                     continue;
                 }
                 for (outcome, count) in PREFILL_OUTCOMES.iter().zip(&engine.counters.prefills) {
@@ -383,7 +426,7 @@ impl Collector for EngineCollector {
                 None,
                 MetricType::Counter,
             )?;
-            for (labels, engine) in each(&urls).filter(|(_, engine)| engine.is_mirror()) {
+            for (labels, engine) in every(&rows).filter(|(_, engine)| engine.is_mirror) {
                 for (outcome, count) in COPY_OUTCOMES.iter().zip(&engine.counters.copies) {
                     let labels = [labels[0], ("outcome", *outcome)];
                     mirrored
@@ -454,7 +497,7 @@ impl Collector for EngineCollector {
             None,
             MetricType::Histogram,
         )?;
-        for (labels, engine) in each(&urls) {
+        for (labels, engine) in every(&rows) {
             let counts = engine
                 .counters
                 .first_byte

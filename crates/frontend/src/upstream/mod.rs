@@ -7,16 +7,17 @@
 //!
 //! * `engines`: what all shards know of the engines: health, models, counters. `members`: how they come and go;
 //!   `admin`: the API for that.
-//! * [`health`]: the thread that asks them. `catalog`: their models, merged.
+//! * [`health`]: the thread that asks them. `hung`: requests at engines that stopped answering it. `catalog`: their models, merged.
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
-//! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
+//! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine, after what its
+//!   client has (`sent`); `resumption`: who continues it; `rewrite`: the events of that. `token_ids`: hides the tokens that this takes.
 //! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
 //! * `sse`: server-sent events as browsers read them. `ends`: whether an answer is complete, by its own words; `closing`: the last events
 //!   of one whose engine was lost just before them.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `stored`: which engine stores the answer that a request names.
 //! * `traffic`: pools with weights, and pools that get copies of requests.
-//! * `loops`: requests that come back to this process. `metrics`: counters per engine. `record`: what a request leaves in the record.
+//! * `loops`: requests that come back to this process. `metrics`: counters per engine; `retired`: of those that left. `record`: what a request leaves in the record.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
 //! engine's socket, and one that disconnects drops the connection to the engine in the same poll.
@@ -32,6 +33,7 @@ mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod health;
+mod hung;
 mod loops;
 mod members;
 mod metrics;
@@ -41,9 +43,16 @@ mod peek;
 mod record;
 mod relay;
 mod resume;
+#[cfg(test)]
+mod resume_test;
+mod resumption;
+mod retired;
+mod rewrite;
 mod seat;
+mod sent;
 mod sse;
 mod stored;
+mod token_ids;
 mod tokens;
 mod traffic;
 pub(crate) mod wire;

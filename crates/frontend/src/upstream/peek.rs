@@ -6,6 +6,8 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use slipstream_base::{BlockHash, Prompt, Tail};
 
+use super::resume;
+
 /// Fields of a body that decide where it goes. Values that are not of the expected type count as absent:
 /// the engine names their errors.
 #[derive(Debug, Default)]
@@ -24,6 +26,12 @@ pub(super) struct Peek<'a> {
     pub(super) has_two_previous: bool,
     /// `request_id` names the request, and what it makes.
     pub(super) chooses_id: bool,
+    /// A field keeps its stream at one engine ([`resume::hinders`]).
+    pub(super) hinders: bool,
+    /// Its stream continues by tokens only: it has tools.
+    pub(super) has_tools: bool,
+    /// Its messages have other parts than text.
+    pub(super) has_media: bool,
     /// A field keeps prompt and answer at one engine ([`Peek::stays_whole`]).
     is_bound: bool,
     /// Fields that precede the prompt's text in the engine's template: `tools`, `system`, `instructions`.
@@ -57,7 +65,8 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                 let mut previous = 0;
                 // The last one of a name wins, as in Python's parser.
                 while let Some(name) = map.next_key::<std::borrow::Cow<'de, str>>()? {
-                    match &*name {
+                    let name = &*name;
+                    match name {
                         "model" => peek.model = read(map.next_value()?),
                         "stream" => peek.stream = read(map.next_value()?).unwrap_or(false),
                         "return_token_ids" => {
@@ -66,16 +75,18 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         "max_tokens" | "max_completion_tokens" | "max_output_tokens" => {
                             peek.max_tokens = read(map.next_value()?).or(peek.max_tokens);
                         }
-                        "n" => peek.n = read(map.next_value()?),
+                        "n" => peek.n = read(peek.hindered(name, map.next_value()?)),
                         "best_of" => {
-                            let best_of: Option<u32> = read(map.next_value()?);
+                            let best_of: Option<u32> = read(peek.hindered(name, map.next_value()?));
                             peek.is_bound |= best_of.is_some_and(|n| n > 1);
                         }
                         "use_beam_search" | "echo" => {
-                            peek.is_bound |= read(map.next_value()?).unwrap_or(false);
+                            let raw = peek.hindered(name, map.next_value()?);
+                            peek.is_bound |= read(raw).unwrap_or(false);
                         }
                         "prompt_logprobs" | "kv_transfer_params" => {
-                            peek.is_bound |= map.next_value::<&RawValue>()?.get() != "null";
+                            let raw = peek.hindered(name, map.next_value()?);
+                            peek.is_bound |= raw.get() != "null";
                         }
                         "request_id" => {
                             peek.chooses_id |= map.next_value::<&RawValue>()?.get() != "null";
@@ -87,10 +98,17 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         }
                         "priority" => peek.priority = read(map.next_value()?),
                         "messages" | "prompt" | "input" => {
-                            peek.prompt = Some(map.next_value::<&RawValue>()?.get());
+                            let raw: &RawValue = map.next_value()?;
+                            peek.prompt = Some(raw.get());
+                            peek.has_media = name == "messages" && !resume::is_plain_json(raw);
                         }
                         "tools" | "system" | "instructions" => {
-                            peek.before.push(map.next_value::<&RawValue>()?.get());
+                            let raw = map.next_value::<&RawValue>()?.get();
+                            peek.has_tools |= name == "tools" && !matches!(raw, "null" | "[]");
+                            peek.before.push(raw);
+                        }
+                        _ if resume::may_hinder(name) => {
+                            peek.hindered(name, map.next_value()?);
                         }
                         _ => {
                             map.next_value::<IgnoredAny>()?;
@@ -116,7 +134,13 @@ const TEXT_BYTES_MAX: usize = 512 << 10;
 /// per token, so loads in these units compare with the engines' own.
 const BYTES_PER_TOKEN: usize = 4;
 
-impl Peek<'_> {
+impl<'a> Peek<'a> {
+    /// Notes `field` if its value `raw` keeps a stream at its engine.
+    fn hindered(&mut self, field: &str, raw: &'a RawValue) -> &'a RawValue {
+        self.hinders |= resume::hinders(field, raw.get());
+        raw
+    }
+
     /// Whether there is anything to tokenize.
     pub(super) fn has_prompt(&self) -> bool {
         self.prompt.is_some()

@@ -23,12 +23,15 @@ use super::closing::closing;
 use super::connection::{Connection, Failure};
 use super::ends::{self, Api, Reported, StreamEnd};
 use super::engines::{Engine, Engines, Visit};
-use super::forward::{Answer, Begun, Exchange, StreamPermit, may_keep, obtain};
+use super::forward::{Answer, Begun, Exchange, may_keep};
 use super::record::Recording;
-use super::resume::{self, Plan, Rewriter};
+use super::resumption::{Continued, Remains, Resumed, resume};
+use super::rewrite::Rewriter;
 use super::seat::Seat;
+use super::sent::Kept;
 use super::sse::Scanner;
 use super::stored;
+use super::token_ids::TokenIds;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
 use crate::access::AnswerEnd;
 use crate::http::HttpBody;
@@ -111,14 +114,6 @@ pub(crate) struct Relay {
 
 type Resuming = Pin<Box<dyn Future<Output = Result<Resumed, String>>>>;
 
-/// The rest of an answer whose engine is lost.
-enum Resumed {
-    /// Another engine continues it.
-    Elsewhere(Box<(Begun, Rewriter)>),
-    /// Only these last events of it were missing.
-    Closed(Bytes),
-}
-
 /// An engine that was lost in mid-answer.
 struct Loss {
     engine: Arc<Engine>,
@@ -166,6 +161,10 @@ struct Events {
     is_partial: bool,
     /// Set once another engine continues it.
     rewriter: Option<Rewriter>,
+    /// Where continuations begin in `sent`, with the tokens before if they are known.
+    seams: Vec<(usize, Option<Kept>)>,
+    /// Set if events have token ids that the client does not want.
+    ids: Option<TokenIds>,
 }
 
 impl Relay {
@@ -230,6 +229,10 @@ impl Relay {
                 end: StreamEnd::new(exchange.api, exchange.choices),
                 sent: exchange.stream.map(|_| Vec::new()),
                 not_kept: "requests of this kind do not continue",
+                ids: exchange
+                    .stream
+                    .filter(|_| exchange.wants_tokens)
+                    .map(TokenIds::new),
                 ..Events::default()
             });
             if is_events {
@@ -394,8 +397,10 @@ impl Relay {
             learn(engines, &self.exchange, engine, self.status, true, &passed);
         }
         note(&self.exchange, self.status, true, &passed);
+        let prompt = events.ids.as_ref().and_then(|ids| ids.prompt.as_ref());
+        let prompt = prompt.map_or(0, |ids| 4 * ids.len());
         if let Some(sent) = &events.sent
-            && !self.exchange.keeps(sent.len())
+            && !self.exchange.keeps(sent.len() + prompt)
         {
             events.forget("the memory for clients is used up (`live.memory_max`)");
         }
@@ -475,7 +480,7 @@ impl Relay {
             return;
         };
         let last = Bytes::from_static(events.end.last_event());
-        let sent = events.sent.take();
+        let (sent, seams) = (events.sent.take(), std::mem::take(&mut events.seams));
         self.finish();
         let (shard, exchange) = (self.shard.clone(), self.exchange.clone());
         let api = exchange.api;
@@ -485,7 +490,7 @@ impl Relay {
         };
         self.resuming = Some(Box::pin(async move {
             let charge = exchange.charge_job().map_err(|error| error.message)?;
-            let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent));
+            let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent, &seams));
             let closed = shard.run(exchange.body.clone(), charge, job).await;
             let (closed, _charge) = closed.map_err(|error| error.message)?;
             Ok(Resumed::Closed(closed.map_or(last, Bytes::from)))
@@ -550,9 +555,9 @@ impl Relay {
         format!("{text}; {why}")
     }
 
-    /// Its engine leaves the fleet: it continues on another one, or ends.
-    fn move_on(&mut self) {
-        if let Err(why) = self.lose(&Failure::Removed) {
+    /// Its engine leaves the fleet or hangs: it continues on another one, or ends.
+    fn move_on(&mut self, failure: &Failure) {
+        if let Err(why) = self.lose(failure) {
             self.cut = Some(ApiError::stream_lost(&why));
         }
         if let Some(waker) = self.waiting.take() {
@@ -580,37 +585,26 @@ impl Relay {
         self.resumes += 1;
         self.shard.metrics.retries.add(1);
         let (shard, upstream) = (self.shard.clone(), self.upstream.clone());
-        let (exchange, sent) = (self.exchange.clone(), sent.clone());
-        self.resuming = Some(Box::pin(async move {
-            let charge = exchange.charge_job().map_err(|error| error.message)?;
-            let api = exchange.api;
-            let job = move |_: &Service, body: &[u8]| {
-                let closed = closing(api, body, &sent);
-                let plan = || resume::plan(kind, body, &sent);
-                Ok(closed.map_or_else(|| Err(plan()), Ok))
-            };
-            let planned = shard.run(exchange.body.clone(), charge, job).await;
-            let (planned, _charge) = planned.map_err(|error| error.message)?;
-            let Plan { body, rewriter } = match planned {
-                Ok(closed) => return Ok(Resumed::Closed(closed.into())),
-                Err(plan) => plan?,
-            };
-            let mut exchange = exchange.with_body(body, StreamPermit::shared());
-            exchange.avoid(&upstream.engines, lost);
-            let begun = obtain(&shard, &upstream, &exchange).await;
-            let begun = begun.map_err(|error| error.message)?;
-            let status = begun.answer.head.status;
-            if status != StatusCode::OK || !is_event_stream(&begun.answer.head) {
-                let url = &begun.visit.engine().spec.url;
-                return Err(format!("{url} answered {status} to its continuation"));
-            }
-            Ok(Resumed::Elsewhere(Box::new((begun, rewriter))))
-        }));
+        let remains = Remains {
+            kind,
+            lost,
+            sent: sent.clone(),
+            seams: events.seams.clone(),
+            prompt: events.ids.as_ref().and_then(|ids| ids.prompt.clone()),
+        };
+        let exchange = self.exchange.clone();
+        let resuming = async move { resume(&shard, &upstream, &exchange, remains).await };
+        self.resuming = Some(Box::pin(resuming));
         Ok(())
     }
 
     /// Another engine continues the answer.
-    fn on_resumed(&mut self, begun: Begun, rewriter: Rewriter) {
+    fn on_resumed(&mut self, continued: Continued) {
+        let Continued {
+            begun,
+            rewriter,
+            kept,
+        } = continued;
         let Begun {
             seat,
             visit,
@@ -634,6 +628,9 @@ impl Relay {
         if let Some(events) = &mut self.events {
             events.rewriter = Some(rewriter);
             events.scanner = Scanner::default();
+            if let Some(sent) = &events.sent {
+                events.seams.push((sent.len(), kept));
+            }
         }
     }
 
@@ -668,6 +665,19 @@ impl Relay {
         self.flow.is_none() && self.resuming.is_none() && self.broken.is_none()
     }
 
+    /// Whether the stream waits for a hung engine while another one could continue it.
+    fn is_at_hung_engine(&self, now_ns: u64) -> bool {
+        let (Some(flow), Some(_)) = (&self.flow, &self.waiting) else {
+            return false;
+        };
+        let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
+        let continues =
+            self.exchange.resumable && self.events.as_ref().is_some_and(|of| of.sent.is_some());
+        engine.is_hung(self.last_ns, now_ns, engines.settings.health_timeout)
+            && continues
+            && engines.others_take(engine, self.exchange.request.only.as_deref())
+    }
+
     /// Ends it if it is overdue, also while its client's connection asks for nothing: of an HTTP/2 stream with
     /// a shut window no more is asked.
     pub(super) fn check(&mut self, now_ns: u64) {
@@ -677,7 +687,11 @@ impl Relay {
         if let Some(flow) = &self.flow
             && flow.visit.engine().is_cut(now_ns)
         {
-            self.move_on();
+            self.move_on(&Failure::Removed);
+            return;
+        }
+        if self.is_at_hung_engine(now_ns) {
+            self.move_on(&Failure::Hung);
             return;
         }
         let limits = &self.shard.service.limits;
@@ -828,6 +842,9 @@ impl Events {
         if let Some(rewriter) = self.rewriter.as_mut().filter(|_| !is_tail) {
             whole = rewriter.rewrite(&whole).into();
         }
+        if let Some(ids) = &mut self.ids {
+            whole = ids.take_prompt(whole);
+        }
         if let Some(sent) = &mut self.sent {
             if sent.len() + whole.len() > sent_max {
                 self.forget("the answer is longer than `upstream.resume_bytes_max`");
@@ -835,7 +852,15 @@ impl Events {
                 sent.extend_from_slice(&whole);
             }
         }
-        whole
+        match &mut self.ids {
+            None => whole,
+            Some(ids) => ids.hide(whole),
+        }
+    }
+
+    /// Why the continuation must not go on, if so.
+    fn refused(&mut self) -> Option<&'static str> {
+        self.rewriter.as_mut()?.refused.take()
     }
 
     fn forget(&mut self, why: &'static str) {
@@ -878,6 +903,9 @@ impl Relay {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = self;
         loop {
+            if let Some(why) = this.events.as_mut().and_then(Events::refused) {
+                this.cut = Some(ApiError::stream_lost(why));
+            }
             if let Some(error) = this.cut.take() {
                 return this.break_off(cx, &error);
             }
@@ -904,10 +932,9 @@ impl Relay {
             }
             if let Some(resuming) = &mut this.resuming {
                 match ready!(resuming.as_mut().poll(cx)) {
-                    Ok(Resumed::Elsewhere(resumed)) => {
+                    Ok(Resumed::Elsewhere(continued)) => {
                         this.resuming = None;
-                        let (begun, rewriter) = *resumed;
-                        this.on_resumed(begun, rewriter);
+                        this.on_resumed(*continued);
                     }
                     Ok(Resumed::Closed(last)) => {
                         this.resuming = None;

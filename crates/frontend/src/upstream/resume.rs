@@ -1,13 +1,23 @@
 //! How a stream continues on another engine, after its own was lost. No I/O.
 //!
-//! The bytes that the client has are parsed only now: an undisturbed stream costs nothing. The new request
-//! asks for what follows the text (or tokens) so far; its events get the id of the first ones.
+//! The bytes that the client has are parsed only now: an undisturbed stream costs nothing. The new request asks for what
+//! follows the tokens (or text) so far; `rewrite` makes its events those of the stream.
+//!
+//! | plan | request | exact |
+//! | --- | --- | --- |
+//! | again | as the client sent it | the client has nothing of the answer yet |
+//! | tokens | `/v1/completions` with the ids of the prompt and of the answer so far, also for chats | yes |
+//! | chat of tokens | the chat with these ids in `kv_transfer_params.prompt_token_ids`, so that the engine's parsers of reasoning and tool calls read the rest | yes, where a parser that begins here reads the rest as the first one would |
+//! | text | prompt and text so far, or an assistant message to be continued | no: it is tokenized anew |
+//!
+//! Sources: vLLM 0.32 and 0.33, `vllm/entrypoints/openai/*/serving.py`, `vllm/renderers/online_renderer.py`
+//! (`_reused_prompt_token_ids`), `vllm/v1/engine/detokenizer.py`, `vllm/parser`.
 
-use std::borrow::Cow;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
 
-use serde_json::{Map, Value};
-
-use super::sse;
+use super::rewrite::{Rewriter, Seam, Translation};
+use super::sent::{Kept, Sent, Step};
 
 /// A request whose stream may continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,133 +26,408 @@ pub(super) enum StreamKind {
     Chat,
 }
 
-/// How a stream continues.
+/// A stream whose engine is lost.
+#[derive(Debug)]
+pub(super) struct Lost<'a> {
+    pub(super) kind: StreamKind,
+    /// The client's request.
+    pub(super) body: &'a [u8],
+    /// Events that the client has, with token ids if engines sent some.
+    pub(super) sent: &'a [u8],
+    /// Continuations of `sent`: where each begins, and the number of tokens before it; `None`: unknown.
+    pub(super) seams: &'a [(usize, Option<Kept>)],
+    /// Ids of the prompt, if the router asked for them.
+    pub(super) prompt: Option<&'a [u32]>,
+    /// Tokens may be used, not only text.
+    pub(super) by_tokens: bool,
+    /// Engines take ids of a prompt in `kv_transfer_params`: they are not needed for a transfer.
+    pub(super) by_params: bool,
+    /// Tokens of prompt and answer that the model takes, if that is known.
+    pub(super) model_len: Option<u64>,
+}
+
+/// A way to continue a stream.
 #[derive(Debug)]
 pub(super) struct Plan {
     /// Body of the new request.
     pub(super) body: Vec<u8>,
+    /// Its path, if that is another one.
+    pub(super) path: Option<&'static str>,
+    /// Only vLLM understands it.
+    pub(super) is_for_vllm: bool,
+    /// Condition on its first events.
+    pub(super) seam: Option<Seam>,
+    /// Tokens of the answer that are in its prompt, if they are the engine's own.
+    pub(super) kept: Option<Kept>,
     pub(super) rewriter: Rewriter,
 }
 
-/// Makes the events of the new request those of the stream.
-#[derive(Debug)]
-pub(super) struct Rewriter {
-    kind: StreamKind,
-    /// `id` and `created` of the events that the client has.
-    id: Option<Value>,
-    created: Option<Value>,
-    /// Tokens of the answer that are in the new request's prompt.
-    tokens_before: u64,
-    /// The first events repeat what the client has: the role.
-    role_sent: bool,
-}
-
-/// The answer at the client.
-#[derive(Debug, Default)]
-struct Sent {
-    id: Option<Value>,
-    created: Option<Value>,
-    text: String,
-    /// Tokens of `text`; `None` if an event did not name them.
-    tokens: Option<Vec<u64>>,
-    /// Tokens up to the last event with text. The text of later ones is incomplete: a character over several
-    /// tokens.
-    tokens_with_text: usize,
-    prompt_tokens: Option<Vec<u64>>,
-    /// Events with text.
-    steps: u64,
-    /// `usage.completion_tokens` of the last event that had it.
-    counted: Option<u64>,
-    role: bool,
-    finished: bool,
-}
-
-/// How the stream of a request with `body` continues after the events `sent`.
+/// How a stream can continue, the best plan first.
 ///
 /// # Errors
 /// Why it cannot.
-pub(super) fn plan(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Plan, String> {
-    let Ok(Value::Object(mut body)) = serde_json::from_slice(body) else {
+pub(super) fn plans(lost: &Lost<'_>) -> Result<Vec<Plan>, String> {
+    let Ok(Value::Object(body)) = serde_json::from_slice(lost.body) else {
         return Err("its request is not a JSON object".into());
     };
-    let mut sent = read_events(kind, sent)?;
-    if sent.steps == 0 && !sent.finished {
-        // The client has nothing of the answer, so any request may be sent again.
-        return Ok(again(kind, &body, sent));
-    }
-    check_request(&body)?;
-    if holds_text_back(&body) {
-        // Its tokens are ahead of the text that the client has.
-        sent.tokens = None;
+    let asks_ids = body.get("return_token_ids") == Some(&Value::Bool(true));
+    let mut sent = Sent::read(lost.kind, lost.sent, lost.seams, asks_ids)?;
+    if let Some(prompt) = lost.prompt {
+        sent.prompt = Some(prompt.iter().map(|&id| u64::from(id)).collect());
     }
     if sent.finished {
         return Err("only its last events were missing".into());
     }
-    let tokens_before = match (&sent.tokens, sent.counted) {
-        (Some(tokens), _) => tokens.len() as u64,
-        (None, Some(counted)) => counted,
-        // Engines send an event per step, which has one token without speculative decoding.
-        (None, None) => sent.steps,
-    };
-    lower_limits(kind, &mut body, tokens_before)?;
-    match kind {
-        StreamKind::Completion => continue_completion(&mut body, &sent)?,
-        StreamKind::Chat => continue_chat(&mut body, &sent)?,
+    if !sent.delivered {
+        let body = lost.body.to_vec();
+        let rewriter = Rewriter::new(lost.kind, &sent, 0);
+        return Ok(vec![Plan {
+            body,
+            path: None,
+            is_for_vllm: false,
+            seam: None,
+            kept: Some(Kept {
+                tokens: 0,
+                chars: 0,
+            }),
+            rewriter,
+        }]);
     }
-    Ok(Plan {
-        body: serde_json::to_vec(&body).map_err(|error| error.to_string())?,
-        rewriter: Rewriter {
-            kind,
-            id: sent.id,
-            created: sent.created,
-            tokens_before,
-            role_sent: sent.role,
-        },
-    })
+    for (field, value) in &body {
+        if may_hinder(field) && hinders(field, &value.to_string()) {
+            return Err(format!("streams with `{field}` do not continue"));
+        }
+    }
+    if let Some(field) = &sent.refused {
+        return Err(format!("streams with `{field}` do not continue"));
+    }
+    let has_tools = body.get("tools").is_some_and(|tools| !is_unset(tools))
+        && body.get("tool_choice") != Some(&"none".into());
+    let mut request = Request {
+        lost,
+        stop: Stop::of(&body),
+        is_greedy: is_greedy(&body),
+        body,
+        sent,
+        has_tools,
+    };
+    request.order()
 }
 
-/// The same request once more.
-fn again(kind: StreamKind, body: &Map<String, Value>, sent: Sent) -> Plan {
-    // Each choice begins with its role, of which the client has some at most.
-    let is_one = body.get("n").is_none_or(|n| n.is_null() || *n == 1);
-    Plan {
-        body: Value::Object(body.clone()).to_string().into_bytes(),
-        rewriter: Rewriter {
-            kind,
-            id: sent.id,
-            created: sent.created,
-            tokens_before: 0,
-            role_sent: sent.role && is_one,
-        },
-    }
+struct Request<'a> {
+    lost: &'a Lost<'a>,
+    body: Map<String, Value>,
+    sent: Sent,
+    stop: Stop,
+    is_greedy: bool,
+    /// The engine's parser of tool calls reads the answer.
+    has_tools: bool,
 }
 
-/// Whether the engine keeps back text that could begin a stop string.
-fn holds_text_back(body: &Map<String, Value>) -> bool {
-    let is_long = |stop: &Value| {
-        stop.as_str()
-            .is_some_and(|stop| stop.chars().nth(1).is_some())
-    };
-    let includes = body.get("include_stop_str_in_output") == Some(&Value::Bool(true));
-    !includes
-        && body.get("stop").is_some_and(|stop| match stop {
-            Value::Array(stops) => stops.iter().any(is_long),
-            stop => is_long(stop),
+/// Tokens after which the answer is computed.
+#[derive(Debug)]
+struct Cut {
+    kept: Kept,
+    /// Text of the tokens behind them that the client has.
+    repeated: String,
+    /// The last of the kept tokens may be the beginning of a character, which its text does not show.
+    is_doubtful: bool,
+}
+
+impl Request<'_> {
+    fn order(&mut self) -> Result<Vec<Plan>, String> {
+        let mut plans = Vec::new();
+        let mut why = None;
+        let is_split = self.has_tools || self.sent.reasons;
+        if self.lost.by_tokens && self.sent.tokens.is_some() && self.prompt().is_some() {
+            for cut in self.cuts() {
+                let by_params = self.lost.kind == StreamKind::Chat
+                    && self.lost.by_params
+                    && cut.repeated.is_empty();
+                let plain = self.by_completion(&cut);
+                let made = if is_split {
+                    // Text that a parser of the engine would remove must not reach the client.
+                    let guarded = plain.filter(|_| !self.sent.reasons).map(|mut plan| {
+                        plan.rewriter.guard();
+                        plan
+                    });
+                    [by_params.then(|| self.by_chat(&cut)).flatten(), guarded]
+                } else {
+                    [plain, by_params.then(|| self.by_chat(&cut)).flatten()]
+                };
+                plans.extend(made.into_iter().flatten());
+            }
+        }
+        if is_split && plans.is_empty() {
+            let field = if self.has_tools { "tools" } else { "reasoning" };
+            return Err(format!(
+                "streams with `{field}` continue by tokens only (`upstream.resume = \"tokens\"`, vLLM)"
+            ));
+        }
+        if !is_split {
+            match self.by_text() {
+                Ok(plan) => plans.push(plan),
+                Err(error) => why = Some(error),
+            }
+        }
+        match why {
+            Some(why) if plans.is_empty() => Err(why),
+            _ => Ok(plans),
+        }
+    }
+
+    /// Ids of the prompt, which has text only.
+    fn prompt(&self) -> Option<Vec<u64>> {
+        match self.lost.kind {
+            StreamKind::Completion => {
+                let prompt = match self.body.get("prompt")? {
+                    Value::Array(items) if items.len() == 1 && !items[0].is_number() => &items[0],
+                    other => other,
+                };
+                let several = prompt
+                    .as_array()
+                    .filter(|of| !of.iter().all(Value::is_number));
+                let known = || prompt.as_array()?.iter().map(Value::as_u64).collect();
+                match several {
+                    Some(_) => None,
+                    None => self.sent.prompt.clone().or_else(known),
+                }
+            }
+            StreamKind::Chat => {
+                let messages = self.body.get("messages")?;
+                self.sent.prompt.clone().filter(|_| is_plain(messages))
+            }
+        }
+    }
+
+    fn cuts(&self) -> Vec<Cut> {
+        let (held, total) = (self.stop.held(), self.sent.chars());
+        // A stop string may begin in what the client has.
+        let straddles = held == 0 && self.stop.begins_at_end_of(&self.sent.text);
+        let margin = if straddles {
+            self.stop.longest.saturating_sub(1)
+        } else {
+            0
+        };
+        // Characters of the text of the tokens up to `step`, if they are known. vLLM's text is behind its tokens by the
+        // characters that it holds.
+        let end_of = |step: &Step| {
+            let shown = (step.has_text && step.is_single).then_some(step.chars + held);
+            step.seam.or(shown).filter(|end| end + margin <= total)
+        };
+        let steps = self.sent.steps.iter();
+        let known = steps
+            .rev()
+            .find_map(|step| Some((step.tokens, end_of(step)?)));
+        let (tokens, chars) = known.unwrap_or_default();
+        let mut cuts = Vec::new();
+        let last = self
+            .sent
+            .steps
+            .iter()
+            .rfind(|step| step.has_text || step.seam.is_some());
+        if let Some(last) = last.filter(|of| of.tokens > tokens && held + margin == 0) {
+            cuts.push(Cut {
+                kept: Kept {
+                    tokens: last.tokens,
+                    chars: total,
+                },
+                repeated: String::new(),
+                is_doubtful: true,
+            });
+        }
+        // The same tokens come again only if they follow from the prompt.
+        if chars == total || self.is_greedy && !self.sent.reasons {
+            cuts.push(Cut {
+                kept: Kept { tokens, chars },
+                repeated: self.sent.text.chars().skip(chars).collect(),
+                is_doubtful: false,
+            });
+        }
+        cuts
+    }
+
+    fn ids(&self, cut: &Cut) -> Option<Vec<u64>> {
+        let mut ids = self.prompt()?;
+        ids.extend_from_slice(&self.sent.tokens.as_ref()?[..cut.kept.tokens]);
+        Some(ids)
+    }
+
+    fn plan(&self, body: Map<String, Value>, cut: &Cut, rewriter: Rewriter) -> Plan {
+        let seam = cut.is_doubtful.then(|| Seam::text(self.sent.phase));
+        Plan {
+            body: Value::Object(body).to_string().into_bytes(),
+            path: None,
+            is_for_vllm: true,
+            seam,
+            kept: Some(cut.kept),
+            rewriter,
+        }
+    }
+
+    fn by_completion(&self, cut: &Cut) -> Option<Plan> {
+        let ids = self.ids(cut)?;
+        let mut body = self.body.clone();
+        for field in ["truncate_prompt_tokens", "truncation_side"] {
+            body.remove(field); // applied to the ids already
+        }
+        let is_chat = self.lost.kind == StreamKind::Chat;
+        if is_chat {
+            let limit = ["max_completion_tokens", "max_tokens"]
+                .into_iter()
+                .find_map(|field| body.get(field).and_then(Value::as_u64));
+            let limit = match limit {
+                Some(limit) => limit,
+                // A completion without a limit has 16 tokens.
+                None => {
+                    (self.lost.model_len?).checked_sub(ids.len() as u64)? + cut.kept.tokens as u64
+                }
+            };
+            for field in CHAT_ONLY {
+                body.remove(*field);
+            }
+            body.insert("max_tokens".into(), limit.into());
+        }
+        lower_limits(StreamKind::Completion, &mut body, cut.kept.tokens as u64).ok()?;
+        body.insert("prompt".into(), ids.into());
+        let mut rewriter = Rewriter::new(self.lost.kind, &self.sent, cut.kept.tokens);
+        rewriter.repeats(&cut.repeated);
+        if is_chat {
+            rewriter.translate(Translation::ChatOfCompletion);
+        }
+        if self.has_tools {
+            // A parser of tool calls would see these tokens.
+            body.insert("skip_special_tokens".into(), false.into());
+        }
+        let mut plan = self.plan(body, cut, rewriter);
+        plan.path = is_chat.then_some("/v1/completions");
+        Some(plan)
+    }
+
+    fn by_chat(&self, cut: &Cut) -> Option<Plan> {
+        let ids = self.ids(cut)?;
+        let mut body = self.body.clone();
+        for field in ["truncate_prompt_tokens", "truncation_side"] {
+            body.remove(field);
+        }
+        lower_limits(StreamKind::Chat, &mut body, cut.kept.tokens as u64).ok()?;
+        body.insert(
+            "kv_transfer_params".into(),
+            json!({"prompt_token_ids": ids}),
+        );
+        let rewriter = Rewriter::new(self.lost.kind, &self.sent, cut.kept.tokens);
+        let mut plan = self.plan(body, cut, rewriter);
+        plan.seam = Some(Seam::text(self.sent.phase).with_prompt(ids));
+        Some(plan)
+    }
+
+    /// # Errors
+    /// Why the text does not do.
+    fn by_text(&self) -> Result<Plan, String> {
+        let (kind, sent) = (self.lost.kind, &self.sent);
+        if self
+            .body
+            .get("truncate_prompt_tokens")
+            .is_some_and(|of| !is_unset(of))
+        {
+            return Err("streams with `truncate_prompt_tokens` do not continue by text".into());
+        }
+        let known = sent.tokens.as_ref().filter(|_| self.stop.held() == 0);
+        let tokens_before = match (known, sent.counted) {
+            (Some(_), _) => sent.steps.last().map_or(0, |step| step.tokens as u64),
+            (None, Some(counted)) => counted,
+            // Engines send an event per step, which has one token without speculative decoding.
+            (None, None) => sent.steps.iter().filter(|step| step.has_text).count() as u64,
+        };
+        let mut body = self.body.clone();
+        lower_limits(kind, &mut body, tokens_before)?;
+        match kind {
+            StreamKind::Completion => continue_completion(&mut body, sent)?,
+            StreamKind::Chat => continue_chat(&mut body, sent)?,
+        }
+        Ok(Plan {
+            body: Value::Object(body).to_string().into_bytes(),
+            path: None,
+            is_for_vllm: false,
+            seam: None,
+            kept: None,
+            rewriter: Rewriter::new(
+                kind,
+                sent,
+                usize::try_from(tokens_before).unwrap_or(usize::MAX),
+            ),
         })
+    }
+}
+
+/// Strings that end an answer.
+#[derive(Debug)]
+struct Stop {
+    strings: Vec<String>,
+    /// Characters of the longest one.
+    longest: usize,
+    /// The one that ends the answer is part of it.
+    is_included: bool,
+}
+
+impl Stop {
+    fn of(body: &Map<String, Value>) -> Stop {
+        let strings: Vec<String> = match body.get("stop") {
+            Some(Value::String(stop)) => vec![stop.clone()],
+            Some(Value::Array(stops)) => {
+                let each = stops.iter().filter_map(Value::as_str);
+                each.map(str::to_owned).collect()
+            }
+            _ => Vec::new(),
+        };
+        Stop {
+            longest: strings
+                .iter()
+                .map(|of| of.chars().count())
+                .max()
+                .unwrap_or(0),
+            strings,
+            is_included: body.get("include_stop_str_in_output") == Some(&Value::Bool(true)),
+        }
+    }
+
+    /// Characters that vLLM keeps back, since a stop string could begin with them.
+    fn held(&self) -> usize {
+        if self.is_included {
+            0
+        } else {
+            self.longest.saturating_sub(1)
+        }
+    }
+
+    /// Whether `text` ends with the beginning of one.
+    fn begins_at_end_of(&self, text: &str) -> bool {
+        self.strings.iter().any(|stop| {
+            let parts = stop.char_indices().skip(1).map(|(at, _)| &stop[..at]);
+            parts.into_iter().any(|part| text.ends_with(part))
+        })
+    }
+}
+
+/// Whether the answer's tokens follow from its prompt.
+fn is_greedy(body: &Map<String, Value>) -> bool {
+    let number = |field| body.get(field).and_then(Value::as_f64);
+    number("temperature").is_some_and(|of| of < 1e-5) || number("top_k") == Some(1.0)
 }
 
 /// Whether `value` asks for nothing.
-fn is_unset(value: &Value) -> bool {
+pub(super) fn is_unset(value: &Value) -> bool {
     match value {
-        Value::Null | Value::Bool(false) => true,
+        Value::Null => true,
+        Value::Bool(is_set) => !is_set,
         Value::Number(number) => number.as_f64() == Some(0.0),
         Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
         Value::String(text) => text.is_empty() || text == "none",
-        _ => false,
     }
 }
 
-/// Fields whose answers depend on more than the text so far.
+/// Fields whose answers depend on more than the prompt and the answer so far, or whose events have more than text.
 const STATEFUL: &[&str] = &[
     "logprobs",
     "top_logprobs",
@@ -150,10 +435,14 @@ const STATEFUL: &[&str] = &[
     "echo",
     "suffix",
     "use_beam_search",
-    "tools",
     "functions",
     "presence_penalty",
     "frequency_penalty",
+    "bad_words",
+    "repetition_detection",
+    "thinking_token_budget",
+    "vllm_xargs",
+    "prompt_embeds",
     "structured_outputs",
     "guided_json",
     "guided_regex",
@@ -166,25 +455,73 @@ const STATEFUL: &[&str] = &[
     "kv_transfer_params",
 ];
 
-fn check_request(body: &Map<String, Value>) -> Result<(), String> {
-    for field in ["n", "best_of"] {
-        if body.get(field).is_some_and(|n| !n.is_null() && *n != 1) {
-            return Err(format!("streams with `{field}` above 1 do not continue"));
+/// Fields of chats that completions do not have.
+const CHAT_ONLY: &[&str] = &[
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "functions",
+    "function_call",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "max_completion_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "include_reasoning",
+    "response_format",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+];
+
+/// Whether a request whose `field` has the JSON `value` has a stream that cannot continue.
+pub(super) fn hinders(field: &str, value: &str) -> bool {
+    let parsed = || serde_json::from_str::<Value>(value).unwrap_or(Value::Null);
+    match field {
+        "n" | "best_of" => !matches!(value, "1" | "null"),
+        "response_format" => {
+            let format = parsed();
+            !format.is_null() && format.get("type").and_then(Value::as_str) != Some("text")
         }
+        "tool_choice" => !matches!(value, "\"auto\"" | "\"none\"" | "null"),
+        _ if STATEFUL.contains(&field) => value.len() > 64 || !is_unset(&parsed()),
+        _ => false,
     }
-    for field in STATEFUL {
-        let asks = body.get(*field).is_some_and(|value| !is_unset(value));
-        if asks {
-            return Err(format!("streams with `{field}` do not continue"));
-        }
-    }
-    let format = body
-        .get("response_format")
-        .filter(|format| !format.is_null());
-    if format.is_some_and(|format| format.get("type").and_then(Value::as_str) != Some("text")) {
-        return Err("streams with `response_format` do not continue".into());
-    }
-    Ok(())
+}
+
+/// Whether [`hinders`] depends on the value of `field`.
+pub(super) fn may_hinder(field: &str) -> bool {
+    matches!(field, "n" | "best_of" | "response_format" | "tool_choice")
+        || STATEFUL.contains(&field)
+}
+
+/// Whether `messages`, of a chat, have text only.
+pub(super) fn is_plain(messages: &Value) -> bool {
+    const TEXTS: [&str; 5] = ["text", "input_text", "output_text", "refusal", "thinking"];
+    let is_text = |part: &Value| {
+        let kind = part.get("type").and_then(Value::as_str);
+        part.is_string() || kind.is_some_and(|kind| TEXTS.contains(&kind))
+    };
+    let plain = |message: &Value| match message.get("content") {
+        Some(Value::Array(parts)) => parts.iter().all(is_text),
+        Some(Value::Object(_)) => false,
+        _ => true,
+    };
+    messages.as_array().is_some_and(|of| of.iter().all(plain))
+}
+
+/// [`is_plain`] of JSON, whose parts are read only if there may be any.
+pub(super) fn is_plain_json(messages: &RawValue) -> bool {
+    let text = messages.get();
+    let has = |word: &str| memchr::memmem::find(text.as_bytes(), word.as_bytes()).is_some();
+    !has("\"type\"") && !has("_url\"")
+        || serde_json::from_str(text).is_ok_and(|messages| is_plain(&messages))
 }
 
 fn lower_limits(
@@ -218,16 +555,9 @@ fn continue_completion(body: &mut Map<String, Value>, sent: &Sent) -> Result<(),
         Value::Array(mut items) if items.len() == 1 && !items[0].is_number() => items.remove(0),
         other => other,
     };
-    let known = match &prompt {
-        Value::Array(ids) => ids.iter().map(Value::as_u64).collect(),
-        _ => sent.prompt_tokens.clone(),
-    };
-    let continued = match (known, &sent.tokens, &prompt) {
-        (Some(before), Some(tokens), _) => [before, tokens.clone()].concat().into(),
-        (None, _, Value::String(text)) | (_, None, Value::String(text)) => {
-            Value::String(format!("{text}{}", sent.text))
-        }
-        (_, _, Value::Array(items)) if items.iter().all(Value::is_number) => {
+    let continued = match &prompt {
+        Value::String(text) => Value::String(format!("{text}{}", sent.text)),
+        Value::Array(items) if items.iter().all(Value::is_number) => {
             return Err(
                 "a prompt of tokens continues only with `return_token_ids` (`upstream.resume = \
                  \"tokens\"`)"
@@ -241,9 +571,6 @@ fn continue_completion(body: &mut Map<String, Value>, sent: &Sent) -> Result<(),
 }
 
 fn continue_chat(body: &mut Map<String, Value>, sent: &Sent) -> Result<(), String> {
-    if sent.text.is_empty() {
-        return Ok(()); // asked again
-    }
     let continues = body.get("continue_final_message") == Some(&Value::Bool(true));
     let Some(Value::Array(messages)) = body.get_mut("messages") else {
         return Err("its request has no `messages`".into());
@@ -262,170 +589,27 @@ fn continue_chat(body: &mut Map<String, Value>, sent: &Sent) -> Result<(), Strin
     Ok(())
 }
 
-/// Data of each event of `bytes` that has some.
-fn data_of(bytes: &[u8]) -> impl Iterator<Item = Cow<'_, [u8]>> {
-    let all = sse::events(bytes).map(|event| event.data);
-    all.filter(|data| !data.is_empty())
-}
-
-fn read_events(kind: StreamKind, bytes: &[u8]) -> Result<Sent, String> {
-    let mut sent = Sent {
-        tokens: Some(Vec::new()),
-        ..Sent::default()
-    };
-    for data in data_of(bytes) {
-        if data.trim_ascii() == b"[DONE]" {
-            sent.finished = true;
-            continue;
-        }
-        let Ok(event) = serde_json::from_slice::<Value>(&data) else {
-            return Err("an event of it is not JSON".into());
-        };
-        if event.get("error").is_some_and(|error| !error.is_null()) {
-            return Err("the engine reported an error".into());
-        }
-        sent.read_event(kind, &event)?;
-    }
-    if let Some(tokens) = &mut sent.tokens {
-        tokens.truncate(sent.tokens_with_text);
-    }
-    if sent.steps > 0 && sent.tokens.as_ref().is_some_and(Vec::is_empty) {
-        sent.tokens = None;
-    }
-    Ok(sent)
-}
-
-impl Sent {
-    fn read_event(&mut self, kind: StreamKind, event: &Value) -> Result<(), String> {
-        if self.id.is_none() {
-            self.id = event.get("id").cloned();
-            self.created = event.get("created").cloned();
-        }
-        let counted = event.pointer("/usage/completion_tokens");
-        self.counted = counted.and_then(Value::as_u64).or(self.counted);
-        let ids = |value: Option<&Value>| -> Option<Vec<u64>> {
-            value?.as_array()?.iter().map(Value::as_u64).collect()
-        };
-        let choices = event.get("choices").and_then(Value::as_array);
-        for choice in choices.into_iter().flatten() {
-            if choice
-                .get("finish_reason")
-                .is_some_and(|why| !why.is_null())
-            {
-                self.finished = true;
-            }
-            let prompt = ids(choice
-                .get("prompt_token_ids")
-                .or(event.get("prompt_token_ids")));
-            self.prompt_tokens = prompt.or(self.prompt_tokens.take());
-            let text = match kind {
-                StreamKind::Completion => choice.get("text"),
-                StreamKind::Chat => {
-                    let delta = choice.get("delta").and_then(Value::as_object);
-                    for (field, value) in delta.into_iter().flatten() {
-                        let plain = matches!(field.as_str(), "role" | "content");
-                        if !plain && !is_unset(value) {
-                            return Err(format!("streams with `{field}` do not continue"));
-                        }
-                        self.role |= field == "role";
-                    }
-                    delta.and_then(|delta| delta.get("content"))
-                }
-            };
-            let text = text.and_then(Value::as_str).unwrap_or_default();
-            let tokens = ids(choice.get("token_ids"));
-            if text.is_empty() && tokens.as_ref().is_none_or(Vec::is_empty) {
-                continue;
-            }
-            self.text.push_str(text);
-            self.steps += 1;
-            match (&mut self.tokens, tokens) {
-                (Some(all), Some(tokens)) => {
-                    all.extend(tokens);
-                    if !text.is_empty() {
-                        self.tokens_with_text = all.len();
-                    }
-                }
-                (all, _) => *all = None,
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Rewriter {
-    /// The whole events `bytes` as events of the stream.
-    pub(super) fn rewrite(&mut self, bytes: &[u8]) -> Vec<u8> {
-        if sse::events(bytes).next().is_none() {
-            return bytes.to_vec(); // comments keep the client's connection open
-        }
-        let mut out = Vec::with_capacity(bytes.len());
-        for data in data_of(bytes) {
-            let mut put = |data: &[u8]| {
-                for line in data.split(|&byte| byte == b'\n') {
-                    out.extend_from_slice(b"data: ");
-                    out.extend_from_slice(line);
-                    out.push(b'\n');
-                }
-                out.push(b'\n');
-            };
-            if let Ok(Value::Object(mut event)) = serde_json::from_slice(&data) {
-                if self.rewrite_event(&mut event) {
-                    put(Value::Object(event).to_string().as_bytes());
-                }
-            } else {
-                put(&data);
-            }
-        }
-        out
-    }
-
-    /// False: the client has it already.
-    fn rewrite_event(&mut self, event: &mut Map<String, Value>) -> bool {
-        for (field, value) in [("id", &self.id), ("created", &self.created)] {
-            if let (Some(value), true) = (value, event.contains_key(field)) {
-                event.insert(field.into(), value.clone());
-            }
-        }
-        if let Some(Value::Object(usage)) = event.get_mut("usage") {
-            let add = |usage: &mut Map<String, Value>, field: &str, more: i64| {
-                if let Some(count) = usage.get(field).and_then(Value::as_i64) {
-                    usage.insert(field.into(), count.saturating_add(more).max(0).into());
-                }
-            };
-            let before = i64::try_from(self.tokens_before).unwrap_or(i64::MAX);
-            add(usage, "prompt_tokens", -before);
-            add(usage, "completion_tokens", before);
-        }
-        event.remove("prompt_token_ids");
-        let Some(Value::Array(choices)) = event.get_mut("choices") else {
-            return true;
-        };
-        for choice in choices.iter_mut() {
-            let Some(choice) = choice.as_object_mut() else {
-                continue;
-            };
-            choice.remove("prompt_token_ids");
-            let unfinished = choice.get("finish_reason").is_none_or(Value::is_null);
-            if self.kind != StreamKind::Chat || !self.role_sent {
-                continue;
-            }
-            let Some(Value::Object(delta)) = choice.get_mut("delta") else {
-                continue;
-            };
-            let repeats = delta.remove("role").is_some();
-            let says = delta.iter().any(|(_, value)| !is_unset(value));
-            if repeats && !says && unfinished {
-                return false;
-            }
-        }
-        true
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::sent::data_of;
     use super::*;
+
+    fn all(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Vec<Plan>, String> {
+        plans(&Lost {
+            kind,
+            body,
+            sent,
+            seams: &[],
+            prompt: None,
+            by_tokens: true,
+            by_params: true,
+            model_len: None,
+        })
+    }
+
+    fn plan(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Plan, String> {
+        Ok(all(kind, body, sent)?.remove(0))
+    }
 
     fn body_of(plan: &Plan) -> Value {
         serde_json::from_slice(&plan.body).unwrap()
@@ -463,45 +647,55 @@ mod tests {
         let body = body_of(&text);
         assert_eq!(body["prompt"], serde_json::json!([1, 2, 8, 9]));
         assert_eq!(body["max_tokens"], 14, "two of the default's 16 are there");
-        let tokens = plan(
-            StreamKind::Completion,
-            br#"{"prompt":[[5]],"max_tokens":9}"#,
-            sent,
-        );
-        assert_eq!(
-            body_of(&tokens.unwrap())["prompt"],
-            serde_json::json!([5, 8, 9])
-        );
+        // The engine's own word of its prompt comes first.
+        for (ids, wanted) in [("[1,2]", json!([1, 2, 8, 9])), ("null", json!([5, 8, 9]))] {
+            let sent = format!(
+                "data: {{\"choices\":[{{\"text\":\"x\",\"prompt_token_ids\":{ids},\"token_ids\":[8,9]}}]}}\n\n"
+            );
+            let body = br#"{"prompt":[[5]],"max_tokens":9}"#;
+            let plan = plan(StreamKind::Completion, body, sent.as_bytes());
+            assert_eq!(body_of(&plan.unwrap())["prompt"], wanted);
+        }
         let bare = b"data: {\"choices\":[{\"text\":\"x\"}]}\n\n";
         assert!(plan(StreamKind::Completion, br#"{"prompt":[5]}"#, bare).is_err());
     }
 
     #[test]
     fn tokens_whose_text_the_client_does_not_have_are_made_again() {
-        // With `stop`, vLLM sends text later than its tokens.
-        let sent = b"data: {\"choices\":[{\"text\":\"x\",\"prompt_token_ids\":[1,2],\"token_ids\":[8,9]}]}\n\n";
-        for (stop, exact) in [
-            (r#","stop":"\n""#, true),
-            (r#","stop":["\n","END"]"#, false),
-            (r#","stop":"END","include_stop_str_in_output":true"#, true),
+        let event = |text: &str, ids: &str| {
+            format!(
+                "data: {{\"choices\":[{{\"text\":\"{text}\",\"prompt_token_ids\":[1,2],\"token_ids\":{ids}}}]}}\n\n"
+            )
+        };
+        // With `stop`, vLLM sends text later than its tokens: "ab" of "abcd" here.
+        let sent = [event("", "[8]"), event("a", "[9]"), event("b", "[7]")].concat();
+        for (fields, prompt) in [
+            (r#""stop":"\n""#, json!([1, 2, 8, 9, 7])),
+            (r#""stop":["\n","END"]"#, json!("ab")),
+            // The client has all of the text of no tokens; greedy decoding makes them again.
+            (r#""stop":["END"],"temperature":0"#, json!([1, 2])),
+            (
+                r#""stop":"END","include_stop_str_in_output":true"#,
+                json!([1, 2, 8, 9, 7]),
+            ),
+            // A stop string may have begun.
+            (
+                r#""stop":"bye","include_stop_str_in_output":true,"top_k":1"#,
+                json!([1, 2]),
+            ),
         ] {
-            let body = format!("{{\"prompt\":\"ab\"{stop}}}");
-            let plan = plan(StreamKind::Completion, body.as_bytes(), sent).unwrap();
-            let wanted = if exact {
-                serde_json::json!([1, 2, 8, 9])
-            } else {
-                "abx".into()
-            };
-            assert_eq!(body_of(&plan)["prompt"], wanted, "{stop}");
+            let body = format!("{{\"prompt\":\"\",{fields}}}");
+            let plan = plan(StreamKind::Completion, body.as_bytes(), sent.as_bytes()).unwrap();
+            assert_eq!(body_of(&plan)["prompt"], prompt, "{fields}");
         }
         // A character whose last token did not come.
-        let sent = [
-            &sent[..],
-            b"data: {\"choices\":[{\"text\":\"\",\"token_ids\":[7]}]}\n\n",
-        ]
-        .concat();
-        let plan = plan(StreamKind::Completion, br#"{"prompt":"ab"}"#, &sent).unwrap();
-        assert_eq!(body_of(&plan)["prompt"], serde_json::json!([1, 2, 8, 9]));
+        let sent = [event("x", "[8]"), event("", "[7]")].concat();
+        let plan = plan(
+            StreamKind::Completion,
+            br#"{"prompt":"ab"}"#,
+            sent.as_bytes(),
+        );
+        assert_eq!(body_of(&plan.unwrap())["prompt"], json!([1, 2, 8]));
     }
 
     #[test]
@@ -563,6 +757,8 @@ mod tests {
             r#"{"prompt":"a","response_format":{"type":"json_object"}}"#,
             r#"{"prompt":"a","frequency_penalty":0.5}"#,
             r#"{"prompt":"a","max_tokens":1}"#,
+            r#"{"prompt":"a","bad_words":["x"]}"#,
+            r#"{"prompt":"a","vllm_xargs":{"x":1}}"#,
             "[]",
         ] {
             assert!(

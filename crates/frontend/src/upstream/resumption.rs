@@ -1,0 +1,193 @@
+//! Finds an engine that continues a stream.
+
+use std::rc::Rc;
+
+use bytes::Bytes;
+use hyper::StatusCode;
+use slipstream_base::WorkerId;
+
+use super::Upstream;
+use super::closing::closing;
+use super::connection::Failure;
+use super::ends::{Api, StreamEnd};
+use super::forward::{Answer, Begun, Exchange, obtain};
+use super::peek::peek;
+use super::relay::{Turn, is_event_stream};
+use super::resume::{self, Lost, StreamKind};
+use super::rewrite::{Rewriter, Seam, Verdict};
+use super::sent::Kept;
+use super::sse::Scanner;
+use super::wire::Decoded;
+use crate::service::Service;
+use crate::shard::Shard;
+
+/// Bytes of a continuation that are read before the client gets any, at most: they may name all tokens of its prompt.
+const SEAM_BYTES_MAX: usize = 8 << 20;
+
+/// The rest of an answer whose engine is lost.
+pub(super) enum Resumed {
+    /// Another engine continues it.
+    Elsewhere(Box<Continued>),
+    /// Only these last events of it were missing.
+    Closed(Bytes),
+}
+
+/// A stream at another engine.
+pub(super) struct Continued {
+    pub(super) begun: Begun,
+    pub(super) rewriter: Rewriter,
+    /// Tokens of the answer that are in its prompt, if they are the engine's own.
+    pub(super) kept: Option<Kept>,
+}
+
+/// The sent part of a stream whose engine is lost.
+pub(super) struct Remains {
+    pub(super) kind: StreamKind,
+    /// Its engine.
+    pub(super) lost: WorkerId,
+    /// As in [`Lost`].
+    pub(super) sent: Vec<u8>,
+    pub(super) seams: Vec<(usize, Option<Kept>)>,
+    pub(super) prompt: Option<Vec<u32>>,
+}
+
+/// Continues the stream of `exchange` on another engine.
+///
+/// # Errors
+/// Why none does.
+pub(super) async fn resume(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    exchange: &Exchange,
+    remains: Remains,
+) -> Result<Resumed, String> {
+    let charge = exchange.charge_job().map_err(|error| error.message)?;
+    let catalog = upstream.engines.catalog();
+    let (api, lost) = (exchange.api, remains.lost);
+    let by_tokens = exchange.by_tokens;
+    let by_params = !upstream.engines.disaggregates();
+    let job = move |_: &Service, body: &[u8]| {
+        if let Some(last) = closing(api, body, &remains.sent, &remains.seams) {
+            return Ok(Err(last));
+        }
+        let model = peek(body).and_then(|seen| seen.model);
+        Ok(Ok(resume::plans(&Lost {
+            kind: remains.kind,
+            body,
+            sent: &remains.sent,
+            seams: &remains.seams,
+            prompt: remains.prompt.as_deref(),
+            by_tokens,
+            by_params,
+            model_len: catalog.model_len(model.as_deref()),
+        })))
+    };
+    let planned = shard.run(exchange.body.clone(), charge, job).await;
+    let (planned, _charge) = planned.map_err(|error| error.message)?;
+    let plans = match planned {
+        Ok(plans) => plans,
+        Err(last) => return Ok(Resumed::Closed(last.into())),
+    };
+    let mut why = String::from("it cannot continue");
+    for plan in plans? {
+        let only = plan
+            .is_for_vllm
+            .then(|| upstream.engines.of_vllm(exchange.request.only.as_deref()));
+        let mut next = exchange.continued(plan.body, plan.path, only);
+        next.avoid(&upstream.engines, lost);
+        let mut begun = match obtain(shard, upstream, &next).await {
+            Ok(begun) => begun,
+            Err(error) => {
+                why = error.message;
+                continue;
+            }
+        };
+        let engine = begun.visit.engine().clone();
+        let (url, head) = (&engine.spec.url, &begun.answer.head);
+        if head.status != StatusCode::OK || !is_event_stream(head) {
+            why = format!("{url} answered {} to its continuation", head.status);
+            continue;
+        }
+        if let Some(seam) = plan.seam {
+            let limit = upstream.engines.settings.first_byte_timeout;
+            let only = next.request.only.as_deref();
+            let judged = judge(&mut begun.answer, next.api, seam);
+            let judged = upstream
+                .engines
+                .answered(&engine, only, limit, judged)
+                .await;
+            match judged {
+                Ok(None) => {}
+                Ok(Some(differs)) => {
+                    why = format!("{url}: {differs}");
+                    continue;
+                }
+                Err(failure) => {
+                    begun.visit.on_failure(&failure);
+                    why = format!("{url}: {failure}");
+                    continue;
+                }
+            }
+        }
+        return Ok(Resumed::Elsewhere(Box::new(Continued {
+            begun,
+            rewriter: plan.rewriter,
+            kept: plan.kept,
+        })));
+    }
+    Err(why)
+}
+
+/// Reads `answer`, to a request of `api`, up to its first token. Returns why it does not follow what the client has, if so.
+async fn judge(answer: &mut Answer, api: Api, mut seam: Seam) -> Result<Option<String>, Failure> {
+    let mut read = answer.first.to_vec();
+    let (mut scanner, mut turn) = (Scanner::default(), Turn::default());
+    // The part that the scanner has seen, and that of whole events which are judged.
+    let (mut scanned, mut judged) = (0, 0);
+    loop {
+        if turn.is_over() {
+            tokio::task::yield_now().await;
+        }
+        let whole = scanner.feed(&read[scanned..]);
+        if whole > 0 {
+            let events = &read[judged..scanned + whole];
+            let verdict = seam.judge(events);
+            if verdict == Verdict::Fits {
+                answer.first = Bytes::from(read);
+                return Ok(None);
+            }
+            let reported = StreamEnd::new(api, 1).read(events).reported;
+            if let Some(reported) = reported.filter(|of| !of.is_clients) {
+                return Err(Failure::Reported(reported));
+            }
+            if let Verdict::Differs(why) = verdict {
+                return Ok(Some(why));
+            }
+            judged = scanned + whole;
+        }
+        scanned = read.len();
+        if read.len() > SEAM_BYTES_MAX {
+            return Ok(Some(
+                "its continuation begins with too long an event".into(),
+            ));
+        }
+        match answer.decoder.decode(&mut answer.connection.buf) {
+            Ok(Decoded::Data(data)) => {
+                turn.on_piece();
+                read.extend_from_slice(&data);
+                continue;
+            }
+            Ok(Decoded::End) => return Ok(Some("its continuation has no text".into())),
+            Ok(Decoded::NeedMore) => {}
+            Err(error) => return Err(Failure::Protocol(error)),
+        }
+        match std::future::poll_fn(|cx| answer.connection.poll_fill(cx)).await {
+            Ok(0) if answer.decoder.ends_at_close() => {
+                return Ok(Some("its continuation has no text".into()));
+            }
+            Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
+            Ok(bytes) => turn.on_read(bytes),
+            Err(error) => return Err(Failure::Lost(error.to_string())),
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Counters of engines that left. A counter that vanished and came back at 0 would hide the failures for which it left.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use slipstream_base::Role;
+
+use super::engines::Engine;
+use super::metrics::Counters;
+
+/// Engines that are listed by themselves; the oldest beyond that are added up.
+const ENGINES_MAX: usize = 64;
+
+/// Label of the others.
+const OTHERS: &str = "removed";
+
+/// Counters of an engine, with what decides in which metrics they are.
+#[derive(Clone, Debug)]
+pub(super) struct Row {
+    /// Value of the label `engine`.
+    pub(super) url: String,
+    pub(super) role: Role,
+    pub(super) is_mirror: bool,
+    pub(super) counters: Arc<Counters>,
+}
+
+impl Row {
+    pub(super) fn of(engine: &Engine) -> Row {
+        Row {
+            url: engine.spec.url.to_string(),
+            role: engine.spec.role,
+            is_mirror: engine.is_mirror(),
+            counters: engine.counters.clone(),
+        }
+    }
+}
+
+/// Engines that left, in that order.
+#[derive(Debug, Default)]
+pub(super) struct Retired {
+    rows: VecDeque<Row>,
+    /// Sums of older ones, per role and use.
+    others: Vec<Row>,
+}
+
+impl Retired {
+    /// `engine` leaves.
+    pub(super) fn retire(&mut self, engine: &Engine) {
+        self.rows.push_back(Row::of(engine));
+        while self.rows.len() > ENGINES_MAX {
+            let Some(oldest) = self.rows.pop_front() else {
+                return;
+            };
+            let is_alike = |of: &&Row| of.role == oldest.role && of.is_mirror == oldest.is_mirror;
+            match self.others.iter().find(is_alike) {
+                Some(sum) => sum.counters.add(&oldest.counters),
+                None => self.others.push(Row {
+                    url: format!("{OTHERS}-{}", self.others.len()),
+                    ..oldest
+                }),
+            }
+        }
+    }
+
+    /// The counters of `engine` at its last stay, to continue with.
+    pub(super) fn revive(&mut self, engine: &Engine) -> Option<Arc<Counters>> {
+        let new = Row::of(engine);
+        let is_it =
+            |of: &Row| of.url == new.url && of.role == new.role && of.is_mirror == new.is_mirror;
+        let at = self.rows.iter().rposition(is_it)?;
+        Some(self.rows.remove(at)?.counters)
+    }
+
+    /// All rows.
+    pub(super) fn rows(&self) -> Vec<Row> {
+        self.others.iter().chain(&self.rows).cloned().collect()
+    }
+}

@@ -1,0 +1,302 @@
+//! The events of a request that continues a stream, as events of that stream. No I/O.
+
+use serde_json::{Map, Value, json};
+
+use super::resume::{StreamKind, is_unset};
+use super::sent::{Phase, Sent, data_of, ids_of, prompt_of, text_of};
+use super::sse;
+
+/// How events of the new request become those of the stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Translation {
+    #[default]
+    None,
+    /// A completion continues a chat.
+    ChatOfCompletion,
+}
+
+/// Condition on the first events of a continuation, before the client gets any.
+#[derive(Clone, Debug)]
+pub(super) struct Seam {
+    /// The engine must say that this was its prompt, and has not yet.
+    prompt: Option<Vec<u64>>,
+    /// Its first token has text of this part. Otherwise a character, or what a parser looks at, has begun before it.
+    phase: Phase,
+}
+
+/// Judgement of the first events.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// More of them are needed.
+    More,
+    Fits,
+    Differs(String),
+}
+
+impl Seam {
+    pub(super) fn text(phase: Phase) -> Seam {
+        Seam {
+            prompt: None,
+            phase,
+        }
+    }
+
+    pub(super) fn with_prompt(self, prompt: Vec<u64>) -> Seam {
+        Seam {
+            prompt: Some(prompt),
+            ..self
+        }
+    }
+
+    /// Judges the whole events `bytes`, which follow those judged before.
+    pub(super) fn judge(&mut self, bytes: &[u8]) -> Verdict {
+        let differs = |why: &str| Verdict::Differs(why.into());
+        for data in data_of(bytes) {
+            let Ok(event) = serde_json::from_slice::<Value>(&data) else {
+                return differs("the continuation begins with what is not JSON");
+            };
+            if event.get("error").is_some_and(|error| !error.is_null()) {
+                return differs("the engine reported an error to the continuation");
+            }
+            let choices = event.get("choices").and_then(Value::as_array);
+            let Some(choice) = choices.and_then(|choices| choices.first()) else {
+                continue;
+            };
+            if let (Some(wanted), Some(found)) = (&self.prompt, prompt_of(&event, choice)) {
+                if *wanted != found {
+                    return differs("the engine does not take the tokens of a prompt for a chat");
+                }
+                self.prompt = None;
+            }
+            let (phase, text) = text_of(StreamKind::Chat, choice);
+            let finish = choice.get("finish_reason").filter(|why| !why.is_null());
+            let tokens = ids_of(choice.get("token_ids")).map_or(0, |ids| ids.len());
+            if text.is_empty() && tokens == 0 && finish.is_none() {
+                continue; // the role
+            }
+            let calls = choice
+                .pointer("/delta/tool_calls")
+                .is_some_and(|of| !is_unset(of));
+            return match (self.prompt.is_none(), text.is_empty()) {
+                (false, _) => differs("the engine does not take the tokens of a prompt for a chat"),
+                // Its text must be that of the first token.
+                _ if tokens > 1 => differs("the continuation begins with several tokens at once"),
+                _ if calls => differs("a tool call begins where the stream broke off"),
+                // A token that ends an answer has no text.
+                (true, true) if finish != Some(&"stop".into()) => differs(
+                    "the stream broke off within a character, or within what the engine's parser reads",
+                ),
+                (true, false) if phase != self.phase => differs(
+                    "the engine's parser does not go on with the text where the stream broke off",
+                ),
+                (true, _) => Verdict::Fits,
+            };
+        }
+        Verdict::More
+    }
+}
+
+/// Makes the events of the new request those of the stream.
+#[derive(Debug)]
+pub(super) struct Rewriter {
+    kind: StreamKind,
+    translation: Translation,
+    /// `id` and `created` of the events that the client has.
+    id: Option<Value>,
+    created: Option<Value>,
+    /// An event of the stream.
+    template: Option<Map<String, Value>>,
+    /// Tokens of the answer that are in the new request's prompt, and those of reasoning among them.
+    tokens_before: usize,
+    reasoning_before: u64,
+    /// Choices whose role the client has.
+    roles: Vec<Value>,
+    /// Text that comes again, and that the client has.
+    repeated: String,
+    /// Text that a parser of tool calls could take for the beginning of one does not reach the client.
+    is_guarded: bool,
+    /// Why the continuation must end.
+    pub(super) refused: Option<&'static str>,
+}
+
+/// Text with which tool calls begin, in the formats that vLLM has parsers for.
+const CALL_BEGINNINGS: [&str; 5] = ["<", "[", "{", "functools", "\u{ff5c}"];
+
+impl Rewriter {
+    /// For a stream whose client has `sent`, and whose new request has `tokens_before` of its tokens.
+    pub(super) fn new(kind: StreamKind, sent: &Sent, tokens_before: usize) -> Rewriter {
+        Rewriter {
+            kind,
+            translation: Translation::None,
+            id: sent.id.clone(),
+            created: sent.created.clone(),
+            template: sent.last.clone(),
+            tokens_before,
+            reasoning_before: sent.reasoning_tokens,
+            roles: sent.roles.clone(),
+            repeated: String::new(),
+            is_guarded: false,
+            refused: None,
+        }
+    }
+
+    pub(super) fn translate(&mut self, translation: Translation) {
+        self.translation = translation;
+    }
+
+    /// The new request generates `text` again.
+    pub(super) fn repeats(&mut self, text: &str) {
+        text.clone_into(&mut self.repeated);
+    }
+
+    pub(super) fn guard(&mut self) {
+        self.is_guarded = true;
+    }
+
+    /// The whole events `bytes` as events of the stream. Nothing from an event on that must not reach the client.
+    pub(super) fn rewrite(&mut self, bytes: &[u8]) -> Vec<u8> {
+        if sse::events(bytes).next().is_none() {
+            return bytes.to_vec(); // comments keep the client's connection open
+        }
+        let mut out = Vec::with_capacity(bytes.len());
+        for data in data_of(bytes) {
+            if self.refused.is_some() {
+                break;
+            }
+            let mut put = |data: &[u8]| {
+                for line in data.split(|&byte| byte == b'\n') {
+                    out.extend_from_slice(b"data: ");
+                    out.extend_from_slice(line);
+                    out.push(b'\n');
+                }
+                out.push(b'\n');
+            };
+            if let Ok(Value::Object(mut event)) = serde_json::from_slice(&data) {
+                if self.rewrite_event(&mut event) {
+                    put(Value::Object(event).to_string().as_bytes());
+                }
+            } else {
+                put(&data);
+            }
+        }
+        out
+    }
+
+    /// False: the client has it already, or must not get it.
+    fn rewrite_event(&mut self, event: &mut Map<String, Value>) -> bool {
+        for (field, value) in [("id", &self.id), ("created", &self.created)] {
+            if let (Some(value), true) = (value, event.contains_key(field)) {
+                event.insert(field.into(), value.clone());
+            }
+        }
+        if let Some(Value::Object(usage)) = event.get_mut("usage") {
+            self.correct_usage(usage);
+        }
+        if let Some(ids) = event.get_mut("prompt_token_ids") {
+            *ids = Value::Null; // those of the stream came with its first event
+        }
+        if self.translation == Translation::ChatOfCompletion
+            && let Some(object) = self.template.as_ref().and_then(|of| of.get("object"))
+        {
+            event.insert("object".into(), object.clone());
+        }
+        let Some(Value::Array(choices)) = event.get_mut("choices") else {
+            return true;
+        };
+        for choice in choices.iter_mut() {
+            let Some(choice) = choice.as_object_mut() else {
+                continue;
+            };
+            if self.translation == Translation::ChatOfCompletion {
+                translate_choice(choice);
+            } else if let Some(ids) = choice.get_mut("prompt_token_ids") {
+                *ids = Value::Null;
+            }
+            if !self.repeated.is_empty() || self.is_guarded {
+                self.check_text(choice);
+                if self.refused.is_some() {
+                    return false;
+                }
+            }
+            let unfinished = choice.get("finish_reason").is_none_or(Value::is_null);
+            let index = choice.get("index").cloned().unwrap_or_default();
+            if self.kind != StreamKind::Chat || !self.roles.contains(&index) {
+                continue;
+            }
+            let Some(Value::Object(delta)) = choice.get_mut("delta") else {
+                continue;
+            };
+            let repeats = delta.remove("role").is_some();
+            let says = delta.iter().any(|(_, value)| !is_unset(value));
+            if repeats && !says && unfinished {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Counts of the answer, not of the request that continues it.
+    fn correct_usage(&self, usage: &mut Map<String, Value>) {
+        let add = |usage: &mut Map<String, Value>, field: &str, more: i64| {
+            if let Some(count) = usage.get(field).and_then(Value::as_i64) {
+                usage.insert(field.into(), count.saturating_add(more).max(0).into());
+            }
+        };
+        let before = i64::try_from(self.tokens_before).unwrap_or(i64::MAX);
+        add(usage, "prompt_tokens", -before);
+        add(usage, "completion_tokens", before);
+        let prompt = usage.get("prompt_tokens").and_then(Value::as_u64);
+        if let Some(Value::Object(details)) = usage.get_mut("prompt_tokens_details")
+            && let (Some(cached), Some(prompt)) =
+                (details.get("cached_tokens").and_then(Value::as_u64), prompt)
+        {
+            // Tokens of the answer are cached by now, too.
+            details.insert("cached_tokens".into(), cached.min(prompt).into());
+        }
+        if let Some(Value::Object(details)) = usage.get_mut("completion_tokens_details") {
+            let more = i64::try_from(self.reasoning_before).unwrap_or(i64::MAX);
+            add(details, "reasoning_tokens", more);
+        }
+    }
+
+    /// Takes text off that the client has, and keeps back what it must not get.
+    fn check_text(&mut self, choice: &mut Map<String, Value>) {
+        let ends = choice
+            .get("finish_reason")
+            .is_some_and(|why| !why.is_null());
+        let text = match choice.get_mut("delta") {
+            Some(delta) => delta.get_mut("content"),
+            None => choice.get_mut("text"),
+        };
+        if let Some(Value::String(text)) = text {
+            if let Some(rest) = self.repeated.strip_prefix(text.as_str()) {
+                self.repeated = rest.to_owned();
+                text.clear();
+            } else if let Some(rest) = text.strip_prefix(self.repeated.as_str()) {
+                *text = rest.to_owned();
+                self.repeated.clear();
+            } else {
+                self.refused = Some("the other engine's answer differs from what the client has");
+            }
+            let begins = CALL_BEGINNINGS.iter().any(|of| text.contains(of));
+            if self.is_guarded && begins {
+                self.refused =
+                    Some("what follows may be a tool call, which a completion does not tell apart");
+            }
+        }
+        if ends && !self.repeated.is_empty() {
+            self.refused = Some("the other engine's answer ends before what the client has");
+        }
+    }
+}
+
+/// A choice of a completion as one of a chat.
+fn translate_choice(choice: &mut Map<String, Value>) {
+    choice.remove("prompt_token_ids");
+    let text = choice.remove("text").unwrap_or_else(|| "".into());
+    choice.insert("delta".into(), json!({"content": text}));
+    let is_open = choice.get("finish_reason").is_none_or(Value::is_null);
+    if is_open && choice.get("stop_reason").is_some_and(Value::is_null) {
+        choice.remove("stop_reason"); // chats have it in their last event
+    }
+}

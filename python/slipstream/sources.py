@@ -253,8 +253,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace to replay: Mooncake's JSONL, Azure's or BurstGPT's CSV, a folder of `serve --record`.
+    """A trace to replay: Mooncake's or Qwen-Bailian's JSONL, a CSV, a folder of `serve --record`.
 
+    For a trace in another format, `columns` names its fields (`arrival=NAME,isl=NAME,osl=NAME`) and
+    `unit` ("s", "ms", "us" or "ns") is that of its times.
     The file is read where a question is answered: each node of a Ray cluster needs it under the
     same path.
     """
@@ -267,6 +269,8 @@ class Trace:
     concurrency: int | None = None
     seed: int | None = None
     on_bad_line: str | None = None
+    columns: str | None = None
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "requests", "seed"):
@@ -275,6 +279,8 @@ class Trace:
             raise QuestionError(
                 f"on_bad_line is {self.on_bad_line!r}, but must be 'stop' or 'skip'"
             )
+        if self.unit not in (None, "s", "ms", "us", "ns"):
+            raise QuestionError(f"unit is {self.unit!r}, but must be 's', 'ms', 'us' or 'ns'")
         _native.workload_text(json.dumps(self.source()))
 
     @staticmethod
@@ -305,4 +311,6 @@ class Trace:
             "concurrency": self.concurrency,
             "seed": self.seed,
             "skip_bad_lines": skip,
+            "trace_columns": self.columns,
+            "trace_unit": self.unit,
         }

@@ -12,7 +12,8 @@ pub fn check(bytes: &[u8]) {
         let file = TraceFile {
             path: "trace.jsonl".into(),
             on_bad_line,
-            tokens_per_id: 16,
+            tokens_per_id: Some(16),
+            ..TraceFile::default()
         };
         let workload = Workload {
             arrival: Arrival::Trace,

@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use slipstream_config::cluster::{Cluster, TimingConfig, file};
 use slipstream_config::doc::{Doc, Settings};
@@ -198,6 +198,10 @@ pub struct WorkloadSource {
     pub seed: Option<u64>,
     /// Whether bad lines of the trace are skipped; `None`: as the file says, otherwise they end the run.
     pub skip_bad_lines: Option<bool>,
+    /// Names of the trace's fields, if it is in no known format.
+    pub trace_columns: Option<String>,
+    /// Unit of the trace's times, if it is not its format's.
+    pub trace_unit: Option<String>,
 }
 
 impl WorkloadSource {
@@ -226,6 +230,8 @@ impl WorkloadSource {
             .skip_bad_lines
             .map(|skip| if skip { "skip" } else { "stop" });
         number("--on-bad-line", on_bad_line.map(str::to_owned));
+        number("--trace-columns", self.trace_columns.clone());
+        number("--trace-unit", self.trace_unit.clone());
         flags
     }
 
@@ -296,13 +302,7 @@ impl WorkloadSource {
             }
             workload.time_scale = scale;
         }
-        if let (Some(skip), Content::Trace(file)) = (self.skip_bad_lines, &mut workload.content) {
-            file.on_bad_line = if skip {
-                OnBadLine::Skip
-            } else {
-                OnBadLine::Stop
-            };
-        }
+        self.read_as(&mut workload)?;
         if let Some(rate) = self.rate
             && !(rate > 0.0 && rate <= workload_file::RATE_MAX)
         {
@@ -314,6 +314,35 @@ impl WorkloadSource {
         Ok((workload, name))
     }
 
+    /// Applies how the trace of `workload` is read.
+    fn read_as(&self, workload: &mut Workload) -> anyhow::Result<()> {
+        if let Content::Trace(file) = &mut workload.content {
+            file.on_bad_line = match self.skip_bad_lines {
+                Some(true) => OnBadLine::Skip,
+                Some(false) => OnBadLine::Stop,
+                None => file.on_bad_line,
+            };
+            if let Some(columns) = &self.trace_columns {
+                let columns = columns.parse();
+                file.columns = Some(columns.map_err(|e| anyhow!("--trace-columns: {e}"))?);
+            }
+            if let Some(unit) = &self.trace_unit {
+                let unit = unit.parse();
+                file.unit = Some(unit.map_err(|e| anyhow!("--trace-unit: {e}"))?);
+            }
+            return Ok(());
+        }
+        let given = [
+            ("on-bad-line", self.skip_bad_lines.is_some()),
+            ("trace-columns", self.trace_columns.is_some()),
+            ("trace-unit", self.trace_unit.is_some()),
+        ];
+        if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
+            bail!("--{flag} says how a trace is read, and the workload has none");
+        }
+        Ok(())
+    }
+
     /// The workload as text, for a report: the file's effective values, or the flags.
     ///
     /// # Errors
@@ -321,6 +350,9 @@ impl WorkloadSource {
     pub fn text(&self) -> anyhow::Result<String> {
         if let Some((_, settings)) = self.read(&[])? {
             return Ok(settings.to_toml());
+        }
+        if let Some(path) = &self.trace {
+            self.read_as(&mut self.trace_workload(path))?;
         }
         let flags = self.flags();
         let words: Vec<_> = flags.iter().map(|flag| flag.to_string_lossy()).collect();
@@ -340,8 +372,7 @@ impl WorkloadSource {
             arrival: self.arrival().unwrap_or(Arrival::Trace),
             content: Content::Trace(TraceFile {
                 path: path.to_owned(),
-                on_bad_line: OnBadLine::Stop,
-                tokens_per_id: 512,
+                ..TraceFile::default()
             }),
             ..Workload::default()
         }

@@ -29,11 +29,13 @@
 
 pub mod draw;
 mod empirical;
+mod form;
 pub mod generate;
 mod hasher;
 mod later;
 pub mod mooncake;
 pub mod own;
+pub mod plausible;
 pub mod prompt;
 pub mod schedule;
 pub mod source;

@@ -16,9 +16,10 @@ use std::io::{self, Write};
 use serde::{Deserialize, Serialize};
 use slipstream_base::SimTime;
 
+use crate::form::ModelName;
 use crate::prompt::{Content, Role, Segment};
 use crate::source::{Request, Source, TURNS_MAX};
-use crate::trace::{ModelName, Turn, TurnPrompt, check_ms};
+use crate::trace::{Turn, TurnPrompt, check_ms};
 
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct SessionLine {

@@ -2,11 +2,13 @@
 //!
 //! | format | recognized by | a line |
 //! | --- | --- | --- |
-//! | Mooncake's | the file begins with `{` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `session_id`, `delay` (ms), `priority` |
+//! | Mooncake's | the first object has `timestamp` or `input_length` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `session_id`, `delay` (ms), `priority` |
+//! | Qwen-Bailian's | the first object has `chat_id` | as Mooncake's with times in s and 16 tokens per id; `chat_id` and `parent_chat_id` make sessions |
 //! | our own ([`own`](crate::own)) | the first object has `turns` | a JSON object: a session |
 //! | a record of `serve --record` | the first object has `slipstream_record` | as Mooncake's, in any order, in one file or a folder of them |
 //! | Azure's | header with `ContextTokens`, `GeneratedTokens` | `TIMESTAMP` as `2023-11-16 18:15:46.680590`, tokens |
 //! | BurstGPT's | header with `Request tokens`, `Response tokens` | `Timestamp` in s, tokens |
+//! | others | the fields that `columns` names | JSON objects or CSV; numbers are times in `unit` |
 //!
 //! Lines of Mooncake's format that name a session are its turns: the first has a `timestamp`, the
 //! others a `delay` after the previous answer (or a `timestamp` as their earliest time). If the
@@ -33,13 +35,14 @@ use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
 
 use crate::draw::Stream;
+use crate::form::{Form, Line, ModelName, Names, SessionId, parse_json};
 use crate::generate::Arrivals;
 use crate::own::SessionLine;
 use crate::prompt::{Content, PromptSource, Role, Segment};
 use crate::source::{Images, Request, SourceError, TURNS_MAX, served_are};
 
 /// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
-const LINE_BYTES_MAX: u64 = 4 << 20;
+pub(crate) const LINE_BYTES_MAX: u64 = 4 << 20;
 /// Longest bad line that is skipped: a device may have no end.
 const SKIPPED_BYTES_MAX: u64 = 1 << 30;
 
@@ -53,6 +56,11 @@ pub struct Trace<R = BufReader<Files>> {
     file: TraceFile,
     /// Known after the first line.
     form: Option<Form>,
+    names: Names,
+    /// Tokens of each of `hash_ids`.
+    per_id: u32,
+    /// Time of the first request if the trace begins there, ms.
+    first_ms: Option<f64>,
     arrivals: Arrivals,
     texts: Stream,
     line: u64,
@@ -60,6 +68,8 @@ pub struct Trace<R = BufReader<Files>> {
     /// The line in the buffer is longer than [`LINE_BYTES_MAX`], and incomplete.
     too_long: bool,
     last_ms: f64,
+    /// The same as the file has it.
+    last_written: String,
     session: u64,
     left: u64,
     skipped: u64,
@@ -99,16 +109,6 @@ pub(crate) enum TurnPrompt {
     Whole(Vec<Segment>),
     /// The previous prompt, its answer, and this.
     Add(Vec<Segment>),
-}
-
-#[derive(Clone, Debug)]
-enum Form {
-    Json,
-    /// Slipstream's own: one session per line.
-    Sessions,
-    /// A record of a live server.
-    Record,
-    Csv(Csv),
 }
 
 /// The first line of each file of a record.
@@ -186,131 +186,11 @@ impl Read for Files {
     }
 }
 
-/// Positions of the columns in a CSV file.
-#[derive(Clone, Debug)]
-struct Csv {
-    columns: usize,
-    time: usize,
-    input: usize,
-    output: usize,
-    model: Option<usize>,
-    /// The file has dates; this is the first, ms.
-    dates: bool,
-    first_ms: Option<f64>,
-}
-
-#[derive(Deserialize)]
-struct Line {
-    #[serde(default)]
-    timestamp: Option<f64>,
-    input_length: u32,
-    output_length: u32,
-    /// `None`: the prompt shares nothing with any other.
-    #[serde(default)]
-    hash_ids: Option<Vec<u64>>,
-    #[serde(default)]
-    priority: i32,
-    #[serde(default)]
-    session_id: Option<SessionId>,
-    /// Delay after the previous answer, ms.
-    #[serde(default)]
-    delay: Option<f64>,
-    #[serde(default)]
-    model: Option<ModelName>,
-    /// Its place among the models that are served.
-    #[serde(skip)]
-    served: u32,
-}
-
-/// A model's name, or anything else that a trace has in its place.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-pub(crate) enum ModelName {
-    Text(String),
-    Other(serde::de::IgnoredAny),
-}
-
-/// A session's name, of any JSON type.
-#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Hash)]
-#[serde(untagged)]
-enum SessionId {
-    Number(i64),
-    Text(String),
-}
-
 /// Content of a line.
 enum Parsed {
     Header,
     Line(Line),
     Session(SessionLine),
-}
-
-impl Csv {
-    /// The format of a header, if it is a known one.
-    fn of_header(header: &str) -> Option<Csv> {
-        let names: Vec<String> = header
-            .split(',')
-            .map(|name| name.trim().to_ascii_lowercase())
-            .collect();
-        let at = |name: &str| names.iter().position(|n| n == name);
-        let azure = at("contexttokens").zip(at("generatedtokens"));
-        let burst = at("request tokens").zip(at("response tokens"));
-        let (input, output) = azure.or(burst)?;
-        Some(Csv {
-            columns: names.len(),
-            time: at("timestamp")?,
-            input,
-            output,
-            model: at("model"),
-            dates: azure.is_some(),
-            first_ms: None,
-        })
-    }
-
-    fn parse(&mut self, line: &str) -> Result<Line, String> {
-        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
-        if fields.len() != self.columns {
-            return Err(format!(
-                "{} fields, but the header has {}",
-                fields.len(),
-                self.columns
-            ));
-        }
-        let tokens = |at: usize| {
-            fields[at].parse::<u32>().map_err(|_| {
-                format!(
-                    "\"{}\" is not a number of tokens (column {})",
-                    fields[at],
-                    at + 1
-                )
-            })
-        };
-        let (input_length, output_length) = (tokens(self.input)?, tokens(self.output)?);
-        let time = fields[self.time];
-        let ms = if self.dates {
-            date_ms(time).ok_or_else(|| {
-                format!("\"{time}\" is not a time such as 2023-11-16 18:15:46.680590")
-            })?
-        } else {
-            // An infinite or NaN time would affect all lines after it, as traces begin at their
-            // first.
-            let seconds = time.parse().ok().filter(|s: &f64| s.is_finite());
-            seconds.ok_or_else(|| format!("\"{time}\" is not a number of seconds"))? * 1e3
-        };
-        // Traces begin at their first request, whatever its time.
-        let first = *self.first_ms.get_or_insert(ms);
-        Ok(Line {
-            timestamp: Some(ms - first),
-            input_length,
-            output_length,
-            hash_ids: None,
-            priority: 0,
-            session_id: None,
-            delay: None,
-            model: self.model.map(|at| ModelName::Text(fields[at].to_owned())),
-            served: 0,
-        })
-    }
 }
 
 /// The key that a record's files begin with.
@@ -329,38 +209,6 @@ pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
             "`{name}` is {ms:e} ms, but must be at most a century ({TIME_MS_MAX:e} ms)"
         ))
     }
-}
-
-/// `YYYY-MM-DD HH:MM:SS[.fraction]` as ms since 1970; zones are ignored.
-fn date_ms(text: &str) -> Option<f64> {
-    let (date, time) = text.split_once([' ', 'T'])?;
-    let time = time.trim_end_matches('Z').split('+').next()?;
-    let mut date = date.splitn(3, '-').map(str::parse::<i64>);
-    let (year, month, day) = (date.next()?.ok()?, date.next()?.ok()?, date.next()?.ok()?);
-    let mut time = time.splitn(3, ':');
-    let (hour, minute) = (
-        time.next()?.parse::<u32>().ok()?,
-        time.next()?.parse::<u32>().ok()?,
-    );
-    let second: f64 = time.next()?.parse().ok()?;
-    let sound = (1970..=9999).contains(&year)
-        && (1..=12).contains(&month)
-        && (1..=31).contains(&day)
-        && hour < 24
-        && minute < 60
-        && (0.0..61.0).contains(&second);
-    if !sound {
-        return None;
-    }
-    // Days since 1970-01-01, counting years from March so that the leap day comes last.
-    let (y, m) = if month > 2 {
-        (year, month - 3)
-    } else {
-        (year - 1, month + 9)
-    };
-    let days = 365 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day - 1 - 719_468;
-    let minutes = days as f64 * 1440.0 + f64::from(hour * 60 + minute);
-    Some(minutes * 60e3 + second * 1e3)
 }
 
 impl Trace {
@@ -384,12 +232,16 @@ impl<R: BufRead> Trace<R> {
             reader,
             file: file.clone(),
             form: None,
+            names: Names::default(),
+            per_id: file.tokens_per_id.unwrap_or(512),
+            first_ms: None,
             arrivals: Arrivals::new(workload, salt),
             texts: Stream::named(workload.seed ^ salt, "trace"),
             line: 0,
             buffer: Vec::new(),
             too_long: false,
             last_ms: 0.0,
+            last_written: "0".into(),
             session: 0,
             left: workload.requests.unwrap_or(u64::MAX),
             skipped: 0,
@@ -475,48 +327,39 @@ impl<R: BufRead> Trace<R> {
         if self.too_long {
             return Err(format!("longer than {LINE_BYTES_MAX} bytes"));
         }
-        if self.form.is_none() && self.buffer.trim_ascii_start().starts_with(b"{") {
-            let has = |name: &[u8]| memchr::memmem::find(&self.buffer, name).is_some();
-            self.form = Some(if has(b"\"turns\"") {
-                Form::Sessions
-            } else if has(RECORD_KEY) {
-                Form::Record
-            } else {
-                Form::Json
-            });
+        let first = self.form.is_none();
+        if first {
+            let (form, names) = Form::of(&self.buffer, &self.file)?;
+            self.per_id = self.file.tokens_per_id.unwrap_or(form.tokens_per_id());
+            self.names = names;
+            self.form = Some(form);
         }
-        if matches!(self.form, Some(Form::Record))
-            && memchr::memmem::find(&self.buffer, RECORD_KEY).is_some()
-        {
-            let head = parse_json(&self.buffer)?;
-            self.on_record_head(&head)?;
-            return Ok(Parsed::Header);
-        }
-        let mut line: Line = match &mut self.form {
-            Some(Form::Sessions) => return Ok(Parsed::Session(parse_json(&self.buffer)?)),
-            Some(Form::Json | Form::Record) => parse_json(&self.buffer)?,
-            Some(Form::Csv(csv)) => {
-                let text = std::str::from_utf8(&self.buffer).map_err(|e| e.to_string())?;
-                csv.parse(text.trim_end())?
-            }
-            None => {
-                let text = String::from_utf8_lossy(&self.buffer);
-                let csv = Csv::of_header(text.trim_end()).ok_or(
-                    "neither a JSON object nor a header that is known (`TIMESTAMP,ContextTokens,\
-                     GeneratedTokens` or `Timestamp,Model,Request tokens,Response tokens,…`)",
-                )?;
-                self.form = Some(Form::Csv(csv));
+        let form = self.form.as_mut().expect("it is known by now");
+        let mut line = match form {
+            Form::Csv(_) if first => return Ok(Parsed::Header),
+            Form::Sessions => return Ok(Parsed::Session(parse_json(&self.buffer)?)),
+            Form::Record if memchr::memmem::find(&self.buffer, RECORD_KEY).is_some() => {
+                let head = parse_json(&self.buffer)?;
+                self.on_record_head(&head)?;
                 return Ok(Parsed::Header);
             }
+            form => form.parse(&self.buffer, &self.file)?,
         };
+        // These begin at their first request, whatever its time.
+        if let (Some(Form::Csv(_) | Form::Named(_)), Some(ms)) = (&self.form, &mut line.timestamp) {
+            *ms -= *self.first_ms.get_or_insert(*ms);
+        }
         if !self.served.is_empty() {
             line.served = self.place(line.model.as_ref())?;
         }
         if line.input_length == 0 {
-            return Err("`input_length` is 0; a prompt has at least one token".into());
+            return Err(format!(
+                "`{}` is 0; a prompt has at least one token",
+                self.names.input
+            ));
         }
         if let Some(ids) = &line.hash_ids {
-            let per_id = u64::from(self.file.tokens_per_id);
+            let per_id = u64::from(self.per_id);
             let needed = u64::from(line.input_length).div_ceil(per_id);
             if ids.len() as u64 != needed {
                 return Err(format!(
@@ -527,10 +370,13 @@ impl<R: BufRead> Trace<R> {
             }
         }
         if line.output_length == 0 {
-            return Err("`output_length` is 0; an answer has at least one token".into());
+            return Err(format!(
+                "`{}` is 0; an answer has at least one token",
+                self.names.output
+            ));
         }
         if let Some(timestamp) = line.timestamp {
-            check_ms("timestamp", timestamp)?;
+            check_ms(&self.names.time, timestamp)?;
         }
         if let Some(delay) = line.delay {
             if delay < 0.0 {
@@ -552,43 +398,52 @@ impl<R: BufRead> Trace<R> {
         if head.tokens_per_id == 0 {
             return Err("`tokens_per_id` is 0".into());
         }
-        if self.recorded && head.tokens_per_id != self.file.tokens_per_id {
+        if self.recorded && head.tokens_per_id != self.per_id {
             return Err(format!(
                 "`tokens_per_id` is {}, but {} in the files before; replay them apart",
-                head.tokens_per_id, self.file.tokens_per_id
+                head.tokens_per_id, self.per_id
             ));
         }
         self.recorded = true;
-        self.file.tokens_per_id = head.tokens_per_id;
+        self.per_id = head.tokens_per_id;
         Ok(())
     }
 
     /// Checks that a session does not begin before the previous one.
-    fn check_time(&mut self, timestamp: Option<f64>) -> Result<(), String> {
+    fn check_time(
+        &mut self,
+        timestamp: Option<f64>,
+        written: Option<String>,
+    ) -> Result<(), String> {
         let Some(timestamp) = timestamp else {
             return if self.follows_times {
-                Err(
-                    "`timestamp` is missing; add it, or set the arrivals (`arrival.kind`, `--rate`, `--concurrency`)"
-                        .into(),
-                )
+                let what = match self.names.time.as_str() {
+                    "" => "--trace-columns names no `arrival`; name it".to_owned(),
+                    name => format!("`{name}` is missing; add it"),
+                };
+                Err(format!(
+                    "{what}, or set the arrivals (`arrival.kind`, `--rate`, `--concurrency`)"
+                ))
             } else {
                 Ok(())
             };
         };
-        check_ms("timestamp", timestamp)?;
+        check_ms(&self.names.time, timestamp)?;
+        let written = written.unwrap_or_else(|| timestamp.to_string());
         if timestamp < self.last_ms {
             return Err(format!(
-                "`timestamp` {timestamp} is before the line above it ({}), and a trace is sorted by time",
-                self.last_ms
+                "`{}` {written} is before the line above it ({}), and a trace is sorted by time",
+                self.names.time, self.last_written
             ));
         }
         self.last_ms = timestamp;
+        self.last_written = written;
         Ok(())
     }
 
     /// The prompt of a line. `text` identifies its text if it has no ids.
     fn turn(&self, line: &Line, text: u64) -> Turn {
-        let per_id = self.file.tokens_per_id;
+        let per_id = self.per_id;
         let segment = |name: u64, tokens: u32| Segment {
             content: Content::Text(name),
             tokens,
@@ -751,7 +606,7 @@ impl<R: BufRead> Trace<R> {
                         Err(format!("a session has at most {TURNS_MAX} turns"))
                     }
                     Some(_) => Ok(()),
-                    None => self.check_time(line.timestamp),
+                    None => self.check_time(line.timestamp, line.written.clone()),
                 };
                 match checked {
                     Ok(()) => sessions.add(line, turn),
@@ -834,13 +689,13 @@ impl<R: BufRead> Trace<R> {
                     "`session_id` in a file whose first request has none; add one to every line, or to none"
                         .to_owned(),
                 ),
-                Parsed::Line(line) => self.check_time(line.timestamp).map(|()| {
+                Parsed::Line(line) => self.check_time(line.timestamp, line.written.clone()).map(|()| {
                     let turn = self.turn(&line, self.session);
                     Some((line.timestamp, turn, VecDeque::new()))
                 }),
                 Parsed::Session(line) => self.place(line.model.as_ref()).and_then(|model| {
                     let turns = line.turns(model)?;
-                    self.check_time(line.timestamp)?;
+                    self.check_time(line.timestamp, None)?;
                     let mut turns = VecDeque::from(turns);
                     let first = turns.pop_front().expect("`turns()` gives at least one");
                     Ok(Some((line.timestamp, first, turns)))
@@ -899,15 +754,6 @@ impl Sessions {
     }
 }
 
-fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
-    serde_json::from_slice(bytes).map_err(|e| {
-        // serde reports "line 1" for the single line that it parses; only the column helps.
-        let text = e.to_string();
-        let text = text.split(" at line ").next().unwrap_or_default();
-        format!("{text} (column {})", e.column())
-    })
-}
-
 impl<R: BufRead> Iterator for Trace<R> {
     type Item = Result<Request, SourceError>;
 
@@ -928,13 +774,15 @@ impl<R: BufRead> Iterator for Trace<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::form::date_ms;
     use slipstream_config::workload_file::{self, Arrival};
 
     fn check(text: &str, on_bad_line: OnBadLine) -> (Vec<Result<Request, String>>, u64) {
         let file = TraceFile {
             path: "t.jsonl".into(),
             on_bad_line,
-            tokens_per_id: 512,
+            tokens_per_id: None,
+            ..TraceFile::default()
         };
         let workload = Workload {
             seed: 0,
@@ -963,7 +811,8 @@ mod tests {
             let file = TraceFile {
                 path: "t.jsonl".into(),
                 on_bad_line,
-                tokens_per_id: 512,
+                tokens_per_id: None,
+                ..TraceFile::default()
             };
             let workload = Workload {
                 seed: 0,
@@ -1151,7 +1000,8 @@ mod tests {
         let file = TraceFile {
             path: "t.jsonl".into(),
             on_bad_line: OnBadLine::Stop,
-            tokens_per_id: 512,
+            tokens_per_id: None,
+            ..TraceFile::default()
         };
         let workload = Workload {
             requests: None,
@@ -1263,7 +1113,7 @@ mod tests {
         let text = format!("{head}0,m,9,2,11,x\n1e300,m,9,2,11,x\n");
         let (requests, _) = check(&text, OnBadLine::Stop);
         let error = requests[1].as_ref().unwrap_err();
-        assert!(error.contains("`timestamp` is 1e303 ms"), "{error}");
+        assert!(error.contains("`Timestamp` is 1e303 ms"), "{error}");
     }
 
     #[test]
@@ -1382,7 +1232,8 @@ mod tests {
             let file = TraceFile {
                 path: "own.jsonl".into(),
                 on_bad_line: OnBadLine::Stop,
-                tokens_per_id: 512,
+                tokens_per_id: None,
+            ..TraceFile::default()
             };
             let replay = Workload { requests: None, arrival: Arrival::Trace, ..workload.clone() };
             let mut trace = Trace::new(&text[..], &replay, &file, 0);
@@ -1422,10 +1273,10 @@ mod tests {
             ("yesterday,1,1", "not a time such as"),
             (
                 "2023-11-16 23:00:00,x,1",
-                "not a number of tokens (column 2)",
+                "not a number of tokens (column `ContextTokens`)",
             ),
             ("2023-11-16 23:00:00,1", "2 fields, but the header has 3"),
-            ("2023-11-16 23:00:00,1,0", "`output_length` is 0"),
+            ("2023-11-16 23:00:00,1,0", "`GeneratedTokens` is 0"),
         ] {
             let text = format!("TIMESTAMP,ContextTokens,GeneratedTokens\n{bad}\n");
             let (requests, _) = check(&text, OnBadLine::Stop);

@@ -479,7 +479,7 @@ fn a_trace_that_breaks_off_ends_the_run_with_its_line() {
             content: Content::Trace(TraceFile {
                 path: file.path().into(),
                 on_bad_line,
-                tokens_per_id: 512,
+                ..TraceFile::default()
             }),
             ..Workload::default()
         };

@@ -192,6 +192,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         ("html", args.html.as_deref()),
     ])?;
     let (mut workload, mut name) = args.what.workload(&args.set)?;
+    workload_args::print_note(&workload);
     let what = &args.what;
     if what.workload.is_none() && what.trace.is_none() && what.seed.is_none() {
         // New texts: with those of the last run the server would answer from its cache.

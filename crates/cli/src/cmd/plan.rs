@@ -14,7 +14,7 @@ use slipstream_study::source::{ClusterSource, WorkloadSource, percent};
 use crate::cmd::on::{self, Ray};
 use crate::cmd::price_args::PriceArgs;
 use crate::cmd::progress;
-use crate::cmd::workload_args::WorkloadArgs;
+use crate::cmd::workload_args::{self, WorkloadArgs};
 use crate::out;
 
 /// Flags of `slipstream plan`.
@@ -378,7 +378,9 @@ fn workload(args: &Args) -> anyhow::Result<WorkloadSource> {
         args.workload_set.is_empty() || what.workload.is_some(),
         "--workload-set changes a workload file, and there is none"
     );
-    Ok(what.source(&args.workload_set))
+    let source = what.source(&args.workload_set);
+    workload_args::print_note_of(&source);
+    Ok(source)
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use slipstream_twin::Outcome;
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::watch::{WatchArgs, Watcher};
-use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets, time};
+use crate::cmd::workload_args::{self, WorkloadArgs, WorkloadSets, time};
 use crate::out;
 
 /// Flags of `slipstream simulate`.
@@ -92,6 +92,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     .prepare()?;
     out::model_lines(&run.cluster.model_lines());
+    workload_args::print_note(&run.workload);
     let files = args.watch.files().into_iter();
     out::check_writable(files.chain([("out", args.out.as_deref())]))?;
     let shows = std::io::stderr().is_terminal() && !args.quiet;

@@ -15,7 +15,7 @@ use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::on::{self, Ray};
 use crate::cmd::price_args::PriceArgs;
 use crate::cmd::progress;
-use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets, time};
+use crate::cmd::workload_args::{self, WorkloadArgs, WorkloadSets, time};
 use crate::out;
 use slipstream_study::source::percent;
 
@@ -94,6 +94,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         prices: args.price.source(),
         tolerance: args.tolerance,
     };
+    workload_args::print_note_of(&question.workload);
     let asked = args
         .on
         .as_ref()

@@ -18,7 +18,7 @@ use slipstream_workload::schedule::Shard;
 use slipstream_workload::stats::Stats;
 use slipstream_workload::{Schedule, Source, own};
 
-use crate::cmd::workload_args::{self, BadLineArg, time};
+use crate::cmd::workload_args::{self, BadLineArg, TraceArgs, time};
 use crate::out;
 
 /// Limit of rows in the table over time, unless --window requests more; longer traces get longer
@@ -39,14 +39,14 @@ pub(crate) struct Args {
 enum Action {
     /// Rates, lengths, ideal prefix hits and working set of a trace
     Stats {
-        /// Mooncake's JSONL, Slipstream's JSONL, or Azure's or BurstGPT's CSV
+        /// Mooncake's, Qwen-Bailian's or Slipstream's JSONL, or Azure's or BurstGPT's CSV
         file: PathBuf,
         /// Tokens per block
         #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65536))]
         block_size: u32,
-        /// Tokens per entry of `hash_ids`
-        #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
-        tokens_per_id: u32,
+        /// Tokens per entry of `hash_ids` [default: its format's]
+        #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+        tokens_per_id: Option<u32>,
         /// Window of a row in the table over time [default: 60s, or longer to give 40 rows]
         #[arg(long, value_name = "TIME", value_parser = time)]
         window: Option<Duration>,
@@ -56,6 +56,8 @@ enum Action {
         /// Handling of a line that is not a request
         #[arg(long, value_name = "WHAT", default_value = "stop")]
         on_bad_line: BadLineArg,
+        #[command(flatten)]
+        read_as: TraceArgs,
     },
     /// Convert a trace (or a workload file's requests) to another format
     Convert(Convert),
@@ -72,9 +74,9 @@ struct Convert {
     /// Output format
     #[arg(long, value_name = "FORM", default_value = "slipstream")]
     to: Form,
-    /// Tokens per entry of `hash_ids`, in input and output
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    tokens_per_id: u32,
+    /// Tokens per entry of `hash_ids`, in input and output [default: the input's format's, and 512]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tokens_per_id: Option<u32>,
     /// Total number of requests, including later turns [default: all]
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
@@ -84,6 +86,8 @@ struct Convert {
     /// Handling of a line that is not a request
     #[arg(long, value_name = "WHAT")]
     on_bad_line: Option<BadLineArg>,
+    #[command(flatten)]
+    read_as: TraceArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -103,6 +107,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         window,
         requests,
         on_bad_line,
+        read_as,
     } = &args.action
     else {
         let Action::Convert(args) = &args.action else {
@@ -117,9 +122,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             path: file.clone(),
             on_bad_line: (*on_bad_line).into(),
             tokens_per_id: *tokens_per_id,
+            unit: read_as.trace_unit,
+            columns: read_as.trace_columns.clone(),
         }),
         ..Workload::default()
     };
+    workload_args::print_note(&workload);
     let minute = 60_000_000_000;
     let window_ns = window.map_or(minute, nanos);
     anyhow::ensure!(window_ns > 0, "--window is 0; use a duration, such as 60s");
@@ -170,6 +178,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
                 path: args.input.clone(),
                 on_bad_line: OnBadLine::Stop,
                 tokens_per_id: args.tokens_per_id,
+                ..TraceFile::default()
             }),
             ..Workload::default()
         }
@@ -181,9 +190,21 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
     );
     workload.requests = args.requests.or(workload.requests);
     workload.seed = args.seed.unwrap_or(workload.seed);
-    if let (Some(what), Content::Trace(file)) = (args.on_bad_line, &mut workload.content) {
-        file.on_bad_line = what.into();
+    let read_as = &args.read_as;
+    if let Content::Trace(file) = &mut workload.content {
+        file.on_bad_line = args.on_bad_line.map_or(file.on_bad_line, Into::into);
+        file.columns = read_as.trace_columns.clone().or(file.columns.take());
+        file.unit = read_as.trace_unit.or(file.unit);
+    } else {
+        anyhow::ensure!(
+            args.on_bad_line.is_none()
+                && read_as.trace_columns.is_none()
+                && read_as.trace_unit.is_none(),
+            "{}: it has no trace, so --on-bad-line, --trace-columns and --trace-unit have no place",
+            args.input.display()
+        );
     }
+    workload_args::print_note(&workload);
     anyhow::ensure!(
         !matches!(workload.arrival, Arrival::Closed { .. }),
         "{}: a closed loop has no arrival times to write; set another `arrival.kind`",
@@ -204,7 +225,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
         }
         None => (Box::new(BufWriter::new(std::io::stdout().lock())), None),
     };
-    let mut mooncake = MooncakeWriter::new(args.tokens_per_id, follow_ups);
+    let mut mooncake = MooncakeWriter::new(args.tokens_per_id.unwrap_or(512), follow_ups);
     let (mut sessions, mut requests) = (0u64, 0);
     let after = |sessions: u64| format!("{} after {}", named(), counted(sessions, "session"));
     while let Some(first) = source.next() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::ValueEnum;
 use slipstream_config::doc::Settings;
-use slipstream_config::workload_file::{OnBadLine, Workload};
+use slipstream_config::workload_file::{OnBadLine, TimeUnit, TraceColumns, Workload};
 use slipstream_study::source::{WorkloadSource, read_workload};
 
 /// Longest prompt or answer, tokens: as in workload files.
@@ -35,7 +35,7 @@ pub(crate) struct WorkloadArgs {
     /// Workload file (docs/workload.md)
     #[arg(short, long, value_name = "FILE", help_heading = "Workload")]
     pub(crate) workload: Option<PathBuf>,
-    /// Replay a trace: Mooncake's JSONL, Azure's or BurstGPT's CSV, or the folder of `serve --record`
+    /// Replay a trace: Mooncake's or Qwen-Bailian's JSONL, Azure's or BurstGPT's CSV, or the folder of `serve --record`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "Workload")]
     pub(crate) trace: Option<PathBuf>,
     /// Closed loop: concurrent requests [default without a file: 1]
@@ -71,6 +71,33 @@ pub(crate) struct WorkloadArgs {
     /// Handling of a trace line that is not a request
     #[arg(long, value_name = "WHAT", help_heading = "Workload")]
     pub(crate) on_bad_line: Option<BadLineArg>,
+    #[command(flatten)]
+    pub(crate) read_as: TraceArgs,
+}
+
+/// How a trace is read that is in no known format.
+#[derive(Clone, Default, clap::Args)]
+pub(crate) struct TraceArgs {
+    /// Fields of a trace in another format: arrival=NAME,isl=NAME,osl=NAME, also session, model and ids
+    #[arg(long, value_name = "FIELDS", help_heading = "Workload")]
+    pub(crate) trace_columns: Option<TraceColumns>,
+    /// Unit of the trace's times: s, ms, us or ns [default: its format's]
+    #[arg(long, value_name = "UNIT", help_heading = "Workload")]
+    pub(crate) trace_unit: Option<TimeUnit>,
+}
+
+/// Prints a note if the times of a trace are implausible.
+pub(crate) fn print_note(workload: &Workload) {
+    if let Some(note) = slipstream_workload::plausible::note(workload) {
+        errln!("note: {note}");
+    }
+}
+
+/// The same for a source; an error in it is reported by the command.
+pub(crate) fn print_note_of(source: &WorkloadSource) {
+    if let Ok((workload, _)) = source.workload(&[]) {
+        print_note(&workload);
+    }
 }
 
 /// Overrides of the workload file; `--set` is for the cluster file.
@@ -112,6 +139,8 @@ impl WorkloadArgs {
             skip_bad_lines: self
                 .on_bad_line
                 .map(|what| matches!(what, BadLineArg::Skip)),
+            trace_columns: self.read_as.trace_columns.as_ref().map(ToString::to_string),
+            trace_unit: self.read_as.trace_unit.map(|unit| unit.to_string()),
         }
     }
 

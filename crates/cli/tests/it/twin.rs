@@ -454,6 +454,71 @@ fn a_trace_is_told_and_simulated_in_any_form() {
     assert!(err.contains("note: 1 line skipped"), "{err}");
 }
 
+/// Three chats in 61 s, of which the last continues the first.
+#[test]
+fn a_trace_of_qwen_bailian_has_seconds_and_sessions() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("bailian.jsonl");
+    let row = |chat: u32, parent: i32, time: &str, isl: u32, ids: &str| {
+        format!(
+            "{{\"chat_id\": {chat}, \"parent_chat_id\": {parent}, \"timestamp\": {time}, \"input_length\": {isl}, \
+             \"output_length\": 12, \"type\": \"text\", \"turn\": 1, \"hash_ids\": [{ids}]}}\n"
+        )
+    };
+    let rows = row(0, -1, "0.0", 40, "0, 1, 2")
+        + &row(1, -1, "30.0", 40, "3, 4, 5")
+        + &row(2, 0, "61.114", 70, "0, 1, 2, 6, 7");
+    std::fs::write(&file, rows).unwrap();
+    let path = file.to_str().unwrap();
+    let mut args = vec!["simulate", "--trace", path, "--json", "--quiet"];
+    args.extend(SMALL);
+    let (code, out, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["tokens"]["input"], 150);
+    assert!(json["duration_s"].as_f64() > Some(61.0), "{out}");
+    let (code, out, err) = run(&["trace", "stats", path]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(out.contains("3 requests"), "{out}");
+}
+
+/// A trace in no known format is refused with the flags that mend it; a wrong unit gets a note.
+#[test]
+fn a_trace_in_another_format_is_read_by_its_columns() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("own.csv");
+    let rows: Vec<String> = (0..20).map(|at| format!("{},30,4", at * 200)).collect();
+    std::fs::write(&file, format!("at,in,out\n{}\n", rows.join("\n"))).unwrap();
+    let path = file.to_str().unwrap();
+    let simulate = |more: &[&str]| {
+        let mut args = vec!["simulate", "--trace", path, "--json", "--quiet"];
+        args.extend(SMALL);
+        args.extend(more);
+        run(&args)
+    };
+    let (code, _, err) = simulate(&[]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("--trace-columns"), "{err}");
+    let columns = "--trace-columns=arrival=at,isl=in,osl=out";
+    let (code, _, err) = simulate(&[columns]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("`at` is 0, whose unit is not known"), "{err}");
+    let (code, out, err) = simulate(&[columns, "--trace-unit=ms"]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(!err.contains("on average"), "{err}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["tokens"]["input"], 600);
+    let (code, _, err) = simulate(&[columns, "--trace-unit=us"]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(err.contains("5000 requests per second on average"), "{err}");
+    let (code, _, err) = run(&["simulate", "--rate=5", "--requests=5", "--trace-unit=ms"]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("--trace-unit says how a trace is read"),
+        "{err}"
+    );
+}
+
 #[test]
 fn prefill_and_decode_pools_are_simulated() {
     let example = concat!(

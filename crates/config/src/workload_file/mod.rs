@@ -6,7 +6,9 @@
 
 mod read;
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use slipstream_base::slo::Slo;
@@ -158,14 +160,166 @@ pub enum Content {
 }
 
 /// `[trace]`
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct TraceFile {
-    /// A Mooncake JSONL file: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`.
+    /// A file in any of the known formats, or one whose fields `columns` names.
     pub path: PathBuf,
     /// Handling of a line that is not a request. Default `Stop`.
     pub on_bad_line: OnBadLine,
-    /// Tokens per entry of `hash_ids`. Default 512.
-    pub tokens_per_id: u32,
+    /// Tokens per entry of `hash_ids`; `None`: as the format has it.
+    pub tokens_per_id: Option<u32>,
+    /// Unit of its times; `None`: as the format has it.
+    pub unit: Option<TimeUnit>,
+    /// Names of its fields; `None`: those of a known format.
+    pub columns: Option<TraceColumns>,
+}
+
+/// Unit of a trace's times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TimeUnit {
+    /// Seconds.
+    S,
+    /// Milliseconds.
+    Ms,
+    /// Microseconds.
+    Us,
+    /// Nanoseconds.
+    Ns,
+}
+
+impl TimeUnit {
+    /// Names of the units, as in files and flags.
+    pub const NAMES: [(&'static str, TimeUnit); 4] = [
+        ("s", TimeUnit::S),
+        ("ms", TimeUnit::Ms),
+        ("us", TimeUnit::Us),
+        ("ns", TimeUnit::Ns),
+    ];
+
+    /// Length in ms.
+    pub fn ms(self) -> f64 {
+        match self {
+            TimeUnit::S => 1e3,
+            TimeUnit::Ms => 1.0,
+            TimeUnit::Us => 1e-3,
+            TimeUnit::Ns => 1e-6,
+        }
+    }
+
+    /// In words, in the plural.
+    pub fn word(self) -> &'static str {
+        match self {
+            TimeUnit::S => "seconds",
+            TimeUnit::Ms => "milliseconds",
+            TimeUnit::Us => "microseconds",
+            TimeUnit::Ns => "nanoseconds",
+        }
+    }
+}
+
+impl fmt::Display for TimeUnit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = TimeUnit::NAMES.into_iter().find(|(_, unit)| unit == self);
+        f.write_str(name.map_or("", |(name, _)| name))
+    }
+}
+
+impl FromStr for TimeUnit {
+    type Err = String;
+    fn from_str(text: &str) -> Result<TimeUnit, String> {
+        let found = TimeUnit::NAMES.into_iter().find(|(name, _)| *name == text);
+        found
+            .map(|(_, unit)| unit)
+            .ok_or_else(|| format!("`{text}` is not a unit of time: use s, ms, us or ns"))
+    }
+}
+
+/// Names of a trace's fields, written as `arrival=NAME,isl=NAME,osl=NAME`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TraceColumns {
+    /// Arrival time: a date, or a number in the trace's unit. `None`: it has none.
+    pub arrival: Option<String>,
+    /// Tokens of the prompt.
+    pub isl: String,
+    /// Tokens of the answer.
+    pub osl: String,
+    /// Name of the session of which a request is a turn.
+    pub session: Option<String>,
+    /// Name of the model.
+    pub model: Option<String>,
+    /// List of ids of the prompt's parts, as `hash_ids`.
+    pub hash_ids: Option<String>,
+}
+
+impl TraceColumns {
+    /// The names in the file.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        let optional = [&self.arrival, &self.session, &self.model, &self.hash_ids];
+        let optional = optional.into_iter().filter_map(|name| name.as_deref());
+        [&*self.isl, &*self.osl].into_iter().chain(optional)
+    }
+}
+
+impl fmt::Display for TraceColumns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "isl={},osl={}", self.isl, self.osl)?;
+        for (key, name) in [
+            ("arrival", &self.arrival),
+            ("session", &self.session),
+            ("model", &self.model),
+            ("ids", &self.hash_ids),
+        ] {
+            if let Some(name) = name {
+                write!(f, ",{key}={name}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for TraceColumns {
+    type Err = String;
+    fn from_str(text: &str) -> Result<TraceColumns, String> {
+        let [
+            mut arrival,
+            mut isl,
+            mut osl,
+            mut session,
+            mut model,
+            mut ids,
+        ] = [const { None }; 6];
+        for part in text.split(',') {
+            let (key, name) = part
+                .split_once('=')
+                .filter(|(_, name)| !name.trim().is_empty())
+                .ok_or_else(|| format!("`{part}` is not KEY=NAME, such as isl=ContextTokens"))?;
+            let (key, name) = (key.trim(), name.trim().to_owned());
+            let slot = match key {
+                "arrival" => &mut arrival,
+                "isl" => &mut isl,
+                "osl" => &mut osl,
+                "session" => &mut session,
+                "model" => &mut model,
+                "ids" => &mut ids,
+                other => {
+                    return Err(format!(
+                        "`{other}` is not a field of a request: use arrival, isl, osl, session, model and ids"
+                    ));
+                }
+            };
+            if slot.replace(name).is_some() {
+                return Err(format!("`{key}` is named twice"));
+            }
+        }
+        Ok(TraceColumns {
+            arrival,
+            isl: isl.ok_or("`isl`, the tokens of the prompt, is not named")?,
+            osl: osl.ok_or("`osl`, the tokens of the answer, is not named")?,
+            session,
+            model,
+            hash_ids: ids,
+        })
+    }
 }
 
 /// Handling of a trace's line that is not a request.

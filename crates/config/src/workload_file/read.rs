@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::{
     Arrival, Bounds, Class, Content, Dist, Empirical, IMAGE_TOKENS_MAX, IMAGES_MAX, OnBadLine,
-    PrefixLevel, SessionShape, TraceFile, Workload,
+    PrefixLevel, SessionShape, TimeUnit, TraceFile, Workload,
 };
 use crate::doc::{Diagnostics, Doc, Settings, Table};
 
@@ -88,7 +88,18 @@ fn read_trace(t: &Table<'_>) -> TraceFile {
                 &[("stop", OnBadLine::Stop), ("skip", OnBadLine::Skip)],
             )
             .or(OnBadLine::Stop),
-        tokens_per_id: t.get("tokens_per_id").within(1..=1_000_000).or(512),
+        tokens_per_id: t.get("tokens_per_id").within(1..=1_000_000).optional(),
+        unit: t.choice("unit", &TimeUnit::NAMES).optional(),
+        columns: t.get::<String>("columns").optional().and_then(|text| {
+            let wrong = |error: String| {
+                t.error(
+                    "columns",
+                    format!("`columns`: {error}"),
+                    "write for example `columns = \"arrival=Timestamp,isl=Prompt,osl=Answer\"`",
+                );
+            };
+            text.parse().map_err(wrong).ok()
+        }),
     }
 }
 
@@ -729,8 +740,27 @@ mod tests {
         };
         assert_eq!(
             (file.on_bad_line, file.tokens_per_id),
-            (OnBadLine::Skip, 512)
+            (OnBadLine::Skip, None)
         );
+        let own =
+            "[trace]\nfile = \"t.csv\"\nunit = \"us\"\ncolumns = \"isl=in,osl=out,arrival=at\"\n";
+        let Content::Trace(file) = check(own).unwrap().content else {
+            panic!("a trace")
+        };
+        assert_eq!(file.unit, Some(TimeUnit::Us));
+        let columns = file.columns.unwrap();
+        assert_eq!(columns.arrival.as_deref(), Some("at"));
+        assert_eq!(columns.to_string().parse(), Ok(columns));
+        for (columns, says) in [
+            ("isl=a", "`osl`, the tokens of the answer, is not named"),
+            ("isl=a,isl=b,osl=c", "`isl` is named twice"),
+            ("isl=a,osl=", "`osl=` is not KEY=NAME"),
+            ("isl=a,osl=b,at=c", "`at` is not a field"),
+        ] {
+            let text = format!("[trace]\nfile = \"t.csv\"\ncolumns = \"{columns}\"\n");
+            let error = check(&text).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
     }
 
     #[test]

@@ -178,7 +178,8 @@ impl<'a> Replay<'a> {
                 content: Content::Trace(TraceFile {
                     path,
                     on_bad_line: OnBadLine::Stop,
-                    tokens_per_id: TOKENS_PER_ID,
+                    tokens_per_id: Some(TOKENS_PER_ID),
+                    ..TraceFile::default()
                 }),
                 ..Workload::default()
             },

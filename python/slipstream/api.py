@@ -106,7 +106,7 @@ def simulate(
         "max_sim_time": duration(max_sim_time_s, "max_sim_time_s"),
         "speedup": check_number(speedup, "speedup"),
         "threads": check_threads(threads, "threads"),
-        "retries": check_count(retries, "retries"),
+        "retries": check_count(retries, "retries", 2**32 - 1),
     }
     if autoscale is not None and not callable(autoscale):
         raise TypeError(f"autoscale is {autoscale!r}, but must be a function of a PoolState")
@@ -259,7 +259,7 @@ def plan(
             "prefill_weights": numbers(prefill_weights, "prefill_weights"),
             "temperatures": numbers(temperatures, "temperatures"),
             "autoscale_min": counts(autoscale_min, "autoscale_min"),
-            "max_gpus": check_count(max_gpus, "max_gpus"),
+            "max_gpus": check_count(max_gpus, "max_gpus", 2**32 - 1),
             "prices": price_source(prices),
             "seeds": check_count(seeds, "seeds"),
             "quick": bool(quick),
@@ -368,7 +368,7 @@ def share(value: float | str, name: str) -> float:
     if isinstance(value, str):
         text = value.strip()
         try:
-            return float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+            value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
         except ValueError:
             raise QuestionError(f"{name}: `{value}` is no share; write '99%' or 0.99") from None
     return check_number(value, name)

@@ -6,7 +6,9 @@ Objects are immutable, and pickle as the text of their files.
 from __future__ import annotations
 
 import json
+import operator
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,19 +56,37 @@ def duration(seconds: float | None, name: str) -> dict[str, int] | None:
 
 
 def check_number(value: float, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        raise QuestionError(f"{name} is {value!r}, but must be a number")
+    if not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}, but must be a number")
+    if not abs(value) <= sys.float_info.max:
+        raise QuestionError(f"{name} must be a finite number below 1.8e308")
     return value
 
 
-def check_count(value: int | None, name: str) -> int | None:
+def check_count(value: int | None, name: str, most: int = 2**64 - 1) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool | float):
+        raise QuestionError(f"{name} is {value!r}, but must be a whole number")
+    if not hasattr(value, "__index__"):
         raise TypeError(f"{name} is {value!r}, but must be a whole number")
-    if not 0 <= int(value) < 2**64:
-        raise QuestionError(f"{name} is {value}, but must be 0 to {2**64 - 1}")
-    return int(value)
+    if not 0 <= operator.index(value) <= most:
+        raise QuestionError(f"{name} is {value}, but must be 0 to {most}")
+    return operator.index(value)
+
+
+def check_fields(of: object) -> None:
+    """Check the numbers of a workload or trace."""
+    for name in ("concurrency", "isl", "osl"):
+        check_count(getattr(of, name, None), name, 2**32 - 1)
+    for name in ("requests", "seed"):
+        check_count(getattr(of, name, None), name)
+    for name in ("rate", "duration_s", "time_scale"):
+        value = getattr(of, name, None)
+        if value is not None:
+            check_number(value, name)
 
 
 def assignments(assigned: tuple[object, ...], keys: dict[str, Value]) -> tuple[str, ...]:
@@ -169,11 +189,7 @@ class Workload:
     sets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "isl", "osl", "requests", "seed"):
-            check_count(getattr(self, name), name)
-        for name in ("rate", "duration_s", "time_scale"):
-            if getattr(self, name) is not None:
-                check_number(getattr(self, name), name)
+        check_fields(self)
         if self.rate is not None and self.concurrency is not None:
             raise QuestionError("rate and concurrency are two kinds of load; give one of them")
         if self.text is not None:
@@ -273,8 +289,7 @@ class Trace:
     unit: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "requests", "seed"):
-            check_count(getattr(self, name), name)
+        check_fields(self)
         if self.on_bad_line not in (None, "stop", "skip"):
             raise QuestionError(
                 f"on_bad_line is {self.on_bad_line!r}, but must be 'stop' or 'skip'"

@@ -424,3 +424,43 @@ def test_a_function_that_fails_ends_the_run() -> None:
     assert "custom" in str(missing.value)
     with pytest.raises(ss.QuestionError, match="would decide nothing"):
         ss.simulate(ss.Cluster(), small(), autoscale=lambda state: 1)
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG_NUMBERS = [NAN, INF, -INF, True, 10**400]
+WRONG_COUNTS = [*WRONG_NUMBERS, 1.5, 1e12, -1, 2**64]
+
+
+def wrong_arguments():
+    for kind in (ss.Workload, lambda **keys: ss.Trace("t", **keys)):
+        for name in ("rate", "duration_s", "time_scale"):
+            yield from ((kind, name, value) for value in WRONG_NUMBERS)
+        for name in ("concurrency", "requests", "seed"):
+            yield from ((kind, name, value) for value in WRONG_COUNTS)
+    for name in ("isl", "osl"):
+        yield from ((ss.Workload, name, value) for value in [*WRONG_COUNTS, 2**32])
+
+    def run(**keys):
+        return ss.simulate(ss.Cluster(), small(), **keys)
+
+    def search(**keys):
+        return ss.plan(small(), slo="ttft=1s", **keys)
+
+    for name in ("retries", "seed", "threads"):
+        yield from ((run, name, value) for value in WRONG_COUNTS)
+    for name in ("speedup", "max_sim_time_s"):
+        yield from ((run, name, value) for value in WRONG_NUMBERS)
+    for name in ("seeds", "max_gpus", "jobs"):
+        yield from ((search, name, value) for value in WRONG_COUNTS)
+    for name in ("attain", "headroom"):
+        yield from ((search, name, value) for value in [*WRONG_NUMBERS, "nan", "inf%"])
+    for name in ("load", "host_memory", "prefill_weights", "temperatures"):
+        yield from ((search, name, [value]) for value in WRONG_NUMBERS)
+    for name in ("tensor_parallel", "speculation", "max_num_seqs", "autoscale_min"):
+        yield from ((search, name, [value]) for value in WRONG_COUNTS)
+
+
+def test_a_number_out_of_range_is_an_error_of_its_argument() -> None:
+    for call, name, value in wrong_arguments():
+        with pytest.raises(ss.QuestionError, match=name):
+            call(**{name: value})

@@ -204,7 +204,7 @@ def test_a_stream_can_be_left(client, model):
 @pytest.mark.parametrize(
     ("params", "param", "part"),
     [
-        ({"temperature": -1}, "temperature", "0 or more"),
+        ({"temperature": -1}, "temperature", "from 0 to 2"),
         ({"n": 0}, "n", "from 1 to 128"),
         ({"max_tokens": -3}, "max_tokens", "is -3"),
         ({"max_tokens": 10**9}, "max_tokens", "maximum context length"),

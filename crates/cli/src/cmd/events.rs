@@ -214,6 +214,12 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
             Ok((received, event)) => {
                 let sequence = event.sequence.or(received.message.counter());
                 tally.note(&source, &event, sequence);
+                if let Message::Kv(batch) = &received.message
+                    && batch.unreadable.events > 0
+                {
+                    // Also if only some of its events cannot be read.
+                    tally.bad += 1;
+                }
                 if !args.quiet {
                     out::print(&received.line(event.sequence, args.json))?;
                 }

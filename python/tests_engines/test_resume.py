@@ -1,4 +1,4 @@
-"""Streams of engines that are killed or stopped continue on another one: greedy answers are those of one engine.
+"""Streams of engines that are killed or stopped continue on another one, exactly if greedy.
 
 Prints how many of the streams that moved are exact. `SLIPSTREAM_STREAMS` is their number per kind.
 """

@@ -36,7 +36,7 @@ const ENDS: [End; 4] = [
     ),
 ];
 
-/// Answers as vLLM does, up to that many tokens of an answer that begins at its first if it `dies`.
+/// Answers as vLLM does. With `dies`, a new answer ends after that many tokens, in that way.
 fn vllm(dies: Option<(u64, End)>) -> Engine {
     Engine::start(move |seen, stream| {
         let body = seen.json();

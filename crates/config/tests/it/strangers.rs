@@ -74,7 +74,7 @@ fn respelled(key: &str, how: usize) -> String {
     }
 }
 
-/// A key that no known class has, and a value that is not nothing.
+/// A key that no known class has, with a value other than null, false or zero.
 fn unknown_key() -> impl Strategy<Value = (String, Value)> {
     let before = select(vec![
         "", "num_", "n_", "moe_", "ssm_", "text_", "use_", "max_", "sparse_", "linear_", "layer_",

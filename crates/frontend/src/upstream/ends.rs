@@ -98,7 +98,7 @@ impl Reported {
         }
     }
 
-    /// Reads `error`, the value of such a field or an object that is one.
+    /// Reads an error object, or the value of an `error` field.
     fn of(error: &Value, outer: &Fields<'_>) -> Reported {
         let word = |of: &Value| of.as_str().map(str::to_owned);
         let inner = |name: &str| error.get(name).filter(|value| !value.is_null());

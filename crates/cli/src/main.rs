@@ -38,7 +38,7 @@ struct Cli {
 
 /// Output of `slipstream` without arguments.
 const FIRST_COMMANDS: &str = "\
-Slipstream sizes and routes clusters that serve large language models. To begin, without a GPU:
+Slipstream plans clusters that serve large language models, and routes requests to them. To begin, without a GPU:
 
   slipstream demo              one workload on eight modelled workers: KV-aware routing and round robin
   slipstream init              write a commented cluster.toml and workload.toml
@@ -60,7 +60,7 @@ enum Command {
     Demo(cmd::demo::Args),
     /// Write a commented cluster file and workload file
     Init(cmd::init::Args),
-    /// Serve OpenAI clients from modelled engines
+    /// Serve OpenAI clients: modelled engines, or a router in front of real ones
     Serve(cmd::serve::Args),
     /// Serve OpenAI clients from the engines of worker processes
     Frontend(cmd::frontend::Args),

@@ -268,15 +268,14 @@ struct Stage {
 /// The cheapest candidate, and shapes and settings, best first.
 type Ranking = (Option<Choice>, Vec<(usize, usize)>);
 
-/// Share, place, shape and setting of a candidate that does not attain, and its size and digest if it ran.
+/// A candidate that does not attain: share, place, (shape, setting), and its size and digest if it ran.
 type Beaten = (f64, usize, (usize, usize), Option<(u32, u64)>);
 
-/// A share that is this close to the target nearly attains.
+/// Distance to the target below which a share nearly attains.
 const NEAR: f64 = 0.02;
-/// The same where the best known settings are those of other conditions.
+/// As [`NEAR`], where the best known settings were found under other conditions.
 const NEAR_CHANGED: f64 = 0.1;
-/// A shape whose cost on a part is above the lowest one by more than this factor is not promising, unless one worker
-/// less makes up for it.
+/// Factor on the lowest cost on a part above which a shape is not promising, unless one worker less makes up for it.
 const PROMISING: f64 = 1.5;
 /// One of this many candidates is kept on the next part.
 const KEEP: usize = 4;
@@ -284,8 +283,8 @@ const KEEP: usize = 4;
 const KEEP_MIN: usize = 6;
 /// Limit of rounds of challenges.
 const ROUNDS_MAX: usize = 8;
-/// A share of misses on a part is hopeless if this share of them, with no other miss, is too many for the
-/// whole: parts are the busiest, and begin with cold caches.
+/// A candidate is hopeless if this fraction of its misses on a part, with no other miss, is too many for the
+/// whole: parts are the busiest, and some of their caches may be colder.
 const HOPELESS: f64 = 0.5;
 /// Growth of the load at which candidates of equal cost are compared.
 const LOAD_GROWTH: f64 = 1.3;

@@ -1,16 +1,16 @@
-//! The last word: what attains on the whole workload with every seed, and the table of the other shapes.
+//! The last stage of a search: confirmation on the whole workload with every seed, and the table of the other shapes.
 
 use super::{Choice, Evaluate, NEAR, PROMISING, ROUNDS_MAX, Search, Sizing, Stage};
 
-/// A share of misses below this part of those allowed is clear with the first seed.
+/// Fraction of the allowed misses below which the first seed alone decides.
 const CLEAR: f64 = 0.5;
 
 /// Settings near a good one that are kept on the next part.
 const KEEP_NEAR: usize = 3;
 
 impl<E: Evaluate> Search<'_, E> {
-    /// The cheapest that attains where answers must, by the one that does where they are found. A cheaper one may
-    /// fail here that attains there, and the other way round, so every shape is a candidate again.
+    /// Returns the cheapest candidate that attains on the last stage, given the one `found` on the main stage. The two
+    /// stages may disagree in both directions, so every shape is a candidate again.
     pub(super) fn settle(&mut self, found: Option<Choice>) -> Result<Option<Choice>, E::Error> {
         let stage = self.last_stage();
         let mut best = found;
@@ -31,7 +31,8 @@ impl<E: Evaluate> Search<'_, E> {
         best.map(|best| self.prefer(best, stage)).transpose()
     }
 
-    /// The size of what attains where answers are found on a later stage. Smaller ones are tried if they nearly attained there.
+    /// Sizes `found`, which attains on the main stage, on a later `stage`. Smaller sizes are tried if they nearly
+    /// attained on the main stage.
     fn confirm(&mut self, found: Choice, stage: Stage) -> Result<Option<Choice>, E::Error> {
         let (shape, setting) = (found.shape, found.setting);
         let mut sizing = self.sizing(shape, found.workers, true);
@@ -52,7 +53,7 @@ impl<E: Evaluate> Search<'_, E> {
         &self.known
     }
 
-    /// As [`find`](Self::find), by settings and sizes that are `known` from a question that differs little.
+    /// As [`find`](Self::find), starting from settings and sizes that are `known` from a similar question.
     ///
     /// # Errors
     /// As the evaluation's.

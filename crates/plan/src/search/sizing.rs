@@ -2,7 +2,7 @@
 
 use super::Measured;
 
-/// Times that half as many workers again must not help before larger sizes are given up.
+/// Consecutive increases by half without improvement after which larger sizes are given up.
 const FLAT: usize = 4;
 
 /// Finds the smallest size that attains.

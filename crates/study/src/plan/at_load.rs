@@ -22,17 +22,17 @@ use crate::files;
 
 /// Smallest part of a workload that settings are compared on, requests.
 const PART_MIN: f64 = 150.0;
-/// Parts next to the whole.
+/// Limit of parts, in addition to the whole workload.
 const PARTS_MAX: usize = 2;
 /// Largest part that answers are found on, requests; they are confirmed on the whole.
 const MAIN_MAX: f64 = 50_000.0;
-/// A part needs no longer beginning if caches lack at most this share of its prompt tokens.
+/// Share of a part's prompt tokens that caches may lack before the part gets a longer warm-up.
 const LOST: f64 = 0.02;
-/// Lengths of the beginning of a part, over that of the part: the first that is enough.
+/// Lengths of the warm-up of a part relative to the part: the first that suffices is used.
 const WARM: [f64; 4] = [0.0, 0.25, 0.5, 1.0];
-/// Rows of other shapes.
+/// Limit of rows of other shapes.
 const ROWS_MAX: usize = 8;
-/// Change of objectives and load for the sensitivity.
+/// Relative change of objectives and load in the sensitivity analysis.
 const CHANGE: f64 = 0.2;
 
 /// Factors on the question's conditions.
@@ -84,7 +84,7 @@ pub(super) struct Ready {
     pub(super) settings: Vec<Vec<Setting>>,
     pub(super) parts: Vec<Workload>,
     pub(super) lengths_s: Vec<f64>,
-    /// Lengths of the beginnings that only fill caches, s. Shape `[parts]`.
+    /// Lengths of the warm-ups, which only fill caches, s. Shape `[parts]`.
     pub(super) warm_s: Vec<f64>,
     /// Of the requests. Shape `[parts]`.
     pub(super) shares: Vec<f64>,
@@ -93,13 +93,13 @@ pub(super) struct Ready {
     pub(super) parts_text: String,
 }
 
-/// Parts of a workload: the busiest ones, each with a beginning that fills caches, and all of it.
+/// Parts of a workload: the busiest windows, each with a warm-up that fills caches, and the whole workload.
 struct Parts {
     parts: Vec<Workload>,
-    /// Without the beginning.
+    /// Without the warm-up.
     lengths_s: Vec<f64>,
     warm_s: Vec<f64>,
-    /// Of the requests, without the beginning.
+    /// Shares of the requests, without the warm-up.
     shares: Vec<f64>,
     /// Index of the part that answers are found on.
     main: usize,
@@ -363,8 +363,8 @@ impl AtLoad<'_> {
         }))
     }
 
-    /// The answer under these conditions, by that of a question that differs in them only: its inputs `of`, the `known` settings and
-    /// sizes of its shapes, and its answer. Also the requests that were simulated.
+    /// Searches under these conditions from the results of a question that differs in them only: its inputs `of`, the
+    /// `known` settings and sizes of its shapes, and its answer. Returns the answer, and the number of requests simulated.
     fn changed(
         &self,
         knob: String,
@@ -523,7 +523,7 @@ impl AtLoad<'_> {
         } else {
             shares.len() - 1
         };
-        // The mean share: by its own, the cold start would be the busiest part.
+        // The mean share: with a request's own share, the cold start would be the busiest part.
         let computed = 1.0 - self.plan.demand.repeated_share();
         let weight = |need: &slipstream_plan::demand::Need| {
             // A token of an answer takes about as long as some tens of a prompt, in large batches.

@@ -104,7 +104,7 @@ fn a_folder_is_read_with_the_files_beside_its_config() {
     let (code, _, err) = simulate();
     assert_eq!(code, Some(2), "{err}");
     assert!(
-        err.contains("model.safetensors.index.json beside it says"),
+        err.contains("model.safetensors.index.json in the same folder says"),
         "{err}"
     );
     std::fs::remove_file(path.join("hf_quant_config.json")).unwrap();

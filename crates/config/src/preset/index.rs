@@ -40,7 +40,8 @@ pub(super) fn check(
         && layers != shape.layers
     {
         return Err(ShapeError::Size(format!(
-            "`num_hidden_layers` is {}, but {FILE} beside it has weights of {layers} layers; both must be of one model",
+            "`num_hidden_layers` is {}, but {FILE} in the same folder has weights of {layers} layers; both must be of \
+             one model",
             shape.layers
         )));
     }
@@ -84,8 +85,8 @@ pub(super) fn check(
         format!(" without {}", left_out.join(" and "))
     };
     Err(ShapeError::Size(format!(
-        "{} of weights were read, but {FILE} beside it says {}{without}; a size or a format was misread, or the files are of \
-         two models",
+        "its keys give {} of weights, but {FILE} in the same folder says {}{without}; a size or a format was misread, or \
+         the files are of two models",
         gigabytes(read),
         gigabytes(total),
     )))

@@ -65,7 +65,7 @@ impl ModelFiles {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(io::Error::new(
                 error.kind(),
-                format!("{name} beside it: {error}"),
+                format!("{name} in the same folder: {error}"),
             )),
         };
         files.hf_quant_config = beside("hf_quant_config.json")?;
@@ -80,12 +80,12 @@ impl ModelFiles {
     /// Reads the shape; `name` is the model's name.
     ///
     /// Layers for multi-token prediction (`num_nextn_predict_layers`) are omitted: vLLM loads them only for speculative
-    /// decoding, which is not modelled. So are encoders of images, video and sound.
+    /// decoding. Encoders of images, video and sound are omitted as well.
     ///
     /// # Errors
-    /// If a file is not a JSON object, a size is missing or invalid, this shape cannot express a property, a key was not
-    /// read that may bear on size, compute or cache, or the weights have another size than the index says. The message
-    /// has the key's name.
+    /// If a file is not a JSON object, a size is missing or invalid, the shape cannot express a property, a key that may
+    /// affect size, compute or cache is unknown, or the size of the weights contradicts the index. The message names the
+    /// key.
     pub fn read(&self, name: &str) -> Result<ReadModel, ShapeError> {
         let value = python_json::parse(&self.config)?;
         let outer = value.as_object().ok_or(ShapeError::NoObject)?;
@@ -210,7 +210,7 @@ pub enum ShapeError {
     #[error("not a JSON object")]
     NoObject,
     /// A file next to `config.json` is not a JSON object.
-    #[error("{0} beside it is not a JSON object")]
+    #[error("{0} in the same folder is not a JSON object")]
     Beside(&'static str),
     /// A field is missing.
     #[error("`{0}` is missing")]
@@ -235,7 +235,7 @@ pub enum ShapeError {
     },
     /// Keys that were not read and may bear on size, compute or cache.
     #[error(
-        "{keys} may change size, compute or cache, and is not known of `{of}`; if it changes none of them, remove it from a \
+        "{keys} may change size, compute or cache, but is unknown for `{of}`; if it changes none of them, remove it from a \
          copy of the file"
     )]
     Unread {
@@ -908,7 +908,7 @@ mod tests {
             ),
             (
                 format!("{{{good}, \"n_routed_experts\": 8}}"),
-                "`n_routed_experts` = 8 may change size, compute or cache, and is not known of `llama`",
+                "`n_routed_experts` = 8 may change size, compute or cache, but is unknown for `llama`",
             ),
             (
                 format!("{{{good}, \"model_type\": \"gpt_neox\"}}"),
@@ -1004,7 +1004,7 @@ mod tests {
                 Some("[]".to_owned()),
                 None,
                 "",
-                Err("hf_quant_config.json beside it is not a JSON object"),
+                Err("hf_quant_config.json in the same folder is not a JSON object"),
             ),
             (
                 None,
@@ -1065,7 +1065,7 @@ mod tests {
         // The same in FP8 without a word about it.
         let error = check(&llama, "\"total_size\": 72671625216", &names).unwrap_err();
         assert!(
-            error.contains("141.1 GB of weights were read") && error.contains("says 72.7 GB"),
+            error.contains("141.1 GB of weights, but") && error.contains("says 72.7 GB"),
             "{error}"
         );
         let error = check(&llama, right, &weights(81 + 8, &[])).unwrap_err();
@@ -1135,7 +1135,7 @@ mod tests {
         assert_eq!(notes, ["without its encoder of other inputs than text"]);
         let error = check(24_500_000_000).unwrap_err();
         assert!(
-            error.contains("47.1 GB of weights were read") && error.contains("of an encoder"),
+            error.contains("47.1 GB of weights, but") && error.contains("of an encoder"),
             "{error}"
         );
     }

@@ -8,8 +8,8 @@
 //! be another process with the same numbers. The view survives only if the last applied batch is
 //! replayed with the same bytes.
 //!
-//! A view of which too little can be read is of no use: [`ViewState`] says so, and the router guesses
-//! that engine's cache until its events are readable again.
+//! If too few events are readable, the view is unusable ([`ViewState`]), and the router guesses the
+//! engine's cache until its events are readable again.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -37,11 +37,11 @@ const REPLAY: Duration = Duration::from_secs(10);
 /// Batches read from one replay at most. vLLM keeps 10,000 by default (`buffer_steps`).
 const REPLAY_BATCHES_MAX: u64 = 10_000_000;
 
-/// Replays that may be requested at once, and the time after which one more may be. A publisher whose
-/// sequence jumps or runs backwards causes one per batch.
+/// Burst and refill interval of the rate limit on replays. A publisher whose sequence jumps or runs
+/// backwards would cause one per batch.
 const REPLAYS: (u32, Duration) = (8, Duration::from_secs(1));
 
-/// Recent batches by which a repeated one is told from another engine's.
+/// Number of recent batches in which a repeated batch is recognized; others come from a restarted engine.
 const RECENT: usize = 64;
 
 /// First and longest pause between attempts to connect.
@@ -58,11 +58,12 @@ pub struct KvCounters {
     pub batches: AtomicU64,
     /// Batches that could not be decoded. The view is cleared, because they may have removed blocks.
     pub unreadable: AtomicU64,
-    /// Events that could not be read, or whose blocks have no place. Each costs what it may have changed.
+    /// Events that could not be read, or whose blocks could not be placed. Each invalidates the blocks that it
+    /// may have changed.
     pub unreadable_events: AtomicU64,
     /// Batches received twice, and ignored.
     pub duplicates: AtomicU64,
-    /// Replays not requested because there were too many.
+    /// Replays not requested because of the rate limit.
     pub withheld_replays: AtomicU64,
     /// Gaps found in the sequence of batches.
     pub gaps: AtomicU64,
@@ -84,23 +85,23 @@ pub struct KvCounters {
     pub over_capacity: AtomicU64,
     /// Whether the engine's hashes do not identify prefixes ([`KvMirror::is_unusable`]).
     pub unusable: AtomicBool,
-    /// Whether the view is of no use ([`ViewState::Useless`]).
+    /// Whether the view is unusable ([`ViewState::Useless`]).
     pub useless: AtomicBool,
 }
 
-/// Whether the view of an engine's cache is of use.
+/// Whether the view of an engine's cache is usable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ViewState {
-    /// It is.
+    /// Usable.
     Followed,
-    /// It is not; why, as a predicate of the engine. Its cache must be guessed.
+    /// Unusable, with the reason as a predicate of the engine. The engine's cache must be guessed.
     Useless(String),
 }
 
 /// Called with each change of the state. The first state is [`ViewState::Followed`].
 type OnState = Box<dyn Fn(&ViewState) + Send>;
 
-/// A bucket of tokens for replays.
+/// Token bucket that limits replays.
 #[derive(Debug)]
 struct ReplayBudget {
     left: u32,
@@ -158,7 +159,7 @@ pub struct KvFollower {
     recent: VecDeque<(u64, u128)>,
     replays: ReplayBudget,
     readability: Readability,
-    /// Why the first unreadable event was.
+    /// Reason of the first unreadable event.
     unreadable: String,
     state: ViewState,
     on_state: OnState,
@@ -197,7 +198,7 @@ impl KvFollower {
         }
     }
 
-    /// The same, which passes each change of the view's state to `on_state`.
+    /// Sets `on_state`, which is called with each change of the view's state.
     #[must_use]
     pub fn with_state(mut self, on_state: impl Fn(&ViewState) + Send + 'static) -> KvFollower {
         self.on_state = Box::new(on_state);
@@ -415,7 +416,7 @@ impl KvFollower {
         }
     }
 
-    /// Reports whether the view is of use, if that changed.
+    /// Reports the state of the view if it changed.
     fn update_state(&mut self, unreadable: bool) {
         let useless = unreadable || self.mirror.is_unusable();
         if useless == matches!(self.state, ViewState::Useless(_)) {

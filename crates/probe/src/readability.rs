@@ -1,13 +1,13 @@
-//! The share of an engine's KV events that cannot be read, and whether its view is still of use.
+//! The share of an engine's KV events that is unreadable, and whether its view is still usable.
 
 /// How much of a batch was understood.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
     /// Events of the batch.
     pub events: u64,
-    /// Events of these that could not be read, or whose blocks have no place.
+    /// Events that could not be read, or whose blocks could not be placed.
     pub unreadable: u64,
-    /// Unreadable events of these that cost the view.
+    /// Unreadable events that cleared the view.
     pub views_lost: u64,
 }
 
@@ -20,16 +20,16 @@ impl Reading {
     };
 }
 
-/// Events that are remembered; older ones count half, a quarter and so on.
+/// Weight of the recent events; older ones count half, a quarter and so on.
 const WINDOW: u64 = 128;
 
-/// Unreadable events before the view is given up, so that a single odd event costs what it names.
+/// Unreadable events before the view is abandoned, so that a single odd event costs only the blocks that it names.
 const UNREADABLE_MIN: u64 = 8;
 
-/// The view is given up above one unreadable event in this many, and followed again below half of that.
+/// The view is abandoned above one unreadable event in this many, and used again at half of that share.
 const UNREADABLE_SHARE: u64 = 4;
 
-/// An event that costs the view counts as this many unreadable ones.
+/// Number of unreadable events as which an event that clears the view counts.
 const VIEW_LOST: u64 = 4;
 
 /// Decides by the share of unreadable events whether an engine's view is followed.
@@ -43,7 +43,7 @@ pub(crate) struct Readability {
 }
 
 impl Readability {
-    /// Notes a batch. Returns whether too little is readable for the view to be of use.
+    /// Adds a batch. Returns whether too few events are readable for the view to be usable.
     pub(crate) fn note(&mut self, reading: Reading) -> bool {
         // One batch, such as a replay's first, must not outweigh all that follow.
         let share = |count: u64| count.saturating_mul(WINDOW) / reading.events.max(WINDOW);
@@ -67,7 +67,7 @@ impl Readability {
         self.given_up
     }
 
-    /// The recent events, and the unreadable ones of them.
+    /// Numbers of recent events, and of unreadable ones among them.
     pub(crate) fn recent(&self) -> (u64, u64) {
         (self.events, self.unreadable.min(self.events))
     }

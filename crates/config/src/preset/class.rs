@@ -520,7 +520,7 @@ const CLASSES: &[Class] = &[
     },
 ];
 
-/// Architectures that are known, and cannot be expressed.
+/// Known architectures that `ModelShape` cannot express, with the reason.
 const REFUSED: &[(&str, &[&str])] = &[
     (
         "state-space layers",

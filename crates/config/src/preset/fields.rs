@@ -1,7 +1,7 @@
 //! Objects of a model's files that remember which of their keys were read.
 //!
-//! A key that nobody read may be the one that makes a model ten times as large. Every unread key that can bear on size,
-//! compute or cache therefore ends the reading; [`IMMATERIAL`] names those that cannot, with the reason.
+//! An unread key may be the one that makes a model ten times as large. Every unread key that may affect size, compute or
+//! cache is therefore an error; [`IMMATERIAL`] lists the keys that cannot, with the reason.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -246,7 +246,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses the keys that were not read and may matter. `twin`: an object whose keys may be repeated here; `media`: keys
+    /// Refuses unread keys that may matter. `twin`: an object whose keys may be repeated here; `media`: keys
     /// about encoders are expected.
     pub(super) fn close(
         &self,

@@ -1,14 +1,14 @@
 //! Reader of batches of KV events.
 //!
-//! Batches are read event by event: an event of an unknown shape costs what it may have changed, and
-//! no more.
+//! Batches are read event by event: an event of an unknown shape invalidates only the blocks that it may
+//! have changed.
 //!
 //! | unreadable event | may have changed |
 //! | --- | --- |
 //! | `BlockStored` | nothing that was known; its blocks stay unknown |
 //! | `BlockRemoved` or an unknown type, of other memory than the GPU's | nothing that is followed |
-//! | the same otherwise, with readable `block_hashes` | these blocks |
-//! | `BlockRemoved`, no readable type, or an unknown type that sounds like a removal | any block |
+//! | the same of the GPU's memory, with readable `block_hashes` | these blocks |
+//! | `BlockRemoved`, no readable type, or an unknown type whose name suggests a removal | any block |
 //! | an unknown type without `block_hashes` | nothing |
 //!
 //! Unknown fields are skipped, unless their name shows that they are part of a block's identity.

@@ -1,13 +1,13 @@
-//! Whether requests came faster than they were served: their latency grows until they stop coming.
+//! Detects overload: requests arrive faster than they are served, so latency grows until the last arrival.
 //!
-//! A queue that is served in order and too slowly grows in proportion to time, and so does the wait: a request that is due `t`
-//! later waits `g·t` longer, and `1 + g` is the offered rate over the served one. Bursts that are worked off leave no growth, and
-//! chance makes a queue longer by about the root of the number of requests.
+//! A queue that is served in order and too slowly grows linearly in time, and so does the wait: a request that is due `t`
+//! later waits `g·t` longer, and `1 + g` is the offered rate over the served one. Bursts that are worked off leave no growth;
+//! chance lengthens a queue by about the square root of the number of requests.
 
 use serde::{Deserialize, Serialize};
 use slipstream_base::width;
 
-/// Requests that came faster than they were served, until they stopped coming.
+/// Overload that lasted until the last arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Overload {
     /// When the backlog began to grow, s from the start of the run.
@@ -37,15 +37,15 @@ const BINS_MAX: usize = 256;
 const SHIFT: u32 = 20;
 /// Groups of bins that are compared.
 const GROUPS: usize = 20;
-/// Groups at the end in which the backlog must have grown: a shorter burst may be worked off yet.
+/// Groups at the end in which the backlog must have grown: a shorter burst may still be worked off.
 const GROWN: usize = 5;
-/// Growth of the latency per time below which requests are served as fast as they come.
+/// Growth of latency per time below which requests count as served as fast as they arrive.
 const GROWTH: f64 = 0.02;
 /// Share of the growth that the latency may have had before it began.
 const BEGUN: f64 = 0.05;
 /// Standard deviations of the number of requests that chance may add to a queue.
 const CHANCE: f64 = 3.0;
-/// The growth lasts at least this many times as long as a request by itself: until then load builds up.
+/// Minimum duration of the growth, in durations of an unloaded request: before that, load builds up.
 const SERVED: f64 = 3.0;
 
 /// Requests due in a time.

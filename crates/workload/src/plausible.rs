@@ -1,4 +1,4 @@
-//! Whether the times of a trace can be meant as they are read.
+//! Checks whether the times of a trace are plausible in their unit.
 
 use std::io::{BufRead, BufReader, Read};
 
@@ -7,20 +7,20 @@ use slipstream_config::workload_file::{Arrival, Content, TraceFile, Workload};
 use crate::form::Form;
 use crate::trace::LINE_BYTES_MAX;
 
-/// Requests that are looked at, from the first.
+/// Number of requests examined, from the first.
 const REQUESTS_MAX: usize = 1000;
-/// Bytes that are looked at.
+/// Number of bytes examined.
 const BYTES_MAX: u64 = 64 << 20;
-/// Fewer gaps say nothing of their mean.
+/// Minimum number of gaps for a meaningful mean.
 const GAPS_MIN: usize = 9;
-/// More requests per second than any published trace of one model has.
+/// Requests per second above which the unit is doubted: no published trace of one model has as many.
 const RATE_MAX: f64 = 2000.0;
-/// A longer mean gap than a service under load has, s.
+/// Mean gap above which the unit is doubted, s: a service under load has shorter ones.
 const GAP_MAX_S: f64 = 1000.0;
 
-/// Doubts about the arrival times of the workload's trace: its first requests come
-/// so densely, or so far apart, that its unit is probably another. `None`: nothing, its times do not
-/// set the arrivals, or it is not a regular file that can be read twice.
+/// Returns a warning if the first requests of the workload's trace come so densely, or so far apart, that the
+/// unit of its times is probably wrong. `None` also if its times do not set the arrivals, or the trace is not a
+/// regular file, which could not be read twice.
 pub fn note(workload: &Workload) -> Option<String> {
     let Content::Trace(file) = &workload.content else {
         return None;

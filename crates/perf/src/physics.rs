@@ -168,8 +168,9 @@ pub struct Physics {
     window: f64,
     /// Most tokens that sparse attention reads; infinity: all.
     sparse: f64,
-    /// ns per token of context beyond those, which an index reads.
+    /// ns per token of context whose key a sparse index reads, and per pair that the index scores, all layers.
     index_ns: f64,
+    index_pair_ns: f64,
     pair_ns: f64,
     window_pair_ns: f64,
     /// Times as much context for decodes in a step with prefill.
@@ -339,7 +340,8 @@ impl Physics {
         let of_head =
             2.0 * (f64::from(shape.kv_heads) / tp).max(1.0) * f64::from(shape.head_dim) * kv;
         let (mut window_ns, mut window, mut window_pair_ns) = (0.0, f64::INFINITY, 0.0);
-        let (mut sparse, mut index_ns, mut state_ns) = (f64::INFINITY, 0.0, 0.0);
+        let (mut sparse, mut state_ns) = (f64::INFINITY, 0.0);
+        let (mut index_ns, mut index_pair_ns) = (0.0, 0.0);
         let mut context_ns = full * stream(of_head);
         let mut pair_ns = full * score(f64::from(shape.head_dim));
         let mut projected = (f64::from(shape.attention_heads) + f64::from(shape.kv_heads))
@@ -369,7 +371,7 @@ impl Physics {
                 rope_dim,
                 nope_dim,
                 value_dim,
-                sparse_tokens,
+                index,
                 ..
             } => {
                 latent_layers = layers;
@@ -378,14 +380,22 @@ impl Physics {
                 // Decodes absorb the projections: every head scores the compressed vector.
                 let absorbed =
                     2.0 * heads * (2.0 * rank + rope) / (gpu.bf16_flops * attention_compute) * NS;
-                context_ns = full * (stream((rank + rope) * kv) + absorbed);
+                let vector = shape
+                    .attention
+                    .latent_bytes(formats.kv_cache)
+                    .unwrap_or_default();
+                context_ns = full * (stream(vector) + absorbed);
                 // Prompts are scored with keys and values unpacked.
                 pair_ns = full * score((nope + rope + value) / 2.0);
                 projected = f64::from(shape.attention_heads) * (nope + rope);
-                if sparse_tokens > 0 {
-                    sparse = f64::from(sparse_tokens);
-                    // An index of 128 bytes per token and layer.
-                    index_ns = full * stream(128.0);
+                if let Some(index) = index {
+                    sparse = f64::from(index.tokens);
+                    // Every GPU has all heads of the index. They compute in FP8 where the GPU does.
+                    let [layers, heads, width] =
+                        [index.layers, index.heads, index.head_dim].map(f64::from);
+                    let flops = gpu.fp8_flops.unwrap_or(gpu.bf16_flops);
+                    index_ns = layers * stream(index.key_bytes() as f64);
+                    index_pair_ns = layers * 2.0 * heads * width / (flops * attention_compute) * NS;
                 }
             }
         }
@@ -490,6 +500,7 @@ impl Physics {
             window,
             sparse,
             index_ns,
+            index_pair_ns,
             pair_ns,
             window_pair_ns,
             mixed_reads,
@@ -585,7 +596,8 @@ impl Physics {
             + self.index_ns * context
             + self.window_ns * decodes * mean.min(self.window)
             + load.prefill_tokens
-                * (self.pair_ns * scored.min(self.sparse)
+                * (self.index_pair_ns * scored
+                    + self.pair_ns * scored.min(self.sparse)
                     + self.window_pair_ns * scored.min(self.window))
             + self.state_ns * decodes
             + self.token_ns * tokens

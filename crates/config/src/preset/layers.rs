@@ -9,7 +9,7 @@ use slipstream_base::width::to_u32;
 
 use super::class::{Class, DenseLayers, Kind, Windows};
 use super::fields::{Fields, integer};
-use super::model::Attention;
+use super::model::{Attention, SparseIndex};
 use super::read::ShapeError;
 
 /// Keys of state-space layers, which mean nothing in a file whose layers all have attention.
@@ -58,7 +58,7 @@ pub(super) fn attention(
     }
     let kinds = kinds_of_layers(fields, "layer_types", layers)?;
     match class.attention {
-        Kind::Latent | Kind::LatentSparse => latent(class, fields, &kinds),
+        Kind::Latent | Kind::LatentSparse => latent(class, fields, layers, &kinds),
         Kind::Delta => delta(fields, layers, &kinds),
         Kind::Grouped | Kind::StateSpace => windowed(class, fields, layers, &kinds),
     }
@@ -104,7 +104,12 @@ fn kinds_of_layers<'a>(
         .collect())
 }
 
-fn latent(class: &Class, fields: Fields<'_>, kinds: &[&str]) -> Result<Attention, ShapeError> {
+fn latent(
+    class: &Class,
+    fields: Fields<'_>,
+    layers: u32,
+    kinds: &[&str],
+) -> Result<Attention, ShapeError> {
     let sparse = class.attention == Kind::LatentSparse;
     if kinds
         .iter()
@@ -116,22 +121,10 @@ fn latent(class: &Class, fields: Fields<'_>, kinds: &[&str]) -> Result<Attention
         return Err(fields.missing("q_lora_rank"));
     }
     let query_rank = fields.optional("q_lora_rank")?.unwrap_or(0);
-    let sparse_tokens = if sparse {
-        // The index: its weights are below 0.2 %. Both classes have one default.
-        fields.mark_all(&[
-            "index_head_dim",
-            "index_n_heads",
-            "indexer_types",
-            "index_topk_freq",
-            "index_topk_pattern",
-            "index_skip_topk_offset",
-        ]);
-        match fields.optional("index_topk")? {
-            Some(tokens) => tokens,
-            None => fields.assume("index_topk", 2048),
-        }
+    let index = if sparse {
+        Some(sparse_index(class, fields, layers)?)
     } else {
-        0
+        None
     };
     Ok(Attention::Latent {
         query_rank,
@@ -139,8 +132,82 @@ fn latent(class: &Class, fields: Fields<'_>, kinds: &[&str]) -> Result<Attention
         rope_dim: fields.number("qk_rope_head_dim")?,
         nope_dim: fields.number("qk_nope_head_dim")?,
         value_dim: fields.number("v_head_dim")?,
-        sparse_tokens,
+        index,
     })
+}
+
+fn sparse_index(class: &Class, fields: Fields<'_>, layers: u32) -> Result<SparseIndex, ShapeError> {
+    let heads = if class.types.contains(&"glm_moe_dsa") {
+        32
+    } else {
+        64
+    };
+    let size = |key, default| -> Result<u32, ShapeError> {
+        let stated = fields.optional(key)?;
+        Ok(stated.unwrap_or_else(|| fields.assume(key, default)))
+    };
+    let head_dim = size("index_head_dim", 128)?;
+    // One scale per 128 numbers.
+    if !head_dim.is_multiple_of(128) {
+        return Err(ShapeError::Range {
+            field: fields.path("index_head_dim").into(),
+            found: head_dim.to_string(),
+            must: "a multiple of 128",
+        });
+    }
+    Ok(SparseIndex {
+        tokens: size("index_topk", 2048)?,
+        layers: index_layers(fields, layers)?,
+        heads: size("index_n_heads", heads)?,
+        head_dim,
+    })
+}
+
+/// Layers with an index; the others share the choice of a layer before them.
+///
+/// Source: vLLM 0.33, `DeepseekV2MLAAttention.__init__` (`index_topk_pattern`, `index_topk_freq`,
+/// `index_skip_topk_offset`); Transformers 5.24, `GlmMoeDsaConfig.__post_init__` (`indexer_types`).
+fn index_layers(fields: Fields<'_>, layers: u32) -> Result<u32, ShapeError> {
+    let listed = |key: &str, full: &str, kinds: Vec<&str>| {
+        if kinds.len() as u64 != u64::from(layers) {
+            return Err(ShapeError::Range {
+                field: fields.path(key).into(),
+                found: format!("of {} layers", kinds.len()),
+                must: "of as many layers as num_hidden_layers",
+            });
+        }
+        Ok(to_u32(kinds.iter().filter(|kind| **kind == full).count()))
+    };
+    let step = fields.optional("index_topk_freq")?;
+    let offset = fields.count("index_skip_topk_offset")?.unwrap_or(2);
+    let scheduled = match fields.text("index_topk_pattern")? {
+        Some(pattern) if pattern.bytes().all(|kind| b"FS".contains(&kind)) => {
+            let kinds = (0..pattern.len()).map(|at| &pattern[at..=at]).collect();
+            Some(listed("index_topk_pattern", "F", kinds)?)
+        }
+        Some(_) => {
+            let what = "a pattern with other letters than F and S";
+            return Err(fields.unsupported("index_topk_pattern", what));
+        }
+        None => step.map(|step| {
+            let full =
+                (0..layers).filter(|layer| (layer + 1).saturating_sub(offset).is_multiple_of(step));
+            to_u32(full.count())
+        }),
+    };
+    let kinds = kinds_of_layers(fields, "indexer_types", layers)?;
+    if kinds.is_empty() {
+        return Ok(scheduled.unwrap_or(layers));
+    }
+    if kinds.iter().any(|kind| !["full", "shared"].contains(kind)) {
+        return Err(fields.unsupported("indexer_types", "this kind of index"));
+    }
+    let full = listed("indexer_types", "full", kinds)?;
+    if let Some(other) = scheduled.filter(|other| *other != full) {
+        let what = format!("{full} layers with an index, where other keys say {other},");
+        return Err(fields.unsupported("indexer_types", what));
+    }
+    Ok(full)
 }
 
 fn delta(fields: Fields<'_>, layers: u32, kinds: &[&str]) -> Result<Attention, ShapeError> {

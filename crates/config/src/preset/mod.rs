@@ -17,7 +17,7 @@ mod read;
 
 pub use formats::Formats;
 pub use gpu::{GPUS, Gpu, Link, gpu};
-pub use model::{Attention, Experts, MODELS, ModelShape, model};
+pub use model::{Attention, Experts, MODELS, ModelShape, SparseIndex, model};
 pub use names::find_model;
 pub use power::board_power_w;
 pub use read::{ModelFiles, ReadModel, ShapeError};

@@ -41,8 +41,8 @@ pub enum Attention {
         nope_dim: u32,
         /// `v_head_dim`.
         value_dim: u32,
-        /// Tokens of the context that are attended to (`index_topk`); 0: all.
-        sparse_tokens: u32,
+        /// The index of sparse attention (DeepSeek-V3.2, GLM-5); `None`: every token is attended to.
+        index: Option<SparseIndex>,
     },
     /// Grouped-query attention; some layers have a sliding window.
     Windowed {
@@ -62,6 +62,61 @@ pub enum Attention {
         /// `linear_key_head_dim` and `linear_value_head_dim`.
         head_dim: u32,
     },
+}
+
+/// The index that chooses the tokens which sparse attention reads. It has keys of its own in the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SparseIndex {
+    /// Tokens of the context that are attended to (`index_topk`).
+    pub tokens: u32,
+    /// Layers with an index; the others attend to the tokens that a layer before them chose.
+    pub layers: u32,
+    /// `index_n_heads`.
+    pub heads: u32,
+    /// `index_head_dim`.
+    pub head_dim: u32,
+}
+
+impl SparseIndex {
+    /// Bytes of the keys of one token in one layer, on every GPU: FP8, with a scale of 32 bits per 128 numbers, whatever
+    /// the format of the KV cache.
+    ///
+    /// Source: vLLM 0.33, `Indexer.__init__` in `vllm/model_executor/models/deepseek_v2.py` (`k_cache`).
+    pub fn key_bytes(&self) -> u64 {
+        u64::from(self.head_dim) + u64::from(self.head_dim / 128) * 4
+    }
+}
+
+impl Attention {
+    /// Bytes of one token's compressed vector in one layer of latent attention.
+    ///
+    /// Sparse attention in FP8 keeps a scale of 32 bits per 128 numbers and its rotary part in 16 bits: 656 bytes for 512
+    /// and 64 numbers. Source: vLLM 0.33, `fp8_ds_mla` in `vllm/model_executor/layers/attention/mla_attention.py`.
+    pub fn latent_bytes(&self, dtype: Dtype) -> Option<f64> {
+        let Attention::Latent {
+            kv_rank,
+            rope_dim,
+            index,
+            ..
+        } = *self
+        else {
+            return None;
+        };
+        let [rank, rope] = [kv_rank, rope_dim].map(f64::from);
+        Some(if index.is_some() && dtype == Dtype::Fp8 {
+            rank + f64::from(kv_rank / 128) * 4.0 + rope * 2.0
+        } else {
+            (rank + rope) * dtype.bytes()
+        })
+    }
+
+    /// The index of sparse attention.
+    pub fn index(&self) -> Option<SparseIndex> {
+        match self {
+            Attention::Latent { index, .. } => *index,
+            _ => None,
+        }
+    }
 }
 
 /// Shape of a decoder-only transformer with a gated MLP or a mixture of such experts.
@@ -154,7 +209,7 @@ impl ModelShape {
                 rope_dim,
                 nope_dim,
                 value_dim,
-                ..
+                index,
             } => {
                 let [query_rank, kv_rank, rope, nope, value] =
                     [query_rank, kv_rank, rope_dim, nope_dim, value_dim].map(u64::from);
@@ -167,7 +222,13 @@ impl ModelShape {
                     + hidden * (kv_rank + rope)
                     + kv_rank * heads * (nope + value)
                     + heads * value * hidden;
-                all * layer
+                // Queries from their compressed vector; one key, and a weight per head.
+                let of_index = index.map_or(0, |index| {
+                    let [layers, heads, width] =
+                        [index.layers, index.heads, index.head_dim].map(u64::from);
+                    layers * (query_rank * heads * width + hidden * (width + heads))
+                });
+                all * layer + of_index
             }
             Attention::Linear {
                 layers,
@@ -279,26 +340,24 @@ impl ModelShape {
     }
 
     /// Bytes of KV cache per token and GPU of `tensor_parallel`. With more GPUs than key-value
-    /// heads, heads are repeated; the vector of latent attention is on every GPU. Layers with a
+    /// heads, heads are repeated; the vector of latent attention and the keys of its index are on every GPU. Layers with a
     /// window or a linear state are not counted if other layers have full attention. Without any
     /// full layer, all are counted as full: exact for contexts up to the window, too much beyond
     /// it. A token always takes memory.
     pub fn kv_bytes_per_token_per_gpu(&self, tensor_parallel: u32, dtype: Dtype) -> u64 {
-        let numbers = if let Attention::Latent {
-            kv_rank, rope_dim, ..
-        } = self.attention
-        {
-            u64::from(kv_rank + rope_dim)
-        } else {
+        let layer = self.attention.latent_bytes(dtype).unwrap_or_else(|| {
             let heads = self.kv_heads.div_ceil(tensor_parallel.max(1));
-            2 * u64::from(heads) * u64::from(self.head_dim)
-        };
+            2.0 * f64::from(heads) * f64::from(self.head_dim) * dtype.bytes()
+        });
+        let of_index = self
+            .attention
+            .index()
+            .map_or(0, |index| u64::from(index.layers) * index.key_bytes());
         let layers = match self.full_attention_layers() {
             0 => self.layers,
             full => full,
         };
-        let numbers = u64::from(layers) * numbers;
-        floor_u64((numbers as f64 * dtype.bytes()).ceil())
+        floor_u64((f64::from(layers) * layer).ceil()) + of_index
     }
 
     /// Peak bytes per GPU for sampling the next tokens of `sequences`. Every GPU of a rank gathers
@@ -417,14 +476,14 @@ const fn normed(shape: ModelShape) -> ModelShape {
 }
 
 /// Sizes that DeepSeek-V3 and Kimi-K2 share.
-const fn latent(sparse_tokens: u32) -> Attention {
+const fn latent(index: Option<SparseIndex>) -> Attention {
     Attention::Latent {
         query_rank: 1536,
         kv_rank: 512,
         rope_dim: 64,
         nope_dim: 128,
         value_dim: 128,
-        sparse_tokens,
+        index,
     }
 }
 
@@ -438,7 +497,7 @@ const fn deepseek_v3(
     [count, dense_layers]: [u32; 2],
     [vocab_size, max_positions]: [u32; 2],
     formats: [Dtype; 2],
-    sparse_tokens: u32,
+    index: Option<SparseIndex>,
 ) -> ModelShape {
     let sizes = [61, 7168, 18_432];
     let shape = llama(
@@ -454,7 +513,7 @@ const fn deepseek_v3(
         dense_layers,
         formats,
     );
-    attending(shape, latent(sparse_tokens))
+    attending(shape, latent(index))
 }
 
 const fn grouped(shape: ModelShape, int4_group: u32) -> ModelShape {
@@ -745,7 +804,7 @@ pub const MODELS: &[ModelShape] = &[
         [256, 3],
         [129_280, 163_840],
         FP8,
-        0,
+        None,
     ),
     deepseek_v3(
         "deepseek-v3.1",
@@ -754,7 +813,7 @@ pub const MODELS: &[ModelShape] = &[
         [256, 3],
         [129_280, 163_840],
         FP8,
-        0,
+        None,
     ),
     deepseek_v3(
         "deepseek-r1",
@@ -763,7 +822,7 @@ pub const MODELS: &[ModelShape] = &[
         [256, 3],
         [129_280, 163_840],
         FP8,
-        0,
+        None,
     ),
     deepseek_v3(
         "deepseek-r1-0528",
@@ -772,7 +831,7 @@ pub const MODELS: &[ModelShape] = &[
         [256, 3],
         [129_280, 163_840],
         FP8,
-        0,
+        None,
     ),
     deepseek_v3(
         "deepseek-v3.2",
@@ -781,7 +840,12 @@ pub const MODELS: &[ModelShape] = &[
         [256, 3],
         [129_280, 163_840],
         FP8,
-        2048,
+        Some(SparseIndex {
+            tokens: 2048,
+            layers: 61,
+            heads: 64,
+            head_dim: 128,
+        }),
     ),
     deepseek_v3(
         "kimi-k2",
@@ -790,7 +854,7 @@ pub const MODELS: &[ModelShape] = &[
         [384, 1],
         [163_840, 131_072],
         FP8,
-        0,
+        None,
     ),
     grouped(
         deepseek_v3(
@@ -800,7 +864,7 @@ pub const MODELS: &[ModelShape] = &[
             [384, 1],
             [163_840, 262_144],
             [Dtype::Bf16, Dtype::Int4],
-            0,
+            None,
         ),
         32,
     ),
@@ -1042,7 +1106,12 @@ pub const MODELS: &[ModelShape] = &[
             rope_dim: 64,
             nope_dim: 192,
             value_dim: 256,
-            sparse_tokens: 2048,
+            index: Some(SparseIndex {
+                tokens: 2048,
+                layers: 78,
+                heads: 32,
+                head_dim: 128,
+            }),
         },
     ),
 ];
@@ -1123,6 +1192,24 @@ mod tests {
         }
         let active = model("qwen3-30b-a3b").unwrap().active_params() as f64 / 1e9;
         assert!((active - 3.3).abs() < 0.1, "A3B: {active}");
+    }
+
+    /// `fp8_ds_mla` has 656 bytes per token and layer, an index 132 (vLLM 0.33), on every GPU.
+    #[test]
+    fn an_index_has_keys_in_the_kv_cache() {
+        for (name, dtype, layers, bytes) in [
+            ("deepseek-v3", Dtype::Bf16, 61, 1_152),
+            ("deepseek-v3", Dtype::Fp8, 61, 576),
+            ("deepseek-v3.2", Dtype::Bf16, 61, 1_152 + 132),
+            ("deepseek-v3.2", Dtype::Fp8, 61, 656 + 132),
+            ("glm-5", Dtype::Bf16, 78, 1_152 + 132),
+        ] {
+            let shape = model(name).unwrap();
+            for gpus in [1, 8] {
+                let found = shape.kv_bytes_per_token_per_gpu(gpus, dtype);
+                assert_eq!(found, layers * bytes, "{name} {dtype:?}");
+            }
+        }
     }
 
     #[test]

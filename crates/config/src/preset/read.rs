@@ -625,6 +625,58 @@ mod tests {
     use super::super::model::model;
     use super::*;
 
+    /// Which layers have an index: as vLLM and Transformers schedule them.
+    #[test]
+    fn layers_that_share_an_index_have_no_keys_of_their_own() {
+        let read = |more: &str| {
+            let json = format!(
+                r#"{{"model_type": "glm_moe_dsa", "num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 128,
+                "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100,
+                "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+                "max_position_embeddings": 512, "index_topk": 64, "index_n_heads": 4{more}}}"#
+            );
+            read_config("x", &json)
+        };
+        let shared = ", \"full\", \"shared\"".repeat(4);
+        for (more, layers) in [
+            ("", 8),
+            (r#", "index_topk_freq": 1"#, 8),
+            // Layers 0 and 1, 5: from the offset on, each fourth.
+            (r#", "index_topk_freq": 4"#, 3),
+            (r#", "index_topk_freq": 4, "index_skip_topk_offset": 0"#, 2),
+            (r#", "index_topk_pattern": "FSSSFSSS""#, 2),
+            (&format!(r#", "indexer_types": [{}]"#, &shared[2..]), 4),
+        ] {
+            let shape = read(more).unwrap();
+            let index = shape.attention.index().unwrap();
+            assert_eq!((index.layers, index.head_dim), (layers, 128), "{more}");
+            let bytes = shape.kv_bytes_per_token_per_gpu(1, Dtype::Bf16);
+            assert_eq!(bytes, 8 * 1_152 + u64::from(layers) * 132, "{more}");
+        }
+        for (more, part) in [
+            (
+                r#", "index_topk_pattern": "FS""#,
+                "`index_topk_pattern` is of 2 layers",
+            ),
+            (
+                r#", "index_topk_pattern": "FSSSFSSX""#,
+                "other letters than F and S",
+            ),
+            (r#", "index_head_dim": 64"#, "a multiple of 128"),
+            (
+                &format!(
+                    r#", "index_topk_freq": 4, "indexer_types": [{}]"#,
+                    &shared[2..]
+                ),
+                "`indexer_types`: 4 layers with an index, where other keys say 3",
+            ),
+        ] {
+            let error = read(more).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
     /// The shape of a `config.json` alone.
     fn read_config(name: &str, json: &str) -> Result<ModelShape, String> {
         let files = ModelFiles {

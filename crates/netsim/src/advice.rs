@@ -1,4 +1,4 @@
-//! Notes about settings that make a result meaningless: they are accepted, but rarely meant.
+//! Notes about settings that are accepted, but make a result meaningless.
 
 use std::fmt::Write as _;
 
@@ -66,7 +66,7 @@ fn pairs<'a>(
     scenario.flows.iter().zip(&result.flows)
 }
 
-/// Go-back-N, and duplicate ACKs, take packets that overtake each other for losses.
+/// Go-back-N and the counting of duplicate ACKs treat reordered packets as lost.
 fn sprayed(scenario: &Scenario, result: &RunResult) -> Option<String> {
     let (mut flows, mut sent, mut again, mut pairs_too) = (0u64, 0, 0, false);
     for (spec, flow) in pairs(scenario, result) {
@@ -92,7 +92,7 @@ fn sprayed(scenario: &Scenario, result: &RunResult) -> Option<String> {
     })
 }
 
-/// Rate controls that only marks slow down, in a congested network without marks.
+/// Congestion controls that need marks, in a congested network without marks.
 fn unmarked(scenario: &Scenario, result: &RunResult) -> Option<String> {
     let queue = &scenario.queue;
     let marks = match queue.aqm {
@@ -161,7 +161,7 @@ fn narrow_windows(scenario: &Scenario, result: &RunResult) -> Option<String> {
     })
 }
 
-/// Flows of a known size that the end of the run cut off, and those of them that wait for a timer.
+/// Flows of a known size that the end of the run cut off, and how many of them wait for a timer.
 fn cut_off(scenario: &Scenario, result: &RunResult) -> Option<String> {
     if result.deadlock.is_some() {
         return None;

@@ -55,8 +55,9 @@ pub const KEYS: &[Key] = &[
         "path",
         "(none)",
         "A Hugging Face style `config.json`, or its folder; overrides the preset's shape.",
-        "Read whole, with the files of formats and the index in its folder; keys that are not known and may matter are refused by \
-         name (docs/step-time.md). Other formats than the checkpoint's are refused, except FP8 for 16 bits.",
+        "Read with the quantization files and the index of the weights in its folder; unknown keys that may \
+         matter are refused by name (docs/step-time.md). Formats other than the checkpoint's are refused, \
+         except FP8 for 16 bits.",
     ),
     key(
         "model.tokenizer",
@@ -1439,8 +1440,9 @@ pub const KEYS: &[Key] = &[
         "live.admin_key_file",
         "path",
         "(none)",
-        "File with the key of admin paths of modelled engines: `/admin/faults` shows and changes `[live.faults]`, and the routes of \
-         `live.management`. Without it there is no `/admin/faults` (404). A router has `upstream.admin_key_file`.",
+        "File with the key of the admin paths of modelled engines: `/admin/faults`, which shows and changes \
+         `[live.faults]`, and the routes of `live.management`. Without it there is no `/admin/faults` (404). \
+         A router uses `upstream.admin_key_file` instead.",
         "Who has the key can make all requests fail.",
     ),
     key(
@@ -1465,7 +1467,7 @@ pub const KEYS: &[Key] = &[
         "false",
         "Serve vLLM's routes for operators: `/sleep`, `/wake_up`, `/is_sleeping`, `/reset_prefix_cache`, and those that load and unload \
          LoRA adapters.",
-        "On, without any key: every client can stop the server's answers. With API keys it needs `live.admin_key_file`.",
+        "On, without a key: every client can stop the server's answers. If the server has API keys, `live.admin_key_file` is required.",
     ),
     key(
         "live.trace_sample",
@@ -1798,7 +1800,7 @@ pub const KEYS: &[Key] = &[
         "upstream.health_timeout_s",
         "s, 0.001 to 86,400",
         "3.0",
-        "Time limit of a health check. After one, the next check follows at once, so a hung engine is down after `failures_max` of them.",
+        "Time limit of a health check. A check that timed out is repeated at once, so a hung engine is down after `failures_max` times this.",
         "Low: an engine that is busy counts as failed. High: requests wait longer for a hung engine.",
     ),
     key(
@@ -1833,14 +1835,14 @@ pub const KEYS: &[Key] = &[
         "upstream.outlier_latency",
         "times, 0 or 1.5 to 1,000",
         "0.0",
-        "An engine whose mean time to the first byte, or between two pieces of a stream, exceeds the median of its pool by this factor in an interval takes no requests for `ejection_s`, once more of it each time; 0: off.",
+        "Factor on the median of an engine's peers above which its mean time to the first byte, or between two pieces of a stream, ejects it for `ejection_s` times its number of ejections; 0: off.",
         "Low: an engine with longer prompts is taken for a slow one.",
     ),
     key(
         "upstream.outlier_errors",
         "share, 0 to 1",
         "0.0",
-        "So does an engine of whose requests this share failed, if less than half of it did at its peers; 0: off.",
+        "Share of failed requests at which an engine is ejected likewise, if its peers' median is below half of this share; 0: off.",
         "Low: a few bad requests eject an engine.",
     ),
     key(
@@ -1854,14 +1856,14 @@ pub const KEYS: &[Key] = &[
         "upstream.outlier_requests_min",
         "requests, 1 to 1,000,000",
         "20",
-        "Requests of an engine in an interval below which it is not compared; three engines must have them.",
+        "Minimum of an engine's requests in an interval for it to be compared; at least three engines of a pool must reach it.",
         "Low: single slow requests decide.",
     ),
     key(
         "upstream.outlier_ejected_max",
         "share, 0 to 1",
         "0.1",
-        "Share of a pool that may take no requests for any reason when one more is ejected by comparison; one engine always may.",
+        "Share of a pool that may be out of service, for any reason, once an outlier is ejected; one engine always may.",
         "High: the others get more load, and may become outliers.",
     ),
     key(
@@ -1882,7 +1884,7 @@ pub const KEYS: &[Key] = &[
         "upstream.resume",
         "\"off\", \"text\" or \"tokens\"",
         "\"tokens\"",
-        "A stream whose engine is lost continues on another one: from its tokens if both engines run vLLM, for which `return_token_ids` is added to streaming requests that can continue; or from the text so far. `docs/engines.md` has the limits.",
+        "How a stream whose engine is lost continues on another one. \"tokens\": from its tokens if both engines run vLLM (`return_token_ids` is added to streaming requests that can continue), otherwise from its text. \"text\": from its text. `docs/engines.md` has the limits.",
         "\"text\": the tokens at the seam may differ from those of an undisturbed answer. \"off\": the stream ends with an error event.",
     ),
     key(

@@ -1,4 +1,4 @@
-//! The last events of a stream whose engine was lost after all of the answer had come. No I/O.
+//! Makes the last events of a stream whose engine was lost after the complete answer had arrived. No I/O.
 
 use std::collections::BTreeSet;
 
@@ -8,8 +8,8 @@ use super::ends::Api;
 use super::sent::Kept;
 use super::sse;
 
-/// The events that end a stream of a request with `body` after the events `sent`, which other engines continued at `seams`:
-/// where, and from which tokens, if that is known. `None` if some of the answer is missing.
+/// Returns the events that end the stream of a request with `body` after the events `sent`; `None` if part of the answer
+/// is missing. `seams`: offsets in `sent` at which other engines continued, each with the tokens kept, if known.
 pub(super) fn closing(
     api: Api,
     body: &[u8],
@@ -60,7 +60,7 @@ pub(super) fn closing(
     Some(out)
 }
 
-/// Choices that a request asks for.
+/// Number of choices that a request asks for.
 fn choices(body: &Map<String, Value>) -> u64 {
     let prompts = match body.get("prompt") {
         Some(Value::Array(items)) if items.iter().all(|item| !item.is_number()) => items.len(),
@@ -70,7 +70,7 @@ fn choices(body: &Map<String, Value>) -> u64 {
     each.max(1).saturating_mul(prompts.max(1) as u64)
 }
 
-/// Tokens that the answer has at most, if the request says so.
+/// Token limit of the answer, if the request has one.
 fn limit(body: &Map<String, Value>) -> Option<u64> {
     let named = ["max_completion_tokens", "max_tokens"];
     let asked = named.iter().find_map(|name| body.get(*name)?.as_u64());
@@ -79,27 +79,27 @@ fn limit(body: &Map<String, Value>) -> Option<u64> {
     asked.filter(|&limit| limit > 0 && !echoes)
 }
 
-/// The answer at the client.
+/// The part of the answer that the client has.
 #[derive(Debug, Default)]
 struct Sent {
     /// The first event with an id, without its choices and usage.
     frame: Map<String, Value>,
     finished: BTreeSet<u64>,
-    /// Events with text or tokens: at most as many as tokens.
+    /// Number of events with text or tokens: a lower bound on the number of tokens.
     steps: u64,
-    /// Those with text.
+    /// Number of events with text.
     steps_with_text: u64,
-    /// Tokens that events name; `None` if some do not.
+    /// Number of token ids in the events; `None` if an event has none.
     named: Option<u64>,
     prompt: Option<u64>,
     /// `usage` of the last event that had one.
     counted: Option<Value>,
-    /// That event was the one behind all choices.
+    /// Whether that event followed all choices.
     has_last_usage: bool,
 }
 
 impl Sent {
-    /// Reads whole events. `None` if one is no object, or the stream is over.
+    /// Reads complete events. `None` if one is not an object, or the stream is over.
     fn read(bytes: &[u8], seams: &[(usize, Option<Kept>)]) -> Option<Sent> {
         let mut sent = Sent {
             named: Some(0),
@@ -115,7 +115,7 @@ impl Sent {
         Some(sent)
     }
 
-    /// Another engine continues. It makes tokens again whose text did not come.
+    /// Another engine continues. It generates tokens again whose text did not arrive.
     fn on_seam(&mut self, kept: Option<Kept>) {
         if let Some(kept) = kept {
             let tokens = kept.tokens as u64;
@@ -181,7 +181,7 @@ impl Sent {
         self.named = self.named.zip(tokens).map(|(before, more)| before + more);
     }
 
-    /// Tokens of the answer, at least.
+    /// Lower bound on the tokens of the answer.
     fn tokens(&self) -> u64 {
         let counted = self.counted.as_ref();
         let counted = counted.and_then(|usage| usage.get("completion_tokens")?.as_u64());

@@ -1,13 +1,13 @@
-//! How a stream continues on another engine, after its own was lost. No I/O.
+//! Plans how a stream continues on another engine after its own was lost. No I/O.
 //!
-//! The bytes that the client has are parsed only now: an undisturbed stream costs nothing. The new request asks for what
-//! follows the tokens (or text) so far; `rewrite` makes its events those of the stream.
+//! The bytes that the client has are parsed only after the loss: an undisturbed stream costs nothing. The new request asks
+//! for the continuation of the tokens (or text) so far; `rewrite` adapts its events to the stream.
 //!
 //! | plan | request | exact |
 //! | --- | --- | --- |
-//! | again | as the client sent it | the client has nothing of the answer yet |
+//! | again | as the client sent it | yes: the client has nothing of the answer yet |
 //! | tokens | `/v1/completions` with the ids of the prompt and of the answer so far, also for chats | yes |
-//! | chat of tokens | the chat with these ids in `kv_transfer_params.prompt_token_ids`, so that the engine's parsers of reasoning and tool calls read the rest | yes, where a parser that begins here reads the rest as the first one would |
+//! | chat of tokens | the chat with these ids in `kv_transfer_params.prompt_token_ids`, so that the engine's parsers of reasoning and tool calls read the rest | yes, if a parser that begins here reads the rest as the first engine's would |
 //! | text | prompt and text so far, or an assistant message to be continued | no: it is tokenized anew |
 //!
 //! Sources: vLLM 0.32 and 0.33, `vllm/entrypoints/openai/*/serving.py`, `vllm/renderers/online_renderer.py`
@@ -34,15 +34,15 @@ pub(super) struct Lost<'a> {
     pub(super) body: &'a [u8],
     /// Events that the client has, with token ids if engines sent some.
     pub(super) sent: &'a [u8],
-    /// Continuations of `sent`: where each begins, and the number of tokens before it; `None`: unknown.
+    /// Offsets in `sent` at which other engines continued, each with the tokens before it, or `None` if unknown.
     pub(super) seams: &'a [(usize, Option<Kept>)],
-    /// Ids of the prompt, if the router asked for them.
+    /// Ids of the prompt, if the router requested them.
     pub(super) prompt: Option<&'a [u32]>,
-    /// Tokens may be used, not only text.
+    /// Whether the stream may continue by tokens, not only by text.
     pub(super) by_tokens: bool,
-    /// Engines take ids of a prompt in `kv_transfer_params`: they are not needed for a transfer.
+    /// Whether prompts' ids may be sent in `kv_transfer_params`, because no KV transfer needs that field.
     pub(super) by_params: bool,
-    /// Tokens of prompt and answer that the model takes, if that is known.
+    /// The model's context length, tokens, if known.
     pub(super) model_len: Option<u64>,
 }
 
@@ -51,21 +51,21 @@ pub(super) struct Lost<'a> {
 pub(super) struct Plan {
     /// Body of the new request.
     pub(super) body: Vec<u8>,
-    /// Its path, if that is another one.
+    /// Path of the new request, if it differs.
     pub(super) path: Option<&'static str>,
-    /// Only vLLM understands it.
+    /// Whether only vLLM understands the request.
     pub(super) is_for_vllm: bool,
-    /// Condition on its first events.
+    /// Condition on the first events of the new stream.
     pub(super) seam: Option<Seam>,
-    /// Tokens of the answer that are in its prompt, if they are the engine's own.
+    /// Tokens of the answer that are in the new prompt, if they are the lost engine's own tokens.
     pub(super) kept: Option<Kept>,
     pub(super) rewriter: Rewriter,
 }
 
-/// How a stream can continue, the best plan first.
+/// Returns the ways in which a stream can continue, the best first.
 ///
 /// # Errors
-/// Why it cannot.
+/// The reason why it cannot.
 pub(super) fn plans(lost: &Lost<'_>) -> Result<Vec<Plan>, String> {
     let Ok(Value::Object(body)) = serde_json::from_slice(lost.body) else {
         return Err("its request is not a JSON object".into());
@@ -120,17 +120,17 @@ struct Request<'a> {
     sent: Sent,
     stop: Stop,
     is_greedy: bool,
-    /// The engine's parser of tool calls reads the answer.
+    /// Whether the engine's parser of tool calls reads the answer.
     has_tools: bool,
 }
 
-/// Tokens after which the answer is computed.
+/// The point of the answer at which the new request continues.
 #[derive(Debug)]
 struct Cut {
     kept: Kept,
-    /// Text of the tokens behind them that the client has.
+    /// Text after that point that the client already has.
     repeated: String,
-    /// The last of the kept tokens may be the beginning of a character, which its text does not show.
+    /// Whether the last kept token may end within a character, which its text does not show.
     is_doubtful: bool,
 }
 
@@ -364,9 +364,9 @@ impl Request<'_> {
 #[derive(Debug)]
 struct Stop {
     strings: Vec<String>,
-    /// Characters of the longest one.
+    /// Length of the longest one, in characters.
     longest: usize,
-    /// The one that ends the answer is part of it.
+    /// Whether the string that ends the answer is part of it.
     is_included: bool,
 }
 
@@ -391,7 +391,7 @@ impl Stop {
         }
     }
 
-    /// Characters that vLLM keeps back, since a stop string could begin with them.
+    /// Number of characters that vLLM holds back, because a stop string could begin with them.
     fn held(&self) -> usize {
         if self.is_included {
             0
@@ -400,7 +400,7 @@ impl Stop {
         }
     }
 
-    /// Whether `text` ends with the beginning of one.
+    /// Whether `text` ends with the beginning of a stop string.
     fn begins_at_end_of(&self, text: &str) -> bool {
         self.strings.iter().any(|stop| {
             let parts = stop.char_indices().skip(1).map(|(at, _)| &stop[..at]);
@@ -409,7 +409,7 @@ impl Stop {
     }
 }
 
-/// Whether the answer's tokens follow from its prompt.
+/// Whether the prompt determines the answer's tokens.
 fn is_greedy(body: &Map<String, Value>) -> bool {
     let number = |field| body.get(field).and_then(Value::as_f64);
     number("temperature").is_some_and(|of| of < 1e-5) || number("top_k") == Some(1.0)
@@ -427,7 +427,7 @@ pub(super) fn is_unset(value: &Value) -> bool {
     }
 }
 
-/// Fields whose answers depend on more than the prompt and the answer so far, or whose events have more than text.
+/// Fields with which the rest of an answer depends on more than the tokens so far, or events have more than text.
 const STATEFUL: &[&str] = &[
     "logprobs",
     "top_logprobs",
@@ -480,7 +480,7 @@ const CHAT_ONLY: &[&str] = &[
     "mm_processor_kwargs",
 ];
 
-/// Whether a request whose `field` has the JSON `value` has a stream that cannot continue.
+/// Whether a stream cannot continue if `field` of its request has the JSON `value`.
 pub(super) fn hinders(field: &str, value: &str) -> bool {
     let parsed = || serde_json::from_str::<Value>(value).unwrap_or(Value::Null);
     match field {

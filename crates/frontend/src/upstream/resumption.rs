@@ -21,14 +21,14 @@ use super::wire::Decoded;
 use crate::service::Service;
 use crate::shard::Shard;
 
-/// Bytes of a continuation that are read before the client gets any, at most: they may name all tokens of its prompt.
+/// Limit of bytes of a continuation read before the client gets any: they may hold the ids of the whole prompt.
 const SEAM_BYTES_MAX: usize = 8 << 20;
 
 /// The rest of an answer whose engine is lost.
 pub(super) enum Resumed {
-    /// Another engine continues it.
+    /// Another engine continues the stream.
     Elsewhere(Box<Continued>),
-    /// Only these last events of it were missing.
+    /// Only these last events were missing.
     Closed(Bytes),
 }
 
@@ -36,7 +36,7 @@ pub(super) enum Resumed {
 pub(super) struct Continued {
     pub(super) begun: Begun,
     pub(super) rewriter: Rewriter,
-    /// Tokens of the answer that are in its prompt, if they are the engine's own.
+    /// Tokens of the answer that are in the new prompt, if they are the lost engine's own tokens.
     pub(super) kept: Option<Kept>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Remains {
 /// Continues the stream of `exchange` on another engine.
 ///
 /// # Errors
-/// Why none does.
+/// The reason why no engine does.
 pub(super) async fn resume(
     shard: &Rc<Shard>,
     upstream: &Rc<Upstream>,
@@ -138,7 +138,8 @@ pub(super) async fn resume(
     Err(why)
 }
 
-/// Reads `answer`, to a request of `api`, up to its first token. Returns why it does not follow what the client has, if so.
+/// Reads `answer`, to a request of `api`, up to its first token. Returns the reason if it does not continue the client's
+/// part.
 async fn judge(answer: &mut Answer, api: Api, mut seam: Seam) -> Result<Option<String>, Failure> {
     let mut read = answer.first.to_vec();
     let (mut scanner, mut turn) = (Scanner::default(), Turn::default());

@@ -1,4 +1,4 @@
-//! The events of a request that continues a stream, as events of that stream. No I/O.
+//! Adapts the events of a request that continues a stream to that stream. No I/O.
 
 use serde_json::{Map, Value, json};
 
@@ -6,7 +6,7 @@ use super::resume::{StreamKind, is_unset};
 use super::sent::{Phase, Sent, data_of, ids_of, prompt_of, text_of};
 use super::sse;
 
-/// How events of the new request become those of the stream.
+/// Translation of the new request's events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Translation {
     #[default]
@@ -18,16 +18,17 @@ pub(super) enum Translation {
 /// Condition on the first events of a continuation, before the client gets any.
 #[derive(Clone, Debug)]
 pub(super) struct Seam {
-    /// The engine must say that this was its prompt, and has not yet.
+    /// Ids that the engine must report as its prompt, until it has.
     prompt: Option<Vec<u64>>,
-    /// Its first token has text of this part. Otherwise a character, or what a parser looks at, has begun before it.
+    /// Part of the answer in which its first token must have text. Otherwise a character, or text for a parser, began
+    /// before the seam.
     phase: Phase,
 }
 
-/// Judgement of the first events.
+/// Verdict on the first events.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// More of them are needed.
+    /// More events are needed.
     More,
     Fits,
     Differs(String),
@@ -48,7 +49,7 @@ impl Seam {
         }
     }
 
-    /// Judges the whole events `bytes`, which follow those judged before.
+    /// Judges the complete events `bytes`, which follow the events judged before.
     pub(super) fn judge(&mut self, bytes: &[u8]) -> Verdict {
         let differs = |why: &str| Verdict::Differs(why.into());
         for data in data_of(bytes) {
@@ -96,7 +97,7 @@ impl Seam {
     }
 }
 
-/// Makes the events of the new request those of the stream.
+/// Adapts the events of the new request to the stream.
 #[derive(Debug)]
 pub(super) struct Rewriter {
     kind: StreamKind,
@@ -106,16 +107,16 @@ pub(super) struct Rewriter {
     created: Option<Value>,
     /// An event of the stream.
     template: Option<Map<String, Value>>,
-    /// Tokens of the answer that are in the new request's prompt, and those of reasoning among them.
+    /// Tokens of the answer that are in the new request's prompt, and the reasoning tokens among them.
     tokens_before: usize,
     reasoning_before: u64,
     /// Choices whose role the client has.
     roles: Vec<Value>,
-    /// Text that comes again, and that the client has.
+    /// Text that the new request repeats, and that the client has.
     repeated: String,
-    /// Text that a parser of tool calls could take for the beginning of one does not reach the client.
+    /// Whether text with which a tool call could begin is withheld from the client.
     is_guarded: bool,
-    /// Why the continuation must end.
+    /// Reason why the continuation must end.
     pub(super) refused: Option<&'static str>,
 }
 
@@ -123,7 +124,7 @@ pub(super) struct Rewriter {
 const CALL_BEGINNINGS: [&str; 5] = ["<", "[", "{", "functools", "\u{ff5c}"];
 
 impl Rewriter {
-    /// For a stream whose client has `sent`, and whose new request has `tokens_before` of its tokens.
+    /// A rewriter for a stream whose client has `sent`. `tokens_before`: tokens of the answer in the new prompt.
     pub(super) fn new(kind: StreamKind, sent: &Sent, tokens_before: usize) -> Rewriter {
         Rewriter {
             kind,
@@ -153,7 +154,7 @@ impl Rewriter {
         self.is_guarded = true;
     }
 
-    /// The whole events `bytes` as events of the stream. Nothing from an event on that must not reach the client.
+    /// Returns the complete events `bytes` as events of the stream, up to the first one that must not reach the client.
     pub(super) fn rewrite(&mut self, bytes: &[u8]) -> Vec<u8> {
         if sse::events(bytes).next().is_none() {
             return bytes.to_vec(); // comments keep the client's connection open
@@ -182,7 +183,7 @@ impl Rewriter {
         out
     }
 
-    /// False: the client has it already, or must not get it.
+    /// Returns false if the client already has the event, or must not get it.
     fn rewrite_event(&mut self, event: &mut Map<String, Value>) -> bool {
         for (field, value) in [("id", &self.id), ("created", &self.created)] {
             if let (Some(value), true) = (value, event.contains_key(field)) {
@@ -235,7 +236,7 @@ impl Rewriter {
         true
     }
 
-    /// Counts of the answer, not of the request that continues it.
+    /// Corrects counts: they are those of the answer, not of the new request.
     fn correct_usage(&self, usage: &mut Map<String, Value>) {
         let add = |usage: &mut Map<String, Value>, field: &str, more: i64| {
             if let Some(count) = usage.get(field).and_then(Value::as_i64) {
@@ -259,7 +260,7 @@ impl Rewriter {
         }
     }
 
-    /// Takes text off that the client has, and keeps back what it must not get.
+    /// Removes text that the client has, and holds back text that it must not get.
     fn check_text(&mut self, choice: &mut Map<String, Value>) {
         let ends = choice
             .get("finish_reason")

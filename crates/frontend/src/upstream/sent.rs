@@ -1,4 +1,4 @@
-//! The received part of a stream whose engine is lost. No I/O.
+//! The part of a stream that the client received before the engine was lost. No I/O.
 
 use std::borrow::Cow;
 
@@ -12,20 +12,20 @@ use super::sse;
 pub(super) enum Phase {
     #[default]
     Content,
-    /// Text that the engine's parser found to be reasoning.
+    /// Text that the engine's parser classified as reasoning.
     Reasoning,
 }
 
 /// The tokens up to an event, or to a seam.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
-    /// Characters that the client has, up to and with it.
+    /// Characters that the client has, including this event.
     pub(super) chars: usize,
-    /// Tokens up to and with it.
+    /// Tokens so far, including this event.
     pub(super) tokens: usize,
     pub(super) has_text: bool,
-    /// It has one token. If it has text, too, it ends with a whole character: vLLM keeps back the text of an incomplete
-    /// one.
+    /// Whether the event has exactly one token. If it also has text, it ends with a complete character: vLLM holds back
+    /// the text of an incomplete one.
     pub(super) is_single: bool,
     /// At a seam, the characters of the text of the tokens.
     pub(super) seam: Option<usize>,
@@ -50,25 +50,25 @@ pub(super) struct Sent {
     pub(super) text: String,
     /// Of the last text.
     pub(super) phase: Phase,
-    /// It has reasoning text.
+    /// Whether the answer has reasoning text.
     pub(super) reasons: bool,
     pub(super) reasoning_tokens: u64,
     pub(super) steps: Vec<Step>,
-    /// Tokens of the answer; `None` if an event did not name them.
+    /// Tokens of the answer; `None` if an event had no ids.
     pub(super) tokens: Option<Vec<u64>>,
     pub(super) prompt: Option<Vec<u64>>,
     /// `usage.completion_tokens` of the last event that had it.
     pub(super) counted: Option<u64>,
     /// Choices whose role was sent.
     pub(super) roles: Vec<Value>,
-    /// The client has more than roles.
+    /// Whether the client has more than roles.
     pub(super) delivered: bool,
     pub(super) finished: bool,
     /// A field of a delta that is neither role nor text.
     pub(super) refused: Option<String>,
 }
 
-/// Data of each event of `bytes` that has some.
+/// Data of the events of `bytes` that have any.
 pub(super) fn data_of(bytes: &[u8]) -> impl Iterator<Item = Cow<'_, [u8]>> {
     let all = sse::events(bytes).map(|event| event.data);
     all.filter(|data| !data.is_empty())
@@ -103,11 +103,10 @@ pub(super) fn text_of(kind: StreamKind, choice: &Value) -> (Phase, &str) {
 }
 
 impl Sent {
-    /// Reads the events `bytes`, which continue at `seams`, as in [`super::resume::Lost`]. `asks_ids`: the client wants
-    /// token ids.
+    /// Reads the events `bytes`; `seams` as in [`super::resume::Lost`]. `asks_ids`: the client requested token ids.
     ///
     /// # Errors
-    /// Why the stream cannot continue.
+    /// The reason why the stream cannot continue.
     pub(super) fn read(
         kind: StreamKind,
         bytes: &[u8],
@@ -143,7 +142,7 @@ impl Sent {
         Ok(sent)
     }
 
-    /// Characters of text that the client has.
+    /// Number of characters of text that the client has.
     pub(super) fn chars(&self) -> usize {
         self.steps.last().map_or(0, |step| step.chars)
     }

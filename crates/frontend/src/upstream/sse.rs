@@ -24,17 +24,17 @@ enum Line {
 #[derive(Debug, Default)]
 pub(super) struct Scanner {
     line: Line,
-    /// A line feed that comes next belongs to the line ending before it.
+    /// Whether a line feed that comes next belongs to the line ending before it.
     after_cr: bool,
-    /// The current event has a field.
+    /// Whether the current event has a field.
     in_event: bool,
-    /// Bytes of the byte order mark so far, and then all of them.
+    /// Number of bytes of the byte order mark so far.
     mark: usize,
 }
 
 impl Scanner {
-    /// Reads the next bytes of the stream. Returns how many of them belong to whole events and to comments between events,
-    /// together with all bytes before them; 0 if the last event that they are of has not ended.
+    /// Reads the next bytes of the stream. Returns how many of them complete events, or comments between events; 0 if the
+    /// current event has not ended.
     pub(super) fn feed(&mut self, bytes: &[u8]) -> usize {
         let (mut at, mut end) = (0, 0);
         while let Some(&byte) = bytes.get(at) {
@@ -84,7 +84,7 @@ impl Scanner {
         end
     }
 
-    /// Whether `bytes` are whole events, without reading all of them. False: [`feed`](Self::feed) knows.
+    /// Returns true if `bytes` are complete events, by a quick check. If false, call [`feed`](Self::feed).
     pub(super) fn takes_whole(&mut self, bytes: &[u8]) -> bool {
         // Two line feeds end whatever line there is, and the event.
         let is_whole = self.is_between() && bytes.ends_with(b"\n\n");
@@ -94,13 +94,13 @@ impl Scanner {
         is_whole
     }
 
-    /// No line and no event has begun.
+    /// Whether no line and no event has begun.
     fn is_between(&self) -> bool {
         let is_marked = matches!(self.mark, 0 | 3); // none, or a whole one
         self.line == Line::Empty && !self.in_event && !self.after_cr && is_marked
     }
 
-    /// The last byte was a carriage return, of which a line feed may be missing.
+    /// Whether the last byte was a carriage return, after which a line feed may follow.
     pub(super) fn is_after_cr(&self) -> bool {
         self.after_cr
     }
@@ -118,7 +118,7 @@ pub(super) fn begins(bytes: &[u8]) -> bool {
 /// An event of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Event<'a> {
-    /// Where the event begins and ends, with the comments before it.
+    /// Range of the event, including the comments before it.
     pub(super) start: usize,
     pub(super) end: usize,
     /// Its `event` field; empty without one.
@@ -127,11 +127,11 @@ pub(super) struct Event<'a> {
     pub(super) data: Cow<'a, [u8]>,
     /// A field named `error`, by which llama.cpp reported errors.
     pub(super) error: Option<&'a [u8]>,
-    /// A blank line ends it. Browsers drop an event without that.
+    /// Whether a blank line ends it. Browsers drop an event without one.
     pub(super) is_whole: bool,
 }
 
-/// The events of `bytes`, of which only the last one may be cut off.
+/// Iterates over the events of `bytes`; only the last one may be cut off.
 pub(super) fn events(bytes: &[u8]) -> Events<'_> {
     let at = match bytes.strip_prefix(BYTE_ORDER_MARK) {
         Some(_) => BYTE_ORDER_MARK.len(),
@@ -144,7 +144,7 @@ pub(super) fn events(bytes: &[u8]) -> Events<'_> {
     }
 }
 
-/// Returned by [`events`].
+/// Iterator of [`events`].
 #[derive(Debug)]
 pub(super) struct Events<'a> {
     bytes: &'a [u8],

@@ -1,4 +1,4 @@
-//! Token ids that vLLM was asked for so that a stream can continue, and that its client did not ask for.
+//! Hides token ids that the router requested from vLLM, so that a stream can continue, but its client did not.
 
 use std::sync::LazyLock;
 
@@ -7,7 +7,7 @@ use memchr::memmem::{self, Finder};
 
 use super::resume::StreamKind;
 
-/// Ids of the answer, and the end of the key of those of the prompt. Within a JSON string its quotes would be escaped.
+/// Key of the answer's ids, and end of the key of the prompt's ids. Within a JSON string its quotes would be escaped.
 static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids\":["));
 
 /// Capacity of a buffer for events, which several of them share.
@@ -17,9 +17,9 @@ const ROOM: usize = 2 << 10;
 #[derive(Debug)]
 pub(super) struct TokenIds {
     kind: StreamKind,
-    /// Ids of the prompt, once they have come.
+    /// Ids of the prompt, once they have arrived.
     pub(super) prompt: Option<Vec<u32>>,
-    /// No more ids of the prompt follow.
+    /// Whether no more ids of the prompt follow.
     is_begun: bool,
     room: BytesMut,
 }
@@ -34,7 +34,7 @@ impl TokenIds {
         }
     }
 
-    /// The whole events `events` without the ids of the prompt, which are kept.
+    /// Returns the complete events `events` without the ids of the prompt, which are stored.
     pub(super) fn take_prompt(&mut self, events: Bytes) -> Bytes {
         if self.is_begun {
             return events;
@@ -58,7 +58,7 @@ impl TokenIds {
         events
     }
 
-    /// The whole events `events` as vLLM sends them to clients that do not ask for ids.
+    /// Returns the complete events `events` as vLLM sends them to clients that do not request ids.
     pub(super) fn hide(&mut self, events: Bytes) -> Bytes {
         let Some(mut found) = find(&events) else {
             return events;
@@ -115,8 +115,8 @@ fn find(events: &[u8]) -> Option<Ids> {
 
 const EMPTY_DELTA: &[u8] = b"\"delta\":{}";
 
-/// `events` without ids, and without events that vLLM sends for their ids alone: those whose text a parser of the engine
-/// keeps for later.
+/// Returns `events` without ids, and without events that vLLM sends for their ids only: a parser of the engine holds back
+/// their text.
 fn without_empty_deltas(events: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(events.len());
     let mut rest = events;

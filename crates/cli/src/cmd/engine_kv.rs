@@ -389,7 +389,7 @@ impl Followers {
                     if *said != why {
                         tracing::warn!(
                             engine = %member.spec().url,
-                            "its cache is guessed from what was sent there, not known by KV events: it {why}"
+                            "its cache is guessed from the requests sent there, not followed by KV events: it {why}"
                         );
                     }
                     member.set_cache_view(format!("guessed: it {why}"));
@@ -497,11 +497,11 @@ impl Views {
         match why {
             Some(why) if !before => tracing::warn!(
                 %engine,
-                "its cache is guessed from what was sent there until its KV events can be read: it {why}"
+                "its cache is guessed from the requests sent there until its KV events are readable: it {why}"
             ),
             None if before => tracing::warn!(
                 %engine,
-                "its KV events can be read again: its cache is known by them"
+                "its KV events are readable again: its cache is followed by them"
             ),
             _ => {}
         }
@@ -642,7 +642,7 @@ impl Collector for KvCollector {
             ),
             (
                 "kv_guessed",
-                "Whether its cache is guessed because its KV events cannot be read",
+                "Whether its cache is guessed because its KV events are unreadable",
                 |c| c.useless.load(Relaxed).into(),
             ),
             ("kv_blocks", "The engine's blocks that are known", |c| {
@@ -669,7 +669,7 @@ impl Collector for KvCollector {
             ),
             (
                 "kv_withheld_replays",
-                "Replays not requested because there were too many",
+                "Replays not requested because of their rate limit",
                 |c| c.withheld_replays.load(Relaxed),
             ),
             ("kv_restarts", "Times that the view began anew", |c| {

@@ -346,12 +346,12 @@ fn workload(args: &Args) -> anyhow::Result<WorkloadSource> {
     if let Some(file) = &args.file {
         ensure!(
             what.workload.is_none() && what.trace.is_none(),
-            "{} is the workload, so --workload and --trace have no place",
+            "{} is the workload, so --workload and --trace do not apply",
             file.display()
         );
         ensure!(
             what.isl.is_none() && what.osl.is_none(),
-            "{} has prompts and answers, so --isl and --osl have no place",
+            "{} has prompts and answers, so --isl and --osl do not apply",
             file.display()
         );
         let is_workload = file

@@ -190,7 +190,9 @@ impl Watcher {
     /// Applies the file.
     fn reload(&mut self) {
         let refuse = |error: anyhow::Error| {
-            tracing::warn!("the cluster file was not applied, all stays as it was: {error:#}");
+            tracing::warn!(
+                "the cluster file was not applied, the settings in effect remain: {error:#}"
+            );
         };
         let text = match self.text() {
             Ok(text) => text,
@@ -207,7 +209,9 @@ impl Watcher {
 
     fn apply(&mut self, cluster: &Cluster, settings: &Settings) {
         let refuse = |why: &str| {
-            tracing::warn!("the cluster file was not applied, all stays as it was: {why}");
+            tracing::warn!(
+                "the cluster file was not applied, the settings in effect remain: {why}"
+            );
         };
         if !cluster.has_engines() {
             return refuse("it lists no engines any more");

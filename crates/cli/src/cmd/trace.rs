@@ -200,7 +200,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
             args.on_bad_line.is_none()
                 && read_as.trace_columns.is_none()
                 && read_as.trace_unit.is_none(),
-            "{}: it has no trace, so --on-bad-line, --trace-columns and --trace-unit have no place",
+            "{}: it has no trace, so --on-bad-line, --trace-columns and --trace-unit do not apply",
             args.input.display()
         );
     }

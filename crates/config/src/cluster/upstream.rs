@@ -536,7 +536,7 @@ fn read_outlier(t: &Table<'_>) -> OutlierConfig {
     if latency > 0.0 && latency < 1.5 {
         t.error(
             "outlier_latency",
-            format!("{latency} ejects engines by noise"),
+            format!("{latency} would eject engines by noise"),
             "write at least 1.5 (times the median of its peers), or 0 to turn it off",
         );
     }

@@ -134,7 +134,7 @@ impl ModelFiles {
             notes.push("without the layers of multi-token prediction".to_owned());
         }
         if media {
-            notes.push("without its encoder of other inputs than text".to_owned());
+            notes.push("without its encoder of non-text inputs".to_owned());
         }
         if let Some(text) = &self.index {
             notes.extend(index::check(
@@ -1184,7 +1184,7 @@ mod tests {
                 .map_err(|error| error.to_string())
         };
         let notes = check(48_022_792_192).unwrap();
-        assert_eq!(notes, ["without its encoder of other inputs than text"]);
+        assert_eq!(notes, ["without its encoder of non-text inputs"]);
         let error = check(24_500_000_000).unwrap_err();
         assert!(
             error.contains("47.1 GB of weights, but") && error.contains("of an encoder"),

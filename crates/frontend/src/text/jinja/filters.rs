@@ -473,7 +473,7 @@ fn items(value: &Value) -> Result<Value, Error> {
         return Ok(Value::from(Vec::<Value>::new()));
     }
     if value.kind() != ValueKind::Map {
-        return Err(failed("items(): the value is no mapping"));
+        return Err(failed("items(): the value is not a mapping"));
     }
     let pairs = value.as_object().and_then(DynObject::try_iter_pairs);
     let pair = |(key, value)| Value::from(Tuple::from([key, value]));
@@ -606,9 +606,7 @@ impl Object for Variadic {
         let own = self.parameters.len();
         let (known, more) = places.split_at(own.min(places.len()));
         if !more.is_empty() && !self.varargs {
-            return Err(failed(format!(
-                "the macro takes not more than {own} arguments"
-            )));
+            return Err(failed(format!("the macro takes at most {own} arguments")));
         }
         let (mut given, mut rest) = (Vec::new(), Vec::new());
         let pairs = named

@@ -134,7 +134,7 @@ impl Spec {
             Some('X') => ("0X", format!("{size:X}")),
             Some('c') => {
                 let code = u32::try_from(number).ok().and_then(char::from_u32);
-                let text = code.ok_or_else(|| failed("the number is no character"))?;
+                let text = code.ok_or_else(|| failed("the number is not a character code"))?;
                 return self.pad("", &text.to_string(), '<');
             }
             _ => ("", size.to_string()),
@@ -360,7 +360,7 @@ impl Fields<'_> {
             Some(spec) if spec.contains(['{', '}']) => self.write(spec, depth - 1)?,
             Some(spec) => spec.to_owned(),
             None if rest.is_empty() => String::new(),
-            None => return Err(failed("expected ':' behind a conversion")),
+            None => return Err(failed("expected ':' after a conversion")),
         };
         let value = match converted {
             None => value,

@@ -1,10 +1,10 @@
-//! Counts that one thread writes and others read.
+//! Counters that one thread writes and others read.
 //!
 //! Adding is a load and a store: it takes no locked instruction, and needs none with one writer.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A number that one thread writes and others read.
+/// A counter or gauge that one thread writes and others read.
 #[derive(Debug, Default)]
 pub struct Count(AtomicU64);
 
@@ -27,7 +27,7 @@ impl Count {
         self.0.store(n, Relaxed);
     }
 
-    /// The number.
+    /// Returns the value.
     #[inline]
     pub fn get(&self) -> u64 {
         self.0.load(Relaxed)
@@ -49,7 +49,7 @@ pub const fn powers_of_two<const N: usize>() -> [u64; N] {
 #[derive(Debug)]
 pub struct Histogram {
     bounds: &'static [u64],
-    /// One count per bound, and one above the last.
+    /// One count per bound, and one for values above the last bound.
     counts: Box<[Count]>,
     sum: Count,
 }
@@ -64,7 +64,7 @@ impl Histogram {
         }
     }
 
-    /// Notes `value`, in the unit of the bounds. A value at a bound is in that bound's bucket.
+    /// Records `value`, in the unit of the bounds. A value equal to a bound counts in that bound's bucket.
     #[inline]
     pub fn observe(&self, value: u64) {
         let bucket = self.bounds.partition_point(|&bound| bound < value);
@@ -72,7 +72,7 @@ impl Histogram {
         self.sum.add(value);
     }
 
-    /// Observations.
+    /// Number of observed values.
     pub fn count(&self) -> u64 {
         self.counts.iter().map(Count::get).sum()
     }
@@ -83,7 +83,7 @@ impl Histogram {
     }
 }
 
-/// The sum of some histograms with the same bounds, for a page of metrics.
+/// Sum of histograms with the same bounds, for a page of metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MergedHistogram {
     /// Sum of the values.

@@ -1,4 +1,4 @@
-//! Numbers in sentences, and texts of others in a terminal or a log.
+//! Formats numbers in sentences, and escapes foreign text for a terminal or a log.
 
 use std::borrow::Cow;
 
@@ -40,14 +40,13 @@ pub fn several(value: u64, one: &str) -> String {
     }
 }
 
-/// `text` of a server, a peer or a file, for one line of a terminal or a log. Characters that act instead of being
-/// read are escaped: control characters, and with them line breaks and terminal sequences, marks that reorder text,
-/// and invisible ones.
+/// Escapes `text` of a server, a peer or a file for one line of a terminal or a log: control characters (so line breaks
+/// and terminal sequences too), bidirectional marks, and invisible characters.
 pub fn foreign(text: &str) -> Cow<'_, str> {
     escaped(text, acts)
 }
 
-/// As [`foreign`], for a text of several lines.
+/// As [`foreign`], but keeps line feeds and tabs, for a text of several lines.
 pub fn foreign_lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| acts(c) && c != '\n' && c != '\t')
 }

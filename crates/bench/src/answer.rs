@@ -1,7 +1,7 @@
 //! Answers of an OpenAI endpoint: streamed events counted as they arrive, or one JSON body.
 //!
-//! Every event is walked as JSON once, without building it: which fields of a delta carry generated text differs by
-//! server and version, so all do that are not known to carry something else.
+//! Every event is parsed as JSON once, without building a value. Which fields of a delta have generated text differs by
+//! server and version, so every field counts that is not known to have other content.
 
 use std::fmt;
 
@@ -47,9 +47,9 @@ pub struct Answer {
     data: Vec<u8>,
     /// Lines in `data`.
     data_lines: u32,
-    /// The last byte was a carriage return, and a line feed may follow it.
+    /// Whether the last byte was a carriage return, after which a line feed may follow.
     after_cr: bool,
-    /// Bytes were read: a byte order mark has no place any more.
+    /// Whether bytes were read, so that a byte order mark can no longer follow.
     begun: bool,
     text: Option<String>,
     /// Events that carried text.
@@ -67,7 +67,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// An answer to come; `keep_text` collects its text too.
+    /// An empty answer; with `keep_text` its text is collected too.
     pub fn new(keep_text: bool) -> Answer {
         Answer {
             text: keep_text.then(String::new),
@@ -163,7 +163,7 @@ impl Answer {
             self.trace = serde_json::from_slice(json).ok();
             return;
         }
-        // Other fields, and comments, say nothing about the answer.
+        // Other fields and comments have no part of the answer.
         let Some(data) = line.strip_prefix(b"data:") else {
             return;
         };
@@ -581,7 +581,7 @@ impl<'de> Visitor<'de> for Generated {
 #[serde(field_identifier, rename_all = "snake_case")]
 enum DeltaName {
     Content,
-    /// Said by the server about the answer, not generated.
+    /// Metadata from the server, not generated.
     #[serde(
         alias = "role",
         alias = "id",

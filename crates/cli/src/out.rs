@@ -14,8 +14,7 @@ macro_rules! err {
     }};
 }
 
-/// `eprintln!` that does not end the process if stderr has been closed, and in which no text of others acts on the
-/// terminal.
+/// `eprintln!` that survives a closed stderr, and escapes foreign text so that it cannot control the terminal.
 macro_rules! errln {
     ($($text:tt)*) => {
         crate::out::say(format_args!($($text)*))

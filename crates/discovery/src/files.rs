@@ -1,8 +1,8 @@
 //! Reads files that may be replaced while a process runs: keys, certificates, cluster files.
 //!
 //! A path may lead to a FIFO, a device or a file system that does not answer. Opening or reading it
-//! then blocks without end, and no signal helps. So only regular files are read, with a size limit,
-//! on a thread for each read; callers wait for it until a deadline.
+//! may then block forever, even against signals. So only regular files are read, with a size limit,
+//! on a thread per read; callers wait for it until a deadline.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -13,13 +13,13 @@ use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 
-/// Deadline of a read.
+/// Time limit of a read.
 pub const READ_WITHIN: Duration = Duration::from_secs(2);
 
-/// Reads under way at most. More than a few are stuck.
+/// Limit of reads in progress. If there are more than a few, they are stuck.
 const READS_MAX: usize = 32;
 
-/// Paths of the reads under way.
+/// Paths of the reads in progress.
 static READS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 /// Opens a regular file, without blocking on anything else.
@@ -61,7 +61,7 @@ fn read_regular(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The path of a read under way.
+/// Path of a read in progress.
 struct Reading(PathBuf);
 
 impl Reading {

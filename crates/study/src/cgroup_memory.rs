@@ -1,4 +1,4 @@
-//! The memory limit of the control groups that this process is in, of versions 1 and 2.
+//! Finds the memory limit of this process's control groups, versions 1 and 2.
 //!
 //! A process may be deep in a tree of groups, and each level may have a limit: systemd's
 //! `MemoryMax=` and `MemoryHigh=` are at `/sys/fs/cgroup/system.slice/NAME.service`, Kubernetes' at
@@ -10,7 +10,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// The least limit of the process's groups, bytes; `None` if there is none, or it cannot be found.
+/// Returns the lowest limit of the process's groups, bytes; `None` if there is none, or it cannot be found.
 /// `read` returns the text of a file.
 pub(crate) fn limit(read: &dyn Fn(&Path) -> Option<String>) -> Option<u64> {
     let groups = groups(&read(Path::new("/proc/self/cgroup")).unwrap_or_default());
@@ -169,7 +169,7 @@ impl Place {
         let mut limits = Vec::new();
         for (up, dir) in self.dir.ancestors().enumerate() {
             match version {
-                // `max` is no number. Above `memory.high` the process is throttled.
+                // `max` is not a number. Above `memory.high` the process is throttled.
                 Version::V2 => {
                     limits.extend(number(dir.join("memory.max")));
                     limits.extend(number(dir.join("memory.high")));

@@ -465,12 +465,12 @@ impl Followers {
     }
 }
 
-/// Whether the views of an engine's ranks are of use. While one is not, the engine's cache is guessed; the events
-/// are followed on, so the index is complete when all are of use again.
+/// State of the views of an engine's ranks. While one is unusable, the engine's cache is guessed; its events are still
+/// applied, so the index is complete once all views are usable again.
 struct Views {
     fleets: Fleets,
     member: Member,
-    /// Why the view of each rank is of no use.
+    /// Per rank, the reason why its view is unusable.
     useless: Mutex<Vec<Option<String>>>,
 }
 

@@ -25,7 +25,7 @@ const LOOK: Duration = Duration::from_secs(1);
 /// Largest cluster file, and largest file that one names, bytes.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// Time that the end of the process leaves the watcher to end.
+/// Time that the exit of the process waits for the watcher to end.
 const END: Duration = Duration::from_millis(500);
 
 /// Watches a cluster file until it is dropped.

@@ -75,7 +75,7 @@ pub(crate) struct WorkloadArgs {
     pub(crate) read_as: TraceArgs,
 }
 
-/// How a trace is read that is in no known format.
+/// Format of a trace that is in no known format.
 #[derive(Clone, Default, clap::Args)]
 pub(crate) struct TraceArgs {
     /// Fields of a trace in another format: arrival=NAME,isl=NAME,osl=NAME, also session, model and ids
@@ -93,7 +93,7 @@ pub(crate) fn print_note(workload: &Workload) {
     }
 }
 
-/// The same for a source; an error in it is reported by the command.
+/// As above, for a source; the command reports errors in it.
 pub(crate) fn print_note_of(source: &WorkloadSource) {
     if let Ok((workload, _)) = source.workload(&[]) {
         print_note(&workload);

@@ -1,6 +1,6 @@
-//! The end of an answer by its own words: finish reasons, last events, and errors within a 200. No I/O.
+//! Judges the end of an answer by its content: finish reasons, last events, and errors within a 200. No I/O.
 //!
-//! How a connection ends says little: vLLM and SGLang report a dead engine in a stream that then ends cleanly, and an
+//! The end of a connection proves little: vLLM and SGLang report their failure in a stream that then ends cleanly, and an
 //! engine may be lost after the last word of its answer.
 
 use std::borrow::Cow;
@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 
 use super::sse::{self, Event};
 
-/// The API of a request, by which the end of its answer is known.
+/// The API of a request, which determines how its answer ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Api {
     /// `/v1/completions`.
@@ -26,7 +26,7 @@ pub(super) enum Api {
     Responses,
     /// `/v1/messages`.
     Messages,
-    /// Others, whose answers end as their transport says.
+    /// Others, whose answers end with their transport.
     #[default]
     Other,
 }
@@ -50,7 +50,7 @@ impl Api {
         matches!(self, Api::Completions | Api::Chat)
     }
 
-    /// The event by which the router says that a stream is lost.
+    /// Returns the event by which the router reports a lost stream.
     pub(super) fn error_event(self, message: &str, openai: &[u8]) -> Vec<u8> {
         let (before, error, after) = match self {
             Api::Responses => (
@@ -79,14 +79,14 @@ impl Api {
 /// An error that an engine reported in an answer of status 200.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reported {
-    /// The client's request is at fault.
+    /// Whether the client's request is at fault.
     pub(super) is_clients: bool,
-    /// The engine is busy: 503.
+    /// Whether the engine is busy (503).
     pub(super) is_busy: bool,
     pub(super) text: String,
 }
 
-/// Characters of an engine's message that are kept.
+/// Limit of an engine's message, in characters.
 const TEXT_CHARS_MAX: usize = 300;
 
 impl Reported {
@@ -115,14 +115,14 @@ impl Reported {
             let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
             number.filter(|number| (400..600).contains(number))
         });
-        // TGI names the kind beside its text.
+        // TGI has the kind in a member next to the text.
         let beside = outer.get("error_type").and_then(string);
         let mut kinds = ["code", "type"]
             .iter()
             .filter_map(|name| inner(name).and_then(word))
             .chain(beside);
         let is_clients = match status {
-            // Older versions of vLLM give its death the status of a bad request.
+            // Older versions of vLLM report a dead engine with the status of a bad request.
             Some(400..500) => !text.starts_with("EngineCore encountered an issue"),
             Some(status) => status == 501,
             None => kinds.any(|kind| is_clients_fault(&kind)),
@@ -183,12 +183,12 @@ fn value(raw: &RawValue) -> Value {
     serde_json::from_str(raw.get()).unwrap_or_default()
 }
 
-/// A value that says that there is nothing: some engines send `"error": null` or `"finish_reason": ""`.
+/// Whether a value stands for an absent one: some engines send `"error": null` or `"finish_reason": ""`.
 fn is_nothing(raw: &RawValue) -> bool {
     matches!(raw.get(), "null" | "false" | "\"\"" | "{}" | "[]")
 }
 
-/// The error that an object reports, if it is one.
+/// Returns the error that an object reports, if any.
 fn error_of(fields: &Fields<'_>, is_error_event: bool) -> Option<Reported> {
     let member = fields.get("error").filter(|raw| !is_nothing(raw));
     let kind = fields.get("type").and_then(string);
@@ -225,7 +225,7 @@ struct ChoiceEnd {
     reason: Option<String>,
 }
 
-/// More than any engine puts in an event. Further ones are not read, as each takes a microsecond of a shard.
+/// Limit of choices read per event: more than any engine sends. Each takes a microsecond of a shard.
 const CHOICES_READ_MAX: usize = 1024;
 
 fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
@@ -246,8 +246,8 @@ fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
     all.take(CHOICES_READ_MAX).map(choice).collect()
 }
 
-/// Whether a finish reason says that the engine gave up: vLLM and SGLang abort requests when they stop, sleep or load
-/// weights; `error` is vLLM's word for an internal error, and that of gateways.
+/// Whether a finish reason means that the engine gave up: vLLM and SGLang abort requests when they stop, sleep or load
+/// weights; vLLM and gateways use `error` for an internal error.
 fn gives_up(reason: &str) -> bool {
     matches!(reason, "error" | "abort" | "aborted")
 }
@@ -260,9 +260,9 @@ fn gave_up(reason: &str) -> Reported {
 #[derive(Debug, Default)]
 pub(super) struct StreamEnd {
     api: Api,
-    /// Choices that were asked for.
+    /// Number of choices requested.
     choices: u64,
-    /// Those that have a finish reason.
+    /// Choices that have a finish reason.
     finished: BTreeSet<u64>,
     /// The last event has come.
     is_over: bool,
@@ -272,11 +272,11 @@ pub(super) struct StreamEnd {
     /// event that was read for it.
     head: Vec<u8>,
     behind_reason: usize,
-    /// The text of a choice comes behind its finish reason.
+    /// Whether the text of a choice comes after its finish reason.
     is_text_last: bool,
 }
 
-/// A piece of a stream, read.
+/// Result of reading a piece of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Reading {
     /// Bytes of the piece that belong to the answer: those before an error of the engine, up to the last event.
@@ -330,7 +330,7 @@ impl StreamEnd {
         self.is_over || self.is_refused || self.finished.len() as u64 >= self.choices
     }
 
-    /// Why a stream that ends here is not complete.
+    /// Returns the reason why a stream that ends here is incomplete.
     pub(super) fn missing(&self) -> &'static str {
         match self.api {
             Api::Completions | Api::Chat => "its stream ended without finish reason and `[DONE]`",
@@ -517,14 +517,14 @@ impl StreamEnd {
     }
 }
 
-/// The error of the engine that `piece`, the beginning of a stream of `api`, reports before anything else.
+/// Returns the error that `piece`, the beginning of a stream of `api`, reports before anything else.
 pub(super) fn first_error(api: Api, piece: &[u8]) -> Option<Reported> {
     let reading = StreamEnd::new(api, 1).read(piece);
     let reported = reading.reported.filter(|of| !of.is_clients);
     reported.filter(|_| sse::events(&piece[..reading.answer]).next().is_none())
 }
 
-/// Whether all events of `rest`, which no blank line ended, have come: some engines leave that line out at the end.
+/// Whether `rest`, which no blank line ended, has only complete events: some engines omit that line at the end.
 pub(super) fn is_complete(rest: &[u8]) -> bool {
     let mut any = false;
     sse::events(rest).all(|event| {
@@ -534,10 +534,10 @@ pub(super) fn is_complete(rest: &[u8]) -> bool {
     }) && any
 }
 
-/// Checks an answer of status 200 that is no stream, whose type is `kind`.
+/// Checks an answer of status 200 and type `kind` that is not a stream.
 ///
 /// # Errors
-/// Why the engine failed, in spite of the status.
+/// The engine's failure, in spite of the status.
 pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Reported> {
     if api == Api::Other {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The thread that asks engines whether they are well, and which models they serve.
+//! The thread that checks engines' health, and lists their models.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -131,7 +131,7 @@ async fn watch_engine(engines: Arc<Engines>, engine: Arc<Engine>) {
     }
 }
 
-/// Asks whether `engine` is well, and with `wants_models` for its models. With `takes_keys` clients' keys reach it.
+/// Checks the health of `engine`, and with `wants_models` lists its models. `takes_keys`: clients' keys reach the engine.
 async fn check(
     engine: &Engine,
     wants_models: bool,
@@ -182,10 +182,11 @@ fn wants_key(status: StatusCode) -> bool {
     matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
 }
 
-/// `engine` answers `path` with `status` for want of a key. It is well, and if clients' keys reach it, it takes requests.
+/// Handles `status`, with which `engine` refuses `path` for want of a key. The engine is healthy, and takes requests if
+/// clients' keys reach it.
 ///
 /// # Errors
-/// No request could be answered.
+/// The engine would refuse every request.
 fn without_key(
     engine: &Engine,
     path: &str,

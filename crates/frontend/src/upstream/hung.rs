@@ -12,7 +12,7 @@ use slipstream_planes::clock::monotonic_ns;
 use super::connection::Failure;
 use super::engines::{Engine, Engines};
 
-/// Interval at which a request that waits for its engine looks at the engine's health.
+/// Interval at which a waiting request checks its engine's health.
 const LOOK: Duration = Duration::from_millis(250);
 
 impl Engine {
@@ -37,11 +37,11 @@ impl Engines {
         })
     }
 
-    /// The outcome of `attempt` at `engine`. The attempt is dropped, and its connection with it, after `limit`, or if the
-    /// engine hangs while another one of `only` takes requests.
+    /// Returns the outcome of `attempt` at `engine`. The attempt and its connection are dropped after `limit`, or if the
+    /// engine hangs while another engine of `only` takes requests.
     ///
     /// # Errors
-    /// Those of the attempt, [`Failure::FirstByteTimeout`] and [`Failure::Hung`].
+    /// The attempt's errors, [`Failure::FirstByteTimeout`] and [`Failure::Hung`].
     pub(super) async fn answered<T>(
         &self,
         engine: &Engine,

@@ -1,10 +1,10 @@
-//! Latencies of engines over the last interval, and the ejection of engines that are worse than their peers.
+//! Measures engines' latencies per interval, and ejects engines that are worse than their peers.
 //!
 //! An engine may answer every health check and every request, and still be several times slower than the
-//! others: a GPU that throttles, a link with errors, a neighbor. As Envoy's outlier detection
+//! others: a GPU that throttles, a link with errors, a noisy neighbor. As in Envoy's outlier detection
 //! (`envoy.config.cluster.v3.OutlierDetection`), an engine that stands out in an interval takes no
-//! requests for a time that grows with each ejection and shrinks with each interval without one. A share
-//! of a pool at most is out at a time.
+//! requests for a time that grows with each ejection and shrinks with each compared interval without one. At
+//! most a share of a pool is out at a time.
 //!
 //! An engine is compared with the median of its peers: engines of the same pool with enough requests in the
 //! same interval. Differences from Envoy: latencies count as well as errors; engines that are out for another
@@ -20,45 +20,45 @@ use slipstream_config::cluster::OutlierConfig;
 use super::engines::{Engines, State};
 use super::metrics::Totals;
 
-/// Peers with enough requests that a comparison needs.
+/// Minimum number of peers with enough requests for a comparison.
 const PEERS_MIN: usize = 2;
 
-/// Rounding of a slow clock or an idle engine: shorter latencies are not compared, s.
+/// Floor of the peers' median, s: differences below it are noise.
 const LATENCY_S_MIN: f64 = 0.001;
 
 /// One engine in one interval.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sample {
-    /// No other engine has it.
+    /// Unique id of the engine.
     id: u64,
-    /// It takes requests.
+    /// Whether the engine takes requests.
     is_up: bool,
     counts: Totals,
 }
 
 impl Sample {
-    /// Share of its requests that failed.
+    /// Share of the engine's requests that failed.
     fn errors(&self) -> f64 {
         self.counts.failures as f64 / (self.counts.ended().max(1)) as f64
     }
 }
 
-/// An engine that is to take no requests.
+/// An engine to eject.
 #[derive(Clone, Debug, PartialEq)]
 struct Ejection {
     id: u64,
     duration: Duration,
-    /// As a clause about the engine.
+    /// The reason, as a clause about the engine.
     why: String,
 }
 
-/// Finds outliers among the engines of one pool. Without a clock: it is called once per interval.
+/// Finds outliers among the engines of one pool. It has no clock: it is called once per interval.
 #[derive(Debug)]
 struct Detector {
     config: OutlierConfig,
     base: Duration,
     longest: Duration,
-    /// By engine: its ejections that are not forgotten.
+    /// Per engine, the ejections that still count.
     times: BTreeMap<u64, u32>,
 }
 
@@ -72,7 +72,7 @@ impl Detector {
         }
     }
 
-    /// The engines to eject now, the worst first.
+    /// Returns the engines to eject now, the worst first.
     fn step(&mut self, pool: &[Sample]) -> Vec<Ejection> {
         self.times
             .retain(|id, _| pool.iter().any(|of| of.id == *id));
@@ -86,7 +86,7 @@ impl Detector {
             .collect();
         found.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.id.cmp(&b.1.id)));
         for of in &compared {
-            // Each interval in which it does not stand out makes up for an ejection.
+            // Each interval in which it does not stand out takes an ejection off.
             if !found.iter().any(|(_, other, _)| other.id == of.id)
                 && let Some(times) = self.times.get_mut(&of.id)
             {
@@ -106,7 +106,7 @@ impl Detector {
         found.into_iter().map(eject).collect()
     }
 
-    /// Engines that may be ejected now: one always, unless another one is out or it is the last.
+    /// Number of engines that may be ejected now: one even of a small pool, but only if none is out, and never the last.
     fn room(&self, pool: &[Sample]) -> usize {
         let up = pool.iter().filter(|of| of.is_up).count();
         let most = pool.len() as f64 * self.config.ejected_max;
@@ -117,7 +117,7 @@ impl Detector {
         share.max(1).saturating_sub(out).min(up.saturating_sub(1))
     }
 
-    /// How far `of` stands out, and why; `None`: it does not.
+    /// Returns how far `of` stands out, and why; `None` if it does not.
     fn judge(&self, of: &Sample, compared: &[&Sample]) -> Option<(f64, String)> {
         let peers = || compared.iter().filter(|other| other.id != of.id);
         let median = |figure: &dyn Fn(&Sample) -> Option<f64>| {
@@ -155,7 +155,7 @@ impl Detector {
     }
 }
 
-/// Notes the latencies of each interval, and ejects outliers, until it is dropped.
+/// Records the latencies of each interval, and ejects outliers, until it is dropped.
 pub(super) async fn watch(engines: Arc<Engines>) {
     let (config, base, longest) = engines.outlier_settings();
     let interval = Duration::from_secs_f64(config.interval_s);

@@ -42,19 +42,19 @@ use crate::shard::Shard;
 /// Times that one stream continues on another engine.
 const RESUMES_MAX: u32 = 3;
 
-/// An event longer than this is sent on in pieces, and its stream cannot continue elsewhere.
+/// An event longer than this is forwarded in pieces, and its stream cannot continue elsewhere.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-/// Time from the last event of a stream to the end of its body. The client has waited for nothing since.
+/// Time limit from the last event of a stream to the end of its body. The client already has the complete answer.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Work on an engine's bytes before other tasks have a turn, in bytes.
+/// Work on an engine's bytes before other tasks get a turn, in bytes.
 const TURN_BYTES: usize = 64 << 10;
 
-/// Work on a piece of an answer whatever its length, in bytes: an engine may send chunks of one byte.
+/// Fixed cost of a piece of an answer, in bytes of work: an engine may send chunks of one byte.
 const PIECE_BYTES: usize = 256;
 
-/// Work that a task does on an engine's bytes at a time, however fast the engine sends them.
+/// Limits the work that a task does on an engine's bytes at a time, however fast the engine sends them.
 #[derive(Debug, Default)]
 pub(super) struct Turn {
     spent: usize,
@@ -133,12 +133,12 @@ struct Flow {
 /// The end of a stream's body.
 #[derive(Debug, PartialEq, Eq)]
 enum BodyEnd {
-    /// This was held back, and is to be followed by the end once more.
+    /// Bytes that were held back; the end follows.
     Piece(Bytes),
     Complete,
-    /// All of the answer has come, but not its last events.
+    /// All of the answer has arrived, but not its last events.
     Finished,
-    /// Why some of the answer is missing.
+    /// Part of the answer is missing, for this reason.
     Incomplete(&'static str),
 }
 
@@ -155,15 +155,15 @@ struct Events {
     not_kept: &'static str,
     /// Its progress towards its end.
     end: StreamEnd,
-    /// An error of the engine, behind the events already passed on.
+    /// An error of the engine, after the events already passed on.
     reported: Option<Reported>,
     /// The client has the beginning of an event without its end.
     is_partial: bool,
     /// Set once another engine continues it.
     rewriter: Option<Rewriter>,
-    /// Where continuations begin in `sent`, with the tokens before if they are known.
+    /// Offsets in `sent` at which continuations begin, each with the tokens kept, if known.
     seams: Vec<(usize, Option<Kept>)>,
-    /// Set if events have token ids that the client does not want.
+    /// Set if events have token ids that the client did not request.
     ids: Option<TokenIds>,
 }
 
@@ -474,7 +474,7 @@ impl Relay {
         Ok(())
     }
 
-    /// The answer is complete but for its last events.
+    /// The answer is complete except for its last events.
     fn close(&mut self) {
         let Some(events) = &mut self.events else {
             return;
@@ -951,7 +951,7 @@ impl Relay {
                 }
             }
             match ready!(this.poll_piece(cx)) {
-                // It goes on behind its last event.
+                // The engine sent more after its last event.
                 Ok(Some(_)) if this.is_over_for_client() => {
                     this.end_without_engine();
                     return Poll::Ready(None);
@@ -988,7 +988,7 @@ impl Relay {
         }
     }
 
-    /// An error that the engine reported behind the events already passed on.
+    /// Takes the error that the engine reported after the events already passed on.
     fn take_reported(&mut self) -> Option<Reported> {
         self.events.as_mut()?.reported.take()
     }

@@ -1,4 +1,4 @@
-//! Counters of engines that left. A counter that vanished and came back at 0 would hide the failures for which it left.
+//! Counters of engines that left. If they vanished and came back at 0, they would hide the failures for which the engine left.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use slipstream_base::Role;
 use super::engines::Engine;
 use super::metrics::Counters;
 
-/// Engines that are listed by themselves; the oldest beyond that are added up.
+/// Limit of engines with rows of their own; the counters of the oldest beyond it are summed.
 const ENGINES_MAX: usize = 64;
 
-/// Label of the others.
+/// Prefix of the label of the sums.
 const OTHERS: &str = "removed";
 
-/// Counters of an engine, with what decides in which metrics they are.
+/// Counters of an engine, with the properties that determine in which metrics they appear.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
     /// Value of the label `engine`.
@@ -39,7 +39,7 @@ impl Row {
 #[derive(Debug, Default)]
 pub(super) struct Retired {
     rows: VecDeque<Row>,
-    /// Sums of older ones, per role and use.
+    /// Sums of older engines, per role and use.
     others: Vec<Row>,
 }
 

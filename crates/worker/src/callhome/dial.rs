@@ -1,9 +1,9 @@
 //! One shard of one frontend: dials it, greets it, relays, and dials again.
 //!
-//! A record may be false: thousands of them, with hundreds of addresses that do not answer, must keep
-//! no frontend from its workers. So a record proves itself with one shard before the others are
-//! dialed: until a shard has welcomed this process, one dialer tries all of them in turn. Few such
-//! attempts run at a time, in the order in which they were due, and they hold few links.
+//! A record may be false. Thousands of false records, with hundreds of addresses that do not answer,
+//! must not keep workers from real frontends. So a record is unproven until one of its shards has
+//! welcomed this process: until then, one dialer tries the shards in turn. Few such attempts run at a
+//! time, in the order in which they were due, and they hold few links.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -25,13 +25,13 @@ use super::{Home, Stage};
 const PAUSE: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// Attempts to dial unproven frontends at a time.
+/// Limit of concurrent attempts to dial unproven frontends.
 pub(super) const UNPROVEN_DIALS_MAX: usize = 64;
 
 /// Time limit to connect to an unproven frontend, and to be welcomed. Other dialers wait for their turn.
 const UNPROVEN_LIMIT: Duration = Duration::from_millis(1_500);
 
-/// Whom to dial: shards of one frontend, in turn.
+/// Shards of one frontend to dial, in turn.
 #[derive(Clone)]
 pub(super) struct Target {
     pub(super) record: Rc<ProcessRecord>,
@@ -205,7 +205,7 @@ async fn serve_once(
     outcome.map_err(Ended::Lost)
 }
 
-/// Connects. Of an unproven frontend, it waits for its turn, which ends when the permits are dropped.
+/// Connects. An attempt at an unproven frontend first waits for its turn, which ends when the permits are dropped.
 async fn connect<'h>(
     home: &'h Home,
     aim: &Aim<'_>,
@@ -270,7 +270,7 @@ async fn greet(
     // The shorter patience counts: pings come four times in it, either way.
     let theirs = Duration::from_millis(welcome.deadline_ms.into());
     link.set_deadline(config.deadline.min(theirs.max(Duration::from_millis(10))));
-    // The streams of a stopped frontend are kept while its record may be valid: nobody else can continue them.
+    // The streams of a stopped frontend are kept while its record may be valid: no other frontend can continue them.
     link.extend_patience(config.lease);
     Ok((link, welcome))
 }

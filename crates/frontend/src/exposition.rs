@@ -1,4 +1,4 @@
-//! A page of metrics in the format that its reader asks for: Prometheus's text, or OpenMetrics.
+//! Encodes a page of metrics in the format that its reader prefers: Prometheus's text, or OpenMetrics.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use prometheus_client::registry::Registry;
 /// A format of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Prometheus's text format 0.0.4. Every reader takes it.
+    /// Prometheus's text format 0.0.4, which every reader accepts.
     Text,
     /// OpenMetrics 1.0.0.
     OpenMetrics,
@@ -97,7 +97,7 @@ impl<'a> MediaRange<'a> {
         Some(range)
     }
 
-    /// How specifically `format` is meant, from 1; `None`: it is not.
+    /// How specifically the range matches `format`, from 1; `None` if it does not match.
     fn matches(&self, format: Format) -> Option<u8> {
         let (name, group, version) = match format {
             Format::Text => ("text/plain", "text/*", "0.0.4"),
@@ -116,8 +116,8 @@ impl<'a> MediaRange<'a> {
     }
 }
 
-/// The same page in Prometheus's text format: counters are named as their samples, and what that format does not know
-/// is left out.
+/// Converts an OpenMetrics page to Prometheus's text format: counters are named as their samples, and features that the
+/// text format lacks are omitted.
 fn to_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len() + (page.len() >> 5));
     let mut lines = page.split_inclusive('\n').peekable();

@@ -215,9 +215,9 @@ fn decide(
     Ok(())
 }
 
-/// Seeds of `n` choices of each of `prompts`: its prompt's if they are greedy, else one each, also for different
-/// prompts, as the sequences of a batch would all be of one length otherwise. The first choice gets `seed`, as it
-/// would in a request of its own.
+/// Returns the seeds of `n` choices of each of `prompts`. Greedy choices use their prompt's seed. Others have different
+/// seeds, also across prompts, because the sequences of a batch would otherwise all have one length. The first choice
+/// gets `seed`, as it would alone in a request.
 fn choice_seeds(prompts: &[Tokenized], n: u32, seed: u64) -> Vec<u64> {
     let choices = prompts
         .iter()
@@ -232,7 +232,7 @@ fn choice_seeds(prompts: &[Tokenized], n: u32, seed: u64) -> Vec<u64> {
     seeds.collect()
 }
 
-/// Seed of the greedy answer to `tokens`: wherever, and however often, they are sent.
+/// Seed of the greedy answer to `tokens`, the same on every worker and in every request.
 fn greedy_seed(service: &Service, adapter: Option<&Adapter>, tokens: &[TokenId]) -> u64 {
     let adapter = adapter.map_or("", |adapter| adapter.name.as_str());
     BlockHash::root(&service.model, adapter, "greedy")

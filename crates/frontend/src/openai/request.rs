@@ -100,7 +100,7 @@ pub struct RequestParams {
     pub include_stop_str_in_output: bool,
     /// Decides the answer; negative seeds wrap. `None`: the caller draws one.
     pub seed: Option<u64>,
-    /// The most likely token each time: the prompt alone decides the answer, and `seed` changes nothing.
+    /// Greedy sampling: the prompt alone decides the answer, and `seed` has no effect.
     pub greedy: bool,
     /// Log probabilities of the generated tokens.
     pub logprobs: Option<LogprobsWish>,
@@ -216,7 +216,7 @@ struct Raw<'a> {
     params: RequestParams,
 }
 
-/// Settings of the sampler, which tell whether it is greedy.
+/// Settings of the sampler that make it greedy or not.
 struct Sampling {
     temperature: f64,
     top_p: f64,
@@ -709,7 +709,7 @@ pub(super) fn text<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiE
     }
 }
 
-/// A name; `None` if it is empty, which names nothing.
+/// A name; `None` if it is empty.
 fn name_text(path: &str, value: Json<'_>) -> Result<Option<String>, ApiError> {
     let name = text(path, value)?;
     if name.len() > NAME_BYTES_MAX {
@@ -1112,7 +1112,7 @@ enum Part<'a> {
     Text(Cow<'a, str>),
     /// An image, by the hash of its address or data.
     Image(u64),
-    /// A text that is null.
+    /// Null in place of a text.
     Nothing,
 }
 

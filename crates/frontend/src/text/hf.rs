@@ -32,7 +32,7 @@ pub(super) struct Loaded {
     pub(super) first: Vec<TokenId>,
 }
 
-/// Reads the directory `dir`; with `answers`, tokens must be found that answers can be made of.
+/// Reads the directory `dir`; with `answers`, the vocabulary must have tokens that answers can be made of.
 pub(super) fn load(dir: &Path, answers: bool) -> Result<Loaded, TextError> {
     let path = dir.join("tokenizer.json");
     let json = read(&path)?;
@@ -110,7 +110,7 @@ impl Hf {
         self.fast.as_ref().err().map(String::as_str)
     }
 
-    /// The text of `tokens`, as the library's decoder joins them. `None` if it cannot.
+    /// Returns the text of `tokens`, as the library's decoder joins them; `None` if it cannot.
     pub(super) fn decode(&self, tokens: &[TokenId]) -> Option<String> {
         self.tokenizer.decode(tokens, false).ok()
     }
@@ -239,7 +239,7 @@ impl Config {
     }
 }
 
-/// Templates of the directory `dir`, whose tokenizer is not read.
+/// Reads the templates of the directory `dir`, without its tokenizer.
 pub(super) fn templates(dir: &Path) -> Result<Templates, TextError> {
     Config::read(dir)?.templates()
 }
@@ -408,7 +408,7 @@ const SAFE_MIN: usize = 64;
 /// And at most: more give nothing, and each is checked.
 const SAFE_MAX: usize = 4096;
 
-/// Tokens that come back as themselves, in any order.
+/// Tokens that round-trip in any order.
 fn output_vocab(hf: &Hf, tokens: &[(Vec<u8>, bool)]) -> Vec<TokenId> {
     let spaced = candidates(tokens, |bytes| {
         bytes.len() >= 3 && bytes[0] == b' ' && bytes[1..].iter().all(u8::is_ascii_lowercase)
@@ -416,7 +416,7 @@ fn output_vocab(hf: &Hf, tokens: &[(Vec<u8>, bool)]) -> Vec<TokenId> {
     stable(hf, tokens, spaced)
 }
 
-/// Those that may be first where the template puts an answer, with words of `safe` behind them.
+/// Round-trip tokens that may be first where the template puts an answer, followed by words of `safe`.
 fn first_vocab(
     hf: &Hf,
     tokens: &[(Vec<u8>, bool)],

@@ -1,4 +1,4 @@
-//! Arguments of Python's methods and Jinja's filters, by place or by name.
+//! Parses arguments of Python's methods and Jinja's filters, positional or by keyword.
 
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
@@ -24,12 +24,12 @@ pub(super) struct Args<'a> {
     places: &'a [Value],
     taken: usize,
     names: Option<Kwargs>,
-    /// Of what, for errors.
+    /// The called function, for errors.
     call: &'a str,
 }
 
 impl<'a> Args<'a> {
-    /// Arguments whose last may hold the named ones.
+    /// Arguments; the last value may hold the keyword arguments.
     pub(super) fn new(args: &'a [Value], call: &'a str) -> Result<Args<'a>, Error> {
         let (places, names) = match args.split_last() {
             Some((last, places)) if last.is_kwargs() => {
@@ -56,7 +56,7 @@ impl<'a> Args<'a> {
         Ok(args)
     }
 
-    /// The next one, which has this name.
+    /// Returns the next argument, whose name is `name`.
     pub(super) fn next(&mut self, name: &str) -> Option<Value> {
         let at = self.taken;
         self.taken += 1;
@@ -67,7 +67,7 @@ impl<'a> Args<'a> {
         names.has(name).then(|| names.get(name).ok()).flatten()
     }
 
-    /// The next one, which must be there.
+    /// Returns the next argument, which is required.
     pub(super) fn need(&mut self, name: &str) -> Result<Value, Error> {
         let call = self.call;
         self.next(name).ok_or_else(|| {
@@ -78,13 +78,13 @@ impl<'a> Args<'a> {
         })
     }
 
-    /// The next one, a string.
+    /// Returns the next argument, a string.
     pub(super) fn text(&mut self, name: &str) -> Result<Text, Error> {
         let value = self.need(name)?;
         self.as_text(name, value)
     }
 
-    /// The next one, a string; none if left out or `None`.
+    /// Returns the next argument, a string; `None` if it is absent or Python's `None`.
     pub(super) fn optional_text(&mut self, name: &str) -> Result<Option<Text>, Error> {
         match self.next(name) {
             Some(value) if !value.is_none() => self.as_text(name, value).map(Some),
@@ -92,13 +92,13 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// The next one, a whole number.
+    /// Returns the next argument, a whole number.
     pub(super) fn whole(&mut self, name: &str) -> Result<i64, Error> {
         let value = self.need(name)?;
         self.as_whole(name, &value)
     }
 
-    /// The next one, a whole number; none if left out or `None`.
+    /// Returns the next argument, a whole number; `None` if it is absent or Python's `None`.
     pub(super) fn optional_whole(&mut self, name: &str) -> Result<Option<i64>, Error> {
         match self.next(name) {
             Some(value) if !value.is_none() => self.as_whole(name, &value).map(Some),
@@ -106,12 +106,12 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Whether the next one is there and true.
+    /// Whether the next argument is present and true.
     pub(super) fn flag(&mut self, name: &str) -> bool {
         self.next(name).is_some_and(|value| value.is_true())
     }
 
-    /// Refuses arguments that nothing took.
+    /// Refuses arguments that were not taken.
     pub(super) fn finish(self) -> Result<(), Error> {
         if self.places.len() > self.taken {
             return Err(Error::new(

@@ -1,4 +1,4 @@
-//! Filters that differ from Jinja2's in the engine, or that it lacks.
+//! Filters that the engine lacks, or in which it differs from Jinja2.
 
 use minijinja::filters as engine;
 use minijinja::value::{DynObject, Kwargs, Object, Rest, Tuple, ValueKind};
@@ -10,12 +10,12 @@ use super::methods::{self, TEXT_MAX};
 use super::source::{EACH, PERCENT, VARIADIC};
 use super::{format, json, python};
 
-/// Filters of the engine that Jinja2 has not: a template with one works in no engine.
+/// Filters of the engine that Jinja2 lacks: a template with one fails on every inference engine, so it fails here too.
 const NOT_JINJA: [&str; 5] = ["split", "lines", "bool", "chain", "zip"];
 
 type ByName = fn(&mut State<'_, '_>, Value, Kwargs) -> Result<Value, Error>;
 
-/// Filters of the engine whose options have names alone, with the order that Jinja2 has for them.
+/// Filters whose options the engine accepts by keyword only, with Jinja2's order of the options.
 const BY_NAME: [(&str, ByName, &[&str]); 5] = [
     (
         "sort",
@@ -44,7 +44,7 @@ const BY_NAME: [(&str, ByName, &[&str]); 5] = [
     ),
 ];
 
-/// The options of a call with all of them by name.
+/// Returns the options of a call, all by keyword.
 fn named(call: &str, names: &[&str], args: &[Value], kwargs: &Kwargs) -> Result<Kwargs, Error> {
     if args.len() > names.len() {
         return Err(failed(format!(
@@ -202,7 +202,7 @@ pub(super) fn capitalized(text: &str) -> String {
     out
 }
 
-/// Words begin behind spaces, hyphens and opening brackets.
+/// Words begin after spaces, hyphens and opening brackets.
 fn title(text: &str) -> String {
     let ends = |c: char| c == '-' || python::is_space(c) || matches!(c, '(' | '{' | '[' | '<');
     text.split_inclusive(ends).map(capitalized).collect()
@@ -571,7 +571,7 @@ fn escape(text: &str) -> String {
         .replace('"', "&#34;")
 }
 
-/// A macro that takes any arguments: `varargs` has those without a place, `kwargs` those without a parameter.
+/// A macro that takes any arguments: `varargs` gets extra positional arguments, `kwargs` extra keyword arguments.
 #[derive(Debug)]
 struct Variadic {
     inner: Value,

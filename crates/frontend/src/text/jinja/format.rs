@@ -6,7 +6,7 @@ use minijinja::{Error, ErrorKind, Value};
 use super::methods::{TEXT_MAX, pad};
 use super::python;
 
-/// Width and precision at most.
+/// Limit of width and precision.
 const WIDTH_MAX: usize = 1 << 16;
 
 fn failed(message: impl Into<String>) -> Error {
@@ -251,7 +251,7 @@ fn exponent(number: f64, digits: usize) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// `%g`; `as_float` keeps a digit behind the point.
+/// `%g`; `as_float` keeps a digit after the point.
 fn general(number: f64, digits: usize, all: bool, as_float: bool) -> String {
     let scientific = exponent(number, digits - 1);
     let (head, tail) = scientific.split_once('e').expect("it was written with one");
@@ -274,7 +274,7 @@ fn general(number: f64, digits: usize, all: bool, as_float: bool) -> String {
     format!("{}e{tail}", short(head))
 }
 
-/// Arguments by place and by name.
+/// Positional and keyword arguments.
 fn separate(args: &[Value]) -> (&[Value], Option<&Value>) {
     match args.split_last() {
         Some((last, places)) if last.is_kwargs() => (places, Some(last)),

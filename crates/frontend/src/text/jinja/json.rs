@@ -6,7 +6,7 @@ use minijinja::{Error, ErrorKind, Value};
 use super::args::Args;
 use super::python;
 
-/// Nesting of a value at most, as Python's recursion limit bounds it.
+/// Limit of a value's nesting, in place of Python's recursion limit.
 const DEPTH_MAX: usize = 900;
 
 /// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`

@@ -1,6 +1,6 @@
 //! Methods of Python's strings, dicts and lists, which templates call.
 //!
-//! Those that change their object are left out: `transformers` forbids them to templates.
+//! Methods that change their object are absent: `transformers` forbids them to templates.
 
 use minijinja::value::{Tuple, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
@@ -9,7 +9,7 @@ use super::args::Args;
 use super::source::SLICE;
 use super::{filters, format, python};
 
-/// Characters that a template may pad a text to, and bytes that it may repeat or replace one to.
+/// Limit of texts that a template makes by padding (characters), repeating or replacing (bytes).
 pub(super) const TEXT_MAX: usize = 64 << 20;
 
 /// Calls `method` of `value`.
@@ -388,7 +388,7 @@ fn is_decimal(c: char) -> bool {
         .any(|&zero| (zero..zero + 10).contains(&u32::from(c)))
 }
 
-/// Whether there is a letter with case, and all of those are `good`.
+/// Whether there is a letter with case, and all such letters are `good`.
 fn cased(text: &str, good: fn(char) -> bool, bad: fn(char) -> bool) -> bool {
     text.chars().any(good) && !text.chars().any(bad)
 }

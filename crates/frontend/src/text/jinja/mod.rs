@@ -24,7 +24,7 @@ pub(super) use source::rewrite;
 #[error("raised by the template")]
 struct Refusal;
 
-/// Message of `error`: the template's own words if the template raised it, else the line and the reason.
+/// Message of `error`: the template's own text if the template raised it, otherwise the line and the reason.
 pub(super) fn reason(error: &Error) -> String {
     let mut at: Option<&(dyn std::error::Error + 'static)> = Some(error);
     let mut line = None;

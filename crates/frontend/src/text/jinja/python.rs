@@ -6,7 +6,7 @@ use std::fmt::Write;
 use minijinja::Value;
 use minijinja::value::{DynObject, ValueKind};
 
-/// Nested lists and objects at most; deeper ones are written as `...`, as Python writes one inside itself.
+/// Limit of nested lists and objects; deeper ones are written as `...`, as Python writes a list inside itself.
 const DEPTH_MAX: usize = 128;
 
 /// `str(value)`; nothing for an undefined one, as Jinja2 prints it.
@@ -39,7 +39,7 @@ pub(super) fn repr(value: &Value) -> String {
     out
 }
 
-/// Whether it is a Python `float`.
+/// Whether `value` is a Python `float`.
 pub(super) fn is_float(value: &Value) -> bool {
     value.kind() == ValueKind::Number && !value.is_integer()
 }

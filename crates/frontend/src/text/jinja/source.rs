@@ -1,4 +1,4 @@
-//! Source of a template: what the engine does not parse is rewritten to what it does.
+//! Rewrites a template's source where the engine does not parse Jinja2's grammar.
 
 use std::fmt::Write;
 
@@ -11,11 +11,11 @@ pub(crate) struct SourceError {
 
 /// Name of the function that lets a macro take any arguments.
 pub(super) const VARIADIC: &str = "__variadic";
-/// Name of the filter that stands for `%` behind a string.
+/// Name of the filter that replaces `%` after a string literal.
 pub(super) const PERCENT: &str = "__percent";
-/// Name of the filter that refuses what cannot be iterated over.
+/// Name of the filter that refuses values that are not iterable.
 pub(super) const EACH: &str = "__each";
-/// Name of the method that stands for a slice.
+/// Name of the method that replaces a slice.
 pub(super) const SLICE: &str = "__slice";
 
 /// Rewrites `source`, line by line in place, so that the engine's line numbers stay true:
@@ -25,9 +25,9 @@ pub(super) const SLICE: &str = "__slice";
 ///   scope of its own, becomes `{% with %}`;
 /// - macros that name `varargs` or `kwargs` get them as parameters, and [`VARIADIC`] fills them;
 /// - defaults of a macro's parameters that name its other parameters move into its body;
-/// - what a loop goes over passes [`EACH`]: the engine takes `none` for an empty list;
-/// - `"…" % x` becomes a call of the filter [`PERCENT`], `x[a:b:c]` one of the method [`SLICE`], with which
-///   the engine panics if it goes backwards.
+/// - the value that a loop iterates over passes through [`EACH`]: the engine treats `none` as an empty list;
+/// - `"…" % x` becomes a call of the filter [`PERCENT`], and `x[a:b:c]` a call of the method [`SLICE`]: the engine's own
+///   slices panic if they go backwards.
 pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
     let source = if source.contains('\r') {
         source.replace("\r\n", "\n").replace('\r', "\n")

@@ -456,9 +456,14 @@ const CLASSES: &[Class] = &[
         ..BASE
     },
     Class {
-        types: &["glm", "glm4", "glm4v_text"],
+        types: &["glm", "glm4"],
         architectures: &["GlmForCausalLM", "Glm4ForCausalLM"],
         head_dim: Some(128),
+        ..BASE
+    },
+    Class {
+        types: &["glm4v_text"],
+        architectures: &["Glm4ForCausalLM"],
         ..BASE
     },
     Class {
@@ -636,8 +641,10 @@ const AROUND: &[(&str, &str)] = &[
     ("internvl_chat", "InternVLChatModel"),
     ("interns1", "InternS1ForConditionalGeneration"),
     ("kimi_k25", "KimiK25ForConditionalGeneration"),
+    ("kimi_k25", "Kimi_K25ForConditionalGeneration"),
     ("kimi_vl", "KimiVLForConditionalGeneration"),
     ("lighton_ocr", "LightOnOCRForConditionalGeneration"),
+    ("lighton_ocr", "LightOnOcrForConditionalGeneration"),
     ("llama4", "Llama4ForConditionalGeneration"),
     ("llava", "LlavaForConditionalGeneration"),
     ("llava_next", "LlavaNextForConditionalGeneration"),
@@ -665,10 +672,13 @@ pub(super) fn refused(model_type: &str) -> Option<&'static str> {
     known.find_map(|(why, types)| types.contains(&model_type).then_some(*why))
 }
 
-/// The value of `architectures` of files of `model_type`, which hold a language model in an object of its own.
-pub(super) fn around(model_type: &str) -> Option<&'static str> {
-    let mut known = AROUND.iter();
-    known.find_map(|(name, class)| (*name == model_type).then_some(*class))
+/// The values of `architectures` of files of `model_type`, which hold a language model in an object of its own; none: unknown.
+pub(super) fn around(model_type: &str) -> Vec<&'static str> {
+    AROUND
+        .iter()
+        .filter(|(name, _)| *name == model_type)
+        .map(|(_, class)| *class)
+        .collect()
 }
 
 #[cfg(test)]

@@ -569,6 +569,8 @@ const MEDIA: &[&str] = &[
     "ps_version",
     "select_layer",
     "template",
+    "alignment",
+    "max_value_projector",
 ];
 
 /// Keys that do not bear on size, compute or cache, and why.

@@ -92,6 +92,22 @@ pub(super) fn check(
     )))
 }
 
+/// Whether the weights that the index `text` lists have an output head of their own; `None`: they have no embedding either.
+pub(super) fn has_head(text: &[u8]) -> Option<bool> {
+    let value = python_json::parse(text).ok()?;
+    let names = value.get("weight_map")?.as_object()?;
+    let has = |parts: &[&str]| {
+        names.keys().any(|name| {
+            name.split('.')
+                .rev()
+                .nth(1)
+                .is_some_and(|part| parts.contains(&part))
+        })
+    };
+    let head = has(&["lm_head", "output"]);
+    (head || has(&["embed_tokens", "tok_embeddings", "word_embeddings", "wte"])).then_some(head)
+}
+
 fn gigabytes(bytes: f64) -> String {
     format!("{:.1} GB", bytes / 1e9)
 }

@@ -474,13 +474,19 @@ pub(super) fn dense_layers(
             }))
         }
         DenseLayers::Interleaved => {
-            let with = indices(fields, "moe_layers", layers)?;
-            if !with.is_empty() {
-                fields.mark_all(&["interleave_moe_layer_step"]);
-                return Ok(dense(&|layer| with.contains(&layer)));
+            let step = fields.count("interleave_moe_layer_step")?;
+            // vLLM reads the step and Transformers the list, an empty one too.
+            if fields.list("moe_layers")?.is_none() {
+                let step = step.ok_or_else(|| fields.missing("interleave_moe_layer_step"))?;
+                return Ok(dense(&|layer| step > 0 && (layer + 1).is_multiple_of(step)));
             }
-            let step = fields.number("interleave_moe_layer_step")?;
-            Ok(dense(&|layer| (layer + 1).is_multiple_of(step)))
+            let with = indices(fields, "moe_layers", layers)?;
+            let stepped = |layer: u32| step.is_none_or(|n| n > 0 && (layer + 1).is_multiple_of(n));
+            if step.is_some() && (0..layers).any(|layer| stepped(layer) != with.contains(&layer)) {
+                let what = "a list of other layers than `interleave_moe_layer_step` says";
+                return Err(fields.unsupported("moe_layers", what));
+            }
+            Ok(dense(&|layer| with.contains(&layer)))
         }
         DenseLayers::Range => {
             let Some(first) = fields.count("moe_layer_start_index")? else {

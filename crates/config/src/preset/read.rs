@@ -182,7 +182,7 @@ impl ModelFiles {
                 None => return Err(fields.missing("vocab_size")),
             },
             max_positions: context(class, fields)?,
-            tied_embeddings: tied(class, fields, around)?,
+            tied_embeddings: tied(class, fields, around, self.index.as_deref())?,
             qk_norm: {
                 let stated = fields.flag("use_qk_norm")?;
                 class.qk_norm || stated == Some(true)
@@ -283,8 +283,11 @@ fn language_model<'a>(
         return Ok((outer, String::new(), class));
     };
     let of_outer = of_outer.ok_or_else(|| around.missing("model_type"))?;
-    let architecture = class::around(of_outer).ok_or_else(|| unknown(around, of_outer))?;
-    check_architectures(around, &[architecture], of_outer)?;
+    let architectures = class::around(of_outer);
+    if architectures.is_empty() {
+        return Err(unknown(around, of_outer));
+    }
+    check_architectures(around, &architectures, of_outer)?;
     let prefix = format!("{key}.");
     let fields = Fields::new(object, &prefix, log);
     let class = class_of(fields, fields.text("model_type")?)?;
@@ -516,12 +519,34 @@ fn dense_width(
 }
 
 /// Whether both embeddings are one matrix.
-fn tied(class: &Class, fields: Fields<'_>, around: Fields<'_>) -> Result<bool, ShapeError> {
-    let inner = fields.flag("tie_word_embeddings")?;
-    let outer = around.flag("tie_word_embeddings")?;
-    let tied = match inner.or(outer) {
-        Some(tied) => tied,
-        None => fields.assume("tie_word_embeddings", class.tied),
+fn tied(
+    class: &Class,
+    fields: Fields<'_>,
+    around: Fields<'_>,
+    index: Option<&[u8]>,
+) -> Result<bool, ShapeError> {
+    const KEY: &str = "tie_word_embeddings";
+    let inner = fields.flag(KEY)?;
+    let outer = around.flag(KEY)?;
+    let tied = match (outer, inner) {
+        // The object around decides in vLLM, which unties embeddings if the checkpoint has a head of its own.
+        (Some(true), Some(false)) => match index.and_then(index::has_head) {
+            Some(head) => !head,
+            None => {
+                return Err(ShapeError::Range {
+                    field: fields.path(KEY).into(),
+                    found: format!("false, where `{}` is true", around.path(KEY)),
+                    must: "the same, unless model.safetensors.index.json is beside it and decides",
+                });
+            }
+        },
+        (Some(tied), _) => tied,
+        // Files of Transformers 5 leave out what their class says, which the object inside need not repeat.
+        (None, Some(tied)) => match index.and_then(index::has_head) {
+            Some(head) => !head,
+            None => around.assume(KEY, tied),
+        },
+        (None, None) => fields.assume(KEY, class.tied),
     };
     // Cohere's name of the same thing.
     if let Some(other) = fields
@@ -1154,6 +1179,95 @@ mod tests {
         assert!(error.contains("multi-token prediction"), "{error}");
     }
 
+    /// As in vLLM: the object around the language model's decides, and the weights where it contradicts the object inside.
+    #[test]
+    fn embeddings_of_nested_models_are_tied_by_the_object_around() {
+        let read = |outer: Option<bool>, inner: Option<bool>, head: Option<bool>| {
+            let key = |tied: Option<bool>| {
+                tied.map_or(String::new(), |tied| {
+                    format!(", \"tie_word_embeddings\": {tied}")
+                })
+            };
+            let config = format!(
+                r#"{{"model_type": "llava"{}, "text_config": {{"model_type": "llama", "num_hidden_layers": 2,
+                "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 100,
+                "max_position_embeddings": 512{}}}}}"#,
+                key(outer),
+                key(inner)
+            );
+            let index = head.map(|head| {
+                let name = if head {
+                    "language_model.lm_head.weight"
+                } else {
+                    "model.embed_tokens.weight"
+                };
+                format!(r#"{{"metadata": {{}}, "weight_map": {{"{name}": "a"}}}}"#).into()
+            });
+            let files = ModelFiles {
+                config: config.into(),
+                index,
+                ..ModelFiles::default()
+            };
+            let read = files.read("x").map_err(|error| error.to_string())?;
+            Ok::<_, String>(read.shape.tied_embeddings)
+        };
+        let (yes, no) = (Some(true), Some(false));
+        for (outer, inner, head, tied) in [
+            (None, None, None, false),
+            (None, yes, None, true),
+            (yes, None, None, true),
+            (no, yes, None, false),
+            (yes, no, yes, false),
+            (yes, no, no, true),
+            (None, yes, yes, false),
+            (yes, yes, no, true),
+        ] {
+            let found = read(outer, inner, head);
+            assert_eq!(found, Ok(tied), "{outer:?} {inner:?} {head:?}");
+        }
+        let error = read(yes, no, None).unwrap_err();
+        assert!(
+            error.contains(
+                "`text_config.tie_word_embeddings` is false, where `tie_word_embeddings` is true"
+            ),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn experts_of_listed_layers_are_those_of_the_step() {
+        let read = |more: &str| {
+            let json = format!(
+                r#"{{"model_type": "llama4_text", "head_dim": 16, "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 512,
+                "attention_chunk_size": null, "intermediate_size_mlp": 256, "num_local_experts": 8, "num_experts_per_tok": 1{more}}}"#
+            );
+            let shape = read_config("x", &json)?;
+            Ok::<_, String>(shape.experts.unwrap().dense_layers)
+        };
+        for (more, dense) in [
+            (
+                r#", "interleave_moe_layer_step": 2, "moe_layers": [1, 3]"#,
+                2,
+            ),
+            (r#", "interleave_moe_layer_step": 2, "moe_layers": null"#, 2),
+            (r#", "interleave_moe_layer_step": 0, "moe_layers": []"#, 4),
+            (r#", "moe_layers": []"#, 4),
+            (r#", "moe_layers": [0]"#, 3),
+        ] {
+            assert_eq!(read(more), Ok(dense), "{more}");
+        }
+        for list in ["[]", "[0, 2]", "[1]", "[0, 1, 2, 3]"] {
+            let error = read(&format!(
+                r#", "interleave_moe_layer_step": 2, "moe_layers": {list}"#
+            ));
+            assert!(
+                error.clone().is_err_and(|e| e.contains("`moe_layers`")),
+                "{error:?}"
+            );
+        }
+    }
+
     #[test]
     fn an_encoder_is_left_out_of_the_comparison() {
         // Mistral-Small-3.1-24B: 24.0 billion weights, 23.6 of them the language model's.
@@ -1169,7 +1283,7 @@ mod tests {
         let check = |total: u64| {
             let index = format!(
                 r#"{{"metadata": {{"total_size": {total}}}, "weight_map": {{
-                "language_model.model.layers.39.mlp.up_proj.weight": "a",
+                "language_model.model.layers.39.mlp.up_proj.weight": "a", "language_model.lm_head.weight": "a",
                 "vision_tower.transformer.layers.23.attention.q_proj.weight": "a",
                 "multi_modal_projector.linear_1.weight": "a"}}}}"#
             );

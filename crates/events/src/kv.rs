@@ -13,7 +13,7 @@
 //! maps that omit defaults), and `BlockPool` for which fields are set. The golden test compares
 //! bytes with those of vLLM's own classes. The reader also accepts batches that are maps, events that
 //! are positional arrays, as older publishers write them, and SGLang's fields (0.5.23,
-//! `srt/disaggregation/kv_events.py`). An unreadable event costs the blocks that it may have changed
+//! `srt/disaggregation/kv_events.py`). An unreadable event invalidates the blocks that it may have changed
 //! ([`KvEventBatch::decode`]).
 
 use serde::Serialize;
@@ -43,7 +43,7 @@ pub struct KvEventBatch {
     /// The rank in its worker. vLLM always sets it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_rank: Option<u32>,
-    /// Events that could not be read. Not written.
+    /// Unreadable events. Not encoded.
     #[serde(skip_serializing_if = "UnreadableEvents::is_empty")]
     pub unreadable: UnreadableEvents,
 }
@@ -51,9 +51,9 @@ pub struct KvEventBatch {
 /// Events of a batch that could not be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct UnreadableEvents {
-    /// Their number.
+    /// Number of unreadable events.
     pub events: u64,
-    /// Why the first one could not.
+    /// Reason of the first one.
     pub first: Option<String>,
 }
 
@@ -73,7 +73,7 @@ pub enum KvEvent {
     BlockRemoved(BlockRemoved),
     /// All blocks were removed.
     AllBlocksCleared {},
-    /// An event that could not be read, and that may have removed blocks. Never written.
+    /// An unreadable event that may have removed blocks. Never encoded.
     Unreadable {
         /// The blocks that it may have removed; `None`: any.
         block_hashes: Option<Vec<ExternalHash>>,

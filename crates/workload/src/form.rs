@@ -1,4 +1,4 @@
-//! Formats of traces, recognized by the names of their fields, and their lines as requests.
+//! Recognizes formats of traces by the names of their fields, and parses their lines into requests.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use slipstream_base::width;
 use slipstream_config::workload_file::{TimeUnit, TraceColumns, TraceFile};
 
-/// A format.
+/// A format of a trace.
 #[derive(Clone, Debug)]
 pub(crate) enum Form {
     /// Mooncake's.
@@ -18,7 +18,7 @@ pub(crate) enum Form {
     Record,
     /// Qwen-Bailian's.
     Bailian(Bailian),
-    /// JSON objects whose members the user has named.
+    /// JSON objects whose members the user names.
     Named(TraceColumns),
     Csv(Csv),
 }
@@ -61,7 +61,7 @@ pub(crate) struct Line {
     pub(crate) delay: Option<f64>,
     #[serde(default)]
     pub(crate) model: Option<ModelName>,
-    /// Its place among the models that are served.
+    /// Index of its model among the served models.
     #[serde(skip)]
     pub(crate) served: u32,
     /// The timestamp as the file has it.
@@ -69,7 +69,7 @@ pub(crate) struct Line {
     pub(crate) written: Option<String>,
 }
 
-/// A model's name, or anything else that a trace has in its place.
+/// A model's name, or another JSON value in its place.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum ModelName {
@@ -108,7 +108,7 @@ const SAY_COLUMNS: &str =
 const SAY_UNIT: &str = "state it with --trace-unit s, ms, us or ns (`unit` of [trace])";
 
 impl Form {
-    /// The format of a file that begins with `line`, and the names of its fields.
+    /// Returns the format of a file that begins with `line`, and the names of its fields.
     pub(crate) fn of(line: &[u8], file: &TraceFile) -> Result<(Form, Names), String> {
         if line.trim_ascii_start().starts_with(b"{") {
             let object: Map<String, Value> = parse_json(line)?;
@@ -160,7 +160,7 @@ impl Form {
         Ok((form, Names::default()))
     }
 
-    /// Tokens of each of `hash_ids`, unless the file or the user says it.
+    /// Tokens of each of `hash_ids`, unless the workload file or a flag sets them.
     pub(crate) fn tokens_per_id(&self) -> u32 {
         match self {
             Form::Bailian(_) => 16,
@@ -168,7 +168,7 @@ impl Form {
         }
     }
 
-    /// The request of a line.
+    /// Parses a line into a request.
     pub(crate) fn parse(&mut self, line: &[u8], file: &TraceFile) -> Result<Line, String> {
         let mut line = match self {
             Form::Sessions | Form::Json | Form::Record => {
@@ -212,10 +212,10 @@ fn listed<'a>(names: impl Iterator<Item = &'a str>) -> String {
 
 /// State of a file in the format of Alibaba's Qwen-Bailian traces
 /// (`alibaba-edu/qwen-bailian-usagetraces-anon`): times in seconds, 16 tokens per id, and chats that name
-/// the one that they continue.
+/// the chat that they continue.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Bailian {
-    /// The session of each chat that no other continues yet.
+    /// Session of each chat that no other chat continues yet.
     open: HashMap<SessionId, i64>,
     sessions: i64,
 }
@@ -407,7 +407,7 @@ impl Csv {
     }
 }
 
-/// A field without the quotes that some programs write around every one.
+/// A field without the quotes that some programs write around every field.
 fn unquoted(field: &str) -> &str {
     let field = field.trim();
     let inner = field

@@ -3,7 +3,7 @@
 //! | format | recognized by | a line |
 //! | --- | --- | --- |
 //! | Mooncake's | the first object has `timestamp` or `input_length` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `session_id`, `delay` (ms), `priority` |
-//! | Qwen-Bailian's | the first object has `chat_id` | as Mooncake's with times in s and 16 tokens per id; `chat_id` and `parent_chat_id` make sessions |
+//! | Qwen-Bailian's | the first object has `chat_id` or `parent_chat_id` | as Mooncake's with times in s and 16 tokens per id; `chat_id` and `parent_chat_id` make sessions |
 //! | our own ([`own`](crate::own)) | the first object has `turns` | a JSON object: a session |
 //! | a record of `serve --record` | the first object has `slipstream_record` | as Mooncake's, in any order, in one file or a folder of them |
 //! | Azure's | header with `ContextTokens`, `GeneratedTokens` | `TIMESTAMP` as `2023-11-16 18:15:46.680590`, tokens |

@@ -12,7 +12,7 @@ use super::fields::{Fields, integer};
 use super::model::{Attention, SparseIndex};
 use super::read::ShapeError;
 
-/// Keys of state-space layers, which mean nothing in a file whose layers all have attention.
+/// Keys of state-space layers, without effect in a file whose layers all have attention.
 const STATE_SPACE: &[&str] = &[
     "mamba_n_heads",
     "mamba_n_groups",
@@ -163,7 +163,7 @@ fn sparse_index(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Sparse
     })
 }
 
-/// Layers with an index; the others share the choice of a layer before them.
+/// Layers with an index; the others reuse the tokens chosen by a layer before them.
 ///
 /// Source: vLLM 0.33, `DeepseekV2MLAAttention.__init__` (`index_topk_pattern`, `index_topk_freq`,
 /// `index_skip_topk_offset`); Transformers 5.24, `GlmMoeDsaConfig.__post_init__` (`indexer_types`).

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// Parses `text`. The numbers that JSON lacks become texts of their names, so that no size can have such a value unnoticed.
+/// Parses `text`. Numbers that JSON lacks become strings, so that a size with such a value is refused.
 ///
 /// # Errors
 /// If it is not JSON otherwise.

@@ -1,4 +1,4 @@
-//! Number formats of a checkpoint, from `quantization_config` in its `config.json`, or from the file of formats next to it.
+//! Reads the number formats of a checkpoint, from `quantization_config` in its `config.json` or from a separate file.
 //!
 //! Supported: FP8 weights with FP8 activations, INT4 weights with 16-bit activations, NVFP4, MXFP4,
 //! and FP8 KV caches. Other formats are refused by name, as their bytes or their peak differ.
@@ -20,7 +20,7 @@ pub(super) struct Formats {
     pub(super) experts: Dtype,
     /// Keys and values.
     pub(super) kv_cache: Dtype,
-    /// Weights that share a scale in INT4; 0: other formats, or a scale per channel.
+    /// Number of weights that share a scale in INT4; 0: another format, or a scale per channel.
     pub(super) group: u32,
 }
 
@@ -100,7 +100,7 @@ fn parsed(text: &[u8], file: &'static str) -> Result<Object, ShapeError> {
     }
 }
 
-/// Keys of formats that bear on no size, or that the formats read here imply.
+/// Keys of formats that affect no size, or that follow from the formats read here.
 const IMMATERIAL: &[&str] = &[
     // GPTQ and AWQ
     "desc_act",
@@ -171,7 +171,7 @@ const IMMATERIAL: &[&str] = &[
     "pre_quant_scale",
 ];
 
-/// Refuses unread keys: all of this object is about formats.
+/// Refuses unread keys: every key of this object is about formats.
 fn close(object: &Object, log: &Log, prefix: &str, file: &str) -> Result<(), ShapeError> {
     for (key, value) in object {
         let known = key == "quantization"
@@ -187,7 +187,7 @@ fn close(object: &Object, log: &Log, prefix: &str, file: &str) -> Result<(), Sha
     Ok(())
 }
 
-/// The method of a file that does not name it.
+/// Returns the method of a file that does not name it.
 fn method_of<'a>(quantization: Fields<'a>, file: &str) -> Result<&'a str, ShapeError> {
     let named = quantization.text("quant_method")?;
     Ok(match (named, file) {

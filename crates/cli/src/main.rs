@@ -66,11 +66,11 @@ enum Command {
     Frontend(cmd::frontend::Args),
     /// Run engines for frontend processes
     Worker(cmd::worker::Args),
-    /// Run the same cluster in virtual time
+    /// Run a workload on a cluster in virtual time
     Simulate(Box<cmd::simulate::Args>),
     /// Run one workload on many clusters in virtual time, and print the Pareto-optimal ones
     Sweep(Box<cmd::sweep::Args>),
-    /// Find the cheapest cluster that attains objectives under a workload
+    /// Find the cheapest cluster that meets objectives under a workload
     Plan(Box<cmd::plan::Args>),
     /// Predict TTFT and TPOT of a table of deployments, with error bars
     Predict(cmd::predict::Args),
@@ -84,7 +84,7 @@ enum Command {
     Bench(Box<cmd::bench::Args>),
     /// Summarize or convert traces
     Trace(cmd::trace::Args),
-    /// Export the built-in tokenizer, or compare one with a running engine's
+    /// Export the built-in tokenizer, render chats, or compare a tokenizer with a running engine's
     Tokenizer(cmd::tokenizer::Args),
     /// List the models and GPUs available in a cluster file
     Presets(cmd::presets::Args),

@@ -31,7 +31,7 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
-    /// Render chats by a chat template
+    /// Render chats with a chat template
     ///
     /// Reads bodies of /tokenize from stdin, one per line, with `messages` and optionally `tools`,
     /// `chat_template_kwargs` and so on. Prints a line {"prompt": …} or {"error": …} for each.

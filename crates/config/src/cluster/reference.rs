@@ -1885,7 +1885,7 @@ pub const KEYS: &[Key] = &[
         "\"off\", \"text\" or \"tokens\"",
         "\"tokens\"",
         "How a stream whose engine is lost continues on another one. \"tokens\": from its tokens if both engines run vLLM (`return_token_ids` is added to streaming requests that can continue), otherwise from its text. \"text\": from its text. `docs/engines.md` has the limits.",
-        "\"text\": the tokens at the seam may differ from those of an undisturbed answer. \"off\": the stream ends with an error event.",
+        "\"text\": the continuation may differ from an undisturbed answer. \"off\": the stream ends with an error event.",
     ),
     key(
         "upstream.resume_bytes_max",

@@ -54,7 +54,10 @@ pub(super) fn read(
         // llm-compressor used the second name at first.
         for key in [FIELD, "compression_config"] {
             if let Some(value) = object.get(key) {
-                found = found.or(Some(value));
+                if found.is_some_and(|found| found != value) {
+                    return Err(unsupported("two objects of different values in one file"));
+                }
+                found = Some(value);
             }
         }
     }
@@ -161,7 +164,6 @@ const IMMATERIAL: &[&str] = &[
     "dequantize",
     "scale_dtype",
     // compressed-tensors
-    "format",
     "global_compression_ratio",
     "quantization_status",
     "quant_library",
@@ -169,6 +171,17 @@ const IMMATERIAL: &[&str] = &[
     "producer",
     "has_zero_point",
     "pre_quant_scale",
+];
+
+/// Values of `format` whose bytes follow from `config_groups`, which `marlin-24` (2:4 sparsity) is not.
+const PACKINGS: &[&str] = &[
+    "dense",
+    "naive-quantized",
+    "pack-quantized",
+    "float-quantized",
+    "int-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
 ];
 
 /// Refuses unread keys: every key of this object is about formats.
@@ -242,6 +255,15 @@ fn of_object(
             if bits != "4" {
                 return Err(unsupported(&format!("`{method}` of {bits} bits")));
             }
+            for key in ["checkpoint_format", "format", "backend"] {
+                let sparse = quantization
+                    .get(key)
+                    .and_then(Value::as_str)
+                    .filter(|name| name.contains("24"));
+                if let Some(sparse) = sparse {
+                    return Err(unsupported(&format!("`{key}` {sparse}, of 2:4 sparsity")));
+                }
+            }
             if quantization.set("lm_head") {
                 return Err(unsupported("a quantized `lm_head`"));
             }
@@ -282,6 +304,10 @@ fn of_object(
             // Rotations that are folded into the weights.
             if quantization.set("transform_config") {
                 return Err(unsupported("`transform_config`"));
+            }
+            let format = quantization.text("format")?;
+            if let Some(format) = format.filter(|format| !PACKINGS.contains(format)) {
+                return Err(unsupported(&format!("`format` {format}")));
             }
             let weights;
             (weights, only_experts, group) = check_groups(quantization)?;
@@ -343,7 +369,11 @@ fn of_object(
     for key in KEPT {
         for object in [quantization, inner] {
             for name in object.list(key)?.unwrap_or_default() {
-                let projection = name.as_str().filter(|name| is_projection(name, layers));
+                // ModelOpt's names may be parts of a name.
+                let part = |name: &str| name == "gate" && method.starts_with("modelopt");
+                let projection = name
+                    .as_str()
+                    .filter(|name| is_projection(name, layers) || part(name));
                 if let Some(name) = projection {
                     if known(name) {
                         kept = true;
@@ -424,16 +454,31 @@ fn check_groups(quantization: Fields<'_>) -> Result<(Dtype, bool, u32), ShapeErr
         only_experts &= targets.is_some_and(|targets| !targets.is_empty());
         let part = |part| group.get(part).filter(|value: &&Value| !value.is_null());
         let (weights, activations) = (part("weights"), part("input_activations"));
+        let of_group = group.get("format").and_then(Value::as_str);
+        if let Some(format) = of_group.filter(|format| !PACKINGS.contains(format)) {
+            return Err(unsupported(&format!("`format` {format}")));
+        }
         let format = match (weights, activations) {
             (Some(weights), Some(activations))
                 if is(weights, 8, "float") && is(activations, 8, "float") =>
             {
+                // MXFP8 has a scale per 32 numbers.
+                if weights.get("strategy").and_then(Value::as_str) == Some("group") {
+                    let what = "`compressed-tensors` with 8-bit float weights in groups";
+                    return Err(unsupported(what));
+                }
                 Dtype::Fp8
             }
             (Some(weights), None) if is(weights, 4, "int") => Dtype::Int4,
             (Some(weights), Some(activations))
                 if is(weights, 4, "float") && is(activations, 4, "float") =>
             {
+                let size = weights.get("group_size").and_then(integer);
+                if size != Some(16) {
+                    let what = "`compressed-tensors` with 4-bit float weights in groups of";
+                    let size = size.map_or("?".into(), |size| size.to_string());
+                    return Err(unsupported(&format!("{what} {size}")));
+                }
                 Dtype::Nvfp4
             }
             (weights, activations) => {
@@ -520,20 +565,38 @@ fn name_of(scheme: &Value) -> String {
     format!("{bits}-bit {kind}")
 }
 
-/// Whether a name or pattern of modules that are not quantized refers to matrices of a layer's
-/// attention or MLP. Other modules do not matter: embeddings, output heads and norms are always in
-/// 16 bits, routers of experts are small. Vision encoders and layers beyond the model's own
-/// (multi-token prediction) are not served.
+/// Whether a name or pattern of modules that are not quantized may refer to matrices of a layer's attention or MLP: unless
+/// all that it refers to is known to be something else. Embeddings, output heads and norms are always in 16 bits, routers of
+/// experts are small. Vision encoders and layers beyond the model's own (multi-token prediction) are not served.
 fn is_projection(name: &str, layers: u32) -> bool {
     let name = name.to_ascii_lowercase();
-    let other = ["norm", "mtp", "embed", "lm_head", "indexer"];
+    // An alternative of a pattern may be anything.
+    if name.contains('|') {
+        return name
+            .trim_start_matches("re:")
+            .split('|')
+            .any(|name| is_projection(name, layers));
+    }
+    let other = [
+        "norm",
+        "mtp",
+        "embed",
+        "lm_head",
+        "indexer",
+        "wte",
+        "wpe",
+        "ln_f",
+        "rotary",
+        "shared_head",
+        "classifier",
+    ];
     if is_encoder(&name) || other.iter().any(|word| name.contains(word)) {
         return false;
     }
-    // Small matrices of linear attention and of routing.
+    // Small matrices of linear attention and of routing, and heads.
     let last = name
-        .trim_end_matches(['*', '.', '$'])
-        .rsplit('.')
+        .trim_end_matches(['*', '.', '$', ')'])
+        .rsplit(['.', '*', '(', ':'])
         .next()
         .unwrap_or("");
     if [
@@ -544,6 +607,10 @@ fn is_projection(name: &str, layers: u32) -> bool {
         "shared_expert_gate",
         "gate",
         "router",
+        "output",
+        "score",
+        "e_score_correction_bias",
+        "sinks",
     ]
     .contains(&last)
     {
@@ -553,24 +620,7 @@ fn is_projection(name: &str, layers: u32) -> bool {
         let digits = rest.split(|c: char| !c.is_ascii_digit()).next()?;
         digits.parse::<u32>().ok()
     });
-    if layer.is_some_and(|layer| layer >= layers) {
-        return false;
-    }
-    let projections = [
-        "_proj",
-        "attn",
-        "attention",
-        "qkv",
-        "gate_up",
-        "experts",
-        "dense_",
-    ];
-    projections.iter().any(|word| name.contains(word))
-        || name.trim_end_matches(['*', '.', '$']).ends_with("mlp")
-        || layer.is_some()
-            && name
-                .trim_end_matches(['*', '.'])
-                .ends_with(|c: char| c.is_ascii_digit())
+    layer.is_none_or(|layer| layer < layers)
 }
 
 fn unsupported(what: &str) -> ShapeError {
@@ -749,6 +799,53 @@ mod tests {
             assert!(error.starts_with("`quantization_config`: "), "{error}");
             assert!(error.contains(part), "{error} for {json}");
         }
+    }
+
+    /// Formats of compressed-tensors that have the bits of a known one and other bytes.
+    #[test]
+    fn relatives_of_known_formats_are_refused() {
+        let groups = |weights: &str, activations: &str, more: &str| {
+            format!(
+                r#"{{"quant_method": "compressed-tensors"{more}, "config_groups": {{"group_0": {{"targets": ["Linear"],
+                "weights": {weights}, "input_activations": {activations}}}}}}}"#
+            )
+        };
+        let four =
+            r#"{"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}"#;
+        let four_mx = r#"{"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}"#;
+        let eight = r#"{"num_bits": 8, "type": "float", "strategy": "channel"}"#;
+        let eight_mx = r#"{"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}"#;
+        let int = r#"{"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}"#;
+        assert!(formats(&groups(four, four, "")).is_ok());
+        assert!(formats(&groups(eight, eight, r#", "format": "float-quantized""#)).is_ok());
+        for (weights, activations, more, part) in [
+            (four_mx, four_mx, "", "in groups of 32"),
+            (eight_mx, eight_mx, "", "8-bit float weights in groups"),
+            (
+                int,
+                "null",
+                r#", "format": "marlin-24""#,
+                "`format` marlin-24",
+            ),
+            (
+                eight,
+                eight,
+                r#", "format": "sparse-24-bitmask""#,
+                "`format` sparse-24-bitmask",
+            ),
+        ] {
+            let error = formats(&groups(weights, activations, more)).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+        let gptq = r#"{"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin_24"}"#;
+        assert!(formats(gptq).unwrap_err().contains("2:4 sparsity"));
+        let gate = |algorithm: &str| {
+            let json = format!(
+                r#"{{"quant_method": "{algorithm}", "quant_algo": "FP8", "exclude_modules": ["gate"]}}"#
+            );
+            formats(&json)
+        };
+        assert!(gate("modelopt").unwrap_err().contains("kept in 16 bits"));
     }
 
     #[test]

@@ -262,6 +262,46 @@ proptest! {
         }
     }
 
+    /// A module kept in 16 bits, whatever the pattern that names it.
+    #[test]
+    fn projections_kept_in_sixteen_bits_are_refused(
+        layer in 0..4u32,
+        module in select(vec!["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "self_attn", "mlp"]),
+        number in 0..4usize,
+        start in 0..5usize,
+        end in select(vec!["", ".*", "*", "$"]),
+        among in 0..3usize,
+        file in 0..4usize,
+    ) {
+        let number = [layer.to_string(), "*".into(), "\\d+".into(), ".*".into()][number].clone();
+        let name = format!("layers.{number}.{module}");
+        let name = match start {
+            0 => format!("model.{name}"),
+            1 => format!("re:.*{name}"),
+            2 => format!("re:.*(lm_head|{name})"),
+            3 => format!("*{name}"),
+            _ => name.replace(&format!("layers.{number}."), "*"),
+        } + end;
+        let mut names = vec!["lm_head".to_owned(), "re:.*mlp.gate$".to_owned()];
+        names.insert(among, name.clone());
+        let mut config = json!({
+            "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512, "tie_word_embeddings": false,
+        });
+        config["quantization_config"] = match file {
+            0 => json!({ "quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": names }),
+            1 => json!({ "quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": names }),
+            2 => json!({ "quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": names }),
+            _ => {
+                let eight = json!({ "num_bits": 8, "type": "float", "strategy": "channel" });
+                let group = json!({ "targets": ["Linear"], "weights": eight, "input_activations": eight });
+                json!({ "quant_method": "compressed-tensors", "ignore": names, "config_groups": { "a": group } })
+            }
+        };
+        let error = read(&config).map(|read| read.shape).expect_err("a layer is kept");
+        prop_assert!(error.contains("kept in 16 bits"), "{error} for {name}");
+    }
+
     #[test]
     fn nothing_panics(at: Index, changes in prop::collection::vec((any::<Index>(), 0..8usize), 1..6)) {
         let (config, _) = &MODELS[at.index(MODELS.len())];

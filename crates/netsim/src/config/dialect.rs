@@ -245,7 +245,7 @@ fn days_key(root: &Table<'_>) -> Option<String> {
     .map(|(key, _)| key.to_owned())
 }
 
-/// Whether the document has a key or a type of flow that only Days' present engine has. (Its older one
+/// Whether the document has a key or a type of flow that only Days' newer engine has. (Its older one
 /// has packets and TCP on switches without pauses.)
 pub(super) fn is_of_present_days(root: &Table<'_>) -> bool {
     let queue_pair = |v: &Value<'_>| matches!(v, Value::String("RoCE" | "DCQCN"));

@@ -650,7 +650,7 @@ const DROPS: &[(&str, Drop)] = &[
 #[derive(Clone, Copy)]
 struct ThresholdRule {
     dialect: Dialect,
-    /// Packets that cannot be marked pass, as in Days' present engine.
+    /// Packets that cannot be marked pass, as in Days' newer engine.
     only_marks: bool,
 }
 

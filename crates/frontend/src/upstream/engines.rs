@@ -175,7 +175,7 @@ pub struct Engines {
     pub(super) tokenized: Option<String>,
     /// It does: some engine's KV events are followed.
     pub(super) tokenizes: AtomicBool,
-    /// Clients' keys are the router's own, and are not forwarded.
+    /// Whether the router checks keys of its own: clients' keys are then not forwarded.
     pub(super) has_own_keys: bool,
     /// Key of the admin API; none: there is no such API.
     pub(super) admin_key: ApiKeys,
@@ -235,11 +235,11 @@ pub(crate) struct Engine {
     pub(super) id: u64,
     /// When its open requests end (`CLOCK_MONOTONIC`, ns), once it takes no more; 0: it takes some.
     pub(super) drain_until_ns: AtomicU64,
-    /// When health checks found it down (`CLOCK_MONOTONIC`, ns); 0: they did not.
+    /// Time at which health checks found the engine down (`CLOCK_MONOTONIC`, ns); 0: never.
     pub(super) hung_since_ns: AtomicU64,
     /// It answers again after it was down.
     pub(super) came_up: Notify,
-    /// Advice to its operator, though it takes requests.
+    /// Advice to the engine's operator, although it takes requests.
     hint: Mutex<Option<String>>,
     /// How its cache is known, in words.
     pub(super) cache_view: Mutex<String>,
@@ -364,7 +364,7 @@ impl Engine {
         self.health().last_failure.as_ref().map(|of| of.0.clone())
     }
 
-    /// Sets what its operator should change, and logs it if it is new.
+    /// Sets the advice to the engine's operator, and logs it if it is new.
     pub(super) fn set_hint(&self, hint: Option<String>) {
         let mut known = lock(&self.hint);
         if *known != hint {
@@ -533,7 +533,7 @@ impl Engines {
         self.members().iter().flatten().any(|of| of.needs_prefill())
     }
 
-    /// Those of the workers `only` that are vLLM.
+    /// Returns the workers of `only` that run vLLM.
     pub(super) fn of_vllm(&self, only: Option<&[WorkerId]>) -> Arc<[WorkerId]> {
         let members = self.members();
         let each = members.iter().flatten();
@@ -544,7 +544,7 @@ impl Engines {
             .collect()
     }
 
-    /// Those of the workers `only` other than `worker`; `None`: there are none, or a client has to name its engine.
+    /// Returns the workers of `only` except `worker`; `None` if there are none, or if clients must name their engine.
     pub(super) fn besides(
         &self,
         worker: WorkerId,
@@ -700,13 +700,13 @@ impl Engines {
         self.set(engine, health, State::Ejected { until_ns });
     }
 
-    /// How outliers are found, and the first and longest time without requests.
+    /// Settings of outlier detection, and the base and the maximum of the ejection time.
     pub(super) fn outlier_settings(&self) -> (OutlierConfig, Duration, Duration) {
         let settings = &self.settings;
         (settings.outlier, settings.ejection, settings.ejection_max)
     }
 
-    /// `engine` is worse than its peers; `why` says in what.
+    /// Ejects `engine` for `duration`, because it is worse than its peers in the way that `why` states.
     pub(super) fn eject_outlier(&self, engine: &Engine, duration: Duration, why: String) {
         let mut health = engine.health();
         if health.state != State::Up || !self.ready_besides(engine) {
@@ -816,9 +816,9 @@ pub(super) struct Visit {
     judged: bool,
     failed: bool,
     begun_ns: u64,
-    /// When the first byte came; 0: it did not.
+    /// Time of the first byte; 0: none yet.
     first_ns: u64,
-    /// Pieces of the answer, and when the last one came.
+    /// Number of pieces of the answer, and the time of the last one.
     pieces: Cell<(u64, u64)>,
 }
 
@@ -843,8 +843,8 @@ impl Visit {
         &self.engine
     }
 
-    /// The first byte of the answer came. With `is_complete` the rest as well: the beginning of a stream says little, as
-    /// engines report their errors within.
+    /// The first byte of the answer has arrived, and with `is_complete` the rest too. The beginning of a stream proves
+    /// little, because engines report errors within streams.
     pub(super) fn on_first_byte(&mut self, status: StatusCode, is_complete: bool) {
         let engine = &self.engine;
         self.first_ns = monotonic_ns();
@@ -859,13 +859,13 @@ impl Visit {
         self.judged = true;
     }
 
-    /// A piece of the answer came.
+    /// A piece of the answer has arrived.
     #[inline]
     pub(super) fn on_piece(&self, now_ns: u64) {
         self.pieces.set((self.pieces.get().0 + 1, now_ns));
     }
 
-    /// All of the answer came.
+    /// The complete answer has arrived.
     pub(super) fn on_end(&self) {
         if !self.failed {
             self.engines.on_success(&self.engine, false);

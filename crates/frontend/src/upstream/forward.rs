@@ -71,16 +71,16 @@ pub(super) struct Exchange {
     pub(super) request: dispatch::Request,
     /// Set if it streams an answer that another engine could continue.
     pub(super) stream: Option<StreamKind>,
-    /// By which the end of the answer is known, and the number of its choices.
+    /// The API, which determines how the answer ends, and the number of choices.
     pub(super) api: Api,
     pub(super) choices: u64,
-    /// The client named its engine, as the first to be asked.
+    /// Whether the client named its preferred engine.
     pub(super) prefers: bool,
-    /// Its fields allow that. Text may not be enough.
+    /// Whether the request's fields allow its stream to continue, by tokens at least.
     pub(super) resumable: bool,
-    /// A continuation may use tokens, not only text.
+    /// Whether a continuation may use tokens, not only text.
     pub(super) by_tokens: bool,
-    /// vLLM is asked for the tokens of the answer, which its client does not want.
+    /// Whether the router requests the answer's token ids from vLLM, which the client did not.
     pub(super) wants_tokens: bool,
     /// `live.request_timeout_s` ends it at this time, ns.
     pub(super) deadline_ns: Option<u64>,
@@ -370,7 +370,7 @@ impl Drop for Held {
     }
 }
 
-/// Paths that are forwarded, besides `/v1/`: those that ask a model something. Sources: the API
+/// Paths that are forwarded in addition to `/v1/`: inference requests. Sources: the API
 /// servers of vLLM (`vllm/entrypoints`), SGLang (`http_server.py`) and llama.cpp (`server.cpp`).
 static FORWARDED: &[&str] = &[
     "/tokenize",
@@ -668,7 +668,7 @@ async fn forward(
     let is_exact = settings.resume == Resume::Tokens;
     let resumable =
         stream.is_some() && !seen.whole && !seen.hinders && (is_exact || !seen.has_tools);
-    // Placeholders of images are no prompt.
+    // Placeholders of images are not a prompt.
     let by_tokens = resumable && is_exact && !seen.has_media;
     let recording = recording(
         shard,
@@ -792,8 +792,8 @@ fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
     owner.account().note_trace(&id);
 }
 
-/// vLLM is asked for the tokens of streams whose body is not longer: their first event names those of the prompt, in some
-/// 1.6 bytes per byte of text.
+/// Largest body for which token ids are requested: the first event has the ids of the prompt, some 1.6 bytes per byte of
+/// text.
 const IDS_BODY_BYTES_MAX: usize = 512 << 10;
 
 /// A body up to this is read on the shard's thread, some 0.3 ms of work; a longer one by a helper thread.
@@ -1023,7 +1023,7 @@ pub(super) async fn obtain(
     exchange: &Exchange,
 ) -> Result<Begun, ApiError> {
     let mut seat = Seat::submit(shard, upstream, &exchange.request);
-    // A named engine is asked first, and others if it is lost.
+    // A named engine is tried first, and others if it is lost.
     let mut prefers = exchange.prefers;
     let mut refusal: Option<Refusal> = None;
     let mut prefilled: Option<Prefilled> = None;
@@ -1479,7 +1479,7 @@ fn failed(engine: &Engine, failure: &Failure) -> ApiError {
     }
 }
 
-/// Whether an answer leads its client elsewhere: around the router, its keys and its limits.
+/// Whether an answer redirects its client, past the router's keys and limits.
 fn is_redirect(status: StatusCode) -> bool {
     status.is_redirection() && status != StatusCode::NOT_MODIFIED
 }
@@ -1549,12 +1549,12 @@ async fn converse_on(
 struct FirstBytes {
     decoder: BodyDecoder,
     bytes: Bytes,
-    /// They are all of it.
+    /// Whether they are the complete body.
     complete: bool,
 }
 
-/// Reads a body as far as it has to be known before the client gets some of it: an answer that is short, as a whole; of a
-/// stream of events, the first one, which may be an error of the engine.
+/// Reads the part of a body that must be judged before the client gets any of it: a short answer completely; of a stream
+/// of events the first one, which may be an error of the engine.
 async fn first_bytes(
     connection: &mut Connection,
     head: &mut ResponseHead,

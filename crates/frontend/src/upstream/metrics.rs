@@ -72,10 +72,10 @@ pub(super) struct Counters {
     pub(super) bytes: AtomicU64,
     first_byte: [AtomicU64; BOUNDS_S.len() + 1],
     first_byte_ns: AtomicU64,
-    /// Pieces of answers behind their first ones, and the time from the first to the last ones.
+    /// Number of pieces of answers after the first, and the time from the first to the last piece.
     pieces: AtomicU64,
     stream_ns: AtomicU64,
-    /// Ejections because it was worse than its peers.
+    /// Ejections because the engine was worse than its peers.
     pub(super) outliers: AtomicU64,
     pub(super) recent: Recent,
 }
@@ -84,7 +84,7 @@ pub(super) struct Counters {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub(super) answers: u64,
-    /// Failures, of which those with a status are among the answers.
+    /// Failures; failures with a status are among the answers too.
     pub(super) failures: u64,
     pub(super) first_byte_ns: u64,
     pub(super) pieces: u64,
@@ -118,7 +118,7 @@ impl Totals {
     }
 }
 
-/// Latencies of the last interval that had some, ns; 0: none had.
+/// Latencies of the last interval with any, ns; 0: none yet.
 #[derive(Debug, Default)]
 pub(super) struct Recent {
     first_byte_ns: AtomicU64,
@@ -141,7 +141,7 @@ impl Recent {
 }
 
 impl Counters {
-    /// Adds the counts of `other`, to which nothing is added any more.
+    /// Adds the counts of `other`, which must no longer change.
     pub(super) fn add(&self, other: &Counters) {
         let add = |to: &AtomicU64, from: &AtomicU64| {
             to.fetch_add(from.load(Relaxed), Relaxed);
@@ -228,7 +228,7 @@ impl Counters {
         ]
     }
 
-    /// An answer ended, whose `pieces` behind the first one took `took_ns`.
+    /// Records an answer that has ended, whose `pieces` after the first one took `took_ns`.
     pub(super) fn on_stream(&self, pieces: u64, took_ns: u64) {
         self.pieces.fetch_add(pieces, Relaxed);
         self.stream_ns.fetch_add(took_ns, Relaxed);

@@ -1027,7 +1027,7 @@ fn reno_fills_its_window_with_short_segments_by_default() {
 }
 
 /// Queue pairs in both directions share their ports with ACKs, NACKs and notifications. A threshold
-/// marks data; in files of Days' present engine, which have such flows, it drops nothing.
+/// marks data; in files for Days' newer engine, which have such flows, it drops nothing.
 #[test]
 fn a_threshold_drops_no_control_of_queue_pairs() {
     let switch =

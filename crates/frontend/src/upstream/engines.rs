@@ -218,13 +218,13 @@ impl State {
 
 struct Health {
     state: State,
-    /// In a row.
+    /// Consecutive failures.
     failures: u32,
-    /// Next time without requests.
+    /// Duration of the next ejection.
     ejection: Duration,
     /// The last failure, for messages, and its kind.
     last_failure: Option<(String, &'static str)>,
-    /// It was removed: its slot may be another engine's.
+    /// Whether the engine was removed: its slot may then be another engine's.
     gone: bool,
 }
 
@@ -621,7 +621,7 @@ impl Engines {
         true
     }
 
-    /// An answer that does not speak against `engine` has begun.
+    /// `engine` answered: a whole answer or a stream has ended well, or the first byte of a probe has arrived.
     pub(super) fn on_success(&self, engine: &Engine, is_probe: bool) {
         if !engine.suspect.load(Relaxed) {
             return;
@@ -637,7 +637,7 @@ impl Engines {
                 health.ejection = self.settings.ejection;
                 self.set(engine, &mut health, State::Up);
             }
-            // A request from before it failed says nothing of it now.
+            // A request sent before the failure proves nothing about the engine now.
             _ => {}
         }
     }
@@ -650,7 +650,7 @@ impl Engines {
         }
     }
 
-    /// A request or a health check failed at `engine`.
+    /// A request or a health check has failed at `engine`.
     pub(super) fn on_failure(&self, engine: &Engine, failure: &Failure, is_probe: bool) {
         engine.counters.on_failure(failure);
         if *failure == Failure::Removed {
@@ -872,7 +872,7 @@ impl Visit {
         }
     }
 
-    /// The engine failed it.
+    /// The engine has failed this request.
     pub(super) fn on_failure(&mut self, failure: &Failure) {
         let engine = &self.engine;
         self.engines.on_failure(engine, failure, self.is_probe);

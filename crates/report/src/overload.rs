@@ -247,7 +247,7 @@ impl Backlog {
         grows.then_some(Growth { since_s, rate })
     }
 
-    /// Variance of the number of requests in a time over its mean, from neighbouring bins: at least that of independent
+    /// Variance of the number of requests in a time over its mean, from neighboring bins: at least that of independent
     /// arrivals.
     fn dispersion(&self, from_s: f64) -> f64 {
         let skipped = (from_s / self.width_s()).round() - self.first as f64;

@@ -381,7 +381,7 @@ impl Lengths {
             counted(self.requests, "request"),
             grouped(self.engine_tokens),
             grouped(self.twin_tokens),
-            "use an engine that honours `ignore_eos`, keep `--isl` plus `--osl` within its context, or lower `--osl` below \
+            "use an engine that honors `ignore_eos`, keep `--isl` plus `--osl` within its context, or lower `--osl` below \
              the length of its answers; `--json` and `--keep DIR` have both reports"
         ))
     }

@@ -110,6 +110,11 @@ impl KeySet {
         self.held == 0
     }
 
+    /// Keys with changes that no message has published yet. They stay in memory until then.
+    pub fn unpublished(&self) -> usize {
+        self.noted.len()
+    }
+
     /// Length of each key, bytes; 0 before the first.
     pub fn key_bytes(&self) -> usize {
         self.key_bytes
@@ -397,18 +402,24 @@ impl KeySet {
         }
         // Added keys come first in a message, so the removed ones wait for a second pass.
         let mut gone = std::mem::take(&mut self.gone);
-        for _ in 0..self.noted.len().min(keys_max) {
-            let at = self.noted.pop_front().expect("as many as counted");
-            let slot = &mut self.slots[at as usize];
-            slot.noted = false;
-            if slot.holders > 0 && slot.published != self.epoch {
-                slot.published = self.epoch;
-                writer.key(key_at(&self.keys, at, self.key_bytes));
-                added += 1;
-            } else if slot.holders == 0 && slot.published >= self.void_epoch {
-                gone.push(at);
+        loop {
+            for _ in 0..self.noted.len().min(keys_max) {
+                let at = self.noted.pop_front().expect("as many as counted");
+                let slot = &mut self.slots[at as usize];
+                slot.noted = false;
+                if slot.holders > 0 && slot.published != self.epoch {
+                    slot.published = self.epoch;
+                    writer.key(key_at(&self.keys, at, self.key_bytes));
+                    added += 1;
+                } else if slot.holders == 0 && slot.published >= self.void_epoch {
+                    gone.push(at);
+                }
+                // Otherwise the key was added and removed again, or removed and added again.
             }
-            // Otherwise the key was added and removed again, or removed and added again.
+            // Changes that undo each other are no message, but others may follow them.
+            if snapshot || added > 0 || !gone.is_empty() || self.noted.is_empty() {
+                break;
+            }
         }
         for &at in &gone {
             writer.key(key_at(&self.keys, at, self.key_bytes));

@@ -56,6 +56,28 @@ fn what_comes_and_goes_between_two_messages_is_not_told() {
 }
 
 #[test]
+fn changes_that_undo_each_other_hold_up_no_others() {
+    let (mut set, mut mirror) = followed();
+    for n in 0..8 {
+        set.change(&key(n), Change::Add(1)).unwrap();
+    }
+    while let Some(message) = set.message(2) {
+        mirror.apply(&message).unwrap();
+    }
+    for n in 0..8 {
+        set.change(&key(n), Change::Remove(1)).unwrap();
+        set.change(&key(n), Change::Add(1)).unwrap();
+    }
+    set.change(&key(9), Change::Add(1)).unwrap();
+    assert!(set.unpublished() > 2);
+    mirror
+        .apply(&set.message(2).expect("a key was added"))
+        .unwrap();
+    assert!(mirror.keys().contains(&key(9)));
+    assert_eq!((set.message(2), set.unpublished()), (None, 0));
+}
+
+#[test]
 fn a_key_is_gone_with_its_last_holder() {
     let (mut set, mut mirror) = followed();
     for holder in [1, 2, 2, 3] {

@@ -10,7 +10,7 @@ use slipstream_kvindex::{Change, KeySet};
 use crate::clock;
 use crate::tier::{Tier, TierChange};
 
-/// Maximum number of untaken messages; beyond it the follower gets a snapshot instead.
+/// Maximum number of untaken messages. The next ones are written once the follower has taken some.
 const MESSAGES_MAX: usize = 1_024;
 
 /// The keys of all tiers, and messages not taken yet. A tier is a holder of keys, by its index.
@@ -104,25 +104,26 @@ impl KeyLedger {
     }
 
     /// Writes messages of at most `keys_max` keys about changes or, with `resend`, about all keys.
+    ///
+    /// A snapshot of any size passes through the queue in parts. Changes that wait for room are bounded too: beyond as
+    /// many as the queue holds, the follower gets a snapshot instead.
     pub(super) fn write_messages(&mut self, keys_max: usize, resend: bool) {
-        if resend {
+        let waiting_max = MESSAGES_MAX * keys_max.max(1);
+        if resend || self.keys.unpublished() > waiting_max {
             self.messages.clear();
-            self.keys.request_snapshot();
+            start_over(&mut self.keys, keys_max);
         }
         while self.messages.len() < MESSAGES_MAX
             && let Some(message) = self.keys.message(keys_max)
         {
             self.messages.push_back(message);
         }
-        if self.messages.len() == MESSAGES_MAX {
-            // The follower is too far behind, so it starts over.
-            self.messages.clear();
-            self.keys.request_snapshot();
-        }
         let Some(tiers) = &mut self.tiers else { return };
-        if resend || self.tier_messages.len() >= MESSAGES_MAX {
+        if resend || tiers.iter().any(|keys| keys.unpublished() > waiting_max) {
             self.tier_messages.clear();
-            tiers.iter_mut().for_each(KeySet::request_snapshot);
+            for keys in &mut *tiers {
+                start_over(keys, keys_max);
+            }
         }
         for (tier, keys) in tiers.iter_mut().enumerate() {
             while self.tier_messages.len() < MESSAGES_MAX
@@ -130,6 +131,117 @@ impl KeyLedger {
             {
                 self.tier_messages.push_back((tier, message));
             }
+        }
+    }
+}
+
+/// Discards the waiting changes and starts a snapshot, which repeats what still holds of them.
+fn start_over(keys: &mut KeySet, keys_max: usize) {
+    while keys.unpublished() > 0 {
+        let _ = keys.message(keys_max);
+    }
+    keys.request_snapshot();
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+    use slipstream_kvindex::KeyMirror;
+
+    use super::*;
+
+    fn key(n: u64) -> Box<[u8]> {
+        n.to_le_bytes().into()
+    }
+
+    fn ledger() -> KeyLedger {
+        KeyLedger::new(16, 2, true, Arc::default())
+    }
+
+    fn change(ledger: &mut KeyLedger, keys: &mut BTreeSet<u64>, n: u64, add: bool) {
+        if add && keys.insert(n) {
+            ledger.apply(0, &TierChange::Stored(key(n)));
+        } else if !add && keys.remove(&n) {
+            ledger.apply(0, &TierChange::Removed(key(n)));
+        }
+    }
+
+    /// Takes up to `count` messages of both queues.
+    fn take(ledger: &mut KeyLedger, mirrors: &mut [KeyMirror; 2], count: usize) {
+        assert!(ledger.messages.len() <= MESSAGES_MAX);
+        assert!(ledger.tier_messages.len() <= MESSAGES_MAX);
+        for _ in 0..count {
+            if let Some(message) = ledger.messages.pop_front() {
+                let _ = mirrors[0].apply(&message);
+            }
+            if let Some((0, message)) = ledger.tier_messages.pop_front() {
+                let _ = mirrors[1].apply(&message);
+            }
+        }
+    }
+
+    fn assert_equal(mirrors: &[KeyMirror; 2], keys: &BTreeSet<u64>) {
+        for (at, mirror) in mirrors.iter().enumerate() {
+            assert_eq!(
+                mirror.keys().len(),
+                keys.len(),
+                "mirror {at}: {:?}",
+                mirror.knowledge()
+            );
+            assert!(keys.iter().all(|n| mirror.keys().contains(&key(*n))));
+        }
+    }
+
+    /// Three times as many keys as the queue holds, at a message per step, while keys change.
+    #[test]
+    fn a_snapshot_larger_than_the_queue_ends() {
+        let (mut ledger, mut keys) = (ledger(), BTreeSet::new());
+        let mut mirrors = [KeyMirror::default(), KeyMirror::default()];
+        let count = 3 * 4 * MESSAGES_MAX as u64;
+        for n in 0..count {
+            change(&mut ledger, &mut keys, n, true);
+        }
+        ledger.write_messages(4, true);
+        let steps = 4 * MESSAGES_MAX as u64;
+        for step in 0..steps {
+            change(&mut ledger, &mut keys, step * 7 % count, false);
+            change(&mut ledger, &mut keys, count + step, true);
+            take(&mut ledger, &mut mirrors, 1);
+            ledger.write_messages(4, false);
+        }
+        take(&mut ledger, &mut mirrors, MESSAGES_MAX);
+        assert_equal(&mirrors, &keys);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 16, ..ProptestConfig::default() })]
+
+        /// A follower that stops for any time, and takes messages at any pace, has the keys in the end, and bounded memory
+        /// is kept for it.
+        #[test]
+        fn a_follower_of_any_pace_has_the_keys_in_the_end(
+            rounds in prop::collection::vec((0..2_000u64, 0..4_000u64, 0..64usize, any::<bool>()), 1..8),
+            keys_max in 1..4usize,
+        ) {
+            let (mut ledger, mut keys) = (ledger(), BTreeSet::new());
+            let mut mirrors = [KeyMirror::default(), KeyMirror::default()];
+            for (n, (count, from, taken, resend)) in (0u64..).zip(rounds) {
+                for at in 0..count {
+                    change(&mut ledger, &mut keys, from + at, !(at + n).is_multiple_of(3));
+                }
+                ledger.write_messages(keys_max, resend && n % 4 == 3);
+                take(&mut ledger, &mut mirrors, taken);
+                let waiting = ledger.keys.unpublished();
+                prop_assert!(waiting <= MESSAGES_MAX * keys_max + 2_000, "{waiting} changes");
+            }
+            for _ in 0..64 {
+                ledger.write_messages(keys_max, false);
+                take(&mut ledger, &mut mirrors, MESSAGES_MAX);
+            }
+            prop_assert!(ledger.messages.is_empty());
+            assert_equal(&mirrors, &keys);
         }
     }
 }

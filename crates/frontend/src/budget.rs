@@ -81,11 +81,19 @@ pub(crate) struct Memory {
     refused: AtomicU64,
 }
 
+/// Memory that one request holds, in all its charges.
+#[derive(Debug, Default)]
+pub(crate) struct RequestUse {
+    bytes: AtomicU64,
+}
+
 /// Some of the memory, given back when dropped.
 #[derive(Debug)]
 pub(crate) struct Charge {
     memory: Arc<Memory>,
     client: Arc<ClientUse>,
+    /// `None` if the charge belongs to no request.
+    request: Option<Arc<RequestUse>>,
     bytes: u64,
 }
 
@@ -253,7 +261,21 @@ impl Memory {
         self.used() > self.max - self.max / 8
     }
 
-    /// Charges `bytes` to `client`.
+    /// The most that one client may hold.
+    fn client_max(&self) -> u64 {
+        self.max / 2
+    }
+
+    /// The most that one request of `client` may hold: the server is empty, but for the request's connection,
+    /// which is its address's.
+    fn request_max(&self, client: &ClientUse) -> u64 {
+        match client.key {
+            Some(_) => self.client_max(),
+            None => self.client_max().saturating_sub(CONNECTION_BYTES),
+        }
+    }
+
+    /// Charges `bytes` to `client`, for no request.
     ///
     /// # Errors
     /// As [`Charge::grow_to`].
@@ -262,9 +284,23 @@ impl Memory {
         client: &Arc<ClientUse>,
         bytes: u64,
     ) -> Result<Charge, ApiError> {
+        self.charge_for(client, None, bytes)
+    }
+
+    /// Charges `bytes` to `client`, for `request`.
+    ///
+    /// # Errors
+    /// As [`Charge::grow_to`].
+    pub(crate) fn charge_for(
+        self: &Arc<Self>,
+        client: &Arc<ClientUse>,
+        request: Option<&Arc<RequestUse>>,
+        bytes: u64,
+    ) -> Result<Charge, ApiError> {
         let mut charge = Charge {
             memory: self.clone(),
             client: client.clone(),
+            request: request.cloned(),
             bytes: 0,
         };
         charge.take(bytes)?;
@@ -290,13 +326,42 @@ impl Charge {
     /// Charges at least `bytes` in all.
     ///
     /// # Errors
-    /// 503 if the server has no memory for it, 429 if the client holds its share. Nothing is changed then.
+    /// 413 if the request could never have so much, 503 if the server has no memory for it, 429 if the client holds
+    /// its share. Nothing is changed then.
     #[inline]
     pub(crate) fn grow_to(&mut self, bytes: u64) -> Result<(), ApiError> {
         if bytes <= self.bytes {
             return Ok(());
         }
-        self.take((bytes - self.bytes).next_multiple_of(GROWTH_BYTES))
+        self.take(self.growth_to(bytes))
+    }
+
+    /// Checks that a growth to `bytes` could succeed, if not now.
+    ///
+    /// # Errors
+    /// 413.
+    pub(crate) fn check_growth_to(&self, bytes: u64) -> Result<(), ApiError> {
+        self.check_ever(self.growth_to(bytes))
+    }
+
+    /// What is charged so that `bytes` are.
+    #[inline]
+    fn growth_to(&self, bytes: u64) -> u64 {
+        let more = bytes.saturating_sub(self.bytes);
+        more.checked_next_multiple_of(GROWTH_BYTES).unwrap_or(more)
+    }
+
+    /// Checks that the request may ever hold `more` bytes than it does.
+    fn check_ever(&self, more: u64) -> Result<(), ApiError> {
+        let Some(request) = &self.request else {
+            return Ok(());
+        };
+        let needed = request.bytes.load(Relaxed).saturating_add(more);
+        let allowed = self.memory.request_max(&self.client);
+        if needed <= allowed {
+            return Ok(());
+        }
+        Err(ApiError::never_fits(needed, allowed, self.memory.max))
     }
 
     /// This charge; an empty one stays.
@@ -304,6 +369,7 @@ impl Charge {
         Charge {
             memory: self.memory.clone(),
             client: self.client.clone(),
+            request: self.request.clone(),
             bytes: std::mem::take(&mut self.bytes),
         }
     }
@@ -320,16 +386,26 @@ impl Charge {
         self.bytes -= less;
         self.memory.used.fetch_sub(less, Relaxed);
         self.client.bytes.fetch_sub(less, Relaxed);
+        if let Some(request) = &self.request {
+            request.bytes.fetch_sub(less, Relaxed);
+        }
     }
 
     #[cold]
     fn take(&mut self, bytes: u64) -> Result<(), ApiError> {
         let memory = &self.memory;
+        if let Err(error) = self.check_ever(bytes) {
+            memory.refused.fetch_add(1, Relaxed);
+            return Err(error);
+        }
         let used = memory.used.fetch_add(bytes, Relaxed).saturating_add(bytes);
         let of_client = self.client.bytes.fetch_add(bytes, Relaxed);
         let of_client = of_client.saturating_add(bytes);
-        if used <= memory.max && of_client <= memory.max / 2 {
+        if used <= memory.max && of_client <= memory.client_max() {
             self.bytes += bytes;
+            if let Some(request) = &self.request {
+                request.bytes.fetch_add(bytes, Relaxed);
+            }
             return Ok(());
         }
         memory.used.fetch_sub(bytes, Relaxed);
@@ -389,7 +465,10 @@ fn address_key(address: IpAddr) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::limits::KeyRates;
 
     const MIB: u64 = 1 << 20;
 
@@ -414,6 +493,57 @@ mod tests {
         drop(second);
         assert_eq!(memory.used(), 0);
         assert!(clients.iter().all(|c| c.bytes.load(Relaxed) == 0));
+    }
+
+    proptest! {
+        /// Alone on a server, a request is refused for ever or never.
+        #[test]
+        fn a_request_that_can_never_fit_is_told_so_whatever_its_charges_are(
+            max in 16 * MIB..64 * MIB,
+            has_key in any::<bool>(),
+            steps in prop::collection::vec((0..4_usize, 0..16 * MIB), 1..12),
+            others in prop::collection::vec(0..8 * MIB, 0..4),
+        ) {
+            let allowed = if has_key { max / 2 } else { max / 2 - CONNECTION_BYTES };
+            let client: Arc<ClientUse> = if has_key {
+                Arc::new(ClientUse::of_key(KeyUse::new("k".into(), KeyRates::default())))
+            } else {
+                Arc::default()
+            };
+            let memory = Memory::new(max);
+            let _connection = if has_key { None } else { memory.charge(&client, CONNECTION_BYTES).ok() };
+            let request: Arc<RequestUse> = Arc::default();
+            let mut charges: Vec<Charge> = (0..4)
+                .map(|_| memory.charge_for(&client, Some(&request), 0).unwrap())
+                .collect();
+            let held = |charges: &[Charge]| charges.iter().map(Charge::bytes).sum::<u64>();
+            for (at, bytes) in steps {
+                let before = held(&charges);
+                let growth = bytes.saturating_sub(charges[at].bytes()).next_multiple_of(GROWTH_BYTES);
+                let foreseen = charges[at].check_growth_to(bytes).map_err(|error| error.status);
+                let grown = charges[at].grow_to(bytes);
+                prop_assert_eq!(grown.is_ok(), before + growth <= allowed);
+                prop_assert_eq!(foreseen, grown.clone().map_err(|error| error.status));
+                if let Err(error) = grown {
+                    prop_assert_eq!((error.status, error.retry_after_s), (413, None));
+                    for part in ["`live.memory_max`".to_owned(), (before + growth).to_string(), max.to_string()] {
+                        prop_assert!(error.message.contains(&part), "{}", error.message);
+                    }
+                    prop_assert_eq!(held(&charges), before);
+                }
+            }
+            prop_assert_eq!(request.bytes.load(Relaxed), held(&charges));
+            // Requests that would fit are told to come again, however much others hold.
+            let others: Vec<_> = others.iter().filter_map(|&bytes| memory.charge(&client, bytes).ok()).collect();
+            let left = allowed - held(&charges);
+            for bytes in [left, left + 1] {
+                if let Err(error) = memory.charge_for(&client, Some(&request), bytes) {
+                    prop_assert_eq!(error.status == 413, bytes > left, "{}", error.message);
+                }
+            }
+            drop((charges, others));
+            prop_assert_eq!(request.bytes.load(Relaxed), 0);
+        }
     }
 
     #[test]

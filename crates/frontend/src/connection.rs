@@ -8,7 +8,7 @@ use std::time::Duration;
 use slipstream_planes::clock::monotonic_ns;
 
 use crate::account::Account;
-use crate::budget::ClientUse;
+use crate::budget::{Charge, ClientUse, Memory, RequestUse};
 use crate::direct::Wire;
 use crate::limits::KeyUse;
 use crate::openai::ApiError;
@@ -75,6 +75,7 @@ impl Connection {
             connection: self.clone(),
             unread: Cell::new(false),
             account: RefCell::default(),
+            memory: Arc::default(),
         })
     }
 
@@ -146,6 +147,14 @@ impl Client {
         &self.counts
     }
 
+    /// Charges `bytes` of `memory` to the client, for its request.
+    ///
+    /// # Errors
+    /// As [`Charge::grow_to`].
+    pub(crate) fn charge(&self, memory: &Arc<Memory>, bytes: u64) -> Result<Charge, ApiError> {
+        memory.charge_for(&self.counts, Some(&self.owner.memory), bytes)
+    }
+
     /// The request.
     pub(crate) fn owner(&self) -> &Rc<Owner> {
         &self.owner
@@ -200,6 +209,8 @@ pub(crate) struct Owner {
     connection: Rc<Connection>,
     unread: Cell<bool>,
     account: RefCell<Account>,
+    /// Memory of its charges.
+    memory: Arc<RequestUse>,
 }
 
 impl Owner {

@@ -47,13 +47,13 @@ pub(crate) async fn serve(
         read: BytesMut::new(),
         ended: false,
         bytes_max: limits.body_bytes_max,
-        charge: shard.budget.memory.charge(head.client.counts(), 0)?,
+        charge: head.client.charge(&shard.budget.memory, 0)?,
     };
     let first = tokio::time::timeout(limits.read_timeout, lines.next()).await;
     let first = first
         .map_err(|_| ApiError::request_timeout("first line", limits.read_timeout.as_secs_f64()))??
         .ok_or_else(|| ApiError::bad_body("the body is empty; its first line is the request"))?;
-    let charge = shard.budget.memory.charge(head.client.counts(), 0)?;
+    let charge = head.client.charge(&shard.budget.memory, 0)?;
     let prepare = move |service: &Service, line: &[u8]| {
         generate::prepare(
             service,

@@ -657,7 +657,7 @@ pub(crate) async fn dispatch(
         + kept.sum::<u64>()
         + scripts.map(Script::bytes).sum::<u64>()
         + ids.map(|ids| size_of_val(&**ids) as u64).sum::<u64>();
-    let charge = shard.budget.memory.charge(head.client.counts(), bytes)?;
+    let charge = head.client.charge(&shard.budget.memory, bytes)?;
     let mut shape = shape_of(shard, head, kind, params, &prompts);
     if let Some(adapter) = &adapter {
         shape.model = adapter.name.as_str().into();

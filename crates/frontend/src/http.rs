@@ -310,7 +310,7 @@ pub(crate) async fn handle(
         Err(error) => {
             let why = match error.status {
                 401 => Some(Rejection::Unauthorized),
-                429 | 503 if error.code == Some("memory_max") => Some(Rejection::Memory),
+                _ if error.is_about_memory() => Some(Rejection::Memory),
                 400..=499 if error.status != 429 => Some(Rejection::Invalid),
                 _ => None, // counted where it arose
             };
@@ -903,7 +903,7 @@ async fn receive(
     id: &str,
 ) -> Result<Received, ApiError> {
     check_memory(shard)?;
-    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
+    let mut charge = client.charge(&shard.budget.memory, 0)?;
     let (parts, body) = request.into_parts();
     if let Some(kind) = parts.headers.get(CONTENT_TYPE) {
         let kind = kind.to_str().unwrap_or("(not text)");
@@ -964,7 +964,7 @@ pub(crate) async fn read_admin_body(
     body: Incoming,
     bytes_max: u64,
 ) -> Result<Bytes, ApiError> {
-    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
+    let mut charge = client.charge(&shard.budget.memory, 0)?;
     let limit = shard.service.limits.read_timeout;
     let read = tokio::time::timeout(limit, read_body(body, bytes_max, &mut charge)).await;
     let read = read.map_err(|_| ApiError::request_timeout("body", limit.as_secs_f64()))?;
@@ -983,6 +983,7 @@ pub(crate) async fn read_body(
     if body.size_hint().lower() > bytes_max {
         return Err(ApiError::body_too_large(bytes_max));
     }
+    charge.check_growth_to(body.size_hint().lower())?;
     let mut first: Option<Bytes> = None;
     let mut rest = BytesMut::new();
     while let Some(frame) = body.frame().await {

@@ -67,7 +67,7 @@ pub(crate) enum Rejection {
     Busy,
     /// 503 or 429: a limit of open streams reached.
     StreamsMax,
-    /// 503 or 429: `live.memory_max` reached.
+    /// 503 or 429: `live.memory_max` reached. 413: the request exceeds it alone.
     Memory,
     /// 503: no worker is ready, or a worker's inbox is full.
     NoWorker,

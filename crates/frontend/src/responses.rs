@@ -14,6 +14,7 @@ use hyper::body::Frame;
 use hyper::{Method, Response};
 use slipstream_base::StageTimes;
 use slipstream_base::sync::lock;
+use slipstream_base::width::to_usize;
 
 use crate::budget::Charge;
 use crate::connection::Client;
@@ -29,14 +30,18 @@ use crate::shard::Shard;
 
 /// Responses that are stored at most.
 const STORED_MAX: usize = 1024;
-/// Bytes of all stored responses, and of one, at most.
+/// Bytes of all stored responses, and of one, at most. All take an eighth of `live.memory_max` at most, so that
+/// they never fill a client's share.
 const STORED_BYTES_MAX: usize = 32 << 20;
 const RESPONSE_BYTES_MAX: usize = 2 << 20;
 
 /// Finished responses by id, which later requests continue. All shards share it; requests that neither store
 /// nor continue one do not touch it.
-#[derive(Default)]
-pub(crate) struct ResponseStore(Mutex<Stored>);
+pub(crate) struct ResponseStore {
+    stored: Mutex<Stored>,
+    /// Bytes of all stored responses, at most.
+    bytes_max: usize,
+}
 
 #[derive(Default)]
 struct Stored {
@@ -60,8 +65,16 @@ impl Entry {
 }
 
 impl ResponseStore {
+    /// For a server that has `memory` bytes for its clients.
+    pub(crate) fn new(memory: u64) -> ResponseStore {
+        ResponseStore {
+            stored: Mutex::default(),
+            bytes_max: to_usize(memory / 8).min(STORED_BYTES_MAX),
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Stored> {
-        lock(&self.0)
+        lock(&self.stored)
     }
 
     /// Body and history of response `id` of `owner`.
@@ -83,7 +96,13 @@ impl ResponseStore {
         at.and_then(|at| stored.take(at)).is_some()
     }
 
-    /// Stores a response. Returns how many others made room for it.
+    /// Bytes of a response that is stored, at most.
+    fn response_bytes_max(&self) -> usize {
+        self.bytes_max.min(RESPONSE_BYTES_MAX)
+    }
+
+    /// Stores a response of [`response_bytes_max`](Self::response_bytes_max) bytes at most. Returns how many others
+    /// made room for it.
     fn put(&self, entry: Entry) -> u64 {
         let mut stored = self.lock();
         let same = stored
@@ -94,12 +113,11 @@ impl ResponseStore {
             stored.take(at);
         }
         let mut evicted = 0;
-        while stored.entries.len() >= STORED_MAX || stored.bytes + entry.bytes() > STORED_BYTES_MAX
-        {
+        while stored.entries.len() >= STORED_MAX || stored.bytes + entry.bytes() > self.bytes_max {
             // A client that holds half of the store makes room itself.
             let own = stored.entries.iter().filter(|e| e.owner == entry.owner);
             let (count, bytes) = own.fold((0, 0), |(n, b), e| (n + 1, b + e.bytes()));
-            let greedy = count >= STORED_MAX / 2 || bytes >= STORED_BYTES_MAX / 2;
+            let greedy = count >= STORED_MAX / 2 || bytes >= self.bytes_max / 2;
             let at = stored
                 .entries
                 .iter()
@@ -142,7 +160,8 @@ impl Keep {
     fn store(self, stream: &ResponseStream) {
         let metrics = &self.shard.metrics;
         // Before it is rendered.
-        if stream.bytes() > RESPONSE_BYTES_MAX {
+        let most = self.shard.responses.response_bytes_max();
+        if stream.bytes() > most {
             return metrics.responses_evicted.add(1);
         }
         let Ok(body) = stream.whole() else {
@@ -150,15 +169,11 @@ impl Keep {
         };
         let history = stream.history(&self.request);
         let bytes = body.len() + history.len();
-        let charge = self
-            .shard
-            .budget
-            .memory
-            .charge(self.client.counts(), bytes as u64);
+        let charge = self.client.charge(&self.shard.budget.memory, bytes as u64);
         let Ok(memory) = charge else {
             return metrics.responses_evicted.add(1);
         };
-        if bytes > RESPONSE_BYTES_MAX {
+        if bytes > most {
             return metrics.responses_evicted.add(1);
         }
         let evicted = self.shard.responses.put(Entry {
@@ -441,7 +456,7 @@ mod tests {
     #[test]
     fn the_store_is_bounded_and_a_greedy_client_evicts_its_own() {
         let memory = Memory::new(1 << 30);
-        let store = ResponseStore::default();
+        let store = ResponseStore::new(memory.max());
         assert_eq!(store.put(entry(&memory, 1, 0, 10)), 0);
         let mut evicted = 0;
         for id in 0..2 * STORED_MAX {

@@ -31,6 +31,7 @@ use crate::http;
 use crate::io::ClientIo;
 use crate::meter::Meter;
 use crate::metrics::{FrontendCollector, FrontendTotals, ShardMetrics, vllm_labels};
+use crate::responses::ResponseStore;
 use crate::shard::{LogPace, Shard, ShardPlane, Shared};
 use crate::table_lock::TableLock;
 use crate::{Limits, Service};
@@ -291,7 +292,7 @@ impl Frontend {
             labels: vllm_labels(&service),
         }));
         let shared = Shared {
-            responses: Arc::default(),
+            responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
             #[cfg(feature = "bench")]
             table_lock: TableLock::new(service.locked_table),
             #[cfg(not(feature = "bench"))]

@@ -25,6 +25,7 @@ use crate::metrics::ShardMetrics;
 use crate::openai::{ApiError, CompletionApi};
 use crate::remote::WorkerLinks;
 use crate::reply::StreamRole;
+use crate::responses::ResponseStore;
 use crate::shard::{Plane, Shard, ShardPlane, Shared, WorkerTransport};
 use crate::table_lock::TableLock;
 use crate::{KvNetwork, RemoteLimits, Roster, Service};
@@ -103,7 +104,7 @@ impl SimFrontend {
     /// A frontend that serves `service` with the workers of `roster`.
     pub fn new(service: Service, roster: Arc<Roster>, limits: RemoteLimits) -> SimFrontend {
         let shared = Shared {
-            responses: Arc::default(),
+            responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
             #[cfg(feature = "bench")]
             table_lock: TableLock::new(false),
             #[cfg(not(feature = "bench"))]
@@ -182,7 +183,7 @@ impl SimShard {
             client: client.clone(),
         };
         let memory = &shard.budget.memory;
-        let charge = memory.charge(client.counts(), body.len() as u64)?;
+        let charge = client.charge(memory, body.len() as u64)?;
         let times = StageTimes::default();
         let answered =
             generate::generate(shard, CompletionApi::Completion, head, body, charge, times);

@@ -27,6 +27,7 @@ mod membership;
 mod misbehaving_peers;
 mod model_files;
 mod net;
+mod never_fits;
 mod operating;
 mod plan;
 mod planes;

@@ -513,10 +513,7 @@ impl MessageStream {
     fn chunk(&mut self, chunk: &Value, out: &mut Option<&mut Vec<u8>>) {
         if let Some(error) = chunk.get("error") {
             let message = error["message"].as_str().unwrap_or_default().to_owned();
-            let status = match error["code"].as_str() {
-                Some("overloaded" | "memory_max") => 503,
-                _ => 500,
-            };
+            let status = ApiError::status_of(error["code"].as_str());
             emit(out, "error", || error_json(status, &message));
             self.error = Some((status, message));
             return;

@@ -183,6 +183,35 @@ impl ApiError {
         )
     }
 
+    /// 413: the request takes more memory than one client may ever hold: `needed` of `allowed` bytes, with
+    /// `live.memory_max` at `max`.
+    pub(crate) fn never_fits(needed: u64, allowed: u64, max: u64) -> Self {
+        ApiError::new(
+            413,
+            "invalid_request_error",
+            Some("request_too_large"),
+            format!(
+                "the request needs {needed} bytes of memory or more for its body, tokens and answer, and the server \
+                 allows {allowed}: half of `live.memory_max`, which is {max}, less the connection; send a shorter \
+                 request, or raise `live.memory_max`"
+            ),
+        )
+    }
+
+    /// Whether `live.memory_max` is why the request is refused.
+    pub(crate) fn is_about_memory(&self) -> bool {
+        matches!(self.code, Some("memory_max" | "request_too_large"))
+    }
+
+    /// The status of an error event with this code, in an answer that has begun.
+    pub(super) fn status_of(code: Option<&str>) -> u16 {
+        match code {
+            Some("overloaded" | "memory_max") => 503,
+            Some("request_too_large") => 413,
+            _ => 500,
+        }
+    }
+
     /// 413: the body of a request to the admin API is longer than `limit_bytes`.
     pub fn admin_body_too_large(limit_bytes: u64) -> Self {
         ApiError::new(

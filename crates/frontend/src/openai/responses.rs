@@ -763,10 +763,7 @@ impl ResponseStream {
         }
         if let Some(error) = chunk.get("error") {
             let message = error["message"].as_str().unwrap_or_default().to_owned();
-            let status = match error["code"].as_str() {
-                Some("overloaded" | "memory_max") => 503,
-                _ => 500,
-            };
+            let status = ApiError::status_of(error["code"].as_str());
             return self.fail(status, message, out);
         }
         if let Some(usage) = chunk.get("usage").filter(|usage| usage.is_object()) {

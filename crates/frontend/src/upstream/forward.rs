@@ -159,6 +159,14 @@ impl Exchange {
 
     /// Charges its body and `sent` bytes of its answer. False if there is no memory for them.
     pub(super) fn keeps(&self, sent: usize) -> bool {
+        self.charge_answer(sent).is_ok()
+    }
+
+    /// Charges its body and `sent` bytes of its answer.
+    ///
+    /// # Errors
+    /// As [`Charge::grow_to`].
+    pub(super) fn charge_answer(&self, sent: usize) -> Result<(), ApiError> {
         self.permit.grow_to(self.body.len() + sent)
     }
 
@@ -191,7 +199,7 @@ impl Exchange {
     pub(super) fn charge_job(&self) -> Result<Charge, ApiError> {
         let held = self.permit.0.borrow();
         let held = held.as_ref().ok_or_else(ApiError::out_of_memory)?;
-        held.shard.budget.memory.charge(held.client.counts(), 0)
+        held.client.charge(&held.shard.budget.memory, 0)
     }
 
     /// It as `engine` gets it.
@@ -351,11 +359,15 @@ impl StreamPermit {
         }))))
     }
 
-    /// Charges `bytes` in all. False if there is no memory for them.
-    fn grow_to(&self, bytes: usize) -> bool {
-        let held = self.0.borrow();
-        let grow = |held: &Held| held.charge.borrow_mut().grow_to(bytes as u64).is_ok();
-        held.as_ref().is_none_or(grow)
+    /// Charges `bytes` in all.
+    ///
+    /// # Errors
+    /// As [`Charge::grow_to`].
+    fn grow_to(&self, bytes: usize) -> Result<(), ApiError> {
+        match &*self.0.borrow() {
+            Some(held) => held.charge.borrow_mut().grow_to(bytes as u64),
+            None => Ok(()),
+        }
     }
 
     /// For a request that continues one with a place.
@@ -556,7 +568,7 @@ async fn forward(
         client.admit()?;
     }
     http::check_memory(shard)?;
-    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
+    let mut charge = client.charge(&shard.budget.memory, 0)?;
     let limits = &shard.service.limits;
     let deadline_ns = limits
         .request_timeout
@@ -860,7 +872,7 @@ async fn read<T: Send + 'static>(
     }
     // A token per four bytes, of four bytes, and a hash for each block of them.
     let bytes = 2 * body.len() as u64;
-    let charge = shard.budget.memory.charge(client.counts(), bytes)?;
+    let charge = client.charge(&shard.budget.memory, bytes)?;
     let long = body.clone();
     let done = shard.helpers.run(body.len(), move || job(&long)).await;
     drop(charge);
@@ -936,7 +948,7 @@ async fn tokenized(
                 let prompt = tokens::prompt(&service.text, &path, body, &base, &lora, size);
                 Ok(prompt)
             };
-            let charge = shard.budget.memory.charge(client.counts(), 0).ok()?;
+            let charge = client.charge(&shard.budget.memory, 0).ok()?;
             let done = shard.run(body.clone(), charge, job).await;
             done.ok().and_then(|(prompt, _)| prompt)
         }

@@ -218,9 +218,7 @@ impl Relay {
                 upstream.keep(visit.engine(), connection);
             }
             seat.ended();
-            if !exchange.keeps(first.len()) {
-                return Err(ApiError::out_of_memory());
-            }
+            exchange.charge_answer(first.len())?;
             if !first.is_empty() {
                 *response.body_mut() = HttpBody::whole(Some(first), exchange.into_charge());
             }

@@ -59,6 +59,12 @@ const PATHS: &[(&str, Work)] = &[
     ("streamed token, no resume", |tokens| {
         stream::tokens(tokens, false)
     }),
+    ("relayed event", |events| {
+        slipstream_frontend::upstream::relay_events(events, false)
+    }),
+    ("relayed event, hidden token ids", |events| {
+        slipstream_frontend::upstream::relay_events(events, true)
+    }),
     ("packet event", packets),
     ("block index, store and remove", index_blocks),
     ("key set, change", keys),

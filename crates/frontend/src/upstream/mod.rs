@@ -57,6 +57,9 @@ mod tokens;
 mod traffic;
 pub(crate) mod wire;
 
+#[doc(hidden)]
+pub use relay::relay_events;
+
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::rc::{Rc, Weak};

@@ -2,13 +2,21 @@
 
 use std::sync::LazyLock;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use memchr::memmem::{self, Finder};
 
 use super::resume::StreamKind;
 
 /// Key of the answer's ids, and end of the key of the prompt's ids. Within a JSON string its quotes would be escaped.
 static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids\":["));
+
+const NULL: &[u8] = b"null";
+
+/// Bytes that are remembered from behind a list of ids, at most.
+const BEHIND_MAX: usize = 256;
+
+/// Members between the delta of a chat's choice and its ids, in nearly all events.
+const BEFORE_IDS: &[u8] = b",\"logprobs\":null,\"finish_reason\":null,\"token_ids\":";
 
 /// Capacity of a buffer for events, which several of them share.
 const ROOM: usize = 2 << 10;
@@ -21,6 +29,12 @@ pub(super) struct TokenIds {
     pub(super) prompt: Option<Vec<u32>>,
     /// Whether no more ids of the prompt follow.
     is_begun: bool,
+    /// `null` and the end of an event behind its only list of ids; empty if there was none such yet.
+    behind: Vec<u8>,
+    /// What comes before that list, and its bracket.
+    key: Vec<u8>,
+    /// Where the last list before them begins: the choices.
+    choices: Option<usize>,
     room: BytesMut,
 }
 
@@ -30,6 +44,9 @@ impl TokenIds {
             kind,
             prompt: None,
             is_begun: false,
+            behind: Vec::new(),
+            key: Vec::new(),
+            choices: None,
             room: BytesMut::new(),
         }
     }
@@ -58,29 +75,80 @@ impl TokenIds {
         events
     }
 
-    /// Returns the complete events `events` as vLLM sends them to clients that do not request ids.
-    pub(super) fn hide(&mut self, events: Bytes) -> Bytes {
+    /// Returns the complete events `events` as vLLM sends them to clients that do not request ids. `is_plain`: they are
+    /// one event with the members of the event before.
+    pub(super) fn hide(&mut self, events: Bytes, is_plain: bool) -> Bytes {
+        if is_plain && let Some(start) = self.known_list(&events) {
+            self.reserve(events.len() + NULL.len());
+            self.room.extend_from_slice(&events[..start]);
+            self.room.extend_from_slice(&self.behind);
+            return self.room.split().freeze();
+        }
         let Some(mut found) = find(&events) else {
             return events;
         };
-        if self.kind == StreamKind::Chat && memmem::find(&events, EMPTY_DELTA).is_some() {
+        self.learn(&events, &found);
+        if self.kind == StreamKind::Chat && EMPTY_DELTAS.find(&events).is_some() {
             return without_empty_deltas(&events).into();
         }
-        if self.room.capacity() < events.len() {
-            self.room.reserve(ROOM.max(events.len()));
-        }
+        self.reserve(events.len());
         let mut rest = &events[..];
         loop {
-            self.room.put_slice(&rest[..found.start]);
-            self.room.put_slice(b"null");
+            self.room.extend_from_slice(&rest[..found.start]);
+            self.room.extend_from_slice(b"null");
             rest = &rest[found.end..];
             match find(rest) {
                 Some(next) => found = next,
                 None => break,
             }
         }
-        self.room.put_slice(rest);
+        self.room.extend_from_slice(rest);
         self.room.split().freeze()
+    }
+
+    /// Returns the start of the only list of ids of `event`, if the list is where it was in an earlier event.
+    #[inline]
+    fn known_list(&self, event: &[u8]) -> Option<usize> {
+        let behind = self.behind.get(NULL.len()..)?;
+        let before = event.strip_suffix(behind)?.strip_suffix(b"]")?;
+        let digits = before
+            .iter()
+            .rev()
+            .take_while(|b| b.is_ascii_digit())
+            .count();
+        let start = before.len() - digits - 1;
+        let before = before.get(..=start)?.strip_suffix(&self.key[..])?;
+        // Neither an event for its ids only, nor one with another list of ids.
+        let is_empty = self.kind == StreamKind::Chat && before.ends_with(b"{}");
+        (!is_empty && memchr::memrchr(b'[', before) == self.choices).then_some(start)
+    }
+
+    /// Remembers the place of `found`, the first list of ids of `events`, if nothing but the end of an event follows.
+    #[cold]
+    fn learn(&mut self, events: &[u8], found: &Ids) {
+        self.behind.clear();
+        let (before, rest) = (&events[..found.start], &events[found.end..]);
+        let key = match self.kind {
+            StreamKind::Chat => BEFORE_IDS,
+            StreamKind::Completion => b"\"token_ids\":",
+        };
+        if before.ends_with(key)
+            && rest.len() <= BEHIND_MAX
+            && !rest.contains(&b'{')
+            && !rest.contains(&b'[')
+        {
+            self.behind.extend_from_slice(NULL);
+            self.behind.extend_from_slice(rest);
+            self.key = [key, b"["].concat();
+            self.choices = memchr::memrchr(b'[', before);
+        }
+    }
+
+    /// Makes room for `bytes`.
+    fn reserve(&mut self, bytes: usize) {
+        if self.room.capacity() < bytes {
+            self.room.reserve(ROOM.max(bytes));
+        }
     }
 }
 
@@ -98,22 +166,33 @@ fn find(events: &[u8]) -> Option<Ids> {
     loop {
         let key = from + IDS.find(&events[from..])?;
         let start = key + IDS.needle().len() - 1;
-        let end = start + memchr::memchr(b']', &events[start..])? + 1;
-        let is_list = |b: &u8| matches!(b, b'0'..=b'9' | b',' | b' ');
         let is_prompt = events[..key].ends_with(b"\"prompt_");
         let is_ids = is_prompt || events[..key].ends_with(b"\"");
-        if is_ids && events[start + 1..end - 1].iter().all(is_list) {
-            return Some(Ids {
-                is_prompt,
-                start,
-                end,
-            });
+        match end_of(events, start) {
+            Some(end) if is_ids => {
+                return Some(Ids {
+                    is_prompt,
+                    start,
+                    end,
+                });
+            }
+            _ => from = start,
         }
-        from = start;
     }
 }
 
+/// The end of the list of numbers that begins at `start`.
+#[inline]
+fn end_of(events: &[u8], start: usize) -> Option<usize> {
+    let list = &events[start + 1..];
+    let length = list
+        .iter()
+        .position(|b| !matches!(b, b'0'..=b'9' | b',' | b' '))?;
+    (list[length] == b']').then_some(start + length + 2)
+}
+
 const EMPTY_DELTA: &[u8] = b"\"delta\":{}";
+static EMPTY_DELTAS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(EMPTY_DELTA));
 
 /// Returns `events` without ids, and without events that vLLM sends for their ids only: a parser of the engine holds back
 /// their text.
@@ -146,12 +225,13 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
+    use super::super::ends::{Api, StreamEnd};
     use super::*;
 
     fn hidden(kind: StreamKind, events: &str) -> (String, Option<Vec<u32>>) {
         let mut ids = TokenIds::new(kind);
         let kept = ids.take_prompt(Bytes::copy_from_slice(events.as_bytes()));
-        let out = ids.hide(kept);
+        let out = ids.hide(kept, false);
         (String::from_utf8(out.to_vec()).unwrap(), ids.prompt)
     }
 
@@ -175,7 +255,76 @@ mod tests {
         assert_eq!(out, format!("{}\n\n", last.replace("[2]", "null")));
     }
 
+    /// Events of an answer, most of them of one shape.
+    fn answers() -> impl Strategy<Value = Vec<Value>> {
+        let text = prop_oneof![
+            4 => " [a-z]{1,9}",
+            1 => Just(String::new()),
+            1 => r#"[a"\\{}\[\]:,0-9_]{0,12}|"?token_ids"?:\[[0-9,]{0,4}\]?"#,
+        ];
+        let ids = prop_oneof![
+            8 => any::<u32>().prop_map(|id| json!([id])),
+            1 => prop::collection::vec(any::<u32>(), 0..4).prop_map(|ids| json!(ids)),
+            1 => Just(Value::Null),
+        ];
+        let more = prop_oneof![
+            12 => Just(json!({})),
+            1 => Just(json!({"usage": {"completion_tokens": 3}})),
+            1 => Just(json!({"prompt_token_ids": [1, 2]})),
+            1 => Just(json!({"choices_of": [[7]]})),
+        ];
+        let logprobs =
+            prop_oneof![8 => Just(Value::Null), 1 => Just(json!({"content": [{"bytes": [7]}]}))];
+        let event = (text, ids, more, logprobs, 0..20_usize, any::<bool>());
+        prop::collection::vec(event, 1..12).prop_map(|events| {
+            let of = |(text, ids, more, logprobs, kind, is_chat): (String, Value, Value, Value, usize, bool)| {
+                let delta = match kind {
+                    0 => json!({}),
+                    _ => json!({"content": text}),
+                };
+                let reason = if kind == 1 { json!("stop") } else { Value::Null };
+                let choice = if is_chat || kind > 2 {
+                    json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "token_ids": ids})
+                } else {
+                    json!({"index": 0, "text": text, "token_ids": ids, "finish_reason": reason})
+                };
+                let choices = if kind == 2 { vec![choice.clone(), choice] } else { vec![choice] };
+                let mut event = json!({"id": "c", "choices": choices});
+                event.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+                event
+            };
+            events.into_iter().map(of).collect()
+        })
+    }
+
     proptest! {
+        /// Where the ids of an event were found before, and where they are searched for, are the same.
+        #[test]
+        fn events_of_a_known_shape_lose_the_ids_that_others_lose(
+            events in answers(),
+            chat in any::<bool>(),
+            joined in prop::collection::vec(any::<bool>(), 12),
+        ) {
+            let kind = if chat { StreamKind::Chat } else { StreamKind::Completion };
+            let api = if chat { Api::Chat } else { Api::Completions };
+            let (mut known, mut anew) = (TokenIds::new(kind), TokenIds::new(kind));
+            let mut end = StreamEnd::new(api, 1);
+            let mut piece = String::new();
+            for (event, joined) in events.iter().zip(joined) {
+                piece.extend(["data: ", &event.to_string(), "\n\n"]);
+                if joined {
+                    continue;
+                }
+                let bytes = Bytes::from(std::mem::take(&mut piece));
+                let is_plain = end.is_plain(&bytes);
+                if !is_plain {
+                    end.read(&bytes);
+                }
+                let (fast, slow) = (known.hide(bytes.clone(), is_plain), anew.hide(bytes, false));
+                prop_assert_eq!(&fast, &slow, "{:?}", String::from_utf8_lossy(&slow));
+            }
+        }
+
         /// Whatever an answer's text is, only lists of ids in their fields go.
         #[test]
         fn nothing_but_ids_is_hidden(

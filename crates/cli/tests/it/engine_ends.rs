@@ -100,8 +100,31 @@ fn completions(server: &Server, body: &str) -> Vec<String> {
 
 #[test]
 fn an_error_before_the_first_token_is_retried_and_ejects_its_engine() {
-    let errors: [&[&str]; 5] = [
+    let errors: [&[&str]; 14] = [
         &[DEAD, DONE],
+        // Of web frameworks and gateways.
+        &["data: {\"detail\":\"Internal Server Error\"}\n\n", DONE],
+        &["data: {\"message\":\"worker died\",\"code\":500}\n\n"],
+        &["data: {\"errors\":[{\"message\":\"m\"}]}\r\n\r\n", DONE],
+        &["data: {\"error_message\":\"out of memory\"}\n\n"],
+        // Of vLLM before 0.10, TGI, llama.cpp before 2025, OpenRouter.
+        &[
+            "data: {\"object\":\"error\",\"message\":\"m\",\"type\":\"InternalServerError\",\"code\":500}\n\n",
+            DONE,
+        ],
+        &[
+            "data: {\"error\":\"Request failed during generation\",\"error_type\":\"generation\"}\n\n",
+        ],
+        &["error: {\"code\":500,\"message\":\"m\",\"type\":\"server_error\"}\n\n"],
+        &[
+            "data: {\"id\":\"a\",\"choices\":[],\"error\":{\"code\":502,\"message\":\"provider_unavailable\"}}\n\n",
+            DONE,
+        ],
+        // A finish reason as an object, and in the words of gateways.
+        &[
+            "data: {\"choices\":[{\"index\":0,\"text\":\"\",\"finish_reason\":{\"type\":\"abort\",\"message\":\"m\"}}]}\n\n",
+            DONE,
+        ],
         &[": waiting\n\n", DEAD],
         &["data: {\"error\":\ndata: {\"message\":\"m\",\"code\":503}}\n\n"],
         &["event: error\ndata: gone\n\n"],
@@ -640,7 +663,7 @@ fn drawn_endings_reach_the_client_as_one_answer() {
         .ok()
         .and_then(|of| of.parse().ok())
         .unwrap_or(60);
-    const WORDS: [&str; 6] = [" one", " two", " three", " four", " five", " six"];
+    const WORDS: [&str; 6] = [" one", " zwö", " 三", " четыре", " five", " 🙂"];
     let known = Arc::new(Mutex::new(BTreeSet::new()));
     let script = move |request: &Seen, to: &mut TcpStream| {
         let body = request.json();
@@ -651,7 +674,7 @@ fn drawn_endings_reach_the_client_as_one_answer() {
         let fails = known.lock().unwrap().insert(seed);
         let done = prompt.split(' ').count() - 1;
         let line = ["\n", "\r\n", "\r"][draws.next(3) as usize];
-        let (ending, cut) = (draws.next(6), draws.next(WORDS.len() as u64 + 1) as usize);
+        let (ending, cut) = (draws.next(8), draws.next(WORDS.len() as u64 + 1) as usize);
         let mut text = String::new();
         for (number, word) in WORDS.iter().enumerate().skip(done) {
             if fails && number == cut {
@@ -683,22 +706,52 @@ fn drawn_endings_reach_the_client_as_one_answer() {
                     "data: {\"choices\":[{\"index\":0,\"text\":\"no\",\"finish_reason\":\"abort\"}]}\n\n"
                 }
                 3 => "data: {\"id\":\"x\",\"choices\":[{\"index\":0,\"te",
+                6 => "data: {\"detail\":\"Internal Server Error\"}\n\n",
+                7 => "data: {\"message\": \"dead\", \"status\": 500}\n\ndata: [DONE]\n\n",
                 _ => "",
             };
         } else if ending % 2 == 0 {
             text += "data: [DONE]\n\ndata: behind\n\n";
         }
         let text = text.replace('\n', line);
-        say(to, EVENTS);
-        let mut rest = &text[..];
+        let framing = draws.next(4);
+        match framing {
+            0 => say(
+                to,
+                b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n",
+            ),
+            1 => {
+                say(to, b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n");
+                say(to, EVENTS);
+            }
+            _ => say(to, EVENTS),
+        }
+        // Within characters, within CR LF, and within anything else.
+        let mut rest = text.as_bytes();
         while !rest.is_empty() {
             let most = [3, 40, 4_000][draws.next(3) as usize];
             let (piece, after) = rest.split_at(rest.len().min(1 + draws.next(most) as usize));
-            chunk(to, piece);
+            if framing == 0 {
+                say(to, piece);
+            } else {
+                say(
+                    to,
+                    &[
+                        format!("{:X};x=y\r\n", piece.len()).as_bytes(),
+                        piece,
+                        b"\r\n",
+                    ]
+                    .concat(),
+                );
+            }
             rest = after;
         }
-        if !fails || ending < 4 {
-            end(to);
+        let is_clean = !fails || !matches!(ending, 4 | 5);
+        match framing {
+            0 => to.shutdown(std::net::Shutdown::Both).unwrap_or_default(),
+            2 if is_clean => say(to, b"0\r\nX-Trailer: 1\r\n\r\n"),
+            _ if is_clean => end(to),
+            _ => {}
         }
     };
     let (one, two) = (Engine::start(script.clone()), Engine::start(script));

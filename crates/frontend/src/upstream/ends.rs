@@ -217,6 +217,21 @@ fn error_of(fields: &Fields<'_>, is_error_event: bool) -> Option<Reported> {
     }
 }
 
+/// Returns the error of an object that has neither choices nor an `error` member, but the members by which Python's web
+/// frameworks and gateways report errors.
+fn bare_error_of(fields: &Fields<'_>) -> Option<Reported> {
+    let has = |name: &str| fields.get(name).is_some_and(|raw| !is_nothing(raw));
+    let is_answer = ["choices", "usage", "id"].iter().any(|name| has(name));
+    let names = ["detail", "message", "errors", "error_message"];
+    if is_answer || !names.iter().any(|name| has(name)) {
+        return None;
+    }
+    let all = fields
+        .iter()
+        .map(|(name, raw)| (name.to_string(), value(raw)));
+    Some(Reported::of(&Value::Object(all.collect()), fields))
+}
+
 /// A choice of an answer, as far as it is read.
 #[derive(Debug, Default)]
 struct ChoiceEnd {
@@ -239,7 +254,14 @@ fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
             index: index
                 .and_then(|raw| serde_json::from_str(raw.get()).ok())
                 .unwrap_or_default(),
-            reason: reason.map(|raw| string(raw).unwrap_or_else(|| raw.get().to_owned())),
+            reason: reason.map(|raw| match value(raw) {
+                Value::String(reason) => reason,
+                // As SGLang has it within the engine.
+                Value::Object(reason) if reason.get("type").is_some_and(Value::is_string) => {
+                    reason["type"].as_str().unwrap_or_default().to_owned()
+                }
+                other => other.to_string(),
+            }),
         }
     };
     let all = all.iter().flatten();
@@ -249,7 +271,10 @@ fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
 /// Whether a finish reason means that the engine gave up: vLLM and SGLang abort requests when they stop, sleep or load
 /// weights; vLLM and gateways use `error` for an internal error.
 fn gives_up(reason: &str) -> bool {
-    matches!(reason, "error" | "abort" | "aborted")
+    matches!(
+        reason,
+        "error" | "abort" | "aborted" | "cancelled" | "canceled"
+    )
 }
 
 fn gave_up(reason: &str) -> Reported {
@@ -476,7 +501,13 @@ impl StreamEnd {
                 Reported::by_engine(text.chars().take(TEXT_CHARS_MAX).collect::<String>())
             });
         };
-        if let Some(reported) = error_of(&fields, is_error_event) {
+        let bare = || {
+            self.api
+                .has_choices()
+                .then(|| bare_error_of(&fields))
+                .flatten()
+        };
+        if let Some(reported) = error_of(&fields, is_error_event).or_else(bare) {
             return Some(reported);
         }
         match self.api {
@@ -555,7 +586,8 @@ pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Repo
     };
     let status = fields.get("status").and_then(string);
     let failed = api == Api::Responses && status.as_deref() == Some("failed");
-    let error = error_of(&fields, false);
+    let bare = || api.has_choices().then(|| bare_error_of(&fields)).flatten();
+    let error = error_of(&fields, false).or_else(bare);
     let error = error.or_else(|| failed.then(|| Reported::by_engine("the response failed")));
     if let Some(error) = error.filter(|error| !error.is_clients) {
         return Err(error);

@@ -50,6 +50,9 @@ def test_simulate_gives_the_figures_of_the_command(binary: Path, tmp_path: Path)
     result = ss.simulate(cluster, workload, slo="ttft=500ms,itl=30ms", seed=7)
     ours = result.summary()
     assert result.digest == theirs["simulation"]["digest"]
+    # The line about the model as it was read comes first, as on stderr.
+    assert result.notes[0] == ran.stderr.splitlines()[0]
+    assert "of KV cache per token" in result.notes[0]
     for figures in (ours, theirs):
         figures.pop("client", None)
         figures["simulation"].pop("wall_s")

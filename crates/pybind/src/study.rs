@@ -388,7 +388,7 @@ pub(crate) fn start_simulate(
         let report = run.report(&outcome, began.elapsed().as_secs_f64(), None)?;
         let (columns, series) = sink.finish();
         let page = run.page(&outcome, &report, series.as_ref(), Vec::new());
-        let mut notes = Vec::new();
+        let mut notes = run.cluster.model_lines();
         if let Some(cut) = &outcome.cut {
             notes.push(format!(
                 "{cut}; the figures are those of the requests that had ended"
@@ -490,14 +490,16 @@ pub(crate) fn start_sweep_finish(call: String, question: &str, rows: Vec<String>
             all.extend(serde_json::from_str::<Vec<Row>>(&slice)?);
         }
         SWEEP.clear();
+        let mut notes = sweep.model_lines();
         let answer = sweep.finish(all)?;
+        notes.extend(answer.notes());
         Ok(Answer {
             texts: vec![
                 ("text", Some(answer.text(false))),
                 ("front", Some(answer.text(true))),
                 ("page", Some(answer.page("slipstream.sweep(...)")?)),
             ],
-            notes: answer.notes(),
+            notes,
             columns: Some(answer.columns()),
             found: true,
             ..Answer::default()
@@ -511,7 +513,7 @@ pub(crate) fn start_plan(question: &str, jobs: Option<usize>, elsewhere: bool) -
     let question: plan::Question = parse(question)?;
     Job::start(move |control, by_python| {
         let plan = question.prepare()?;
-        let notes = plan.notes().to_vec();
+        let notes = [plan.model_lines(), plan.notes()].concat();
         let elsewhere = elsewhere.then_some(by_python as &dyn Elsewhere);
         let answer = plan.answer(jobs, control, elsewhere)?;
         Ok(Answer {
@@ -556,7 +558,7 @@ pub(crate) fn start_predict(question: &str) -> PyResult<Job> {
         let answer = question.answer()?;
         Ok(Answer {
             texts: vec![("csv", Some(answer.csv()))],
-            notes: answer.notes.clone(),
+            notes: [&answer.models[..], &answer.notes[..]].concat(),
             columns: Some(answer.columns()),
             found: true,
             ..Answer::default()

@@ -20,4 +20,10 @@ if [ -n "${BENCH:-}" ]; then
     exec python "python/bench/$BENCH.py" "$@"
 fi
 mypy
+# The server that reads generated bodies next to vLLM's request classes.
+if [ -z "${SLIPSTREAM_BIN:-}" ]; then
+    cargo build --quiet --locked --package slipstream-cli
+    SLIPSTREAM_BIN=$(realpath "${CARGO_TARGET_DIR:-target}/debug/slipstream")
+    export SLIPSTREAM_BIN
+fi
 exec pytest -p no:cacheprovider --quiet python/tests_vllm "$@"

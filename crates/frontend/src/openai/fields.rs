@@ -86,6 +86,7 @@ pub(super) static FIELDS: &[Field] = &[
     used(Where::Chat, "add_generation_prompt"),
     used(Where::Chat, "continue_final_message"),
     used(Where::Chat, "chat_template_kwargs"),
+    used(Where::Chat, "reasoning_effort"),
     used(Where::Both, "priority"),
     used(Where::Both, "user"),
     used(Where::Both, "request_id"),
@@ -413,6 +414,7 @@ mod tests {
             "stop_token_ids" | "allowed_token_ids" => json!([5]),
             "logit_bias" => json!({"5": -100}),
             "chat_template_kwargs" => json!({"a": 1}),
+            "reasoning_effort" => json!("low"),
             "model" | "user" | "request_id" | "cache_salt" => json!("m"),
             // Greedy.
             "temperature" => json!(0),

@@ -135,6 +135,11 @@ impl RawForm {
         Ok(())
     }
 
+    /// A `tool_choice` of null: vLLM reads calls only from answers to `auto`, the default if nothing is sent.
+    pub(super) fn choose_nothing(&mut self) {
+        self.choice = Some(RawChoice::None);
+    }
+
     /// A field that is sent twice counts as its last value.
     fn note(&mut self, name: &'static str, form: TextForm) {
         self.texts.retain(|(known, _)| *known != name);
@@ -264,8 +269,59 @@ fn tool(path: &str, value: Json<'_>) -> Result<Tool, ApiError> {
     Ok(Tool {
         name: name.to_owned(),
         parameters,
-        whole,
+        whole: shown_tool(path, &whole, function)?,
     })
+}
+
+/// A tool as vLLM shows it to the template: its known members, in the order of its classes, null where one is absent.
+/// Source: `ChatCompletionToolsParam` in `vllm/entrypoints/openai/chat_completion/protocol.py` and `FunctionDefinition`
+/// in `vllm/entrypoints/generate/base/protocol.py`.
+fn shown_tool(path: &str, tool: &Tree, function: &Tree) -> Result<Tree, ApiError> {
+    let flag = |of: &Tree, at: String, name: &str| match of.get(name) {
+        None | Some(Tree::Null) => Ok(None),
+        Some(value) => match tree_bool(value) {
+            Some(value) => Ok(Some((name.to_owned(), Tree::Bool(value)))),
+            None => Err(ApiError::invalid(
+                at.clone(),
+                format!("`{at}` must be true or false"),
+            )),
+        },
+    };
+    let at = format!("{path}.function");
+    let deferred = flag(tool, format!("{path}.defer_loading"), "defer_loading")?;
+    let description = function.get("description").unwrap_or(&Tree::Null);
+    if !matches!(description, Tree::Null | Tree::Text(_)) {
+        let at = format!("{at}.description");
+        return Err(ApiError::invalid(
+            at.clone(),
+            format!("`{at}` must be a string"),
+        ));
+    }
+    let or_null = |name: &str| function.get(name).cloned().unwrap_or(Tree::Null);
+    let mut members = vec![
+        ("name".to_owned(), or_null("name")),
+        ("description".to_owned(), description.clone()),
+        ("parameters".to_owned(), or_null("parameters")),
+    ];
+    members.extend(flag(function, format!("{at}.strict"), "strict")?);
+    let own = flag(function, format!("{at}.defer_loading"), "defer_loading")?;
+    members.extend(own.or_else(|| deferred.clone()));
+    let mut shown = vec![
+        ("type".to_owned(), Tree::Text("function".into())),
+        ("function".to_owned(), Tree::Object(members)),
+    ];
+    shown.extend(deferred);
+    Ok(Tree::Object(shown))
+}
+
+/// The truth value that pydantic reads from `value`.
+fn tree_bool(value: &Tree) -> Option<bool> {
+    match value {
+        Tree::Bool(value) => Some(*value),
+        Tree::Number(number) => Json::Real(number.as_f64()?).as_bool(),
+        Tree::Text(text) => Json::Text(text.as_str().into()).as_bool(),
+        _ => None,
+    }
 }
 
 fn choice(path: &str, value: &Json<'_>) -> Result<RawChoice, ApiError> {
@@ -335,7 +391,12 @@ fn structured_outputs(path: &str, value: Json<'_>) -> Result<TextForm, ApiError>
         let at = format!("{path}.{name}");
         let next = match &*name {
             "json" => schema(&at, "structured_outputs.json", value)?,
-            "json_object" if boolean(&at, &value)? => TextForm::JsonObject,
+            "json_object" => {
+                if !boolean(&at, &value)? {
+                    continue;
+                }
+                TextForm::JsonObject
+            }
             "choice" => choices(&at, value)?,
             "regex" => pattern(&at, "structured_outputs.regex", value)?,
             // They choose among ways that all satisfy the form.
@@ -356,6 +417,15 @@ fn structured_outputs(path: &str, value: Json<'_>) -> Result<TextForm, ApiError>
             return Err(ApiError::invalid(at, message));
         }
         form = next;
+    }
+    // As in vLLM: a client that sends it expects that the answer has some form.
+    if first.is_none() {
+        return Err(ApiError::invalid(
+            path,
+            format!(
+                "`{path}` sets no form; send one of `json`, `json_object`, `choice` and `regex`"
+            ),
+        ));
     }
     Ok(form)
 }
@@ -412,60 +482,60 @@ pub(super) fn tool_calls(path: &str, value: Json<'_>) -> Result<Vec<Tree>, ApiEr
         .collect()
 }
 
+/// A call as vLLM shows it to the template: the members of its class, in their order.
+/// Source: `ChatCompletionMessageFunctionToolCallParam` of the package `openai`.
 fn tool_call(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
     let Json::Object(members) = value else {
         return Err(wrong_type(path, "an object", &value));
     };
-    let mut whole = Vec::with_capacity(members.len());
-    let mut named = false;
+    let at = format!("{path}.function");
+    let mut shown = Vec::with_capacity(3);
+    let mut function = None;
     for (name, value) in members {
-        if name != "function" {
-            whole.push((name.into_owned(), value.into_tree()));
-            continue;
+        match &*name {
+            "function" => function = Some(value),
+            "id" | "type" => {
+                shown.retain(|(known, _)| *known != *name);
+                shown.push((name.into_owned(), value.into_tree()));
+            }
+            _ => {}
         }
-        let at = format!("{path}.function");
-        let Json::Object(parts) = value else {
-            return Err(wrong_type(&at, "an object", &value));
-        };
-        let mut function = Vec::with_capacity(parts.len());
-        for (part, value) in parts {
-            let tree = match &*part {
-                "name" => {
-                    named = true;
-                    Tree::Text(text(&format!("{at}.name"), value)?.into_owned())
-                }
-                "arguments" => arguments(&format!("{at}.arguments"), value)?,
-                _ => value.into_tree(),
-            };
-            function.push((part.into_owned(), tree));
-        }
-        if !function.iter().any(|(name, _)| name == "arguments") {
-            function.push(("arguments".into(), Tree::Object(Vec::new())));
-        }
-        whole.push(("function".into(), Tree::Object(function)));
     }
-    if !named {
-        return Err(missing(&format!("{path}.function.name")));
+    let Some(function) = function else {
+        return Err(missing(&format!("{at}.name")));
+    };
+    let Json::Object(parts) = function else {
+        return Err(wrong_type(&at, "an object", &function));
+    };
+    let mut name = None;
+    let mut found = Tree::Object(Vec::new());
+    for (part, value) in parts {
+        match &*part {
+            "name" => name = Some(text(&format!("{at}.name"), value)?.into_owned()),
+            "arguments" => found = arguments(value),
+            _ => {}
+        }
     }
-    Ok(Tree::Object(whole))
+    let name = name.ok_or_else(|| missing(&format!("{at}.name")))?;
+    let function = Tree::Object(vec![
+        ("arguments".into(), found),
+        ("name".into(), Tree::Text(name)),
+    ]);
+    shown.push(("function".into(), function));
+    // `id`, `function`, `type`.
+    shown.sort_by_key(|(name, _)| ["id", "function", "type"].iter().position(|of| of == name));
+    Ok(Tree::Object(shown))
 }
 
-/// The arguments of a call: a text with a JSON object, or the object; nothing counts as `{}`.
-fn arguments(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
+/// The arguments of a call: the object, or the one in a text. Others count as `{}`, as in vLLM: a model's mistake in the
+/// history would end the conversation. Source: `_postprocess_messages` in `vllm/renderers/chat_utils/chat_message.py`.
+fn arguments(value: Json<'_>) -> Tree {
     let tree = match value {
-        Json::Text(text) if text.trim().is_empty() => Tree::Object(Vec::new()),
-        Json::Text(text) => Json::parse(&text, ARGUMENT_VALUES_MAX)
-            .map_err(|error| {
-                ApiError::invalid(path, format!("`{path}` is a text that is no JSON: {error}"))
-            })?
-            .into_tree(),
-        value => value.into_tree(),
+        Json::Text(text) => Json::parse(&text, ARGUMENT_VALUES_MAX).map(Json::into_tree),
+        value => Ok(value.into_tree()),
     };
     match tree {
-        Tree::Object(_) => Ok(tree),
-        other => Err(ApiError::invalid(
-            path,
-            format!("`{path}` must be a JSON object, not {}", other.type_name()),
-        )),
+        Ok(tree @ Tree::Object(_)) => tree,
+        _ => Tree::Object(Vec::new()),
     }
 }

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::fmt;
+use std::ops::Range;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use slipstream_base::width::to_u32;
@@ -210,6 +211,7 @@ struct Raw<'a> {
     add_generation_prompt: Option<bool>,
     continue_final_message: bool,
     template_kwargs: Vec<(String, Tree)>,
+    reasoning_effort: Option<String>,
     add_special_tokens: Option<bool>,
     form: RawForm,
     sampling: Sampling,
@@ -263,6 +265,7 @@ impl<'a> Raw<'a> {
             add_generation_prompt: None,
             continue_final_message: false,
             template_kwargs: Vec::new(),
+            reasoning_effort: None,
             add_special_tokens: None,
             form: RawForm::default(),
             sampling: Sampling::default(),
@@ -300,6 +303,9 @@ impl<'a> Raw<'a> {
     /// counts as not sent.
     fn take(&mut self, kind: CompletionApi, name: &str, value: Json<'a>) -> Result<(), ApiError> {
         if value == Json::Null {
+            if name == "tool_choice" {
+                self.form.choose_nothing();
+            }
             return Ok(());
         }
         if let Some(Rule::Refused { harmless, hint }) = fields::rule(kind, name) {
@@ -317,10 +323,12 @@ impl<'a> Raw<'a> {
         }
         let params = &mut self.params;
         match name {
-            "model" => self.model = Some(text(name, value)?),
+            "model" => self.model = model(name, value)?,
             "messages" => self.messages = Some(messages(name, value)?),
             "prompt" => self.prompts = Some(prompts(name, value)?),
             "stream" => params.stream = boolean(name, &value)?,
+            // As in vLLM, an empty one is none.
+            "stream_options" if matches!(&value, Json::Object(members) if members.is_empty()) => {}
             "stream_options" => self.stream_options = Some(stream_options(name, &value)?),
             "n" => params.n = whole(name, &value, 1, N_MAX)?,
             // 0 has a meaning with `echo`, which may follow.
@@ -351,6 +359,9 @@ impl<'a> Raw<'a> {
             "add_generation_prompt" => self.add_generation_prompt = Some(boolean(name, &value)?),
             "continue_final_message" => self.continue_final_message = boolean(name, &value)?,
             "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
+            "reasoning_effort" => {
+                self.reasoning_effort = Some(reasoning_effort(name, value)?);
+            }
             "priority" => params.priority = priority(name, &value)?,
             "user" => params.user = name_text(name, value)?,
             "request_id" => {
@@ -359,8 +370,7 @@ impl<'a> Raw<'a> {
             }
             "cache_salt" => {
                 let salt = name_text(name, value)?;
-                let empty = || ApiError::invalid(name, "`cache_salt` is empty; leave it out");
-                params.cache_salt = Some(salt.ok_or_else(empty)?);
+                params.cache_salt = Some(checked_salt(name, salt)?);
             }
             "return_token_ids" => params.return_token_ids = boolean(name, &value)?,
             "best_of" => self.best_of = Some(whole(name, &value, 1, N_MAX)?),
@@ -377,6 +387,11 @@ impl<'a> Raw<'a> {
             "top_k" => {
                 let range = |k: f64| k >= -1.0 && k.fract() == 0.0;
                 let wanted = "a whole number from -1 (0 and -1: all)";
+                // Texts such as "1e2" are real numbers only.
+                let value = value.as_whole();
+                if matches!(&*value, Json::Text(_)) {
+                    return Err(wrong_type(name, wanted, &value));
+                }
                 self.sampling.top_k = real(name, &value, range, wanted)?;
             }
             "min_p" => {
@@ -428,7 +443,7 @@ impl<'a> Raw<'a> {
                     self.messages.as_ref().and_then(|messages| messages.last()),
                 )?,
                 messages: self.messages.ok_or_else(|| missing("messages"))?,
-                template_kwargs: self.template_kwargs,
+                template_kwargs: with_effort(self.template_kwargs, self.reasoning_effort),
             },
             CompletionApi::Completion => {
                 Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?)
@@ -565,6 +580,37 @@ impl<'a> Raw<'a> {
             params,
         })
     }
+}
+
+/// A `reasoning_effort`. Source: `ReasoningEffort` in `vllm/renderers/params.py`.
+fn reasoning_effort(path: &str, value: Json<'_>) -> Result<String, ApiError> {
+    const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
+    let effort = text(path, value)?;
+    if EFFORTS.contains(&&*effort) {
+        return Ok(effort.into_owned());
+    }
+    Err(ApiError::invalid(
+        path,
+        format!(
+            "`{path}` is {:?}; it must be one of {}",
+            clip(&effort),
+            EFFORTS.join(", ")
+        ),
+    ))
+}
+
+/// The template's variables with those of an effort. Source: `build_chat_params` in
+/// `vllm/entrypoints/openai/chat_completion/protocol.py`.
+fn with_effort(mut kwargs: Vec<(String, Tree)>, effort: Option<String>) -> Vec<(String, Tree)> {
+    let Some(effort) = effort else {
+        return kwargs;
+    };
+    if !kwargs.iter().any(|(name, _)| name == "enable_thinking") {
+        kwargs.push(("enable_thinking".into(), Tree::Bool(effort != "none")));
+    }
+    kwargs.retain(|(name, _)| name != "reasoning_effort");
+    kwargs.push(("reasoning_effort".into(), Tree::Text(effort)));
+    kwargs
 }
 
 /// Whether the template opens the assistant's turn behind the `last` message: `asked`, unless the answer
@@ -709,6 +755,31 @@ pub(super) fn text<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiE
     }
 }
 
+/// The name of a model; `None` if it is empty, which is the served one as in vLLM.
+pub(super) fn model<'a>(path: &str, value: Json<'a>) -> Result<Option<Cow<'a, str>>, ApiError> {
+    Ok(Some(text(path, value)?).filter(|name| !name.is_empty()))
+}
+
+/// A salt that vLLM takes too. Source: `validate_cache_salt` in `vllm/entrypoints/generate/base/protocol.py`.
+fn checked_salt(path: &str, salt: Option<String>) -> Result<String, ApiError> {
+    const CHARS_MAX: usize = 128;
+    match salt {
+        None => Err(ApiError::invalid(
+            path,
+            format!("`{path}` is empty; leave it out"),
+        )),
+        Some(salt) if salt.contains(['@', '/', '\\', '\0']) || salt.chars().count() > CHARS_MAX => {
+            Err(ApiError::invalid(
+                path,
+                format!(
+                    "`{path}` must have at most {CHARS_MAX} characters, and none of `@`, `/`, `\\` and NUL"
+                ),
+            ))
+        }
+        Some(salt) => Ok(salt),
+    }
+}
+
 /// A name; `None` if it is empty.
 fn name_text(path: &str, value: Json<'_>) -> Result<Option<String>, ApiError> {
     let name = text(path, value)?;
@@ -789,17 +860,22 @@ fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId
     };
     for (token, bias) in members {
         let at = format!("{path}.{token}");
-        let Ok(id) = token.parse::<TokenId>() else {
+        let id = match &*Json::Text(token.as_ref().into()).as_whole() {
+            // Python's `int` takes no decimal point.
+            Json::Unsigned(id) if !token.contains('.') => TokenId::try_from(*id).ok(),
+            _ => None,
+        };
+        let Some(id) = id else {
             return Err(ApiError::invalid(
                 at.clone(),
                 format!("`{at}`: names in `{path}` must be token ids"),
             ));
         };
-        let range = |b| (-100.0..=100.0).contains(&b);
-        let bias = real(&at, bias, range, "from -100 to 100")?;
-        if bias == -100.0 {
+        // vLLM clamps a bias to the range.
+        let bias = real(&at, bias, |b| !b.is_nan(), "from -100 to 100")?;
+        if bias <= -100.0 {
             banned.push(id);
-        } else if bias == 100.0 {
+        } else if bias >= 100.0 {
             forced.push(id);
         }
         if banned.len().max(forced.len()) > STOP_TOKENS_MAX {
@@ -1017,8 +1093,7 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
     let mut content = None;
     let mut images = Vec::new();
     let mut name = None;
-    let mut calls = Vec::new();
-    let mut call_id = None;
+    let (mut raw_calls, mut raw_call_id) = (None, None);
     let (mut reasoning, mut reasoning_content) = (None, None);
     for (member, value) in members {
         if value == Json::Null {
@@ -1027,16 +1102,14 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
         let at = || format!("{path}.{member}");
         match &*member {
             "role" => role = Some(text(&at(), value)?),
-            "content" => {
-                images.clear();
-                content = Some(message_content(&at(), value, &mut images)?);
-            }
+            "content" => content = Some(value),
             "name" => name = Some(text(&at(), value)?),
-            "tool_calls" => calls = tool_calls(&at(), value)?,
+            // As in vLLM, other roles have no calls and no call ids.
+            "tool_calls" => raw_calls = Some(value),
             // vLLM's name of it, and the older one.
             "reasoning" if value.is_text() => reasoning = Some(text(&at(), value)?),
             "reasoning_content" if value.is_text() => reasoning_content = Some(text(&at(), value)?),
-            "tool_call_id" => call_id = Some(text(&at(), value)?.into_owned()),
+            "tool_call_id" => raw_call_id = Some(value),
             "function_call" | "audio" => {
                 return Err(ApiError::unsupported(
                     at(),
@@ -1057,14 +1130,33 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
             format!("`{path}.role` is empty; send `user`, `assistant` or `system`"),
         ));
     }
+    // As in vLLM, any message may go without; OpenAI lets only an assistant's that called tools.
+    let (content, parts) = match content {
+        None => (Cow::default(), Some(Vec::new())),
+        Some(value) => message_content(
+            &format!("{path}.content"),
+            value,
+            role == "system",
+            &mut images,
+        )?,
+    };
+    let calls = match raw_calls.filter(|_| role == "assistant") {
+        Some(value) => tool_calls(&format!("{path}.tool_calls"), value)?,
+        None => Vec::new(),
+    };
+    let call_id = raw_call_id
+        .filter(|_| role == "tool")
+        .map(|value| text(&format!("{path}.tool_call_id"), value))
+        .transpose()?
+        .map(Cow::into_owned);
     Ok(Message {
         // Thoughts of others are nothing to a template.
         reasoning: reasoning
             .or(reasoning_content)
             .filter(|_| role == "assistant"),
         role,
-        // As in vLLM, any message may go without; OpenAI lets only an assistant's that called tools.
-        content: content.unwrap_or_default(),
+        content,
+        parts,
         name,
         images,
         tools: (!calls.is_empty() || call_id.is_some())
@@ -1072,39 +1164,79 @@ fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
     })
 }
 
+/// A content, with the ranges of its parts if it came as a list.
+type MessageContent<'a> = (Cow<'a, str>, Option<Vec<Range<usize>>>);
+
 /// Text, or parts of it, which are joined by a newline as vLLM does for templates that take text
-/// (`vllm/entrypoints/chat_utils.py`).
+/// (`vllm/renderers/chat_utils/chat_message.py`).
 fn message_content<'a>(
     path: &str,
     value: Json<'a>,
+    is_system: bool,
     images: &mut Vec<ImagePart>,
-) -> Result<Cow<'a, str>, ApiError> {
+) -> Result<MessageContent<'a>, ApiError> {
+    let without_billing = |text: Cow<'a, str>| {
+        if is_system {
+            without_billing(text)
+        } else {
+            Some(text)
+        }
+    };
     if let Json::Text(text) = value {
-        return Ok(text);
+        return Ok(match without_billing(text) {
+            Some(text) => (text, None),
+            None => (Cow::default(), Some(Vec::new())),
+        });
     }
     let parts = value
         .into_elements()
         .map_err(|other| wrong_type(path, "a string or an array of text parts", &other))?;
     let mut joined: Option<Cow<'a, str>> = None;
+    let mut ranges = Vec::with_capacity(parts.len());
     for (at, part) in parts.into_iter().enumerate() {
-        match (content_part(&format!("{path}.{at}"), part)?, &mut joined) {
+        let part = match content_part(&format!("{path}.{at}"), part)? {
+            Part::Text(text) => without_billing(text).map_or(Part::Nothing, Part::Text),
+            other => other,
+        };
+        match (part, &mut joined) {
             (Part::Nothing, _) => {}
             (Part::Image(hash), text) => {
                 let at = text.as_ref().map_or(0, |text| text.len());
                 images.push(ImagePart { at, hash });
             }
-            (Part::Text(first), None) => joined = Some(first),
+            // vLLM leaves empty parts out of a joined text.
+            (Part::Text(empty), text) if empty.is_empty() => {
+                let at = text.as_ref().map_or(0, |text| text.len());
+                ranges.push(at..at);
+            }
+            (Part::Text(first), None) => {
+                ranges.push(0..first.len());
+                joined = Some(first);
+            }
             (Part::Text(next), Some(text)) => {
                 let text = text.to_mut();
                 // An image between the two has its own line breaks.
                 if images.last().is_none_or(|image| image.at < text.len()) {
                     text.push('\n');
                 }
+                let start = text.len();
                 text.push_str(&next);
+                ranges.push(start..text.len());
             }
         }
     }
-    Ok(joined.unwrap_or_default())
+    Ok((joined.unwrap_or_default(), Some(ranges)))
+}
+
+/// A system text without the line that some coding agents put in front, which differs in each request, as in vLLM: a prompt
+/// that kept it would never hit the prefix cache. `None` if nothing is left of it.
+/// Source: `_strip_claude_code_billing_header` in `vllm/renderers/chat_utils/chat_message.py`.
+fn without_billing(text: Cow<'_, str>) -> Option<Cow<'_, str>> {
+    if !text.starts_with("x-anthropic-billing-header") {
+        return Some(text);
+    }
+    let (_, rest) = text.split_once('\n')?;
+    (!rest.is_empty()).then(|| rest.to_owned().into())
 }
 
 /// A part of a message.

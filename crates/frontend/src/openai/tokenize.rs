@@ -6,7 +6,8 @@ use slipstream_base::TokenId;
 
 use super::json::{self, Out};
 use super::request::{
-    boolean, messages, missing, opens_turn, read_members, template_kwargs, text, tokens,
+    boolean, messages, missing, model as model_name, opens_turn, read_members, template_kwargs,
+    text, tokens,
 };
 use super::value::Json;
 use super::{ApiError, form};
@@ -83,7 +84,7 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
             return Ok(());
         }
         match name {
-            "model" => model = Some(text(name, value)?),
+            "model" => model = model_name(name, value)?,
             "prompt" => prompt = Some(text(name, value)?),
             "messages" => chat = Some(messages(name, value)?),
             "add_special_tokens" => special = Some(boolean(name, &value)?),
@@ -179,7 +180,7 @@ pub fn parse_detokenize(body: &[u8]) -> Result<DetokenizeRequest<'_>, ApiError> 
     read_members(body, known, |name, value| {
         match (name, value) {
             (_, Json::Null) => {}
-            ("model", value) => model = Some(text(name, value)?),
+            ("model", value) => model = model_name(name, value)?,
             (_, value) => ids = Some(tokens(name, value)?),
         }
         Ok(())

@@ -82,7 +82,7 @@ impl<'a> Json<'a> {
             Json::Negative(n) => Some(*n as f64),
             Json::Real(n) => Some(*n),
             Json::Bool(b) => Some(f64::from(u8::from(*b))),
-            Json::Text(text) => without_underscores(text.trim())?.parse().ok(),
+            Json::Text(text) => real_of_text(text.trim()),
             _ => None,
         }
     }
@@ -203,12 +203,13 @@ pub(crate) fn members(text: &str) -> Option<Vec<(String, Tree)>> {
 
 /// The whole number in a text: a sign, digits, and zeros behind a point.
 fn whole_of_text<'a>(text: &str) -> Option<Json<'a>> {
-    let text = without_underscores(text.trim())?;
+    let text = text.trim();
     let digits = match text.split_once('.') {
         Some((digits, zeros)) if !zeros.is_empty() && zeros.bytes().all(|b| b == b'0') => digits,
         Some(_) => return None,
-        None => &text,
+        None => text,
     };
+    let digits = without_underscores(digits)?;
     match digits.parse::<u64>() {
         Ok(n) => Some(Json::Unsigned(n)),
         Err(_) => match digits.parse::<i64>().ok()? {
@@ -216,6 +217,14 @@ fn whole_of_text<'a>(text: &str) -> Option<Json<'a>> {
             n => Some(Json::Negative(n)),
         },
     }
+}
+
+/// The real number in a text. Single underscores may stand anywhere but at its ends, as pydantic reads them.
+fn real_of_text(text: &str) -> Option<f64> {
+    if text.starts_with('_') || text.ends_with('_') || text.contains("__") {
+        return None;
+    }
+    text.replace('_', "").parse().ok()
 }
 
 /// `text` without single underscores between digits, as Python writes long numbers; `None` if others are in it.

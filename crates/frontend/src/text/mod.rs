@@ -32,13 +32,15 @@ use slipstream_base::{TokenId, mix};
 use crate::structured::Tree;
 pub use stop::{StopHit, StopMatcher};
 
-/// A message of a chat. Its parts were joined, if it had several.
+/// A message of a chat.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message<'a> {
     /// `system`, `user`, `assistant`, or what else the template knows.
     pub role: Cow<'a, str>,
-    /// The text.
+    /// The text. Parts are joined by line breaks.
     pub content: Cow<'a, str>,
+    /// The parts of `content`, if it came as a list or was left out: templates that loop over parts get them apart.
+    pub parts: Option<Vec<std::ops::Range<usize>>>,
     /// The speaker, where roles do not suffice.
     pub name: Option<Cow<'a, str>>,
     /// Calls that it makes, or that it answers.
@@ -73,6 +75,7 @@ impl<'a> Message<'a> {
         Message {
             role: role.into(),
             content: content.into(),
+            parts: None,
             name: None,
             tools: None,
             reasoning: None,

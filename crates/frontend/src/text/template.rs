@@ -1,5 +1,7 @@
 //! Chat templates: Jinja, as Hugging Face's `transformers` runs it.
 
+use std::borrow::Cow;
+
 use minijinja::value::Serde;
 use minijinja::{Environment, Value};
 use serde::Serialize;
@@ -14,6 +16,10 @@ pub(super) struct ChatTemplate {
     environment: Environment<'static>,
     /// Special tokens by the names that they have in templates, such as `bos_token`.
     special: Vec<(String, String)>,
+    /// Whether a message's content is a list of parts for it.
+    takes_parts: bool,
+    /// Whether it names the role `developer`.
+    knows_developers: bool,
 }
 
 const NAME: &str = "chat_template";
@@ -29,8 +35,13 @@ impl ChatTemplate {
             origin: origin.to_owned(),
             message,
         };
+        // vLLM's test (`_detect_developer_role_support` in `vllm/renderers/hf.py`).
+        let knows_developers = ["\"developer\"", "'developer'"]
+            .iter()
+            .any(|name| source.contains(name));
         let source = jinja::rewrite(source)
             .map_err(|error| wrong(format!("line {}: {}", error.line, error.message)))?;
+        let takes_parts = jinja::takes_parts(&source);
         let mut environment = jinja::environment();
         environment
             .add_template_owned(NAME, source)
@@ -38,6 +49,8 @@ impl ChatTemplate {
         Ok(ChatTemplate {
             environment,
             special,
+            takes_parts,
+            knows_developers,
         })
     }
 
@@ -51,7 +64,16 @@ impl ChatTemplate {
         const END: &str = "\u{f8ff}end of the open message\u{f8ff} ";
         let mut messages = messages.to_vec();
         if let Some(last) = messages.last_mut() {
-            last.content.to_mut().push_str(END);
+            let content = last.content.to_mut();
+            content.push_str(END);
+            let end = content.len();
+            match &mut last.parts {
+                None => {}
+                Some(parts) => match parts.last_mut() {
+                    Some(part) => part.end = end,
+                    None => parts.push(0..end),
+                },
+            }
         }
         let mut text = self.render(&messages, options)?;
         let Some(at) = text.rfind(END.trim_end()) else {
@@ -73,6 +95,17 @@ impl ChatTemplate {
         messages: &[Message<'_>],
         options: &ChatOptions<'_>,
     ) -> Result<String, TextError> {
+        // A template with image tokens of its own has another text, which is not modelled.
+        let takes_parts =
+            self.takes_parts && messages.iter().all(|message| message.images.is_empty());
+        let changes =
+            !self.knows_developers && messages.iter().any(|message| message.role == "developer");
+        let changed = changes.then(|| without_developers(messages, takes_parts));
+        // A joined message of the system stays a text.
+        let (messages, joined) = (changed.as_ref())
+            .map_or((messages, false), |(messages, joined)| {
+                (&messages[..], *joined)
+            });
         #[derive(Serialize)]
         // In vLLM's order, for templates that write whole messages. The reasoning has the two names that vLLM
         // sends, and the one that `transformers` adds in front.
@@ -80,7 +113,7 @@ impl ChatTemplate {
             #[serde(skip_serializing_if = "Option::is_none")]
             thinking: Option<&'a str>,
             role: &'a str,
-            content: &'a str,
+            content: Content<'a>,
             #[serde(skip_serializing_if = "<[Tree]>::is_empty")]
             tool_calls: &'a [Tree],
             #[serde(skip_serializing_if = "Option::is_none")]
@@ -94,9 +127,10 @@ impl ChatTemplate {
         }
         let messages: Vec<TemplateMessage<'_>> = messages
             .iter()
-            .map(|message| TemplateMessage {
+            .enumerate()
+            .map(|(at, message)| TemplateMessage {
                 role: &message.role,
-                content: &message.content,
+                content: Content::of(message, takes_parts && !(joined && at == 0)),
                 name: message.name.as_deref(),
                 tool_calls: message.calls(),
                 tool_call_id: message.tools.as_ref().and_then(|t| t.call_id.as_deref()),
@@ -135,6 +169,83 @@ impl ChatTemplate {
             .and_then(|template| template.render(Value::from_pairs(variables)))
             .map_err(|error| TextError::Template(jinja::reason(&error)))
     }
+}
+
+/// A message's content as the template gets it.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Content<'a> {
+    Text(Cow<'a, str>),
+    Parts(Vec<TextPart<'a>>),
+}
+
+#[derive(Serialize)]
+struct TextPart<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    text: &'a str,
+}
+
+impl<'a> Content<'a> {
+    /// As `parse_chat_message_content` of vLLM (`vllm/renderers/chat_utils/chat_message.py`): results of tools stay texts.
+    fn of(message: &'a Message<'_>, takes_parts: bool) -> Content<'a> {
+        if !takes_parts {
+            return Content::Text(Cow::Borrowed(&message.content));
+        }
+        if message.role == "tool" {
+            return Content::Text(joined_parts(message));
+        }
+        let part = |text| TextPart { kind: "text", text };
+        Content::Parts(match &message.parts {
+            None => vec![part(&message.content)],
+            Some(parts) => (parts.iter().cloned())
+                .map(|range| part(&message.content[range]))
+                .collect(),
+        })
+    }
+}
+
+/// A message's text in templates that take parts: empty ones have their line breaks too.
+fn joined_parts<'a>(message: &'a Message<'_>) -> Cow<'a, str> {
+    match &message.parts {
+        None => Cow::Borrowed(&message.content),
+        Some(parts) => {
+            let parts = parts.iter().cloned();
+            let texts: Vec<&str> = parts.map(|part| &message.content[part]).collect();
+            texts.join("\n").into()
+        }
+    }
+}
+
+/// Developers' messages as those of the system, all of which come first and as one, and whether several were joined. Source:
+/// `_convert_developer_to_system` and `_consolidate_system_messages` in `vllm/renderers/hf.py`.
+fn without_developers<'a>(messages: &[Message<'a>], takes_parts: bool) -> (Vec<Message<'a>>, bool) {
+    let mut messages = messages.to_vec();
+    for message in &mut messages {
+        if message.role == "developer" {
+            message.role = "system".into();
+        }
+    }
+    let is_system = |message: &Message<'_>| message.role == "system";
+    let of_system = messages.iter().filter(|message| is_system(message)).count();
+    if of_system == 1 && is_system(&messages[0]) {
+        return (messages, false);
+    }
+    let texts: Vec<Cow<'_, str>> = (messages.iter().filter(|message| is_system(message)))
+        .map(|message| {
+            if takes_parts {
+                joined_parts(message)
+            } else {
+                Cow::Borrowed(&*message.content)
+            }
+        })
+        .filter(|text| !text.is_empty())
+        .collect();
+    let mut system = Message::new("system", "");
+    system.content = texts.join("\n\n").into();
+    messages.retain(|message| !is_system(message));
+    messages.insert(0, system);
+    (messages, true)
 }
 
 /// C's `strftime` at `unix_s`, UTC, for the codes that templates use; others stay as they are.
@@ -265,6 +376,51 @@ mod tests {
             render(source, &[("user", " hi "), ("assistant", "yo")]).unwrap(),
             "<s>[USER]hi</s>[ASSISTANT]yo</s>GOTrue\n"
         );
+    }
+
+    fn rendered(source: &str, messages: &[Message<'_>]) -> String {
+        let options = ChatOptions {
+            add_generation_prompt: false,
+            continue_final_message: false,
+            tools: &[],
+            template_kwargs: &[],
+            now_unix_s: 0,
+        };
+        let template = ChatTemplate::new(source, "a test", Vec::new()).unwrap();
+        template.render(messages, &options).unwrap()
+    }
+
+    #[test]
+    fn templates_that_loop_over_parts_get_parts() {
+        let text = "{% for m in messages %}{{ m.content }};{% endfor %}";
+        let parts = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}\
+                     {% for p in m.content %}<{{ p.type }} {{ p['text'] }}>{% endfor %}{% endif %};{% endfor %}";
+        let mut two = Message::new("user", "a\nb");
+        two.parts = Some(vec![0..1, 2..3]);
+        let mut none = Message::new("assistant", "");
+        none.parts = Some(Vec::new());
+        let messages = [
+            two,
+            none,
+            Message::new("tool", "t"),
+            Message::new("user", "c"),
+        ];
+        assert_eq!(rendered(text, &messages), "a\nb;;t;c;");
+        assert_eq!(rendered(parts, &messages), "<text a><text b>;;t;<text c>;");
+    }
+
+    #[test]
+    fn developers_speak_for_the_system_where_the_template_does_not_know_them() {
+        let source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}";
+        let messages = [
+            Message::new("system", "a"),
+            Message::new("user", "b"),
+            Message::new("developer", "c"),
+        ];
+        assert_eq!(rendered(source, &messages), "system:a\n\nc;user:b;");
+        assert_eq!(rendered(source, &messages[2..]), "system:c;");
+        let knows = format!("{source}{{% if 'developer' == 1 %}}{{% endif %}}");
+        assert_eq!(rendered(&knows, &messages), "system:a;user:b;developer:c;");
     }
 
     #[test]

@@ -146,6 +146,7 @@ fn message(fields: &Fields<'_>) -> Option<Message<'static>> {
     Some(Message {
         role: Cow::Owned(string(fields, "role")?),
         content: Cow::Owned(content),
+        parts: None,
         name: optional(fields, "name", None::<String>)?.map(Cow::Owned),
         tools: None,
         reasoning: None,

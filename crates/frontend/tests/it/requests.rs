@@ -163,6 +163,62 @@ fn what_vllm_takes_is_taken() {
 }
 
 #[test]
+fn messages_are_read_as_by_vllm() {
+    let fields = json!({
+        "model": "",
+        "messages": [
+            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nrules"},
+            {"role": "system", "content": [{"type": "text", "text": "x-anthropic-billing-header: 2"}, "", "b"]},
+            {"role": "user", "content": "x-anthropic-billing-header\nq", "tool_calls": 1, "tool_call_id": 1},
+            {"role": "assistant", "content": ["", "a", "", "b"]},
+        ],
+        "reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "high"},
+        "logit_bias": {" 5 ": -1e9, "1_0": "200", "+7": 0},
+    });
+    let body = body(Chat, fields);
+    let request = parse(Chat, &body).expect(&body);
+    assert_eq!(request.model, None);
+    let Input::Chat {
+        messages,
+        template_kwargs,
+        ..
+    } = &request.input
+    else {
+        panic!("a chat");
+    };
+    let texts: Vec<&str> = messages.iter().map(|message| &*message.content).collect();
+    assert_eq!(
+        texts,
+        ["rules", "b", "x-anthropic-billing-header\nq", "a\nb"]
+    );
+    assert_eq!(messages[0].parts, None);
+    assert_eq!(messages[1].parts, Some(vec![0..0, 0..1]));
+    assert_eq!(messages[3].parts, Some(vec![0..0, 0..1, 1..1, 2..3]));
+    assert!(messages[2].tools.is_none());
+    let kwargs: Vec<(&str, &Tree)> = (template_kwargs.iter())
+        .map(|(name, value)| (name.as_str(), value))
+        .collect();
+    let effort = Tree::Text("none".into());
+    let thinks = Tree::Bool(false);
+    assert_eq!(
+        kwargs,
+        [("enable_thinking", &thinks), ("reasoning_effort", &effort)]
+    );
+    let limits = request.params.vocab.unwrap();
+    assert_eq!((limits.banned, limits.forced), (vec![5], vec![10]));
+    for refused in [
+        json!({"cache_salt": "a/b"}),
+        json!({"cache_salt": "x".repeat(129)}),
+        json!({"reasoning_effort": "some"}),
+        json!({"top_k": "1e2"}),
+        json!({"logit_bias": {"5.0": 1}}),
+    ] {
+        let body = self::body(Chat, refused);
+        assert!(parse(Chat, &body).is_err(), "{body}");
+    }
+}
+
+#[test]
 fn everything_that_is_modelled_is_understood() {
     let body = body(
         Chat,
@@ -532,7 +588,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "parts with text and images",
         ),
         (
-            json!({"logit_bias": {"5": 101}}),
+            json!({"logit_bias": {"5": "nan"}}),
             "logit_bias.5",
             "from -100",
         ),

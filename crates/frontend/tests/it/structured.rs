@@ -50,7 +50,9 @@ fn tools_and_choices_are_understood() {
             .unwrap()
             .choice
     };
-    assert_eq!(choice(json!(null)), ToolChoice::Auto);
+    assert_eq!(choice(json!(null)), ToolChoice::None, "as in vLLM");
+    let unsaid = form(json!({"tools": tools})).unwrap().choice;
+    assert_eq!(unsaid, ToolChoice::Auto);
     assert_eq!(choice(json!("none")), ToolChoice::None);
     assert_eq!(choice(json!("required")), ToolChoice::Required);
     let named = json!({"type": "function", "function": {"name": "b"}});
@@ -63,8 +65,6 @@ fn tools_and_choices_are_understood() {
         json!({"tools": []}),
         json!({"tools": null, "tool_choice": "none"}),
         json!({"response_format": {"type": "text"}}),
-        json!({"structured_outputs": {}}),
-        json!({"structured_outputs": {"json": null, "json_object": false}}),
     ] {
         assert_eq!(form(idle.clone()), None, "{idle}");
     }
@@ -228,21 +228,56 @@ fn calls_in_the_history_are_rendered_with_their_arguments() {
         .encode_chat(messages, &options, &mut theirs)
         .unwrap();
     assert_eq!(ours, theirs);
-    // An object that is no call is refused.
-    for (arguments, part) in [
-        (json!("["), "no JSON"),
-        (json!("[]"), "object"),
-        (json!(7), "object"),
-    ] {
+    // Arguments that are no object count as none, and other members are not shown, as in vLLM.
+    for arguments in [json!("["), json!("[]"), json!(7), json!(null)] {
         let body = json!({"messages": [{"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": arguments}}]}]})
+            {"type": "function", "index": 0, "function": {"name": "f", "arguments": arguments}, "id": "c"}]}]})
         .to_string();
-        let error = parse_chat(body.as_bytes()).unwrap_err();
+        let Input::Chat { messages, .. } = parse_chat(body.as_bytes()).unwrap().input else {
+            panic!("no chat");
+        };
+        let mut shown = String::new();
+        messages[0].calls()[0].write(&mut shown);
         assert_eq!(
-            error.param.as_deref(),
-            Some("messages.0.tool_calls.0.function.arguments")
+            shown,
+            r#"{"id": "c", "function": {"arguments": {}, "name": "f"}, "type": "function"}"#
         );
-        assert!(error.message.contains(part), "{}", error.message);
+    }
+}
+
+#[test]
+fn tools_are_shown_as_vllm_shows_them() {
+    let tools = json!([
+        {"extra": 1, "function": {"parameters": {"type": "object"}, "name": "f", "strict": "yes", "x": 2}},
+        {"type": "function", "function": {"name": "g", "description": "d"}, "defer_loading": true},
+    ]);
+    let shown = form(json!({ "tools": tools })).unwrap().tools;
+    let shown: Vec<String> = (shown.iter())
+        .map(|tool| {
+            let mut text = String::new();
+            tool.whole.write(&mut text);
+            text
+        })
+        .collect();
+    assert_eq!(
+        shown,
+        [
+            r#"{"type": "function", "function": {"name": "f", "description": null, "parameters": {"type": "object"}, "strict": true}}"#,
+            r#"{"type": "function", "function": {"name": "g", "description": "d", "parameters": null, "defer_loading": true}, "defer_loading": true}"#,
+        ]
+    );
+    for (function, at) in [
+        (
+            json!({"name": "f", "description": 1}),
+            "tools.0.function.description",
+        ),
+        (
+            json!({"name": "f", "strict": "maybe"}),
+            "tools.0.function.strict",
+        ),
+    ] {
+        let error = form_of(&json!({"tools": [{"function": function}]})).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some(at));
     }
 }
 

@@ -1,6 +1,7 @@
 //! Jinja2 as Hugging Face's `transformers` configures it, on the engine `minijinja`.
 //!
 //! - `source`: the template's source, rewritten where the engine's grammar has less;
+//! - `parts`: whether the template takes a message's content as a list of parts;
 //! - `python`: values printed as Python prints them;
 //! - `methods`, `filters`, `checks`, `json`, `format`: functions that templates call.
 
@@ -10,6 +11,7 @@ mod filters;
 mod format;
 mod json;
 mod methods;
+mod parts;
 mod python;
 mod source;
 
@@ -17,6 +19,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 
+pub(super) use parts::takes_parts;
 pub(super) use source::rewrite;
 
 /// Source of the errors that a template raises itself.

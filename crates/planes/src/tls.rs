@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustls::pki_types::pem::{Error as PemError, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -170,7 +171,8 @@ impl ClientTls {
             }
         } else {
             // Hosts have expired or odd certificates among theirs; one that verifies is enough.
-            let found = rustls_native_certs::load_native_certs();
+            let found = within(HOST_STORE_WAIT, rustls_native_certs::load_native_certs)
+                .ok_or_else(|| TlsError::NoRoots("reading them takes too long".into()))?;
             roots.add_parsable_certificates(found.certs);
             if roots.is_empty() {
                 let why = found.errors.first().map(ToString::to_string);
@@ -266,9 +268,36 @@ fn mismatch(error: impl std::fmt::Display) -> TlsError {
     TlsError::Mismatch(error.to_string())
 }
 
+/// Longest wait for the host's store of authorities.
+const HOST_STORE_WAIT: Duration = Duration::from_secs(5);
+
+/// Runs `load` on a thread of its own, so that a FIFO or a stalled file system in place of a file stops no reload. `None`: it
+/// takes longer than `limit`. The thread stays behind.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    load: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (done, loaded) = std::sync::mpsc::sync_channel(1);
+    let run = move || {
+        let _ = done.send(load());
+    };
+    let thread = std::thread::Builder::new().name("host-ca".into());
+    thread.spawn(run).ok()?;
+    loaded.recv_timeout(limit).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_store_that_stalls_is_left() {
+        assert_eq!(within(Duration::from_secs(60), || 7), Some(7));
+        let (hold, held) = std::sync::mpsc::channel::<()>();
+        let stalled = within(Duration::from_millis(1), move || held.recv().is_err());
+        assert_eq!(stalled, None);
+        drop(hold);
+    }
 
     #[test]
     fn files_that_hold_nothing_are_named() {

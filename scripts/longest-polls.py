@@ -159,6 +159,9 @@ def streams() -> dict[str, tuple[bytes, int]]:
     found["only line endings"] = (b"\r\n\n\r" * 200_000, 4_096)
     many = b'{"error":' * 100_000
     found["errors within errors"] = (b"data: " + many + b"\n\n", 4_096)
+    opened, lists = b'"token_ids":[' * 70_000, b'"token_ids":[1],' * 60_000
+    found["70,000 lists of ids in one"] = (b'data: {"choices":[' + opened + b"]\n\n", 4_096)
+    found["60,000 lists of ids"] = (b'data: {"choices":[{' + lists + b'"x":1}]}\n\n', 4_096)
     found["300,000 choices"] = (b'data: {"choices":[' + b"{}," * 300_000 + b"{}]}\n\n", 4_096)
     return found
 

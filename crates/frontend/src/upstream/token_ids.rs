@@ -12,6 +12,9 @@ static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids
 
 const NULL: &[u8] = b"null";
 
+/// Limit of lists of ids read per piece of a stream, which is more than any engine sends in one.
+const LISTS_MAX: usize = 8_192;
+
 /// Bytes that are remembered from behind a list of ids, at most.
 const BEHIND_MAX: usize = 256;
 
@@ -93,7 +96,7 @@ impl TokenIds {
         }
         self.reserve(events.len());
         let mut rest = &events[..];
-        loop {
+        for _ in 0..LISTS_MAX {
             self.room.extend_from_slice(&rest[..found.start]);
             self.room.extend_from_slice(b"null");
             rest = &rest[found.end..];
@@ -199,6 +202,7 @@ static EMPTY_DELTAS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(EM
 fn without_empty_deltas(events: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(events.len());
     let mut rest = events;
+    let mut lists = 0;
     while !rest.is_empty() {
         let end = memmem::find(rest, b"\n\n").map_or(rest.len(), |at| at + 2);
         let (event, after) = rest.split_at(end);
@@ -210,7 +214,10 @@ fn without_empty_deltas(events: &[u8]) -> Vec<u8> {
         if is_for_ids {
             continue;
         }
-        while let Some(found) = find(left) {
+        while lists < LISTS_MAX
+            && let Some(found) = find(left)
+        {
+            lists += 1;
             out.extend_from_slice(&left[..found.start]);
             out.extend_from_slice(b"null");
             left = &left[found.end..];

@@ -57,11 +57,13 @@ pub fn alone(need: &Need, timing: &mut dyn StepTime, per_step: u32) -> Shown {
     };
     let rest = u64::from(need.output.saturating_sub(1));
     let steps = rest.div_ceil(u64::from(per_step));
+    // Tokens of one step come at once: the mean gap is shorter than a step.
+    let mean = (gap * steps).checked_div(rest).unwrap_or(0);
     Shown {
         ttft,
-        itl: gap,
+        itl: mean,
         itl_max: gap,
-        tpot: (gap * steps).checked_div(rest).unwrap_or(0),
+        tpot: mean,
         e2e: ttft + gap * steps,
     }
 }
@@ -344,6 +346,9 @@ mod tests {
         assert_eq!(time_s(&all, &mut timing, 1), 100.0 + 0.11);
         // Of ten further tokens four come at a time: three steps, and a quarter of the work.
         assert_eq!(alone(&all.needs[0], &mut timing, 4).e2e, 40_000_000);
+        // Their mean gap is shorter than a step.
+        let drafted = alone(&all.needs[0], &mut timing, 4);
+        assert_eq!((drafted.itl, drafted.itl_max), (3_000_000, 10_000_000));
         let drafted = work(&all, &mut timing, 64, 2000, None, 4);
         assert!(
             (drafted.decode_s - 252.5 / 64.0 * 0.01).abs() < 1e-9,

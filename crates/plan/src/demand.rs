@@ -141,110 +141,14 @@ impl Demand {
     }
 }
 
-/// Prompt tokens of a part of a workload that repeat earlier requests.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Reuse {
-    /// Start of the part.
-    begin: SimTime,
-    /// Prompt tokens of the part.
-    tokens: u64,
-    /// Tokens that repeat a request before the part, and the due time of the last one that has them.
-    each: Vec<(SimTime, u64)>,
-}
-
-impl Reuse {
-    /// Share of the prompt tokens that are in no cache if it is filled from `warm_s` before the part, and would be if it was
-    /// filled from the start.
-    pub fn lost(&self, warm_s: f64) -> f64 {
-        let begin = self
-            .begin
-            .0
-            .saturating_sub(SimTime::from_secs_f64(warm_s).0);
-        let before = self.each.iter().filter(|each| each.0.0 < begin);
-        before.map(|each| each.1).sum::<u64>() as f64 / self.tokens.max(1) as f64
-    }
-}
-
-/// The reuse in parts of a workload, each from a start and of a length in seconds.
+/// Requests of a workload per class, without their prompts' blocks. Shape `[classes]`, at least 1.
 ///
 /// # Errors
 /// As [`Demand::of`].
-pub fn reuse(workload: &Workload, parts: &[(f64, f64)]) -> Result<Vec<Reuse>, SourceError> {
-    let spans: Vec<(SimTime, SimTime)> = parts
-        .iter()
-        .map(|&(from, length)| {
-            (
-                SimTime::from_secs_f64(from),
-                SimTime::from_secs_f64(from + length),
-            )
-        })
-        .collect();
-    let mut found: Vec<Reuse> = spans
-        .iter()
-        .map(|&(begin, _)| Reuse {
-            begin,
-            ..Reuse::default()
-        })
-        .collect();
-    let mut blocks_due: HashMap<BlockHash, SimTime> = HashMap::new();
-    let mut turns: HashMap<u64, (SimTime, u32)> = HashMap::new();
-    let end = spans
-        .iter()
-        .map(|span| span.1)
-        .max()
-        .unwrap_or(SimTime::ZERO);
-    walk(workload, |request| {
-        let due = request.due;
-        // Due times of the requests that had the leading blocks, and the tokens of each.
-        let mut repeats: Vec<(SimTime, u64)> = Vec::new();
-        let mut hits = 0;
-        let name = answer_name(request.id());
-        if let Ok(prompt) = request.prompt.to_blocks(BLOCK, BlockHash::default(), name) {
-            let mut leading = true;
-            for &block in prompt.blocks() {
-                match blocks_due.insert(block, due) {
-                    Some(before) if leading => {
-                        hits += BLOCK;
-                        repeats.push((before, u64::from(BLOCK)));
-                    }
-                    _ => leading = false,
-                }
-            }
-        }
-        let input = request.prompt.tokens();
-        let before = if request.has_next() {
-            let tokens = input.saturating_add(request.output_len);
-            turns.insert(request.session, (due, tokens))
-        } else {
-            turns.remove(&request.session)
-        };
-        if let Some((before, tokens)) = before
-            && tokens > hits
-        {
-            repeats.push((before, u64::from(tokens - hits)));
-        }
-        for (of, &(begin, end)) in found.iter_mut().zip(&spans) {
-            if due >= begin && due < end {
-                of.tokens += u64::from(input);
-                of.each.extend(repeats.iter().filter(|each| each.0 < begin));
-            }
-        }
-        due < end
-    })?;
-    Ok(found)
-}
-
-/// Requests of a workload per class that are due at `from` or later, without their prompts' blocks. Shape `[classes]`, at
-/// least 1.
-///
-/// # Errors
-/// As [`Demand::of`].
-pub fn count(workload: &Workload, from: SimTime) -> Result<Vec<u64>, SourceError> {
+pub fn count(workload: &Workload) -> Result<Vec<u64>, SourceError> {
     let mut classes = Vec::new();
     walk(workload, |request| {
-        if request.due >= from {
-            classes.push(request.class);
-        }
+        classes.push(request.class);
         classes.len() < REQUESTS_MAX
     })?;
     Ok(count_classes(classes.into_iter()))
@@ -317,7 +221,7 @@ mod tests {
         let repeated = f64::from(20 * 3100) / f64::from(20 * (3000 + 3150));
         assert!((demand.repeated_share() - repeated).abs() < 1e-9);
         assert!(later.iter().all(|n| n.input == 3150 && n.cached >= 3100));
-        assert_eq!(count(&w, SimTime::ZERO).unwrap(), [40]);
+        assert_eq!(count(&w).unwrap(), [40]);
     }
 
     #[test]

@@ -13,7 +13,6 @@
 mod settle;
 mod sizing;
 
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use slipstream_base::mix::mix64;
@@ -246,8 +245,6 @@ pub struct Search<'a, E: Evaluate> {
     seen: BTreeMap<Key, (u64, Measured)>,
     /// Best setting known of each shape, and its size on the largest part so far.
     known: Vec<Option<(usize, u32)>>,
-    /// Whether known settings are those of a question that differs little: only settings near them are tried.
-    is_near: bool,
     progress: Progress,
     /// Requests simulated.
     pub requests: u64,
@@ -273,9 +270,12 @@ type Beaten = (f64, usize, (usize, usize), Option<(u32, u64)>);
 
 /// Distance to the target below which a share nearly attains.
 const NEAR: f64 = 0.02;
-/// As [`NEAR`], where the best known settings were found under other conditions.
-const NEAR_CHANGED: f64 = 0.1;
-/// Factor on the lowest cost on a part above which a shape is not promising, unless one worker less makes up for it.
+/// A size whose share of misses is at most this many times the allowed one misses by chance: fewer workers may attain.
+const CHANCE: f64 = 1.5;
+/// Limit of values that are changed in the base setting of a shape that attains with it at no size.
+const CHANGES_MAX: usize = 4;
+/// A shape whose cost on a part is above the lowest one by more than this factor is not promising, unless one worker
+/// less makes up for it.
 const PROMISING: f64 = 1.5;
 /// One of this many candidates is kept on the next part.
 const KEEP: usize = 4;
@@ -283,9 +283,6 @@ const KEEP: usize = 4;
 const KEEP_MIN: usize = 6;
 /// Limit of rounds of challenges.
 const ROUNDS_MAX: usize = 8;
-/// A candidate is hopeless if this fraction of its misses on a part, with no other miss, is too many for the
-/// whole: parts are the busiest, and some of their caches may be colder.
-const HOPELESS: f64 = 0.5;
 /// Growth of the load at which candidates of equal cost are compared.
 const LOAD_GROWTH: f64 = 1.3;
 /// Limit of candidates that cost as much as the answer and are compared with it.
@@ -315,7 +312,6 @@ impl<'a, E: Evaluate> Search<'a, E> {
             seeds,
             evaluate,
             seen: BTreeMap::new(),
-            is_near: false,
             progress: Progress::default(),
             requests: 0,
             trials: 0,
@@ -414,26 +410,6 @@ impl<'a, E: Evaluate> Search<'a, E> {
             .collect())
     }
 
-    /// Whether a trial of a part misses so much that it cannot attain on the whole, whatever happens there
-    /// outside of the part.
-    fn is_hopeless(&self, part: usize, measured: &Measured) -> bool {
-        let misses = (1.0 - measured.share) * self.parts[part]
-            / self.parts[self.whole()].max(self.parts[part]);
-        !measured.attains && misses * HOPELESS > 1.0 - self.target
-    }
-
-    /// Of trials on a part, those that smaller ones do not show to be hopeless. The smallest come first: they take the fewest
-    /// requests.
-    fn screen(&mut self, mut trials: Vec<Trial>, part: usize) -> Result<Vec<Trial>, E::Error> {
-        for part in 0..part {
-            let on_part: Vec<Trial> = trials.iter().map(|t| Trial { part, ..*t }).collect();
-            let measured = self.run(&on_part)?;
-            let mut each = measured.iter();
-            trials.retain(|_| each.next().is_some_and(|m| !self.is_hopeless(part, m)));
-        }
-        Ok(trials)
-    }
-
     /// Sizes candidates on a part; all of them advance together.
     fn size(&mut self, jobs: &mut [(usize, usize, Sizing)], stage: Stage) -> Result<(), E::Error> {
         loop {
@@ -485,7 +461,8 @@ impl<'a, E: Evaluate> Search<'a, E> {
     /// As the evaluation's.
     pub fn find(&mut self, others: &[Choice]) -> Result<Option<Choice>, E::Error> {
         let later = 8.0 + self.shapes.len() as f64;
-        let sizes = self.size_shapes(later)?;
+        let mut sizes = self.size_shapes(later)?;
+        self.try_settings(&mut sizes)?;
         let ranked = self.halve(&sizes, later)?;
         // The whole workload, the most promising candidate first.
         self.phase("whole workload", later * 0.6, later * 0.4);
@@ -579,14 +556,11 @@ impl<'a, E: Evaluate> Search<'a, E> {
     /// size. Shape `[shapes]`.
     fn size_shapes(&mut self, later: f64) -> Result<Vec<Option<(usize, u32)>>, E::Error> {
         let mut sizes: Vec<Option<(usize, u32)>> = vec![None; self.shapes.len()];
-        let likely = self.likely();
-        // Shapes that are left out on larger parts. Shape `[shapes]`.
-        let mut hopeless = vec![false; self.shapes.len()];
         for part in 0..=self.whole() {
             let open = sizes.iter().filter(|size| size.is_none()).count();
             self.phase("sizes", self.parts[part] * 3.0 * open as f64, later);
             let mut jobs: Vec<(usize, usize, Sizing)> = (0..self.shapes.len())
-                .filter(|&shape| sizes[shape].is_none() && !hopeless[shape] && likely[shape])
+                .filter(|&shape| sizes[shape].is_none())
                 .map(|shape| {
                     let known = self.known[shape];
                     let start = known.map_or(self.shapes[shape].workers_min.max(1), |k| k.1);
@@ -627,8 +601,6 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 let measured = self.run(&trials)?;
                 for ((at, trial), measured) in at.iter().zip(&trials).zip(&measured) {
                     jobs[*at].2.take(trial.workers, measured);
-                    // That of its largest size is what counts.
-                    hopeless[trial.shape] = self.is_hopeless(part, measured);
                 }
             }
         }
@@ -638,6 +610,59 @@ impl<'a, E: Evaluate> Search<'a, E> {
             }
         }
         Ok(sizes)
+    }
+
+    /// Tries other settings of the shapes that are at no size promising with the base: at the largest size that is cheaper than the
+    /// best one, one value at a time as long as that helps.
+    fn try_settings(&mut self, sizes: &mut [Option<(usize, u32)>]) -> Result<(), E::Error> {
+        let cost = |(shape, size): (usize, &Option<(usize, u32)>)| {
+            Some(self.shapes[shape].cost_of((*size)?.1))
+        };
+        let least = sizes.iter().enumerate().filter_map(cost);
+        let least = least.fold(f64::INFINITY, f64::min);
+        for shape in 0..self.shapes.len() {
+            let of = &self.shapes[shape];
+            let promising = |size: (usize, u32)| self.is_promising(sizes, shape, size.1);
+            if of.settings == 1 || sizes[shape].is_some_and(promising) {
+                continue;
+            }
+            let workers = if least.is_finite() {
+                of.cheaper_than(least)
+            } else {
+                Some(of.workers_max)
+            };
+            let Some(workers) = workers else { continue };
+            let trial = |of: &Self, setting| of.trial_at(shape, setting, workers, Self::on(0));
+            let mut setting = 0;
+            let mut most = self.run(&[trial(self, setting)])?.remove(0);
+            for _ in 0..CHANGES_MAX {
+                let near = self.shapes[shape].neighbors[setting].clone();
+                let trials: Vec<Trial> = near.iter().map(|&near| trial(self, near)).collect();
+                let measured = self.run(&trials)?;
+                let better = |m: &Measured| (m.attains, m.share) > (most.attains, most.share);
+                let found = near
+                    .into_iter()
+                    .zip(measured)
+                    .filter(|each| better(&each.1));
+                let best = found.reduce(|a, b| {
+                    if (b.1.attains, b.1.share) > (a.1.attains, a.1.share) {
+                        b
+                    } else {
+                        a
+                    }
+                });
+                let Some(best) = best else { break };
+                (setting, most) = best;
+                if most.attains {
+                    break;
+                }
+            }
+            if most.attains {
+                sizes[shape] = Some((0, workers));
+                self.known[shape] = Some((setting, workers));
+            }
+        }
+        Ok(())
     }
 
     /// Whether a shape that needs `workers` with its base setting may be the cheapest with another one, or is
@@ -757,9 +782,6 @@ impl<'a, E: Evaluate> Search<'a, E> {
                     // Its smallest cluster costs as much.
                     None => out.push((0.0, place, (shape, setting), None)),
                 }
-            }
-            if part >= self.whole() {
-                trials = self.screen(trials, part)?;
             }
             if stage.seeds > 1 {
                 let first = self.run(&trials)?;
@@ -892,7 +914,6 @@ impl<'a, E: Evaluate> Search<'a, E> {
         let Some(best) = best else {
             return Ok(Vec::new());
         };
-        let near = if self.is_near { NEAR_CHANGED } else { NEAR };
         let mut all = Vec::new();
         for shape in 0..self.shapes.len() {
             let Some(workers) = self.shapes[shape].cheaper_than(best.cost) else {
@@ -901,15 +922,11 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let is_near = (0..self.shapes[shape].settings).any(|setting| {
                 let trial = self.trial_at(shape, setting, workers, stage);
                 let share = self.seen.get(&trial.key()).map(|seen| seen.1.share);
-                share.is_some_and(|share| share >= self.target - near)
+                share.is_some_and(|share| share >= self.target - NEAR)
             });
             if is_near {
-                let better = if self.is_near {
-                    self.near_settings(shape, self.setting(shape), workers, stage.part)?
-                } else {
-                    let settings = (0..self.shapes[shape].settings).collect();
-                    self.better(shape, settings, workers, stage.part, KEEP_MIN)?
-                };
+                let settings = (0..self.shapes[shape].settings).collect();
+                let better = self.better(shape, settings, workers, stage.part, KEEP_MIN)?;
                 all.extend(better.into_iter().map(|setting| (shape, setting)));
             }
         }
@@ -957,13 +974,8 @@ impl<'a, E: Evaluate> Search<'a, E> {
             let same = (of.cost * workers - best.cost).abs() <= best.cost * 1e-9;
             let fits =
                 workers >= f64::from(of.workers_min.max(1)) && workers <= f64::from(of.workers_max);
-            let simpler = match of.simplicity().cmp(&self.shapes[best.shape].simplicity()) {
-                Ordering::Less => true,
-                // Headroom is not asked for.
-                Ordering::Equal => !self.is_near,
-                Ordering::Greater => false,
-            };
-            if !(same && fits && simpler) {
+            let simple = of.simplicity() <= self.shapes[best.shape].simplicity();
+            if !(same && fits && simple) {
                 continue;
             }
             // The base setting, too: the best known one is that of smaller sizes, or of smaller parts.
@@ -1202,6 +1214,10 @@ mod tests {
     struct Known {
         /// Requests per second of one worker. Shape `[shapes][settings]`.
         capacity: Vec<Vec<f64>>,
+        /// Factor on it on parts, whose caches are cold. Shape `[shapes]`, or empty.
+        cold: Vec<f64>,
+        /// A size that misses by a little, whatever its capacity: shape and workers.
+        unlucky: Option<(usize, u32)>,
         load: f64,
         /// Requests of the whole workload.
         requests: u64,
@@ -1217,7 +1233,12 @@ mod tests {
         fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
             self.runs.extend(trials);
             let measure = |t: &Trial| {
-                let capacity = self.capacity[t.shape][t.setting] * f64::from(t.workers);
+                let mut capacity = self.capacity[t.shape][t.setting] * f64::from(t.workers);
+                if t.part + 1 < self.parts.len() {
+                    capacity *= self.cold.get(t.shape).unwrap_or(&1.0);
+                } else if self.unlucky == Some((t.shape, t.workers)) {
+                    capacity = self.load * 0.999;
+                }
                 let enough = capacity / (self.load * t.conditions.load * t.conditions.slower);
                 let met = width::floor_u64(TARGET * 1e6 * enough.min(1.0) + 1e-3);
                 Measured {
@@ -1263,11 +1284,12 @@ mod tests {
     }
 
     /// Checks the search against every combination. `shapes`: cost and capacity of a worker of each;
-    /// `factors`: on the capacity, of each setting.
+    /// `factors`: on the capacity, of each setting; `cold`: of each shape on parts.
     fn is_the_cheapest(
         shapes: &[(u32, f64)],
         factors: &[f64],
         load: f64,
+        cold: &[f64],
     ) -> Result<(), TestCaseError> {
         let costs: Vec<f64> = shapes.iter().map(|shape| f64::from(shape.0)).collect();
         let space = candidates(&costs, factors.len());
@@ -1283,6 +1305,8 @@ mod tests {
         let parts = vec![1.0 / 16.0, 0.25, 1.0];
         let mut known = Known {
             capacity,
+            cold: cold.to_vec(),
+            unlucky: None,
             load,
             requests: 16_000,
             parts: parts.clone(),
@@ -1328,7 +1352,7 @@ mod tests {
             (14, 4.750_883_507_357_231),
         ];
         let factors = [0.8, 1.073_760_463_239_000_3, 0.8, 0.8];
-        is_the_cheapest(&shapes, &factors, 4.794_902_976_332_167).unwrap();
+        is_the_cheapest(&shapes, &factors, 4.794_902_976_332_167, &[]).unwrap();
     }
 
     proptest! {
@@ -1338,7 +1362,16 @@ mod tests {
             factors in prop::collection::vec(0.8f64..1.2, 1..9),
             load in 1.0f64..300.0,
         ) {
-            is_the_cheapest(&shapes, &factors, load)?;
+            is_the_cheapest(&shapes, &factors, load, &[])?;
+        }
+
+        #[test]
+        fn the_answer_does_not_depend_on_cold_parts(
+            shapes in prop::collection::vec((1u32..40, 0.5f64..8.0), 1..8),
+            cold in prop::collection::vec(0.02f64..1.0, 8),
+            load in 1.0f64..300.0,
+        ) {
+            is_the_cheapest(&shapes, &[1.0], load, &cold)?;
         }
 
         #[test]
@@ -1356,6 +1389,87 @@ mod tests {
         }
     }
 
+    /// The answer with the base settings of `capacity`: shape, setting and size.
+    fn found(costs: &[f64], workers_max: u32, mut known: Known) -> Option<(usize, usize, u32)> {
+        let mut space = candidates(costs, known.capacity[0].len());
+        for shape in &mut space {
+            shape.workers_max = workers_max;
+        }
+        let parts = known.parts.clone();
+        let main = parts.len() - 1;
+        let mut search = Search::new(
+            &space,
+            TARGET,
+            &parts,
+            main,
+            Conditions::PLAIN,
+            1,
+            &mut known,
+        );
+        let best = search.find(&[]).unwrap()?;
+        Some((best.shape, best.setting, best.workers))
+    }
+
+    /// The second shape lives on its cache, and fails utterly without.
+    #[test]
+    fn parts_exclude_nothing() {
+        let known = Known {
+            capacity: vec![vec![4.0], vec![9.0]],
+            cold: vec![0.9, 0.05],
+            unlucky: None,
+            load: 8.5,
+            requests: 16_000,
+            parts: vec![1.0 / 16.0, 0.25, 1.0],
+            runs: Vec::new(),
+        };
+        assert_eq!(found(&[2.0, 5.0], 2000, known), Some((1, 0, 1)));
+    }
+
+    /// With the base, no size of the second shape up to the limit attains.
+    #[test]
+    fn a_shape_that_needs_another_setting_at_any_size_is_found() {
+        let known = Known {
+            capacity: vec![vec![9.0, 9.0], vec![1.0, 5.0]],
+            cold: Vec::new(),
+            unlucky: None,
+            load: 8.5,
+            requests: 16_000,
+            parts: vec![1.0 / 16.0, 0.25, 1.0],
+            runs: Vec::new(),
+        };
+        assert_eq!(found(&[10.0, 2.0], 3, known), Some((1, 1, 2)));
+    }
+
+    /// Nine workers attain and ten do not, as where requests are routed by chance.
+    #[test]
+    fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
+        let mut known = Known {
+            capacity: vec![vec![1.0]],
+            cold: Vec::new(),
+            unlucky: Some((0, 10)),
+            load: 8.5,
+            requests: 16_000,
+            parts: vec![1.0],
+            runs: Vec::new(),
+        };
+        let mut space = candidates(&[1.0], 1);
+        space[0].workers_min = 5;
+        let whole = [1.0];
+        let mut search = Search::new(&space, TARGET, &whole, 0, Conditions::PLAIN, 1, &mut known);
+        let at_11 = Choice {
+            shape: 0,
+            setting: 0,
+            workers: 11,
+            cost: 11.0,
+            share: TARGET,
+        };
+        search
+            .run(&[search.trial(0, 0, 10), search.trial(0, 0, 11)])
+            .unwrap();
+        let best = search.fewer(at_11, search.last_stage()).unwrap();
+        assert_eq!(best.workers, 9);
+    }
+
     /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
     /// setting needs one.
     #[test]
@@ -1365,6 +1479,8 @@ mod tests {
         let parts = vec![1.0 / 16.0, 0.25, 1.0];
         let mut known = Known {
             capacity: vec![vec![8.0, 8.0], vec![5.7, 7.4]],
+            cold: Vec::new(),
+            unlucky: None,
             load: 6.7,
             requests: 16_000,
             parts: parts.clone(),
@@ -1387,6 +1503,8 @@ mod tests {
             let parts = vec![0.25, 1.0];
             let mut known = Known {
                 capacity: capacity.iter().map(|&each| vec![each]).collect(),
+                cold: Vec::new(),
+                unlucky: None,
                 load: 16.0,
                 requests: 1000,
                 parts: parts.clone(),
@@ -1447,6 +1565,8 @@ mod tests {
         let parts = vec![1.0 / 16.0, 0.25, 1.0];
         let mut known = Known {
             capacity,
+            cold: Vec::new(),
+            unlucky: None,
             load: 200.0,
             requests: 10_000,
             parts: parts.clone(),
@@ -1470,6 +1590,8 @@ mod tests {
         ] {
             let mut known = Known {
                 capacity: vec![vec![capacity]],
+                cold: Vec::new(),
+                unlucky: None,
                 load: 10.0,
                 requests: 100,
                 parts: vec![1.0],

@@ -4,7 +4,6 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use slipstream_base::SimTime;
 use slipstream_base::slo::Shown;
 use slipstream_base::width;
 use slipstream_config::cluster::Cluster;
@@ -33,9 +32,7 @@ pub struct Question<'a> {
     pub spare: u64,
     /// Factor on the duration of steps, above 0.
     pub slower: f64,
-    /// Requests that are due before only fill caches and queues: they are not judged.
-    pub from: SimTime,
-    /// Length of the workload from there, s, for the parts of the interval.
+    /// Length of the workload, s, for the parts of the interval.
     pub length_s: f64,
     /// End the run when too many requests have missed their objectives. Otherwise it runs to its end.
     pub stop_early: bool,
@@ -63,8 +60,6 @@ pub struct Answer {
 struct Judge<'a> {
     question: &'a Question<'a>,
     ended: Vec<(u64, u64)>,
-    /// Requests that ended and are not judged.
-    before: u64,
     by_objective: Vec<(&'static str, u64, u64)>,
     /// Shape `[classes][PARTS]`.
     parts: Vec<[(u64, u64); PARTS]>,
@@ -86,10 +81,6 @@ impl Sink for Judge<'_> {
         let objectives = self.question.objectives;
         let class = record.request.class;
         let due = record.request.due;
-        if due < self.question.from {
-            self.before += 1;
-            return;
-        }
         let after_first = record.last.since(record.first);
         let gap = after_first
             .checked_div(u64::from(record.output_tokens.saturating_sub(1)))
@@ -124,7 +115,7 @@ impl Sink for Judge<'_> {
             self.by_objective[each].1 += 1;
             self.by_objective[each].2 += u64::from(held && !failed);
         }
-        let place = due.since(self.question.from) as f64 / 1e9 / self.question.length_s.max(1e-9);
+        let place = due.as_secs_f64() / self.question.length_s.max(1e-9);
         let part = width::to_usize(width::floor_u64(place * PARTS as f64)).min(PARTS - 1);
         self.parts[at][part].0 += 1;
         self.parts[at][part].1 += u64::from(met);
@@ -171,7 +162,6 @@ pub fn run(
     let mut judge = Judge {
         question,
         ended: vec![(0, 0)],
-        before: 0,
         by_objective: Vec::new(),
         parts: vec![[(0, 0); PARTS]],
         allowed: question.expected.map_or_else(Vec::new, |classes| {
@@ -184,7 +174,7 @@ pub fn run(
         under_way: 0,
     };
     let outcome = slipstream_twin::simulate(cluster, workload, &options, read, &mut judge)?;
-    let requests: u64 = judge.ended.iter().map(|class| class.0).sum::<u64>() + judge.before;
+    let requests: u64 = judge.ended.iter().map(|class| class.0).sum();
     // The longest gap is not in the records: only the totals have it. They cover all classes.
     if objectives.read_longest_gap() && !judge.stopped {
         let reports = outcome.totals.class_reports(objectives);

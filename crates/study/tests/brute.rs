@@ -2,14 +2,14 @@
 //! grid up to the cost of the answer, with all seeds.
 //!
 //! `make test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
-//! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash. It prints the cost and the work of both.
+//! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash, and with `SLIPSTREAM_BRUTE=68..71` three of them. It prints the cost and the
+//! work of both.
 #![allow(clippy::disallowed_methods, clippy::print_stdout)] // it has files, and prints costs and work
 
 use std::fmt::Write as _;
 use std::path::Path;
 
 use serde_json::Value;
-use slipstream_base::SimTime;
 use slipstream_base::mix::{draw, index};
 use slipstream_config::cluster::{Cluster, file};
 use slipstream_config::doc::Doc;
@@ -322,14 +322,13 @@ fn attains(
             seed: workload.seed + seed,
             ..load::scaled(workload, of.load[0])
         };
-        let expected = demand::count(&workload, SimTime::ZERO).unwrap();
+        let expected = demand::count(&workload).unwrap();
         let question = trial::Question {
             objectives,
             target: of.attain,
             expected: Some(&expected),
             spare: seeds,
             slower: 1.0,
-            from: SimTime::ZERO,
             length_s: 1.0,
             stop_early: true,
             interrupted: None,
@@ -409,11 +408,20 @@ fn seed() -> u64 {
 )]
 fn answers_are_those_of_every_combination() {
     let asked = std::env::var("SLIPSTREAM_BRUTE").ok();
-    let count: u64 = asked.as_ref().map_or(20, |count| count.parse().unwrap());
+    let number = |text: &str| text.parse::<u64>().expect("a count, or FROM..TO");
+    let range = match asked
+        .as_deref()
+        .map(|text| text.split_once("..").ok_or(text))
+    {
+        None => 0..20,
+        Some(Ok((from, to))) => number(from)..number(to),
+        Some(Err(count)) => 0..number(count),
+    };
+    let count = range.end - range.start;
     let folder = tempfile::tempdir().unwrap();
     let (mut dearer, mut found, mut none, mut refused) = (Vec::new(), 0, 0, 0);
     let (mut planned, mut simulated) = (0, 0);
-    for n in 0..count {
+    for n in range {
         let seed = draw(seed(), n);
         let question = Question {
             quick: true,

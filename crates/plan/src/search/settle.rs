@@ -1,6 +1,8 @@
 //! The last stage of a search: confirmation on the whole workload with every seed, and the table of the other shapes.
 
-use super::{Choice, Evaluate, NEAR, PROMISING, ROUNDS_MAX, Search, Sizing, Stage};
+use super::{
+    CHANCE, Choice, Evaluate, Key, Measured, NEAR, ROUNDS_MAX, Search, Sizing, Stage, Trial,
+};
 
 /// Fraction of the allowed misses below which the first seed alone decides.
 const CLEAR: f64 = 0.5;
@@ -28,11 +30,58 @@ impl<E: Evaluate> Search<'_, E> {
                 best = self.challenge(best, stage)?;
             }
         }
+        best = match best {
+            Some(best) => Some(self.fewer(best, stage)?),
+            None => None,
+        };
         best.map(|best| self.prefer(best, stage)).transpose()
     }
 
-    /// Sizes `found`, which attains on the main stage, on a later `stage`. Smaller sizes are tried if they nearly
-    /// attained on the main stage.
+    /// The answer, or one that costs less: where routing has chance in it, fewer workers may attain where one more misses by a little.
+    /// Tries the sizes that miss by chance with the first seed, and one worker less than each of them and than the answer.
+    pub(super) fn fewer(&mut self, mut best: Choice, stage: Stage) -> Result<Choice, E::Error> {
+        let plain = self.plain.key();
+        let by_chance = 1.0 - CHANCE * (1.0 - self.target);
+        let close = |of: &Measured| of.attains || of.share >= by_chance;
+        let mut tried: Vec<Key> = Vec::new();
+        loop {
+            let mut trials: Vec<Trial> = Vec::new();
+            for (&(shape, setting, workers, part, conditions), (_, measured)) in &self.seen {
+                let here = part == stage.part && conditions == plain && close(measured);
+                for workers in [workers, workers - 1].into_iter().filter(|_| here) {
+                    let of = &self.shapes[shape];
+                    let trial = self.trial_at(shape, setting, workers, stage);
+                    if of.cost_of(workers) < best.cost * (1.0 - 1e-9)
+                        && workers >= of.workers_min.max(1)
+                        && !tried.contains(&trial.key())
+                    {
+                        tried.push(trial.key());
+                        trials.push(trial);
+                    }
+                }
+            }
+            if trials.is_empty() {
+                return Ok(best);
+            }
+            let mut first = self.run(&trials)?.into_iter();
+            trials.retain(|_| first.next().is_some_and(|measured| close(&measured)));
+            let measured = self.run_at(&trials, stage)?;
+            for (trial, measured) in trials.iter().zip(&measured) {
+                let cost = self.shapes[trial.shape].cost_of(trial.workers);
+                if measured.attains && cost < best.cost * (1.0 - 1e-9) {
+                    best = Choice {
+                        shape: trial.shape,
+                        setting: trial.setting,
+                        workers: trial.workers,
+                        cost,
+                        share: measured.share,
+                    };
+                }
+            }
+        }
+    }
+
+    /// The size of what attains where answers are found on a later stage. Smaller ones are tried if they nearly attained there.
     fn confirm(&mut self, found: Choice, stage: Stage) -> Result<Option<Choice>, E::Error> {
         let (shape, setting) = (found.shape, found.setting);
         let mut sizing = self.sizing(shape, found.workers, true);
@@ -46,68 +95,6 @@ impl<E: Evaluate> Search<'_, E> {
         let mut job = [(shape, setting, sizing)];
         self.size(&mut job, stage)?;
         Ok(self.sized(&job[0]))
-    }
-
-    /// Best setting known of each shape, and its size. Shape `[shapes]`
-    pub fn known(&self) -> &[Option<(usize, u32)>] {
-        &self.known
-    }
-
-    /// As [`find`](Self::find), starting from settings and sizes that are `known` from a similar question.
-    ///
-    /// # Errors
-    /// As the evaluation's.
-    pub fn find_near(
-        &mut self,
-        known: Vec<Option<(usize, u32)>>,
-    ) -> Result<Option<Choice>, E::Error> {
-        self.known = known;
-        self.is_near = true;
-        let sizes = self.size_shapes(8.0)?;
-        self.phase("sensitivity", 6.0, 0.0);
-        let stage = self.main_stage();
-        let cost = |&(shape, workers): &(usize, u32)| self.shapes[shape].cost_of(workers);
-        let mut sizes: Vec<(usize, u32)> = sizes
-            .iter()
-            .enumerate()
-            .filter_map(|(shape, size)| Some((shape, (*size)?.1)))
-            .collect();
-        sizes.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
-        let mut best = None;
-        for (shape, workers) in sizes {
-            let mut job = [(
-                shape,
-                self.setting(shape),
-                self.sizing(shape, workers, true),
-            )];
-            self.size(&mut job, stage)?;
-            best = self.sized(&job[0]);
-            if best.is_some() {
-                break;
-            }
-        }
-        if let Some(sized) = best {
-            self.known[sized.shape] = Some((sized.setting, sized.workers));
-            let sized = self.improve(sized, 0, stage)?;
-            best = self.challenge(Some(sized), stage)?;
-        }
-        if best.is_none() {
-            self.is_near = false;
-            return self.find(&[]);
-        }
-        self.settle(best)
-    }
-
-    /// Shapes that may be the cheapest: all, unless they were sized under other conditions. Shape `[shapes]`
-    pub(super) fn likely(&self) -> Vec<bool> {
-        let costs = || {
-            let known = self.shapes.iter().zip(&self.known);
-            known.map(|(of, known)| known.map(|(_, workers)| of.cost_of(workers)))
-        };
-        let least = costs().flatten().fold(f64::INFINITY, f64::min);
-        costs()
-            .map(|cost| !self.is_near || cost.is_some_and(|cost| cost <= least * PROMISING))
-            .collect()
     }
 
     /// The best of a shape that costs more than `floor`; `None` if no size attains.

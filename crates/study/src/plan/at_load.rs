@@ -11,7 +11,7 @@ use slipstream_plan::bound::{self, Ideal};
 use slipstream_plan::confidence::{self, StepError};
 use slipstream_plan::search::{Candidate, grid};
 use slipstream_plan::space::{self, Setting, Shape};
-use slipstream_plan::{Choice, Conditions, Demand, Search, demand, load};
+use slipstream_plan::{Choice, Conditions, Demand, Search, load};
 use slipstream_report::Objectives;
 use slipstream_report::table::number;
 
@@ -26,11 +26,7 @@ const PART_MIN: f64 = 150.0;
 const PARTS_MAX: usize = 2;
 /// Largest part that answers are found on, requests; they are confirmed on the whole.
 const MAIN_MAX: f64 = 50_000.0;
-/// Share of a part's prompt tokens that caches may lack before the part gets a longer warm-up.
-const LOST: f64 = 0.02;
-/// Lengths of the warm-up of a part relative to the part: the first that suffices is used.
-const WARM: [f64; 4] = [0.0, 0.25, 0.5, 1.0];
-/// Limit of rows of other shapes.
+/// Rows of other shapes.
 const ROWS_MAX: usize = 8;
 /// Relative change of objectives and load in the sensitivity analysis.
 const CHANGE: f64 = 0.2;
@@ -84,8 +80,6 @@ pub(super) struct Ready {
     pub(super) settings: Vec<Vec<Setting>>,
     pub(super) parts: Vec<Workload>,
     pub(super) lengths_s: Vec<f64>,
-    /// Lengths of the warm-ups, which only fill caches, s. Shape `[parts]`.
-    pub(super) warm_s: Vec<f64>,
     /// Of the requests. Shape `[parts]`.
     pub(super) shares: Vec<f64>,
     /// Index of the part that answers are found on.
@@ -93,13 +87,11 @@ pub(super) struct Ready {
     pub(super) parts_text: String,
 }
 
-/// Parts of a workload: the busiest windows, each with a warm-up that fills caches, and the whole workload.
+/// Parts of a workload: the busiest ones, and all of it.
 struct Parts {
     parts: Vec<Workload>,
-    /// Without the warm-up.
     lengths_s: Vec<f64>,
-    warm_s: Vec<f64>,
-    /// Shares of the requests, without the warm-up.
+    /// Of the requests. Shape `[parts]`.
     shares: Vec<f64>,
     /// Index of the part that answers are found on.
     main: usize,
@@ -170,11 +162,10 @@ impl AtLoad<'_> {
         let Parts {
             parts,
             lengths_s,
-            warm_s,
             shares,
             main,
             text: parts_text,
-        } = self.parts()?;
+        } = self.parts();
         let ready = Arc::new(Ready {
             requests: demand.needs.len() as u64,
             lengths: demand.mean_lengths(),
@@ -184,7 +175,6 @@ impl AtLoad<'_> {
             settings,
             parts,
             lengths_s,
-            warm_s,
             shares,
             main,
             parts_text,
@@ -291,7 +281,6 @@ impl AtLoad<'_> {
             .iter()
             .map(|m| (m.judged, width::round_u64(m.share * m.judged as f64)));
         let sure = confidence::share(&of.collect::<Vec<_>>());
-        let known = search.known().to_vec();
         let now = Conditions { load, ..plain };
         let last = shares.len() - 1;
         let mut run_requests = search.requests;
@@ -303,7 +292,7 @@ impl AtLoad<'_> {
         if !args.quick {
             for (knob, factors) in knobs(self.factors, step_error.as_ref()) {
                 let changed = AtLoad { factors, ..*self };
-                let (sensitivity_of, requests) = changed.changed(knob, ready, &known, &best)?;
+                let (sensitivity_of, requests) = changed.changed(knob, ready, &best)?;
                 sensitivity.push(sensitivity_of);
                 run_requests += requests;
             }
@@ -363,21 +352,16 @@ impl AtLoad<'_> {
         }))
     }
 
-    /// Searches under these conditions from the results of a question that differs in them only: its inputs `of`, the
-    /// `known` settings and sizes of its shapes, and its answer. Returns the answer, and the number of requests simulated.
+    /// The answer under these conditions, as if they were asked about, and what the shape of the `answer` to the question with the
+    /// inputs `of` needs then. Also the requests that were simulated.
     fn changed(
         &self,
         knob: String,
         of: &Ready,
-        known: &[Option<(usize, u32)>],
         answer: &Choice,
     ) -> anyhow::Result<(Sensitivity, u64)> {
         let ready = self.ready()?;
         let shapes = &ready.shapes;
-        // Settings have the same indices; shapes that the bounds exclude differ.
-        let before = |shape: &Shape| of.shapes.iter().position(|other| other.is_like(shape));
-        let known: Vec<Option<(usize, u32)>> =
-            shapes.iter().map(|shape| known[before(shape)?]).collect();
         let own = shapes
             .iter()
             .position(|shape| shape.is_like(&of.shapes[answer.shape]));
@@ -391,7 +375,7 @@ impl AtLoad<'_> {
             self.seeds(),
             &mut driver,
         );
-        let found = search.find_near(known)?;
+        let found = search.find(&[])?;
         let own = match (found, own) {
             (Some(found), Some(own)) if found.shape == own => Some(found),
             (Some(found), Some(own)) => search.own(own, found.cost)?,
@@ -497,7 +481,7 @@ impl AtLoad<'_> {
     }
 
     /// The parts of the workload.
-    fn parts(&self) -> anyhow::Result<Parts> {
+    fn parts(&self) -> Parts {
         let all = self.plan.demand.needs.len() as f64;
         let length_s = self.plan.demand.duration_s();
         let mut shares = vec![1.0];
@@ -529,8 +513,6 @@ impl AtLoad<'_> {
             // A token of an answer takes about as long as some tens of a prompt, in large batches.
             computed * f64::from(need.input) + 20.0 * f64::from(need.output)
         };
-        let mut parts = Vec::new();
-        let mut lengths = Vec::new();
         let mut texts = Vec::new();
         let windows: Vec<(f64, f64)> = shares
             .iter()
@@ -538,30 +520,13 @@ impl AtLoad<'_> {
             .map(|share| length_s * share)
             .map(|length| (self.plan.demand.busiest(length, weight), length))
             .collect();
-        // An objective on the longest gap is judged by totals, which would cover the beginning.
-        let by_totals = self.plan.asked.objectives.read_longest_gap();
-        let reuses = if self.plan.demand.repeated_share() > LOST && !by_totals {
-            demand::reuse(&self.plan.workload, &windows)?
-        } else {
-            Vec::new()
-        };
-        let mut warm_s = Vec::new();
-        for (at, &share) in shares.iter().enumerate() {
+        let parts = (0..shares.len()).map(|at| {
             let mut part = self.plan.workload.clone();
-            let length = length_s * share;
-            let mut warm = 0.0;
-            if let Some(&(from, length)) = windows.get(at) {
-                if let Some(reuse) = reuses.get(at) {
-                    let lengths = WARM.map(|factor| (length * factor).min(from));
-                    let enough = lengths.into_iter().find(|&warm| reuse.lost(warm) <= LOST);
-                    warm = enough.unwrap_or(lengths[WARM.len() - 1]);
-                }
-                part.window_s = Some((from - warm, length + warm));
-                texts.push(format!("{} s from {} s", number(length), number(from)));
-            }
-            parts.push(part);
-            lengths.push(length);
-            warm_s.push(warm);
+            part.window_s = windows.get(at).copied();
+            part
+        });
+        for &(from, length) in &windows {
+            texts.push(format!("{} s from {} s", number(length), number(from)));
         }
         let text = if texts.is_empty() {
             "every run has the whole workload".to_owned()
@@ -577,14 +542,13 @@ impl AtLoad<'_> {
                 number(length_s)
             )
         };
-        Ok(Parts {
-            parts,
-            lengths_s: lengths,
-            warm_s,
+        Parts {
+            parts: parts.collect(),
+            lengths_s: shares.iter().map(|share| length_s * share).collect(),
             shares,
             main,
             text,
-        })
+        }
     }
 }
 

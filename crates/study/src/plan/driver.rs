@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use slipstream_base::{SimTime, Slo};
+use slipstream_base::Slo;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_plan::search::Progress;
@@ -193,20 +193,13 @@ impl<'a> Driver<'a> {
         workload
     }
 
-    /// Start of the requests that a trial judges. Traces are compressed with the load.
-    fn from(&self, trial: &Trial, workload: &Workload) -> SimTime {
-        let factor = self.ready.parts[trial.part].time_scale / workload.time_scale;
-        SimTime::from_secs_f64(self.ready.warm_s[trial.part] * factor)
-    }
-
     fn count(&mut self, trial: &Trial) -> anyhow::Result<Option<Vec<u64>>> {
         let conditions = &trial.conditions;
         let key = (trial.part, conditions.load.to_bits(), conditions.seed);
         if let Some(count) = self.counts.get(&key) {
             return Ok(count.clone());
         }
-        let workload = self.workload(trial);
-        let count = demand::count(&workload, self.from(trial, &workload))?;
+        let count = demand::count(&self.workload(trial))?;
         let known = count.iter().sum::<u64>() > 0;
         let count = known.then_some(count);
         self.counts.insert(key, count.clone());
@@ -255,7 +248,6 @@ impl<'a> Driver<'a> {
             expected,
             spare: trial.spare,
             slower: trial.conditions.slower,
-            from: self.from(trial, &workload),
             // Compressed with the load, unless the load adds requests.
             length_s: self.ready.lengths_s[trial.part] * self.ready.parts[trial.part].time_scale
                 / workload.time_scale,

@@ -1,5 +1,6 @@
 //! `plan` beside every combination: small questions drawn from a seed, each solved by the search and by simulating the whole
-//! grid up to the cost of the answer, with all seeds.
+//! grid up to the cost of the answer, with all seeds. Other drawn questions are asked again with fewer values of an axis, for the shape
+//! of a row, and under the conditions of the sensitivity: the answers agree.
 //!
 //! `make test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
 //! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash, and with `SLIPSTREAM_BRUTE=68..71` three of them. It prints the cost and the
@@ -7,6 +8,7 @@
 #![allow(clippy::disallowed_methods, clippy::print_stdout)] // it has files, and prints costs and work
 
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::path::Path;
 
 use serde_json::Value;
@@ -401,22 +403,27 @@ fn seed() -> u64 {
     u64::from_str_radix(&digits, 16).expect("a number, or a commit's hash")
 }
 
+/// The numbers of the questions that are asked, and whether they are small ones.
+fn numbers() -> (Range<u64>, bool) {
+    let asked = std::env::var("SLIPSTREAM_BRUTE").ok();
+    let number = |text: &str| text.parse::<u64>().expect("a count, or FROM..TO");
+    match asked
+        .as_deref()
+        .map(|text| text.split_once("..").ok_or(text))
+    {
+        None => (0..20, true),
+        Some(Ok((from, to))) => (number(from)..number(to), false),
+        Some(Err(count)) => (0..number(count), false),
+    }
+}
+
 #[test]
 #[cfg_attr(
     debug_assertions,
     ignore = "takes minutes without optimization: make test-plan-release"
 )]
 fn answers_are_those_of_every_combination() {
-    let asked = std::env::var("SLIPSTREAM_BRUTE").ok();
-    let number = |text: &str| text.parse::<u64>().expect("a count, or FROM..TO");
-    let range = match asked
-        .as_deref()
-        .map(|text| text.split_once("..").ok_or(text))
-    {
-        None => 0..20,
-        Some(Ok((from, to))) => number(from)..number(to),
-        Some(Err(count)) => 0..number(count),
-    };
+    let (range, small) = numbers();
     let count = range.end - range.start;
     let folder = tempfile::tempdir().unwrap();
     let (mut dearer, mut found, mut none, mut refused) = (Vec::new(), 0, 0, 0);
@@ -425,7 +432,7 @@ fn answers_are_those_of_every_combination() {
         let seed = draw(seed(), n);
         let question = Question {
             quick: true,
-            ..question(seed, asked.is_none(), folder.path())
+            ..question(seed, small, folder.path())
         };
         let Some(answer) = plan(&question) else {
             refused += 1;
@@ -466,4 +473,210 @@ fn answers_are_those_of_every_combination() {
     }
     assert!(dearer.is_empty(), "{dearer:?}");
     assert!(found * 2 > count, "{found} of {count} have an answer");
+}
+
+/// Keeps one value of a list with several; false if there is one.
+fn keep_one<T: Clone + PartialEq>(draws: &mut Draws, values: &mut Vec<T>) -> bool {
+    let several = values.len() > 1;
+    if several {
+        *values = vec![draws.of(values)];
+    }
+    several
+}
+
+/// The question with one value of an axis that has several; `None` if none has.
+fn narrower(draws: &mut Draws, wide: &Question) -> Option<(Question, &'static str)> {
+    let mut axes = vec![
+        "gpus",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "host_memory",
+        "speculation",
+        "serving",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "policies",
+        "max_gpus",
+    ];
+    while !axes.is_empty() {
+        let axis = draws.of(&axes);
+        axes.retain(|other| *other != axis);
+        let mut of = wide.clone();
+        let narrowed = match axis {
+            "gpus" => keep_one(draws, &mut of.gpus),
+            "tensor_parallel" => keep_one(draws, &mut of.tensor_parallel),
+            "pipeline_parallel" => keep_one(draws, &mut of.pipeline_parallel),
+            "host_memory" => keep_one(draws, &mut of.host_memory),
+            "speculation" => keep_one(draws, &mut of.speculation),
+            "serving" => keep_one(draws, &mut of.serving),
+            "max_num_seqs" => keep_one(draws, &mut of.max_num_seqs),
+            "max_num_batched_tokens" => keep_one(draws, &mut of.max_num_batched_tokens),
+            "policies" => keep_one(draws, &mut of.policies),
+            _ => {
+                of.max_gpus = 8;
+                true
+            }
+        };
+        if narrowed {
+            return Some((of, axis));
+        }
+    }
+    None
+}
+
+/// The question for the shape of a row alone.
+fn of_row(wide: &Question, row: &Value) -> Question {
+    let number = |key: &str| row[key].as_u64().map(|n| u32::try_from(n).unwrap());
+    let serving = if row["prefill_workers"].is_null() {
+        "aggregated"
+    } else {
+        "disaggregated"
+    };
+    let mut of = Question {
+        gpus: vec![row["gpu"].as_str().unwrap().to_owned()],
+        tensor_parallel: vec![number("tensor_parallel_size").unwrap()],
+        serving: vec![serving.to_owned()],
+        quick: true,
+        ..wide.clone()
+    };
+    if let Some(gib) = row["host_memory_gib"].as_f64() {
+        of.host_memory = vec![gib];
+    }
+    if let Some(tokens) = number("draft_tokens") {
+        of.speculation = vec![tokens];
+    }
+    if !of.pipeline_parallel.is_empty() {
+        of.pipeline_parallel = vec![number("pipeline_parallel_size").unwrap()];
+    }
+    of
+}
+
+#[test]
+#[cfg_attr(
+    debug_assertions,
+    ignore = "takes minutes without optimization: make test-plan-release"
+)]
+fn a_wider_search_is_never_dearer() {
+    let (range, _) = numbers();
+    let folder = tempfile::tempdir().unwrap();
+    let mut faults: Vec<String> = Vec::new();
+    let (mut asked, mut found) = (0, 0);
+    for n in range {
+        let seed = draw(seed() ^ 0x77_6964_6572, n);
+        let mut draws = Draws {
+            seed: seed ^ 1,
+            at: 0,
+        };
+        let mut wide = Question {
+            quick: true,
+            ..question(seed, true, folder.path())
+        };
+        if draws.chance(20) {
+            wide.pipeline_parallel = vec![1, 2];
+        }
+        let Some((narrow, axis)) = narrower(&mut draws, &wide) else {
+            continue;
+        };
+        let (Some(wider), Some(narrower)) = (plan(&wide), plan(&narrow)) else {
+            continue;
+        };
+        asked += 1;
+        found += u64::from(cost(&wider).is_finite());
+        if cost(&wider) > cost(&narrower) * (1.0 + 1e-9) {
+            faults.push(format!(
+                "{n}: {} for {:.3}, but {} for {:.3} with one value of {axis}: {}",
+                wider["answer"]["name"],
+                cost(&wider),
+                narrower["answer"]["name"],
+                cost(&narrower),
+                narrow.travelling().unwrap()
+            ));
+            println!("{}", faults[faults.len() - 1]);
+        }
+    }
+    println!(
+        "{asked} questions, {found} answers, {} dearer than a narrower one",
+        faults.len()
+    );
+    assert!(faults.is_empty(), "{faults:#?}");
+}
+
+/// No row is cheaper than the answer, a row is the answer to a question for its shape alone, and a changed condition is answered as if
+/// asked about.
+#[test]
+#[cfg_attr(
+    debug_assertions,
+    ignore = "takes minutes without optimization: make test-plan-release"
+)]
+fn rows_are_the_answers_to_their_own_questions() {
+    let (range, _) = numbers();
+    let folder = tempfile::tempdir().unwrap();
+    let mut faults: Vec<String> = Vec::new();
+    let (mut rows, mut changes) = (0, 0);
+    for n in range {
+        let seed = draw(seed() ^ 0x726f_7773, n);
+        let mut draws = Draws {
+            seed: seed ^ 1,
+            at: 0,
+        };
+        let of = question(seed, true, folder.path());
+        let Some(answer) = plan(&of).filter(|answer| cost(answer).is_finite()) else {
+            continue;
+        };
+        let others = answer["others"].as_array().unwrap();
+        let name = |value: &Value| value["name"].as_str().unwrap_or("nothing").to_owned();
+        let cost_of = |value: &Value| value["cost_per_hour"].as_f64().unwrap_or(f64::INFINITY);
+        for other in others {
+            if cost_of(other) < cost(&answer) * (1.0 - 1e-9) {
+                faults.push(format!("{n}: the row {} is cheaper", name(other)));
+            }
+        }
+        if !others.is_empty() {
+            let row = draws.of(others);
+            let own = plan(&of_row(&of, &row)).unwrap();
+            rows += 1;
+            if (cost(&own) - cost_of(&row)).abs() > 1e-9 {
+                faults.push(format!(
+                    "{n}: the row {} for {:.3}, but {} for {:.3} if asked alone: {}",
+                    name(&row),
+                    cost_of(&row),
+                    name(&own["answer"]),
+                    cost(&own),
+                    of.travelling().unwrap()
+                ));
+            }
+        }
+        for (changed, load) in [
+            ("the load is 20 % lower", 0.8),
+            ("the load is 20 % higher", 1.2),
+        ] {
+            let each = answer["sensitivity"].as_array().unwrap();
+            let row = each.iter().find(|row| row["changed"] == changed).unwrap();
+            let direct = plan(&Question {
+                load: vec![load],
+                quick: true,
+                ..of.clone()
+            })
+            .unwrap();
+            changes += 1;
+            if cost_of(&row["answer"]) != cost(&direct) {
+                faults.push(format!(
+                    "{n}: if {changed}: {} for {:.3}, but {:.3} if asked: {}",
+                    name(&row["answer"]),
+                    cost_of(&row["answer"]),
+                    cost(&direct),
+                    of.travelling().unwrap()
+                ));
+            }
+        }
+    }
+    println!(
+        "{rows} rows, {changes} changed conditions, {} faults",
+        faults.len()
+    );
+    for fault in &faults {
+        println!("{fault}");
+    }
+    assert!(faults.is_empty(), "{} faults", faults.len());
+    assert!(rows > 0 && changes > 0);
 }

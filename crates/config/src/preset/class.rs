@@ -17,6 +17,10 @@ pub(super) struct Class {
     pub(super) own_width: bool,
     /// Size of a head if the file has none; `None`: the hidden size over the number of heads.
     pub(super) head_dim: Option<u32>,
+    /// `sliding_window` of a file without it; `None`: it must state it.
+    pub(super) window: Option<u32>,
+    /// `num_attention_heads` and `num_key_value_heads` of a file without them; `None`: it must state them.
+    pub(super) heads: Option<[u32; 2]>,
     /// A file without `num_key_value_heads` has as many as query heads. Otherwise it must state them.
     pub(super) heads_default: bool,
     /// `tie_word_embeddings` of a file without it.
@@ -104,6 +108,8 @@ const BASE: Class = Class {
     windows: Windows::No,
     own_width: false,
     head_dim: None,
+    window: None,
+    heads: None,
     heads_default: false,
     tied: false,
     qk_norm: false,
@@ -428,6 +434,8 @@ const CLASSES: &[Class] = &[
         architectures: &["Gemma2ForCausalLM"],
         windows: Windows::Every(2),
         head_dim: Some(256),
+        window: Some(4096),
+        heads: Some([8, 4]),
         tied: true,
         ..BASE
     },
@@ -436,6 +444,8 @@ const CLASSES: &[Class] = &[
         architectures: &["Gemma3ForCausalLM"],
         windows: Windows::Every(6),
         head_dim: Some(256),
+        window: Some(4096),
+        heads: Some([8, 4]),
         tied: true,
         qk_norm: true,
         ..BASE

@@ -7,7 +7,9 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::fields::Object;
+use slipstream_base::width::to_u32;
+
+use super::fields::{Object, shown};
 use super::formats::Formats;
 use super::model::ModelShape;
 use super::python_json;
@@ -19,22 +21,26 @@ const FILE: &str = "model.safetensors.index.json";
 const TOLERANCE: f64 = 0.03;
 /// Error of the estimate of an encoder, whose blocks are of many kinds.
 const MEDIA_ERROR: f64 = 0.5;
+/// Most bytes of an encoder that `config.json` names without its sizes: those of OpenCLIP's ViT-bigG in 16 bits.
+const MEDIA_MAX: f64 = 3.8e9;
 /// Error of the estimate of layers of multi-token prediction, which may be in another format.
 const MTP_ERROR: f64 = 0.5;
 
 /// Refuses a `shape` whose weights differ by more than 3 % from those that the index `text` lists; `single`: its 16-bit
-/// weights are stored in 32 bits; `outer`: the whole `config.json`. Returns a note if there is no size to compare with.
+/// weights are stored in 32 bits; `outer`: the whole `config.json`; `mtp`: layers of multi-token prediction that it counts.
+/// Returns a note if there is no size to compare with.
 pub(super) fn check(
     text: &[u8],
     shape: &ModelShape,
     single: bool,
     outer: &Object,
+    mtp: u32,
 ) -> Result<Option<String>, ShapeError> {
     let value = python_json::parse(text).map_err(|_| ShapeError::Beside(FILE))?;
     let index = value.as_object().ok_or(ShapeError::Beside(FILE))?;
     let names = index.get("weight_map").and_then(Value::as_object);
     let weights = names
-        .map(|names| Weights::of(names, shape.layers))
+        .map(|names| Weights::of(names, shape.layers, mtp))
         .unwrap_or_default();
     if let Some(layers) = weights.layers
         && layers != shape.layers
@@ -45,48 +51,72 @@ pub(super) fn check(
             shape.layers
         )));
     }
-    let total = index
-        .get("metadata")
-        .and_then(|of| of.get("total_size"))
-        .and_then(Value::as_f64);
-    let Some(total) = total.filter(|total| *total > 0.0) else {
-        return Ok(Some(format!(
-            "{FILE} has no `total_size`: the size of the weights is not checked"
-        )));
+    let total = match index.get("metadata").and_then(|of| of.get("total_size")) {
+        None | Some(Value::Null) => {
+            return Ok(Some(format!(
+                "{FILE} has no `total_size`: the size of the weights is not checked"
+            )));
+        }
+        Some(found) => match found.as_f64() {
+            Some(total) if total >= 1.0 => total,
+            _ => {
+                return Err(ShapeError::Size(format!(
+                    "`total_size` of {FILE} in the same folder is {}, but must be the bytes of all weights; correct it, or \
+                     remove it and the weights are not checked",
+                    shown(found)
+                )));
+            }
+        },
     };
     let formats = Formats::of(shape, shape.dtype());
     let scale = if single { 2.0 } else { 1.0 };
     let read = scale * formats.weight_bytes(shape, 1, 1);
-    let mtp = scale * weights.mtp_bytes(shape, formats);
+    let of_mtp = scale * weights.mtp_bytes(shape, formats);
     let media = if weights.media {
-        media_bytes(outer, shape).map(|bytes| scale * bytes)
+        Media::of(outer, shape)
     } else {
-        Some(0.0)
+        Media::Known(0.0)
     };
-    let slack = TOLERANCE * total + MTP_ERROR * mtp + MEDIA_ERROR * media.unwrap_or(0.0);
-    let difference = total - mtp - media.unwrap_or(0.0) - read;
-    // An encoder of unknown size may be as large as it likes.
-    if difference.abs() <= slack || media.is_none() && difference > 0.0 {
+    // The least and the most that encoders have.
+    let [least, most] = match media {
+        Media::Known(bytes) => {
+            [1.0 - MEDIA_ERROR, 1.0 + MEDIA_ERROR].map(|part| part * bytes * scale)
+        }
+        Media::Named => [0.0, MEDIA_MAX * scale],
+        Media::Absent => [0.0, 0.0],
+    };
+    let slack = TOLERANCE * total + MTP_ERROR * of_mtp;
+    let rest = total - of_mtp - read;
+    if (least - slack..=most + slack).contains(&rest) {
         return Ok(None);
     }
     let mut left_out = Vec::new();
-    if mtp > 0.0 {
+    if of_mtp > 0.0 {
         left_out.push(format!(
             "about {} of multi-token prediction",
-            gigabytes(mtp)
+            gigabytes(of_mtp)
         ));
     }
-    if let Some(media) = media.filter(|media| *media > 0.0) {
-        left_out.push(format!("about {} of an encoder", gigabytes(media)));
+    match media {
+        Media::Known(bytes) if bytes > 0.0 => {
+            left_out.push(format!("about {} of an encoder", gigabytes(scale * bytes)));
+        }
+        Media::Named => left_out.push(format!("at most {} of an encoder", gigabytes(most))),
+        Media::Known(_) | Media::Absent => {}
     }
     let without = if left_out.is_empty() {
         String::new()
     } else {
         format!(" without {}", left_out.join(" and "))
     };
+    let absent = if matches!(media, Media::Absent) {
+        ", some of an encoder that config.json does not describe"
+    } else {
+        ""
+    };
     Err(ShapeError::Size(format!(
-        "its keys give {} of weights, but {FILE} in the same folder says {}{without}; a size or a format was misread, or \
-         the files are of two models",
+        "its keys give {} of weights, but {FILE} in the same folder says {}{without}{absent}; a size or a format was \
+         misread, or the files are of two models",
         gigabytes(read),
         gigabytes(total),
     )))
@@ -126,7 +156,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn of(names: &Object, layers: u32) -> Weights {
+    fn of(names: &Object, layers: u32, stated: u32) -> Weights {
         let mut found = Weights::default();
         let mut mtp = BTreeSet::new();
         for name in names.keys() {
@@ -148,12 +178,12 @@ impl Weights {
                 found.layers = Some(found.layers.unwrap_or(0).max(layer + 1));
             }
         }
-        // More layers than the file counts, by so many that they cannot be for prediction, are layers of the model.
-        let most = mtp.iter().filter(|layer| **layer >= layers).count();
-        if most > MTP_LAYERS_MAX {
+        // More layers than the file counts, of which it says nothing or fewer, are layers of the model.
+        let beyond = mtp.iter().filter(|layer| **layer >= layers).count();
+        if beyond as u64 > u64::from(stated.min(MTP_LAYERS_MAX)) {
             found.layers = mtp.last().map(|layer| layer + 1);
         }
-        found.mtp_layers = u32::try_from(mtp.len()).unwrap_or(u32::MAX);
+        found.mtp_layers = to_u32(mtp.len()).min(MTP_LAYERS_MAX);
         found
     }
 
@@ -180,7 +210,7 @@ impl Weights {
 }
 
 /// Most layers that models have for multi-token prediction.
-const MTP_LAYERS_MAX: usize = 8;
+const MTP_LAYERS_MAX: u32 = 8;
 
 /// The number after `word` in a name such as `model.layers.12.mlp.gate.weight`.
 fn number_after(name: &str, word: &str) -> Option<u32> {
@@ -227,28 +257,73 @@ pub(super) fn is_encoder(name: &str) -> bool {
             .any(|part| WORDS.contains(&part))
 }
 
-/// Estimated bytes of the encoder of images that `outer` describes, in 16 bits; `None` if its sizes are unknown.
-fn media_bytes(outer: &Object, shape: &ModelShape) -> Option<f64> {
-    if outer.keys().any(|key| key.contains("audio")) {
-        return None;
+/// What `config.json` says of its encoders.
+#[derive(Clone, Copy, Debug)]
+enum Media {
+    /// Estimated bytes in 16 bits.
+    Known(f64),
+    /// It names one, and not its sizes.
+    Named,
+    /// Nothing.
+    Absent,
+}
+
+impl Media {
+    /// The encoders of images and sound that `outer` describes.
+    fn of(outer: &Object, shape: &ModelShape) -> Media {
+        const NAMES: &[&str] = &["vision", "visual", "audio", "speech", "image", "img", "mm_"];
+        let mut all = Media::Absent;
+        for (key, value) in outer {
+            let named =
+                NAMES.iter().any(|name| key.contains(name)) && !key.starts_with("mm_tokens");
+            let of = match value {
+                Value::Object(config) if named => {
+                    estimate(config, shape).map_or(Media::Named, Media::Known)
+                }
+                Value::String(tower) if named && key.ends_with("tower") && !tower.is_empty() => {
+                    Media::Named
+                }
+                _ => continue,
+            };
+            all = match (all, of) {
+                (Media::Known(one), Media::Known(other)) => Media::Known(one + other),
+                (Media::Absent, of) => of,
+                _ => Media::Named,
+            };
+        }
+        all
     }
-    let config = outer.get("vision_config")?.as_object()?;
+}
+
+/// Estimated bytes of the encoder of `config`, in 16 bits; `None` if its sizes are unknown.
+fn estimate(config: &Object, shape: &ModelShape) -> Option<f64> {
     let of = |keys: &[&str]| {
         keys.iter()
             .find_map(|key| config.get(*key)?.as_f64())
             .filter(|x| (1.0..=1e5).contains(x))
     };
     // Qwen2-VL: `hidden_size` is that of its output.
-    let width = of(&["embed_dim", "vt_hidden_size", "hidden_size", "width"])?;
+    let width = of(&[
+        "embed_dim",
+        "vt_hidden_size",
+        "d_model",
+        "hidden_size",
+        "width",
+    ])?;
     let layers = of(&[
         "depth",
         "vt_num_hidden_layers",
+        "encoder_layers",
         "num_hidden_layers",
         "layers",
     ])?;
-    let inner = of(&["intermediate_size", "vt_intermediate_size"])
-        .or_else(|| Some(width * of(&["mlp_ratio"])?))
-        .unwrap_or(4.0 * width);
+    let inner = of(&[
+        "intermediate_size",
+        "vt_intermediate_size",
+        "encoder_ffn_dim",
+    ])
+    .or_else(|| Some(width * of(&["mlp_ratio"])?))
+    .unwrap_or(4.0 * width);
     // Two or three matrices of an MLP, and a projector of patches of four.
     let blocks = layers * width * (4.0 * width + 2.5 * inner);
     let projector = 4.0 * width * (4.0 * width + f64::from(shape.hidden_size));

@@ -381,8 +381,22 @@ fn sliding(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Attention, 
     ] {
         pattern = pattern.or(fields.count(key)?.filter(|n| *n > 0));
     }
-    let stated = fields.has("sliding_window");
-    let tokens = fields.count("sliding_window")?.filter(|tokens| *tokens > 0);
+    let mut tokens = fields.count("sliding_window")?;
+    let mut stated = fields.has("sliding_window");
+    if let Some(window) = class.window.filter(|_| !stated) {
+        tokens = Some(fields.assume("sliding_window", window));
+        stated = true;
+    }
+    // Files of Gemma 2 repeat the window under this name, which Transformers does not read.
+    if class.types.contains(&"gemma2")
+        && let Some(repeated) = fields.count("sliding_window_size")?
+        && Some(repeated) != tokens
+    {
+        let tokens = tokens.map_or("null".into(), |tokens| tokens.to_string());
+        let what = format!("{repeated}, where `sliding_window` is {tokens},");
+        return Err(fields.unsupported("sliding_window_size", what));
+    }
+    let tokens = tokens.filter(|tokens| *tokens > 0);
     let windowed = match (class.windows, used) {
         // Qwen2 contains a window and disables it, or gives the first layers full attention.
         (_, Some(false)) | (Windows::Off, None) | (Windows::No | Windows::Chunked, _) => 0,

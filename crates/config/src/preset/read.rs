@@ -142,6 +142,7 @@ impl ModelFiles {
                 &shape,
                 format == Some("float32"),
                 outer,
+                mtp,
             )?);
         }
         Ok(ReadModel { shape, notes })
@@ -333,12 +334,17 @@ fn check_architectures(
 
 /// Query heads, and heads of keys and values.
 fn heads(class: &Class, fields: Fields<'_>, latent: bool) -> Result<(u32, u32), ShapeError> {
-    let heads = fields.number("num_attention_heads")?;
-    let kv_heads = match fields.optional("num_key_value_heads")? {
-        Some(kv_heads) => kv_heads,
-        None if latent => heads,
-        None if class.heads_default => fields.assume("num_key_value_heads", heads),
-        None => return Err(fields.missing("num_key_value_heads")),
+    let heads = match (fields.optional("num_attention_heads")?, class.heads) {
+        (Some(heads), _) => heads,
+        (None, Some([heads, _])) => fields.assume("num_attention_heads", heads),
+        (None, None) => return Err(fields.missing("num_attention_heads")),
+    };
+    let kv_heads = match (fields.optional("num_key_value_heads")?, class.heads) {
+        (Some(kv_heads), _) => kv_heads,
+        (None, _) if latent => heads,
+        (None, Some([_, kv_heads])) => fields.assume("num_key_value_heads", kv_heads),
+        (None, None) if class.heads_default => fields.assume("num_key_value_heads", heads),
+        (None, None) => return Err(fields.missing("num_key_value_heads")),
     };
     if !latent && !heads.is_multiple_of(kv_heads) {
         return Err(ShapeError::Range {
@@ -1231,6 +1237,69 @@ mod tests {
                 "`text_config.tie_word_embeddings` is false, where `tie_word_embeddings` is true"
             ),
             "{error}"
+        );
+    }
+
+    /// Files of Gemma leave out what their class says: `configuration_gemma2.py` and `configuration_gemma3.py` of
+    /// Transformers 5.24.
+    #[test]
+    fn keys_of_gemma_files_have_the_defaults_of_their_classes() {
+        let gemma2 = |more: &str| {
+            let json = format!(
+                r#"{{"model_type": "gemma2", "num_hidden_layers": 26, "hidden_size": 2304, "intermediate_size": 9216,
+                "vocab_size": 256000, "max_position_embeddings": 8192, "cache_implementation": "hybrid"{more}}}"#
+            );
+            read_config("x", &json)
+        };
+        let windows = |tokens| Attention::Windowed { tokens, layers: 13 };
+        for (more, tokens) in [
+            ("", 4096),
+            (r#", "sliding_window_size": 4096"#, 4096),
+            (
+                r#", "sliding_window": 512, "sliding_window_size": 512"#,
+                512,
+            ),
+        ] {
+            let shape = gemma2(more).unwrap();
+            assert_eq!(shape.attention, windows(tokens), "{more}");
+            assert_eq!(
+                (shape.attention_heads, shape.kv_heads, shape.head_dim),
+                (8, 4, 256)
+            );
+            // The published gemma-2-2b has 2.61 billion weights.
+            assert!(
+                (2.60..2.63).contains(&(shape.params() as f64 / 1e9)),
+                "{}",
+                shape.params()
+            );
+        }
+        let error = gemma2(r#", "sliding_window": 512, "sliding_window_size": 4096"#).unwrap_err();
+        assert!(
+            error.contains("`sliding_window_size`: 4096, where `sliding_window` is 512,"),
+            "{error}"
+        );
+        let files = ModelFiles {
+            config: br#"{"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+                "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152}, "text_config": {"model_type":
+                "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}}"#
+                .to_vec(),
+            ..ModelFiles::default()
+        };
+        let read = files.read("x").unwrap();
+        assert_eq!((read.shape.attention_heads, read.shape.kv_heads), (8, 4));
+        // 3.88 billion without the encoder, as the model's card counts 4.3 with it.
+        assert!(
+            (3.87..3.90).contains(&(read.shape.params() as f64 / 1e9)),
+            "{}",
+            read.shape.params()
+        );
+        assert!(
+            read.notes[0].contains(
+                "`text_config.num_attention_heads` 8, `text_config.num_key_value_heads` 4"
+            ),
+            "{:?}",
+            read.notes
         );
     }
 

@@ -1,4 +1,5 @@
 //! Files of models as their publishers write them.
 
+mod index;
 mod models;
 mod strangers;

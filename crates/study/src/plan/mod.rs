@@ -164,20 +164,45 @@ struct Args {
     quick: bool,
 }
 
-/// The values of an axis that is searched if it has any; `None`: the cluster file's value.
-fn or_as_given<T: Copy>(values: &[T]) -> Vec<Option<T>> {
+/// Values to search, or `None` to keep the cluster file's.
+fn or_as_given<T: Copy + PartialEq>(values: &[T]) -> Vec<Option<T>> {
     if values.is_empty() {
         vec![None]
     } else {
-        values.iter().copied().map(Some).collect()
+        unique(values).into_iter().map(Some).collect()
     }
+}
+
+/// The values without repetitions, in their order.
+fn unique<T: Clone + PartialEq>(values: &[T]) -> Vec<T> {
+    let mut unique: Vec<T> = Vec::with_capacity(values.len());
+    for value in values {
+        if !unique.contains(value) {
+            unique.push(value.clone());
+        }
+    }
+    unique
+}
+
+/// Checks that a step has room for a token of every sequence, as vLLM requires, in some combination of the values.
+fn check_tokens_per_step(question: &Question) -> anyhow::Result<()> {
+    let tokens = question.max_num_batched_tokens.iter().max();
+    let seqs = question.max_num_seqs.iter().min();
+    if let (Some(tokens), Some(seqs)) = (tokens, seqs) {
+        ensure!(
+            tokens >= seqs,
+            "--max-num-batched-tokens has at most {tokens}, but needs at least {seqs}, the least of --max-num-seqs: each step has a \
+             token of every sequence; raise it, or lower --max-num-seqs"
+        );
+    }
+    Ok(())
 }
 
 impl Args {
     fn of(question: &Question) -> anyhow::Result<Args> {
         let words = |flag: &str, words: &[String]| {
             ensure!(!words.is_empty(), "--{flag} has no value");
-            Ok(words.to_vec())
+            Ok(unique(words))
         };
         let numbers = |flag: &str, values: &[u32], max: u32| {
             ensure!(!values.is_empty(), "--{flag} has no value");
@@ -187,7 +212,7 @@ impl Args {
                     "--{flag} has {value}, but must be 1 to {max}"
                 );
             }
-            Ok(values.to_vec())
+            Ok(unique(values))
         };
         ensure!(
             question.attain > 0.0 && question.attain <= 1.0,
@@ -225,7 +250,7 @@ impl Args {
                 values.is_empty() || policies.iter().any(|policy| policy == "kv"),
                 "--{flag} is for the policy kv, which --policies does not have; add it, or leave --{flag} out"
             );
-            Ok(values.to_vec())
+            Ok(unique(values))
         };
         if !question.autoscale_min.is_empty() {
             numbers("autoscale-min", &question.autoscale_min, 65_535)?;
@@ -253,6 +278,13 @@ impl Args {
             "--seeds is {}, but must be 1 to 100",
             question.seeds
         );
+        let max_num_seqs = numbers("max-num-seqs", &question.max_num_seqs, 65_536)?;
+        let max_num_batched_tokens = numbers(
+            "max-num-batched-tokens",
+            &question.max_num_batched_tokens,
+            1 << 24,
+        )?;
+        check_tokens_per_step(question)?;
         Ok(Args {
             attain: question.attain,
             load: question.load.clone(),
@@ -264,8 +296,7 @@ impl Args {
             expert_parallel: or_as_given(&question.expert_parallel),
             host_memory: or_as_given(&question.host_memory),
             speculation: or_as_given(&question.speculation),
-            precision: question
-                .precision
+            precision: unique(&question.precision)
                 .iter()
                 .map(|name| precision(name).map_err(parsed("precision")))
                 .collect::<anyhow::Result<_>>()?,
@@ -277,16 +308,12 @@ impl Args {
                 .iter()
                 .map(|name| apart(name).map_err(parsed("serving")))
                 .collect::<anyhow::Result<_>>()?,
-            max_num_seqs: numbers("max-num-seqs", &question.max_num_seqs, 65_536)?,
-            max_num_batched_tokens: numbers(
-                "max-num-batched-tokens",
-                &question.max_num_batched_tokens,
-                1 << 24,
-            )?,
+            max_num_seqs,
+            max_num_batched_tokens,
             policies: words("policies", policies)?,
             prefill_weights: factors("prefill-weights", &question.prefill_weights)?,
             temperatures: factors("temperatures", &question.temperatures)?,
-            autoscale_min: question.autoscale_min.clone(),
+            autoscale_min: unique(&question.autoscale_min),
             max_gpus,
             seeds: question.seeds,
             quick: question.quick,

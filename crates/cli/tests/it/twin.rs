@@ -76,6 +76,55 @@ fn rates_that_no_clock_can_tell_apart_are_refused() {
     }
 }
 
+/// Sixty times what a worker serves: text and JSON say so. A closed loop waits for its answers, so that none is overloaded.
+#[test]
+fn an_overload_is_said_in_text_and_json() {
+    let worker = [
+        "--set=pool.main.workers=1",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=10000000",
+        "--set=engine.max_num_seqs=1",
+        "--quiet",
+    ];
+    let simulate = |load: &[&str]| {
+        let (code, out, err) = run(&[&["simulate"], load, &worker].concat());
+        assert_eq!(code, Some(0), "{load:?}: {err}");
+        out
+    };
+    // A request takes about 100 ms: ten tokens, one per step.
+    let load = |rate| [rate, "--isl=64", "--osl=10", "--requests=600"];
+    let line = |text: &str| {
+        text.lines()
+            .find(|line| line.starts_with("overloaded"))
+            .map(str::to_owned)
+    };
+    let said = line(&simulate(&load("--rate=600"))).expect("a line");
+    assert!(said.contains("requests/s offered"), "{said}");
+    assert!(said.contains("a queue that grows"), "{said}");
+    assert_eq!(line(&simulate(&load("--rate=3"))), None);
+
+    let json = |load: &[&str]| -> Value {
+        serde_json::from_str(&simulate(&[load, &["--json"]].concat())).unwrap()
+    };
+    let over = &json(&load("--rate=600"))["overloaded"];
+    let number = |key: &str| over[key].as_f64().expect("a number");
+    assert!((400.0..900.0).contains(&number("offered_per_s")), "{over}");
+    assert!((9.0..12.0).contains(&number("served_per_s")), "{over}");
+    assert!((0.0..0.5).contains(&number("since_s")), "{over}");
+    assert!(json(&load("--rate=3")).get("overloaded").is_none());
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("w.toml");
+    std::fs::write(
+        &file,
+        "requests = 600\nisl = 64\nosl = 10\n[arrival]\nkind = \"closed\"\nconcurrency = 100\n",
+    )
+    .unwrap();
+    let closed = ["--workload", file.to_str().unwrap()];
+    assert_eq!(line(&simulate(&closed)), None);
+    assert!(json(&closed).get("overloaded").is_none());
+}
+
 #[test]
 fn a_run_is_repeated_by_its_seed() {
     let digest = |seed: &str| {

@@ -70,6 +70,27 @@ def test_simulate_gives_the_figures_of_the_command(binary: Path, tmp_path: Path)
         assert table["output_tokens"][at] == int(row["osl"])
 
 
+def test_an_overload_is_reported() -> None:
+    # One request at a time, for 100 ms: ten tokens of 10 ms.
+    cluster = ss.Cluster.parse(
+        "engine.max_num_seqs = 1\nengine.timing.kind = 'constant'\n"
+        "engine.timing.step_ns = 10_000_000\npool.main.workers = 1\n"
+    )
+
+    def simulate(**load: int) -> ss.Result:
+        return ss.simulate(cluster, ss.Workload(isl=64, osl=10, requests=600, **load))
+
+    over = simulate(rate=600)
+    found = over.summary()["overloaded"]
+    assert found["offered_per_s"] > 40 * found["served_per_s"] > 0
+    assert 0 <= found["since_s"] < 0.5
+    assert "\noverloaded since" in over.text
+    # A closed loop waits for its answers.
+    for calm in (simulate(rate=3), simulate(concurrency=100)):
+        assert "overloaded" not in calm.summary()
+        assert "overloaded" not in calm.text
+
+
 def test_sweep_gives_the_rows_of_the_command(binary: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.csv"
     ran = command(

@@ -47,6 +47,9 @@ impl Formats {
             Dtype::Nvfp4 | Dtype::Mxfp4 if latent => (Dtype::Bf16, precision),
             _ => (precision, precision),
         };
+        // The files of the checkpoint decide, where they were read.
+        let stated = shape.mlps.filter(|_| precision == shape.dtype());
+        let (attention, mlp) = stated.map_or((attention, mlp), |mlps| (shape.weights, mlps));
         Formats {
             attention,
             mlp,
@@ -113,7 +116,11 @@ impl Formats {
         match shape.experts {
             None if self.mlp == self.attention => self.mlp.name().to_owned(),
             None => format!("{} ({} attention)", self.mlp.name(), self.attention.name()),
-            Some(_) if self.experts == self.attention => self.experts.name().to_owned(),
+            Some(_) if self.experts == self.attention => {
+                let mlps = self.mlp != self.experts && shape.dense_mlp_params() > 0;
+                let rest = format!(" experts and attention ({} MLPs)", self.mlp.name());
+                self.experts.name().to_owned() + if mlps { &rest } else { "" }
+            }
             Some(_) => format!(
                 "{} experts ({} attention)",
                 self.experts.name(),

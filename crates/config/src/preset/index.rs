@@ -257,7 +257,7 @@ pub(super) fn is_encoder(name: &str) -> bool {
             .any(|part| WORDS.contains(&part))
 }
 
-/// What `config.json` says of its encoders.
+/// The encoders in `config.json`.
 #[derive(Clone, Copy, Debug)]
 enum Media {
     /// Estimated bytes in 16 bits.

@@ -7,6 +7,7 @@ mod fields;
 mod formats;
 mod gpu;
 mod index;
+mod kept;
 mod layers;
 mod model;
 mod names;

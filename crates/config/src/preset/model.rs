@@ -148,6 +148,9 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Format of the checkpoint's matrices of attention and MLPs.
     pub weights: Dtype,
+    /// Format of dense MLPs and shared experts next to routed experts, if the checkpoint's files say that and the format of
+    /// attention (`weights`); `None`: both as is usual for the format of the experts.
+    pub mlps: Option<Dtype>,
     /// Weights that share a scale of 16 bits where the format is INT4; 0: a scale per channel.
     pub int4_group: u32,
     /// Default format of keys and values.
@@ -411,6 +414,7 @@ const fn llama(
         tied_embeddings: false,
         qk_norm: false,
         weights: Dtype::Bf16,
+        mlps: None,
         int4_group: 64,
         kv_cache: Dtype::Bf16,
         experts: None,

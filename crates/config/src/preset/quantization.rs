@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::fields::{Fields, Log, Object, integer, is_nothing, shown};
 use super::index::is_encoder;
+use super::kept::{Found, Kept, Names, Parts};
 use super::python_json;
 use super::read::{ModelFiles, ShapeError};
 use crate::cluster::Dtype;
@@ -16,6 +17,8 @@ use crate::cluster::Dtype;
 pub(super) struct Formats {
     /// Matrices of attention and MLPs.
     pub(super) weights: Dtype,
+    /// Dense MLPs and shared experts next to quantized experts.
+    pub(super) mlps: Option<Dtype>,
     /// Routed experts.
     pub(super) experts: Dtype,
     /// Keys and values.
@@ -26,6 +29,7 @@ pub(super) struct Formats {
 
 const PLAIN: Formats = Formats {
     weights: Dtype::Bf16,
+    mlps: None,
     experts: Dtype::Bf16,
     kv_cache: Dtype::Bf16,
     group: 0,
@@ -35,8 +39,8 @@ const FIELD: &str = "quantization_config";
 const MODELOPT_FILE: &str = "hf_quant_config.json";
 const GPTQ_FILE: &str = "quantize_config.json";
 
-/// Reads the formats of `files` from `config`, from `outer`, the object that contains it, or from a file next to it. `layers` is
-/// the number of served layers; `latent`: it has latent attention; `mixture`: it has routed experts.
+/// Reads the formats of `files` from `config`, from `outer`, the object that contains it, or from a file next to it. `parts`
+/// are those of the served model.
 ///
 /// Source: vLLM 0.33, `vllm/model_executor/layers/quantization` (`fp8.py`, `fbgemm_fp8.py`,
 /// `modelopt.py`, `compressed_tensors`), `get_config` in `vllm/transformers_utils/config.py` (separate files), and
@@ -45,9 +49,7 @@ pub(super) fn read(
     files: &ModelFiles,
     outer: Fields<'_>,
     config: Fields<'_>,
-    layers: u32,
-    latent: bool,
-    mixture: bool,
+    parts: Parts,
 ) -> Result<Formats, ShapeError> {
     let mut found = None;
     for object in [config, outer] {
@@ -91,7 +93,7 @@ pub(super) fn read(
     };
     let prefix = format!("{file}: ");
     let quantization = Fields::new(object, &prefix, &log);
-    let formats = of_object(quantization, file, layers, latent, mixture).map_err(name)?;
+    let formats = of_object(quantization, file, parts).map_err(name)?;
     close(object, &log, &prefix, file)?;
     Ok(formats)
 }
@@ -138,7 +140,6 @@ const IMMATERIAL: &[&str] = &[
     "modules_to_fuse",
     "is_marlin_format",
     "quant_type",
-    "data_type",
     "autoround_version",
     "iters",
     "lr",
@@ -213,13 +214,8 @@ fn method_of<'a>(quantization: Fields<'a>, file: &str) -> Result<&'a str, ShapeE
 }
 
 #[expect(clippy::too_many_lines, reason = "a list of formats")]
-fn of_object(
-    quantization: Fields<'_>,
-    file: &str,
-    layers: u32,
-    latent: bool,
-    mixture: bool,
-) -> Result<Formats, ShapeError> {
+fn of_object(quantization: Fields<'_>, file: &str, parts: Parts) -> Result<Formats, ShapeError> {
+    let mixture = parts.experts.is_some();
     let method = method_of(quantization, file)?;
     // ModelOpt nests its settings in some files.
     let log = Log::default();
@@ -252,6 +248,12 @@ fn of_object(
         "awq" | "gptq" | "awq_marlin" | "gptq_marlin" | "auto-round" => {
             let bits = quantization.get("bits").or(quantization.get("w_bit"));
             let bits = bits.map_or("?".into(), Value::to_string);
+            if let Some(kind) = quantization
+                .text("data_type")?
+                .filter(|kind| *kind != "int")
+            {
+                return Err(unsupported(&format!("`{method}` with `data_type` {kind}")));
+            }
             if bits != "4" {
                 return Err(unsupported(&format!("`{method}` of {bits} bits")));
             }
@@ -267,7 +269,7 @@ fn of_object(
             if quantization.set("lm_head") {
                 return Err(unsupported("a quantized `lm_head`"));
             }
-            check_dynamic(quantization)?;
+            check_dynamic(quantization, parts)?;
             group = group_of(quantization, &["group_size", "q_group_size"])?;
             (Dtype::Int4, Dtype::Bf16)
         }
@@ -310,7 +312,7 @@ fn of_object(
                 return Err(unsupported(&format!("`format` {format}")));
             }
             let weights;
-            (weights, only_experts, group) = check_groups(quantization)?;
+            (weights, only_experts, group) = check_groups(quantization, parts)?;
             (weights, kv_format(quantization.get("kv_cache_scheme"))?)
         }
         "modelopt" | "modelopt_fp4" => {
@@ -330,7 +332,7 @@ fn of_object(
                 return Err(unsupported("formats by layer (`quantized_layers`)"));
             }
             if quantization.set("config_groups") {
-                let (of_groups, only, _) = check_groups(quantization)?;
+                let (of_groups, only, _) = check_groups(quantization, parts)?;
                 if of_groups != weights || only {
                     return Err(unsupported(
                         "`config_groups` of another format than `quant_algo`",
@@ -347,55 +349,53 @@ fn of_object(
         }
         other => return Err(unsupported(&format!("the format `{other}`"))),
     };
-    // Matrices in 16 bits that `Formats::of` expects: all except routed experts (INT4), or
-    // attention (NVFP4).
-    let known = |name: &str| {
-        let routed = name.contains("experts") && !name.contains("shared");
-        let whole_layer = !["attn", "attention", "_proj", "mlp", "shared"]
-            .iter()
-            .any(|part| name.contains(part));
-        match weights {
-            Dtype::Int4 => mixture && !routed && !whole_layer,
-            Dtype::Nvfp4 => latent && ["attn", "attention"].iter().any(|part| name.contains(part)),
-            _ => false,
-        }
-    };
     if only_experts && !(weights == Dtype::Int4 && mixture) {
         return Err(unsupported(
             "`compressed-tensors` whose `targets` are experts alone",
         ));
     }
-    let mut kept = only_experts;
+    let how = match method {
+        "modelopt" | "modelopt_fp4" => Names::Glob,
+        "fp8" | "fbgemm_fp8" | "compressed-tensors" => Names::Exact,
+        _ => Names::Part,
+    };
+    let mut kept = Kept::new(parts);
     for key in KEPT {
         for object in [quantization, inner] {
             for name in object.list(key)?.unwrap_or_default() {
-                // ModelOpt's names may be parts of a name.
-                let part = |name: &str| name == "gate" && method.starts_with("modelopt");
-                let projection = name
-                    .as_str()
-                    .filter(|name| is_projection(name, layers) || part(name));
-                if let Some(name) = projection {
-                    if known(name) {
-                        kept = true;
-                        continue;
-                    }
+                let Some(name) = name.as_str() else {
+                    return Err(unsupported(&format!("`{key}` with {}", shown(name))));
+                };
+                let found = kept
+                    .as_mut()
+                    .map_or(Found::Unread, |kept| kept.keep(name, how));
+                let known = match found {
+                    Found::Modules => mixture,
+                    Found::Others => false,
+                    Found::Nothing => !is_projection(name, parts.layers),
+                    Found::Unread => !is_negated(name) && !is_projection(name, parts.layers),
+                };
+                if !known {
                     let what = format!("a projection kept in 16 bits (`{key}`: {name})");
                     return Err(unsupported(&what));
                 }
             }
         }
     }
-    if weights == Dtype::Int4 && mixture && !kept {
-        // `Formats::of` assumes that attention of INT4 mixtures is in 16 bits.
-        return Err(unsupported(
-            "a mixture of experts whose attention has INT4 weights",
-        ));
-    }
+    let [attention, mlps] = match &kept {
+        _ if only_experts => [true, true],
+        Some(kept) if mixture => kept.whole().map_err(|which| {
+            unsupported(&format!("a file whose kept modules are those of {which}"))
+        })?,
+        _ => [false, false],
+    };
+    let format = |kept: bool| if kept { Dtype::Bf16 } else { weights };
     if let Some(object) = nested {
         close(object, &log, "quantization.", file)?;
     }
     Ok(Formats {
-        weights: if kept { Dtype::Bf16 } else { weights },
+        weights: format(attention),
+        mlps: mixture.then(|| format(mlps)),
         experts: weights,
         kv_cache,
         group,
@@ -429,7 +429,7 @@ fn group_of(object: Fields<'_>, keys: &[&str]) -> Result<u32, ShapeError> {
 /// The common format of all groups of a compressed-tensors file: FP8 weights and activations, INT4
 /// weights with 16-bit activations, or FP4 weights and activations in groups of 16. Also whether the
 /// targets are only routed experts, and the weights that share a scale in INT4.
-fn check_groups(quantization: Fields<'_>) -> Result<(Dtype, bool, u32), ShapeError> {
+fn check_groups(quantization: Fields<'_>, parts: Parts) -> Result<(Dtype, bool, u32), ShapeError> {
     let groups = quantization.object("config_groups")?;
     let groups = groups.filter(|groups| !groups.is_empty());
     let Some(groups) = groups else {
@@ -442,7 +442,11 @@ fn check_groups(quantization: Fields<'_>) -> Result<(Dtype, bool, u32), ShapeErr
         let targets = group.get("targets").and_then(Value::as_array);
         for target in targets.into_iter().flatten() {
             let name = target.as_str().unwrap_or("?");
-            let of_experts = name.contains("experts") && !name.contains("shared");
+            let after = name.split("experts").nth(1);
+            let some = after.is_some_and(|after| after.contains(|c: char| c.is_ascii_digit()));
+            let shared = parts.experts.is_some_and(|experts| experts.shared_size > 0);
+            let routed = !shared || name.replace('\\', "").contains("mlp.experts");
+            let of_experts = after.is_some() && !name.contains("shared") && routed && !some;
             if name != "Linear" && !of_experts {
                 let name: String = name.chars().take(60).collect();
                 return Err(unsupported(&format!(
@@ -522,13 +526,17 @@ fn check_groups(quantization: Fields<'_>) -> Result<(Dtype, bool, u32), ShapeErr
 }
 
 /// Refuses other bits for some layers, which GPTQModel writes as patterns in `dynamic`.
-fn check_dynamic(quantization: Fields<'_>) -> Result<(), ShapeError> {
+fn check_dynamic(quantization: Fields<'_>, parts: Parts) -> Result<(), ShapeError> {
     let dynamic = quantization.object("dynamic")?;
+    let mut kept = Kept::new(parts);
     for pattern in dynamic.into_iter().flat_map(Object::keys) {
-        // In 16 bits in any case, or small.
-        let apart = ["lm_head", "embed", "norm", "visual", "vision", "mtp"];
-        let router = pattern.trim_end_matches(['$', '*', '.']).ends_with("gate");
-        if !router && !apart.iter().any(|word| pattern.contains(word)) {
+        let name = pattern.trim_start_matches("-:").trim_start_matches("+:");
+        let name = format!("re:{name}");
+        let found = kept
+            .as_mut()
+            .map_or(Found::Unread, |kept| kept.keep(&name, Names::Exact));
+        let unread = found == Found::Unread && !is_negated(&name);
+        if !unread && found != Found::Nothing || is_projection(&name, parts.layers) {
             let pattern: String = pattern.chars().take(60).collect();
             return Err(unsupported(&format!(
                 "other bits for some layers (`dynamic`: {pattern})"
@@ -563,6 +571,13 @@ fn name_of(scheme: &Value) -> String {
     let bits = scheme.get("num_bits").map_or("?".into(), Value::to_string);
     let kind = scheme.get("type").and_then(Value::as_str).unwrap_or("?");
     format!("{bits}-bit {kind}")
+}
+
+/// Whether a pattern refers to what it does not name.
+fn is_negated(name: &str) -> bool {
+    ["(?!", "(?<", "(?=", "[^"]
+        .iter()
+        .any(|part| name.contains(part))
 }
 
 /// Whether a name or pattern of modules that are not quantized may refer to matrices of a layer's attention or MLP: unless
@@ -632,19 +647,31 @@ fn unsupported(what: &str) -> ShapeError {
 
 #[cfg(test)]
 mod tests {
+    use super::super::model::{Attention, Experts};
     use super::*;
 
     fn formats(quantization: &str) -> Result<Formats, String> {
+        let mixture = crate::preset::model("qwen3-30b-a3b").unwrap();
+        formats_of(quantization, mixture.experts)
+    }
+
+    fn formats_of(quantization: &str, experts: Option<Experts>) -> Result<Formats, String> {
         let text = format!("{{\"quantization_config\": {quantization}}}");
         let outer: Object = serde_json::from_str(&text).unwrap();
         let log = Log::default();
         let (outer, none) = (Fields::new(&outer, "", &log), Object::new());
         let config = Fields::new(&none, "", &log);
-        read(&ModelFiles::default(), outer, config, 4, false, true).map_err(|e| e.to_string())
+        let parts = Parts {
+            layers: 4,
+            attention: Attention::Full,
+            experts,
+        };
+        read(&ModelFiles::default(), outer, config, parts).map_err(|e| e.to_string())
     }
 
     const FP8: Formats = Formats {
         weights: Dtype::Fp8,
+        mlps: Some(Dtype::Fp8),
         experts: Dtype::Fp8,
         kv_cache: Dtype::Bf16,
         group: 0,
@@ -716,6 +743,7 @@ mod tests {
             "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]}"#;
         let of_experts = |experts, group| Formats {
             weights: Dtype::Bf16,
+            mlps: (experts == Dtype::Int4).then_some(Dtype::Bf16),
             experts,
             kv_cache: Dtype::Bf16,
             group,
@@ -758,10 +786,6 @@ mod tests {
                 r#"{"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}"#.into(),
                 "`modelopt` with W4A8_AWQ",
             ),
-            (
-                group(r#"{"num_bits": 4, "type": "int", "group_size": 32}"#, "null"),
-                "a mixture of experts whose attention has INT4",
-            ),
             (group(eight, "null"), "8-bit float weights under 16-bit activations"),
             (
                 group(eight, r#"{"num_bits": 8, "type": "int"}"#),
@@ -776,28 +800,36 @@ mod tests {
                     .into(),
                 "a KV cache of NVFP4",
             ),
-            // Llama-3.1-405B-FP8 keeps attention, and the first and last layers, in 16 bits.
-            (
-                r#"{"quant_method": "fbgemm_fp8", "modules_to_not_convert":
-                    ["model.layers.0.mlp.down_proj"]}"#
-                    .into(),
-                "model.layers.0.mlp.down_proj",
-            ),
-            (
-                r#"{"quant_method": "fp8", "ignored_layers": ["model.layers.3"]}"#.into(),
-                "model.layers.3",
-            ),
-            (
-                r#"{"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules":
-                    ["*.self_attn*"]}"#
-                    .into(),
-                "*.self_attn*",
-            ),
         ];
         for (json, part) in cases {
             let error = formats(&json).unwrap_err();
             assert!(error.starts_with("`quantization_config`: "), "{error}");
             assert!(error.contains(part), "{error} for {json}");
+        }
+    }
+
+    #[test]
+    fn projections_that_dense_models_keep_are_refused() {
+        let cases = [
+            // Llama-3.1-405B-FP8 keeps attention, and the first and last layers, in 16 bits.
+            (
+                r#"{"quant_method": "fbgemm_fp8", "modules_to_not_convert":
+                    ["model.layers.0.mlp.down_proj"]}"#,
+                "model.layers.0.mlp.down_proj",
+            ),
+            (
+                r#"{"quant_method": "fp8", "ignored_layers": ["model.layers.3"]}"#,
+                "model.layers.3",
+            ),
+            (
+                r#"{"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules":
+                    ["*.self_attn*"]}"#,
+                "*.self_attn*",
+            ),
+        ];
+        for (json, part) in cases {
+            let error = formats_of(json, None).unwrap_err();
+            assert!(error.contains(part) && error.contains("kept"), "{error}");
         }
     }
 

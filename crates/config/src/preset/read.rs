@@ -11,6 +11,7 @@ use slipstream_base::width::floor_u64;
 
 use super::class::{self, Class, Mixture, Shared};
 use super::fields::{Fields, Log, Object, cleaned};
+use super::kept::Parts;
 use super::model::{Attention, Experts, ModelShape};
 use super::{index, layers, python_json, quantization};
 use crate::cluster::Dtype;
@@ -161,7 +162,12 @@ impl ModelFiles {
         let latent = matches!(attention, Attention::Latent { .. });
         let (attention_heads, kv_heads) = heads(class, fields, latent)?;
         let mut experts = routed(class, fields, layers)?;
-        let formats = quantization::read(self, around, fields, layers, latent, experts.is_some())?;
+        let parts = Parts {
+            layers,
+            attention,
+            experts,
+        };
+        let formats = quantization::read(self, around, fields, parts)?;
         if let Some(experts) = &mut experts {
             experts.weights = formats.experts;
         }
@@ -189,6 +195,7 @@ impl ModelFiles {
                 class.qk_norm || stated == Some(true)
             },
             weights: formats.weights,
+            mlps: formats.mlps,
             int4_group: if formats.experts == Dtype::Int4 {
                 formats.group
             } else {

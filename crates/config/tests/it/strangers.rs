@@ -301,6 +301,115 @@ proptest! {
         prop_assert!(error.contains("kept in 16 bits"), "{error} for {name}");
     }
 
+    /// Mixtures that keep some of their modules: read with the bytes of what is kept, computed here, or refused.
+    #[test]
+    fn kept_modules_of_mixtures_are_counted_or_refused(
+        latent: bool,
+        method in 0..4usize,
+        attention in 0..5usize,
+        dense in 0..5usize,
+        shared in 0..5usize,
+        extra in select(vec!["lm_head", "re:.*mlp.gate$", "re:^(?!.*norm).*self_attn.*$", "model.layers.9*", "re:.*experts.1.*", "re:.*\\.2\\..*"]),
+    ) {
+        const LAYERS: u64 = 6;
+        let mut config = json!({
+            "num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 128,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 512,
+            "tie_word_embeddings": false, "num_experts_per_tok": 2,
+        });
+        let object = config.as_object_mut().expect("an object");
+        let (more, of_attention, dense_layers) = if latent {
+            (json!({"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 2,
+                "kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}),
+                256 * 96 + 96 * 4 * 48 + 256 * 80 + 64 * 4 * 64 + 4 * 32 * 256, 2)
+        } else {
+            (json!({"model_type": "qwen3_moe", "num_experts": 8, "head_dim": 64, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+                4 * 256 * 256, 0)
+        };
+        object.extend(more.as_object().expect("an object").clone());
+        let projections: &[&str] = if latent {
+            &["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+        } else {
+            &["q_proj", "k_proj", "v_proj", "o_proj"]
+        };
+        let mlp: &[&str] = &["gate_proj", "up_proj", "down_proj"];
+        let wild = if method == 0 { "*" } else { "re:.*" };
+        let end = if method == 0 { "*" } else { ".*" };
+        // All by a pattern, all by name, all but one module, all but a layer; or none.
+        let keep = |how: usize, of: &str, names: &[&str], layers: std::ops::Range<u64>| -> Vec<String> {
+            let mut all: Vec<String> = layers
+                .flat_map(|layer| names.iter().map(move |name| format!("model.layers.{layer}.{of}.{name}")))
+                .collect();
+            match how {
+                0 => Vec::new(),
+                1 if of == "mlp" && method == 0 => all,
+                1 if of == "mlp" => vec![r"re:.*mlp\.(gate|up|gate_up|down)_proj.*".to_owned()],
+                1 => vec![format!("{wild}{of}{end}")],
+                2 => all,
+                3 => { all.pop(); all }
+                _ => { all.drain(..names.len()); all }
+            }
+        };
+        let mut names = keep(attention, "self_attn", projections, 0..LAYERS);
+        if latent {
+            names.extend(keep(dense, "mlp", mlp, 0..dense_layers));
+            names.extend(keep(shared, "mlp.shared_experts", mlp, dense_layers..LAYERS));
+        }
+        names.push(extra.to_owned());
+        let group = |weights: Value, activations: Value| json!({ "quant_method": "compressed-tensors", "ignore": names,
+            "config_groups": { "a": { "targets": ["Linear"], "weights": weights, "input_activations": activations } } });
+        let eight = json!({ "num_bits": 8, "type": "float", "strategy": "channel" });
+        let four = json!({ "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16 });
+        let (formats, bytes) = match method {
+            0 => (json!({ "quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": names }), 0.5625),
+            1 => (group(json!({ "num_bits": 4, "type": "int", "group_size": 128 }), Value::Null), 0.5 + 2.0 / 128.0),
+            2 => (group(eight.clone(), eight), 1.0),
+            _ => (group(four.clone(), four), 0.5625),
+        };
+        config["quantization_config"] = formats;
+        let other = ["re:.*experts.1.*", "re:.*\\.2\\..*", "re:^(?!.*norm).*self_attn.*$"];
+        // A glob or text is no expression: ModelOpt's names match nothing then, and are refused all the same.
+        let partial = attention > 2
+            || latent && (dense > 2 || shared > 2 || (dense > 0) != (shared > 0))
+            || other.contains(&extra);
+        let found = read(&config);
+        if partial {
+            let error = found.map(|read| read.shape).expect_err("a part is kept");
+            prop_assert!(error.contains("kept"), "{error}");
+        } else {
+            let shape = found.map_err(TestCaseError::fail)?.shape;
+            let of = |kept: bool| if kept { 2.0 } else { bytes };
+            let sparse = (LAYERS - dense_layers) as f64;
+            let mlps = if latent { dense_layers as f64 * 1024.0 + sparse * 256.0 } else { 0.0 };
+            let expected = LAYERS as f64 * f64::from(of_attention) * of(attention > 0)
+                + 3.0 * 256.0 * mlps * of(latent && shared > 0)
+                + sparse * 8.0 * 3.0 * 256.0 * 128.0 * bytes
+                + sparse * 8.0 * 256.0 * 2.0
+                + 2.0 * 1000.0 * 256.0 * 2.0;
+            let formats = slipstream_config::preset::Formats::of(&shape, shape.dtype());
+            let found = formats.weight_bytes(&shape, 1, 1);
+            prop_assert!((found / expected - 1.0).abs() < 1e-4, "{found} instead of {expected}: {names:?}");
+        }
+    }
+
+    /// `dynamic` of GPTQ: other bits for any projection of a dense model are refused, whatever the pattern.
+    #[test]
+    fn other_bits_of_projections_are_refused(
+        start in select(vec!["-:", "+:", ""]),
+        before in select(vec![".*", "model\\.layers\\.\\d+\\..*", ".*\\.1\\..*", "^.*"]),
+        module in select(vec!["gate", "mlp.*gate", "down", "(norm|down_proj)", "self_attn", "layers", "q_proj", "up"]),
+        end in select(vec!["", ".*", ".+", "_proj", "_proj$"]),
+    ) {
+        let pattern = format!("{start}{before}{module}{end}");
+        let config = json!({
+            "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512, "tie_word_embeddings": false,
+            "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {pattern.as_str(): {"bits": 8}}},
+        });
+        let error = read(&config).map(|read| read.shape).expect_err("other bits");
+        prop_assert!(error.contains("`dynamic`"), "{error} for {pattern}");
+    }
+
     #[test]
     fn nothing_panics(at: Index, changes in prop::collection::vec((any::<Index>(), 0..8usize), 1..6)) {
         let (config, _) = &MODELS[at.index(MODELS.len())];

@@ -192,6 +192,15 @@ impl Candidate {
         self.cost * f64::from(workers)
     }
 
+    /// The size that costs `cost`, if there is one.
+    fn size_for(&self, cost: f64) -> Option<u32> {
+        let workers = (cost / self.cost).round();
+        let same = (self.cost * workers - cost).abs() <= cost * 1e-9;
+        let fits =
+            workers >= f64::from(self.workers_min.max(1)) && workers <= f64::from(self.workers_max);
+        (same && fits).then(|| width::floor_u32(workers))
+    }
+
     /// The largest size that costs less than `cost`; `None` if even the smallest does not.
     fn cheaper_than(&self, cost: f64) -> Option<u32> {
         let mut workers = width::floor_u32((cost / self.cost).ceil());
@@ -245,6 +254,8 @@ pub struct Search<'a, E: Evaluate> {
     seen: BTreeMap<Key, (u64, Measured)>,
     /// Best setting known of each shape, and its size on the largest part so far.
     known: Vec<Option<(usize, u32)>>,
+    /// Shape and setting preferred among equal costs.
+    preferred: Option<(usize, usize)>,
     progress: Progress,
     /// Requests simulated.
     pub requests: u64,
@@ -304,6 +315,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
         assert!(parts.last() == Some(&1.0), "the last part is the whole");
         Search {
             known: vec![None; shapes.len()],
+            preferred: None,
             shapes,
             target,
             parts,
@@ -316,6 +328,13 @@ impl<'a, E: Evaluate> Search<'a, E> {
             requests: 0,
             trials: 0,
         }
+    }
+
+    /// Prefers this shape in this setting to all others that cost as much: the answer to a question that differs a little.
+    #[must_use]
+    pub fn preferring(mut self, shape: usize, setting: usize) -> Search<'a, E> {
+        self.preferred = Some((shape, setting));
+        self
     }
 
     fn whole(&self) -> usize {
@@ -968,19 +987,30 @@ impl<'a, E: Evaluate> Search<'a, E> {
     /// one without host memory; and of these the one that attains at the highest load on the largest part that is not the whole.
     fn prefer(&mut self, best: Choice, stage: Stage) -> Result<Choice, E::Error> {
         self.phase("equal cost", 2.0, 0.0);
+        if let Some((shape, setting)) = self.preferred
+            && let Some(workers) = self.shapes[shape].size_for(best.cost)
+        {
+            let trial = self.trial_at(shape, setting, workers, stage);
+            let measured = self.run_at(&[trial], stage)?.remove(0);
+            if measured.attains {
+                return Ok(Choice {
+                    shape,
+                    setting,
+                    workers,
+                    cost: best.cost,
+                    share: measured.share,
+                });
+            }
+        }
         let mut equal: Vec<Trial> = Vec::new();
         for (shape, of) in self.shapes.iter().enumerate() {
-            let workers = (best.cost / of.cost).round();
-            let same = (of.cost * workers - best.cost).abs() <= best.cost * 1e-9;
-            let fits =
-                workers >= f64::from(of.workers_min.max(1)) && workers <= f64::from(of.workers_max);
             let simple = of.simplicity() <= self.shapes[best.shape].simplicity();
-            if !(same && fits && simple) {
+            let Some(workers) = of.size_for(best.cost).filter(|_| simple) else {
                 continue;
-            }
+            };
             // The base setting, too: the best known one is that of smaller sizes, or of smaller parts.
             for setting in [0, self.setting(shape)] {
-                let trial = self.trial(shape, setting, width::floor_u32(workers));
+                let trial = self.trial(shape, setting, workers);
                 if (shape, setting) != (best.shape, best.setting) && !equal.contains(&trial) {
                     equal.push(trial);
                 }
@@ -1522,6 +1552,45 @@ mod tests {
         assert_eq!(answer([20.0, 5.2, 8.5, 8.6], split_first), (1, 4, 4.0));
         // Nothing is simpler.
         assert_eq!(answer([9.0, 4.1, 11.0, 8.6], [true; 4]), (2, 2, 4.0));
+    }
+
+    /// A changed condition keeps the shape and setting of the first answer, unless another is cheaper.
+    #[test]
+    fn of_equal_cost_the_preferred_one_stays() {
+        let space = candidates(&[2.0, 1.0, 2.0], 2);
+        let answer = |capacity: [[f64; 2]; 3], preferred: (usize, usize)| {
+            let parts = vec![0.25, 1.0];
+            let mut known = Known {
+                capacity: capacity.iter().map(|each| each.to_vec()).collect(),
+                cold: Vec::new(),
+                unlucky: None,
+                load: 16.0,
+                requests: 1000,
+                parts: parts.clone(),
+                runs: Vec::new(),
+            };
+            let mut search =
+                Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 3, &mut known)
+                    .preferring(preferred.0, preferred.1);
+            let best = search.find(&[]).unwrap().unwrap();
+            (best.shape, best.setting, best.workers, best.cost)
+        };
+        // 4.0 each: 2 workers, 4 workers, 2 workers.
+        let equal = [[11.0, 8.5], [5.2, 4.1], [9.0, 8.1]];
+        for shape in 0..3 {
+            for setting in 0..2 {
+                let workers = if shape == 1 { 4 } else { 2 };
+                assert_eq!(
+                    answer(equal, (shape, setting)),
+                    (shape, setting, workers, 4.0)
+                );
+            }
+        }
+        // Another is cheaper, or the preferred setting does not attain.
+        let cheaper = [[11.0, 8.5], [6.1, 4.1], [9.0, 8.1]];
+        assert_eq!(answer(cheaper, (0, 1)), (1, 0, 3, 3.0));
+        let weak = [[11.0, 7.9], [4.1, 3.0], [9.0, 8.1]];
+        assert_eq!(answer(weak, (0, 1)), (0, 0, 2, 4.0));
     }
 
     #[test]

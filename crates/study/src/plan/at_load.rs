@@ -375,6 +375,12 @@ impl AtLoad<'_> {
             self.seeds(),
             &mut driver,
         );
+        let first = &of.settings[answer.shape][answer.setting];
+        if let Some(own) = own
+            && let Some(setting) = ready.settings[own].iter().position(|each| each == first)
+        {
+            search = search.preferring(own, setting);
+        }
         let found = search.find(&[])?;
         let own = match (found, own) {
             (Some(found), Some(own)) if found.shape == own => Some(found),

@@ -130,14 +130,15 @@ impl EngineUrl {
         let (host, port) = match authority.strip_prefix('[') {
             Some(v6) => {
                 let (host, rest) = v6.split_once(']').ok_or("has a [ without a ]")?;
-                if host.parse::<std::net::Ipv6Addr>().is_err() {
+                let Ok(host) = host.parse::<std::net::Ipv6Addr>() else {
                     return Err("has no IPv6 address between [ and ]".into());
-                }
-                (host, rest.strip_prefix(':'))
+                };
+                (host.to_string(), rest.strip_prefix(':'))
             }
             None => match authority.split_once(':') {
-                Some((host, port)) => (host, Some(port)),
-                None => (authority, None),
+                // A host has no case (RFC 3986, section 3.2.2).
+                Some((host, port)) => (host.to_ascii_lowercase(), Some(port)),
+                None => (authority.to_ascii_lowercase(), None),
             },
         };
         let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
@@ -158,7 +159,7 @@ impl EngineUrl {
         }
         Ok(EngineUrl {
             tls,
-            host: host.to_owned(),
+            host,
             port,
             prefix: path.trim_end_matches('/').to_owned(),
         })
@@ -685,6 +686,19 @@ pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_host_has_one_spelling() {
+        let url = |text: &str| EngineUrl::parse(text).unwrap();
+        for (one, other) in [
+            ("http://LocalHost:8000", "http://localhost:8000"),
+            ("http://[0:0:0:0:0:0:0:1]:8000", "http://[::1]:8000"),
+            ("https://GPU-1.Example", "https://gpu-1.example:443/"),
+        ] {
+            assert_eq!(url(one), url(other));
+        }
+        assert_ne!(url("http://a/X"), url("http://a/x"), "a path has case");
+    }
 
     #[test]
     fn addresses_of_engines() {

@@ -7,7 +7,7 @@ use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -278,8 +278,8 @@ impl Flusher {
 struct Sink {
     target: AccessTarget,
     file: File,
-    /// The last line in the file has no end.
-    torn: bool,
+    /// Precedes the next line: the rest of one that is there in part.
+    rest: Vec<u8>,
     failing: bool,
 }
 
@@ -293,16 +293,35 @@ fn open(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
+/// Ends the last line of the file at `path`, if a process was killed within it.
+fn end_of_line(path: &Path) -> Vec<u8> {
+    let last = || {
+        let length = std::fs::metadata(path).ok().filter(|of| of.is_file())?;
+        let mut last = [0];
+        let at = length.len().checked_sub(1)?;
+        File::open(path).ok()?.read_exact_at(&mut last, at).ok()?;
+        Some(last[0])
+    };
+    match last() {
+        None | Some(b'\n') => Vec::new(),
+        Some(_) => b"\n".to_vec(),
+    }
+}
+
 impl Sink {
     fn open(target: AccessTarget) -> io::Result<Sink> {
         let file = match &target {
             AccessTarget::Stdout => File::from(io::stdout().as_fd().try_clone_to_owned()?),
             AccessTarget::File(path) => open(path)?,
         };
+        let rest = match &target {
+            AccessTarget::Stdout => Vec::new(),
+            AccessTarget::File(path) => end_of_line(path),
+        };
         Ok(Sink {
             target,
             file,
-            torn: false,
+            rest,
             failing: false,
         })
     }
@@ -314,7 +333,7 @@ impl Sink {
         match open(path) {
             Ok(file) => {
                 self.file = file;
-                self.torn = false;
+                self.rest = end_of_line(path);
                 tracing::info!("access log {} opened anew", path.display());
             }
             Err(error) => tracing::warn!(
@@ -328,14 +347,19 @@ impl Sink {
     fn write(&mut self, lines: &[u8]) -> u64 {
         let mut rest = lines;
         let end = Instant::now() + PIPE_WAIT;
+        let length = self.length();
         let error = loop {
             if rest.is_empty() {
                 break None;
             }
-            let next = if self.torn { b"\n" } else { rest };
+            let next = if self.rest.is_empty() {
+                rest
+            } else {
+                &self.rest
+            };
             match self.file.write(next) {
                 Ok(0) => break Some(io::Error::from(ErrorKind::WriteZero)),
-                Ok(_) if self.torn => self.torn = false,
+                Ok(count) if !self.rest.is_empty() => drop(self.rest.drain(..count)),
                 Ok(count) => rest = &rest[count..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < end => {
@@ -346,7 +370,11 @@ impl Sink {
         };
         let written = &lines[..lines.len() - rest.len()];
         if let Some(error) = &error {
-            self.torn |= !written.is_empty() && !written.ends_with(b"\n");
+            let whole = memchr::memrchr(b'\n', written).map_or(0, |at| at + 1);
+            if whole < written.len() && !self.cut(length, written.len(), whole) {
+                let end = memchr::memchr(b'\n', rest).map_or(rest.len(), |at| at + 1);
+                self.rest = rest[..end].to_vec();
+            }
             if !self.failing {
                 tracing::warn!("the access log cannot be written ({error}); its lines are dropped");
             }
@@ -355,6 +383,23 @@ impl Sink {
         }
         self.failing = error.is_some();
         memchr::memchr_iter(b'\n', rest).count() as u64
+    }
+}
+
+impl Sink {
+    /// Length of a regular file.
+    fn length(&self) -> Option<u64> {
+        let stat = self.file.metadata().ok()?;
+        stat.is_file().then_some(stat.len())
+    }
+
+    /// Takes a line back that was written in part: `written` bytes at `length`, of which `whole` are whole lines. False
+    /// if it is not certain that they are the last ones of a regular file.
+    fn cut(&self, length: Option<u64>, written: usize, whole: usize) -> bool {
+        let (Some(before), Some(now)) = (length, self.length()) else {
+            return false;
+        };
+        now == before + written as u64 && self.file.set_len(before + whole as u64).is_ok()
     }
 }
 
@@ -463,12 +508,41 @@ mod tests {
         let path = dir.path().join("log");
         std::fs::write(&path, "{\"half").unwrap();
         let mut sink = Sink::open(AccessTarget::File(path.clone())).unwrap();
-        sink.torn = true;
         assert_eq!(sink.write(b"{}\n{}\n"), 0);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"half\n{}\n{}\n");
         sink.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
         assert_eq!(sink.write(b"{}\n{}\n"), 2, "no space is left");
-        assert!(sink.failing && !sink.torn);
+        assert!(sink.failing && sink.rest.is_empty());
+    }
+
+    #[test]
+    fn a_line_written_in_part_is_taken_back_or_finished() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let mut sink = Sink::open(AccessTarget::File(path.clone())).unwrap();
+        assert_eq!(sink.write(b"{1}\n"), 0);
+        let length = sink.length();
+        // As a write that ends at the end of the disk's space leaves it.
+        sink.file.write_all(b"{2}\n{3").unwrap();
+        assert!(sink.cut(length, 6, 4));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{1}\n{2}\n");
+        // Another process wrote there as well.
+        assert!(!sink.cut(length, 2, 0));
+        // A pipe takes the rest when it has room.
+        let (reader, writer) = io::pipe().unwrap();
+        let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+        rustix::fs::fcntl_setfl(&writer, flags | OFlags::NONBLOCK).unwrap();
+        sink.file = File::from(std::os::fd::OwnedFd::from(writer));
+        let long = [&vec![b'x'; 1 << 20][..], b"\n"].concat();
+        assert_eq!(sink.write(&long), 1, "nobody reads it");
+        let lines = std::thread::spawn(move || {
+            let lines = io::BufRead::lines(io::BufReader::new(reader));
+            lines.map(|line| line.unwrap().len()).collect::<Vec<_>>()
+        });
+        while sink.write(b"{}\n") > 0 {}
+        drop(sink);
+        let lines = lines.join().unwrap();
+        assert_eq!((lines[0], lines.last()), (1 << 20, Some(&2)));
     }
 
     #[test]

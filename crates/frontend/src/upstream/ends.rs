@@ -5,11 +5,14 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::LazyLock;
 
 use hyper::Method;
 use memchr::memchr2;
 use memchr::memmem::{self, Finder};
+use serde::de::{IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
@@ -171,8 +174,65 @@ fn is_clients_fault(kind: &str) -> bool {
 /// Members of a JSON object. The last one of a name wins, as in Python's parser.
 type Fields<'a> = BTreeMap<Cow<'a, str>, &'a RawValue>;
 
+/// Limit of members kept per object, besides those that are read: more than any engine sends.
+const MEMBERS_MAX: usize = 256;
+
+/// Members that are read.
+const READ: [&str; 16] = [
+    "error",
+    "error_type",
+    "error_message",
+    "errors",
+    "detail",
+    "type",
+    "object",
+    "choices",
+    "usage",
+    "id",
+    "status",
+    "delta",
+    "index",
+    "finish_reason",
+    "code",
+    "message",
+];
+
+/// A name, borrowed if it has no escapes.
+#[derive(Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// Some [`Fields`] of an object, however many it has.
+#[derive(Default)]
+struct Members<'a>(Fields<'a>);
+
+impl<'de> Deserialize<'de> for Members<'de> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Reads;
+        impl<'de> Visitor<'de> for Reads {
+            type Value = Members<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = Fields::new();
+                while let Some(Name(name)) = map.next_key()? {
+                    if fields.len() < MEMBERS_MAX || READ.contains(&&*name) {
+                        fields.insert(name, map.next_value()?);
+                    } else {
+                        map.next_value::<IgnoredAny>()?;
+                    }
+                }
+                Ok(Members(fields))
+            }
+        }
+        from.deserialize_map(Reads)
+    }
+}
+
 fn fields(json: &[u8]) -> Option<Fields<'_>> {
-    serde_json::from_slice(json).ok()
+    serde_json::from_slice(json).ok().map(|Members(of)| of)
 }
 
 fn string(raw: &&RawValue) -> Option<String> {
@@ -243,11 +303,14 @@ struct ChoiceEnd {
 /// Limit of choices read per event: more than any engine sends. Each takes a microsecond of a shard.
 const CHOICES_READ_MAX: usize = 1024;
 
+/// Limit of choices of a stream whose ends are remembered. A stream with more ends with its last event.
+const CHOICES_TRACKED_MAX: u64 = 4096;
+
 fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
     let all = fields.get("choices");
     let all = all.and_then(|raw| serde_json::from_str::<Vec<&RawValue>>(raw.get()).ok());
     let choice = |raw: &&RawValue| {
-        let fields: Fields<'_> = serde_json::from_str(raw.get()).unwrap_or_default();
+        let Members(fields) = serde_json::from_str(raw.get()).unwrap_or_default();
         let index = fields.get("index");
         let reason = fields.get("finish_reason").filter(|raw| !is_nothing(raw));
         ChoiceEnd {
@@ -519,7 +582,10 @@ impl StreamEnd {
                     if gives_up(&reason) {
                         return Some(gave_up(&reason));
                     }
-                    self.finished.insert(choice.index);
+                    // Further ones are not the request's: once all have ended, the answer is over.
+                    if (self.finished.len() as u64) < self.choices.min(CHOICES_TRACKED_MAX) {
+                        self.finished.insert(choice.index);
+                    }
                 }
             }
             Api::Responses => {
@@ -561,7 +627,7 @@ pub(super) fn is_complete(rest: &[u8]) -> bool {
     sse::events(rest).all(|event| {
         any = true;
         let data = event.data.trim_ascii();
-        data == b"[DONE]" || serde_json::from_slice::<serde::de::IgnoredAny>(data).is_ok()
+        data == b"[DONE]" || serde_json::from_slice::<IgnoredAny>(data).is_ok()
     }) && any
 }
 
@@ -596,5 +662,45 @@ pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Repo
     match reasons.into_iter().find(|reason| gives_up(reason)) {
         Some(reason) if api.has_choices() => Err(gave_up(&reason)),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_and_choices_are_read_however_many_there_are() {
+        let many: String = (0..5_000).map(|n| format!("\"m{n}\":0,")).collect();
+        let mut end = StreamEnd::new(Api::Chat, 1);
+        let event = format!("data: {{{many}\"error\":{{\"message\":\"dead\",\"code\":500}}}}\n\n");
+        assert!(end.read(event.as_bytes()).reported.is_some());
+        let choice = format!("{{{many}\"index\":0,\"finish_reason\":\"stop\"}}");
+        end.read(format!("data: {{{many}\"choices\":[{choice}]}}\n\n").as_bytes());
+        assert!(end.is_finished());
+        assert!(
+            fields(format!("{{{many}\"x\":0}}").as_bytes())
+                .unwrap()
+                .len()
+                <= MEMBERS_MAX
+        );
+        // The last one of a name wins.
+        let twice = fields(b"{\"id\":1,\"id\":2}").unwrap();
+        assert_eq!(twice["id"].get(), "2");
+    }
+
+    #[test]
+    fn ends_of_choices_that_no_one_asked_for_are_not_kept() {
+        for (asked, kept) in [(1, 1), (3, 3), (u64::MAX, CHOICES_TRACKED_MAX)] {
+            let mut end = StreamEnd::new(Api::Completions, asked);
+            for index in 0..2 * CHOICES_TRACKED_MAX {
+                let event = format!(
+                    "data: {{\"choices\":[{{\"index\":{index},\"finish_reason\":\"stop\"}}]}}\n\n"
+                );
+                end.read(event.as_bytes());
+            }
+            assert_eq!(end.finished.len() as u64, kept);
+            assert_eq!(end.is_finished(), asked <= kept);
+        }
     }
 }

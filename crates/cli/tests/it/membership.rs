@@ -241,6 +241,8 @@ fn mistakes_in_admin_requests_are_named() {
         ("?worker=0&drain_s=1e400", 400, "drain_s"),
         ("?worker=w0&url=http://x", 400, "by `url` or by `worker`"),
         ("?drain_s=1", 400, "by `url` or by `worker`"),
+        ("?worker=w0&worker=w1", 400, "`worker` is there twice"),
+        ("?url=http://a&url=http://b", 400, "`url` is there twice"),
     ] {
         let got = ask(&server, "DELETE", query, "");
         assert_eq!(got.status, status, "{query}");

@@ -126,7 +126,10 @@ fn from_query(query: &str) -> Result<Bytes, ApiError> {
             }
             _ => Value::from(value),
         };
-        body.insert(name.to_owned(), value);
+        if body.insert(name.to_owned(), value).is_some() {
+            let text = format!("`{name}` is there twice; remove one engine per request");
+            return Err(ApiError::invalid(name, text));
+        }
     }
     Ok(Value::from(body).to_string().into())
 }

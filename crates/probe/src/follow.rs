@@ -87,6 +87,59 @@ pub struct KvCounters {
     pub unusable: AtomicBool,
     /// Whether the view is unusable ([`ViewState::Useless`]).
     pub useless: AtomicBool,
+    /// Pauses in reading, because the events took too long to read.
+    pub pauses: AtomicU64,
+    /// Time of these pauses, ms.
+    pub paused_ms: AtomicU64,
+}
+
+/// Followers share a thread. Work on one engine's batches before the others get a turn.
+const TURN: Duration = Duration::from_millis(2);
+
+/// Then its follower pauses this many times as long as it has worked, so that it takes a quarter of the thread at most.
+const PAUSE_PER_WORK: u32 = 3;
+
+/// Longest of these pauses.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Interval in which a view counts as late if its follower paused for half of it.
+const LATE_WITHIN: Duration = Duration::from_secs(5);
+
+/// A follower's turns.
+#[derive(Debug)]
+struct Turns {
+    /// Work since the last pause.
+    spent: Duration,
+    since: Instant,
+    paused: Duration,
+    is_late: bool,
+}
+
+impl Turns {
+    fn new() -> Turns {
+        Turns {
+            spent: Duration::ZERO,
+            since: Instant::now(),
+            paused: Duration::ZERO,
+            is_late: false,
+        }
+    }
+
+    /// `work` was done at `now`. Returns the pause that must follow.
+    fn on_work(&mut self, work: Duration, now: Instant) -> Option<Duration> {
+        let passed = now.saturating_duration_since(self.since);
+        if passed >= LATE_WITHIN {
+            self.is_late = self.paused >= passed / 2;
+            (self.since, self.paused) = (now, Duration::ZERO);
+        }
+        self.spent += work;
+        if self.spent < TURN {
+            return None;
+        }
+        let pause = (std::mem::take(&mut self.spent) * PAUSE_PER_WORK).min(PAUSE_MAX);
+        self.paused += pause;
+        Some(pause)
+    }
 }
 
 /// Whether the view of an engine's cache is usable.
@@ -94,6 +147,8 @@ pub struct KvCounters {
 pub enum ViewState {
     /// Usable.
     Followed,
+    /// Usable, but late: the events take longer to read than one engine's may.
+    Late,
     /// Unusable, with the reason as a predicate of the engine. The engine's cache must be guessed.
     Useless(String),
 }
@@ -158,6 +213,7 @@ pub struct KvFollower {
     /// Sequences and digests of the last batches, applied or not.
     recent: VecDeque<(u64, u128)>,
     replays: ReplayBudget,
+    turns: Turns,
     readability: Readability,
     /// Reason of the first unreadable event.
     unreadable: String,
@@ -191,6 +247,7 @@ impl KvFollower {
             ops: Vec::new(),
             recent: VecDeque::with_capacity(RECENT),
             replays: ReplayBudget::new(),
+            turns: Turns::new(),
             readability: Readability::default(),
             unreadable: String::new(),
             state: ViewState::Followed,
@@ -297,7 +354,19 @@ impl KvFollower {
                 return;
             }
         }
-        self.accept(sequence, &event.payload, apply);
+        self.take_turn(sequence, &event.payload, apply).await;
+    }
+
+    /// As [`accept`](Self::accept), and lets other followers work after a while.
+    async fn take_turn(&mut self, sequence: u64, payload: &[u8], apply: &mut impl FnMut(&KvDelta)) {
+        let begun = std::time::Instant::now();
+        self.accept(sequence, payload, apply);
+        if let Some(pause) = self.turns.on_work(begun.elapsed(), Instant::now()) {
+            add(&self.counters.pauses, 1);
+            let ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
+            add(&self.counters.paused_ms, ms);
+            tokio::time::sleep(pause).await;
+        }
     }
 
     /// Asks for the batches before `sequence` again.
@@ -357,7 +426,7 @@ impl KvFollower {
                 }
                 confirmed = true;
             } else if sequence >= self.next {
-                self.accept(sequence, &event.payload, apply);
+                self.take_turn(sequence, &event.payload, apply).await;
             }
         }
         Ok(false)
@@ -419,11 +488,15 @@ impl KvFollower {
     /// Reports the state of the view if it changed.
     fn update_state(&mut self, unreadable: bool) {
         let useless = unreadable || self.mirror.is_unusable();
-        if useless == matches!(self.state, ViewState::Useless(_)) {
+        let is_late = !useless && self.turns.is_late;
+        let was_useless = matches!(self.state, ViewState::Useless(_));
+        if useless == was_useless && is_late == matches!(self.state, ViewState::Late) {
             return;
         }
         self.counters.useless.store(useless, Ordering::Relaxed);
-        self.state = if !useless {
+        self.state = if is_late {
+            ViewState::Late
+        } else if !useless {
             ViewState::Followed
         } else if self.mirror.is_unusable() {
             let why = "has one hash for two prefixes in its KV events, as earlier SGLang versions";
@@ -494,5 +567,38 @@ async fn within<T>(
             endpoint: endpoint.to_owned(),
             source: std::io::Error::from(std::io::ErrorKind::TimedOut).into(),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever batches cost, a follower works for a quarter of the time at most, but for one batch; and it counts as late
+    /// only if it pauses for half of it.
+    #[test]
+    fn a_follower_takes_a_share_of_the_thread() {
+        for (work_us, gap_us) in [(10, 0), (50, 100), (900, 0), (5_000, 50_000), (400_000, 0)] {
+            let work = Duration::from_micros(work_us);
+            let (mut turns, begun) = (Turns::new(), Instant::now());
+            let (mut now, mut worked, mut paused) = (begun, Duration::ZERO, Duration::ZERO);
+            while now - begun < 3 * LATE_WITHIN {
+                now += work + Duration::from_micros(gap_us);
+                worked += work;
+                if let Some(pause) = turns.on_work(work, now) {
+                    assert!(pause <= PAUSE_MAX);
+                    now += pause;
+                    paused += pause;
+                }
+            }
+            let is_capped = work * PAUSE_PER_WORK > PAUSE_MAX;
+            let most = (now - begun) / if is_capped { 3 } else { 4 };
+            assert!(worked <= most + work + TURN, "{work:?}: {worked:?}");
+            assert_eq!(
+                turns.is_late,
+                paused * 2 >= now - begun,
+                "{work:?}: {paused:?}"
+            );
+        }
     }
 }

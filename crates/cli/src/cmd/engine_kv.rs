@@ -37,6 +37,9 @@ const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// Pause before an engine is asked again that answered, and cannot be followed: another process may start there.
 const ASK_LATER: Duration = Duration::from_secs(30);
 
+/// Time for the thread to end when the server stops.
+const STOP_WITHIN: Duration = Duration::from_millis(250);
+
 /// Blocks of an engine at most, as in a cluster file.
 pub(super) const BLOCKS_MAX: u64 = 1 << 24;
 
@@ -470,8 +473,16 @@ impl Followers {
 struct Views {
     fleets: Fleets,
     member: Member,
-    /// Per rank, the reason why its view is unusable.
-    useless: Mutex<Vec<Option<String>>>,
+    /// Per rank.
+    states: Mutex<Vec<ViewState>>,
+}
+
+/// The first reason why a view is unusable.
+fn why_useless(states: &[ViewState]) -> Option<&str> {
+    states.iter().find_map(|state| match state {
+        ViewState::Useless(why) => Some(why.as_str()),
+        ViewState::Followed | ViewState::Late => None,
+    })
 }
 
 impl Views {
@@ -479,20 +490,18 @@ impl Views {
         let views = Views {
             fleets: of.fleets.clone(),
             member: member.clone(),
-            useless: Mutex::new(vec![None; ranks]),
+            states: Mutex::new(vec![ViewState::Followed; ranks]),
         };
-        views.show(&lock(&views.useless));
+        views.show(&lock(&views.states));
         Arc::new(views)
     }
 
     fn update(&self, rank: usize, state: &ViewState) {
-        let mut useless = lock(&self.useless);
-        let before = useless.iter().any(Option::is_some);
-        useless[rank] = match state {
-            ViewState::Followed => None,
-            ViewState::Useless(why) => Some(why.clone()),
-        };
-        let why = useless.iter().flatten().next();
+        let mut states = lock(&self.states);
+        let before = why_useless(&states).is_some();
+        let was_late = states.contains(&ViewState::Late);
+        states[rank] = state.clone();
+        let why = why_useless(&states);
         let engine = &self.member.spec().url;
         match why {
             Some(why) if !before => tracing::warn!(
@@ -503,19 +512,25 @@ impl Views {
                 %engine,
                 "its KV events are readable again: its cache is followed by them"
             ),
+            None if !was_late && states.contains(&ViewState::Late) => tracing::warn!(
+                %engine,
+                "its KV events take longer to read than one engine's may, so its cache is known late"
+            ),
             _ => {}
         }
         self.fleets
             .set_guessed(self.member.spec().worker, why.is_some());
-        self.show(&useless);
+        self.show(&states);
     }
 
     /// Shows the state in `/admin/engines` and on `/ui`.
-    fn show(&self, useless: &[Option<String>]) {
-        let ranks = useless.len();
-        let why = useless.iter().flatten().next();
-        self.member.set_cache_view(match why {
+    fn show(&self, states: &[ViewState]) {
+        let ranks = states.len();
+        self.member.set_cache_view(match why_useless(states) {
             Some(why) => format!("guessed: it {why}"),
+            None if states.contains(&ViewState::Late) => {
+                "KV events, late: they take longer to read than one engine's may".into()
+            }
             None if ranks > 1 => format!("KV events of {ranks} ranks"),
             None => "KV events".into(),
         });
@@ -611,9 +626,15 @@ impl Following {
 impl Drop for Following {
     fn drop(&mut self) {
         let _ = self.stop.send(true); // an error: the thread has ended
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        // It may be reading a long batch, which ends with the process.
+        let end = std::time::Instant::now() + STOP_WITHIN;
+        while !thread.is_finished() && std::time::Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if thread.is_finished() && thread.join().is_err() {
             tracing::error!("the thread that follows KV events ended by panic");
         }
     }
@@ -649,7 +670,17 @@ impl Collector for KvCollector {
                 c.held_blocks.load(Relaxed)
             }),
         ];
-        let counters: [(&str, &str, Of); 8] = [
+        let counters: [(&str, &str, Of); 10] = [
+            (
+                "kv_pauses",
+                "Pauses in reading its KV events, which took so long that other engines' events would have waited",
+                |c| c.pauses.load(Relaxed),
+            ),
+            (
+                "kv_paused_milliseconds",
+                "Time of these pauses, for which its cache was known late",
+                |c| c.paused_ms.load(Relaxed),
+            ),
             ("kv_batches", "Batches of KV events applied", |c| {
                 c.batches.load(Relaxed)
             }),

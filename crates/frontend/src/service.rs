@@ -189,6 +189,23 @@ impl Limits {
     }
 }
 
+/// Files that a server opens besides connections.
+const FILES_KEPT: u64 = 64;
+
+impl Limits {
+    /// Lowers `connections_max` to what a process that may have `files` open has room for. A request that is forwarded
+    /// needs a connection to an engine as well (`forwards`). Returns the limit before if it was lowered: further clients
+    /// would wait for a file instead of being refused.
+    pub fn fit_files(&mut self, files: u64, forwards: bool) -> Option<u32> {
+        let room = files.saturating_sub(FILES_KEPT.min(files / 2));
+        let room = if forwards { room / 2 } else { room };
+        let most = u32::try_from(room).unwrap_or(u32::MAX).max(1);
+        let before = self.connections_max;
+        self.connections_max = before.min(most);
+        (before > most).then_some(before)
+    }
+}
+
 /// API keys, compared in constant time. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct ApiKeys(Arc<Keys>);
@@ -448,6 +465,21 @@ impl Origins {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn connections_and_those_to_engines_fit_the_open_files() {
+        let mut files = 1;
+        while files < 1 << 24 {
+            for forwards in [false, true] {
+                let mut limits = Limits::default();
+                let before = limits.fit_files(files, forwards);
+                let most = u64::from(limits.connections_max);
+                assert!(most >= 1 && (files < 4 || most * (1 + u64::from(forwards)) < files));
+                assert_eq!(before.is_some(), limits.connections_max < 65_536);
+            }
+            files = files * 3 / 2 + 1;
+        }
+    }
 
     fn admits(keys: &ApiKeys, authorization: Option<&[u8]>) -> bool {
         !matches!(keys.admit(authorization), Admission::Refused)

@@ -72,11 +72,11 @@ impl Live {
         );
         let bound = super::serve::bind(&cluster.live)?;
         // A client and an engine per stream.
-        slipstream_bench::process::raise_open_files();
+        let files = slipstream_bench::process::raise_open_files();
         let file = cluster;
         let cluster = &membership::resolved(file)?;
         // At the start, a key may come from a pipe.
-        let read = |path: &Path| std::fs::read(path);
+        let read = super::files::read;
         let key = |path: &Path| {
             read_key(path, |path| {
                 super::secrets::read(path).map(String::into_bytes)
@@ -129,6 +129,7 @@ impl Live {
         let shards = shard_count(cluster.live.shards, cores);
         let dispatching = Dispatching::new(&cluster, fleets.clone(), shards);
         let mut service = service(&cluster, text, fleets.clone())?;
+        super::serve::fit_files(&mut service, files, true);
         switches.apply(&mut service);
         let mut registry = Registry::default();
         registry.register_collector(Box::new(EngineCollector(engines.clone())));

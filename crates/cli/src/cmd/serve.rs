@@ -176,7 +176,7 @@ impl Live {
         // First, because it is the most frequent failure: another server on the port.
         let bound = bind(live)?;
         // Every client needs a file descriptor, and the usual soft limit is 1,024.
-        slipstream_bench::process::raise_open_files();
+        let files = slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
         let autoscale = autoscale::prepare(cluster)?;
         let text = Arc::new(text_model(cluster, true)?);
@@ -250,6 +250,7 @@ impl Live {
             registry.register_collector(Box::new(autoscale.collector()));
         }
         let mut service = service(cluster, text, fleets.clone())?;
+        fit_files(&mut service, files, false);
         register(&service, &mut registry);
         let recorder = record.attach(&mut service, &mut registry)?;
         let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
@@ -502,6 +503,24 @@ pub(super) fn register(service: &Service, registry: &mut Registry) {
     }
     if let Some(spans) = &service.spans {
         registry.register_collector(Box::new(spans.collector()));
+    }
+}
+/// Connections that are enough for nearly all servers.
+const CONNECTIONS_ENOUGH: u32 = 2000;
+
+/// Lowers the limit of connections to what the limit of open files has room for, and says so.
+pub(super) fn fit_files(service: &mut Service, files: u64, forwards: bool) {
+    if let Some(before) = service.limits.fit_files(files, forwards) {
+        let holds = service.limits.connections_max;
+        let text = format!(
+            "`live.connections_max` is {holds} instead of {before}: this process may have {files} files open; raise the hard \
+             limit (LimitNOFILE=, docker run --ulimit nofile=)"
+        );
+        if holds >= CONNECTIONS_ENOUGH && before == LiveConfig::default().connections_max {
+            tracing::info!("{text}");
+        } else {
+            tracing::warn!("{text}");
+        }
     }
 }
 

@@ -626,7 +626,7 @@ async fn run_shard(
     }
     let cut = shard.end_all();
     if cut > 0 {
-        tracing::warn!("{cut} streams were cut: they took longer than `live.drain_timeout_s`");
+        tracing::warn!("{cut} requests were cut: they took longer than `live.drain_timeout_s`");
         let end = tokio::time::Instant::now() + farewell;
         while open.own.load(Relaxed) > 0 && tokio::time::Instant::now() < end {
             tokio::time::sleep(Duration::from_millis(5)).await;

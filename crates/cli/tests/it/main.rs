@@ -17,6 +17,7 @@ mod engine_shadow;
 mod engine_slices;
 mod engine_tls;
 mod engine_traffic;
+mod engine_waits;
 mod engines;
 mod engines_apart;
 mod engines_pairs;

@@ -1552,7 +1552,7 @@ pub const KEYS: &[Key] = &[
         "live.connections_max",
         "connections, 1 to 16,777,216",
         "65536",
-        "Limit of open client connections; further ones are closed.",
+        "Limit of open client connections; further ones are closed. Lowered at start, with a line in the log, to what the limit of open files has room for: half of it with engines, to which each request needs a connection.",
         "High: needs as many file descriptors, and 16 KiB of memory for each.",
     ),
     key(
@@ -1772,8 +1772,8 @@ pub const KEYS: &[Key] = &[
         "upstream.idle_timeout_s",
         "s, 0.001 to 86,400",
         "300.0",
-        "Time limit between two pieces of an answer; then the engine counts as lost for this request.",
-        "Low: streams are cut while an engine computes long prompts.",
+        "Time limit between two pieces of an answer; then the engine counts as lost for this request. Comments, blank lines, events without data and `ping` events are no pieces: they do not extend it.",
+        "Low: streams are cut while an engine computes long prompts, also if it keeps the connection open by comments. High: a stalled engine holds its streams.",
     ),
     key(
         "upstream.keep_alive_s",

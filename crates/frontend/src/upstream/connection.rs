@@ -84,6 +84,14 @@ impl Failure {
         matches!(self, Failure::Refused(_))
     }
 
+    /// No byte of the request was sent: there was no connection.
+    pub(super) fn is_before_request(&self) -> bool {
+        matches!(
+            self,
+            Failure::Refused(_) | Failure::ConnectTimeout(_) | Failure::Tls { .. }
+        )
+    }
+
     pub(super) fn is_health(&self) -> bool {
         matches!(self, Failure::Health(_) | Failure::Hung)
     }
@@ -205,8 +213,6 @@ pub(super) struct Connection {
     /// Read, but not taken yet.
     pub(super) buf: BytesMut,
     room: usize,
-    /// It has carried an answer before.
-    pub(super) reused: bool,
     pub(super) idle_since_ns: u64,
 }
 
@@ -267,7 +273,6 @@ impl Connection {
             engine_id: engine.id,
             buf: BytesMut::new(),
             room: ROOM_MIN,
-            reused: false,
             idle_since_ns: 0,
         }
     }
@@ -288,7 +293,6 @@ impl Connection {
     /// The answer is complete. False if bytes follow it.
     pub(super) fn rest(&mut self, now_ns: u64) -> bool {
         self.idle_since_ns = now_ns;
-        self.reused = true;
         let clean = self.buf.is_empty();
         self.buf = BytesMut::new();
         self.room = ROOM_MIN;

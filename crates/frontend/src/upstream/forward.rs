@@ -84,6 +84,10 @@ pub(super) struct Exchange {
     pub(super) wants_tokens: bool,
     /// `live.request_timeout_s` ends it at this time, ns.
     pub(super) deadline_ns: Option<u64>,
+    /// Whether an engine may get it after another one may have got it.
+    repeats: bool,
+    /// Whether the client asked for a stream.
+    streams: bool,
     /// Its place among the open streams.
     permit: StreamPermit,
     /// The client's request.
@@ -126,6 +130,8 @@ impl Exchange {
             by_tokens: self.by_tokens,
             wants_tokens: self.wants_tokens,
             deadline_ns: self.deadline_ns,
+            repeats: self.repeats,
+            streams: self.streams,
             permit: StreamPermit::shared(),
             owner: self.owner.clone(),
             stores: Cell::new(None), // such streams do not continue
@@ -213,6 +219,8 @@ impl Exchange {
             },
             authorization: self.authorization.as_deref(),
             body: self.body_for(engine, stage),
+            repeats: self.repeats,
+            streams: self.streams,
             api: match stage.role {
                 Role::Prefill => Api::Other,
                 Role::Both | Role::Decode => self.api,
@@ -333,6 +341,10 @@ pub(super) struct Outgoing<'a> {
     /// For an engine without a key of its own.
     pub(super) authorization: Option<&'a [u8]>,
     pub(super) body: [Bytes; 2],
+    /// Whether an engine may get it twice.
+    pub(super) repeats: bool,
+    /// Whether its client wants what keeps its connection open, before the answer.
+    pub(super) streams: bool,
     /// By which the end of the answer is known.
     pub(super) api: Api,
 }
@@ -411,6 +423,41 @@ static FORWARDED: &[&str] = &[
     "/model_info",
     "/openapi.json",
 ];
+
+/// Paths under `/v1/` that only compute: a request there that is sent twice leaves an engine as one does. An answer of
+/// `/v1/responses` may be stored.
+static COMPUTES: &[&str] = &[
+    "/v1/completions",
+    "/v1/completions/render",
+    "/v1/chat/completions",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/batch",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/v1/moderations",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+];
+
+/// Whether a request may be sent to an engine after another one, or the same, may have received it. Others (files,
+/// batches, stored responses, and what no one here knows) would then be done twice.
+fn may_repeat(method: &Method, path: &str) -> bool {
+    match *method {
+        Method::GET | Method::HEAD | Method::OPTIONS => true,
+        Method::POST => COMPUTES.contains(&path) || FORWARDED.contains(&path),
+        _ => false,
+    }
+}
 
 /// Paths under `/v1/` that change an engine: they would reach one of several.
 static CHANGES: &[&str] = &["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
@@ -499,7 +546,8 @@ pub(crate) async fn handle(
         let method = request.method().as_str();
         return Err(ApiError::not_forwarded(method, path));
     }
-    forward(shard, &upstream, client, request, id).await
+    let answer = forward(shard, &upstream, client, request, id);
+    upstream.until_stop(answer).await
 }
 
 fn is_description(request: &Request<Incoming>) -> bool {
@@ -677,6 +725,7 @@ async fn forward(
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
     let api = Api::of(&parts.method, parts.uri.path());
+    let repeats = may_repeat(&parts.method, parts.uri.path());
     let is_exact = settings.resume == Resume::Tokens;
     let resumable =
         stream.is_some() && !seen.whole && !seen.hinders && (is_exact || !seen.has_tools);
@@ -735,6 +784,8 @@ async fn forward(
         api,
         choices: u64::from(seen.n.unwrap_or(1).max(1)) * u64::from(seen.prompts),
         deadline_ns,
+        repeats,
+        streams: seen.stream,
         permit,
         owner: client.owner().clone(),
         stores: Cell::new(stores.then_some(asker)),
@@ -743,7 +794,10 @@ async fn forward(
     let begun = async {
         match obtain(shard, upstream, &exchange).await {
             // Another pool may take it.
-            Err(error) if pool.is_some() && matches!(error.status, 502 | 503) => {
+            Err(error)
+                if pool.is_some()
+                    && (error.status == 503 || error.status == 502 && exchange.repeats) =>
+            {
                 upstream
                     .engines
                     .traffic_counts
@@ -1148,7 +1202,11 @@ pub(super) async fn obtain(
         let limit = upstream.engines.settings.first_byte_timeout;
         let outgoing = exchange.outgoing(engine, &stage);
         let attempt = converse(upstream, &visit, &outgoing);
-        let only = exchange.request.only.as_deref();
+        // A request that is not repeated waits also for a hung engine.
+        let only = match exchange.repeats {
+            true => exchange.request.only.as_deref(),
+            false => Some(&[][..]),
+        };
         let attempt = upstream.engines.answered(engine, only, limit, attempt);
         let outcome = match prefilling.as_mut() {
             None => attempt.await,
@@ -1228,7 +1286,8 @@ pub(super) async fn obtain(
                 }
                 // An engine of SGLang answers 500 if its prompt did not arrive.
                 let is_lost = is_decode && engine.needs_prefill() && status.is_server_error();
-                if (is_busy || is_lost) && answer.complete && upstream.spend() {
+                let repeats = exchange.repeats && answer.complete;
+                if (is_busy || is_lost) && repeats && upstream.spend() {
                     // It is busy or stops; its words reach the client if no other engine takes it.
                     refusal = Some(Refusal::of_answer(engine, &answer));
                     engine.counters.retried.fetch_add(1, Relaxed);
@@ -1260,7 +1319,8 @@ pub(super) async fn obtain(
                 count(PrefillOutcome::DecodeFailed);
                 let error = failed(engine, &failure);
                 // It may be computing the request still, or again.
-                let final_failure = matches!(failure, Failure::FirstByteTimeout(_));
+                let final_failure = matches!(failure, Failure::FirstByteTimeout(_))
+                    || !exchange.repeats && !failure.is_before_request();
                 // All requests of a hung engine move, as its streams do.
                 let is_free = failure == Failure::Hung;
                 if final_failure || !is_free && !upstream.spend() {
@@ -1509,7 +1569,9 @@ pub(super) async fn converse(
     outgoing: &Outgoing<'_>,
 ) -> Result<Answer, Failure> {
     let engine = visit.engine();
-    if let Some(connection) = upstream.take_idle(engine) {
+    // Whether a request on a reused connection that breaks has reached the engine is not known.
+    let idle = outgoing.repeats.then(|| upstream.take_idle(engine));
+    if let Some(connection) = idle.flatten() {
         match converse_on(connection, engine, outgoing).await {
             // The engine closed an idle connection as the request was sent. A new connection shows whether
             // it is there.
@@ -1542,7 +1604,7 @@ async fn converse_on(
         (Ok(head), _) => head,
         (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
     };
-    let first = first_bytes(&mut connection, &mut head, outgoing.api).await?;
+    let first = first_bytes(&mut connection, &mut head, outgoing).await?;
     let FirstBytes {
         decoder,
         bytes: first,
@@ -1570,8 +1632,9 @@ struct FirstBytes {
 async fn first_bytes(
     connection: &mut Connection,
     head: &mut ResponseHead,
-    api: Api,
+    outgoing: &Outgoing<'_>,
 ) -> Result<FirstBytes, Failure> {
+    let api = outgoing.api;
     let mut decoder = BodyDecoder::new(head.framing);
     let is_known = api != Api::Other && !head.headers.contains_key(CONTENT_ENCODING);
     let judges = is_known && head.status == StatusCode::OK;
@@ -1582,6 +1645,8 @@ async fn first_bytes(
     let mut wants_all = is_short || head.status == StatusCode::SERVICE_UNAVAILABLE;
     let mut scanner = (judges && is_event_stream(head)).then(Scanner::default);
     let mut first = BytesMut::new();
+    // End of the events that were searched for content.
+    let mut searched = 0;
     let mut turn = Turn::default();
     let complete = loop {
         if turn.is_over() {
@@ -1596,11 +1661,22 @@ async fn first_bytes(
                     scanner = Some(Scanner::default());
                     wants_all &= matches!(head.framing, Framing::Sized(_));
                 }
+                let before = first.len();
+                first.extend_from_slice(&data);
                 let is_begun = match &mut scanner {
-                    Some(scanner) => scanner.takes_whole(&data) || scanner.feed(&data) > 0,
+                    Some(scanner) => {
+                        let whole = match scanner.takes_whole(&data) {
+                            true => data.len(),
+                            false => scanner.feed(&data),
+                        };
+                        let end = before + whole;
+                        let is_begun = whole > 0
+                            && (outgoing.streams || sse::have_content(&first[searched..end]));
+                        searched = if whole > 0 { end } else { searched };
+                        is_begun
+                    }
                     None => true,
                 };
-                first.extend_from_slice(&data);
                 if (wants_all || !is_begun) && first.len() as u64 <= WHOLE_BYTES_MAX {
                     continue;
                 }
@@ -1672,6 +1748,28 @@ mod tests {
         assert!(json(Some("application/vnd.x+json"), "[]"));
         assert!(!json(Some("multipart/form-data; boundary=b"), "--b\r\n{}"));
         assert!(!json(Some("application/octet-stream"), ""));
+    }
+
+    #[test]
+    fn only_requests_that_compute_are_repeated() {
+        for path in ["/v1/completions", "/v1/embeddings", "/rerank", "/tokenize"] {
+            assert!(may_repeat(&Method::POST, path), "{path}");
+            assert!(!may_repeat(&Method::DELETE, path), "{path}");
+        }
+        for path in [
+            "/v1/files",
+            "/v1/batches",
+            "/v1/fine_tuning/jobs",
+            "/v1/responses",
+            "/v1/responses/resp_1/cancel",
+            "/v1/unheard_of",
+            "/custom",
+        ] {
+            assert!(may_repeat(&Method::GET, path), "{path}");
+            for method in [Method::POST, Method::PUT, Method::PATCH, Method::DELETE] {
+                assert!(!may_repeat(&method, path), "{method} {path}");
+            }
+        }
     }
 
     #[test]

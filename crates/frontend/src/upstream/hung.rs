@@ -16,7 +16,7 @@ use super::engines::{Engine, Engines};
 const LOOK: Duration = Duration::from_millis(250);
 
 impl Engine {
-    /// Whether health checks found the engine down, and a request there got no byte since `last_ns`. An engine whose
+    /// Whether health checks found the engine down, and a request there got no part of an answer since `last_ns`. An engine whose
     /// streams continue is slow to answer health checks, but not hung.
     pub(super) fn is_hung(&self, last_ns: u64, now_ns: u64, health_timeout: Duration) -> bool {
         let since_ns = self.hung_since_ns.load(Relaxed);

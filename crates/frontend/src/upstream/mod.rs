@@ -62,9 +62,9 @@ pub use relay::relay_events;
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::future::Future;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::task::Waker;
 use std::time::Duration;
 
 use slipstream_base::WorkerId;
@@ -84,6 +84,7 @@ use connection::Connection;
 use engines::Engine;
 use members::Members;
 
+use crate::openai::ApiError;
 use crate::shard::Shard;
 
 /// A shard's side of the engines.
@@ -100,8 +101,10 @@ pub(crate) struct Upstream {
     budget: Cell<f64>,
     /// The server stops: streams end now.
     stopping: Cell<bool>,
-    /// Tasks that relay answers, by number of the request.
-    relays: RefCell<Vec<Option<Waker>>>,
+    /// Wakes the requests that wait for the first byte of an answer when the server stops.
+    stop: tokio::sync::Notify,
+    /// Number of these requests.
+    waiting: Cell<u64>,
     /// Stored answers that are being looked up.
     lookups: stored::Lookups,
     /// Copies that are under way.
@@ -133,7 +136,8 @@ impl Upstream {
             numbers: Cell::new(0),
             budget: Cell::new(RETRIES_AT_ONCE),
             stopping: Cell::new(false),
-            relays: RefCell::default(),
+            stop: tokio::sync::Notify::new(),
+            waiting: Cell::new(0),
             lookups: stored::Lookups::default(),
             copies: Cell::new(0),
             watched: RefCell::default(),
@@ -243,9 +247,6 @@ impl Upstream {
     }
 
     fn free_number(&self, number: u32) {
-        if let Some(waker) = self.relays.borrow_mut().get_mut(number as usize) {
-            *waker = None;
-        }
         self.free.borrow_mut().push(number);
     }
 
@@ -264,26 +265,50 @@ impl Upstream {
         left >= 0.0
     }
 
-    /// The server stops: every stream ends now. Returns how many there are.
+    /// The server stops: every request ends now. Returns how many there are.
     pub(crate) fn stop(&self) -> u64 {
         self.stopping.set(true);
-        let wakers: Vec<Waker> = self.relays.borrow().iter().flatten().cloned().collect();
-        let cut = wakers.len() as u64;
-        wakers.into_iter().for_each(Waker::wake);
-        cut
+        self.stop.notify_waiters();
+        let watched = self.watched.borrow();
+        let relays = watched.iter().filter_map(Weak::upgrade);
+        let cut = relays.filter(|relay| relay.borrow_mut().stop()).count();
+        self.waiting.get() + cut as u64
     }
 
-    /// The task of request `number` is woken by `waker` when the server stops.
-    fn watch_stop(&self, number: u32, waker: &Waker) {
-        let mut relays = self.relays.borrow_mut();
-        let at = number as usize;
-        if relays.len() <= at {
-            relays.resize(at + 1, None);
+    /// Waits for `work`, which ends with an error when the server stops.
+    ///
+    /// # Errors
+    /// Those of `work`, and 503.
+    async fn until_stop<T>(
+        &self,
+        work: impl Future<Output = Result<T, ApiError>>,
+    ) -> Result<T, ApiError> {
+        let _waiting = Waiting::begin(&self.waiting);
+        let stop = self.stop.notified(); // from here on, not from its first poll
+        if self.stopping.get() {
+            return Err(ApiError::stopping());
         }
-        match &mut relays[at] {
-            Some(known) if known.will_wake(waker) => {}
-            other => *other = Some(waker.clone()),
+        tokio::select! {
+            biased;
+            () = stop => Err(ApiError::stopping()),
+            outcome = work => outcome,
         }
+    }
+}
+
+/// A request that waits for the first byte of an answer.
+struct Waiting<'a>(&'a Cell<u64>);
+
+impl<'a> Waiting<'a> {
+    fn begin(count: &'a Cell<u64>) -> Waiting<'a> {
+        count.set(count.get() + 1);
+        Waiting(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
     }
 }
 

@@ -102,6 +102,8 @@ async fn send(
         headers: disagg::prefill_headers(&request.headers),
         authorization: request.authorization.as_deref(),
         body: request.body.clone(),
+        repeats: true,
+        streams: false,
         api: Api::Other,
     };
     let whole = async {

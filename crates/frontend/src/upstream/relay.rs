@@ -31,7 +31,7 @@ use super::resumption::{Continued, Remains, Resumed, resume};
 use super::rewrite::Rewriter;
 use super::seat::Seat;
 use super::sent::Kept;
-use super::sse::Scanner;
+use super::sse::{self, Scanner};
 use super::stored;
 use super::token_ids::TokenIds;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
@@ -100,6 +100,9 @@ pub(crate) struct Relay {
     /// Bytes that follow, if that is known.
     left: Option<u64>,
     idle: Option<Pin<Box<Sleep>>>,
+    /// When bytes last came, ns.
+    read_ns: u64,
+    /// When a part of the answer last came, ns. Comments are none.
     last_ns: u64,
     /// When its client's connection last asked for more, ns.
     asked_ns: u64,
@@ -165,6 +168,8 @@ struct Events {
     rewriter: Option<Rewriter>,
     /// Offsets in `sent` at which continuations begin, each with the tokens kept, if known.
     seams: Vec<(usize, Option<Kept>)>,
+    /// The last bytes have a part of the answer, not only comments.
+    has_progress: bool,
     /// Set if events have token ids that the client did not request.
     ids: Option<TokenIds>,
 }
@@ -260,6 +265,7 @@ impl Relay {
                 resumes: 0,
                 left,
                 idle: None,
+                read_ns: now,
                 last_ns: now,
                 asked_ns: now,
                 waiting: None,
@@ -296,13 +302,18 @@ impl Relay {
         let flow = self.flow.as_mut().expect("the answer is not over");
         loop {
             if self.turn.is_over() {
+                // Bytes that keep coming are no answer for that.
+                let limit = self.upstream.engines.settings.idle_timeout;
+                if Duration::from_nanos(self.read_ns.saturating_sub(self.last_ns)) >= limit {
+                    return Poll::Ready(Err(Failure::Stalled(limit)));
+                }
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
             match flow.decoder.decode(&mut flow.connection.buf) {
                 Ok(Decoded::Data(data)) => {
                     self.turn.on_piece();
-                    self.last_ns = monotonic_ns();
+                    self.read_ns = monotonic_ns();
                     return Poll::Ready(Ok(Some(data)));
                 }
                 Ok(Decoded::End) => return Poll::Ready(Ok(None)),
@@ -322,12 +333,10 @@ impl Relay {
             }
         }
         self.turn = Turn::default(); // others have theirs
-        let number = flow.seat.number();
-        self.upstream.watch_stop(number, cx.waker());
         self.poll_idle(cx).map(Err)
     }
 
-    /// Ready if the engine has sent nothing for too long.
+    /// Ready if the engine has sent no part of the answer for too long.
     fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<Failure> {
         let limit = self.upstream.engines.settings.idle_timeout;
         let is_over = self.events.as_ref().is_some_and(|of| of.end.is_over());
@@ -375,10 +384,13 @@ impl Relay {
         if let Some(flow) = &self.flow {
             let bytes = &flow.visit.engine().counters.bytes;
             bytes.fetch_add(data.len() as u64, Relaxed);
-            flow.visit.on_piece(self.last_ns);
         }
         let max = self.upstream.engines.settings.resume_bytes_max;
         let Some(events) = &mut self.events else {
+            // White space keeps the connection of some gateways open. In other APIs it may be data.
+            if self.exchange.api == Api::Other || !data.trim_ascii().is_empty() {
+                self.on_progress();
+            }
             if let Some(flow) = &self.flow {
                 let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
                 learn(engines, &self.exchange, engine, self.status, false, &data);
@@ -389,8 +401,15 @@ impl Relay {
         let was_kept = events.sent.is_some();
         let was_over = events.end.is_over();
         let passed = events.pass(data, max);
+        let has_progress = events.has_progress;
         if events.end.is_over() && !was_over {
             self.idle = None; // another limit holds from here on
+        }
+        if has_progress {
+            self.last_ns = self.read_ns;
+            if let Some(flow) = &self.flow {
+                flow.visit.on_piece(self.read_ns);
+            }
         }
         if let Some(flow) = &self.flow {
             let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
@@ -408,6 +427,14 @@ impl Relay {
             self.exchange.keeps_body_only();
         }
         passed
+    }
+
+    /// A part of the answer came.
+    fn on_progress(&mut self) {
+        self.last_ns = self.read_ns;
+        if let Some(flow) = &self.flow {
+            flow.visit.on_piece(self.read_ns);
+        }
     }
 
     /// The answer is complete: its connection may carry another.
@@ -624,7 +651,8 @@ impl Relay {
             keep_alive: answer.head.keep_alive,
         });
         self.first = Some(answer.first);
-        self.last_ns = monotonic_ns();
+        self.read_ns = monotonic_ns();
+        self.last_ns = self.read_ns;
         if let Some(events) = &mut self.events {
             events.rewriter = Some(rewriter);
             events.scanner = Scanner::default();
@@ -659,6 +687,15 @@ impl Relay {
         let api = self.exchange.api;
         event.extend_from_slice(&api.error_event(&error.message, &error.body()));
         Poll::Ready(Some(Ok(Frame::data(event.into()))))
+    }
+
+    /// The server stops, and it ends. False if it is over already.
+    pub(super) fn stop(&mut self) -> bool {
+        let is_open = !self.is_over();
+        if let Some(waker) = self.waiting.take() {
+            waker.wake();
+        }
+        is_open
     }
 
     fn is_over(&self) -> bool {
@@ -784,6 +821,7 @@ impl Events {
                     whole.freeze()
                 }
                 0 => {
+                    self.has_progress = self.scanner.is_in_field();
                     self.held.extend_from_slice(&data);
                     if self.held.len() <= EVENT_BYTES_MAX {
                         return Bytes::new();
@@ -839,6 +877,10 @@ impl Events {
             }
             self.reported = reading.reported;
         }
+        // The tail of an event that was passed on in pieces is no event by itself.
+        self.has_progress = is_plain && self.end.api() != Api::Other
+            || self.is_partial
+            || sse::have_content(&whole);
         let is_tail = std::mem::take(&mut self.is_partial); // of an event that was sent on in pieces
         if let Some(rewriter) = self.rewriter.as_mut().filter(|_| !is_tail) {
             whole = rewriter.rewrite(&whole).into();
@@ -921,7 +963,7 @@ impl Body for Relay {
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = &mut *self;
         let polled = this.poll_next(cx);
-        this.asked_ns = this.last_ns;
+        this.asked_ns = this.read_ns;
         match &this.waiting {
             Some(known) if polled.is_pending() && known.will_wake(cx.waker()) => {}
             _ => this.waiting = polled.is_pending().then(|| cx.waker().clone()),
@@ -1342,6 +1384,31 @@ mod tests {
                 _ => BodyEnd::Incomplete(relay.end.missing()),
             };
             prop_assert_eq!(end, expected);
+        }
+    }
+
+    #[test]
+    fn only_parts_of_an_answer_are_progress() {
+        for api in [Api::Completions, Api::Responses, Api::Messages, Api::Other] {
+            let mut events = Events {
+                end: StreamEnd::new(api, 1),
+                ..Events::default()
+            };
+            for (piece, is_progress) in [
+                (": ka\n\n", false),
+                (": k", false),
+                ("a\n", false),
+                ("\n", false),
+                ("data: {\"choices\":[{\"index\":0", true),
+                ("}]}\n\n", true),
+                ("event: ping\ndata: {\"type\": \"ping\"}\n\n", false),
+                ("data:\n\n", false),
+                ("data: {\"type\":\"x\",\"choices\":[]}\n\n", true),
+                (": ka\n\n: ka\n\n", false),
+            ] {
+                events.pass(Bytes::from_static(piece.as_bytes()), 1 << 20);
+                assert_eq!(events.has_progress, is_progress, "{api:?} {piece:?}");
+            }
         }
     }
 

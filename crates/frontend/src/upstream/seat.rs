@@ -67,10 +67,6 @@ impl Seat {
         seat
     }
 
-    pub(super) fn number(&self) -> u32 {
-        self.number
-    }
-
     /// The worker that gets it, and the part that it computes, once that is decided.
     ///
     /// # Errors

@@ -94,6 +94,11 @@ impl Scanner {
         is_whole
     }
 
+    /// Whether a line that is no comment has begun.
+    pub(super) fn is_in_field(&self) -> bool {
+        self.line == Line::Field
+    }
+
     /// Whether no line and no event has begun.
     fn is_between(&self) -> bool {
         let is_marked = matches!(self.mark, 0 | 3); // none, or a whole one
@@ -142,6 +147,15 @@ pub(super) fn events(bytes: &[u8]) -> Events<'_> {
         at,
         start: 0,
     }
+}
+
+/// Whether an event of `bytes` has content: engines and proxies keep connections open by comments, blank lines, events
+/// without data and `ping` events (Anthropic's API), which are no part of an answer.
+pub(super) fn have_content(bytes: &[u8]) -> bool {
+    events(bytes).any(|event| {
+        let is_empty = matches!(event.data.trim_ascii(), b"" | b"{}" | b"[]" | b"null");
+        event.error.is_some() || !is_empty && event.name != b"ping"
+    })
 }
 
 /// Iterator of [`events`].
@@ -222,6 +236,25 @@ pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    proptest! {
+        /// Nothing that only keeps a connection open is content, and one event among it is.
+        #[test]
+        fn comments_and_empty_events_are_no_content(
+            parts in prop::collection::vec(prop::sample::select(&[
+                ": keep-alive\n", ":\n", "\n", "\n\n", "data:\n\n", "data: \n\n", "id: 7\n", "retry: 100\n",
+                "event: ping\n\n", "event: ping\ndata: {\"type\":\"ping\"}\n\n", "data: {}\n\n", ": data: x\n",
+            ][..]), 0..12),
+            at in 0usize..12,
+            line in prop::sample::select(&["\n", "\r\n", "\r"][..]),
+        ) {
+            let text = |parts: &[&str]| parts.concat().replace('\n', line);
+            prop_assert!(!have_content(text(&parts).as_bytes()));
+            let (before, after) = parts.split_at(at.min(parts.len()));
+            let whole = [before, &["\n\ndata: {\"choices\":[]}\n\n"], after].concat();
+            prop_assert!(have_content(text(&whole).as_bytes()));
+        }
+    }
 
     /// Ends of lines of `text`: where a CR LF ends, its CR ends a line as well.
     fn is_line_end(text: &[u8], at: usize) -> bool {

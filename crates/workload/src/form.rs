@@ -142,14 +142,7 @@ impl Form {
         } else if has("chat_id") || has("parent_chat_id") {
             Form::Bailian(Bailian::default())
         } else {
-            let known = [
-                "timestamp",
-                "input_length",
-                "output_length",
-                "hash_ids",
-                "session_id",
-            ];
-            if !known.into_iter().any(has) {
+            if !["input_length", "output_length"].into_iter().all(has) {
                 return Err(format!(
                     "an object with {}, which is no known format; {SAY_COLUMNS}",
                     listed(object.keys().map(String::as_str))
@@ -165,6 +158,39 @@ impl Form {
         match self {
             Form::Bailian(_) => 16,
             _ => 512,
+        }
+    }
+
+    /// Fields of its objects that are read, or say nothing about the load; `None` if the user names them, and for
+    /// tables.
+    pub(crate) fn known(&self) -> Option<&'static [&'static str]> {
+        match self {
+            Form::Json => Some(&[
+                "timestamp",
+                "input_length",
+                "output_length",
+                "hash_ids",
+                "session_id",
+                "delay",
+                "priority",
+                "model",
+                "id",
+                "request_id",
+                "turn",
+                "type",
+            ]),
+            Form::Bailian(_) => Some(&[
+                "chat_id",
+                "parent_chat_id",
+                "timestamp",
+                "input_length",
+                "output_length",
+                "hash_ids",
+                "turn",
+                "type",
+            ]),
+            Form::Sessions => Some(&["timestamp", "model", "turns"]),
+            Form::Record | Form::Named(_) | Form::Csv(_) => None,
         }
     }
 
@@ -378,6 +404,31 @@ impl Csv {
         Ok((csv, names))
     }
 
+    /// Whether its times are dates, which need no unit.
+    pub(crate) fn has_dates(&self) -> bool {
+        self.unit.is_none()
+    }
+
+    /// Whether it has all columns of BurstGPT's published files.
+    pub(crate) fn is_published_burst(&self) -> bool {
+        let has = |name: &str| self.columns.iter().any(|of| of.eq_ignore_ascii_case(name));
+        has("total tokens") && has("log type")
+    }
+
+    /// Columns of a known format that are not read, unless they say nothing about the load.
+    pub(crate) fn unread(&self) -> impl Iterator<Item = &str> {
+        const KNOWN: [&str; 4] = ["model", "total tokens", "elapsed time", "log type"];
+        let read = [Some(self.input), Some(self.output), self.time];
+        self.columns
+            .iter()
+            .enumerate()
+            .filter(move |(at, name)| {
+                let known = KNOWN.iter().any(|known| name.eq_ignore_ascii_case(known));
+                !self.guards_unit && !known && !name.is_empty() && !read.contains(&Some(*at))
+            })
+            .map(|(_, name)| name.as_str())
+    }
+
     fn parse(&mut self, line: &str) -> Result<Line, String> {
         let fields: Vec<&str> = line.split(',').map(unquoted).collect();
         if fields.len() != self.columns.len() {
@@ -392,9 +443,20 @@ impl Csv {
         if let Some(at) = self.time {
             let (time, name) = (fields[at], &self.columns[at]);
             request.timestamp = Some(match (self.unit, self.guards_unit) {
-                (None, false) => date_ms(time).ok_or_else(|| {
-                    format!("\"{time}\" is not a time such as 2023-11-16 18:15:46.680590")
-                })?,
+                (None, false) => match date_ms(time) {
+                    Some(ms) => ms,
+                    None if time.parse::<f64>().is_ok() => {
+                        return Err(format!(
+                            "`{name}` is {time}, a number, but dates are usual in this format; if it is a time, state \
+                             its unit with --trace-unit s, ms, us or ns (`unit` of [trace])"
+                        ));
+                    }
+                    None => {
+                        return Err(format!(
+                            "\"{time}\" is not a time such as 2023-11-16 18:15:46.680590"
+                        ));
+                    }
+                },
                 (unit, true) => time_ms(time, name, unit)?,
                 (Some(unit), false) => number_ms(time, unit)?,
             });

@@ -82,6 +82,12 @@ pub enum SourceError {
         /// The system's error.
         source: std::io::Error,
     },
+    /// The times of a trace are almost certainly in another unit than its format's.
+    #[error("trace {what}")]
+    Unit {
+        /// The file, and the evidence.
+        what: String,
+    },
     /// A line is not a request.
     #[error("trace {}, line {line}: {what}; correct it, or skip such lines (`on_bad_line = \"skip\"`, `--on-bad-line skip`)", path.display())]
     BadLine {

@@ -38,6 +38,7 @@ use crate::draw::Stream;
 use crate::form::{Form, Line, ModelName, Names, SessionId, parse_json};
 use crate::generate::Arrivals;
 use crate::own::SessionLine;
+use crate::plausible;
 use crate::prompt::{Content, PromptSource, Role, Segment};
 use crate::source::{Images, Request, SourceError, TURNS_MAX, served_are};
 
@@ -200,6 +201,24 @@ const RECORD_KEY: &[u8] = b"\"slipstream_record\"";
 /// stay within the 584 years of 64 bits of ns.
 const TIME_MS_MAX: f64 = 100.0 * 365.25 * 86_400e3;
 
+/// Latest first request of a trace in JSON lines that begins at 0, ms. A later one is a time since another moment, such
+/// as 1970.
+const FIRST_MS_MAX: f64 = 3_600e3;
+
+/// The usual number of tokens per id that fits a request, as a hint.
+fn said_tokens_per_id(input: u32, ids: usize) -> String {
+    let fits = |per_id: &u32| u64::from(input).div_ceil(u64::from(*per_id)) == ids as u64;
+    let found = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+        .into_iter()
+        .find(fits);
+    found.map_or_else(String::new, |per_id| {
+        format!(
+            "; if an id stands for {per_id} tokens, set `tokens_per_id = {per_id}` of [trace] in a workload file \
+             (`--tokens-per-id {per_id}` of `slipstream trace`)"
+        )
+    })
+}
+
 /// Checks that `ms` does not exceed the longest time in a trace.
 pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
     if ms <= TIME_MS_MAX {
@@ -221,6 +240,9 @@ impl Trace {
             path: file.path.clone(),
             source,
         })?;
+        if let Some(what) = plausible::examine(workload).refusal {
+            return Err(SourceError::Unit { what });
+        }
         Ok(Trace::new(BufReader::new(reader), workload, file, salt))
     }
 }
@@ -345,9 +367,18 @@ impl<R: BufRead> Trace<R> {
             }
             form => form.parse(&self.buffer, &self.file)?,
         };
-        // These begin at their first request, whatever its time.
-        if let (Some(Form::Csv(_) | Form::Named(_)), Some(ms)) = (&self.form, &mut line.timestamp) {
-            *ms -= *self.first_ms.get_or_insert(*ms);
+        if let Some(ms) = &mut line.timestamp {
+            // Tables begin at their first request, whatever its time; other formats unless that is soon after 0.
+            let soon = match self.form {
+                Some(Form::Csv(_) | Form::Named(_)) => 0.0..=0.0,
+                // A record is sorted first.
+                Some(Form::Record) => f64::MIN..=f64::MAX,
+                _ => 0.0..=FIRST_MS_MAX,
+            };
+            let first = *self.first_ms.get_or_insert(*ms);
+            if !soon.contains(&first) {
+                *ms -= first;
+            }
         }
         if !self.served.is_empty() {
             line.served = self.place(line.model.as_ref())?;
@@ -363,9 +394,10 @@ impl<R: BufRead> Trace<R> {
             let needed = u64::from(line.input_length).div_ceil(per_id);
             if ids.len() as u64 != needed {
                 return Err(format!(
-                    "`input_length` {} takes {needed} ids of {per_id} tokens, but `hash_ids` has {}",
+                    "`input_length` {} takes {needed} ids of {per_id} tokens, but `hash_ids` has {}{}",
                     line.input_length,
-                    ids.len()
+                    ids.len(),
+                    said_tokens_per_id(line.input_length, ids.len())
                 ));
             }
         }
@@ -419,7 +451,11 @@ impl<R: BufRead> Trace<R> {
             return if self.follows_times {
                 let what = match self.names.time.as_str() {
                     "" => "--trace-columns names no `arrival`; name it".to_owned(),
-                    name => format!("`{name}` is missing; add it"),
+                    name => format!(
+                        "`{name}` is missing; add it, name another field with --trace-columns \
+                         arrival=NAME,isl={},osl={} and --trace-unit",
+                        self.names.input, self.names.output
+                    ),
                 };
                 Err(format!(
                     "{what}, or set the arrivals (`arrival.kind`, `--rate`, `--concurrency`)"

@@ -86,9 +86,9 @@ pub(crate) struct TraceArgs {
     pub(crate) trace_unit: Option<TimeUnit>,
 }
 
-/// Prints a note if the times of a trace are implausible.
+/// Prints notes about a trace: implausible times, fields that are not read.
 pub(crate) fn print_note(workload: &Workload) {
-    if let Some(note) = slipstream_workload::plausible::note(workload) {
+    for note in slipstream_workload::plausible::examine(workload).notes {
         errln!("note: {note}");
     }
 }

@@ -168,6 +168,7 @@ const COLUMNS: &[&str] = &[
     "model_path",
     "system",
     "precision",
+    "kv_cache_dtype",
     "mode",
     "isl",
     "osl",
@@ -300,17 +301,9 @@ fn plain(text: &str) -> String {
 
 /// Other names of GPU presets, letters and digits in lower case.
 const GPU_ALIASES: &[(&str, &str)] = &[
-    ("a100", "a100-sxm-80gb"),
-    ("a100sxm", "a100-sxm-80gb"),
-    ("a100sxm4", "a100-sxm-80gb"),
-    ("a10080gb", "a100-sxm-80gb"),
     ("a100sxm480gb", "a100-sxm-80gb"),
-    ("a10040gb", "a100-sxm-40gb"),
     ("a100sxm440gb", "a100-sxm-40gb"),
-    ("a100pcie", "a100-pcie-80gb"),
-    ("h100", "h100-sxm"),
     ("h100sxm5", "h100-sxm"),
-    ("h10080gb", "h100-sxm"),
     ("h100sxm80gb", "h100-sxm"),
     ("h10080gbhbm3", "h100-sxm"),
     ("h200", "h200-sxm"),
@@ -330,14 +323,19 @@ const GPU_ALIASES: &[(&str, &str)] = &[
     ("rtxpro6000blackwellserveredition", "rtx-pro-6000"),
 ];
 
+/// `name` as it is compared: without a vendor.
+fn wanted_gpu(name: &str) -> String {
+    let wanted = plain(name);
+    let short = ["nvidia", "amd"]
+        .iter()
+        .find_map(|vendor| wanted.strip_prefix(vendor));
+    short.map(str::to_owned).unwrap_or(wanted)
+}
+
 /// The preset that a system's name means: `h200_sxm`, `H200-SXM`, `NVIDIA H200`. Only whole names
 /// and listed aliases count: a prefix such as `b20` fits several GPUs.
 fn find_gpu(name: &str) -> Option<&'static Gpu> {
-    let wanted = plain(name);
-    let wanted = ["nvidia", "amd"]
-        .iter()
-        .find_map(|vendor| wanted.strip_prefix(vendor))
-        .unwrap_or(&wanted);
+    let wanted = wanted_gpu(name);
     if let Some(gpu) = preset::GPUS.iter().find(|gpu| plain(&gpu.name) == wanted) {
         return Some(gpu);
     }
@@ -347,7 +345,7 @@ fn find_gpu(name: &str) -> Option<&'static Gpu> {
 
 /// Reason to refuse `name`, with presets of similar names.
 fn unknown_gpu(name: &str) -> Refusal {
-    let wanted = plain(name);
+    let wanted = wanted_gpu(name);
     let shared = |gpu: &Gpu| {
         let pairs = wanted.bytes().zip(plain(&gpu.name).into_bytes());
         pairs.take_while(|(a, b)| a == b).count()
@@ -411,6 +409,81 @@ fn precision_of(word: &str) -> Option<(Dtype, &'static str)> {
     })
 }
 
+/// Format of the weights of repository `name`, from the words of its name or else from `shape`, and its origin.
+///
+/// A repository without a format in its name has the one of its `config.json`: FP8 for DeepSeek-R1.
+fn checkpoint_format(
+    name: &str,
+    shape: &ModelShape,
+    loaded: bool,
+) -> Result<(Dtype, &'static str), Refusal> {
+    // Widths first: GPTQ and AWQ are methods, usually of 4 bits.
+    const WORDS: &[(&str, Option<Dtype>)] = &[
+        ("bnb", None),
+        ("gguf", None),
+        ("exl2", None),
+        ("hqq", None),
+        ("aqlm", None),
+        ("w8a8fp8", Some(Dtype::Fp8)),
+        ("fp8", Some(Dtype::Fp8)),
+        ("mxfp8", Some(Dtype::Fp8)),
+        ("nvfp4", Some(Dtype::Nvfp4)),
+        ("mxfp4", Some(Dtype::Mxfp4)),
+        ("fp4", Some(Dtype::Nvfp4)),
+        ("int8", Some(Dtype::Int8)),
+        ("w8a8", Some(Dtype::Int8)),
+        ("w8a16", Some(Dtype::Int8)),
+        ("8bit", Some(Dtype::Int8)),
+        ("int4", Some(Dtype::Int4)),
+        ("w4a16", Some(Dtype::Int4)),
+        ("w4afp8", Some(Dtype::Int4)),
+        ("4bit", Some(Dtype::Int4)),
+        ("awq", Some(Dtype::Int4)),
+        ("gptq", Some(Dtype::Int4)),
+        ("bf16", Some(Dtype::Bf16)),
+        ("fp16", Some(Dtype::Bf16)),
+    ];
+    let lower = name.to_ascii_lowercase();
+    let repository = lower.rsplit('/').next().unwrap_or(&lower);
+    let words: Vec<&str> = repository
+        .split(|c: char| !c.is_ascii_alphanumeric())
+        .collect();
+    let named = WORDS.iter().find(|(word, _)| words.contains(word));
+    match named {
+        // A config.json states its formats itself.
+        _ if loaded => {}
+        Some((word, None)) => {
+            let name: String = name.chars().take(80).collect();
+            return Err(Refusal::Precision(format!(
+                "`{word}` in {name}; state `precision`: bf16, fp8, fp4, int4 or int8"
+            )));
+        }
+        Some((_, Some(format))) => return Ok((*format, " (from the model's name)")),
+        None => {}
+    }
+    let format = shape
+        .experts
+        .map_or(shape.weights, |experts| experts.weights);
+    let origin = match format {
+        Dtype::Bf16 => "",
+        _ => " (as published)",
+    };
+    Ok((format, origin))
+}
+
+/// The format of the KV cache that `word` names. `auto`, vLLM's default, is the model's 16 bits.
+fn kv_cache_of(word: &str) -> Result<Dtype, Refusal> {
+    match word.to_ascii_lowercase().as_str() {
+        "auto" | "bf16" | "bfloat16" | "fp16" | "float16" => Ok(Dtype::Bf16),
+        "fp8" | "fp8_e4m3" | "fp8_e5m2" => Ok(Dtype::Fp8),
+        _ => Err(Refusal::Invalid {
+            column: "kv_cache_dtype",
+            found: word.chars().take(40).collect(),
+            must: "`auto`, `bf16` or `fp8`".to_owned(),
+        }),
+    }
+}
+
 impl Deployment {
     /// Reads a row; the columns are those of `silicon_points.csv` in `docs/accuracy.md`. `load`
     /// gives the shape of a model that is no preset.
@@ -424,7 +497,9 @@ impl Deployment {
         let mut assumed = Vec::new();
         let text = |column: &'static str| row.get(column).ok_or(Refusal::Missing(column));
         let name = text("model_path")?;
-        let shape = load(name)
+        let loaded = load(name);
+        let is_loaded = loaded.is_some();
+        let shape = loaded
             .or_else(|| preset::find_model(name))
             .ok_or_else(|| Refusal::Model(name.to_owned()))?;
         let system = text("system")?;
@@ -442,8 +517,10 @@ impl Deployment {
         let (dtype, precision) = if let Some(word) = word {
             precision_of(word).ok_or_else(|| Refusal::Precision(word.to_owned()))?
         } else {
-            assumed.push("precision: bf16".to_owned());
-            (Dtype::Bf16, "bf16")
+            let (format, origin) = checkpoint_format(name, &shape, is_loaded)?;
+            let precision = precision_word(format);
+            assumed.push(format!("precision: {precision}{origin}"));
+            (format, precision)
         };
         // Tables written by data frames may hold integers as `8.0`.
         let integer = |column: &'static str, most: u32| match row.get(column) {
@@ -589,7 +666,17 @@ impl Deployment {
         } else {
             "batch_size"
         };
-        let formats = Formats::of(&shape, dtype);
+        let mut formats = Formats::of(&shape, dtype);
+        match row.get("kv_cache_dtype") {
+            Some(found) => formats.kv_cache = kv_cache_of(found)?,
+            None if formats.kv_cache != Dtype::Bf16 => {
+                assumed.push(format!(
+                    "kv_cache_dtype: {}",
+                    precision_word(formats.kv_cache)
+                ));
+            }
+            None => {}
+        }
         // A request on a prefill worker holds no output.
         let check = |parallel, tokens, column| {
             predict::check_memory(&shape, gpu, formats, parallel, tokens, column)
@@ -670,7 +757,8 @@ mod tests {
             ("h200_sxm", "h200-sxm"),
             ("B300", "b300-sxm"),
             ("gb300", "gb300"),
-            ("h100", "h100-sxm"),
+            ("h100_sxm", "h100-sxm"),
+            ("NVIDIA H100 80GB HBM3", "h100-sxm"),
             ("rtx_pro_6000", "rtx-pro-6000"),
         ] {
             assert_eq!(find_gpu(name).map(|g| &*g.name), Some(expected), "{name}");
@@ -682,15 +770,15 @@ mod tests {
     fn what_a_row_lacks_is_assumed_by_name_or_refused_by_name() {
         let head = "model_path,system,backend,precision,isl,osl,batch_size,tp_size,attention_dp_size,moe_ep_size\n";
         let rows = read(&format!(
-            "{head}openai/gpt-oss-120b,h100,vllm,fp4,1024,512,8,2,,\n\
-             openai/gpt-oss-120b,h100,vllm,fp4,1024,512,8,,,\n\
-             acme/x,h100,vllm,fp4,1024,512,8,2,,\n\
+            "{head}openai/gpt-oss-120b,h100_sxm,vllm,fp4,1024,512,8,2,,\n\
+             openai/gpt-oss-120b,h100_sxm,vllm,fp4,1024,512,8,,,\n\
+             acme/x,h100_sxm,vllm,fp4,1024,512,8,2,,\n\
              openai/gpt-oss-120b,abacus,vllm,fp4,1024,512,8,2,,\n\
-             openai/gpt-oss-120b,h100,ollama,fp4,1024,512,8,2,,\n\
-             openai/gpt-oss-120b,h100,vllm,fp3,1024,512,8,2,,\n\
-             openai/gpt-oss-120b,h100,vllm,fp4,,512,8,2,,\n\
-             openai/gpt-oss-120b,h100,vllm,fp4,1024,512,-1,2,,\n\
-             openai/gpt-oss-120b,h100,vllm,fp4,1024,512,8,2,2,2\n"
+             openai/gpt-oss-120b,h100_sxm,ollama,fp4,1024,512,8,2,,\n\
+             openai/gpt-oss-120b,h100_sxm,vllm,fp3,1024,512,8,2,,\n\
+             openai/gpt-oss-120b,h100_sxm,vllm,fp4,,512,8,2,,\n\
+             openai/gpt-oss-120b,h100_sxm,vllm,fp4,1024,512,-1,2,,\n\
+             openai/gpt-oss-120b,h100_sxm,vllm,fp4,1024,512,8,2,2,2\n"
         ));
         let first = rows[0].as_ref().unwrap();
         assert_eq!(
@@ -719,6 +807,116 @@ mod tests {
         let last = rows[8].as_ref().unwrap();
         assert_eq!(last.parallel.gpus(), 4);
         assert_eq!((last.parallel.expert_tensor, last.parallel.expert), (2, 2));
+    }
+
+    /// A row without a precision has that of its checkpoint, in every spelling of repositories, or is refused.
+    #[test]
+    fn formats_come_from_the_checkpoint() {
+        let head = "model_path,system,backend,isl,osl,batch_size,tp_size\n";
+        let row = |name: &str| {
+            let mut rows = read(&format!("{head}{name},h200,vllm,1000,200,16,8\n"));
+            rows.remove(0)
+        };
+        let bases = [
+            "Qwen/Qwen3-8B",
+            "RedHatAI/Meta-Llama-3.1-70B-Instruct",
+            "acme/Qwen3-32B",
+        ];
+        for base in bases {
+            for (suffix, word) in [
+                ("", "bf16"),
+                ("-BF16", "bf16"),
+                ("-FP8", "fp8"),
+                ("-FP8-dynamic", "fp8"),
+                ("-NVFP4", "fp4"),
+                ("-FP4", "fp4"),
+                ("-MXFP4", "fp4"),
+                ("-AWQ", "int4"),
+                ("-GPTQ", "int4"),
+                ("-GPTQ-Int4", "int4"),
+                ("-GPTQ-Int8", "int8"),
+                ("-INT8", "int8"),
+                ("-quantized-w4a16", "int4"),
+                ("_W8A8", "int8"),
+                ("-quantized.w4a16", "int4"),
+                ("-bnb-4bit", ""),
+                ("-GGUF", ""),
+            ] {
+                let name = format!("{base}{suffix}");
+                match row(&name) {
+                    Ok(read) => {
+                        assert_eq!(read.precision, word, "{name}");
+                        assert!(read.assumed[0].starts_with(&format!("precision: {word}")));
+                    }
+                    // A name that no preset has, or without a known format.
+                    Err(refusal) => {
+                        let odd = suffix.contains('.') || word.is_empty();
+                        assert!(odd, "{name}: {refusal}");
+                    }
+                }
+            }
+        }
+        for (name, word) in [
+            ("deepseek-ai/DeepSeek-R1", "fp8"),
+            ("openai/gpt-oss-120b", "fp4"),
+            ("nvidia/DeepSeek-R1-NVFP4", "fp4"),
+        ] {
+            let read = row(name).unwrap();
+            assert_eq!(read.precision, word, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_kv_cache_is_assumed_by_name_or_stated() {
+        let head =
+            "model_path,system,backend,precision,kv_cache_dtype,isl,osl,batch_size,tp_size\n";
+        let row = |precision: &str, kv: &str| {
+            let row = format!("Qwen/Qwen3-32B,h200,vllm,{precision},{kv},1024,512,8,1\n");
+            read(&format!("{head}{row}")).remove(0)
+        };
+        for (precision, kv, format, assumed) in [
+            ("bf16", "", Dtype::Bf16, ""),
+            ("fp8", "", Dtype::Fp8, "kv_cache_dtype: fp8"),
+            ("int4", "", Dtype::Fp8, "kv_cache_dtype: fp8"),
+            ("fp8", "auto", Dtype::Bf16, ""),
+            ("bf16", "fp8_e4m3", Dtype::Fp8, ""),
+        ] {
+            let read = row(precision, kv).unwrap();
+            assert_eq!(read.formats.kv_cache, format);
+            assert_eq!(read.assumed.join("; "), assumed);
+        }
+        let refusal = row("fp8", "nvfp4").unwrap_err().to_string();
+        assert!(
+            refusal.starts_with("invalid: kv_cache_dtype is \"nvfp4\""),
+            "{refusal}"
+        );
+    }
+
+    /// A name that several presets begin with is none of them.
+    #[test]
+    fn beginnings_of_several_presets_are_refused_with_the_choices() {
+        for gpu in preset::GPUS.iter() {
+            let name = plain(&gpu.name);
+            for end in 1..name.len() {
+                let start = &name[..end];
+                let others: Vec<&str> = preset::GPUS
+                    .iter()
+                    .map(|gpu| &*gpu.name)
+                    .filter(|other| plain(other).starts_with(start))
+                    .collect();
+                let exact = preset::GPUS.iter().any(|gpu| plain(&gpu.name) == start);
+                if others.len() > 1 && !exact {
+                    assert!(find_gpu(start).is_none(), "{start}: {others:?}");
+                }
+            }
+        }
+        for name in ["h100", "A100", "NVIDIA H100", "a100_80gb"] {
+            let Refusal::Gpu(says) = unknown_gpu(name) else {
+                panic!("it is a GPU's")
+            };
+            assert!(find_gpu(name).is_none());
+            assert!(says.contains("100-"), "{says}");
+        }
     }
 
     const HEAD: &str = "model_path,system,backend,precision,mode,isl,osl,batch_size,tp_size,\
@@ -763,11 +961,11 @@ mod tests {
     #[test]
     fn models_larger_than_the_memory_are_refused() {
         let found = reasons(
-            "deepseek-ai/DeepSeek-V3,h100,vllm,bf16,agg,1024,512,8,1,,,,\n\
-             meta-llama/Llama-3.1-70B,h100,vllm,bf16,agg,1024,512,8,1,,,,\n\
+            "deepseek-ai/DeepSeek-V3,h100_sxm,vllm,bf16,agg,1024,512,8,1,,,,\n\
+             meta-llama/Llama-3.1-70B,h100_sxm,vllm,bf16,agg,1024,512,8,1,,,,\n\
              meta-llama/Llama-3.1-70B,l4,vllm,bf16,agg,1024,512,8,1,,,,\n\
-             meta-llama/Llama-3.1-70B,h100,vllm,bf16,agg,1024,512,8,2,,,,\n\
-             meta-llama/Llama-3.1-70B,h100,vllm,fp8,agg,1024,512,8,1,,,,\n\
+             meta-llama/Llama-3.1-70B,h100_sxm,vllm,bf16,agg,1024,512,8,2,,,,\n\
+             meta-llama/Llama-3.1-70B,h100_sxm,vllm,fp8,agg,1024,512,8,1,,,,\n\
              meta-llama/Llama-3.1-8B,l4,vllm,bf16,agg,120000,512,8,1,,,,\n",
         );
         assert!(
@@ -795,8 +993,8 @@ mod tests {
     #[test]
     fn requests_beyond_the_context_and_contradicting_sizes_are_refused() {
         let found = reasons(
-            "meta-llama/Llama-2-7b-hf,h100,vllm,bf16,agg,4000,96,8,1,,,,\n\
-             meta-llama/Llama-2-7b-hf,h100,vllm,bf16,agg,4000,97,8,1,,,,\n\
+            "meta-llama/Llama-2-7b-hf,h100_sxm,vllm,bf16,agg,4000,96,8,1,,,,\n\
+             meta-llama/Llama-2-7b-hf,h100_sxm,vllm,bf16,agg,4000,97,8,1,,,,\n\
              deepseek-ai/DeepSeek-V3,h200,vllm,fp8,agg,1024,512,8,8,,,1,4096\n\
              deepseek-ai/DeepSeek-V3,h200,vllm,fp8,agg,1024,512,8,4,,2,,8\n\
              Qwen/Qwen3-32B,h200,vllm,fp8,agg,1024,512,8,3,,,,\n\

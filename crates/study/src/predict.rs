@@ -296,7 +296,10 @@ mod tests {
         );
         assert_eq!(again[2].get("extrapolated"), Some("gpu"));
         assert_eq!(again[3].get("extrapolated"), Some("model; gpu"));
-        assert_eq!(again[2].get("assumed"), Some("tp_size: 1"));
+        assert_eq!(
+            again[2].get("assumed"),
+            Some("tp_size: 1; kv_cache_dtype: fp8")
+        );
     }
 
     #[test]

@@ -55,7 +55,7 @@ fn commands_say_what_they_read_of_the_model() {
         let (code, out, err) = run(&args);
         assert_eq!(code, Some(0), "{err}");
         let line =
-            format!("qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.3B active, {format}, {cache}");
+            format!("qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.4B active, {format}, {cache}");
         assert_eq!(
             err.lines().filter(|found| **found == line).count(),
             1,

@@ -87,10 +87,9 @@ impl Formats {
     }
 
     /// Describes `shape` as it was read, in a line for people, with the sizes of one GPU that holds all of it:
-    /// `qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.3B active, fp8, 31.2 GB, 96 KiB of KV cache per token`.
+    /// `qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.4B active, fp8, 31.2 GB, 96 KiB of KV cache per token`.
     pub fn line(&self, name: &str, shape: &ModelShape) -> String {
-        // Cut, not rounded, as model cards have it.
-        let billions = |params: u64| format!("{:.1}B", (params as f64 / 1e8).floor() / 10.0);
+        let billions = |params: u64| format!("{:.1}B", params as f64 / 1e9);
         let active = match shape.experts {
             None => String::new(),
             Some(_) => format!(" {} active,", billions(shape.active_params())),
@@ -141,7 +140,7 @@ mod tests {
             (
                 "qwen3-30b-a3b",
                 Dtype::Fp8,
-                "m: 48 layers, 30.5B parameters, 3.3B active, fp8, 31.2 GB, 48 KiB of KV cache per token",
+                "m: 48 layers, 30.5B parameters, 3.4B active, fp8, 31.2 GB, 48 KiB of KV cache per token",
             ),
             (
                 "llama-3.1-8b",
@@ -151,7 +150,7 @@ mod tests {
             (
                 "kimi-k2.5",
                 Dtype::Int4,
-                "m: 61 layers, 1026.4B parameters, 32.8B active, int4 experts (bf16 attention), 594.2 GB, \
+                "m: 61 layers, 1026.4B parameters, 32.9B active, int4 experts (bf16 attention), 594.2 GB, \
                  34.3 KiB of KV cache per token",
             ),
         ] {

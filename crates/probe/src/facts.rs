@@ -11,7 +11,7 @@
 //! (`srt/entrypoints/http_server.py`), llama.cpp's `tools/server/README.md`. Nothing is guessed: a
 //! field that no answer states is `None`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::Serialize;
@@ -168,6 +168,10 @@ pub struct EngineFacts {
     pub block_size: Option<u32>,
     /// KV blocks per rank; the minimum if ranks differ.
     pub kv_blocks: Option<u64>,
+    /// The maximum, if ranks differ.
+    pub kv_blocks_max: Option<u64>,
+    /// Workers behind the address, of Slipstream's servers.
+    pub workers: Option<u32>,
     /// Whether blocks are reused between requests.
     pub prefix_caching: Option<bool>,
     /// Format of keys and values, in the engine's words, such as `auto` or `fp8_e4m3`.
@@ -188,6 +192,12 @@ pub struct EngineFacts {
     pub dtype: Option<String>,
     /// Quantization method of the weights.
     pub quantization: Option<String>,
+    /// Method of speculative decoding, in the engine's words.
+    pub speculation: Option<String>,
+    /// Tokens drafted per step.
+    pub speculative_tokens: Option<u32>,
+    /// LoRA adapters in a batch at most.
+    pub max_loras: Option<u32>,
     /// GPUs and ranks.
     pub parallel: Parallel,
     /// Publishers of KV events, by rank.
@@ -235,6 +245,15 @@ impl EngineFacts {
     pub fn base_model(&self) -> Option<&ServedModel> {
         let base = self.models.iter().find(|model| model.parent.is_none());
         base.or(self.models.first())
+    }
+
+    /// Takes the KV blocks of the ranks, unless they are known.
+    fn take_blocks(&mut self, of_ranks: impl Iterator<Item = u64> + Clone) {
+        let of_ranks = of_ranks.filter(|&blocks| blocks > 0);
+        if self.kv_blocks.is_none() {
+            self.kv_blocks = of_ranks.clone().min();
+            self.kv_blocks_max = of_ranks.max().filter(|&most| Some(most) != self.kv_blocks);
+        }
     }
 
     /// Data-parallel ranks; 1 if no answer stated them.
@@ -384,7 +403,7 @@ fn cache_config(found: &Samples<'_>, facts: &mut EngineFacts) {
     let blocks = samples
         .iter()
         .filter_map(|s| s.label("num_gpu_blocks")?.parse().ok());
-    facts.kv_blocks = facts.kv_blocks.or(blocks.filter(|&b: &u64| b > 0).min());
+    facts.take_blocks(blocks);
     facts.prefix_caching = label("enable_prefix_caching")
         .and_then(python_bool)
         .or(facts.prefix_caching);
@@ -393,9 +412,15 @@ fn cache_config(found: &Samples<'_>, facts: &mut EngineFacts) {
     }
     let share = label("gpu_memory_utilization").and_then(|share| share.parse().ok());
     facts.gpu_memory_utilization = facts.gpu_memory_utilization.or(share);
-    // A sample per rank; a server that runs one rank of several shows one.
-    let ranks: std::collections::BTreeSet<_> = samples.iter().map(|s| s.label("engine")).collect();
-    facts.parallel.data = facts.parallel.data.or(u32::try_from(ranks.len()).ok());
+    // A sample per rank; a server that runs one rank of several shows one. Slipstream's name the worker too.
+    let distinct = |label: &str| {
+        let values: BTreeSet<_> = samples.iter().map(|s| s.label(label)).collect();
+        u32::try_from(values.len()).ok()
+    };
+    facts.parallel.data = facts.parallel.data.or(distinct("engine"));
+    if first.label("worker").is_some() {
+        facts.workers = distinct("worker");
+    }
 }
 
 /// `vllm_config` of vLLM's `/server_info`: JSON, or in older versions the text of its `__str__`.
@@ -414,6 +439,16 @@ fn vllm_config(config: &Value, facts: &mut EngineFacts, signs: &mut Signs) -> Re
             .filter(|q| *q != "None")
             .map(str::to_owned);
         facts.dtype = field("dtype").map(dtype_name);
+        let set = |name: &str| field(name).filter(|value| *value != "None");
+        if set("speculative_config").is_some() {
+            facts.speculation = Some(set("method").unwrap_or("method not reported").to_owned());
+            facts.speculative_tokens = set("num_speculative_tokens")
+                .or(set("num_spec_tokens"))
+                .and_then(positive);
+        }
+        if set("lora_config").is_some() {
+            facts.max_loras = set("max_loras").and_then(positive).or(Some(1));
+        }
         return Ok(());
     }
     if !config.is_object() {
@@ -436,6 +471,15 @@ fn vllm_config(config: &Value, facts: &mut EngineFacts, signs: &mut Signs) -> Re
     facts.max_model_len = whole(config, "/model_config/max_model_len");
     facts.quantization = text(config, "/model_config/quantization");
     facts.dtype = text(config, "/model_config/dtype").map(|dtype| dtype_name(&dtype));
+    let set = |name: &str| config.get(name).filter(|value| !value.is_null());
+    if let Some(speculative) = set("speculative_config") {
+        let method = text(speculative, "/method");
+        facts.speculation = method.or(Some("method not reported".into()));
+        facts.speculative_tokens = whole(speculative, "/num_speculative_tokens");
+    }
+    if let Some(lora) = set("lora_config") {
+        facts.max_loras = whole(lora, "/max_loras").or(Some(1));
+    }
     facts.block_size = facts
         .block_size
         .or(whole(config, "/cache_config/block_size"));
@@ -467,18 +511,27 @@ fn sglang_info(
     }
     facts.block_size = facts.block_size.or(whole(info, "/page_size"));
     // The scheduler's number is at the top or, since 0.5, in the state of each rank.
-    let tokens = info
-        .get("max_total_num_tokens")
-        .and_then(Value::as_u64)
-        .or_else(|| {
-            let states = info.get("internal_states").and_then(Value::as_array)?;
-            states
-                .iter()
-                .filter_map(|s| s.get("max_total_num_tokens")?.as_u64())
-                .min()
+    let tokens: Vec<u64> = match info.get("max_total_num_tokens").and_then(Value::as_u64) {
+        Some(tokens) => vec![tokens],
+        None => info
+            .get("internal_states")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+            .filter_map(|s| s.get("max_total_num_tokens")?.as_u64())
+            .collect(),
+    };
+    if let Some(page) = facts.block_size {
+        facts.take_blocks(tokens.iter().map(|tokens| tokens / u64::from(page)));
+    }
+    facts.speculation = text(info, "/speculative_algorithm");
+    facts.speculative_tokens = whole(info, "/speculative_num_draft_tokens");
+    let lora = boolean(info, "/enable_lora") == Some(true)
+        || info.get("lora_paths").is_some_and(|paths| {
+            !paths.is_null() && paths.as_array().is_none_or(|l| !l.is_empty())
         });
-    if let (None, Some(tokens), Some(page)) = (facts.kv_blocks, tokens, facts.block_size) {
-        facts.kv_blocks = Some(tokens / u64::from(page)).filter(|&blocks| blocks > 0);
+    if lora {
+        facts.max_loras = whole(info, "/max_loras_per_batch").or(Some(1));
     }
     facts.prefix_caching = facts
         .prefix_caching

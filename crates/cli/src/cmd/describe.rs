@@ -183,19 +183,23 @@ impl Draft {
             return;
         };
         self.key("name", &quoted(&model.id), "");
-        let names = [Some(&model.id), model.root.as_ref()];
-        let known = names
-            .into_iter()
-            .flatten()
-            .find_map(|name| preset::model(name));
+        // The served name is free: the weights are those of the root. A repository's name counts for a folder.
+        let (known, origin) = match &model.root {
+            None => (preset::model(&model.id), ""),
+            Some(root) if preset::model(root).is_some() => (preset::model(root), ""),
+            Some(root) if root.starts_with('/') && model.id.contains('/') => {
+                (preset::model(&model.id), "by the served name")
+            }
+            Some(_) => (None, ""),
+        };
         let root = model.root.as_deref().unwrap_or(&model.id);
         // A relative one is a repository's name, or starts at the engine's working directory.
         let folder = std::path::Path::new(root);
         let found = |name: &str| folder.is_absolute() && folder.join(name).is_file();
-        if let Some(preset) = known {
-            self.key("preset", &quoted(&preset.name), "");
-        } else if found("config.json") {
+        if found("config.json") {
             self.key("config", &quoted(&format!("{root}/config.json")), "");
+        } else if let Some(preset) = known {
+            self.key("preset", &quoted(&preset.name), origin);
         } else {
             self.line(format!(
                 "# The shape of {} is not known: set `preset` (slipstream presets) or `config` to its \
@@ -215,14 +219,20 @@ impl Draft {
             .count();
         if adapters > 0 {
             self.line(format!(
-                "# {adapters} LoRA adapters are served too; they are not modelled"
+                "# {adapters} LoRA adapters are served too: name them in `lora_adapters` of a pool to model them"
             ));
         }
     }
 
     fn pool(&mut self, name: &str, facts: &EngineFacts, urls: &[&str], timing: Option<&str>) {
         self.line(format!("\n[pool.{name}]"));
-        self.key("workers", &urls.len().to_string(), &urls.join(", "));
+        let each = facts.workers.unwrap_or(1).max(1) as usize;
+        let workers = (urls.len() * each).to_string();
+        let comment = match each {
+            1 => urls.join(", "),
+            _ => format!("{each} behind each of {}", urls.join(", ")),
+        };
+        self.key("workers", &workers, &comment);
         self.line(format!("\n[pool.{name}.engine]"));
         let dev = match facts.kind {
             EngineKind::Vllm => "not reported; vLLM does with VLLM_SERVER_DEV_MODE=1",
@@ -233,7 +243,13 @@ impl Draft {
             _ => "not reported",
         };
         self.number("block_size", facts.block_size.map(u64::from), blocks);
-        self.number("num_gpu_blocks", facts.kv_blocks, blocks);
+        match (facts.kv_blocks, facts.kv_blocks_max) {
+            (Some(least), Some(most)) => {
+                let comment = format!("the fewest of its ranks; the most has {most}");
+                self.key("num_gpu_blocks", &least.to_string(), &comment);
+            }
+            (least, _) => self.number("num_gpu_blocks", least, blocks),
+        }
         // The limit of tokens first: that of sequences may not exceed it.
         self.number(
             "max_num_batched_tokens",
@@ -291,6 +307,7 @@ impl Draft {
                 plain(dtype)
             )),
         }
+        self.features(name, facts);
         if let Some(timing) = timing {
             self.line(format!("\n{}", timing.trim_end()));
             return;
@@ -306,6 +323,36 @@ impl Draft {
             Some("fp8") => self.key("dtype", "\"fp8\"", ""),
             Some("bfloat16" | "float16") => self.key("dtype", "\"bf16\"", ""),
             Some(other) => self.line(format!("# dtype: {} is not modelled", plain(other))),
+        }
+    }
+
+    /// Speculative decoding and LoRA adapters.
+    fn features(&mut self, pool: &str, facts: &EngineFacts) {
+        if let Some(method) = &facts.speculation {
+            let known = match method.to_ascii_lowercase() {
+                word if word.contains("eagle") => Some("eagle"),
+                word if word.contains("mtp") || word == "nextn" => Some("mtp"),
+                word if word.contains("ngram") => Some("ngram"),
+                word if word == "draft_model" || word == "standalone" => Some("draft_model"),
+                _ => None,
+            };
+            self.line(format!("\n[pool.{pool}.engine.speculation]"));
+            self.line(format!(
+                "# The engine speculates ({}). To model it, set `acceptance` too, which engines do not report.",
+                plain(method)
+            ));
+            match known {
+                Some(known) => self.line(format!("# method = {}", quoted(known))),
+                None => self.line("# method: not modelled"),
+            }
+            match facts.speculative_tokens {
+                Some(tokens) => self.line(format!("# num_speculative_tokens = {tokens}")),
+                None => self.line("# num_speculative_tokens: not reported"),
+            }
+        }
+        if let Some(most) = facts.max_loras {
+            self.line(format!("\n[pool.{pool}.engine.lora]"));
+            self.key("max_loras", &most.to_string(), "");
         }
     }
 
@@ -445,6 +492,68 @@ mod tests {
         assert_eq!(engine.gpu_memory_utilization, 0.92);
         assert!(cluster.router.kv_events && engine.enable_prefix_caching);
         assert!(!engine.async_scheduling);
+    }
+
+    /// The weights decide, not the name under which they are served.
+    #[test]
+    fn the_preset_is_that_of_the_weights() {
+        let preset = |id: &str, root: Option<&str>| {
+            let facts = EngineFacts {
+                models: vec![ServedModel {
+                    id: id.into(),
+                    root: root.map(str::to_owned),
+                    ..ServedModel::default()
+                }],
+                ..vllm()
+            };
+            let text = cluster_file(&[facts], None).unwrap();
+            let line = text.lines().find(|line| line.starts_with("preset"));
+            line.map(str::to_owned)
+        };
+        let known = Some("preset = \"qwen3-8b\"".to_owned());
+        assert_eq!(preset("llama-3.1-8b", Some("acme/secret-34b-AWQ")), None);
+        assert_eq!(preset("llama-3.1-8b", Some("Qwen/Qwen3-8B")), known);
+        assert_eq!(preset("Qwen/Qwen3-8B", None), known);
+        assert_eq!(preset("llama-3.1-8b", Some("/none/there")), None);
+        let by_name = preset("Qwen/Qwen3-8B", Some("/none/there")).unwrap();
+        assert!(by_name.contains("# by the served name"), "{by_name}");
+    }
+
+    #[test]
+    fn workers_ranks_and_features_are_not_lost() {
+        let facts = EngineFacts {
+            workers: Some(4),
+            kv_blocks: Some(20_000),
+            kv_blocks_max: Some(25_000),
+            speculation: Some("eagle3".into()),
+            speculative_tokens: Some(3),
+            max_loras: Some(4),
+            ..vllm()
+        };
+        let second = EngineFacts {
+            url: "http://gpu2:8000".into(),
+            ..facts.clone()
+        };
+        let text = cluster_file(&[facts, second], None).unwrap();
+        for part in [
+            "workers = 8  # 4 behind each of http://gpu1:8000, http://gpu2:8000",
+            "num_gpu_blocks = 20000  # the fewest of its ranks; the most has 25000",
+            "# The engine speculates (eagle3). To model it,",
+            "# method = \"eagle\"\n# num_speculative_tokens = 3\n",
+            "max_loras = 4\n",
+        ] {
+            assert!(text.contains(part), "{part} in:\n{text}");
+        }
+        let cluster = read(&text);
+        let engine = &cluster.pools[0].engine;
+        assert_eq!(cluster.pools[0].workers, 8);
+        assert_eq!(engine.lora.max_loras, 4);
+        let odd = EngineFacts {
+            speculation: Some("suffix".into()),
+            ..vllm()
+        };
+        let text = cluster_file(&[odd], None).unwrap();
+        assert!(text.contains("# method: not modelled"), "{text}");
     }
 
     #[test]

@@ -249,6 +249,7 @@ fn an_owner_counts_more_than_metrics() {
         (facts.kind, facts.kv_blocks, facts.parallel.data),
         (EngineKind::Slipstream, Some(512), Some(1))
     );
+    assert_eq!((facts.workers, facts.kv_blocks_max), (Some(2), None));
     // A router before vLLM that passes its metrics on.
     let facts = learn(&[
         (Endpoint::Metrics, vllm_metrics()),
@@ -257,6 +258,47 @@ fn an_owner_counts_more_than_metrics() {
     assert_eq!(facts.kind, EngineKind::Vllm);
     let facts = learn(&[(Endpoint::Models, model("someone"))]);
     assert_eq!(facts.kind, EngineKind::OpenAi);
+}
+
+/// Speculation, adapters and unequal ranks, in each engine's form.
+#[test]
+fn features_and_unequal_ranks_are_facts() {
+    let of = |info: serde_json::Value| learn(&[(Endpoint::ServerInfo, info.to_string())]);
+    let features = |facts: &EngineFacts| {
+        let of = (facts.speculation.clone(), facts.speculative_tokens);
+        (of.0, of.1, facts.max_loras)
+    };
+    let vllm = |more: serde_json::Value| of(json!({"vllm_config": more}));
+    let all = vllm(
+        json!({"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3},
+        "lora_config": {"max_loras": 4}}),
+    );
+    assert_eq!(features(&all), (Some("eagle3".into()), Some(3), Some(4)));
+    let none = vllm(json!({"speculative_config": null, "lora_config": null}));
+    assert_eq!(features(&none), (None, None, None));
+    let text = |text: &str| features(&of(json!({"vllm_config": text})));
+    let found = text(
+        "model='m', speculative_config=SpeculativeConfig(method='mtp', num_spec_tokens=2), dtype=torch.bfloat16",
+    );
+    assert_eq!(found, (Some("mtp".into()), Some(2), None));
+    assert_eq!(
+        text("model='m', speculative_config=None, lora_config=None"),
+        (None, None, None)
+    );
+    let sglang = of(json!({"page_size": 16, "speculative_algorithm": "EAGLE",
+        "speculative_num_draft_tokens": 4, "enable_lora": true, "max_loras_per_batch": 8,
+        "internal_states": [{"max_total_num_tokens": 400_000}, {"max_total_num_tokens": 320_000}]}));
+    assert_eq!(features(&sglang), (Some("EAGLE".into()), Some(4), Some(8)));
+    assert_eq!(
+        (sglang.kv_blocks, sglang.kv_blocks_max),
+        (Some(20_000), Some(25_000))
+    );
+    let ranks = learn(&[(Endpoint::Metrics, vllm_metrics())]);
+    assert_eq!(
+        (ranks.kv_blocks, ranks.kv_blocks_max),
+        (Some(4000), Some(5000))
+    );
+    assert_eq!(ranks.workers, None);
 }
 
 #[test]

@@ -28,6 +28,9 @@ pub(crate) fn on_scenario(scenario: &Scenario) -> Vec<String> {
     failures
         .chain(samples)
         .chain(ramp_below_a_packet(scenario))
+        .chain(marks_beyond_the_queue(scenario))
+        .chain(pause_beyond_the_queue(scenario))
+        .chain(long_timers(scenario))
         .chain(crate::transport::ndp::without_trimming(scenario))
         .collect()
 }
@@ -46,11 +49,136 @@ fn ramp_below_a_packet(scenario: &Scenario) -> Option<String> {
     })
 }
 
+/// Bytes that the queue of a port holds; `None` if that is not set.
+fn queue_bytes(scenario: &Scenario) -> Option<u64> {
+    let queue = &scenario.queue;
+    let flows = scenario.flows.iter();
+    let packet = flows
+        .map(|f| u64::from(f.packet_bytes + f.header_bytes))
+        .max()?;
+    let of_packets =
+        (queue.capacity_packets > 0).then(|| packet * u64::from(queue.capacity_packets));
+    let of_bytes = (queue.capacity_bytes > 0).then_some(queue.capacity_bytes);
+    let least = [of_packets, of_bytes].into_iter().flatten().min();
+    least.filter(|_| queue.trim.is_none())
+}
+
+/// A queue that is full before it marks.
+fn marks_beyond_the_queue(scenario: &Scenario) -> Option<String> {
+    let holds = queue_bytes(scenario)?;
+    let packets = scenario.queue.capacity_packets;
+    match scenario.queue.aqm {
+        Aqm::EcnRamp { min_bytes, .. } if min_bytes >= holds => Some(format!(
+            "the ramp begins at {min_bytes} bytes, but a queue holds {holds}, so no packet is ever marked; lower \
+             `kmin` of `switch.ecn_ramp`, in bytes, or raise `switch.capacity`"
+        )),
+        Aqm::EcnThreshold { packets: mark } | Aqm::EcnLimit { packets: mark }
+            if packets > 0 && mark >= packets =>
+        {
+            Some(format!(
+                "packets are marked when more than {mark} wait, but a queue holds {packets}, so none is ever marked; \
+                 lower the threshold, in packets, or raise the capacity"
+            ))
+        }
+        _ => None,
+    }
+}
+
+/// Pauses that would be sent after the queue is full.
+fn pause_beyond_the_queue(scenario: &Scenario) -> Option<String> {
+    let holds = queue_bytes(scenario)?;
+    let pfc = scenario
+        .queue
+        .pfc
+        .as_ref()
+        .filter(|pfc| pfc.by_priority.is_none())?;
+    let xoff = pfc.xoff_bytes?;
+    (scenario.queue.shared.is_none() && xoff >= holds).then(|| {
+        format!(
+            "a link is paused at {xoff} waiting bytes, but a queue holds {holds}, so lossless classes lose packets \
+             before any pause; lower `xoff`, in bytes, or raise `switch.capacity`"
+        )
+    })
+}
+
+/// Timers of DCQCN in another unit than the file's, whose published values are tens of µs.
+fn long_timers(scenario: &Scenario) -> Option<String> {
+    const LONGEST_NS: u64 = 1_000_000_000;
+    let timers = scenario
+        .flows
+        .iter()
+        .filter_map(|flow| match &flow.transport {
+            Transport::Roce(roce) => roce.dcqcn.as_ref(),
+            _ => None,
+        });
+    let usual = crate::transport::dcqcn::Dcqcn::default();
+    let long = |ns: u64, usual: u64| ns != usual && ns >= scenario.duration_ns.min(LONGEST_NS);
+    let (mut flows, mut names) = (0, std::collections::BTreeMap::new());
+    for timer in timers {
+        let before = names.len();
+        let mut any = before > 0;
+        for (name, ns, usual) in [
+            ("increase", timer.timer_ns, usual.timer_ns),
+            ("alpha", timer.alpha_timer_ns, usual.alpha_timer_ns),
+            ("notification", timer.cnp_interval_ns, usual.cnp_interval_ns),
+        ] {
+            if long(ns, usual) {
+                names.insert(name, ns);
+                any = true;
+            }
+        }
+        flows += usize::from(any);
+    }
+    if names.is_empty() {
+        return None;
+    }
+    let named: Vec<String> = names
+        .iter()
+        .map(|(name, ns)| format!("the {name} timer of {}", time(*ns as f64)))
+        .collect();
+    Some(format!(
+        "{flows} flows of DCQCN have {}, in a run of {}; published values are about 50 us, and times are in s (in ns in \
+         Days' files)",
+        named.join(" and "),
+        time(scenario.duration_ns as f64)
+    ))
+}
+
+/// Packets of lossless classes that were dropped because a queue was full.
+fn lossy_pfc(scenario: &Scenario, result: &RunResult) -> Option<String> {
+    let pfc = scenario.queue.pfc.as_ref()?;
+    let lossless = |class: u8| class < 8 && pfc.classes >> class & 1 == 1;
+    let t = &result.totals;
+    let drops = (t.data_drops + t.control_drops).saturating_sub(t.fault_drops);
+    let (mut all, mut again) = (true, 0);
+    for (spec, flow) in pairs(scenario, result) {
+        all &= lossless(spec.class);
+        if lossless(spec.class) {
+            again += flow.retransmitted;
+        }
+    }
+    if drops == 0 || !all && again == 0 {
+        return None;
+    }
+    let what = if all {
+        format!("{drops} packets of lossless classes were dropped")
+    } else {
+        format!(
+            "flows of lossless classes sent {again} packets again, and {drops} of all were dropped"
+        )
+    };
+    Some(format!(
+        "{what} although PFC is on: a queue filled before its inputs were paused. `xoff` times the inputs, and the \
+         bytes under way, must fit the capacity of a queue: lower `xoff`, or raise `switch.capacity`"
+    ))
+}
+
 /// Notes that follow from a run.
 pub(crate) fn on_result(scenario: &Scenario, result: &RunResult) -> Vec<String> {
     [
         sprayed(scenario, result),
         unmarked(scenario, result),
+        lossy_pfc(scenario, result),
         narrow_windows(scenario, result),
         cut_off(scenario, result),
     ]

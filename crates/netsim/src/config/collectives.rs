@@ -89,7 +89,11 @@ impl Reader<'_> {
             kind,
             template: self.read_template(t),
             count: t.get("flow_count").optional(),
-            compute_ns: ns(t.get::<f64>("compute_s").within(0.0..=1e6).or(0.0)),
+            compute_ns: ns(t
+                .get::<f64>("compute_s")
+                .within(0.0..=1e6)
+                .check(|&s| s == 0.0 || ns(s) > 0, super::network::WHOLE_NS)
+                .or(0.0)),
             skew: t.get::<f64>("skew").within(0.0..=10.0).or(0.0),
         }
     }

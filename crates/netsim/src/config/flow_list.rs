@@ -97,6 +97,12 @@ impl Draft {
                 if !(0.0..1e9).contains(&start) {
                     return Err(format!("is `{text}`, but must be from 0 to 1e9 s"));
                 }
+                if start > 0.0 && super::ns(start) == 0 {
+                    return Err(format!(
+                        "is `{text}`, but must be {}",
+                        super::network::WHOLE_NS
+                    ));
+                }
                 self.start_ns = Some(super::ns(start));
             }
             Column::Class => self.class = Some(number(text, "a class from 0 to 255")?),

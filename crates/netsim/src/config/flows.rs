@@ -1349,7 +1349,10 @@ fn read_roce(t: &Table<'_>) -> Roce {
 
 fn read_dcqcn(t: &Table<'_>) -> Dcqcn {
     let usual = Dcqcn::default();
-    let time = |key: &str, usual: u64| seconds(t, key).unwrap_or(usual).max(1_000);
+    let time = |key: &str, usual: u64| {
+        let time = t.get::<f64>(key).within(1e-6..=1e9).optional();
+        time.map_or(usual, ns)
+    };
     let rate = |key: &str, usual: f64| t.get::<f64>(key).within(1e3..=1e15).or(usual);
     Dcqcn {
         gain: t.get("gain").within(1e-6..=1.0).or(usual.gain),

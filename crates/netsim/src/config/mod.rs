@@ -146,6 +146,7 @@ pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnost
         let duration_s: f64 = root
             .get("duration")
             .check(|&d| d > 0.0 && d < 1e9, "above 0 and below 1e9 s")
+            .check(|&d| ns(d) > 0, "at least 1e-9 s: times are whole ns")
             .or(1500.0);
         refuse_workload(root);
         let mut network = network::read(root, chosen.dialect, &mut notes);
@@ -156,6 +157,7 @@ pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnost
         let report_s: Option<f64> = root
             .get("report_interval")
             .check(|&s| s > 0.0, "above 0 s")
+            .check(|&s| ns(s) > 0, "at least 1e-9 s: times are whole ns")
             .optional();
         Config {
             log_path: root

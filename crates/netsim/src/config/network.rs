@@ -223,13 +223,13 @@ fn read_graph(root: &Table<'_>) -> Layout {
         };
         pairs.push((a, b, Tier::Edge));
         let (rate, delay) = (edge.get(2), edge.get(3));
-        let bad =
-            rate.is_some_and(|r| !RATES.contains(r)) || delay.is_some_and(|d| !DELAYS.contains(d));
+        let bad = rate.is_some_and(|r| !RATES.contains(r))
+            || delay.is_some_and(|d| !DELAYS.contains(d) || rounds_to_0(*d));
         if bad {
             root.error(
                 "edges",
                 format!("`edges` has the entry {edge:?}, whose rate or delay is out of range"),
-                "give a rate from 1 to 1e15 bit/s and a delay from 0 to 2e9 ns",
+                "give a rate from 1 to 1e15 bit/s and a delay of 0 or 1 to 2e9 ns",
             );
         } else if rate.is_some() {
             layout.edges.push(OwnEdge {
@@ -409,7 +409,10 @@ fn read_failure(t: &Table<'_>, topology: Option<&Topology>) -> Option<Failure> {
     let link: Option<Vec<u32>> = t.get("link").optional();
     let switch: Option<u32> = t.get("switch").optional();
     let host: Option<u32> = t.get("host").optional();
-    let at = t.get::<f64>("at").within(0.0..=1e9);
+    let at = t
+        .get::<f64>("at")
+        .within(0.0..=1e9)
+        .check(|&s| s == 0.0 || super::ns(s) > 0, WHOLE_NS);
     let failure = Failure {
         at_ns: ns(at.required("give the time in s: at = 0.001", 0.0)),
         repair_ns: seconds(t, "repair"),
@@ -445,6 +448,14 @@ fn read_failure(t: &Table<'_>, topology: Option<&Topology>) -> Option<Failure> {
 const RATES: std::ops::RangeInclusive<f64> = 1.0..=1e15;
 const DELAYS: std::ops::RangeInclusive<f64> = 0.0..=2e9;
 
+/// Times are simulated in whole ns.
+pub(super) const WHOLE_NS: &str = "0 or at least 1e-9 s: times are whole ns";
+
+/// Whether a time above 0, in ns, would become 0.
+fn rounds_to_0(ns: f64) -> bool {
+    ns > 0.0 && round_u64(ns) == 0
+}
+
 /// A rate in bit/s, rounded to a whole number.
 fn read_rate(t: &Table<'_>, key: &str) -> Option<u64> {
     t.get::<f64>(key)
@@ -454,8 +465,14 @@ fn read_rate(t: &Table<'_>, key: &str) -> Option<u64> {
 }
 
 fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Links {
-    let delay_of =
-        |t: &Table<'_>, key: &str| t.get::<f64>(key).within(DELAYS).optional().map(round_u64);
+    let delay_of = |t: &Table<'_>, key: &str| {
+        let delay = t.get::<f64>(key).within(DELAYS);
+        let delay = delay.check(
+            |&ns| !rounds_to_0(ns),
+            "0 or at least 1: it is in ns, not in s",
+        );
+        delay.optional().map(round_u64)
+    };
     let delay = |t: &Table<'_>| delay_of(t, "propagation_ns");
     if layout.rails.is_some() {
         for key in [
@@ -1102,6 +1119,7 @@ fn read_red(t: &Table<'_>, ecn: bool, dialect: Dialect) -> Aqm {
 pub(super) fn seconds(t: &Table<'_>, key: &str) -> Option<u64> {
     t.get::<f64>(key)
         .check(|&s| (0.0..1e9).contains(&s), "from 0 to 1e9 s")
+        .check(|&s| s == 0.0 || super::ns(s) > 0, WHOLE_NS)
         .optional()
         .map(ns)
 }

@@ -35,6 +35,137 @@ fn flow(graph: &str, traffic: &str) -> String {
     ))
 }
 
+/// A positive time that would be simulated as 0 is refused under each key.
+#[test]
+fn times_that_round_to_0_are_refused() {
+    let tiny = "1e-10";
+    let size = "[[flow]]\ngraph = [[0, 1]]\ntraffic = { size = 1 }\n";
+    for (key, toml) in [
+        (
+            "propagation_ns",
+            network(&format!("{size}[link]\npropagation_ns = 1e-6\n")),
+        ),
+        (
+            "propagation_ns",
+            network(&format!("{size}[link]\npropagation_ns = 0.49\n")),
+        ),
+        (
+            "edges",
+            network(size).replace("[3, 2]", "[3, 2, 1e9, 0.001]"),
+        ),
+        (
+            "duration",
+            network(size).replace("duration = 1.0", "duration = 1e-10"),
+        ),
+        (
+            "initial_delay",
+            flow("[[0, 1]]", &format!("size = 1, initial_delay = {tiny}")),
+        ),
+        (
+            "at",
+            network(&format!("{size}[[failure]]\nat = {tiny}\nlink = [0, 2]\n")),
+        ),
+        (
+            "timer",
+            network("").clone()
+                + "[[flow]]\nflow_type = \"RoCE\"\ngraph = [[0, 1]]\ntraffic = { size = 1, roce = { dcqcn = { timer = 1e-9 } } }\n",
+        ),
+    ] {
+        let all = errors(&toml).join("\n");
+        assert!(
+            all.contains(key) && all.contains("must be") || all.contains("out of range"),
+            "{key}: {all}"
+        );
+    }
+    for delay in ["0", "0.5", "1", "1000"] {
+        config(&network(&format!(
+            "{size}[link]\npropagation_ns = {delay}\n"
+        )));
+    }
+}
+
+/// An incast of RoCE flows into one port, with `switch` keys and `dcqcn` keys.
+fn incast(switch: &str, dcqcn: &str) -> String {
+    format!(
+        "duration = 0.02\n[topology]\ncategory = \"LeafSpine\"\nleaf_spine = {{ leaves = 1, spines = 1, hosts_per_leaf = 9 }}\n\
+         [link]\npropagation_ns = 1000\nhost_links = true\n[switch]\nport_rate = 1e10\ncapacity = 256\n{switch}\n\
+         [[flow]]\nflow_type = \"RoCE\"\ngraph = [[0,8],[1,8],[2,8],[3,8],[4,8],[5,8],[6,8],[7,8]]\n\
+         traffic = {{ size = 1_000_000, roce = {{ dcqcn = {{ {dcqcn} }} }} }}\n"
+    )
+}
+
+/// Settings that make a result meaningless have a note, and usual ones none.
+#[test]
+fn settings_beyond_the_queue_or_the_run_are_noted() {
+    let ramp = |kmin: u32, kmax: u32| {
+        format!("drop = \"ECN_RAMP\"\necn_ramp = {{ kmin = {kmin}, kmax = {kmax}, pmax = 0.1 }}")
+    };
+    let threshold = |packets: u32| format!("drop = \"ECN_THRESHOLD\"\necn_threshold = {packets}");
+    let usual = ramp(20_000, 200_000);
+    for (switch, dcqcn, part) in [
+        (
+            ramp(2_000_000, 20_000_000),
+            "",
+            "the ramp begins at 2000000 bytes",
+        ),
+        (usual.clone(), "", ""),
+        (threshold(65_000), "", "when more than 65000 wait"),
+        (threshold(256), "", "when more than 256 wait"),
+        (threshold(20), "", ""),
+        (
+            format!("{usual}\npfc = {{ xoff = 10_000_000 }}"),
+            "",
+            "paused at 10000000 waiting bytes",
+        ),
+        (format!("{usual}\npfc = {{ xoff = 20_000 }}"), "", ""),
+        (usual.clone(), "timer = 55", "the increase timer of"),
+        (usual.clone(), "alpha_timer = 55", "the alpha timer of"),
+        (
+            usual.clone(),
+            "cnp_interval = 50",
+            "the notification timer of",
+        ),
+        (
+            usual.clone(),
+            "cnp_interval = 0.02",
+            "the notification timer of",
+        ),
+        (usual, "timer = 300e-6, cnp_interval = 4e-6", ""),
+    ] {
+        let notes = config(&incast(&switch, dcqcn)).notes;
+        let found = notes.join("\n");
+        assert!(
+            if part.is_empty() {
+                notes.is_empty()
+            } else {
+                found.contains(part)
+            },
+            "{switch} {dcqcn}: {found}"
+        );
+    }
+}
+
+/// PFC whose thresholds do not fit the queue loses packets, which is said.
+#[test]
+fn drops_of_lossless_classes_are_noted() {
+    for (xoff, drops) in [(200_000, true), (5_000, false)] {
+        let toml = incast(&format!("pfc = {{ xoff = {xoff} }}"), "");
+        let result = run(&toml);
+        let totals = &result.totals;
+        assert_eq!(
+            totals.data_drops + totals.control_drops > 0,
+            drops,
+            "{totals:?}"
+        );
+        let notes = slipstream_netsim::output::notes(&config(&toml), &result).join("\n");
+        assert_eq!(
+            notes.contains("lossless classes were dropped"),
+            drops,
+            "{notes}"
+        );
+    }
+}
+
 #[test]
 fn a_fault_is_one_error_without_consequences() {
     let set = "[[flow_set]]\nflow_count = 2\n";

@@ -336,7 +336,7 @@ impl Draft {
                 word if word == "draft_model" || word == "standalone" => Some("draft_model"),
                 _ => None,
             };
-            self.line(format!("\n[pool.{pool}.engine.speculation]"));
+            self.line(format!("\n# [pool.{pool}.engine.speculation]"));
             self.line(format!(
                 "# The engine speculates ({}). To model it, set `acceptance` too, which engines do not report.",
                 plain(method)
@@ -547,7 +547,7 @@ mod tests {
         let cluster = read(&text);
         let engine = &cluster.pools[0].engine;
         assert_eq!(cluster.pools[0].workers, 8);
-        assert_eq!(engine.lora.max_loras, 4);
+        assert_eq!(engine.lora.map(|lora| lora.max_loras), Some(4));
         let odd = EngineFacts {
             speculation: Some("suffix".into()),
             ..vllm()

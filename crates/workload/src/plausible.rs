@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 
-use serde::de::IgnoredAny;
 use slipstream_config::workload_file::{Arrival, Content, TimeUnit, TraceFile, Workload};
 
 use crate::form::{Form, Names, parse_json};
@@ -152,8 +151,8 @@ fn of_lines(mut reader: impl BufRead, file: &TraceFile, follows_times: bool) -> 
             }
         };
         if let Some(known) = form.known() {
-            let object = parse_json::<BTreeMap<String, IgnoredAny>>(&line);
-            for name in object.unwrap_or_default().into_keys() {
+            let object = parse_json::<serde_json::Map<String, serde_json::Value>>(&line);
+            for (name, _) in object.unwrap_or_default() {
                 if !known.contains(&name.as_str()) {
                     *lines.unread.entry(name).or_default() += 1;
                 }
@@ -198,10 +197,9 @@ impl Lines {
             _ if file.unit.is_some() => (STATED, file.unit.expect("it is some")),
             Form::Json if fractional => (FRACTIONS_OF_MS, TimeUnit::Ms),
             Form::Json => (WHOLE_MS, TimeUnit::Ms),
-            Form::Bailian(_) => (SECONDS, TimeUnit::S),
             Form::Csv(csv) if csv.has_dates() => return examined,
             Form::Csv(csv) if csv.is_published_burst() => (BURST, TimeUnit::S),
-            Form::Csv(_) => (SECONDS, TimeUnit::S),
+            Form::Bailian(_) | Form::Csv(_) => (SECONDS, TimeUnit::S),
             // Dates, since numbers need a unit.
             _ => return examined,
         };
@@ -313,9 +311,9 @@ impl Lines {
             Form::Csv(csv) if csv.has_dates() => "",
             _ => " --trace-unit s",
         };
-        note.push_str(&format!(
-            "; to read them, use --trace-columns {columns}{unit} (`columns` of [trace])"
-        ));
+        note = format!(
+            "{note}; to read them, use --trace-columns {columns}{unit} (`columns` of [trace])"
+        );
         Some(note)
     }
 }

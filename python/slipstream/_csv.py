@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slipstream import _native
+from slipstream.errors import ArgumentTypeError, QuestionError
 
 
 def csv_of(table: Any) -> tuple[str, str]:
@@ -19,7 +20,7 @@ def csv_of(table: Any) -> tuple[str, str]:
     columns = columns_of(table)
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns have different lengths: {lengths}")
+        raise QuestionError(f"the columns have different lengths: {lengths}")
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(columns)
@@ -32,9 +33,16 @@ def cell(value: Any) -> Any:
     return "" if value is None or value != value else value
 
 
+def column(name: object, values: Any) -> list[Any]:
+    """Return the values of a column."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ArgumentTypeError(f"the column {name!r} is {values!r}, but must be a list")
+    return list(values)
+
+
 def columns_of(table: Any) -> dict[str, list[Any]]:
     if isinstance(table, Mapping):
-        return {str(name): list(values) for name, values in table.items()}
+        return {str(name): column(name, values) for name, values in table.items()}
     if hasattr(table, "to_pydict"):  # pyarrow
         return columns_of(table.to_pydict())
     if hasattr(table, "get_columns"):  # polars
@@ -43,6 +51,6 @@ def columns_of(table: Any) -> dict[str, list[Any]]:
         return columns_of(table.to_dict("list"))
     if hasattr(table, "to_dict"):  # a table of this package
         return columns_of(table.to_dict())
-    raise TypeError(
+    raise ArgumentTypeError(
         f"a {type(table).__name__} is no table; use a path, a dict of columns, or a DataFrame"
     )

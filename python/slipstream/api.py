@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from slipstream import _native
-from slipstream.errors import QuestionError
+from slipstream.errors import ArgumentTypeError, QuestionError
 from slipstream.results import Page, Plan, Result, Sweep, Table
 from slipstream.sources import (
     Cluster,
@@ -22,8 +22,11 @@ from slipstream.sources import (
     Workload,
     as_text,
     check_count,
+    check_flag,
     check_number,
+    check_text,
     duration,
+    plain,
 )
 
 __all__ = ["PoolState", "Progress", "plan", "predict", "simulate", "sweep"]
@@ -99,19 +102,22 @@ def simulate(
     True
     """
     question = {
-        "cluster": source(cluster, Cluster),
-        "workload": with_seed(source(workload, (Workload, Trace)), seed),
+        "cluster": source(cluster, Cluster, "cluster"),
+        "workload": with_seed(source(workload, (Workload, Trace), "workload"), seed),
         "slo": check_slo(slo),
-        "label": label,
+        "label": check_text(label, "label"),
         "max_sim_time": duration(max_sim_time_s, "max_sim_time_s"),
         "speedup": check_number(speedup, "speedup"),
         "threads": check_threads(threads, "threads"),
-        "retries": check_count(retries, "retries", 2**32 - 1),
+        "retries": needed(check_count(retries, "retries", 2**32 - 1), "retries"),
     }
     if autoscale is not None and not callable(autoscale):
-        raise TypeError(f"autoscale is {autoscale!r}, but must be a function of a PoolState")
+        raise ArgumentTypeError(
+            f"autoscale is {autoscale!r}, but must be a function of a PoolState"
+        )
     scales = autoscale is not None
-    job = _native.start_simulate(json.dumps(question), bool(requests), bool(over_time), scales)
+    kept, series = check_flag(requests, "requests"), check_flag(over_time, "over_time")
+    job = _native.start_simulate(json.dumps(question), kept, series, scales)
     answer = finish(job, progress, scale=autoscale)
     table = answer["table"]
     return Result(
@@ -155,18 +161,18 @@ def sweep(
     """
     question = json.dumps(
         {
-            "cluster": source(cluster, Cluster),
-            "workload": source(workload, (Workload, Trace)),
+            "cluster": source(cluster, Cluster, "cluster"),
+            "workload": source(workload, (Workload, Trace), "workload"),
             "vary": axes(vary),
             "slo": check_slo(slo),
             "attain": None if attain is None else share(attain, "attain"),
-            "seeds": check_count(seeds, "seeds"),
+            "seeds": check_seeds(seeds),
             "prices": price_source(prices),
             "tolerance": check_number(tolerance, "tolerance"),
             "max_sim_time": duration(max_sim_time_s, "max_sim_time_s"),
         }
     )
-    jobs = check_jobs(jobs)
+    jobs, on = check_jobs(jobs), check_text(on, "on")
     call = uuid.uuid4().hex
     count = int(finish(_native.start_sweep_check(call, question), progress)["count"])
     if on is None:
@@ -236,13 +242,13 @@ def plan(
     """
     question = json.dumps(
         {
-            "workload": source(workload, (Workload, Trace)),
+            "workload": source(workload, (Workload, Trace), "workload"),
             "slo": check_slo(slo),
             "attain": share(attain, "attain"),
             "load": [check_number(factor, "load") for factor in sequence(load, "load")],
             "headroom": share(headroom, "headroom"),
-            "model": model,
-            "cluster": source(Cluster() if cluster is None else cluster, Cluster),
+            "model": check_text(model, "model"),
+            "cluster": source(Cluster() if cluster is None else cluster, Cluster, "cluster"),
             "gpus": words(gpus, "gpus"),
             "tensor_parallel": counts(tensor_parallel, "tensor_parallel"),
             "pipeline_parallel": counts(pipeline_parallel, "pipeline_parallel"),
@@ -259,13 +265,13 @@ def plan(
             "prefill_weights": numbers(prefill_weights, "prefill_weights"),
             "temperatures": numbers(temperatures, "temperatures"),
             "autoscale_min": counts(autoscale_min, "autoscale_min"),
-            "max_gpus": check_count(max_gpus, "max_gpus", 2**32 - 1),
+            "max_gpus": needed(check_count(max_gpus, "max_gpus", 2**32 - 1), "max_gpus"),
             "prices": price_source(prices),
-            "seeds": check_count(seeds, "seeds"),
-            "quick": bool(quick),
+            "seeds": check_seeds(seeds),
+            "quick": check_flag(quick, "quick"),
         }
     )
-    jobs = check_jobs(jobs)
+    jobs, on = check_jobs(jobs), check_text(on, "on")
     if on is None:
         answer = finish(_native.start_plan(question, jobs, False), progress)
     else:
@@ -315,24 +321,36 @@ def predict(
     question = {
         "name": name,
         "table": text,
-        "profile": None if profile is None else os.fspath(profile),
-        "models": None if models is None else os.fspath(models),
+        "profile": check_path(profile, "profile"),
+        "models": check_path(models, "models"),
     }
     return Table(finish(_native.start_predict(json.dumps(question)), progress)["table"])
 
 
+def check_path(path: str | os.PathLike[str] | None, name: str) -> str | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"{name} is {path!r}, but must be a path")
+    return check_text(os.fspath(path), name)
+
+
 def workers_of(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"autoscale returned {value!r}, but must return a whole number of workers")
+        raise ArgumentTypeError(
+            f"autoscale returned {value!r}, but must return a whole number of workers"
+        )
     # Bounds of the pool apply anyway.
     return min(max(operator.index(value), 0), 2**32 - 1)
 
 
-def source(value: Any, kinds: Any) -> dict[str, Any]:
+def source(value: Any, kinds: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, kinds):
         of = kinds if isinstance(kinds, tuple) else (kinds,)
         names = " or ".join(f"slipstream.{kind.__name__}" for kind in of)
-        raise TypeError(f"{value!r} is no {names}; use {of[0].__name__}.read(PATH) for a file")
+        raise ArgumentTypeError(
+            f"{name} is {value!r}, which is no {names}; use {of[0].__name__}.read(PATH) for a file"
+        )
     answer: dict[str, Any] = value.source()
     return answer
 
@@ -344,7 +362,7 @@ def with_seed(workload: dict[str, Any], seed: int | None) -> dict[str, Any]:
 
 def check_slo(slo: str | None) -> str | None:
     if slo is not None and not isinstance(slo, str):
-        raise TypeError(f"slo is {slo!r}, but must be a str such as 'ttft=1s,itl=50ms'")
+        raise ArgumentTypeError(f"slo is {slo!r}, but must be a str such as 'ttft=1s,itl=50ms'")
     if slo is not None:
         _native.check_slo(slo)
     return slo
@@ -355,6 +373,19 @@ def check_threads(value: int | None, name: str) -> int | None:
     if value is not None and not 1 <= value <= 256:
         raise QuestionError(f"{name} is {value}, but must be 1 to 256")
     return value
+
+
+def needed(value: int | None, name: str) -> int:
+    if value is None:
+        raise ArgumentTypeError(f"{name} is None, but must be a whole number")
+    return value
+
+
+def check_seeds(value: int) -> int:
+    seeds = check_count(value, "seeds")
+    if seeds is None or not 1 <= seeds <= 1000:
+        raise QuestionError(f"seeds is {value}, but must be 1 to 1000")
+    return seeds
 
 
 def check_jobs(value: int | None) -> int | None:
@@ -376,7 +407,7 @@ def share(value: float | str, name: str) -> float:
 
 def sequence(values: Any, name: str) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} is {values!r}, but must be a list")
+        raise ArgumentTypeError(f"{name} is {values!r}, but must be a list")
     return list(values)
 
 
@@ -384,7 +415,8 @@ def words(values: Sequence[str], name: str) -> list[str]:
     each = sequence(values, name)
     for word in each:
         if not isinstance(word, str):
-            raise TypeError(f"{name} has {word!r}, but must be a list of str")
+            raise ArgumentTypeError(f"{name} has {word!r}, but must be a list of str")
+        check_text(word, name)
     return each
 
 
@@ -405,22 +437,32 @@ def numbers(values: Sequence[float], name: str) -> list[float]:
 def switches(values: Sequence[bool], name: str) -> list[bool]:
     each = sequence(values, name)
     for value in each:
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} has {value!r}, but must be a list of bool")
-    return each
+        if not isinstance(plain(value), bool):
+            raise ArgumentTypeError(f"{name} has {value!r}, but must be a list of bool")
+    return [bool(value) for value in each]
 
 
 def axes(vary: Mapping[str, str | Iterable[Value]]) -> list[Any]:
     if not isinstance(vary, Mapping):
-        raise TypeError(f"vary is {vary!r}, but must be a mapping of keys to lists of values")
+        raise ArgumentTypeError(
+            f"vary is {vary!r}, but must be a mapping of keys to lists of values"
+        )
     each: list[Any] = []
     for key, values in vary.items():
         if not isinstance(key, str):
-            raise TypeError(f"vary has the key {key!r}, but keys are str")
+            raise ArgumentTypeError(f"vary has the key {key!r}, but keys are str")
         if isinstance(values, str):
             each.append(f"{key}={values}")
         else:
-            each.append((key, [as_text(value) for value in sequence(values, f"vary[{key!r}]")]))
+            each.append(
+                (
+                    key,
+                    [
+                        as_text(value, f"vary[{key!r}]")
+                        for value in sequence(values, f"vary[{key!r}]")
+                    ],
+                )
+            )
     return each
 
 
@@ -428,8 +470,14 @@ def price_source(prices: Mapping[str, float] | None) -> dict[str, Any]:
     if prices is None:
         return {}
     if not isinstance(prices, Mapping):
-        raise TypeError(f"prices is {prices!r}, but must be a mapping of GPUs to prices per hour")
-    return {"prices": [f"{gpu}={check_number(price, gpu)!r}" for gpu, price in prices.items()]}
+        raise ArgumentTypeError(
+            f"prices is {prices!r}, but must be a mapping of GPUs to prices per hour"
+        )
+    for gpu in prices:
+        if not isinstance(gpu, str):
+            raise ArgumentTypeError(f"prices has the GPU {gpu!r}, but names are str")
+    each = [(gpu, check_number(price, f"prices[{gpu!r}]")) for gpu, price in prices.items()]
+    return {"prices": [f"{gpu}={price!r}" for gpu, price in each]}
 
 
 def shown(progress: Progress) -> Callable[[str], None] | None:

@@ -3,6 +3,7 @@
 import builtins
 
 __all__ = [
+    "ArgumentTypeError",
     "ConfigError",
     "Error",
     "FileError",
@@ -28,6 +29,10 @@ class WorkloadError(Error, ValueError):
 
 class QuestionError(Error, ValueError):
     """An argument is wrong, or arguments contradict each other."""
+
+
+class ArgumentTypeError(QuestionError, TypeError):
+    """An argument has a wrong type."""
 
 
 class FileError(Error, builtins.OSError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import _native
-from slipstream.errors import QuestionError
+from slipstream.errors import ArgumentTypeError, QuestionError
 
 __all__ = ["Cluster", "Path", "Trace", "Value", "Workload", "as_text", "duration"]
 
@@ -22,22 +22,30 @@ Value = bool | int | float | str | list[Any]
 """A value of a configuration key."""
 
 
-def as_text(value: Value) -> str:
+def plain(value: Any) -> Any:
+    """Return a scalar of numpy, pandas or polars as Python's."""
+    if type(value).__module__.partition(".")[0] == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def as_text(value: Value, name: str = "a value") -> str:
     """Write `value` as in `--set KEY=VALUE`.
 
     >>> as_text(True), as_text(0.5), as_text("kv"), as_text([1, 2])
     ('true', '0.5', 'kv', '[1, 2]')
     """
+    value = plain(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return value
+        return check_text(value, name) or ""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(quoted(each) for each in value) + "]"
-    if isinstance(value, int | float) or hasattr(value, "__index__"):
+    if isinstance(value, int | float):
         return str(value)
-    raise TypeError(
-        f"{value!r} is no value of a key; use a number, a bool, a str or a list of these"
+    raise ArgumentTypeError(
+        f"{name}: {value!r} is no value of a key; use a number, a bool, a str or a list of these"
     )
 
 
@@ -56,37 +64,72 @@ def duration(seconds: float | None, name: str) -> dict[str, int] | None:
 
 
 def check_number(value: float, name: str) -> float:
+    value = plain(value)
     if isinstance(value, bool):
         raise QuestionError(f"{name} is {value!r}, but must be a number")
     if not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}, but must be a number")
+        raise ArgumentTypeError(f"{name} is {value!r}, but must be a number")
     if not abs(value) <= sys.float_info.max:
         raise QuestionError(f"{name} must be a finite number below 1.8e308")
     return value
 
 
 def check_count(value: int | None, name: str, most: int = 2**64 - 1) -> int | None:
+    value = plain(value)
     if value is None:
         return None
     if isinstance(value, bool | float):
         raise QuestionError(f"{name} is {value!r}, but must be a whole number")
-    if not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}, but must be a whole number")
-    if not 0 <= operator.index(value) <= most:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name} is {value!r}, but must be a whole number") from None
+    if not 0 <= number <= most:
         raise QuestionError(f"{name} is {value}, but must be 0 to {most}")
-    return operator.index(value)
+    return number
+
+
+def check_text(value: str | None, name: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError(f"{name} is {value!r}, but must be a str")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise QuestionError(f"{name} is {value!r}, which is not Unicode") from None
+    return value
+
+
+def check_flag(value: bool, name: str) -> bool:
+    value = plain(value)
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} is {value!r}, but must be True or False")
+    return value
 
 
 def check_fields(of: object) -> None:
-    """Check the numbers of a workload or trace."""
+    """Check the fields of a workload or trace, and make them Python's own."""
     for name in ("concurrency", "isl", "osl"):
-        check_count(getattr(of, name, None), name, 2**32 - 1)
+        keep(of, name, check_count(getattr(of, name, None), name, 2**32 - 1))
     for name in ("requests", "seed"):
-        check_count(getattr(of, name, None), name)
+        keep(of, name, check_count(getattr(of, name, None), name))
     for name in ("rate", "duration_s", "time_scale"):
         value = getattr(of, name, None)
         if value is not None:
-            check_number(value, name)
+            keep(of, name, check_number(value, name))
+    for name in ("file", "text", "path", "on_bad_line", "columns", "unit"):
+        check_text(getattr(of, name, None), name)
+    sets = getattr(of, "sets", ())
+    if not isinstance(sets, tuple | list):
+        raise ArgumentTypeError(f"sets is {sets!r}, but must be a tuple of 'KEY=VALUE'")
+    for each in sets:
+        if not isinstance(each, str):
+            raise ArgumentTypeError(f"sets has {each!r}, but must be a tuple of 'KEY=VALUE'")
+
+
+def keep(of: object, name: str, value: object) -> None:
+    """Set a field of a frozen object, if it has one."""
+    if hasattr(of, name):
+        object.__setattr__(of, name, value)
 
 
 def assignments(assigned: tuple[object, ...], keys: dict[str, Value]) -> tuple[str, ...]:
@@ -99,8 +142,11 @@ def assignments(assigned: tuple[object, ...], keys: dict[str, Value]) -> tuple[s
         case (str() as key, value):
             pairs = {key: value}  # type: ignore[dict-item]
         case _:
-            raise TypeError("use set(KEY, VALUE) or set({KEY: VALUE, ...})")
-    return tuple(f"{key}={as_text(value)}" for key, value in {**pairs, **keys}.items())
+            raise ArgumentTypeError("use set(KEY, VALUE) or set({KEY: VALUE, ...})")
+    for key in pairs:
+        if not isinstance(key, str):
+            raise ArgumentTypeError(f"{key!r} is no key; keys are str")
+    return tuple(f"{key}={as_text(value, key)}" for key, value in {**pairs, **keys}.items())
 
 
 @dataclass(frozen=True)
@@ -115,6 +161,9 @@ class Cluster:
     file: str | None = None
     text: str | None = None
     sets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Cluster:
@@ -290,6 +339,10 @@ class Trace:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.path is None:
+            raise ArgumentTypeError("path is None, but must be a str")
+        if self.rate is not None and self.concurrency is not None:
+            raise QuestionError("rate and concurrency are two kinds of load; give one of them")
         if self.on_bad_line not in (None, "stop", "skip"):
             raise QuestionError(
                 f"on_bad_line is {self.on_bad_line!r}, but must be 'stop' or 'skip'"

@@ -363,7 +363,7 @@ def with_seed(workload: dict[str, Any], seed: int | None) -> dict[str, Any]:
 def check_slo(slo: str | None) -> str | None:
     if slo is not None and not isinstance(slo, str):
         raise ArgumentTypeError(f"slo is {slo!r}, but must be a str such as 'ttft=1s,itl=50ms'")
-    if slo is not None:
+    if check_text(slo, "slo") is not None:
         _native.check_slo(slo)
     return slo
 
@@ -408,7 +408,10 @@ def share(value: float | str, name: str) -> float:
 def sequence(values: Any, name: str) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ArgumentTypeError(f"{name} is {values!r}, but must be a list")
-    return list(values)
+    try:
+        return list(values)
+    except TypeError:  # an array without dimensions
+        raise ArgumentTypeError(f"{name} is {values!r}, but must be a list") from None
 
 
 def words(values: Sequence[str], name: str) -> list[str]:

@@ -10,12 +10,14 @@ from typing import Any
 
 from slipstream import _native
 from slipstream.errors import ArgumentTypeError, QuestionError
+from slipstream.sources import check_text
 
 
 def csv_of(table: Any) -> tuple[str, str]:
     """Return a name for errors, and the table as CSV."""
     if isinstance(table, str | os.PathLike):
         path = os.fspath(table)
+        check_text(path, "table")
         return path, _native.read_text(path, "")
     columns = columns_of(table)
     lengths = {name: len(values) for name, values in columns.items()}
@@ -35,7 +37,7 @@ def cell(value: Any) -> Any:
 
 def column(name: object, values: Any) -> list[Any]:
     """Return the values of a column."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Iterable):
         raise ArgumentTypeError(f"the column {name!r} is {values!r}, but must be a list")
     return list(values)
 

@@ -361,10 +361,12 @@ def with_seed(workload: dict[str, Any], seed: int | None) -> dict[str, Any]:
 
 
 def check_slo(slo: str | None) -> str | None:
-    if slo is not None and not isinstance(slo, str):
+    if slo is None:
+        return None
+    if not isinstance(slo, str):
         raise ArgumentTypeError(f"slo is {slo!r}, but must be a str such as 'ttft=1s,itl=50ms'")
-    if check_text(slo, "slo") is not None:
-        _native.check_slo(slo)
+    check_text(slo, "slo")
+    _native.check_slo(slo)
     return slo
 
 
@@ -406,7 +408,7 @@ def share(value: float | str, name: str) -> float:
 
 
 def sequence(values: Any, name: str) -> list[Any]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Iterable):
         raise ArgumentTypeError(f"{name} is {values!r}, but must be a list")
     try:
         return list(values)
@@ -450,6 +452,8 @@ def axes(vary: Mapping[str, str | Iterable[Value]]) -> list[Any]:
         raise ArgumentTypeError(
             f"vary is {vary!r}, but must be a mapping of keys to lists of values"
         )
+    if not vary:
+        raise QuestionError("vary is empty; name a key and its values")
     each: list[Any] = []
     for key, values in vary.items():
         if not isinstance(key, str):

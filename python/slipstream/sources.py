@@ -247,8 +247,12 @@ class Workload:
             ]
             if given:
                 raise QuestionError(
-                    f"the workload file has {given[0]}; change it with .set(KEY, VALUE)"
+                    f"{given[0]} contradicts the workload's text; change it with .set(KEY, VALUE)"
                 )
+        if self.sets and self.text is None and self.file is None:
+            raise QuestionError(
+                f"`{self.sets[0]}` in sets changes a workload file, and there is none"
+            )
         self.check()
 
     @staticmethod

@@ -236,7 +236,7 @@ def test_objects_pickle() -> None:
         (lambda: ss.simulate(ss.Cluster(), small(), threads=0), ss.QuestionError, "threads is 0"),
         (lambda: ss.simulate(ss.Cluster(), small(), requests=False).requests, ss.Error, "not kept"),
         (lambda: ss.simulate(ss.Cluster(), small()).plot("x"), ss.QuestionError, "ttft"),
-        (lambda: ss.sweep(ss.Cluster(), small(), {}), ss.QuestionError, "nothing varies"),
+        (lambda: ss.sweep(ss.Cluster(), small(), {}), ss.QuestionError, "vary is empty"),
         (lambda: ss.sweep(ss.Cluster(), small(), {"load": [0]}), ss.QuestionError, "not a factor"),
         (lambda: ss.sweep(ss.Cluster(), small(), {"load": 1}), TypeError, "must be a list"),
         (lambda: ss.sweep(ss.Cluster(), small(), {"load": [1]}, on="http://x"), ss.Error, "ray://"),

@@ -301,7 +301,7 @@ proptest! {
         prop_assert!(error.contains("kept in 16 bits"), "{error} for {name}");
     }
 
-    /// Mixtures that keep some of their modules: read with the bytes of what is kept, computed here, or refused.
+    /// Mixtures that keep some of their modules: read with the bytes that are computed here, or refused.
     #[test]
     fn kept_modules_of_mixtures_are_counted_or_refused(
         latent: bool,

@@ -38,6 +38,15 @@ pub(super) fn load(
     // A file may ask for every text to be cut or padded; prompts are neither.
     json["truncation"] = Value::Null;
     json["padding"] = Value::Null;
+    // A normalized token that stands alone begins where another token ends in the library, and does not in `fastokens`.
+    if let Some(added) = json["added_tokens"].as_array()
+        && let Some(alone) = added.iter().find(|token| token["single_word"] == true)
+    {
+        return Err(format!(
+            "the added token {} is `single_word`",
+            alone["content"]
+        ));
+    }
     let mut fast = fastokens::Tokenizer::from_json(json).map_err(|error| error.to_string())?;
     let mut special: Vec<String> = library
         .get_added_tokens_decoder()

@@ -502,6 +502,9 @@ proptest! {
             "(a|b|A| |▁|\n|é|😀|<\\|x\\|>|<think>|</s>|\\[a\\]|<0x41>b|Ġb|<end▁of>|ab){0,12}", 4),
         ids in prop::collection::vec(2u32..270, 0..12),
     ) {
+        // The library maps one normalized text to either of its tokens, by a hash with a random seed.
+        let spaces = added.iter().filter(|token| token.normalized && ["▁▁", "  "].contains(&token.content));
+        prop_assume!(byte_level || spaces.count() < 2);
         let dir = small(byte_level, &decoders, &added);
         let library = tokenizers::Tokenizer::from_file(dir.path().join("tokenizer.json")).unwrap();
         let model = TextModel::load_for_prompts(dir.path()).unwrap();

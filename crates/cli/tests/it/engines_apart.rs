@@ -273,7 +273,7 @@ fn a_long_prompt_and_long_parameters_are_passed_on() {
     let ids: Vec<String> = (0..200_000).map(|id| id.to_string()).collect();
     let params = format!(r#"{{"remote_block_ids":[{}]}}"#, ids.join(","));
     let text = format!(r#"{{"kv_transfer_params":{params}}}"#);
-    // In chunks, and longer than what is otherwise read at once.
+    // In chunks, and longer than one read otherwise takes.
     let prefill = Engine::start(move |_, stream| {
         say(stream, EVENTS);
         for piece in text.as_bytes().chunks(100_000) {

@@ -12,7 +12,7 @@ const MEMORY: usize = 16 << 20;
 const ALLOWED: usize = MEMORY / 2 - (16 << 10);
 const MEMORY_FLAG: &str = "--set=live.memory_max=16777216";
 
-/// What is charged for a body as it comes.
+/// Bytes charged for a body as it arrives.
 fn rounded(bytes: usize) -> usize {
     bytes.next_multiple_of(64 << 10)
 }

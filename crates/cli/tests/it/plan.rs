@@ -637,7 +637,7 @@ fn checkpoints_keep_their_format_and_others_are_searched_if_asked_for() {
     assert_eq!(json["answers"][0]["answer"]["dtype"], "int4", "{json}");
 }
 
-/// What was searched is part of the output, defaults included.
+/// The searched values are part of the output, defaults included.
 #[test]
 fn the_axes_of_the_search_are_named() {
     let flags = [
@@ -677,7 +677,7 @@ fn the_smallest_split_cluster_has_runners_up_and_sensitivity() {
     assert_eq!(answer["sensitivity"].as_array().unwrap().len(), 6);
 }
 
-/// The output says what was asked, and what stands in for what was not.
+/// The output states the question and its assumptions.
 #[test]
 fn the_question_and_its_assumptions_are_part_of_the_output() {
     let folder = tempfile::tempdir().unwrap();
@@ -716,7 +716,7 @@ fn the_question_and_its_assumptions_are_part_of_the_output() {
     ] {
         assert!(out.contains(part), "{part}: {out}");
     }
-    // What is stated is not assumed.
+    // Stated values are not assumed.
     std::fs::write(at("c.toml"), "[model]\npreset = \"llama-3.1-8b\"\n").unwrap();
     let cluster = format!("--cluster={}", at("c.toml"));
     let (code, out, err) = run(&[&flags[..], &[&cluster]].concat());

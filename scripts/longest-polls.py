@@ -165,7 +165,9 @@ def streams() -> dict[str, tuple[bytes, int]]:
     members = b",".join(b'"m%d":0' % number for number in range(80_000))
     found["an event of 80,000 members"] = (b"data: {" + members + b"}\n\n", 4_096)
     found["a choice of 80,000 members"] = (b'data: {"choices":[{' + members + b"}]}\n\n", 4_096)
-    ends = (b'data: {"choices":[{"index":%d,"finish_reason":"stop"}]}\n\n' % n for n in range(60_000))
+    ends = (
+        b'data: {"choices":[{"index":%d,"finish_reason":"stop"}]}\n\n' % n for n in range(60_000)
+    )
     found["the ends of 60,000 choices"] = (b"".join(ends), 4_096)
     found["300,000 choices"] = (b'data: {"choices":[' + b"{}," * 300_000 + b"{}]}\n\n", 4_096)
     return found

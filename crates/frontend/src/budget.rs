@@ -344,7 +344,7 @@ impl Charge {
         self.check_ever(self.growth_to(bytes))
     }
 
-    /// What is charged so that `bytes` are.
+    /// The charge that covers `bytes`.
     #[inline]
     fn growth_to(&self, bytes: u64) -> u64 {
         let more = bytes.saturating_sub(self.bytes);
@@ -496,7 +496,7 @@ mod tests {
     }
 
     proptest! {
-        /// Alone on a server, a request is refused for ever or never.
+        /// Alone on a server, a request is refused at every try or at none.
         #[test]
         fn a_request_that_can_never_fit_is_told_so_whatever_its_charges_are(
             max in 16 * MIB..64 * MIB,

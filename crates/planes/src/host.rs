@@ -27,7 +27,7 @@ pub trait Work: Any + Send {
     fn leave(&mut self);
 }
 
-/// What work wants next.
+/// The next wish of some work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// Another turn at this time of `CLOCK_MONOTONIC`, ns, or when woken.

@@ -574,7 +574,7 @@ async fn within<T>(
 mod tests {
     use super::*;
 
-    /// Whatever batches cost, a follower works for a quarter of the time at most, but for one batch; and it counts as late
+    /// However much batches cost, a follower works for a quarter of the time at most, but for one batch; and it counts as late
     /// only if it pauses for half of it.
     #[test]
     fn a_follower_takes_a_share_of_the_thread() {

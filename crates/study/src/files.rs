@@ -32,7 +32,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 fn read_fifo(path: &Path, limit: Duration) -> io::Result<Vec<u8>> {
     let (send, received) = mpsc::sync_channel(2);
     let owned = path.to_owned();
-    // It may wait for ever, and ends with the process then.
+    // The thread may wait without end; it then ends with the process.
     std::thread::Builder::new()
         .name("fifo-read".into())
         .spawn(move || {

@@ -433,7 +433,7 @@ impl Sim<'_> {
     }
 }
 
-/// What a lost worker keeps.
+/// The state that a lost worker keeps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keeps {
     /// Its process has ended.

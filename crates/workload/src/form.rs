@@ -575,7 +575,7 @@ mod tests {
         parent: Option<usize>,
     }
 
-    /// What a trace's reader makes of one: due time in µs, lengths, and its prompt's blocks.
+    /// A request as a trace's reader gives it: due time in µs, lengths, and its prompt's blocks.
     type Got = (u64, u32, u32, Vec<(u32, u32)>);
 
     /// Requests sorted by time; some continue one that no other has continued.

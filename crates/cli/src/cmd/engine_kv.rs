@@ -441,7 +441,7 @@ impl Followers {
             ranks.spawn(follower.run(move |delta| {
                 let mut merge = lock(&merge);
                 let applied = merge.merge(at, delta).map(|delta| fleets.on_kv(&delta));
-                // The router forgot the engine meanwhile: its connection was refused.
+                // The router has forgotten the engine: its connection was refused.
                 if applied.is_some_and(|applied| applied.gap) {
                     anew.notify_one();
                 }

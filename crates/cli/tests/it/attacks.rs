@@ -1,6 +1,6 @@
 //! Effects of one client on the others.
 //!
-//! Each attack runs beside a paced client. It may delay that client by 10 ms of CPU time at most, which the
+//! Each attack runs next to a paced client. It may delay that client by 10 ms of CPU time at most, which the
 //! server's own clock of its shards tells: the CPU time for which a shard worked on one thing.
 
 use std::io::{Read, Write};

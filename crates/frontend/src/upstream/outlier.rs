@@ -297,7 +297,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the engines do: never more are out than the bound allows, and each comes back.
+        /// For any behavior of the engines: never more are out than the bound allows, and each comes back.
         #[test]
         fn the_bound_holds_and_each_engine_comes_back(
             count in 1u64..12,

@@ -34,7 +34,7 @@ pub(super) struct TokenIds {
     is_begun: bool,
     /// `null` and the end of an event behind its only list of ids; empty if there was none such yet.
     behind: Vec<u8>,
-    /// What comes before that list, and its bracket.
+    /// The text before that list, and its bracket.
     key: Vec<u8>,
     /// Where the last list before them begins: the choices.
     choices: Option<usize>,
@@ -332,7 +332,7 @@ mod tests {
             }
         }
 
-        /// Whatever an answer's text is, only lists of ids in their fields go.
+        /// For any text of an answer, only lists of ids in their fields go.
         #[test]
         fn nothing_but_ids_is_hidden(
             texts in prop::collection::vec(r#"[a"\\{}\[\]:,0-9_]{0,12}|"?(prompt_)?token_ids"?:\[[0-9,]{0,4}\]?"#, 1..4),

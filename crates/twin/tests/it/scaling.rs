@@ -122,7 +122,7 @@ fn a_lost_worker_that_nothing_replaces_comes_back() {
         .collect();
     let first = own.iter().copied().reduce(f64::min).unwrap();
     assert!((35.0..36.5).contains(&first), "{first}");
-    // It keeps its GPU meanwhile.
+    // It keeps its GPU until then.
     let two = 2.0 * outcome.ended_at.as_secs_f64();
     assert!((outcome.scaling.unwrap().gpu_s - two).abs() < 1e-6);
 }

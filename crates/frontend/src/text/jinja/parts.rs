@@ -20,7 +20,7 @@ pub(crate) fn takes_parts(source: &str) -> bool {
     found.loops_over_content()
 }
 
-/// What of a template decides.
+/// The parts of a template that decide.
 #[derive(Default)]
 struct Found<'t, 's> {
     /// Targets and values of `set`.

@@ -268,7 +268,8 @@ fn a_finished_answer_gets_its_last_events() {
         "]}\n\n",
         "],\"usage\":{\"prompt_tokens\":2,\"completion_tokens\":2,\"total_tokens\":4}}\n\n",
     );
-    let all_tokens = text_event("a", " a") + &text_event("a", " time");
+    let token = |text: &str| text_event("a", text).replace("}]", ",\"token_ids\":[7]}]");
+    let all_tokens = token(" a") + &token(" time");
     let wants = |more: &str| {
         format!(r#"{{"model":"m","prompt":"Once upon","max_tokens":2,"stream":true{more}}}"#)
     };
@@ -674,7 +675,7 @@ fn drawn_endings_reach_the_client_as_one_answer() {
         let fails = known.lock().unwrap().insert(seed);
         let done = prompt.split(' ').count() - 1;
         let line = ["\n", "\r\n", "\r"][draws.next(3) as usize];
-        let (ending, cut) = (draws.next(8), draws.next(WORDS.len() as u64 + 1) as usize);
+        let (ending, cut) = (draws.next(12), draws.next(WORDS.len() as u64 + 1) as usize);
         let mut text = String::new();
         for (number, word) in WORDS.iter().enumerate().skip(done) {
             if fails && number == cut {
@@ -708,6 +709,14 @@ fn drawn_endings_reach_the_client_as_one_answer() {
                 3 => "data: {\"id\":\"x\",\"choices\":[{\"index\":0,\"te",
                 6 => "data: {\"detail\":\"Internal Server Error\"}\n\n",
                 7 => "data: {\"message\": \"dead\", \"status\": 500}\n\ndata: [DONE]\n\n",
+                8 => "data: Internal Server Error\n\ndata: [DONE]\n\n",
+                9 => "{\"error\":{\"message\":\"dead\",\"code\":502}}\n\ndata: [DONE]\n\n",
+                10 => {
+                    "data: {\"id\":\"x\",\"choices\":[{\"index\":0,\"tedata: {\"error\":{\"code\":502}}\n\ndata: [DONE]\n\n"
+                }
+                11 => {
+                    "data: {\"error\":{\"message\":\"x\",\"type\":\"invalid_response_error\"}}\n\ndata: [DONE]\n\n"
+                }
                 _ => "",
             };
         } else if ending % 2 == 0 {

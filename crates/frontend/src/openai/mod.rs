@@ -52,7 +52,7 @@ pub use tokenize::{
     parse_tokenize, tokenize_json,
 };
 pub use unary::{UnaryChoice, UnaryRender, WholeAnswer, WholeCall, render_unary};
-pub(crate) use value::members;
+pub(crate) use value::{lax_real, lax_truth, lax_whole, members};
 
 /// The API that a request came to, of the two that continue a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -201,6 +201,37 @@ pub(crate) fn members(text: &str) -> Option<Vec<(String, Tree)>> {
     }
 }
 
+/// A value of `serde_json` that is no array or object; [`Json::Null`] for these.
+fn scalar(value: &serde_json::Value) -> Json<'_> {
+    use serde_json::Value;
+    match value {
+        Value::Bool(b) => Json::Bool(*b),
+        Value::String(text) => Json::Text(Cow::Borrowed(text)),
+        Value::Number(n) => match (n.as_u64(), n.as_i64()) {
+            (Some(n), _) => Json::Unsigned(n),
+            (None, Some(n)) => Json::Negative(n),
+            (None, None) => n.as_f64().map_or(Json::Null, Json::Real),
+        },
+        Value::Null | Value::Array(_) | Value::Object(_) => Json::Null,
+    }
+}
+
+/// The whole number that vLLM reads from `value`, as [`Json::as_whole`].
+pub(crate) fn lax_whole(value: &serde_json::Value) -> Option<serde_json::Value> {
+    let whole = scalar(value).as_whole().into_owned();
+    matches!(whole, Json::Unsigned(_) | Json::Negative(_)).then(|| whole.into_owned())
+}
+
+/// The real number that vLLM reads from `value`, as [`Json::as_real`].
+pub(crate) fn lax_real(value: &serde_json::Value) -> Option<f64> {
+    scalar(value).as_real()
+}
+
+/// The truth value that vLLM reads from `value`, as [`Json::as_bool`].
+pub(crate) fn lax_truth(value: &serde_json::Value) -> Option<bool> {
+    scalar(value).as_bool()
+}
+
 /// The whole number in a text: a sign, digits, and zeros behind a point.
 fn whole_of_text<'a>(text: &str) -> Option<Json<'a>> {
     let text = text.trim();

@@ -4,31 +4,36 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use super::ends::Api;
+use super::ends::{Api, finish_of};
+use super::lax::Body;
+use super::resume::StreamKind;
 use super::sent::Kept;
 use super::sse;
 
 /// Returns the events that end the stream of a request with `body` after the events `sent`; `None` if part of the answer
-/// is missing. `seams`: offsets in `sent` at which other engines continued, each with the tokens kept, if known.
+/// is missing. `seams`: offsets in `sent` at which other engines continued, each with the tokens kept, if known. `prompt`:
+/// tokens of the prompt, if the router knows them.
 pub(super) fn closing(
     api: Api,
     body: &[u8],
     sent: &[u8],
     seams: &[(usize, Option<Kept>)],
+    prompt: Option<u64>,
 ) -> Option<Vec<u8>> {
-    if !api.has_choices() {
-        return None;
-    }
-    let Ok(Value::Object(body)) = serde_json::from_slice(body) else {
-        return None;
+    let kind = match api {
+        Api::Chat => StreamKind::Chat,
+        Api::Completions => StreamKind::Completion,
+        _ => return None,
     };
-    let seen = Sent::read(sent, seams)?;
-    let choices = choices(&body);
+    let body = Body::read(body)?;
+    let choices = body.choices()?;
+    let mut seen = Sent::read(sent, seams)?;
+    seen.prompt = prompt.or(seen.prompt);
     let is_finished = seen.finished.len() as u64 >= choices;
     // An engine that holds text back, as it may begin a stop string, still has some of it.
     let may_hold_text = body.get("stop").is_some_and(|stop| !stop.is_null());
     let has_all_tokens =
-        choices == 1 && !may_hold_text && limit(&body).is_some_and(|limit| seen.tokens() >= limit);
+        choices == 1 && !may_hold_text && has_all_tokens(&body, kind, seen.tokens());
     if !is_finished && !has_all_tokens {
         return None;
     }
@@ -60,23 +65,11 @@ pub(super) fn closing(
     Some(out)
 }
 
-/// Number of choices that a request asks for.
-fn choices(body: &Map<String, Value>) -> u64 {
-    let prompts = match body.get("prompt") {
-        Some(Value::Array(items)) if items.iter().all(|item| !item.is_number()) => items.len(),
-        _ => 1,
-    };
-    let each = body.get("n").and_then(Value::as_u64).unwrap_or(1);
-    each.max(1).saturating_mul(prompts.max(1) as u64)
-}
-
-/// Token limit of the answer, if the request has one.
-fn limit(body: &Map<String, Value>) -> Option<u64> {
-    let named = ["max_completion_tokens", "max_tokens"];
-    let asked = named.iter().find_map(|name| body.get(*name)?.as_u64());
-    // Echoed text is no part of the answer, but in its events.
-    let echoes = body.get("echo") == Some(&Value::Bool(true));
-    asked.filter(|&limit| limit > 0 && !echoes)
+/// Whether an answer of `tokens` has reached its limit. Echoed text is no part of the answer, but in its events.
+fn has_all_tokens(body: &Body, kind: StreamKind, tokens: Option<u64>) -> bool {
+    let limit = body.limit(kind).map(|(_, limit)| limit);
+    let limit = limit.filter(|&limit| limit > 0 && !body.is("echo"));
+    limit.is_some_and(|limit| tokens >= Some(limit))
 }
 
 /// The part of the answer that the client has.
@@ -85,10 +78,6 @@ struct Sent {
     /// The first event with an id, without its choices and usage.
     frame: Map<String, Value>,
     finished: BTreeSet<u64>,
-    /// Number of events with text or tokens: a lower bound on the number of tokens.
-    steps: u64,
-    /// Number of events with text.
-    steps_with_text: u64,
     /// Number of token ids in the events; `None` if an event has none.
     named: Option<u64>,
     prompt: Option<u64>,
@@ -117,15 +106,7 @@ impl Sent {
 
     /// Another engine continues. It generates tokens again whose text did not arrive.
     fn on_seam(&mut self, kept: Option<Kept>) {
-        if let Some(kept) = kept {
-            let tokens = kept.tokens as u64;
-            self.steps = self.steps.min(tokens);
-            self.named = Some(tokens);
-        } else {
-            self.steps = self.steps_with_text;
-            self.named = None;
-        }
-        self.steps_with_text = self.steps_with_text.min(self.steps);
+        self.named = kept.map(|kept| kept.tokens as u64);
     }
 
     fn read_part(&mut self, bytes: &[u8]) -> Option<()> {
@@ -158,10 +139,7 @@ impl Sent {
     }
 
     fn read_choice(&mut self, choice: &Value) {
-        if choice
-            .get("finish_reason")
-            .is_some_and(|why| !why.is_null() && why != "")
-        {
+        if finish_of(choice).is_some() {
             let index = choice.get("index").and_then(Value::as_u64);
             self.finished.insert(index.unwrap_or(0));
         }
@@ -176,17 +154,15 @@ impl Sent {
         if !has_text && tokens.is_none_or(|tokens| tokens == 0) {
             return;
         }
-        self.steps += 1;
-        self.steps_with_text += u64::from(has_text);
         self.named = self.named.zip(tokens).map(|(before, more)| before + more);
     }
 
-    /// Lower bound on the tokens of the answer.
-    fn tokens(&self) -> u64 {
+    /// Tokens of the answer, if the engine said how many: by its events they cannot be counted, as some engines send
+    /// several per event, or several events per token.
+    fn tokens(&self) -> Option<u64> {
         let counted = self.counted.as_ref();
         let counted = counted.and_then(|usage| usage.get("completion_tokens")?.as_u64());
-        let named = self.named.unwrap_or(0);
-        self.steps.max(counted.unwrap_or(0)).max(named)
+        self.named.max(counted)
     }
 
     /// The answer's usage, if an event counted it or all tokens were named.
@@ -236,6 +212,7 @@ mod tests {
             body.as_bytes(),
             sent.concat().as_bytes(),
             &[],
+            None,
         )?;
         let events: Vec<_> = sse::events(&out).map(|of| of.data.into_owned()).collect();
         let (done, events) = events.split_last().unwrap();
@@ -265,12 +242,28 @@ mod tests {
         assert_eq!(closed(r#"{"prompt":"x"}"#, &with_usage), Some(vec![]));
         let last = [&with_usage[..], &[event("", counted)]].concat();
         assert_eq!(closed(asks, &last), Some(vec![]), "the client has it");
+        assert_eq!(closed(r#"{"prompt":"x","n":"2"}"#, &sent), None);
+        let empty = [event(&text(0, "a", "\"\""), "")];
+        assert_eq!(closed(r#"{"prompt":"x"}"#, &empty), None);
         let named = r#"{"index":0,"text":"b","finish_reason":"stop","prompt_token_ids":[1,2],"token_ids":[7,8,9]}"#;
         let usage = &closed(asks, &[event(named, "")]).unwrap()[0]["usage"];
         assert_eq!(
             usage,
             &json!({"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5})
         );
+        // The router has the prompt's ids, its client not.
+        let asks = asks.replace("true", "\"yes\"");
+        let sent = event(&named.replace("[1,2]", "null"), "");
+        let out = closing(
+            Api::Completions,
+            asks.as_bytes(),
+            sent.as_bytes(),
+            &[],
+            Some(4),
+        )
+        .unwrap();
+        let usage: Value = serde_json::from_slice(&sse::events(&out).next().unwrap().data).unwrap();
+        assert_eq!(usage["usage"]["total_tokens"], 7);
     }
 
     #[test]
@@ -287,23 +280,38 @@ mod tests {
         let end = |limit: u64, kept| {
             let body = format!(r#"{{"prompt":"x","max_tokens":{limit}}}"#);
             let seams = [(before.len(), kept)];
-            closing(Api::Completions, body.as_bytes(), sent.as_bytes(), &seams).is_some()
+            let sent = sent.as_bytes();
+            closing(Api::Completions, body.as_bytes(), sent, &seams, None).is_some()
         };
         assert!(end(3, kept(1)) && !end(4, kept(1)));
         assert!(end(4, kept(2)) && !end(5, kept(2)), "both were kept");
-        assert!(end(3, None) && !end(4, None), "by text");
+        assert!(!end(1, None), "by text they are not known");
     }
 
     #[test]
     fn an_answer_with_all_its_tokens_is_finished() {
-        let sent = [
-            event(&text(0, "a", "null"), ""),
-            event(&text(0, "b", "null"), ""),
-        ];
-        let end = closed(r#"{"prompt":"x","max_tokens":2}"#, &sent).unwrap();
-        assert_eq!(end[0]["choices"][0]["finish_reason"], "length");
-        assert_eq!(end[0]["id"], "c");
+        let token = |of: &str| {
+            let with_ids = text(0, of, "null").replace('}', ",\"token_ids\":[7]}");
+            event(&with_ids, "")
+        };
+        let sent = [token("a"), token("b")];
+        for max in ["2", "2.0", "\"2\"", "true"] {
+            let body = format!(r#"{{"prompt":"x","max_tokens":{max}}}"#);
+            let end = closed(&body, &sent).unwrap();
+            assert_eq!(end[0]["choices"][0]["finish_reason"], "length");
+            assert_eq!(end[0]["id"], "c");
+        }
+        // Events are no tokens: an engine may send bytes.
+        let bytes = ["a", "b", "c"].map(|of| event(&text(0, of, "null"), ""));
+        assert_eq!(closed(r#"{"prompt":"x","max_tokens":2}"#, &bytes), None);
+        let counted = event(&text(0, "b", "null"), r#","usage":{"completion_tokens":2}"#);
+        let counted = [bytes[0].clone(), counted];
+        assert!(closed(r#"{"prompt":"x","max_tokens":2}"#, &counted).is_some());
         for body in [
+            r#"{"prompt":"x","max_tokens":2,"n":"2"}"#,
+            r#"{"prompt":"x","max_tokens":2,"n":2.0}"#,
+            r#"{"prompt":"x","max_tokens":2,"echo":"yes"}"#,
+            r#"{"prompt":"x","max_completion_tokens":2}"#,
             r#"{"prompt":"x","max_tokens":3}"#,
             r#"{"prompt":"x"}"#,
             r#"{"prompt":"x","max_tokens":2,"n":2}"#,

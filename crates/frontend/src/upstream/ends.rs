@@ -120,15 +120,22 @@ impl Reported {
         });
         // TGI has the kind in a member next to the text.
         let beside = outer.get("error_type").and_then(string);
-        let mut kinds = ["code", "type"]
+        let kinds: Vec<String> = ["code", "type"]
             .iter()
             .filter_map(|name| inner(name).and_then(word))
-            .chain(beside);
+            .chain(beside)
+            .map(|kind| plain(&kind))
+            .collect();
         let is_clients = match status {
+            // Of a connection behind the engine: timeout, misdirected, failed dependency, too early, closed.
+            Some(408 | 421 | 424 | 425 | 499) => false,
             // Older versions of vLLM report a dead engine with the status of a bad request.
-            Some(400..500) => !text.starts_with("EngineCore encountered an issue"),
+            Some(400..500) => {
+                !text.starts_with("EngineCore encountered an issue")
+                    && !kinds.iter().any(|kind| is_of_answer(kind))
+            }
             Some(status) => status == 501,
-            None => kinds.any(|kind| is_clients_fault(&kind)),
+            None => kinds.iter().any(|kind| is_clients_fault(kind)),
         };
         Reported {
             is_clients,
@@ -138,7 +145,22 @@ impl Reported {
     }
 }
 
-/// Whether `kind`, a type or code of an error in words, blames the request. Sources: the error types of OpenAI's and
+/// Letters and digits of `kind`, in lower case.
+fn plain(kind: &str) -> String {
+    kind.chars()
+        .filter(char::is_ascii_alphanumeric)
+        .map(|c| c.to_ascii_lowercase())
+        .collect()
+}
+
+/// Whether `kind`, a plain type or code of an error, names an answer or who sent it: a gateway reports its engine.
+fn is_of_answer(kind: &str) -> bool {
+    const WORDS: [&str; 5] = ["upstream", "gateway", "backend", "provider", "timeout"];
+    WORDS.iter().any(|word| kind.contains(word))
+        || kind.contains("response") && !kind.contains("responseformat")
+}
+
+/// Whether `kind`, a plain type or code of an error, blames the request. Sources: the error types of OpenAI's and
 /// Anthropic's APIs, and of vLLM, SGLang, llama.cpp and TGI.
 fn is_clients_fault(kind: &str) -> bool {
     const WORDS: [&str; 20] = [
@@ -163,12 +185,11 @@ fn is_clients_fault(kind: &str) -> bool {
         "unsupported",
         "insufficientquota",
     ];
-    let plain: String = kind
-        .chars()
-        .filter(char::is_ascii_alphanumeric)
-        .map(|c| c.to_ascii_lowercase())
-        .collect();
-    WORDS.iter().any(|word| plain.contains(word))
+    WORDS.iter().any(|word| kind.contains(word))
+        && !is_of_answer(kind)
+        && !["internal", "server", "engine", "state"]
+            .iter()
+            .any(|word| kind.contains(word))
 }
 
 /// Members of a JSON object. The last one of a name wins, as in Python's parser.
@@ -248,6 +269,36 @@ fn is_nothing(raw: &RawValue) -> bool {
     matches!(raw.get(), "null" | "false" | "\"\"" | "{}" | "[]")
 }
 
+/// The finish reason of a choice, once it has one.
+pub(super) fn finish_of(choice: &Value) -> Option<&Value> {
+    finish_in(choice.get("finish_reason"))
+}
+
+/// The finish reason in a field's value.
+pub(super) fn finish_in(value: Option<&Value>) -> Option<&Value> {
+    value.filter(|reason| !is_no_reason(reason))
+}
+
+/// Whether a value stands for an absent finish reason.
+fn is_no_reason(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        _ => false,
+    }
+}
+
+/// The error of an event that is no JSON object: text of a gateway, or half an event.
+fn unreadable(text: &[u8]) -> Reported {
+    let text = String::from_utf8_lossy(text.trim_ascii());
+    let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
+    Reported::by_engine(format!(
+        "an event of its stream is not a JSON object: `{text}`"
+    ))
+}
+
 /// Returns the error that an object reports, if any.
 fn error_of(fields: &Fields<'_>, is_error_event: bool) -> Option<Reported> {
     let member = fields.get("error").filter(|raw| !is_nothing(raw));
@@ -312,19 +363,21 @@ fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
     let choice = |raw: &&RawValue| {
         let Members(fields) = serde_json::from_str(raw.get()).unwrap_or_default();
         let index = fields.get("index");
-        let reason = fields.get("finish_reason").filter(|raw| !is_nothing(raw));
+        let reason = fields.get("finish_reason").map(|raw| value(raw));
         ChoiceEnd {
             index: index
                 .and_then(|raw| serde_json::from_str(raw.get()).ok())
                 .unwrap_or_default(),
-            reason: reason.map(|raw| match value(raw) {
-                Value::String(reason) => reason,
-                // As SGLang has it within the engine.
-                Value::Object(reason) if reason.get("type").is_some_and(Value::is_string) => {
-                    reason["type"].as_str().unwrap_or_default().to_owned()
-                }
-                other => other.to_string(),
-            }),
+            reason: reason
+                .filter(|of| !is_no_reason(of))
+                .map(|reason| match reason {
+                    Value::String(reason) => reason,
+                    // As SGLang has it within the engine.
+                    Value::Object(reason) if reason.get("type").is_some_and(Value::is_string) => {
+                        reason["type"].as_str().unwrap_or_default().to_owned()
+                    }
+                    other => other.to_string(),
+                }),
         }
     };
     let all = all.iter().flatten();
@@ -558,11 +611,24 @@ impl StreamEnd {
             return error_of(&fields, true);
         }
         let is_error_event = event.name == b"error";
+        // JSON or a page without `data:`. Other fields are ignored, as the standard says.
+        let is_text =
+            |line: &&[u8]| data.is_empty() || line.starts_with(b"{") || line.starts_with(b"<");
+        if let Some(line) = event
+            .stray
+            .filter(|line| self.api.has_choices() && is_text(line))
+        {
+            let found = fields(line).unwrap_or_default();
+            let error = error_of(&found, false).or_else(|| bare_error_of(&found));
+            return error.or_else(|| Some(unreadable(line)));
+        }
         let Some(fields) = fields(data) else {
-            return is_error_event.then(|| {
+            if is_error_event {
                 let text = String::from_utf8_lossy(data);
-                Reported::by_engine(text.chars().take(TEXT_CHARS_MAX).collect::<String>())
-            });
+                let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
+                return Some(Reported::by_engine(text));
+            }
+            return (self.api.has_choices() && !data.is_empty()).then(|| unreadable(data));
         };
         let bare = || {
             self.api

@@ -8,7 +8,8 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Incoming};
 use hyper::header::{
-    AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue, LOCATION, RETRY_AFTER,
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue,
+    LOCATION, RETRY_AFTER,
 };
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::Prompt;
@@ -82,6 +83,8 @@ pub(super) struct Exchange {
     pub(super) by_tokens: bool,
     /// Whether the router requests the answer's token ids from vLLM, which the client did not.
     pub(super) wants_tokens: bool,
+    /// Whether the client's body has that field, to another end.
+    names_tokens: bool,
     /// `live.request_timeout_s` ends it at this time, ns.
     pub(super) deadline_ns: Option<u64>,
     /// Whether an engine may get it after another one may have got it.
@@ -98,7 +101,7 @@ pub(super) struct Exchange {
     pub(super) recording: Option<RefCell<Recording>>,
 }
 
-/// Precedes the fields of a body that asks vLLM for the tokens of its answer.
+/// Field of a body that asks vLLM for the tokens of its answer.
 const WITH_TOKENS: &[u8] = b"\"return_token_ids\":true,";
 
 impl Exchange {
@@ -129,6 +132,7 @@ impl Exchange {
             resumable: self.resumable,
             by_tokens: self.by_tokens,
             wants_tokens: self.wants_tokens,
+            names_tokens: self.names_tokens,
             deadline_ns: self.deadline_ns,
             repeats: self.repeats,
             streams: self.streams,
@@ -233,6 +237,18 @@ impl Exchange {
         let tokens: &'static [u8] = if wants_tokens { WITH_TOKENS } else { b"" };
         let before: Bytes = match &stage.change {
             Change::Body(body) => return [body.clone(), Bytes::new()],
+            // The last field of a name wins.
+            Change::None | Change::Before(_) if wants_tokens && self.names_tokens => {
+                let more: &[u8] = match &stage.change {
+                    Change::Before(fields) => fields,
+                    _ => b"",
+                };
+                let end = self.body.iter().rposition(|&b| b == b'}');
+                let end = end.unwrap_or(self.body.len());
+                let tokens = tokens.strip_suffix(b",").unwrap_or(tokens);
+                let last = [b",", more, tokens, b"}"].concat();
+                return [self.body.slice(..end), last.into()];
+            }
             Change::None => Bytes::from_static(tokens),
             Change::Before(fields) => [tokens, fields].concat().into(),
             Change::After(fields) => {
@@ -648,6 +664,13 @@ async fn forward(
         // Some engines name the answer by it.
         parts.headers.remove(X_REQUEST_ID);
     }
+    // Of a request that the router cannot read only `[DONE]` tells that all choices are there.
+    let choices = seen
+        .as_ref()
+        .filter(|seen| !seen.has_odd_n)
+        .map_or(u64::MAX, |seen| {
+            u64::from(seen.n.unwrap_or(1).max(1)) * u64::from(seen.prompts)
+        });
     let mut seen = seen.unwrap_or_default();
     client.owner().account().note_model(seen.model.as_deref());
     let has_mirrors = upstream.engines.has_mirrors.load(Relaxed);
@@ -740,6 +763,9 @@ async fn forward(
         session,
         arrival_ns,
     );
+    if api != Api::Other {
+        parts.headers.remove(ACCEPT_ENCODING); // a compressed answer cannot be judged or continued
+    }
     let mut headers = wire::write_headers(&parts.headers);
     if stores {
         let id = stored::fresh_request_id();
@@ -777,12 +803,15 @@ async fn forward(
         prefers: head.worker.is_some() && named.is_none(),
         resumable,
         by_tokens,
-        wants_tokens: by_tokens && !seen.return_token_ids && body.len() <= IDS_BODY_BYTES_MAX,
+        wants_tokens: by_tokens
+            && seen.return_token_ids != Some(true)
+            && body.len() <= IDS_BODY_BYTES_MAX,
+        names_tokens: seen.return_token_ids.is_some(),
         body: body.clone(),
         request,
         stream,
         api,
-        choices: u64::from(seen.n.unwrap_or(1).max(1)) * u64::from(seen.prompts),
+        choices,
         deadline_ns,
         repeats,
         streams: seen.stream,
@@ -871,9 +900,10 @@ const READ_BYTES: usize = 64 << 10;
 pub(super) struct Read {
     model: Option<String>,
     stream: bool,
-    return_token_ids: bool,
+    return_token_ids: Option<bool>,
     max_tokens: Option<u32>,
     n: Option<u32>,
+    has_odd_n: bool,
     priority: Option<i32>,
     previous_response_id: Option<String>,
     pub(super) has_two_previous: bool,
@@ -896,6 +926,7 @@ impl Read {
             return_token_ids: seen.return_token_ids,
             max_tokens: seen.max_tokens,
             n: seen.n,
+            has_odd_n: seen.has_odd_n,
             priority: seen.priority,
             previous_response_id: seen.previous_response_id.clone(),
             has_two_previous: seen.has_two_previous,

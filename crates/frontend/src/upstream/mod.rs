@@ -34,6 +34,7 @@ mod forward;
 pub mod fuzz;
 pub mod health;
 mod hung;
+mod lax;
 mod loops;
 mod members;
 mod metrics;

@@ -6,19 +6,23 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use slipstream_base::{BlockHash, Prompt, Tail};
 
-use super::resume;
+use super::{lax, resume};
 
 /// Fields of a body that decide where it goes. Values that are not of the expected type count as absent:
 /// the engine names their errors.
 #[derive(Debug, Default)]
+#[allow(clippy::struct_excessive_bools)] // each is a field of the body
 pub(super) struct Peek<'a> {
     pub(super) model: Option<String>,
     pub(super) stream: bool,
-    pub(super) return_token_ids: bool,
+    /// Whether it asks for token ids, if it has the field.
+    pub(super) return_token_ids: Option<bool>,
     /// Limit of the answer's tokens.
     pub(super) max_tokens: Option<u32>,
     /// Answers; 1 unless set.
     pub(super) n: Option<u32>,
+    /// `n` has a value that is no number.
+    pub(super) has_odd_n: bool,
     pub(super) priority: Option<i32>,
     /// The stored answer that this one follows.
     pub(super) previous_response_id: Option<String>,
@@ -68,21 +72,27 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                     let name = &*name;
                     match name {
                         "model" => peek.model = read(map.next_value()?),
-                        "stream" => peek.stream = read(map.next_value()?).unwrap_or(false),
+                        "stream" => peek.stream = truth(map.next_value()?).unwrap_or(false),
                         "return_token_ids" => {
-                            peek.return_token_ids = read(map.next_value()?).unwrap_or(false);
+                            let raw: &RawValue = map.next_value()?;
+                            let asks = raw.get() != "null" && truth(raw) != Some(false);
+                            peek.return_token_ids = Some(asks);
                         }
                         "max_tokens" | "max_completion_tokens" | "max_output_tokens" => {
-                            peek.max_tokens = read(map.next_value()?).or(peek.max_tokens);
+                            peek.max_tokens = whole(map.next_value()?).or(peek.max_tokens);
                         }
-                        "n" => peek.n = read(peek.hindered(name, map.next_value()?)),
+                        "n" => {
+                            let raw = peek.hindered(name, map.next_value()?);
+                            peek.n = whole(raw);
+                            peek.has_odd_n = peek.n.is_none() && raw.get() != "null";
+                        }
                         "best_of" => {
-                            let best_of: Option<u32> = read(peek.hindered(name, map.next_value()?));
+                            let best_of = whole(peek.hindered(name, map.next_value()?));
                             peek.is_bound |= best_of.is_some_and(|n| n > 1);
                         }
                         "use_beam_search" | "echo" => {
                             let raw = peek.hindered(name, map.next_value()?);
-                            peek.is_bound |= read(raw).unwrap_or(false);
+                            peek.is_bound |= truth(raw).unwrap_or(false);
                         }
                         "prompt_logprobs" | "kv_transfer_params" => {
                             let raw = peek.hindered(name, map.next_value()?);
@@ -126,6 +136,14 @@ fn read<'a, T: Deserialize<'a>>(raw: &'a RawValue) -> Option<T> {
     serde_json::from_str(raw.get()).ok()
 }
 
+fn whole(raw: &RawValue) -> Option<u32> {
+    lax::whole(raw.get())?.try_into().ok()
+}
+
+fn truth(raw: &RawValue) -> Option<bool> {
+    lax::truth(raw.get())
+}
+
 /// Text that is compared, bytes: 131,072 tokens, the context of most models. A decision takes time for each
 /// block, on the shard's thread; a longer prompt is often an image or a file as text.
 const TEXT_BYTES_MAX: usize = 512 << 10;
@@ -137,7 +155,7 @@ const BYTES_PER_TOKEN: usize = 4;
 impl<'a> Peek<'a> {
     /// Notes `field` if its value `raw` keeps a stream at its engine.
     fn hindered(&mut self, field: &str, raw: &'a RawValue) -> &'a RawValue {
-        self.hinders |= resume::hinders(field, raw.get());
+        self.hinders |= resume::hinders_json(field, raw.get());
         raw
     }
 
@@ -247,7 +265,8 @@ mod tests {
 
     #[test]
     fn values_of_a_wrong_type_are_left_to_the_engine() {
-        let peek = peek(br#"{"model":7,"stream":"yes","max_tokens":-1,"prompt":[1,2]}"#).unwrap();
+        let peek =
+            peek(br#"{"model":7,"stream":"perhaps","max_tokens":-1,"prompt":[1,2]}"#).unwrap();
         assert_eq!(
             (peek.model, peek.stream, peek.max_tokens),
             (None, false, None)
@@ -256,6 +275,30 @@ mod tests {
         for text in ["", "[]", "7", "{", "{\"a\":1} x"] {
             assert!(super::peek(text.as_bytes()).is_none(), "{text}");
         }
+    }
+
+    #[test]
+    fn values_that_vllm_converts_are_read() {
+        let body = br#"{"model":"m","stream":"yes","max_tokens":"12","n":2.0,"prompt":"x","return_token_ids":0}"#;
+        let peek = peek(body).unwrap();
+        assert_eq!(
+            (peek.stream, peek.max_tokens, peek.n),
+            (true, Some(12), Some(2))
+        );
+        assert_eq!(
+            (peek.return_token_ids, peek.has_odd_n),
+            (Some(false), false)
+        );
+        assert!(peek.stays_whole() && peek.hinders);
+        let asks = |json: &str| {
+            let body = format!("{{\"return_token_ids\":{json}}}");
+            super::peek(body.as_bytes()).unwrap().return_token_ids
+        };
+        assert_eq!(
+            (asks("\"on\""), asks("null"), asks("[]")),
+            (Some(true), Some(false), Some(true))
+        );
+        assert!(super::peek(br#"{"n":"two"}"#).unwrap().has_odd_n);
     }
 
     #[test]

@@ -508,6 +508,8 @@ impl Relay {
         };
         let last = Bytes::from_static(events.end.last_event());
         let (sent, seams) = (events.sent.take(), std::mem::take(&mut events.seams));
+        let prompt = events.ids.as_ref().and_then(|ids| ids.prompt.as_ref());
+        let prompt = prompt.map(|ids| ids.len() as u64);
         self.finish();
         let (shard, exchange) = (self.shard.clone(), self.exchange.clone());
         let api = exchange.api;
@@ -517,7 +519,7 @@ impl Relay {
         };
         self.resuming = Some(Box::pin(async move {
             let charge = exchange.charge_job().map_err(|error| error.message)?;
-            let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent, &seams));
+            let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent, &seams, prompt));
             let closed = shard.run(exchange.body.clone(), charge, job).await;
             let (closed, _charge) = closed.map_err(|error| error.message)?;
             Ok(Resumed::Closed(closed.map_or(last, Bytes::from)))
@@ -658,6 +660,9 @@ impl Relay {
             events.scanner = Scanner::default();
             if let Some(sent) = &events.sent {
                 events.seams.push((sent.len(), kept));
+            }
+            if let Some(ids) = &mut events.ids {
+                ids.begin_anew();
             }
         }
     }
@@ -869,19 +874,22 @@ impl Events {
 
     /// The part of whole events for the client.
     fn take(&mut self, mut whole: Bytes, sent_max: usize) -> Bytes {
-        let is_plain = self.end.is_plain(&whole);
+        let is_tail = std::mem::take(&mut self.is_partial); // of an event that was sent on in pieces
+        let is_plain = !is_tail && self.end.is_plain(&whole);
         if !is_plain {
-            let reading = self.end.read(&whole);
-            if reading.answer < whole.len() && self.end.api().has_choices() {
-                whole.truncate(reading.answer);
+            let tail = match sse::events(&whole).next() {
+                Some(event) if is_tail => event.end,
+                _ => 0,
+            };
+            let reading = self.end.read(&whole[tail..]);
+            if tail + reading.answer < whole.len() && self.end.api().has_choices() {
+                whole.truncate(tail + reading.answer);
             }
             self.reported = reading.reported;
         }
         // The tail of an event that was passed on in pieces is no event by itself.
-        self.has_progress = is_plain && self.end.api() != Api::Other
-            || self.is_partial
-            || sse::have_content(&whole);
-        let is_tail = std::mem::take(&mut self.is_partial); // of an event that was sent on in pieces
+        self.has_progress =
+            is_plain && self.end.api() != Api::Other || is_tail || sse::have_content(&whole);
         if let Some(rewriter) = self.rewriter.as_mut().filter(|_| !is_tail) {
             whole = rewriter.rewrite(&whole).into();
         }
@@ -894,6 +902,9 @@ impl Events {
             } else {
                 sent.extend_from_slice(&whole);
             }
+        }
+        if let Some(rewriter) = self.rewriter.as_mut().filter(|of| of.repeats_ids()) {
+            whole = rewriter.without_known_ids(&whole).into();
         }
         match &mut self.ids {
             None => whole,
@@ -1160,11 +1171,25 @@ mod tests {
         r#"data: {"id":"a","choices":[{"index":0,"text":"x","finish_reason":"error"}]}"#,
         r#"data: {"id":"a","choices":[{"index":0,"text":"","finish_reason": "abort"}]}"#,
         r#"data: {"choices":[{"index":0,"text":"x","finish_reason":null}],"error":{"code":500,"message":"beside a choice"}}"#,
+        "data: Internal Server Error",
+        "Internal Server Error",
+        "<html>502 Bad Gateway</html>",
+        r#"{"error":{"message":"without a field","code":500}}"#,
+        r#"data: {"id":"a","choices":[{"index":0,"tedata: {"error":{"message":"lost","code":502}}"#,
+        r#"data: {"id":"a","choices":["#,
+        r#"data: {"detail":"Internal error"}"#,
+        r#"data: {"errors":[{"message":"x"}]}"#,
+        r#"data: [{"error":"in a list"}]"#,
+        r#"data: {"error":{"message":"bad upstream","type":"invalid_response_error"}}"#,
+        r#"data: {"error":{"message":"upstream","type":"upstream_error","code":400}}"#,
+        r#"data: {"error":{"message":"timeout","code":408}}"#,
+        r#"data: {"error":{"message":"closed","code":"499"}}"#,
     ];
     const REFUSALS: &[&str] = &[
         r#"data: {"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#,
         r#"data: {"error":{"message":"slow down","type":"rate_limit_error","code":429}}"#,
         r#"data: {"error":{"message":"no","type":"invalid_request_error","param":"x","code":null}}"#,
+        r#"data: {"error":{"message":"no","type":"invalid_request_error","code":"invalid_response_format"}}"#,
         r#"data: {"error":"inputs tokens + max_new_tokens","error_type":"validation"}"#,
     ];
 
@@ -1421,6 +1446,22 @@ mod tests {
         let out = events.pass(Bytes::from(vec![b'a'; EVENT_BYTES_MAX + 1]), usize::MAX);
         assert_eq!(out.len(), EVENT_BYTES_MAX + 1);
         assert!(events.sent.is_none() && !events.not_kept.is_empty());
+        // Its end is no event.
+        let mut events = Events {
+            end: StreamEnd::new(Api::Completions, 1),
+            ..Events::default()
+        };
+        let begin = [b"data: {\"x\":\"", &vec![b'a'; EVENT_BYTES_MAX][..]].concat();
+        assert_eq!(
+            events.pass(begin.clone().into(), usize::MAX).len(),
+            begin.len()
+        );
+        let end = b"aa\"}\n\ndata: {\"choices\":[]}\n\n";
+        assert_eq!(
+            events.pass(Bytes::from_static(end), usize::MAX).len(),
+            end.len()
+        );
+        assert!(events.reported.is_none());
         let mut events = Events {
             sent: Some(Vec::new()),
             ..Events::default()

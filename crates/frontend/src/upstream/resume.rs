@@ -14,8 +14,9 @@
 //! (`_reused_prompt_token_ids`), `vllm/v1/engine/detokenizer.py`, `vllm/parser`.
 
 use serde_json::value::RawValue;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use super::lax::{self, Body};
 use super::rewrite::{Rewriter, Seam, Translation};
 use super::sent::{Kept, Sent, Step};
 
@@ -67,20 +68,31 @@ pub(super) struct Plan {
 /// # Errors
 /// The reason why it cannot.
 pub(super) fn plans(lost: &Lost<'_>) -> Result<Vec<Plan>, String> {
-    let Ok(Value::Object(body)) = serde_json::from_slice(lost.body) else {
+    let Some(body) = Body::read(lost.body) else {
         return Err("its request is not a JSON object".into());
     };
-    let asks_ids = body.get("return_token_ids") == Some(&Value::Bool(true));
+    let asks_ids = body.is("return_token_ids");
     let mut sent = Sent::read(lost.kind, lost.sent, lost.seams, asks_ids)?;
     if let Some(prompt) = lost.prompt {
         sent.prompt = Some(prompt.iter().map(|&id| u64::from(id)).collect());
     }
-    if sent.finished {
+    let choices = body.choices();
+    let is_finished = choices.is_some_and(|all| sent.finished.len() as u64 >= all);
+    if sent.is_over || is_finished {
         return Err("only its last events were missing".into());
     }
-    if !sent.delivered {
+    // A client with ids but no text may get the same answer again, from the first token on.
+    let is_bare = !sent.has_text && !sent.has_more && choices == Some(1);
+    let has_ids_only = asks_ids && is_bare && sent.tokens.is_some();
+    if !sent.delivered || has_ids_only {
         let body = lost.body.to_vec();
-        let rewriter = Rewriter::new(lost.kind, &sent, 0);
+        let mut rewriter = Rewriter::new(lost.kind, &sent, 0);
+        if sent.prompt.is_none() {
+            rewriter.shows_prompt();
+        }
+        if asks_ids {
+            rewriter.repeats_those(sent.ids_behind(0));
+        }
         return Ok(vec![Plan {
             body,
             path: None,
@@ -93,10 +105,11 @@ pub(super) fn plans(lost: &Lost<'_>) -> Result<Vec<Plan>, String> {
             rewriter,
         }]);
     }
-    for (field, value) in &body {
-        if may_hinder(field) && hinders(field, &value.to_string()) {
-            return Err(format!("streams with `{field}` do not continue"));
-        }
+    let known = body.iter().filter(|(field, value)| hinders(field, value));
+    let known = known.map(|(field, _)| field.as_str());
+    let unread = body.unread().filter(|field| may_hinder(field));
+    if let Some(field) = known.chain(unread).next() {
+        return Err(format!("streams with `{field}` do not continue"));
     }
     if let Some(field) = &sent.refused {
         return Err(format!("streams with `{field}` do not continue"));
@@ -105,6 +118,7 @@ pub(super) fn plans(lost: &Lost<'_>) -> Result<Vec<Plan>, String> {
         && body.get("tool_choice") != Some(&"none".into());
     let mut request = Request {
         lost,
+        asks_ids,
         stop: Stop::of(&body),
         is_greedy: is_greedy(&body),
         body,
@@ -116,7 +130,9 @@ pub(super) fn plans(lost: &Lost<'_>) -> Result<Vec<Plan>, String> {
 
 struct Request<'a> {
     lost: &'a Lost<'a>,
-    body: Map<String, Value>,
+    /// Whether the client requested token ids.
+    asks_ids: bool,
+    body: Body,
     sent: Sent,
     stop: Stop,
     is_greedy: bool,
@@ -253,10 +269,13 @@ impl Request<'_> {
         Some(ids)
     }
 
-    fn plan(&self, body: Map<String, Value>, cut: &Cut, rewriter: Rewriter) -> Plan {
+    fn plan(&self, body: &Body, cut: &Cut, mut rewriter: Rewriter) -> Plan {
         let seam = cut.is_doubtful.then(|| Seam::text(self.sent.phase));
+        if self.asks_ids {
+            rewriter.repeats_those(self.sent.ids_behind(cut.kept.tokens));
+        }
         Plan {
-            body: Value::Object(body).to_string().into_bytes(),
+            body: body.write(),
             path: None,
             is_for_vllm: true,
             seam,
@@ -273,18 +292,15 @@ impl Request<'_> {
         }
         let is_chat = self.lost.kind == StreamKind::Chat;
         if is_chat {
-            let limit = ["max_completion_tokens", "max_tokens"]
-                .into_iter()
-                .find_map(|field| body.get(field).and_then(Value::as_u64));
-            let limit = match limit {
-                Some(limit) => limit,
+            let limit = match body.limit(StreamKind::Chat) {
+                Some((_, limit)) => limit,
                 // A completion without a limit has 16 tokens.
                 None => {
                     (self.lost.model_len?).checked_sub(ids.len() as u64)? + cut.kept.tokens as u64
                 }
             };
             for field in CHAT_ONLY {
-                body.remove(*field);
+                body.discard(field);
             }
             body.insert("max_tokens".into(), limit.into());
         }
@@ -299,7 +315,7 @@ impl Request<'_> {
             // A parser of tool calls would see these tokens.
             body.insert("skip_special_tokens".into(), false.into());
         }
-        let mut plan = self.plan(body, cut, rewriter);
+        let mut plan = self.plan(&body, cut, rewriter);
         plan.path = is_chat.then_some("/v1/completions");
         Some(plan)
     }
@@ -316,7 +332,7 @@ impl Request<'_> {
             json!({"prompt_token_ids": ids}),
         );
         let rewriter = Rewriter::new(self.lost.kind, &self.sent, cut.kept.tokens);
-        let mut plan = self.plan(body, cut, rewriter);
+        let mut plan = self.plan(&body, cut, rewriter);
         plan.seam = Some(Seam::text(self.sent.phase).with_prompt(ids));
         Some(plan)
     }
@@ -346,7 +362,7 @@ impl Request<'_> {
             StreamKind::Chat => continue_chat(&mut body, sent)?,
         }
         Ok(Plan {
-            body: Value::Object(body).to_string().into_bytes(),
+            body: body.write(),
             path: None,
             is_for_vllm: false,
             seam: None,
@@ -371,7 +387,7 @@ struct Stop {
 }
 
 impl Stop {
-    fn of(body: &Map<String, Value>) -> Stop {
+    fn of(body: &Body) -> Stop {
         let strings: Vec<String> = match body.get("stop") {
             Some(Value::String(stop)) => vec![stop.clone()],
             Some(Value::Array(stops)) => {
@@ -387,7 +403,7 @@ impl Stop {
                 .max()
                 .unwrap_or(0),
             strings,
-            is_included: body.get("include_stop_str_in_output") == Some(&Value::Bool(true)),
+            is_included: body.is("include_stop_str_in_output"),
         }
     }
 
@@ -410,7 +426,7 @@ impl Stop {
 }
 
 /// Whether the prompt determines the answer's tokens.
-fn is_greedy(body: &Map<String, Value>) -> bool {
+fn is_greedy(body: &Body) -> bool {
     let number = |field| body.get(field).and_then(Value::as_f64);
     number("temperature").is_some_and(|of| of < 1e-5) || number("top_k") == Some(1.0)
 }
@@ -480,19 +496,25 @@ const CHAT_ONLY: &[&str] = &[
     "mm_processor_kwargs",
 ];
 
-/// Whether a stream cannot continue if `field` of its request has the JSON `value`.
-pub(super) fn hinders(field: &str, value: &str) -> bool {
-    let parsed = || serde_json::from_str::<Value>(value).unwrap_or(Value::Null);
+/// Whether a stream cannot continue if `field` of its request has `value`, as vLLM reads it.
+fn hinders(field: &str, value: &Value) -> bool {
     match field {
-        "n" | "best_of" => !matches!(value, "1" | "null"),
+        "n" | "best_of" => !value.is_null() && value.as_u64() != Some(1),
         "response_format" => {
-            let format = parsed();
-            !format.is_null() && format.get("type").and_then(Value::as_str) != Some("text")
+            !value.is_null() && value.get("type").and_then(Value::as_str) != Some("text")
         }
-        "tool_choice" => !matches!(value, "\"auto\"" | "\"none\"" | "null"),
-        _ if STATEFUL.contains(&field) => value.len() > 64 || !is_unset(&parsed()),
-        _ => false,
+        "tool_choice" => !value.is_null() && !matches!(value.as_str(), Some("auto" | "none")),
+        // Zero is a number of alternatives.
+        "logprobs" | "prompt_logprobs" if value.is_number() => true,
+        _ => STATEFUL.contains(&field) && !is_unset(value),
     }
+}
+
+/// [`hinders`] of a value written as `json`.
+pub(super) fn hinders_json(field: &str, json: &str) -> bool {
+    // A long value asks for something.
+    json.len() > 64 && STATEFUL.contains(&field)
+        || lax::value(field, json).is_none_or(|value| hinders(field, &value))
 }
 
 /// Whether [`hinders`] depends on the value of `field`.
@@ -524,23 +546,21 @@ pub(super) fn is_plain_json(messages: &RawValue) -> bool {
         || serde_json::from_str(text).is_ok_and(|messages| is_plain(&messages))
 }
 
-fn lower_limits(
-    kind: StreamKind,
-    body: &mut Map<String, Value>,
-    tokens_before: u64,
-) -> Result<(), String> {
+fn lower_limits(kind: StreamKind, body: &mut Body, tokens_before: u64) -> Result<(), String> {
     // OpenAI's default for completions.
     if kind == StreamKind::Completion && body.get("max_tokens").is_none() {
         body.insert("max_tokens".into(), 16.into());
     }
-    for field in ["max_tokens", "max_completion_tokens"] {
-        if let Some(max) = body.get(field).and_then(Value::as_u64) {
-            let left = max.saturating_sub(tokens_before);
-            if left == 0 {
-                return Err("it had all its tokens, but not its last event".into());
-            }
-            body.insert(field.into(), left.into());
+    if let Some((field, max)) = body.limit(kind) {
+        let left = max.saturating_sub(tokens_before);
+        if left == 0 {
+            return Err("it may have had all its tokens, but not its last event".into());
         }
+        // The other one counts for nothing.
+        for field in ["max_tokens", "max_completion_tokens"] {
+            body.discard(field);
+        }
+        body.insert(field.into(), left.into());
     }
     if let Some(min) = body.get("min_tokens").and_then(Value::as_u64) {
         let left = min.saturating_sub(tokens_before);
@@ -549,7 +569,7 @@ fn lower_limits(
     Ok(())
 }
 
-fn continue_completion(body: &mut Map<String, Value>, sent: &Sent) -> Result<(), String> {
+fn continue_completion(body: &mut Body, sent: &Sent) -> Result<(), String> {
     let prompt = body.get("prompt").cloned().unwrap_or_default();
     let prompt = match prompt {
         Value::Array(mut items) if items.len() == 1 && !items[0].is_number() => items.remove(0),
@@ -559,8 +579,8 @@ fn continue_completion(body: &mut Map<String, Value>, sent: &Sent) -> Result<(),
         Value::String(text) => Value::String(format!("{text}{}", sent.text)),
         Value::Array(items) if items.iter().all(Value::is_number) => {
             return Err(
-                "a prompt of tokens continues only with `return_token_ids` (`upstream.resume = \
-                 \"tokens\"`)"
+                "a prompt of tokens continues by tokens only (`upstream.resume = \"tokens\"`, vLLM), and sampled \
+                 answers only if the text of their last tokens has come"
                     .into(),
             );
         }
@@ -570,8 +590,8 @@ fn continue_completion(body: &mut Map<String, Value>, sent: &Sent) -> Result<(),
     Ok(())
 }
 
-fn continue_chat(body: &mut Map<String, Value>, sent: &Sent) -> Result<(), String> {
-    let continues = body.get("continue_final_message") == Some(&Value::Bool(true));
+fn continue_chat(body: &mut Body, sent: &Sent) -> Result<(), String> {
+    let continues = body.is("continue_final_message");
     let Some(Value::Array(messages)) = body.get_mut("messages") else {
         return Err("its request has no `messages`".into());
     };
@@ -757,6 +777,10 @@ mod tests {
             r#"{"prompt":"a","response_format":{"type":"json_object"}}"#,
             r#"{"prompt":"a","frequency_penalty":0.5}"#,
             r#"{"prompt":"a","max_tokens":1}"#,
+            r#"{"prompt":"a","max_tokens":"1.0"}"#,
+            r#"{"prompt":"a","n":"2"}"#,
+            r#"{"prompt":"a","echo":1}"#,
+            r#"{"prompt":"a","logprobs":0}"#,
             r#"{"prompt":"a","bad_words":["x"]}"#,
             r#"{"prompt":"a","vllm_xargs":{"x":1}}"#,
             "[]",
@@ -766,6 +790,8 @@ mod tests {
                 "{body}"
             );
         }
+        let odd = r#"{"prompt":"a","n":1.0,"best_of":"1","echo":"off","frequency_penalty":"0"}"#;
+        assert!(plan(StreamKind::Completion, odd.as_bytes(), event).is_ok());
         let unset = r#"{"prompt":"a","n":1,"logprobs":null,"echo":false,"best_of":1,"tools":[],"frequency_penalty":0.0}"#;
         assert!(plan(StreamKind::Completion, unset.as_bytes(), event).is_ok());
         for events in [

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
+use super::lax;
 use super::resume::{Lost, Plan, StreamKind, plans};
 use super::rewrite::Verdict;
 use super::sent::{Kept, Phase, Sent, data_of, text_of};
@@ -229,6 +230,8 @@ fn events(kind: StreamKind, id: &str, prompt: &[u64], outs: &[Out]) -> Vec<Strin
 #[derive(Debug, Default, PartialEq)]
 struct Folded {
     text: String,
+    tokens: Vec<Value>,
+    prompts: Vec<Value>,
     ids: Vec<Value>,
     objects: Vec<Value>,
     roles: usize,
@@ -253,7 +256,15 @@ fn fold(kind: StreamKind, bytes: &[u8]) -> Folded {
         };
         note(&mut folded.ids, &event["id"]);
         note(&mut folded.objects, &event["object"]);
+        if event["prompt_token_ids"].is_array() {
+            folded.prompts.push(event["prompt_token_ids"].clone());
+        }
         if let Some(choice) = event["choices"].get(0) {
+            if choice["prompt_token_ids"].is_array() {
+                folded.prompts.push(choice["prompt_token_ids"].clone());
+            }
+            let tokens = choice["token_ids"].as_array();
+            folded.tokens.extend(tokens.into_iter().flatten().cloned());
             folded.text += text_of(kind, choice).1;
             folded.roles += usize::from(choice["delta"].get("role").is_some());
             if !choice["finish_reason"].is_null() {
@@ -289,7 +300,7 @@ fn answer(plan: &Plan, ask: &Ask, kind: StreamKind) -> Option<Vec<String>> {
             None => PROMPT.to_vec(),
         },
     };
-    let number = |field: &str| body.get(field).and_then(Value::as_u64);
+    let number = |field: &str| lax::value(field, &body.get(field)?.to_string())?.as_u64();
     let limit = number("max_completion_tokens").or(number("max_tokens"));
     let outs = generate(
         ask,
@@ -338,9 +349,12 @@ proptest! {
         by_limit in prop::sample::select(vec!["max_tokens", "max_completion_tokens"]),
         greedy in any::<bool>(),
         second in 0usize..40,
+        asks in any::<bool>(),
+        way in 0usize..4,
     ) {
         let kind = if is_chat { StreamKind::Chat } else { StreamKind::Completion };
-        let mut body = json!({"model": "m", "stream": true, "stop": ask.stop, "min_tokens": min,
+        let written = |n: u64| [json!(n), json!(n as f64), json!(n.to_string()), json!(format!("{n}.0"))][way].clone();
+        let mut body = json!({"model": "m", "stream": true, "stop": ask.stop, "min_tokens": written(min), "return_token_ids": asks,
             "include_stop_str_in_output": ask.includes, "stream_options": {"include_usage": true}});
         let fields = body.as_object_mut().unwrap();
         if greedy {
@@ -348,17 +362,18 @@ proptest! {
         }
         if is_chat {
             fields.insert("messages".into(), json!([{"role": "user", "content": "q"}]));
-            fields.insert(by_limit.into(), max.into());
+            fields.insert(by_limit.into(), written(max));
         } else {
             fields.insert("prompt".into(), json!(PROMPT));
-            fields.insert("max_tokens".into(), max.into());
+            fields.insert("max_tokens".into(), written(max));
         }
         let body = body.to_string();
         let whole = events(kind, "first", &PROMPT, &generate(&ask, &PROMPT, max, min));
         let wanted = fold(kind, whole.concat().as_bytes());
         // Up to the event before the last one with a choice.
-        for cut in 1..whole.len() - 2 {
+        for cut in 0..whole.len() - 2 {
             let mut sent = whole[..cut].concat().into_bytes();
+            let mut shown = sent.clone();
             let mut seams: Vec<(usize, Option<Kept>)> = Vec::new();
             let mut more = Some(second);
             loop {
@@ -378,6 +393,11 @@ proptest! {
                             .take(cut.unwrap_or(count));
                         let out: Vec<u8> = each.flat_map(|event| plan.rewriter.rewrite(event.as_bytes())).collect();
                         prop_assert_eq!(plan.rewriter.refused, None);
+                        let mut each = out.split_inclusive(|&b| b == b'\n').collect::<Vec<_>>().chunks(2).map(<[_]>::concat)
+                            .flat_map(|event| if plan.rewriter.repeats_ids() { plan.rewriter.without_known_ids(&event) } else { event })
+                            .collect();
+                        prop_assert_eq!(plan.rewriter.refused, None);
+                        shown.append(&mut each);
                         followed = Some((plan.kept, out, cut.is_some()));
                         break;
                     }
@@ -394,7 +414,14 @@ proptest! {
                 if is_cut {
                     continue;
                 }
-                let folded = fold(kind, &sent);
+                let mut folded = fold(kind, &shown);
+                if cut == 0 {
+                    folded.ids.clone_from(&wanted.ids); // there was no other
+                }
+                if !asks {
+                    folded.tokens.clone_from(&wanted.tokens); // they are hidden
+                    folded.prompts.clone_from(&wanted.prompts);
+                }
                 if greedy || read_phase(&sent, kind, &seams) {
                     prop_assert_eq!(&folded, &wanted, "cut {}", cut);
                     let read = Sent::read(kind, &sent, &seams, false).unwrap();
@@ -438,6 +465,47 @@ fn what_a_parser_takes_is_not_continued_as_text() {
             model_len: None,
         })
     };
+    // A parser took a token that its client has: the same answer again, without that token.
+    let asks =
+        br#"{"messages":[{"role":"user","content":"q"}],"max_tokens":9,"return_token_ids":true}"#;
+    let taken = stream(&[role.into(), text("{}", "[4]")]);
+    let of_ids = |body, sent: &str| {
+        let kind = StreamKind::Chat;
+        let (sent, seams, prompt) = (sent.as_bytes(), &[][..], None);
+        super::resume::plans(&Lost {
+            kind,
+            body,
+            sent,
+            seams,
+            prompt,
+            by_tokens: true,
+            by_params: true,
+            model_len: None,
+        })
+    };
+    let mut again = of_ids(asks, &taken).unwrap();
+    assert_eq!((again.len(), &again[0].body[..]), (1, &asks[..]));
+    let rewriter = &mut again[0].rewriter;
+    let out = rewriter.rewrite(
+        stream(&[
+            role.into(),
+            text("{}", "[4]"),
+            text(r#"{"reasoning":"hm"}"#, "[5]"),
+        ])
+        .as_bytes(),
+    );
+    let shown = fold(StreamKind::Chat, &rewriter.without_known_ids(&out));
+    assert_eq!((shown.text.as_str(), shown.tokens), ("hm", vec![json!(5)]));
+    let other = rewriter.refused;
+    assert_eq!(other, None);
+    let mut again = of_ids(asks, &taken).unwrap();
+    again[0]
+        .rewriter
+        .without_known_ids(stream(&[text("{}", "[6]")]).as_bytes());
+    assert!(again[0].rewriter.refused.is_some());
+    // Of several choices the tokens are not told apart.
+    let several = String::from_utf8_lossy(asks).replace("\"max", "\"n\":2.0,\"max");
+    assert!(of_ids(several.as_bytes(), &taken).is_err());
     // Nothing yet: asked again, with its tools.
     let again = lost(&stream(&[role.into(), text("{}", "[4]")]), true).unwrap();
     assert_eq!(again[0].body, body);

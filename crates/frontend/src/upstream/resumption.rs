@@ -67,7 +67,8 @@ pub(super) async fn resume(
     let by_tokens = exchange.by_tokens;
     let by_params = !upstream.engines.disaggregates();
     let job = move |_: &Service, body: &[u8]| {
-        if let Some(last) = closing(api, body, &remains.sent, &remains.seams) {
+        let prompt = remains.prompt.as_ref().map(|ids| ids.len() as u64);
+        if let Some(last) = closing(api, body, &remains.sent, &remains.seams, prompt) {
             return Ok(Err(last));
         }
         let model = peek(body).and_then(|seen| seen.model);

@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::ends::{finish_in, finish_of};
 use super::resume::{StreamKind, is_unset};
 use super::sent::{Phase, Sent, data_of, ids_of, prompt_of, text_of};
 use super::sse;
@@ -56,7 +57,7 @@ impl Seam {
             let Ok(event) = serde_json::from_slice::<Value>(&data) else {
                 return differs("the continuation begins with what is not JSON");
             };
-            if event.get("error").is_some_and(|error| !error.is_null()) {
+            if event.get("error").is_some_and(|error| !is_unset(error)) {
                 return differs("the engine reported an error to the continuation");
             }
             let choices = event.get("choices").and_then(Value::as_array);
@@ -70,7 +71,7 @@ impl Seam {
                 self.prompt = None;
             }
             let (phase, text) = text_of(StreamKind::Chat, choice);
-            let finish = choice.get("finish_reason").filter(|why| !why.is_null());
+            let finish = finish_of(choice);
             let tokens = ids_of(choice.get("token_ids")).map_or(0, |ids| ids.len());
             if text.is_empty() && tokens == 0 && finish.is_none() {
                 continue; // the role
@@ -107,6 +108,10 @@ pub(super) struct Rewriter {
     created: Option<Value>,
     /// An event of the stream.
     template: Option<Map<String, Value>>,
+    /// Tokens of the prompt, if they are known.
+    prompt_tokens: Option<u64>,
+    /// Whether the events have the ids of another prompt than the client's, or ones that it has.
+    hides_prompt: bool,
     /// Tokens of the answer that are in the new request's prompt, and the reasoning tokens among them.
     tokens_before: usize,
     reasoning_before: u64,
@@ -114,6 +119,8 @@ pub(super) struct Rewriter {
     roles: Vec<Value>,
     /// Text that the new request repeats, and that the client has.
     repeated: String,
+    /// Ids that the new request repeats, and that the client has.
+    known_ids: Vec<u64>,
     /// Whether text with which a tool call could begin is withheld from the client.
     is_guarded: bool,
     /// Reason why the continuation must end.
@@ -132,10 +139,13 @@ impl Rewriter {
             id: sent.id.clone(),
             created: sent.created.clone(),
             template: sent.last.clone(),
+            prompt_tokens: sent.prompt.as_ref().map(|ids| ids.len() as u64),
+            hides_prompt: true,
             tokens_before,
             reasoning_before: sent.reasoning_tokens,
             roles: sent.roles.clone(),
             repeated: String::new(),
+            known_ids: Vec::new(),
             is_guarded: false,
             refused: None,
         }
@@ -148,6 +158,56 @@ impl Rewriter {
     /// The new request generates `text` again.
     pub(super) fn repeats(&mut self, text: &str) {
         text.clone_into(&mut self.repeated);
+    }
+
+    /// The new request generates tokens again, of which the client has these `ids`.
+    pub(super) fn repeats_those(&mut self, ids: Vec<u64>) {
+        self.known_ids = ids;
+    }
+
+    /// The new request is the client's own, and the client does not have the ids of its prompt.
+    pub(super) fn shows_prompt(&mut self) {
+        self.hides_prompt = false;
+    }
+
+    /// Whether ids follow that the client has.
+    pub(super) fn repeats_ids(&self) -> bool {
+        !self.known_ids.is_empty()
+    }
+
+    /// Returns rewritten events without the ids that the client has.
+    pub(super) fn without_known_ids(&mut self, bytes: &[u8]) -> Vec<u8> {
+        if sse::events(bytes).next().is_none() {
+            return bytes.to_vec();
+        }
+        let mut out = Vec::with_capacity(bytes.len());
+        for event in sse::events(bytes) {
+            let whole = &bytes[event.start..event.end];
+            let mut parsed = serde_json::from_slice::<Value>(&event.data).ok();
+            let choice = parsed.as_mut().and_then(|of| of.pointer_mut("/choices/0"));
+            let ids = choice.and_then(|choice| choice.get_mut("token_ids"));
+            let Some((list, ids)) = ids.and_then(|list| Some((ids_of(Some(&*list))?, list))) else {
+                out.extend_from_slice(whole);
+                continue;
+            };
+            let known = list.len().min(self.known_ids.len());
+            if list[..known] != self.known_ids[..known] {
+                self.refused = Some("the other engine's tokens differ from what the client has");
+                return out;
+            }
+            self.known_ids.drain(..known);
+            *ids = list[known..].into();
+            let parsed = parsed.unwrap_or_default();
+            let choice = &parsed["choices"][0];
+            let (_, text) = text_of(self.kind, choice);
+            if list.len() == known && text.is_empty() && finish_of(choice).is_none() {
+                continue; // the client has all of it
+            }
+            out.extend_from_slice(b"data: ");
+            out.extend_from_slice(parsed.to_string().as_bytes());
+            out.extend_from_slice(b"\n\n");
+        }
+        out
     }
 
     pub(super) fn guard(&mut self) {
@@ -193,7 +253,10 @@ impl Rewriter {
         if let Some(Value::Object(usage)) = event.get_mut("usage") {
             self.correct_usage(usage);
         }
-        if let Some(ids) = event.get_mut("prompt_token_ids") {
+        if let Some(ids) = event
+            .get_mut("prompt_token_ids")
+            .filter(|_| self.hides_prompt)
+        {
             *ids = Value::Null; // those of the stream came with its first event
         }
         if self.translation == Translation::ChatOfCompletion
@@ -210,7 +273,10 @@ impl Rewriter {
             };
             if self.translation == Translation::ChatOfCompletion {
                 translate_choice(choice);
-            } else if let Some(ids) = choice.get_mut("prompt_token_ids") {
+            } else if let Some(ids) = choice
+                .get_mut("prompt_token_ids")
+                .filter(|_| self.hides_prompt)
+            {
                 *ids = Value::Null;
             }
             if !self.repeated.is_empty() || self.is_guarded {
@@ -219,7 +285,7 @@ impl Rewriter {
                     return false;
                 }
             }
-            let unfinished = choice.get("finish_reason").is_none_or(Value::is_null);
+            let unfinished = !is_finished(choice);
             let index = choice.get("index").cloned().unwrap_or_default();
             if self.kind != StreamKind::Chat || !self.roles.contains(&index) {
                 continue;
@@ -246,6 +312,15 @@ impl Rewriter {
         let before = i64::try_from(self.tokens_before).unwrap_or(i64::MAX);
         add(usage, "prompt_tokens", -before);
         add(usage, "completion_tokens", before);
+        // Text is tokenized anew, to another number of tokens perhaps.
+        if let (Some(known), true) = (self.prompt_tokens, usage.contains_key("prompt_tokens")) {
+            let answer = usage.get("completion_tokens").and_then(Value::as_u64);
+            usage.insert("prompt_tokens".into(), known.into());
+            if usage.contains_key("total_tokens") {
+                let total = known.saturating_add(answer.unwrap_or(0));
+                usage.insert("total_tokens".into(), total.into());
+            }
+        }
         let prompt = usage.get("prompt_tokens").and_then(Value::as_u64);
         if let Some(Value::Object(details)) = usage.get_mut("prompt_tokens_details")
             && let (Some(cached), Some(prompt)) =
@@ -262,9 +337,7 @@ impl Rewriter {
 
     /// Removes text that the client has, and holds back text that it must not get.
     fn check_text(&mut self, choice: &mut Map<String, Value>) {
-        let ends = choice
-            .get("finish_reason")
-            .is_some_and(|why| !why.is_null());
+        let ends = is_finished(choice);
         let text = match choice.get_mut("delta") {
             Some(delta) => delta.get_mut("content"),
             None => choice.get_mut("text"),
@@ -291,13 +364,16 @@ impl Rewriter {
     }
 }
 
+fn is_finished(choice: &Map<String, Value>) -> bool {
+    finish_in(choice.get("finish_reason")).is_some()
+}
+
 /// A choice of a completion as one of a chat.
 fn translate_choice(choice: &mut Map<String, Value>) {
     choice.remove("prompt_token_ids");
     let text = choice.remove("text").unwrap_or_else(|| "".into());
     choice.insert("delta".into(), json!({"content": text}));
-    let is_open = choice.get("finish_reason").is_none_or(Value::is_null);
-    if is_open && choice.get("stop_reason").is_some_and(Value::is_null) {
+    if !is_finished(choice) && choice.get("stop_reason").is_some_and(Value::is_null) {
         choice.remove("stop_reason"); // chats have it in their last event
     }
 }

@@ -1,9 +1,11 @@
 //! The part of a stream that the client received before the engine was lost. No I/O.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
+use super::ends::finish_of;
 use super::resume::{StreamKind, is_unset};
 use super::sse;
 
@@ -63,7 +65,16 @@ pub(super) struct Sent {
     pub(super) roles: Vec<Value>,
     /// Whether the client has more than roles.
     pub(super) delivered: bool,
-    pub(super) finished: bool,
+    /// Whether it has text.
+    pub(super) has_text: bool,
+    /// Whether it has more than text and ids.
+    pub(super) has_more: bool,
+    /// The last event has come.
+    pub(super) is_over: bool,
+    /// Choices with a finish reason.
+    pub(super) finished: BTreeSet<u64>,
+    /// Tokens that came before a seam behind which they come again.
+    shown: Vec<u64>,
     /// A field of a delta that is neither role nor text.
     pub(super) refused: Option<String>,
 }
@@ -124,6 +135,9 @@ impl Sent {
             match (kept, &mut sent.tokens) {
                 (Some(kept), Some(tokens)) => {
                     // Later tokens count from the seam; what the client has stays.
+                    if tokens.len() > sent.shown.len() {
+                        sent.shown.clone_from(tokens);
+                    }
                     tokens.truncate(kept.tokens);
                     let chars = sent.chars();
                     sent.steps.retain(|step| step.tokens <= kept.tokens);
@@ -142,6 +156,17 @@ impl Sent {
         Ok(sent)
     }
 
+    /// Ids behind the first `kept` that a client which asked for ids has.
+    pub(super) fn ids_behind(&self, kept: usize) -> Vec<u64> {
+        let tokens = self.tokens.as_deref().unwrap_or_default();
+        let longest = if self.shown.len() > tokens.len() {
+            &self.shown
+        } else {
+            tokens
+        };
+        longest.get(kept..).unwrap_or_default().to_vec()
+    }
+
     /// Number of characters of text that the client has.
     pub(super) fn chars(&self) -> usize {
         self.steps.last().map_or(0, |step| step.chars)
@@ -150,13 +175,14 @@ impl Sent {
     fn read_part(&mut self, kind: StreamKind, bytes: &[u8], asks_ids: bool) -> Result<(), String> {
         for data in data_of(bytes) {
             if data.trim_ascii() == b"[DONE]" {
-                self.finished = true;
+                self.is_over = true;
                 continue;
             }
-            let Ok(event) = serde_json::from_slice::<Value>(&data) else {
+            // A byte that is not UTF-8 is a character at the client, too.
+            let Ok(event) = serde_json::from_str::<Value>(&String::from_utf8_lossy(&data)) else {
                 return Err("an event of it is not JSON".into());
             };
-            if event.get("error").is_some_and(|error| !error.is_null()) {
+            if event.get("error").is_some_and(|error| !is_unset(error)) {
                 return Err("the engine reported an error".into());
             }
             self.read_event(kind, event, asks_ids);
@@ -173,9 +199,10 @@ impl Sent {
         self.counted = counted.and_then(Value::as_u64).or(self.counted);
         let choices = event.get("choices").and_then(Value::as_array);
         for choice in choices.into_iter().flatten() {
-            self.finished |= choice
-                .get("finish_reason")
-                .is_some_and(|why| !why.is_null());
+            if finish_of(choice).is_some() {
+                let index = choice.get("index").and_then(Value::as_u64);
+                self.finished.insert(index.unwrap_or(0));
+            }
             self.prompt = prompt_of(&event, choice).or(self.prompt.take());
             let delta = choice.get("delta").and_then(Value::as_object);
             for (field, value) in delta.into_iter().flatten() {
@@ -188,19 +215,20 @@ impl Sent {
                     _ => {
                         self.refused = Some(field.clone());
                         self.delivered = true;
+                        self.has_more = true;
                     }
                 }
             }
             let (phase, text) = text_of(kind, choice);
             let ids = ids_of(choice.get("token_ids")).filter(|ids| !ids.is_empty());
             let has_text = !text.is_empty();
-            self.delivered |= has_text
-                || choice.get("logprobs").is_some_and(|of| !of.is_null())
-                || asks_ids && ids.is_some();
+            self.has_more |= choice.get("logprobs").is_some_and(|of| !of.is_null());
+            self.delivered |= has_text || self.has_more || asks_ids && ids.is_some();
             if !has_text && ids.is_none() {
                 continue;
             }
             if has_text {
+                self.has_text = true;
                 self.phase = phase;
                 match phase {
                     Phase::Content => self.text.push_str(text),

@@ -132,6 +132,8 @@ pub(super) struct Event<'a> {
     pub(super) data: Cow<'a, [u8]>,
     /// A field named `error`, by which llama.cpp reported errors.
     pub(super) error: Option<&'a [u8]>,
+    /// The first line of an unknown field, which browsers ignore: text that is no event.
+    pub(super) stray: Option<&'a [u8]>,
     /// Whether a blank line ends it. Browsers drop an event without one.
     pub(super) is_whole: bool,
 }
@@ -191,6 +193,7 @@ impl<'a> Iterator for Events<'a> {
             name: b"",
             data: Cow::Borrowed(b""),
             error: None,
+            stray: None,
             is_whole: false,
         };
         let (mut has_field, mut has_data) = (false, false);
@@ -221,7 +224,8 @@ impl<'a> Iterator for Events<'a> {
                 }
                 b"event" => event.name = value,
                 b"error" => event.error = Some(value),
-                _ => {}
+                b"id" | b"retry" => {}
+                _ => event.stray = event.stray.or(Some(line)),
             }
             has_field = true;
         }

@@ -3,12 +3,13 @@
 use std::sync::LazyLock;
 
 use bytes::{Bytes, BytesMut};
-use memchr::memmem::{self, Finder};
+use memchr::memmem::Finder;
 
 use super::resume::StreamKind;
+use super::sse;
 
 /// Key of the answer's ids, and end of the key of the prompt's ids. Within a JSON string its quotes would be escaped.
-static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids\":["));
+static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids\""));
 
 const NULL: &[u8] = b"null";
 
@@ -54,6 +55,11 @@ impl TokenIds {
         }
     }
 
+    /// Another engine continues the stream.
+    pub(super) fn begin_anew(&mut self) {
+        self.is_begun = self.prompt.is_some();
+    }
+
     /// Returns the complete events `events` without the ids of the prompt, which are stored.
     pub(super) fn take_prompt(&mut self, events: Bytes) -> Bytes {
         if self.is_begun {
@@ -67,12 +73,8 @@ impl TokenIds {
                 from = end;
                 continue;
             }
-            let ids = events[start + 1..end - 1].split(|&b| b == b',');
-            let parsed = ids.map(|id| {
-                let id = std::str::from_utf8(id.trim_ascii()).ok()?;
-                id.parse().ok()
-            });
-            self.prompt = parsed.collect();
+            let list = String::from_utf8_lossy(&events[start + 1..end - 1]).replace("data:", "");
+            self.prompt = list.split(',').map(|id| id.trim().parse().ok()).collect();
             return [&events[..start], b"null", &events[end..]].concat().into();
         }
         events
@@ -91,7 +93,7 @@ impl TokenIds {
             return events;
         };
         self.learn(&events, &found);
-        if self.kind == StreamKind::Chat && EMPTY_DELTAS.find(&events).is_some() {
+        if self.kind == StreamKind::Chat && has_member(&events, &DELTA, b"{}") {
             return without_empty_deltas(&events).into();
         }
         self.reserve(events.len());
@@ -168,18 +170,19 @@ fn find(events: &[u8]) -> Option<Ids> {
     let mut from = 0;
     loop {
         let key = from + IDS.find(&events[from..])?;
-        let start = key + IDS.needle().len() - 1;
+        let behind = key + IDS.needle().len();
         let is_prompt = events[..key].ends_with(b"\"prompt_");
         let is_ids = is_prompt || events[..key].ends_with(b"\"");
-        match end_of(events, start) {
-            Some(end) if is_ids => {
+        let list = value_at(events, behind).filter(|&at| is_ids && events[at] == b'[');
+        match list.and_then(|start| Some((start, end_of(events, start)?))) {
+            Some((start, end)) => {
                 return Some(Ids {
                     is_prompt,
                     start,
                     end,
                 });
             }
-            _ => from = start,
+            None => from = behind,
         }
     }
 }
@@ -187,15 +190,62 @@ fn find(events: &[u8]) -> Option<Ids> {
 /// The end of the list of numbers that begins at `start`.
 #[inline]
 fn end_of(events: &[u8], start: usize) -> Option<usize> {
-    let list = &events[start + 1..];
-    let length = list
-        .iter()
-        .position(|b| !matches!(b, b'0'..=b'9' | b',' | b' '))?;
-    (list[length] == b']').then_some(start + length + 2)
+    let mut at = start + 1;
+    loop {
+        let list = &events[at..];
+        let length = list
+            .iter()
+            .position(|b| !matches!(b, b'0'..=b'9' | b',' | b' ' | b'-'))?;
+        at += length;
+        match list[length] {
+            b']' => return Some(at + 1),
+            _ => at = Some(behind_space(events, at)).filter(|&next| next > at)?,
+        }
+    }
 }
 
-const EMPTY_DELTA: &[u8] = b"\"delta\":{}";
-static EMPTY_DELTAS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(EMPTY_DELTA));
+/// The first place from `at` on that has no white space. JSON may be spread over several `data` lines.
+#[inline]
+fn behind_space(events: &[u8], mut at: usize) -> usize {
+    while let Some(byte) = events.get(at) {
+        match byte {
+            b' ' | b'\t' | b'\r' => at += 1,
+            b'\n' if events[at + 1..].starts_with(b"data:") => at += 6,
+            b'\n' => at += 1,
+            _ => break,
+        }
+    }
+    at
+}
+
+/// Where the value of the key that ends at `key` begins.
+#[inline]
+fn value_at(events: &[u8], key: usize) -> Option<usize> {
+    let colon = behind_space(events, key);
+    let at = (events.get(colon) == Some(&b':')).then(|| behind_space(events, colon + 1))?;
+    (at < events.len()).then_some(at)
+}
+
+static DELTA: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"delta\""));
+static REASON: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
+
+/// Whether `events` have a member with the key `name` and this value, which may have white space.
+fn has_member(events: &[u8], name: &Finder<'_>, value: &[u8]) -> bool {
+    name.find_iter(events).any(|key| {
+        let Some(mut at) = value_at(events, key + name.needle().len()) else {
+            return false;
+        };
+        value.iter().all(|byte| {
+            let is_it = events.get(at) == Some(byte);
+            at = if byte == &b'{' {
+                behind_space(events, at + 1)
+            } else {
+                at + 1
+            };
+            is_it
+        })
+    })
+}
 
 /// Returns `events` without ids, and without events that vLLM sends for their ids only: a parser of the engine holds back
 /// their text.
@@ -204,13 +254,13 @@ fn without_empty_deltas(events: &[u8]) -> Vec<u8> {
     let mut rest = events;
     let mut lists = 0;
     while !rest.is_empty() {
-        let end = memmem::find(rest, b"\n\n").map_or(rest.len(), |at| at + 2);
+        let end = sse::events(rest).next().map_or(rest.len(), |of| of.end);
         let (event, after) = rest.split_at(end);
         rest = after;
-        let has = |text: &[u8]| memmem::find(event, text).is_some();
         let mut left = event;
-        let is_for_ids =
-            find(event).is_some() && has(EMPTY_DELTA) && has(b"\"finish_reason\":null");
+        let is_for_ids = find(event).is_some()
+            && has_member(event, &DELTA, b"{}")
+            && has_member(event, &REASON, b"null");
         if is_for_ids {
             continue;
         }
@@ -304,6 +354,34 @@ mod tests {
         })
     }
 
+    /// Python's way to write JSON.
+    struct Spaced;
+
+    impl serde_json::ser::Formatter for Spaced {
+        fn begin_array_value<W: ?Sized + std::io::Write>(
+            &mut self,
+            to: &mut W,
+            first: bool,
+        ) -> std::io::Result<()> {
+            if first { Ok(()) } else { to.write_all(b", ") }
+        }
+
+        fn begin_object_key<W: ?Sized + std::io::Write>(
+            &mut self,
+            to: &mut W,
+            first: bool,
+        ) -> std::io::Result<()> {
+            if first { Ok(()) } else { to.write_all(b", ") }
+        }
+
+        fn begin_object_value<W: ?Sized + std::io::Write>(
+            &mut self,
+            to: &mut W,
+        ) -> std::io::Result<()> {
+            to.write_all(b": ")
+        }
+    }
+
     proptest! {
         /// Where the ids of an event were found before, and where they are searched for, are the same.
         #[test]
@@ -338,7 +416,19 @@ mod tests {
             texts in prop::collection::vec(r#"[a"\\{}\[\]:,0-9_]{0,12}|"?(prompt_)?token_ids"?:\[[0-9,]{0,4}\]?"#, 1..4),
             ids in prop::collection::vec(prop::collection::vec(any::<u32>(), 0..4), 3),
             chat in any::<bool>(),
+            style in 0usize..3,
         ) {
+            // As C++ and Rust write JSON, as Python does, and over several lines.
+            let written = |event: Value| match style {
+                0 => event.to_string(),
+                1 => {
+                    let mut out = Vec::new();
+                    let mut to = serde_json::Serializer::with_formatter(&mut out, Spaced);
+                    serde::Serialize::serialize(&event, &mut to).unwrap();
+                    String::from_utf8(out).unwrap()
+                }
+                _ => serde_json::to_string_pretty(&event).unwrap().replace('\n', "\ndata:"),
+            };
             let (mut with, mut without) = (String::new(), String::new());
             for (text, ids) in texts.iter().zip(&ids) {
                 let event = |ids: Value| {
@@ -347,13 +437,27 @@ mod tests {
                     } else {
                         json!({"text": text, "token_ids": ids, "prompt_token_ids": null})
                     };
-                    format!("data: {}\n\n", json!({"choices": [choice], "model": text}))
+                    format!("data: {}\n\n", written(json!({"choices": [choice], "model": text})))
                 };
                 with += &event(json!(ids));
                 without += &event(Value::Null);
             }
             let kind = if chat { StreamKind::Chat } else { StreamKind::Completion };
-            prop_assert_eq!(hidden(kind, &with).0, without);
+            let (out, prompt) = hidden(kind, &with);
+            prop_assert_eq!(&out, &without);
+            prop_assert_eq!(prompt, None);
+            // The prompt's ids are found however they are written.
+            let first = |ids: Value| format!("data: {}\n\n", written(json!({"prompt_token_ids": ids, "choices": []})));
+            let (out, prompt) = hidden(kind, &(first(json!(ids[0])) + &with));
+            prop_assert_eq!(out, first(Value::Null) + &without);
+            prop_assert_eq!(prompt.unwrap_or_default(), ids[0].clone());
+            // Events of tokens that a parser swallowed are left out.
+            let swallowed = |reason: Value| format!("data: {}\n\n",
+                written(json!({"choices": [{"delta": {}, "token_ids": [5], "finish_reason": reason}]})));
+            let (out, _) = hidden(StreamKind::Chat, &swallowed(Value::Null));
+            prop_assert_eq!(out, "");
+            let (out, _) = hidden(StreamKind::Chat, &swallowed(json!("stop")));
+            prop_assert!(out.contains("null") && !out.contains('5'), "{}", out);
         }
     }
 }

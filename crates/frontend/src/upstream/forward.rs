@@ -563,7 +563,7 @@ pub(crate) async fn handle(
         return Err(ApiError::not_forwarded(method, path));
     }
     let answer = forward(shard, &upstream, client, request, id);
-    upstream.until_stop(answer).await
+    upstream.until_stop(Box::pin(answer)).await
 }
 
 fn is_description(request: &Request<Incoming>) -> bool {
@@ -1234,9 +1234,10 @@ pub(super) async fn obtain(
         let outgoing = exchange.outgoing(engine, &stage);
         let attempt = converse(upstream, &visit, &outgoing);
         // A request that is not repeated waits also for a hung engine.
-        let only = match exchange.repeats {
-            true => exchange.request.only.as_deref(),
-            false => Some(&[][..]),
+        let only = if exchange.repeats {
+            exchange.request.only.as_deref()
+        } else {
+            Some(&[][..])
         };
         let attempt = upstream.engines.answered(engine, only, limit, attempt);
         let outcome = match prefilling.as_mut() {
@@ -1696,9 +1697,10 @@ async fn first_bytes(
                 first.extend_from_slice(&data);
                 let is_begun = match &mut scanner {
                     Some(scanner) => {
-                        let whole = match scanner.takes_whole(&data) {
-                            true => data.len(),
-                            false => scanner.feed(&data),
+                        let whole = if scanner.takes_whole(&data) {
+                            data.len()
+                        } else {
+                            scanner.feed(&data)
                         };
                         let end = before + whole;
                         let is_begun = whole > 0

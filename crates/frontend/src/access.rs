@@ -296,7 +296,9 @@ fn open(path: &Path) -> io::Result<File> {
 /// Ends the last line of the file at `path`, if a process was killed within it.
 fn end_of_line(path: &Path) -> Vec<u8> {
     let last = || {
-        let length = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
+        let length = std::fs::metadata(path)
+            .ok()
+            .filter(std::fs::Metadata::is_file)?;
         let mut last = [0];
         let at = length.len().checked_sub(1)?;
         File::open(path).ok()?.read_exact_at(&mut last, at).ok()?;

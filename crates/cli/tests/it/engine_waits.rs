@@ -134,7 +134,7 @@ fn requests_with_effects_reach_one_engine_once() {
         ("POST", "/v1/files", false),
         ("POST", "/v1/batches", false),
         ("POST", "/v1/fine_tuning/jobs", false),
-        ("POST", "/v1/responses", false),
+        ("POST", "/v1/responses", true),
         ("DELETE", "/v1/files/file-1", false),
         ("PUT", "/v1/unheard_of", false),
         ("GET", "/v1/files", true),

@@ -441,13 +441,14 @@ static FORWARDED: &[&str] = &[
 ];
 
 /// Paths under `/v1/` that only compute: a request there that is sent twice leaves an engine as one does. An answer of
-/// `/v1/responses` may be stored.
+/// `/v1/responses` may be stored, but one that never reached its client has an id that nobody knows.
 static COMPUTES: &[&str] = &[
     "/v1/completions",
     "/v1/completions/render",
     "/v1/chat/completions",
     "/v1/chat/completions/render",
     "/v1/chat/completions/batch",
+    "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",
@@ -466,7 +467,7 @@ static COMPUTES: &[&str] = &[
 ];
 
 /// Whether a request may be sent to an engine after another one, or the same, may have received it. Others (files,
-/// batches, stored responses, and what no one here knows) would then be done twice.
+/// batches, and paths that no one here knows) would then be done twice.
 fn may_repeat(method: &Method, path: &str) -> bool {
     match *method {
         Method::GET | Method::HEAD | Method::OPTIONS => true,
@@ -1785,7 +1786,13 @@ mod tests {
 
     #[test]
     fn only_requests_that_compute_are_repeated() {
-        for path in ["/v1/completions", "/v1/embeddings", "/rerank", "/tokenize"] {
+        for path in [
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/embeddings",
+            "/rerank",
+            "/tokenize",
+        ] {
             assert!(may_repeat(&Method::POST, path), "{path}");
             assert!(!may_repeat(&Method::DELETE, path), "{path}");
         }
@@ -1793,7 +1800,6 @@ mod tests {
             "/v1/files",
             "/v1/batches",
             "/v1/fine_tuning/jobs",
-            "/v1/responses",
             "/v1/responses/resp_1/cancel",
             "/v1/unheard_of",
             "/custom",

@@ -499,7 +499,9 @@ mod tests {
                 .collect();
             // The rate that was drawn, not one of its tail's.
             let scale = (times.len() - 1) as f64 / rate / (at - times[0]);
-            times.iter_mut().for_each(|time| *time *= scale);
+            for time in &mut times {
+                *time *= scale;
+            }
             (rate, times)
         })
     }

@@ -737,7 +737,8 @@ mod tests {
 
     #[test]
     fn members_and_choices_are_read_however_many_there_are() {
-        let many: String = (0..5_000).map(|n| format!("\"m{n}\":0,")).collect();
+        let many: Vec<String> = (0..5_000).map(|n| format!("\"m{n}\":0,")).collect();
+        let many = many.concat();
         let mut end = StreamEnd::new(Api::Chat, 1);
         let event = format!("data: {{{many}\"error\":{{\"message\":\"dead\",\"code\":500}}}}\n\n");
         assert!(end.read(event.as_bytes()).reported.is_some());

@@ -209,9 +209,8 @@ fn end_of(events: &[u8], start: usize) -> Option<usize> {
 fn behind_space(events: &[u8], mut at: usize) -> usize {
     while let Some(byte) = events.get(at) {
         match byte {
-            b' ' | b'\t' | b'\r' => at += 1,
             b'\n' if events[at + 1..].starts_with(b"data:") => at += 6,
-            b'\n' => at += 1,
+            b' ' | b'\t' | b'\r' | b'\n' => at += 1,
             _ => break,
         }
     }

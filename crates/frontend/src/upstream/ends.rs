@@ -680,8 +680,16 @@ impl StreamEnd {
     }
 }
 
-/// Returns the error that `piece`, the beginning of a stream of `api`, reports before anything else.
-pub(super) fn first_error(api: Api, piece: &[u8]) -> Option<Reported> {
+/// Returns the error that `piece`, the beginning of a stream of `api`, reports before anything else. Its last event may
+/// be cut off, unless the piece is the whole stream (`is_all`).
+pub(super) fn first_error(api: Api, piece: &[u8], is_all: bool) -> Option<Reported> {
+    let whole = sse::events(piece).filter(|event| event.is_whole).last();
+    let whole = whole.map_or(0, |event| event.end);
+    let piece = if is_all && is_complete(&piece[whole..]) {
+        piece
+    } else {
+        &piece[..whole]
+    };
     let reading = StreamEnd::new(api, 1).read(piece);
     let reported = reading.reported.filter(|of| !of.is_clients);
     reported.filter(|_| sse::events(&piece[..reading.answer]).next().is_none())
@@ -734,6 +742,23 @@ pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Repo
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn half_an_event_at_the_beginning_is_no_error() {
+        let text =
+            ": c\rid: 2\rdata: {\"choices\":[]}\r\rdata: {\"error\":{\"message\":\"dead\"}}\r\r";
+        let error = text.find("\rdata: {\"error").unwrap();
+        for at in 0..=text.len() {
+            let found = first_error(Api::Completions, &text.as_bytes()[..at], false);
+            assert!(found.is_none(), "{at}: {found:?}");
+            // Nor one without an event before it, before it has ended.
+            let found = first_error(Api::Chat, &text.as_bytes()[error.min(at)..at], false);
+            assert_eq!(found.is_some(), at == text.len(), "{at}: {found:?}");
+        }
+        let error = &text.trim_end().as_bytes()[error..];
+        assert!(first_error(Api::Chat, error, false).is_none());
+        assert!(first_error(Api::Chat, error, true).is_some());
+    }
 
     #[test]
     fn members_and_choices_are_read_however_many_there_are() {

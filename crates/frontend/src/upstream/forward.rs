@@ -1734,7 +1734,7 @@ async fn first_bytes(
         scanner = None;
     }
     if scanner.is_some() {
-        if let Some(reported) = ends::first_error(api, &bytes) {
+        if let Some(reported) = ends::first_error(api, &bytes, complete) {
             return Err(Failure::Reported(reported));
         }
         if complete && sse::events(&bytes).next().is_none() {

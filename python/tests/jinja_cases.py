@@ -858,14 +858,22 @@ def chat(draw):
     return request
 
 
-def seen(request):
-    """Variables that a template gets: vLLM's messages, as `transformers` completes them."""
+def seen(request, *, as_parts):
+    """Variables that a template gets: vLLM's messages, as `transformers` completes them.
+
+    `as_parts`: the template iterates over contents, so it gets them as lists of parts.
+    """
     messages = []
     for sent in request["messages"]:
-        message = {"role": sent["role"], "content": sent["content"] or ""}
+        content = sent["content"] or ""
+        if as_parts and sent["role"] != "tool":
+            content = [] if sent["content"] is None else [{"type": "text", "text": content}]
+        message = {"role": sent["role"], "content": content}
         calls = copy.deepcopy(sent.get("tool_calls"))
         for call in calls or []:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            # The order of fields in the class of vLLM.
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"] = {"arguments": arguments, "name": call["function"]["name"]}
         if calls:
             message["tool_calls"] = calls
         reasoning = sent.get("reasoning", sent.get("reasoning_content"))

@@ -14,6 +14,8 @@ import jinja_cases
 CASES = int(os.environ.get("SLIPSTREAM_TEMPLATE_CASES", "300"))
 SEED = int(os.environ.get("SLIPSTREAM_TEMPLATE_SEED", "1"))
 FAMILIES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+# Those that iterate over contents, as `_detect_content_format` of vLLM 0.33 finds.
+OF_PARTS = {"begin-end-markers", "gmask", "middle-tokens", "pythonic-calls", "turns"}
 
 
 def render(binary, requests, *args):
@@ -66,7 +68,8 @@ def test_templates_like_those_of_model_families(binary):
         for _ in range(max(CASES // 20, 20)):
             chat = jinja_cases.chat(draw)
             requests.append({**chat, "chat_template": source})
-            expected.append(jinja_cases.reference(source, jinja_cases.seen(chat)))
+            variables = jinja_cases.seen(chat, as_parts=path.stem in OF_PARTS)
+            expected.append(jinja_cases.reference(source, variables))
             names.append(f"{path.stem}: {chat}")
     rendered = render(binary, requests)
     compare(expected, rendered, names)

@@ -653,6 +653,85 @@ impl Draws {
     }
 }
 
+/// Half of an answer of several choices is no answer, however the number of choices is written.
+#[test]
+fn an_answer_has_as_many_choices_as_vllm_reads() {
+    for (more, is_whole) in [
+        ("", true),
+        (r#","n":1.0"#, true),
+        (r#","n":"1""#, true),
+        (r#","n":2"#, false),
+        (r#","n":2.0"#, false),
+        (r#","n":"2""#, false),
+        (r#","n":" +2 ""#, false),
+        (r#","n":1,"n":"2""#, false),
+        (r#","n":"2","top_p":NaN"#, false), // Python reads it
+    ] {
+        for cut in [false, true] {
+            let answer = text_event("a", " a") + &last_event("a", " time", "stop");
+            let (server, _one, _two, log) = pair(
+                move |_, to| {
+                    say(to, EVENTS);
+                    chunk(to, &answer);
+                    if !cut {
+                        end(to);
+                    }
+                },
+                |_, _| {},
+                &[],
+            );
+            let body = format!(r#"{{"model":"m","prompt":"x","stream":true{more}}}"#);
+            let events = completions(&server, &body);
+            let lost = events.iter().any(|event| event.contains("stream_lost"));
+            assert_eq!(
+                (lost, events.last().unwrap().as_str()),
+                (!is_whole, "[DONE]"),
+                "{more} {events:?}"
+            );
+            let ends = if is_whole { "complete" } else { "broken" };
+            assert_eq!(log.lines(1)[0]["end"], ends, "{more}");
+        }
+    }
+}
+
+/// Answers that the router judges come uncompressed.
+#[test]
+fn engines_do_not_compress_what_must_be_judged() {
+    let (server, one, _two, _log) = pair(
+        |_, to| {
+            answer(
+                to,
+                "200 OK",
+                "content-type: application/json\r\n",
+                b"{\"id\":\"a\",\"data\":[]}",
+            );
+        },
+        |_, _| {},
+        &[],
+    );
+    for (path, is_judged) in [
+        ("/v1/completions", true),
+        ("/v1/chat/completions", true),
+        ("/v1/responses", true),
+        ("/v1/messages", true),
+        ("/v1/embeddings", false),
+    ] {
+        let headers = [FIRST, &["accept-encoding: gzip, br"]].concat();
+        server.connect().send(
+            "POST",
+            path,
+            &headers,
+            br#"{"model":"m","prompt":"x","input":"x"}"#,
+        );
+        let seen = one.seen();
+        assert_eq!(
+            seen.last().unwrap().header("accept-encoding").is_none(),
+            is_judged,
+            "{path}"
+        );
+    }
+}
+
 /// Engines that end in ways drawn from a seed, cut into chunks that are drawn, before one that answers: the client gets
 /// the whole text and one `[DONE]`, or, as the request allows no continuation, the text so far and an error.
 #[test]

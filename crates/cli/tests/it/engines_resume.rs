@@ -52,8 +52,12 @@ fn vllm(dies: Option<(u64, End)>) -> Engine {
         } else {
             ""
         };
-        let max = body["max_completion_tokens"].as_u64();
-        let max = max.or(body["max_tokens"].as_u64()).unwrap();
+        let number = |field: &str| match &body[field] {
+            Value::String(text) => text.trim().parse().ok(),
+            number => number.as_f64(),
+        };
+        let max = number("max_completion_tokens").or(number("max_tokens"));
+        let max = max.unwrap() as u64;
         let model = json!({"id": if from == 0 { "one" } else { "two" }, "created": from, "model": "m",
             "object": if is_chat { "chat.completion.chunk" } else { "text_completion" }});
         let event = |stream: &mut TcpStream, more: Value| {
@@ -159,6 +163,25 @@ fn chats_and_completions_continue_by_their_tokens_and_clients_see_no_ids() {
                 server.metric("slipstream_engine_streams_resumed_total"),
                 1.0
             );
+        }
+        // However it is written: as vLLM reads it.
+        for (from, to) in [
+            ("\"stream\"", "\"return_token_ids\":false,\"stream\""),
+            ("\"stream\"", "\"return_token_ids\":null,\"stream\""),
+            (":true", ":\"yes\""),
+            (":6", ":6.0"),
+            (":6", ":\" 6\""),
+            (":6", ":6,\"n\":\"1\""),
+            ("{\"model\"", "\u{feff}{\"model\""),
+        ] {
+            let body = body.replacen(from, to, 1);
+            let (one, two) = (vllm(Some((3, End::Cut))), vllm(Some((3, End::Cut))));
+            let server = front(&[&one, &two], &[]);
+            let events = server.post(path, &body).events();
+            assert_eq!(parsed(&events), parsed(&wanted), "{path} {body}");
+            let rest = [&one, &two].map(Engine::seen).concat();
+            let rest = rest.iter().find(|of| of.json()["prompt"].is_array());
+            assert_eq!(rest.unwrap().json()["max_tokens"], 3, "{path} {body}");
         }
         // Its own question for ids is answered.
         let one = vllm(None);

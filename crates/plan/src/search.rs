@@ -1440,17 +1440,25 @@ mod tests {
         Some((best.shape, best.setting, best.workers))
     }
 
-    /// The second shape lives on its cache, and fails utterly without.
-    #[test]
-    fn parts_exclude_nothing() {
-        let known = Known {
-            capacity: vec![vec![4.0], vec![9.0]],
-            cold: vec![0.9, 0.05],
+    /// Candidates of these capacities under a load of 8.5 requests per second.
+    fn known(capacity: Vec<Vec<f64>>) -> Known {
+        Known {
+            capacity,
+            cold: Vec::new(),
             unlucky: None,
             load: 8.5,
             requests: 16_000,
             parts: vec![1.0 / 16.0, 0.25, 1.0],
             runs: Vec::new(),
+        }
+    }
+
+    /// The second shape lives on its cache, and fails utterly without.
+    #[test]
+    fn parts_exclude_nothing() {
+        let known = Known {
+            cold: vec![0.9, 0.05],
+            ..known(vec![vec![4.0], vec![9.0]])
         };
         assert_eq!(found(&[2.0, 5.0], 2000, known), Some((1, 0, 1)));
     }
@@ -1458,15 +1466,7 @@ mod tests {
     /// With the base, no size of the second shape up to the limit attains.
     #[test]
     fn a_shape_that_needs_another_setting_at_any_size_is_found() {
-        let known = Known {
-            capacity: vec![vec![9.0, 9.0], vec![1.0, 5.0]],
-            cold: Vec::new(),
-            unlucky: None,
-            load: 8.5,
-            requests: 16_000,
-            parts: vec![1.0 / 16.0, 0.25, 1.0],
-            runs: Vec::new(),
-        };
+        let known = known(vec![vec![9.0, 9.0], vec![1.0, 5.0]]);
         assert_eq!(found(&[10.0, 2.0], 3, known), Some((1, 1, 2)));
     }
 

@@ -1,6 +1,6 @@
 //! Plans how a stream continues on another engine after its own was lost. No I/O.
 //!
-//! The bytes that the client has are parsed only after the loss: an undisturbed stream costs nothing. The new request asks
+//! The bytes that the client has are parsed only after the loss: an undisturbed stream costs a copy. The new request asks
 //! for the continuation of the tokens (or text) so far; `rewrite` adapts its events to the stream.
 //!
 //! | plan | request | exact |

@@ -205,7 +205,7 @@ bench-twin: build
 # The CPU scheduler's loader, next to the main binary; needs clang 16 or later, libelf and zlib.
 .PHONY: scx test-sched
 scx:
-	cargo build --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
+	cargo build --release --locked --manifest-path crates/host/scx/loader/Cargo.toml --target-dir target
 
 # The CPU scheduler on a real kernel in QEMU; skips with the reason if QEMU or a kernel is missing.
 test-sched:

@@ -18,7 +18,7 @@ cat "$out/report.md"
 awk -F, 'NR > 1 { rows++; if ($2 != "") answered++ }
     END { printf "\nAnswered: %d of %d rows.\n", answered, rows }' "$out/predicted.csv"
 if [ "${WRITE:-}" = 1 ]; then
-    cp "$out/profile.csv" crates/perf/data/profile.csv
+    cp "$out/profile.csv" crates/model/perf/data/profile.csv
     awk -v report="$out/report.md" '
         /<!-- end of errors -->/ { skip = 0 }
         !skip { print }

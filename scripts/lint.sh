@@ -23,12 +23,12 @@ cargo clippy --manifest-path crates/pybind/Cargo.toml --locked -- -D warnings
 cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
 scripts/msrv.sh
 if cargo deny --version >/dev/null 2>&1; then
-    for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+    for manifest in Cargo.toml crates/pybind/Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
         cargo deny --log-level error --manifest-path "$manifest" check bans licenses sources
     done
     # The database of advisories is fetched; without a network the rest is still checked.
     if cargo deny --log-level error fetch db; then
-        for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+        for manifest in Cargo.toml crates/pybind/Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
             cargo deny --log-level error --manifest-path "$manifest" check --disable-fetch advisories
         done
     else

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
-for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+for manifest in Cargo.toml crates/pybind/Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
     cargo metadata --format-version 1 --locked --manifest-path "$manifest" | python3 -c '
 import json, sys
 

@@ -3,8 +3,8 @@
 scripts/vllm/event_goldens.py
 
 Encodes a few messages with the classes of the two packages, and writes them as hexadecimal text to
-crates/events/tests/it/golden/. The Rust tests compare their own encoding with it and read it back
-(crates/events/tests/it/golden.rs), and python/tests_vllm/test_kv_events.py checks that the file is
+crates/serve/events/tests/it/golden/. The Rust tests compare their own encoding with it and read it back
+(crates/serve/events/tests/it/golden.rs), and python/tests_vllm/test_kv_events.py checks that the file is
 still what the installed vLLM encodes.
 
 Needs an environment with vLLM (scripts/vllm/env.sh) and `pip install --no-deps ai-dynamo==1.6.1`.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-FOLDER = Path(__file__).parents[2] / "crates/events/tests/it/golden"
+FOLDER = Path(__file__).parents[2] / "crates/serve/events/tests/it/golden"
 
 
 def kv_batches() -> dict[str, bytes]:

@@ -21,11 +21,11 @@ fi
 rc=0; scripts/vm/setup.sh || rc=$?
 [ $rc != 3 ] || skipped "no virtual machine, see above"
 [ $rc = 0 ] || exit $rc
-cargo fetch --locked --quiet --manifest-path crates/scx/loader/Cargo.toml ||
-  skipped "the crates of crates/scx/loader cannot be downloaded"
+cargo fetch --locked --quiet --manifest-path crates/host/scx/loader/Cargo.toml ||
+  skipped "the crates of crates/host/scx/loader cannot be downloaded"
 make scx build
 # Among them: the decision as BPF, run by this kernel, against the native build.
-cargo test --quiet --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
+cargo test --quiet --release --locked --manifest-path crates/host/scx/loader/Cargo.toml --target-dir target
 scripts/vm/build-load.sh
 programs=(target/release/slipstream-scx target/release/slipstream "$VM/load")
 start=$SECONDS
@@ -35,7 +35,7 @@ second=$(mktemp); third=$(mktemp); trap 'rm -f "$second" "$third"' EXIT
   rc=0
   SMP=8,sockets=2,cores=2,threads=2 NUMA=1 \
     scripts/vm/run.sh scripts/vm/job-topology.sh "${programs[@]}" > "$second" 2>&1 || rc=$?
-  SMP=2 FILES=crates/scx/loader/src/bpf/intf.h \
+  SMP=2 FILES=crates/host/scx/loader/src/bpf/intf.h \
     scripts/vm/run.sh scripts/vm/job-ops.sh "${programs[@]}" > "$third" 2>&1 || rc=$?
   exit $rc
 } & others=$!

@@ -731,13 +731,13 @@ fn fault_one_sided(fault: &cluster::Fault) -> Option<&'static str> {
         | cluster::Fault::Gpu { .. } => None,
         cluster::Fault::Uplink { .. } => Some("a frontend cannot cut a link between switches"),
         cluster::Fault::KvLoss { .. } | cluster::Fault::KvLate { .. } => Some(
-            "the workers of this test publish no KV events; live ones are lost in `crates/vopr`",
+            "the workers of this test publish no KV events; live ones are lost in `crates/rig/vopr`",
         ),
         cluster::Fault::Frontend => Some(
-            "a frontend that stops takes its journal with it; live ones are killed in `crates/vopr`",
+            "a frontend that stops takes its journal with it; live ones are killed in `crates/rig/vopr`",
         ),
         cluster::Fault::Partition { .. } => Some(
-            "engine threads have no connection; live ones are cut, half-open and stalled in `crates/vopr`",
+            "engine threads have no connection; live ones are cut, half-open and stalled in `crates/rig/vopr`",
         ),
         cluster::Fault::Upgrade { .. } => Some(
             "an engine thread that has ended does not return; processes do in `tests/it/survive.rs`",
@@ -746,7 +746,7 @@ fn fault_one_sided(fault: &cluster::Fault) -> Option<&'static str> {
 }
 
 /// Every fault of a cluster file under both drivers. One form exists in one driver alone: a crashed worker
-/// returns in the twin and as a process of its own (`crates/vopr`, `tests/it/survive.rs`), but an engine thread
+/// returns in the twin and as a process of its own (`crates/rig/vopr`, `tests/it/survive.rs`), but an engine thread
 /// that has ended does not, and these are engine threads.
 #[test]
 fn every_fault_gives_the_same_actions_under_both_drivers() {

@@ -18,4 +18,4 @@ SLIPSTREAM_BIN=$(realpath "${SLIPSTREAM:-target/release/slipstream}")
 export SLIPSTREAM_BIN
 # shellcheck disable=SC1091
 . "$folder/bin/activate"
-exec python python/tests_engines/calibrated.py --rounds "${ROUNDS:-3}" ${OUT:+--out "$OUT"}
+exec python python/tests/engines/calibrated.py --rounds "${ROUNDS:-3}" ${OUT:+--out "$OUT"}

@@ -16,4 +16,4 @@ if [ -z "${SLIPSTREAM_BIN:-}" ]; then
 fi
 SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
 export SLIPSTREAM_BIN
-exec .venv/bin/pytest -p no:cacheprovider python/tests "$@"
+exec .venv/bin/pytest -p no:cacheprovider python/tests/base "$@"

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 env=${CLIENTS_ENV:-target/clients}
 stamp=$env/requirements.installed
-requirements=python/tests_clients/requirements.txt
+requirements=python/tests/clients/requirements.txt
 if ! cmp --silent "$requirements" "$stamp"; then
     rm -rf "$env"
     "${PYTHON:-python3}" -m venv "$env"
@@ -48,4 +48,4 @@ if [ -z "${SLIPSTREAM_BIN:-}" ]; then
 fi
 SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
 export SLIPSTREAM_BIN
-exec "$env/bin/pytest" -p no:cacheprovider python/tests_clients "$@"
+exec "$env/bin/pytest" -p no:cacheprovider python/tests/clients "$@"

@@ -24,8 +24,8 @@ export SLIPSTREAM_BIN
 . "$folder/bin/activate"
 maturin develop --release --quiet # the KV connector
 # Its target is missed (docs/calibrate.md).
-left_out=(--ignore python/tests_engines/test_calibrate.py)
+left_out=(--ignore python/tests/engines/test_calibrate.py)
 if [ -n "${CALIBRATE:-}" ]; then
     left_out=()
 fi
-exec pytest -p no:cacheprovider --quiet --tb=short python/tests_engines "${left_out[@]}" "$@"
+exec pytest -p no:cacheprovider --quiet --tb=short python/tests/engines "${left_out[@]}" "$@"

@@ -30,6 +30,6 @@ export SLIPSTREAM_NIXL_LIBRARY
 echo "NIXL's library: $SLIPSTREAM_NIXL_LIBRARY"
 
 cargo test --quiet --locked --package slipstream-kvstore transport
-pytest -p no:cacheprovider --quiet python/tests_nixl "$@"
+pytest -p no:cacheprovider --quiet python/tests/nixl "$@"
 echo "the same with UCX_TLS=tcp:"
-UCX_TLS=tcp exec pytest -p no:cacheprovider --quiet python/tests_nixl "$@"
+UCX_TLS=tcp exec pytest -p no:cacheprovider --quiet python/tests/nixl "$@"

@@ -27,4 +27,4 @@ fi
 SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
 SLIPSTREAM_PYTHON=$venv/bin/python
 export SLIPSTREAM_BIN SLIPSTREAM_PYTHON RAY_USAGE_STATS_ENABLED=0
-exec "$venv/bin/pytest" -p no:cacheprovider python/tests_ray "$@"
+exec "$venv/bin/pytest" -p no:cacheprovider python/tests/ray "$@"

@@ -17,4 +17,4 @@ fi
 # shellcheck disable=SC1091
 . "$folder/bin/activate"
 maturin develop --release --quiet
-exec pytest -p no:cacheprovider --quiet python/tests_vllm_real "$@"
+exec pytest -p no:cacheprovider --quiet python/tests/vllm_real "$@"

@@ -26,4 +26,4 @@ if [ -z "${SLIPSTREAM_BIN:-}" ]; then
     SLIPSTREAM_BIN=$(realpath "${CARGO_TARGET_DIR:-target}/debug/slipstream")
     export SLIPSTREAM_BIN
 fi
-exec pytest -p no:cacheprovider --quiet python/tests_vllm "$@"
+exec pytest -p no:cacheprovider --quiet python/tests/vllm "$@"

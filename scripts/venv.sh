@@ -11,7 +11,7 @@ fi
 
 # Made anew when the requirements or the interpreter change.
 stamp=.venv/requirements.installed
-wanted=$("$python" --version; cat python/tests/requirements.txt)
+wanted=$("$python" --version; cat python/tests/base/requirements.txt)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
@@ -21,7 +21,7 @@ if ! "$python" -m venv .venv; then
     exit 2
 fi
 .venv/bin/pip install --quiet --disable-pip-version-check \
-    --requirement python/tests/requirements.txt
+    --requirement python/tests/base/requirements.txt
 # The class by which Dynamo reads forward-pass metrics. Its dependencies are 700 MB, and one of
 # them is not on PyPI; that class needs `msgspec` alone.
 .venv/bin/pip install --quiet --disable-pip-version-check --no-deps ai-dynamo==1.6.1 ||

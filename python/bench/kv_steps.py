@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests_vllm"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "vllm"))
 
 from rig import BLOCK, Rig
 from slipstream.pool import cached

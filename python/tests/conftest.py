@@ -1,96 +1,51 @@
-"""A real `slipstream serve` for every test that requests one."""
+"""Every folder here is a suite with requirements of its own, and the name of a marker.
 
-import os
-import select
-import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+`pytest python/tests -m vllm` collects the folder `vllm` alone, as `pytest python/tests/vllm` does:
+modules of other suites import what may not be installed.
+"""
+
 from pathlib import Path
 
-import openai
 import pytest
 
-START_S = 60.0
-"""Maximum time until a server listens, also with a slow debug build."""
-
-FAST = ("--speedup", "0")
-"""Speed-up 0: no wait for modelled time."""
-
-
-@dataclass
-class Server:
-    """A running server."""
-
-    url: str
-    process: subprocess.Popen[str]
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port."""
-        host, port = self.url.removeprefix("http://").split(":")
-        return host, int(port)
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        """An official client that does not retry, so that tests see the first answer."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+HERE = Path(__file__).parent
+SUITES = {
+    "base": "the package and the command, by official clients (scripts/pytest.sh)",
+    "clients": "tool calls and structured output of client libraries (scripts/test-clients.sh)",
+    "engines": "the router in front of real vLLM engines (scripts/test-engines.sh)",
+    "nixl": "blocks that NIXL's own library moves (scripts/test-nixl.sh)",
+    "ray": "questions on a Ray cluster (scripts/test-ray.sh)",
+    "vllm": "the connector in vLLM's scheduler (scripts/test-vllm.sh)",
+    "vllm_real": "the connector in vLLM with real models (scripts/test-vllm-real.sh)",
+}
 
 
-@pytest.fixture(scope="session")
-def binary() -> Path:
-    """The binary under test."""
-    path = os.environ.get("SLIPSTREAM_BIN")
-    assert path, "SLIPSTREAM_BIN is not set; run scripts/pytest.sh"
-    return Path(path)
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    for suite, meaning in SUITES.items():
+        config.addinivalue_line("markers", f"{suite}: {meaning}")
 
 
-@contextmanager
-def running(binary: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run `slipstream serve` on a free port, and stop it by a signal."""
-    process = subprocess.Popen(
-        [binary, "serve", "--listen", "127.0.0.1:0", *args],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
+def _suite(path: Path) -> str:
+    return path.relative_to(HERE).parts[0] if path != HERE else ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out suites that neither a path nor `-m` names; `base` needs no name."""
+    suite = _suite(collection_path)
+    if suite not in SUITES:
+        return None
+    named = {
+        _suite(path) for path in map(Path.resolve, map(Path, config.args)) if HERE in path.parents
+    }
+    wanted = (
+        {suite for suite in SUITES if suite in config.option.markexpr.split()} or named or {"base"}
     )
-    try:
-        assert process.stdout
-        ready, _, _ = select.select([process.stdout], [], [], START_S)
-        line = process.stdout.readline() if ready else ""
-        assert line.startswith("listening on http://"), f"not listening after {START_S} s: {line!r}"
-        yield Server(line.removeprefix("listening on ").strip(), process)
-        assert process.poll() is None, "the server died while it was tested"
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            code = process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    assert code == 0, "an interrupted server has done its work"
+    return None if suite in wanted else True
 
 
-@pytest.fixture(scope="session")
-def server(binary: Path) -> Iterator[Server]:
-    """A server without modelled waits, for all tests that do not change its state."""
-    with running(binary, *FAST) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    """An official client of `server`."""
-    return server.client()
-
-
-@pytest.fixture(scope="session")
-def model(server: Server) -> str:
-    """The served model's name."""
-    return server.client().models.list().data[0].id
-
-
-@pytest.fixture
-def start(binary: Path) -> Callable:
-    """Starts a separate server: `with start("--set", ...) as server`."""
-    return lambda *args, **kwargs: running(binary, *args, **kwargs)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test its suite's marker."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(_suite(item.path))

@@ -4,7 +4,7 @@ scripts/vllm/event_goldens.py
 
 Encodes a few messages with the classes of the two packages, and writes them as hexadecimal text to
 crates/serve/events/tests/it/golden/. The Rust tests compare their own encoding with it and read it back
-(crates/serve/events/tests/it/golden.rs), and python/tests_vllm/test_kv_events.py checks that the file is
+(crates/serve/events/tests/it/golden.rs), and python/tests/vllm/test_kv_events.py checks that the file is
 still what the installed vLLM encodes.
 
 Needs an environment with vLLM (scripts/vllm/env.sh) and `pip install --no-deps ai-dynamo==1.6.1`.

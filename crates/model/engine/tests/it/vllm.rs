@@ -1,6 +1,6 @@
 //! The engine against vLLM's own scheduler: workloads that vLLM ran, with what it did in each step.
 //!
-//! `python/tests_vllm/test_engine_steps.py` makes the file (it says how a step is written), and checks
+//! `python/tests/vllm/test_engine_steps.py` makes the file (it says how a step is written), and checks
 //! it against the vLLM that is installed. `SLIPSTREAM_STEPS` names another file to replay.
 
 use std::collections::BTreeMap;

@@ -286,7 +286,7 @@ mod tests {
     use super::super::rewrite;
     use super::*;
 
-    /// The cases were compared with vLLM 0.33; `python/tests_vllm/test_rendering.py` draws more.
+    /// The cases were compared with vLLM 0.33; `python/tests/vllm/test_rendering.py` draws more.
     #[test]
     fn loops_over_contents_are_found() {
         let message = |body: &str| format!("{{% for m in messages %}}{body}{{% endfor %}}");

@@ -24,6 +24,6 @@ def test_its_use_is_typed() -> None:
     pytest.importorskip("mypy")
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", __file__],
-        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert checked.returncode == 0, checked.stdout

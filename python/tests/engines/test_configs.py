@@ -113,7 +113,7 @@ def test_weights_are_those_of_the_class(model_type: str, tmp_path: Path) -> None
 def test_every_known_type_is_one_of_transformers() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    source = Path(__file__).parents[2] / "crates/core/config/src/preset/class.rs"
+    source = Path(__file__).parents[3] / "crates/core/config/src/preset/class.rs"
     classes = source.read_text().partition("const REFUSED")[0]
     rows = re.findall(r"types: &\[(.*?)\]", classes, re.DOTALL)
     types = {name for row in rows for name in re.findall(r'"([A-Za-z0-9_]+)"', row)}

@@ -17,7 +17,7 @@ import pytest
 import slipstream as ss
 from slipstream import api, results, sources
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "examples/cluster.toml"
 CHAT = ROOT / "examples/chat.workload.toml"
 

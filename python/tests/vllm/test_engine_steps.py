@@ -63,7 +63,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-KEPT = Path(__file__).parents[2] / "crates/model/engine/tests/it/vllm_steps.jsonl"
+KEPT = Path(__file__).parents[3] / "crates/model/engine/tests/it/vllm_steps.jsonl"
 """A workload per line, with what vLLM did."""
 
 KEPT_PIPELINES = KEPT.with_name("vllm_pipeline_steps.jsonl")

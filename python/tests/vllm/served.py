@@ -19,7 +19,7 @@ def binary_under_test() -> Path:
     named = os.environ.get("SLIPSTREAM_BIN")
     if named:
         return Path(named)
-    target = Path(__file__).parents[2] / "target"
+    target = Path(__file__).parents[3] / "target"
     built = [
         path for path in target.glob("*/slipstream") if path.parent.name in ("debug", "release")
     ]

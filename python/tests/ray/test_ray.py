@@ -14,7 +14,7 @@ import ray
 import slipstream as ss
 from ray.cluster_utils import Cluster
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STORE_BYTES = 80 << 20
 """Object store of a node, near Ray's minimum."""
 

@@ -25,7 +25,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[3]
 
 
 def goldens() -> ModuleType:

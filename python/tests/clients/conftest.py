@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-_path = Path(__file__).parent.parent / "tests" / "conftest.py"
+_path = Path(__file__).parent.parent / "base" / "conftest.py"
 _spec = importlib.util.spec_from_file_location("serving", _path)
 assert _spec and _spec.loader
 serving = importlib.util.module_from_spec(_spec)

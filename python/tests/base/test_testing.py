@@ -14,7 +14,7 @@ import pytest
 import slipstream as ss
 from slipstream.testing import ServerError, command, serve
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def is_running(pid: int) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-POOLS = Path(__file__).parents[2] / "examples" / "cluster-prefill-decode.toml"
+POOLS = Path(__file__).parents[3] / "examples" / "cluster-prefill-decode.toml"
 PROMPT = "Tell me of the sea, its salt and its ships. " * 40
 PARAMS = {"max_tokens": 24, "seed": 11, "extra_body": {"ignore_eos": True}}
 

@@ -3,7 +3,7 @@
 `msgspec` structs declared as vLLM's decode what the server publishes over ZeroMQ, and
 `slipstream events tail` reads what those structs encode. Source of the names: vLLM 0.33,
 `vllm/distributed/kv_events.py`; Dynamo 1.6, `forward_pass_metrics.py`. vLLM's own classes are used
-in `python/tests_vllm/test_kv_events.py`, Dynamo's below if `ai-dynamo` is installed.
+in `python/tests/vllm/test_kv_events.py`, Dynamo's below if `ai-dynamo` is installed.
 """
 
 import json

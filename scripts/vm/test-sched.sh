@@ -35,7 +35,7 @@ second=$(mktemp); third=$(mktemp); trap 'rm -f "$second" "$third"' EXIT
   rc=0
   SMP=8,sockets=2,cores=2,threads=2 NUMA=1 \
     scripts/vm/run.sh scripts/vm/job-topology.sh "${programs[@]}" > "$second" 2>&1 || rc=$?
-  SMP=2 FILES=crates/host/scx/loader/src/bpf/intf.h \
+  SMP=2 FILES=crates/host/cpusched/bpf/intf.h \
     scripts/vm/run.sh scripts/vm/job-ops.sh "${programs[@]}" > "$third" 2>&1 || rc=$?
   exit $rc
 } & others=$!

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-const PROGRAM: &str = "../scx/loader/src/bpf";
+const PROGRAM: &str = "bpf";
 
 fn main() {
     for watched in ["include", "csrc", PROGRAM] {

@@ -3,9 +3,13 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+/// The policy and the BPF program that runs it.
+const POLICY: &str = "../../cpusched";
+
 fn main() {
-    println!("cargo:rerun-if-changed=src/bpf");
-    println!("cargo:rerun-if-changed=../../cpusched/include");
+    for folder in ["bpf", "include"] {
+        println!("cargo:rerun-if-changed={POLICY}/{folder}");
+    }
     println!("cargo:rerun-if-env-changed=BPF_CLANG");
     let clang = find_clang();
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -17,17 +21,17 @@ fn main() {
             ])
             // Kernel types are partial by design; BPF_PROG leaves its context unused.
             .args(["-Wno-unused-parameter", "-Wno-missing-declarations"])
-            .arg("-I../../cpusched/include")
+            .arg(format!("-I{POLICY}/include"))
             .arg(format!("-I{libbpf}"))
             .arg("-c")
-            .arg(format!("src/bpf/{source}.bpf.c"))
+            .arg(format!("{POLICY}/bpf/{source}.bpf.c"))
             .arg("-o")
             .arg(out.join(format!("{source}.bpf.o")))
             .status()
             .unwrap_or_else(|e| panic!("starting {clang}: {e}"));
         assert!(
             status.success(),
-            "{clang} failed on src/bpf/{source}.bpf.c: {status}"
+            "{clang} failed on {POLICY}/bpf/{source}.bpf.c: {status}"
         );
     }
 }

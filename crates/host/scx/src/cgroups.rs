@@ -110,7 +110,7 @@ pub struct Honors {
 impl Honors {
     /// The settings that our BPF program enforces.
     pub fn ours() -> Honors {
-        Honors::declared(include_str!("../loader/src/bpf/intf.h"))
+        Honors::declared(include_str!("../../cpusched/bpf/intf.h"))
     }
 
     /// The settings declared in a C header.

@@ -62,7 +62,7 @@ pub struct Import {
 /// checks the imports of the compiled program instead.
 pub fn declared_imports() -> &'static [Import] {
     static IMPORTS: LazyLock<Vec<Import>> =
-        LazyLock::new(|| imports_of(include_str!("../loader/src/bpf/kernel.h")));
+        LazyLock::new(|| imports_of(include_str!("../../cpusched/bpf/kernel.h")));
     &IMPORTS
 }
 

@@ -1,4 +1,4 @@
-//! The decision as the kernel runs it (`src/bpf/decide.bpf.c`, by `BPF_PROG_RUN`) against the native
+//! The decision as the kernel runs it (`decide.bpf.c` of `cpusched`, by `BPF_PROG_RUN`) against the native
 //! build, on random inputs. Needs the right to load BPF programs; skips with a message without it.
 
 use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};

@@ -1,4 +1,4 @@
-//! Values for the BPF program's maps: the bytes of `src/bpf/intf.h`'s structs.
+//! Values for the BPF program's maps: the bytes of the structs in `cpusched`'s `bpf/intf.h`.
 //!
 //! Written field by field; libbpf rejects a value whose size differs from the map's.
 

@@ -1,112 +1,154 @@
 //! The arrows between crates, as ARCHITECTURE.md draws them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// By crate: the crates of this workspace that its library depends on.
-fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let mut all = BTreeMap::new();
-    for folder in std::fs::read_dir(crates).unwrap() {
-        let manifest = folder.unwrap().path().join("Cargo.toml");
-        let Ok(text) = std::fs::read_to_string(&manifest) else {
-            continue;
-        };
-        let manifest: toml::Table = toml::from_str(&text).unwrap();
-        let name = manifest["package"]["name"].as_str().unwrap();
-        let of = manifest.get("dependencies").and_then(|d| d.as_table());
-        let of = of.into_iter().flatten().map(|(name, _)| name.clone());
-        let ours = of.filter_map(|name| Some(name.strip_prefix("slipstream-")?.to_owned()));
-        all.insert(
-            name.trim_start_matches("slipstream-").to_owned(),
-            ours.collect(),
-        );
+/// The root of the checkout.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The folders of all crates, with the group of each: `cli` and `pybind` are in none.
+pub fn crates() -> Vec<(Option<String>, PathBuf)> {
+    let list = |folder: &Path| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect()
+    };
+    let is_crate = |folder: &Path| folder.join("Cargo.toml").exists();
+    let mut all = Vec::new();
+    for folder in list(&root().join("crates")) {
+        if is_crate(&folder) {
+            all.push((None, folder));
+        } else if folder.is_dir() {
+            let group = folder.file_name().unwrap().to_str().unwrap().to_owned();
+            let inside = list(&folder).into_iter().filter(|folder| is_crate(folder));
+            all.extend(inside.map(|folder| (Some(group.clone()), folder)));
+        }
     }
     all
 }
 
-/// All direct and indirect dependencies of `name`.
-fn closure(of: &BTreeMap<String, BTreeSet<String>>, name: &str) -> BTreeSet<String> {
-    let mut all = BTreeSet::new();
-    let mut left = vec![name.to_owned()];
-    while let Some(name) = left.pop() {
-        for dependency in of.get(&name).into_iter().flatten() {
-            if all.insert(dependency.clone()) {
-                left.push(dependency.clone());
-            }
-        }
-    }
-    all
+/// The crate's manifest.
+fn manifest(folder: &Path) -> toml::Table {
+    let text = std::fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+    toml::from_str(&text).unwrap()
+}
+
+/// By crate: the crates of this project that its library depends on.
+fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let of = |folder: &Path| {
+        let manifest = manifest(folder);
+        let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
+        let of = manifest.get("dependencies").and_then(|d| d.as_table());
+        let of = of.into_iter().flatten().map(|(name, _)| name.clone());
+        let ours = of.filter_map(|name| Some(name.strip_prefix("slipstream-")?.to_owned()));
+        (name, ours.collect())
+    };
+    crates().iter().map(|(_, folder)| of(folder)).collect()
+}
+
+/// The rows of the table in ARCHITECTURE.md whose head is `head`: names in the first column, and in the last.
+fn table(head: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let names = |cell: &str| -> BTreeSet<String> {
+        let parts = cell.split('`').skip(1).step_by(2);
+        parts.map(str::to_owned).collect()
+    };
+    let (_, rows) = text.split_once(head).expect("the table is there");
+    let rows = rows.trim_start().lines().skip(1);
+    rows.take_while(|line| line.starts_with('|'))
+        .map(|line| {
+            let cells: Vec<&str> = line.trim_matches('|').split('|').collect();
+            let name = names(cells[0]).into_iter().next().expect("a name");
+            (name, names(cells.last().expect("a cell")))
+        })
+        .collect()
 }
 
 #[test]
 fn crates_depend_as_drawn() {
     let of = dependencies();
-    assert!(of.len() > 15, "the manifests were found: {of:?}");
-    // Each crate, and the crates that it must not depend on, even indirectly.
-    let never = [
-        (
-            "base",
-            &["config", "dispatch", "engine", "planes", "router"][..],
-        ),
-        ("config", &["dispatch", "engine", "planes", "router"]),
-        ("autoscale", &["dispatch", "engine", "router", "twin"]),
-        ("discovery", &["config", "kvindex", "kvstore", "planes"]),
-        ("kvstore", &["config", "planes"]),
-        ("perf", &["engine", "report", "twin", "workload"]),
-        (
-            "engine",
-            &["dispatch", "frontend", "planes", "router", "twin"],
-        ),
-        ("kvindex", &["planes", "router"]),
-        ("router", &["dispatch", "engine", "planes"]),
-        (
-            "dispatch",
-            &["engine", "flows", "frontend", "planes", "twin"],
-        ),
-        ("flows", &["des", "netsim", "report", "router"]),
-        ("planes", &["config", "engine", "frontend", "router"]),
-        ("worker", &["frontend", "router", "twin"]),
-        (
-            "frontend",
-            &[
-                "bench", "cpusched", "des", "engine", "netsim", "report", "twin", "worker",
-                "workload",
-            ],
-        ),
-        (
-            "probe",
-            &["dispatch", "engine", "frontend", "kvindex", "router"],
-        ),
-        ("recorder", &["config", "planes", "report", "workload"]),
-        ("bench", &["engine", "frontend", "planes", "worker"]),
-        ("twin", &["bench", "frontend", "planes", "worker"]),
-        ("plan", &["bench", "frontend", "planes", "worker"]),
-        (
-            "study",
-            &["bench", "frontend", "kvstore", "planes", "worker"],
-        ),
-        ("netsim", &["engine", "flows", "router", "workload"]),
-        ("cpusched", &["config", "engine", "twin"]),
-        ("workload", &["engine", "planes", "router"]),
-        ("report", &["engine", "planes", "router", "workload"]),
-    ];
-    for (name, forbidden) in never {
-        assert!(of.contains_key(name), "there is a crate `{name}`");
-        let reached = closure(&of, name);
-        for other in forbidden {
+    assert!(of.len() > 30, "the manifests were found: {of:?}");
+    assert_eq!(
+        of,
+        table("| crate | depends on |"),
+        "left: the manifests; right: the table in ARCHITECTURE.md"
+    );
+}
+
+#[test]
+fn groups_depend_as_drawn() {
+    let (of, drawn) = (
+        dependencies(),
+        table("| group | what it is | may depend on |"),
+    );
+    let group_of: BTreeMap<String, String> = crates()
+        .into_iter()
+        .map(|(group, folder)| {
+            let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
+            (name.clone(), group.unwrap_or(name))
+        })
+        .collect();
+    for (name, group) in &group_of {
+        for other in &of[name] {
+            let target = &group_of[other];
             assert!(
-                !reached.contains(*other),
-                "{name} must not depend on {other}"
+                target == group || drawn[group].contains(target),
+                "{name} depends on {other}, but the group {group} must not depend on {target}"
             );
         }
     }
-    for name in of.keys() {
-        assert!(
-            !closure(&of, name).contains("cli"),
-            "{name} depends on the binary"
-        );
+    // Each group comes after those that it depends on: no circles.
+    let mut left = drawn.clone();
+    while !left.is_empty() {
+        let names: BTreeSet<String> = left.keys().cloned().collect();
+        let before = left.len();
+        left.retain(|_, on| !on.is_disjoint(&names));
+        assert!(left.len() < before, "these groups are a circle: {left:?}");
     }
+}
+
+#[test]
+fn a_group_names_its_crates() {
+    let mut checked = 0;
+    for (group, folder) in crates() {
+        let Some(group) = group else { continue };
+        let page = root().join("crates").join(&group).join("README.md");
+        let text = std::fs::read_to_string(&page).unwrap();
+        let name = folder.file_name().unwrap().to_str().unwrap();
+        assert!(
+            text.contains(&format!("`{name}`")) && text.contains(&format!("slipstream-{name}")),
+            "crates/{group}/README.md does not describe `{name}`, or not how its tests are run"
+        );
+        checked += 1;
+    }
+    assert!(checked > 25, "the groups were found: {checked}");
+}
+
+#[test]
+fn no_crate_builds_from_the_folder_of_one_that_depends_on_it() {
+    let of = dependencies();
+    let folders: BTreeMap<String, PathBuf> = crates()
+        .into_iter()
+        .map(|(_, folder)| {
+            (
+                folder.file_name().unwrap().to_str().unwrap().to_owned(),
+                folder,
+            )
+        })
+        .collect();
+    let mut checked = 0;
+    for (name, folder) in &folders {
+        let mut text = String::new();
+        sources(folder, &mut text);
+        for (other, _) in folders.iter().filter(|(other, _)| *other != name) {
+            if text.contains(&format!("../{other}/")) {
+                checked += 1;
+                assert!(of[name].contains(other), "{name} reads files of {other}");
+            }
+        }
+    }
+    assert!(checked > 0, "scx includes headers of cpusched");
 }
 
 /// The text of all Rust files below `folder`.
@@ -123,14 +165,9 @@ fn sources(folder: &Path, out: &mut String) {
 
 #[test]
 fn every_dependency_is_used() {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let (mut checked, mut unused) = (0, Vec::new());
-    for folder in std::fs::read_dir(crates).unwrap() {
-        let folder = folder.unwrap().path();
-        let Ok(text) = std::fs::read_to_string(folder.join("Cargo.toml")) else {
-            continue;
-        };
-        let manifest: toml::Table = toml::from_str(&text).unwrap();
+    for (_, folder) in crates() {
+        let manifest = manifest(&folder);
         // Tests may use what the library depends on, but not the other way round.
         let mut of_library = String::new();
         sources(&folder.join("src"), &mut of_library);

@@ -15,7 +15,11 @@ fn root() -> PathBuf {
 fn documents() -> Vec<(PathBuf, String)> {
     let root = root();
     let mut all = Vec::new();
-    for folder in [root.clone(), root.join("docs"), root.join("examples")] {
+    let groups = crate::arrows::crates().into_iter();
+    let groups = groups.filter_map(|(_, folder)| Some(folder.parent()?.to_owned()));
+    let mut folders = BTreeSet::from([root.clone(), root.join("docs"), root.join("examples")]);
+    folders.extend(groups);
+    for folder in folders {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             if path.extension().is_some_and(|ext| ext == "md") {
@@ -160,11 +164,8 @@ fn each_dependency_is_used() {
     let of_workspace = manifest["workspace"]["dependencies"].as_table().unwrap();
     let mut taken = BTreeSet::new();
     let mut unused = Vec::new();
-    for folder in fs::read_dir(root.join("crates")).unwrap() {
-        let folder = folder.unwrap().path();
-        let Ok(text) = fs::read_to_string(folder.join("Cargo.toml")) else {
-            continue;
-        };
+    for (_, folder) in crate::arrows::crates() {
+        let text = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
         let manifest: toml::Table = toml::from_str(&text).unwrap();
         let mut code = String::new();
         collect(&folder, &mut code);

@@ -9,7 +9,7 @@ fn root() -> PathBuf {
 }
 
 /// The folders of all crates, with the group of each: `cli` and `pybind` are in none.
-pub fn crates() -> Vec<(Option<String>, PathBuf)> {
+pub(crate) fn crates() -> Vec<(Option<String>, PathBuf)> {
     let list = |folder: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).unwrap();
         entries.map(|entry| entry.unwrap().path()).collect()

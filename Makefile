@@ -6,12 +6,14 @@
 build:
 	cargo build --release --locked
 
-test: test-rust test-python
+# The Python tests run the binary of the Rust tests.
+test: test-rust
+	SLIPSTREAM_BIN=$${CARGO_TARGET_DIR:-target}/debug/slipstream ./scripts/pytest.sh
 
 test-rust:
 	# The simulator's hooks would be in every crate else: features of one build are shared.
 	cargo test --workspace --exclude slipstream-vopr --locked
-	cargo test --locked -p slipstream-engine -p slipstream-report --features slipstream-engine/parquet,slipstream-report/parquet
+	cargo test --locked --lib -p slipstream-engine -p slipstream-report --features slipstream-engine/parquet,slipstream-report/parquet
 
 # The official `openai` package and curl against a real server; sets up .venv at the first run.
 test-python:

@@ -18,17 +18,16 @@ git ls-files -z | xargs -0 grep -lZE '^#!.*(bash|sh)$' |
 cargo fmt --all --check
 cargo clippy --workspace --all-targets --locked -- -D warnings
 RUSTDOCFLAGS="-D warnings" cargo doc --quiet --workspace --no-deps --locked
-cargo fmt --manifest-path crates/pybind/Cargo.toml --check
-cargo clippy --manifest-path crates/pybind/Cargo.toml --locked -- -D warnings
-cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
+# In the same folder: its dependencies are those of the workspace.
+cargo check --quiet --manifest-path fuzz/Cargo.toml --locked --target-dir "${CARGO_TARGET_DIR:-target}"
 scripts/msrv.sh
 if cargo deny --version >/dev/null 2>&1; then
-    for manifest in Cargo.toml crates/pybind/Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+    for manifest in Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
         cargo deny --log-level error --manifest-path "$manifest" check bans licenses sources
     done
     # The database of advisories is fetched; without a network the rest is still checked.
     if cargo deny --log-level error fetch db; then
-        for manifest in Cargo.toml crates/pybind/Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+        for manifest in Cargo.toml crates/host/scx/loader/Cargo.toml fuzz/Cargo.toml; do
             cargo deny --log-level error --manifest-path "$manifest" check --disable-fetch advisories
         done
     else

@@ -7,6 +7,8 @@
 //! one ([`keys::KeySet::step`]), never once per block.
 //!
 //! pyo3 turns panics into Python exceptions. Values from Python are checked at their entry.
+// PyO3's methods and its conversions of errors take their arguments by value.
+#![allow(clippy::needless_pass_by_value)]
 
 mod content;
 mod groups;

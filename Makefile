@@ -137,7 +137,7 @@ bench-live: build
 bench-pace: build
 	./scripts/bench-pace.py
 
-# Cost of publishing events on a loaded server, each bus on and off (docs/benchmarks.md).
+# Cost of publishing events on a loaded server, each bus on and off (docs/events.md).
 .PHONY: bench-events
 bench-events: build
 	./scripts/bench-events.sh
@@ -199,7 +199,7 @@ test-plan-release:
 test-ns3: build
 	./scripts/ns3/test.sh ./target/release/slipstream
 
-# The twin: requests per CPU second and memory (docs/benchmarks.md). TRACE=FILE adds a real trace.
+# The twin: requests per CPU second and memory (docs/benchmarks-twin.md). TRACE=FILE adds a real trace.
 .PHONY: bench-twin
 bench-twin: build
 	./scripts/bench-twin.sh

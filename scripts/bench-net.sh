@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the network benchmarks and prints the tables of docs/benchmarks-net.md, ready to paste: runs, and
+# Runs the network benchmarks and prints tables for benches/results/: runs, and
 # spinning at the barrier. CPU seconds are the figure to trust on a shared machine; wall seconds
 # depend on what else runs, so run it on a quiet one. Best of RUNS (default 3) by CPU. Fails if a
 # digest is not in docs/benchmarks-net.md: an optimized build must give the results of the tests.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The twin: requests per CPU second and peak memory (docs/benchmarks.md). The rows with a trace need
+# The twin: requests per CPU second and peak memory (docs/benchmarks-twin.md). The rows with a trace need
 # TRACE=FILE in Mooncake's form. RUNS=N repeats each row; the best CPU time of them is shown, as other
 # jobs on the machine only ever add to it.
 set -euo pipefail

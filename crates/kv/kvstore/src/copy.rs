@@ -2,7 +2,7 @@
 //!
 //! One stream of reads does not saturate the memory bandwidth of a server CPU. A core has a bounded
 //! number of outstanding lines, and its prefetchers follow streams page by page. Four pages read in
-//! turn are four streams, which is 1.2 to 1.5 times as fast as `memcpy` (docs/benchmarks.md). A
+//! turn are four streams, which is 1.2 to 1.5 times as fast as `memcpy`. A
 //! block that is not verified is written past the caches, so that the lines it overwrites are not
 //! read first. A block that is verified is hashed while it is still in the caches.
 //!

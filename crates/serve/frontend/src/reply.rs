@@ -48,7 +48,7 @@ use crate::vocab::AnswerVocab;
 /// Rendered bytes that may wait for one client. Beyond that its tokens are kept as numbers, a
 /// fiftieth of the size, until the client has read: 1,024 streams without a reader then hold
 /// 8 MiB of text and not 200. One write of 8 KiB carries about 42 tokens; at twice that a token
-/// cost no less, and 1,024 streams 10 MiB more (`docs/benchmarks.md`). Less by an event, so that
+/// cost no less, and 1,024 streams 10 MiB more. Less by an event, so that
 /// the last one does not double the buffer.
 const RENDERED_BYTES_MAX: usize = (8 << 10) - EVENT_BYTES;
 

@@ -101,7 +101,7 @@ pub struct JoinError {
 /// A pass of 256 sequences takes a thread about 10 µs, and on a real GPU 10 ms or more, so eight
 /// workers keep it busy for 1 % of the time. An additional thread costs wake-ups and smaller frames: with
 /// three threads instead of one, eight workers at speed-up 1e6 took 13 to 22 % more CPU per request
-/// and answered 8 to 17 % fewer (`docs/benchmarks.md`).
+/// and answered 8 to 17 % fewer.
 const WORKERS_PER_THREAD: usize = 8;
 
 /// Engine threads to run: as configured, or, for 0, one per eight workers, with one core left

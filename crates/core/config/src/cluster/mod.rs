@@ -964,7 +964,7 @@ impl Default for HostThreads {
 }
 
 /// `[host]`: cost of the frontend's work. The defaults are measurements of Slipstream's own
-/// frontend (`docs/benchmarks.md`, and the table of `docs/twin.md`).
+/// frontend (table in `docs/twin.md`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostConfig {
     /// The model. Default: none.

@@ -142,7 +142,7 @@ pub(super) fn prepare(cluster: &Cluster) -> anyhow::Result<Option<Prepared>> {
     }
     if let Some(file) = &output.webhook_token_file {
         token(file).map_err(anyhow::Error::msg)?;
-        super::secrets::warn_if_open(file);
+        slipstream_os::secrets::warn_if_open(file);
     }
     let is_encrypted = output.webhook.as_ref().is_some_and(|url| url.tls);
     let tls = is_encrypted

@@ -9,9 +9,9 @@ use rustix::process::{Resource, getrlimit};
 use slipstream_scx::doctor::{self as sched, Check, Places, Verdict};
 
 use crate::cmd::cores;
-use crate::cmd::memory::proc_bytes;
 use crate::cmd::sched::doctor::lines;
 use crate::out;
+use slipstream_os::memory::proc_bytes;
 
 /// Flags of `slipstream doctor`.
 #[derive(clap::Args)]

@@ -72,14 +72,14 @@ impl Live {
         );
         let bound = super::serve::bind(&cluster.live)?;
         // A client and an engine per stream.
-        let files = slipstream_bench::process::raise_open_files();
+        let files = slipstream_os::process::raise_open_files();
         let file = cluster;
         let cluster = &membership::resolved(file)?;
         // At the start, a key may come from a pipe.
         let read = super::files::read;
         let key = |path: &Path| {
             read_key(path, |path| {
-                super::secrets::read(path).map(String::into_bytes)
+                slipstream_os::secrets::read(path).map(String::into_bytes)
             })
         };
         let (specs, pools) = EngineSpec::of_cluster(cluster, key, |tls| read_tls(tls, read))?;

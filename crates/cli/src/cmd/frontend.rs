@@ -73,7 +73,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     let live = &cluster.live;
     let bound = serve::bind(live)?;
     // Every client needs a file descriptor, and the usual soft limit is 1,024.
-    let files = slipstream_bench::process::raise_open_files();
+    let files = slipstream_os::process::raise_open_files();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let shards = serve::shard_count(live.shards, cores);
     let sockets = (0..shards)

@@ -15,7 +15,6 @@ mod plane_args;
 mod price_args;
 mod progress;
 mod reload;
-mod secrets;
 mod shadow;
 mod spans;
 mod switches;
@@ -48,4 +47,5 @@ pub(crate) mod top;
 pub(crate) mod trace;
 pub(crate) mod worker;
 
-pub(crate) use slipstream_study::{cores, files, memory};
+pub(crate) use slipstream_os::files;
+pub(crate) use slipstream_study::{cores, memory};

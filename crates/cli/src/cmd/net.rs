@@ -18,8 +18,8 @@ use slipstream_report::record::{Cell, Column, Partial, RecordError, RecordWriter
 
 use slipstream_report::table::counted;
 
-use crate::cmd::memory;
 use crate::out;
+use slipstream_os::memory;
 
 /// Simulate a packet network.
 #[derive(clap::Args)]

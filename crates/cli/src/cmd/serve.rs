@@ -176,7 +176,7 @@ impl Live {
         // First, because it is the most frequent failure: another server on the port.
         let bound = bind(live)?;
         // Every client needs a file descriptor, and the usual soft limit is 1,024.
-        let files = slipstream_bench::process::raise_open_files();
+        let files = slipstream_os::process::raise_open_files();
         super::memory::check(cluster)?;
         let autoscale = autoscale::prepare(cluster)?;
         let text = Arc::new(text_model(cluster, true)?);
@@ -561,7 +561,7 @@ pub(super) fn service(
         image_tokens: cluster.model.image_tokens,
         limits: Limits {
             memory_max: match live.memory_max {
-                0 => super::memory::half_of_host(),
+                0 => slipstream_os::memory::half_of_host(),
                 bytes => bytes,
             },
             ..Limits::of(live)
@@ -594,7 +594,7 @@ fn admin_key(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let Some(file) = file else {
         return Ok(ApiKeys::default());
     };
-    let text = super::secrets::read(file).with_context(|| {
+    let text = slipstream_os::secrets::read(file).with_context(|| {
         let file = file.display();
         format!("reading the admin key (live.admin_key_file) from {file}")
     })?;
@@ -612,7 +612,7 @@ fn admin_key(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let mut keys = ApiKeys::default();
     if let Some(file) = file {
-        let text = super::secrets::read(file).with_context(|| {
+        let text = slipstream_os::secrets::read(file).with_context(|| {
             format!(
                 "reading API keys (live.api_keys_file) from {}",
                 file.display()

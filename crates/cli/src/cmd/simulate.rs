@@ -103,9 +103,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         shows,
         interrupted()?,
     )?;
-    let cpu_before = slipstream_bench::process::own_cpu_ns();
+    let cpu_before = slipstream_os::process::own_cpu_ns();
     let outcome = run.simulate(&mut watcher)?;
-    let cpu_s = (slipstream_bench::process::own_cpu_ns() - cpu_before) as f64 / 1e9;
+    let cpu_s = (slipstream_os::process::own_cpu_ns() - cpu_before) as f64 / 1e9;
     let wall_s = watcher.began.elapsed().as_secs_f64();
     watcher.clear();
     let mut failures = watcher.finish();
@@ -170,7 +170,7 @@ fn cost(outcome: &Outcome, cpu_s: f64) -> ProcessCost {
         cpu_s,
         cpu_us_per_request: per(outcome.totals.requests.succeeded),
         cpu_us_per_token: per(outcome.totals.tokens().output),
-        rss_peak_bytes: slipstream_bench::process::usage_of(std::process::id())
+        rss_peak_bytes: slipstream_os::process::usage_of(std::process::id())
             .map(|usage| usage.rss_peak_bytes),
     }
 }

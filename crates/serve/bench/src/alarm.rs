@@ -70,7 +70,7 @@ mod imp {
         }
 
         pub(crate) async fn wait_until(&mut self, at_ns: u64) -> std::io::Result<()> {
-            let left = at_ns.saturating_sub(crate::process::monotonic_ns());
+            let left = at_ns.saturating_sub(slipstream_os::process::monotonic_ns());
             tokio::time::sleep(Duration::from_nanos(left)).await;
             Ok(())
         }

@@ -7,7 +7,7 @@
 //!
 //! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
 //! - [`body`]: requests rendered from prompt segments.
-//! - [`process`]: CPU and memory; [`host`]: how busy the machine is.
+//! - [`host`]: how busy the machine is.
 //! - [`run`](mod@run): the run itself, on one or more threads of single-threaded runtimes.
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
@@ -26,7 +26,6 @@ pub mod body;
 mod client;
 pub mod host;
 pub mod http;
-pub mod process;
 pub mod run;
 mod target;
 

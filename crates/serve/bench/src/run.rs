@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, Workload};
+use slipstream_os::process;
 use slipstream_report::drag::{DragError, DragWriter};
 use slipstream_report::run::{EngineCounts, ProcessCost, RunReport, SCHEMA};
 use slipstream_workload::schedule::Shard;
@@ -20,7 +21,6 @@ use tokio::sync::watch;
 
 use crate::body::{Template, TemplateParts};
 use crate::client::{self, Failure};
-use crate::process;
 use crate::target::{Endpoint, PromptForm, Target};
 use slipstream_report::{Distributions, Objectives, Series, Totals};
 

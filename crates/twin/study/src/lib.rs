@@ -24,10 +24,8 @@
 )]
 #![forbid(unsafe_code)]
 
-mod cgroup_memory;
 pub mod columns;
 pub mod control;
-pub mod files;
 pub mod memory;
 pub mod plan;
 pub mod predict;
@@ -37,6 +35,8 @@ pub mod source;
 pub mod sweep;
 
 pub use control::Control;
+
+pub use slipstream_os::files;
 
 /// Cores available to this process: affinity and the cgroup's quota count.
 pub fn cores() -> u32 {

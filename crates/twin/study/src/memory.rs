@@ -3,8 +3,7 @@
 use slipstream_base::text::counted;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::{Arrival, Workload};
-
-use crate::cgroup_memory;
+use slipstream_os::memory::proc_bytes;
 
 /// Lower bound of the bytes per block in a pool, its hash index and the router's block index. 64
 /// engines of 6,150 blocks add 45 MiB to the RSS of `slipstream simulate`, which is 120 per block.
@@ -71,23 +70,6 @@ pub fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
         mib(free)
     );
     Ok(())
-}
-
-/// Half of the memory that this process may have, bytes: the host's, or the least limit of its control groups.
-/// 1 GiB if neither is known.
-pub fn half_of_host() -> u64 {
-    let host = proc_bytes("/proc/meminfo", "MemTotal:");
-    let group = cgroup_memory::limit(&|path| std::fs::read_to_string(path).ok());
-    let least = host.into_iter().chain(group).min();
-    (least.unwrap_or(2 << 30) / 2).max(16 << 20)
-}
-
-/// A field of a file in `/proc` that counts in kilobytes, such as `MemAvailable:`, in bytes.
-pub fn proc_bytes(file: &str, field: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(file).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
-    let kilobytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kilobytes.checked_mul(1024)
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use serde_json::Value;
 use slipstream_base::width::to_usize;
 use slipstream_base::{RequestId, SimTime, Stage};
 use slipstream_config::workload_file::Workload;
+use slipstream_os::process::monotonic_ns;
 use slipstream_report::DragRecord;
 use slipstream_report::drag::TIERS;
 use slipstream_workload::schedule::Shard;
@@ -25,7 +26,6 @@ use crate::alarm::Alarm;
 use crate::answer::Answer;
 use crate::client::{Failure, Pool};
 use crate::http::{Head, Parser};
-use crate::process::monotonic_ns;
 use crate::run::{BenchError, Shared};
 use slipstream_report::{Answered, Failed, Series, Timeline, Totals};
 

@@ -4,20 +4,20 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use super::files;
+use crate::files;
 
 /// The text of a file of keys. Warns if every user of this host may read the file.
 ///
 /// # Errors
 /// Those of [`files::read_text`].
-pub(super) fn read(path: &Path) -> io::Result<String> {
+pub fn read(path: &Path) -> io::Result<String> {
     let text = files::read_text(path)?;
     warn_if_open(path);
     Ok(text)
 }
 
 /// Warns if every user of this host may read the file.
-pub(super) fn warn_if_open(path: &Path) {
+pub fn warn_if_open(path: &Path) {
     let mode = std::fs::metadata(path).map_or(0, |file| file.permissions().mode());
     if is_open(mode) {
         let file = path.display();

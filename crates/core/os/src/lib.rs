@@ -1,0 +1,26 @@
+//! What the operating system has for a process: files of a configuration, secrets, memory, CPU time, limits.
+//!
+//! - [`files`]: files that a configuration names, read once at the start. Files that may be replaced while a process
+//!   runs are read by `slipstream_discovery::files`.
+//! - [`secrets`]: files of keys.
+//! - [`memory`]: memory of the host and of this process's control groups, bytes.
+//! - [`process`]: CPU time, resident memory and open files of a process.
+//!
+//! Functions return what `/proc` and system calls say, `None` if a system does not have it, or
+//! [`std::io::Error`]. The crate does not know what a file contains, or which settings a figure decides.
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
+#![forbid(unsafe_code)]
+
+mod cgroup_memory;
+pub mod files;
+pub mod memory;
+pub mod process;
+pub mod secrets;

@@ -1,5 +1,5 @@
 //! The `slipstream` binary: parses flags, calls a library, prints text. Of logic it has the control plane of the router
-//! in front of real engines (`cmd::{engine_kv, membership, endpoint_slices, autoscale, reload, shadow}`) and calibration
+//! in front of real engines (`cmd::{reload, shadow}`; the rest is in `slipstream_fleet`) and calibration
 //! (`cmd::calibrate`).
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(

@@ -11,17 +11,14 @@ use anyhow::Context;
 use serde_json::{Value, json};
 use slipstream_base::width::{to_u16, to_usize};
 use slipstream_base::{BlockHash, RankId, TokenId, WorkerId};
+use slipstream_fleet::engine_kv::{BLOCKS_DEFAULT, BLOCKS_MAX};
 use slipstream_kvindex::BlockIndex;
 use slipstream_probe::{EngineFacts, KvCounters, KvFollower, MirrorOptions, ask_client};
 use tokio::sync::mpsc;
 
 use super::client_args::ClientArgs;
-use super::engine_kv::BLOCKS_MAX;
 use crate::cmd::workload_args::time;
 use crate::out;
-
-/// Blocks of an engine that does not report their number.
-pub(super) const BLOCKS_DEFAULT: u64 = 1 << 20;
 
 /// Blocks of the index at most: 64 ranks of [`BLOCKS_DEFAULT`].
 const INDEX_BLOCKS_MAX: u64 = 64 * BLOCKS_DEFAULT;

@@ -12,6 +12,10 @@ use prometheus_client::registry::Registry;
 use slipstream_base::Role;
 use slipstream_base::text::counted;
 use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
+use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
+use slipstream_fleet::engine_kv::{self, Following};
+use slipstream_fleet::membership::{self, Membership};
+use slipstream_fleet::metrics::FleetCollector;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
@@ -20,10 +24,7 @@ use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
-use super::autoscale::{self, LiveAutoscale, Workers};
 use super::cluster_args::ClusterArgs;
-use super::engine_kv::{self, Following};
-use super::membership::{self, Membership};
 use super::reload::{self, Reload};
 use super::serve::{Dispatching, RecordArgs, register, service, shard_count, text_model};
 use super::shadow::{Shadow, ShadowArgs};
@@ -74,7 +75,7 @@ impl Live {
         // A client and an engine per stream.
         let files = slipstream_os::process::raise_open_files();
         let file = cluster;
-        let cluster = &membership::resolved(file)?;
+        let cluster = &membership::resolved(file, |note| errln!("note: {note}"))?;
         // At the start, a key may come from a pipe.
         let read = super::files::read;
         let key = |path: &Path| {
@@ -136,7 +137,7 @@ impl Live {
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
-        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
+        registry.register_collector(Box::new(FleetCollector {
             fleets: fleets.clone(),
             engines: Some(engines.clone()),
         }));

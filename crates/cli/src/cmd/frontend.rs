@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
+use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector, RosterCollector};
 use slipstream_frontend::{
     Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, WorkerTransport,
 };
@@ -123,14 +124,12 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     };
     let tls = args.plane.tls()?;
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(super::fleet_metrics::CacheConfigCollector::new(
-        cluster,
-    )));
-    registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
+    registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
+    registry.register_collector(Box::new(FleetCollector {
         fleets: fleets.clone(),
         engines: None,
     }));
-    registry.register_collector(Box::new(super::fleet_metrics::RosterCollector {
+    registry.register_collector(Box::new(RosterCollector {
         roster: roster.clone(),
         model: cluster.model.name.clone(),
     }));

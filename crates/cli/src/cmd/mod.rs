@@ -1,14 +1,10 @@
 //! The subcommands, one module each: `Args` and `run`.
 
 mod access_log;
-mod autoscale;
 mod cached;
 mod client_args;
 mod cluster_args;
-mod endpoint_slices;
-mod fleet_metrics;
 mod fleet_sink;
-mod membership;
 mod metrics_page;
 mod on;
 mod plane_args;
@@ -27,7 +23,6 @@ pub(crate) mod demo;
 pub(crate) mod describe;
 pub(crate) mod doctor;
 pub(crate) mod drag;
-pub(crate) mod engine_kv;
 mod engines;
 pub(crate) mod events;
 pub(crate) mod frontend;

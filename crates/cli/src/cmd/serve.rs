@@ -16,6 +16,8 @@ use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, LiveConfig};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
+use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
+use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
     ApiKeys, Bound, Faults, Frontend, KvNetwork, Limits, Management, Origins, Service, ShardPlane,
@@ -27,7 +29,6 @@ use slipstream_recorder::{Recorder, RecorderOptions};
 use slipstream_router::{Fleet, Fleets, Router};
 use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
-use crate::cmd::autoscale::{self, LiveAutoscale, Workers};
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
 use crate::cmd::shadow::ShadowArgs;
@@ -236,10 +237,8 @@ impl Live {
             &set,
             &cluster.model.name,
         )));
-        registry.register_collector(Box::new(super::fleet_metrics::CacheConfigCollector::new(
-            cluster,
-        )));
-        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector {
+        registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
+        registry.register_collector(Box::new(FleetCollector {
             fleets: fleets.clone(),
             engines: None,
         }));

@@ -26,8 +26,6 @@ use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
-use super::cached::BLOCKS_DEFAULT;
-
 /// Time limit of an engine's answers.
 const ASK: Duration = Duration::from_secs(3);
 
@@ -40,8 +38,11 @@ const ASK_LATER: Duration = Duration::from_secs(30);
 /// Time for the thread to end when the server stops.
 const STOP_WITHIN: Duration = Duration::from_millis(250);
 
+/// Blocks of an engine that does not report their number.
+pub const BLOCKS_DEFAULT: u64 = 1 << 20;
+
 /// Blocks of an engine at most, as in a cluster file.
-pub(super) const BLOCKS_MAX: u64 = 1 << 24;
+pub const BLOCKS_MAX: u64 = 1 << 24;
 
 /// Data-parallel ranks of an engine at most.
 const RANKS_MAX: usize = 64;
@@ -67,13 +68,13 @@ enum Unknown {
 }
 
 /// What the engines said at start. An engine that comes later does not change it.
-pub(super) struct Sizes(Vec<Option<Source>>);
+pub struct Sizes(Vec<Option<Source>>);
 
 /// Asks the engines `specs`. The inner error is the reason why KV events cannot be used, as a clause.
-pub(super) fn learn(
-    cluster: &Cluster,
-    specs: &[EngineSpec],
-) -> anyhow::Result<Result<Sizes, String>> {
+///
+/// # Errors
+/// No runtime can be made.
+pub fn learn(cluster: &Cluster, specs: &[EngineSpec]) -> anyhow::Result<Result<Sizes, String>> {
     if !cluster.router.kv_events {
         return Ok(Err("`router.kv_events` is false".into()));
     }
@@ -224,7 +225,10 @@ impl Sizes {
     }
 
     /// `cluster` with the engines' block size and numbers of blocks.
-    pub(super) fn cluster(&self, cluster: &Cluster) -> anyhow::Result<Cluster> {
+    ///
+    /// # Errors
+    /// An engine reports blocks of 0 tokens.
+    pub fn cluster(&self, cluster: &Cluster) -> anyhow::Result<Cluster> {
         let mut cluster = cluster.clone();
         let mut sources = self.0.iter();
         for pool in &mut cluster.pools {
@@ -270,7 +274,7 @@ struct Followers {
 ///
 /// # Errors
 /// The thread or its runtime cannot be made.
-pub(super) fn follow(
+pub fn follow(
     cluster: &Cluster,
     engines: Arc<Engines>,
     fleets: Fleets,
@@ -611,14 +615,15 @@ type ById = BTreeMap<u64, (String, Vec<Arc<KvCounters>>)>;
 type Shown = Arc<Mutex<ById>>;
 
 /// Engines whose events are followed. That ends when it is dropped.
-pub(super) struct Following {
+pub struct Following {
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
     counters: Shown,
 }
 
 impl Following {
-    pub(super) fn collector(&self) -> KvCollector {
+    /// Its counters, for `/metrics`.
+    pub fn collector(&self) -> KvCollector {
         KvCollector(self.counters.clone())
     }
 }
@@ -641,7 +646,7 @@ impl Drop for Following {
 }
 
 /// Encodes the counters of all followers.
-pub(super) struct KvCollector(Shown);
+pub struct KvCollector(Shown);
 
 impl fmt::Debug for KvCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

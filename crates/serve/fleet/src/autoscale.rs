@@ -66,7 +66,7 @@ struct ScaledPool {
 }
 
 /// `[autoscale]` and `[live.autoscale]` of a server that can start.
-pub(super) struct Prepared {
+pub struct Prepared {
     pools: Vec<ScaledPool>,
     output: AutoscaleOutput,
     tls: Option<ClientTls>,
@@ -81,7 +81,7 @@ struct Sources {
 }
 
 /// The workers of a live server.
-pub(super) enum Workers {
+pub enum Workers {
     /// Modelled engines, which count their requests.
     Modelled(Vec<Arc<RankStats>>),
     /// Real ones, which join and leave. The router knows the requests that it sent them.
@@ -92,7 +92,7 @@ pub(super) enum Workers {
 ///
 /// # Errors
 /// A policy that a live server cannot follow, or a file or token that cannot be used.
-pub(super) fn prepare(cluster: &Cluster) -> anyhow::Result<Option<Prepared>> {
+pub fn prepare(cluster: &Cluster) -> anyhow::Result<Option<Prepared>> {
     let output = cluster.live.autoscale.clone();
     let mut pools = Vec::new();
     let mut first = 0;
@@ -172,7 +172,7 @@ pub(super) fn prepare(cluster: &Cluster) -> anyhow::Result<Option<Prepared>> {
 ///
 /// # Errors
 /// A thread cannot be made.
-pub(super) fn start(
+pub fn start(
     prepared: Option<Prepared>,
     fleets: Fleets,
     frontend: &Frontend,
@@ -188,7 +188,7 @@ pub(super) fn start(
 
 impl Prepared {
     /// Its metrics.
-    pub(super) fn collector(&self) -> AutoscaleCollector {
+    pub fn collector(&self) -> AutoscaleCollector {
         AutoscaleCollector(self.published.clone())
     }
 
@@ -265,7 +265,7 @@ fn now() -> SimTime {
 }
 
 /// Decides until it is dropped.
-pub(super) struct LiveAutoscale {
+pub struct LiveAutoscale {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
     outputs: [Newest; 2],
@@ -467,7 +467,7 @@ struct Published {
 
 /// Encodes the numbers of workers that are wanted, and counts of their outputs.
 #[derive(Debug)]
-pub(super) struct AutoscaleCollector(Arc<Published>);
+pub struct AutoscaleCollector(Arc<Published>);
 
 impl Collector for AutoscaleCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
@@ -658,7 +658,7 @@ fn probe(path: &Path) -> anyhow::Result<()> {
 }
 
 /// Largest file with a token, bytes.
-pub(super) const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
+pub const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// The token in `file`.
 fn token(file: &Path) -> Result<String, String> {

@@ -15,10 +15,11 @@ use slipstream_router::{Counters, Fleets, Load};
 /// Encodes the engines' cache configuration under vLLM's name, which dashboards and `slipstream describe`
 /// read.
 #[derive(Debug)]
-pub(crate) struct CacheConfigCollector(Vec<Vec<(&'static str, String)>>);
+pub struct CacheConfigCollector(Vec<Vec<(&'static str, String)>>);
 
 impl CacheConfigCollector {
-    pub(crate) fn new(cluster: &Cluster) -> CacheConfigCollector {
+    /// Of the engines of `cluster`.
+    pub fn new(cluster: &Cluster) -> CacheConfigCollector {
         let mut ranks = Vec::new();
         for (worker, pool) in cluster.workers() {
             let engine = &pool.engine;
@@ -60,10 +61,11 @@ impl Collector for CacheConfigCollector {
 }
 
 /// Encodes a frontend's state of worker processes.
-pub(crate) struct RosterCollector {
-    pub(crate) roster: Arc<Roster>,
+pub struct RosterCollector {
+    /// The worker processes.
+    pub roster: Arc<Roster>,
     /// The served model, as vLLM's metrics name it.
-    pub(crate) model: String,
+    pub model: String,
 }
 
 impl fmt::Debug for RosterCollector {
@@ -161,10 +163,11 @@ impl Collector for RosterCollector {
 }
 
 /// Encodes loads by rank and the router's counters; a scrape reads atomics.
-pub(crate) struct FleetCollector {
-    pub(crate) fleets: Fleets,
+pub struct FleetCollector {
+    /// The router's targets.
+    pub fleets: Fleets,
     /// Real engines: workers that are none now are left out.
-    pub(crate) engines: Option<Arc<Engines>>,
+    pub engines: Option<Arc<Engines>>,
 }
 
 /// Name, help, and reader of the value.

@@ -57,7 +57,7 @@ struct Api {
 }
 
 /// EndpointSlices with a label.
-pub(super) struct EndpointSlices {
+pub struct EndpointSlices {
     api: Api,
     /// Path and query of the list.
     path: String,
@@ -94,7 +94,7 @@ impl EndpointSlices {
     ///
     /// # Errors
     /// The API server's address is not known, or its files cannot be read.
-    pub(super) fn new(
+    pub fn new(
         config: &KubernetesConfig,
         selector: &str,
         port: Option<&str>,

@@ -33,10 +33,10 @@ const RETRY: Duration = Duration::from_secs(5);
 const MEMBERS_MAX: usize = 4096;
 
 /// A list of engines, or why there is none now.
-pub(super) type Listing<'s> = Pin<Box<dyn Future<Output = Result<BTreeSet<String>, String>> + 's>>;
+pub type Listing<'s> = Pin<Box<dyn Future<Output = Result<BTreeSet<String>, String>> + 's>>;
 
 /// A source of the engines of a pool, by their addresses as [`EngineUrl`] writes them.
-pub(super) trait MemberSource {
+pub trait MemberSource {
     /// Name for messages.
     fn name(&self) -> String;
 
@@ -81,11 +81,12 @@ async fn addresses(url: &EngineUrl) -> Result<BTreeSet<String>, String> {
     Ok(found.map(|address| of(address.ip()).to_string()).collect())
 }
 
-/// `cluster` with the engines that its names have now. A name that cannot be looked up has none yet.
+/// `cluster` with the engines that its names have now. A name that cannot be looked up has none yet, which is
+/// a `note`.
 ///
 /// # Errors
 /// No runtime can be made.
-pub(super) fn resolved(cluster: &Cluster) -> anyhow::Result<Cluster> {
+pub fn resolved(cluster: &Cluster, note: impl Fn(&str)) -> anyhow::Result<Cluster> {
     let mut cluster = cluster.clone();
     let names = |cluster: &Cluster| -> Vec<(usize, EngineUrl)> {
         let pools = cluster.pools.iter().enumerate();
@@ -134,7 +135,7 @@ pub(super) fn resolved(cluster: &Cluster) -> anyhow::Result<Cluster> {
                 of.urls
                     .extend(new.filter_map(|url| EngineUrl::parse(&url).ok()));
             }
-            Err(why) => errln!("note: no engines of {name} yet: {why}"),
+            Err(why) => note(&format!("no engines of {name} yet: {why}")),
         }
         pool.workers = (to_u32(of.urls.len())).max(1);
     }
@@ -148,7 +149,7 @@ enum Source {
 }
 
 /// Follows sources until it is dropped.
-pub(super) struct Membership {
+pub struct Membership {
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -168,7 +169,7 @@ impl Drop for Membership {
 ///
 /// # Errors
 /// The thread or its runtime cannot be made.
-pub(super) fn start(
+pub fn start(
     given: &Cluster,
     now: &Cluster,
     engines: &Arc<Engines>,

@@ -13,7 +13,8 @@ mkdir -p target/site
 "$mdbook" build
 # Pages link to these, which are outside of docs/: mdbook writes `.html` for `.md`.
 cp -R examples target/site/
-for page in README ARCHITECTURE CONTRIBUTING CHANGELOG; do
+mkdir -p target/site/benches/results
+for page in README ARCHITECTURE CONTRIBUTING CHANGELOG SECURITY benches/results/README; do
   {
     printf '<!doctype html><meta charset="utf-8"><title>%s</title><meta name="color-scheme" content="light dark"><pre style="white-space: pre-wrap; max-width: 60rem">' "$page"
     sed 's/&/\&amp;/g; s/</\&lt;/g' "$page.md"

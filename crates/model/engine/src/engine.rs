@@ -7,14 +7,14 @@ mod in_step;
 mod jump;
 mod peers;
 mod pipeline;
+mod sequence;
 mod speculation;
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::BuildHasherDefault;
 
 use slipstream_base::fpm::{DecodeStats, PrefillStats};
 use slipstream_base::kv_event::StoredBlocks;
-use slipstream_base::mix::mix64;
 use slipstream_base::width::to_u32;
 use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
@@ -25,10 +25,10 @@ use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
 use crate::host_tier::{DiskTier, FoundBelow, HostTier, Medium};
-use crate::output::{Finished, FirstToken, LowerHits, PassOutput, Stats, Usage};
+use crate::output::{Finished, LowerHits, PassOutput, Stats, Usage};
 use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
-use crate::waiting::{Rank, RunningStats, Waiting};
+use crate::waiting::{RunningStats, Waiting};
 
 use adapters::Adapters;
 pub use disagg::Reserved;
@@ -37,6 +37,7 @@ use encoder::{Encoded, Encoder};
 pub use jump::DecodeRun;
 pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use pipeline::Pipeline;
+use sequence::{IdHasher, Running, Sequence, Slab, first_token, limit_len, stops_at};
 use speculation::{Answered, Speculation};
 
 /// One rank of one engine: its scheduler and its KV cache.
@@ -131,117 +132,6 @@ pub struct Engine {
     phases: jump::Phases,
     /// Slots of waiting sequences that a pass does not consider.
     passed_over: Vec<u32>,
-}
-
-/// A sequence, apart from what a decode pass looks at. The parts that filling a block needs come first.
-#[repr(C)]
-struct Sequence {
-    /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.
-    table: Table,
-    /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
-    generated_blocks: Vec<BlockHash>,
-    request: EngineRequest,
-    /// Order of arrival; breaks ties of priority.
-    arrival: u64,
-    /// Output tokens when it ends, if nothing ends it before.
-    end_outputs: u32,
-    /// It ends there by itself, with the end-of-sequence token.
-    natural_end: bool,
-    /// Generated so far; while it is running, `Running::len` is ahead of this.
-    outputs: u32,
-    cached_tokens: u32,
-    lower: LowerHits,
-    arrived: SimTime,
-    /// `None` until it leaves the waiting queue for the first time.
-    admitted: Option<SimTime>,
-    preemptions: u32,
-    running: bool,
-    /// Number of the last pass of the pipeline that computes tokens of it although it was preempted since.
-    last_flight: u64,
-    transfer: TransferState,
-}
-
-impl Sequence {
-    fn rank(&self) -> Rank {
-        (self.request.priority, self.arrival)
-    }
-
-    /// Prompt and answer so far, while it waits.
-    fn tokens(&self) -> u32 {
-        self.request.prompt.len() + self.outputs
-    }
-
-    /// Whether this engine has generated a token of it, while it waits.
-    fn has_begun(&self) -> bool {
-        self.outputs > self.request.params.answered
-    }
-}
-
-/// The part of a running sequence that a pass reads, in the order in which they run.
-#[derive(Clone, Copy)]
-struct Running {
-    id: RequestId,
-    seed: u64,
-    slot: u32,
-    prompt_len: u32,
-    /// Tokens whose keys and values are in the cache.
-    computed: u32,
-    /// Prompt and answer so far. Decoding: `computed + 1`, the last token being computed next.
-    len: u32,
-    /// `len` at which it ends.
-    end_len: u32,
-    /// Tokens that its blocks can hold.
-    capacity: u32,
-    /// Tokens of it in the pass under way, or between two passes in the one that is scheduled
-    /// already; 0 if it is not in it. With a pipeline: in all passes that are in it.
-    scheduled: u32,
-    /// Tokens of it in the pass after the one under way, if that is scheduled already.
-    ahead: u32,
-    /// With a pipeline: number of the first pass that may compute it again after one that gives it a token.
-    eligible: u32,
-    /// Caught up with its last token since it was admitted: each pass adds one.
-    decoding: bool,
-    natural_end: bool,
-    /// Has stop tokens to look for.
-    stops: bool,
-    /// Left (finished or aborted) while a pass is under way; removed at its end.
-    gone: bool,
-}
-
-impl Running {
-    /// Tokens computed before the pass that is being scheduled.
-    #[inline]
-    fn before<const AHEAD: bool>(&self) -> u32 {
-        if AHEAD {
-            self.computed + self.scheduled
-        } else {
-            self.computed
-        }
-    }
-
-    /// True if the pass under way computes its last known token, and so gives it another.
-    #[inline]
-    fn gets_token(&self) -> bool {
-        // Drafted tokens come behind that one.
-        self.computed + self.scheduled >= self.len
-    }
-
-    /// True if a pass that computes it up to `target`, with room for `slots` tokens, needs a block or fills one. Ahead of its
-    /// pass the last token is not known, so the block that it fills is not either.
-    #[inline]
-    fn touches_blocks(&self, slots: u32, target: u32) -> bool {
-        slots > self.capacity || slots == self.capacity && self.len >= target
-    }
-
-    /// Tokens of it in the pass that is being scheduled.
-    #[inline]
-    fn planned<const AHEAD: bool>(&mut self) -> &mut u32 {
-        if AHEAD {
-            &mut self.ahead
-        } else {
-            &mut self.scheduled
-        }
-    }
 }
 
 /// The pass under way.
@@ -1693,30 +1583,6 @@ impl Plan {
     }
 }
 
-/// Tokens of a sequence at which it ends whatever they are.
-fn limit_len(sequence: &Sequence, max_len: u32) -> u32 {
-    let prompt_len = sequence.request.prompt.len();
-    prompt_len + sequence.request.params.max_tokens.min(max_len - prompt_len)
-}
-
-fn first_token(id: RequestId, sequence: &Sequence, first_pass_start: SimTime) -> FirstToken {
-    FirstToken {
-        id,
-        cached_tokens: sequence.cached_tokens,
-        lower: sequence.lower,
-        arrived: sequence.arrived,
-        admitted: sequence.admitted.expect("it was scheduled"),
-        first_pass_start,
-    }
-}
-
-/// True if output token number `position` is a stop token that counts.
-fn stops_at(sequence: &Sequence, position: u32, token: TokenId) -> bool {
-    let params = &sequence.request.params;
-    // As the end-of-sequence token, masked while fewer than min_tokens are out.
-    position >= params.min_tokens && params.stop_token_ids.contains(&token)
-}
-
 /// The hash that block `j` of a running sequence follows; all blocks before it are full and no other.
 fn parent_of(sequence: &Sequence, j: u32, pool: &BlockPool) -> BlockHash {
     match j {
@@ -1813,68 +1679,5 @@ fn decode_stats(sums: &RunningStats) -> DecodeStats {
         requests: sums.count,
         kv_tokens: sums.tokens,
         kv_tokens_variance: sums.variance(),
-    }
-}
-
-/// Sequences by slot; slots are used again.
-#[derive(Default)]
-struct Slab {
-    slots: Vec<Option<Sequence>>,
-    free: Vec<u32>,
-}
-
-impl Slab {
-    fn insert(&mut self, sequence: Sequence) -> u32 {
-        if let Some(slot) = self.free.pop() {
-            self.slots[slot as usize] = Some(sequence);
-            slot
-        } else {
-            self.slots.push(Some(sequence));
-            to_u32(self.slots.len()) - 1
-        }
-    }
-
-    fn remove(&mut self, slot: u32) -> Sequence {
-        self.free.push(slot);
-        self.slots[slot as usize]
-            .take()
-            .expect("a slot is removed once")
-    }
-
-    fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> {
-        let slots = self.slots.iter().enumerate();
-        slots.filter_map(|(slot, s)| Some((to_u32(slot), s.as_ref()?)))
-    }
-}
-
-impl std::ops::Index<u32> for Slab {
-    type Output = Sequence;
-    fn index(&self, slot: u32) -> &Sequence {
-        self.slots[slot as usize].as_ref().expect("slot in use")
-    }
-}
-
-impl std::ops::IndexMut<u32> for Slab {
-    fn index_mut(&mut self, slot: u32) -> &mut Sequence {
-        self.slots[slot as usize].as_mut().expect("slot in use")
-    }
-}
-
-/// Ids are small numbers or packed addresses: one round of mixing spreads them, and no client
-/// chooses them.
-#[derive(Default)]
-struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = mix64(self.0 ^ u64::from(byte));
-        }
-    }
-    fn write_u64(&mut self, id: u64) {
-        self.0 = mix64(id);
     }
 }

@@ -4,7 +4,8 @@ use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
 
 use super::peers::PeerLoad;
-use super::{Engine, Plan, Running};
+use super::sequence::Running;
+use super::{Engine, Plan};
 use crate::error::Refusal;
 use crate::host_tier::FoundBelow;
 use crate::pool::Table;

@@ -5,7 +5,8 @@ use std::ops::Range;
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RequestId, SimTime};
 
-use super::{Engine, Running, decode_stats};
+use super::sequence::Running;
+use super::{Engine, decode_stats};
 use crate::host_tier::HostTier;
 use crate::timing::StepLoad;
 use crate::waiting::RunningStats;

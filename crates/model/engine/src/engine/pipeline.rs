@@ -10,7 +10,8 @@ use slipstream_base::width::round_u64;
 use slipstream_base::{RequestId, SimTime};
 use slipstream_config::cluster::PipelineConfig;
 
-use super::{Engine, POLL_NS, Pass, Plan, Running};
+use super::sequence::Running;
+use super::{Engine, POLL_NS, Pass, Plan};
 use crate::waiting::RunningStats;
 
 /// The stages, and the passes in them.

@@ -5,7 +5,8 @@ use slipstream_base::width::to_u32;
 use slipstream_base::{RequestId, TokenId};
 use slipstream_config::cluster::SpeculationConfig;
 
-use super::{Engine, Running, stops_at};
+use super::Engine;
+use super::sequence::{Running, stops_at};
 use crate::output::PassOutput;
 
 /// The length of drafts, how often their tokens are accepted, and counters.

@@ -5,6 +5,7 @@ mod disagg;
 mod encoder;
 mod in_step;
 mod jump;
+mod limits;
 mod peers;
 mod pipeline;
 mod sequence;
@@ -26,7 +27,7 @@ use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
 use crate::host_tier::{DiskTier, FoundBelow, HostTier, Medium};
 use crate::output::{Finished, LowerHits, PassOutput, Stats, Usage};
-use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
+use crate::pool::{BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{RunningStats, Waiting};
 
@@ -35,6 +36,7 @@ pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 use encoder::{Encoded, Encoder};
 pub use jump::DecodeRun;
+use limits::Limits;
 pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use pipeline::Pipeline;
 use sequence::{IdHasher, Running, Sequence, Slab, first_token, limit_len, stops_at};
@@ -50,28 +52,10 @@ use speculation::{Answered, Speculation};
 /// block allocates nothing. Memory follows live state: requests, and blocks once used.
 pub struct Engine {
     rank: RankId,
-    block_size: u32,
-    /// Limit of running sequences: `max_num_active_seqs`, or `max_num_seqs`.
-    max_running: u32,
-    /// `max_running`, unless it is paused.
-    max_running_set: u32,
-    max_num_batched_tokens: u32,
-    /// Budget of a pass: the smaller of `max_num_scheduled_tokens` and `max_num_batched_tokens`.
-    budget: u32,
-    /// Limit of a sequence's tokens in a pass while there are others; `u32::MAX` without one.
-    long_prefill: u32,
-    /// `long_prefill` is at least a fair share of the pass.
-    long_prefill_adaptive: bool,
-    /// A sequence is admitted if all of it fits, not its first chunk alone.
-    reserves_full: bool,
-    /// Each pass is scheduled when the one before it begins.
-    ahead: bool,
-    /// As configured; `max_len` is what can be held of it.
-    max_model_len: u32,
-    max_len: u32,
+    limits: Limits,
+    /// No sequence is admitted for now.
+    paused: bool,
     caching: bool,
-    chunked: bool,
-    policy: SchedulingPolicy,
     timing: Box<dyn StepTime>,
     /// `timing` has a range beyond which it extrapolates.
     timing_has_range: bool,
@@ -189,69 +173,13 @@ impl Engine {
         timing: Box<dyn StepTime>,
         output: OutputModel,
     ) -> Result<Engine, EngineError> {
-        for (key, value) in [
-            ("block_size", config.block_size),
-            ("num_gpu_blocks", config.num_gpu_blocks),
-            ("max_num_seqs", config.max_num_seqs),
-            ("max_num_batched_tokens", config.max_num_batched_tokens),
-            ("max_model_len", config.max_model_len),
-        ] {
-            if value == 0 {
-                return Err(EngineError::Zero { key });
-            }
-        }
-        for (key, value) in [
-            ("max_num_active_seqs", config.max_num_active_seqs),
-            ("max_num_scheduled_tokens", config.max_num_scheduled_tokens),
-        ] {
-            if value == Some(0) {
-                return Err(EngineError::Zero { key });
-            }
-        }
-        // So that no count of tokens or blocks leaves its type.
-        for (key, value, max) in [
-            ("block_size", config.block_size, 1 << 16),
-            ("num_gpu_blocks", config.num_gpu_blocks, BLOCKS_MAX),
-            ("max_model_len", config.max_model_len, 1 << 31),
-        ] {
-            if value > max {
-                return Err(EngineError::TooLarge { key, value, max });
-            }
-        }
+        let limits = Limits::new(config)?;
         output.check()?;
-
-        // A sequence longer than the cache, or (without chunks) than a pass, could be preempted
-        // and never come back. vLLM does not start with such a configuration unless it may
-        // lower max_model_len by itself (`--max-model-len auto`), which is what happens here.
-        let cache_tokens = u64::from(config.num_gpu_blocks) * u64::from(config.block_size);
-        let mut max_len = to_u32(u64::from(config.max_model_len).min(cache_tokens));
-        let budget = config
-            .max_num_scheduled_tokens
-            .unwrap_or(u32::MAX)
-            .min(config.max_num_batched_tokens);
-        if !config.enable_chunked_prefill {
-            max_len = max_len.min(budget);
-        }
-        let max_running = config.max_num_active_seqs.unwrap_or(u32::MAX);
         Ok(Engine {
             rank,
-            block_size: config.block_size,
-            max_running: max_running.min(config.max_num_seqs),
-            max_running_set: max_running.min(config.max_num_seqs),
-            max_num_batched_tokens: config.max_num_batched_tokens,
-            budget,
-            long_prefill: match config.long_prefill_token_threshold {
-                0 => u32::MAX,
-                most => most,
-            },
-            long_prefill_adaptive: config.long_prefill_token_threshold_adaptive,
-            reserves_full: config.scheduler_reserve_full_isl,
-            ahead: config.async_scheduling,
-            max_model_len: config.max_model_len,
-            max_len,
+            limits,
+            paused: false,
             caching: config.enable_prefix_caching,
-            chunked: config.enable_chunked_prefill,
-            policy: config.scheduling_policy,
             timing_has_range: timing.has_range(),
             timing,
             output,
@@ -330,7 +258,10 @@ impl Engine {
         self.check(&request)?;
         let prompt_len = request.prompt.len();
         let answered = request.params.answered;
-        let end_outputs = request.params.max_tokens.min(self.max_len - prompt_len);
+        let end_outputs = request
+            .params
+            .max_tokens
+            .min(self.limits.max_len - prompt_len);
         let natural = if request.params.ignore_eos {
             u32::MAX
         } else {
@@ -379,7 +310,7 @@ impl Engine {
         let prompt = &sequence.request.prompt;
         let known = to_u32(prompt.blocks().len());
         let mut parent = prompt.blocks().last().copied().unwrap_or(prompt.root());
-        for j in known..sequence.tokens() / self.block_size {
+        for j in known..sequence.tokens() / self.limits.block_size {
             let tokens = &mut self.block_tokens;
             parent = block_hash(sequence, j, parent, &self.output, tokens);
             sequence.generated_blocks.push(parent);
@@ -387,42 +318,11 @@ impl Engine {
     }
 
     fn check(&self, request: &EngineRequest) -> Result<(), Refusal> {
-        let prompt = &request.prompt;
-        if prompt.block_size() != self.block_size {
-            return Err(Refusal::BlockSize {
-                given: prompt.block_size(),
-                block_size: self.block_size,
-            });
-        }
-        if request.params.max_tokens <= request.params.answered {
-            return Err(Refusal::NoTokens);
-        }
-        let prompt_tokens = prompt.len().saturating_add(request.params.answered);
-        if prompt_tokens >= self.max_model_len {
-            return Err(Refusal::ModelLen {
-                prompt_tokens,
-                max_model_len: self.max_model_len,
-            });
-        }
-        let needed_blocks = prompt_tokens / self.block_size + 1;
-        if needed_blocks > self.pool.total() {
-            return Err(Refusal::Blocks {
-                prompt_tokens,
-                needed_blocks,
-                total_blocks: self.pool.total(),
-                block_size: self.block_size,
-            });
-        }
-        if prompt_tokens >= self.max_len {
-            return Err(Refusal::Budget {
-                prompt_tokens,
-                max_num_batched_tokens: self.budget,
-            });
-        }
+        self.limits.check(request)?;
         if let Some(encoder) = &self.encoder {
             let mut most = encoder.input_max();
             if encoder.takes_whole() {
-                most = most.min(self.budget).min(self.long_prefill);
+                most = most.min(self.limits.budget).min(self.limits.long_prefill);
             }
             let inputs = request.params.encoder_inputs.iter();
             if let Some(tokens) = inputs.map(|i| i.tokens).find(|&tokens| tokens > most) {
@@ -442,7 +342,7 @@ impl Engine {
         self.sequences = Slab::default();
         self.by_id.clear();
         self.running.clear();
-        self.waiting = Waiting::new(self.policy);
+        self.waiting = Waiting::new(self.limits.policy);
         self.waiting_prefill = RunningStats::default();
         self.waiting_decode = RunningStats::default();
         self.blocked_head = None;
@@ -534,7 +434,13 @@ impl Engine {
 
     /// From now on, or no more, no waiting sequence is admitted. Those that run go on; one that is preempted waits.
     pub fn set_paused(&mut self, paused: bool) {
-        self.max_running = if paused { 0 } else { self.max_running_set };
+        self.paused = paused;
+    }
+
+    /// Sequences that may run at once.
+    #[inline]
+    fn running_max(&self) -> u32 {
+        if self.paused { 0 } else { self.limits.running }
     }
 
     /// Begins a pass at `now`, and returns when it ends by the model; `None` if there is nothing to
@@ -573,7 +479,7 @@ impl Engine {
             },
         };
         let tokens = plan.load.tokens();
-        assert!(tokens <= u64::from(self.budget));
+        assert!(tokens <= u64::from(self.limits.budget));
         let end = if plan.load.is_empty() {
             now + POLL_NS
         } else {
@@ -588,7 +494,7 @@ impl Engine {
             chunks: plan.chunks,
             contexts: plan.contexts,
         });
-        if self.ahead {
+        if self.limits.ahead {
             let next = self.plan::<true>(now);
             self.next = (!next.load.is_empty()).then_some(next);
         }
@@ -597,7 +503,7 @@ impl Engine {
 
     /// Schedules a pass that begins at once; `None` if there is nothing to do.
     fn plan_first(&mut self, now: SimTime) -> Option<Plan> {
-        let admits_none = self.max_running == 0 && self.running.is_empty();
+        let admits_none = self.running_max() == 0 && self.running.is_empty();
         if self.by_id.is_empty() || admits_none {
             return None;
         }
@@ -620,8 +526,8 @@ impl Engine {
     /// Schedules a pass: one that begins now, or with `AHEAD` the one after that.
     fn plan<const AHEAD: bool>(&mut self, now: SimTime) -> Plan {
         let mut plan = Plan {
-            budget: self.budget,
-            most: self.most_of_one(),
+            budget: self.limits.budget,
+            most: self.limits.most_of_one(to_u32(self.by_id.len())),
             encoder_budget: self.encoder.as_ref().map_or(0, |encoder| encoder.budget),
             ..Plan::default()
         };
@@ -640,20 +546,6 @@ impl Engine {
             plan.before_ns += self.encoder_ns(&plan);
         }
         plan
-    }
-
-    /// Most tokens that one sequence may have in a pass. A sequence that is alone starves no other.
-    fn most_of_one(&self) -> u32 {
-        let sequences = to_u32(self.by_id.len());
-        if self.long_prefill == u32::MAX || sequences <= 1 {
-            return u32::MAX;
-        }
-        if self.long_prefill_adaptive {
-            self.long_prefill
-                .max(self.max_num_batched_tokens / sequences)
-        } else {
-            self.long_prefill
-        }
     }
 
     /// Counts a pass whose length the model of step times had to extrapolate.
@@ -682,7 +574,7 @@ impl Engine {
             let len = r.len + u32::from(unknown);
             if unknown && len >= r.end_len {
                 let sequence = &self.sequences[r.slot];
-                if len == limit_len(sequence, self.max_len) {
+                if len == limit_len(sequence, self.limits.max_len) {
                     at += 1; // that token is its last
                     continue;
                 }
@@ -690,7 +582,7 @@ impl Engine {
             let decodes = r.decoding || unknown;
             let left = if decodes && self.speculation.drafts > 0 {
                 // The last token that a sequence may have is never computed.
-                (1 + self.speculation.drafts).min(self.max_len - 1 - before)
+                (1 + self.speculation.drafts).min(self.limits.max_len - 1 - before)
             } else {
                 len - before
             };
@@ -705,7 +597,7 @@ impl Engine {
             }
             let r = &mut self.running[at];
             let target = before + chunk;
-            let slots = self.speculation.slots(target, self.max_len);
+            let slots = self.speculation.slots(target, self.limits.max_len);
             if r.touches_blocks(slots, target) {
                 if !self.make_room::<AHEAD>(&mut at, slots, plan) {
                     // It left the queue, so `at` is already the one behind it. By priority that
@@ -714,7 +606,7 @@ impl Engine {
                 }
                 let r = self.running[at];
                 self.grow(r.slot, slots, target.min(r.len));
-                self.running[at].capacity = slots.next_multiple_of(self.block_size);
+                self.running[at].capacity = slots.next_multiple_of(self.limits.block_size);
             } else if !r.decoding && self.host_tier.is_some() || self.speculation.drafts > 0 {
                 // It may have had blocks for all of its prompt since a load from host memory, or for drafts that were
                 // rejected.
@@ -778,11 +670,11 @@ impl Engine {
         let slot = self.running[*at].slot;
         loop {
             let held = self.sequences[slot].table.len();
-            if target.div_ceil(self.block_size) - held <= self.pool.free() {
+            if target.div_ceil(self.limits.block_size) - held <= self.pool.free() {
                 return true;
             }
             plan.preempted = true;
-            let victim = match self.policy {
+            let victim = match self.limits.policy {
                 SchedulingPolicy::Fcfs => self.running.len() - 1,
                 SchedulingPolicy::Priority => (0..self.running.len())
                     .max_by_key(|&i| self.sequences[self.running[i].slot].rank())
@@ -842,7 +734,7 @@ impl Engine {
 
     fn admit_waiting<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         self.admit_loaded::<AHEAD>(now, plan);
-        while plan.budget > 0 && to_u32(self.running.len()) < self.max_running {
+        while plan.budget > 0 && to_u32(self.running.len()) < self.running_max() {
             let Some(slot) = self.waiting.first() else {
                 break;
             };
@@ -879,7 +771,7 @@ impl Engine {
             }
             let len = self.sequences[slot].tokens();
             let left = (len - computed).min(plan.most);
-            if !self.chunked && left > plan.budget {
+            if !self.limits.chunked && left > plan.budget {
                 break;
             }
             let mut chunk = left.min(plan.budget);
@@ -897,17 +789,19 @@ impl Engine {
             // The whole sequence must fit, not its first chunk alone (vLLM's
             // `scheduler_reserve_full_isl`, on by default). A hit block that no sequence holds is among
             // the free ones, so holding it uses one up.
-            let slots = self.speculation.slots(computed + chunk, self.max_len);
-            let fits = if self.reserves_full {
+            let slots = self
+                .speculation
+                .slots(computed + chunk, self.limits.max_len);
+            let fits = if self.limits.reserves_full {
                 len.max(slots)
             } else {
                 slots
             };
-            let new_blocks = fits.div_ceil(self.block_size) - self.hits.blocks();
+            let new_blocks = fits.div_ceil(self.limits.block_size) - self.hits.blocks();
             if new_blocks + self.hits.free() > self.pool.free() {
                 self.leave_inputs(slot);
                 // The need for a chunk depends on the rest of the budget, too; and each look at images leaves traces.
-                if self.reserves_full && fits == len && !encodes {
+                if self.limits.reserves_full && fits == len && !encodes {
                     self.note_blocked_head(slot, next_block);
                 }
                 break;
@@ -965,7 +859,7 @@ impl Engine {
             return (0, None);
         }
         // At least one token must be computed, or there would be no logits to sample from.
-        let most = (self.sequences[slot].tokens() - 1) / self.block_size;
+        let most = (self.sequences[slot].tokens() - 1) / self.limits.block_size;
         self.hash_generated(slot, most);
         let sequence = &self.sequences[slot];
         let prompt_blocks = sequence.request.prompt.blocks();
@@ -980,7 +874,7 @@ impl Engine {
                 break;
             }
         }
-        (self.hits.blocks() * self.block_size, next_block)
+        (self.hits.blocks() * self.limits.block_size, next_block)
     }
 
     /// Hashes the first `blocks` blocks of a waiting sequence, as far as they have no hash yet: if it
@@ -1011,7 +905,7 @@ impl Engine {
             return found;
         };
         let sequence = &self.sequences[slot];
-        let most = (sequence.tokens() - 1) / self.block_size;
+        let most = (sequence.tokens() - 1) / self.limits.block_size;
         let known = sequence.request.prompt.blocks().iter();
         let known = known.chain(&sequence.generated_blocks);
         let hashes = known.take(most as usize);
@@ -1030,7 +924,9 @@ impl Engine {
     /// tokens behind the `computed` ones.
     fn admit<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
         self.leave_waiting(slot);
-        let slots = self.speculation.slots(computed + chunk, self.max_len);
+        let slots = self
+            .speculation
+            .slots(computed + chunk, self.limits.max_len);
         let table = self.spare_tables.pop().unwrap_or_default();
         let sequence = &mut self.sequences[slot];
         sequence.running = true;
@@ -1053,7 +949,7 @@ impl Engine {
             computed,
             len,
             end_len: prompt_len + sequence.end_outputs,
-            capacity: slots.next_multiple_of(self.block_size),
+            capacity: slots.next_multiple_of(self.limits.block_size),
             scheduled: 0,
             ahead: 0,
             eligible: self.pipeline.as_ref().map_or(0, |p| p.step()),
@@ -1076,7 +972,7 @@ impl Engine {
     fn grow(&mut self, slot: u32, target: u32, known: u32) {
         let sequence = &mut self.sequences[slot];
         let table = &mut sequence.table;
-        let missing = target.div_ceil(self.block_size) - table.len();
+        let missing = target.div_ceil(self.limits.block_size) - table.len();
         self.pool.allocate(missing, table, &mut self.ops);
         self.cache_full(slot, known);
     }
@@ -1086,7 +982,7 @@ impl Engine {
         if !self.caching {
             return;
         }
-        let full = self.sequences[slot].table.cached()..target / self.block_size;
+        let full = self.sequences[slot].table.cached()..target / self.limits.block_size;
         if full.is_empty() {
             return;
         }
@@ -1223,7 +1119,7 @@ impl Engine {
                 continue;
             }
             // If it is in the pass that comes next, that has cached its blocks.
-            if r.scheduled == 0 && self.ahead {
+            if r.scheduled == 0 && self.limits.ahead {
                 self.cache_full(r.slot, r.computed);
             }
             r.len += 1;
@@ -1414,7 +1310,7 @@ impl Engine {
 
     /// Whether each pass is scheduled when the one before it begins (`async_scheduling`).
     pub fn schedules_ahead(&self) -> bool {
-        self.ahead
+        self.limits.ahead
     }
 
     /// Whether the budget of a pass may end before the sequences that decode do. Else each of them
@@ -1423,8 +1319,8 @@ impl Engine {
         // vLLM wants `max_num_batched_tokens` to be no less than `max_num_seqs`. A sequence that is
         // in prefill still is the last that runs, unless its part of the budget is limited.
         let each = 1 + self.speculation.drafts;
-        self.budget < self.max_running.saturating_mul(each)
-            || self.long_prefill != u32::MAX
+        self.limits.budget < self.running_max().saturating_mul(each)
+            || self.limits.long_prefill != u32::MAX
             || self.pipeline.is_some()
     }
 
@@ -1458,7 +1354,7 @@ impl Engine {
     /// Longest sequence (prompt plus answer) that this engine can hold, tokens: `max_model_len`, or
     /// less where the KV cache (or, without chunked prefill, the budget of a pass) is smaller.
     pub fn max_len(&self) -> u32 {
-        self.max_len
+        self.limits.max_len
     }
 
     /// Fills `out` with `Cleared` and every block held, for a consumer that lost a delta. O(cached
@@ -1546,10 +1442,10 @@ impl Engine {
         let stats = self.stats();
         assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
         assert_eq!(running, stats.running);
-        assert!(running <= self.max_running_set);
+        assert!(running <= self.limits.running);
         for r in self.running.iter().filter(|r| !r.gone) {
             let blocks = self.sequences[r.slot].table.len();
-            assert_eq!(blocks * self.block_size, r.capacity);
+            assert_eq!(blocks * self.limits.block_size, r.capacity);
             assert!(r.computed < r.len && r.len < r.end_len && r.computed <= r.capacity);
         }
         let waiting = self.waiting_prefill.count + self.waiting_decode.count;

@@ -159,7 +159,7 @@ impl Engine {
     /// tokens. False, with nothing changed, if there are too few: one that has left never waits for blocks.
     fn leave_with_blocks(&mut self, slot: u32, next_block: Option<BlockHash>) -> bool {
         let len = self.sequences[slot].tokens();
-        let missing = len.div_ceil(self.block_size) - self.hits.blocks();
+        let missing = len.div_ceil(self.limits.block_size) - self.hits.blocks();
         if missing + self.hits.free() > self.pool.free() {
             self.note_blocked_head(slot, next_block);
             return false;
@@ -176,11 +176,11 @@ impl Engine {
     /// Moves sequences whose prompts have come to the running queue.
     pub(super) fn admit_loaded<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
         while plan.budget > 0
-            && to_u32(self.running.len()) < self.max_running
+            && to_u32(self.running.len()) < self.running_max()
             && let Some((at, slot)) = self.first_loaded()
         {
             let left = self.left_of_loaded(slot);
-            if !self.chunked && left > plan.budget {
+            if !self.limits.chunked && left > plan.budget {
                 break;
             }
             self.transfers.loaded.remove(at);
@@ -224,8 +224,8 @@ impl Engine {
         if !self.leave_with_blocks(slot, next_block) {
             return false;
         }
-        let on_gpu = self.hits.blocks() * self.block_size;
-        let tokens = on_gpu + below.blocks * self.block_size;
+        let on_gpu = self.hits.blocks() * self.limits.block_size;
+        let tokens = on_gpu + below.blocks * self.limits.block_size;
         let sequence = &mut self.sequences[slot];
         let TransferState::Queued(role) = sequence.transfer else {
             unreachable!("it was in a queue");
@@ -239,8 +239,8 @@ impl Engine {
             sequence.cached_tokens = tokens;
             self.prefix_query_tokens += u64::from(sequence.tokens());
             self.prefix_hit_tokens += u64::from(on_gpu);
-            sequence.lower.disk_tokens = below.on_disk * self.block_size;
-            sequence.lower.host_tokens = (below.blocks - below.on_disk) * self.block_size;
+            sequence.lower.disk_tokens = below.on_disk * self.limits.block_size;
+            sequence.lower.host_tokens = (below.blocks - below.on_disk) * self.limits.block_size;
             self.host_hit_tokens += u64::from(sequence.lower.host_tokens);
             self.disk_hit_tokens += u64::from(sequence.lower.disk_tokens);
         }
@@ -301,7 +301,7 @@ impl Engine {
             computed,
             len,
             end_len: prompt_len + sequence.end_outputs,
-            capacity: len.next_multiple_of(self.block_size),
+            capacity: len.next_multiple_of(self.limits.block_size),
             scheduled: 0,
             ahead: 0,
             eligible: self.pipeline.as_ref().map_or(0, |p| p.step()),

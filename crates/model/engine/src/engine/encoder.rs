@@ -341,7 +341,7 @@ impl Engine {
             return;
         };
         let mut known = r.computed + r.scheduled;
-        if self.ahead {
+        if self.limits.ahead {
             let gives = u32::from(r.computed >= r.len);
             let gives_next = r.scheduled > 0 && known >= r.len + gives;
             known -= gives + u32::from(gives_next);

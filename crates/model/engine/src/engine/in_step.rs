@@ -19,7 +19,7 @@ impl Engine {
     /// # Panics
     /// If a pass is under way.
     pub fn begin_in_step(&mut self, now: SimTime, first: bool) -> SimTime {
-        let decided = self.ahead && !first && self.next.is_none();
+        let decided = self.limits.ahead && !first && self.next.is_none();
         if !decided && let Some(end) = self.begin_pass(now) {
             let dummy_end = now + self.dummy_ns();
             return match &mut self.pass {
@@ -41,7 +41,7 @@ impl Engine {
             chunks: nothing.chunks,
             contexts: nothing.contexts,
         });
-        if self.ahead {
+        if self.limits.ahead {
             let next = self.plan::<true>(now);
             self.next = (!next.load.is_empty()).then_some(next);
         }

@@ -194,7 +194,7 @@ impl Engine {
             contexts,
         } = decodes;
         let mut phases = std::mem::take(&mut self.phases);
-        phases.sort(&self.running, self.block_size);
+        phases.sort(&self.running, self.limits.block_size);
         let passes = self.run_passes(now, until, quiet, load, &mut phases, run);
         self.phases = phases;
         if passes == 0 {
@@ -226,7 +226,7 @@ impl Engine {
         let mut contexts = RunningStats::default();
         let mut quiet = max_passes;
         // Ahead of its pass each sequence has its token scheduled already.
-        let scheduled = u32::from(self.ahead);
+        let scheduled = u32::from(self.limits.ahead);
         for r in &self.running {
             let has_token = r.decoding && r.len > r.prompt_len;
             if !has_token || r.stops || r.scheduled != scheduled {
@@ -265,16 +265,18 @@ impl Engine {
     /// True if no waiting sequence can be admitted while the running ones do nothing but decode.
     fn waiting_cannot_move(&mut self) -> bool {
         let running = to_u32(self.running.len());
-        if running > self.budget {
+        if running > self.limits.budget {
             return false; // not all of them are in a pass
         }
-        if !self.transfers.loaded.is_empty() && running < self.max_running {
+        if !self.transfers.loaded.is_empty() && running < self.running_max() {
             return false;
         }
         match self.waiting.first() {
             None => true,
             Some(head) => {
-                running >= self.max_running || running == self.budget || self.is_blocked(head)
+                running >= self.running_max()
+                    || running == self.limits.budget
+                    || self.is_blocked(head)
             }
         }
     }
@@ -324,22 +326,22 @@ impl Engine {
     /// the pass gives it.
     #[inline]
     fn growing(&self, pass: u32) -> u32 {
-        let size = self.block_size;
-        (size - (pass - 1 + u32::from(self.ahead)) % size) % size
+        let size = self.limits.block_size;
+        (size - (pass - 1 + u32::from(self.limits.ahead)) % size) % size
     }
 
     /// The phase of the sequences that fill a block in that pass, whose token is the last in it; `None` if blocks are not
     /// cached.
     #[inline]
     fn filling(&self, pass: u32) -> Option<u32> {
-        let size = self.block_size;
+        let size = self.limits.block_size;
         self.caching.then_some((size - pass % size) % size)
     }
 
     /// The phase for which a pass does what the one before it did for `phase`.
     #[inline]
     fn phase_before(&self, phase: u32) -> u32 {
-        phase.checked_sub(1).unwrap_or(self.block_size - 1)
+        phase.checked_sub(1).unwrap_or(self.limits.block_size - 1)
     }
 
     /// Plans up to `max_passes` passes that only decode, the first of them at `now`, and returns when the last of them
@@ -363,12 +365,12 @@ impl Engine {
         if self.pool.lists_first_blocks() {
             // Whoever asks for blocks knows who has the first one of a prompt: none comes to be unnoticed.
             let first = self.running.iter().map(|r| r.computed).min();
-            if let Some(first) = first.filter(|&first| first < self.block_size) {
-                quiet = quiet.min(self.block_size - 1 - first);
+            if let Some(first) = first.filter(|&first| first < self.limits.block_size) {
+                quiet = quiet.min(self.limits.block_size - 1 - first);
             }
         }
         let mut phases = std::mem::take(&mut self.phases);
-        phases.sort(&self.running, self.block_size);
+        phases.sort(&self.running, self.limits.block_size);
         let planned = &mut self.planned;
         (planned.start, planned.run, planned.load) = (now, 0, load);
         planned.ends.clear();
@@ -380,7 +382,7 @@ impl Engine {
             lacks
         };
         // Each sequence takes one block per block size at most.
-        let each = u64::from(quiet.div_ceil(self.block_size));
+        let each = u64::from(quiet.div_ceil(self.limits.block_size));
         let passes = if each * self.running.len() as u64 <= u64::from(self.pool.free()) {
             quiet
         } else {
@@ -486,7 +488,7 @@ impl Engine {
         phases.filled.clear();
         for i in filling {
             let r = &self.running[phases.places[i] as usize];
-            let j = (r.computed + pass) / self.block_size - 1;
+            let j = (r.computed + pass) / self.limits.block_size - 1;
             let (hash, parent) = self.generated_block(r.slot, j);
             if self
                 .blocked_head
@@ -518,7 +520,7 @@ impl Engine {
             if grows <= fills {
                 growing.start += 1;
                 let r = &mut self.running[grows as usize];
-                r.capacity += self.block_size;
+                r.capacity += self.limits.block_size;
                 let table = &mut self.sequences[r.slot].table;
                 self.pool.allocate(1, table, &mut self.ops);
             } else {

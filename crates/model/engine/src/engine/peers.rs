@@ -113,7 +113,7 @@ impl Engine {
         let Some(slot) = self.peers.slots.remove(&load) else {
             return false;
         };
-        let tokens = blocks * self.block_size;
+        let tokens = blocks * self.limits.block_size;
         let sequence = &mut self.sequences[slot];
         let TransferState::PeerLoading(mut hit) = sequence.transfer else {
             unreachable!("its load was under way");
@@ -151,7 +151,7 @@ impl Engine {
     fn find_at_peers(&mut self, now: SimTime, slot: u32, below: u32) -> Option<PeerLoad> {
         let peers = self.peers.blocks.as_ref()?;
         let sequence = &self.sequences[slot];
-        let most = (sequence.tokens() - 1) / self.block_size;
+        let most = (sequence.tokens() - 1) / self.limits.block_size;
         let known = sequence.request.prompt.blocks().iter();
         let known = known.chain(&sequence.generated_blocks);
         let mut blocks: Vec<BlockHash> = known.take(most as usize).copied().collect();

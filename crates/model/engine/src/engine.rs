@@ -1,6 +1,7 @@
 //! The scheduler: which sequences a pass works on, and what becomes of them.
 
 mod adapters;
+mod cache;
 mod disagg;
 mod encoder;
 mod in_step;
@@ -18,20 +19,21 @@ use slipstream_base::fpm::{DecodeStats, PrefillStats};
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::width::to_u32;
 use slipstream_base::{
-    BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
-    Role, SimTime, Tail, TokenId,
+    BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, Role,
+    SimTime,
 };
 use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
-use crate::host_tier::{DiskTier, FoundBelow, HostTier, Medium};
+use crate::host_tier::{DiskTier, HostTier};
 use crate::output::{Finished, LowerHits, PassOutput, Stats, Usage};
-use crate::pool::{BlockPool, Hits, KvChanges, Table};
+use crate::pool::{KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{RunningStats, Waiting};
 
 use adapters::Adapters;
+use cache::Cache;
 pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 use encoder::{Encoded, Encoder};
@@ -55,14 +57,13 @@ pub struct Engine {
     limits: Limits,
     /// No sequence is admitted for now.
     paused: bool,
-    caching: bool,
     timing: Box<dyn StepTime>,
     /// `timing` has a range beyond which it extrapolates.
     timing_has_range: bool,
     output: OutputModel,
     lists_tokens: bool,
 
-    pool: BlockPool,
+    cache: Cache,
     sequences: Slab,
     by_id: HashMap<RequestId, u32, BuildHasherDefault<IdHasher>>,
     running: Vec<Running>,
@@ -72,11 +73,7 @@ pub struct Engine {
     /// Waiting sequences that had been decoding: their tokens.
     waiting_decode: RunningStats,
     blocked_head: Option<BlockedHead>,
-    /// Block tables of sequences that left, for those to come.
-    spare_tables: Vec<Table>,
     transfers: KvTransfers,
-    /// Blocks in host memory, if there is such a tier.
-    host_tier: Option<HostTier>,
     peers: peers::Peers,
     speculation: Speculation,
     /// Stages, and the passes in them; `None` with a single one.
@@ -95,11 +92,6 @@ pub struct Engine {
     overtaken: Vec<(u32, u32)>,
     /// When sequences joined the waiting queue since the pass under way began.
     arrived: Vec<SimTime>,
-    /// Changes of the cache since the last delta.
-    ops: Vec<KvOp>,
-    /// Of the blocks that `ops` stores; `None` unless they are noted.
-    stored_blocks: Option<StoredBlocks>,
-    kv_sequence: u64,
     fpm_counter: u64,
     arrivals: u64,
     passes: u64,
@@ -111,8 +103,6 @@ pub struct Engine {
     disk_hit_tokens: u64,
 
     // Scratch.
-    hits: Hits,
-    block_tokens: Vec<TokenId>,
     phases: jump::Phases,
     /// Slots of waiting sequences that a pass does not consider.
     passed_over: Vec<u32>,
@@ -179,12 +169,11 @@ impl Engine {
             rank,
             limits,
             paused: false,
-            caching: config.enable_prefix_caching,
             timing_has_range: timing.has_range(),
             timing,
             output,
             lists_tokens: true,
-            pool: BlockPool::new(config.num_gpu_blocks),
+            cache: Cache::new(rank, config),
             sequences: Slab::default(),
             by_id: HashMap::default(),
             running: Vec::new(),
@@ -192,15 +181,7 @@ impl Engine {
             waiting_prefill: RunningStats::default(),
             waiting_decode: RunningStats::default(),
             blocked_head: None,
-            spare_tables: Vec::new(),
             transfers: KvTransfers::default(),
-            host_tier: config.host_tier.map(|host| {
-                let tier = HostTier::new(host);
-                match config.disk_tier {
-                    Some(disk) => tier.with_disk(disk),
-                    None => tier,
-                }
-            }),
             peers: peers::Peers::default(),
             speculation: Speculation::new(config.speculation.as_ref()),
             pipeline: config
@@ -220,9 +201,6 @@ impl Engine {
             planned: jump::PlannedPasses::default(),
             overtaken: Vec::new(),
             arrived: Vec::new(),
-            ops: Vec::new(),
-            stored_blocks: None,
-            kv_sequence: 0,
             fpm_counter: 0,
             arrivals: 0,
             passes: 0,
@@ -232,8 +210,6 @@ impl Engine {
             prefix_hit_tokens: 0,
             host_hit_tokens: 0,
             disk_hit_tokens: 0,
-            hits: Hits::default(),
-            block_tokens: Vec::new(),
             phases: jump::Phases::default(),
             passed_over: Vec::new(),
         })
@@ -291,7 +267,7 @@ impl Engine {
             table: Table::default(),
         };
         if answered > 0 {
-            self.hash_answered(&mut sequence);
+            self.cache.hash_answered(&mut sequence, &self.output);
         }
         let rank = sequence.rank();
         let slot = self.sequences.insert(sequence);
@@ -303,18 +279,6 @@ impl Engine {
             self.arrived.push(now);
         }
         Ok(())
-    }
-
-    /// Notes the hashes of the full blocks that end in the answer's part from another engine.
-    fn hash_answered(&mut self, sequence: &mut Sequence) {
-        let prompt = &sequence.request.prompt;
-        let known = to_u32(prompt.blocks().len());
-        let mut parent = prompt.blocks().last().copied().unwrap_or(prompt.root());
-        for j in known..sequence.tokens() / self.limits.block_size {
-            let tokens = &mut self.block_tokens;
-            parent = block_hash(sequence, j, parent, &self.output, tokens);
-            sequence.generated_blocks.push(parent);
-        }
     }
 
     fn check(&self, request: &EngineRequest) -> Result<(), Refusal> {
@@ -338,7 +302,7 @@ impl Engine {
     /// Loses everything: sequences, blocks, the pass under way, unpublished changes. Deltas begin
     /// again at 0; counters of [`Stats`] run on.
     pub fn restart(&mut self) {
-        self.pool.clear();
+        self.cache.clear();
         self.sequences = Slab::default();
         self.by_id.clear();
         self.running.clear();
@@ -347,9 +311,6 @@ impl Engine {
         self.waiting_decode = RunningStats::default();
         self.blocked_head = None;
         self.transfers = KvTransfers::default();
-        if let Some(tier) = &mut self.host_tier {
-            tier.clear();
-        }
         self.peers.clear();
         if let Some(adapters) = &mut self.adapters {
             adapters.clear();
@@ -365,11 +326,6 @@ impl Engine {
         }
         self.overtaken.clear();
         self.arrived.clear();
-        self.ops.clear();
-        if let Some(stored) = &mut self.stored_blocks {
-            stored.clear();
-        }
-        self.kv_sequence = 0;
     }
 
     /// Usage of a request so far, at the end of the last pass; `None` if the engine does not know it
@@ -605,9 +561,11 @@ impl Engine {
                     continue;
                 }
                 let r = self.running[at];
-                self.grow(r.slot, slots, target.min(r.len));
+                let sequence = &mut self.sequences[r.slot];
+                self.cache
+                    .grow(sequence, slots, target.min(r.len), &self.output);
                 self.running[at].capacity = slots.next_multiple_of(self.limits.block_size);
-            } else if !r.decoding && self.host_tier.is_some() || self.speculation.drafts > 0 {
+            } else if !r.decoding && self.cache.host().is_some() || self.speculation.drafts > 0 {
                 // It may have had blocks for all of its prompt since a load from host memory, or for drafts that were
                 // rejected.
                 let (slot, known) = (r.slot, target.min(r.len));
@@ -670,7 +628,7 @@ impl Engine {
         let slot = self.running[*at].slot;
         loop {
             let held = self.sequences[slot].table.len();
-            if target.div_ceil(self.limits.block_size) - held <= self.pool.free() {
+            if target.div_ceil(self.limits.block_size) - held <= self.cache.pool().free() {
                 return true;
             }
             plan.preempted = true;
@@ -698,18 +656,13 @@ impl Engine {
     /// blocks that are still cached then.
     fn preempt<const AHEAD: bool>(&mut self, r: &Running) {
         let sequence = &mut self.sequences[r.slot];
-        let prompt_blocks = sequence.request.prompt.blocks().len();
-        let known = prompt_blocks + sequence.generated_blocks.len();
-        let generated = &mut sequence.generated_blocks;
-        self.pool
-            .hashes_from(&sequence.table, to_u32(known), generated);
+        self.cache.preempt(sequence);
         sequence.outputs = r.len - r.prompt_len;
         if slipstream_base::planted!("forgotten-token") {
             sequence.outputs = sequence.outputs.saturating_sub(1);
         }
         sequence.preemptions += 1;
         sequence.running = false;
-        let table = std::mem::take(&mut sequence.table);
         let (rank, begun) = (sequence.rank(), sequence.has_begun());
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
@@ -721,7 +674,6 @@ impl Engine {
             let drafts = r.computed + r.scheduled - r.len;
             self.overtaken.push((r.slot, drafts));
         }
-        self.release(table);
         self.leave_inputs(r.slot);
         self.preemptions += 1;
         self.waiting.push_preempted(r.slot, rank);
@@ -760,8 +712,9 @@ impl Engine {
                 | TransferState::HostLoading(_)
                 | TransferState::HostLoaded(_) => unreachable!("it is in no queue"),
             }
-            let (computed, next_block) = self.find_hits(slot);
-            let below = self.find_below(slot);
+            let sequence = &mut self.sequences[slot];
+            let (computed, next_block) = self.cache.find_hits(sequence, &self.output);
+            let below = self.cache.find_below(sequence);
             if below.blocks > 0 || self.peers.are_set() {
                 match self.load_from_elsewhere(now, slot, below, next_block) {
                     Some(true) => continue,
@@ -787,8 +740,7 @@ impl Engine {
             }
 
             // The whole sequence must fit, not its first chunk alone (vLLM's
-            // `scheduler_reserve_full_isl`, on by default). A hit block that no sequence holds is among
-            // the free ones, so holding it uses one up.
+            // `scheduler_reserve_full_isl`, on by default).
             let slots = self
                 .speculation
                 .slots(computed + chunk, self.limits.max_len);
@@ -797,8 +749,7 @@ impl Engine {
             } else {
                 slots
             };
-            let new_blocks = fits.div_ceil(self.limits.block_size) - self.hits.blocks();
-            if new_blocks + self.hits.free() > self.pool.free() {
+            if !self.cache.has_room(fits) {
                 self.leave_inputs(slot);
                 // The need for a chunk depends on the rest of the budget, too; and each look at images leaves traces.
                 if self.limits.reserves_full && fits == len && !encodes {
@@ -830,10 +781,10 @@ impl Engine {
     }
 
     fn note_blocked_head(&mut self, slot: u32, next_block: Option<BlockHash>) {
-        self.pool.watch(next_block);
+        self.cache.watch(next_block);
         self.blocked_head = Some(BlockedHead {
             slot,
-            releases: self.pool.releases(),
+            releases: self.cache.pool().releases(),
             next_block,
         });
     }
@@ -843,99 +794,29 @@ impl Engine {
         let Some(head) = self.blocked_head else {
             return false;
         };
-        let same =
-            head.slot == slot && head.releases == self.pool.releases() && !self.pool.watched_came();
+        let same = head.slot == slot
+            && head.releases == self.cache.pool().releases()
+            && !self.cache.pool().watched_came();
         if !same {
             self.blocked_head = None;
         }
         same
     }
 
-    /// Finds the leading blocks of a waiting sequence that are cached, into `hits`. Returns the
-    /// tokens in them, and the first block that was not found, if the search ended at one.
-    fn find_hits(&mut self, slot: u32) -> (u32, Option<BlockHash>) {
-        self.hits.clear();
-        if !self.caching {
-            return (0, None);
-        }
-        // At least one token must be computed, or there would be no logits to sample from.
-        let most = (self.sequences[slot].tokens() - 1) / self.limits.block_size;
-        self.hash_generated(slot, most);
-        let sequence = &self.sequences[slot];
-        let prompt_blocks = sequence.request.prompt.blocks();
-        let mut left = most as usize;
-        let mut next_block = None;
-        for part in [prompt_blocks, &sequence.generated_blocks] {
-            let part = &part[..part.len().min(left)];
-            left -= part.len();
-            let found = self.pool.find(part, &mut self.hits);
-            if let Some(&hash) = part.get(found) {
-                next_block = Some(hash);
-                break;
-            }
-        }
-        (self.hits.blocks() * self.limits.block_size, next_block)
-    }
-
-    /// Hashes the first `blocks` blocks of a waiting sequence, as far as they have no hash yet: if it
-    /// was preempted while a pass was under way, its blocks may have been full and not cached, and
-    /// the token of that pass may have filled one.
-    fn hash_generated(&mut self, slot: u32, blocks: u32) {
-        loop {
-            let sequence = &self.sequences[slot];
-            let prompt = &sequence.request.prompt;
-            let j = to_u32(prompt.blocks().len() + sequence.generated_blocks.len());
-            if j >= blocks {
-                return;
-            }
-            let parent = *sequence
-                .generated_blocks
-                .last()
-                .or(prompt.blocks().last())
-                .unwrap_or(&prompt.root());
-            let hash = block_hash(sequence, j, parent, &self.output, &mut self.block_tokens);
-            self.sequences[slot].generated_blocks.push(hash);
-        }
-    }
-
-    /// The blocks of a waiting sequence, from the one behind its `hits` on, that host memory or the disk has.
-    fn find_below(&mut self, slot: u32) -> FoundBelow {
-        let mut found = FoundBelow::default();
-        let Some(tier) = &mut self.host_tier else {
-            return found;
-        };
-        let sequence = &self.sequences[slot];
-        let most = (sequence.tokens() - 1) / self.limits.block_size;
-        let known = sequence.request.prompt.blocks().iter();
-        let known = known.chain(&sequence.generated_blocks);
-        let hashes = known.take(most as usize);
-        for &hash in hashes.skip(self.hits.blocks() as usize) {
-            match tier.find(hash) {
-                Some(Medium::Host) => {}
-                Some(Medium::Disk) => found.on_disk += 1,
-                None => break,
-            }
-            found.blocks += 1;
-        }
-        found
-    }
-
-    /// Moves the sequence to the running queue, with the blocks in `hits` and new ones for `chunk`
+    /// Moves the sequence to the running queue, with its hits and new blocks for `chunk`
     /// tokens behind the `computed` ones.
     fn admit<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
         self.leave_waiting(slot);
         let slots = self
             .speculation
             .slots(computed + chunk, self.limits.max_len);
-        let table = self.spare_tables.pop().unwrap_or_default();
         let sequence = &mut self.sequences[slot];
         sequence.running = true;
-        sequence.table = table;
-        self.pool.hold(&self.hits, &mut sequence.table);
+        self.cache.hold_hits(sequence);
         if sequence.admitted.is_none() {
             sequence.admitted = Some(now);
             sequence.cached_tokens = computed;
-            if self.caching {
+            if self.cache.reuses() {
                 self.prefix_query_tokens += u64::from(sequence.tokens());
                 self.prefix_hit_tokens += u64::from(computed);
             }
@@ -962,73 +843,16 @@ impl Engine {
         if let Some(adapters) = &mut self.adapters {
             adapters.run(self.sequences[slot].request.params.adapter);
         }
-        self.grow(slot, slots, computed + chunk);
-        self.running.push(r);
-    }
-
-    /// Gives a sequence blocks for `target` tokens, of which there are enough, and caches those that
-    /// are full with its `known` ones. Blocks are cached when they are scheduled, not when they are
-    /// computed, so that the next sequence of the same pass hits them, as in vLLM.
-    fn grow(&mut self, slot: u32, target: u32, known: u32) {
         let sequence = &mut self.sequences[slot];
-        let table = &mut sequence.table;
-        let missing = target.div_ceil(self.limits.block_size) - table.len();
-        self.pool.allocate(missing, table, &mut self.ops);
-        self.cache_full(slot, known);
+        self.cache
+            .grow(sequence, slots, computed + chunk, &self.output);
+        self.running.push(r);
     }
 
     /// Caches the blocks that are full with `target` tokens and are not cached yet.
     fn cache_full(&mut self, slot: u32, target: u32) {
-        if !self.caching {
-            return;
-        }
-        let full = self.sequences[slot].table.cached()..target / self.limits.block_size;
-        if full.is_empty() {
-            return;
-        }
         let sequence = &mut self.sequences[slot];
-        let prompt_blocks = sequence.request.prompt.blocks();
-        let known = to_u32(prompt_blocks.len()).clamp(full.start, full.end);
-        if full.start < known {
-            let parent = parent_of(sequence, full.start, &self.pool);
-            let Sequence { request, table, .. } = sequence;
-            let hashes = &request.prompt.blocks()[full.start as usize..known as usize];
-            if let Some(tier) = &mut self.host_tier {
-                for &hash in hashes {
-                    tier.put(hash);
-                }
-            }
-            let copies = self.pool.cache(table, parent, hashes, &mut self.ops);
-            self.note_stored(slot, full.start + to_u32(copies)..known);
-        }
-        for j in known..full.end {
-            let (hash, parent) = self.generated_block(slot, j);
-            if let Some(tier) = &mut self.host_tier {
-                tier.put(hash);
-            }
-            let table = &mut self.sequences[slot].table;
-            let copies = self.pool.cache(table, parent, &[hash], &mut self.ops);
-            self.note_stored(slot, j + to_u32(copies)..j + 1);
-        }
-    }
-
-    /// Notes the tokens of blocks that were just stored, if they are noted.
-    fn note_stored(&mut self, slot: u32, blocks: std::ops::Range<u32>) {
-        if let Some(stored) = &mut self.stored_blocks {
-            for j in blocks {
-                let sequence = &self.sequences[slot];
-                push_stored(stored, sequence, j, &self.output, &mut self.block_tokens);
-            }
-        }
-    }
-
-    /// Hash and parent of the full block `j` of a running sequence, which has cached those before it.
-    fn generated_block(&mut self, slot: u32, j: u32) -> (BlockHash, BlockHash) {
-        let sequence = &self.sequences[slot];
-        let parent = parent_of(sequence, j, &self.pool);
-        let output = &self.output;
-        let hash = block_hash(sequence, j, parent, output, &mut self.block_tokens);
-        (hash, parent)
+        self.cache.cache_full(sequence, target, &self.output);
     }
 
     fn leave_waiting(&mut self, slot: u32) {
@@ -1052,15 +876,7 @@ impl Engine {
         if let Some(pipeline) = &mut self.pipeline {
             pipeline.has_left = true;
         }
-        self.release(sequence.table);
-    }
-
-    /// Frees blocks.
-    fn release(&mut self, mut table: Table) {
-        self.pool.release(&mut table);
-        if table.has_room() {
-            self.spare_tables.push(table);
-        }
+        self.cache.release(sequence.table);
     }
 
     /// Applies the pass begun last, and fills `out` with what it gave.
@@ -1276,14 +1092,14 @@ impl Engine {
     /// Sets which changes of the KV cache deltas list (all by default). A driver that reads
     /// [`published_prefix`](Engine::published_prefix) does not need all.
     pub fn list_kv(&mut self, which: KvChanges) {
-        self.pool.list_changes(which);
+        self.cache.list_changes(which);
     }
 
     /// How many leading ones of `blocks` the KV cache held when its changes were last taken
     /// ([`finish_pass`](Engine::finish_pass), [`take_kv`](Engine::take_kv)): the hit that a router finds
     /// after all of them. A few look-ups, for a prompt of any length.
     pub fn published_prefix(&self, blocks: &[BlockHash]) -> u32 {
-        self.pool.published_prefix(blocks)
+        self.cache.pool().published_prefix(blocks)
     }
 
     /// True between `begin_pass` and `finish_pass`.
@@ -1300,12 +1116,12 @@ impl Engine {
 
     /// Whether this engine keeps blocks in host memory.
     pub fn has_host_tier(&self) -> bool {
-        self.host_tier.is_some()
+        self.cache.host().is_some()
     }
 
     /// The disk below its host memory, if there is one.
     pub fn disk(&self) -> Option<&DiskTier> {
-        self.host_tier.as_ref().and_then(HostTier::disk)
+        self.cache.host().and_then(HostTier::disk)
     }
 
     /// Whether each pass is scheduled when the one before it begins (`async_scheduling`).
@@ -1329,13 +1145,13 @@ impl Engine {
         Stats {
             running: to_u32(self.by_id.len()) - self.waiting.len() - self.transfers.loading,
             waiting: self.waiting.len(),
-            used_blocks: self.pool.used(),
-            free_blocks: self.pool.free(),
-            total_blocks: self.pool.total(),
-            cached_blocks: self.pool.cached(),
+            used_blocks: self.cache.pool().used(),
+            free_blocks: self.cache.pool().free(),
+            total_blocks: self.cache.pool().total(),
+            cached_blocks: self.cache.pool().cached(),
             prefix_query_tokens: self.prefix_query_tokens,
             prefix_hit_tokens: self.prefix_hit_tokens,
-            host_query_tokens: match self.host_tier {
+            host_query_tokens: match self.cache.host() {
                 Some(_) => self.prefix_query_tokens - self.prefix_hit_tokens,
                 None => 0,
             },
@@ -1363,55 +1179,31 @@ impl Engine {
     /// It takes no number: `sequence` is that of the next delta to come, which may repeat changes
     /// that the snapshot already has; applied in order they do no harm.
     pub fn kv_snapshot(&self, out: &mut KvDelta) {
-        out.rank = self.rank;
-        out.sequence = self.kv_sequence;
-        out.ops.clear();
-        out.ops.push(KvOp::Cleared);
-        let blocks = self.pool.cached_blocks();
-        out.ops
-            .extend(blocks.map(|(hash, parent)| KvOp::Stored { hash, parent }));
+        self.cache.snapshot(out);
     }
 
     /// Takes the changes of the KV cache that no delta has published yet; false, and no number taken, if
     /// there are none. `finish_pass` does this too.
     pub fn take_kv(&mut self, out: &mut KvDelta) -> bool {
-        out.rank = self.rank;
-        out.sequence = self.kv_sequence;
-        out.ops.clear();
-        std::mem::swap(&mut out.ops, &mut self.ops);
-        self.kv_sequence += u64::from(!out.ops.is_empty());
-        self.pool.publish();
-        !out.ops.is_empty()
+        self.cache.take_delta(out)
     }
 
     /// From now on, or no more, notes the tokens of blocks that are stored, for
     /// [`take_stored_blocks`](Engine::take_stored_blocks). An engine that notes them makes no jumps.
     pub fn note_stored_blocks(&mut self, on: bool) {
-        self.stored_blocks = on.then(StoredBlocks::default);
+        self.cache.note_tokens(on);
     }
 
     /// Takes the notes on the blocks that the delta taken last stores. To be called after each
     /// `finish_pass` and `take_kv`.
     pub fn take_stored_blocks(&mut self, out: &mut StoredBlocks) {
-        out.clear();
-        if let Some(stored) = &mut self.stored_blocks {
-            std::mem::swap(out, stored);
-        }
+        self.cache.take_tokens(out);
     }
 
     /// Forgets every cached block. False, with nothing changed, while sequences hold blocks, as in
     /// vLLM.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        let done = self.pool.reset();
-        if done {
-            // This undoes all changes that were not published yet.
-            self.ops.clear();
-            if let Some(stored) = &mut self.stored_blocks {
-                stored.clear();
-            }
-            self.ops.push(KvOp::Cleared);
-        }
-        done
+        self.cache.reset()
     }
 
     /// Fills `out` with a record that has the next number, no pass, and what waits: an idle
@@ -1438,7 +1230,9 @@ impl Engine {
             assert!(holds || sequence.table.is_empty());
         }
         let tables = self.sequences.iter().map(|(_, sequence)| &sequence.table);
-        self.pool.audit(tables.chain(self.transfers.held.values()));
+        self.cache
+            .pool()
+            .audit(tables.chain(self.transfers.held.values()));
         let stats = self.stats();
         assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
         assert_eq!(running, stats.running);
@@ -1477,89 +1271,6 @@ impl Plan {
             self.chunks.remove(chunk);
         }
     }
-}
-
-/// The hash that block `j` of a running sequence follows; all blocks before it are full and no other.
-fn parent_of(sequence: &Sequence, j: u32, pool: &BlockPool) -> BlockHash {
-    match j {
-        0 => sequence.request.prompt.root(),
-        _ => match sequence.request.prompt.blocks().get(j as usize - 1) {
-            Some(&hash) => hash,
-            None => pool
-                .last_hash(&sequence.table)
-                .expect("full blocks have a hash"),
-        },
-    }
-}
-
-/// Hash of the full block `j` of a sequence, which follows `parent`.
-fn block_hash(
-    sequence: &Sequence,
-    j: u32,
-    parent: BlockHash,
-    output: &OutputModel,
-    scratch: &mut Vec<TokenId>,
-) -> BlockHash {
-    let prompt = &sequence.request.prompt;
-    let blocks = prompt.blocks();
-    if let Some(&hash) = blocks.get(j as usize) {
-        return hash;
-    }
-    if let Some(&hash) = sequence.generated_blocks.get(j as usize - blocks.len()) {
-        return hash;
-    }
-    match prompt.tail() {
-        Tail::Opaque { id } => parent.child_of_id(*id, u64::from(j)),
-        Tail::Tokens(tail) => {
-            generated_tokens(sequence, j, tail, output, scratch);
-            parent.child(scratch)
-        }
-    }
-}
-
-/// Fills `out` with the tokens of the full block `j`, which comes after the prompt's full blocks.
-fn generated_tokens(
-    sequence: &Sequence,
-    j: u32,
-    tail: &[TokenId],
-    output: &OutputModel,
-    out: &mut Vec<TokenId>,
-) {
-    // Tokens are made up again rather than kept. The end-of-sequence token is never among them: a
-    // sequence ends with it, and its last token is not computed.
-    let prompt = &sequence.request.prompt;
-    let size = prompt.block_size();
-    let (first, last) = (j * size, (j + 1) * size);
-    out.clear();
-    if first < prompt.len() {
-        out.extend_from_slice(tail);
-    }
-    let outputs = first.max(prompt.len()) - prompt.len()..last - prompt.len();
-    out.extend(outputs.map(|p| output.token(sequence.request.seed, p)));
-}
-
-/// Notes the full block `j` of a sequence, which was just stored: its tokens, as far as they are
-/// known, and whether it opens the prompt.
-fn push_stored(
-    stored: &mut StoredBlocks,
-    sequence: &Sequence,
-    j: u32,
-    output: &OutputModel,
-    scratch: &mut Vec<TokenId>,
-) {
-    let prompt = &sequence.request.prompt;
-    let size = prompt.block_size() as usize;
-    let at = j as usize;
-    let tokens = if at < prompt.blocks().len() {
-        let all = prompt.block_tokens();
-        all.map_or(&[][..], |all| &all[at * size..(at + 1) * size])
-    } else if let Tail::Tokens(tail) = prompt.tail() {
-        generated_tokens(sequence, j, tail, output, scratch);
-        &scratch[..]
-    } else {
-        &[]
-    };
-    stored.push(tokens, j == 0);
 }
 
 fn prefill_stats(sums: &RunningStats) -> PrefillStats {

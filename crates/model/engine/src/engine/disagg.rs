@@ -130,7 +130,7 @@ impl Engine {
         let Some(table) = self.transfers.held.remove(&id) else {
             return false;
         };
-        self.release(table);
+        self.cache.release(table);
         true
     }
 
@@ -142,7 +142,8 @@ impl Engine {
 
     /// Gives the waiting sequence `slot` blocks for its whole prompt; false if there are too few.
     pub(super) fn reserve(&mut self, slot: u32) -> bool {
-        let (cached_tokens, next_block) = self.find_hits(slot);
+        let sequence = &mut self.sequences[slot];
+        let (cached_tokens, next_block) = self.cache.find_hits(sequence, &self.output);
         if !self.leave_with_blocks(slot, next_block) {
             return false;
         }
@@ -155,20 +156,18 @@ impl Engine {
         true
     }
 
-    /// Takes a waiting sequence out of its queue, with the blocks in `hits` and free ones for the rest of its
+    /// Takes a waiting sequence out of its queue, with its hits and free blocks for the rest of its
     /// tokens. False, with nothing changed, if there are too few: one that has left never waits for blocks.
     fn leave_with_blocks(&mut self, slot: u32, next_block: Option<BlockHash>) -> bool {
         let len = self.sequences[slot].tokens();
-        let missing = len.div_ceil(self.limits.block_size) - self.hits.blocks();
-        if missing + self.hits.free() > self.pool.free() {
+        if !self.cache.has_room(len) {
             self.note_blocked_head(slot, next_block);
             return false;
         }
         self.leave_waiting(slot);
-        let mut table = self.spare_tables.pop().unwrap_or_default();
-        self.pool.hold(&self.hits, &mut table);
-        self.pool.allocate(missing, &mut table, &mut self.ops);
-        self.sequences[slot].table = table;
+        let sequence = &mut self.sequences[slot];
+        self.cache.hold_hits(sequence);
+        self.cache.extend(&mut sequence.table, len);
         self.transfers.loading += 1;
         true
     }
@@ -199,7 +198,7 @@ impl Engine {
     pub(super) fn leave_transfers(&mut self, slot: u32) {
         self.transfers.loading -= 1;
         self.transfers.loaded.retain(|&s| s != slot);
-        if let Some(tier) = &mut self.host_tier {
+        if let Some(tier) = self.cache.host_mut() {
             tier.forget(slot);
         }
         self.peers.forget(slot);
@@ -207,11 +206,11 @@ impl Engine {
 
     /// Whether sequences wait for blocks from host memory.
     pub(super) fn awaits_host_loads(&self) -> bool {
-        let tier = self.host_tier.as_ref();
+        let tier = self.cache.host();
         tier.is_some_and(|tier| tier.next_due().is_some())
     }
 
-    /// Begins to load the blocks `below` of the waiting sequence `slot`, behind those in `hits`, from host memory or the
+    /// Begins to load the blocks `below` of the waiting sequence `slot`, behind its hits, from host memory or the
     /// disk, and those behind them from a `peer`. False if there are too few free blocks for all of its tokens.
     pub(super) fn load_from_below(
         &mut self,
@@ -224,7 +223,7 @@ impl Engine {
         if !self.leave_with_blocks(slot, next_block) {
             return false;
         }
-        let on_gpu = self.hits.blocks() * self.limits.block_size;
+        let on_gpu = self.cache.hits() * self.limits.block_size;
         let tokens = on_gpu + below.blocks * self.limits.block_size;
         let sequence = &mut self.sequences[slot];
         let TransferState::Queued(role) = sequence.transfer else {
@@ -244,7 +243,7 @@ impl Engine {
             self.host_hit_tokens += u64::from(sequence.lower.host_tokens);
             self.disk_hit_tokens += u64::from(sequence.lower.disk_tokens);
         }
-        let tier = self.host_tier.as_mut().filter(|_| below.blocks > 0);
+        let tier = self.cache.host_mut().filter(|_| below.blocks > 0);
         match (peer, tier) {
             (None, Some(tier)) => tier.load(now, slot, below),
             (None, None) => {}
@@ -258,10 +257,10 @@ impl Engine {
 
     /// Caches the blocks of loads that have ended, and lets their sequences run.
     pub(super) fn finish_host_loads(&mut self, now: SimTime) {
-        if let Some(tier) = &mut self.host_tier {
+        if let Some(tier) = self.cache.host_mut() {
             tier.begin_pass(now);
         }
-        while let Some(slot) = self.host_tier.as_mut().and_then(|t| t.next_loaded(now)) {
+        while let Some(slot) = self.cache.host_mut().and_then(|t| t.next_loaded(now)) {
             let sequence = &mut self.sequences[slot];
             let TransferState::HostLoading(hit) = sequence.transfer else {
                 unreachable!("its load was under way");

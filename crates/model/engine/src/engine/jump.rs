@@ -183,7 +183,7 @@ impl Engine {
         assert!(self.is_between_passes(), "finish_pass() comes first");
         run.clear();
         run.start = now;
-        let loaded = self.host_tier.as_ref().and_then(HostTier::next_due);
+        let loaded = self.cache.host().and_then(HostTier::next_due);
         let until = loaded.map_or(until, |due| due.min(until));
         let Some(decodes) = self.decodes(max_passes) else {
             return 0;
@@ -215,7 +215,7 @@ impl Engine {
     /// last one.
     fn decodes(&mut self, max_passes: u32) -> Option<Decodes> {
         // Tokens of stored blocks are noted pass by pass, and each draft is drawn.
-        if self.stored_blocks.is_some()
+        if self.cache.notes_tokens()
             || self.speculation.drafts > 0
             || self.pipeline.is_some()
             || self.encoder.as_ref().is_some_and(|e| e.is_needed())
@@ -295,7 +295,7 @@ impl Engine {
         let mut end = now;
         let (mut grows, mut fills) = (self.growing(1), self.filling(1));
         for pass in 1..=quiet {
-            if let Some(tier) = &mut self.host_tier {
+            if let Some(tier) = self.cache.host_mut() {
                 tier.begin_pass(end);
             }
             end += self.timing.step_ns(&load);
@@ -303,7 +303,7 @@ impl Engine {
                 return pass - 1;
             }
             let (growing, filling) = (phases.at(grows), phases.of(fills));
-            if to_u32(growing.len()) > self.pool.free() {
+            if to_u32(growing.len()) > self.cache.pool().free() {
                 return pass - 1;
             }
             if !self.hash_filled(pass, filling.clone(), phases) {
@@ -312,8 +312,8 @@ impl Engine {
             self.move_blocks(growing, filling, phases);
             self.note_range(&load);
             run.ends.push(end);
-            run.used_blocks.push(self.pool.used());
-            run.kv_ends.push(to_u32(self.ops.len()));
+            run.used_blocks.push(self.cache.pool().used());
+            run.kv_ends.push(self.cache.changes());
             load = load.next_decode();
             grows = self.phase_before(grows);
             fills = fills.map(|phase| self.phase_before(phase));
@@ -335,7 +335,7 @@ impl Engine {
     #[inline]
     fn filling(&self, pass: u32) -> Option<u32> {
         let size = self.limits.block_size;
-        self.caching.then_some((size - pass % size) % size)
+        self.cache.reuses().then_some((size - pass % size) % size)
     }
 
     /// The phase for which a pass does what the one before it did for `phase`.
@@ -362,7 +362,7 @@ impl Engine {
         let Decodes {
             mut quiet, load, ..
         } = self.decodes(max_passes)?;
-        if self.pool.lists_first_blocks() {
+        if self.cache.pool().lists_first_blocks() {
             // Whoever asks for blocks knows who has the first one of a prompt: none comes to be unnoticed.
             let first = self.running.iter().map(|r| r.computed).min();
             if let Some(first) = first.filter(|&first| first < self.limits.block_size) {
@@ -374,7 +374,7 @@ impl Engine {
         let planned = &mut self.planned;
         (planned.start, planned.run, planned.load) = (now, 0, load);
         planned.ends.clear();
-        let mut free = self.pool.free();
+        let mut free = self.cache.pool().free();
         let lacks_block = |&pass: &u32| {
             let growing = to_u32(phases.at(self.growing(pass)).len());
             let lacks = growing > free;
@@ -383,7 +383,7 @@ impl Engine {
         };
         // Each sequence takes one block per block size at most.
         let each = u64::from(quiet.div_ceil(self.limits.block_size));
-        let passes = if each * self.running.len() as u64 <= u64::from(self.pool.free()) {
+        let passes = if each * self.running.len() as u64 <= u64::from(self.cache.pool().free()) {
             quiet
         } else {
             (1..=quiet).find(lacks_block).map_or(quiet, |pass| pass - 1)
@@ -397,7 +397,7 @@ impl Engine {
     /// Whether passes that only decode can be planned: if no sequence waits for a block, and no blocks are kept in host
     /// memory.
     pub fn may_plan(&self) -> bool {
-        self.host_tier.is_none() && self.blocked_head.is_none()
+        self.cache.host().is_none() && self.blocked_head.is_none()
     }
 
     /// Runs the planned passes that end by `now` and have not been run, and returns how many those are. `run` has their
@@ -423,7 +423,7 @@ impl Engine {
                 assert!(moves, "no sequence waits for a block");
                 self.move_blocks(growing, filling, &phases);
             }
-            run.kv_ends.push(to_u32(self.ops.len()));
+            run.kv_ends.push(self.cache.changes());
             grows = self.phase_before(grows);
             fills = fills.map(|phase| self.phase_before(phase));
         }
@@ -473,12 +473,10 @@ impl Engine {
 
     /// Hands over what a run changed in the KV cache.
     fn publish_run(&mut self, run: &mut DecodeRun) {
-        run.kv_sequence = self.kv_sequence;
-        std::mem::swap(&mut run.kv_ops, &mut self.ops);
-        self.pool.publish();
+        run.kv_sequence = self.cache.take_changes(&mut run.kv_ops);
         if !run.kv_ops.is_empty() {
             let changed = (0..run.ends.len()).filter(|&i| !run.kv_of(i).is_empty());
-            self.kv_sequence += changed.count() as u64;
+            self.cache.number_deltas(changed.count() as u64);
         }
     }
 
@@ -489,7 +487,8 @@ impl Engine {
         for i in filling {
             let r = &self.running[phases.places[i] as usize];
             let j = (r.computed + pass) / self.limits.block_size - 1;
-            let (hash, parent) = self.generated_block(r.slot, j);
+            let sequence = &self.sequences[r.slot];
+            let (hash, parent) = self.cache.hash_full(sequence, j, &self.output);
             if self
                 .blocked_head
                 .is_some_and(|s| s.next_block == Some(hash))
@@ -522,15 +521,13 @@ impl Engine {
                 let r = &mut self.running[grows as usize];
                 r.capacity += self.limits.block_size;
                 let table = &mut self.sequences[r.slot].table;
-                self.pool.allocate(1, table, &mut self.ops);
+                let tokens = r.capacity;
+                self.cache.extend(table, tokens);
             } else {
                 filling.start += 1;
                 let table = &mut self.sequences[self.running[fills as usize].slot].table;
                 let &(hash, parent) = filled.next().expect("hash_filled() made one for each");
-                self.pool.cache(table, parent, &[hash], &mut self.ops);
-                if let Some(tier) = &mut self.host_tier {
-                    tier.put(hash);
-                }
+                self.cache.cache_one(table, parent, hash);
             }
         }
     }

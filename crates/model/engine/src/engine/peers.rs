@@ -77,7 +77,7 @@ impl Engine {
     /// From now on fetches blocks that other engines have, of those that it lacks.
     pub fn set_peers(&mut self, blocks: Arc<dyn PeerBlocks>) {
         self.peers.blocks = Some(blocks);
-        if let Some(tier) = &mut self.host_tier {
+        if let Some(tier) = self.cache.host_mut() {
             tier.list_changes();
         }
     }
@@ -85,7 +85,7 @@ impl Engine {
     /// Moves the changes of host memory since the last call to the end of `out`, if this engine has peers. Their `parent` is not
     /// set.
     pub fn take_host_changes(&mut self, out: &mut Vec<KvOp>) {
-        if let Some(tier) = &mut self.host_tier {
+        if let Some(tier) = self.cache.host_mut() {
             tier.take_changes(out);
         }
     }
@@ -99,8 +99,8 @@ impl Engine {
     /// How many of `blocks`, the leading ones of a prompt, this engine can send from the one behind `have` on: from the GPU, or
     /// from host memory.
     pub fn sends(&self, blocks: &[BlockHash], have: u32) -> u32 {
-        let mut held = self.pool.published_prefix(blocks);
-        if let Some(tier) = &self.host_tier {
+        let mut held = self.cache.pool().published_prefix(blocks);
+        if let Some(tier) = self.cache.host() {
             let rest = blocks[held as usize..].iter();
             held += to_u32(rest.take_while(|&&hash| tier.holds(hash)).count());
         }
@@ -155,7 +155,7 @@ impl Engine {
         let known = sequence.request.prompt.blocks().iter();
         let known = known.chain(&sequence.generated_blocks);
         let mut blocks: Vec<BlockHash> = known.take(most as usize).copied().collect();
-        let have = self.hits.blocks() + below;
+        let have = self.cache.hits() + below;
         let found = peers.find(now, &blocks, have)?;
         blocks.truncate(found.blocks as usize);
         let load = self.peers.loads;

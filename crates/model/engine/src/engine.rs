@@ -9,6 +9,7 @@ mod jump;
 mod limits;
 mod peers;
 mod pipeline;
+mod queue;
 mod sequence;
 mod speculation;
 
@@ -30,7 +31,7 @@ use crate::host_tier::{DiskTier, HostTier};
 use crate::output::{Finished, LowerHits, PassOutput, Stats, Usage};
 use crate::pool::{KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
-use crate::waiting::{RunningStats, Waiting};
+use crate::waiting::RunningStats;
 
 use adapters::Adapters;
 use cache::Cache;
@@ -41,6 +42,7 @@ pub use jump::DecodeRun;
 use limits::Limits;
 pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use pipeline::Pipeline;
+use queue::Queue;
 use sequence::{IdHasher, Running, Sequence, Slab, first_token, limit_len, stops_at};
 use speculation::{Answered, Speculation};
 
@@ -67,12 +69,7 @@ pub struct Engine {
     sequences: Slab,
     by_id: HashMap<RequestId, u32, BuildHasherDefault<IdHasher>>,
     running: Vec<Running>,
-    waiting: Waiting,
-    /// Waiting sequences that have no token yet: tokens of their prompts.
-    waiting_prefill: RunningStats,
-    /// Waiting sequences that had been decoding: their tokens.
-    waiting_decode: RunningStats,
-    blocked_head: Option<BlockedHead>,
+    waiting: Queue,
     transfers: KvTransfers,
     peers: peers::Peers,
     speculation: Speculation,
@@ -94,6 +91,15 @@ pub struct Engine {
     arrived: Vec<SimTime>,
     fpm_counter: u64,
     arrivals: u64,
+    counts: Counts,
+
+    // Scratch.
+    phases: jump::Phases,
+}
+
+/// Sums since the engine was made, for [`Stats`].
+#[derive(Default)]
+struct Counts {
     passes: u64,
     extrapolated_passes: u64,
     preemptions: u64,
@@ -101,11 +107,6 @@ pub struct Engine {
     prefix_hit_tokens: u64,
     host_hit_tokens: u64,
     disk_hit_tokens: u64,
-
-    // Scratch.
-    phases: jump::Phases,
-    /// Slots of waiting sequences that a pass does not consider.
-    passed_over: Vec<u32>,
 }
 
 /// The pass under way.
@@ -136,19 +137,6 @@ struct Plan {
     encoded: Vec<Encoded>,
 }
 
-/// Why the head of the waiting queue could not be admitted, and what would have to change.
-///
-/// Looking for the blocks of a long prompt in every pass would cost O(prompt) per pass. The
-/// need of a sequence shrinks only when its next block becomes cached, and free blocks grow only by
-/// releases; so until one of the two happens the answer stays no. (A hit block that another sequence
-/// touches leaves both sides one lower.)
-#[derive(Clone, Copy)]
-struct BlockedHead {
-    slot: u32,
-    releases: u64,
-    next_block: Option<BlockHash>,
-}
-
 /// Length of a pass that runs nothing. Source: vLLM, `EngineCore._process_engine_step`, which sleeps as long.
 const POLL_NS: u64 = 1_000_000;
 
@@ -177,10 +165,7 @@ impl Engine {
             sequences: Slab::default(),
             by_id: HashMap::default(),
             running: Vec::new(),
-            waiting: Waiting::new(config.scheduling_policy),
-            waiting_prefill: RunningStats::default(),
-            waiting_decode: RunningStats::default(),
-            blocked_head: None,
+            waiting: Queue::new(config.scheduling_policy),
             transfers: KvTransfers::default(),
             peers: peers::Peers::default(),
             speculation: Speculation::new(config.speculation.as_ref()),
@@ -203,15 +188,8 @@ impl Engine {
             arrived: Vec::new(),
             fpm_counter: 0,
             arrivals: 0,
-            passes: 0,
-            extrapolated_passes: 0,
-            preemptions: 0,
-            prefix_query_tokens: 0,
-            prefix_hit_tokens: 0,
-            host_hit_tokens: 0,
-            disk_hit_tokens: 0,
+            counts: Counts::default(),
             phases: jump::Phases::default(),
-            passed_over: Vec::new(),
         })
     }
 
@@ -269,11 +247,9 @@ impl Engine {
         if answered > 0 {
             self.cache.hash_answered(&mut sequence, &self.output);
         }
-        let rank = sequence.rank();
         let slot = self.sequences.insert(sequence);
         self.by_id.insert(id, slot);
-        self.waiting.push(slot, rank);
-        self.waiting_prefill.add(prompt_len + answered);
+        self.waiting.push(slot, &self.sequences[slot]);
         self.arrivals += 1;
         if self.pass.is_some() {
             self.arrived.push(now);
@@ -306,10 +282,7 @@ impl Engine {
         self.sequences = Slab::default();
         self.by_id.clear();
         self.running.clear();
-        self.waiting = Waiting::new(self.limits.policy);
-        self.waiting_prefill = RunningStats::default();
-        self.waiting_decode = RunningStats::default();
-        self.blocked_head = None;
+        self.waiting = Queue::new(self.limits.policy);
         self.transfers = KvTransfers::default();
         self.peers.clear();
         if let Some(adapters) = &mut self.adapters {
@@ -375,7 +348,7 @@ impl Engine {
             self.leave_transfers(slot);
         } else {
             let arrived = self.sequences[slot].arrived;
-            self.leave_waiting(slot);
+            self.waiting.remove(slot, &self.sequences[slot]);
             self.overtaken.retain(|&(s, _)| s != slot);
             if let Some(pipeline) = &mut self.pipeline {
                 pipeline.drop_token(slot);
@@ -440,7 +413,7 @@ impl Engine {
             now + POLL_NS
         } else {
             self.note_range(&plan.load);
-            self.passes += 1;
+            self.counts.passes += 1;
             now + (plan.before_ns + self.timing.step_ns(&plan.load))
         };
         self.pass = Some(Pass {
@@ -508,7 +481,7 @@ impl Engine {
     #[inline]
     fn note_range(&mut self, load: &StepLoad) {
         if self.timing_has_range && self.timing.extrapolates(load) {
-            self.extrapolated_passes += 1;
+            self.counts.extrapolated_passes += 1;
         }
     }
 
@@ -663,7 +636,6 @@ impl Engine {
         }
         sequence.preemptions += 1;
         sequence.running = false;
-        let (rank, begun) = (sequence.rank(), sequence.has_begun());
         // A prompt computed for another engine is of no use without its blocks: it is computed
         // again, and its token too.
         let delivers = sequence.transfer != TransferState::Queued(Role::Prefill);
@@ -675,13 +647,8 @@ impl Engine {
             self.overtaken.push((r.slot, drafts));
         }
         self.leave_inputs(r.slot);
-        self.preemptions += 1;
-        self.waiting.push_preempted(r.slot, rank);
-        if begun {
-            self.waiting_decode.add(r.len);
-        } else {
-            self.waiting_prefill.add(r.len);
-        }
+        self.counts.preemptions += 1;
+        self.waiting.push_preempted(r.slot, &self.sequences[r.slot]);
     }
 
     fn admit_waiting<const AHEAD: bool>(&mut self, now: SimTime, plan: &mut Plan) {
@@ -691,11 +658,10 @@ impl Engine {
                 break;
             };
             if self.is_passed_over(slot) {
-                self.waiting.remove(slot, self.sequences[slot].rank());
-                self.passed_over.push(slot);
+                self.waiting.pass_over(slot, &self.sequences[slot]);
                 continue;
             }
-            if self.is_blocked(slot) {
+            if self.waiting.is_blocked(slot, &self.cache) {
                 break;
             }
             match self.sequences[slot].transfer {
@@ -733,8 +699,7 @@ impl Engine {
             if encodes {
                 chunk = self.fit_inputs(slot, computed, chunk, plan);
                 if chunk == 0 {
-                    self.waiting.remove(slot, self.sequences[slot].rank());
-                    self.passed_over.push(slot);
+                    self.waiting.pass_over(slot, &self.sequences[slot]);
                     continue;
                 }
             }
@@ -753,7 +718,7 @@ impl Engine {
                 self.leave_inputs(slot);
                 // The need for a chunk depends on the rest of the budget, too; and each look at images leaves traces.
                 if self.limits.reserves_full && fits == len && !encodes {
-                    self.note_blocked_head(slot, next_block);
+                    self.waiting.block(slot, next_block, &mut self.cache);
                 }
                 break;
             }
@@ -765,10 +730,7 @@ impl Engine {
             plan.chunks.add(chunk);
             plan.budget -= chunk;
         }
-        while let Some(slot) = self.passed_over.pop() {
-            let rank = self.sequences[slot].rank();
-            self.waiting.push_preempted(slot, rank);
-        }
+        self.waiting.end_pass(&self.sequences);
     }
 
     /// True if the pass that is being scheduled does not consider a waiting sequence, but those behind it: a pass in the
@@ -780,33 +742,10 @@ impl Engine {
             || adapters.is_some_and(|a| a.is_one_too_many(sequence.request.params.adapter))
     }
 
-    fn note_blocked_head(&mut self, slot: u32, next_block: Option<BlockHash>) {
-        self.cache.watch(next_block);
-        self.blocked_head = Some(BlockedHead {
-            slot,
-            releases: self.cache.pool().releases(),
-            next_block,
-        });
-    }
-
-    /// True if the sequence could not be admitted lately, and nothing happened that could help.
-    fn is_blocked(&mut self, slot: u32) -> bool {
-        let Some(head) = self.blocked_head else {
-            return false;
-        };
-        let same = head.slot == slot
-            && head.releases == self.cache.pool().releases()
-            && !self.cache.pool().watched_came();
-        if !same {
-            self.blocked_head = None;
-        }
-        same
-    }
-
     /// Moves the sequence to the running queue, with its hits and new blocks for `chunk`
     /// tokens behind the `computed` ones.
     fn admit<const AHEAD: bool>(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
-        self.leave_waiting(slot);
+        self.waiting.remove(slot, &self.sequences[slot]);
         let slots = self
             .speculation
             .slots(computed + chunk, self.limits.max_len);
@@ -817,8 +756,8 @@ impl Engine {
             sequence.admitted = Some(now);
             sequence.cached_tokens = computed;
             if self.cache.reuses() {
-                self.prefix_query_tokens += u64::from(sequence.tokens());
-                self.prefix_hit_tokens += u64::from(computed);
+                self.counts.prefix_query_tokens += u64::from(sequence.tokens());
+                self.counts.prefix_hit_tokens += u64::from(computed);
             }
         }
         let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
@@ -853,19 +792,6 @@ impl Engine {
     fn cache_full(&mut self, slot: u32, target: u32) {
         let sequence = &mut self.sequences[slot];
         self.cache.cache_full(sequence, target, &self.output);
-    }
-
-    fn leave_waiting(&mut self, slot: u32) {
-        let sequence = &self.sequences[slot];
-        self.waiting.remove(slot, sequence.rank());
-        if sequence.has_begun() {
-            self.waiting_decode.remove(sequence.tokens());
-        } else {
-            self.waiting_prefill.remove(sequence.tokens());
-        }
-        if self.blocked_head.is_some_and(|s| s.slot == slot) {
-            self.blocked_head = None;
-        }
     }
 
     /// Forgets a sequence that is in neither queue any more.
@@ -1043,16 +969,10 @@ impl Engine {
         let ends = sequence.outputs == sequence.end_outputs;
         out.token_count += tokens;
         let sequence = &self.sequences[slot];
-        if begun {
-            self.waiting_decode.remove(before);
-        } else {
+        if !begun {
             out.first.push(first_token(id, sequence, start));
-            self.waiting_prefill.remove(before);
         }
-        self.waiting_decode.add(before + tokens);
-        if self.blocked_head.is_some_and(|s| s.slot == slot) {
-            self.blocked_head = None;
-        }
+        self.waiting.grew(slot, begun, before, sequence);
         if ends || stops {
             let reason = if stops || sequence.natural_end {
                 FinishReason::Stop
@@ -1066,7 +986,7 @@ impl Engine {
                 preemptions: sequence.preemptions,
             };
             out.finished.push(Finished { id, reason, usage });
-            self.leave_waiting(slot);
+            self.waiting.remove(slot, &self.sequences[slot]);
             self.remove(slot);
         }
         tokens
@@ -1149,21 +1069,21 @@ impl Engine {
             free_blocks: self.cache.pool().free(),
             total_blocks: self.cache.pool().total(),
             cached_blocks: self.cache.pool().cached(),
-            prefix_query_tokens: self.prefix_query_tokens,
-            prefix_hit_tokens: self.prefix_hit_tokens,
+            prefix_query_tokens: self.counts.prefix_query_tokens,
+            prefix_hit_tokens: self.counts.prefix_hit_tokens,
             host_query_tokens: match self.cache.host() {
-                Some(_) => self.prefix_query_tokens - self.prefix_hit_tokens,
+                Some(_) => self.counts.prefix_query_tokens - self.counts.prefix_hit_tokens,
                 None => 0,
             },
-            host_hit_tokens: self.host_hit_tokens,
-            disk_hit_tokens: self.disk_hit_tokens,
+            host_hit_tokens: self.counts.host_hit_tokens,
+            disk_hit_tokens: self.counts.disk_hit_tokens,
             peer_hit_tokens: self.peers.hit_tokens,
-            preemptions: self.preemptions,
+            preemptions: self.counts.preemptions,
             drafts: self.speculation.verified,
             draft_tokens: self.speculation.draft_tokens,
             accepted_tokens: self.speculation.accepted_tokens,
-            passes: self.passes,
-            extrapolated_passes: self.extrapolated_passes,
+            passes: self.counts.passes,
+            extrapolated_passes: self.counts.extrapolated_passes,
         }
     }
 
@@ -1212,8 +1132,8 @@ impl Engine {
         *out = ForwardPassMetrics {
             rank: self.rank,
             counter: self.fpm_counter,
-            queued_prefill: prefill_stats(&self.waiting_prefill),
-            queued_decode: decode_stats(&self.waiting_decode),
+            queued_prefill: prefill_stats(self.waiting.prefill()),
+            queued_decode: decode_stats(self.waiting.decode()),
             ..ForwardPassMetrics::default()
         };
         self.fpm_counter += 1;
@@ -1242,7 +1162,7 @@ impl Engine {
             assert_eq!(blocks * self.limits.block_size, r.capacity);
             assert!(r.computed < r.len && r.len < r.end_len && r.computed <= r.capacity);
         }
-        let waiting = self.waiting_prefill.count + self.waiting_decode.count;
+        let waiting = self.waiting.prefill().count + self.waiting.decode().count;
         assert_eq!(waiting, stats.waiting);
     }
 }

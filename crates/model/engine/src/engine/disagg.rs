@@ -161,10 +161,10 @@ impl Engine {
     fn leave_with_blocks(&mut self, slot: u32, next_block: Option<BlockHash>) -> bool {
         let len = self.sequences[slot].tokens();
         if !self.cache.has_room(len) {
-            self.note_blocked_head(slot, next_block);
+            self.waiting.block(slot, next_block, &mut self.cache);
             return false;
         }
-        self.leave_waiting(slot);
+        self.waiting.remove(slot, &self.sequences[slot]);
         let sequence = &mut self.sequences[slot];
         self.cache.hold_hits(sequence);
         self.cache.extend(&mut sequence.table, len);
@@ -236,12 +236,12 @@ impl Engine {
         };
         if sequence.admitted.is_none() {
             sequence.cached_tokens = tokens;
-            self.prefix_query_tokens += u64::from(sequence.tokens());
-            self.prefix_hit_tokens += u64::from(on_gpu);
+            self.counts.prefix_query_tokens += u64::from(sequence.tokens());
+            self.counts.prefix_hit_tokens += u64::from(on_gpu);
             sequence.lower.disk_tokens = below.on_disk * self.limits.block_size;
             sequence.lower.host_tokens = (below.blocks - below.on_disk) * self.limits.block_size;
-            self.host_hit_tokens += u64::from(sequence.lower.host_tokens);
-            self.disk_hit_tokens += u64::from(sequence.lower.disk_tokens);
+            self.counts.host_hit_tokens += u64::from(sequence.lower.host_tokens);
+            self.counts.disk_hit_tokens += u64::from(sequence.lower.disk_tokens);
         }
         let tier = self.cache.host_mut().filter(|_| below.blocks > 0);
         match (peer, tier) {

@@ -207,7 +207,7 @@ impl Engine {
         // An engine that drafts makes no jumps.
         run.tokens = run.sequences();
         self.fpm_counter += u64::from(passes) - 1;
-        self.passes += u64::from(passes);
+        self.counts.passes += u64::from(passes);
         passes
     }
 
@@ -276,7 +276,7 @@ impl Engine {
             Some(head) => {
                 running >= self.running_max()
                     || running == self.limits.budget
-                    || self.is_blocked(head)
+                    || self.waiting.is_blocked(head, &self.cache)
             }
         }
     }
@@ -397,7 +397,7 @@ impl Engine {
     /// Whether passes that only decode can be planned: if no sequence waits for a block, and no blocks are kept in host
     /// memory.
     pub fn may_plan(&self) -> bool {
-        self.cache.host().is_none() && self.blocked_head.is_none()
+        self.cache.host().is_none() && !self.waiting.has_blocked_head()
     }
 
     /// Runs the planned passes that end by `now` and have not been run, and returns how many those are. `run` has their
@@ -440,7 +440,7 @@ impl Engine {
         load.decode_context += u64::from(passes) * u64::from(load.decode_sequences);
         self.publish_run(run);
         self.fpm_counter += u64::from(passes);
-        self.passes += u64::from(passes);
+        self.counts.passes += u64::from(passes);
         passes
     }
 
@@ -489,10 +489,7 @@ impl Engine {
             let j = (r.computed + pass) / self.limits.block_size - 1;
             let sequence = &self.sequences[r.slot];
             let (hash, parent) = self.cache.hash_full(sequence, j, &self.output);
-            if self
-                .blocked_head
-                .is_some_and(|s| s.next_block == Some(hash))
-            {
+            if self.waiting.waits_for(hash) {
                 return false;
             }
             phases.filled.push((hash, parent));

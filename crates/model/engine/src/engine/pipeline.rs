@@ -273,7 +273,7 @@ impl Engine {
         let mut step_ns = 0;
         if !load.is_empty() {
             self.note_range(&load);
-            self.passes += 1;
+            self.counts.passes += 1;
             step_ns = plan.before_ns + self.timing.step_ns(&load);
         }
         let Some(pipeline) = &mut self.pipeline else {

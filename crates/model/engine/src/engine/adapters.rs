@@ -5,7 +5,8 @@
 
 use slipstream_config::cluster::LoraConfig;
 
-use super::{Engine, Plan};
+use super::Engine;
+use super::schedule::Plan;
 
 /// Adapters of an engine.
 pub(super) struct Adapters {

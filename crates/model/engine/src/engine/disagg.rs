@@ -3,9 +3,10 @@
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
 
+use super::Engine;
 use super::peers::PeerLoad;
+use super::schedule::Plan;
 use super::sequence::Running;
-use super::{Engine, Plan};
 use crate::error::Refusal;
 use crate::host_tier::FoundBelow;
 use crate::pool::Table;

@@ -9,8 +9,9 @@ use slipstream_base::EncoderInput;
 use slipstream_base::width::{round_u64, to_u32};
 use slipstream_config::cluster::EncoderConfig;
 
+use super::Engine;
+use super::schedule::Plan;
 use super::sequence::Running;
-use super::{Engine, Plan};
 
 /// The outputs that an engine's encoder has computed, and who needs them.
 pub(super) struct Encoder {

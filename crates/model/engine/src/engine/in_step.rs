@@ -5,7 +5,8 @@
 
 use slipstream_base::SimTime;
 
-use super::{Engine, Pass, Plan};
+use super::schedule::Plan;
+use super::{Engine, Pass};
 use crate::timing::StepLoad;
 
 impl Engine {

@@ -10,8 +10,9 @@ use slipstream_base::width::round_u64;
 use slipstream_base::{RequestId, SimTime};
 use slipstream_config::cluster::PipelineConfig;
 
+use super::schedule::Plan;
 use super::sequence::Running;
-use super::{Engine, POLL_NS, Pass, Plan};
+use super::{Engine, POLL_NS, Pass};
 use crate::waiting::RunningStats;
 
 /// The stages, and the passes in them.

@@ -10,8 +10,14 @@ use slipstream_base::{BlockHash, SimTime};
 use crate::prompt::{Content, PromptSource, Role, Segment, answer_name};
 use crate::source::{Request, Source};
 
+/// Name and value of the field that states the unit of the times, in the first line.
+pub(crate) const UNIT_KEY: &str = "unit";
+pub(crate) const UNIT: &str = "ms";
+
 #[derive(Serialize)]
 struct Line<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unit: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     timestamp: Option<f64>,
     input_length: u32,
@@ -33,6 +39,8 @@ pub struct MooncakeWriter {
     ids: HashMap<BlockHash, u32>,
     /// Whether every line names its session: if any has more than one turn.
     sessions: bool,
+    /// No line is written yet.
+    is_first: bool,
 }
 
 impl MooncakeWriter {
@@ -43,6 +51,7 @@ impl MooncakeWriter {
             tokens_per_id: tokens_per_id.max(1),
             ids: HashMap::new(),
             sessions,
+            is_first: true,
         }
     }
 
@@ -66,6 +75,8 @@ impl MooncakeWriter {
         while let Some(request) = next {
             let ids = self.ids_of(&request);
             let line = Line {
+                // Times of high rates have fractions of a millisecond, by which other files are doubted.
+                unit: std::mem::take(&mut self.is_first).then_some(UNIT),
                 timestamp: delay.is_none().then(|| ms(request.due)),
                 input_length: request.prompt.tokens(),
                 output_length: request.output_len,

@@ -2,11 +2,13 @@
 //! which of its fields are not read.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 
 use slipstream_config::workload_file::{Arrival, Content, TimeUnit, TraceFile, Workload};
 
 use crate::form::{Form, Names, parse_json};
+use crate::mooncake::{UNIT, UNIT_KEY};
 use crate::trace::LINE_BYTES_MAX;
 
 /// Number of requests examined, from the first.
@@ -70,12 +72,22 @@ const SECONDS: Bounds = Bounds {
     note_above: RATE_MAX,
     refuse_above: f64::INFINITY,
 };
-/// BurstGPT's published files begin with a request per minute.
+/// Columns of BurstGPT's published files, which begin with a request per minute.
 const BURST: Bounds = Bounds {
     refuse_below: 1e-4,
-    note_below: 1.0 / 150.0,
     ..SECONDS
 };
+/// Requests per second of a whole file with BurstGPT's columns, above which its beginning may have fewer: the published
+/// files have 0.27, and milliseconds that are read as seconds at most 0.2, up to 200 requests per second.
+const BURST_RATE_MIN: f64 = 0.21;
+/// [`BURST`], of a file with at least [`BURST_RATE_MIN`].
+const PUBLISHED_BURST: Bounds = Bounds {
+    note_below: 1.0 / 150.0,
+    ..BURST
+};
+
+/// Bytes of the end of a file that are examined.
+const TAIL_BYTES: u64 = 1 << 16;
 
 /// Examines the first requests of the workload's trace. Empty also if the trace is not a regular file, which could
 /// not be read twice.
@@ -86,11 +98,45 @@ pub fn examine(workload: &Workload) -> Examined {
     if !std::fs::metadata(&file.path).is_ok_and(|of| of.is_file()) {
         return Examined::default();
     }
-    let Ok(opened) = std::fs::File::open(&file.path) else {
+    let Ok(mut opened) = File::open(&file.path) else {
         return Examined::default();
     };
     let follows_times = matches!(workload.arrival, Arrival::Trace);
-    of_lines(BufReader::new(opened.take(BYTES_MAX)), file, follows_times)
+    let end = End::of(&mut opened).unwrap_or_default();
+    of_lines(
+        BufReader::new(opened.take(BYTES_MAX)),
+        file,
+        follows_times,
+        &end,
+    )
+}
+
+/// The end of a file.
+#[derive(Default)]
+struct End {
+    /// Bytes of the whole file.
+    len: u64,
+    /// Its last bytes.
+    tail: Vec<u8>,
+}
+
+impl End {
+    fn of(file: &mut File) -> std::io::Result<End> {
+        let len = file.metadata()?.len();
+        file.seek(SeekFrom::Start(len.saturating_sub(TAIL_BYTES)))?;
+        let mut tail = Vec::new();
+        file.take(TAIL_BYTES).read_to_end(&mut tail)?;
+        file.seek(SeekFrom::Start(0))?;
+        Ok(End { len, tail })
+    }
+
+    /// Time of the last request, ms, and the mean length of a line there.
+    fn last(&self, form: &mut Form, file: &TraceFile) -> Option<(f64, f64)> {
+        let lines: Vec<&[u8]> = self.tail.split(|byte| *byte == b'\n').collect();
+        let of = |line: &&[u8]| form.parse(line, file).ok()?.timestamp;
+        let time = lines.iter().rev().find_map(of)?;
+        Some((time, self.tail.len() as f64 / lines.len() as f64))
+    }
 }
 
 /// The examined lines.
@@ -108,11 +154,21 @@ struct Lines {
     has_ids: bool,
     /// The file has no further lines.
     complete: bool,
+    /// The file states the unit of its times, as `slipstream trace convert` writes it.
+    states_unit: bool,
+    /// Requests per second of the whole file, if its times are in its format's unit.
+    whole: Option<f64>,
 }
 
-fn of_lines(mut reader: impl BufRead, file: &TraceFile, follows_times: bool) -> Examined {
+fn of_lines(
+    mut reader: impl BufRead,
+    file: &TraceFile,
+    follows_times: bool,
+    end: &End,
+) -> Examined {
     let mut form: Option<(Form, Names)> = None;
     let mut lines = Lines::default();
+    let (mut bytes, mut count) = (0, 0_u32);
     let mut line = Vec::new();
     for index in 0..=REQUESTS_MAX {
         line.clear();
@@ -130,6 +186,7 @@ fn of_lines(mut reader: impl BufRead, file: &TraceFile, follows_times: bool) -> 
         if index == 0 && line.starts_with(b"\xef\xbb\xbf") {
             line.drain(..3);
         }
+        (bytes, count) = (bytes + line.len(), count + 1);
         if line.trim_ascii().is_empty() {
             continue;
         }
@@ -152,8 +209,10 @@ fn of_lines(mut reader: impl BufRead, file: &TraceFile, follows_times: bool) -> 
         };
         if let Some(known) = form.known() {
             let object = parse_json::<serde_json::Map<String, serde_json::Value>>(&line);
-            for (name, _) in object.unwrap_or_default() {
-                if !known.contains(&name.as_str()) {
+            for (name, value) in object.unwrap_or_default() {
+                if name == UNIT_KEY && value == UNIT {
+                    lines.states_unit = matches!(form, Form::Json);
+                } else if !known.contains(&name.as_str()) {
                     *lines.unread.entry(name).or_default() += 1;
                 }
             }
@@ -172,9 +231,16 @@ fn of_lines(mut reader: impl BufRead, file: &TraceFile, follows_times: bool) -> 
             lines.fractions += usize::from(written.is_some_and(|time| time.fract() != 0.0));
         }
     }
-    let Some((form, names)) = form else {
+    let Some((mut form, names)) = form else {
         return Examined::default();
     };
+    if let (Some(first), Some((last, tail_line))) = (lines.times.first(), end.last(&mut form, file))
+        && last > *first
+    {
+        // Lines of one end may be longer than those of the other.
+        let line = tail_line.min(bytes as f64 / f64::from(count.max(1)));
+        lines.whole = Some(end.len as f64 / line / ((last - first) / 1e3));
+    }
     let mut examined = if follows_times {
         lines.unit(&form, file)
     } else {
@@ -195,10 +261,15 @@ impl Lines {
         let fractional = of_ms && self.fractions * 5 >= self.times.len().max(1);
         let (bounds, unit) = match form {
             _ if file.unit.is_some() => (STATED, file.unit.expect("it is some")),
+            Form::Json if self.states_unit => return examined,
             Form::Json if fractional => (FRACTIONS_OF_MS, TimeUnit::Ms),
             Form::Json => (WHOLE_MS, TimeUnit::Ms),
             Form::Csv(csv) if csv.has_dates() => return examined,
-            Form::Csv(csv) if csv.is_published_burst() => (BURST, TimeUnit::S),
+            Form::Csv(csv) if csv.is_published_burst() => {
+                let published = self.whole.is_some_and(|rate| rate >= BURST_RATE_MIN);
+                let bounds = if published { PUBLISHED_BURST } else { BURST };
+                (bounds, TimeUnit::S)
+            }
             Form::Bailian(_) | Form::Csv(_) => (SECONDS, TimeUnit::S),
             // Dates, since numbers need a unit.
             _ => return examined,
@@ -338,7 +409,12 @@ mod tests {
             unit,
             ..TraceFile::default()
         };
-        of_lines(text.as_bytes(), &file, true)
+        let tail = text.as_bytes();
+        let end = End {
+            len: tail.len() as u64,
+            tail: tail[tail.len().saturating_sub(1 << 16)..].to_vec(),
+        };
+        of_lines(tail, &file, true, &end)
     }
 
     fn json(times: impl IntoIterator<Item = String>) -> String {
@@ -351,6 +427,9 @@ mod tests {
             text
         })
     }
+
+    const BURST_HEADER: &str =
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n";
 
     fn steps(step: f64) -> String {
         json((0..50).map(|at| (f64::from(at) * step).to_string()))
@@ -399,13 +478,11 @@ mod tests {
         let azure = (0..60).fold(azure.to_owned(), |text, at| {
             format!("{text}2023-11-16 18:15:{at:02}.6805900,374,44\n")
         });
-        // As BurstGPT's files begin: about a request per minute.
-        let burst = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n";
-        let burst = (0..60).fold(burst.to_owned(), |text, at| {
-            format!(
-                "{text}{},ChatGPT,472,18,490,Conversation log\n",
-                5 + at * 61
-            )
+        // As BurstGPT's files: about a request per minute at the beginning, and 0.27 per second in all.
+        let burst = BURST_HEADER.to_owned();
+        let burst = (0..30_000).fold(burst, |text, at| {
+            let time = 5 + at * if at < 1500 { 61 } else { 3 };
+            format!("{text}{time},ChatGPT,472,18,490,Conversation log\n")
         });
         let bailian = (0..60).fold(String::new(), |text, at| {
             format!(
@@ -480,7 +557,8 @@ mod tests {
         );
         // Also if its times are not followed.
         let file = TraceFile::default();
-        let notes = of_lines(line(", \"colour\": 1").as_bytes(), &file, false).notes;
+        let line = line(", \"colour\": 1");
+        let notes = of_lines(line.as_bytes(), &file, false, &End::default()).notes;
         assert_eq!(notes.len(), 1);
     }
 
@@ -507,7 +585,11 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig::with_cases(if std::env::var("PROPTEST_CASES").is_ok() {
+            ProptestConfig::default().cases
+        } else {
+            64
+        }))]
 
         /// Times that are read in another unit are never taken silently, and those in the right one silently over
         /// the range of rates in which that can be told.
@@ -536,12 +618,15 @@ mod tests {
             let text = json(times.iter().map(|time| write(*time, places)));
             prop_assert_eq!(with(&text, Some(unit)), Examined::default());
             // Formats in seconds.
-            let burst = "Timestamp,Request tokens,Response tokens\n".to_owned();
-            let burst = times.iter().fold(burst, |text, time| format!("{text}{},4,5\n", write(*time, 3)));
+            let table = |header: &str, rest: &str| {
+                times.iter().fold(header.to_owned(), |text, time| format!("{text}{}{rest}\n", write(*time, 3)))
+            };
+            let burst = table("Timestamp,Request tokens,Response tokens\n", ",4,5");
+            let published = table(BURST_HEADER, ",GPT-4,4,5,9,API log");
             let bailian = times.iter().fold(String::new(), |text, time| {
                 format!("{text}{{\"chat_id\": 1, \"timestamp\": {}, \"input_length\": 4, \"output_length\": 1}}\n", write(*time, 3))
             });
-            for text in [burst, bailian] {
+            for text in [burst, published, bailian] {
                 let found = with(&text, None);
                 let spoken = found.refusal.is_some() || !found.notes.is_empty();
                 if unit != TimeUnit::S {
@@ -550,6 +635,28 @@ mod tests {
                     prop_assert!(!spoken, "{rate}: {found:?}");
                 }
             }
+        }
+
+        /// What `slipstream trace convert --to mooncake` writes is read back without a word, at any rate.
+        #[test]
+        fn our_own_conversion_is_not_doubted(
+            power in -2.0_f64..5.0, requests in 1..60_u64, scale in 0.01_f64..100.0, turns in 1..4_u32
+        ) {
+            let text = format!(
+                "isl = 40\nosl = 4\nrequests = {requests}\ntime_scale = {scale}\nsession.turns = {turns}\n\
+                 session.think_time_s = 0.001\n[arrival]\nkind = \"poisson\"\nrate_per_s = {}\n",
+                10_f64.powf(power)
+            );
+            let doc = slipstream_config::doc::Doc::parse("w.toml", text.as_bytes());
+            let (workload, _) = slipstream_config::workload_file::read(doc).unwrap();
+            let mut source = crate::Source::open(&workload, 0).unwrap();
+            let mut writer = crate::mooncake::MooncakeWriter::new(16, turns > 1);
+            let mut out = Vec::new();
+            while let Some(first) = source.next() {
+                writer.write_session(&mut out, &source, first.unwrap(), workload.time_scale).unwrap();
+            }
+            let out = String::from_utf8(out).unwrap();
+            prop_assert_eq!(with(&out, None), Examined::default(), "{}", out);
         }
     }
 }

@@ -522,15 +522,22 @@ def finish(
     `trials` runs a batch of trials of a plan; `scale` decides about a pool.
     """
     show = shown(progress)
+    failed = False
     try:
         while True:
-            match job.wait(WAIT_S):
+            try:
+                said = job.wait(WAIT_S)
+            except Exception:
+                # The question's own error, which is its end.
+                failed = True
+                raise
+            match said:
                 case ("done", answer):
                     done: dict[str, Any] = answer
                     return done
-                case ("batch", batch, said):
+                case ("batch", batch, line):
                     if show:
-                        show(said)
+                        show(line)
                     if trials is None:
                         raise RuntimeError("a plan without tasks asks for trials")
                     job.give(trials(batch))
@@ -545,7 +552,7 @@ def finish(
         job.cancel()
         until = time.monotonic() + STOP_S
         try:
-            while time.monotonic() < until:
+            while not failed and time.monotonic() < until:
                 match job.wait(WAIT_S):
                     case ("done", _):
                         break

@@ -119,7 +119,7 @@ def test_sweep_gives_the_rows_of_the_command(binary: Path, tmp_path: Path) -> No
 
 
 def test_plan_gives_the_answer_of_the_command(binary: Path) -> None:
-    flags = ("--rate", "4", "--isl", "512", "--osl", "64", "--requests", "200")
+    flags = ("--rate", "4", "--isl", "512", "--osl", "64", "--requests", "60")
     ran = command(
         binary, "plan", *flags, "--slo", "ttft=1s,itl=30ms", "--model", "llama-3.1-8b",
         "--gpus", "h100-sxm,l40s", "--price", "h100-sxm=2.5", "--price", "l40s=0.9",
@@ -127,7 +127,7 @@ def test_plan_gives_the_answer_of_the_command(binary: Path) -> None:
         "--max-gpus", "8", "--json",
     )  # fmt: skip
     found = ss.plan(
-        ss.Workload(rate=4, isl=512, osl=64, requests=200),
+        ss.Workload(rate=4, isl=512, osl=64, requests=60),
         slo="ttft=1s,itl=30ms",
         model="llama-3.1-8b",
         gpus=["h100-sxm", "l40s"],
@@ -140,7 +140,7 @@ def test_plan_gives_the_answer_of_the_command(binary: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert found.summary() == json.loads(ran.stdout)
     again = ss.simulate(
-        found.cluster(), ss.Workload(rate=4, isl=512, osl=64, requests=200), slo="ttft=1s,itl=30ms"
+        found.cluster(), ss.Workload(rate=4, isl=512, osl=64, requests=60), slo="ttft=1s,itl=30ms"
     )
     assert again.digest == found.answers[0]["answer"]["digest"]
 
@@ -253,6 +253,13 @@ def test_wrong_input_raises_its_error(ask, error: type[Exception], text: str) ->
     assert text in str(raised.value)
 
 
+def test_an_error_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The question is over: nothing is left to stop, however long that may take.
+    monkeypatch.setattr(api, "STOP_S", 1e9)
+    with pytest.raises(ss.QuestionError, match="--speedup"):
+        ss.simulate(ss.Cluster(), small(), speedup=0)
+
+
 def test_errors_have_the_texts_of_the_command(binary: Path, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[pool.main]\nworkers = 0\n[router]\npolicy = 'best'\n")
@@ -287,7 +294,7 @@ def test_other_threads_run_during_a_question() -> None:
     thread = threading.Thread(target=tick)
     thread.start()
     seen: list[str] = []
-    ss.simulate(ss.Cluster(), small(100_000), progress=seen.append)
+    ss.simulate(ss.Cluster(), small(20_000), progress=seen.append)
     done.set()
     thread.join()
     assert ticks > 10

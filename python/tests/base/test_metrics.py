@@ -2,13 +2,20 @@
 
 import contextlib
 import json
+import os
+import queue
+import random
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from conftest import FAST, running
@@ -60,29 +67,165 @@ def pages(binary):
             yield {"server": engine.url, "router": router.url}
 
 
-@pytest.mark.parametrize("which", ["server", "router"])
-def test_strict_parsers_read_the_page_in_both_formats(pages, which):
-    kind, text = page(pages[which])
+def check_page(url: str) -> dict[str, set[str]]:
+    """Read the page in both formats by the parsers; return the values of each label."""
+    kind, text = page(url)
     assert kind == TEXT
-    kind, strict = page(pages[which], "application/openmetrics-text; version=1.0.0")
+    kind, strict = page(url, "application/openmetrics-text; version=1.0.0")
     assert kind == OPEN
     families = {family.name: family for family in read_open(strict)}
     also = {family.name: family for family in read_text(text)}
     assert families.keys() == also.keys()
-    assert len(families) > 20
+    values: dict[str, set[str]] = {}
     for family in families.values():
         assert family.documentation, family.name
-        if family.type != "histogram":
-            continue
-        ends = [sample.labels["le"] for sample in family.samples if "le" in sample.labels]
-        assert ends and ends[-1] == "+Inf", family.name
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                values.setdefault(label, set()).add(value)
+        if family.type == "histogram":
+            ends = [sample.labels["le"] for sample in family.samples if "le" in sample.labels]
+            assert ends and ends[-1] == "+Inf", family.name
+    plain: dict[str, set[str]] = {}
+    for family in also.values():
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                plain.setdefault(label, set()).add(value)
+    assert plain.keys() == values.keys()
+    for label in plain.keys() - {"le"}:
+        assert plain[label] == values[label], label
+    return values
+
+
+@pytest.mark.parametrize("which", ["server", "router"])
+def test_strict_parsers_read_the_page_in_both_formats(pages, which):
+    values = check_page(pages[which])
     if which == "server":
-        names = {
-            sample.labels.get("model_name")
-            for family in families.values()
-            for sample in family.samples
-        }
-        assert ODD in names
+        assert ODD in values["model_name"]
+
+
+SEED = int(os.environ.get("SLIPSTREAM_METRICS_SEED", "1"))
+DRAWS = int(os.environ.get("SLIPSTREAM_METRICS_DRAWS", "2"))
+"""Each draw starts four processes."""
+PIECES = [
+    '"', "\\", "\\n", "\n", "\r", "\t", "é", "🙂", "{", "}", ",", "=", "#", " ", "\x1b", "\x7f",
+    "\x85", "\u2028", "\u202e", "\ufffd", "le", "+Inf", "# EOF", "name=\"x\"", "a", "B9",
+]  # fmt: skip
+
+
+def drawn(seed: str) -> str:
+    """A name of a model."""
+    draw = random.Random(seed)
+    return "m" + "".join(draw.choices(PIECES, k=draw.randrange(1, 12)))
+
+
+def quoted(text: str) -> str:
+    """A TOML string."""
+    return '"' + "".join(f"\\U{ord(each):08X}" for each in text) + '"'
+
+
+@contextlib.contextmanager
+def started(binary: Path, *args: str) -> Iterator[str]:
+    """A frontend, or a worker with `--metrics`; its address."""
+    process = subprocess.Popen(
+        [binary, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(
+            target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True
+        ).start()
+        url = ""
+        while not url:
+            line = lines.get(timeout=60)
+            if "listening on http://" in line or "metrics at http://" in line:
+                url = line[line.index("http://") :].strip().removesuffix("/metrics")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize("draw", range(DRAWS))
+def test_pages_of_every_process_are_read_whatever_the_model_is_called(
+    binary: Path, tmp_path: Path, draw: int
+) -> None:
+    model = drawn(f"{SEED}.{draw}.model")
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        f"model.name = {quoted(model)}\n[pool.main]\nworkers = 2\n"
+        "[live]\nspeedup = 0\nlisten = '127.0.0.1:0'\n"
+    )
+    shared = (str(cluster), "--discovery", str(tmp_path / "discovery"))
+    (tmp_path / "discovery").mkdir()
+    with (
+        started(binary, "frontend", *shared) as one,
+        started(binary, "frontend", *shared) as two,
+        started(binary, "worker", *shared, "--metrics", "127.0.0.1:0") as worker,
+    ):
+        for url in (one, two):
+            deadline = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(urllib.error.HTTPError):
+                    ask(url)
+                    break
+                assert time.monotonic() < deadline
+        for url in (one, two, worker):
+            assert check_page(url)["model_name"] == {model}
+
+
+def strange_engine(names: list[str]) -> type[BaseHTTPRequestHandler]:
+    """An engine with models of these names, as JSON strings."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+        def say(self, body: str, kind: str = "application/json") -> None:
+            raw = body.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                each = ",".join(f'{{"id": {name}, "owned_by": "vllm"}}' for name in names)
+                self.say(f'{{"object": "list", "data": [{each}]}}')
+            else:
+                self.say('vllm:num_requests_running{model_name="\\"\\\\",engine="x\\ny"} 1\n', "text/plain")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            usage = '"usage": {"prompt_tokens": 1, "completion_tokens": 1}'
+            self.say(f'{{"model": {names[0]}, "choices": [{{"text": "x"}}], {usage}}}')
+
+    return Handler
+
+
+@pytest.mark.parametrize("draw", range(DRAWS))
+def test_a_routers_page_is_read_whatever_its_engines_say(binary: Path, draw: int) -> None:
+    names = [json.dumps(drawn(f"{SEED}.{draw}.{at}")) for at in range(4)]
+    # Neither is a model's name of UTF-8 text.
+    names += ['""', '"\\ud800"', '"\\u0000"', "null", "7"]
+    engine = ThreadingHTTPServer(("127.0.0.1", 0), strange_engine(names))
+    threading.Thread(target=engine.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{engine.server_address[1]}"
+    try:
+        with running(binary, "--engine", url) as router:
+            asked = 0
+            for name in [*names, '"unknown \\" \\n"']:
+                body = f'{{"model": {name}, "prompt": "x", "max_tokens": 1}}'.encode()
+                headers = {"Content-Type": "application/json", "X-Slipstream-Worker": "\"x\\"}
+                request = urllib.request.Request(f"{router.url}/v1/completions", body, headers)
+                with contextlib.suppress(urllib.error.HTTPError):
+                    urllib.request.urlopen(request, timeout=30).read()
+                    asked += 1
+            values = check_page(router.url)
+            assert any(url.endswith(each.removeprefix("http://")) for each in values["engine"])
+            assert router.process.poll() is None
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(

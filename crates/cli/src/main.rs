@@ -20,7 +20,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use slipstream_base::text::foreign;
+use slipstream_base::text::brief;
 
 /// Sizes and routes clusters that serve large language models: a simulator, a server with modelled
 /// engines, and a router in front of real ones.
@@ -172,8 +172,8 @@ fn log_to_stderr() {
     let fields = debug_fn(|to, field, value| {
         let value = format!("{value:?}");
         match field.name() {
-            "message" => write!(to, "{}", foreign(&value)),
-            name => write!(to, "{name}={}", foreign(&value)),
+            "message" => write!(to, "{}", brief(&value, out::LINE_CHARS_MAX)),
+            name => write!(to, "{name}={}", brief(&value, out::LINE_CHARS_MAX)),
         }
     });
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(SAID));

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
 
-use slipstream_base::text::foreign_lines;
+use slipstream_base::text::{brief_lines, foreign_json};
 
 /// `eprint!` that does not end the process if stderr has been closed: a server outlives what collects its log.
 macro_rules! err {
@@ -21,10 +21,13 @@ macro_rules! errln {
     };
 }
 
+/// Longest line of a message or of a log's field, characters: a server may have written most of it.
+pub(crate) const LINE_CHARS_MAX: usize = 4096;
+
 /// Prints a message to stderr.
 pub(crate) fn say(message: fmt::Arguments<'_>) {
     let message = message.to_string();
-    let _ = writeln!(io::stderr(), "{}", foreign_lines(&message));
+    let _ = writeln!(io::stderr(), "{}", brief_lines(&message, LINE_CHARS_MAX));
 }
 
 /// Describes models on stderr as they were read, before anything else runs.
@@ -45,6 +48,14 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush())
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
+}
+
+/// [`print`] of JSON, which has text of servers or files in it.
+///
+/// # Errors
+/// As [`print`].
+pub(crate) fn print_json(json: &str) -> io::Result<()> {
+    print(&foreign_json(json))
 }
 
 /// Writes the output of `write` to stdout, piece by piece, and flushes it.

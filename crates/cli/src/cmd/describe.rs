@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         anyhow::Ok(facts)
     })?;
     if args.json {
-        out::print(&format!("{}\n", serde_json::to_string_pretty(&facts)?))?;
+        out::print_json(&format!("{}\n", serde_json::to_string_pretty(&facts)?))?;
     } else {
         out::print(&cluster_file(&facts, None)?)?;
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use bytes::Bytes;
 use clap::{Subcommand, ValueEnum};
-use slipstream_base::text::{counted, foreign};
+use slipstream_base::text::{counted, foreign, foreign_json};
 use slipstream_base::width::to_u16;
 use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EventsConfig};
@@ -328,7 +328,7 @@ impl ReceivedEvent {
         if json {
             let event = message.json();
             let line = serde_json::json!({"topic": topic, "sequence": sequence, "event": event});
-            return format!("{line}\n");
+            return format!("{}\n", foreign_json(&line.to_string()));
         }
         let sequence = sequence.map_or(String::new(), |n| format!(" #{n}"));
         let topic = if topic.is_empty() { source } else { topic };

@@ -265,7 +265,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         failures.extend(out::save(path, &answer.page(&out::command_line())));
     }
     if args.json {
-        out::print(&answer.json()?)?;
+        out::print_json(&answer.json()?)?;
     } else {
         let workload = args.workload_flag();
         let written = args.write.as_deref().map(|path| (path, workload.as_str()));

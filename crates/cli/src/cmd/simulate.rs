@@ -132,7 +132,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         failures.extend(out::save(path, &page));
     }
     if args.json {
-        out::print(&report.to_json())?;
+        out::print_json(&report.to_json())?;
     } else {
         out::print(&report.render())?;
         out::print(&format!(

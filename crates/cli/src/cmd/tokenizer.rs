@@ -111,7 +111,7 @@ fn render(dir: Option<&Path>) -> anyhow::Result<ExitCode> {
                 serde_json::json!({ "error": error })
             }
         };
-        out::print(&format!("{shown}\n"))?;
+        out::print_json(&format!("{shown}\n"))?;
     }
     Ok(ExitCode::from(u8::from(!all_render)))
 }

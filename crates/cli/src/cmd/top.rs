@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::termios::{self, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
 use serde_json::Value;
-use slipstream_base::text::foreign;
+use slipstream_base::text::{brief, foreign};
 use slipstream_base::width::to_u8;
 use slipstream_probe::Client;
 
@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let look = || runtime.block_on(look(&client));
     if args.json {
         let figures = look()?;
-        out::print(&format!("{}\n", serde_json::to_string_pretty(&figures)?))?;
+        out::print_json(&format!("{}\n", serde_json::to_string_pretty(&figures)?))?;
         return Ok(ExitCode::SUCCESS);
     }
     let is_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
@@ -109,6 +109,11 @@ async fn look(client: &Client) -> anyhow::Result<Value> {
 
 fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// A server's word in a table.
+fn cell(word: &str) -> String {
+    brief(word, 128).into_owned()
 }
 
 /// A count or a share; `-` if the server does not report it.
@@ -176,7 +181,7 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
         text,
         "{}  {}  {} running  {} waiting  {} errors",
         foreign(url),
-        foreign(now["model"].as_str().unwrap_or("real engines")),
+        cell(now["model"].as_str().unwrap_or("real engines")),
         shown(&totals["running"], 0),
         shown(&totals["waiting"], 0),
         shown(&totals["errors"], 0),
@@ -205,7 +210,7 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 "down"
             };
             rows.push(vec![
-                foreign(worker["name"].as_str().unwrap_or("?")).into_owned(),
+                cell(worker["name"].as_str().unwrap_or("?")),
                 state.into(),
                 shown(&worker["running"], 0),
                 shown(&worker["waiting"], 0),
@@ -238,9 +243,9 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 "down"
             };
             rows.push(vec![
-                foreign(engine["name"].as_str().unwrap_or("?")).into_owned(),
-                foreign(engine["role"].as_str().unwrap_or("-")).into_owned(),
-                foreign(engine["state"].as_str().unwrap_or(ready)).into_owned(),
+                cell(engine["name"].as_str().unwrap_or("?")),
+                cell(engine["role"].as_str().unwrap_or("-")),
+                cell(engine["state"].as_str().unwrap_or(ready)),
                 shown(&engine["in_flight"], 0),
                 shown(&engine["requests"], 0),
                 shown(&engine["failures"], 0),
@@ -284,12 +289,12 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
     for engine in engines.iter().filter(|of| of["ready"] != true) {
         if let Some(why) = engine["last_failure"].as_str() {
             let name = engine["name"].as_str().unwrap_or("?");
-            let _ = writeln!(text, "{}: {}", foreign(name), foreign(why));
+            let _ = writeln!(text, "{}: {}", cell(name), brief(why, out::LINE_CHARS_MAX));
         }
     }
     for (kind, count) in now["errors"].as_object().into_iter().flatten() {
         if count.as_f64().is_some_and(|count| count > 0.0) {
-            let _ = writeln!(text, "{}: {}", foreign(kind), shown(count, 0));
+            let _ = writeln!(text, "{}: {}", cell(kind), shown(count, 0));
         }
     }
     text

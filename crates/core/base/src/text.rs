@@ -1,6 +1,7 @@
 //! Formats numbers in sentences, and escapes foreign text for a terminal or a log.
 
 use std::borrow::Cow;
+use std::fmt::Write as _;
 
 /// A count with thousands separated by commas: `1,234,567`.
 pub fn grouped(value: u64) -> String {
@@ -49,6 +50,55 @@ pub fn foreign(text: &str) -> Cow<'_, str> {
 /// As [`foreign`], but keeps line feeds and tabs, for a text of several lines.
 pub fn foreign_lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| acts(c) && c != '\n' && c != '\t')
+}
+
+/// As [`foreign`], of at most `chars_max` characters; `…` stands for the rest.
+pub fn brief(text: &str, chars_max: usize) -> Cow<'_, str> {
+    let shown = foreign(text);
+    match end_of(&shown, chars_max) {
+        None => shown,
+        Some(end) => Cow::Owned(format!("{}…", &shown[..end])),
+    }
+}
+
+/// As [`foreign_lines`], of at most `chars_max` characters per line.
+pub fn brief_lines(text: &str, chars_max: usize) -> String {
+    let mut out = String::with_capacity(text.len().min(4 * chars_max));
+    for (at, line) in foreign_lines(text).split('\n').enumerate() {
+        if at > 0 {
+            out.push('\n');
+        }
+        match end_of(line, chars_max) {
+            None => out.push_str(line),
+            Some(end) => out.extend([&line[..end], "…"]),
+        }
+    }
+    out
+}
+
+/// Bytes of the first `chars_max` characters, if there are more.
+fn end_of(text: &str, chars_max: usize) -> Option<usize> {
+    text.char_indices().nth(chars_max).map(|(end, _)| end)
+}
+
+/// JSON `text` in which a terminal acts on no character but line feeds: what [`foreign`] escapes stands as `\uXXXX`.
+pub fn foreign_json(text: &str) -> Cow<'_, str> {
+    // Outside of strings JSON has no such characters, and inside of them any may be escaped.
+    let acts = |c: char| acts(c) && c != '\n';
+    let Some(first) = text.find(acts) else {
+        return Cow::Borrowed(text);
+    };
+    let mut out = text[..first].to_owned();
+    for c in text[first..].chars() {
+        if acts(c) {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                let _ = write!(out, "\\u{unit:04x}");
+            }
+        } else {
+            out.push(c);
+        }
+    }
+    Cow::Owned(out)
 }
 
 fn escaped(text: &str, acts: impl Fn(char) -> bool) -> Cow<'_, str> {
@@ -112,6 +162,35 @@ mod tests {
             let shown = foreign(&text);
             assert!(!shown.chars().any(acts), "{c:?}");
             assert!(shown == text || shown.is_ascii(), "{c:?}");
+        }
+    }
+
+    #[test]
+    fn a_brief_text_has_an_end() {
+        assert_eq!(brief("abc", 3), "abc");
+        assert_eq!(brief("ab\x1bc", 3), "ab\\…");
+        assert_eq!(brief(&"é".repeat(100), 2), "éé…");
+        assert_eq!(brief_lines("abc\n\tab\r\n", 3), "abc\n\tab…\n");
+    }
+
+    #[test]
+    fn json_is_the_same_without_what_acts() {
+        for c in (0..=u32::from(char::MAX)).filter_map(char::from_u32) {
+            let json = format!("{{\n\"{}\": 1}}", c.escape_debug());
+            let json = if acts(c) && !c.is_ascii_control() {
+                format!("{{\n\"{c}\": 1}}")
+            } else {
+                json
+            };
+            let shown = foreign_json(&json);
+            assert!(!shown.chars().any(|c| acts(c) && c != '\n'), "{c:?}");
+            if acts(c) && !c.is_ascii_control() {
+                let units = c
+                    .encode_utf16(&mut [0; 2])
+                    .iter()
+                    .fold(String::new(), |units, unit| format!("{units}\\u{unit:04x}"));
+                assert_eq!(shown, format!("{{\n\"{units}\": 1}}"));
+            }
         }
     }
 

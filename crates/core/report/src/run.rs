@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::latency::{P50, P75, P90, P95, P99, Percentiles, SIGNIFICANT_DIGITS, TOO_FEW, cell};
 use crate::overload::Overload;
 use crate::table::{Table, counted, grouped, number};
-use slipstream_base::text::{foreign, several};
+use slipstream_base::text::{brief, foreign, several};
 use slipstream_base::width;
 
 /// Version of the JSON form.
@@ -473,10 +473,8 @@ impl RunReport {
             out.push('\n');
         };
         let r = &self.requests;
-        say(format!(
-            "{} · {} · {}",
-            self.target, self.model, self.workload
-        ));
+        let model = brief(&self.model, 200);
+        say(format!("{} · {model} · {}", self.target, self.workload));
         let mut counts = format!(
             "{} of {} answered in {} s",
             grouped(r.succeeded),

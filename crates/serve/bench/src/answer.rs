@@ -8,7 +8,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
-use slipstream_base::text::foreign;
+use slipstream_base::text::{brief, foreign};
 
 /// Longest event of a stream, and longest body that is not a stream, bytes.
 const BODY_BYTES_MAX: usize = 64 << 20;
@@ -235,11 +235,12 @@ impl Answer {
     fn on_error(&mut self, error: &Value) {
         let message = error.get("message").unwrap_or(error);
         let message = match message.as_str() {
-            Some(text) => text.chars().take(MESSAGE_CHARS_MAX).collect(),
-            None => message.to_string(),
+            Some(text) => brief(text, MESSAGE_CHARS_MAX),
+            None => brief(&message.to_string(), MESSAGE_CHARS_MAX)
+                .into_owned()
+                .into(),
         };
-        self.error
-            .get_or_insert_with(|| foreign(&message).into_owned());
+        self.error.get_or_insert_with(|| message.into_owned());
     }
 }
 

@@ -357,7 +357,7 @@ pub(crate) fn cluster_toml(py: Python<'_>, cluster: &str) -> PyResult<String> {
 #[pyfunction]
 pub(crate) fn workload_text(py: Python<'_>, workload: &str) -> PyResult<String> {
     let workload: source::WorkloadSource = parse(workload)?;
-    py.detach(|| workload.workload(&[]).and_then(|_| workload.text()))
+    py.detach(|| workload.workload(&[]).and_then(|_| workload.text(None)))
         .map_err(|error| raise(py, &error))
 }
 

@@ -181,8 +181,9 @@ fn compare_runs(files: &[PathBuf]) -> anyhow::Result<ExitCode> {
 }
 
 fn load(args: &Load) -> anyhow::Result<ExitCode> {
-    if let (true, Some(path)) = (args.print_config, &args.what.workload) {
-        out::print(&workload_args::read(path, &args.set)?.1.to_toml())?;
+    if args.print_config {
+        let source = args.what.source(&args.set);
+        out::print(&source.text(args.slo.as_ref())?)?;
         return Ok(ExitCode::SUCCESS);
     }
     out::check_writable([
@@ -271,11 +272,11 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         let page = page(args, &outcome)?;
         failures.extend(out::save(path, &page));
     }
-    out::print(&if args.json {
-        report.to_json()
+    if args.json {
+        out::print_json(&report.to_json())?;
     } else {
-        report.render()
-    })?;
+        out::print(&report.render())?;
+    }
     out::complain(&failures);
     let failed = !failures.is_empty()
         || report.requests.failed > 0
@@ -315,7 +316,10 @@ fn page(args: &Load, outcome: &Outcome) -> anyhow::Result<String> {
         events: Vec::new(),
         warnings,
         facts,
-        texts: vec![("Workload".into(), args.what.text(&args.set)?)],
+        texts: vec![(
+            "Workload".into(),
+            args.what.source(&args.set).text(args.slo.as_ref())?,
+        )],
     };
     Ok(page.render())
 }

@@ -81,6 +81,33 @@ impl ClusterArgs {
         Ok(Some((cluster, settings)))
     }
 
+    /// As [`resolve`](Self::resolve), with `text` in place of a file that is not named.
+    pub(crate) fn resolve_over(&self, text: String) -> anyhow::Result<Option<Cluster>> {
+        let mut source = self.source();
+        if source.file.is_none() {
+            source.text = Some(text);
+        }
+        let (cluster, settings) = source.resolve(&[])?;
+        if self.print_config {
+            out::print(&settings.to_toml())?;
+            return Ok(None);
+        }
+        out::model_lines(&cluster.model_lines());
+        Ok(Some(cluster))
+    }
+
+    /// The first of these arguments that was given.
+    pub(crate) fn first_given(&self) -> Option<&'static str> {
+        let given = [
+            ("CLUSTER.TOML", self.cluster.is_some()),
+            ("--set", !self.set.is_empty()),
+            ("--print-config", self.print_config),
+        ];
+        given
+            .into_iter()
+            .find_map(|(name, given)| given.then_some(name))
+    }
+
     /// As [`resolve`](Self::resolve), for a cluster that is to run live.
     ///
     /// # Errors

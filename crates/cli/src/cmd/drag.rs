@@ -215,7 +215,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let output = serde_json::json!({
             "speedup": speedup, "host": host.json(), "gaps": gaps, "live": live, "twin": twin,
         });
-        out::print(&format!("{output}\n"))?;
+        out::print_json(&format!("{output}
+"))?;
     } else {
         out::print(&gaps::render(names, runs))?;
         out::print(&format!("\n{}", compare::render(&reports, false)))?;
@@ -250,7 +251,12 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
             output.status.success(),
             "`slipstream describe` did not run; its message is above"
         );
-        std::fs::write(&described, output.stdout)?;
+        std::fs::write(&described, &output.stdout)?;
+        if args.cluster.is_printed() {
+            let text = String::from_utf8(output.stdout)?;
+            args.cluster.resolve_over(text)?;
+            return Ok(ExitCode::SUCCESS);
+        }
         cluster.insert(0, described.clone().into());
         errln!(
             "note: no cluster file is given, so step times are those of the default GPU: name one that \
@@ -285,7 +291,8 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
         let output = serde_json::json!({
             "host": host.json(), "lengths": lengths.json(), "engine": live, "twin": twin,
         });
-        out::print(&format!("{output}\n"))?;
+        out::print_json(&format!("{output}
+"))?;
     } else if lengths.is_same() {
         out::print(&compare::render(&reports, false))?;
         if let Some(line) = host.line() {

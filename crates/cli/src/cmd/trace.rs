@@ -195,6 +195,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
         file.on_bad_line = args.on_bad_line.map_or(file.on_bad_line, Into::into);
         file.columns = read_as.trace_columns.clone().or(file.columns.take());
         file.unit = read_as.trace_unit.or(file.unit);
+        file.tokens_per_id = args.tokens_per_id.or(file.tokens_per_id);
     } else {
         anyhow::ensure!(
             args.on_bad_line.is_none()

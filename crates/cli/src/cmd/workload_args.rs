@@ -153,13 +153,63 @@ impl WorkloadArgs {
     pub(crate) fn workload(&self, sets: &[String]) -> anyhow::Result<(Workload, String)> {
         self.source(sets).workload(&[])
     }
-
-    /// The workload as text, for a report: the file's effective values, or the flags.
-    pub(crate) fn text(&self, sets: &[String]) -> anyhow::Result<String> {
-        self.source(sets).text()
-    }
 }
 
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
     slipstream_base::slo::parse_ns(text).map(Duration::from_nanos)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Alone {
+        #[command(flatten)]
+        what: WorkloadArgs,
+    }
+
+    #[test]
+    fn the_flags_of_a_workload_are_passed_on() {
+        const ALL: [&str; 11] = [
+            "--rate=0.1",
+            "--isl=3",
+            "--osl=4",
+            "--requests=18446744073709551615",
+            "--duration=1234567890123ns",
+            "--seed=18446744073709551615",
+            "--time-scale=0.3",
+            "--on-bad-line=skip",
+            "--on-bad-line=stop",
+            "--trace-unit=us",
+            "--trace-columns=isl=a,osl=b,arrival=c d",
+        ];
+        let parse = |flags: &[String]| {
+            let words = std::iter::once("x").chain(flags.iter().map(String::as_str));
+            Alone::parse_from(words).what.source(&[])
+        };
+        for subset in 0..1_u32 << ALL.len() {
+            let chosen = ALL
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| subset >> at & 1 == 1);
+            let mut flags: Vec<String> = chosen.map(|(_, flag)| (*flag).to_owned()).collect();
+            if flags.iter().filter(|flag| flag.contains("bad")).count() == 2 {
+                continue;
+            }
+            if subset & 1 == 0 {
+                flags.push("--concurrency=7".to_owned());
+            }
+            let mut source = parse(&flags);
+            let passed = source.flags();
+            let passed: Vec<String> = passed
+                .into_iter()
+                .map(|f| f.into_string().unwrap())
+                .collect();
+            source.time_scale = None; // the caller's
+            assert_eq!(parse(&passed), source);
+        }
+    }
 }

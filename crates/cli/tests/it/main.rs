@@ -23,6 +23,8 @@ mod engines_apart;
 mod engines_pairs;
 mod engines_resume;
 mod first_commands;
+mod flags;
+mod hostile;
 mod kv;
 mod membership;
 mod misbehaving_peers;

@@ -114,7 +114,7 @@ impl Question {
         memory::check(&cluster)?;
         memory::check_concurrency(&workload)?;
         Ok(Run {
-            workload_text: self.workload.text()?,
+            workload_text: self.workload.text(self.slo.as_ref())?,
             label: self.label.clone().unwrap_or_else(|| "simulated".into()),
             slo: self.slo.clone(),
             cluster,

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use serde::{Deserialize, Serialize};
+use slipstream_base::Slo;
 use slipstream_config::cluster::{Cluster, TimingConfig, file};
 use slipstream_config::doc::{Doc, Settings};
 use slipstream_config::prices::Prices;
@@ -287,20 +288,27 @@ impl WorkloadSource {
             (None, Some(path)) => (self.trace_workload(path), file_name(path)),
             (None, None) => self.plain_workload(),
         };
-        if let Some(requests) = self.requests {
+        // A key that varies is not one that a flag states for all runs.
+        let stands = |key: &str| {
+            let mut keys = sets.iter().filter_map(|set| set.split_once('='));
+            !keys.any(|(varied, _)| varied.trim() == key)
+        };
+        if let Some(requests) = self.requests.filter(|_| stands("requests")) {
             workload.requests = Some(requests);
         }
-        if let Some(duration) = self.duration {
+        if let Some(duration) = self.duration.filter(|_| stands("duration_s")) {
             workload.duration_s = Some(duration.as_secs_f64());
         }
-        if let Some(seed) = self.seed {
+        if let Some(seed) = self.seed.filter(|_| stands("seed")) {
             workload.seed = seed;
         }
         if let Some(scale) = self.time_scale {
             if !(scale.is_finite() && scale > 0.0) {
                 bail!("--time-scale is {scale}, but must be a finite number above 0");
             }
-            workload.time_scale = scale;
+            if stands("time_scale") {
+                workload.time_scale = scale;
+            }
         }
         self.read_as(&mut workload)?;
         if let Some(rate) = self.rate
@@ -343,12 +351,52 @@ impl WorkloadSource {
         Ok(())
     }
 
-    /// The workload as text, for a report: the file's effective values, or the flags.
+    /// Effective values of the workload file and their origins, under the flags and the objectives `slo` of a flag;
+    /// `None` if there is no file.
     ///
     /// # Errors
     /// As [`workload`](Self::workload).
-    pub fn text(&self) -> anyhow::Result<String> {
-        if let Some((_, settings)) = self.read(&[])? {
+    pub fn settings(&self, slo: Option<&Slo>) -> anyhow::Result<Option<Settings>> {
+        let Some((_, mut settings)) = self.read(&[])? else {
+            return Ok(None);
+        };
+        self.workload(&[])?;
+        if let Some(requests) = &self.requests {
+            settings.override_by_flag("--requests", "requests", requests);
+        }
+        if let Some(duration) = &self.duration {
+            settings.override_by_flag("--duration", "duration_s", &duration.as_secs_f64());
+        }
+        if let Some(scale) = &self.time_scale {
+            settings.override_by_flag("--time-scale", "time_scale", scale);
+        }
+        if let Some(seed) = &self.seed {
+            settings.override_by_flag("--seed", "seed", seed);
+        }
+        if let Some(skip) = self.skip_bad_lines {
+            let word = if skip { "skip" } else { "stop" };
+            settings.override_by_flag("--on-bad-line", "trace.on_bad_line", &word.to_owned());
+        }
+        if let Some(columns) = &self.trace_columns {
+            settings.override_by_flag("--trace-columns", "trace.columns", columns);
+        }
+        if let Some(unit) = &self.trace_unit {
+            settings.override_by_flag("--trace-unit", "trace.unit", unit);
+        }
+        if let Some(slo) = slo {
+            for path in ["slo", "class.slo"] {
+                settings.override_by_flag("--slo", path, &slo.to_string());
+            }
+        }
+        Ok(Some(settings))
+    }
+
+    /// The workload as text, for a report: [`settings`](Self::settings) of the file, or the flags.
+    ///
+    /// # Errors
+    /// As [`workload`](Self::workload).
+    pub fn text(&self, slo: Option<&Slo>) -> anyhow::Result<String> {
+        if let Some(settings) = self.settings(slo)? {
             return Ok(settings.to_toml());
         }
         if let Some(path) = &self.trace {
@@ -540,5 +588,37 @@ pub(crate) mod as_text {
         let text = Option::<String>::deserialize(from)?;
         text.map(|text| text.parse().map_err(D::Error::custom))
             .transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_win_over_the_file_and_what_varies_over_flags() {
+        let source = WorkloadSource {
+            text: Some("requests = 3\nseed = 1\n[[class]]\nslo = \"ttft=1s\"\n[[class]]\n".into()),
+            requests: Some(5),
+            time_scale: Some(2.0),
+            ..WorkloadSource::default()
+        };
+        let of = |sets: &[&str]| {
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+            source.workload(&sets).unwrap().0
+        };
+        assert_eq!((of(&[]).requests, of(&[]).time_scale), (Some(5), 2.0));
+        assert_eq!(of(&["requests = 7"]).requests, Some(7));
+        assert_eq!(of(&["time_scale=3", "seed=2"]).time_scale, 3.0);
+        let text = source.text(Some(&"itl=5ms".parse().unwrap())).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        let given = |line: &str| lines.iter().filter(|of| of.starts_with(line)).count();
+        assert_eq!(given("requests = 5 "), 1, "{text}");
+        assert_eq!(given("time_scale = 2.0 "), 1, "{text}");
+        assert_eq!(given("slo = \"itl=5ms\" "), 2, "{text}");
+        assert!(
+            text.contains("# --slo") && text.contains("# --requests"),
+            "{text}"
+        );
     }
 }

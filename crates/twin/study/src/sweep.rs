@@ -864,7 +864,10 @@ impl Answer {
                     "Cluster, every value (of the first configuration)".into(),
                     self.sweep.first_settings()?,
                 ),
-                ("Workload".into(), question.workload.text()?),
+                (
+                    "Workload".into(),
+                    question.workload.text(question.slo.as_ref())?,
+                ),
             ],
         };
         Ok(page.render())

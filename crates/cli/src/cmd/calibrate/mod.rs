@@ -19,8 +19,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use slipstream_config::cluster::{Cluster, file};
-use slipstream_config::doc::Doc;
+use slipstream_config::cluster::Cluster;
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::out;
@@ -70,6 +69,11 @@ const ASK: Duration = Duration::from_secs(10);
 
 /// Fits, holds out, writes the result and its errors.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if let (None, None, Some(unused)) = (&args.requests, &args.engine, args.cluster.first_given()) {
+        anyhow::bail!(
+            "{unused} has no effect here: only --requests and --engine read a cluster; leave it out"
+        );
+    }
     if let Some(path) = &args.from_points {
         return points::run(path, args);
     }
@@ -109,13 +113,7 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
         .build()?;
     let facts = runtime.block_on(slipstream_probe::ask_client(&client, ASK))?;
     let text = super::describe::cluster_file(std::slice::from_ref(&facts), None)?;
-    let cluster = if args.cluster.file().is_some() {
-        args.cluster.resolve(&[])?
-    } else {
-        let doc = Doc::parse("cluster.toml", text.as_bytes());
-        Some(file::read(doc, super::files::read)?.0)
-    };
-    let Some(cluster) = cluster else {
+    let Some(cluster) = args.cluster.resolve_over(text)? else {
         return Ok(ExitCode::SUCCESS);
     };
     let cluster = one_worker(cluster)?;

@@ -26,7 +26,7 @@ impl fmt::Display for Diagnostic {
                 write!(f, "{file}:{line}:{column}: ")?;
             }
             Origin::File { file, .. } => write!(f, "{file}: ")?,
-            Origin::Env(_) | Origin::Set(_) => write!(f, "{}: ", self.at)?,
+            Origin::Env(_) | Origin::Set(_) | Origin::Flag(_) => write!(f, "{}: ", self.at)?,
         }
         f.write_str(&self.message)?;
         match &self.hint {

@@ -36,6 +36,8 @@ pub enum Origin {
     Env(String),
     /// A flag `--set`; its text `key=value`.
     Set(String),
+    /// A flag of its own, such as `--seed`.
+    Flag(String),
 }
 
 impl Origin {
@@ -45,7 +47,7 @@ impl Origin {
             Origin::Default | Origin::Preset(_) | Origin::Derived(_) => 0,
             Origin::File { .. } => 1,
             Origin::Env(_) => 2,
-            Origin::Set(_) => 3,
+            Origin::Set(_) | Origin::Flag(_) => 3,
         }
     }
 
@@ -54,7 +56,7 @@ impl Origin {
         match self {
             Origin::File { line, column, .. } => (0, *line, *column),
             Origin::Env(_) => (1, 0, 0),
-            Origin::Set(_) => (2, 0, 0),
+            Origin::Set(_) | Origin::Flag(_) => (2, 0, 0),
             Origin::Default | Origin::Preset(_) | Origin::Derived(_) => (3, 0, 0),
         }
     }
@@ -70,6 +72,7 @@ impl fmt::Display for Origin {
             Origin::File { file, line, .. } => write!(f, "{file}:{line}"),
             Origin::Env(name) => write!(f, "environment {}", shown(name)),
             Origin::Set(text) => write!(f, "--set {}", shown(text)),
+            Origin::Flag(name) => f.write_str(&shown(name)),
         }
     }
 }

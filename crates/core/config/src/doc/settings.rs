@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use slipstream_base::text::{acts, foreign};
 
 use super::node::Origin;
+use super::table::Scalar;
 
 /// A step of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -88,6 +89,26 @@ impl Settings {
     /// The setting at `path`, such as `pool.main.workers`.
     pub fn get(&self, path: &str) -> Option<&Setting> {
         self.settings.iter().find(|s| s.path == path)
+    }
+
+    /// Replaces the value of `path` by `value` of `flag`. `path` has no indices: it means every item of an array.
+    pub fn override_by_flag(&mut self, flag: &str, path: &str, value: &impl Scalar) {
+        let groups = &self.groups;
+        let keys = |group: usize| {
+            groups[group].iter().filter_map(|step| match step {
+                Step::Key(key) => Some(key.as_str()),
+                Step::Index(_) => None,
+            })
+        };
+        for setting in &mut self.settings {
+            if keys(setting.group)
+                .chain([&*setting.key])
+                .eq(path.split('.'))
+            {
+                setting.value = Some(value.to_toml());
+                setting.origin = Origin::Flag(flag.to_owned());
+            }
+        }
     }
 
     /// The effective values as a TOML document with the same meaning; a comment after each value

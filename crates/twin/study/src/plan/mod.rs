@@ -655,7 +655,7 @@ impl Question {
         }
         Ok(Plan {
             notes: base.note_dropped().into_iter().collect(),
-            workload_text: self.workload.text()?,
+            workload_text: self.workload.text(self.slo.as_ref())?,
             args,
             base,
             shapes,

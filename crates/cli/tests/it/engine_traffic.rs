@@ -187,9 +187,32 @@ fn a_mirror_gets_copies_and_answers_no_client() {
     let no_engine = "slipstream_mirror_dropped_total{reason=\"no_engine\"}";
     assert_eq!(server.metric(no_engine), 3.0);
     assert!(!server.get("/v1/models").text().contains("other"));
-    // Questions are not copied, and a client cannot name a mirror.
+    // Questions are not copied, nor is what has effects besides its answer, and a client cannot name a mirror.
     assert_eq!(server.get("/v1/other").status, 200);
-    assert_eq!(server.post("/tokenize", BODY).status, 200);
+    for (method, path) in [
+        ("POST", "/tokenize"),
+        ("POST", "/v1/files"),
+        ("POST", "/v1/files?purpose=batch"),
+        ("POST", "/v1/%66iles"),
+        ("POST", "/v1/batches"),
+        ("POST", "/v1/batches/b-1/cancel"),
+        ("POST", "/v1/fine_tuning/jobs"),
+        ("POST", "/v1/vector_stores"),
+        ("POST", "/v1/some/later/path"),
+        ("PUT", "/v1/completions"),
+        ("DELETE", "/v1/files/f-1"),
+    ] {
+        let got = server.connect().send(method, path, &[], BODY.as_bytes());
+        assert_eq!(got.status, 200, "{method} {path}");
+    }
+    assert_eq!(server.post("/v1/embeddings", BODY).status, 200);
+    server.await_metric(&count(&mirror, "answered"), |count| count == 4.0);
+    let copied = mirror.seen().into_iter().filter(|of| {
+        let line = &of.line;
+        !line.starts_with("POST /v1/completions?") && !line.starts_with("POST /v1/embeddings ")
+    });
+    let copied: Vec<String> = copied.map(|of| of.line).collect();
+    assert!(copied.is_empty(), "{copied:?}");
     let named = ["X-Slipstream-Worker: w1"];
     let got = server
         .connect()

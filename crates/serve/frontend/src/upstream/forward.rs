@@ -778,7 +778,8 @@ async fn forward(
     headers.extend_from_slice(loops::line());
     let headers = headers.freeze();
     let changes = !matches!(parts.method, Method::GET | Method::HEAD);
-    if has_mirrors && changes && named.is_none() && !counts_only(parts.uri.path()) {
+    // A copy of any other request would have its effects twice, as that of a file.
+    if has_mirrors && changes && repeats && named.is_none() && !counts_only(parts.uri.path()) {
         for engine in engines.mirrors(model.as_deref(), draw) {
             let (copies, bytes) = (&engines.traffic_counts.held, body.len() as u64);
             let Some(charge) = shard.budget.memory.charge_copy(copies, bytes) else {

@@ -504,22 +504,14 @@ pub(super) fn register(service: &Service, registry: &mut Registry) {
         registry.register_collector(Box::new(spans.collector()));
     }
 }
-/// Connections that are enough for nearly all servers.
-const CONNECTIONS_ENOUGH: u32 = 2000;
-
 /// Lowers the limit of connections to what the limit of open files has room for, and says so.
 pub(super) fn fit_files(service: &mut Service, files: u64, forwards: bool) {
     if let Some(before) = service.limits.fit_files(files, forwards) {
         let holds = service.limits.connections_max;
-        let text = format!(
+        tracing::warn!(
             "`live.connections_max` is {holds} instead of {before}: this process may have {files} files open; raise the hard \
-             limit (LimitNOFILE=, docker run --ulimit nofile=)"
+             limit (LimitNOFILE=, docker run --ulimit nofile=), or set `live.connections_max` to {holds} or less"
         );
-        if holds >= CONNECTIONS_ENOUGH && before == LiveConfig::default().connections_max {
-            tracing::info!("{text}");
-        } else {
-            tracing::warn!("{text}");
-        }
     }
 }
 

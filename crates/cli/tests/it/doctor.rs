@@ -54,3 +54,32 @@ fn a_server_takes_the_open_files_that_it_may_have() {
         assert_eq!(client.send("GET", "/live", &[], b"").status, 200);
     }
 }
+
+#[test]
+fn a_lowered_limit_of_connections_is_said_and_shown() {
+    for (files, wanted) in [(3_000, None), (9_000, None), (9_000, Some(1_000))] {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let mut command = Command::new("sh");
+        let script = format!(
+            "ulimit -n {files}; exec \"$0\" serve \"$@\" 2>{}",
+            log.display()
+        );
+        command
+            .args(["-c", &script])
+            .arg(env!("CARGO_BIN_EXE_slipstream"))
+            .args(FAST);
+        if let Some(connections) = wanted {
+            command.arg(format!("--set=live.connections_max={connections}"));
+        }
+        let server = Server::spawn(command);
+        let holds = server.metric("slipstream_connections_max");
+        let text = std::fs::read_to_string(&log).unwrap();
+        let said = text.contains("WARN")
+            && text.contains(&format!(
+                "`live.connections_max` is {holds} instead of 65536"
+            ));
+        assert_eq!(said, wanted.is_none(), "{text}");
+        assert!(holds <= f64::from(files), "{holds} of {files}");
+    }
+}

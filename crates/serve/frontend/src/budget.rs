@@ -211,6 +211,11 @@ impl Budget {
         client.streams.fetch_sub(count, Relaxed);
     }
 
+    /// Limit of open connections, as the limit of open files has room for.
+    pub(crate) fn connections_max(&self) -> u32 {
+        self.limits.connections_max
+    }
+
     /// The limit that refuses new requests now, if one does.
     pub(crate) fn exhausted(&self) -> Option<&'static str> {
         if self.memory.is_tight() {

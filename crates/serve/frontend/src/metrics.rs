@@ -739,6 +739,13 @@ impl Collector for FrontendCollector {
         self.counter(e, "slipstream_connections", "Connections accepted", |s| {
             &s.connections
         })?;
+        e.encode_descriptor(
+            "slipstream_connections_max",
+            "Limit of open connections: `live.connections_max`, or what the limit of open files has room for",
+            None,
+            MetricType::Gauge,
+        )?
+        .encode_gauge(&f64::from(self.budget.connections_max()))?;
         self.gauge(e, "slipstream_connections_open", "Connections open", |s| {
             &s.connections_open
         })?;

@@ -65,6 +65,35 @@ fn what_keeps_a_connection_open_does_not_keep_a_request_waiting() {
     assert!(got.starts_with(": keep-alive\n\n") && got.ends_with("data: [DONE]\n\n"));
 }
 
+#[test]
+fn a_continuation_without_an_answer_is_given_up_after_the_idle_limit() {
+    // Several tokens in one event: the other engine's first token must show whether they end with a whole character.
+    const SOME: &str = "data: {\"id\":\"a\",\"choices\":[{\"index\":0,\"text\":\" ab\",\"finish_reason\":null,\
+                        \"prompt_token_ids\":[1,2],\"token_ids\":[8,9]}]}\n\n";
+    let body = STREAMED.replace("\"x\"", "[1,2]").replace("0,", "1,");
+    for piece in [": keep-alive\n\n", "\r\n", "event: ping\n\n"] {
+        let first = Engine::start(|_, to| {
+            say(to, EVENTS);
+            chunk(to, SOME);
+        });
+        let second = Engine::start(move |_, to| {
+            say(to, EVENTS);
+            keep_open(to, piece);
+        });
+        let limit = ["--set=upstream.idle_timeout_s=0.2"];
+        let server = front(&[&first, &second], &limit);
+        let to = ["x-slipstream-worker: w0"];
+        let got = server
+            .connect()
+            .send("POST", "/v1/completions", &to, body.as_bytes());
+        let got = got.text();
+        assert!(got.starts_with("data: {\"id\":\"a\""), "{piece:?} {got:?}");
+        assert!(got.contains("nothing for 200ms"), "{piece:?} {got:?}");
+        assert!(got.ends_with("data: [DONE]\n\n"), "{piece:?} {got:?}");
+        assert!(!second.seen().is_empty(), "{piece:?}");
+    }
+}
+
 /// A script that says `begun` as a request arrives, and nothing to the router until it hangs up.
 fn silent(begun: mpsc::Sender<()>) -> impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static {
     let begun = Mutex::new(begun);

@@ -48,6 +48,9 @@ pub(super) enum Failure {
     /// It is not the engine's fault.
     #[error("it left the fleet")]
     Removed,
+    /// Nor is this: it sent what the router requested.
+    #[error("an event that must be read is longer than 1 MiB")]
+    LongEvent,
     /// Health checks found it down, and it sent nothing since.
     #[error("it stopped answering requests and health checks")]
     Hung,
@@ -70,6 +73,7 @@ impl Failure {
             Failure::Reported(_) => "reported",
             Failure::Incomplete(_) => "incomplete",
             Failure::Removed => "removed",
+            Failure::LongEvent => "long_event",
             Failure::Hung | Failure::Health(_) => "health",
         }
     }

@@ -3,19 +3,16 @@
 //! The end of a connection proves little: vLLM and SGLang report their failure in a stream that then ends cleanly, and an
 //! engine may be lost after the last word of its answer.
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 use hyper::Method;
 use memchr::memchr2;
 use memchr::memmem::{self, Finder};
-use serde::de::{IgnoredAny, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::de::IgnoredAny;
 use serde_json::Value;
-use serde_json::value::RawValue;
 
+use super::event::{Choice, EventData, Fields, fields, is_nothing, string, value};
 use super::sse::{self, Event};
 
 /// The API of a request, which determines how its answer ends.
@@ -192,83 +189,6 @@ fn is_clients_fault(kind: &str) -> bool {
             .any(|word| kind.contains(word))
 }
 
-/// Members of a JSON object. The last one of a name wins, as in Python's parser.
-type Fields<'a> = BTreeMap<Cow<'a, str>, &'a RawValue>;
-
-/// Limit of members kept per object, besides those that are read: more than any engine sends.
-const MEMBERS_MAX: usize = 256;
-
-/// Members that are read.
-const READ: [&str; 16] = [
-    "error",
-    "error_type",
-    "error_message",
-    "errors",
-    "detail",
-    "type",
-    "object",
-    "choices",
-    "usage",
-    "id",
-    "status",
-    "delta",
-    "index",
-    "finish_reason",
-    "code",
-    "message",
-];
-
-/// A name, borrowed if it has no escapes.
-#[derive(Deserialize)]
-struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
-
-/// Some [`Fields`] of an object, however many it has.
-#[derive(Default)]
-struct Members<'a>(Fields<'a>);
-
-impl<'de> Deserialize<'de> for Members<'de> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Reads;
-        impl<'de> Visitor<'de> for Reads {
-            type Value = Members<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut fields = Fields::new();
-                while let Some(Name(name)) = map.next_key()? {
-                    if fields.len() < MEMBERS_MAX || READ.contains(&&*name) {
-                        fields.insert(name, map.next_value()?);
-                    } else {
-                        map.next_value::<IgnoredAny>()?;
-                    }
-                }
-                Ok(Members(fields))
-            }
-        }
-        from.deserialize_map(Reads)
-    }
-}
-
-fn fields(json: &[u8]) -> Option<Fields<'_>> {
-    serde_json::from_slice(json).ok().map(|Members(of)| of)
-}
-
-fn string(raw: &&RawValue) -> Option<String> {
-    serde_json::from_str(raw.get()).ok()
-}
-
-fn value(raw: &RawValue) -> Value {
-    serde_json::from_str(raw.get()).unwrap_or_default()
-}
-
-/// Whether a value stands for an absent one: some engines send `"error": null` or `"finish_reason": ""`.
-fn is_nothing(raw: &RawValue) -> bool {
-    matches!(raw.get(), "null" | "false" | "\"\"" | "{}" | "[]")
-}
-
 /// The finish reason of a choice, once it has one.
 pub(super) fn finish_of(choice: &Value) -> Option<&Value> {
     finish_in(choice.get("finish_reason"))
@@ -292,7 +212,8 @@ fn is_no_reason(value: &Value) -> bool {
 
 /// The error of an event that is no JSON object: text of a gateway, or half an event.
 fn unreadable(text: &[u8]) -> Reported {
-    let text = String::from_utf8_lossy(text.trim_ascii());
+    let text = text.trim_ascii();
+    let text = String::from_utf8_lossy(&text[..text.len().min(4 * TEXT_CHARS_MAX)]);
     let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
     Reported::by_engine(format!(
         "an event of its stream is not a JSON object: `{text}`"
@@ -310,22 +231,37 @@ fn error_of(fields: &Fields<'_>, is_error_event: bool) -> Option<Reported> {
     match (member, kind) {
         // `response.failed` of `/v1/responses`, or the response itself.
         (_, "response.failed") => {
-            let response = fields.get("response").map(|raw| value(raw));
-            let error =
-                response.and_then(|mut response| response.get_mut("error").map(Value::take));
+            let response = fields.get("response");
+            let response = response.and_then(|raw| super::event::fields(raw.get().as_bytes()));
+            let error = response.and_then(|response| Some(value(response.get("error")?)));
             let error = error.filter(|error| !error.is_null());
             let error = error.unwrap_or_else(|| "the response failed".into());
             Some(Reported::of(&error, fields))
         }
         (Some(raw), _) => Some(Reported::of(&value(raw), fields)),
-        (None, _) if is_error => {
-            let all = fields
-                .iter()
-                .map(|(name, raw)| (name.to_string(), value(raw)));
-            Some(Reported::of(&Value::Object(all.collect()), fields))
-        }
+        (None, _) if is_error => Some(Reported::of(&described(fields), fields)),
         (None, _) => None,
     }
+}
+
+/// The members by which an object describes an error.
+fn described(fields: &Fields<'_>) -> Value {
+    const NAMES: [&str; 10] = [
+        "message",
+        "error_message",
+        "detail",
+        "errors",
+        "error_type",
+        "type",
+        "object",
+        "code",
+        "status",
+        "status_code",
+    ];
+    let all = NAMES
+        .iter()
+        .filter_map(|&name| Some((name.to_owned(), value(fields.get(name)?))));
+    Value::Object(all.collect())
 }
 
 /// Returns the error of an object that has neither choices nor an `error` member, but the members by which Python's web
@@ -337,51 +273,32 @@ fn bare_error_of(fields: &Fields<'_>) -> Option<Reported> {
     if is_answer || !names.iter().any(|name| has(name)) {
         return None;
     }
-    let all = fields
-        .iter()
-        .map(|(name, raw)| (name.to_string(), value(raw)));
-    Some(Reported::of(&Value::Object(all.collect()), fields))
+    Some(Reported::of(&described(fields), fields))
 }
-
-/// A choice of an answer, as far as it is read.
-#[derive(Debug, Default)]
-struct ChoiceEnd {
-    index: u64,
-    /// Its finish reason, once it has one.
-    reason: Option<String>,
-}
-
-/// Limit of choices read per event: more than any engine sends. Each takes a microsecond of a shard.
-const CHOICES_READ_MAX: usize = 1024;
 
 /// Limit of choices of a stream whose ends are remembered. A stream with more ends with its last event.
 const CHOICES_TRACKED_MAX: u64 = 4096;
 
-fn choices_of(fields: &Fields<'_>) -> Vec<ChoiceEnd> {
-    let all = fields.get("choices");
-    let all = all.and_then(|raw| serde_json::from_str::<Vec<&RawValue>>(raw.get()).ok());
-    let choice = |raw: &&RawValue| {
-        let Members(fields) = serde_json::from_str(raw.get()).unwrap_or_default();
-        let index = fields.get("index");
-        let reason = fields.get("finish_reason").map(|raw| value(raw));
-        ChoiceEnd {
-            index: index
-                .and_then(|raw| serde_json::from_str(raw.get()).ok())
-                .unwrap_or_default(),
-            reason: reason
-                .filter(|of| !is_no_reason(of))
-                .map(|reason| match reason {
-                    Value::String(reason) => reason,
-                    // As SGLang has it within the engine.
-                    Value::Object(reason) if reason.get("type").is_some_and(Value::is_string) => {
-                        reason["type"].as_str().unwrap_or_default().to_owned()
-                    }
-                    other => other.to_string(),
-                }),
-        }
-    };
-    let all = all.iter().flatten();
-    all.take(CHOICES_READ_MAX).map(choice).collect()
+impl Choice<'_> {
+    fn index(&self) -> u64 {
+        let index = self.fields.get("index");
+        index
+            .and_then(|raw| serde_json::from_str(raw.get()).ok())
+            .unwrap_or_default()
+    }
+
+    /// Its finish reason, once it has one.
+    pub(super) fn reason(&self) -> Option<String> {
+        let reason = self.fields.get("finish_reason").map(|raw| value(raw));
+        Some(match reason.filter(|of| !is_no_reason(of))? {
+            Value::String(reason) => reason,
+            // As SGLang has it within the engine.
+            Value::Object(reason) if reason.get("type").is_some_and(Value::is_string) => {
+                reason["type"].as_str().unwrap_or_default().to_owned()
+            }
+            other => other.to_string(),
+        })
+    }
 }
 
 /// Whether a finish reason means that the engine gave up: vLLM and SGLang abort requests when they stop, sleep or load
@@ -415,6 +332,17 @@ pub(super) struct StreamEnd {
     behind_reason: usize,
     /// Whether the text of a choice comes after its finish reason.
     is_text_last: bool,
+}
+
+/// Judgment of an event.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Judgment {
+    /// It belongs to the answer.
+    Continues,
+    /// The answer ended before it.
+    IsOver,
+    /// The engine failed.
+    Failed(Reported),
 }
 
 /// Result of reading a piece of a stream.
@@ -490,34 +418,49 @@ impl StreamEnd {
         }
     }
 
-    /// Reads the next whole events, if they are not [plain](Self::is_plain).
+    /// Judges the next whole events.
     #[cold]
     pub(super) fn read(&mut self, piece: &[u8]) -> Reading {
         for event in sse::events(piece) {
-            if self.is_over && self.api.has_choices() {
-                return Reading {
-                    answer: event.start,
-                    reported: None,
-                };
-            }
-            if let Some(reported) = self.read_event(&event) {
-                // In other APIs an error is the last event.
-                self.is_over |= !self.api.has_choices();
-                if reported.is_clients {
-                    // The engine refuses the rest; what it says is the answer's end.
-                    self.is_refused = true;
-                    continue;
+            let data = EventData::read(&event.data);
+            match self.judge(&event, data.as_ref()) {
+                Judgment::Continues => {}
+                Judgment::IsOver => {
+                    return Reading {
+                        answer: event.start,
+                        reported: None,
+                    };
                 }
-                return Reading {
-                    answer: event.start,
-                    reported: Some(reported),
-                };
+                Judgment::Failed(reported) => {
+                    return Reading {
+                        answer: event.start,
+                        reported: Some(reported),
+                    };
+                }
             }
         }
         Reading {
             answer: piece.len(),
             reported: None,
         }
+    }
+
+    /// Judges the next event, if it is not [plain](Self::is_plain). `data`: its data, if that is a JSON object.
+    pub(super) fn judge(&mut self, event: &Event<'_>, data: Option<&EventData<'_>>) -> Judgment {
+        if self.is_over && self.api.has_choices() {
+            return Judgment::IsOver;
+        }
+        let Some(reported) = self.error_in(event, data) else {
+            return Judgment::Continues;
+        };
+        // In other APIs an error is the last event.
+        self.is_over |= !self.api.has_choices();
+        if reported.is_clients {
+            // The engine refuses the rest; what it says is the answer's end.
+            self.is_refused = true;
+            return Judgment::Continues;
+        }
+        Judgment::Failed(reported)
     }
 
     /// Whether `piece` is one event that continues an answer, and need not be read: nearly all are.
@@ -600,9 +543,10 @@ impl StreamEnd {
         is_plain
     }
 
-    fn read_event(&mut self, event: &Event<'_>) -> Option<Reported> {
-        let data = event.data.trim_ascii();
-        if data == b"[DONE]" {
+    /// Notes the progress of an event. Returns the error that it reports, if any.
+    fn error_in(&mut self, event: &Event<'_>, data: Option<&EventData<'_>>) -> Option<Reported> {
+        let text = event.data.trim_ascii();
+        if text == b"[DONE]" {
             self.is_over = true;
             return None;
         }
@@ -613,7 +557,7 @@ impl StreamEnd {
         let is_error_event = event.name == b"error";
         // JSON or a page without `data:`. Other fields are ignored, as the standard says.
         let is_text =
-            |line: &&[u8]| data.is_empty() || line.starts_with(b"{") || line.starts_with(b"<");
+            |line: &&[u8]| text.is_empty() || line.starts_with(b"{") || line.starts_with(b"<");
         if let Some(line) = event
             .stray
             .filter(|line| self.api.has_choices() && is_text(line))
@@ -622,27 +566,31 @@ impl StreamEnd {
             let error = error_of(&found, false).or_else(|| bare_error_of(&found));
             return error.or_else(|| Some(unreadable(line)));
         }
-        let Some(fields) = fields(data) else {
+        let Some(data) = data else {
             if is_error_event {
-                let text = String::from_utf8_lossy(data);
+                let text = String::from_utf8_lossy(text);
                 let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
                 return Some(Reported::by_engine(text));
             }
-            return (self.api.has_choices() && !data.is_empty()).then(|| unreadable(data));
+            return (self.api.has_choices() && !text.is_empty()).then(|| unreadable(text));
         };
+        let fields = &data.fields;
         let bare = || {
             self.api
                 .has_choices()
-                .then(|| bare_error_of(&fields))
+                .then(|| bare_error_of(fields))
                 .flatten()
         };
-        if let Some(reported) = error_of(&fields, is_error_event).or_else(bare) {
+        if let Some(reported) = error_of(fields, is_error_event).or_else(bare) {
             return Some(reported);
+        }
+        if let Some(fault) = data.fault.filter(|_| self.api.has_choices()) {
+            return Some(Reported::by_engine(fault));
         }
         match self.api {
             Api::Completions | Api::Chat => {
-                for choice in choices_of(&fields) {
-                    let Some(reason) = choice.reason else {
+                for choice in &data.choices {
+                    let Some(reason) = choice.reason() else {
                         continue;
                     };
                     if gives_up(&reason) {
@@ -650,7 +598,7 @@ impl StreamEnd {
                     }
                     // Further ones are not the request's: once all have ended, the answer is over.
                     if (self.finished.len() as u64) < self.choices.min(CHOICES_TRACKED_MAX) {
-                        self.finished.insert(choice.index);
+                        self.finished.insert(choice.index());
                     }
                 }
             }
@@ -715,7 +663,7 @@ pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Repo
     }
     let essence = kind.split(|&byte| byte == b';').next().unwrap_or_default();
     let essence = essence.trim_ascii().to_ascii_lowercase();
-    let Some(fields) = fields(body) else {
+    let Some(data) = EventData::read(body) else {
         let text = match &*essence {
             _ if body.trim_ascii().is_empty() => "its answer is empty",
             b"application/json" => "its answer is not a JSON object, or cut off",
@@ -724,16 +672,17 @@ pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Repo
         };
         return Err(Reported::by_engine(text));
     };
+    let fields = &data.fields;
     let status = fields.get("status").and_then(string);
     let failed = api == Api::Responses && status.as_deref() == Some("failed");
-    let bare = || api.has_choices().then(|| bare_error_of(&fields)).flatten();
-    let error = error_of(&fields, false).or_else(bare);
+    let bare = || api.has_choices().then(|| bare_error_of(fields)).flatten();
+    let error = error_of(fields, false).or_else(bare);
     let error = error.or_else(|| failed.then(|| Reported::by_engine("the response failed")));
     if let Some(error) = error.filter(|error| !error.is_clients) {
         return Err(error);
     }
-    let reasons = choices_of(&fields).into_iter().filter_map(|of| of.reason);
-    match reasons.into_iter().find(|reason| gives_up(reason)) {
+    let mut reasons = data.choices.iter().filter_map(Choice::reason);
+    match reasons.find(|reason| gives_up(reason)) {
         Some(reason) if api.has_choices() => Err(gave_up(&reason)),
         _ => Ok(()),
     }
@@ -770,12 +719,6 @@ mod tests {
         let choice = format!("{{{many}\"index\":0,\"finish_reason\":\"stop\"}}");
         end.read(format!("data: {{{many}\"choices\":[{choice}]}}\n\n").as_bytes());
         assert!(end.is_finished());
-        assert!(
-            fields(format!("{{{many}\"x\":0}}").as_bytes())
-                .unwrap()
-                .len()
-                <= MEMBERS_MAX
-        );
         // The last one of a name wins.
         let twice = fields(b"{\"id\":1,\"id\":2}").unwrap();
         assert_eq!(twice["id"].get(), "2");

@@ -653,7 +653,7 @@ impl Engines {
     /// A request or a health check has failed at `engine`.
     pub(super) fn on_failure(&self, engine: &Engine, failure: &Failure, is_probe: bool) {
         engine.counters.on_failure(failure);
-        if *failure == Failure::Removed {
+        if matches!(failure, Failure::Removed | Failure::LongEvent) {
             return;
         }
         let mut health = engine.health();

@@ -82,7 +82,7 @@ pub(super) struct Exchange {
     /// Whether a continuation may use tokens, not only text.
     pub(super) by_tokens: bool,
     /// Whether the router requests the answer's token ids from vLLM, which the client did not.
-    pub(super) wants_tokens: bool,
+    pub(super) wants_tokens: Cell<bool>,
     /// Whether the client's body has that field, to another end.
     names_tokens: bool,
     /// `live.request_timeout_s` ends it at this time, ns.
@@ -131,7 +131,7 @@ impl Exchange {
             prefers: false,
             resumable: self.resumable,
             by_tokens: self.by_tokens,
-            wants_tokens: self.wants_tokens,
+            wants_tokens: self.wants_tokens.clone(),
             names_tokens: self.names_tokens,
             deadline_ns: self.deadline_ns,
             repeats: self.repeats,
@@ -233,7 +233,7 @@ impl Exchange {
     }
 
     fn body_for(&self, engine: &Engine, stage: &StageRequest) -> [Bytes; 2] {
-        let wants_tokens = self.wants_tokens && engine.kind() == EngineKind::Vllm;
+        let wants_tokens = self.wants_tokens.get() && engine.kind() == EngineKind::Vllm;
         let tokens: &'static [u8] = if wants_tokens { WITH_TOKENS } else { b"" };
         let before: Bytes = match &stage.change {
             Change::Body(body) => return [body.clone(), Bytes::new()],
@@ -805,9 +805,9 @@ async fn forward(
         prefers: head.worker.is_some() && named.is_none(),
         resumable,
         by_tokens,
-        wants_tokens: by_tokens
-            && seen.return_token_ids != Some(true)
-            && body.len() <= IDS_BODY_BYTES_MAX,
+        wants_tokens: Cell::new(
+            by_tokens && seen.return_token_ids != Some(true) && body.len() <= IDS_BODY_BYTES_MAX,
+        ),
         names_tokens: seen.return_token_ids.is_some(),
         body: body.clone(),
         request,

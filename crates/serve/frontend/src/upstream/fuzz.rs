@@ -74,8 +74,8 @@ pub fn check(input: &[u8]) {
                 for mut plan in plans {
                     let request: Value = serde_json::from_slice(&plan.body).expect("valid JSON");
                     assert!(request.is_object());
-                    let _ = plan.seam.map(|mut seam| seam.judge(sent));
-                    let _ = plan.rewriter.rewrite(sent);
+                    let _ = plan.seam.map(|mut seam| seam.judge_all(sent));
+                    let _ = plan.rewriter.rewrite_all(sent, true);
                 }
             }
         }

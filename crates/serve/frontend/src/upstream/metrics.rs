@@ -68,6 +68,8 @@ pub(super) struct Counters {
     pub(super) copies: [AtomicU64; COPY_OUTCOMES.len()],
     pub(super) ejections: AtomicU64,
     pub(super) ejections_suppressed: AtomicU64,
+    /// Events that were too long to be read.
+    pub(super) long_events: AtomicU64,
     /// Of bodies of answers.
     pub(super) bytes: AtomicU64,
     first_byte: [AtomicU64; BOUNDS_S.len() + 1],
@@ -167,9 +169,10 @@ impl Counters {
             |c| &c.checks,
             |c| &c.ejections,
             |c| &c.ejections_suppressed,
+            |c| &c.long_events,
             |c| &c.bytes,
             |c| &c.first_byte_ns,
-        ] as [fn(&Counters) -> &AtomicU64; 15]
+        ] as [fn(&Counters) -> &AtomicU64; 16]
         {
             add(of(self), of(other));
         }
@@ -189,7 +192,8 @@ impl Counters {
             Failure::Reported(_) => &self.reported,
             Failure::Incomplete(_) => &self.incomplete,
             Failure::Hung | Failure::Health(_) => &self.health,
-            Failure::Status(_) | Failure::Removed => return, // counted as an answer, and as removed
+            // Counted as an answer, as removed, and as a long event.
+            Failure::Status(_) | Failure::Removed | Failure::LongEvent => return,
         };
         counter.fetch_add(1, Relaxed);
     }
@@ -292,7 +296,12 @@ impl Collector for EngineCollector {
                 .encode_descriptor(name, help, None, MetricType::Counter)?
                 .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
         }
-        let counters: [(&str, &str, Of); 9] = [
+        let counters: [(&str, &str, Of); 10] = [
+            (
+                "slipstream_engine_long_events",
+                "Events longer than 1 MiB, which were not read",
+                |c| &c.long_events,
+            ),
             (
                 "slipstream_engine_outliers",
                 "Ejections because the engine was worse than its peers",

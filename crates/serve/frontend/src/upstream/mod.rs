@@ -29,6 +29,7 @@ mod connection;
 mod disagg;
 mod ends;
 mod engines;
+mod event;
 mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -53,13 +54,14 @@ mod seat;
 mod sent;
 mod sse;
 mod stored;
+mod stream;
 mod token_ids;
 mod tokens;
 mod traffic;
 pub(crate) mod wire;
 
 #[doc(hidden)]
-pub use relay::relay_events;
+pub use stream::relay_events;
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -108,6 +110,9 @@ pub(crate) struct Upstream {
     waiting: Cell<u64>,
     /// Stored answers that are being looked up.
     lookups: stored::Lookups,
+    /// Streams whose continuations may be planned at a time: all streams of a lost engine continue, and the helper threads
+    /// refuse work when too much waits for them.
+    planning: tokio::sync::Semaphore,
     /// Copies that are under way.
     copies: Cell<usize>,
     /// Answers on their way, to be ended when they are overdue.
@@ -116,6 +121,9 @@ pub(crate) struct Upstream {
 
 /// Retries that may be made at a time without earlier requests.
 const RETRIES_AT_ONCE: f64 = 10.0;
+
+/// Continuations that a shard plans at a time.
+const PLANS_AT_ONCE: usize = 32;
 
 /// Answers that are looked at before other tasks have a turn.
 const RELAYS_PER_TURN: usize = 1024;
@@ -140,6 +148,7 @@ impl Upstream {
             stop: tokio::sync::Notify::new(),
             waiting: Cell::new(0),
             lookups: stored::Lookups::default(),
+            planning: tokio::sync::Semaphore::new(PLANS_AT_ONCE),
             copies: Cell::new(0),
             watched: RefCell::default(),
         }

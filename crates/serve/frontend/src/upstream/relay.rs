@@ -10,29 +10,25 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use hyper::{Response, StatusCode};
 use slipstream_base::WorkerId;
-use slipstream_base::width::to_usize;
 use slipstream_planes::clock::monotonic_ns;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Upstream;
 use super::closing::closing;
 use super::connection::{Connection, Failure};
-use super::ends::{self, Api, Reported, StreamEnd};
+use super::ends::{Api, Reported, StreamEnd};
 use super::engines::{Engine, Engines, Visit};
 use super::forward::{Answer, Begun, Exchange, may_keep};
 use super::record::Recording;
-use super::resume::StreamKind;
 use super::resumption::{Continued, Remains, Resumed, resume};
-use super::rewrite::Rewriter;
 use super::seat::Seat;
-use super::sent::Kept;
-use super::sse::{self, Scanner};
 use super::stored;
+use super::stream::{BodyEnd, EventStream, LongEvent};
 use super::token_ids::TokenIds;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
 use crate::access::AnswerEnd;
@@ -43,9 +39,6 @@ use crate::shard::Shard;
 
 /// Times that one stream continues on another engine.
 const RESUMES_MAX: u32 = 3;
-
-/// An event longer than this is forwarded in pieces, and its stream cannot continue elsewhere.
-const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// Time limit from the last event of a stream to the end of its body. The client already has the complete answer.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -94,7 +87,7 @@ pub(crate) struct Relay {
     /// Read with the head.
     first: Option<Bytes>,
     /// Set for a stream of events: they are sent on whole.
-    events: Option<Events>,
+    events: Option<EventStream>,
     resuming: Option<Resuming>,
     resumes: u32,
     /// Bytes that follow, if that is known.
@@ -133,45 +126,6 @@ struct Flow {
     connection: Connection,
     decoder: BodyDecoder,
     keep_alive: bool,
-}
-
-/// The end of a stream's body.
-#[derive(Debug, PartialEq, Eq)]
-enum BodyEnd {
-    /// Bytes that were held back; the end follows.
-    Piece(Bytes),
-    Complete,
-    /// All of the answer has arrived, but not its last events.
-    Finished,
-    /// Part of the answer is missing, for this reason.
-    Incomplete(&'static str),
-}
-
-/// A stream of server-sent events.
-#[derive(Default)]
-struct Events {
-    /// The beginning of an event whose end has not come.
-    held: BytesMut,
-    /// Knows where events end.
-    scanner: Scanner,
-    /// The part that was sent on, as long as another engine could continue it.
-    sent: Option<Vec<u8>>,
-    /// Why `sent` is not kept.
-    not_kept: &'static str,
-    /// Its progress towards its end.
-    end: StreamEnd,
-    /// An error of the engine, after the events already passed on.
-    reported: Option<Reported>,
-    /// The client has the beginning of an event without its end.
-    is_partial: bool,
-    /// Set once another engine continues it.
-    rewriter: Option<Rewriter>,
-    /// Offsets in `sent` at which continuations begin, each with the tokens kept, if known.
-    seams: Vec<(usize, Option<Kept>)>,
-    /// The last bytes have a part of the answer, not only comments.
-    has_progress: bool,
-    /// Set if events have token ids that the client did not request.
-    ids: Option<TokenIds>,
 }
 
 impl Relay {
@@ -230,15 +184,10 @@ impl Relay {
                 *response.body_mut() = HttpBody::whole(Some(first), exchange.into_charge());
             }
         } else {
-            let events = is_events.then(|| Events {
-                end: StreamEnd::new(exchange.api, exchange.choices),
-                sent: exchange.stream.map(|_| Vec::new()),
-                not_kept: "requests of this kind do not continue",
-                ids: exchange
-                    .stream
-                    .filter(|_| exchange.wants_tokens)
-                    .map(TokenIds::new),
-                ..Events::default()
+            let events = is_events.then(|| {
+                let end = StreamEnd::new(exchange.api, exchange.choices);
+                let hides = exchange.stream.filter(|_| exchange.wants_tokens.get());
+                EventStream::new(end, exchange.stream.is_some(), hides.map(TokenIds::new))
             });
             if is_events {
                 // It may continue on another engine, with another length.
@@ -339,7 +288,7 @@ impl Relay {
     /// Ready if the engine has sent no part of the answer for too long.
     fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<Failure> {
         let limit = self.upstream.engines.settings.idle_timeout;
-        let is_over = self.events.as_ref().is_some_and(|of| of.end.is_over());
+        let is_over = self.events.as_ref().is_some_and(|of| of.end().is_over());
         let limit = if is_over {
             limit.min(END_TIMEOUT)
         } else {
@@ -398,11 +347,11 @@ impl Relay {
             note(&self.exchange, self.status, false, &data);
             return data;
         };
-        let was_kept = events.sent.is_some();
-        let was_over = events.end.is_over();
+        let was_kept = events.kept_bytes().is_some();
+        let was_over = events.end().is_over();
         let passed = events.pass(data, max);
-        let has_progress = events.has_progress;
-        if events.end.is_over() && !was_over {
+        let has_progress = events.has_progress();
+        if events.end().is_over() && !was_over {
             self.idle = None; // another limit holds from here on
         }
         if has_progress {
@@ -416,14 +365,12 @@ impl Relay {
             learn(engines, &self.exchange, engine, self.status, true, &passed);
         }
         note(&self.exchange, self.status, true, &passed);
-        let prompt = events.ids.as_ref().and_then(|ids| ids.prompt.as_ref());
-        let prompt = prompt.map_or(0, |ids| 4 * ids.len());
-        if let Some(sent) = &events.sent
-            && !self.exchange.keeps(sent.len() + prompt)
+        if let Some(bytes) = events.kept_bytes()
+            && !self.exchange.keeps(bytes)
         {
             events.forget("the memory for clients is used up (`live.memory_max`)");
         }
-        if was_kept && events.sent.is_none() {
+        if was_kept && events.kept_bytes().is_none() {
             self.exchange.keeps_body_only();
         }
         passed
@@ -439,7 +386,7 @@ impl Relay {
 
     /// The answer is complete: its connection may carry another.
     fn finish(&mut self) {
-        if self.events.as_ref().is_some_and(|of| of.end.is_refused()) {
+        if self.events.as_ref().is_some_and(|of| of.end().is_refused()) {
             let owner = self.exchange.owner.clone();
             owner.account().note_end(AnswerEnd::Refused);
         }
@@ -486,7 +433,7 @@ impl Relay {
     /// # Errors
     /// The answer does not continue.
     fn on_lost(&mut self, failure: &Failure) -> Result<(), String> {
-        match self.events.as_ref().map(Events::on_loss) {
+        match self.events.as_ref().map(EventStream::on_loss) {
             // All of it has come, but not the end of its framing.
             Some(BodyEnd::Complete) => self.end_without_engine(),
             Some(BodyEnd::Finished) => {
@@ -506,21 +453,25 @@ impl Relay {
         let Some(events) = &mut self.events else {
             return;
         };
-        let last = Bytes::from_static(events.end.last_event());
-        let (sent, seams) = (events.sent.take(), std::mem::take(&mut events.seams));
-        let prompt = events.ids.as_ref().and_then(|ids| ids.prompt.as_ref());
-        let prompt = prompt.map(|ids| ids.len() as u64);
+        let last = Bytes::from_static(events.end().last_event());
+        let sent = events.take_sent();
+        let prompt = events.prompt().map(|ids| ids.len() as u64);
         self.finish();
         let (shard, exchange) = (self.shard.clone(), self.exchange.clone());
+        let upstream = self.upstream.clone();
         let api = exchange.api;
-        let Some(sent) = sent else {
+        let Some((sent, seams)) = sent else {
             self.resuming = Some(Box::pin(async move { Ok(Resumed::Closed(last)) }));
             return;
         };
         self.resuming = Some(Box::pin(async move {
             let charge = exchange.charge_job().map_err(|error| error.message)?;
+            let bytes = exchange.body.len() + sent.len();
             let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent, &seams, prompt));
-            let closed = shard.run(exchange.body.clone(), charge, job).await;
+            let body = exchange.body.clone();
+            let turn = upstream.planning.acquire().await;
+            let closed = shard.run_sized(body, bytes, charge, job).await;
+            drop(turn);
             let (closed, _charge) = closed.map_err(|error| error.message)?;
             Ok(Resumed::Closed(closed.map_or(last, Bytes::from)))
         }));
@@ -547,6 +498,23 @@ impl Relay {
         let owner = self.exchange.owner.clone();
         owner.account().note_end(AnswerEnd::Broken);
         Ok(())
+    }
+
+    /// An event is too long to be read.
+    ///
+    /// # Errors
+    /// Why the stream does not continue without it.
+    fn on_long_event(&mut self, long: LongEvent) -> Result<(), String> {
+        if let Some(flow) = &self.flow {
+            let counters = &flow.visit.engine().counters;
+            counters.long_events.fetch_add(1, Relaxed);
+        }
+        if long == LongEvent::Passed || self.flow.is_none() {
+            return Ok(());
+        }
+        // The ids of a long prompt fill such an event: the same answer, without ids.
+        self.exchange.wants_tokens.set(false);
+        self.lose(&Failure::LongEvent)
     }
 
     /// The engine is lost in mid-answer. The answer continues elsewhere if it can.
@@ -600,10 +568,8 @@ impl Relay {
         let (Some(events), Some(kind)) = (&mut self.events, kind) else {
             return Err("only streams of completions and chats continue on another engine".into());
         };
-        events.held.clear(); // the client has not seen it
-        let Some(sent) = &events.sent else {
-            return Err(events.not_kept.into());
-        };
+        let (sent, seams) = events.broken_off()?;
+        let prompt = events.prompt().map(<[u32]>::to_vec);
         if self.resumes >= RESUMES_MAX {
             return Err(format!("it continued {RESUMES_MAX} times already"));
         }
@@ -617,9 +583,9 @@ impl Relay {
         let remains = Remains {
             kind,
             lost,
-            sent: sent.clone(),
-            seams: events.seams.clone(),
-            prompt: events.ids.as_ref().and_then(|ids| ids.prompt.clone()),
+            sent,
+            seams,
+            prompt,
         };
         let exchange = self.exchange.clone();
         let resuming = async move { resume(&shard, &upstream, &exchange, remains).await };
@@ -656,14 +622,7 @@ impl Relay {
         self.read_ns = monotonic_ns();
         self.last_ns = self.read_ns;
         if let Some(events) = &mut self.events {
-            events.rewriter = Some(rewriter);
-            events.scanner = Scanner::default();
-            if let Some(sent) = &events.sent {
-                events.seams.push((sent.len(), kept));
-            }
-            if let Some(ids) = &mut events.ids {
-                ids.begin_anew();
-            }
+            events.go_on(rewriter, kept);
         }
     }
 
@@ -686,7 +645,7 @@ impl Relay {
             return Poll::Pending;
         };
         let mut event = Vec::new();
-        if events.is_partial || events.scanner.is_after_cr() {
+        if events.is_within_event() {
             event.extend_from_slice(b"\n\n");
         }
         let api = self.exchange.api;
@@ -713,8 +672,11 @@ impl Relay {
             return false;
         };
         let (engines, engine) = (&self.upstream.engines, flow.visit.engine());
-        let continues =
-            self.exchange.resumable && self.events.as_ref().is_some_and(|of| of.sent.is_some());
+        let continues = self.exchange.resumable
+            && self
+                .events
+                .as_ref()
+                .is_some_and(|of| of.kept_bytes().is_some());
         engine.is_hung(self.last_ns, now_ns, engines.settings.health_timeout)
             && continues
             && engines.others_take(engine, self.exchange.request.only.as_deref())
@@ -757,7 +719,7 @@ impl Relay {
         self.resuming = None;
         self.broken = None;
         if let Some(events) = &mut self.events {
-            events.sent = None;
+            events.forget("it ended");
         }
         self.exchange.release();
         self.cut = Some(error);
@@ -811,159 +773,6 @@ pub(super) fn is_event_stream(head: &ResponseHead) -> bool {
             .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
-impl Events {
-    fn pass(&mut self, data: Bytes, sent_max: usize) -> Bytes {
-        let whole = if self.held.is_empty() && self.scanner.takes_whole(&data) {
-            data // nearly always
-        } else {
-            match self.scanner.feed(&data) {
-                end if self.held.is_empty() && end == data.len() => data,
-                end @ 1.. => {
-                    let mut data = data;
-                    self.held.extend_from_slice(&data.split_to(end));
-                    let whole = self.held.split();
-                    self.held.extend_from_slice(&data);
-                    whole.freeze()
-                }
-                0 => {
-                    self.has_progress = self.scanner.is_in_field();
-                    self.held.extend_from_slice(&data);
-                    if self.held.len() <= EVENT_BYTES_MAX {
-                        return Bytes::new();
-                    }
-                    self.forget("an event was too long");
-                    self.is_partial = true;
-                    return self.held.split().freeze();
-                }
-            }
-        };
-        self.take(whole, sent_max)
-    }
-
-    /// The engine has ended the body.
-    fn on_end(&mut self, sent_max: usize) -> BodyEnd {
-        let held = self.held.split();
-        if self.end.api() == Api::Other {
-            return if held.is_empty() {
-                BodyEnd::Complete
-            } else {
-                BodyEnd::Piece(held.freeze())
-            };
-        }
-        if !self.is_partial && ends::is_complete(&held) {
-            let mut whole = held;
-            whole.extend_from_slice(b"\n\n"); // which the engine left out
-            return BodyEnd::Piece(self.take(whole.freeze(), sent_max));
-        }
-        match self.on_loss() {
-            BodyEnd::Finished if self.end.is_refused() => BodyEnd::Complete,
-            end => end,
-        }
-    }
-
-    /// The engine is lost.
-    fn on_loss(&self) -> BodyEnd {
-        if self.end.is_over() {
-            BodyEnd::Complete
-        } else if self.end.api() != Api::Other && self.end.is_finished() {
-            BodyEnd::Finished
-        } else {
-            BodyEnd::Incomplete(self.end.missing())
-        }
-    }
-
-    /// The part of whole events for the client.
-    fn take(&mut self, mut whole: Bytes, sent_max: usize) -> Bytes {
-        let is_tail = std::mem::take(&mut self.is_partial); // of an event that was sent on in pieces
-        let is_plain = !is_tail && self.end.is_plain(&whole);
-        if !is_plain {
-            let tail = match sse::events(&whole).next() {
-                Some(event) if is_tail => event.end,
-                _ => 0,
-            };
-            let reading = self.end.read(&whole[tail..]);
-            if tail + reading.answer < whole.len() && self.end.api().has_choices() {
-                whole.truncate(tail + reading.answer);
-            }
-            self.reported = reading.reported;
-        }
-        // The tail of an event that was passed on in pieces is no event by itself.
-        self.has_progress =
-            is_plain && self.end.api() != Api::Other || is_tail || sse::have_content(&whole);
-        if let Some(rewriter) = self.rewriter.as_mut().filter(|_| !is_tail) {
-            whole = rewriter.rewrite(&whole).into();
-        }
-        if let Some(ids) = &mut self.ids {
-            whole = ids.take_prompt(whole);
-        }
-        if let Some(sent) = &mut self.sent {
-            if sent.len() + whole.len() > sent_max {
-                self.forget("the answer is longer than `upstream.resume_bytes_max`");
-            } else {
-                sent.extend_from_slice(&whole);
-            }
-        }
-        if let Some(rewriter) = self.rewriter.as_mut().filter(|of| of.repeats_ids()) {
-            whole = rewriter.without_known_ids(&whole).into();
-        }
-        match &mut self.ids {
-            None => whole,
-            Some(ids) => ids.hide(whole, is_plain && self.rewriter.is_none()),
-        }
-    }
-
-    /// Why the continuation must not go on, if so.
-    fn refused(&mut self) -> Option<&'static str> {
-        self.rewriter.as_mut()?.refused.take()
-    }
-
-    fn forget(&mut self, why: &'static str) {
-        self.sent = None;
-        self.not_kept = why;
-    }
-}
-
-/// Passes `count` events of chats to clients, for `slipstream-hotpaths`. With `hides_ids` each has the id of its token,
-/// which its client did not ask for.
-#[doc(hidden)]
-pub fn relay_events(count: u64, hides_ids: bool) -> u64 {
-    const STREAM: u64 = 1_000;
-    let event = |n: u64| {
-        let ids = if hides_ids {
-            format!(",\"token_ids\":[{}]", n * n * n)
-        } else {
-            String::new()
-        };
-        let text = format!(
-            "data: {{\"id\":\"chatcmpl-0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"created\":1764300000,\
-             \"model\":\"meta-llama/Llama-3.1-8B\",\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\" word{n}\"}},\
-             \"logprobs\":null,\"finish_reason\":null{ids}}}]}}\n\n"
-        );
-        Bytes::from(text)
-    };
-    let pieces: Vec<Bytes> = (0..64).map(event).collect();
-    let mut sum = 0;
-    for stream in 0..count.div_ceil(STREAM) {
-        let mut events = Events {
-            end: StreamEnd::new(Api::Chat, 1),
-            sent: Some(Vec::new()),
-            ids: hides_ids.then(|| TokenIds::new(StreamKind::Chat)),
-            ..Events::default()
-        };
-        for piece in pieces
-            .iter()
-            .cycle()
-            .take(to_usize(STREAM.min(count - stream * STREAM)))
-        {
-            sum += events
-                .pass(std::hint::black_box(piece.clone()), usize::MAX)
-                .len();
-        }
-    }
-    std::hint::black_box(sum);
-    count
-}
-
 impl Body for Relay {
     type Data = Bytes;
     type Error = io::Error;
@@ -998,11 +807,16 @@ impl Relay {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = self;
         loop {
-            if let Some(why) = this.events.as_mut().and_then(Events::refused) {
+            if let Some(why) = this.events.as_mut().and_then(EventStream::refused) {
                 this.cut = Some(ApiError::stream_lost(why));
             }
             if let Some(error) = this.cut.take() {
                 return this.break_off(cx, &error);
+            }
+            if let Some(long) = this.events.as_mut().and_then(EventStream::take_long)
+                && let Err(why) = this.on_long_event(long)
+            {
+                return this.break_off(cx, &ApiError::stream_lost(&why));
             }
             if let Some(error) = this.broken.take() {
                 return Poll::Ready(Some(Err(error)));
@@ -1085,13 +899,13 @@ impl Relay {
 
     /// Takes the error that the engine reported after the events already passed on.
     fn take_reported(&mut self) -> Option<Reported> {
-        self.events.as_mut()?.reported.take()
+        self.events.as_mut()?.take_reported()
     }
 
     /// The client has the last event of a stream.
     fn is_over_for_client(&self) -> bool {
         let events = self.events.as_ref();
-        events.is_some_and(|of| of.end.is_over() && of.end.api().has_choices())
+        events.is_some_and(|of| of.end().is_over() && of.end().api().has_choices())
     }
 
     /// The answer is complete, but its connection is of no further use.
@@ -1108,365 +922,5 @@ impl Drop for Relay {
         if self.flow.is_some() || self.resuming.is_some() {
             self.shard.metrics.disconnects.add(1);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::super::sse::tests::streams;
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn events_are_passed_on_whole_and_unchanged(
-            stream in streams(),
-            cuts in prop::collection::vec(1usize..20, 1..9),
-        ) {
-            let mut relay = Events { sent: Some(Vec::new()), ..Events::default() };
-            let (mut passed, mut cuts) = (Vec::new(), cuts.iter().cycle());
-            let mut rest = &stream[..];
-            while !rest.is_empty() {
-                let (piece, after) = rest.split_at(rest.len().min(*cuts.next().unwrap()));
-                passed.extend_from_slice(&relay.pass(Bytes::copy_from_slice(piece), 1 << 20));
-                rest = after;
-            }
-            prop_assert_eq!(relay.sent.unwrap(), &passed[..]);
-            passed.extend_from_slice(&relay.held);
-            prop_assert_eq!(&passed, &stream);
-        }
-    }
-
-    /// How a scripted engine ends its stream.
-    #[derive(Clone, Copy, Debug)]
-    enum Ending {
-        /// Finish reasons, then `[DONE]`.
-        Done,
-        /// The blank line behind `[DONE]` is left out.
-        DoneUnended,
-        /// Finish reasons, and no more.
-        Finished,
-        /// `[DONE]` without finish reasons.
-        DoneAlone,
-        Nothing,
-        /// An error of the engine, then `[DONE]`.
-        Error(&'static str),
-        /// A refusal of the request, then `[DONE]`.
-        Refused(&'static str),
-        /// Finish reasons, `[DONE]`, and events behind it.
-        Trailing,
-    }
-
-    const ERRORS: &[&str] = &[
-        r#"data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": null, "code": 500}}"#,
-        r#"data: {"error":{"object":"error","message":"busy","type":"SERVICE_UNAVAILABLE","param":null,"code":503}}"#,
-        r#"data: {"object":"error","message":"gone","type":"internal_error","code":"500"}"#,
-        "data: {\"error\":\ndata: {\"message\":\"two lines\",\"code\":null}}",
-        "event: error\ndata: {\"error\":{\"type\":\"overloaded_error\"},\"type\":\"error\"}",
-        "event: error\ndata: gone",
-        r#"data: {"error":"Request failed during generation","error_type":"generation"}"#,
-        r#"error: {"code":500,"message":"of llama.cpp"}"#,
-        r#"data: {"error":{"message":"EngineCore encountered an issue. See stack trace","type":"BadRequestError","code":400}}"#,
-        r#"data: {"id":"a","choices":[{"index":0,"text":"x","finish_reason":"error"}]}"#,
-        r#"data: {"id":"a","choices":[{"index":0,"text":"","finish_reason": "abort"}]}"#,
-        r#"data: {"choices":[{"index":0,"text":"x","finish_reason":null}],"error":{"code":500,"message":"beside a choice"}}"#,
-        "data: Internal Server Error",
-        "Internal Server Error",
-        "<html>502 Bad Gateway</html>",
-        r#"{"error":{"message":"without a field","code":500}}"#,
-        r#"data: {"id":"a","choices":[{"index":0,"tedata: {"error":{"message":"lost","code":502}}"#,
-        r#"data: {"id":"a","choices":["#,
-        r#"data: {"detail":"Internal error"}"#,
-        r#"data: {"errors":[{"message":"x"}]}"#,
-        r#"data: [{"error":"in a list"}]"#,
-        r#"data: {"error":{"message":"bad upstream","type":"invalid_response_error"}}"#,
-        r#"data: {"error":{"message":"upstream","type":"upstream_error","code":400}}"#,
-        r#"data: {"error":{"message":"timeout","code":408}}"#,
-        r#"data: {"error":{"message":"closed","code":"499"}}"#,
-    ];
-    const REFUSALS: &[&str] = &[
-        r#"data: {"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#,
-        r#"data: {"error":{"message":"slow down","type":"rate_limit_error","code":429}}"#,
-        r#"data: {"error":{"message":"no","type":"invalid_request_error","param":"x","code":null}}"#,
-        r#"data: {"error":{"message":"no","type":"invalid_request_error","code":"invalid_response_format"}}"#,
-        r#"data: {"error":"inputs tokens + max_new_tokens","error_type":"validation"}"#,
-    ];
-
-    fn endings() -> impl Strategy<Value = Ending> {
-        prop_oneof![
-            Just(Ending::Done),
-            Just(Ending::DoneUnended),
-            Just(Ending::Finished),
-            Just(Ending::DoneAlone),
-            Just(Ending::Nothing),
-            Just(Ending::Trailing),
-            prop::sample::select(ERRORS).prop_map(Ending::Error),
-            prop::sample::select(REFUSALS).prop_map(Ending::Refused),
-        ]
-    }
-
-    /// A scripted engine: the texts of its choices, its way to write events, its end, and where it is cut.
-    #[derive(Clone, Debug)]
-    struct Script {
-        choices: u64,
-        texts: Vec<String>,
-        line: &'static str,
-        /// Lines around the data of each event: comments, ids, waiting times, names, white space in the JSON.
-        style: Vec<usize>,
-        ending: Ending,
-        chunks: Vec<usize>,
-        /// The connection breaks behind this share of the stream, of 1,000; more: it does not.
-        cut: usize,
-    }
-
-    fn scripts() -> impl Strategy<Value = Script> {
-        let texts = prop::collection::vec(
-            r#"[a-z "\\{}:,\[\]]{0,12}|"error"|\[DONE\]|finish_reason":|data: "#,
-            0..8,
-        );
-        let line = prop::sample::select(&["\n", "\r\n", "\r"][..]);
-        let style = prop::collection::vec(0usize..7, 1..6);
-        let chunks = prop::collection::vec(prop_oneof![1usize..4, 1usize..400], 1..7);
-        (
-            1u64..4,
-            texts,
-            line,
-            style,
-            endings(),
-            chunks,
-            0usize..2_000,
-        )
-            .prop_map(
-                |(choices, texts, line, style, ending, chunks, cut)| Script {
-                    choices,
-                    texts,
-                    line,
-                    style,
-                    ending,
-                    chunks,
-                    cut,
-                },
-            )
-    }
-
-    impl Script {
-        /// One event with `data`, in one of several ways.
-        fn event(&self, number: usize, lines: &str) -> String {
-            let (before, after) = match self.style[number % self.style.len()] {
-                1 => (": keep-alive\n", ""),
-                2 => ("id: 7\nretry: 100\n", ""),
-                3 => ("", ": behind\n"),
-                4 => (": a\n\n: b\n\n\n", ""),
-                5 => ("event: message\n", ""),
-                _ => ("", ""),
-            };
-            // An error names its event itself.
-            let before = if lines.starts_with("event:") {
-                ""
-            } else {
-                before
-            };
-            format!("{before}{lines}\n{after}\n").replace('\n', self.line)
-        }
-
-        fn choice(&self, number: usize, index: u64, text: &str, reason: Option<&str>) -> String {
-            let choice = serde_json::json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason});
-            let json = serde_json::json!({"id": "a", "object": "text_completion", "created": 1, "choices": [choice]});
-            let data = match self.style[(number + 1) % self.style.len()] {
-                0 => serde_json::to_string_pretty(&json)
-                    .unwrap()
-                    .replace('\n', "\ndata: "),
-                1 => json.to_string().replace(":null", ": null"),
-                _ => json.to_string(),
-            };
-            self.event(number, &format!("data: {data}"))
-        }
-
-        /// Its events, and how many of them belong to the answer.
-        fn events(&self) -> (Vec<String>, usize) {
-            let mut all = Vec::new();
-            for (number, text) in self.texts.iter().enumerate() {
-                all.push(self.choice(number, number as u64 % self.choices, text, None));
-            }
-            let ends = matches!(
-                self.ending,
-                Ending::Done | Ending::DoneUnended | Ending::Finished | Ending::Trailing
-            );
-            for index in (0..self.choices).filter(|_| ends) {
-                all.push(self.choice(
-                    index as usize,
-                    index,
-                    "",
-                    Some(["stop", "length"][index as usize % 2]),
-                ));
-            }
-            let done = format!("data: [DONE]{0}{0}", self.line);
-            let mut answer = all.len();
-            match self.ending {
-                Ending::Done | Ending::DoneAlone => all.push(done),
-                Ending::DoneUnended => all.push(format!("data: [DONE]{}", self.line)),
-                Ending::Trailing => {
-                    all.push(done);
-                    answer = all.len();
-                    all.push(self.choice(0, 0, "behind", None));
-                    return (all, answer);
-                }
-                Ending::Error(lines) => {
-                    all.push(self.event(0, lines));
-                    all.push(done);
-                    return (all, answer);
-                }
-                Ending::Refused(lines) => {
-                    all.push(self.event(0, lines));
-                    all.push(done);
-                }
-                Ending::Finished | Ending::Nothing => {}
-            }
-            answer = all.len();
-            (all, answer)
-        }
-    }
-
-    /// Data of the events of `bytes` as a client reads them.
-    fn data(bytes: &[u8]) -> Vec<Vec<u8>> {
-        let all = super::super::sse::events(bytes);
-        all.filter(|event| event.is_whole && !event.data.is_empty())
-            .map(|event| event.data.into_owned())
-            .collect()
-    }
-
-    proptest! {
-        /// For every way of writing, and every cut: the client has the whole events of the answer, and
-        /// the end is that of the answer, not that of the connection.
-        #[test]
-        fn streams_end_as_their_events_say(script in scripts()) {
-            let (events, answer) = script.events();
-            let stream = events.concat().into_bytes();
-            let is_cut = script.cut <= 1_000;
-            let length = if is_cut { stream.len() * script.cut / 1_000 } else { stream.len() };
-            let mut relay = Events {
-                end: StreamEnd::new(Api::Completions, script.choices),
-                ..Events::default()
-            };
-            let mut passed = Vec::new();
-            let mut chunks = script.chunks.iter().cycle();
-            let mut rest = &stream[..length];
-            while !rest.is_empty() && relay.reported.is_none() && !relay.end.is_over() {
-                let (piece, after) = rest.split_at(rest.len().min(*chunks.next().unwrap()));
-                passed.extend_from_slice(&relay.pass(Bytes::copy_from_slice(piece), 1 << 20));
-                rest = after;
-            }
-            // The rest is not read once the engine has reported an error.
-            let mut end = BodyEnd::Complete;
-            if relay.reported.is_none() {
-                end = if is_cut { relay.on_loss() } else { relay.on_end(1 << 20) };
-            }
-            if let BodyEnd::Piece(piece) = end {
-                passed.extend_from_slice(&piece);
-                end = relay.on_end(1 << 20);
-            }
-            // The oracle: events that end before the cut, one by one.
-            let mut at = 0;
-            let whole = events.iter().take_while(|event| {
-                at += event.len();
-                // Of CR LF the CR ends the event.
-                let ends_early = event.ends_with("\r\n") && at == length + 1;
-                at <= length || ends_early
-            });
-            let whole = whole.count().min(if is_cut && matches!(script.ending, Ending::DoneUnended) {
-                events.len() - 1
-            } else {
-                events.len()
-            });
-            let expected = data(events[..whole.min(answer)].concat().as_bytes());
-            let expected = match script.ending {
-                Ending::DoneUnended if whole == events.len() => {
-                    [expected, vec![b"[DONE]".to_vec()]].concat()
-                }
-                _ => expected,
-            };
-            prop_assert_eq!(data(&passed), expected);
-            let texts = script.texts.len();
-            let finished = whole.saturating_sub(texts) as u64 >= script.choices;
-            let done = whole == events.len();
-            if let Ending::Error(_) = script.ending {
-                prop_assert_eq!(relay.reported.is_some(), whole > answer);
-                if whole > answer {
-                    prop_assert!(!relay.reported.unwrap().is_clients);
-                } else {
-                    prop_assert!(matches!(end, BodyEnd::Incomplete(_)), "{:?}", end);
-                }
-                return Ok(());
-            }
-            prop_assert_eq!(&relay.reported, &None);
-            let expected = match script.ending {
-                Ending::Trailing if whole >= answer => BodyEnd::Complete,
-                Ending::Done | Ending::DoneUnended | Ending::DoneAlone | Ending::Refused(_) if done => BodyEnd::Complete,
-                Ending::Refused(_) if whole > texts && is_cut => BodyEnd::Finished,
-                Ending::Refused(_) if whole > texts => BodyEnd::Complete,
-                Ending::Done | Ending::DoneUnended | Ending::Finished | Ending::Trailing if finished => BodyEnd::Finished,
-                _ => BodyEnd::Incomplete(relay.end.missing()),
-            };
-            prop_assert_eq!(end, expected);
-        }
-    }
-
-    #[test]
-    fn only_parts_of_an_answer_are_progress() {
-        for api in [Api::Completions, Api::Responses, Api::Messages, Api::Other] {
-            let mut events = Events {
-                end: StreamEnd::new(api, 1),
-                ..Events::default()
-            };
-            for (piece, is_progress) in [
-                (": ka\n\n", false),
-                (": k", false),
-                ("a\n", false),
-                ("\n", false),
-                ("data: {\"choices\":[{\"index\":0", true),
-                ("}]}\n\n", true),
-                ("event: ping\ndata: {\"type\": \"ping\"}\n\n", false),
-                ("data:\n\n", false),
-                ("data: {\"type\":\"x\",\"choices\":[]}\n\n", true),
-                (": ka\n\n: ka\n\n", false),
-            ] {
-                events.pass(Bytes::from_static(piece.as_bytes()), 1 << 20);
-                assert_eq!(events.has_progress, is_progress, "{api:?} {piece:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_long_event_is_passed_on_in_pieces() {
-        let mut events = Events {
-            sent: Some(Vec::new()),
-            ..Events::default()
-        };
-        let out = events.pass(Bytes::from(vec![b'a'; EVENT_BYTES_MAX + 1]), usize::MAX);
-        assert_eq!(out.len(), EVENT_BYTES_MAX + 1);
-        assert!(events.sent.is_none() && !events.not_kept.is_empty());
-        // Its end is no event.
-        let mut events = Events {
-            end: StreamEnd::new(Api::Completions, 1),
-            ..Events::default()
-        };
-        let begin = [b"data: {\"x\":\"", &vec![b'a'; EVENT_BYTES_MAX][..]].concat();
-        assert_eq!(
-            events.pass(begin.clone().into(), usize::MAX).len(),
-            begin.len()
-        );
-        let end = b"aa\"}\n\ndata: {\"choices\":[]}\n\n";
-        assert_eq!(
-            events.pass(Bytes::from_static(end), usize::MAX).len(),
-            end.len()
-        );
-        assert!(events.reported.is_none());
-        let mut events = Events {
-            sent: Some(Vec::new()),
-            ..Events::default()
-        };
-        assert_eq!(events.pass(Bytes::from_static(b"data: 1\n\n"), 8).len(), 9);
-        assert!(events.sent.is_none());
     }
 }

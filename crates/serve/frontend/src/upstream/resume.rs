@@ -645,11 +645,12 @@ mod tests {
             body_of(&plan),
             serde_json::json!({"prompt":"ab cd","max_tokens":3,"min_tokens":2,"stream":true,"odd":{"x":1}})
         );
-        let out = plan.rewriter.rewrite(
+        let out = plan.rewriter.rewrite_all(
             b"data: {\"id\":\"c2\",\"created\":9,\"choices\":[{\"text\":\"e\"}],\
               \"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1,\"total_tokens\":5}}\n\ndata: [DONE]\n\n",
+            false,
         );
-        let out = String::from_utf8(out).unwrap();
+        let out = String::from_utf8(out.kept).unwrap();
         let (event, done) = out.split_once("\n\n").unwrap();
         let event: Value = serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap();
         assert_eq!((&event["id"], &event["created"]), (&"c1".into(), &7.into()));
@@ -732,11 +733,12 @@ mod tests {
         assert_eq!(continued["continue_final_message"], true);
         assert_eq!(continued["add_generation_prompt"], false);
         assert_eq!(continued["max_tokens"], 8);
-        let out = first.rewriter.rewrite(
+        let out = first.rewriter.rewrite_all(
             b"data: {\"id\":\"d\",\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\n\
               data: {\"id\":\"d\",\"choices\":[{\"delta\":{\"content\":\" you\"}}]}\n\n",
+            false,
         );
-        let out = String::from_utf8(out).unwrap();
+        let out = String::from_utf8(out.kept).unwrap();
         assert!(
             !out.contains("role") && out.contains(" you") && out.contains("\"c\""),
             "{out}"
@@ -757,10 +759,11 @@ mod tests {
                  \"usage\":{{\"completion_tokens\":{counted}}}}}\n\n"
             );
             let mut plan = plan(StreamKind::Chat, body, sent.as_bytes()).unwrap();
-            let out = plan.rewriter.rewrite(
+            let out = plan.rewriter.rewrite_all(
                 b"data: {\"choices\":[],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":2}}\n\n",
+                false,
             );
-            let event: Value = serde_json::from_slice(&data_of(&out).next().unwrap()).unwrap();
+            let event: Value = serde_json::from_slice(&data_of(&out.kept).next().unwrap()).unwrap();
             assert_eq!(event["usage"]["prompt_tokens"], 0);
             assert_eq!(event["usage"]["completion_tokens"], i64::MAX);
         }

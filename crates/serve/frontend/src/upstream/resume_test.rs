@@ -383,7 +383,7 @@ proptest! {
                 for mut plan in plans(&lost).unwrap_or_default() {
                     let Some(new) = answer(&plan, &ask, kind) else { break };
                     let new = new.concat();
-                    let fits = plan.seam.clone().is_none_or(|mut seam| seam.judge(new.as_bytes()) == Verdict::Fits);
+                    let fits = plan.seam.clone().is_none_or(|mut seam| seam.judge_all(new.as_bytes()) == Verdict::Fits);
                     if fits {
                         let count = new.split_inclusive("\n\n").count();
                         // A second cut comes before the last event with a choice.
@@ -391,14 +391,11 @@ proptest! {
                         let each = new
                             .split_inclusive("\n\n")
                             .take(cut.unwrap_or(count));
-                        let out: Vec<u8> = each.flat_map(|event| plan.rewriter.rewrite(event.as_bytes())).collect();
+                        let each: String = each.collect();
+                        let out = plan.rewriter.rewrite_all(each.as_bytes(), false);
                         prop_assert_eq!(plan.rewriter.refused, None);
-                        let mut each = out.split_inclusive(|&b| b == b'\n').collect::<Vec<_>>().chunks(2).map(<[_]>::concat)
-                            .flat_map(|event| if plan.rewriter.repeats_ids() { plan.rewriter.without_known_ids(&event) } else { event })
-                            .collect();
-                        prop_assert_eq!(plan.rewriter.refused, None);
-                        shown.append(&mut each);
-                        followed = Some((plan.kept, out, cut.is_some()));
+                        shown.extend(out.shown);
+                        followed = Some((plan.kept, out.kept, cut.is_some()));
                         break;
                     }
                 }
@@ -486,22 +483,23 @@ fn what_a_parser_takes_is_not_continued_as_text() {
     let mut again = of_ids(asks, &taken).unwrap();
     assert_eq!((again.len(), &again[0].body[..]), (1, &asks[..]));
     let rewriter = &mut again[0].rewriter;
-    let out = rewriter.rewrite(
+    let out = rewriter.rewrite_all(
         stream(&[
             role.into(),
             text("{}", "[4]"),
             text(r#"{"reasoning":"hm"}"#, "[5]"),
         ])
         .as_bytes(),
+        false,
     );
-    let shown = fold(StreamKind::Chat, &rewriter.without_known_ids(&out));
+    let shown = fold(StreamKind::Chat, &out.shown);
     assert_eq!((shown.text.as_str(), shown.tokens), ("hm", vec![json!(5)]));
     let other = rewriter.refused;
     assert_eq!(other, None);
     let mut again = of_ids(asks, &taken).unwrap();
     again[0]
         .rewriter
-        .without_known_ids(stream(&[text("{}", "[6]")]).as_bytes());
+        .rewrite_all(stream(&[text("{}", "[6]")]).as_bytes(), false);
     assert!(again[0].rewriter.refused.is_some());
     // Of several choices the tokens are not told apart.
     let several = String::from_utf8_lossy(asks).replace("\"max", "\"n\":2.0,\"max");
@@ -525,7 +523,7 @@ fn what_a_parser_takes_is_not_continued_as_text() {
     let first = |prompt: &str| role.replace("[1]", prompt);
     let judge = |prompt: &str, delta: &str| {
         let mut seam = seam.clone();
-        seam.judge(stream(&[first(prompt), text(delta, "[6]")]).as_bytes())
+        seam.judge_all(stream(&[first(prompt), text(delta, "[6]")]).as_bytes())
     };
     assert_eq!(judge("[1,5]", r#"{"content":" x"}"#), Verdict::Fits);
     for (prompt, delta) in [
@@ -547,12 +545,13 @@ fn what_a_parser_takes_is_not_continued_as_text() {
             "data: {{\"id\":\"d\",\"choices\":[{{\"index\":0,\"text\":\"{text}\",\"token_ids\":[6]}}]}}\n\n"
         )
     };
-    let out = plain.rewriter.rewrite(completion(" so").as_bytes());
-    assert_eq!(fold(StreamKind::Chat, &out).text, " so");
     let out = plain
         .rewriter
-        .rewrite((completion(" <tool_call>") + &completion("x")).as_bytes());
-    assert!(out.is_empty() && plain.rewriter.refused.is_some());
+        .rewrite_all(completion(" so").as_bytes(), false);
+    assert_eq!(fold(StreamKind::Chat, &out.kept).text, " so");
+    let call = completion(" <tool_call>") + &completion("x");
+    let out = plain.rewriter.rewrite_all(call.as_bytes(), false);
+    assert!(out.kept.is_empty() && plain.rewriter.refused.is_some());
     // A call has begun, or text and reasoning whose tokens are not known.
     for event in [
         text(r#"{"tool_calls":[{"index":0}]}"#, "[6]"),

@@ -1,22 +1,26 @@
 //! Finds an engine that continues a stream.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::StatusCode;
 use slipstream_base::WorkerId;
+use tokio::time::Instant;
 
 use super::Upstream;
 use super::closing::closing;
 use super::connection::Failure;
-use super::ends::{Api, StreamEnd};
+use super::ends::{Api, Judgment, StreamEnd};
+use super::event::EventData;
 use super::forward::{Answer, Begun, Exchange, obtain};
 use super::peek::peek;
 use super::relay::{Turn, is_event_stream};
 use super::resume::{self, Lost, StreamKind};
 use super::rewrite::{Rewriter, Seam, Verdict};
 use super::sent::Kept;
-use super::sse::Scanner;
+use super::sse::{self, Scanner};
+use super::stream::EVENT_BYTES_MAX;
 use super::wire::Decoded;
 use crate::service::Service;
 use crate::shard::Shard;
@@ -66,6 +70,7 @@ pub(super) async fn resume(
     let (api, lost) = (exchange.api, remains.lost);
     let by_tokens = exchange.by_tokens;
     let by_params = !upstream.engines.disaggregates();
+    let bytes = exchange.body.len() + remains.sent.len();
     let job = move |_: &Service, body: &[u8]| {
         let prompt = remains.prompt.as_ref().map(|ids| ids.len() as u64);
         if let Some(last) = closing(api, body, &remains.sent, &remains.seams, prompt) {
@@ -83,7 +88,10 @@ pub(super) async fn resume(
             model_len: catalog.model_len(model.as_deref()),
         })))
     };
-    let planned = shard.run(exchange.body.clone(), charge, job).await;
+    let body = exchange.body.clone();
+    let turn = upstream.planning.acquire().await;
+    let planned = shard.run_sized(body, bytes, charge, job).await;
+    drop(turn);
     let (planned, _charge) = planned.map_err(|error| error.message)?;
     let plans = match planned {
         Ok(plans) => plans,
@@ -112,7 +120,8 @@ pub(super) async fn resume(
         if let Some(seam) = plan.seam {
             let limit = upstream.engines.settings.first_byte_timeout;
             let only = next.request.only.as_deref();
-            let judged = judge(&mut begun.answer, next.api, seam);
+            let idle = upstream.engines.settings.idle_timeout;
+            let judged = judge(&mut begun.answer, next.api, seam, idle);
             let judged = upstream
                 .engines
                 .answered(&engine, only, limit, judged)
@@ -141,9 +150,19 @@ pub(super) async fn resume(
 
 /// Reads `answer`, to a request of `api`, up to its first token. Returns the reason if it does not continue the client's
 /// part.
-async fn judge(answer: &mut Answer, api: Api, mut seam: Seam) -> Result<Option<String>, Failure> {
+///
+/// # Errors
+/// The engine's failure, also if no part of an answer comes for the time `idle`: comments are none.
+async fn judge(
+    answer: &mut Answer,
+    api: Api,
+    mut seam: Seam,
+    idle: Duration,
+) -> Result<Option<String>, Failure> {
+    let mut progress = Instant::now();
     let mut read = answer.first.to_vec();
     let (mut scanner, mut turn) = (Scanner::default(), Turn::default());
+    let mut end = StreamEnd::new(api, 1);
     // The part that the scanner has seen, and that of whole events which are judged.
     let (mut scanned, mut judged) = (0, 0);
     loop {
@@ -152,23 +171,27 @@ async fn judge(answer: &mut Answer, api: Api, mut seam: Seam) -> Result<Option<S
         }
         let whole = scanner.feed(&read[scanned..]);
         if whole > 0 {
-            let events = &read[judged..scanned + whole];
-            let verdict = seam.judge(events);
-            if verdict == Verdict::Fits {
-                answer.first = Bytes::from(read);
-                return Ok(None);
-            }
-            let reported = StreamEnd::new(api, 1).read(events).reported;
-            if let Some(reported) = reported.filter(|of| !of.is_clients) {
-                return Err(Failure::Reported(reported));
-            }
-            if let Verdict::Differs(why) = verdict {
-                return Ok(Some(why));
+            for event in sse::events(&read[judged..scanned + whole]) {
+                if event.has_content() {
+                    progress = Instant::now();
+                }
+                let data = EventData::read(&event.data);
+                let verdict = seam.judge(&event, data.as_ref());
+                if verdict == Verdict::Fits {
+                    answer.first = Bytes::from(read);
+                    return Ok(None);
+                }
+                if let Judgment::Failed(reported) = end.judge(&event, data.as_ref()) {
+                    return Err(Failure::Reported(reported));
+                }
+                if let Verdict::Differs(why) = verdict {
+                    return Ok(Some(why));
+                }
             }
             judged = scanned + whole;
         }
         scanned = read.len();
-        if read.len() > SEAM_BYTES_MAX {
+        if read.len() > SEAM_BYTES_MAX || read.len() - judged > EVENT_BYTES_MAX {
             return Ok(Some(
                 "its continuation begins with too long an event".into(),
             ));
@@ -183,7 +206,17 @@ async fn judge(answer: &mut Answer, api: Api, mut seam: Seam) -> Result<Option<S
             Ok(Decoded::NeedMore) => {}
             Err(error) => return Err(Failure::Protocol(error)),
         }
-        match std::future::poll_fn(|cx| answer.connection.poll_fill(cx)).await {
+        let left = idle.saturating_sub(progress.elapsed());
+        let more = std::future::poll_fn(|cx| answer.connection.poll_fill(cx));
+        let more = tokio::time::timeout(left, more).await;
+        // Bytes may be there whenever they are asked for.
+        let Ok(more) = more.map_err(drop) else {
+            return Err(Failure::Stalled(idle));
+        };
+        if left.is_zero() {
+            return Err(Failure::Stalled(idle));
+        }
+        match more {
             Ok(0) if answer.decoder.ends_at_close() => {
                 return Ok(Some("its continuation has no text".into()));
             }

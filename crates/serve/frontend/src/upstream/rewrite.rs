@@ -3,8 +3,9 @@
 use serde_json::{Map, Value, json};
 
 use super::ends::{finish_in, finish_of};
+use super::event::{Edited, EventData, value};
 use super::resume::{StreamKind, is_unset};
-use super::sent::{Phase, Sent, data_of, ids_of, prompt_of, text_of};
+use super::sent::{Phase, Sent, ids_of, text_of};
 use super::sse;
 
 /// Translation of the new request's events.
@@ -25,6 +26,9 @@ pub(super) struct Seam {
     /// before the seam.
     phase: Phase,
 }
+
+/// Limit of a part of the first event that is read, in bytes.
+const FIRST_BYTES_MAX: usize = 16 << 10;
 
 /// Verdict on the first events.
 #[derive(Debug, PartialEq, Eq)]
@@ -50,51 +54,77 @@ impl Seam {
         }
     }
 
-    /// Judges the complete events `bytes`, which follow the events judged before.
-    pub(super) fn judge(&mut self, bytes: &[u8]) -> Verdict {
+    /// Judges an event, which follows the events judged before. `data`: its data, if that is a JSON object.
+    pub(super) fn judge(
+        &mut self,
+        event: &sse::Event<'_>,
+        data: Option<&EventData<'_>>,
+    ) -> Verdict {
         let differs = |why: &str| Verdict::Differs(why.into());
-        for data in data_of(bytes) {
-            let Ok(event) = serde_json::from_slice::<Value>(&data) else {
-                return differs("the continuation begins with what is not JSON");
-            };
-            if event.get("error").is_some_and(|error| !is_unset(error)) {
-                return differs("the engine reported an error to the continuation");
+        if event.data.is_empty() {
+            return Verdict::More;
+        }
+        let Some(data) = data else {
+            return differs("the continuation begins with what is not JSON");
+        };
+        let error = data.fields.get("error");
+        if error.is_some_and(|error| !is_unset(&value(error))) {
+            return differs("the engine reported an error to the continuation");
+        }
+        let Some(first) = data.choices.first() else {
+            return Verdict::More;
+        };
+        if let (Some(wanted), Some(found)) = (&self.prompt, data.prompt()) {
+            if serde_json::from_str(found.get()).ok().as_ref() != Some(wanted) {
+                return differs("the engine does not take the tokens of a prompt for a chat");
             }
-            let choices = event.get("choices").and_then(Value::as_array);
-            let Some(choice) = choices.and_then(|choices| choices.first()) else {
+            self.prompt = None;
+        }
+        let mut choice = Map::new();
+        for name in ["delta", "text", "finish_reason"] {
+            let Some(raw) = first.fields.get(name) else {
                 continue;
             };
-            if let (Some(wanted), Some(found)) = (&self.prompt, prompt_of(&event, choice)) {
-                if *wanted != found {
-                    return differs("the engine does not take the tokens of a prompt for a chat");
-                }
-                self.prompt = None;
+            if raw.get().len() > FIRST_BYTES_MAX {
+                return differs("the continuation begins with too long an event");
             }
-            let (phase, text) = text_of(StreamKind::Chat, choice);
-            let finish = finish_of(choice);
-            let tokens = ids_of(choice.get("token_ids")).map_or(0, |ids| ids.len());
-            if text.is_empty() && tokens == 0 && finish.is_none() {
-                continue; // the role
-            }
-            let calls = choice
-                .pointer("/delta/tool_calls")
-                .is_some_and(|of| !is_unset(of));
-            return match (self.prompt.is_none(), text.is_empty()) {
-                (false, _) => differs("the engine does not take the tokens of a prompt for a chat"),
-                // Its text must be that of the first token.
-                _ if tokens > 1 => differs("the continuation begins with several tokens at once"),
-                _ if calls => differs("a tool call begins where the stream broke off"),
-                // A token that ends an answer has no text.
-                (true, true) if finish != Some(&"stop".into()) => differs(
-                    "the stream broke off within a character, or within what the engine's parser reads",
-                ),
-                (true, false) if phase != self.phase => differs(
-                    "the engine's parser does not go on with the text where the stream broke off",
-                ),
-                (true, _) => Verdict::Fits,
-            };
+            choice.insert(name.into(), value(raw));
         }
-        Verdict::More
+        let choice = Value::Object(choice);
+        let (phase, text) = text_of(StreamKind::Chat, &choice);
+        let finish = finish_of(&choice);
+        let tokens = first.ids.map_or(0, |raw| {
+            serde_json::from_str::<Vec<u64>>(raw.get()).map_or(0, |ids| ids.len())
+        });
+        if text.is_empty() && tokens == 0 && finish.is_none() {
+            return Verdict::More; // the role
+        }
+        let calls = choice
+            .pointer("/delta/tool_calls")
+            .is_some_and(|of| !is_unset(of));
+        match (self.prompt.is_none(), text.is_empty()) {
+            (false, _) => differs("the engine does not take the tokens of a prompt for a chat"),
+            // Its text must be that of the first token.
+            _ if tokens > 1 => differs("the continuation begins with several tokens at once"),
+            _ if calls => differs("a tool call begins where the stream broke off"),
+            // A token that ends an answer has no text.
+            (true, true) if finish != Some(&"stop".into()) => differs(
+                "the stream broke off within a character, or within what the engine's parser reads",
+            ),
+            (true, false) if phase != self.phase => differs(
+                "the engine's parser does not go on with the text where the stream broke off",
+            ),
+            (true, _) => Verdict::Fits,
+        }
+    }
+
+    /// Judges the complete events `bytes`.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn judge_all(&mut self, bytes: &[u8]) -> Verdict {
+        let all = sse::events(bytes);
+        let mut all = all.map(|event| self.judge(&event, EventData::read(&event.data).as_ref()));
+        all.find(|verdict| *verdict != Verdict::More)
+            .unwrap_or(Verdict::More)
     }
 }
 
@@ -126,6 +156,18 @@ pub(super) struct Rewriter {
     /// Reason why the continuation must end.
     pub(super) refused: Option<&'static str>,
 }
+
+/// An event of the new request, as one of the stream.
+#[derive(Debug, Default)]
+pub(super) struct Rewritten {
+    /// As it is kept for another continuation.
+    pub(super) kept: Vec<u8>,
+    /// As its client gets it; empty if it does not.
+    pub(super) shown: Vec<u8>,
+}
+
+/// Limit of an event that is adapted, in bytes, without the ids of a prompt. Its tree takes some 50 ns per byte.
+const REWRITTEN_BYTES_MAX: usize = 64 << 10;
 
 /// Text with which tool calls begin, in the formats that vLLM has parsers for.
 const CALL_BEGINNINGS: [&str; 5] = ["<", "[", "{", "functools", "\u{ff5c}"];
@@ -170,77 +212,107 @@ impl Rewriter {
         self.hides_prompt = false;
     }
 
-    /// Whether ids follow that the client has.
-    pub(super) fn repeats_ids(&self) -> bool {
-        !self.known_ids.is_empty()
-    }
-
-    /// Returns rewritten events without the ids that the client has.
-    pub(super) fn without_known_ids(&mut self, bytes: &[u8]) -> Vec<u8> {
-        if sse::events(bytes).next().is_none() {
-            return bytes.to_vec();
-        }
-        let mut out = Vec::with_capacity(bytes.len());
-        for event in sse::events(bytes) {
-            let whole = &bytes[event.start..event.end];
-            let mut parsed = serde_json::from_slice::<Value>(&event.data).ok();
-            let choice = parsed.as_mut().and_then(|of| of.pointer_mut("/choices/0"));
-            let ids = choice.and_then(|choice| choice.get_mut("token_ids"));
-            let Some((list, ids)) = ids.and_then(|list| Some((ids_of(Some(&*list))?, list))) else {
-                out.extend_from_slice(whole);
-                continue;
-            };
-            let known = list.len().min(self.known_ids.len());
-            if list[..known] != self.known_ids[..known] {
-                self.refused = Some("the other engine's tokens differ from what the client has");
-                return out;
-            }
-            self.known_ids.drain(..known);
-            *ids = list[known..].into();
-            let parsed = parsed.unwrap_or_default();
-            let choice = &parsed["choices"][0];
-            let (_, text) = text_of(self.kind, choice);
-            if list.len() == known && text.is_empty() && finish_of(choice).is_none() {
-                continue; // the client has all of it
-            }
-            out.extend_from_slice(b"data: ");
-            out.extend_from_slice(parsed.to_string().as_bytes());
-            out.extend_from_slice(b"\n\n");
-        }
-        out
-    }
-
     pub(super) fn guard(&mut self) {
         self.is_guarded = true;
     }
 
-    /// Returns the complete events `bytes` as events of the stream, up to the first one that must not reach the client.
-    pub(super) fn rewrite(&mut self, bytes: &[u8]) -> Vec<u8> {
-        if sse::events(bytes).next().is_none() {
-            return bytes.to_vec(); // comments keep the client's connection open
+    /// Whether the stream's client got nothing that its events depend on, so that those of the new request need no change.
+    pub(super) fn is_idle(&self) -> bool {
+        self.id.is_none()
+            && self.created.is_none()
+            && self.translation == Translation::None
+            && self.tokens_before == 0
+            && self.roles.is_empty()
+            && self.repeated.is_empty()
+            && self.known_ids.is_empty()
+            && !(self.hides_prompt || self.is_guarded)
+    }
+
+    /// Adapts an event whose data is an object. `hides_ids`: its client did not request token ids.
+    pub(super) fn rewrite(
+        &mut self,
+        json: &[u8],
+        data: &EventData<'_>,
+        hides_ids: bool,
+    ) -> Rewritten {
+        let mut short = Edited::of(json);
+        if self.hides_prompt || hides_ids {
+            for ids in data.places(json, false) {
+                short.replace(ids, b"null"); // those of the stream came with its first event
+            }
         }
-        let mut out = Vec::with_capacity(bytes.len());
-        for data in data_of(bytes) {
+        let short = short.upto(json.len());
+        let short = short.as_deref().unwrap_or(json);
+        let event = Some(short).filter(|of| of.len() <= REWRITTEN_BYTES_MAX);
+        let event = event.and_then(|json| serde_json::from_slice::<Map<String, Value>>(json).ok());
+        let Some(mut event) = event else {
+            self.refused = Some("an event of the other engine is longer than 64 KiB");
+            return Rewritten::default();
+        };
+        if !self.rewrite_event(&mut event) {
+            return Rewritten::default();
+        }
+        let kept = written(&event);
+        if self.known_ids.is_empty() && !hides_ids {
+            return Rewritten {
+                shown: kept.clone(),
+                kept,
+            };
+        }
+        let is_for_client =
+            self.remove_known_ids(&mut event) && !(hides_ids && hide_ids(&mut event));
+        Rewritten {
+            kept,
+            shown: if is_for_client {
+                written(&event)
+            } else {
+                Vec::new()
+            },
+        }
+    }
+
+    /// Rewrites the complete events `bytes`, up to the first one that must not reach the client. Data that is no object, and
+    /// comments, stay.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn rewrite_all(&mut self, bytes: &[u8], hides_ids: bool) -> Rewritten {
+        let mut all = Rewritten::default();
+        for event in sse::events(bytes) {
+            let new = if let Some(data) = EventData::read(&event.data) {
+                self.rewrite(&event.data, &data, hides_ids)
+            } else {
+                let whole = bytes[event.start..event.end].to_vec();
+                Rewritten {
+                    kept: whole.clone(),
+                    shown: whole,
+                }
+            };
             if self.refused.is_some() {
                 break;
             }
-            let mut put = |data: &[u8]| {
-                for line in data.split(|&byte| byte == b'\n') {
-                    out.extend_from_slice(b"data: ");
-                    out.extend_from_slice(line);
-                    out.push(b'\n');
-                }
-                out.push(b'\n');
-            };
-            if let Ok(Value::Object(mut event)) = serde_json::from_slice(&data) {
-                if self.rewrite_event(&mut event) {
-                    put(Value::Object(event).to_string().as_bytes());
-                }
-            } else {
-                put(&data);
-            }
+            all.kept.extend(new.kept);
+            all.shown.extend(new.shown);
         }
-        out
+        all
+    }
+
+    /// Removes ids that the client has. Returns false if it has all of the event.
+    fn remove_known_ids(&mut self, event: &mut Map<String, Value>) -> bool {
+        let choice = event.get_mut("choices").and_then(|of| of.get_mut(0));
+        let Some(choice) = choice.filter(|_| !self.known_ids.is_empty()) else {
+            return true;
+        };
+        let Some(list) = ids_of(choice.get("token_ids")) else {
+            return true;
+        };
+        let known = list.len().min(self.known_ids.len());
+        if list[..known] != self.known_ids[..known] {
+            self.refused = Some("the other engine's tokens differ from what the client has");
+            return false;
+        }
+        self.known_ids.drain(..known);
+        choice["token_ids"] = list[known..].into();
+        let (_, text) = text_of(self.kind, choice);
+        list.len() > known || !text.is_empty() || finish_of(choice).is_some()
     }
 
     /// Returns false if the client already has the event, or must not get it.
@@ -252,12 +324,6 @@ impl Rewriter {
         }
         if let Some(Value::Object(usage)) = event.get_mut("usage") {
             self.correct_usage(usage);
-        }
-        if let Some(ids) = event
-            .get_mut("prompt_token_ids")
-            .filter(|_| self.hides_prompt)
-        {
-            *ids = Value::Null; // those of the stream came with its first event
         }
         if self.translation == Translation::ChatOfCompletion
             && let Some(object) = self.template.as_ref().and_then(|of| of.get("object"))
@@ -273,11 +339,6 @@ impl Rewriter {
             };
             if self.translation == Translation::ChatOfCompletion {
                 translate_choice(choice);
-            } else if let Some(ids) = choice
-                .get_mut("prompt_token_ids")
-                .filter(|_| self.hides_prompt)
-            {
-                *ids = Value::Null;
             }
             if !self.repeated.is_empty() || self.is_guarded {
                 self.check_text(choice);
@@ -362,6 +423,33 @@ impl Rewriter {
             self.refused = Some("the other engine's answer ends before what the client has");
         }
     }
+}
+
+fn written(event: &Map<String, Value>) -> Vec<u8> {
+    let mut out = b"data: ".to_vec();
+    serde_json::to_writer(&mut out, event)
+        .expect("its keys are strings, and memory can be written");
+    out.extend_from_slice(b"\n\n");
+    out
+}
+
+/// Hides the ids of an event. Returns true if vLLM sent it for its ids only.
+fn hide_ids(event: &mut Map<String, Value>) -> bool {
+    let Some(Value::Array(choices)) = event.get_mut("choices") else {
+        return false;
+    };
+    let (mut has_ids, mut says) = (false, choices.is_empty());
+    for choice in choices {
+        for list in ["/token_ids", "/delta/token_ids"] {
+            if let Some(ids) = choice.pointer_mut(list).filter(|ids| !ids.is_null()) {
+                *ids = Value::Null;
+                has_ids = true;
+            }
+        }
+        let delta = choice.get("delta").and_then(Value::as_object);
+        says |= delta.is_none_or(|delta| !delta.is_empty()) || finish_of(choice).is_some();
+    }
+    has_ids && !says
 }
 
 fn is_finished(choice: &Map<String, Value>) -> bool {

@@ -138,6 +138,38 @@ pub(super) struct Event<'a> {
     pub(super) is_whole: bool,
 }
 
+impl Event<'_> {
+    /// Whether it has content: engines and proxies keep connections open by comments, blank lines, events without data and
+    /// `ping` events (Anthropic's API), which are no part of an answer.
+    pub(super) fn has_content(&self) -> bool {
+        let is_empty = matches!(self.data.trim_ascii(), b"" | b"{}" | b"[]" | b"null");
+        self.error.is_some() || !is_empty && self.name != b"ping"
+    }
+
+    /// Where each line of its data begins: in the data, and in `bytes`, of which it is an event.
+    pub(super) fn data_lines(&self, bytes: &[u8]) -> Vec<(usize, usize)> {
+        let mut lines = Events {
+            bytes: &bytes[..self.end],
+            at: self.start,
+            start: self.start,
+        };
+        if self.start == 0 && bytes.starts_with(BYTE_ORDER_MARK) {
+            lines.at = BYTE_ORDER_MARK.len();
+        }
+        let (mut found, mut of_data) = (Vec::new(), 0);
+        loop {
+            let begin = lines.at;
+            let Some(line) = lines.line() else {
+                return found;
+            };
+            if let (b"data", value) = field(line) {
+                found.push((of_data, begin + line.len() - value.len()));
+                of_data += value.len() + 1;
+            }
+        }
+    }
+}
+
 /// Iterates over the events of `bytes`; only the last one may be cut off.
 pub(super) fn events(bytes: &[u8]) -> Events<'_> {
     let at = match bytes.strip_prefix(BYTE_ORDER_MARK) {
@@ -151,13 +183,16 @@ pub(super) fn events(bytes: &[u8]) -> Events<'_> {
     }
 }
 
-/// Whether an event of `bytes` has content: engines and proxies keep connections open by comments, blank lines, events
-/// without data and `ping` events (Anthropic's API), which are no part of an answer.
+/// Whether an event of `bytes` [has content](Event::has_content).
 pub(super) fn have_content(bytes: &[u8]) -> bool {
-    events(bytes).any(|event| {
-        let is_empty = matches!(event.data.trim_ascii(), b"" | b"{}" | b"[]" | b"null");
-        event.error.is_some() || !is_empty && event.name != b"ping"
-    })
+    events(bytes).any(|event| event.has_content())
+}
+
+/// Name and value of the field in `line`. The name of a comment is empty.
+fn field(line: &[u8]) -> (&[u8], &[u8]) {
+    let name = memchr::memchr(b':', line).unwrap_or(line.len());
+    let value = line.get(name + 1..).unwrap_or_default();
+    (&line[..name], value.strip_prefix(b" ").unwrap_or(value))
 }
 
 /// Iterator of [`events`].
@@ -208,10 +243,8 @@ impl<'a> Iterator for Events<'a> {
                 event.end = self.at;
                 return Some(event);
             }
-            let name = memchr::memchr(b':', line).unwrap_or(line.len());
-            let value = line.get(name + 1..).unwrap_or_default();
-            let value = value.strip_prefix(b" ").unwrap_or(value);
-            match &line[..name] {
+            let (name, value) = field(line);
+            match name {
                 b"" => continue, // a comment
                 b"data" if has_data => {
                     let data = event.data.to_mut();

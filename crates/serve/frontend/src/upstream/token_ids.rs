@@ -1,20 +1,16 @@
 //! Hides token ids that the router requested from vLLM, so that a stream can continue, but its client did not.
 
+use std::ops::Range;
 use std::sync::LazyLock;
 
 use bytes::{Bytes, BytesMut};
 use memchr::memmem::Finder;
 
+use super::event::{Choice, EventData, NULL};
 use super::resume::StreamKind;
-use super::sse;
 
 /// Key of the answer's ids, and end of the key of the prompt's ids. Within a JSON string its quotes would be escaped.
 static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids\""));
-
-const NULL: &[u8] = b"null";
-
-/// Limit of lists of ids read per piece of a stream, which is more than any engine sends in one.
-const LISTS_MAX: usize = 8_192;
 
 /// Bytes that are remembered from behind a list of ids, at most.
 const BEHIND_MAX: usize = 256;
@@ -30,7 +26,7 @@ const ROOM: usize = 2 << 10;
 pub(super) struct TokenIds {
     kind: StreamKind,
     /// Ids of the prompt, once they have arrived.
-    pub(super) prompt: Option<Vec<u32>>,
+    prompt: Option<Vec<u32>>,
     /// Whether no more ids of the prompt follow.
     is_begun: bool,
     /// `null` and the end of an event behind its only list of ids; empty if there was none such yet.
@@ -55,60 +51,50 @@ impl TokenIds {
         }
     }
 
+    /// Ids of the prompt, once they have arrived.
+    pub(super) fn prompt(&self) -> Option<&[u32]> {
+        self.prompt.as_deref()
+    }
+
     /// Another engine continues the stream.
     pub(super) fn begin_anew(&mut self) {
         self.is_begun = self.prompt.is_some();
     }
 
-    /// Returns the complete events `events` without the ids of the prompt, which are stored.
-    pub(super) fn take_prompt(&mut self, events: Bytes) -> Bytes {
+    /// Takes the prompt's ids from an event.
+    pub(super) fn take_prompt(&mut self, data: &EventData<'_>) {
         if self.is_begun {
-            return events;
+            return;
         }
-        let mut from = 0;
-        while let Some(found) = find(&events[from..]) {
-            self.is_begun = true;
-            let (start, end) = (from + found.start, from + found.end);
-            if !found.is_prompt {
-                from = end;
-                continue;
-            }
-            let list = String::from_utf8_lossy(&events[start + 1..end - 1]).replace("data:", "");
-            self.prompt = list.split(',').map(|id| id.trim().parse().ok()).collect();
-            return [&events[..start], b"null", &events[end..]].concat().into();
+        if let Some(prompt) = data.prompt() {
+            self.prompt = serde_json::from_str(prompt.get()).ok();
         }
-        events
+        self.is_begun = data.prompt().is_some() || data.has_ids();
     }
 
-    /// Returns the complete events `events` as vLLM sends them to clients that do not request ids. `is_plain`: they are
-    /// one event with the members of the event before.
-    pub(super) fn hide(&mut self, events: Bytes, is_plain: bool) -> Bytes {
-        if is_plain && let Some(start) = self.known_list(&events) {
-            self.reserve(events.len() + NULL.len());
-            self.room.extend_from_slice(&events[..start]);
-            self.room.extend_from_slice(&self.behind);
-            return self.room.split().freeze();
-        }
-        let Some(mut found) = find(&events) else {
-            return events;
-        };
-        self.learn(&events, &found);
-        if self.kind == StreamKind::Chat && has_member(&events, &DELTA, b"{}") {
-            return without_empty_deltas(&events).into();
-        }
-        self.reserve(events.len());
-        let mut rest = &events[..];
-        for _ in 0..LISTS_MAX {
-            self.room.extend_from_slice(&rest[..found.start]);
-            self.room.extend_from_slice(b"null");
-            rest = &rest[found.end..];
-            match find(rest) {
-                Some(next) => found = next,
-                None => break,
-            }
-        }
-        self.room.extend_from_slice(rest);
-        self.room.split().freeze()
+    /// Whether vLLM sends an event for its ids only: a parser of the engine holds back their text.
+    pub(super) fn is_for_ids(&self, data: &EventData<'_>) -> bool {
+        let says = |choice: &Choice<'_>| !choice.has_empty_delta || choice.reason().is_some();
+        self.kind == StreamKind::Chat
+            && data.has_ids()
+            && !data.choices.is_empty()
+            && !data.choices.iter().any(says)
+    }
+
+    /// Whether `event`, an event of one line, has no ids.
+    pub(super) fn is_without(event: &[u8]) -> bool {
+        IDS.find(event).is_none()
+    }
+
+    /// Returns `event`, an event with the members of the event before, as vLLM sends it to clients that do not request ids;
+    /// `None` if its ids are not where they were.
+    #[inline]
+    pub(super) fn hide_known(&mut self, event: &[u8]) -> Option<Bytes> {
+        let start = self.known_list(event)?;
+        self.reserve(event.len() + NULL.len());
+        self.room.extend_from_slice(&event[..start]);
+        self.room.extend_from_slice(&self.behind);
+        Some(self.room.split().freeze())
     }
 
     /// Returns the start of the only list of ids of `event`, if the list is where it was in an earlier event.
@@ -128,11 +114,11 @@ impl TokenIds {
         (!is_empty && memchr::memrchr(b'[', before) == self.choices).then_some(start)
     }
 
-    /// Remembers the place of `found`, the first list of ids of `events`, if nothing but the end of an event follows.
+    /// Remembers the place of `ids`, the list of ids in `event`, if nothing but the end of an event follows.
     #[cold]
-    fn learn(&mut self, events: &[u8], found: &Ids) {
+    pub(super) fn learn(&mut self, event: &[u8], ids: &Range<usize>) {
         self.behind.clear();
-        let (before, rest) = (&events[..found.start], &events[found.end..]);
+        let (before, rest) = (&event[..ids.start], &event[ids.end..]);
         let key = match self.kind {
             StreamKind::Chat => BEFORE_IDS,
             StreamKind::Completion => b"\"token_ids\":",
@@ -157,138 +143,29 @@ impl TokenIds {
     }
 }
 
-/// A list of ids.
-struct Ids {
-    is_prompt: bool,
-    /// Of its opening bracket.
-    start: usize,
-    /// Behind its closing one.
-    end: usize,
-}
-
-fn find(events: &[u8]) -> Option<Ids> {
-    let mut from = 0;
-    loop {
-        let key = from + IDS.find(&events[from..])?;
-        let behind = key + IDS.needle().len();
-        let is_prompt = events[..key].ends_with(b"\"prompt_");
-        let is_ids = is_prompt || events[..key].ends_with(b"\"");
-        let list = value_at(events, behind).filter(|&at| is_ids && events[at] == b'[');
-        match list.and_then(|start| Some((start, end_of(events, start)?))) {
-            Some((start, end)) => {
-                return Some(Ids {
-                    is_prompt,
-                    start,
-                    end,
-                });
-            }
-            None => from = behind,
-        }
-    }
-}
-
-/// The end of the list of numbers that begins at `start`.
-#[inline]
-fn end_of(events: &[u8], start: usize) -> Option<usize> {
-    let mut at = start + 1;
-    loop {
-        let list = &events[at..];
-        let length = list
-            .iter()
-            .position(|b| !matches!(b, b'0'..=b'9' | b',' | b' ' | b'-'))?;
-        at += length;
-        match list[length] {
-            b']' => return Some(at + 1),
-            _ => at = Some(behind_space(events, at)).filter(|&next| next > at)?,
-        }
-    }
-}
-
-/// The first place from `at` on that has no white space. JSON may be spread over several `data` lines.
-#[inline]
-fn behind_space(events: &[u8], mut at: usize) -> usize {
-    while let Some(byte) = events.get(at) {
-        match byte {
-            b'\n' if events[at + 1..].starts_with(b"data:") => at += 6,
-            b' ' | b'\t' | b'\r' | b'\n' => at += 1,
-            _ => break,
-        }
-    }
-    at
-}
-
-/// Where the value of the key that ends at `key` begins.
-#[inline]
-fn value_at(events: &[u8], key: usize) -> Option<usize> {
-    let colon = behind_space(events, key);
-    let at = (events.get(colon) == Some(&b':')).then(|| behind_space(events, colon + 1))?;
-    (at < events.len()).then_some(at)
-}
-
-static DELTA: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"delta\""));
-static REASON: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
-
-/// Whether `events` have a member with the key `name` and this value, which may have white space.
-fn has_member(events: &[u8], name: &Finder<'_>, value: &[u8]) -> bool {
-    name.find_iter(events).any(|key| {
-        let Some(mut at) = value_at(events, key + name.needle().len()) else {
-            return false;
-        };
-        value.iter().all(|byte| {
-            let is_it = events.get(at) == Some(byte);
-            at = if byte == &b'{' {
-                behind_space(events, at + 1)
-            } else {
-                at + 1
-            };
-            is_it
-        })
-    })
-}
-
-/// Returns `events` without ids, and without events that vLLM sends for their ids only: a parser of the engine holds back
-/// their text.
-fn without_empty_deltas(events: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(events.len());
-    let mut rest = events;
-    let mut lists = 0;
-    while !rest.is_empty() {
-        let end = sse::events(rest).next().map_or(rest.len(), |of| of.end);
-        let (event, after) = rest.split_at(end);
-        rest = after;
-        let mut left = event;
-        let is_for_ids = find(event).is_some()
-            && has_member(event, &DELTA, b"{}")
-            && has_member(event, &REASON, b"null");
-        if is_for_ids {
-            continue;
-        }
-        while lists < LISTS_MAX
-            && let Some(found) = find(left)
-        {
-            lists += 1;
-            out.extend_from_slice(&left[..found.start]);
-            out.extend_from_slice(b"null");
-            left = &left[found.end..];
-        }
-        out.extend_from_slice(left);
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
     use super::super::ends::{Api, StreamEnd};
+    use super::super::stream::EventStream;
     use super::*;
 
+    /// A stream whose client did not request ids.
+    fn stream(kind: StreamKind) -> EventStream {
+        let api = match kind {
+            StreamKind::Chat => Api::Chat,
+            StreamKind::Completion => Api::Completions,
+        };
+        EventStream::new(StreamEnd::new(api, 8), true, Some(TokenIds::new(kind)))
+    }
+
     fn hidden(kind: StreamKind, events: &str) -> (String, Option<Vec<u32>>) {
-        let mut ids = TokenIds::new(kind);
-        let kept = ids.take_prompt(Bytes::copy_from_slice(events.as_bytes()));
-        let out = ids.hide(kept, false);
-        (String::from_utf8(out.to_vec()).unwrap(), ids.prompt)
+        let mut stream = stream(kind);
+        let out = stream.pass(Bytes::copy_from_slice(events.as_bytes()), usize::MAX);
+        let prompt = stream.prompt().map(<[u32]>::to_vec);
+        (String::from_utf8(out.to_vec()).unwrap(), prompt)
     }
 
     #[test]
@@ -391,8 +268,8 @@ mod tests {
         ) {
             let kind = if chat { StreamKind::Chat } else { StreamKind::Completion };
             let api = if chat { Api::Chat } else { Api::Completions };
-            let (mut known, mut anew) = (TokenIds::new(kind), TokenIds::new(kind));
-            let mut end = StreamEnd::new(api, 1);
+            let of = |choices| EventStream::new(StreamEnd::new(api, choices), true, Some(TokenIds::new(kind)));
+            let mut known = of(1);
             let mut piece = String::new();
             for (event, joined) in events.iter().zip(joined) {
                 piece.extend(["data: ", &event.to_string(), "\n\n"]);
@@ -400,11 +277,8 @@ mod tests {
                     continue;
                 }
                 let bytes = Bytes::from(std::mem::take(&mut piece));
-                let is_plain = end.is_plain(&bytes);
-                if !is_plain {
-                    end.read(&bytes);
-                }
-                let (fast, slow) = (known.hide(bytes.clone(), is_plain), anew.hide(bytes, false));
+                let slow = of(2).pass(bytes.clone(), usize::MAX); // it knows no event
+                let fast = known.pass(bytes, usize::MAX);
                 prop_assert_eq!(&fast, &slow, "{:?}", String::from_utf8_lossy(&slow));
             }
         }

@@ -165,6 +165,20 @@ def streams() -> dict[str, tuple[bytes, int]]:
     members = b",".join(b'"m%d":0' % number for number in range(80_000))
     found["an event of 80,000 members"] = (b"data: {" + members + b"}\n\n", 4_096)
     found["a choice of 80,000 members"] = (b'data: {"choices":[{' + members + b"}]}\n\n", 4_096)
+    found["a delta of 70,000 members"] = (
+        b'data: {"choices":[{"delta":{' + members[:-100_000].rsplit(b",", 1)[0] + b"}}]}\n\n",
+        4_096,
+    )
+    found["an error of 80,000 members"] = (b'data: {"error":{' + members + b"}}\n\n", 4_096)
+    usage = b"[]," * 250_000
+    found["250,000 lists in the usage"] = (
+        b'data: {"choices":[],"usage":{"x":[' + usage + b"[]]}}\n\n",
+        4_096,
+    )
+    found["200,000 ids of a prompt"] = (
+        b'data: {"choices":[],"prompt_token_ids":[' + b"1234," * 200_000 + b"1]}\n\n",
+        4_096,
+    )
     ends = (
         b'data: {"choices":[{"index":%d,"finish_reason":"stop"}]}\n\n' % n for n in range(60_000)
     )

@@ -293,24 +293,9 @@ impl Engine {
         sequence.transfer = TransferState::Queued(role);
         sequence.running = true;
         sequence.admitted.get_or_insert(now);
-        let mut r = Running {
-            id: sequence.request.id,
-            seed: sequence.request.seed,
-            slot,
-            prompt_len,
-            computed,
-            len,
-            end_len: prompt_len + sequence.end_outputs,
-            capacity: len.next_multiple_of(self.limits.block_size),
-            scheduled: 0,
-            ahead: 0,
-            eligible: self.pipeline.as_ref().map_or(0, |p| p.step()),
-            // So that the end of the pass looks whether its token is the first one.
-            decoding: false,
-            natural_end: sequence.natural_end,
-            stops: !sequence.request.params.stop_token_ids.is_empty(),
-            gone: false,
-        };
+        let capacity = len.next_multiple_of(self.limits.block_size);
+        let eligible = self.pipeline.as_ref().map_or(0, |p| p.step());
+        let mut r = Running::new(slot, sequence, computed, capacity, eligible);
         *r.planned::<AHEAD>() = chunk;
         if let Some(adapters) = &mut self.adapters {
             adapters.run(self.sequences[slot].request.params.adapter);

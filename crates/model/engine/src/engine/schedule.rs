@@ -360,24 +360,9 @@ impl Engine {
                 self.counts.prefix_hit_tokens += u64::from(computed);
             }
         }
-        let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
-        let mut r = Running {
-            id: sequence.request.id,
-            seed: sequence.request.seed,
-            slot,
-            prompt_len,
-            computed,
-            len,
-            end_len: prompt_len + sequence.end_outputs,
-            capacity: slots.next_multiple_of(self.limits.block_size),
-            scheduled: 0,
-            ahead: 0,
-            eligible: self.pipeline.as_ref().map_or(0, |p| p.step()),
-            decoding: false,
-            natural_end: sequence.natural_end,
-            stops: !sequence.request.params.stop_token_ids.is_empty(),
-            gone: false,
-        };
+        let capacity = slots.next_multiple_of(self.limits.block_size);
+        let eligible = self.pipeline.as_ref().map_or(0, |p| p.step());
+        let mut r = Running::new(slot, sequence, computed, capacity, eligible);
         *r.planned::<AHEAD>() = chunk;
         if let Some(adapters) = &mut self.adapters {
             adapters.run(self.sequences[slot].request.params.adapter);

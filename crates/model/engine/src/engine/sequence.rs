@@ -87,6 +87,35 @@ pub(super) struct Running {
 }
 
 impl Running {
+    /// A sequence that is admitted with `computed` tokens in its blocks, which hold `capacity`.
+    pub(super) fn new(
+        slot: u32,
+        sequence: &Sequence,
+        computed: u32,
+        capacity: u32,
+        eligible: u32,
+    ) -> Running {
+        let prompt_len = sequence.request.prompt.len();
+        Running {
+            id: sequence.request.id,
+            seed: sequence.request.seed,
+            slot,
+            prompt_len,
+            computed,
+            len: sequence.tokens(),
+            end_len: prompt_len + sequence.end_outputs,
+            capacity,
+            scheduled: 0,
+            ahead: 0,
+            eligible,
+            // So that the end of the pass looks whether its token is the first one.
+            decoding: false,
+            natural_end: sequence.natural_end,
+            stops: !sequence.request.params.stop_token_ids.is_empty(),
+            gone: false,
+        }
+    }
+
     /// Tokens computed before the pass that is being scheduled.
     #[inline]
     pub(super) fn before<const AHEAD: bool>(&self) -> u32 {

@@ -12,8 +12,10 @@ use slipstream_base::{KvDelta, RequestId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{self, Cluster, Fault};
 use slipstream_engine::Usage;
 
+use crate::event::Event;
 use crate::parts::{RoutedNodes, ns};
-use crate::sim::{Event, Sim, Sink};
+use crate::run::Sink;
+use crate::sim::Sim;
 pub(crate) use partition::Held;
 use partition::Partitions;
 use upgrade::Upgrade;

@@ -8,7 +8,8 @@ use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::{Arrival, Class, Content, Workload};
 use slipstream_workload::Request;
 
-use crate::sim::{Options, Sim, Sink, TwinError};
+use crate::run::{Options, Sink, TwinError};
+use crate::sim::Sim;
 
 /// A cluster in virtual time that advances as far as its requests are known.
 ///

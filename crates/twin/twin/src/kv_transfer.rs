@@ -7,8 +7,10 @@ use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::Reserved;
 use slipstream_report::PassRecord;
 
+use crate::event::Event;
 use crate::faults::Held;
-use crate::sim::{Event, Sim, Sink};
+use crate::run::Sink;
+use crate::sim::Sim;
 
 impl Sim<'_> {
     /// A pass of a prefill node ends.

@@ -39,11 +39,13 @@ use slipstream_engine::{DecodeRun, LowerHits, PassOutput};
 use slipstream_router::{Chosen, Fleet, RouteRequest, Router, ViewTurn};
 use slipstream_workload::{Request, Schedule, SourceError};
 
-use crate::node::{Flight, Flights, Hops, Node, Phase};
-use crate::sim::{
-    Failure, Options, Outcome, Progress, REFUSED, RequestRecord, Sim, Sink, Tally, TwinError,
-    check_length, encoder_inputs, prompt_of, request_seed,
-};
+use crate::node::{Flight, Flights, Node, Phase};
+use crate::outcome::Outcome;
+use crate::requests::{check_length, encoder_inputs, prompt_of, request_seed};
+use crate::run::Hops;
+use crate::run::{Failure, Options, Progress, REFUSED, RequestRecord, Sink, TwinError};
+use crate::sim::Sim;
+use crate::tally::Tally;
 
 /// Arrivals per window and engine: enough that loading an engine's block pool into the processor's
 /// cache pays off.

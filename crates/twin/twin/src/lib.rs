@@ -33,6 +33,7 @@
 #![forbid(unsafe_code)]
 
 mod collectives;
+mod event;
 mod expected;
 mod faults;
 mod follow;
@@ -42,24 +43,29 @@ mod lanes;
 mod lockstep;
 mod models;
 mod node;
+mod outcome;
+mod pace;
 mod packets;
 mod parts;
 mod peers;
 mod planned;
+mod requests;
+mod run;
 mod scaling;
 mod share;
 mod sim;
 pub mod sweep;
+mod tally;
 mod threads;
 mod wire;
 
 pub use follow::{Follower, LateRequest};
-pub use models::ModelOutcome;
-pub use node::Hops;
-pub use scaling::{PoolTime, Scaled, Scaling};
-pub use share::ShareOutcome;
-pub use sim::{
-    FRONTEND_LOST, Failure, KvTransfers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink,
-    TwinError, WORKER_LOST, simulate,
+pub use outcome::{
+    KvTransfers, ModelOutcome, Outcome, PoolTime, Resumes, Scaled, Scaling, ShareOutcome,
 };
+pub use run::{
+    FRONTEND_LOST, Failure, Hops, Options, Progress, REFUSED, RequestRecord, Sink, TwinError,
+    WORKER_LOST,
+};
+pub use sim::simulate;
 pub use slipstream_autoscale::{Decision, Observed};

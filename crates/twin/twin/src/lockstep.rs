@@ -15,7 +15,8 @@ use slipstream_config::cluster::Cluster;
 use slipstream_dispatch::Role;
 
 use crate::node::Phase;
-use crate::sim::{Sim, Sink};
+use crate::run::Sink;
+use crate::sim::Sim;
 
 /// Steps between those at which the ranks compare whether any has requests; the first of a wave is one, too.
 /// Source: vLLM, `ParallelConfig.dp_sync_interval`.

@@ -7,10 +7,11 @@ use slipstream_base::{BlockHash, SimTime};
 use slipstream_config::cluster::Cluster;
 use slipstream_dispatch::Dispatcher;
 use slipstream_engine::timing::ApiTime;
-use slipstream_report::Totals;
 
+use crate::outcome::ModelOutcome;
 use crate::parts::RoutedNodes;
-use crate::sim::{Sim, Tally};
+use crate::sim::Sim;
+use crate::tally::Tally;
 
 /// The parts that each model has for itself.
 pub(crate) struct ModelParts {
@@ -34,19 +35,6 @@ pub(crate) struct Models {
     parts: Vec<Option<Box<ModelParts>>>,
     /// Of each node.
     of_node: Vec<u32>,
-}
-
-/// Figures of one model of several.
-#[derive(Clone, Debug)]
-pub struct ModelOutcome {
-    /// Its name.
-    pub name: String,
-    /// Latencies and counts of its requests.
-    pub totals: Totals,
-    /// Tokens of prompts that were looked up in the prefix caches of its engines.
-    pub prefix_query_tokens: u64,
-    /// Those of them that were found there.
-    pub prefix_hit_tokens: u64,
 }
 
 impl Models {

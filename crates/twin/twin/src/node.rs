@@ -11,48 +11,8 @@ use slipstream_report::Totals;
 use slipstream_router::ActiveSequence;
 use slipstream_workload::Request;
 
-use crate::parts::Pace;
-use crate::sim::RequestRecord;
-
-/// Times of a request's stages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Hops {
-    /// Read and checked by the frontend.
-    pub parsed: SimTime,
-    /// Its prompt tokenized and hashed.
-    pub tokenized: SimTime,
-    /// Its worker chosen.
-    pub routed: SimTime,
-    /// Passed to the network.
-    pub dispatched: SimTime,
-    /// Received by a worker: the first that computes anything for it.
-    pub received: SimTime,
-    /// The pass with its first token ended.
-    pub first_pass_end: SimTime,
-    /// That pass's frame reached the frontend.
-    pub frame: SimTime,
-    /// End of its prompt's computation, if another worker computed it.
-    pub prefilled: Option<SimTime>,
-    /// Start and end of its KV transfer, if another worker computed the prompt.
-    pub kv: Option<(SimTime, SimTime)>,
-}
-
-impl Hops {
-    /// All stages at `now`.
-    pub(crate) fn at(now: SimTime) -> Hops {
-        Hops {
-            parsed: now,
-            tokenized: now,
-            routed: now,
-            dispatched: now,
-            received: now,
-            first_pass_end: now,
-            frame: now,
-            prefilled: None,
-            kv: None,
-        }
-    }
-}
+use crate::pace::Pace;
+use crate::run::{Hops, RequestRecord};
 
 /// A request in flight.
 pub(crate) struct Flight {

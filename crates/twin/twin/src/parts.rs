@@ -5,21 +5,21 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::mix::{draw, mix64, unit};
 use slipstream_base::width::{round_u64, to_u16, to_u32};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, PoolConfig};
-use slipstream_engine::timing::{ApiTime, StepLoad, StepTime};
+use slipstream_engine::timing::{ApiTime, StepTime};
 use slipstream_engine::{DecodeRun, Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 
 use crate::collectives::{self, OverNetwork, StepTraffic, Templates};
 use crate::faults::Effect;
 use crate::node::Node;
+use crate::pace::{Pace, Paced};
 use crate::peers::PeerIndex;
-use crate::sim::{Options, TwinError};
+use crate::run::{Options, TwinError};
 
 /// The nodes that a router chooses among, and the delay of their KV events.
 pub(crate) struct RoutedNodes {
@@ -657,47 +657,6 @@ fn engine(
             source,
         })?;
     Ok((engine, pace))
-}
-
-/// Factor on the duration of passes: 1, unless a fault slows an engine down.
-pub(crate) struct Pace(AtomicU64);
-
-impl Pace {
-    fn new(factor: f64) -> Pace {
-        Pace(AtomicU64::new(factor.to_bits()))
-    }
-
-    /// From the next pass on.
-    pub(crate) fn set(&self, factor: f64) {
-        self.0.store(factor.to_bits(), Ordering::Relaxed);
-    }
-}
-
-/// Passes with a factor on their duration.
-struct Paced {
-    timing: Box<dyn StepTime>,
-    speedup: f64,
-    pace: Arc<Pace>,
-}
-
-impl StepTime for Paced {
-    fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
-        round_u64(self.timing.step_ns(load) as f64 * factor / self.speedup)
-    }
-
-    fn step_ns_in_group(&mut self, load: &StepLoad, all: u64) -> u64 {
-        let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
-        round_u64(self.timing.step_ns_in_group(load, all) as f64 * factor / self.speedup)
-    }
-
-    fn has_range(&self) -> bool {
-        self.timing.has_range()
-    }
-
-    fn extrapolates(&self, load: &StepLoad) -> bool {
-        self.timing.extrapolates(load)
-    }
 }
 
 pub(crate) fn ns(ns: f64) -> u64 {

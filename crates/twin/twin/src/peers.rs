@@ -15,9 +15,10 @@ use slipstream_engine::{FoundAtPeer, KvChanges, PeerBlocks, PeerLoad};
 use slipstream_kvindex::BlockIndex;
 use slipstream_report::run::EngineCounts;
 
+use crate::event::Event;
 use crate::node::Node;
 use crate::parts::ns;
-use crate::sim::{Event, Sim};
+use crate::sim::Sim;
 
 /// Blocks of all ranks, by the events that have arrived: those in host memory, which has copies of those on the GPUs; of
 /// ranks without it those on the GPUs.

@@ -20,7 +20,7 @@ use slipstream_router::ViewTurn;
 
 use crate::node::{Node, Phase};
 use crate::parts::RoutedNodes;
-use crate::sim::Tally;
+use crate::tally::Tally;
 
 /// State of a run whose engines plan passes.
 #[derive(Default)]

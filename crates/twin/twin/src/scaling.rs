@@ -12,47 +12,11 @@ use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 
+use crate::event::Event;
+use crate::outcome::{PoolTime, Scaled, Scaling};
 use crate::parts::ns;
-use crate::sim::{Event, Sim, Sink};
-
-/// A change of the workers of a pool.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Scaled {
-    /// When.
-    pub at: SimTime,
-    /// The pool.
-    pub pool: String,
-    /// Workers that were wanted before.
-    pub before: u32,
-    /// Workers that are wanted now.
-    pub wanted: u32,
-}
-
-/// Changes of the number of workers in a run, and their cost.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Scaling {
-    /// Changes, in order.
-    pub changes: Vec<Scaled>,
-    /// GPU time of the pools with `[autoscale]`, from the start of each worker to its stop, s.
-    pub gpu_s: f64,
-    /// GPUs of those pools if all of their workers ran.
-    pub gpus_max: u64,
-    /// Those pools, in file order.
-    pub pools: Vec<PoolTime>,
-}
-
-/// The workers of a pool over a run.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PoolTime {
-    /// Its name.
-    pub name: String,
-    /// Sum over the workers of the time between start and stop, s.
-    pub worker_s: f64,
-    /// Fewest workers that were wanted.
-    pub wanted_min: u32,
-    /// Most workers that were wanted.
-    pub wanted_max: u32,
-}
+use crate::run::Sink;
+use crate::sim::Sim;
 
 /// State of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,8 +19,10 @@ use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime};
 use slipstream_config::cluster::{Cluster, SharingPool};
 
+use crate::event::Event;
 use crate::node::{Node, Phase};
-use crate::sim::{Event, Sim};
+use crate::outcome::ShareOutcome;
+use crate::sim::Sim;
 
 /// All shared GPUs of a run.
 pub(crate) struct Shares {
@@ -189,21 +191,6 @@ impl Group {
         // A model that ends its turn is still awake.
         (self.state, self.since) = (state, now);
     }
-}
-
-/// GPUs that pools shared by turns.
-#[derive(Clone, Debug)]
-pub struct ShareOutcome {
-    /// The NAME of `[share.NAME]`.
-    pub name: String,
-    /// Sets of GPUs: workers of its largest pool.
-    pub workers: u32,
-    /// Times that a model fell asleep for another one.
-    pub swaps: u64,
-    /// Time that swaps took, over all workers, ns.
-    pub swapping_ns: u64,
-    /// Its pools, in the order of the file, with the time that their models were awake, over all workers, ns.
-    pub pools: Vec<(String, u64)>,
 }
 
 impl Shares {

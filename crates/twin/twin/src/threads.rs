@@ -18,8 +18,9 @@ use slipstream_cpusched::sched::{SchedulerKind, TaskId};
 use slipstream_cpusched::sim::SimError;
 use slipstream_cpusched::workload::Channel;
 
+use crate::event::Event;
 use crate::host::Costs;
-use crate::sim::{Event, Sim};
+use crate::sim::Sim;
 
 /// Scheduling of an engine's next step by its thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

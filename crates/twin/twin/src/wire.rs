@@ -13,10 +13,12 @@ use slipstream_engine::{Finished, PassOutput};
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::collectives::{Crossings, StepTraffic};
+use crate::event::Event;
 use crate::faults::Held;
 use crate::node::Watched;
 use crate::packets::{PacketNetwork, TooLarge, background};
-use crate::sim::{Event, Sim, TwinError};
+use crate::run::TwinError;
+use crate::sim::Sim;
 
 /// The network, if one is modelled; otherwise transfers take no time.
 pub(crate) struct Wire {

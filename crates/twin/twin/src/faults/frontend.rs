@@ -8,7 +8,8 @@ use slipstream_base::width::to_u32;
 
 use super::{Faults, Sim, Sink};
 use crate::parts::RoutedNodes;
-use crate::sim::{FRONTEND_LOST, REFUSED, failure, host};
+use crate::run::{FRONTEND_LOST, REFUSED, failure};
+use crate::sim::host;
 
 impl Faults {
     pub(crate) fn frontend_is_down(&self) -> bool {

@@ -9,7 +9,7 @@ use slipstream_config::cluster::{Cluster, Fault, HandOver};
 use slipstream_dispatch::Attempt;
 
 use super::{Faults, Keeps, Sim, Sink};
-use crate::sim::{Event, Step};
+use crate::event::{Event, Step};
 
 /// A message that waits for the end of a partition.
 #[derive(Clone, Copy, Debug)]

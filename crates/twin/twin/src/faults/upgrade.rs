@@ -6,8 +6,8 @@ use slipstream_base::{SimTime, WorkerId};
 use slipstream_config::cluster::Fault;
 
 use super::{Faults, Keeps, Sim, Sink};
+use crate::event::Event;
 use crate::parts::ns;
-use crate::sim::Event;
 
 /// An upgrade under way.
 pub(super) struct Upgrade {

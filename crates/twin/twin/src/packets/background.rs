@@ -10,7 +10,7 @@ use slipstream_netsim::config::{self, Resources};
 use slipstream_netsim::scenario::{Flow, Paths, Transport};
 
 use super::RETRY_NS;
-use crate::sim::TwinError;
+use crate::run::TwinError;
 
 /// Memory that its flows may take, bytes.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;

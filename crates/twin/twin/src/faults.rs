@@ -12,6 +12,7 @@ use slipstream_base::{KvDelta, RequestId, Role, SimTime, WorkerId};
 use slipstream_config::cluster::{self, Cluster, Fault};
 use slipstream_engine::Usage;
 
+use crate::effect::Effect;
 use crate::event::Event;
 use crate::parts::{RoutedNodes, ns};
 use crate::run::Sink;
@@ -19,68 +20,6 @@ use crate::sim::Sim;
 pub(crate) use partition::Held;
 use partition::Partitions;
 use upgrade::Upgrade;
-
-/// The effect of a fault on its worker while it is active. A crash also takes the worker's state.
-pub(crate) struct Effect {
-    takes_requests: bool,
-    /// Factor on the times of its steps; `None` if no such fault changes them.
-    pub(crate) pace: Option<f64>,
-    /// Share that is left of its interface's rate.
-    link_share: f64,
-    /// Share of its KV events that is lost.
-    kv_loss: f64,
-    /// Additional delay of its KV events, ms.
-    kv_delay_ms: f64,
-}
-
-impl Effect {
-    const NONE: Effect = Effect {
-        takes_requests: true,
-        pace: None,
-        link_share: 1.0,
-        kv_loss: 0.0,
-        kv_delay_ms: 0.0,
-    };
-
-    pub(crate) fn of(fault: Fault) -> Effect {
-        match fault {
-            Fault::Crash | Fault::Drain => Effect {
-                takes_requests: false,
-                ..Effect::NONE
-            },
-            Fault::Slow { factor } => Effect {
-                pace: Some(factor),
-                ..Effect::NONE
-            },
-            Fault::Link { share } => Effect {
-                link_share: share,
-                ..Effect::NONE
-            },
-            Fault::KvLoss { share } => Effect {
-                kv_loss: share,
-                ..Effect::NONE
-            },
-            Fault::KvLate { delay_ms } => Effect {
-                kv_delay_ms: delay_ms,
-                ..Effect::NONE
-            },
-            // These have states of their own.
-            Fault::Gpu { .. }
-            | Fault::Uplink { .. }
-            | Fault::Frontend
-            | Fault::Partition { .. }
-            | Fault::Upgrade { .. } => Effect::NONE,
-        }
-    }
-
-    /// Whether it may keep KV events from the router.
-    pub(crate) fn hits_kv(fault: Fault) -> bool {
-        matches!(
-            fault,
-            Fault::KvLoss { .. } | Fault::KvLate { .. } | Fault::Partition { .. }
-        )
-    }
-}
 
 /// Whether a worker that ends by `fault` starts again at its end.
 fn restarts(fault: Fault) -> bool {

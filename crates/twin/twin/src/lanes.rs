@@ -44,7 +44,6 @@ use crate::outcome::Outcome;
 use crate::requests::{check_length, encoder_inputs, prompt_of, request_seed};
 use crate::run::Hops;
 use crate::run::{Failure, Options, Progress, REFUSED, RequestRecord, Sink, TwinError};
-use crate::sim::Sim;
 use crate::tally::Tally;
 
 /// Arrivals per window and engine: enough that loading an engine's block pool into the processor's
@@ -666,9 +665,22 @@ impl Shared<'_> {
     }
 }
 
-/// Runs `sim`, whose requests [are independent](are_independent), on `options.threads` threads.
-pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
-    let parts = sim.into_apart();
+/// The parts of a run with independent engines.
+pub(crate) struct Apart<'a> {
+    pub(crate) options: &'a Options,
+    pub(crate) schedule: Schedule,
+    pub(crate) router: Router,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) root: BlockHash,
+    /// Tokens of a prompt and its answer at most.
+    pub(crate) context_max: u32,
+    pub(crate) seed: u64,
+    /// Delay from a cache change to the router, ns.
+    pub(crate) lag_ns: u64,
+}
+
+/// Runs `parts`, whose requests [are independent](are_independent), on `options.threads` threads.
+pub(crate) fn run(parts: Apart<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
     let options = parts.options;
     let lanes: Vec<_> = parts
         .nodes

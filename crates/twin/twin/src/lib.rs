@@ -33,6 +33,7 @@
 #![forbid(unsafe_code)]
 
 mod collectives;
+mod effect;
 mod event;
 mod expected;
 mod faults;
@@ -47,6 +48,7 @@ mod outcome;
 mod pace;
 mod packets;
 mod parts;
+mod peer_index;
 mod peers;
 mod planned;
 mod requests;

@@ -15,10 +15,10 @@ use slipstream_engine::{DecodeRun, Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 
 use crate::collectives::{self, OverNetwork, StepTraffic, Templates};
-use crate::faults::Effect;
+use crate::effect::Effect;
 use crate::node::Node;
 use crate::pace::{Pace, Paced};
-use crate::peers::PeerIndex;
+use crate::peer_index::PeerIndex;
 use crate::run::{Options, TwinError};
 
 /// The nodes that a router chooses among, and the delay of their KV events.

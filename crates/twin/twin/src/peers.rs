@@ -4,109 +4,19 @@
 //! router's (`router.kv_lag_ms`). After `latency_us` the other worker sends what it still has, from its GPU or its host
 //! memory, over the network. The sequence computes the rest.
 
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use slipstream_base::KvDelta;
 use slipstream_base::width::{to_u32, to_usize};
-use slipstream_base::{BlockHash, KvDelta, SimTime};
 use slipstream_config::cluster::Cluster;
-use slipstream_engine::{FoundAtPeer, KvChanges, PeerBlocks, PeerLoad};
-use slipstream_kvindex::BlockIndex;
+use slipstream_engine::{KvChanges, PeerLoad};
 use slipstream_report::run::EngineCounts;
 
 use crate::event::Event;
 use crate::node::Node;
 use crate::parts::ns;
+use crate::peer_index::{LookUp, PeerIndex};
 use crate::sim::Sim;
-
-/// Blocks of all ranks, by the events that have arrived: those in host memory, which has copies of those on the GPUs; of
-/// ranks without it those on the GPUs.
-pub(crate) struct PeerIndex {
-    index: BlockIndex,
-    /// Changes that have not arrived, by their arrival.
-    late: Mutex<BTreeMap<(SimTime, u64), (u32, KvDelta)>>,
-    lag_ns: u64,
-    /// Ranks with host memory.
-    hosts: Box<[bool]>,
-    /// Number of the next change of each rank's host memory.
-    host_sequences: Mutex<Vec<u64>>,
-}
-
-impl PeerIndex {
-    fn late(&self) -> MutexGuard<'_, BTreeMap<(SimTime, u64), (u32, KvDelta)>> {
-        self.late.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The GPUs' cache of `node` changed at `at`.
-    pub(crate) fn on_kv(&self, at: SimTime, node: u32, delta: &KvDelta) {
-        if !self.hosts[node as usize] {
-            self.insert(at, node, delta);
-        }
-    }
-
-    fn insert(&self, at: SimTime, node: u32, delta: &KvDelta) {
-        let mut late = self.late();
-        // In the order of arrivals; at equal times in that of their ranks.
-        let order = u64::from(node) << 40 | delta.sequence & ((1 << 40) - 1);
-        late.insert((at + self.lag_ns, order), (node, delta.clone()));
-    }
-
-    /// A rank lost its cache.
-    pub(crate) fn forget(&self, node: u32) {
-        self.late().retain(|_, (of, _)| *of != node);
-        self.index.forget(node as usize);
-        self.host_sequences()[node as usize] = 0;
-    }
-
-    fn host_sequences(&self) -> MutexGuard<'_, Vec<u64>> {
-        let sequences = self.host_sequences.lock();
-        sequences.unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn next_of_host(&self, node: u32) -> u64 {
-        let next = &mut self.host_sequences()[node as usize];
-        *next += 1;
-        *next - 1
-    }
-
-    fn apply_before(&self, limit: SimTime) {
-        let mut late = self.late();
-        while let Some(entry) = late.first_entry()
-            && entry.key().0 < limit
-        {
-            let (node, delta) = entry.remove();
-            self.index.apply(node as usize, &delta);
-        }
-    }
-}
-
-/// The look-up of one rank.
-struct LookUp {
-    index: Arc<PeerIndex>,
-    node: u32,
-    /// Ranks of its pool.
-    pool: Range<u32>,
-}
-
-impl PeerBlocks for LookUp {
-    fn find(&self, now: SimTime, blocks: &[BlockHash], have: u32) -> Option<FoundAtPeer> {
-        self.index.apply_before(now + 1);
-        let mut hits = vec![0; self.index.index.targets()];
-        self.index.index.overlap(blocks, &mut hits);
-        let mut best = None;
-        let mut most = have;
-        // From the next rank on, so that equal ones are asked by turns.
-        for peer in (self.node + 1..self.pool.end).chain(self.pool.start..self.node) {
-            let blocks = hits[peer as usize];
-            if blocks > most {
-                most = blocks;
-                best = Some(FoundAtPeer { peer, blocks });
-            }
-        }
-        best
-    }
-}
 
 /// A load under way.
 struct Fetch {
@@ -158,15 +68,9 @@ impl Peers {
             let tier = pool.engine.host_tier;
             to_usize(tier.map_or(0, |tier| tier.blocks)) * ranks as usize
         });
-        let index = BlockIndex::new(nodes.len(), on_gpus + in_host.sum::<usize>());
-        index.promise_single_writer();
-        let index = Arc::new(PeerIndex {
-            index,
-            late: Mutex::default(),
-            lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
-            hosts: nodes.iter().map(|n| n.engine.has_host_tier()).collect(),
-            host_sequences: Mutex::new(vec![0; nodes.len()]),
-        });
+        let blocks = on_gpus + in_host.sum::<usize>();
+        let lag_ns = ns(cluster.router.kv_lag_ms * 1e6);
+        let index = Arc::new(PeerIndex::new(nodes, blocks, lag_ns));
         let mut latency_ns = vec![0; nodes.len()];
         let mut first = 0;
         for pool in &cluster.pools {

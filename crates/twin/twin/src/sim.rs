@@ -21,7 +21,7 @@ use slipstream_dispatch::{self as dispatch, Action, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::ApiTime;
 use slipstream_engine::{DecodeRun, LowerHits, PassOutput, Reserved, Usage};
 use slipstream_report::PassRecord;
-use slipstream_router::{CachedBlocks, Hits, RouteError, Router, ViewTurn};
+use slipstream_router::{CachedBlocks, Hits, RouteError, ViewTurn};
 use slipstream_workload::schedule::{Lag, Shard};
 use slipstream_workload::{PromptHasher, Request, Schedule};
 
@@ -82,7 +82,7 @@ pub fn simulate(
         && lanes::are_independent(sim.serve.reads_cache, &cluster.router, workload, follow_ups);
     // A sink that records passes needs one queue, which keeps them in the order of time.
     if independent && !options.one_queue && !sink.wants_passes() {
-        return lanes::run(sim, sink);
+        return lanes::run(sim.into_apart(), sink);
     }
     if independent {
         sim.looks_first = true;
@@ -251,23 +251,9 @@ pub(crate) struct Sim<'a> {
     pub(crate) tally: Tally,
 }
 
-/// The parts of a run with independent engines.
-pub(crate) struct Apart<'a> {
-    pub(crate) options: &'a Options,
-    pub(crate) schedule: Schedule,
-    pub(crate) router: Router,
-    pub(crate) nodes: Vec<Node>,
-    pub(crate) root: BlockHash,
-    /// Tokens of a prompt and its answer at most.
-    pub(crate) context_max: u32,
-    pub(crate) seed: u64,
-    /// Delay from a cache change to the router, ns.
-    pub(crate) lag_ns: u64,
-}
-
 impl<'a> Sim<'a> {
-    pub(crate) fn into_apart(self) -> Apart<'a> {
-        Apart {
+    fn into_apart(self) -> lanes::Apart<'a> {
+        lanes::Apart {
             options: self.options,
             schedule: self.schedule,
             router: self.dispatch.into_router(),

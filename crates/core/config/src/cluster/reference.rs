@@ -262,6 +262,13 @@ pub const KEYS: &[Key] = &[
         "\"fp8\": twice the blocks; the loss of quality is not modelled.",
     ),
     key(
+        "engine.startup_s",
+        "s, 0 to 86,400",
+        "0.0",
+        "Time from a worker's start until it takes requests.",
+        "High: the wait is in real time at `speedup` 1.",
+    ),
+    key(
         "engine.lora.max_loras",
         "0 to 1,024",
         "0",
@@ -353,13 +360,6 @@ pub const KEYS: &[Key] = &[
         "false",
         "Do not divide the tokens of an image between two steps, if they fit one.",
         "true: steps before images are left short.",
-    ),
-    key(
-        "engine.startup_s",
-        "s, 0 to 86,400",
-        "0.0",
-        "Time from a worker's start until it takes requests.",
-        "High: the wait is in real time at `speedup` 1.",
     ),
     key(
         "engine.host_tier.gib",
@@ -707,58 +707,6 @@ pub const KEYS: &[Key] = &[
         "For simulation: live, a server has one model. A name is one model: pools with the same `name` need the same model.",
     ),
     key(
-        "share.NAME.pools",
-        "list of pools, 2 or more",
-        "(required)",
-        "Pools that share GPUs: worker i of each is on the same ones. One of their models is awake there, and the others sleep \
-         ([rules](twin.md#shared-gpus)).",
-        "Their workers need equal GPUs, as many each, and models of different names. GPUs and prices count them once.",
-    ),
-    key(
-        "share.NAME.level",
-        "1 or 2",
-        "1",
-        "vLLM's sleep levels: 1 keeps the weights of a model that sleeps in host memory, 2 drops them. Both drop its KV cache.",
-        "1: the host needs memory for the weights of all models, which is not checked. 2: weights come from the disk.",
-    ),
-    key(
-        "share.NAME.wake_bytes_per_s",
-        "bytes/s, 1e6 to 1e15",
-        "(required)",
-        "Rate at which weights come back to each GPU. A worker wakes in `wake_ms` plus its weights per GPU over this rate.",
-        "High: swaps look free. Level 1 has the rate of the GPU's link to the host, level 2 that of the disk.",
-    ),
-    key(
-        "share.NAME.sleep_bytes_per_s",
-        "bytes/s, 1e6 to 1e15; level 1",
-        "(`wake_bytes_per_s`)",
-        "Rate at which weights leave each GPU for host memory. A worker falls asleep in `sleep_ms` plus its weights per GPU over this \
-         rate; with level 2 in `sleep_ms`.",
-        "As of `wake_bytes_per_s`.",
-    ),
-    key(
-        "share.NAME.wake_ms",
-        "ms, 0 to 86,400,000",
-        "0.0",
-        "Time to wake up besides the weights: allocations, the engine's loop, a first step that is slower.",
-        "Low: the first token after a swap is too early.",
-    ),
-    key(
-        "share.NAME.sleep_ms",
-        "ms, 0 to 86,400,000",
-        "0.0",
-        "Time to fall asleep besides the weights.",
-        "As of `wake_ms`.",
-    ),
-    key(
-        "share.NAME.turn_ms",
-        "ms, 1 to 86,400,000",
-        "5000.0",
-        "Time that a model which has work stays awake while requests for another one wait. Then it admits no more, finishes what \
-         runs, and sleeps.",
-        "Low: most of the time goes to swaps. High: requests for the other models wait long.",
-    ),
-    key(
         "pool.NAME.engines",
         "list of addresses, 1 to 4,096",
         "(none: modelled workers)",
@@ -865,6 +813,58 @@ pub const KEYS: &[Key] = &[
         "(the host of the URL)",
         "For `https://` engines: the name that their certificates must carry, and that is sent to them as SNI.",
         "Wrong: the engines stay down, with the cause `certificate_name`.",
+    ),
+    key(
+        "share.NAME.pools",
+        "list of pools, 2 or more",
+        "(required)",
+        "Pools that share GPUs: worker i of each is on the same ones. One of their models is awake there, and the others sleep \
+         ([rules](twin.md#shared-gpus)).",
+        "Their workers need equal GPUs, as many each, and models of different names. GPUs and prices count them once.",
+    ),
+    key(
+        "share.NAME.level",
+        "1 or 2",
+        "1",
+        "vLLM's sleep levels: 1 keeps the weights of a model that sleeps in host memory, 2 drops them. Both drop its KV cache.",
+        "1: the host needs memory for the weights of all models, which is not checked. 2: weights come from the disk.",
+    ),
+    key(
+        "share.NAME.wake_bytes_per_s",
+        "bytes/s, 1e6 to 1e15",
+        "(required)",
+        "Rate at which weights come back to each GPU. A worker wakes in `wake_ms` plus its weights per GPU over this rate.",
+        "High: swaps look free. Level 1 has the rate of the GPU's link to the host, level 2 that of the disk.",
+    ),
+    key(
+        "share.NAME.sleep_bytes_per_s",
+        "bytes/s, 1e6 to 1e15; level 1",
+        "(`wake_bytes_per_s`)",
+        "Rate at which weights leave each GPU for host memory. A worker falls asleep in `sleep_ms` plus its weights per GPU over this \
+         rate; with level 2 in `sleep_ms`.",
+        "As of `wake_bytes_per_s`.",
+    ),
+    key(
+        "share.NAME.wake_ms",
+        "ms, 0 to 86,400,000",
+        "0.0",
+        "Time to wake up besides the weights: allocations, the engine's loop, a first step that is slower.",
+        "Low: the first token after a swap is too early.",
+    ),
+    key(
+        "share.NAME.sleep_ms",
+        "ms, 0 to 86,400,000",
+        "0.0",
+        "Time to fall asleep besides the weights.",
+        "As of `wake_ms`.",
+    ),
+    key(
+        "share.NAME.turn_ms",
+        "ms, 1 to 86,400,000",
+        "5000.0",
+        "Time that a model which has work stays awake while requests for another one wait. Then it admits no more, finishes what \
+         runs, and sleeps.",
+        "Low: most of the time goes to swaps. High: requests for the other models wait long.",
     ),
     key(
         "router.policy",

@@ -26,10 +26,10 @@ use super::{
     EncoderConfig, EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent,
     FaultsConfig, Framework, HandOver, HostConfig, HostMode, HostScheduler, HostThreads,
     HostTierConfig, KvConfig, LiveConfig, LoraConfig, ModelConfig, NetworkConfig, NetworkMode,
-    OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, RouterPolicy,
-    SchedulingPolicy, SpeculationConfig, SpeculationMethod, TimingConfig, WakeMechanism,
+    OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, SchedulingPolicy,
+    SpeculationConfig, SpeculationMethod, TIME_S_MAX, TimingConfig, WakeMechanism,
 };
-use crate::doc::{Diagnostics, Doc, Origin, Settings, Table, suggestion};
+use crate::doc::{Diagnostics, Doc, Origin, Section, Settings, Table, suggestion};
 use crate::preset::{self, Formats, Gpu, Link, ModelFiles, ModelShape};
 use slipstream_base::Role;
 use slipstream_base::text::{counted, several};
@@ -38,17 +38,6 @@ use slipstream_base::width::{floor_u64, round_u64, to_u32};
 /// Prefix of the environment variables that [`Doc::env`] reads for a cluster:
 /// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.
 pub const ENV_PREFIX: &str = "SLIPSTREAM_";
-
-/// Values of `[router] policy`.
-pub const POLICIES: &[(&str, RouterPolicy)] = &[
-    ("round_robin", RouterPolicy::RoundRobin),
-    ("random", RouterPolicy::Random),
-    ("power_of_two", RouterPolicy::PowerOfTwo),
-    ("least_requests", RouterPolicy::LeastRequests),
-    ("least_tokens", RouterPolicy::LeastTokens),
-    ("kv", RouterPolicy::Kv),
-    ("direct", RouterPolicy::Direct),
-];
 
 const ROLES: &[(&str, Role)] = &[
     ("both", Role::Both),
@@ -157,8 +146,6 @@ const WORKERS_MAX: u32 = 65_535;
 /// An address has 8 bits for the shard, and so has a count of shards.
 const SHARDS_MAX: u32 = 255;
 
-/// A year, s: a longer time is an error in the unit, and products with 1e9 ns must fit.
-const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 /// Default of `--peer-deadline`, s.
 const PEER_DEADLINE_S: f64 = 5.0;
 
@@ -237,7 +224,7 @@ pub fn read(
         check_models(root, &pools);
         check_roles(root, &pools);
         check_engines(root, &pools);
-        let router = root.table("router", read_router);
+        let router = root.table("router", RouterConfig::read);
         check_kv_protocols(root, &pools, &router);
         let block_size = pools[0].engine.block_size;
         if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
@@ -2519,50 +2506,6 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &Gpu) -> Dtype {
     dtype
 }
 
-fn read_router(t: &Table<'_>) -> RouterConfig {
-    let default = RouterConfig::default();
-    const TTL_S_MAX: f64 = TIME_S_MAX;
-    RouterConfig {
-        policy: t.choice("policy", POLICIES).or(default.policy),
-        prefill_weight: t
-            .get("prefill_weight")
-            .within(0.0..=1e6)
-            .or(default.prefill_weight),
-        temperature: t
-            .get("temperature")
-            .within(0.0..=1e6)
-            .or(default.temperature),
-        kv_events: t.get("kv_events").or(default.kv_events),
-        approximate_ttl_s: t
-            .get("approximate_ttl_s")
-            .within(0.001..=TTL_S_MAX)
-            .or(default.approximate_ttl_s),
-        affinity_ttl_s: t
-            .get("affinity_ttl_s")
-            .within(0.0..=TTL_S_MAX)
-            .or(default.affinity_ttl_s),
-        busy_kv_share: t
-            .get("busy_kv_share")
-            .within(0.01..=1e6)
-            .or(default.busy_kv_share),
-        busy_prefill_tokens: t.get("busy_prefill_tokens").or(default.busy_prefill_tokens),
-        queue_max: t.get("queue_max").within(0..=1 << 20).or(default.queue_max),
-        resumes_max: t.get("resumes_max").within(0..=255).or(default.resumes_max),
-        view_interval_ms: t
-            .get("view_interval_ms")
-            .within(0.0..=3.6e6)
-            .or(default.view_interval_ms),
-        kv_lag_ms: t.get("kv_lag_ms").within(0.0..=3.6e6).or(default.kv_lag_ms),
-        remote_prefill_tokens_min: t
-            .get("remote_prefill_tokens_min")
-            .or(default.remote_prefill_tokens_min),
-        remote_prefill_queue_max: t
-            .get("remote_prefill_queue_max")
-            .or(default.remote_prefill_queue_max),
-        seed: t.get("seed").or(default.seed),
-    }
-}
-
 fn read_otlp_endpoint(t: &Table<'_>) -> Option<EngineUrl> {
     let text: String = t.get("otlp_endpoint").optional()?;
     let (why, hint) = match EngineUrl::parse(&text) {
@@ -2860,6 +2803,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::cluster::RouterPolicy;
 
     fn parse(text: &str) -> Result<(Cluster, Settings), Diagnostics> {
         read(Doc::parse("c.toml", text.as_bytes()), |path| {
@@ -4402,14 +4346,10 @@ mod tests {
             2 => (0.0..4.0f64).prop_map(|x| format!("{x:?}")),
             3 => words.prop_map(str::to_owned),
         ];
-        let key = prop::sample::select(super::super::reference::KEYS);
+        let key = prop::sample::select(super::super::keys::rows());
         (key, value, any::<bool>()).prop_map(|(key, value, plain)| {
             // Half of the time the default, so that documents of several lines are often valid.
-            let value = if plain && !key.default.starts_with('(') {
-                key.default
-            } else {
-                &value
-            };
+            let value = key.default.filter(|_| plain).unwrap_or(value);
             format!("{} = {value}\n", key.path.replace("NAME", "p"))
         })
     }

@@ -1,12 +1,15 @@
 //! The cluster file, resolved: `serve` and `simulate` build their cluster from it.
 //!
 //! These are plain values with defaults. [`file`](mod@file) reads them from TOML, and reports all mistakes
-//! together, with lines. [`reference`](mod@reference) documents each key, with the effect of values that are too
-//! small or too large; `docs/cluster-file.md` is generated from it.
+//! together, with lines. Each key is declared once, by [`section!`](crate::doc), with its default, its bounds and the
+//! effect of values that are too small or too large; [`keys`] has all of them, and `docs/cluster-file.md` is generated
+//! from it.
 
 pub mod file;
+pub mod keys;
 mod models;
-pub mod reference;
+mod reference;
+mod router;
 mod share;
 mod upstream;
 
@@ -16,11 +19,15 @@ use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
+pub use router::{POLICIES, RouterConfig, RouterPolicy};
 pub use share::{ShareConfig, SharingPool};
 pub use upstream::{
     BOOTSTRAP_PORT, EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, KvProtocol,
     OutlierConfig, PoolTraffic, Resume, UpstreamConfig,
 };
+
+/// A year, s: a longer time is an error in the unit, and products with 1e9 ns must fit.
+const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 
 /// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]
@@ -694,93 +701,6 @@ impl Dtype {
             Dtype::Int4 => "int4",
             Dtype::Nvfp4 => "nvfp4",
             Dtype::Mxfp4 => "mxfp4",
-        }
-    }
-}
-
-/// Routing policy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RouterPolicy {
-    /// Round robin.
-    RoundRobin,
-    /// Uniformly at random.
-    Random,
-    /// The less loaded of two random workers.
-    PowerOfTwo,
-    /// Fewest requests in flight.
-    LeastRequests,
-    /// Fewest tokens to prefill and in decode.
-    LeastTokens,
-    /// Cost in blocks: prefill left after overlap, plus active blocks.
-    #[default]
-    Kv,
-    /// The client names the worker (`x-slipstream-worker`).
-    Direct,
-}
-
-/// `[router]`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RouterConfig {
-    /// Routing policy. Default `kv`.
-    pub policy: RouterPolicy,
-    /// Weight of prefill blocks against active blocks in the KV cost. Default 4 (docs/routing.md
-    /// compares values).
-    pub prefill_weight: f64,
-    /// 0: the cheapest worker; above 0: softmax over normalized costs. Default 0.
-    pub temperature: f64,
-    /// Follow the engines' KV events. Default true; false: an approximate index of routed prompts.
-    pub kv_events: bool,
-    /// Time that the approximate index counts a block as cached, s. Default 120.
-    pub approximate_ttl_s: f64,
-    /// Keep a session (`x-session-id`) on its worker for this long after its last request, s;
-    /// 0: no affinity. Default 0.
-    pub affinity_ttl_s: f64,
-    /// A worker whose active blocks exceed this share of its KV cache is busy; 1 or more: never.
-    /// Default 1.
-    pub busy_kv_share: f64,
-    /// A worker with more prompt tokens to prefill is busy; 0: never. Default 0.
-    pub busy_prefill_tokens: u64,
-    /// Limit of requests that wait in the frontend while every ready worker is busy; further ones
-    /// are refused. Default 0.
-    pub queue_max: u32,
-    /// Times that another worker continues the answer of a request whose worker is lost after its first
-    /// token; 0: such an answer ends with an error. For modelled engines. Default 3.
-    pub resumes_max: u32,
-    /// Interval between refreshes of the router's view of loads, ms. Decisions use the view of the
-    /// previous interval plus the router's own routing since; 0: always the current loads. Default
-    /// 0.
-    pub view_interval_ms: f64,
-    /// For `simulate` only: delay from the end of a pass until the router's index has its blocks,
-    /// ms. Default 0.
-    pub kv_lag_ms: f64,
-    /// With prefill pools: a prompt with fewer tokens to compute than this is computed by its
-    /// decode worker. Default 0: none.
-    pub remote_prefill_tokens_min: u32,
-    /// With prefill pools: if the chosen prefill rank already has more prompt tokens than this to
-    /// compute, the prompt is computed by its decode worker; 0: never. Default 0.
-    pub remote_prefill_queue_max: u64,
-    /// Seed of random policies. Default 0.
-    pub seed: u64,
-}
-
-impl Default for RouterConfig {
-    fn default() -> Self {
-        RouterConfig {
-            policy: RouterPolicy::Kv,
-            prefill_weight: 4.0,
-            temperature: 0.0,
-            kv_events: true,
-            approximate_ttl_s: 120.0,
-            affinity_ttl_s: 0.0,
-            busy_kv_share: 1.0,
-            busy_prefill_tokens: 0,
-            queue_max: 0,
-            resumes_max: 3,
-            view_interval_ms: 0.0,
-            kv_lag_ms: 0.0,
-            remote_prefill_tokens_min: 0,
-            remote_prefill_queue_max: 0,
-            seed: 0,
         }
     }
 }

@@ -1,7 +1,6 @@
-//! Documentation of every key of the cluster file. `docs/cluster-file.md` is generated from it, and
-//! a test checks that it has exactly the keys that [`super::file`] reads, with their defaults.
+//! Documentation of keys that are declared elsewhere.
 
-use std::fmt::Write as _;
+use crate::doc::Row;
 
 /// A key of the cluster file.
 #[derive(Clone, Copy, Debug)]
@@ -865,118 +864,6 @@ pub const KEYS: &[Key] = &[
         "Time that a model which has work stays awake while requests for another one wait. Then it admits no more, finishes what \
          runs, and sleeps.",
         "Low: most of the time goes to swaps. High: requests for the other models wait long.",
-    ),
-    key(
-        "router.policy",
-        "\"round_robin\", \"random\", \"power_of_two\", \"least_requests\", \"least_tokens\", \"kv\" or \"direct\"",
-        "\"kv\"",
-        "Routing policy. `direct`: the client names the worker (`x-slipstream-worker`).",
-        "Policies that ignore prefixes spread a conversation over all workers.",
-    ),
-    key(
-        "router.prefill_weight",
-        "0 to 1,000,000",
-        "4.0",
-        "Weight of blocks left to prefill against active blocks in the cost of `kv`.",
-        "Low: only load counts. High: popular prefixes overload one worker.",
-    ),
-    key(
-        "router.temperature",
-        "0 to 1,000,000",
-        "0.0",
-        "`kv`: 0 selects the cheapest worker; above 0, a softmax over normalized costs.",
-        "High: almost random.",
-    ),
-    key(
-        "router.kv_events",
-        "true or false",
-        "true",
-        "Follow the engines' KV events; false: an approximate index of routed prompts.",
-        "false: evictions are not visible until `approximate_ttl_s`.",
-    ),
-    key(
-        "router.approximate_ttl_s",
-        "s, 0.001 to 31,622,400",
-        "120.0",
-        "Time that the approximate index counts a block as cached.",
-        "High: predicted hits that were evicted. Low: predicted misses that would hit.",
-    ),
-    key(
-        "router.affinity_ttl_s",
-        "s, 0 to 31,622,400",
-        "0.0",
-        "Keep a session (`x-session-id`) on its worker for this long after its last request; 0: no \
-         affinity.",
-        "High: long-lived sessions cannot leave a busy worker.",
-    ),
-    key(
-        "router.busy_kv_share",
-        "share, 0.01 to 1,000,000",
-        "1.0",
-        "A worker whose active blocks exceed this share of its cache is busy; if all are busy: 503. 1 or \
-         more: never.",
-        "Low: requests are refused although they could wait.",
-    ),
-    key(
-        "router.busy_prefill_tokens",
-        "tokens",
-        "0",
-        "A worker with more prompt tokens to prefill is busy; if all are busy: 503. 0: never.",
-        "Low: one long prompt makes a worker busy.",
-    ),
-    key(
-        "router.queue_max",
-        "requests, 0 to 1,048,576",
-        "0",
-        "Limit of requests that wait in the frontend, first come first served, while every ready worker is busy. \
-         Further ones get 503.",
-        "High: under overload every request waits. Low: bursts are refused.",
-    ),
-    key(
-        "router.resumes_max",
-        "count, 0 to 255",
-        "3",
-        "Times that another worker continues an answer whose worker is lost after its first token: the prompt and the \
-         tokens so far become its prompt. A request with `x-slipstream-resume: off` is excepted. For modelled engines; \
-         `upstream.resume` is that of real ones.",
-        "High: a request that makes its workers fail reaches as many. 0: the stream ends with an error event.",
-    ),
-    key(
-        "router.view_interval_ms",
-        "ms, 0 to 3,600,000",
-        "0.0",
-        "Interval between refreshes of the router's view of loads. Decisions use the view of the previous \
-         interval plus the router's own routing since, so it is up to two intervals old, as between routers \
-         that exchange loads. 0: always the current loads.",
-        "High: requests go to workers that are no longer idle.",
-    ),
-    key(
-        "router.kv_lag_ms",
-        "ms, 0 to 3,600,000",
-        "0.0",
-        "Simulation only: delay from the end of a pass until the router's index has its blocks.",
-        "Low: the router finds hits that are not yet visible to a live router.",
-    ),
-    key(
-        "router.remote_prefill_tokens_min",
-        "tokens",
-        "0",
-        "With prefill pools: a prompt with fewer tokens to compute, after reuse, is computed by its decode worker.",
-        "High: long prompts delay decodes. Low: short prompts pay for a KV transfer.",
-    ),
-    key(
-        "router.remote_prefill_queue_max",
-        "tokens",
-        "0",
-        "With prefill pools: if the chosen prefill rank already has more prompt tokens to compute, the prompt is computed by its decode worker. 0: never.",
-        "Low: prefill pools are idle while decodes are delayed.",
-    ),
-    key(
-        "router.seed",
-        "integer, 0 to 2^63 - 1",
-        "0",
-        "Seed of random policies.",
-        "",
     ),
     key(
         "network.mode",
@@ -1960,218 +1847,22 @@ pub const KEYS: &[Key] = &[
     ),
 ];
 
-/// `docs/cluster-file.md`.
-pub fn markdown() -> String {
-    let mut out = String::from(INTRODUCTION);
-    let mut section = "";
-    for key in KEYS {
-        let (table, name) = key.path.rsplit_once('.').expect("every key is in a table");
-        if table != section {
-            section = table;
-            write!(
-                out,
-                "\n## `[{table}]`\n\n| key | value | default | meaning | when it is off |\n\
-                 | --- | --- | --- | --- | --- |\n"
-            )
-            .expect("a String takes all");
-        }
-        let default = match key.default.strip_prefix('(') {
-            Some(words) => words.trim_end_matches(')').to_owned(),
-            None => format!("`{}`", key.default),
-        };
-        writeln!(
-            out,
-            "| `{name}` | {} | {default} | {} | {} |",
-            key.value, key.meaning, key.pitfall
-        )
-        .expect("a String takes all");
-    }
-    out.push_str(CLOSING);
-    out
-}
-
-const INTRODUCTION: &str = "\
-# The cluster file
-
-<!-- Made from crates/core/config/src/cluster/reference.rs: `SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-config reference`. -->
-
-One TOML file describes a cluster. Every key has a default; an empty file is one worker. Unknown
-keys are errors, and all mistakes are reported together, each with its line and a remedy:
-
-```text
-error: cluster.toml:4:14: `engine.block_size` is 0, but must be 1 to 1024
-error: cluster.toml:7:1: unknown key `engine.max_nmu_seqs`
-hint: did you mean `max_num_seqs`?
-```
-
-```toml
-[model]
-preset = \"qwen3-32b\"
-
-[engine]
-tensor_parallel_size = 2
-max_num_seqs = 128
-
-[engine.timing]
-gpu = \"h100-sxm\"
-
-[pool.main]
-workers = 8
-
-[router]
-policy = \"kv\"
-```
-
-**Layers.** A flag `--set engine.max_num_seqs=64` wins over the environment, the environment over
-the file, the file over the default. A variable is named after the path, with two underscores for
-each dot: `SLIPSTREAM_ENGINE__MAX_NUM_SEQS=64`. Values of flags and variables are TOML; quotes
-around strings may be left out.
-
-**Pools.** `[engine]` is where every pool starts from; `[pool.NAME.engine]` changes keys for one
-pool, and wins over `[engine]` in all layers; so does `[pool.NAME.model]` over `[model]`. A file without a pool has one,
-named `main`.
-
-**Paths** in a file start from the folder of that file, those in flags and variables from the
-working directory.
-
-**`--print-config`** prints every effective value as TOML with a comment that says where it came
-from; the output is a cluster file of the same cluster.
-
-`[host]`, `[share.NAME]` and `[[event]]` are for the twin alone: a live cluster has its own. `[autoscale]` starts and stops workers in the twin; `serve`
-publishes its numbers for a deployment to follow. `[network]` says, live too, how
-long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` and
-`[power]` belong in a file of their own (`--prices FILE` of `slipstream plan` and `sweep`), and are refused here.
-";
-
-const CLOSING: &str = "
-## How `num_gpu_blocks` follows from a GPU
-
-With a `gpu` in `[engine.timing]`, and the key not given, per rank:
-
-```text
-weights   = bytes of attention, dense MLPs and embeddings / tensor_parallel_size
-            + bytes of experts / (tensor_parallel_size x data_parallel_size)     (embeddings: 16 bits)
-                                         (with a pipeline: both x layers of its largest stage / layers)
-per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of kv_cache_dtype
-sampling  = 24 x max_num_seqs x vocabulary
-blocks    = floor((gpu_memory x gpu_memory_utilization - weights - sampling) / (per_token x block_size))
-```
-
-`layers` are those that see the whole context; those with a window or a linear state are not counted
-beside them, which is too little for contexts up to the window. Where none sees everything
-(Mistral-7B-v0.1, Phi-3) all are counted: exact up to the window, too much for longer contexts.
-
-`sampling` is what vLLM's profiling pass holds to sample `max_num_seqs` tokens, in bytes per logit: 2
-for the head's output, 4 for its copy in float32, 4 and 8 for that copy sorted and its indices, 4 for
-probabilities, 1 each for the masks of top-k and top-p. vLLM takes off what it measures besides:
-activations of the layers, the sort's working space, libraries, CUDA graphs. Without these the number
-is high, most on small GPUs (llama-3.1-8b on an RTX 4090: 2,804, vLLM 2,593); give `num_gpu_blocks` from
-vLLM's log to match a deployment. Then `sampling` is not counted.
-";
-
-#[cfg(test)]
-mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
-    use std::path::Path;
-
-    use super::*;
-    use crate::cluster::file;
-    use crate::doc::Doc;
-
-    /// Every key that the parser reads, over all kinds, with its default if that is a constant.
-    fn keys_read() -> BTreeMap<String, Option<String>> {
-        let table = "\n[engine.timing]\nkind = \"table\"\npath = \"t.csv\"\n";
-        let linear = "\n[engine.timing]\nkind = \"linear\"\nbase_ns = 1\n";
-        let constant = "[engine.timing]\nkind = \"constant\"\nstep_ns = 1\n[engine.output_len]\nkind = \"constant\"\ntokens = 1";
-        let mut keys = BTreeMap::new();
-        let event = "[[event]]\nkind = \"slow\"\nat_s = 1\nworker = 0\nfactor = 2\n\
-                     [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n\
-                     [[event]]\nkind = \"gpu\"\nat_s = 1\nworker = 0\n\
-                     [[event]]\nkind = \"kv_late\"\nat_s = 1\nworker = 0\ndelay_ms = 5\n\
-                     [[event]]\nkind = \"partition\"\nat_s = 1\nworkers = [0]\n\
-                     [[event]]\nkind = \"upgrade\"\nat_s = 1\n";
-        let pipeline = "[engine]\npipeline_parallel_size = 2\n[engine.lora]\nmax_loras = 1\n";
-        let experts = "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 8\n\
-                       enable_expert_parallel = true\n";
-        let packets = "[network]\nmode = \"packets\"\n[host]\nmode = \"threads\"\n";
-        let hosts = "[network]\nmode = \"flows\"\nworkers_per_leaf = 1\nuplink_bits_per_s = 1e11\ngpus_per_host = 8\n\
-                     [[event]]\nkind = \"uplink\"\nat_s = 1\nleaf = 0\n";
-        let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
-        let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
-        let prefill = "[pool.main]\nengines = [\"http://a:1\"]\nrole = \"prefill\"\n[pool.d]\nengines = [\"http://b:1\"]\n";
-        let tls = "[pool.main]\nengines = [\"https://a\"]\n";
-        let tables = "[engine.host_tier]\ngib = 1\nbytes_per_s = 1e9\n\
-                         [engine.disk_tier]\ngib = 1\nbytes_per_s = 1e9\n\
-                         [engine.peer_tier]\nenabled = true\n\
-                         [engine.speculation]\nnum_speculative_tokens = 1\nmethod = \"mtp\"\nacceptance = [0.5]\n";
-        let encoder = "[engine.encoder]\nenabled = true\nparameters = 1e9\n";
-        let share = "[pool.main]\n[pool.d]\n[pool.d.model]\nname = \"d\"\n[share.s]\npools = [\"main\", \"d\"]\n\
-                     wake_bytes_per_s = 1e9\n";
-        let autoscale = "[autoscale]\npolicy = \"predictive\"\n";
-        let by_slo = "[autoscale]\npolicy = \"slo\"\n[live.autoscale]\nwebhook = \"http://a:1\"\n";
-        for text in [
-            "", table, linear, constant, event, engines, tls, gpu, autoscale, by_slo, tables,
-            prefill, packets, hosts, pipeline, experts, encoder, share,
-        ] {
-            let doc = Doc::parse("", text.as_bytes());
-            let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
-            let of_other = |path: &str| path.starts_with("pool.d.");
-            for setting in settings.iter().filter(|of| !of_other(&of.path)) {
-                let path = setting.path.replace("pool.main.engine.", "engine.");
-                let path = path.replace("pool.main.autoscale.", "autoscale.");
-                let path = path
-                    .replace("gpu.g.", "gpu.NAME.")
-                    .replace("link.l.", "link.NAME.")
-                    .replace("share.s.", "share.NAME.")
-                    .replace("event[0]", "event")
-                    .replace("event[1]", "event")
-                    .replace("event[2]", "event")
-                    .replace("event[3]", "event")
-                    .replace("event[4]", "event")
-                    .replace("event[5]", "event");
-                let default = setting
-                    .value
-                    .clone()
-                    .filter(|_| setting.origin.to_string() == "default");
-                let entry = keys
-                    .entry(path.replace("pool.main", "pool.NAME"))
-                    .or_insert(None);
-                *entry = entry.take().or(default);
-            }
-        }
-        keys
-    }
-
-    #[test]
-    fn every_key_is_described_and_every_description_is_of_a_key() {
-        let described: BTreeSet<&str> = KEYS.iter().map(|k| k.path).collect();
-        assert_eq!(described.len(), KEYS.len(), "a key twice");
-        let keys = keys_read();
-        let mut read: BTreeSet<&str> = keys.keys().map(String::as_str).collect();
-        read.insert("pool.NAME.engine"); // tables, described separately
-        read.insert("pool.NAME.model");
-        assert_eq!(described, read);
-    }
-
-    #[test]
-    fn defaults_are_described_as_they_are() {
-        let keys = keys_read();
-        for key in KEYS.iter().filter(|key| !key.default.starts_with('(')) {
-            assert_eq!(keys[key.path].as_deref(), Some(key.default), "{}", key.path);
-        }
-    }
-
-    #[test]
-    fn the_document_is_up_to_date() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../docs/cluster-file.md");
-        if std::env::var_os("SLIPSTREAM_WRITE_DOCS").is_some() {
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(&path, markdown()).unwrap();
-        }
-        let found = std::fs::read_to_string(&path).unwrap_or_default();
-        assert!(
-            found == markdown(),
-            "docs/cluster-file.md is stale; run SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-config reference"
-        );
-    }
+/// The rows of the tables whose paths begin so.
+pub(super) fn rows(of: &[&str]) -> Vec<Row> {
+    let table = |key: &&Key| key.path.rsplit_once('.').map_or("", |(table, _)| table);
+    let keys = of
+        .iter()
+        .flat_map(|of| KEYS.iter().filter(move |key| table(key) == *of));
+    keys.map(|key| Row {
+        path: key.path.into(),
+        value: key.value.into(),
+        default: (!key.default.starts_with('(')).then(|| key.default.into()),
+        otherwise: key
+            .default
+            .strip_prefix('(')
+            .map(|words| words.trim_end_matches(')')),
+        meaning: key.meaning.into(),
+        pitfall: key.pitfall.into(),
+    })
+    .collect()
 }

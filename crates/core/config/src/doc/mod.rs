@@ -43,15 +43,22 @@
 //! | --- | --- |
 //! | `node` | the document as a tree with origins; layers over it |
 //! | `table` | typed reading |
+//! | `key` | keys that are declared once, and read, documented and given a default from there |
 //! | `diagnostic` | errors, for users |
 //! | `settings` | effective values and their origins, as TOML |
 
 mod diagnostic;
+mod key;
 mod node;
 mod settings;
 mod table;
 
 pub use diagnostic::{Diagnostic, Diagnostics, suggestion};
+pub use key::Row;
+pub(crate) use key::{
+    Key, Section, Unset, choice, optional, path, required, required_choice, required_path, section,
+    value,
+};
 pub use node::{Doc, Origin};
 pub use settings::{Setting, Settings};
 pub use table::{Field, Scalar, Table, Value};

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use anyhow::{bail, ensure};
 use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
-use slipstream_config::cluster::{Dtype, file};
+use slipstream_config::cluster::{Dtype, POLICIES, file};
 use slipstream_config::doc::{Diagnostics, suggestion};
 use slipstream_config::preset::{self, ModelShape};
 use slipstream_config::prices::Prices;
@@ -426,7 +426,7 @@ pub fn apart(text: &str) -> Result<bool, String> {
 /// # Errors
 /// A message with the values.
 pub fn policy(text: &str) -> Result<String, String> {
-    let mut names = file::POLICIES
+    let mut names = POLICIES
         .iter()
         .map(|(name, _)| *name)
         .filter(|name| *name != "direct");

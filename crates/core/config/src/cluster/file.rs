@@ -19,13 +19,13 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
+use super::live;
 use super::share::{check_shares, read_share};
-use super::upstream::{EngineUrl, HttpEngines, KvProtocol, read_engines, read_upstream};
+use super::upstream::{HttpEngines, KvProtocol, read_engines, read_upstream};
 use super::{
-    AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
-    EncoderConfig, EngineConfig, EngineKind, EventBus, EventsConfig, Fault, FaultEvent,
-    FaultsConfig, Framework, HandOver, HostConfig, HostMode, HostScheduler, HostThreads,
-    HostTierConfig, KvConfig, LiveConfig, LoraConfig, ModelConfig, NetworkConfig, NetworkMode,
+    AutoscaleConfig, AutoscalePolicy, Cluster, DiskTierConfig, Dtype,
+    EncoderConfig, EngineConfig, EngineKind, Fault, FaultEvent, Framework, HandOver, HostConfig, HostMode, HostScheduler, HostThreads,
+    HostTierConfig, KvConfig, LoraConfig, ModelConfig, NetworkConfig, NetworkMode,
     OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, SchedulingPolicy,
     SpeculationConfig, SpeculationMethod, TIME_S_MAX, TimingConfig, WakeMechanism,
 };
@@ -59,12 +59,6 @@ const TREND_MAX: f64 = 1_000.0;
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
     ("fcfs", SchedulingPolicy::Fcfs),
     ("priority", SchedulingPolicy::Priority),
-];
-const BUSES: &[(&str, EventBus)] = &[
-    ("none", EventBus::None),
-    ("in-process", EventBus::InProcess),
-    ("zmq", EventBus::Zmq),
-    ("nats", EventBus::Nats),
 ];
 const NETWORKS: &[(&str, NetworkMode)] = &[
     ("none", NetworkMode::None),
@@ -143,9 +137,6 @@ const NOT_MODELLED: &[(&str, &str)] = &[
 /// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
 /// Processes announce their workers with a count of 16 bits.
 const WORKERS_MAX: u32 = 65_535;
-/// An address has 8 bits for the shard, and so has a count of shards.
-const SHARDS_MAX: u32 = 255;
-
 /// Default of `--peer-deadline`, s.
 const PEER_DEADLINE_S: f64 = 5.0;
 
@@ -256,7 +247,7 @@ pub fn read(
             host,
             kv,
             events,
-            live: root.table("live", read_live),
+            live: root.table("live", live::read_live),
             upstream: root.table("upstream", read_upstream),
         }
     })
@@ -2506,298 +2497,6 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &Gpu) -> Dtype {
     dtype
 }
 
-fn read_otlp_endpoint(t: &Table<'_>) -> Option<EngineUrl> {
-    let text: String = t.get("otlp_endpoint").optional()?;
-    let (why, hint) = match EngineUrl::parse(&text) {
-        Ok(url) if url.tls => (
-            "is encrypted, which is not supported".to_owned(),
-            "name a collector on this host or network, such as \"http://127.0.0.1:4318\", which may send spans on with TLS",
-        ),
-        Ok(url) if url.prefix.ends_with("/v1/traces") => (
-            "ends with /v1/traces, which is appended".to_owned(),
-            "write it without that path",
-        ),
-        Ok(url) => return Some(url),
-        Err(why) => (
-            why,
-            "write the collector's address, such as \"http://127.0.0.1:4318\"",
-        ),
-    };
-    t.error("otlp_endpoint", format!("`{text}` {why}"), hint);
-    None
-}
-
-fn read_live(t: &Table<'_>) -> LiveConfig {
-    let default = LiveConfig::default();
-    const TIMEOUT_S_MAX: f64 = 86_400.0;
-    t.refuse(
-        "tls",
-        "is not supported by this version",
-        "put a TLS proxy in front",
-    );
-    LiveConfig {
-        listen: t
-            .get("listen")
-            .check(
-                |listen: &String| is_listen_address(listen),
-                "an address and a port, such as \"127.0.0.1:8000\" or \"[::1]:0\"",
-            )
-            .or(default.listen),
-        reuse_port: t.get("reuse_port").or(default.reuse_port),
-        speedup: t.get("speedup").within(0.0..=1e12).or(default.speedup),
-        shards: t.get("shards").within(0..=SHARDS_MAX).or(default.shards),
-        engine_threads: t
-            .get("engine_threads")
-            .within(0..=1024)
-            .or(default.engine_threads),
-        api_keys_file: t.path("api_keys_file").optional(),
-        admin_key_file: t.path("admin_key_file").optional(),
-        access_log: t.path("access_log").optional(),
-        otlp_endpoint: read_otlp_endpoint(t),
-        management: t.get("management").or(default.management),
-        trace_sample: t
-            .get("trace_sample")
-            .within(0.0..=1.0)
-            .or(default.trace_sample),
-        body_bytes_max: t
-            .get("body_bytes_max")
-            .within(1 << 10..=1 << 30)
-            .or(default.body_bytes_max),
-        header_bytes_max: t
-            .get("header_bytes_max")
-            .within(1 << 10..=1 << 20)
-            .or(default.header_bytes_max),
-        read_timeout_s: t
-            .get("read_timeout_s")
-            .within(0.01..=TIMEOUT_S_MAX)
-            .or(default.read_timeout_s),
-        streams_max: t
-            .get("streams_max")
-            .within(1..=1 << 24)
-            .or(default.streams_max),
-        stream_buffer_bytes_max: t
-            .get("stream_buffer_bytes_max")
-            .within(4 << 10..=1 << 30)
-            .or(default.stream_buffer_bytes_max),
-        write_timeout_s: t
-            .get("write_timeout_s")
-            .within(0.01..=TIMEOUT_S_MAX)
-            .or(default.write_timeout_s),
-        request_timeout_s: t
-            .get("request_timeout_s")
-            .within(0.0..=TIMEOUT_S_MAX)
-            .or(default.request_timeout_s),
-        idle_timeout_s: t
-            .get("idle_timeout_s")
-            .within(0.01..=TIMEOUT_S_MAX)
-            .or(default.idle_timeout_s),
-        memory_max: t
-            .get("memory_max")
-            .check(
-                |&bytes: &u64| bytes == 0 || (16 << 20..=1 << 50).contains(&bytes),
-                "0, or 16,777,216 to 1,125,899,906,842,624",
-            )
-            .or(default.memory_max),
-        answer_bytes_max: t
-            .get("answer_bytes_max")
-            .within(64 << 10..=1 << 40)
-            .or(default.answer_bytes_max),
-        connections_max: t
-            .get("connections_max")
-            .within(1..=1 << 24)
-            .or(default.connections_max),
-        client_connections_max: t
-            .get("client_connections_max")
-            .within(0..=1 << 24)
-            .or(default.client_connections_max),
-        client_streams_max: t
-            .get("client_streams_max")
-            .within(0..=1 << 24)
-            .or(default.client_streams_max),
-        connection_streams_max: t
-            .get("connection_streams_max")
-            .within(1..=1 << 24)
-            .or(default.connection_streams_max),
-        cors_origins: t
-            .get("cors_origins")
-            .check(
-                |origins: &String| are_origins(origins),
-                "`*`, or origins such as \"https://chat.example.org\" with commas between them",
-            )
-            .or(default.cors_origins),
-        drain_timeout_s: t
-            .get("drain_timeout_s")
-            .within(0.0..=TIMEOUT_S_MAX)
-            .or(default.drain_timeout_s),
-        events: t.table("events", read_events),
-        faults: t.table("faults", read_faults),
-        autoscale: t.table("autoscale", read_autoscale_output),
-    }
-}
-
-fn read_autoscale_output(t: &Table<'_>) -> AutoscaleOutput {
-    let default = AutoscaleOutput::default();
-    let webhook = t.get("webhook").optional().and_then(|text: String| {
-        let parsed = EngineUrl::parse(&text);
-        parsed
-            .map_err(|why| {
-                let hint = "write the receiver's address, such as \"http://127.0.0.1:9000/scale\"";
-                t.error("webhook", format!("`{text}` {why}"), hint);
-            })
-            .ok()
-    });
-    if !t.has("webhook") {
-        for key in [
-            "webhook_timeout_s",
-            "webhook_retries_max",
-            "webhook_token_file",
-        ] {
-            t.unused(key, "webhook", "there is no `webhook`");
-        }
-    }
-    let file = t.path("file").optional();
-    if webhook.is_none() {
-        return AutoscaleOutput {
-            file,
-            ..AutoscaleOutput::default()
-        };
-    }
-    AutoscaleOutput {
-        file,
-        webhook,
-        webhook_timeout_s: t
-            .get("webhook_timeout_s")
-            .within(0.01..=60.0)
-            .or(default.webhook_timeout_s),
-        webhook_retries_max: t
-            .get("webhook_retries_max")
-            .within(0..=10)
-            .or(default.webhook_retries_max),
-        webhook_token_file: t.path("webhook_token_file").optional(),
-    }
-}
-
-fn read_faults(t: &Table<'_>) -> FaultsConfig {
-    let default = FaultsConfig::default();
-    let rate = |key, default| t.get(key).within(0.0..=1.0).or(default);
-    let config = FaultsConfig {
-        error_429: rate("error_429", default.error_429),
-        error_500: rate("error_500", default.error_500),
-        stall: rate("stall", default.stall),
-        stall_s: t.get("stall_s").within(0.0..=86_400.0).or(default.stall_s),
-        cut: rate("cut", default.cut),
-        seed: t.get("seed").or(default.seed),
-    };
-    t.refuse(
-        "admin_key_file",
-        "is now `live.admin_key_file`, the key of all admin paths of modelled engines",
-        "move it there",
-    );
-    let sum: f64 = config.rates().iter().sum();
-    if sum > 1.0 {
-        t.error(
-            "error_429",
-            format!(
-                "the rates of `[live.faults]` add up to {sum}, and a request has one fault at most"
-            ),
-            "lower them to 1 in all",
-        );
-    }
-    config
-}
-
-fn read_events(t: &Table<'_>) -> EventsConfig {
-    let default = EventsConfig::default();
-    let endpoint = |key: &str| {
-        t.get(key).check(
-            |endpoint: &String| is_zmq_endpoint(endpoint),
-            "a TCP endpoint, such as \"tcp://127.0.0.1:5557\" or \"tcp://*:5557\"",
-        )
-    };
-    EventsConfig {
-        bus: t.choice("bus", BUSES).or(default.bus),
-        fpm: t.get("fpm").or(default.fpm),
-        kv: t.get("kv").or(default.kv),
-        fpm_endpoint: endpoint("fpm_endpoint").or(default.fpm_endpoint),
-        kv_endpoint: endpoint("kv_endpoint").or(default.kv_endpoint),
-        replay_endpoint: endpoint("replay_endpoint").optional(),
-        kv_topic: t
-            .get("kv_topic")
-            .check(|topic: &String| topic.len() <= 255, "at most 255 bytes")
-            .or(default.kv_topic),
-        nats_url: t
-            .get("nats_url")
-            .check(
-                |url: &String| url.starts_with("nats://") || url.starts_with("tls://"),
-                "a server, such as \"nats://127.0.0.1:4222\"",
-            )
-            .or(default.nats_url),
-        subject_prefix: t
-            .get("subject_prefix")
-            .check(
-                |prefix: &String| is_subject_prefix(prefix),
-                "words of letters, digits, `-` and `_` with single dots between them",
-            )
-            .or(default.subject_prefix),
-        queue_bytes_max: t
-            .get("queue_bytes_max")
-            .within(64 << 10..=1 << 32)
-            .or(default.queue_bytes_max),
-        replay_batches_max: t
-            .get("replay_batches_max")
-            .within(0..=1 << 24)
-            .or(default.replay_batches_max),
-        interval_ms: t
-            .get("interval_ms")
-            .within(0.0..=1000.0)
-            .or(default.interval_ms),
-    }
-}
-
-/// `tcp://` and an address to listen on; `*` stands for every address.
-fn is_zmq_endpoint(text: &str) -> bool {
-    let Some(address) = text.strip_prefix("tcp://") else {
-        return false;
-    };
-    match address.strip_prefix("*:") {
-        Some(port) => port.parse::<u16>().is_ok(),
-        None => is_listen_address(address),
-    }
-}
-
-/// A valid beginning of a NATS subject, without wildcards.
-fn is_subject_prefix(text: &str) -> bool {
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    let is_word = |word: &str| !word.is_empty() && word.chars().all(plain);
-    text.len() <= 200 && text.split('.').all(is_word)
-}
-
-/// Whether `text` is `*`, or scheme, host and port of pages, without a path, as browsers send them.
-fn are_origins(text: &str) -> bool {
-    let is_origin = |origin: &str| {
-        let host = origin
-            .strip_prefix("https://")
-            .or_else(|| origin.strip_prefix("http://"));
-        host.is_some_and(|host| {
-            !host.is_empty() && host.bytes().all(|b| b.is_ascii_graphic() && b != b'/')
-        })
-    };
-    text.trim().is_empty() || text.trim() == "*" || text.split(',').map(str::trim).all(is_origin)
-}
-
-/// An IP address or a host name, and a port. Names are resolved by the server.
-fn is_listen_address(text: &str) -> bool {
-    if text.parse::<std::net::SocketAddr>().is_ok() {
-        return true;
-    }
-    let Some((host, port)) = text.rsplit_once(':') else {
-        return false;
-    };
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
-    let is_name = host.starts_with(|c: char| c.is_ascii_alphabetic()) && host.chars().all(plain);
-    is_name && port.parse::<u16>().is_ok()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -4270,7 +3969,7 @@ mod tests {
             "localhost:80",
             "node-7.cluster:65535",
         ] {
-            assert!(is_listen_address(good), "{good}");
+            assert!(live::is_listen_address(good), "{good}");
         }
         for bad in [
             "",
@@ -4282,7 +3981,7 @@ mod tests {
             "a b:1",
             "::1:80:",
         ] {
-            assert!(!is_listen_address(bad), "{bad}");
+            assert!(!live::is_listen_address(bad), "{bad}");
         }
     }
 
@@ -4294,7 +3993,7 @@ mod tests {
             "tcp://[::]:1",
             "tcp://node-7:80",
         ] {
-            assert!(is_zmq_endpoint(good), "{good}");
+            assert!(live::is_zmq_endpoint(&good.to_string()), "{good}");
         }
         for bad in [
             "",
@@ -4304,13 +4003,13 @@ mod tests {
             "tcp://*:x",
             "tcp://1.2.3",
         ] {
-            assert!(!is_zmq_endpoint(bad), "{bad}");
+            assert!(!live::is_zmq_endpoint(&bad.to_string()), "{bad}");
         }
         for good in ["slipstream", "a.b-c.d_1"] {
-            assert!(is_subject_prefix(good), "{good}");
+            assert!(live::is_subject_prefix(&good.to_string()), "{good}");
         }
         for bad in ["", ".a", "a.", "a..b", "a b", "a.*", "a.>"] {
-            assert!(!is_subject_prefix(bad), "{bad}");
+            assert!(!live::is_subject_prefix(&bad.to_string()), "{bad}");
         }
         check_refused(
             "[live.events]\nbus = \"kafka\"\nfpm_endpoint = \"5556\"\nsubject_prefix = \"a b\"\n",

@@ -1,44 +1,40 @@
 //! The keys of the cluster file, table by table, for its documentation: `docs/cluster-file.md` has a row for each.
 
+use super::live::{EventsKeys, FaultsKeys, LiveKeys, OutputKeys};
 use super::reference;
 use super::router::RouterKeys;
 use crate::doc::Row;
 
-const BEFORE: &[&str] = &[
-    "model",
-    "engine",
-    "engine.lora",
-    "engine.encoder",
-    "engine.host_tier",
-    "engine.disk_tier",
-    "engine.peer_tier",
-    "engine.speculation",
-    "engine.output_len",
-    "engine.timing",
-    "gpu.NAME",
-    "link.NAME",
-    "pool.NAME",
-    "share.NAME",
-];
-const BEHIND: &[&str] = &[
-    "network",
-    "host",
-    "kv",
-    "autoscale",
-    "event",
-    "live",
-    "live.events",
-    "live.faults",
-    "live.autoscale",
-    "upstream",
-];
-
 /// Every key, in the order of the documentation.
 pub fn rows() -> Vec<Row> {
-    let mut rows = reference::rows(BEFORE);
-    rows.extend(RouterKeys::rows());
-    rows.extend(reference::rows(BEHIND));
-    rows
+    let tables = [
+        reference::rows(&["model"]),
+        reference::rows(&["engine"]),
+        reference::rows(&["engine.lora"]),
+        reference::rows(&["engine.encoder"]),
+        reference::rows(&["engine.host_tier"]),
+        reference::rows(&["engine.disk_tier"]),
+        reference::rows(&["engine.peer_tier"]),
+        reference::rows(&["engine.speculation"]),
+        reference::rows(&["engine.output_len"]),
+        reference::rows(&["engine.timing"]),
+        reference::rows(&["gpu.NAME"]),
+        reference::rows(&["link.NAME"]),
+        reference::rows(&["pool.NAME"]),
+        reference::rows(&["share.NAME"]),
+        RouterKeys::rows(),
+        reference::rows(&["network"]),
+        reference::rows(&["host"]),
+        reference::rows(&["kv"]),
+        reference::rows(&["autoscale"]),
+        reference::rows(&["event"]),
+        LiveKeys::rows(),
+        EventsKeys::rows(),
+        FaultsKeys::rows(),
+        OutputKeys::rows(),
+        reference::rows(&["upstream"]),
+    ];
+    tables.into_iter().flatten().collect()
 }
 
 #[cfg(test)]

@@ -96,6 +96,11 @@ pub(crate) fn value<T: Scalar>(default: T) -> Key<T> {
     Key::of(How::Scalar(get, T::to_toml), Or::default_of(default))
 }
 
+/// A text, by default `default`.
+pub(crate) fn text(default: &str) -> Key<String> {
+    value(default.to_owned())
+}
+
 /// A value that must be set. `remedy` says so; `stand_in` lets the reading continue.
 pub(crate) fn required<T: Scalar>(remedy: &'static str, stand_in: T) -> Key<T> {
     Key::of(How::Scalar(get, T::to_toml), Or::required(remedy, stand_in))

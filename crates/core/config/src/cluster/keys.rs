@@ -1,6 +1,9 @@
 //! The keys of the cluster file, table by table, for its documentation: `docs/cluster-file.md` has a row for each.
 
+use super::host::{HostKeys, ThreadsKeys};
+use super::kv::KvKeys;
 use super::live::{EventsKeys, FaultsKeys, LiveKeys, OutputKeys};
+use super::network::NetworkKeys;
 use super::reference;
 use super::router::RouterKeys;
 use crate::doc::Row;
@@ -23,9 +26,10 @@ pub fn rows() -> Vec<Row> {
         reference::rows(&["pool.NAME"]),
         reference::rows(&["share.NAME"]),
         RouterKeys::rows(),
-        reference::rows(&["network"]),
-        reference::rows(&["host"]),
-        reference::rows(&["kv"]),
+        NetworkKeys::rows(),
+        HostKeys::rows(),
+        ThreadsKeys::rows(),
+        KvKeys::rows(),
         reference::rows(&["autoscale"]),
         reference::rows(&["event"]),
         LiveKeys::rows(),

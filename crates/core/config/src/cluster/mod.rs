@@ -6,12 +6,17 @@
 //! from it.
 
 pub mod file;
+mod host;
 pub mod keys;
+mod kv;
 mod live;
 mod models;
+mod network;
 mod reference;
 mod router;
 mod share;
+#[cfg(test)]
+mod tests;
 mod upstream;
 
 use std::path::{Path, PathBuf};
@@ -20,7 +25,10 @@ use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
+pub use host::{HostConfig, HostMode, HostScheduler, HostThreads, WakeMechanism};
+pub use kv::{HandOver, KvConfig};
 pub use live::{AutoscaleOutput, EventBus, EventsConfig, FaultsConfig, LiveConfig};
+pub use network::{NetworkConfig, NetworkMode};
 pub use router::{POLICIES, RouterConfig, RouterPolicy};
 pub use share::{ShareConfig, SharingPool};
 pub use upstream::{
@@ -705,241 +713,6 @@ impl Dtype {
             Dtype::Mxfp4 => "mxfp4",
         }
     }
-}
-
-/// Model of the network between frontend and workers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum NetworkMode {
-    /// Messages arrive at once.
-    #[default]
-    None,
-    /// Transfers are flows that share links fairly.
-    Flows,
-    /// Transfers that meet others are simulated packet by packet.
-    Packets,
-}
-
-/// `[network]`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct NetworkConfig {
-    /// The model. Default: none.
-    pub mode: NetworkMode,
-    /// Each network interface of a worker, in each direction, bits/s. Default 400e9, as of a
-    /// DGX H100 (NVIDIA's data sheet: eight ConnectX-7 for eight GPUs).
-    pub nic_bits_per_s: f64,
-    /// GPUs of a host; 0: a host has those of one worker, however many they are. Default 0.
-    pub gpus_per_host: u32,
-    /// Network interfaces of a host; 0: one per GPU. Default 0.
-    pub nics_per_host: u32,
-    /// Rate of a GPU's links to the others of its host, in each direction, bits/s. Default 3.6e12: NVLink of an H100
-    /// (NVIDIA's data sheet: 900 GB/s in both directions together).
-    pub host_bits_per_s: f64,
-    /// The frontend's interface in each direction, bits/s. Default 100e9.
-    pub frontend_bits_per_s: f64,
-    /// Latency of each link, us. Default 1.
-    pub hop_latency_us: f64,
-    /// Workers under one leaf switch; 0: all of them. Default 0.
-    pub workers_per_leaf: u32,
-    /// Total rate of a leaf switch's links to the spine, in each direction, bits/s; 0: no limit.
-    /// Default 0.
-    pub uplink_bits_per_s: f64,
-    /// Spine switches; each leaf switch has a link of an equal part of `uplink_bits_per_s` to each. Default 1.
-    pub spines: u32,
-    /// With packets: time from the failure or repair of a link until transfers take other paths, ms. Default 0.
-    pub reroute_ms: f64,
-    /// With packets: file of a network simulation, whose flows are sent too. Default: none.
-    pub background: Option<PathBuf>,
-    /// Whether requests and answers use the network too. Default false.
-    pub messages: bool,
-    /// Bytes per prompt token in a request, if `messages`. Default 4.
-    pub request_token_bytes: u32,
-    /// Bytes per answer token in a worker's frame, if `messages`. Default 8.
-    pub answer_token_bytes: u32,
-    /// Payload of a packet, bytes. Default 4,096, the largest path MTU of InfiniBand and RoCE (InfiniBand
-    /// Architecture Specification volume 1).
-    pub packet_bytes: u32,
-}
-
-impl Default for NetworkConfig {
-    fn default() -> Self {
-        NetworkConfig {
-            mode: NetworkMode::None,
-            nic_bits_per_s: 400e9,
-            gpus_per_host: 0,
-            nics_per_host: 0,
-            host_bits_per_s: 3.6e12,
-            frontend_bits_per_s: 100e9,
-            hop_latency_us: 1.0,
-            workers_per_leaf: 0,
-            uplink_bits_per_s: 0.0,
-            spines: 1,
-            reroute_ms: 0.0,
-            background: None,
-            messages: false,
-            request_token_bytes: 4,
-            answer_token_bytes: 8,
-            packet_bytes: 4096,
-        }
-    }
-}
-
-impl NetworkConfig {
-    /// GPUs that share a network interface.
-    pub fn gpus_per_nic(&self) -> u32 {
-        let gpus = self.gpus_per_host.checked_div(self.nics_per_host);
-        gpus.unwrap_or(1).max(1)
-    }
-
-    /// Network interfaces of a worker with `gpus`.
-    pub fn nics(&self, gpus: u32) -> u32 {
-        gpus.div_ceil(self.gpus_per_nic())
-    }
-
-    /// Hosts of a worker with `gpus` that does not fit into one; `None` if it does.
-    pub fn hosts_of(&self, gpus: u32) -> Option<u32> {
-        let of = self.gpus_per_host;
-        (of > 0 && gpus > of).then(|| gpus.div_ceil(of))
-    }
-}
-
-/// Model of the frontend's processors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HostMode {
-    /// Work takes no time.
-    #[default]
-    None,
-    /// Work waits for the first free core, and keeps it until done.
-    Ideal,
-    /// Work is that of threads, which a CPU scheduler runs on the host's CPUs.
-    Threads,
-}
-
-/// The CPU scheduler of a simulated host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HostScheduler {
-    /// A model of Linux's own.
-    #[default]
-    Eevdf,
-    /// The program of `slipstream sched run`.
-    Slipstream,
-}
-
-/// How one thread of a simulated host wakes another: decides the cost, and whether the kernel's wake-up says that the
-/// waker is about to wait.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum WakeMechanism {
-    /// A pipe.
-    Pipe,
-    /// A Unix stream socket.
-    #[default]
-    Unix,
-    /// TCP over loopback.
-    Tcp,
-    /// TCP with the receiver in `epoll_wait`.
-    Epoll,
-    /// An eventfd.
-    Eventfd,
-    /// A futex.
-    Futex,
-}
-
-/// Threads of a simulated host, with [`HostMode::Threads`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct HostThreads {
-    /// Default EEVDF.
-    pub scheduler: HostScheduler,
-    /// Last-level caches, of equal numbers of CPUs. Default 1.
-    pub llcs: u32,
-    /// API server threads. Default 1.
-    pub frontends: u32,
-    /// Threads that tokenize; 0: the API server does. Default 0.
-    pub tokenizers: u32,
-    /// Threads that render tokens; 0: the API server does. Default 0.
-    pub detokenizers: u32,
-    /// Threads of other programs that never wait. Default 0.
-    pub background: u32,
-    /// An engine's work per step, us. Default 0: step times contain it.
-    pub step_us: f64,
-    /// Work at the end of a KV transfer, us. Default 0.
-    pub connector_us: f64,
-    /// Between API server and engines. Default Unix sockets.
-    pub wake_by: WakeMechanism,
-    /// Cost of waking an idle CPU, us; `None`: by the idle states of an Intel server.
-    pub wake_idle_us: Option<f64>,
-}
-
-impl Default for HostThreads {
-    fn default() -> Self {
-        HostThreads {
-            scheduler: HostScheduler::Eevdf,
-            llcs: 1,
-            frontends: 1,
-            tokenizers: 0,
-            detokenizers: 0,
-            background: 0,
-            step_us: 0.0,
-            connector_us: 0.0,
-            wake_by: WakeMechanism::Unix,
-            wake_idle_us: None,
-        }
-    }
-}
-
-/// `[host]`: cost of the frontend's work. The defaults are measurements of Slipstream's own
-/// frontend (table in `docs/twin.md`).
-#[derive(Clone, Debug, PartialEq)]
-pub struct HostConfig {
-    /// The model. Default: none.
-    pub mode: HostMode,
-    /// Cores of the frontend; with threads CPUs of the host. Default 4.
-    pub cpus: u32,
-    /// Read and check a request, us. Default 26.
-    pub parse_us: f64,
-    /// Tokenize and hash, ns per prompt token. Default 115.
-    pub tokenize_token_ns: f64,
-    /// Choose a worker, us. Default 17.
-    pub route_us: f64,
-    /// Submit a request to a worker, us. Default 3.
-    pub dispatch_us: f64,
-    /// Read a frame of tokens (one per pass of a worker) and write it to clients, us. Default 6.
-    pub frame_us: f64,
-    /// Render, ns per token. Default 190.
-    pub token_ns: f64,
-    /// For [`HostMode::Threads`].
-    pub threads: HostThreads,
-}
-
-impl Default for HostConfig {
-    fn default() -> Self {
-        HostConfig {
-            mode: HostMode::None,
-            cpus: 4,
-            parse_us: 26.0,
-            tokenize_token_ns: 115.0,
-            route_us: 17.0,
-            dispatch_us: 3.0,
-            frame_us: 6.0,
-            token_ns: 190.0,
-            threads: HostThreads::default(),
-        }
-    }
-}
-
-/// The initiator of the KV transfer of a prompt that another engine computed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HandOver {
-    /// The decode worker fetches it when the prompt is computed and blocks are free.
-    #[default]
-    Pull,
-    /// The prefill worker sends it when computed; the decode worker reserved blocks before.
-    Push,
-}
-
-/// `[kv]`.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct KvConfig {
-    /// With prefill pools: initiator of the KV transfer. Default pull.
-    pub hand_over: HandOver,
 }
 
 /// A fault of a worker, of the frontend, or of what connects them.

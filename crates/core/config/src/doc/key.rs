@@ -445,6 +445,10 @@ macro_rules! section {
                 $value.declared(stringify!($key), concat!($($doc, "\n"),+))
             })*
 
+            /// Names of all keys.
+            #[allow(dead_code, reason = "few tables have keys that are only used together")]
+            pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
+
             pub(super) fn rows() -> Vec<$crate::doc::Row> {
                 vec![$($Keys::$name().row($table)),*]
             }

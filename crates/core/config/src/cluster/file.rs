@@ -18,13 +18,14 @@
 use std::io;
 use std::path::Path;
 
+use super::autoscale::read_autoscale;
 use super::host::{check_host, read_host};
 use super::live;
 use super::network::{check_hosts, check_links, read_network};
 use super::share::{check_shares, read_share};
-use super::upstream::{HttpEngines, KvProtocol, read_engines, read_upstream};
+use super::upstream::{HttpEngines, KvProtocol, UpstreamConfig, read_engines};
 use super::{
-    AutoscaleConfig, AutoscalePolicy, Cluster, DiskTierConfig, Dtype, EncoderConfig, EngineConfig,
+    Cluster, DiskTierConfig, Dtype, EncoderConfig, EngineConfig,
     EngineKind, Fault, FaultEvent, Framework, HostTierConfig, KvConfig, LoraConfig, ModelConfig,
     OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, SchedulingPolicy,
     SpeculationConfig, SpeculationMethod, TIME_S_MAX, TimingConfig,
@@ -44,18 +45,6 @@ const ROLES: &[(&str, Role)] = &[
     ("prefill", Role::Prefill),
     ("decode", Role::Decode),
 ];
-const AUTOSCALE: &[(&str, Option<AutoscalePolicy>)] = &[
-    ("none", None),
-    ("utilization", Some(AutoscalePolicy::Utilization)),
-    ("queue", Some(AutoscalePolicy::Queue)),
-    ("slo", Some(AutoscalePolicy::Slo)),
-    ("predictive", Some(AutoscalePolicy::Predictive)),
-    ("custom", Some(AutoscalePolicy::Custom)),
-];
-/// Limit of the engines behind HTTP, as of `upstream.engines_max`.
-const ENGINES_MAX: u32 = 4_096;
-/// Observations that the line of policy "predictive" is fitted to, at most.
-const TREND_MAX: f64 = 1_000.0;
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
     ("fcfs", SchedulingPolicy::Fcfs),
     ("priority", SchedulingPolicy::Priority),
@@ -220,7 +209,7 @@ pub fn read(
             kv,
             events,
             live: root.table("live", live::read_live),
-            upstream: root.table("upstream", read_upstream),
+            upstream: root.table("upstream", UpstreamConfig::read),
         }
     })
 }
@@ -771,106 +760,6 @@ fn read_pool(
         engines,
         engine,
     }
-}
-
-/// Reads `[autoscale]` of a pool of `workers` workers. `real`: they are engines behind HTTP.
-fn read_autoscale(
-    t: &Table<'_>,
-    workers: u32,
-    startup_s: f64,
-    real: bool,
-) -> Option<AutoscaleConfig> {
-    use AutoscalePolicy::{Custom, Predictive, Queue, Slo, Utilization};
-    let Some(policy) = t.choice("policy", AUTOSCALE).or(None) else {
-        for key in [
-            "target",
-            "interval_s",
-            "cooldown_s",
-            "workers_min",
-            "workers_max",
-            "workers_start",
-            "trend_s",
-            "lookahead_s",
-            "ttft_s",
-        ] {
-            t.unused(key, "policy", "`policy` is \"none\"");
-        }
-        return None;
-    };
-    if real && matches!(policy, Slo | Custom) {
-        t.error(
-            "policy",
-            format!(
-                "`policy` is \"{}\", and this pool has real engines, whose first tokens are not measured",
-                policy.name()
-            ),
-            "take \"utilization\", \"queue\" or \"predictive\"",
-        );
-    }
-    let default_target = match policy {
-        Utilization | Slo | Predictive | Custom => 0.8,
-        Queue => 4.0,
-    };
-    let workers_max = if real {
-        t.get("workers_max").within(1..=ENGINES_MAX).required(
-            "set the most engines that the deployment may have, such as `workers_max = 8`",
-            workers,
-        )
-    } else {
-        t.get("workers_max").within(1..=workers).or(workers)
-    };
-    let workers_min = t.get("workers_min").within(1..=workers_max).or(1);
-    let target = if policy == Custom {
-        t.unused("target", "policy", "the function decides");
-        default_target
-    } else {
-        t.get("target").within(0.01..=1e6).or(default_target)
-    };
-    let interval_s = t.get("interval_s").within(0.1..=86_400.0).or(15.0);
-    let (trend_s, lookahead_s) = (8.0 * interval_s, startup_s + interval_s);
-    let (trend_s, lookahead_s) = if policy == Predictive {
-        let trend_s = t.get("trend_s").within(0.2..=86_400.0).or(trend_s);
-        if trend_s < 2.0 * interval_s || trend_s > TREND_MAX * interval_s {
-            t.error(
-                "trend_s",
-                format!(
-                    "`trend_s` is {trend_s}, which is {} intervals of {interval_s} s (`interval_s`), but must be 2 to \
-                     {TREND_MAX}",
-                    trend_s / interval_s
-                ),
-                "a line needs two observations; take some ten",
-            );
-        }
-        (
-            trend_s,
-            t.get("lookahead_s").within(0.0..=86_400.0).or(lookahead_s),
-        )
-    } else {
-        for key in ["trend_s", "lookahead_s"] {
-            t.unused(key, "policy", "`policy` is not \"predictive\"");
-        }
-        (trend_s, lookahead_s)
-    };
-    if policy != Slo {
-        t.unused("ttft_s", "policy", "`policy` is not \"slo\"");
-    }
-    Some(AutoscaleConfig {
-        policy,
-        target,
-        interval_s,
-        cooldown_s: t.get("cooldown_s").within(0.0..=86_400.0).or(300.0),
-        workers_min,
-        workers_max,
-        workers_start: t
-            .get("workers_start")
-            .within(workers_min..=workers_max)
-            .or(workers_min),
-        trend_s,
-        lookahead_s,
-        ttft_s: (policy == Slo)
-            .then(|| t.get("ttft_s").within(0.001..=86_400.0).optional())
-            .flatten(),
-    })
 }
 
 /// The link called `NAME` in `[link.NAME]`: kind, bytes/s, latency of an all-reduce.

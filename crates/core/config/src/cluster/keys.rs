@@ -1,11 +1,14 @@
 //! The keys of the cluster file, table by table, for its documentation: `docs/cluster-file.md` has a row for each.
 
+use super::autoscale::AutoscaleKeys;
 use super::host::{HostKeys, ThreadsKeys};
 use super::kv::KvKeys;
 use super::live::{EventsKeys, FaultsKeys, LiveKeys, OutputKeys};
 use super::network::NetworkKeys;
 use super::reference;
 use super::router::RouterKeys;
+use super::share::ShareKeys;
+use super::upstream::UpstreamKeys;
 use crate::doc::Row;
 
 /// Every key, in the order of the documentation.
@@ -24,19 +27,19 @@ pub fn rows() -> Vec<Row> {
         reference::rows(&["gpu.NAME"]),
         reference::rows(&["link.NAME"]),
         reference::rows(&["pool.NAME"]),
-        reference::rows(&["share.NAME"]),
+        ShareKeys::rows(),
         RouterKeys::rows(),
         NetworkKeys::rows(),
         HostKeys::rows(),
         ThreadsKeys::rows(),
         KvKeys::rows(),
-        reference::rows(&["autoscale"]),
+        AutoscaleKeys::rows(),
         reference::rows(&["event"]),
         LiveKeys::rows(),
         EventsKeys::rows(),
         FaultsKeys::rows(),
         OutputKeys::rows(),
-        reference::rows(&["upstream"]),
+        UpstreamKeys::rows(),
     ];
     tables.into_iter().flatten().collect()
 }

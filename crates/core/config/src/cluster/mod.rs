@@ -5,6 +5,7 @@
 //! effect of values that are too small or too large; [`keys`] has all of them, and `docs/cluster-file.md` is generated
 //! from it.
 
+mod autoscale;
 pub mod file;
 mod host;
 pub mod keys;
@@ -25,6 +26,7 @@ use crate::doc::Doc;
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
+pub use autoscale::{AutoscaleConfig, AutoscalePolicy};
 pub use host::{HostConfig, HostMode, HostScheduler, HostThreads, WakeMechanism};
 pub use kv::{HandOver, KvConfig};
 pub use live::{AutoscaleOutput, EventBus, EventsConfig, FaultsConfig, LiveConfig};
@@ -235,60 +237,6 @@ pub struct PoolConfig {
     pub engine: EngineConfig,
     /// `[autoscale]` with this pool's overrides applied; `None`: all workers run from the start.
     pub autoscale: Option<AutoscaleConfig>,
-}
-
-/// The load that decides how many workers of a pool run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AutoscalePolicy {
-    /// Requests that wait or run, over `engine.max_num_seqs` of all workers.
-    Utilization,
-    /// Requests that wait, per worker.
-    Queue,
-    /// Mean TTFT over its objective.
-    Slo,
-    /// As [`AutoscalePolicy::Utilization`], with the load that the trend of the arrival rate leads to.
-    Predictive,
-    /// A function of the program that simulates.
-    Custom,
-}
-
-impl AutoscalePolicy {
-    /// Its name in a cluster file.
-    pub fn name(self) -> &'static str {
-        match self {
-            AutoscalePolicy::Utilization => "utilization",
-            AutoscalePolicy::Queue => "queue",
-            AutoscalePolicy::Slo => "slo",
-            AutoscalePolicy::Predictive => "predictive",
-            AutoscalePolicy::Custom => "custom",
-        }
-    }
-}
-
-/// `[autoscale]`: how many of a pool's workers run.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AutoscaleConfig {
-    /// The measured value.
-    pub policy: AutoscalePolicy,
-    /// The value to keep, above 0. Default 0.8; for [`AutoscalePolicy::Queue`] 4.
-    pub target: f64,
-    /// Time between decisions, s. Default 15.
-    pub interval_s: f64,
-    /// Scale-down waits for this time after any change, and takes the highest recommendation in it, s.
-    /// Default 300.
-    pub cooldown_s: f64,
-    /// Fewest workers, at least 1. Default 1.
-    pub workers_min: u32,
-    /// Most workers. Default: `pool.NAME.workers`.
-    pub workers_max: u32,
-    /// Workers that run at the start. Default `workers_min`.
-    pub workers_start: u32,
-    /// Time over which [`AutoscalePolicy::Predictive`] fits its line, s. Default: 8 intervals.
-    pub trend_s: f64,
-    /// How far ahead it looks, s. Default: the workers' `startup_s` and one interval.
-    pub lookahead_s: f64,
-    /// Objective of TTFT for [`AutoscalePolicy::Slo`] in a live cluster, s; `None`: there is none.
-    pub ttft_s: Option<f64>,
 }
 
 /// Order of the waiting queue.

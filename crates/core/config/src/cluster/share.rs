@@ -1,7 +1,7 @@
 //! `[share.NAME]`: GPUs that pools share by turns.
 
 use super::{Cluster, EngineConfig, HostMode, NetworkMode, PoolConfig, TimingConfig};
-use crate::doc::{Origin, Table};
+use crate::doc::{Origin, Table, optional, required, section, value};
 use slipstream_base::Role;
 use slipstream_base::text::counted;
 use slipstream_base::width::round_u64;
@@ -52,11 +52,56 @@ impl Cluster {
 /// Longest time of a key in ms: a day.
 const MS_MAX: f64 = 86_400e3;
 
+const WAKE_REMEDY: &str = "set the rate at which weights come back to a GPU: of host memory (level 1), such as \
+     `wake_bytes_per_s = 20e9` for PCIe 4.0 x16, or of the disk (level 2), such as 3e9";
+
+section! {
+    keys ShareKeys of "share.NAME" {
+        /// Pools that share GPUs: worker i of each is on the same ones. One of their models is awake there, and the
+        /// others sleep ([rules](twin.md#shared-gpus)).
+        ///
+        /// Their workers need equal GPUs, as many each, and models of different names. GPUs and prices count them
+        /// once.
+        key pools: Vec<String> = required(
+            "list the pools that share GPUs, such as `pools = [\"small\", \"large\"]`",
+            Vec::new(),
+        ).shown("list of pools, 2 or more").otherwise("required");
+        /// vLLM's sleep levels: 1 keeps the weights of a model that sleeps in host memory, 2 drops them. Both drop
+        /// its KV cache.
+        ///
+        /// 1: the host needs memory for the weights of all models, which is not checked. 2: weights come from the
+        /// disk.
+        key level: u32 = value(1).within(1..=2).shown("1 or 2");
+        /// Rate at which weights come back to each GPU. A worker wakes in `wake_ms` plus its weights per GPU over
+        /// this rate.
+        ///
+        /// High: swaps look free. Level 1 has the rate of the GPU's link to the host, level 2 that of the disk.
+        key wake_bytes_per_s: f64 = required(WAKE_REMEDY, 20e9).within(1e6..=1e15)
+            .unit("bytes/s").otherwise("required");
+        /// Rate at which weights leave each GPU for host memory. A worker falls asleep in `sleep_ms` plus its weights
+        /// per GPU over this rate; with level 2 in `sleep_ms`.
+        ///
+        /// As of `wake_bytes_per_s`.
+        key sleep_bytes_per_s?: f64 = optional().within(1e6..=1e15)
+            .unit("bytes/s").note("level 1").otherwise("`wake_bytes_per_s`");
+        /// Time to wake up besides the weights: allocations, the engine's loop, a first step that is slower.
+        ///
+        /// Low: the first token after a swap is too early.
+        key wake_ms: f64 = value(0.0).within(0.0..=MS_MAX).unit("ms");
+        /// Time to fall asleep besides the weights.
+        ///
+        /// As of `wake_ms`.
+        key sleep_ms: f64 = value(0.0).within(0.0..=MS_MAX).unit("ms");
+        /// Time that a model which has work stays awake while requests for another one wait. Then it admits no more,
+        /// finishes what runs, and sleeps.
+        ///
+        /// Low: most of the time goes to swaps. High: requests for the other models wait long.
+        key turn_ms: f64 = value(5_000.0).within(1.0..=MS_MAX).unit("ms");
+    }
+}
+
 pub(super) fn read_share(name: &str, t: &Table<'_>, pools: &[PoolConfig]) -> ShareConfig {
-    let names: Vec<String> = t.get("pools").required(
-        "list the pools that share GPUs, such as `pools = [\"small\", \"large\"]`",
-        Vec::new(),
-    );
+    let names = ShareKeys::pools().read(t);
     let mut places: Vec<usize> = Vec::new();
     for of in &names {
         match pools.iter().position(|pool| pool.name == *of) {
@@ -83,23 +128,19 @@ pub(super) fn read_share(name: &str, t: &Table<'_>, pools: &[PoolConfig]) -> Sha
             "list two pools or more, or remove the share",
         );
     }
-    let level: u32 = t.get("level").within(1..=2).or(1);
-    let wake_bytes_per_s = t.get("wake_bytes_per_s").within(1e6..=1e15).required(
-        "set the rate at which weights come back to a GPU: of host memory (level 1), such as `wake_bytes_per_s = 20e9` for \
-         PCIe 4.0 x16, or of the disk (level 2), such as 3e9",
-        20e9,
-    );
+    let level: u32 = ShareKeys::level().read(t);
+    let wake_bytes_per_s = ShareKeys::wake_bytes_per_s().read(t);
     let sleep_bytes_per_s = if level == 1 {
         let origin = Origin::Derived("`wake_bytes_per_s`".into());
-        let rate = t.get("sleep_bytes_per_s").within(1e6..=1e15);
+        let rate = ShareKeys::sleep_bytes_per_s().field(t);
         rate.or_from(origin, wake_bytes_per_s)
     } else {
         t.unused("sleep_bytes_per_s", "level", "level 2 drops the weights");
         f64::INFINITY
     };
-    let wake_ms = t.get("wake_ms").within(0.0..=MS_MAX).or(0.0);
-    let sleep_ms = t.get("sleep_ms").within(0.0..=MS_MAX).or(0.0);
-    let turn_ms = t.get("turn_ms").within(1.0..=MS_MAX).or(5_000.0);
+    let wake_ms = ShareKeys::wake_ms().read(t);
+    let sleep_ms = ShareKeys::sleep_ms().read(t);
+    let turn_ms = ShareKeys::turn_ms().read(t);
     let sharing = |at: usize| {
         let weights = weight_bytes(&pools[at]);
         SharingPool {

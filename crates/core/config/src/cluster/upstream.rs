@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 use slipstream_base::Role;
 
-use crate::doc::Table;
+use crate::doc::{Table, choice, optional, path, section, value};
+
+const DAY_S: f64 = 86_400.0;
 
 /// The server that an engine runs. It decides how its health is asked, and whether streams can continue
 /// on another engine.
@@ -444,54 +446,159 @@ pub(super) const RESUMES: &[(&str, Resume)] = &[
     ("tokens", Resume::Tokens),
 ];
 
-/// `[upstream]`: connections to real engines, their health, and what a lost one means.
-#[derive(Clone, Debug, PartialEq)]
-pub struct UpstreamConfig {
-    /// Time limit of a connection attempt, s. Default 3.
-    pub connect_timeout_s: f64,
-    /// Time limit from a request to the first byte of its answer, s. Default 600.
-    pub first_byte_timeout_s: f64,
-    /// Time limit between two pieces of an answer, s. Default 300.
-    pub idle_timeout_s: f64,
-    /// Idle connections are closed after this, s. Default 4: uvicorn, which vLLM and SGLang use, closes
-    /// them after 5.
-    pub keep_alive_s: f64,
-    /// Limit of idle connections per engine and shard. Default 256.
-    pub connections_idle_max: u32,
-    /// Interval of health checks, s. Default 2.
-    pub health_interval_s: f64,
-    /// Time limit of a health check, s. Default 3.
-    pub health_timeout_s: f64,
-    /// Interval at which an engine's models are listed again, s. Default 30.
-    pub models_interval_s: f64,
-    /// Failures in a row after which an engine gets no requests. Default 3.
-    pub failures_max: u32,
-    /// Time without requests after that, s; doubled each time until a request succeeds. Default 5.
-    pub ejection_s: f64,
-    /// Limit of that time, s. Default 120.
-    pub ejection_s_max: f64,
-    /// Engines that are worse than their peers.
-    pub outlier: OutlierConfig,
-    /// Further engines that are tried per request before its first byte. Default 3.
-    pub retries_max: u32,
-    /// Retries per request, on average over a shard. Default 0.2. Continued streams are not counted.
-    pub retry_budget: f64,
-    /// Continuation of streams. Default `tokens`.
-    pub resume: Resume,
-    /// Limit of an answer kept for its continuation, bytes. Default 1 MiB.
-    pub resume_bytes_max: u64,
-    /// Further paths that are forwarded: exact, or a prefix if it ends with `/`.
-    pub forward: Vec<String>,
-    /// File with the key of the admin API; `None`: there is no such API.
-    pub admin_key_file: Option<PathBuf>,
-    /// Limit of engines at a time; 0: those at start, and 8 more.
-    pub engines_max: u32,
-    /// Time that the open requests of a removed engine have to end, s. Default 600.
-    pub drain_timeout_s: f64,
-    /// Interval at which names (`pool.NAME.dns`) are looked up, s. Default 5.
-    pub dns_interval_s: f64,
-    /// Kubernetes' API server, for `pool.NAME.endpoint_slices`.
-    pub kubernetes: KubernetesConfig,
+section! {
+    /// `[upstream]`: connections to real engines, their health, and what a lost one means.
+    pub struct UpstreamConfig, keys UpstreamKeys of "upstream", read in order {
+        /// Time limit of a connection attempt to an engine.
+        ///
+        /// Low: busy engines count as failed. High: clients wait for a dead host.
+        connect_timeout_s: f64 = value(3.0).within(0.001..=DAY_S).unit("s");
+        /// Time limit from a request to the first byte of its answer; then 504. An answer that is not streamed has
+        /// its first byte at its end.
+        ///
+        /// Low: long answers that are not streamed are cut. High: a stalled engine holds its requests.
+        first_byte_timeout_s: f64 = value(600.0).within(0.001..=DAY_S).unit("s");
+        /// Time limit between two pieces of an answer; then the engine counts as lost for this request. Comments,
+        /// blank lines, events without data and `ping` events are no pieces: they do not extend it.
+        ///
+        /// Low: streams are cut while an engine computes long prompts, also if it keeps the connection open by
+        /// comments. High: a stalled engine holds its streams.
+        idle_timeout_s: f64 = value(300.0).within(0.001..=DAY_S).unit("s");
+        /// Idle connections to engines are closed after this. uvicorn, which vLLM and SGLang use, closes its side
+        /// after 5 s.
+        ///
+        /// Above the engine's own limit: requests meet a connection that is closing, and are sent again.
+        keep_alive_s: f64 = value(4.0).within(0.001..=DAY_S).unit("s");
+        /// Limit of idle connections per engine and shard.
+        ///
+        /// Low: a connection per request.
+        connections_idle_max: u32 = value(256).within(0..=65_536).unit("connections");
+        /// Interval of health checks per engine.
+        ///
+        /// High: a stopped engine is found by failing requests first.
+        health_interval_s: f64 = value(2.0).within(0.001..=DAY_S).unit("s");
+        /// Time limit of a health check. A check that timed out is repeated at once, so a hung engine is down after
+        /// `failures_max` times this.
+        ///
+        /// Low: an engine that is busy counts as failed. High: requests wait longer for a hung engine.
+        health_timeout_s: f64 = value(3.0).within(0.001..=DAY_S).unit("s");
+        /// Interval at which an engine's models are listed again.
+        ///
+        /// High: adapters that were loaded later get 404 for longer.
+        models_interval_s: f64 = value(30.0).within(0.001..=DAY_S).unit("s");
+        /// Failures in a row (refused or lost connections, answers of 500 and above, health checks) after which an
+        /// engine gets no requests. A refused connection counts at once.
+        ///
+        /// Low: one bad request ejects an engine.
+        failures_max: u32 = value(3).within(1..=1_000_000).unit("failures");
+        /// Time without requests after that. Then one request probes the engine: if it fails, the time doubles.
+        ///
+        /// Low: clients of a failing engine wait for retries.
+        ejection_s: f64 = value(5.0).within(0.001..=DAY_S).unit("s");
+        /// Limit of that time.
+        ///
+        /// High: an engine that recovered stays idle.
+        ejection_s_max: f64 = value(120.0).within(0.001..=DAY_S).unit("s");
+        /// Engines that are worse than their peers.
+        field outlier: OutlierConfig = OutlierConfig::default() => read_outlier;
+        /// Factor on the median of an engine's peers above which its mean time to the first byte, or between two
+        /// pieces of a stream, ejects it for `ejection_s` times its number of ejections; 0: off.
+        ///
+        /// Low: an engine with longer prompts is taken for a slow one.
+        key outlier_latency: f64 = value(0.0).within(0.0..=1_000.0).shown("times, 0 or 1.5 to 1,000");
+        /// Share of failed requests at which an engine is ejected likewise, if its peers' median is below half of
+        /// this share; 0: off.
+        ///
+        /// Low: a few bad requests eject an engine.
+        key outlier_errors: f64 = value(0.0).within(0.0..=1.0).unit("share");
+        /// Interval of the comparison, and of the latencies in `/health` and `slipstream top`.
+        ///
+        /// Low: few requests are compared.
+        key outlier_interval_s: f64 = value(10.0).within(0.1..=DAY_S).unit("s");
+        /// Minimum of an engine's requests in an interval for it to be compared; at least three engines of a pool
+        /// must reach it.
+        ///
+        /// Low: single slow requests decide.
+        key outlier_requests_min: u64 = value(20).within(1..=1_000_000).unit("requests");
+        /// Share of a pool that may be out of service, for any reason, once an outlier is ejected; one engine always
+        /// may.
+        ///
+        /// High: the others get more load, and may become outliers.
+        key outlier_ejected_max: f64 = value(0.1).within(0.0..=1.0).unit("share");
+        /// Further engines that are tried per request before the first byte of its answer.
+        ///
+        /// High: a request that ends engines meets many of them.
+        retries_max: u32 = value(3).within(0..=64).unit("engines");
+        /// Retries per request, on average over a shard; ten more at a time. Continued streams are not counted.
+        ///
+        /// High: retries add to an overload. 0: only those ten.
+        retry_budget: f64 = value(0.2).within(0.0..=10.0).unit("retries per request");
+        /// How a stream whose engine is lost continues on another one. "tokens": from its tokens if both engines run
+        /// vLLM (`return_token_ids` is added to streaming requests that can continue), otherwise from its text.
+        /// "text": from its text. `docs/engines.md` has the limits.
+        ///
+        /// "text": the continuation may differ from an undisturbed answer. "off": the stream ends with an error
+        /// event.
+        resume: Resume = choice(RESUMES, Resume::Tokens);
+        /// Limit of an answer's bytes kept for its continuation.
+        ///
+        /// Low: long answers cannot continue.
+        resume_bytes_max: u64 = value(1 << 20).within(1 << 10..=1 << 30).unit("bytes");
+        /// Further paths that are forwarded to engines: exact, or a prefix if it ends with `/`. `/v1/` and the usual
+        /// inference paths always are. `/v2/` has paths of Triton and KServe that load and unload models.
+        ///
+        /// Paths that change an engine reach one of several.
+        forward: Vec<String> = value(Vec::new()).shown("list of paths")
+            .check(
+                |paths: &Vec<String>| paths.iter().all(|path| is_forwarded_path(path)),
+                "a list of paths that begin with `/`",
+            );
+        /// File with the key of the admin API, `/admin/engines`, which adds, drains and lists engines. Without it
+        /// there is no such API (404).
+        ///
+        /// Who has the key decides where all prompts go.
+        admin_key_file?: PathBuf = path();
+        /// Limit of engines at a time. Slots for engines that come later are made at start; with prefill engines, as
+        /// many again for those.
+        ///
+        /// Low: engines cannot be added. High: memory for the index, some 32 bytes per slot and block.
+        engines_max: u32 = value(0).within(0..=4_096)
+            .unit("engines").note("0: those at start, and 8 more if there is a cluster file or an admin key");
+        /// Time that the open requests of an engine have to end once it is removed. Streams that have not continue on
+        /// other engines.
+        ///
+        /// Low: answers continue elsewhere that could have ended. High: an engine stays for long.
+        drain_timeout_s: f64 = value(600.0).within(0.0..=DAY_S).unit("s");
+        /// Interval at which the names of `pool.NAME.dns` are looked up, s. The system's resolver does not report the
+        /// time to live of an address.
+        ///
+        /// High: engines are noticed late. Low: load on the name server.
+        dns_interval_s: f64 = value(5.0).within(0.001..=DAY_S);
+        /// Kubernetes' API server, for `pool.NAME.endpoint_slices`.
+        field kubernetes: KubernetesConfig = KubernetesConfig::default() => read_kubernetes;
+        /// Kubernetes' API server, for `pool.NAME.endpoint_slices`. `http://` is for `kubectl proxy`: no token is
+        /// sent.
+        key kubernetes_url?: String = optional()
+            .shown("address").otherwise("as in a pod: `KUBERNETES_SERVICE_HOST` and `_PORT`");
+        /// Namespace of the EndpointSlices.
+        key kubernetes_namespace?: String = optional().shown("namespace").otherwise("the pod's")
+            .check(is_namespace, "a namespace: lower-case letters, digits and `-`");
+        /// File with the bearer token, read for each request.
+        ///
+        /// Missing or without rights: 401 or 403, and the engines stay as they are.
+        key kubernetes_token_file?: PathBuf = path().otherwise("the pod's");
+        /// PEM file of the authorities that sign the API server's certificate, which is always verified.
+        key kubernetes_ca_file?: PathBuf = path().otherwise("the pod's");
+    }
+}
+
+fn is_forwarded_path(path: &str) -> bool {
+    path.len() > 1 && path.starts_with('/') && !path.contains(['?', '#'])
+}
+
+fn is_namespace(name: &String) -> bool {
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    !name.is_empty() && name.len() <= 63 && name.chars().all(plain)
 }
 
 /// Ejection of engines that are worse than their peers (`upstream.outlier_…`). Off by default.
@@ -519,21 +626,17 @@ impl OutlierConfig {
 impl Default for OutlierConfig {
     fn default() -> Self {
         OutlierConfig {
-            latency: 0.0,
-            errors: 0.0,
-            interval_s: 10.0,
-            requests_min: 20,
-            ejected_max: 0.1,
+            latency: UpstreamKeys::outlier_latency().default(),
+            errors: UpstreamKeys::outlier_errors().default(),
+            interval_s: UpstreamKeys::outlier_interval_s().default(),
+            requests_min: UpstreamKeys::outlier_requests_min().default(),
+            ejected_max: UpstreamKeys::outlier_ejected_max().default(),
         }
     }
 }
 
 fn read_outlier(t: &Table<'_>) -> OutlierConfig {
-    let default = OutlierConfig::default();
-    let latency: f64 = t
-        .get("outlier_latency")
-        .within(0.0..=1_000.0)
-        .or(default.latency);
+    let latency = UpstreamKeys::outlier_latency().read(t);
     if latency > 0.0 && latency < 1.5 {
         t.error(
             "outlier_latency",
@@ -543,19 +646,10 @@ fn read_outlier(t: &Table<'_>) -> OutlierConfig {
     }
     OutlierConfig {
         latency,
-        errors: t.get("outlier_errors").within(0.0..=1.0).or(default.errors),
-        interval_s: t
-            .get("outlier_interval_s")
-            .within(0.1..=86_400.0)
-            .or(default.interval_s),
-        requests_min: t
-            .get("outlier_requests_min")
-            .within(1..=1_000_000)
-            .or(default.requests_min),
-        ejected_max: t
-            .get("outlier_ejected_max")
-            .within(0.0..=1.0)
-            .or(default.ejected_max),
+        errors: UpstreamKeys::outlier_errors().read(t),
+        interval_s: UpstreamKeys::outlier_interval_s().read(t),
+        requests_min: UpstreamKeys::outlier_requests_min().read(t),
+        ejected_max: UpstreamKeys::outlier_ejected_max().read(t),
     }
 }
 
@@ -573,7 +667,7 @@ pub struct KubernetesConfig {
 }
 
 fn read_kubernetes(t: &Table<'_>) -> KubernetesConfig {
-    let written: Option<String> = t.get("kubernetes_url").optional();
+    let written = UpstreamKeys::kubernetes_url().read(t);
     let url = written.and_then(|text| match EngineUrl::parse(&text) {
         Ok(url) => Some(url),
         Err(why) => {
@@ -582,104 +676,11 @@ fn read_kubernetes(t: &Table<'_>) -> KubernetesConfig {
             None
         }
     });
-    let is_name = |name: &String| {
-        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        !name.is_empty() && name.len() <= 63 && name.chars().all(plain)
-    };
     KubernetesConfig {
         url,
-        namespace: t
-            .get("kubernetes_namespace")
-            .check(is_name, "a namespace: lower-case letters, digits and `-`")
-            .optional(),
-        token_file: t.path("kubernetes_token_file").optional(),
-        ca_file: t.path("kubernetes_ca_file").optional(),
-    }
-}
-
-impl Default for UpstreamConfig {
-    fn default() -> Self {
-        UpstreamConfig {
-            connect_timeout_s: 3.0,
-            first_byte_timeout_s: 600.0,
-            idle_timeout_s: 300.0,
-            keep_alive_s: 4.0,
-            connections_idle_max: 256,
-            health_interval_s: 2.0,
-            health_timeout_s: 3.0,
-            models_interval_s: 30.0,
-            failures_max: 3,
-            ejection_s: 5.0,
-            ejection_s_max: 120.0,
-            outlier: OutlierConfig::default(),
-            retries_max: 3,
-            retry_budget: 0.2,
-            resume: Resume::Tokens,
-            resume_bytes_max: 1 << 20,
-            forward: Vec::new(),
-            admin_key_file: None,
-            engines_max: 0,
-            drain_timeout_s: 600.0,
-            dns_interval_s: 5.0,
-            kubernetes: KubernetesConfig::default(),
-        }
-    }
-}
-
-pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
-    let default = UpstreamConfig::default();
-    let seconds = |key, default| t.get(key).within(0.001..=86_400.0).or(default);
-    UpstreamConfig {
-        connect_timeout_s: seconds("connect_timeout_s", default.connect_timeout_s),
-        first_byte_timeout_s: seconds("first_byte_timeout_s", default.first_byte_timeout_s),
-        idle_timeout_s: seconds("idle_timeout_s", default.idle_timeout_s),
-        keep_alive_s: seconds("keep_alive_s", default.keep_alive_s),
-        connections_idle_max: t
-            .get("connections_idle_max")
-            .within(0..=65_536)
-            .or(default.connections_idle_max),
-        health_interval_s: seconds("health_interval_s", default.health_interval_s),
-        health_timeout_s: seconds("health_timeout_s", default.health_timeout_s),
-        models_interval_s: seconds("models_interval_s", default.models_interval_s),
-        failures_max: t
-            .get("failures_max")
-            .within(1..=1_000_000)
-            .or(default.failures_max),
-        ejection_s: seconds("ejection_s", default.ejection_s),
-        ejection_s_max: seconds("ejection_s_max", default.ejection_s_max),
-        outlier: read_outlier(t),
-        retries_max: t.get("retries_max").within(0..=64).or(default.retries_max),
-        retry_budget: t
-            .get("retry_budget")
-            .within(0.0..=10.0)
-            .or(default.retry_budget),
-        resume: t.choice("resume", RESUMES).or(default.resume),
-        resume_bytes_max: t
-            .get("resume_bytes_max")
-            .within(1 << 10..=1 << 30)
-            .or(default.resume_bytes_max),
-        forward: t
-            .get("forward")
-            .check(
-                |paths: &Vec<String>| {
-                    paths.iter().all(|path| {
-                        path.len() > 1 && path.starts_with('/') && !path.contains(['?', '#'])
-                    })
-                },
-                "a list of paths that begin with `/`",
-            )
-            .or(default.forward),
-        admin_key_file: t.path("admin_key_file").optional(),
-        engines_max: t
-            .get("engines_max")
-            .within(0..=4096)
-            .or(default.engines_max),
-        drain_timeout_s: t
-            .get("drain_timeout_s")
-            .within(0.0..=86_400.0)
-            .or(default.drain_timeout_s),
-        dns_interval_s: seconds("dns_interval_s", default.dns_interval_s),
-        kubernetes: read_kubernetes(t),
+        namespace: UpstreamKeys::kubernetes_namespace().read(t),
+        token_file: UpstreamKeys::kubernetes_token_file().read(t),
+        ca_file: UpstreamKeys::kubernetes_ca_file().read(t),
     }
 }
 

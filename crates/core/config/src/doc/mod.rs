@@ -56,7 +56,7 @@ mod table;
 pub use diagnostic::{Diagnostic, Diagnostics, suggestion};
 pub use key::Row;
 pub(crate) use key::{
-    Key, Section, Unset, choice, optional, path, section,
+    Key, Section, Unset, choice, optional, path, required, section,
     text, value,
 };
 pub use node::{Doc, Origin};

@@ -166,7 +166,7 @@ pub(super) fn read_autoscale(
             .or(workers)
     };
     let min = AutoscaleKeys::workers_min();
-    let workers_min = min.field(t).within(1..=workers_max).or(min.default());
+    let workers_min = min.finish(min.field(t).within(1..=workers_max));
     let target = if policy == Custom {
         t.unused("target", "policy", "the function decides");
         default_target

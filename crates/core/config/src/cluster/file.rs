@@ -19,19 +19,21 @@ use std::io;
 use std::path::Path;
 
 use super::autoscale::read_autoscale;
+use super::event::read_event_list;
+use super::gpu::{read_gpu, read_link};
 use super::host::{check_host, read_host};
 use super::live;
 use super::network::{check_hosts, check_links, read_network};
 use super::share::{check_shares, read_share};
 use super::upstream::{HttpEngines, KvProtocol, UpstreamConfig, read_engines};
 use super::{
-    Cluster, DiskTierConfig, Dtype, EncoderConfig, EngineConfig,
-    EngineKind, Fault, FaultEvent, Framework, HostTierConfig, KvConfig, LoraConfig, ModelConfig,
-    OutputLen, PeerTierConfig, PipelineConfig, PoolConfig, RouterConfig, SchedulingPolicy,
-    SpeculationConfig, SpeculationMethod, TIME_S_MAX, TimingConfig,
+    Cluster, DiskTierConfig, Dtype, EncoderConfig, EngineConfig, EngineKind,
+    Framework, HostTierConfig, KvConfig, LoraConfig, ModelConfig, OutputLen, PeerTierConfig,
+    PipelineConfig, PoolConfig, RouterConfig, SchedulingPolicy, SpeculationConfig,
+    SpeculationMethod, TimingConfig, WORKERS_MAX,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Section, Settings, Table, suggestion};
-use crate::preset::{self, Formats, Gpu, Link, ModelFiles, ModelShape};
+use crate::preset::{self, Formats, Gpu, ModelFiles, ModelShape};
 use slipstream_base::Role;
 use slipstream_base::text::{counted, several};
 use slipstream_base::width::{floor_u64, round_u64, to_u32};
@@ -96,12 +98,6 @@ pub(super) const NOT_MODELLED: &[(&str, &str)] = &[
     ),
     ("decode_context_parallel_size", "is not modelled"),
 ];
-
-/// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
-/// Processes announce their workers with a count of 16 bits.
-const WORKERS_MAX: u32 = 65_535;
-/// Default of `--peer-deadline`, s.
-const PEER_DEADLINE_S: f64 = 5.0;
 
 /// Keys by which a cluster file is known.
 pub const TELLING_KEYS: [&str; 5] = ["model", "engine", "pool", "router", "live"];
@@ -386,214 +382,6 @@ fn check_engines(root: &Table<'_>, pools: &[PoolConfig]) {
     }
 }
 
-/// `[[event]]`, sorted by time.
-fn read_event_list(root: &Table<'_>, pools: &[PoolConfig]) -> Vec<FaultEvent> {
-    let mut events = root.array("event", |_, t| read_event(t, pools));
-    events.sort_by(|a, b| a.at_s.total_cmp(&b.at_s));
-    events
-}
-
-fn read_event(t: &Table<'_>, pools: &[PoolConfig]) -> FaultEvent {
-    const KINDS: &[(&str, Fault)] = &[
-        ("crash", Fault::Crash),
-        ("drain", Fault::Drain),
-        ("slow", Fault::Slow { factor: 1.0 }),
-        ("link", Fault::Link { share: 1.0 }),
-        ("uplink", Fault::Uplink { leaf: 0, spine: 0 }),
-        ("gpu", Fault::Gpu { detect_s: 0.0 }),
-        ("kv_loss", Fault::KvLoss { share: 1.0 }),
-        ("kv_late", Fault::KvLate { delay_ms: 0.0 }),
-        ("frontend", Fault::Frontend),
-        (
-            "partition",
-            Fault::Partition {
-                peer_deadline_s: 0.0,
-            },
-        ),
-        (
-            "upgrade",
-            Fault::Upgrade {
-                drain_timeout_s: None,
-            },
-        ),
-    ];
-    let kind = t.choice("kind", KINDS).required(
-        "set it to crash, drain, slow, link, uplink, gpu, kv_loss, kv_late, frontend, partition or upgrade",
-        Fault::Crash,
-    );
-    let at_s = t
-        .get("at_s")
-        .within(0.0..=TIME_S_MAX)
-        .required("set the time, in seconds from the start", 0.0);
-    let until_s: Option<f64> = if matches!(kind, Fault::Upgrade { .. }) {
-        t.unused("until_s", "kind", "it ends when the last worker is back");
-        None
-    } else {
-        t.get("until_s").within(0.0..=TIME_S_MAX).optional()
-    };
-    if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s) {
-        t.error(
-            "until_s",
-            format!("`until_s` is {until_s}, but it begins at {at_s}"),
-            "set a later time, or remove it for an event without end",
-        );
-    }
-    let fault = read_fault(t, kind, at_s, until_s);
-    FaultEvent {
-        at_s,
-        until_s,
-        workers: read_event_workers(t, kind, pools),
-        fault,
-    }
-}
-
-/// The fault of `kind`, with its parameters.
-fn read_fault(t: &Table<'_>, kind: Fault, at_s: f64, until_s: Option<f64>) -> Fault {
-    let only = |key: &str, used: bool, by: &str| {
-        if !used {
-            t.unused(key, "kind", &format!("only {by} it"));
-        }
-    };
-    only(
-        "factor",
-        matches!(kind, Fault::Slow { .. }),
-        "\"slow\" uses",
-    );
-    let shares = matches!(kind, Fault::Link { .. } | Fault::KvLoss { .. });
-    only("share", shares, "\"link\" and \"kv_loss\" use");
-    let uplink = matches!(kind, Fault::Uplink { .. });
-    only("leaf", uplink, "\"uplink\" uses");
-    only("spine", uplink, "\"uplink\" uses");
-    only(
-        "detect_s",
-        matches!(kind, Fault::Gpu { .. }),
-        "\"gpu\" uses",
-    );
-    let late = matches!(kind, Fault::KvLate { .. });
-    only("delay_ms", late, "\"kv_late\" uses");
-    let parts = matches!(kind, Fault::Partition { .. });
-    only("peer_deadline_s", parts, "\"partition\" uses");
-    let upgrades = matches!(kind, Fault::Upgrade { .. });
-    only("drain_timeout_s", upgrades, "\"upgrade\" uses");
-    let time_s = |key| t.get(key).within(0.0..=TIME_S_MAX);
-    match kind {
-        Fault::Crash | Fault::Drain | Fault::Frontend => kind,
-        Fault::Slow { .. } => Fault::Slow {
-            factor: t
-                .get("factor")
-                .within(0.001..=1e6)
-                .required("set the factor by which passes take longer", 1.0),
-        },
-        Fault::Link { .. } => Fault::Link {
-            share: t
-                .get("share")
-                .within(0.0..=1.0)
-                .required("set the remaining share of its rate; 0: it is down", 1.0),
-        },
-        Fault::Uplink { .. } => Fault::Uplink {
-            leaf: t.get("leaf").required("set the leaf switch", 0),
-            spine: t.get("spine").or(0),
-        },
-        Fault::KvLoss { .. } => Fault::KvLoss {
-            share: t.get("share").within(0.0..=1.0).or(1.0),
-        },
-        Fault::KvLate { .. } => Fault::KvLate {
-            delay_ms: t
-                .get("delay_ms")
-                .within(0.0..=3.6e6)
-                .required("set the additional delay of its KV events, in ms", 0.0),
-        },
-        Fault::Gpu { .. } => {
-            let detect_s: f64 = time_s("detect_s").or(0.0);
-            if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s + detect_s) {
-                t.error(
-                    "until_s",
-                    format!(
-                        "`until_s` is {until_s}, but the worker ends at {} (`at_s` and `detect_s`)",
-                        at_s + detect_s
-                    ),
-                    "set a later time, or remove it for a worker that starts again at once",
-                );
-            }
-            Fault::Gpu { detect_s }
-        }
-        Fault::Partition { .. } => Fault::Partition {
-            peer_deadline_s: time_s("peer_deadline_s").or(PEER_DEADLINE_S),
-        },
-        Fault::Upgrade { .. } => Fault::Upgrade {
-            drain_timeout_s: time_s("drain_timeout_s").optional(),
-        },
-    }
-}
-
-/// The workers of an event.
-fn read_event_workers(t: &Table<'_>, kind: Fault, pools: &[PoolConfig]) -> Vec<u32> {
-    let total = (pools.iter()).fold(0u32, |total, pool| total.saturating_add(pool.workers));
-    let last = total.saturating_sub(1);
-    let group = matches!(kind, Fault::Partition { .. });
-    let upgrades = matches!(kind, Fault::Upgrade { .. });
-    if !group {
-        t.unused("workers", "kind", "only \"partition\" uses it");
-    }
-    if !upgrades {
-        t.unused("pool", "kind", "only \"upgrade\" uses it");
-    }
-    if group {
-        let every = |workers: &Vec<u32>| {
-            !workers.is_empty() && workers.iter().all(|&worker| worker < total)
-        };
-        let mut workers: Vec<u32> = t
-            .get("workers")
-            .check(every, &format!("numbers of workers, each 0 to {last}"))
-            .required(
-                "set the workers that are cut off, by their numbers over all pools",
-                Vec::new(),
-            );
-        workers.sort_unstable();
-        workers.dedup();
-        t.unused("worker", "kind", "\"partition\" has `workers`");
-        return workers;
-    }
-    if upgrades {
-        t.unused("worker", "kind", "\"upgrade\" has `pool`");
-        let names: Vec<&str> = pools.iter().map(|pool| &*pool.name).collect();
-        let of: Option<String> = t
-            .get("pool")
-            .check(
-                |name: &String| names.contains(&name.as_str()),
-                &format!("the name of a pool: {}", names.join(", ")),
-            )
-            .optional();
-        if total > WORKERS_MAX {
-            return Vec::new(); // that is an error already
-        }
-        let (mut first, mut workers) = (0, Vec::new());
-        for pool in pools {
-            if of.as_ref().is_none_or(|of| *of == pool.name) {
-                workers.extend(first..first + pool.workers);
-            }
-            first += pool.workers;
-        }
-        return workers;
-    }
-    if kind == Fault::Frontend {
-        t.unused("worker", "kind", "it is a fault of the frontend");
-        return Vec::new();
-    }
-    if matches!(kind, Fault::Uplink { .. }) {
-        t.unused("worker", "kind", "\"uplink\" has `leaf` and `spine`");
-        return Vec::new();
-    }
-    let worker = t
-        .get("worker")
-        .check(
-            |&worker: &u32| worker < total,
-            &format!("the number of a worker, 0 to {last}"),
-        )
-        .required("set the worker, by its number over all pools", 0);
-    vec![worker]
-}
-
 fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>) -> ModelConfig {
     let default = ModelConfig::default();
     let preset = t.get("preset").or(default.preset);
@@ -759,94 +547,6 @@ fn read_pool(
         }),
         engines,
         engine,
-    }
-}
-
-/// The link called `NAME` in `[link.NAME]`: kind, bytes/s, latency of an all-reduce.
-type NamedLink = (String, Link, f64, Option<f64>);
-
-fn read_link(name: &str, t: &Table<'_>) -> NamedLink {
-    const KINDS: &[(&str, Link)] = &[("fabric", Link::Fabric), ("pcie", Link::Pcie)];
-    let kind = t.choice("kind", KINDS).or(Link::Pcie);
-    let bytes_per_s = t.get("bytes_per_s").within(1e6..=1e15).required(
-        "set the bandwidth between two GPUs in one direction, such as `bytes_per_s = 64e9` for PCIe 5.0 x16",
-        64e9,
-    );
-    let reduce_us = t.get("reduce_us").within(0.1..=1e6).optional();
-    (name.to_owned(), kind, bytes_per_s, reduce_us)
-}
-
-/// `[gpu.NAME]`: a GPU by its numbers, or a preset with other ones.
-fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
-    if preset::gpu(name).is_some() {
-        t.error(
-            "",
-            format!("`{name}` is a preset"),
-            format!("call it otherwise, with `like = \"{name}\"` for a preset with other numbers"),
-        );
-    }
-    let presets: Vec<(&str, &'static Gpu)> =
-        preset::GPUS.iter().map(|gpu| (&*gpu.name, gpu)).collect();
-    let like: Option<&'static Gpu> = t.choice("like", &presets).optional();
-    let number = |key: &str, of: fn(&Gpu) -> Option<f64>, remedy: &str| {
-        let field = t.get(key).within(1e3..=1e18);
-        match like.and_then(of) {
-            Some(default) => {
-                field.or_from(Origin::Preset(like.map_or("", |g| &g.name).into()), default)
-            }
-            None => field.required(remedy, 1e12),
-        }
-    };
-    let optional = |key: &str, of: fn(&Gpu) -> Option<f64>| {
-        let found: Option<f64> = t.get(key).within(1e3..=1e18).optional();
-        found.or_else(|| like.and_then(of))
-    };
-    let bf16_flops = number(
-        "bf16_flops",
-        |g| Some(g.bf16_flops),
-        "set the dense BF16 throughput in FLOP/s, such as `bf16_flops = 989e12`, or a preset in `like`",
-    );
-    let memory_bytes = number(
-        "memory_bytes",
-        |g| Some(g.memory_bytes as f64),
-        "set the memory that programs can use, such as `memory_bytes = 85e9`, or a preset in `like`",
-    );
-    let memory_bytes_per_s = number(
-        "memory_bytes_per_s",
-        |g| Some(g.memory_bytes_per_s),
-        "set the memory bandwidth, such as `memory_bytes_per_s = 3350e9`, or a preset in `like`",
-    );
-    let wanted: Option<String> = t.get("link").optional();
-    let link = wanted.as_ref().and_then(|wanted| {
-        let found = links.iter().find(|(name, ..)| name == wanted);
-        if found.is_none() {
-            t.error(
-                "link",
-                format!("`link` is \"{wanted}\", but there is no table `[link.{wanted}]`"),
-                "add the table, or remove the key",
-            );
-        }
-        found
-    });
-    let (link, link_bytes_per_s, reduce_us) = match (link, like) {
-        (Some((_, kind, bytes_per_s, reduce_us)), _) => (*kind, *bytes_per_s, *reduce_us),
-        (None, Some(like)) => (like.link, like.link_bytes_per_s, like.reduce_us),
-        // PCIe 4.0 x16, which the slowest servers have.
-        (None, None) => (Link::Pcie, 32e9, None),
-    };
-    Gpu {
-        name: name.to_owned().into(),
-        like: like.map(|gpu| &*gpu.name),
-        title: "a GPU of the cluster file",
-        bf16_flops,
-        fp8_flops: optional("fp8_flops", |g| g.fp8_flops),
-        fp4_flops: optional("fp4_flops", |g| g.fp4_flops),
-        memory_bytes: floor_u64(memory_bytes),
-        memory_bytes_per_s,
-        link_bytes_per_s,
-        link,
-        reduce_us,
-        source: "cluster file",
     }
 }
 

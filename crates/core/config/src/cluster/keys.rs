@@ -1,6 +1,8 @@
 //! The keys of the cluster file, table by table, for its documentation: `docs/cluster-file.md` has a row for each.
 
 use super::autoscale::AutoscaleKeys;
+use super::event::EventKeys;
+use super::gpu::{GpuKeys, LinkKeys};
 use super::host::{HostKeys, ThreadsKeys};
 use super::kv::KvKeys;
 use super::live::{EventsKeys, FaultsKeys, LiveKeys, OutputKeys};
@@ -24,8 +26,8 @@ pub fn rows() -> Vec<Row> {
         reference::rows(&["engine.speculation"]),
         reference::rows(&["engine.output_len"]),
         reference::rows(&["engine.timing"]),
-        reference::rows(&["gpu.NAME"]),
-        reference::rows(&["link.NAME"]),
+        GpuKeys::rows(),
+        LinkKeys::rows(),
         reference::rows(&["pool.NAME"]),
         ShareKeys::rows(),
         RouterKeys::rows(),
@@ -34,7 +36,7 @@ pub fn rows() -> Vec<Row> {
         ThreadsKeys::rows(),
         KvKeys::rows(),
         AutoscaleKeys::rows(),
-        reference::rows(&["event"]),
+        EventKeys::rows(),
         LiveKeys::rows(),
         EventsKeys::rows(),
         FaultsKeys::rows(),

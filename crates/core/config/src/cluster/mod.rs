@@ -6,7 +6,9 @@
 //! from it.
 
 mod autoscale;
+mod event;
 pub mod file;
+mod gpu;
 mod host;
 pub mod keys;
 mod kv;
@@ -27,6 +29,7 @@ use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::{Role, WorkerId};
 
 pub use autoscale::{AutoscaleConfig, AutoscalePolicy};
+pub use event::{Fault, FaultEvent};
 pub use host::{HostConfig, HostMode, HostScheduler, HostThreads, WakeMechanism};
 pub use kv::{HandOver, KvConfig};
 pub use live::{AutoscaleOutput, EventBus, EventsConfig, FaultsConfig, LiveConfig};
@@ -40,6 +43,10 @@ pub use upstream::{
 
 /// A year, s: a longer time is an error in the unit, and products with 1e9 ns must fit.
 const TIME_S_MAX: f64 = 86_400.0 * 366.0;
+
+/// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
+/// Processes announce their workers with a count of 16 bits.
+const WORKERS_MAX: u32 = 65_535;
 
 /// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]
@@ -661,92 +668,4 @@ impl Dtype {
             Dtype::Mxfp4 => "mxfp4",
         }
     }
-}
-
-/// A fault of a worker, of the frontend, or of what connects them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Fault {
-    /// It stops and loses its state; at the end it starts again.
-    Crash,
-    /// It takes no more requests, and finishes those in progress; at the end it takes requests
-    /// again.
-    Drain,
-    /// Its passes take `factor` times as long.
-    Slow {
-        /// Above 0.
-        factor: f64,
-    },
-    /// The rate of its network interface is multiplied by this share; 0: it is down.
-    Link {
-        /// 0 to 1.
-        share: f64,
-    },
-    /// The link between a leaf switch and a spine switch is down.
-    Uplink {
-        /// The leaf switch: workers `leaf * workers_per_leaf` and following.
-        leaf: u32,
-        /// The spine switch, from 0.
-        spine: u32,
-    },
-    /// One of its GPUs is gone: no pass ends any more. After `detect_s` the worker ends as in a crash. It starts
-    /// again at the end, or at once if the event has none.
-    Gpu {
-        /// Until the worker ends, s.
-        detect_s: f64,
-    },
-    /// Some of its KV events do not reach the router.
-    KvLoss {
-        /// Share that is lost, above 0 to 1.
-        share: f64,
-    },
-    /// Its KV events reach the router later.
-    KvLate {
-        /// Additional delay, ms.
-        delay_ms: f64,
-    },
-    /// The frontend stops and loses its state and its connections; at the end another one takes its place.
-    Frontend,
-    /// Nothing crosses the network between the event's workers and all others, the frontend included.
-    Partition {
-        /// Silence after which a connection is closed, s.
-        peer_deadline_s: f64,
-    },
-    /// The workers are replaced one after another: each drains, restarts without its cache, and takes requests again.
-    Upgrade {
-        /// Time for the open requests of a worker to end, s; `None`: `live.drain_timeout_s`.
-        drain_timeout_s: Option<f64>,
-    },
-}
-
-impl Fault {
-    /// Its name in a cluster file.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Fault::Crash => "crash",
-            Fault::Drain => "drain",
-            Fault::Slow { .. } => "slow",
-            Fault::Link { .. } => "link",
-            Fault::Uplink { .. } => "uplink",
-            Fault::Gpu { .. } => "gpu",
-            Fault::KvLoss { .. } => "kv_loss",
-            Fault::KvLate { .. } => "kv_late",
-            Fault::Frontend => "frontend",
-            Fault::Partition { .. } => "partition",
-            Fault::Upgrade { .. } => "upgrade",
-        }
-    }
-}
-
-/// An `[[event]]`: a fault at a time.
-#[derive(Clone, Debug, PartialEq)]
-pub struct FaultEvent {
-    /// Start, s.
-    pub at_s: f64,
-    /// End, s; `None`: never.
-    pub until_s: Option<f64>,
-    /// Numbers of its workers, over all pools in file order, rising. One for faults of a worker, none for
-    /// [`Fault::Frontend`] and [`Fault::Uplink`].
-    pub workers: Vec<u32>,
-    /// The fault.
-    pub fault: Fault,
 }

@@ -234,6 +234,15 @@ impl<T, D> Key<T, D> {
         self.limits.iter().fold(field, |field, limit| limit(field))
     }
 
+    /// The field in `t` as one of `words`, which come from elsewhere in the file.
+    pub(crate) fn among<'t, U: Clone + PartialEq>(
+        &self,
+        t: &'t Table<'_>,
+        words: &'t [(&'t str, U)],
+    ) -> Field<'t, U> {
+        t.choice(self.name, words)
+    }
+
     fn row_without(&self, table: &str, default: Option<String>) -> Row {
         let mut paragraphs = self.doc.split("\n\n").map(|lines| {
             let lines: Vec<&str> = lines.lines().map(str::trim).collect();
@@ -275,11 +284,21 @@ impl<T, D> Key<T, D> {
 impl<T: Clone> Key<T> {
     /// The value in `t`, or the default.
     pub(crate) fn read(&self, t: &Table<'_>) -> T {
+        self.finish(self.field(t))
+    }
+
+    /// The value of `field`, or the default.
+    pub(crate) fn finish(&self, field: Field<'_, T>) -> T {
         let default = self.without.default.clone();
         match self.without.remedy {
-            None => self.field(t).or(default),
-            Some(remedy) => self.field(t).required(remedy, default),
+            None => field.or(default),
+            Some(remedy) => field.required(remedy, default),
         }
+    }
+
+    /// The value in `t`, which must also be `ok`; `must` completes "but must be …".
+    pub(crate) fn read_if(&self, t: &Table<'_>, ok: impl FnOnce(&T) -> bool, must: &str) -> T {
+        self.finish(self.field(t).check(ok, must))
     }
 
     /// The default.

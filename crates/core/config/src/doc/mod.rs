@@ -56,7 +56,7 @@ mod table;
 pub use diagnostic::{Diagnostic, Diagnostics, suggestion};
 pub use key::Row;
 pub(crate) use key::{
-    Key, Section, Unset, choice, optional, path, required, section,
+    Key, Section, Unset, choice, optional, path, required, required_choice, section,
     text, value,
 };
 pub use node::{Doc, Origin};

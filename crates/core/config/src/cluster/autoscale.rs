@@ -1,5 +1,6 @@
 //! `[autoscale]`: how many of a pool's workers run.
 
+use super::DAY_S;
 use crate::doc::{Table, choice, optional, section, value};
 
 /// The load that decides how many workers of a pool run.
@@ -69,8 +70,6 @@ pub struct AutoscaleConfig {
     /// Objective of TTFT for [`AutoscalePolicy::Slo`] in a live cluster, s; `None`: there is none.
     pub ttft_s: Option<f64>,
 }
-
-const DAY_S: f64 = 86_400.0;
 
 section! {
     keys AutoscaleKeys of "autoscale" {

@@ -1,34 +1,29 @@
 //! The keys of the cluster file, table by table, for its documentation: `docs/cluster-file.md` has a row for each.
 
 use super::autoscale::AutoscaleKeys;
+use super::engine;
 use super::event::EventKeys;
 use super::gpu::{GpuKeys, LinkKeys};
 use super::host::{HostKeys, ThreadsKeys};
 use super::kv::KvKeys;
 use super::live::{EventsKeys, FaultsKeys, LiveKeys, OutputKeys};
+use super::model::ModelKeys;
 use super::network::NetworkKeys;
-use super::reference;
+use super::pool::PoolKeys;
 use super::router::RouterKeys;
 use super::share::ShareKeys;
-use super::upstream::UpstreamKeys;
+use super::upstream::{EnginesKeys, UpstreamKeys};
 use crate::doc::Row;
 
 /// Every key, in the order of the documentation.
 pub fn rows() -> Vec<Row> {
     let tables = [
-        reference::rows(&["model"]),
-        reference::rows(&["engine"]),
-        reference::rows(&["engine.lora"]),
-        reference::rows(&["engine.encoder"]),
-        reference::rows(&["engine.host_tier"]),
-        reference::rows(&["engine.disk_tier"]),
-        reference::rows(&["engine.peer_tier"]),
-        reference::rows(&["engine.speculation"]),
-        reference::rows(&["engine.output_len"]),
-        reference::rows(&["engine.timing"]),
+        ModelKeys::rows(),
+        engine::rows(),
         GpuKeys::rows(),
         LinkKeys::rows(),
-        reference::rows(&["pool.NAME"]),
+        PoolKeys::rows(),
+        EnginesKeys::rows(),
         ShareKeys::rows(),
         RouterKeys::rows(),
         NetworkKeys::rows(),

@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::EngineUrl;
+use super::{DAY_S, EngineUrl};
 use crate::doc::{Section, Table, choice, optional, path, section, text, value};
 
-const DAY_S: f64 = 86_400.0;
 /// An address has 8 bits for the shard, and so has a count of shards.
 const SHARDS_MAX: u32 = 255;
 
@@ -224,16 +223,16 @@ section! {
         ///
         /// `*` as address makes it reachable from other machines.
         fpm_endpoint: String = text("tcp://127.0.0.1:5556").shown("\"tcp://ADDRESS:PORT\"")
-            .check(is_zmq_endpoint, ZMQ_MUST);
+            .check(|text: &String| is_zmq_endpoint(text), ZMQ_MUST);
         /// ZeroMQ: KV events of the first rank are published here; rank n uses the port n above.
         ///
         /// If one of these ports is in use, the server does not start.
         kv_endpoint: String = text("tcp://127.0.0.1:5557").shown("\"tcp://ADDRESS:PORT\"")
-            .check(is_zmq_endpoint, ZMQ_MUST);
+            .check(|text: &String| is_zmq_endpoint(text), ZMQ_MUST);
         /// ZeroMQ: the first rank answers requests for past KV events here; rank n at the port n above.
         replay_endpoint?: String = optional()
             .shown("\"tcp://ADDRESS:PORT\"").otherwise("none: past KV events are not kept")
-            .check(is_zmq_endpoint, ZMQ_MUST);
+            .check(|text: &String| is_zmq_endpoint(text), ZMQ_MUST);
         /// ZeroMQ: topic of KV events, as in vLLM.
         ///
         /// Subscribers of another topic receive nothing.
@@ -249,7 +248,7 @@ section! {
         ///
         /// Two clusters with one prefix on one server are indistinguishable.
         subject_prefix: String = text("slipstream").shown("words with dots between")
-            .check(is_subject_prefix, "words of letters, digits, `-` and `_` with single dots between them");
+            .check(|text: &String| is_subject_prefix(text), "words of letters, digits, `-` and `_` with single dots between them");
         /// Limit of queued events, per engine thread and kind, and in ZeroMQ per subscriber; beyond it the oldest are
         /// dropped.
         ///
@@ -375,7 +374,7 @@ fn read_autoscale_output(t: &Table<'_>) -> AutoscaleOutput {
 }
 
 /// `tcp://` and an address to listen on; `*` stands for every address.
-pub(super) fn is_zmq_endpoint(text: &String) -> bool {
+pub(super) fn is_zmq_endpoint(text: &str) -> bool {
     let Some(address) = text.strip_prefix("tcp://") else {
         return false;
     };
@@ -386,7 +385,7 @@ pub(super) fn is_zmq_endpoint(text: &String) -> bool {
 }
 
 /// A valid beginning of a NATS subject, without wildcards.
-pub(super) fn is_subject_prefix(text: &String) -> bool {
+pub(super) fn is_subject_prefix(text: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     let is_word = |word: &str| !word.is_empty() && word.chars().all(plain);
     text.len() <= 200 && text.split('.').all(is_word)

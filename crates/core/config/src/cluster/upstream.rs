@@ -5,9 +5,8 @@ use std::path::PathBuf;
 
 use slipstream_base::Role;
 
+use super::DAY_S;
 use crate::doc::{Table, choice, optional, path, section, value};
-
-const DAY_S: f64 = 86_400.0;
 
 /// The server that an engine runs. It decides how its health is asked, and whether streams can continue
 /// on another engine.
@@ -247,72 +246,124 @@ pub struct EngineTls {
     pub server_name: Option<String>,
 }
 
-/// Keys of [`EngineTls`].
-const TLS_KEYS: [&str; 4] = ["ca_file", "cert_file", "key_file", "server_name"];
-
-fn read_tls(t: &Table<'_>) -> EngineTls {
-    let ca_file = t.path("ca_file").optional();
-    let cert = t.path("cert_file").optional();
-    let key = t.path("key_file").optional();
-    let client = match (cert, key) {
-        (Some(cert), Some(key)) => Some((cert, key)),
-        (None, None) => None,
-        (Some(_), None) => {
-            let hint = "name the key of the certificate in `key_file`";
-            t.error("cert_file", "`cert_file` is set without `key_file`", hint);
-            None
-        }
-        (None, Some(_)) => {
-            let hint = "name the certificate of the key in `cert_file`";
-            t.error("key_file", "`key_file` is set without `cert_file`", hint);
-            None
-        }
-    };
-    let is_name = |name: &String| {
-        let plain = |c: char| c.is_ascii_alphanumeric() || "-._:".contains(c);
-        !name.is_empty() && name.len() <= 253 && name.chars().all(plain)
-    };
-    EngineTls {
-        ca_file,
-        client,
-        server_name: t
-            .get("server_name")
-            .check(is_name, "a host name or an IP address")
-            .optional(),
-    }
-}
-
 /// Limit of engines in one pool.
 const ENGINES_MAX: usize = 4096;
 
+/// Limit of names in one pool.
+const NAMES_MAX: usize = 64;
+
+section! {
+    keys EnginesKeys of "pool.NAME" {
+        /// Real engines, such as `["http://gpu1:8000"]`, or `https://`; each is one worker. `[pool.NAME.engine]` then
+        /// says what the router assumes of them: `block_size` and `num_gpu_blocks` bound what it remembers of routed
+        /// prompts.
+        ///
+        /// An engine that does not answer gets no requests until it does; the server starts without it.
+        key engines?: Vec<String> = optional()
+            .check(|urls: &Vec<String>| (1..=ENGINES_MAX).contains(&urls.len()), "a list of 1 to 4,096 addresses")
+            .shown("list of addresses, 1 to 4,096")
+            .otherwise("none: modelled workers");
+        /// Names whose addresses are further engines of the pool, such as `["http://engines.default.svc:8000"]`: all
+        /// of their A and AAAA records, looked up again every `upstream.dns_interval_s`.
+        ///
+        /// A name that cannot be looked up changes nothing. `https://` needs `server_name`.
+        key dns?: Vec<String> = optional()
+            .check(|urls: &Vec<String>| (1..=NAMES_MAX).contains(&urls.len()), "a list of 1 to 64 addresses")
+            .shown("list of addresses, 1 to 64");
+        /// The ready endpoints of Kubernetes' EndpointSlices with these labels are further engines of the pool, such
+        /// as `"kubernetes.io/service-name=vllm"`. They are watched, so changes are noticed at once.
+        ///
+        /// The service account must list and watch endpointslices. While the API server does not answer, nothing
+        /// changes.
+        key endpoint_slices?: String = optional()
+            .check(|text: &String| is_printable(text), "a label selector, such as \"app=vllm\"")
+            .shown("label selector");
+        /// The port of the EndpointSlices that the engines listen on.
+        ///
+        /// Slices without it have no engines.
+        key endpoint_port?: String = optional()
+            .check(|text: &String| is_printable(text), "a port's name or number, as text")
+
+            .shown("name or number, as text; needs `endpoint_slices`").otherwise("the only port of a slice");
+        /// How decode engines find what the pool's engines computed: by the answer of the prefill engine, or by an id
+        /// that both get at once, from vLLM's MooncakeConnector or SGLang
+        /// ([table](engines.md#disaggregated-prefill)). "auto": "sglang" for that kind, "kv_transfer_params" for
+        /// others.
+        ///
+        /// Another protocol than the engines': decode engines compute all prompts, or wait until a time limit of
+        /// their own.
+        key kv_protocol: KvProtocol = choice(KV_PROTOCOLS, KvProtocol::Auto)
+            .note("needs the role \"prefill\"");
+        /// Port of the prefill engines' bootstrap servers, at the host of each (`--disaggregation-bootstrap-port` of
+        /// SGLang, `VLLM_MOONCAKE_BOOTSTRAP_PORT` of vLLM). Engines of one host need a pool each.
+        ///
+        /// Wrong: decode engines of SGLang fail all requests; prefill engines with Mooncake are down.
+        key bootstrap_port: u16 = value(BOOTSTRAP_PORT).within(1..=u16::MAX)
+            .note("needs the role \"prefill\"");
+        /// Share of the requests for a model that the pool gets, relative to the weights of the other pools that
+        /// serve it, as in the Gateway API. Requests of a session (`x-session-id`) stay in one pool. 0: none.
+        ///
+        /// Pools without a ready engine count as 0. Without weights all engines of a model compete for a request.
+        key weight?: u32 = optional().within(0..=1_000_000)
+            .otherwise("1; no weights if no pool has one");
+        /// Share of requests of which the pool gets a copy. Its answers are dropped and counted, and it answers no
+        /// client.
+        ///
+        /// High: as many requests again, and their bodies in memory until the copy is answered.
+        key mirror?: f64 = optional().within(0.0..=1.0);
+        /// The server that `engines` run. "auto": found by `owned_by` of `GET /v1/models`. "openai": health is asked
+        /// by `GET /v1/models`, for servers without `/health`.
+        ///
+        /// Wrong: health checks of a path that does not exist, so the engine stays down.
+        key kind: EngineKind = choice(KINDS, EngineKind::Auto);
+        /// File with the API key of `engines`, sent as `Authorization: Bearer KEY`. Without it, engines get the
+        /// client's `Authorization`, unless the router checks keys of its own.
+        ///
+        /// Missing: engines with `--api-key` answer 401.
+        key api_key_file?: PathBuf = path();
+        /// For `https://` engines: PEM file of the authorities that sign their certificates, instead of those of the
+        /// host.
+        ///
+        /// Of another authority: the engines stay down, with the cause `certificate_untrusted`. There is no way to
+        /// turn verification off.
+        key ca_file?: PathBuf = path().otherwise("the host's authorities");
+        /// For `https://` engines that ask clients for a certificate: PEM file of the router's, with the intermediate
+        /// ones.
+        ///
+        /// Missing: such engines stay down, with the cause `client_certificate`.
+        key cert_file?: PathBuf = path().note("needs `key_file`");
+        /// PEM file of that certificate's private key.
+        key key_file?: PathBuf = path().note("needs `cert_file`");
+        /// For `https://` engines: the name that their certificates must carry, and that is sent to them as SNI.
+        ///
+        /// Wrong: the engines stay down, with the cause `certificate_name`.
+        key server_name?: String = optional()
+            .check(|text: &String| is_host_name(text), "a host name or an IP address")
+            .shown("host name or IP address").otherwise("the host of the URL");
+    }
+}
+
+/// Keys that say where engines are; without one of them, the others have no use.
+const SOURCES: [&str; 4] = ["engines", "dns", "endpoint_slices", "endpoint_port"];
+/// Keys of [`EngineTls`].
+const TLS_KEYS: [&str; 4] = ["ca_file", "cert_file", "key_file", "server_name"];
+
+fn is_printable(text: &str) -> bool {
+    !text.is_empty()
+        && text.len() <= 1024
+        && text.bytes().all(|b| b.is_ascii_graphic() || b == b' ')
+}
+
+fn is_host_name(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._:".contains(c);
+    !name.is_empty() && name.len() <= 253 && name.chars().all(plain)
+}
+
 pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
-    let written: Option<Vec<String>> = t
-        .get("engines")
-        .check(
-            |urls: &Vec<String>| !urls.is_empty() && urls.len() <= ENGINES_MAX,
-            "a list of 1 to 4,096 addresses",
-        )
-        .optional();
-    let names: Option<Vec<String>> = t
-        .get("dns")
-        .check(
-            |urls: &Vec<String>| !urls.is_empty() && urls.len() <= NAMES_MAX,
-            "a list of 1 to 64 addresses",
-        )
-        .optional();
-    let printable = |text: &String| {
-        !text.is_empty()
-            && text.len() <= 1024
-            && text.bytes().all(|b| b.is_ascii_graphic() || b == b' ')
-    };
-    let endpoint_slices = t
-        .get("endpoint_slices")
-        .check(printable, "a label selector, such as \"app=vllm\"")
-        .optional();
-    let endpoint_port = t
-        .get("endpoint_port")
-        .check(printable, "a port's name or number, as text")
-        .optional();
+    let written = EnginesKeys::engines().read(t);
+    let names = EnginesKeys::dns().read(t);
+    let endpoint_slices = EnginesKeys::endpoint_slices().read(t);
+    let endpoint_port = EnginesKeys::endpoint_port().read(t);
     if endpoint_slices.is_none() {
         t.unused(
             "endpoint_port",
@@ -322,21 +373,16 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     }
     let is_listed = names.is_some() || endpoint_slices.is_some();
     let Some(written) = written.or(is_listed.then(Vec::new)) else {
-        let more = [
-            "kind",
-            "api_key_file",
-            "weight",
-            "mirror",
-            "kv_protocol",
-            "bootstrap_port",
-        ];
-        for key in more.into_iter().chain(TLS_KEYS) {
+        for key in EnginesKeys::NAMES
+            .iter()
+            .filter(|key| !SOURCES.contains(key))
+        {
             t.unused(key, "engines", "the pool has no `engines`");
         }
         return None;
     };
-    let kind = t.choice("kind", KINDS).or(EngineKind::Auto);
-    let api_key_file = t.path("api_key_file").optional();
+    let kind = EnginesKeys::kind().read(t);
+    let api_key_file = EnginesKeys::api_key_file().read(t);
     let mut urls = Vec::with_capacity(written.len());
     for text in &written {
         match EngineUrl::parse_engine(text) {
@@ -388,9 +434,8 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
         EngineTls::default()
     };
     let (kv_protocol, bootstrap_port) = if role == Role::Prefill {
-        let protocol = t.choice("kv_protocol", KV_PROTOCOLS).or(KvProtocol::Auto);
-        let port = t.get("bootstrap_port").within(1..=u16::MAX);
-        (protocol, port.or(BOOTSTRAP_PORT))
+        let protocol = EnginesKeys::kv_protocol().read(t);
+        (protocol, EnginesKeys::bootstrap_port().read(t))
     } else {
         for key in ["kv_protocol", "bootstrap_port"] {
             t.unused(key, "role", "the pool's role is not \"prefill\"");
@@ -411,12 +456,34 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     })
 }
 
-/// Limit of names in one pool.
-const NAMES_MAX: usize = 64;
+fn read_tls(t: &Table<'_>) -> EngineTls {
+    let ca_file = EnginesKeys::ca_file().read(t);
+    let cert = EnginesKeys::cert_file().read(t);
+    let key = EnginesKeys::key_file().read(t);
+    let client = match (cert, key) {
+        (Some(cert), Some(key)) => Some((cert, key)),
+        (None, None) => None,
+        (Some(_), None) => {
+            let hint = "name the key of the certificate in `key_file`";
+            t.error("cert_file", "`cert_file` is set without `key_file`", hint);
+            None
+        }
+        (None, Some(_)) => {
+            let hint = "name the certificate of the key in `cert_file`";
+            t.error("key_file", "`key_file` is set without `cert_file`", hint);
+            None
+        }
+    };
+    EngineTls {
+        ca_file,
+        client,
+        server_name: EnginesKeys::server_name().read(t),
+    }
+}
 
 fn read_traffic(t: &Table<'_>) -> PoolTraffic {
-    let weight = t.get("weight").within(0..=1_000_000).optional();
-    let mirror = t.get("mirror").within(0.0..=1.0).optional();
+    let weight = EnginesKeys::weight().read(t);
+    let mirror = EnginesKeys::mirror().read(t);
     if weight.is_some() && mirror.is_some() {
         t.error(
             "mirror",
@@ -582,7 +649,7 @@ section! {
             .shown("address").otherwise("as in a pod: `KUBERNETES_SERVICE_HOST` and `_PORT`");
         /// Namespace of the EndpointSlices.
         key kubernetes_namespace?: String = optional().shown("namespace").otherwise("the pod's")
-            .check(is_namespace, "a namespace: lower-case letters, digits and `-`");
+            .check(|text: &String| is_namespace(text), "a namespace: lower-case letters, digits and `-`");
         /// File with the bearer token, read for each request.
         ///
         /// Missing or without rights: 401 or 403, and the engines stay as they are.
@@ -596,7 +663,7 @@ fn is_forwarded_path(path: &str) -> bool {
     path.len() > 1 && path.starts_with('/') && !path.contains(['?', '#'])
 }
 
-fn is_namespace(name: &String) -> bool {
+fn is_namespace(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     !name.is_empty() && name.len() <= 63 && name.chars().all(plain)
 }

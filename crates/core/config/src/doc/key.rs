@@ -6,7 +6,7 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::table::{Field, Scalar, Table};
 
@@ -39,18 +39,15 @@ pub(crate) struct Unset;
 
 /// How a value is read, and written as TOML.
 enum How<T: 'static> {
-    Scalar(
-        for<'t> fn(&'t Table<'_>, &str) -> Field<'t, T>,
-        fn(&T) -> String,
-    ),
-    Choice(
-        for<'t> fn(&'t Table<'_>, &str, &'t [(&'static str, T)]) -> Field<'t, T>,
-        &'static [(&'static str, T)],
-        /// Words of a default.
-        fn(&T, &[(&'static str, T)]) -> &'static str,
-    ),
+    Scalar(Get<T>, fn(&T) -> String),
+    Choice(Choose<T>, Words<T>, fn(&T, Words<T>) -> &'static str),
+    /// It is a table, whose keys are declared elsewhere.
+    Table,
 }
 
+type Words<T> = &'static [(&'static str, T)];
+type Get<T> = for<'t> fn(&'t Table<'_>, &str) -> Field<'t, T>;
+type Choose<T> = for<'t> fn(&'t Table<'_>, &str, Words<T>) -> Field<'t, T>;
 type Limit<T> = Box<dyn for<'t> Fn(Field<'t, T>) -> Field<'t, T>>;
 
 /// A key's row in the documentation.
@@ -74,11 +71,7 @@ fn get<'t, T: Scalar + 'static>(t: &'t Table<'_>, key: &str) -> Field<'t, T> {
     t.get(key)
 }
 
-fn choose<'t, T: Clone + PartialEq>(
-    t: &'t Table<'_>,
-    key: &str,
-    words: &'t [(&'static str, T)],
-) -> Field<'t, T> {
+fn choose<'t, T: Clone + PartialEq>(t: &'t Table<'_>, key: &str, words: Words<T>) -> Field<'t, T> {
     t.choice(key, words)
 }
 
@@ -86,7 +79,7 @@ fn get_path<'t>(t: &'t Table<'_>, key: &str) -> Field<'t, PathBuf> {
     t.path(key)
 }
 
-fn word<T: PartialEq>(value: &T, words: &[(&'static str, T)]) -> &'static str {
+fn word<T: PartialEq>(value: &T, words: Words<T>) -> &'static str {
     let found = words.iter().find(|(_, of)| of == value);
     found.map_or("", |(word, _)| word)
 }
@@ -112,16 +105,13 @@ pub(crate) fn optional<T: Scalar>() -> Key<T, Unset> {
 }
 
 /// One of `words`, by default that of `default`.
-pub(crate) fn choice<T: Clone + PartialEq>(
-    words: &'static [(&'static str, T)],
-    default: T,
-) -> Key<T> {
+pub(crate) fn choice<T: Clone + PartialEq>(words: Words<T>, default: T) -> Key<T> {
     Key::of(How::Choice(choose, words, word), Or::default_of(default))
 }
 
 /// One of `words`, as [`required`].
 pub(crate) fn required_choice<T: Clone + PartialEq>(
-    words: &'static [(&'static str, T)],
+    words: Words<T>,
     remedy: &'static str,
     stand_in: T,
 ) -> Key<T> {
@@ -131,16 +121,21 @@ pub(crate) fn required_choice<T: Clone + PartialEq>(
 
 /// A path that may be missing. In a file, it starts from the file's folder.
 pub(crate) fn path() -> Key<PathBuf, Unset> {
-    Key::of(How::Scalar(get_path, path_to_toml), Unset).unit("path")
+    Key::of(How::Scalar(get_path, |path| path_to_toml(path)), Unset).unit("path")
 }
 
 /// A path that must be set.
 pub(crate) fn required_path(remedy: &'static str) -> Key<PathBuf> {
-    let how = How::Scalar(get_path, path_to_toml);
+    let how = How::Scalar(get_path, |path| path_to_toml(path));
     Key::of(how, Or::required(remedy, PathBuf::new())).unit("path")
 }
 
-fn path_to_toml(path: &PathBuf) -> String {
+/// A table of another kind in this one, for the documentation alone.
+pub(crate) fn subtable() -> Key<(), Unset> {
+    Key::of(How::Table, Unset).unit("table")
+}
+
+fn path_to_toml(path: &Path) -> String {
     path.to_string_lossy().into_owned().to_toml()
 }
 
@@ -230,6 +225,7 @@ impl<T, D> Key<T, D> {
         let field = match self.how {
             How::Scalar(get, _) => get(t, self.name),
             How::Choice(choose, words, _) => choose(t, self.name, words),
+            How::Table => unreachable!("`{}` is no value", self.name),
         };
         self.limits.iter().fold(field, |field, limit| limit(field))
     }
@@ -271,7 +267,7 @@ impl<T, D> Key<T, D> {
                 Some(format!("{} or {last}", others.join(", ")))
             }
             How::Scalar(..) if std::any::type_name::<T>() == "bool" => Some("true or false".into()),
-            How::Scalar(..) => self.bounds.clone(),
+            How::Scalar(..) | How::Table => self.bounds.clone(),
         };
         let unit = (!self.unit.is_empty()).then(|| self.unit.to_owned());
         let what: Vec<String> = unit.into_iter().chain(bounds).collect();
@@ -312,6 +308,7 @@ impl<T: Clone> Key<T> {
         let text = match self.how {
             How::Scalar(_, to_toml) => to_toml(default),
             How::Choice(_, words, word) => word(default, words).to_owned().to_toml(),
+            How::Table => String::new(),
         };
         let is_constant = self.without.remedy.is_none();
         self.row_without(table, is_constant.then_some(text))
@@ -457,18 +454,18 @@ macro_rules! section {
     (@next [$Keys:ident $table:literal] [] []
         [$({$key:ident ($Key:ty) ($value:expr) ($($doc:literal)+)})*] [$($name:ident)*]) => {
         /// Keys of the table.
-        pub(super) struct $Keys;
+        pub(crate) struct $Keys;
 
         impl $Keys {
-            $(pub(super) fn $key() -> $Key {
+            $(pub(crate) fn $key() -> $Key {
                 $value.declared(stringify!($key), concat!($($doc, "\n"),+))
             })*
 
             /// Names of all keys.
             #[allow(dead_code, reason = "few tables have keys that are only used together")]
-            pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
+            pub(crate) const NAMES: &[&str] = &[$(stringify!($name)),*];
 
-            pub(super) fn rows() -> Vec<$crate::doc::Row> {
+            pub(crate) fn rows() -> Vec<$crate::doc::Row> {
                 vec![$($Keys::$name().row($table)),*]
             }
         }

@@ -56,8 +56,8 @@ mod table;
 pub use diagnostic::{Diagnostic, Diagnostics, suggestion};
 pub use key::Row;
 pub(crate) use key::{
-    Key, Section, Unset, choice, optional, path, required, required_choice, section,
-    text, value,
+    Key, Section, Unset, choice, optional, path, required, required_choice, required_path, section,
+    subtable, text, value,
 };
 pub use node::{Doc, Origin};
 pub use settings::{Setting, Settings};

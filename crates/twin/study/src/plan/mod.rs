@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use anyhow::{bail, ensure};
 use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
-use slipstream_config::cluster::{Dtype, POLICIES, file};
+use slipstream_config::cluster::{Dtype, POLICIES};
 use slipstream_config::doc::{Diagnostics, suggestion};
 use slipstream_config::preset::{self, ModelShape};
 use slipstream_config::prices::Prices;

@@ -343,8 +343,6 @@ section! {
     }
 }
 
-/// Keys that say where engines are; without one of them, the others have no use.
-const SOURCES: [&str; 4] = ["engines", "dns", "endpoint_slices", "endpoint_port"];
 /// Keys of [`EngineTls`].
 const TLS_KEYS: [&str; 4] = ["ca_file", "cert_file", "key_file", "server_name"];
 
@@ -373,10 +371,15 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     }
     let is_listed = names.is_some() || endpoint_slices.is_some();
     let Some(written) = written.or(is_listed.then(Vec::new)) else {
-        for key in EnginesKeys::NAMES
-            .iter()
-            .filter(|key| !SOURCES.contains(key))
-        {
+        let more = [
+            "kind",
+            "api_key_file",
+            "weight",
+            "mirror",
+            "kv_protocol",
+            "bootstrap_port",
+        ];
+        for key in more.into_iter().chain(TLS_KEYS) {
             t.unused(key, "engines", "the pool has no `engines`");
         }
         return None;

@@ -3,6 +3,8 @@
 use slipstream_base::width;
 use slipstream_config::cluster::Dtype;
 
+use crate::search::Place;
+
 /// How the model lies on GPUs, and which workers compute prompts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
@@ -98,6 +100,8 @@ pub struct Setting {
     pub temperature: Option<f64>,
     /// Factor on [`Shape::prefill_share`]; 1 in shapes without.
     pub prefill_factor: f64,
+    /// Prefill workers more than that share, or fewer.
+    pub prefill_shift: i8,
 }
 
 impl Setting {
@@ -117,31 +121,74 @@ impl Setting {
     }
 }
 
-/// The other settings that differ from each in one value. Shape `[settings]`
-pub fn neighbors(settings: &[Setting]) -> Vec<Vec<usize>> {
-    let differences = |a: &Setting, b: &Setting| {
+impl Setting {
+    fn routing(&self) -> (&str, Option<f64>, Option<f64>) {
+        (&self.policy, self.prefill_weight, self.temperature)
+    }
+}
+
+/// Each setting as the index of its value on each axis. Shape `[settings]`
+pub fn places(settings: &[Setting]) -> Vec<Place> {
+    fn place<T: PartialEq>(
+        settings: &[Setting],
+        of: usize,
+        value: impl Fn(&Setting) -> T,
+    ) -> usize {
+        let own = value(&settings[of]);
+        let first = settings.iter().position(|each| value(each) == own);
+        first.expect("the setting is one of them")
+    }
+    // Those of one worker more or less are next to each other.
+    let split = |s: &Setting| {
+        let factor = FACTORS
+            .iter()
+            .position(|&factor| factor == s.prefill_factor);
+        let shift = SHIFTS.iter().position(|&shift| shift == s.prefill_shift);
+        match factor {
+            Some(0) | None => shift.unwrap_or(0),
+            Some(factor) => SHIFTS.len() + 2 * factor,
+        }
+    };
+    let routing = |s: &Setting| (s.policy.clone(), s.prefill_weight, s.temperature);
+    let of = |at| {
         [
-            a.max_num_seqs != b.max_num_seqs,
-            a.max_num_batched_tokens != b.max_num_batched_tokens,
-            (&a.policy, a.prefill_weight, a.temperature)
-                != (&b.policy, b.prefill_weight, b.temperature),
-            a.prefill_factor != b.prefill_factor,
+            place(settings, at, |s| s.max_num_seqs),
+            place(settings, at, |s| s.max_num_batched_tokens),
+            place(settings, at, routing),
+            split(&settings[at]),
         ]
-        .into_iter()
-        .filter(|differs| *differs)
-        .count()
     };
-    let of = |a: &Setting| {
-        let near = |at: &usize| differences(a, &settings[*at]) == 1;
-        (0..settings.len()).filter(near).collect()
+    (0..settings.len()).map(of).collect()
+}
+
+/// The first of a shape's `settings` that gives the same cluster of `workers` workers as the one at `at`: splits round to whole
+/// workers, and a router with one target of each kind has no choice. `ranks`: targets of a worker.
+pub fn same(shape: &Shape, settings: &[Setting], at: usize, workers: u32, ranks: u32) -> usize {
+    let prefill = |of: &Setting| {
+        let share = shape.prefill_share?;
+        Some(prefill_workers(share, of, workers))
     };
-    settings.iter().map(of).collect()
+    let own = &settings[at];
+    let own_prefill = prefill(own);
+    let most = own_prefill.map_or(workers, |prefill| prefill.max(workers - prefill));
+    let no_choice = most.saturating_mul(ranks) == 1;
+    let is_same = |of: &Setting| {
+        of.max_num_seqs == own.max_num_seqs
+            && of.max_num_batched_tokens == own.max_num_batched_tokens
+            && (no_choice || of.routing() == own.routing())
+            && prefill(of) == own_prefill
+    };
+    settings[..at].iter().position(is_same).unwrap_or(at)
 }
 
 /// Prefill workers among `workers` (at least 2) of a shape with workers of both kinds.
-pub fn prefill_workers(share: f64, factor: f64, workers: u32) -> u32 {
-    let wanted = width::floor_u32((share * factor * f64::from(workers)).round());
-    wanted.clamp(1, workers.saturating_sub(1).max(1))
+pub fn prefill_workers(share: f64, setting: &Setting, workers: u32) -> u32 {
+    let most = workers.saturating_sub(1).max(1);
+    let balanced = (share * setting.prefill_factor * f64::from(workers)).round();
+    let balanced = width::floor_u32(balanced).clamp(1, most);
+    balanced
+        .saturating_add_signed(setting.prefill_shift.into())
+        .clamp(1, most)
 }
 
 /// The assignments `KEY=VALUE` of a cluster of `workers` workers, for a cluster file without pools.
@@ -186,7 +233,7 @@ pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
     match shape.prefill_share {
         None => sets.push(format!("pool.main.workers={workers}")),
         Some(share) => {
-            let prefill = prefill_workers(share, setting.prefill_factor, workers);
+            let prefill = prefill_workers(share, setting, workers);
             sets.extend([
                 "pool.prefill.role=prefill".to_owned(),
                 format!("pool.prefill.workers={prefill}"),
@@ -207,7 +254,7 @@ pub fn describe(shape: &Shape, setting: &Setting, workers: u32) -> String {
     match shape.prefill_share {
         None => format!("{workers} x ({})", plain.name()),
         Some(share) => {
-            let prefill = prefill_workers(share, setting.prefill_factor, workers);
+            let prefill = prefill_workers(share, setting, workers);
             format!(
                 "{prefill} prefill + {} decode x ({})",
                 workers - prefill,
@@ -235,10 +282,31 @@ pub struct Axes<'a> {
 /// The only policy that reads weight and temperature.
 const WEIGHED: &str = "kv";
 
+/// Factors on the share of prefill workers that balances the work. The first is the base.
+const FACTORS: [f64; 3] = [1.0, 0.75, 1.33];
+/// Prefill workers more or fewer than that share.
+const SHIFTS: [i8; 7] = [-3, -2, -1, 0, 1, 2, 3];
+
 /// Every combination of settings; the first value of each comes first in all. With `apart`, each also
-/// with more and fewer prefill workers than balance the work.
-pub fn settings(axes: &Axes<'_>, apart: bool) -> Vec<Setting> {
-    let factors: &[f64] = if apart { &[1.0, 0.75, 1.33] } else { &[1.0] };
+/// with more and fewer prefill workers than balance the work: by factors, and after all of these by one to three workers.
+/// Also the number of those before the latter.
+pub fn settings(axes: &Axes<'_>, apart: bool) -> (Vec<Setting>, usize) {
+    if !apart {
+        let all = combinations(axes, 1.0, 0);
+        let count = all.len();
+        return (all, count);
+    }
+    let factors = FACTORS
+        .iter()
+        .flat_map(|&factor| combinations(axes, factor, 0));
+    let mut all: Vec<Setting> = factors.collect();
+    let count = all.len();
+    let shifts = SHIFTS.iter().filter(|&&shift| shift != 0);
+    all.extend(shifts.flat_map(|&shift| combinations(axes, 1.0, shift)));
+    (all, count)
+}
+
+fn combinations(axes: &Axes<'_>, prefill_factor: f64, prefill_shift: i8) -> Vec<Setting> {
     let searched = |policy: &str, values: &[f64]| -> Vec<Option<f64>> {
         if values.is_empty() || policy != WEIGHED {
             vec![None]
@@ -247,23 +315,22 @@ pub fn settings(axes: &Axes<'_>, apart: bool) -> Vec<Setting> {
         }
     };
     let mut all = Vec::new();
-    for &prefill_factor in factors {
-        for policy in axes.policies {
-            let temperatures = searched(policy, axes.temperatures);
-            for prefill_weight in searched(policy, axes.prefill_weights) {
-                for &temperature in &temperatures {
-                    for &max_num_batched_tokens in axes.max_num_batched_tokens {
-                        for &max_num_seqs in axes.max_num_seqs {
-                            if max_num_seqs <= max_num_batched_tokens {
-                                all.push(Setting {
-                                    max_num_seqs,
-                                    max_num_batched_tokens,
-                                    policy: policy.clone(),
-                                    prefill_weight,
-                                    temperature,
-                                    prefill_factor,
-                                });
-                            }
+    for policy in axes.policies {
+        let temperatures = searched(policy, axes.temperatures);
+        for prefill_weight in searched(policy, axes.prefill_weights) {
+            for &temperature in &temperatures {
+                for &max_num_batched_tokens in axes.max_num_batched_tokens {
+                    for &max_num_seqs in axes.max_num_seqs {
+                        if max_num_seqs <= max_num_batched_tokens {
+                            all.push(Setting {
+                                max_num_seqs,
+                                max_num_batched_tokens,
+                                policy: policy.clone(),
+                                prefill_weight,
+                                temperature,
+                                prefill_factor,
+                                prefill_shift,
+                            });
                         }
                     }
                 }
@@ -277,14 +344,83 @@ pub fn settings(axes: &Axes<'_>, apart: bool) -> Vec<Setting> {
 mod tests {
     use super::*;
 
+    fn splits() -> (Vec<Setting>, usize) {
+        let policies = ["kv".to_owned(), "round_robin".to_owned()];
+        let axes = Axes {
+            max_num_seqs: &[256, 64],
+            max_num_batched_tokens: &[8192],
+            policies: &policies,
+            prefill_weights: &[],
+            temperatures: &[],
+        };
+        settings(&axes, true)
+    }
+
+    fn apart(share: f64) -> Shape {
+        Shape {
+            gpu: "h200".into(),
+            tensor_parallel: 2,
+            pipeline_parallel: None,
+            data_parallel: None,
+            expert_parallel: None,
+            dtype: Dtype::Fp8,
+            kv_cache: None,
+            host_gib: None,
+            draft_tokens: None,
+            prefill_share: Some(share),
+        }
+    }
+
     #[test]
-    fn both_kinds_have_a_worker() {
+    fn both_kinds_have_a_worker_and_each_split_near_the_balance_is_a_setting() {
+        let (settings, combined) = splits();
+        assert_eq!((settings.len(), combined), (4 * (3 + 6), 4 * 3));
         for workers in 2..40 {
-            for share in [0.0, 0.01, 0.5, 0.99, 1.0] {
-                for factor in [0.75, 1.0, 1.33] {
-                    let prefill = prefill_workers(share, factor, workers);
-                    assert!((1..workers).contains(&prefill), "{workers} {share}");
+            for share in [0.0, 0.01, 0.3, 0.5, 0.99, 1.0] {
+                let splits: Vec<u32> = settings
+                    .iter()
+                    .map(|setting| prefill_workers(share, setting, workers))
+                    .collect();
+                assert!(splits.iter().all(|split| (1..workers).contains(split)));
+                for near in splits[0].saturating_sub(3).max(1)..=(splits[0] + 3).min(workers - 1) {
+                    assert!(splits.contains(&near), "{near} of {workers}, {share}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn settings_of_one_cluster_have_one_identity() {
+        let (settings, _) = splits();
+        let without_policy = |sets: Vec<String>| -> Vec<String> {
+            let is_other = |set: &String| !set.starts_with("router.");
+            sets.into_iter().filter(is_other).collect()
+        };
+        for workers in 2..12 {
+            for (share, ranks) in [(0.2, 1), (0.5, 1), (0.5, 2), (0.9, 1)] {
+                let shape = apart(share);
+                for at in 0..settings.len() {
+                    let first = same(&shape, &settings, at, workers, ranks);
+                    let same_of = |other: usize| {
+                        let [a, b] = [other, at].map(|at| sets(&shape, &settings[at], workers));
+                        a == b || workers * ranks == 2 && without_policy(a) == without_policy(b)
+                    };
+                    let expected = (0..settings.len()).find(|&other| same_of(other));
+                    assert_eq!(Some(first), expected, "{workers} {share} {at}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn splits_of_one_worker_more_are_next_to_each_other() {
+        let (settings, _) = splits();
+        let places = places(&settings);
+        for (a, of) in places.iter().zip(&settings) {
+            for (b, other) in places.iter().zip(&settings) {
+                let shifted = of.prefill_factor == 1.0 && other.prefill_factor == 1.0;
+                let next = shifted && of.prefill_shift.abs_diff(other.prefill_shift) == 1;
+                assert_eq!(a[3].abs_diff(b[3]) == 1, next, "{of:?} {other:?}");
             }
         }
     }
@@ -299,10 +435,10 @@ mod tests {
             prefill_weights: &[],
             temperatures: &[],
         };
-        let all = settings(&axes, true);
+        let (all, combined) = settings(&axes, true);
         assert_eq!(all[0].name(), "256 seqs, 8192 tokens, kv");
         assert_eq!(all[0].prefill_factor, 1.0);
-        assert_eq!(all.len(), 3 * 2 * 3, "1,024 sequences need as many tokens");
+        assert_eq!(combined, 3 * 2 * 3, "1,024 sequences need as many tokens");
     }
 
     #[test]
@@ -315,7 +451,7 @@ mod tests {
             prefill_weights: &[4.0, 1.0],
             temperatures: &[0.0, 0.5, 2.0],
         };
-        let all = settings(&axes, false);
+        let (all, _) = settings(&axes, false);
         assert_eq!(all.len(), 2 * 3 + 1);
         assert_eq!(
             all[0].name(),

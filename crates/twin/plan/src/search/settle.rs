@@ -53,9 +53,9 @@ impl<E: Evaluate> Search<'_, E> {
                     let trial = self.trial_at(shape, setting, workers, stage);
                     if of.cost_of(workers) < best.cost * (1.0 - 1e-9)
                         && workers >= of.workers_min.max(1)
-                        && !tried.contains(&trial.key())
+                        && !tried.contains(&self.key(&trial))
                     {
-                        tried.push(trial.key());
+                        tried.push(self.key(&trial));
                         trials.push(trial);
                     }
                 }
@@ -114,7 +114,7 @@ impl<E: Evaluate> Search<'_, E> {
         workers: u32,
         part: usize,
     ) -> Result<Vec<usize>, E::Error> {
-        let near = self.shapes[shape].neighbors[setting].clone();
+        let near = self.shapes[shape].neighbors(setting);
         self.better(shape, near, workers, part, KEEP_NEAR)
     }
 
@@ -127,7 +127,7 @@ impl<E: Evaluate> Search<'_, E> {
             let better = self.near_settings(shape, best.setting, fewer, stage.part)?;
             let better: Vec<(usize, usize)> =
                 better.into_iter().map(|each| (shape, each)).collect();
-            match self.race(Some(best), &better, stage)?.0 {
+            match self.race(Some(best), &better, stage)? {
                 Some(cheaper) if cheaper != best => best = cheaper,
                 _ => break,
             }

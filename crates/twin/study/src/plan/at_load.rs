@@ -76,6 +76,8 @@ pub(super) struct Ready {
     pub(super) shapes: Vec<Shape>,
     /// Shape `[shapes]`.
     pub(super) candidates: Vec<Candidate>,
+    /// Of a worker. Shape `[shapes]`.
+    pub(super) ranks: Vec<u32>,
     /// Shape `[shapes][settings]`.
     pub(super) settings: Vec<Vec<Setting>>,
     pub(super) parts: Vec<Workload>,
@@ -103,6 +105,7 @@ struct Parts {
 struct Bounded {
     shape: Shape,
     candidate: Candidate,
+    ranks: u32,
 }
 
 impl AtLoad<'_> {
@@ -157,7 +160,7 @@ impl AtLoad<'_> {
         let shapes: Vec<Shape> = bounded.iter().map(|b| b.shape.clone()).collect();
         let settings: Vec<Vec<Setting>> = shapes
             .iter()
-            .map(|shape| settings(&plan.args, shape.prefill_share.is_some()))
+            .map(|shape| settings(&plan.args, shape.prefill_share.is_some()).0)
             .collect();
         let Parts {
             parts,
@@ -170,6 +173,7 @@ impl AtLoad<'_> {
             requests: demand.needs.len() as u64,
             lengths: demand.mean_lengths(),
             ideal,
+            ranks: bounded.iter().map(|b| b.ranks).collect(),
             candidates: bounded.into_iter().map(|b| b.candidate).collect(),
             shapes,
             settings,
@@ -376,12 +380,18 @@ impl AtLoad<'_> {
             &mut driver,
         );
         let first = &of.settings[answer.shape][answer.setting];
+        let mut near = Vec::new();
         if let Some(own) = own
             && let Some(setting) = ready.settings[own].iter().position(|each| each == first)
         {
             search = search.preferring(own, setting);
+            near.push(Choice {
+                shape: own,
+                setting,
+                ..*answer
+            });
         }
-        let found = search.find(&[])?;
+        let found = search.find(&near)?;
         let own = match (found, own) {
             (Some(found), Some(own)) if found.shape == own => Some(found),
             (Some(found), Some(own)) => search.own(own, found.cost)?,
@@ -416,7 +426,7 @@ impl AtLoad<'_> {
         objectives: &Objectives,
     ) -> anyhow::Result<Result<Bounded, Ideal>> {
         let (args, context) = (&self.plan.args, &self.plan.asked);
-        let each = settings(args, shape.prefill_share.is_some());
+        let (each, combined) = settings(args, shape.prefill_share.is_some());
         let (cluster, _) = self
             .plan
             .base
@@ -470,14 +480,15 @@ impl AtLoad<'_> {
         let workers_max = args.max_gpus / gpus;
         let workers_min = workers_min.min(workers_max).max(shape.workers_least());
         Ok(Ok(Bounded {
+            ranks: engine.data_parallel_size,
             candidate: Candidate {
                 cost: per_gpu.context("every GPU has a price, as was checked")? * f64::from(gpus)
                     + memory,
                 workers_least: shape.workers_least(),
                 workers_min,
                 workers_max,
-                settings: each.len(),
-                neighbors: space::neighbors(&each),
+                settings: combined,
+                places: space::places(&each),
                 kind: kind.unwrap_or(0),
                 apart: shape.prefill_share.is_some(),
                 hosts_kv: host_gib > 0.0,

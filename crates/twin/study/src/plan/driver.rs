@@ -11,7 +11,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_plan::search::Progress;
 use slipstream_plan::trial::{self, Answer, Question};
-use slipstream_plan::{Conditions, Evaluate, Measured, Trial, demand, load};
+use slipstream_plan::{Conditions, Evaluate, Measured, Trial, demand, load, space};
 use slipstream_report::Objectives;
 use slipstream_report::table::{counted, grouped};
 
@@ -377,6 +377,11 @@ pub(super) fn scale(objectives: &Objectives, factor: f64) -> Objectives {
 
 impl Evaluate for Driver<'_> {
     type Error = anyhow::Error;
+
+    fn same(&self, shape: usize, setting: usize, workers: u32) -> usize {
+        let (of, settings) = (&self.ready.shapes[shape], &self.ready.settings[shape]);
+        space::same(of, settings, setting, workers, self.ready.ranks[shape])
+    }
 
     fn run(&mut self, trials: &[Trial], progress: &Progress) -> anyhow::Result<Vec<Measured>> {
         let expected: Vec<Option<Vec<u64>>> = trials

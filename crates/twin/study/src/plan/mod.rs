@@ -651,7 +651,7 @@ impl Question {
             );
         }
         if !args.autoscale_min.is_empty() {
-            scaled::check(&base, &shapes, &settings(&args, false)[0])?;
+            scaled::check(&base, &shapes, &settings(&args, false).0[0])?;
         }
         Ok(Plan {
             notes: base.note_dropped().into_iter().collect(),
@@ -952,7 +952,7 @@ fn shapes(
                     });
                     continue;
                 }
-                let setting = &settings(args, false)[0];
+                let setting = &settings(args, false).0[0];
                 let engine = match base.resolve(&shape, setting, 1) {
                     Ok((cluster, _)) => cluster.pools[0].engine.clone(),
                     Err(diagnostics) => {
@@ -992,7 +992,8 @@ fn shapes(
     }
 }
 
-fn settings(args: &Args, apart: bool) -> Vec<Setting> {
+/// Settings of a shape, and how many of them are tried in all combinations.
+fn settings(args: &Args, apart: bool) -> (Vec<Setting>, usize) {
     let axes = space::Axes {
         max_num_seqs: &args.max_num_seqs,
         max_num_batched_tokens: &args.max_num_batched_tokens,

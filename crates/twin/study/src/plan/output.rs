@@ -549,7 +549,7 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         "gpus": row.gpus,
         "workers": row.sized.workers,
         "prefill_workers": row.shape.prefill_share.map(|share| {
-            space::prefill_workers(share, row.setting.prefill_factor, row.sized.workers)
+            space::prefill_workers(share, &row.setting, row.sized.workers)
         }),
         "tensor_parallel_size": row.shape.tensor_parallel,
         "pipeline_parallel_size": row.shape.pipeline_parallel,

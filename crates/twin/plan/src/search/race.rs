@@ -1,0 +1,150 @@
+//! Candidates against the cheapest one that is known.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use super::{Choice, Evaluate, Measured, NEAR, Search, Sizing, Stage, Trial};
+
+/// Limit of candidates that are tried before the best of them is sized.
+const BATCH_MAX: usize = 8;
+
+impl<E: Evaluate> Search<'_, E> {
+    /// Tries candidates at the largest size that is cheaper than `best`, some at a time. The best of those that attain is sized,
+    /// and the others have to be cheaper than that, until none is. Without `best`, the first that attains at any size
+    /// is sized. Result: the cheapest.
+    pub(super) fn race(
+        &mut self,
+        mut best: Option<Choice>,
+        candidates: &[(usize, usize)],
+        stage: Stage,
+    ) -> Result<Option<Choice>, E::Error> {
+        let mut open: VecDeque<(usize, usize)> = VecDeque::new();
+        for candidate in candidates {
+            let is_best = best.is_some_and(|best| (best.shape, best.setting) == *candidate);
+            if !is_best && !open.contains(candidate) {
+                open.push_back(*candidate);
+            }
+        }
+        while best.is_none()
+            && let Some((shape, setting)) = open.pop_front()
+        {
+            let start = self.known[shape].map_or(self.shapes[shape].workers_min, |known| known.1);
+            let mut job = [(shape, setting, self.sizing(shape, start, false))];
+            self.size(&mut job, stage)?;
+            best = self.sized(&job[0]);
+            self.learn(best, stage);
+        }
+        let Some(mut best) = best else {
+            return Ok(None);
+        };
+        // One that attains takes far more requests than one that does not. So few are tried at a time until most do not.
+        let mut size = 1;
+        while !open.is_empty() {
+            let batch: Vec<(usize, usize)> = open.drain(..open.len().min(size)).collect();
+            let mut trials: Vec<Trial> = Vec::new();
+            for (shape, setting) in batch {
+                // Otherwise its smallest cluster costs as much.
+                if let Some(workers) = self.shapes[shape].cheaper_than(best.cost) {
+                    trials.push(self.trial_at(shape, setting, workers, stage));
+                }
+            }
+            if stage.seeds > 1 {
+                let first = self.run(&trials)?;
+                let mut first = first.iter();
+                let near = self.target - NEAR;
+                trials.retain(|_| first.next().is_some_and(|m| m.attains || m.share >= near));
+            }
+            let measured = self.run_at(&trials, stage)?;
+            let mut attain: Vec<(Choice, Measured)> = Vec::new();
+            for (trial, measured) in trials.iter().zip(measured) {
+                let choice = Choice {
+                    shape: trial.shape,
+                    setting: trial.setting,
+                    workers: trial.workers,
+                    cost: self.shapes[trial.shape].cost_of(trial.workers),
+                    share: measured.share,
+                };
+                if measured.attains {
+                    attain.push((choice, measured));
+                }
+            }
+            // The cheapest, and of these the one with the largest share; the first of equal ones.
+            let next = attain.iter().reduce(|a, b| {
+                let less = b.0.cost < a.0.cost * (1.0 - 1e-9);
+                let same = b.0.cost <= a.0.cost * (1.0 + 1e-9);
+                if less || same && b.0.share > a.0.share {
+                    b
+                } else {
+                    a
+                }
+            });
+            let Some((next, measured)) = next else {
+                size = (size * 2).min(BATCH_MAX);
+                continue;
+            };
+            size = 1;
+            let min = self.shapes[next.shape].workers_min.max(1);
+            let mut sizing = Sizing::new(min, next.workers, next.workers, true, self.target);
+            sizing.take(next.workers, measured);
+            let mut job = [(next.shape, next.setting, sizing)];
+            self.size(&mut job, stage)?;
+            best = self.sized(&job[0]).unwrap_or(*next);
+            self.learn(Some(best), stage);
+            // The others that attain are tried again, but those that ran alike.
+            let mut runs: Vec<(usize, u32, u64)> = Vec::new();
+            for (each, measured) in attain.iter().rev() {
+                let run = (each.shape, each.workers, measured.digest);
+                let same = (best.shape, best.setting) == (each.shape, each.setting);
+                if !same && !runs.contains(&run) {
+                    open.push_front((each.shape, each.setting));
+                }
+                runs.push(run);
+            }
+        }
+        Ok(Some(best))
+    }
+
+    /// Keeps the setting and size of a shape that were found where answers are found, or the first ones.
+    pub(super) fn learn(&mut self, found: Option<Choice>, stage: Stage) {
+        if let Some(found) = found
+            && (stage.part >= self.whole() || self.known[found.shape].is_none())
+        {
+            self.known[found.shape] = Some((found.setting, found.workers));
+        }
+    }
+
+    /// Candidates after a race that `best` won, best first: by their shares at the largest size that is cheaper than `best`. Those
+    /// that ran exactly as a better one of the same shape, so that their settings have no effect there, are left out.
+    pub(super) fn rank(
+        &mut self,
+        best: Option<Choice>,
+        candidates: &[(usize, usize)],
+        stage: Stage,
+    ) -> Result<Vec<(usize, usize)>, E::Error> {
+        let first = best.map(|best| (best.shape, best.setting));
+        let of_best = first.filter(|first| candidates.contains(first));
+        let mut ranked: Vec<(usize, usize)> = of_best.into_iter().collect();
+        let mut trials: Vec<Trial> = Vec::new();
+        let mut dear: Vec<(usize, usize)> = Vec::new();
+        for &(shape, setting) in candidates {
+            if Some((shape, setting)) == first {
+                continue;
+            }
+            match self.below(best, shape) {
+                Some(workers) => trials.push(self.trial_at(shape, setting, workers, stage)),
+                None => dear.push((shape, setting)),
+            }
+        }
+        let measured = self.run(&trials)?;
+        let mut order: Vec<(&Trial, Measured)> = trials.iter().zip(measured).collect();
+        // Sorting is stable: of equal ones the first.
+        order.sort_by(|a, b| b.1.share.total_cmp(&a.1.share));
+        let mut runs: BTreeSet<(usize, u32, u64)> = BTreeSet::new();
+        for (trial, measured) in order {
+            if runs.insert((trial.shape, trial.workers, measured.digest)) {
+                ranked.push((trial.shape, trial.setting));
+            }
+        }
+        ranked.extend(dear);
+        Ok(ranked)
+    }
+}

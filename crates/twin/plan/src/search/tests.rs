@@ -1,0 +1,532 @@
+//! The search beside every combination, with candidates of known capacity.
+
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use super::*;
+
+/// Candidates of known capacity: `workers` attain if their capacities add up to the load.
+struct Known {
+    /// Requests per second of one worker. Shape `[shapes][settings]`.
+    capacity: Vec<Vec<f64>>,
+    /// Factor on it on parts, whose caches are cold. Shape `[shapes]`, or empty.
+    cold: Vec<f64>,
+    /// A size that misses by a little, whatever its capacity: shape and workers.
+    unlucky: Option<(usize, u32)>,
+    /// Settings beyond this one give the same cluster as it.
+    same_from: usize,
+    load: f64,
+    /// Requests of the whole workload.
+    requests: u64,
+    parts: Vec<f64>,
+    runs: Vec<Trial>,
+}
+
+const TARGET: f64 = 0.99;
+
+impl Evaluate for Known {
+    type Error = std::convert::Infallible;
+
+    fn same(&self, _: usize, setting: usize, _: u32) -> usize {
+        setting.min(self.same_from)
+    }
+
+    fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
+        self.runs.extend(trials);
+        let measure = |t: &Trial| {
+            let mut capacity = self.capacity[t.shape][t.setting] * f64::from(t.workers);
+            if t.part + 1 < self.parts.len() {
+                capacity *= self.cold.get(t.shape).unwrap_or(&1.0);
+            } else if self.unlucky == Some((t.shape, t.workers)) {
+                capacity = self.load * 0.999;
+            }
+            let enough = capacity / (self.load * t.conditions.load * t.conditions.slower);
+            let met = width::floor_u64(TARGET * 1e6 * enough.min(1.0) + 1e-3);
+            Measured {
+                attains: enough >= 1.0,
+                complete: true,
+                by_class: vec![(1_000_000, met)],
+                share: TARGET * enough.min(1.0),
+                judged: 100,
+                digest: capacity.to_bits() ^ t.setting as u64,
+                requests: (self.parts[t.part] * self.requests as f64) as u64,
+            }
+        };
+        Ok(trials.iter().map(measure).collect())
+    }
+}
+
+fn candidates(costs: &[f64], settings: usize) -> Vec<Candidate> {
+    let of = |(at, &cost): (usize, &f64)| Candidate {
+        cost,
+        workers_least: 1,
+        workers_min: 1,
+        workers_max: 2000,
+        settings,
+        places: (0..settings).map(|at| [at, 0, 0, 0]).collect(),
+        kind: at % 2,
+        apart: false,
+        hosts_kv: false,
+    };
+    costs.iter().enumerate().map(of).collect()
+}
+
+/// The lowest cost over every candidate and size.
+fn exhaustive(known: &Known, shapes: &[Candidate], load: f64) -> f64 {
+    let mut least = f64::INFINITY;
+    for (shape, of) in shapes.iter().enumerate() {
+        for capacity in &known.capacity[shape] {
+            let workers = (1..=of.workers_max)
+                .find(|&n| capacity * f64::from(n) / (known.load * load) >= 1.0);
+            least = workers.map_or(least, |n| least.min(of.cost_of(n)));
+        }
+    }
+    least
+}
+
+/// Checks the search against every combination. `shapes`: cost and capacity of a worker of each;
+/// `factors`: on the capacity, of each setting; `cold`: of each shape on parts.
+fn is_the_cheapest(
+    shapes: &[(u32, f64)],
+    factors: &[f64],
+    load: f64,
+    cold: &[f64],
+) -> Result<(), TestCaseError> {
+    let costs: Vec<f64> = shapes.iter().map(|shape| f64::from(shape.0)).collect();
+    let space = candidates(&costs, factors.len());
+    let capacity = shapes
+        .iter()
+        .enumerate()
+        // Settings differ in what they are worth to each shape.
+        .map(|(at, shape)| {
+            let n = factors.len();
+            (0..n).map(|s| shape.1 * factors[(s + at) % n]).collect()
+        })
+        .collect();
+    let parts = vec![1.0 / 16.0, 0.25, 1.0];
+    let mut known = Known {
+        capacity,
+        cold: cold.to_vec(),
+        unlucky: None,
+        same_from: usize::MAX,
+        load,
+        requests: 16_000,
+        parts: parts.clone(),
+        runs: Vec::new(),
+    };
+    let find = |known: &mut Known, load: f64, others: &[Choice]| {
+        let plain = Conditions {
+            load,
+            ..Conditions::PLAIN
+        };
+        let mut search = Search::new(&space, TARGET, &parts, 2, plain, 1, known);
+        search.find(others).unwrap()
+    };
+    let best = find(&mut known, 1.0, &[]).unwrap();
+    let least = exhaustive(&known, &space, 1.0);
+    prop_assert!(
+        (best.cost - least).abs() < 1e-9,
+        "{:?}, but {}",
+        best,
+        least
+    );
+    // The same trials again, in the same order.
+    let runs = std::mem::take(&mut known.runs);
+    let again = find(&mut known, 1.0, &[]).unwrap();
+    prop_assert_eq!(again, best);
+    prop_assert_eq!(&known.runs, &runs);
+    // A higher load is never cheaper.
+    let more = find(&mut known, 2.0, &[]).unwrap();
+    prop_assert!(more.cost >= best.cost);
+    // An answer to a question that differs a little changes nothing but the way.
+    for (load, near, cost) in [(1.0, more, best.cost), (2.0, best, more.cost)] {
+        let again = find(&mut known, load, &[near]).unwrap();
+        prop_assert!((again.cost - cost).abs() < 1e-9, "{again:?}, but {cost}");
+    }
+    Ok(())
+}
+
+#[test]
+fn one_worker_of_a_better_setting_is_found() {
+    // Two workers of the last shape cost more than 1.5 times two of the others; with its second
+    // setting one is enough.
+    let shapes = [
+        (9, 0.5),
+        (9, 3.333_567_522_326_223),
+        (9, 0.5),
+        (14, 4.750_883_507_357_231),
+    ];
+    let factors = [0.8, 1.073_760_463_239_000_3, 0.8, 0.8];
+    is_the_cheapest(&shapes, &factors, 4.794_902_976_332_167, &[]).unwrap();
+}
+
+proptest! {
+    #[test]
+    fn the_answer_is_that_of_every_combination(
+        shapes in prop::collection::vec((1u32..40, 0.5f64..8.0), 1..8),
+        factors in prop::collection::vec(0.8f64..1.2, 1..9),
+        load in 1.0f64..300.0,
+    ) {
+        is_the_cheapest(&shapes, &factors, load, &[])?;
+    }
+
+    #[test]
+    fn the_answer_does_not_depend_on_cold_parts(
+        shapes in prop::collection::vec((1u32..40, 0.5f64..8.0), 1..8),
+        cold in prop::collection::vec(0.02f64..1.0, 8),
+        load in 1.0f64..300.0,
+    ) {
+        is_the_cheapest(&shapes, &[1.0], load, &cold)?;
+    }
+
+    #[test]
+    fn sizes_are_the_smallest_that_attain(need in 1u32..500, min in 1u32..20, start in 1u32..600, near: bool) {
+        let mut sizing = Sizing::new(min, 500, start, near, TARGET);
+        let mut trials = 0;
+        while let Some(workers) = sizing.next {
+            prop_assert!((min..=500).contains(&workers));
+            let share = TARGET * f64::from(workers) / f64::from(need);
+            sizing.take(workers, &Measured { attains: workers >= need, complete: true, by_class: Vec::new(), share: share.min(1.0), judged: 1, digest: 0, requests: 1 });
+            trials += 1;
+            prop_assert!(trials <= 30);
+        }
+        prop_assert_eq!(sizing.attains, Some(need.max(min)));
+    }
+}
+
+/// The answer with the base settings of `capacity`: shape, setting and size.
+fn found(costs: &[f64], workers_max: u32, mut known: Known) -> Option<(usize, usize, u32)> {
+    let mut space = candidates(costs, known.capacity[0].len());
+    for shape in &mut space {
+        shape.workers_max = workers_max;
+    }
+    let parts = known.parts.clone();
+    let main = parts.len() - 1;
+    let mut search = Search::new(
+        &space,
+        TARGET,
+        &parts,
+        main,
+        Conditions::PLAIN,
+        1,
+        &mut known,
+    );
+    let best = search.find(&[]).unwrap()?;
+    Some((best.shape, best.setting, best.workers))
+}
+
+/// Candidates of these capacities under a load of 8.5 requests per second.
+fn known(capacity: Vec<Vec<f64>>) -> Known {
+    Known {
+        capacity,
+        cold: Vec::new(),
+        unlucky: None,
+        same_from: usize::MAX,
+        load: 8.5,
+        requests: 16_000,
+        parts: vec![1.0 / 16.0, 0.25, 1.0],
+        runs: Vec::new(),
+    }
+}
+
+/// The second shape lives on its cache, and fails utterly without.
+#[test]
+fn parts_exclude_nothing() {
+    let known = Known {
+        cold: vec![0.9, 0.05],
+        ..known(vec![vec![4.0], vec![9.0]])
+    };
+    assert_eq!(found(&[2.0, 5.0], 2000, known), Some((1, 0, 1)));
+}
+
+/// Only a split that is not tried in all combinations attains, two prefill workers from the balance. There is no answer without.
+#[test]
+fn splits_further_from_the_balance_are_found() {
+    for (first, answer) in [(3.0, (1, 3, 2)), (0.1, (1, 3, 2))] {
+        let mut space = candidates(&[9.0, 4.0], 4);
+        space[0].workers_max = 5;
+        space[1].workers_max = 2;
+        for shape in &mut space {
+            shape.settings = 1;
+            shape.places = [3, 2, 4, 5].map(|split| [0, 0, 0, split]).to_vec();
+        }
+        let parts = vec![1.0 / 16.0, 0.25, 1.0];
+        let mut known = Known {
+            parts: parts.clone(),
+            ..known(vec![vec![first; 4], vec![1.0, 0.9, 2.0, 5.0]])
+        };
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
+        let best = search.find(&[]).unwrap().unwrap();
+        assert_eq!((best.shape, best.setting, best.workers), answer, "{first}");
+    }
+}
+
+#[test]
+fn settings_that_give_one_cluster_run_once() {
+    let mut known = Known {
+        same_from: 2,
+        ..known(vec![vec![4.0, 4.1, 4.2, 4.2, 4.2], vec![9.0; 5]])
+    };
+    let space = candidates(&[2.0, 5.0], 5);
+    let parts = known.parts.clone();
+    let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
+    let best = search.find(&[]).unwrap().unwrap();
+    assert_eq!((best.shape, best.workers), (1, 1));
+    let mut keys: Vec<_> = known
+        .runs
+        .iter()
+        .map(|t| {
+            (
+                t.shape,
+                t.setting.min(2),
+                t.workers,
+                t.part,
+                t.conditions.key(),
+            )
+        })
+        .collect();
+    let runs = keys.len();
+    keys.sort_unstable();
+    keys.dedup();
+    assert_eq!(keys.len(), runs, "{:?}", known.runs);
+}
+
+/// No setting attains on a part at any size; many do on the whole workload.
+#[test]
+fn a_part_on_which_nothing_attains_takes_few_runs() {
+    let mut known = Known {
+        cold: vec![1e-4, 1e-4],
+        ..known(vec![vec![4.0; 40], vec![3.0; 40]])
+    };
+    let space = candidates(&[2.0, 2.0], 40);
+    let parts = known.parts.clone();
+    let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
+    let best = search.find(&[]).unwrap().unwrap();
+    assert_eq!((best.shape, best.workers), (0, 3));
+    let on_parts = known.runs.iter().filter(|trial| trial.part < 2).count();
+    assert!(on_parts < 300, "{on_parts}");
+}
+
+/// With the base, no size of the second shape up to the limit attains.
+#[test]
+fn a_shape_that_needs_another_setting_at_any_size_is_found() {
+    let known = known(vec![vec![9.0, 9.0], vec![1.0, 5.0]]);
+    assert_eq!(found(&[10.0, 2.0], 3, known), Some((1, 1, 2)));
+}
+
+/// Nine workers attain and ten do not, as where requests are routed by chance.
+#[test]
+fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
+    let mut known = Known {
+        capacity: vec![vec![1.0]],
+        cold: Vec::new(),
+        unlucky: Some((0, 10)),
+        same_from: usize::MAX,
+        load: 8.5,
+        requests: 16_000,
+        parts: vec![1.0],
+        runs: Vec::new(),
+    };
+    let mut space = candidates(&[1.0], 1);
+    space[0].workers_min = 5;
+    let whole = [1.0];
+    let mut search = Search::new(&space, TARGET, &whole, 0, Conditions::PLAIN, 1, &mut known);
+    let at_11 = Choice {
+        shape: 0,
+        setting: 0,
+        workers: 11,
+        cost: 11.0,
+        share: TARGET,
+    };
+    search
+        .run(&[search.trial(0, 0, 10), search.trial(0, 0, 11)])
+        .unwrap();
+    let best = search.fewer(at_11, search.last_stage()).unwrap();
+    assert_eq!(best.workers, 9);
+}
+
+/// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
+/// setting needs one.
+#[test]
+fn a_setting_that_saves_one_worker_of_two_is_found() {
+    let mut space = candidates(&[25.0, 19.0], 2);
+    space[1].kind = space[0].kind;
+    let parts = vec![1.0 / 16.0, 0.25, 1.0];
+    let mut known = Known {
+        capacity: vec![vec![8.0, 8.0], vec![5.7, 7.4]],
+        cold: Vec::new(),
+        unlucky: None,
+        same_from: usize::MAX,
+        load: 6.7,
+        requests: 16_000,
+        parts: parts.clone(),
+        runs: Vec::new(),
+    };
+    let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
+    let best = search.find(&[]).unwrap().unwrap();
+    assert_eq!((best.shape, best.setting, best.workers), (1, 1, 1));
+}
+
+/// Capacity tells the headroom; a split shape comes first, and has the most.
+#[test]
+fn of_equal_cost_the_simpler_and_then_the_one_with_more_headroom_is_chosen() {
+    let answer = |capacity: [f64; 4], apart: [bool; 4]| {
+        let mut space = candidates(&[2.0, 1.0, 2.0, 2.0], 1);
+        for (shape, apart) in space.iter_mut().zip(apart) {
+            shape.apart = apart;
+            shape.workers_min = if apart { 2 } else { 1 };
+        }
+        let parts = vec![0.25, 1.0];
+        let mut known = Known {
+            capacity: capacity.iter().map(|&each| vec![each]).collect(),
+            cold: Vec::new(),
+            unlucky: None,
+            same_from: usize::MAX,
+            load: 16.0,
+            requests: 1000,
+            parts: parts.clone(),
+            runs: Vec::new(),
+        };
+        let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 1, &mut known);
+        let best = search.find(&[]).unwrap().unwrap();
+        (best.shape, best.workers, best.cost)
+    };
+    // 2 workers for 4.0 each, except the second, which takes 4.
+    let split_first = [true, false, false, false];
+    assert_eq!(answer([20.0, 4.1, 8.5, 11.0], split_first), (3, 2, 4.0));
+    assert_eq!(answer([20.0, 6.1, 8.5, 8.6], split_first), (1, 3, 3.0));
+    assert_eq!(answer([20.0, 5.2, 8.5, 8.6], split_first), (1, 4, 4.0));
+    // Nothing is simpler.
+    assert_eq!(answer([9.0, 4.1, 11.0, 8.6], [true; 4]), (2, 2, 4.0));
+}
+
+/// A changed condition keeps the shape and setting of the first answer, unless another is cheaper.
+#[test]
+fn of_equal_cost_the_preferred_one_stays() {
+    let space = candidates(&[2.0, 1.0, 2.0], 2);
+    let answer = |capacity: [[f64; 2]; 3], preferred: (usize, usize)| {
+        let parts = vec![0.25, 1.0];
+        let mut known = Known {
+            capacity: capacity.iter().map(|each| each.to_vec()).collect(),
+            cold: Vec::new(),
+            unlucky: None,
+            same_from: usize::MAX,
+            load: 16.0,
+            requests: 1000,
+            parts: parts.clone(),
+            runs: Vec::new(),
+        };
+        let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 3, &mut known)
+            .preferring(preferred.0, preferred.1);
+        let best = search.find(&[]).unwrap().unwrap();
+        (best.shape, best.setting, best.workers, best.cost)
+    };
+    // 4.0 each: 2 workers, 4 workers, 2 workers.
+    let equal = [[11.0, 8.5], [5.2, 4.1], [9.0, 8.1]];
+    for shape in 0..3 {
+        for setting in 0..2 {
+            let workers = if shape == 1 { 4 } else { 2 };
+            assert_eq!(
+                answer(equal, (shape, setting)),
+                (shape, setting, workers, 4.0)
+            );
+        }
+    }
+    // Another is cheaper, or the preferred setting does not attain.
+    let cheaper = [[11.0, 8.5], [6.1, 4.1], [9.0, 8.1]];
+    assert_eq!(answer(cheaper, (0, 1)), (1, 0, 3, 3.0));
+    let weak = [[11.0, 7.9], [4.1, 3.0], [9.0, 8.1]];
+    assert_eq!(answer(weak, (0, 1)), (0, 0, 2, 4.0));
+}
+
+#[test]
+fn what_no_size_attains_ends_soon() {
+    let mut sizing = Sizing::new(1, 100_000, 1, false, TARGET);
+    let mut trials = 0;
+    while let Some(workers) = sizing.next {
+        let share = 0.9 - 0.5 / f64::from(workers);
+        sizing.take(
+            workers,
+            &Measured {
+                attains: false,
+                complete: true,
+                by_class: Vec::new(),
+                share,
+                judged: 1,
+                digest: 0,
+                requests: 1,
+            },
+        );
+        trials += 1;
+    }
+    assert_eq!(sizing.attains, None);
+    assert!(trials < 16, "{trials}");
+    assert_eq!(Sizing::new(5, 4, 5, false, TARGET).next, None);
+}
+
+#[test]
+fn a_large_space_takes_a_twentieth_of_its_grid() {
+    let costs = [8.0, 4.0, 16.0, 2.0, 3.0, 6.0];
+    let space = candidates(&costs, 27);
+    let capacity = (0..6u32)
+        .map(|shape| {
+            (0..27u32)
+                .map(|s| costs[shape as usize] * (0.9 + f64::from((s * 7 + shape) % 27) / 100.0))
+                .collect()
+        })
+        .collect();
+    let parts = vec![1.0 / 16.0, 0.25, 1.0];
+    let mut known = Known {
+        capacity,
+        cold: Vec::new(),
+        unlucky: None,
+        same_from: usize::MAX,
+        load: 200.0,
+        requests: 10_000,
+        parts: parts.clone(),
+        runs: Vec::new(),
+    };
+    let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
+    let best = search.find(&[]).unwrap().unwrap();
+    let simulated = search.requests;
+    let grid = grid(&space, &[false; 6], best.cost) * 10_000;
+    assert_eq!(best.cost, exhaustive(&known, &space, 1.0));
+    assert!(simulated * 20 <= grid, "{simulated} of {grid}");
+}
+
+#[test]
+fn the_load_at_which_an_answer_fails_is_found() {
+    let space = candidates(&[1.0], 1);
+    for (capacity, low, high) in [
+        (10.0, 1.0, 1.02),
+        (12.5, 1.24, 1.26),
+        (1000.0, 4.0, f64::NAN),
+    ] {
+        let mut known = Known {
+            capacity: vec![vec![capacity]],
+            cold: Vec::new(),
+            unlucky: None,
+            same_from: usize::MAX,
+            load: 10.0,
+            requests: 100,
+            parts: vec![1.0],
+            runs: Vec::new(),
+        };
+        let mut search = Search::new(&space, TARGET, &[1.0], 0, Conditions::PLAIN, 1, &mut known);
+        let best = search.find(&[]).unwrap().unwrap();
+        let (attains, fails) = search.headroom(&best).unwrap();
+        assert!((attains - low).abs() < 1e-6, "{capacity}: {attains}");
+        assert!(
+            fails.is_none_or(|fails| (fails - high).abs() < 1e-6),
+            "{capacity}: {fails:?}"
+        );
+        assert_eq!(fails.is_none(), high.is_nan());
+    }
+}
+
+#[test]
+fn grids_count_sizes_and_splits() {
+    let space = candidates(&[2.0, 2.0], 3);
+    // 5 sizes of 3 settings; 1 + 2 + 3 + 4 splits of 1.
+    assert_eq!(grid(&space, &[false, true], 10.0), 15 + 10);
+}

@@ -2,13 +2,13 @@
 //!
 //! A *candidate* is a shape with a setting; its size is a number of workers. The search assumes that
 //! more workers attain whenever fewer do, and finds the smallest size by bisection. It sizes every
-//! promising shape on a small part of the workload. There it tries all settings at the largest size that
-//! would be cheaper than the best one; most miss soon, which takes few requests. The better quarter goes
-//! on to larger parts (successive halving). On the whole workload the best is sized, and then challenged
-//! in the same way by those that are left, by every shape, and by the better settings of shapes that
-//! nearly attain.
+//! promising shape on a small part of the workload, and the cheapest then on the whole: an answer to improve
+//! on. Everything else is tried at the largest size that is cheaper; most candidates miss soon, which takes few
+//! requests. Settings are tried on the small part first, and the better quarter goes on to larger parts
+//! (successive halving). On the whole workload the answer is challenged by those that are left, by every
+//! shape, by other splits of prefill and decode workers, and by the better settings of shapes that nearly attain.
 //!
-//! Trials are asked for in batches that depend on results alone.
+//! Trials run in batches that depend on results alone.
 
 mod candidate;
 mod challenge;
@@ -431,6 +431,9 @@ impl<'a, E: Evaluate> Search<'a, E> {
             best = self.near_answer(best, other)?;
         }
         let mut sizes = self.size_shapes(best, later)?;
+        if best.is_none() {
+            best = self.first_answer(&sizes)?;
+        }
         self.try_settings(best, &mut sizes)?;
         if best.is_none() {
             best = self.first_answer(&sizes)?;

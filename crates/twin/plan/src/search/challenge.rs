@@ -76,7 +76,11 @@ impl<E: Evaluate> Search<'_, E> {
             if let Some((setting, share)) = nearest
                 && share >= self.target - NEAR
             {
-                let settings = of.with_split_of(setting);
+                let settings = if stage.part > 0 {
+                    self.combinations(shape, setting, workers, Self::on(0))?
+                } else {
+                    of.with_split_of(setting)
+                };
                 let better = self.better(shape, settings, workers, stage.part, KEEP_MIN)?;
                 all.extend(better.into_iter().map(|setting| (shape, setting)));
             }

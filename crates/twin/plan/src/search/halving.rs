@@ -13,6 +13,8 @@ const CHANGES_MAX: usize = 4;
 const PROMISING: f64 = 1.5;
 /// A shape whose share is this far below the target at a size is not tried with every setting there.
 const FAR: f64 = 0.1;
+/// A change of a setting that closes less than this share of the gap to the target is the last one.
+const GAIN: f64 = 0.1;
 /// A value of a setting is far worse if it takes this factor on the misses.
 const WORSE: f64 = 2.0;
 
@@ -121,7 +123,7 @@ impl<E: Evaluate> Search<'_, E> {
         Ok(())
     }
 
-    /// Changes one value of a setting at a time, as long as more requests meet their objectives, until it attains. `near`: settings
+    /// Changes one value of a setting at a time, as long as that brings it nearer to the target, until it attains. `near`: settings
     /// to try instead of one.
     pub(super) fn ascend(
         &mut self,
@@ -141,6 +143,7 @@ impl<E: Evaluate> Search<'_, E> {
             let trial = |&other: &usize| self.trial_at(shape, other, workers, stage);
             let trials: Vec<Trial> = others.iter().map(trial).collect();
             let measured = self.run(&trials)?;
+            let gap = self.target - most.share;
             let mut better = None;
             for (near, measured) in others.into_iter().zip(measured) {
                 if (measured.attains, measured.share) > (most.attains, most.share) {
@@ -150,6 +153,9 @@ impl<E: Evaluate> Search<'_, E> {
             }
             let Some(better) = better else { break };
             setting = better;
+            if self.target - most.share > (1.0 - GAIN) * gap {
+                break;
+            }
         }
         Ok((setting, most))
     }
@@ -248,12 +254,8 @@ impl<E: Evaluate> Search<'_, E> {
     }
 
     /// The settings of a shape to try at the size below `best`. If the known one comes near, or one that is better by
-    /// changes of one value at a time, all without the values that are far worse. Otherwise that one alone.
-    pub(super) fn worthwhile(
-        &mut self,
-        best: Option<Choice>,
-        shape: usize,
-    ) -> Result<Vec<usize>, E::Error> {
+    /// changes of one value at a time, those of [`Search::combinations`]. Otherwise that one alone.
+    fn worthwhile(&mut self, best: Option<Choice>, shape: usize) -> Result<Vec<usize>, E::Error> {
         let Some(workers) = self.below(best, shape) else {
             return Ok(Vec::new());
         };
@@ -262,37 +264,51 @@ impl<E: Evaluate> Search<'_, E> {
         }
         let stage = Self::on(0);
         let mut setting = self.setting(shape);
-        let mut most = self
-            .run(&[self.trial_at(shape, setting, workers, stage)])?
-            .remove(0);
+        let first = self.trial_at(shape, setting, workers, stage);
+        let mut most = self.run(&[first])?.remove(0);
         if most.share < self.target - FAR {
             (setting, most) = self.ascend(shape, setting, workers, stage, Candidate::neighbors)?;
         }
         if !most.attains && most.share < self.target - FAR {
             return Ok(vec![setting]);
         }
+        self.combinations(shape, setting, workers, stage)
+    }
+
+    /// All settings of a shape but those with values that are of no use at a size: changed alone in `setting`, they are far
+    /// worse, or give the same run.
+    pub(super) fn combinations(
+        &mut self,
+        shape: usize,
+        setting: usize,
+        workers: u32,
+        stage: Stage,
+    ) -> Result<Vec<usize>, E::Error> {
+        let own = self
+            .run(&[self.trial_at(shape, setting, workers, stage)])?
+            .remove(0);
         let near = self.shapes[shape].neighbors(setting);
         let trial = |&near: &usize| self.trial_at(shape, near, workers, stage);
         let trials: Vec<Trial> = near.iter().map(trial).collect();
         let measured = self.run(&trials)?;
         let of = &self.shapes[shape];
         let shares = near.iter().zip(&measured).map(|(&near, m)| (near, m.share));
-        let first = (setting, most.share);
+        let first = (setting, own.share);
         let (better, most) = shares.fold(first, |a, b| if b.1 > a.1 { b } else { a });
         let least = (most - NEAR).min(1.0 - WORSE * (1.0 - most));
-        let mut worse: Vec<(usize, usize)> = Vec::new();
+        let mut useless: Vec<(usize, usize)> = Vec::new();
         for (near, measured) in near.into_iter().zip(measured) {
+            let is_worse = !measured.attains && measured.share < least;
             if let Some(axis) = of.only_change(setting, near)
-                && !measured.attains
-                && measured.share < least
+                && (is_worse || measured.digest == own.digest)
             {
-                worse.push((axis, of.places[near][axis]));
+                useless.push((axis, of.places[near][axis]));
             }
         }
         let mut kept = of.with_split_of(better);
         kept.retain(|&other| {
             let place = of.places[other];
-            worse.iter().all(|&(axis, value)| place[axis] != value)
+            useless.iter().all(|&(axis, value)| place[axis] != value)
         });
         Ok(kept)
     }

@@ -994,7 +994,7 @@ fn collectives_pair_sources_and_sinks_by_index() {
 /// The shipped examples leave no doubt about their dialect.
 #[test]
 fn examples_settle_their_dialect() {
-    let folder = format!("{}/../../examples/net", env!("CARGO_MANIFEST_DIR"));
+    let folder = format!("{}/../../../examples/net", env!("CARGO_MANIFEST_DIR"));
     let mut seen = 0;
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

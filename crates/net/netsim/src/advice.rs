@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use crate::aqm::Aqm;
 use crate::failure::Failure;
+use crate::flow::FlowResult;
 use crate::output::time;
-use crate::result::{FlowResult, RunResult};
+use crate::result::RunResult;
 use crate::route::Routing;
 use crate::scenario::{Congestion, Flow, Paths, Scenario, Transport};
 

@@ -10,80 +10,17 @@
 //! Bytes count while they wait: a packet leaves the accounts when its service starts, as everywhere
 //! in this crate.
 
-use slipstream_base::width::{floor_u64, to_u32, to_u64};
+use crate::queueing::{NO_INGRESS, PAUSE_BYTES, PFC_CLASSES, Pfc, Thresholds};
+use slipstream_base::width::{floor_u64, to_u32};
 
 use crate::event::{EventKind, NetEvent};
 use crate::fabric::ShardPorts;
-use crate::net::{Net, Place, Step, serialization_ns};
+use crate::link::serialization_ns;
+use crate::net::Net;
+use crate::step::{Place, Step};
 
-/// Classes of PFC (IEEE 802.1Qbb: eight priorities).
-pub const PFC_CLASSES: usize = 8;
-/// A pause frame on the wire, bytes (IEEE 802.3 clause 31B: a MAC control frame of minimum size).
-pub(crate) const PAUSE_BYTES: u64 = 64;
-/// No ingress: the packet did not come over a link that can be paused.
-pub(crate) const NO_INGRESS: u32 = u32::MAX;
 /// No switch: a host's own port.
 pub(crate) const NO_SWITCH: u32 = u32::MAX;
-
-/// Memory shared by all ports of a switch, split by dynamic thresholds: a queue may hold α times
-/// the free bytes (Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet
-/// switches", IEEE/ACM ToN 1998, equation 1).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SharedBuffer {
-    /// Bytes per switch, without PFC headroom.
-    pub bytes: u64,
-    /// α.
-    pub alpha: f64,
-}
-
-/// Priority flow control (IEEE 802.1Qbb). A pause lasts until it is revoked or, with `quanta`, at
-/// most that long.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pfc {
-    /// Waiting bytes of a class from one link at which the link is paused. `None`: `alpha` times
-    /// the free bytes of the shared buffer (Zhu et al., "Congestion control for large-scale RDMA
-    /// deployments", SIGCOMM 2015, section 4: t_PFC).
-    pub xoff_bytes: Option<u64>,
-    /// α of the dynamic threshold.
-    pub alpha: f64,
-    /// A link resumes when its class has fallen this far below the threshold, bytes.
-    pub xon_gap_bytes: u64,
-    /// Bytes reserved for packets that arrive after the pause was sent. `None`: the bytes in flight
-    /// on the link (see [`headroom_bytes`]).
-    pub headroom_bytes: Option<u64>,
-    /// Bit c: class c is lossless.
-    pub classes: u8,
-    /// Duration of a pause, in times of 512 bits on its link (IEEE 802.3 annex 31B.2: pause_quanta,
-    /// 16 bits); `None`: until it is revoked.
-    pub quanta: Option<u16>,
-    /// Quanta after which a pause that still holds is sent again. 0: only when a packet of its
-    /// class arrives after it has expired.
-    pub refresh: u16,
-    /// Thresholds per priority on all its bytes that wait behind a link. They replace `xoff_bytes`,
-    /// `alpha`, `xon_gap_bytes` and `headroom_bytes`.
-    pub by_priority: Option<[Thresholds; PFC_CLASSES]>,
-    /// Whether switches also pause the links of hosts.
-    pub host_links: bool,
-}
-
-/// When a priority of a link is paused, by its bytes that wait behind that link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Thresholds {
-    /// Paused at and above, bytes.
-    pub xoff_bytes: u64,
-    /// Resumed at and below, bytes.
-    pub xon_bytes: u64,
-    /// A packet that would exceed this is dropped, bytes.
-    pub capacity_bytes: u64,
-}
-
-impl Pfc {
-    /// Whether a pause lasts until its switch revokes it.
-    pub(crate) fn is_lasting(&self) -> bool {
-        self.quanta
-            .is_none_or(|quanta| self.refresh > 0 && self.refresh <= quanta)
-    }
-}
 
 /// `seq` of a pause without a duration, and of the event at the end of a pause with one: above all
 /// 16-bit durations.
@@ -93,29 +30,6 @@ pub(crate) const RUN_OUT: u32 = LASTING + 1;
 /// Time of `quanta` on a link, ns.
 pub(crate) fn quanta_ns(quanta: u32, bits_per_s: u64) -> u64 {
     serialization_ns(u64::from(quanta) * 512 / 8, bits_per_s)
-}
-
-/// Bytes of a class that may arrive after its pause is decided: the packet in transmission, the
-/// link's bandwidth-delay product in both directions, and the pause frame's transmission time (Zhu
-/// et al. 2015, section 4, t_flight: these parts, without the interface's response time).
-pub fn headroom_bytes(bits_per_s: u64, delay_ns: u64, packet_bytes: u64) -> u64 {
-    let in_flight = u128::from(bits_per_s) * u128::from(2 * delay_ns);
-    to_u64(in_flight.div_ceil(8_000_000_000)) + 2 * packet_bytes + PAUSE_BYTES
-}
-
-/// The rules of all switches.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Rules {
-    pub(crate) shared: Option<SharedBuffer>,
-    pub(crate) pfc: Option<Pfc>,
-    /// Bytes of headroom by class of link.
-    pub(crate) headroom: Vec<u64>,
-}
-
-impl Rules {
-    pub(crate) fn is_lossless(&self, class: usize) -> bool {
-        class < PFC_CLASSES && self.pfc.is_some_and(|p| p.classes >> class & 1 == 1)
-    }
 }
 
 /// A switch's memory.
@@ -399,17 +313,5 @@ impl ShardPorts {
         let mut event = NetEvent::local(EventKind::Pause, time, upstream.0, quanta);
         event.meta |= to_u32(class);
         self.deliver_local(upstream, time, event);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn headroom_is_the_link_both_ways_two_packets_and_the_frame() {
-        // 40 Gb/s and 1.5 us (300 m): 2 · 1,500 ns · 5 bytes/ns = 15,000; + 2 · 1,500 + 64.
-        assert_eq!(headroom_bytes(40_000_000_000, 1_500, 1_500), 18_064);
-        assert_eq!(headroom_bytes(100_000_000_000, 0, 1_000), 2_064);
     }
 }

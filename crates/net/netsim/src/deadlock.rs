@@ -9,9 +9,10 @@ use std::collections::HashMap;
 
 use slipstream_base::width::{to_u8, to_u32};
 
-use crate::buffer::{NO_INGRESS, PFC_CLASSES};
-use crate::net::{Net, Step};
+use crate::net::Net;
+use crate::queueing::{NO_INGRESS, PFC_CLASSES};
 use crate::shard::Shard;
+use crate::step::Step;
 use crate::topology::PortId;
 
 /// Links that wait for each other.
@@ -45,7 +46,7 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
     let mut waits: HashMap<Key, Vec<Option<Key>>> = HashMap::new();
     for (s, shard) in shards.iter().enumerate() {
         for (index, port) in shard.fabric.scheduled.iter().enumerate() {
-            let step = Step::new(to_u32(s), crate::net::Place::Scheduled, index);
+            let step = Step::new(to_u32(s), crate::step::Place::Scheduled, index);
             for (class, at) in port.waiting_rows() {
                 let ingress = net.ingress_at(at as usize);
                 if ingress == NO_INGRESS || class >= PFC_CLASSES {

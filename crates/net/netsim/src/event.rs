@@ -73,7 +73,7 @@ pub(crate) const SIZE_MAX: u32 = 65_535;
 pub(crate) struct NetEvent {
     /// Low 32 bits of the time, ns.
     pub(crate) t: u32,
-    /// Packet: its row of the path table. Other events: an endpoint (as a [`crate::net::Step`]) or
+    /// Packet: its row of the path table. Other events: an endpoint (as a [`crate::step::Step`]) or
     /// a port.
     pub(crate) what: u32,
     /// Low 32 bits of a byte or packet number.

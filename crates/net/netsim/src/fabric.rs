@@ -12,8 +12,9 @@ use slipstream_des::Wheel;
 use crate::aqm::{Aqm, Verdict};
 use crate::buffer::{Ingress, Memory};
 use crate::event::{CE, ECT, EventKind, NetEvent};
-use crate::net::{Net, Place, Step};
+use crate::net::Net;
 use crate::scheduled::Scheduled;
+use crate::step::{Place, Step};
 use crate::topology::PortId;
 use crate::trim::TrimPort;
 

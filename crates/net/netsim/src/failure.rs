@@ -7,7 +7,6 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::error::Error;
-use crate::net::{LinkClass, Net, serialization_ns};
 use crate::topology::{End, Host, Node, PortId, Topology};
 
 /// The component that fails.
@@ -115,25 +114,5 @@ pub(crate) struct Outages {
     pub(crate) spans: Vec<(u64, u64)>,
 }
 
-/// By port, as a [`crate::net::Step`].
+/// By port, as a [`crate::step::Step`].
 pub(crate) type OutageMap = HashMap<u32, Outages>;
-
-impl Net {
-    /// Whether the packet of `size` that arrives at `now` over the link before `steps[at]` was on
-    /// the link during an outage.
-    #[cold]
-    pub(crate) fn is_lost_before(&self, at: usize, now: u64, size: u32) -> bool {
-        let Some(outages) = self.outages.get(&self.steps[at - 1].0) else {
-            return false;
-        };
-        let LinkClass {
-            bits_per_s,
-            delay_ns,
-        } = self.classes[outages.class as usize];
-        let sent = now.saturating_sub(delay_ns + serialization_ns(u64::from(size), bits_per_s));
-        outages
-            .spans
-            .iter()
-            .any(|&(from, to)| from < now && to > sent)
-    }
-}

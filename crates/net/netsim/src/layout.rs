@@ -1,5 +1,8 @@
 //! Sets up a run: shards, ports, paths and endpoints. Validates the scenario.
 
+use crate::net::{Net, Rows};
+use crate::queueing;
+use crate::topology::{End, PortId, Tier, Topology, link_class};
 use std::collections::{BTreeSet, HashMap};
 
 use slipstream_base::mix;
@@ -7,20 +10,21 @@ use slipstream_base::width::to_u32;
 use slipstream_des::Wheel;
 
 use crate::aqm::Aqm;
-use crate::buffer::{self, Ingress, Memory, NO_INGRESS, NO_SWITCH, PAUSE_BYTES, Rules};
+use crate::buffer::{Ingress, Memory, NO_SWITCH};
 use crate::error::Error;
 use crate::event::{EventKind, HOPS_MAX, SIZE_MAX};
 use crate::fabric::{PortSpec, Rings, ShardPorts, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
-use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
+use crate::link::{Link, LinkClass, serialization_ns};
+use crate::queueing::{Discipline, NO_INGRESS, PAUSE_BYTES, Rules};
 use crate::retry::{PathVisitor, QueueBounds};
 use crate::route::{Router, Routing};
-use crate::scenario::{Arrivals, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport};
-use crate::scheduled::{Discipline, PortLimits, Scheduled};
+use crate::scenario::{Arrivals, Demand, Dist, Finished, Flow, Paths, Scenario, Transport};
+use crate::scheduled::{PortLimits, Scheduled};
 use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
-use crate::topology::{End, PortId, Tier, Topology};
+use crate::step::{INDEX_MAX, Place, SHARDS_MAX, Step};
 use crate::transport::congestion::Control;
 use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
@@ -682,21 +686,6 @@ impl Builder {
 }
 
 /// Index of the class of a tier's links.
-fn tier_class(tier: Tier) -> u8 {
-    match tier {
-        Tier::Host => 0,
-        Tier::Edge => 1,
-        Tier::Core => 2,
-    }
-}
-
-/// Index of the class of a port's link.
-pub(crate) fn link_class(topology: &Topology, port: PortId) -> u8 {
-    topology
-        .own_link(port)
-        .map_or_else(|| tier_class(topology.tier(port)), |own| 3 + own)
-}
-
 /// Shared buffers and PFC with the headroom of each class of link.
 fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules {
     let queue = &scenario.queue;
@@ -704,7 +693,7 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
     if let Some(pfc) = queue.pfc {
         for (bytes, link) in headroom.iter_mut().zip(classes) {
             *bytes = pfc.headroom_bytes.unwrap_or_else(|| {
-                buffer::headroom_bytes(link.bits_per_s, link.delay_ns, u64::from(packet_bytes))
+                queueing::headroom_bytes(link.bits_per_s, link.delay_ns, u64::from(packet_bytes))
             });
         }
     }
@@ -895,13 +884,6 @@ impl EndpointMaker<'_> {
             }
         }
     }
-}
-
-/// The rows of a flow in one direction, one per path: `first` and the following. A packet names its row.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Rows {
-    pub(crate) first: u32,
-    pub(crate) count: u32,
 }
 
 /// A change of a flow's paths.

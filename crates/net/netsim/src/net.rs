@@ -1,97 +1,17 @@
 //! Read-only data that all shards share: the path table and the links' arithmetic.
 
-use slipstream_base::width::{to_u32, to_u64};
+use crate::link::{LinkClass, serialization_ns};
+use crate::step::Step;
+use slipstream_base::width::to_u32;
 
-use crate::buffer::{NO_INGRESS, Rules};
 use crate::failure::OutageMap;
-use crate::scheduled::Discipline;
-use crate::trim::Trim;
+use crate::queueing::{Discipline, NO_INGRESS, Rules, Trim};
 
-/// The next hop of a packet: a port or an endpoint of a shard, in 32 bits.
-///
-/// Shard in bits 24..32, [`Place`] in 20..24, index within the shard in 0..20.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Step(pub(crate) u32);
-
-/// Kind of port or endpoint of a [`Step`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
-    Fifo,
-    Scheduled,
-    TcpSender,
-    TcpReceiver,
-    QpSender,
-    QpReceiver,
-    NdpSender,
-    NdpReceiver,
-    RawSender,
-    RawReceiver,
-    Host,
-    None,
-    Trim,
-    Ingress,
-    OtherSender,
-    OtherReceiver,
-}
-
-const PLACES: [Place; 16] = [
-    Place::Fifo,
-    Place::Scheduled,
-    Place::TcpSender,
-    Place::TcpReceiver,
-    Place::QpSender,
-    Place::QpReceiver,
-    Place::NdpSender,
-    Place::NdpReceiver,
-    Place::RawSender,
-    Place::RawReceiver,
-    Place::Host,
-    Place::None,
-    Place::Trim,
-    Place::Ingress,
-    Place::OtherSender,
-    Place::OtherReceiver,
-];
-
-/// Shards that a [`Step`] can represent.
-pub(crate) const SHARDS_MAX: u32 = 256;
-/// Ports or endpoints of one kind per shard.
-pub(crate) const INDEX_MAX: usize = 1 << 20;
-
-impl Step {
-    pub(crate) const NONE: Step = Step(11 << 20);
-
-    pub(crate) fn new(shard: u32, place: Place, index: usize) -> Step {
-        assert!(shard < SHARDS_MAX && index < INDEX_MAX, "{shard} {index}");
-        Step(shard << 24 | (place as u32) << 20 | to_u32(index))
-    }
-
-    #[inline]
-    pub(crate) fn shard(self) -> usize {
-        (self.0 >> 24) as usize
-    }
-
-    #[inline]
-    pub(crate) fn place(self) -> Place {
-        PLACES[(self.0 >> 20 & 15) as usize]
-    }
-
-    #[inline]
-    pub(crate) fn index(self) -> usize {
-        (self.0 & 0xf_ffff) as usize
-    }
-}
-
-/// Rate and delay of a kind of link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LinkClass {
-    pub(crate) bits_per_s: u64,
-    pub(crate) delay_ns: u64,
-}
-
-/// Transmission time of `bytes` on a link: ⌈8·bytes·10⁹ / rate⌉ ns.
-pub(crate) fn serialization_ns(bytes: u64, bits_per_s: u64) -> u64 {
-    to_u64((u128::from(bytes) * 8_000_000_000).div_ceil(u128::from(bits_per_s)))
+/// The rows of a flow in one direction, one per path: `first` and the following. A packet names its row.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rows {
+    pub(crate) first: u32,
+    pub(crate) count: u32,
 }
 
 /// The path table and link arithmetic, shared by all shards.
@@ -166,5 +86,25 @@ impl Net {
         self.steps.extend_from_slice(steps);
         self.steps.resize((row + 1) * self.stride, Step::NONE);
         to_u32(row)
+    }
+}
+
+impl Net {
+    /// Whether the packet of `size` that arrives at `now` over the link before `steps[at]` was on
+    /// the link during an outage.
+    #[cold]
+    pub(crate) fn is_lost_before(&self, at: usize, now: u64, size: u32) -> bool {
+        let Some(outages) = self.outages.get(&self.steps[at - 1].0) else {
+            return false;
+        };
+        let LinkClass {
+            bits_per_s,
+            delay_ns,
+        } = self.classes[outages.class as usize];
+        let sent = now.saturating_sub(delay_ns + serialization_ns(u64::from(size), bits_per_s));
+        outages
+            .spans
+            .iter()
+            .any(|&(from, to)| from < now && to > sent)
     }
 }

@@ -7,9 +7,10 @@
 use std::collections::VecDeque;
 
 use crate::error::Error;
-use crate::net::{Step, serialization_ns};
+use crate::link::serialization_ns;
 use crate::scenario::{Demand, Scenario, Transport};
 use crate::sim::{Execution, Simulation};
+use crate::step::Step;
 
 /// The shortest look ahead, ns, and as a part of a packet's time: a message is reported this much late at most.
 const LOOK_NS: u64 = 64;
@@ -238,9 +239,10 @@ mod tests {
     use super::*;
     use crate::aqm::Aqm;
     use crate::failure::{Failure, Target};
+    use crate::link::{Link, Links};
+    use crate::queueing::Discipline;
     use crate::route::Routing;
-    use crate::scenario::{Flow, Link, Links, Paths, Queue, Roce};
-    use crate::scheduled::Discipline;
+    use crate::scenario::{Flow, Paths, Queue, Roce};
     use crate::topology::{Graph, Tier, Topology};
 
     const MTU: u64 = 4_000;

@@ -8,11 +8,10 @@
 
 use slipstream_base::width::{floor_u64, to_u32};
 
-use crate::layout::link_class;
-use crate::net::{LinkClass, serialization_ns};
+use crate::link::{LinkClass, serialization_ns};
+use crate::queueing::Discipline;
 use crate::scenario::{Flow, Ndp, Roce, Scenario, Transport};
-use crate::scheduled::Discipline;
-use crate::topology::{End, PortId};
+use crate::topology::{End, PortId, link_class};
 
 /// InfiniBand's unit, ns, and the largest exponent of its five bits.
 const UNIT_NS: u64 = 4_096;

@@ -1,36 +1,15 @@
 //! A run as plain values, built in code or by a configuration reader.
 
 use crate::aqm::Aqm;
-use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
 use crate::failure::Failure;
+use crate::link::Links;
+use crate::queueing::{Discipline, PFC_CLASSES, Pfc, SharedBuffer, Trim};
 use crate::route::Routing;
-use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
 pub use crate::transport::OtherTransport;
 use crate::transport::congestion;
 pub use crate::transport::congestion::OtherCongestion;
 pub use crate::transport::dcqcn::Dcqcn;
-use crate::trim::Trim;
-
-/// Rate and delay of the links of one tier.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Link {
-    /// Rate, bits/s; from 1 to 10^15.
-    pub bits_per_s: u64,
-    /// Propagation delay, ns.
-    pub delay_ns: u64,
-}
-
-/// Links by tier.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Links {
-    /// Between hosts and their switches; `None`: not modeled, a host sends directly at its switch.
-    pub host: Option<Link>,
-    /// Between switches.
-    pub edge: Link,
-    /// To and from core switches; global links of a dragonfly.
-    pub core: Link,
-}
 
 /// The queues of every switch port.
 #[derive(Clone, Debug, PartialEq)]

@@ -4,56 +4,18 @@
 //! Packets may overtake here, so a departure is not known at the arrival. An idle port still costs
 //! one event per packet. A busy one has an additional wake-up for each packet that waited.
 
+use crate::queueing::{Discipline, PFC_CLASSES};
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
 use slipstream_base::width::{floor_u64, to_u32};
 
 use crate::aqm::{Arrival, Verdict};
-use crate::buffer::{LASTING, NO_SWITCH, PFC_CLASSES, RUN_OUT, quanta_ns};
+use crate::buffer::{LASTING, NO_SWITCH, RUN_OUT, quanta_ns};
 use crate::event::{CE, ECT, EventKind, NetEvent};
 use crate::fabric::{ShardPorts, UNLIMITED};
-use crate::net::{Net, Place, Step};
-
-/// The order in which classes are served.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub enum Discipline {
-    /// One queue; the port costs one event per packet.
-    #[default]
-    Fifo,
-    /// The class with the highest priority that has a packet; by class.
-    StrictPriority(Vec<u32>),
-    /// Deficit round robin (Shreedhar, Varghese, "Efficient fair queuing using deficit round
-    /// robin", IEEE/ACM ToN 1996): a class may send quantum × weight bytes per round.
-    Drr(Vec<u32>),
-    /// Weighted round robin: the weight is the packets per round.
-    Wrr(Vec<u32>),
-    /// Weighted fair queueing by self-clocked finish tags (Golestani, "A self-clocked fair
-    /// queueing scheme for broadband applications", INFOCOM 1994).
-    Wfq(Vec<u32>),
-    /// Virtual clock (Zhang, SIGCOMM 1990): stamps advance by vtick ns per packet.
-    VirtualClock(Vec<u64>),
-    /// Virtual clock whose stamps advance with a packet's size: seconds per bit, by class.
-    VirtualClockBits(Vec<f64>),
-    /// Arrival order over this many priorities, each of which PFC may pause separately.
-    PriorityFifo(u8),
-}
-
-impl Discipline {
-    /// Classes; flows of a higher class join the last one.
-    pub fn classes(&self) -> usize {
-        match self {
-            Discipline::Fifo => 1,
-            Discipline::StrictPriority(v)
-            | Discipline::Drr(v)
-            | Discipline::Wrr(v)
-            | Discipline::Wfq(v) => v.len(),
-            Discipline::VirtualClock(v) => v.len(),
-            Discipline::VirtualClockBits(v) => v.len(),
-            Discipline::PriorityFifo(n) => usize::from(*n),
-        }
-    }
-}
+use crate::net::Net;
+use crate::step::{Place, Step};
 
 /// Bytes that a class of weight 1 may send per round of DRR: the largest common packet, so that
 /// each class sends in each round (the paper's condition for O(1) work).

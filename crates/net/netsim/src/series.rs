@@ -2,8 +2,9 @@
 
 use slipstream_base::width::{nearest_f32, to_u32, to_u64};
 
-use crate::net::{Net, Place, Step};
+use crate::net::Net;
 use crate::shard::Shard;
+use crate::step::{Place, Step};
 use crate::topology::{PortId, Tier, Topology};
 
 /// Limit of samples of single ports; later ones are only per tier.

@@ -4,8 +4,9 @@ use std::collections::HashMap;
 
 use crate::event::{EventKind, NetEvent};
 use crate::fabric::ShardPorts;
-use crate::net::{Net, Place, Step};
+use crate::net::Net;
 use crate::scenario::Finished;
+use crate::step::{Place, Step};
 use crate::transport::ndp::{NdpReceiver, NdpSender, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender};

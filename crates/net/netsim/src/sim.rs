@@ -10,12 +10,15 @@ use crate::deadlock::{self, Deadlock};
 use crate::error::Error;
 use crate::event::NetEvent;
 use crate::fabric::Tally;
+use crate::flow::FlowResult;
 use crate::layout::{Builder, Reroute};
-use crate::net::{Net, Place, Step, serialization_ns};
-use crate::result::{Collected, FlowResult, PortResult, RunResult};
+use crate::link::serialization_ns;
+use crate::net::Net;
+use crate::result::{Collected, PortResult, RunResult};
 use crate::scenario::Scenario;
 use crate::series::Sampler;
 use crate::shard::Shard;
+use crate::step::{Place, Step};
 use crate::transport::{Received, SendCount};
 
 /// Interval of the deadlock search in runs with PFC, ns: long compared with events, short for

@@ -6,7 +6,7 @@
 use slipstream_base::width::{to_u8, to_u32};
 
 use crate::error::Error;
-use crate::scenario::Link;
+use crate::link::Link;
 
 /// A switch; numbered densely from 0.
 pub type Node = u32;
@@ -893,4 +893,19 @@ impl Topology {
             Topology::Graph(_) => false,
         }
     }
+}
+
+fn tier_class(tier: Tier) -> u8 {
+    match tier {
+        Tier::Host => 0,
+        Tier::Edge => 1,
+        Tier::Core => 2,
+    }
+}
+
+/// Index of the class of a port's link.
+pub(crate) fn link_class(topology: &Topology, port: PortId) -> u8 {
+    topology
+        .own_link(port)
+        .map_or_else(|| tier_class(topology.tier(port)), |own| 3 + own)
 }

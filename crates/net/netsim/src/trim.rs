@@ -5,6 +5,7 @@
 //! A short queue holds data, a second one headers and control packets, which have priority. A busy
 //! port has an additional event for each packet that waited.
 
+use crate::queueing::Trim;
 use std::collections::VecDeque;
 
 use slipstream_base::mix;
@@ -12,36 +13,8 @@ use slipstream_base::width::low_u32;
 
 use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
 use crate::fabric::{PortSpec, ShardPorts};
-use crate::net::{Net, Place, Step};
-
-/// Trimming at every switch port.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Trim {
-    /// Data packets that may wait. Section 3.1: eight.
-    pub data_packets: u32,
-    /// Headers and control packets that may wait. Section 3.1 gives them as much memory as data:
-    /// 1,125 headers of 64 bytes for eight packets of 9,000.
-    pub header_packets: u32,
-    /// A trimmed packet on the wire, bytes. Section 3.1: 64.
-    pub header_bytes: u32,
-    /// Headers sent per waiting data packet, so that headers alone cannot fill a link. Section 3.1:
-    /// ten to one.
-    pub headers_per_data: u32,
-    /// A header that finds no room is returned to its sender (the paper's return-to-sender).
-    pub return_to_sender: bool,
-}
-
-impl Default for Trim {
-    fn default() -> Self {
-        Trim {
-            data_packets: 8,
-            header_packets: 1_125,
-            header_bytes: 64,
-            headers_per_data: 10,
-            return_to_sender: false,
-        }
-    }
-}
+use crate::net::Net;
+use crate::step::{Place, Step};
 
 /// A trimming port. Waiting packets keep their time of arrival in `NetEvent::t`.
 #[derive(Clone, Debug)]

@@ -15,12 +15,11 @@ use slipstream_config::cluster::{Cluster, Fault, PoolConfig};
 use slipstream_flows::{Endpoint, FabricConfig, Network, TransferId};
 use slipstream_netsim::aqm::Aqm;
 use slipstream_netsim::failure::{Failure, Target};
+use slipstream_netsim::link::{Link, Links};
 use slipstream_netsim::open::{Arrived, OpenNetwork};
+use slipstream_netsim::queueing::Discipline;
 use slipstream_netsim::route::Routing;
-use slipstream_netsim::scenario::{
-    Dcqcn, Demand, Flow, Link, Links, Paths, Queue, Roce, Scenario, Transport,
-};
-use slipstream_netsim::scheduled::Discipline;
+use slipstream_netsim::scenario::{Dcqcn, Demand, Flow, Paths, Queue, Roce, Scenario, Transport};
 use slipstream_netsim::topology::{Graph, Tier, Topology};
 
 /// Headers of a RoCEv2 packet, bytes: Ethernet 14 and 4 (IEEE 802.3), IPv4 20 (RFC 791), UDP 8 (RFC 768), and BTH 12 and

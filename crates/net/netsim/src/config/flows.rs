@@ -15,12 +15,11 @@ use super::flow_list::{self, Row};
 use super::network::{Network, ROUTINGS, no_host, seconds};
 use super::order::{Item, read_item};
 use super::{Dialect, Resources, note, ns};
-use crate::buffer::PFC_CLASSES;
+use crate::queueing::{Discipline, PFC_CLASSES};
 use crate::route::Routing;
 use crate::scenario::{
     After, Arrivals, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths, Queue, Roce, Tcp, Transport,
 };
-use crate::scheduled::Discipline;
 use crate::sizes::Sizes;
 use crate::transport::congestion::ALGORITHMS;
 use crate::transport::tcp::RTO_NS_MAX;
@@ -360,8 +359,8 @@ impl<'a> Reader<'a> {
         let need = total.saturating_mul(FLOW_BYTES + size_of::<ParsedFlow>() as u64);
         let have = self.resources.memory_bytes_max;
         // The limit of the partitions' indexes, one partition per shard.
-        let parts = self.network.topology.parts().min(crate::net::SHARDS_MAX);
-        let most = crate::net::INDEX_MAX as u64 * u64::from(parts);
+        let parts = self.network.topology.parts().min(crate::step::SHARDS_MAX);
+        let most = crate::step::INDEX_MAX as u64 * u64::from(parts);
         if need > have {
             t.error(
                 key,

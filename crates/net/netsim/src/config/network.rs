@@ -6,13 +6,13 @@ use slipstream_config::doc::{Scalar, Table, Value};
 use super::{Dialect, dialect, note, ns};
 use crate::Error;
 use crate::aqm::Aqm;
-use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer, Thresholds};
 use crate::failure::{Failure, Target};
+use crate::link::{Link, Links};
+use crate::queueing::{Discipline, PFC_CLASSES, Pfc, SharedBuffer, Thresholds, Trim};
 use crate::route::Routing;
-use crate::scenario::{Link, Links, Queue};
-use crate::scheduled::{Discipline, OWN_PRIORITIES};
+use crate::scenario::Queue;
+use crate::scheduled::OWN_PRIORITIES;
 use crate::topology::{FatTree, Graph, HostOrder, LeafSpine, Node, Tier, Topology};
-use crate::trim::Trim;
 
 /// The network part of a file.
 pub(super) struct Network {

@@ -8,7 +8,8 @@ use super::text::deadlock_text;
 use super::text::{counted, grouped, rate, time};
 use super::{Cost, SizeClass, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
-use crate::result::{FlowResult, RunResult};
+use crate::flow::FlowResult;
+use crate::result::RunResult;
 
 /// Rows in the table of the busiest ports.
 const PORTS_SHOWN: usize = 20;

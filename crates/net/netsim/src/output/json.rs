@@ -6,7 +6,8 @@ use serde_json::{Map, Value, json as object};
 
 use super::{Cost, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
-use crate::result::{FlowResult, PortResult, RunResult};
+use crate::flow::FlowResult;
+use crate::result::{PortResult, RunResult};
 use crate::scenario::Flow;
 
 /// Writes the run as one line of JSON: `totals`, `goodput`, `size_classes`, `collectives`, `flows`,

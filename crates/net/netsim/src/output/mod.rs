@@ -17,7 +17,8 @@ use slipstream_base::width::{floor_u64, to_usize};
 use slipstream_report::latency::enough_samples;
 
 use crate::config::Config;
-use crate::result::{FlowResult, RunResult};
+use crate::flow::FlowResult;
+use crate::result::RunResult;
 use crate::scenario::Transport;
 use crate::transport;
 

@@ -73,8 +73,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         ),
     );
     line("simulated", time(t.last_event_ns as f64));
-    let sum =
-        |f: fn(&crate::result::FlowResult) -> u64| -> u64 { result.flows.iter().map(f).sum() };
+    let sum = |f: fn(&crate::flow::FlowResult) -> u64| -> u64 { result.flows.iter().map(f).sum() };
     line(
         "packets",
         format!(

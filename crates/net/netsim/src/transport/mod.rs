@@ -1,6 +1,6 @@
 //! Endpoints: senders of packets and receivers that answer them.
 //!
-//! TCP, RoCE queue pairs, NDP and plain packets have their own variants of [`crate::net::Place`],
+//! TCP, RoCE queue pairs, NDP and plain packets have their own variants of [`crate::step::Place`],
 //! and their shard calls them directly. Any other transport is a file with a [`Protocol`], a
 //! [`Sender`] and a [`Receiver`], and a line of [`PROTOCOLS`]. Those are called through pointers,
 //! and share two variants.
@@ -22,10 +22,10 @@ use slipstream_config::doc::Table;
 
 use crate::event::NetEvent;
 use crate::fabric::ShardPorts;
-use crate::layout::Rows;
-use crate::net::{Net, Step};
-use crate::result::FlowResult;
+use crate::flow::FlowResult;
+use crate::net::{Net, Rows};
 use crate::scenario::{Arrivals, Dist, Transport};
+use crate::step::Step;
 
 /// Transports other than the four that are called directly.
 pub(crate) const PROTOCOLS: &[&Protocol] = &[

@@ -13,10 +13,10 @@ use slipstream_base::width::{low_u32, to_u32};
 
 use crate::event::{EventKind, NetEvent, TRIMMABLE, TRIMMED};
 use crate::fabric::ShardPorts;
-use crate::layout::Rows;
-use crate::net::{Net, Step};
-use crate::result::FlowResult;
+use crate::flow::FlowResult;
+use crate::net::{Net, Rows};
 use crate::scenario::{Ndp, Scenario, Transport};
+use crate::step::Step;
 use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 
 /// A warning about NDP flows in a network that drops whole packets; `None` if there are none.

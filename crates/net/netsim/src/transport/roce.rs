@@ -8,10 +8,10 @@ use slipstream_base::width::{floor_u64, low_u32, to_u32};
 
 use crate::event::{CE, ECT, EventKind, NetEvent, widen};
 use crate::fabric::ShardPorts;
-use crate::layout::Rows;
-use crate::net::{Net, Step};
-use crate::result::FlowResult;
+use crate::flow::FlowResult;
+use crate::net::{Net, Rows};
 use crate::scenario::Roce;
+use crate::step::Step;
 use crate::transport::dcqcn::ReactionPoint;
 use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 

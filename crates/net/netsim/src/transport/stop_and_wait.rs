@@ -9,9 +9,8 @@ use super::{
 };
 use crate::event::{EventKind, NetEvent, widen};
 use crate::fabric::ShardPorts;
-use crate::layout::Rows;
-use crate::net::Net;
-use crate::result::FlowResult;
+use crate::flow::FlowResult;
+use crate::net::{Net, Rows};
 
 pub(super) const PROTOCOL: Protocol = Protocol {
     word: "StopAndWait",

@@ -4,9 +4,9 @@ use slipstream_base::width::{low_u32, to_u32};
 
 use crate::event::{CE, ECT, EventKind, NetEvent, widen};
 use crate::fabric::ShardPorts;
-use crate::layout::Rows;
-use crate::net::{Net, Step};
-use crate::result::FlowResult;
+use crate::flow::FlowResult;
+use crate::net::{Net, Rows};
+use crate::step::Step;
 use crate::transport::congestion::{AckInfo, Control, Recovery, Window};
 use crate::transport::{Paced, Received, ReceiverState, SendCount, SenderState};
 

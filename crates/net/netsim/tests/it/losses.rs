@@ -27,7 +27,7 @@ fn shares(toml: &str, rate: u64, seconds: f64) -> Vec<f64> {
     let result = run(toml);
     assert_eq!(result.broken_law(), None);
     let capacity = rate as f64 * seconds / 8.0;
-    let share = |f: &slipstream_netsim::result::FlowResult| f.bytes_in_order as f64 / capacity;
+    let share = |f: &slipstream_netsim::flow::FlowResult| f.bytes_in_order as f64 / capacity;
     result.flows.iter().map(share).collect()
 }
 

@@ -1,7 +1,7 @@
 //! Properties of queues of every kind: limits, conservation, work conservation.
 
 use proptest::prelude::*;
-use slipstream_netsim::buffer::headroom_bytes;
+use slipstream_netsim::queueing::headroom_bytes;
 use slipstream_netsim::topology::End;
 
 use crate::common::{config, run, run_on};

@@ -51,7 +51,7 @@ fn flows_without_loss_send_720_packets_and_end_with_84_515_bytes() {
             flow.id
         );
     }
-    let sum = |f: fn(&slipstream_netsim::result::FlowResult) -> u64| -> u64 {
+    let sum = |f: fn(&slipstream_netsim::flow::FlowResult) -> u64| -> u64 {
         result.flows.iter().map(f).sum()
     };
     // Originals and retransmissions = ACKs sent + data dropped; missing ACKs were dropped.

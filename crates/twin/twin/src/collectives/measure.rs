@@ -1,8 +1,9 @@
 //! The time of one collective between hosts, during transfers: by fluid shares, or packet by packet.
 
 use slipstream_base::width::{to_u32, to_usize};
+use slipstream_netsim::link::Links;
 use slipstream_netsim::open::OpenNetwork;
-use slipstream_netsim::scenario::{Flow, Links, Scenario, Transport};
+use slipstream_netsim::scenario::{Flow, Scenario, Transport};
 use slipstream_netsim::topology::{Graph, Tier, Topology};
 
 use super::{Beside, Kind, Measured};

@@ -8,11 +8,12 @@
 //! * `engines`: what all shards know of the engines: health, models, counters. `members`: how they come and go;
 //!   `admin`: the API for that.
 //! * [`health`]: the thread that asks them. `hung`: requests at engines that stopped answering it. `catalog`: their models, merged.
-//! * `forward`: from a client's request to the first bytes of an answer, with retries.
-//! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine, after what its
+//! * `forward`: reads a client's request. `paths`: what is forwarded, and what may be sent twice. `exchange`: the request as engines get it.
+//!   `obtain`: finds an engine that answers, with retries. `converse`: one request at one engine, up to the first bytes of its answer.
+//! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `stream`: its events. `resume`: how a stream continues on another engine, after what its
 //!   client has (`sent`); `resumption`: who continues it; `rewrite`: the events of that. `token_ids`: hides the tokens that this takes.
 //! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
-//! * `sse`: server-sent events as browsers read them. `ends`: whether an answer is complete, by its own words; `closing`: the last events
+//! * `sse`: server-sent events as browsers read them. `event`: the data of one, read once for all who need it. `ends`: whether an answer is complete, by its own words; `closing`: the last events
 //!   of one whose engine was lost just before them.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `stored`: which engine stores the answer that a request names.
@@ -26,10 +27,12 @@ mod admin;
 mod catalog;
 mod closing;
 mod connection;
+mod converse;
 mod disagg;
 mod ends;
 mod engines;
 mod event;
+mod exchange;
 mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -39,8 +42,10 @@ mod lax;
 mod loops;
 mod members;
 mod metrics;
+mod obtain;
 mod outlier;
 mod pair;
+mod paths;
 mod peek;
 mod record;
 mod relay;

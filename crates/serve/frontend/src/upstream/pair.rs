@@ -19,10 +19,11 @@ use hyper::{Method, StatusCode};
 
 use super::Upstream;
 use super::connection::Failure;
+use super::converse::{converse, read_rest};
 use super::disagg;
 use super::ends::Api;
 use super::engines::{Engine, Visit};
-use super::forward::{Outgoing, converse, read_rest};
+use super::exchange::Outgoing;
 
 /// A request that outlives the client's one.
 #[derive(Debug)]

@@ -1,0 +1,231 @@
+//! One request at one engine: sends it, and reads the part of its answer that is judged before the client gets any.
+
+use bytes::{Bytes, BytesMut};
+use hyper::StatusCode;
+use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
+
+use super::Upstream;
+use super::connection::{Connection, Failure};
+use super::disagg;
+use super::ends::{self, Api};
+use super::engines::{Engine, Visit};
+use super::exchange::{Exchange, Outgoing};
+use super::relay::{Turn, is_event_stream};
+use super::sse::{self, Scanner};
+use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
+
+/// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
+const WHOLE_BYTES_MAX: u64 = 256 << 10;
+
+/// An answer as far as it was read.
+pub(super) struct Answer {
+    pub(super) connection: Connection,
+    pub(super) head: ResponseHead,
+    pub(super) decoder: BodyDecoder,
+    pub(super) first: Bytes,
+    /// `first` is all of it.
+    pub(super) complete: bool,
+}
+
+/// Sends a request to an engine, and reads the first bytes of its answer.
+pub(super) async fn converse(
+    upstream: &Upstream,
+    visit: &Visit,
+    outgoing: &Outgoing<'_>,
+) -> Result<Answer, Failure> {
+    let engine = visit.engine();
+    // Whether a request on a reused connection that breaks has reached the engine is not known.
+    let idle = outgoing.repeats.then(|| upstream.take_idle(engine));
+    if let Some(connection) = idle.flatten() {
+        match converse_on(connection, engine, outgoing).await {
+            // The engine closed an idle connection as the request was sent. A new connection shows whether
+            // it is there.
+            Err(Failure::Lost(_)) => {}
+            outcome => return outcome,
+        }
+    }
+    let limit = upstream.engines.settings.connect_timeout;
+    let connection = Connection::open(engine, limit).await?;
+    converse_on(connection, engine, outgoing).await
+}
+
+async fn converse_on(
+    mut connection: Connection,
+    engine: &Engine,
+    outgoing: &Outgoing<'_>,
+) -> Result<Answer, Failure> {
+    let body = &outgoing.body;
+    let head = wire::write_head(
+        outgoing.method,
+        [&engine.spec.url.prefix, outgoing.target],
+        &engine.authority,
+        engine.authorization.as_deref().or(outgoing.authorization),
+        &outgoing.headers,
+        body[0].len() + body[1].len(),
+    );
+    let sent = connection.send(head, body).await;
+    // An engine may answer before it has read the body, and close: `413`.
+    let mut head = match (connection.read_head(outgoing.method).await, sent) {
+        (Ok(head), _) => head,
+        (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
+    };
+    let first = first_bytes(&mut connection, &mut head, outgoing).await?;
+    let FirstBytes {
+        decoder,
+        bytes: first,
+        complete,
+    } = first;
+    Ok(Answer {
+        connection,
+        head,
+        decoder,
+        first,
+        complete,
+    })
+}
+
+/// The beginning of a body.
+struct FirstBytes {
+    decoder: BodyDecoder,
+    bytes: Bytes,
+    /// Whether they are the complete body.
+    complete: bool,
+}
+
+/// Reads the part of a body that must be judged before the client gets any of it: a short answer completely; of a stream
+/// of events the first one, which may be an error of the engine.
+async fn first_bytes(
+    connection: &mut Connection,
+    head: &mut ResponseHead,
+    outgoing: &Outgoing<'_>,
+) -> Result<FirstBytes, Failure> {
+    let api = outgoing.api;
+    let mut decoder = BodyDecoder::new(head.framing);
+    let is_known = api != Api::Other && !head.headers.contains_key(CONTENT_ENCODING);
+    let judges = is_known && head.status == StatusCode::OK;
+    let is_short = match head.framing {
+        Framing::Sized(bytes) => bytes <= WHOLE_BYTES_MAX,
+        Framing::Chunked | Framing::UntilClose => is_known && !is_event_stream(head),
+    };
+    let mut wants_all = is_short || head.status == StatusCode::SERVICE_UNAVAILABLE;
+    let mut scanner = (judges && is_event_stream(head)).then(Scanner::default);
+    let mut first = BytesMut::new();
+    // End of the events that were searched for content.
+    let mut searched = 0;
+    let mut turn = Turn::default();
+    let complete = loop {
+        if turn.is_over() {
+            tokio::task::yield_now().await;
+        }
+        match decoder.decode(&mut connection.buf) {
+            Ok(Decoded::Data(data)) => {
+                turn.on_piece();
+                if first.is_empty() && judges && scanner.is_none() && sse::begins(&data) {
+                    // Clients go by the type, which some engines do not set.
+                    head.headers.insert(CONTENT_TYPE, EVENT_STREAM.clone());
+                    scanner = Some(Scanner::default());
+                    wants_all &= matches!(head.framing, Framing::Sized(_));
+                }
+                let before = first.len();
+                first.extend_from_slice(&data);
+                let is_begun = match &mut scanner {
+                    Some(scanner) => {
+                        let whole = if scanner.takes_whole(&data) {
+                            data.len()
+                        } else {
+                            scanner.feed(&data)
+                        };
+                        let end = before + whole;
+                        let is_begun = whole > 0
+                            && (outgoing.streams || sse::have_content(&first[searched..end]));
+                        searched = if whole > 0 { end } else { searched };
+                        is_begun
+                    }
+                    None => true,
+                };
+                if (wants_all || !is_begun) && first.len() as u64 <= WHOLE_BYTES_MAX {
+                    continue;
+                }
+                // A short answer in one piece often has its end in the same read.
+                break false;
+            }
+            Ok(Decoded::End) => break true,
+            Ok(Decoded::NeedMore) => {}
+            Err(error) => return Err(Failure::Protocol(error)),
+        }
+        match std::future::poll_fn(|cx| connection.poll_fill(cx)).await {
+            Ok(0) if decoder.ends_at_close() => break true,
+            Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
+            Ok(read) => turn.on_read(read),
+            Err(error) => return Err(Failure::Lost(error.to_string())),
+        }
+    };
+    let bytes = first.freeze();
+    if scanner.is_some() && complete && bytes.trim_ascii_start().starts_with(b"{") {
+        head.headers.insert(CONTENT_TYPE, JSON.clone());
+        scanner = None;
+    }
+    if scanner.is_some() {
+        if let Some(reported) = ends::first_error(api, &bytes, complete) {
+            return Err(Failure::Reported(reported));
+        }
+        if complete && sse::events(&bytes).next().is_none() {
+            return Err(Failure::Incomplete("its stream ended without an event"));
+        }
+    } else if judges && complete {
+        let kind = head.headers.get(CONTENT_TYPE);
+        let kind = kind.map_or(&b""[..], HeaderValue::as_bytes);
+        ends::check_whole(api, kind, &bytes).map_err(Failure::Reported)?;
+    }
+    Ok(FirstBytes {
+        decoder,
+        bytes,
+        // Whether a stream is complete is for the relay to say.
+        complete: complete && scanner.is_none(),
+    })
+}
+
+static EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");
+static JSON: HeaderValue = HeaderValue::from_static("application/json");
+
+/// The body of `answer`; `None` if it is too long.
+pub(super) async fn read_rest(answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+    if answer.complete {
+        return Ok(Some(answer.first.clone()));
+    }
+    let mut body = BytesMut::from(&answer.first[..]);
+    let mut turn = Turn::default();
+    loop {
+        if turn.is_over() {
+            tokio::task::yield_now().await;
+        }
+        match answer.decoder.decode(&mut answer.connection.buf) {
+            Ok(Decoded::Data(data)) if body.len() + data.len() > disagg::ANSWER_BYTES_MAX => {
+                return Ok(None);
+            }
+            Ok(Decoded::Data(data)) => {
+                turn.on_piece();
+                body.extend_from_slice(&data);
+                continue;
+            }
+            Ok(Decoded::End) => {
+                answer.complete = true;
+                return Ok(Some(body.freeze()));
+            }
+            Ok(Decoded::NeedMore) => {}
+            Err(error) => return Err(Failure::Protocol(error)),
+        }
+        match std::future::poll_fn(|cx| answer.connection.poll_fill(cx)).await {
+            Ok(0) if answer.decoder.ends_at_close() => return Ok(Some(body.freeze())),
+            Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
+            Ok(read) => turn.on_read(read),
+            Err(error) => return Err(Failure::Lost(error.to_string())),
+        }
+    }
+}
+
+/// Whether the connection may carry another request after this answer. An engine that refuses a request may
+/// not have read its body, and would read it as the next request.
+pub(super) fn may_keep(exchange: &Exchange, head: &ResponseHead) -> bool {
+    head.keep_alive && (head.status.as_u16() < 400 || exchange.body.is_empty())
+}

@@ -41,119 +41,180 @@ pub(super) async fn obtain(
     upstream: &Rc<Upstream>,
     exchange: &Exchange,
 ) -> Result<Begun, ApiError> {
-    let mut seat = Seat::submit(shard, upstream, &exchange.request);
-    // A named engine is tried first, and others if it is lost.
-    let mut prefers = exchange.prefers;
-    let mut refusal: Option<Refusal> = None;
-    let mut prefilled: Option<Prefilled> = None;
-    let mut decided = None;
+    let mut search = Search {
+        shard,
+        upstream,
+        exchange,
+        seat: Seat::submit(shard, upstream, &exchange.request),
+        prefers: exchange.prefers,
+        refusal: None,
+        prefilled: None,
+        decided: None,
+    };
     loop {
-        let placed = match decided.take() {
-            Some(placed) => Ok(placed),
-            None => seat.placed().await,
-        };
-        let (mut worker, mut role) = match placed {
-            Ok(placed) => placed,
-            Err(error) => {
-                let is_there = |worker: &WorkerId| {
-                    let engine = upstream.engine(*worker);
-                    engine.is_some_and(|engine| !engine.is_mirror())
-                };
-                let preferred = exchange.request.direct.filter(|_| prefers);
-                let others = preferred.filter(is_there).and_then(|worker| {
-                    let only = exchange.request.only.as_deref();
-                    let is_lost = matches!(error.status, 502 | 503);
-                    upstream.engines.besides(worker, only).filter(|_| is_lost)
-                });
-                let Some(others) = others else {
-                    return Err(refusal.map_or(error, |refusal| refusal.error));
-                };
-                prefers = false;
-                let request = dispatch::Request {
-                    direct: None,
-                    only: Some(others),
-                    ..exchange.request.clone()
-                };
-                seat = Seat::submit(shard, upstream, &request);
-                refusal.get_or_insert(Refusal { error });
-                continue;
-            }
-        };
-        let mut engine = match (upstream.engine(worker), role) {
-            (Some(engine), _) => engine,
-            // Removed since it was chosen.
-            (None, Role::Prefill) => {
-                seat.prefill_failed();
-                continue;
-            }
-            (None, _) => {
-                seat.failed_by(worker);
-                continue;
-            }
-        };
-        let mut prefilling = None;
-        if role == Role::Prefill && engine.kv_protocol() != KvProtocol::Params {
-            match begin_pair(shard, upstream, exchange, &seat, &engine).await {
-                Ok((task, answering, stage)) => {
-                    let prefill = std::mem::replace(&mut engine, answering);
-                    prefilled = Some(Prefilled {
-                        engine: prefill,
-                        stage,
-                    });
-                    prefilling = Some((worker, task));
-                    (worker, role) = (engine.spec.worker, Role::Decode);
-                }
-                Err(why) => {
-                    log_prefill(shard, &engine, &why);
-                    engine.counters.on_prefill(PrefillOutcome::Failed);
-                    if needs_prefill(upstream, &seat) {
-                        seat.failed_by(worker);
-                    } else {
-                        seat.prefill_failed();
-                    }
-                    continue;
-                }
-            }
-        }
-        if role == Role::Prefill {
-            match prefill(shard, upstream, exchange, &engine).await {
-                Ok(stage) => {
-                    prefilled = Some(Prefilled { engine, stage });
-                    seat.prefilled();
-                }
-                Err(why) => {
-                    log_prefill(shard, &engine, &why);
-                    engine.counters.on_prefill(PrefillOutcome::Failed);
-                    seat.prefill_failed();
-                }
-            }
+        let Some((worker, role)) = search.next_worker().await? else {
             continue;
+        };
+        match search.attempt(worker, role).await {
+            Attempt::Begun(visit, answer) => {
+                return Ok(Begun {
+                    seat: search.seat,
+                    visit,
+                    answer: *answer,
+                });
+            }
+            Attempt::Over(error) => return Err(error),
+            Attempt::Next => {}
         }
-        if role == Role::Both && engine.needs_prefill() && !exchange.request.whole {
+    }
+}
+
+/// Outcome of an attempt at a worker.
+enum Attempt {
+    /// An engine answers the client.
+    Begun(Visit, Box<Answer>),
+    /// No other engine may get the request.
+    Over(ApiError),
+    /// The dispatcher chooses again.
+    Next,
+}
+
+/// The request to a prefill engine that is under way, and that engine's worker.
+type PairedPrefill = (WorkerId, Prefilling);
+
+/// Search for an engine that answers a request.
+struct Search<'a> {
+    shard: &'a Rc<Shard>,
+    upstream: &'a Rc<Upstream>,
+    exchange: &'a Exchange,
+    seat: Seat,
+    /// Whether only the engine that the client named is asked; others follow if it is lost.
+    prefers: bool,
+    /// The last reason why the request has no answer.
+    refusal: Option<ApiError>,
+    /// The computed prompt, for the next attempt.
+    prefilled: Option<Prefilled>,
+    /// A decision of the dispatcher that has not been followed yet.
+    decided: Option<(WorkerId, Role)>,
+}
+
+impl Search<'_> {
+    /// The worker that gets the request next, and the part that it computes; `None` if the request was submitted again.
+    ///
+    /// # Errors
+    /// What the client gets: no worker takes it.
+    async fn next_worker(&mut self) -> Result<Option<(WorkerId, Role)>, ApiError> {
+        if let Some(placed) = self.decided.take() {
+            return Ok(Some(placed));
+        }
+        let error = match self.seat.placed().await {
+            Ok(placed) => return Ok(Some(placed)),
+            Err(error) => error,
+        };
+        let Some(others) = self.besides_preferred(&error) else {
+            return Err(self.refusal.take().unwrap_or(error));
+        };
+        self.prefers = false;
+        let request = dispatch::Request {
+            direct: None,
+            only: Some(others),
+            ..self.exchange.request.clone()
+        };
+        self.seat = Seat::submit(self.shard, self.upstream, &request);
+        self.refusal.get_or_insert(error);
+        Ok(None)
+    }
+
+    /// The other engines, if the one that the client named is lost by `error`.
+    fn besides_preferred(&self, error: &ApiError) -> Option<Arc<[WorkerId]>> {
+        let preferred = self.exchange.request.direct.filter(|_| self.prefers)?;
+        let engine = self.upstream.engine(preferred);
+        let is_there = engine.is_some_and(|engine| !engine.is_mirror());
+        let is_lost = matches!(error.status, 502 | 503);
+        let only = self.exchange.request.only.as_deref();
+        let others = self.upstream.engines.besides(preferred, only);
+        others.filter(|_| is_there && is_lost)
+    }
+
+    /// Sends the request, or the part `role` of it, to `worker`.
+    async fn attempt(&mut self, worker: WorkerId, role: Role) -> Attempt {
+        let Some(engine) = self.upstream.engine(worker) else {
+            // Removed since it was chosen.
+            match role {
+                Role::Prefill => self.seat.prefill_failed(),
+                Role::Both | Role::Decode => self.seat.failed_by(worker),
+            }
+            return Attempt::Next;
+        };
+        if role == Role::Prefill {
+            return if engine.kv_protocol() == KvProtocol::Params {
+                self.compute_prompt(engine).await
+            } else {
+                self.ask_pair(worker, engine).await
+            };
+        }
+        if role == Role::Both && engine.needs_prefill() && !self.exchange.request.whole {
             let text = format!(
                 "no prefill engine takes the request, and engine {} answers computed prompts only; try again",
                 engine.spec.url
             );
             let error = ApiError::overloaded(text, 1);
-            return Err(refusal.map_or(error, |refusal| refusal.error));
+            return Attempt::Over(self.refusal.take().unwrap_or(error));
         }
-        let prefilled = prefilled.take().filter(|_| role == Role::Decode);
-        let stage = match &prefilled {
-            Some(Prefilled {
-                stage: Some(stage), ..
-            }) => stage.clone(),
-            _ => StageRequest::default(),
-        };
-        let count = |outcome| {
-            let known = prefilled.as_ref().filter(|of| of.stage.is_some());
-            if let Some(Prefilled { engine, .. }) = known {
-                engine.counters.on_prefill(outcome);
+        let prefilled = self.prefilled.take().filter(|_| role == Role::Decode);
+        self.ask(engine, role, prefilled, None).await
+    }
+
+    /// Lets `engine` compute the prompt; the answer is requested from another one afterwards.
+    async fn compute_prompt(&mut self, engine: Arc<Engine>) -> Attempt {
+        match prefill(self.shard, self.upstream, self.exchange, &engine).await {
+            Ok(stage) => {
+                self.prefilled = Some(Prefilled { engine, stage });
+                self.seat.prefilled();
             }
-        };
-        let engine = &engine;
+            Err(why) => {
+                note_failed_prefill(self.shard, &engine, &why);
+                self.seat.prefill_failed();
+            }
+        }
+        Attempt::Next
+    }
+
+    /// Asks `engine` for the prompt and another one for the answer at once.
+    async fn ask_pair(&mut self, worker: WorkerId, engine: Arc<Engine>) -> Attempt {
+        let (shard, upstream, exchange) = (self.shard, self.upstream, self.exchange);
+        match begin_pair(shard, upstream, exchange, &self.seat, &engine).await {
+            Ok((task, answering, stage)) => {
+                let prefilled = Prefilled { engine, stage };
+                let pair = Some((worker, task));
+                self.ask(answering, Role::Decode, Some(prefilled), pair)
+                    .await
+            }
+            Err(why) => {
+                note_failed_prefill(shard, &engine, &why);
+                if needs_prefill(upstream, &self.seat) {
+                    self.seat.failed_by(worker);
+                } else {
+                    self.seat.prefill_failed();
+                }
+                Attempt::Next
+            }
+        }
+    }
+
+    /// Requests the answer from `engine`. `prefilled`: its computed prompt. `pair`: the engine that computes it meanwhile.
+    async fn ask(
+        &mut self,
+        engine: Arc<Engine>,
+        role: Role,
+        prefilled: Option<Prefilled>,
+        mut pair: Option<PairedPrefill>,
+    ) -> Attempt {
+        let (upstream, exchange) = (self.upstream, self.exchange);
+        let stage = prefilled.as_ref().and_then(|of| of.stage.clone());
         let mut visit = Visit::begin(&upstream.engines, engine.clone());
         let limit = upstream.engines.settings.first_byte_timeout;
-        let outgoing = exchange.outgoing(engine, &stage);
+        let outgoing = exchange.outgoing(&engine, &stage.unwrap_or_default());
         let attempt = converse(upstream, &visit, &outgoing);
         // A request that is not repeated waits also for a hung engine.
         let only = if exchange.repeats {
@@ -161,136 +222,183 @@ pub(super) async fn obtain(
         } else {
             Some(&[][..])
         };
-        let attempt = upstream.engines.answered(engine, only, limit, attempt);
-        let outcome = match prefilling.as_mut() {
+        let attempt = upstream.engines.answered(&engine, only, limit, attempt);
+        let outcome = match &mut pair {
             None => attempt.await,
             Some((prefill_worker, task)) => {
-                let outcome = both(&seat, task, attempt).await;
+                let outcome = both(&self.seat, task, attempt).await;
                 exchange.keeps_body_only();
                 match outcome {
-                    Ok(outcome) => {
-                        let now = seat.placed().await?;
-                        if now != (worker, role) {
+                    Ok(outcome) => match self.seat.placed().await {
+                        Ok(now) if now == (engine.spec.worker, role) => outcome,
+                        Ok(now) => {
                             // The fleet has changed.
-                            decided = Some(now);
-                            continue;
+                            self.decided = Some(now);
+                            return Attempt::Next;
                         }
-                        outcome
-                    }
+                        Err(error) => return Attempt::Over(error),
+                    },
                     Err(fault) => {
-                        let prefill = prefilled.as_ref().expect("it computes the prompt");
-                        log_prefill(shard, &prefill.engine, &fault.why);
-                        count(PrefillOutcome::Failed);
                         drop(visit);
-                        if !engine.needs_prefill() {
-                            seat.prefill_failed();
-                            continue;
-                        }
-                        let (error, is_final) = refused_prefill(&prefill.engine, fault);
-                        if is_final || !upstream.spend() {
-                            return Err(error);
-                        }
-                        prefill.engine.counters.retried.fetch_add(1, Relaxed);
-                        shard.metrics.retries.add(1);
-                        exchange.recorded(Recording::on_moved);
-                        exchange.owner.account().note_retry();
-                        refusal = Some(Refusal { error });
-                        seat.failed_by(*prefill_worker);
-                        continue;
+                        let prefill = prefilled.as_ref().expect("it computes the prompt");
+                        return self.on_prefill_fault(&engine, prefill, *prefill_worker, fault);
                     }
                 }
             }
         };
+        drop(outgoing);
         match outcome {
             Ok(answer) => {
-                let status = answer.head.status;
-                visit.on_first_byte(status, answer.complete);
-                if is_redirect(status) {
-                    if let Some(silent) = shard.log_allowed() {
-                        let to = answer.head.headers.get(LOCATION);
-                        let to = String::from_utf8_lossy(to.map_or(b"", HeaderValue::as_bytes));
-                        let engine = &engine.spec.url;
-                        tracing::warn!(%engine, silent, "{} is redirected ({status}) to {to:?}", exchange.target);
-                    }
-                    count(PrefillOutcome::DecodeFailed);
-                    let url = engine.spec.url.to_string();
-                    return Err(ApiError::engine_redirects(&url, status.as_u16()));
-                }
-                let is_decode = role == Role::Decode;
-                let fails = status.is_client_error() || status.is_server_error();
-                count(if fails {
-                    PrefillOutcome::DecodeFailed
-                } else {
-                    PrefillOutcome::Transferred
-                });
-                let is_busy = status == StatusCode::SERVICE_UNAVAILABLE;
-                if is_decode && fails && !is_busy && !engine.needs_prefill() {
-                    // Perhaps for the fields that the client did not send.
-                    if let Some(silent) = shard.log_allowed() {
-                        tracing::warn!(
-                            engine = %engine.spec.url,
-                            silent,
-                            "the decode engine answered {status} to the parameters of a prefill engine, so one engine \
-                             computes prompt and answer"
-                        );
-                    }
-                    drop((answer, visit));
-                    seat.prefill_failed();
-                    continue;
-                }
-                // An engine of SGLang answers 500 if its prompt did not arrive.
-                let is_lost = is_decode && engine.needs_prefill() && status.is_server_error();
-                let repeats = exchange.repeats && answer.complete;
-                if (is_busy || is_lost) && repeats && upstream.spend() {
-                    // It is busy or stops; its words reach the client if no other engine takes it.
-                    refusal = Some(Refusal::of_answer(engine, &answer));
-                    engine.counters.retried.fetch_add(1, Relaxed);
-                    shard.metrics.retries.add(1);
-                    exchange.recorded(Recording::on_moved);
-                    exchange.owner.account().note_retry();
-                    drop((answer, visit));
-                    seat.failed_by(worker);
-                    continue;
-                }
-                seat.begun();
-                if let Some((_, task)) = prefilling {
-                    seat.keep_prefill(task);
-                }
-                exchange.recorded(|recording| recording.on_begun(worker, &engine.name));
-                // A refused continuation does not change whose tokens the client has.
-                exchange
-                    .owner
-                    .account()
-                    .note_engine(&engine.spec.url, status.is_success());
-                return Ok(Begun {
-                    seat,
-                    visit,
-                    answer,
-                });
+                visit.on_first_byte(answer.head.status, answer.complete);
+                self.on_answer(role, prefilled, pair, visit, answer)
             }
             Err(failure) => {
                 visit.on_failure(&failure);
-                count(PrefillOutcome::DecodeFailed);
-                let error = failed(engine, &failure);
-                // It may be computing the request still, or again.
-                let final_failure = matches!(failure, Failure::FirstByteTimeout(_))
-                    || !exchange.repeats && !failure.is_before_request();
-                // All requests of a hung engine move, as its streams do.
-                let is_free = failure == Failure::Hung;
-                if final_failure || !is_free && !upstream.spend() {
-                    shard.metrics.streams_lost.add(1);
-                    return Err(error);
-                }
-                tracing::debug!(engine = %engine.spec.url, %failure, "asking another engine");
-                engine.counters.retried.fetch_add(1, Relaxed);
-                shard.metrics.retries.add(1);
-                exchange.recorded(Recording::on_moved);
-                exchange.owner.account().note_retry();
-                refusal = Some(Refusal { error });
-                drop(visit);
-                seat.failed_by(worker);
+                note_prefill(prefilled.as_ref(), PrefillOutcome::DecodeFailed);
+                self.on_failure(visit, &failure)
             }
         }
+    }
+
+    /// The prefill engine failed before `engine`, which was asked at the same time, answered.
+    fn on_prefill_fault(
+        &mut self,
+        engine: &Engine,
+        prefilled: &Prefilled,
+        prefill_worker: WorkerId,
+        fault: PrefillFault,
+    ) -> Attempt {
+        log_prefill(self.shard, &prefilled.engine, &fault.why);
+        note_prefill(Some(prefilled), PrefillOutcome::Failed);
+        if !engine.needs_prefill() {
+            self.seat.prefill_failed();
+            return Attempt::Next;
+        }
+        let (error, is_final) = refused_prefill(&prefilled.engine, fault);
+        if is_final || !self.upstream.spend() {
+            return Attempt::Over(error);
+        }
+        self.note_retry(&prefilled.engine, error);
+        self.seat.failed_by(prefill_worker);
+        Attempt::Next
+    }
+
+    /// The engine of `visit` answered.
+    fn on_answer(
+        &mut self,
+        role: Role,
+        prefilled: Option<Prefilled>,
+        pair: Option<PairedPrefill>,
+        visit: Visit,
+        answer: Answer,
+    ) -> Attempt {
+        let (engine, status) = (visit.engine().clone(), answer.head.status);
+        let prefilled = prefilled.as_ref();
+        if is_redirect(status) {
+            log_redirect(self.shard, &engine, &self.exchange.target, &answer);
+            note_prefill(prefilled, PrefillOutcome::DecodeFailed);
+            let url = engine.spec.url.to_string();
+            return Attempt::Over(ApiError::engine_redirects(&url, status.as_u16()));
+        }
+        let is_decode = role == Role::Decode;
+        let fails = status.is_client_error() || status.is_server_error();
+        note_prefill(
+            prefilled,
+            if fails {
+                PrefillOutcome::DecodeFailed
+            } else {
+                PrefillOutcome::Transferred
+            },
+        );
+        let is_busy = status == StatusCode::SERVICE_UNAVAILABLE;
+        if is_decode && fails && !is_busy && !engine.needs_prefill() {
+            // Perhaps for the fields that the client did not send.
+            if let Some(silent) = self.shard.log_allowed() {
+                tracing::warn!(
+                    engine = %engine.spec.url,
+                    silent,
+                    "the decode engine answered {status} to the parameters of a prefill engine, so one engine \
+                     computes prompt and answer"
+                );
+            }
+            drop((answer, visit));
+            self.seat.prefill_failed();
+            return Attempt::Next;
+        }
+        // An engine of SGLang answers 500 if its prompt did not arrive.
+        let is_lost = is_decode && engine.needs_prefill() && status.is_server_error();
+        let repeats = self.exchange.repeats && answer.complete;
+        if (is_busy || is_lost) && repeats && self.upstream.spend() {
+            // It is busy or stops; its words reach the client if no other engine takes it.
+            self.note_retry(&engine, refusal(&engine, &answer));
+            drop((answer, visit));
+            self.seat.failed_by(engine.spec.worker);
+            return Attempt::Next;
+        }
+        self.seat.begun();
+        if let Some((_, task)) = pair {
+            self.seat.keep_prefill(task);
+        }
+        let worker = engine.spec.worker;
+        self.exchange
+            .recorded(|recording| recording.on_begun(worker, &engine.name));
+        // A refused continuation does not change whose tokens the client has.
+        self.exchange
+            .owner
+            .account()
+            .note_engine(&engine.spec.url, status.is_success());
+        Attempt::Begun(visit, Box::new(answer))
+    }
+
+    /// The engine of `visit` failed the request.
+    fn on_failure(&mut self, visit: Visit, failure: &Failure) -> Attempt {
+        let engine = visit.engine().clone();
+        let error = failed(&engine, failure);
+        // It may be computing the request still, or again.
+        let is_final = matches!(failure, Failure::FirstByteTimeout(_))
+            || !self.exchange.repeats && !failure.is_before_request();
+        // All requests of a hung engine move, as its streams do.
+        let is_free = *failure == Failure::Hung;
+        if is_final || !is_free && !self.upstream.spend() {
+            self.shard.metrics.streams_lost.add(1);
+            return Attempt::Over(error);
+        }
+        tracing::debug!(engine = %engine.spec.url, %failure, "asking another engine");
+        self.note_retry(&engine, error);
+        drop(visit);
+        self.seat.failed_by(engine.spec.worker);
+        Attempt::Next
+    }
+
+    /// Another engine gets the request, as `engine` did not answer it; the client gets `error` if none does.
+    fn note_retry(&mut self, engine: &Engine, error: ApiError) {
+        engine.counters.retried.fetch_add(1, Relaxed);
+        self.shard.metrics.retries.add(1);
+        self.exchange.recorded(Recording::on_moved);
+        self.exchange.owner.account().note_retry();
+        self.refusal = Some(error);
+    }
+}
+
+/// Counts the end of a prompt's transfer, if there was something to transfer.
+fn note_prefill(prefilled: Option<&Prefilled>, outcome: PrefillOutcome) {
+    if let Some(Prefilled { engine, .. }) = prefilled.filter(|of| of.stage.is_some()) {
+        engine.counters.on_prefill(outcome);
+    }
+}
+
+/// Counts and logs a prompt that `engine` did not compute.
+fn note_failed_prefill(shard: &Shard, engine: &Engine, why: &str) {
+    log_prefill(shard, engine, why);
+    engine.counters.on_prefill(PrefillOutcome::Failed);
+}
+
+fn log_redirect(shard: &Shard, engine: &Engine, target: &str, answer: &Answer) {
+    if let Some(silent) = shard.log_allowed() {
+        let to = answer.head.headers.get(LOCATION);
+        let to = String::from_utf8_lossy(to.map_or(b"", HeaderValue::as_bytes));
+        let (engine, status) = (&engine.spec.url, answer.head.status);
+        tracing::warn!(%engine, silent, "{target} is redirected ({status}) to {to:?}");
     }
 }
 
@@ -434,22 +542,14 @@ async fn prefill(
     }))
 }
 
-/// The last reason why a request has no answer.
-struct Refusal {
-    error: ApiError,
-}
-
-impl Refusal {
-    fn of_answer(engine: &Engine, answer: &Answer) -> Refusal {
-        let seconds = answer.head.headers.get(RETRY_AFTER);
-        let seconds = seconds.and_then(|value| value.to_str().ok()?.parse().ok());
-        let text = String::from_utf8_lossy(&answer.first);
-        let text: String = text.chars().take(500).collect();
-        let text = format!("engine {} answered 503: {text}", engine.spec.url);
-        Refusal {
-            error: ApiError::overloaded(text, seconds.unwrap_or(1)),
-        }
-    }
+/// The error for a client whose request `engine` refused by `answer`, as it is busy.
+fn refusal(engine: &Engine, answer: &Answer) -> ApiError {
+    let seconds = answer.head.headers.get(RETRY_AFTER);
+    let seconds = seconds.and_then(|value| value.to_str().ok()?.parse().ok());
+    let text = String::from_utf8_lossy(&answer.first);
+    let text: String = text.chars().take(500).collect();
+    let text = format!("engine {} answered 503: {text}", engine.spec.url);
+    ApiError::overloaded(text, seconds.unwrap_or(1))
 }
 
 /// The error for a client whose request `engine` failed.

@@ -16,6 +16,10 @@ use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
 use slipstream_fleet::engine_kv::{self, Following};
 use slipstream_fleet::membership::{self, Membership};
 use slipstream_fleet::metrics::FleetCollector;
+use slipstream_fleet::server::{
+    Dispatching, fit_files, register, service, shard_count, text_model,
+};
+use slipstream_fleet::socket;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
@@ -26,7 +30,7 @@ use slipstream_router::{Fleet, Fleets};
 
 use super::cluster_args::ClusterArgs;
 use super::reload::{self, Reload};
-use super::serve::{Dispatching, RecordArgs, register, service, shard_count, text_model};
+use super::serve::RecordArgs;
 use super::shadow::{Shadow, ShadowArgs};
 use super::switches::Switches;
 
@@ -71,7 +75,7 @@ impl Live {
             "`live.admin_key_file` is the key of modelled engines, and this cluster has real ones; the router's admin API has \
              `upstream.admin_key_file`"
         );
-        let bound = super::serve::bind(&cluster.live)?;
+        let bound = socket::bind(&cluster.live)?;
         // A client and an engine per stream.
         let files = slipstream_os::process::raise_open_files();
         let file = cluster;
@@ -130,7 +134,7 @@ impl Live {
         let shards = shard_count(cluster.live.shards, cores);
         let dispatching = Dispatching::new(&cluster, fleets.clone(), shards);
         let mut service = service(&cluster, text, fleets.clone())?;
-        super::serve::fit_files(&mut service, files, true);
+        fit_files(&mut service, files, true);
         switches.apply(&mut service);
         let mut registry = Registry::default();
         registry.register_collector(Box::new(EngineCollector(engines.clone())));

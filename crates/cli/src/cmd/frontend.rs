@@ -7,6 +7,7 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector, RosterCollector};
+use slipstream_fleet::{server, socket};
 use slipstream_frontend::{
     Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, WorkerTransport,
 };
@@ -72,11 +73,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, Option<Recorder>)> {
     let live = &cluster.live;
-    let bound = serve::bind(live)?;
+    let bound = socket::bind(live)?;
     // Every client needs a file descriptor, and the usual soft limit is 1,024.
     let files = slipstream_os::process::raise_open_files();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let shards = serve::shard_count(live.shards, cores);
+    let shards = server::shard_count(live.shards, cores);
     let sockets = (0..shards)
         .map(|_| {
             PlaneSocket::bind(&format!("{}:0", args.plane_host))
@@ -102,7 +103,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     };
     let lease = args.plane.lease()?;
 
-    let text = Arc::new(serve::text_model(cluster, true)?);
+    let text = Arc::new(server::text_model(cluster, true)?);
     let fleets = Fleets::of_cluster(cluster)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     let roster = Arc::new(Roster::new(
@@ -133,11 +134,11 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         roster: roster.clone(),
         model: cluster.model.name.clone(),
     }));
-    let mut service = serve::service(cluster, text, fleets.clone())?;
-    serve::fit_files(&mut service, files, false);
-    serve::register(&service, &mut registry);
+    let mut service = server::service(cluster, text, fleets.clone())?;
+    server::fit_files(&mut service, files, false);
+    server::register(&service, &mut registry);
     let recorder = args.record.attach(&mut service, &mut registry)?;
-    let dispatching = serve::Dispatching::new(cluster, fleets.clone(), shards);
+    let dispatching = server::Dispatching::new(cluster, fleets.clone(), shards);
     args.switches.apply(&mut service);
     let planes = sockets
         .into_iter()
@@ -159,7 +160,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     };
     let announced = Session::start("discovery", folder, Some((record, lease)), on_event)?;
     if shared {
-        serve::await_workers(&fleets);
+        server::await_workers(&fleets);
     }
     frontend.open()?;
     Ok((frontend, announced, recorder))

@@ -1,6 +1,5 @@
 //! The subcommands, one module each: `Args` and `run`.
 
-mod access_log;
 mod cached;
 mod client_args;
 mod cluster_args;
@@ -12,7 +11,6 @@ mod price_args;
 mod progress;
 mod reload;
 mod shadow;
-mod spans;
 mod switches;
 mod watch;
 mod workload_args;

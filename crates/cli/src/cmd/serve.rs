@@ -6,27 +6,27 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
-use slipstream_base::width::{to_u16, to_u32};
-use slipstream_base::{BlockHash, RankId, WorkerId};
-use slipstream_config::cluster::{Cluster, EngineConfig, EventBus, LiveConfig};
-use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
+use slipstream_base::width::to_u16;
+use slipstream_base::{RankId, WorkerId};
+use slipstream_config::cluster::{Cluster, EngineConfig};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
-use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{
-    ApiKeys, Bound, Faults, Frontend, KvNetwork, Limits, Management, Origins, Service, ShardPlane,
-    WorkerTransport,
+use slipstream_fleet::server::{
+    Dispatching, await_workers, fit_files, register, service, shard_count, text_model,
 };
+use slipstream_fleet::{access_log, socket, spans};
+use slipstream_frontend::text::TextModel;
+use slipstream_frontend::{Frontend, Service, ShardPlane, WorkerTransport};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_recorder::{Recorder, RecorderOptions};
-use slipstream_router::{Fleet, Fleets, Router};
+use slipstream_router::Fleets;
 use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -34,9 +34,6 @@ use crate::cmd::fleet_sink::FleetSink;
 use crate::cmd::shadow::ShadowArgs;
 use crate::cmd::switches::Switches;
 use crate::out;
-
-/// Environment variable with API keys, comma separated.
-const API_KEYS_VARIABLE: &str = "SLIPSTREAM_API_KEYS";
 
 /// Flags of `slipstream serve`.
 #[derive(clap::Args)]
@@ -175,7 +172,7 @@ impl Live {
     fn start(cluster: &Cluster, switches: Switches, record: &RecordArgs) -> anyhow::Result<Live> {
         let live = &cluster.live;
         // First, because it is the most frequent failure: another server on the port.
-        let bound = bind(live)?;
+        let bound = socket::bind(live)?;
         // Every client needs a file descriptor, and the usual soft limit is 1,024.
         let files = slipstream_os::process::raise_open_files();
         super::memory::check(cluster)?;
@@ -294,150 +291,6 @@ impl Live {
     }
 }
 
-/// Binds the address to listen on, or takes the socket of a service manager (`LISTEN_FDS`), if there is one.
-pub(super) fn bind(live: &LiveConfig) -> anyhow::Result<Bound> {
-    let count = sockets_given()?;
-    match count {
-        0 if live.reuse_port => Ok(Bound::bind_shared(&live.listen)?),
-        0 => Ok(Bound::bind(&live.listen)?),
-        1 => {
-            let mut given = listenfd::ListenFd::from_env();
-            let socket = given.take_tcp_listener(0).context(
-                "the socket from the service manager (LISTEN_FDS) is no TCP socket; use \
-                 `ListenStream=HOST:PORT` in its unit",
-            )?;
-            let bound = Bound::inherited(socket.context("it was taken already")?)?;
-            tracing::info!(
-                "listening on the socket of the service manager, {}, instead of `live.listen`",
-                bound.address()
-            );
-            Ok(bound)
-        }
-        count => anyhow::bail!(
-            "the service manager passed {count} sockets (LISTEN_FDS); pass one: one `ListenStream` in one unit"
-        ),
-    }
-}
-
-/// Number of sockets that a service manager passed to this process (sd_listen_fds(3)). Variables that it cannot
-/// have written are errors, as in systemd's own library: a server on another address would look started.
-fn sockets_given() -> anyhow::Result<u32> {
-    let Some(count) = std::env::var_os("LISTEN_FDS") else {
-        return Ok(0);
-    };
-    if let Some(pid) = std::env::var_os("LISTEN_PID").filter(|pid| !pid.is_empty()) {
-        // Inherited from a process for which they were meant.
-        if number("LISTEN_PID", &pid)? != std::process::id() {
-            return Ok(0);
-        }
-    }
-    if let Some(first) = std::env::var_os("LISTEN_FDS_FIRST_FD") {
-        number("LISTEN_FDS_FIRST_FD", &first)?;
-    }
-    number("LISTEN_FDS", &count)
-}
-
-/// The value of an environment variable of a service manager.
-fn number(name: &str, value: &std::ffi::OsStr) -> anyhow::Result<u32> {
-    let number = value.to_str().and_then(|value| value.parse::<u32>().ok());
-    // Descriptors are `int`s.
-    number.filter(|&number| i32::try_from(number).is_ok()).with_context(|| {
-        let value: String = value.to_string_lossy().chars().take(40).collect();
-        format!(
-            "{name} is {value:?}, which is no number from 0 to {}; a service manager sets it for a socket unit: \
-             unset it to listen on `live.listen`",
-            i32::MAX
-        )
-    })
-}
-
-/// Time that workers may take to become ready before a shared address is served regardless.
-const WORKERS_READY: Duration = Duration::from_secs(10);
-
-/// Waits until all workers are ready: clients of a process that is being replaced have no 503 from its
-/// successor then.
-pub(super) fn await_workers(fleets: &Fleets) {
-    let unready = || {
-        let of = |fleet: &Arc<Fleet>| {
-            let targets = 0..fleet.targets().len();
-            targets.filter(|&target| !fleet.is_ready(target)).count()
-        };
-        fleets.each().map(of).sum::<usize>()
-    };
-    let end = Instant::now() + WORKERS_READY;
-    while unready() > 0 && Instant::now() < end {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    match unready() {
-        0 => {}
-        count => tracing::warn!(
-            "listening although {count} ranks of workers are not ready after {} s",
-            WORKERS_READY.as_secs()
-        ),
-    }
-}
-
-/// Configuration of the shards' dispatchers.
-pub(super) struct Dispatching {
-    rules: Rules,
-    fleets: Fleets,
-    queue: QueueRoom,
-    /// Set if some workers compute prompts for others.
-    pub(super) kv_network: Option<Arc<KvNetwork>>,
-}
-
-impl Dispatching {
-    pub(super) fn new(cluster: &Cluster, fleets: Fleets, shards: usize) -> Dispatching {
-        let network = || Arc::new(KvNetwork::new(cluster, shards));
-        Dispatching {
-            rules: Rules::of_cluster(cluster),
-            queue: QueueRoom::default(),
-            kv_network: fleets.prefill.is_some().then(network),
-            fleets,
-        }
-    }
-
-    /// The dispatcher of one shard.
-    pub(super) fn of(&self, shard: usize) -> Dispatcher {
-        let router = |fleet: &Arc<Fleet>| Router::new(fleet.clone(), to_u32(shard));
-        let prefill = self.fleets.prefill.as_ref().map(router);
-        Dispatcher::new(self.rules, router(&self.fleets.serve), prefill)
-            .with_queue_room(self.queue.clone())
-    }
-}
-
-/// Number of shards: as configured, or for 0 one per two cores.
-pub(super) fn shard_count(configured: u32, cores: usize) -> usize {
-    match configured {
-        0 => (cores / 2).clamp(1, 255), // the limit of `live.shards`
-        shards => shards as usize,
-    }
-}
-
-/// The tokenizer of a server that writes `answers`, or of a router, which only reads prompts.
-pub(super) fn text_model(cluster: &Cluster, answers: bool) -> anyhow::Result<TextModel> {
-    match &cluster.model.tokenizer {
-        None => Ok(TextModel::builtin()),
-        Some(dir) => {
-            let text = if answers {
-                TextModel::load(dir)
-            } else {
-                TextModel::load_for_prompts(dir)
-            };
-            let text = text.with_context(|| {
-                format!(
-                    "loading the tokenizer (model.tokenizer) from {}",
-                    dir.display()
-                )
-            })?;
-            if let Some(why) = text.slow_encoder() {
-                tracing::info!("encoding prompts with the slower `tokenizers` library: {why}");
-            }
-            Ok(text)
-        }
-    }
-}
-
 /// The workers of `cluster` for which `runs` is true. They are numbered over all pools in file
 /// order.
 pub(super) fn worker_specs(
@@ -492,150 +345,6 @@ fn engine(
     Ok(Engine::new(rank, config, timing, output)?)
 }
 
-/// Registers the metrics of the parts of `service`.
-pub(super) fn register(service: &Service, registry: &mut Registry) {
-    if !service.api_keys.is_empty() {
-        registry.register_collector(Box::new(service.api_keys.collector()));
-    }
-    if let Some(access) = &service.access {
-        registry.register_collector(Box::new(access.collector()));
-    }
-    if let Some(spans) = &service.spans {
-        registry.register_collector(Box::new(spans.collector()));
-    }
-}
-/// Lowers the limit of connections to what the limit of open files has room for, and says so.
-pub(super) fn fit_files(service: &mut Service, files: u64, forwards: bool) {
-    if let Some(before) = service.limits.fit_files(files, forwards) {
-        let holds = service.limits.connections_max;
-        tracing::warn!(
-            "`live.connections_max` is {holds} instead of {before}: this process may have {files} files open; raise the hard \
-             limit (LimitNOFILE=, docker run --ulimit nofile=), or set `live.connections_max` to {holds} or less"
-        );
-    }
-}
-
-pub(super) fn service(
-    cluster: &Cluster,
-    text: Arc<TextModel>,
-    fleets: Fleets,
-) -> anyhow::Result<Service> {
-    let live = &cluster.live;
-    // One router, one block size (checked by `Fleet::of_roles`); the minimum of the other settings.
-    let engines = || cluster.pools.iter().map(|pool| &pool.engine);
-    let seed = cluster.router.seed ^ slipstream_base::mix::mix64(std::process::id().into());
-    let api_keys = api_keys(live.api_keys_file.as_ref())?;
-    let admin_key = admin_key(live.admin_key_file.as_ref())?;
-    anyhow::ensure!(
-        !live.management || api_keys.is_empty() || !admin_key.is_empty(),
-        "`live.management` lets whoever may send requests stop the server's answers, and this server has API keys: name a file \
-         with the operators' key in `live.admin_key_file`"
-    );
-    Ok(Service {
-        model: cluster.model.name.clone(),
-        text,
-        root: BlockHash::root(&cluster.model.name, "", ""),
-        block_size: fleets.serve.block_size(),
-        keep_tokens: live.events.bus != EventBus::None && live.events.kv,
-        max_model_len: engines().map(|e| e.max_model_len).min().unwrap_or(0),
-        kv_blocks: engines().map(|e| e.num_gpu_blocks).min().unwrap_or(0),
-        fleets,
-        api_keys,
-        admin_key,
-        origins: Origins::new(&live.cors_origins),
-        faults: Arc::new(Faults::new(live.faults.clone())),
-        management: Arc::new(Management::new(
-            live.management,
-            &cluster.model.lora_adapters,
-            &cluster.model.name,
-        )?),
-        image_tokens: cluster.model.image_tokens,
-        limits: Limits {
-            memory_max: match live.memory_max {
-                0 => slipstream_os::memory::half_of_host(),
-                bytes => bytes,
-            },
-            ..Limits::of(live)
-        },
-        recorder: None,
-        shadow: None,
-        access: live
-            .access_log
-            .as_deref()
-            .map(super::access_log::start)
-            .transpose()?,
-        spans: live
-            .otlp_endpoint
-            .clone()
-            .map(super::spans::start)
-            .transpose()?,
-        trace_sample: live.trace_sample,
-        created: std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .map_or(0, |since| since.as_secs()),
-        #[cfg(feature = "bench")]
-        locked_table: false,
-        direct_writes: true,
-        seed,
-    })
-}
-
-/// The key of admin paths.
-fn admin_key(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
-    let Some(file) = file else {
-        return Ok(ApiKeys::default());
-    };
-    let text = slipstream_os::secrets::read(file).with_context(|| {
-        let file = file.display();
-        format!("reading the admin key (live.admin_key_file) from {file}")
-    })?;
-    let keys = ApiKeys::new(text.lines().map(str::to_owned));
-    anyhow::ensure!(
-        !keys.is_empty(),
-        "{} has no key; write one, or remove `live.admin_key_file`",
-        file.display()
-    );
-    Ok(keys)
-}
-
-/// The keys of `file` and of the environment variable. A source that is named and has none is an error:
-/// without any key the server is open to all.
-fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
-    let mut keys = ApiKeys::default();
-    if let Some(file) = file {
-        let text = slipstream_os::secrets::read(file).with_context(|| {
-            format!(
-                "reading API keys (live.api_keys_file) from {}",
-                file.display()
-            )
-        })?;
-        keys = ApiKeys::parse(&text).map_err(|fault| {
-            anyhow::anyhow!(
-                "API keys (live.api_keys_file) in {}: {fault}",
-                file.display()
-            )
-        })?;
-        anyhow::ensure!(
-            !keys.is_empty(),
-            "{} has no API key, and without one the server would be open to all; write one per line \
-             (lines with # are comments), or remove `live.api_keys_file`",
-            file.display()
-        );
-    }
-    if let Some(listed) = std::env::var_os(API_KEYS_VARIABLE) {
-        let listed = listed.into_string();
-        let listed = listed.map_err(|_| anyhow::anyhow!("{API_KEYS_VARIABLE} is not UTF-8"))?;
-        let listed: Vec<String> = listed.split(',').map(str::to_owned).collect();
-        anyhow::ensure!(
-            !ApiKeys::new(listed.clone()).is_empty(),
-            "{API_KEYS_VARIABLE} is set and has no API key, and without one the server would be open \
-             to all; set keys with commas between them, or unset it"
-        );
-        keys = keys.with(listed);
-    }
-    Ok(keys)
-}
-
 /// Reaction to a signal.
 pub(super) fn say_draining(cluster: &Cluster) {
     errln!(
@@ -675,8 +384,8 @@ impl Signals {
         self.next();
         std::thread::spawn(move || {
             self.next();
-            super::access_log::flush();
-            super::spans::flush();
+            access_log::flush();
+            spans::flush();
             std::process::exit(130);
         });
     }

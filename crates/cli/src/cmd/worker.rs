@@ -101,7 +101,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
             pool.engine.num_gpu_blocks
         );
     }
-    let text = serve::text_model(cluster, true)?;
+    let text = slipstream_fleet::server::text_model(cluster, true)?;
     let specs = serve::worker_specs(cluster, &text, |worker| chosen.contains(&worker))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = engine_threads(live.engine_threads, cores, specs.len());

@@ -5,6 +5,7 @@
 //! - [`engine_kv`]: the engines' KV events, followed into the router's index.
 //! - [`autoscale`]: the number of workers that each pool should have, as metrics, a file and a webhook.
 //! - [`metrics`]: the router's fleet on `/metrics`.
+//! - [`server`] and [`socket`]: parts that servers of modelled engines have as well.
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),
@@ -16,8 +17,12 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod access_log;
 pub mod autoscale;
 pub mod endpoint_slices;
 pub mod engine_kv;
 pub mod membership;
 pub mod metrics;
+pub mod server;
+pub mod socket;
+pub mod spans;

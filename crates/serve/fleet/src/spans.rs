@@ -11,14 +11,17 @@ use slipstream_frontend::{SpanExporter, SpanFlusher};
 static FLUSHER: OnceLock<SpanFlusher> = OnceLock::new();
 
 /// Sends the spans of requests that have ended, in a fraction of a second, before the process exits.
-pub(super) fn flush() {
+pub fn flush() {
     if let Some(flusher) = FLUSHER.get() {
         flusher.flush(Duration::from_millis(500));
     }
 }
 
 /// Starts the thread that sends spans to the collector at `url`. `OTEL_SERVICE_NAME` names the service.
-pub(super) fn start(url: EngineUrl) -> anyhow::Result<SpanExporter> {
+///
+/// # Errors
+/// The thread cannot be started.
+pub fn start(url: EngineUrl) -> anyhow::Result<SpanExporter> {
     let name = std::env::var("OTEL_SERVICE_NAME").unwrap_or_default();
     let name = if name.is_empty() { "slipstream" } else { &name };
     let exporter =

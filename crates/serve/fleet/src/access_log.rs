@@ -12,14 +12,17 @@ use tokio::signal::unix::{SignalKind, signal};
 static FLUSHER: OnceLock<Flusher> = OnceLock::new();
 
 /// Writes the lines of requests that have ended, in a fraction of a second, before the process exits.
-pub(super) fn flush() {
+pub fn flush() {
     if let Some(flusher) = FLUSHER.get() {
         flusher.flush(Duration::from_millis(500));
     }
 }
 
 /// Opens `path` (`-`: standard output), and starts the thread that writes it.
-pub(super) fn start(path: &Path) -> anyhow::Result<AccessLog> {
+///
+/// # Errors
+/// It cannot be opened, or a thread cannot be started.
+pub fn start(path: &Path) -> anyhow::Result<AccessLog> {
     let target = if path.ends_with("-") {
         AccessTarget::Stdout
     } else {

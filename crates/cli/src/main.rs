@@ -1,6 +1,4 @@
-//! The `slipstream` binary: parses flags, calls a library, prints text. Of logic it has the control plane of the router
-//! in front of real engines (`cmd::{reload, shadow}`; the rest is in `slipstream_fleet`) and calibration
-//! (`cmd::calibrate`).
+//! The `slipstream` binary: parses flags, calls a library, prints text. Of logic it has calibration (`cmd::calibrate`).
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use slipstream_config::cluster::{Cluster, HostMode, NetworkMode};
 use slipstream_config::doc::Settings;
+use slipstream_fleet::reload::{ClusterFile, ReadFile};
 use slipstream_study::source::ClusterSource;
 
 use crate::out;
@@ -45,6 +46,22 @@ impl ClusterArgs {
             text: None,
             sets: self.set.clone(),
         }
+    }
+
+    /// The file, for a server that watches it. `sets`: the last overrides.
+    pub(crate) fn watched(&self, sets: &[String]) -> Option<ClusterFile> {
+        let (source, sets) = (self.source(), sets.to_vec());
+        let resolve = move |text: Option<String>, read: ReadFile<'_>| {
+            let source = ClusterSource {
+                text,
+                ..source.clone()
+            };
+            source.resolve_by(&sets, read)
+        };
+        Some(ClusterFile {
+            path: self.cluster.clone()?,
+            resolve: Box::new(resolve),
+        })
     }
 
     /// Whether the configuration is to be printed instead.

@@ -137,7 +137,11 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     let mut service = server::service(cluster, text, fleets.clone())?;
     server::fit_files(&mut service, files, false);
     server::register(&service, &mut registry);
-    let recorder = args.record.attach(&mut service, &mut registry)?;
+    let recorder = args
+        .record
+        .options()
+        .map(|options| server::record(&options, &mut service, &mut registry));
+    let recorder = recorder.transpose()?;
     let dispatching = server::Dispatching::new(cluster, fleets.clone(), shards);
     args.switches.apply(&mut service);
     let planes = sockets

@@ -17,15 +17,16 @@ use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
+use slipstream_fleet::router::{RouterOptions, RouterServer};
 use slipstream_fleet::server::{
-    Dispatching, await_workers, fit_files, register, service, shard_count, text_model,
+    Dispatching, RecordOptions, await_workers, fit_files, register, service, shard_count,
+    text_model,
 };
-use slipstream_fleet::{access_log, socket, spans};
+use slipstream_fleet::{access_log, server, socket, spans};
 use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{Frontend, Service, ShardPlane, WorkerTransport};
-use slipstream_planes::clock::monotonic_ns;
+use slipstream_frontend::{Frontend, ShardPlane, WorkerTransport};
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
-use slipstream_recorder::{Recorder, RecorderOptions};
+use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
 use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
@@ -70,31 +71,12 @@ pub(super) struct RecordArgs {
 }
 
 impl RecordArgs {
-    /// Whether requests are recorded.
-    pub(super) fn is_on(&self) -> bool {
-        self.record.is_some()
-    }
-
-    /// Starts the recorder of `service`, with its metrics, if one is asked for.
-    pub(super) fn attach(
-        &self,
-        service: &mut Service,
-        registry: &mut Registry,
-    ) -> anyhow::Result<Option<Recorder>> {
-        let Some(folder) = &self.record else {
-            return Ok(None);
-        };
-        let defaults = RecorderOptions::new(folder, service.block_size);
-        let options = RecorderOptions {
-            total_bytes_max: self.record_bytes_max,
-            // Some files, so that the oldest requests go a few at a time.
-            file_bytes_max: defaults.file_bytes_max.min(self.record_bytes_max / 8),
-            ..defaults
-        };
-        let recorder = Recorder::start(options, monotonic_ns())?;
-        registry.register_collector(Box::new(recorder.collector()));
-        service.recorder = Some(recorder.handle());
-        Ok(Some(recorder))
+    /// Where requests are recorded, if they are.
+    pub(super) fn options(&self) -> Option<RecordOptions> {
+        self.record.clone().map(|folder| RecordOptions {
+            folder,
+            bytes_max: self.record_bytes_max,
+        })
     }
 }
 
@@ -145,17 +127,22 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// Serves real engines until interrupted.
 fn run_engines(cluster: &Cluster, args: &Args, sets: &[String]) -> anyhow::Result<ExitCode> {
-    let (record, shadow, switches) = (&args.record, &args.shadow, args.switches);
-    let live = super::engines::Live::start(cluster, &args.cluster, sets, record, shadow, switches)?;
-    errln!("{}", live.summary());
+    let bound = socket::bind(&cluster.live)?;
+    let switches = args.switches;
+    let options = RouterOptions {
+        file: args.cluster.watched(sets),
+        record: args.record.options(),
+        shadow: args.shadow.options()?,
+        note: Some(|note| errln!("note: {note}")),
+        adjust: Some(Box::new(move |service| switches.apply(service))),
+    };
+    let router = RouterServer::start(cluster, bound, options)?;
+    errln!("{}", router.summary());
     let signals = Signals::install()?;
-    out::print(&format!(
-        "listening on http://{}\n",
-        live.frontend.address()
-    ))?;
+    out::print(&format!("listening on http://{}\n", router.address()))?;
     signals.wait();
     say_draining(cluster);
-    live.shutdown();
+    router.shutdown();
     Ok(ExitCode::SUCCESS)
 }
 
@@ -248,7 +235,10 @@ impl Live {
         let mut service = service(cluster, text, fleets.clone())?;
         fit_files(&mut service, files, false);
         register(&service, &mut registry);
-        let recorder = record.attach(&mut service, &mut registry)?;
+        let recorder = record
+            .options()
+            .map(|options| server::record(&options, &mut service, &mut registry));
+        let recorder = recorder.transpose()?;
         let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
         switches.apply(&mut service);
         let planes = plane

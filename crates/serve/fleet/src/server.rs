@@ -8,11 +8,13 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::BlockHash;
 use slipstream_base::width::to_u32;
-use slipstream_config::cluster::{Cluster, EventBus, LiveConfig};
+use slipstream_config::cluster::{Cluster, EventBus};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, Faults, KvNetwork, Limits, Management, Origins, Service};
 use slipstream_os::{memory, secrets};
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_recorder::{Recorder, RecorderOptions};
 use slipstream_router::{Fleet, Fleets, Router};
 
 use crate::{access_log, spans};
@@ -31,6 +33,37 @@ pub fn register(service: &Service, registry: &mut Registry) {
     if let Some(spans) = &service.spans {
         registry.register_collector(Box::new(spans.collector()));
     }
+}
+
+/// Where requests are recorded.
+#[derive(Clone, Debug)]
+pub struct RecordOptions {
+    /// Folder of the files; made if it is missing.
+    pub folder: PathBuf,
+    /// The oldest files are deleted beyond this total, bytes.
+    pub bytes_max: u64,
+}
+
+/// Starts the recorder of `service`, with its metrics.
+///
+/// # Errors
+/// The folder cannot be written, or a thread cannot be started.
+pub fn record(
+    options: &RecordOptions,
+    service: &mut Service,
+    registry: &mut Registry,
+) -> anyhow::Result<Recorder> {
+    let defaults = RecorderOptions::new(&options.folder, service.block_size);
+    let recorder = RecorderOptions {
+        total_bytes_max: options.bytes_max,
+        // Some files, so that the oldest requests go a few at a time.
+        file_bytes_max: defaults.file_bytes_max.min(options.bytes_max / 8),
+        ..defaults
+    };
+    let recorder = Recorder::start(recorder, monotonic_ns())?;
+    registry.register_collector(Box::new(recorder.collector()));
+    service.recorder = Some(recorder.handle());
+    Ok(recorder)
 }
 
 /// Lowers the limit of connections to what the limit of open files has room for, and says so.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::thread::JoinHandle;
@@ -16,8 +16,7 @@ use slipstream_planes::files;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::cluster_args::ClusterArgs;
-use super::engines::{read_key, read_tls};
+use crate::keys::{read_key, read_tls};
 
 /// Interval at which the file is read. A change counts once it was read twice: an editor may be writing it.
 const LOOK: Duration = Duration::from_secs(1);
@@ -28,8 +27,25 @@ const BYTES_MAX: u64 = 256 << 20;
 /// Time that the exit of the process waits for the watcher to end.
 const END: Duration = Duration::from_millis(500);
 
+/// Reads a file that a cluster file names.
+pub type ReadFile<'r> = &'r dyn Fn(&Path) -> io::Result<Vec<u8>>;
+
+/// The cluster file of a server. It is read again every second, and at SIGHUP: engines that are new join, and those
+/// that are gone drain. Other changes are logged as ones that need a restart.
+pub struct ClusterFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Resolves the file into a checked cluster and the origin of each value. The first argument is its text; `None`:
+    /// read it. Files that it names are read by the second.
+    pub resolve: Box<Resolve>,
+}
+
+/// See [`ClusterFile::resolve`].
+pub type Resolve =
+    dyn Fn(Option<String>, ReadFile<'_>) -> anyhow::Result<(Cluster, Settings)> + Send;
+
 /// Watches a cluster file until it is dropped.
-pub(super) struct Reload {
+pub(crate) struct Reload {
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
     /// Closed when the thread ends.
@@ -87,8 +103,7 @@ fn others(settings: &Settings) -> BTreeMap<String, Option<String>> {
 }
 
 struct Watcher {
-    args: ClusterArgs,
-    sets: Vec<String>,
+    file: ClusterFile,
     engines: Arc<Engines>,
     /// Engines that the file gave to the fleet.
     listed: Listed,
@@ -100,24 +115,14 @@ struct Watcher {
     seen: u64,
 }
 
-/// Watches the file of `args`, if there is one.
+/// Watches `file`.
 ///
 /// # Errors
 /// The file cannot be read any more, or the thread or its runtime cannot be made.
-pub(super) fn start(
-    args: &ClusterArgs,
-    sets: &[String],
-    engines: Arc<Engines>,
-) -> anyhow::Result<Option<Reload>> {
-    if args.file().is_none() {
-        return Ok(None);
-    }
-    let Some((cluster, settings)) = args.resolve_with_settings(sets)? else {
-        return Ok(None);
-    };
+pub(crate) fn start(file: ClusterFile, engines: Arc<Engines>) -> anyhow::Result<Reload> {
+    let (cluster, settings) = (file.resolve)(None, &slipstream_os::files::read)?;
     let mut watcher = Watcher {
-        args: args.clone(),
-        sets: sets.to_vec(),
+        file,
         engines,
         listed: listed(&cluster),
         others: others(&settings),
@@ -151,11 +156,11 @@ pub(super) fn start(
     let thread = std::thread::Builder::new()
         .name("config-watch".into())
         .spawn(run)?;
-    Ok(Some(Reload {
+    Ok(Reload {
         stop,
         thread: Some(thread),
         ended,
-    }))
+    })
 }
 
 /// Reads a file of a running process.
@@ -171,8 +176,7 @@ fn digest(text: &str) -> u64 {
 
 impl Watcher {
     fn text(&self) -> io::Result<String> {
-        let path = self.args.file().map_or(Path::new(""), |path| path);
-        files::read_text(path, BYTES_MAX)
+        files::read_text(&self.file.path, BYTES_MAX)
     }
 
     /// Applies the file if it has changed, and does not change any more.
@@ -199,9 +203,7 @@ impl Watcher {
             Err(error) => return refuse(error.into()),
         };
         self.applied = digest(&text);
-        let mut source = self.args.source();
-        source.text = Some(text);
-        match source.resolve_by(&self.sets, read) {
+        match (self.file.resolve)(Some(text), &read) {
             Ok((cluster, settings)) => self.apply(&cluster, &settings),
             Err(error) => refuse(error),
         }

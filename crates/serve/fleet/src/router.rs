@@ -1,8 +1,6 @@
-//! `slipstream serve` in front of real engines.
-//!
-//! Wiring only: the router's fleet, the thread that checks engines' health, and shards that forward.
+//! A router in front of real engines, as a running server.
 
-use std::io;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,28 +9,25 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::Role;
 use slipstream_base::text::counted;
-use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
-use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
-use slipstream_fleet::engine_kv::{self, Following};
-use slipstream_fleet::membership::{self, Membership};
-use slipstream_fleet::metrics::FleetCollector;
-use slipstream_fleet::server::{
-    Dispatching, fit_files, register, service, shard_count, text_model,
-};
-use slipstream_fleet::socket;
+use slipstream_config::cluster::{Cluster, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
-use slipstream_frontend::{Frontend, ShardPlane, WorkerTransport};
-use slipstream_planes::tls::{ClientFiles, ClientTls};
+use slipstream_frontend::{Bound, Frontend, Service, ShardPlane, WorkerTransport};
+use slipstream_os::{files, process, secrets};
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
-use super::cluster_args::ClusterArgs;
-use super::reload::{self, Reload};
-use super::serve::RecordArgs;
-use super::shadow::{Shadow, ShadowArgs};
-use super::switches::Switches;
+use crate::autoscale::{self, LiveAutoscale, Workers};
+use crate::engine_kv::{self, Following};
+use crate::keys::{read_key, read_tls};
+use crate::membership::{self, Membership};
+use crate::metrics::FleetCollector;
+use crate::reload::{self, ClusterFile, Reload};
+use crate::server::{
+    Dispatching, RecordOptions, fit_files, record, register, service, shard_count, text_model,
+};
+use crate::shadow::{Shadow, ShadowOptions};
 
 /// Time at start in which engines may answer their first health check. A client that reads the address may
 /// send at once, and should not get a 503.
@@ -41,9 +36,30 @@ const FIRST_CHECKS: Duration = Duration::from_secs(3);
 /// Slots for engines that come later, if their number is not configured.
 const SLOTS: u32 = 8;
 
-/// A running server in front of real engines.
-pub(crate) struct Live {
-    pub(crate) frontend: Frontend,
+/// What a router does besides routing. The default does nothing.
+#[derive(Default)]
+pub struct RouterOptions {
+    /// The file that the cluster was read from. It is watched, and slots are kept for engines that it may list later.
+    pub file: Option<ClusterFile>,
+    /// Requests are recorded.
+    pub record: Option<RecordOptions>,
+    /// A twin predicts the requests' times.
+    pub shadow: Option<ShadowOptions>,
+    /// Receives notes to the operator during the start, such as an engine that does not answer.
+    pub note: Option<fn(&str)>,
+    /// Changes the service before it starts.
+    pub adjust: Option<Adjust>,
+}
+
+/// See [`RouterOptions::adjust`].
+pub type Adjust = Box<dyn FnOnce(&mut Service)>;
+
+/// A router in front of real engines: an OpenAI server on threads of its own, which chooses an engine for each request
+/// and follows the engines' health, caches and membership.
+///
+/// Stop it by [`shutdown`](Self::shutdown): if it is dropped, open requests are not finished.
+pub struct RouterServer {
+    frontend: Frontend,
     engines: Arc<Engines>,
     checks: HealthChecks,
     events: Option<Following>,
@@ -54,16 +70,23 @@ pub(crate) struct Live {
     autoscale: Option<LiveAutoscale>,
 }
 
-impl Live {
-    /// Starts it. `args` and `sets` are those that `cluster` was read with: its file is watched.
-    pub(crate) fn start(
+impl RouterServer {
+    /// Starts a router in front of the engines of `cluster`, whose pools list real ones. Blocks for some seconds at
+    /// most: engines are asked for their sizes and health. Raises this process's limit of open files.
+    ///
+    /// # Errors
+    /// A setting that only modelled engines have, a file that cannot be read or does not fit, or a thread that cannot be
+    /// started. An engine that does not answer is none.
+    pub fn start(
         cluster: &Cluster,
-        args: &ClusterArgs,
-        sets: &[String],
-        record: &RecordArgs,
-        shadow: &ShadowArgs,
-        switches: Switches,
-    ) -> anyhow::Result<Live> {
+        bound: Bound,
+        options: RouterOptions,
+    ) -> anyhow::Result<RouterServer> {
+        let note = |text: &str| {
+            if let Some(note) = options.note {
+                note(text);
+            }
+        };
         let faults = &cluster.live.faults;
         anyhow::ensure!(
             faults.rates() == [0.0; 4],
@@ -75,26 +98,21 @@ impl Live {
             "`live.admin_key_file` is the key of modelled engines, and this cluster has real ones; the router's admin API has \
              `upstream.admin_key_file`"
         );
-        let bound = socket::bind(&cluster.live)?;
         // A client and an engine per stream.
-        let files = slipstream_os::process::raise_open_files();
+        let files = process::raise_open_files();
         let file = cluster;
-        let cluster = &membership::resolved(file, |note| errln!("note: {note}"))?;
+        let cluster = &membership::resolved(file, note)?;
         // At the start, a key may come from a pipe.
-        let read = super::files::read;
-        let key = |path: &Path| {
-            read_key(path, |path| {
-                slipstream_os::secrets::read(path).map(String::into_bytes)
-            })
-        };
-        let (specs, pools) = EngineSpec::of_cluster(cluster, key, |tls| read_tls(tls, read))?;
+        let key = |path: &Path| read_key(path, |path| secrets::read(path).map(String::into_bytes));
+        let (specs, pools) =
+            EngineSpec::of_cluster(cluster, key, |tls| read_tls(tls, files::read))?;
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(key);
         let admin_key = admin_key.transpose()?;
         let has_names = file.pools.iter().any(|pool| {
             let engines = pool.engines.as_ref();
             engines.is_some_and(|of| !of.dns.is_empty() || of.endpoint_slices.is_some())
         });
-        let may_grow = args.file().is_some() || admin_key.is_some() || has_names;
+        let may_grow = options.file.is_some() || admin_key.is_some() || has_names;
         let slots = slots(cluster, may_grow)?;
         let given = cluster.clone();
         let autoscale = autoscale::prepare(&given)?;
@@ -124,7 +142,13 @@ impl Live {
         let engines = Arc::new(engines);
         let follow = || {
             let (engines, fleets) = (engines.clone(), fleets.clone());
-            engine_kv::follow(&cluster, engines, fleets, text.clone(), record.is_on())
+            engine_kv::follow(
+                &cluster,
+                engines,
+                fleets,
+                text.clone(),
+                options.record.is_some(),
+            )
         };
         let events = follows.then(follow).transpose();
         let events = events.context("following KV events")?;
@@ -135,7 +159,9 @@ impl Live {
         let dispatching = Dispatching::new(&cluster, fleets.clone(), shards);
         let mut service = service(&cluster, text, fleets.clone())?;
         fit_files(&mut service, files, true);
-        switches.apply(&mut service);
+        if let Some(adjust) = options.adjust {
+            adjust(&mut service);
+        }
         let mut registry = Registry::default();
         registry.register_collector(Box::new(EngineCollector(engines.clone())));
         if let Some(events) = &events {
@@ -149,8 +175,12 @@ impl Live {
             registry.register_collector(Box::new(autoscale.collector()));
         }
         register(&service, &mut registry);
-        let recorder = record.attach(&mut service, &mut registry)?;
-        let shadow = shadow.start(&given, service.block_size)?;
+        let recorder = options
+            .record
+            .map(|options| record(&options, &mut service, &mut registry));
+        let recorder = recorder.transpose()?;
+        let start = |options: ShadowOptions| Shadow::start(options, &given, service.block_size);
+        let shadow = options.shadow.map(start).transpose()?;
         if let Some(shadow) = &shadow {
             service.shadow = Some(shadow.feed());
             registry.register_collector(Box::new(shadow.collector()));
@@ -163,9 +193,10 @@ impl Live {
             })
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
-        let reload = reload::start(args, sets, engines.clone()).context("watching the file")?;
+        let watch = |file| reload::start(file, engines.clone()).context("watching the file");
+        let reload = options.file.map(watch).transpose()?;
         let membership = membership::start(file, &given, &engines)?;
-        let mut live = Live {
+        let mut router = RouterServer {
             frontend,
             engines,
             checks,
@@ -176,25 +207,32 @@ impl Live {
             shadow,
             autoscale: None,
         };
-        live.await_first_checks();
-        let engines = Workers::Real(live.engines.clone());
-        live.autoscale = autoscale::start(autoscale, fleets, &live.frontend, engines)?;
-        live.frontend.open()?;
-        Ok(live)
+        for engine in router.await_first_checks() {
+            note(&format!("no requests go to {engine}"));
+        }
+        let engines = Workers::Real(router.engines.clone());
+        router.autoscale = autoscale::start(autoscale, fleets, &router.frontend, engines)?;
+        router.frontend.open()?;
+        Ok(router)
     }
 
-    fn await_first_checks(&self) {
+    /// The address served.
+    pub fn address(&self) -> SocketAddr {
+        self.frontend.address()
+    }
+
+    /// Waits until each engine has answered a health check, or for [`FIRST_CHECKS`]. Returns those that no requests go
+    /// to, with the reason.
+    fn await_first_checks(&self) -> Vec<String> {
         let end = Instant::now() + FIRST_CHECKS;
         while !self.engines.all_asked() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(5));
         }
-        for engine in self.engines.unreachable() {
-            errln!("note: no requests go to {engine}");
-        }
+        self.engines.unreachable()
     }
 
-    /// The models and engines served, as text.
-    pub(crate) fn summary(&self) -> String {
+    /// The engines by role, and how many are ready, as a line of text.
+    pub fn summary(&self) -> String {
         let ready = self.engines.ready();
         let members = self.engines.list();
         let of = |role: Role| members.iter().filter(|of| of.spec().role == role).count() as u64;
@@ -214,8 +252,8 @@ impl Live {
         }
     }
 
-    /// Frontend first, so that open requests can finish.
-    pub(crate) fn shutdown(self) {
+    /// Stops accepting connections, lets open requests finish for up to `live.drain_timeout_s`, and ends all threads.
+    pub fn shutdown(self) {
         drop(self.autoscale);
         drop(self.membership);
         drop(self.reload);
@@ -285,38 +323,4 @@ fn with_slots(mut cluster: Cluster, slots: u32) -> Cluster {
         }
     }
     cluster
-}
-
-/// TLS of a pool.
-pub(super) fn read_tls(
-    tls: &EngineTls,
-    read: impl Fn(&Path) -> io::Result<Vec<u8>>,
-) -> anyhow::Result<ClientTls> {
-    let files = ClientFiles {
-        ca: tls.ca_file.clone(),
-        client: tls.client.clone(),
-        server_name: tls.server_name.clone(),
-    };
-    ClientTls::load_by(&files, read)
-        .context("TLS towards engines (`ca_file`, `cert_file`, `key_file`)")
-}
-
-pub(super) fn read_key(
-    path: &Path,
-    read: impl Fn(&Path) -> io::Result<Vec<u8>>,
-) -> anyhow::Result<String> {
-    let text = read(path).and_then(|bytes| String::from_utf8(bytes).map_err(io::Error::other));
-    let text = text.with_context(|| {
-        format!(
-            "reading a key (`api_key_file` or `admin_key_file`) from {}",
-            path.display()
-        )
-    })?;
-    let key = text.trim();
-    anyhow::ensure!(
-        !key.is_empty() && key.bytes().all(|b| b.is_ascii_graphic()),
-        "{} has no key: write one line of printable ASCII without spaces",
-        path.display()
-    );
-    Ok(key.to_owned())
 }

@@ -15,7 +15,7 @@ use slipstream_base::{RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EngineConfig};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
-use slipstream_fleet::autoscale::{self, LiveAutoscale, Workers};
+use slipstream_fleet::autoscale::{self, LiveAutoscale, RankRequests, Workers};
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
 use slipstream_fleet::router::{RouterOptions, RouterServer};
 use slipstream_fleet::server::{
@@ -28,7 +28,9 @@ use slipstream_frontend::{Frontend, ShardPlane, WorkerTransport};
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
-use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
+use slipstream_worker::{
+    Backend, LiveTiming, RankStats, Resyncs, WorkerSet, WorkerSpec, engine_threads,
+};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
@@ -256,7 +258,16 @@ impl Live {
         if shared {
             await_workers(&fleets);
         }
-        let ranks = Workers::Modelled(set.ranks().to_vec());
+        let ranks = set.ranks().to_vec();
+        let requests = move || {
+            let of = |rank: &Arc<RankStats>| RankRequests {
+                worker: rank.rank.worker,
+                running: rank.running.get(),
+                waiting: rank.waiting.get(),
+            };
+            ranks.iter().map(of).collect()
+        };
+        let ranks = Workers::Modelled(Box::new(requests));
         let autoscale = autoscale::start(autoscale, fleets, &frontend, ranks)?;
         frontend.open()?;
         Ok(Live {

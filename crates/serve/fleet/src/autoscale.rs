@@ -37,7 +37,6 @@ use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::files;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_router::Fleets;
-use slipstream_worker::RankStats;
 use tokio::net::TcpStream;
 use tokio::task::LocalSet;
 
@@ -82,10 +81,21 @@ struct Sources {
 
 /// The workers of a live server.
 pub enum Workers {
-    /// Modelled engines, which count their requests.
-    Modelled(Vec<Arc<RankStats>>),
+    /// Modelled engines, which count their requests: those of each rank now.
+    Modelled(Box<dyn Fn() -> Vec<RankRequests> + Send>),
     /// Real ones, which join and leave. The router knows the requests that it sent them.
     Real(Arc<Engines>),
+}
+
+/// Requests of a rank of a modelled worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RankRequests {
+    /// Its worker.
+    pub worker: WorkerId,
+    /// Requests that it computes.
+    pub running: u64,
+    /// Requests that wait for it.
+    pub waiting: u64,
 }
 
 /// Checks the settings. `None`: no pool has `[autoscale]`.
@@ -427,9 +437,9 @@ impl Sources {
             }
         }
         if let Workers::Modelled(ranks) = &self.workers {
-            for rank in ranks.iter().filter(|rank| own.contains(&rank.rank.worker)) {
-                sample.running += rank.running.get();
-                sample.waiting += rank.waiting.get();
+            for rank in ranks().iter().filter(|rank| own.contains(&rank.worker)) {
+                sample.running += rank.running;
+                sample.waiting += rank.waiting;
             }
         }
         ready.sort_unstable();

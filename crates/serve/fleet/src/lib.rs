@@ -1,11 +1,28 @@
-//! The control plane of a router in front of real engines: which engines there are, what they cache, and how many
-//! there should be.
+//! A router in front of real engines as a library: the server, and the control plane that keeps its fleet up to date.
 //!
-//! - [`membership`]: engines that DNS or Kubernetes list ([`endpoint_slices`]).
+//! ```text
+//!   cluster file (reload) ─┐                                 ┌─► OpenAI server: slipstream_frontend
+//!   DNS, EndpointSlices ───┼─► engines of the fleet ─────────┤
+//!   admin API ─────────────┘     ▲            │              └─► metrics
+//!   KV events (engine_kv) ───────┘            └─► requests ──► twin (shadow), numbers of workers (autoscale)
+//! ```
+//!
+//! [`RouterServer::start`] runs all of it from a [`Cluster`](slipstream_config::cluster::Cluster) whose pools list
+//! engines; `examples/two_engines.rs` is a program that embeds it. The modules are its parts:
+//!
+//! - [`membership`]: engines that DNS or Kubernetes list ([`endpoint_slices`]); [`reload`]: engines of the cluster file.
 //! - [`engine_kv`]: the engines' KV events, followed into the router's index.
 //! - [`autoscale`]: the number of workers that each pool should have, as metrics, a file and a webhook.
-//! - [`metrics`]: the router's fleet on `/metrics`.
-//! - [`server`] and [`socket`]: parts that servers of modelled engines have as well.
+//! - [`shadow`]: a twin that predicts the times of the fleet's requests.
+//! - [`server`], [`socket`], [`access_log`], [`spans`], [`metrics`]: parts that servers of modelled engines have as well.
+//!
+//! Each part that runs is a value with a thread of its own, which ends when the value is dropped. Nothing here is on the
+//! path of a request. Errors at the start are [`anyhow::Error`]s that name the key of the cluster file and the remedy;
+//! later faults are logged by `tracing`, counted, and change nothing: the fleet stays as it was. Durations in names end
+//! in their unit; times of requests are `CLOCK_MONOTONIC`, ns.
+//!
+//! The crate does not know flags or terminals, how a request is forwarded (`slipstream_frontend::upstream`), how a worker
+//! is chosen (`slipstream_router`), modelled engines, or the twin: its owner passes one ([`shadow::Twin`]).
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),
@@ -30,3 +47,6 @@ pub mod server;
 pub mod shadow;
 pub mod socket;
 pub mod spans;
+
+pub use router::{RouterOptions, RouterServer};
+pub use slipstream_frontend::Bound;

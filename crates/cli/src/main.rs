@@ -1,4 +1,4 @@
-//! The `slipstream` binary: parses flags, calls a library, prints text. Of logic it has calibration (`cmd::calibrate`).
+//! The `slipstream` binary: parses flags, calls a library, prints text.
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
     not(test),

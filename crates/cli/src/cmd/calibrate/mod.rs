@@ -7,21 +7,18 @@
 //!  --metrics, --fpm ─► steps ──────────────┘
 //! ```
 
-mod fitted;
-mod load;
-mod points;
-mod records;
-mod replay;
-mod steps;
-
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use slipstream_config::cluster::Cluster;
+use clap::ValueEnum;
+use slipstream_bench::PromptForm;
+use slipstream_calibrate::load::{self, LoadOptions};
+use slipstream_calibrate::{fitted, name, one_worker, points, records, replay, steps};
 
 use crate::cmd::cluster_args::ClusterArgs;
+use crate::cmd::workload_args::time;
 use crate::out;
 
 /// Flags of `slipstream calibrate`.
@@ -55,13 +52,92 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", group = "source", help_heading = "Source")]
     fpm: Option<PathBuf>,
     #[command(flatten)]
-    load: load::LoadArgs,
+    load: LoadArgs,
     /// Write the result here: a profile (--from-points), a cluster file (--engine), else `[engine.timing]`
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     out: Option<PathBuf>,
     /// Write the report here instead of to stdout (Markdown)
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     report: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormArg {
+    /// As words
+    Text,
+    /// As token ids
+    Tokens,
+}
+
+/// Flags of `--engine`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "With --engine")]
+struct LoadArgs {
+    /// Print the loads, and send none
+    #[arg(long, requires = "engine")]
+    dry_run: bool,
+    /// Stop starting requests after this long, all loads together
+    #[arg(long, value_name = "TIME", default_value = "120s", value_parser = time)]
+    max_duration: Duration,
+    /// Most requests at once
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(2..=1024))]
+    max_concurrency: u32,
+    /// Longest prompt, tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(128..=1_000_000))]
+    max_prompt: u32,
+    /// Timeout of a request
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = time)]
+    timeout: Duration,
+    /// Model name [default: the first in the server's list]
+    #[arg(long)]
+    model: Option<String>,
+    /// API key of the engine
+    #[arg(
+        long,
+        value_name = "KEY",
+        env = "SLIPSTREAM_API_KEY",
+        hide_env_values = true
+    )]
+    api_key: Option<String>,
+    /// Form of prompts
+    #[arg(long, default_value = "text")]
+    prompt_form: FormArg,
+    /// Range of token ids for `--prompt-form tokens`, FIRST..END
+    #[arg(long, value_name = "RANGE", default_value = "1000..30000", value_parser = super::bench::id_range)]
+    token_ids: std::ops::Range<u32>,
+    /// Seed of lengths and texts
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Measure although other clients use the engine
+    #[arg(long)]
+    shared: bool,
+    /// Keep the records of the requests here (CSV, for --requests)
+    #[arg(long, value_name = "FILE")]
+    keep: Option<PathBuf>,
+}
+
+impl LoadArgs {
+    fn options(&self) -> LoadOptions {
+        LoadOptions {
+            max_duration: self.max_duration,
+            max_concurrency: self.max_concurrency,
+            max_prompt: self.max_prompt,
+            timeout: self.timeout,
+            model: self.model.clone(),
+            api_key: self.api_key.clone(),
+            form: match self.prompt_form {
+                FormArg::Text => PromptForm::Text,
+                FormArg::Tokens => PromptForm::Tokens,
+            },
+            token_ids: self.token_ids.clone(),
+            seed: self.seed,
+        }
+    }
+}
+
+/// Prints a note of the library.
+fn note(text: &str) {
+    errln!("note: {text}");
 }
 
 /// Time limit of an engine's answer to a question about itself.
@@ -75,7 +151,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
     }
     if let Some(path) = &args.from_points {
-        return points::run(path, args);
+        let fit = points::fit(path, args.only.as_deref(), &note)?;
+        return write(args, &fit.report, &fit.profile.to_text());
     }
     if let Some(url) = &args.engine {
         return engine(url, args);
@@ -90,9 +167,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                  blocks) are the defaults; `slipstream describe URL` writes one"
             );
         }
-        let records = records::read(path)?;
+        let records = records::read(path, &note)?;
         let fitted = replay::fit(&one_worker(cluster)?, &records, &records::fifths(&records))?;
-        return finish(args, &fitted, &name(path), fitted::toml("engine", &fitted));
+        return finish(args, &fitted, &name(path), &fitted::toml("engine", &fitted));
     }
     let (observations, source) = if let Some(path) = &args.fpm {
         (steps::of_recording(path)?, name(path))
@@ -101,7 +178,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (steps::of_metrics(&args.metrics)?, names.join(", "))
     };
     let fitted = steps::fit(&observations)?;
-    finish(args, &fitted, &source, fitted::toml("engine", &fitted))
+    finish(args, &fitted, &source, &fitted::toml("engine", &fitted))
 }
 
 /// Measures a running engine.
@@ -117,16 +194,17 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     };
     let cluster = one_worker(cluster)?;
-    let loads = load::plan(&args.load, &cluster.pools[0].engine)?;
+    let options = args.load.options();
+    let loads = load::plan(&options, &cluster.pools[0].engine)?;
     if args.load.dry_run {
-        out::print(&load::table(&loads, &args.load))?;
+        out::print(&load::table(&loads, &options))?;
         return Ok(ExitCode::SUCCESS);
     }
     let before = runtime.block_on(load::ended(&client, ASK));
     if !args.load.shared {
-        load::check_idle(&runtime, &client, url)?;
+        load::check_idle(&runtime, &client, url, ASK, &note)?;
     }
-    let measured = load::send(url, &loads, &args.load)?;
+    let measured = load::send(url, &loads, &options, &|text| errln!("{text}"), &note)?;
     if !args.load.shared {
         let after = runtime.block_on(load::ended(&client, ASK));
         load::check_alone(before, after, measured.sent, url)?;
@@ -145,49 +223,28 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
         let timing = fitted::toml("pool.main.engine", &fitted);
         super::describe::cluster_file(std::slice::from_ref(&facts), Some(&timing))?
     };
-    finish(args, &fitted, url, text)
+    finish(args, &fitted, url, &text)
 }
 
-/// Writes the result, and prints the report.
 fn finish(
     args: &Args,
     fitted: &fitted::Fitted,
     source: &str,
-    text: String,
+    text: &str,
 ) -> anyhow::Result<ExitCode> {
-    let report = fitted::report(fitted, source);
+    write(args, &fitted::report(fitted, source), text)
+}
+
+/// Writes the result, and prints the report.
+fn write(args: &Args, report: &str, result: &str) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.out {
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+        std::fs::write(path, result).with_context(|| format!("writing {}", path.display()))?;
     }
     match &args.report {
-        None => out::print(&report)?,
+        None => out::print(report)?,
         Some(path) => {
             std::fs::write(path, report).with_context(|| format!("writing {}", path.display()))?;
         }
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// `cluster`, if it is one engine.
-fn one_worker(mut cluster: Cluster) -> anyhow::Result<Cluster> {
-    anyhow::ensure!(
-        cluster.pools.len() == 1,
-        "the cluster has {} pools; records of one engine are needed, so name a cluster file with one",
-        cluster.pools.len()
-    );
-    anyhow::ensure!(
-        cluster.pools[0].engine.data_parallel_size <= 1,
-        "`engine.data_parallel_size` is {}; ranks share one server's time, which is not told apart here: \
-         calibrate an engine of one rank",
-        cluster.pools[0].engine.data_parallel_size
-    );
-    cluster.pools[0].workers = 1;
-    cluster.pools[0].autoscale = None;
-    cluster.events.clear();
-    Ok(cluster)
-}
-
-fn name(path: &Path) -> String {
-    path.file_name()
-        .map_or(String::new(), |n| n.to_string_lossy().into_owned())
 }

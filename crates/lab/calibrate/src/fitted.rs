@@ -8,25 +8,29 @@ use slipstream_perf::observed::{COUNT, NAMES, Terms};
 const SURE: f64 = 0.25;
 
 /// Errors on a part that the fit did not see.
-pub(super) struct HeldOut {
-    pub(super) name: String,
-    pub(super) count: usize,
+pub struct HeldOut {
+    /// The part.
+    pub name: String,
+    /// Its requests or steps.
+    pub count: usize,
     /// By quantity: the median error of each time, and the error of the median time, as shares.
-    pub(super) errors: Vec<[f64; 2]>,
+    pub errors: Vec<[f64; 2]>,
 }
 
 /// The fit of one engine.
-pub(super) struct Fitted {
-    pub(super) terms: Terms,
+pub struct Fitted {
+    /// The terms, ns for each unit of work.
+    pub terms: Terms,
     /// Standard error of each term, as a share of it.
-    pub(super) errors: Terms,
+    pub errors: Terms,
     /// Quantities of [`HeldOut::errors`].
-    pub(super) quantities: &'static [&'static str],
-    pub(super) held_out: Vec<HeldOut>,
+    pub quantities: &'static [&'static str],
+    /// One for each part that was left out.
+    pub held_out: Vec<HeldOut>,
     /// The data, in words.
-    pub(super) data: String,
+    pub data: String,
     /// Limits that the reader must know.
-    pub(super) notes: Vec<String>,
+    pub notes: Vec<String>,
 }
 
 impl Fitted {
@@ -44,7 +48,8 @@ impl Fitted {
     }
 }
 
-pub(super) fn report(fitted: &Fitted, source: &str) -> String {
+/// The fit as Markdown; `source` names the data.
+pub fn report(fitted: &Fitted, source: &str) -> String {
     let mut text = format!("Fitted to {} of {source}.\n\n", fitted.data);
     text.push_str("| term | value | for each | standard error |\n| --- | --- | --- | --- |\n");
     for (i, (name, of)) in NAMES.iter().enumerate().take(COUNT) {
@@ -82,7 +87,7 @@ pub(super) fn report(fitted: &Fitted, source: &str) -> String {
 }
 
 /// The section `[SECTION.timing]` of a cluster file.
-pub(super) fn toml(section: &str, fitted: &Fitted) -> String {
+pub fn toml(section: &str, fitted: &Fitted) -> String {
     let mut text = format!(
         "[{section}.timing]\n# Fitted by `slipstream calibrate` to {}.\n",
         fitted.data

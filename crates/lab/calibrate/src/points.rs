@@ -2,31 +2,40 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
-use std::process::ExitCode;
 
 use anyhow::Context;
+use slipstream_os::files;
 use slipstream_perf::fit::{self, Sample};
 use slipstream_perf::{Deployment, Profile, predict, read_rows, report};
 
-use super::{Args, name};
-use crate::out;
+use crate::{Note, name};
 
 /// Rows below which no folds can be held out.
 const ROWS_MIN: usize = 20;
 
-/// Fits, holds out, writes the profile and its errors.
-pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
+/// A profile and its errors on held-out folds.
+pub struct Fit {
+    /// The profile.
+    pub profile: Profile,
+    /// Its errors, as Markdown.
+    pub report: String,
+}
+
+/// Fits a profile to the rows of the table `points`, of those that the table `only` names if there is one.
+///
+/// # Errors
+/// A table cannot be read, or has too few rows that can be fitted to.
+pub fn fit(points: &Path, only: Option<&Path>, note: Note<'_>) -> anyhow::Result<Fit> {
     let read = |path: &Path| {
-        let text = super::super::files::read(path)
-            .with_context(|| format!("reading {}", path.display()))?;
+        let text = files::read(path).with_context(|| format!("reading {}", path.display()))?;
         read_rows(&text).with_context(|| format!("reading {}", path.display()))
     };
     let rows = read(points)?;
-    if let Some(note) = slipstream_study::predict::unknown_note(&rows) {
-        errln!("note: {note}");
+    if let Some(unknown) = slipstream_study::predict::unknown_note(&rows) {
+        note(&unknown);
     }
     let prior = Profile::prior();
-    let only: Option<HashSet<String>> = match &args.only {
+    let chosen: Option<HashSet<String>> = match only {
         None => None,
         Some(path) => Some(
             read(path)?
@@ -39,7 +48,10 @@ pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     let mut samples = Vec::new();
     for row in &rows {
-        if only.as_ref().is_some_and(|only| !only.contains(&row.id)) {
+        if chosen
+            .as_ref()
+            .is_some_and(|chosen| !chosen.contains(&row.id))
+        {
             continue;
         }
         let positive = |column| {
@@ -67,7 +79,7 @@ pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
         }
     }
     for (reason, count) in &reasons {
-        errln!("note: {count} rows left out: {reason}");
+        note(&format!("{count} rows left out: {reason}"));
     }
     anyhow::ensure!(
         samples.len() >= ROWS_MIN,
@@ -82,27 +94,15 @@ pub(super) fn run(points: &Path, args: &Args) -> anyhow::Result<ExitCode> {
          Held-out errors: docs/accuracy.md\n",
         samples.len(),
         name(points),
-        args.only.as_ref().map_or(String::new(), |only| format!(
+        only.map_or(String::new(), |only| format!(
             ", rows chosen by {}",
             name(only)
         )),
         name(points),
-        args.only
-            .as_ref()
-            .map_or(String::new(), |only| format!(" --only {}", name(only))),
+        only.map_or(String::new(), |only| format!(" --only {}", name(only))),
     );
     let (profile, held_out) = fit::calibrate(&samples, source)
         .with_context(|| format!("fitting to {}", points.display()))?;
-    if let Some(path) = &args.out {
-        std::fs::write(path, profile.to_text())
-            .with_context(|| format!("writing {}", path.display()))?;
-    }
-    let text = report::markdown(&samples, &held_out);
-    match &args.report {
-        None => out::print(&text)?,
-        Some(path) => {
-            std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
-        }
-    }
-    Ok(ExitCode::SUCCESS)
+    let report = report::markdown(&samples, &held_out);
+    Ok(Fit { profile, report })
 }

@@ -4,20 +4,23 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use slipstream_events::FpmMessage;
+use slipstream_os::files;
 use slipstream_perf::fit::quantile;
 use slipstream_perf::observed::{self, COUNT, Observation};
 use slipstream_probe::prometheus::Samples;
 
-use super::fitted::{Fitted, HeldOut};
+use crate::fitted::{Fitted, HeldOut};
 
 const PARTS: usize = 5;
 const API: usize = COUNT - 1;
 
 /// The steps of a file of forward-pass metrics: one JSON object per line, as `slipstream events tail --json` prints
 /// them, or the message alone.
-pub(super) fn of_recording(path: &Path) -> anyhow::Result<Vec<Observation>> {
-    let text = crate::cmd::files::read_text(path)
-        .with_context(|| format!("reading {}", path.display()))?;
+///
+/// # Errors
+/// It cannot be read, or has too few steps.
+pub fn of_recording(path: &Path) -> anyhow::Result<Vec<Observation>> {
+    let text = files::read_text(path).with_context(|| format!("reading {}", path.display()))?;
     let seen = recorded(&text).with_context(|| path.display().to_string())?;
     ensure!(
         seen.len() >= 10 * COUNT,
@@ -77,11 +80,13 @@ fn recorded(text: &str) -> anyhow::Result<Vec<Observation>> {
 }
 
 /// Differences between successive scrapes of vLLM's `/metrics`.
-pub(super) fn of_metrics(paths: &[PathBuf]) -> anyhow::Result<Vec<Observation>> {
+///
+/// # Errors
+/// A file cannot be read, a counter fell, or there are too few intervals.
+pub fn of_metrics(paths: &[PathBuf]) -> anyhow::Result<Vec<Observation>> {
     let mut texts = Vec::new();
     for path in paths {
-        let text = crate::cmd::files::read_text(path)
-            .with_context(|| format!("reading {}", path.display()))?;
+        let text = files::read_text(path).with_context(|| format!("reading {}", path.display()))?;
         texts.push((path, text));
     }
     let mut totals = Vec::new();
@@ -204,7 +209,10 @@ impl Counters {
 }
 
 /// Fits the terms to steps.
-pub(super) fn fit(observations: &[Observation]) -> anyhow::Result<Fitted> {
+///
+/// # Errors
+/// Too few steps.
+pub fn fit(observations: &[Observation]) -> anyhow::Result<Fitted> {
     let n = observations.len();
     let mut steps: Vec<Observation> = observations.to_vec();
     for (i, step) in steps.iter_mut().enumerate() {

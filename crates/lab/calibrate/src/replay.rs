@@ -14,14 +14,17 @@ use slipstream_perf::fit::quantile;
 use slipstream_perf::observed::{self, COUNT, Observation, Terms};
 use slipstream_twin::{Options, RequestRecord, Sink};
 
-use super::fitted::{Fitted, HeldOut};
-use super::records::{self, MeasuredRequest, Parts};
+use crate::fitted::{Fitted, HeldOut};
+use crate::records::{self, MeasuredRequest, Parts};
 
 /// Quantities of which the error is stated.
 const QUANTITIES: &[&str] = &["TTFT", "TPOT", "E2E"];
 
 /// Fits the terms of the engine of `cluster` to `records`, and again without each of `parts`.
-pub(super) fn fit(
+///
+/// # Errors
+/// Too few records, or records that the engine cannot have.
+pub fn fit(
     cluster: &Cluster,
     records: &[MeasuredRequest],
     parts: &Parts,
@@ -251,7 +254,7 @@ impl<'a> Replay<'a> {
 const API: usize = COUNT - 1;
 
 /// Step times of `terms`.
-pub(super) fn timing(terms: &Terms) -> TimingConfig {
+fn timing(terms: &Terms) -> TimingConfig {
     let [base, prefill, pair, decode, context, api] = *terms;
     TimingConfig::Linear {
         base_ns: base,

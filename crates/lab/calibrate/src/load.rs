@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
-use clap::ValueEnum;
 use slipstream_base::width::floor_u64;
 use slipstream_bench::{Config, Endpoint, PromptForm, Target};
 use slipstream_config::cluster::EngineConfig;
@@ -16,68 +15,37 @@ use slipstream_report::Objectives;
 use slipstream_workload::Vocabulary;
 use tokio::runtime::Runtime;
 
-use super::records::MeasuredRequest;
-use crate::cmd::workload_args::time;
+use crate::Note;
+use crate::records::MeasuredRequest;
 
-#[derive(Clone, Copy, ValueEnum)]
-enum FormArg {
-    /// As words
-    Text,
-    /// As token ids
-    Tokens,
-}
-
-/// Flags of `--engine`.
-#[derive(clap::Args)]
-#[command(next_help_heading = "With --engine")]
-pub(super) struct LoadArgs {
-    /// Print the loads, and send none
-    #[arg(long, requires = "engine")]
-    pub(super) dry_run: bool,
-    /// Stop starting requests after this long, all loads together
-    #[arg(long, value_name = "TIME", default_value = "120s", value_parser = time)]
-    max_duration: Duration,
-    /// Most requests at once
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(2..=1024))]
-    max_concurrency: u32,
-    /// Longest prompt, tokens
-    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(128..=1_000_000))]
-    max_prompt: u32,
-    /// Timeout of a request
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = time)]
-    timeout: Duration,
-    /// Model name [default: the first in the server's list]
-    #[arg(long)]
-    model: Option<String>,
-    /// API key of the engine
-    #[arg(
-        long,
-        value_name = "KEY",
-        env = "SLIPSTREAM_API_KEY",
-        hide_env_values = true
-    )]
-    pub(super) api_key: Option<String>,
-    /// Form of prompts
-    #[arg(long, default_value = "text")]
-    prompt_form: FormArg,
-    /// Range of token ids for `--prompt-form tokens`, FIRST..END
-    #[arg(long, value_name = "RANGE", default_value = "1000..30000", value_parser = crate::cmd::bench::id_range)]
-    token_ids: std::ops::Range<u32>,
-    /// Seed of lengths and texts
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    seed: u64,
-    /// Measure although other clients use the engine
-    #[arg(long)]
-    pub(super) shared: bool,
-    /// Keep the records of the requests here (CSV, for --requests)
-    #[arg(long, value_name = "FILE")]
-    pub(super) keep: Option<PathBuf>,
+/// Bounds of the loads, and how they are sent.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// No request is started after this time, all loads together.
+    pub max_duration: Duration,
+    /// Requests at a time at most.
+    pub max_concurrency: u32,
+    /// Longest prompt, tokens.
+    pub max_prompt: u32,
+    /// Time limit of a request.
+    pub timeout: Duration,
+    /// Model name; `None`: the first of the server's list.
+    pub model: Option<String>,
+    /// API key of the engine.
+    pub api_key: Option<String>,
+    /// Form of prompts.
+    pub form: PromptForm,
+    /// Token ids of prompts in tokens.
+    pub token_ids: std::ops::Range<u32>,
+    /// Seed of lengths and texts.
+    pub seed: u64,
 }
 
 /// Requests of one kind.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Load {
-    pub(super) name: &'static str,
+pub struct Load {
+    /// Its name, as the part of the data.
+    pub name: &'static str,
     /// The terms that it is for.
     why: &'static str,
     concurrency: u32,
@@ -92,7 +60,10 @@ pub(super) struct Load {
 const ROUNDS: u32 = 3;
 
 /// The loads for an engine of `engine`.
-pub(super) fn plan(args: &LoadArgs, engine: &EngineConfig) -> anyhow::Result<Vec<Load>> {
+///
+/// # Errors
+/// The engine has no room for them.
+pub fn plan(args: &LoadOptions, engine: &EngineConfig) -> anyhow::Result<Vec<Load>> {
     const LONGEST_ANSWER: u32 = 128;
     let room = engine.max_model_len.saturating_sub(LONGEST_ANSWER + 32);
     let long = args.max_prompt.min(room);
@@ -164,7 +135,7 @@ pub(super) fn plan(args: &LoadArgs, engine: &EngineConfig) -> anyhow::Result<Vec
 }
 
 /// The loads in words.
-pub(super) fn table(loads: &[Load], args: &LoadArgs) -> String {
+pub fn table(loads: &[Load], args: &LoadOptions) -> String {
     let mut text = format!(
         "{ROUNDS} rounds of these loads; no request is started after {} s, and each ends within {} s.\n\n\
          | load | for | at once | prompt tokens | answer tokens | requests per round |\n\
@@ -197,14 +168,24 @@ pub(super) fn table(loads: &[Load], args: &LoadArgs) -> String {
 }
 
 /// The measurement.
-pub(super) struct Measured {
-    pub(super) records: Vec<MeasuredRequest>,
+pub struct Measured {
+    /// The requests, those to warm up left out.
+    pub records: Vec<MeasuredRequest>,
     /// Requests that the engine answered, those to warm up included.
-    pub(super) sent: u64,
+    pub sent: u64,
 }
 
 /// Sends the loads.
-pub(super) fn send(url: &str, loads: &[Load], args: &LoadArgs) -> anyhow::Result<Measured> {
+///
+/// # Errors
+/// Too little time, too many failures, or an interrupt.
+pub fn send(
+    url: &str,
+    loads: &[Load],
+    args: &LoadOptions,
+    progress: Note<'_>,
+    note: Note<'_>,
+) -> anyhow::Result<Measured> {
     let target = Target::resolve(url)?;
     let began = Instant::now();
     let folder = Folder::new()?;
@@ -228,7 +209,7 @@ pub(super) fn send(url: &str, loads: &[Load], args: &LoadArgs) -> anyhow::Result
             load.name,
             args.max_duration.as_secs_f64()
         );
-        errln!("load {} of {all}: {}", turn + 1, load.name);
+        progress(&format!("load {} of {all}: {}", turn + 1, load.name));
         let drag = folder.0.join(format!("{turn}.csv"));
         let between = |[min, max]: [u32; 2]| Dist::Uniform {
             min: f64::from(min),
@@ -277,15 +258,15 @@ pub(super) fn send(url: &str, loads: &[Load], args: &LoadArgs) -> anyhow::Result
              fit: lower --max-concurrency or --max-prompt, or raise --timeout"
         );
         let text = std::fs::read_to_string(&drag)?;
-        measured.records.extend(absolute(&text, part)?);
+        measured.records.extend(absolute(&text, part, note)?);
     }
     Ok(measured)
 }
 
 /// Drag records with the times of one clock.
-fn absolute(text: &str, part: usize) -> anyhow::Result<Vec<MeasuredRequest>> {
-    let first = super::records::first_due(text)?;
-    let mut records = super::records::parse(text)?;
+fn absolute(text: &str, part: usize, note: Note<'_>) -> anyhow::Result<Vec<MeasuredRequest>> {
+    let first = crate::records::first_due(text)?;
+    let mut records = crate::records::parse(text, note)?;
     for record in &mut records {
         record.arrival_s += first;
         record.part = part;
@@ -297,16 +278,13 @@ fn config(
     target: &Target,
     workload: Workload,
     load: &Load,
-    args: &LoadArgs,
+    args: &LoadOptions,
     drag: Option<PathBuf>,
 ) -> Config {
     Config {
         target: target.clone(),
         endpoint: Endpoint::Completions,
-        form: match args.prompt_form {
-            FormArg::Text => PromptForm::Text,
-            FormArg::Tokens => PromptForm::Tokens,
-        },
+        form: args.form,
         stream: true,
         model: args.model.clone(),
         api_key: args.api_key.clone(),
@@ -352,8 +330,17 @@ impl Drop for Folder {
 }
 
 /// Refuses an engine that works for others.
-pub(super) fn check_idle(runtime: &Runtime, client: &Client, url: &str) -> anyhow::Result<()> {
-    let load = runtime.block_on(slipstream_probe::load::load(client, super::ASK));
+///
+/// # Errors
+/// It has requests of others.
+pub fn check_idle(
+    runtime: &Runtime,
+    client: &Client,
+    url: &str,
+    within: Duration,
+    note: Note<'_>,
+) -> anyhow::Result<()> {
+    let load = runtime.block_on(slipstream_probe::load::load(client, within));
     match load {
         Ok(load) => {
             let (running, waiting) = (load.running.unwrap_or(0), load.waiting.unwrap_or(0));
@@ -364,15 +351,15 @@ pub(super) fn check_idle(runtime: &Runtime, client: &Client, url: &str) -> anyho
                 );
             }
         }
-        Err(error) => errln!(
-            "note: {url} does not state its load ({error}), so requests of other clients would not be noticed"
-        ),
+        Err(error) => note(&format!(
+            "{url} does not state its load ({error}), so requests of other clients would not be noticed"
+        )),
     }
     Ok(())
 }
 
 /// Requests that the engine has ended since its start; `None` if it does not state it.
-pub(super) async fn ended(client: &Client, within: Duration) -> Option<u64> {
+pub async fn ended(client: &Client, within: Duration) -> Option<u64> {
     let answer = client.get("/metrics", within).await.ok()?;
     let text = String::from_utf8_lossy(&answer.body).into_owned();
     let sum = Samples::parse(&text).sum("vllm:request_success_total")?;
@@ -380,7 +367,10 @@ pub(super) async fn ended(client: &Client, within: Duration) -> Option<u64> {
 }
 
 /// Refuses a measurement during which the engine also answered others.
-pub(super) fn check_alone(
+///
+/// # Errors
+/// It did.
+pub fn check_alone(
     before: Option<u64>,
     after: Option<u64>,
     sent: u64,
@@ -401,21 +391,18 @@ pub(super) fn check_alone(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Line {
-        #[arg(long)]
-        engine: Option<String>,
-        #[command(flatten)]
-        load: LoadArgs,
-    }
-
-    fn args(flags: &[&str]) -> LoadArgs {
-        let line = ["x", "--engine", "u"].iter().chain(flags).copied();
-        let line = Line::parse_from(line);
-        assert!(line.engine.is_some());
-        line.load
+    fn options(max_concurrency: u32, max_prompt: u32) -> LoadOptions {
+        LoadOptions {
+            max_duration: Duration::from_secs(120),
+            max_concurrency,
+            max_prompt,
+            timeout: Duration::from_secs(60),
+            model: None,
+            api_key: None,
+            form: PromptForm::Text,
+            token_ids: 1000..30_000,
+            seed: 1,
+        }
     }
 
     #[test]
@@ -425,11 +412,8 @@ mod tests {
             max_num_seqs: 8,
             ..EngineConfig::default()
         };
-        for (flags, concurrency, prompt) in [
-            (&[][..], 8, 1888),
-            (&["--max-concurrency=4", "--max-prompt=300"][..], 4, 300),
-        ] {
-            let args = args(flags);
+        for (args, concurrency, prompt) in [(options(16, 4096), 8, 1888), (options(4, 300), 4, 300)]
+        {
             let loads = plan(&args, &engine).unwrap();
             assert!(loads.iter().any(|load| load.concurrency == 1));
             assert_eq!(loads.iter().map(|l| l.concurrency).max(), Some(concurrency));
@@ -447,7 +431,7 @@ mod tests {
             max_model_len: 200,
             ..engine
         };
-        let error = plan(&args(&[]), &small).unwrap_err().to_string();
+        let error = plan(&options(16, 4096), &small).unwrap_err().to_string();
         assert!(error.contains("`max_model_len` of 200"), "{error}");
     }
 

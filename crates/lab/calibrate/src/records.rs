@@ -7,42 +7,47 @@ use std::path::Path;
 use anyhow::{Context, bail, ensure};
 
 use slipstream_base::width::to_usize;
+use slipstream_os::files;
+
+use crate::Note;
 
 /// One answered request.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct MeasuredRequest {
+pub struct MeasuredRequest {
     /// When it was sent, s.
-    pub(super) arrival_s: f64,
+    pub arrival_s: f64,
     /// Tokens of the prompt.
-    pub(super) input: u32,
+    pub input: u32,
     /// Of those, found in the KV cache.
-    pub(super) cached: u32,
+    pub cached: u32,
     /// Tokens of the answer.
-    pub(super) output: u32,
+    pub output: u32,
     /// From then to the first token, s.
-    pub(super) ttft_s: f64,
+    pub ttft_s: f64,
     /// From then to the last token, s.
-    pub(super) e2e_s: f64,
+    pub e2e_s: f64,
     /// The part of the measurement, from 0.
-    pub(super) part: usize,
+    pub part: usize,
 }
 
 impl MeasuredRequest {
-    pub(super) fn first_s(&self) -> f64 {
+    /// When its first token came, s.
+    pub(crate) fn first_s(&self) -> f64 {
         self.arrival_s + self.ttft_s
     }
 
-    pub(super) fn last_s(&self) -> f64 {
+    /// When its last token came, s.
+    pub(crate) fn last_s(&self) -> f64 {
         self.arrival_s + self.e2e_s
     }
 
     /// Mean time per output token after the first, s.
-    pub(super) fn tpot_s(&self) -> Option<f64> {
+    pub(crate) fn tpot_s(&self) -> Option<f64> {
         (self.output > 1).then(|| (self.e2e_s - self.ttft_s) / f64::from(self.output - 1))
     }
 
     /// Prompt tokens that were computed.
-    pub(super) fn computed(&self) -> u32 {
+    pub(crate) fn computed(&self) -> u32 {
         (self.input - self.cached.min(self.input)).max(1)
     }
 }
@@ -60,16 +65,18 @@ const CACHED: &[&str] = &["cached_tokens"];
 const RECORDS_MAX: usize = 100_000;
 
 /// The requests of `path`: drag records, CSV, or JSON Lines.
-pub(super) fn read(path: &Path) -> anyhow::Result<Vec<MeasuredRequest>> {
-    let text = crate::cmd::files::read_text(path)
-        .with_context(|| format!("reading {}", path.display()))?;
-    parse(&text).with_context(|| path.display().to_string())
+///
+/// # Errors
+/// It cannot be read, or a line of it is no request.
+pub fn read(path: &Path, note: Note<'_>) -> anyhow::Result<Vec<MeasuredRequest>> {
+    let text = files::read_text(path).with_context(|| format!("reading {}", path.display()))?;
+    parse(&text, note).with_context(|| path.display().to_string())
 }
 
 /// A row of a file: its line, and what it has by name.
 type Row = (usize, BTreeMap<String, String>);
 
-pub(super) fn parse(text: &str) -> anyhow::Result<Vec<MeasuredRequest>> {
+pub(crate) fn parse(text: &str, note: Note<'_>) -> anyhow::Result<Vec<MeasuredRequest>> {
     let rows = if text.trim_start().starts_with('{') {
         json_rows(text)?
     } else {
@@ -91,13 +98,15 @@ pub(super) fn parse(text: &str) -> anyhow::Result<Vec<MeasuredRequest>> {
         records.push(record(row).with_context(|| format!("line {line}"))?);
     }
     if failed > 0 {
-        errln!("note: {failed} requests left out: their `status` is not \"ok\"");
+        note(&format!(
+            "{failed} requests left out: their `status` is not \"ok\""
+        ));
     }
     checked(records)
 }
 
 /// The earliest `due` of the answered requests of drag records, s.
-pub(super) fn first_due(text: &str) -> anyhow::Result<f64> {
+pub(crate) fn first_due(text: &str) -> anyhow::Result<f64> {
     let rows = csv_rows(text)?;
     let answered = rows
         .iter()
@@ -220,7 +229,10 @@ fn words(names: &[&str]) -> String {
 }
 
 /// `records` in the order of their arrival, if every one is possible.
-pub(super) fn checked(mut records: Vec<MeasuredRequest>) -> anyhow::Result<Vec<MeasuredRequest>> {
+///
+/// # Errors
+/// A record contradicts itself.
+pub fn checked(mut records: Vec<MeasuredRequest>) -> anyhow::Result<Vec<MeasuredRequest>> {
     /// A day: longer is another unit.
     const LONGEST_S: f64 = 86_400.0;
     for (at, r) in records.iter().enumerate() {
@@ -267,7 +279,7 @@ pub(super) fn checked(mut records: Vec<MeasuredRequest>) -> anyhow::Result<Vec<M
 }
 
 /// Refuses records that cannot show the terms, and names the missing part.
-pub(super) fn enough(records: &[MeasuredRequest]) -> anyhow::Result<()> {
+pub(crate) fn enough(records: &[MeasuredRequest]) -> anyhow::Result<()> {
     const LEAST: usize = 20;
     /// Prompts of one length, and those of two, differ by at least this.
     const SPREAD: f64 = 1.5;
@@ -304,7 +316,7 @@ pub(super) fn enough(records: &[MeasuredRequest]) -> anyhow::Result<()> {
 }
 
 /// Most requests that had tokens at the same time.
-pub(super) fn most_at_once(records: &[MeasuredRequest]) -> usize {
+pub(crate) fn most_at_once(records: &[MeasuredRequest]) -> usize {
     let mut events: Vec<(f64, i32)> = records
         .iter()
         .filter(|r| r.output > 1)
@@ -321,13 +333,15 @@ pub(super) fn most_at_once(records: &[MeasuredRequest]) -> usize {
 }
 
 /// Names of parts, and the part of each record.
-pub(super) struct Parts {
-    pub(super) names: Vec<String>,
-    pub(super) of: Vec<usize>,
+pub struct Parts {
+    /// Their names.
+    pub names: Vec<String>,
+    /// The part of each record.
+    pub of: Vec<usize>,
 }
 
 /// Five parts of equal numbers of requests, one after the other.
-pub(super) fn fifths(records: &[MeasuredRequest]) -> Parts {
+pub fn fifths(records: &[MeasuredRequest]) -> Parts {
     const PARTS: usize = 5;
     Parts {
         names: (1..=PARTS)
@@ -340,7 +354,7 @@ pub(super) fn fifths(records: &[MeasuredRequest]) -> Parts {
 }
 
 /// The parts that the records name.
-pub(super) fn by_part(records: &[MeasuredRequest], names: Vec<String>) -> Parts {
+pub fn by_part(records: &[MeasuredRequest], names: Vec<String>) -> Parts {
     Parts {
         names,
         of: records.iter().map(|r| r.part).collect(),
@@ -348,7 +362,7 @@ pub(super) fn by_part(records: &[MeasuredRequest], names: Vec<String>) -> Parts 
 }
 
 /// `records` in a form that [`read`] takes.
-pub(super) fn csv(records: &[MeasuredRequest]) -> String {
+pub fn csv(records: &[MeasuredRequest]) -> String {
     let mut text = "arrival_s,input_tokens,cached_tokens,output_tokens,ttft_ms,e2e_ms\n".to_owned();
     for r in records {
         let _ = writeln!(
@@ -373,7 +387,7 @@ mod tests {
 
     #[track_caller]
     fn refused(text: &str, part: &str) {
-        let error = parse(text)
+        let error = parse(text, &|_| ())
             .and_then(|records| enough(&records))
             .unwrap_err();
         let error = format!("{error:#}");
@@ -382,13 +396,17 @@ mod tests {
 
     #[test]
     fn forms_of_the_same_request_are_equal() {
-        let csv = parse(&format!("{HEAD}2.5,100,7,50,350\n3,100,7,50,350\n")).unwrap();
+        let csv = parse(
+            &format!("{HEAD}2.5,100,7,50,350\n3,100,7,50,350\n"),
+            &|_| (),
+        )
+        .unwrap();
         let json = "{\"timestamp_ms\": 500, \"prompt_tokens\": 100, \"completion_tokens\": 7, \"ttft_s\": 0.05, \
                     \"latency_us\": 350000}\n";
-        let json = parse(json).unwrap();
+        let json = parse(json, &|_| ()).unwrap();
         let drag = "id,due,client_recv,last_client_recv,isl,osl,status\n\
                     0.0,1000,50001000,350001000,100,7,ok\n1.0,1,,,100,,timeout\n";
-        let drag = parse(drag).unwrap();
+        let drag = parse(drag, &|_| ()).unwrap();
         assert_eq!((csv.len(), json.len(), drag.len()), (2, 1, 1));
         for r in [csv[0], json[0], drag[0]] {
             assert_eq!((r.arrival_s, r.input, r.output), (0.0, 100, 7));
@@ -396,7 +414,7 @@ mod tests {
         }
         assert_eq!(csv[1].arrival_s, 0.5);
         // Kept records can be read again.
-        assert_eq!(parse(&super::csv(&csv)).unwrap(), csv);
+        assert_eq!(parse(&super::csv(&csv), &|_| ()).unwrap(), csv);
     }
 
     #[test]

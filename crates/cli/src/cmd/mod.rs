@@ -3,8 +3,6 @@
 mod cached;
 mod client_args;
 mod cluster_args;
-mod fleet_sink;
-mod metrics_page;
 mod on;
 mod plane_args;
 mod price_args;

@@ -16,6 +16,7 @@ use slipstream_config::cluster::{Cluster, EngineConfig};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_fleet::autoscale::{self, LiveAutoscale, RankRequests, Workers};
+use slipstream_fleet::kv_sink::FleetSink;
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
 use slipstream_fleet::router::{RouterOptions, RouterServer};
 use slipstream_fleet::server::{
@@ -33,7 +34,6 @@ use slipstream_worker::{
 };
 
 use crate::cmd::cluster_args::ClusterArgs;
-use crate::cmd::fleet_sink::FleetSink;
 use crate::cmd::shadow::ShadowArgs;
 use crate::cmd::switches::Switches;
 use crate::out;
@@ -180,7 +180,12 @@ impl Live {
         let mut publishers = publishers.into_iter();
         let sinks = (0..threads)
             .map(|_| {
-                let fleet = FleetSink::new(fleets.clone(), resyncs.clone());
+                let resyncs = resyncs.clone();
+                let fleet = FleetSink::new(fleets.clone(), move |rank| {
+                    if let Some(resyncs) = resyncs.get() {
+                        resyncs.resync(rank);
+                    }
+                });
                 match publishers.next() {
                     Some(publisher) => Box::new((fleet, publisher)) as Box<dyn EventSink>,
                     None => Box::new(fleet),

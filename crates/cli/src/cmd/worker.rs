@@ -147,7 +147,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
         if let Some(bus) = &bus {
             registry.register_collector(Box::new(bus.collector()));
         }
-        let address = super::metrics_page::serve(listen, registry)?;
+        let address = slipstream_fleet::metrics_page::serve(listen, registry)?;
         errln!("metrics at http://{address}/metrics");
     }
     Ok(Running { set, home, bus })

@@ -13,8 +13,9 @@
 //! - [`membership`]: engines that DNS or Kubernetes list ([`endpoint_slices`]); [`reload`]: engines of the cluster file.
 //! - [`engine_kv`]: the engines' KV events, followed into the router's index.
 //! - [`autoscale`]: the number of workers that each pool should have, as metrics, a file and a webhook.
+//! - [`describe`]: a cluster file from what engines report; [`cached`]: the cache of one engine.
 //! - [`shadow`]: a twin that predicts the times of the fleet's requests.
-//! - [`server`], [`socket`], [`access_log`], [`spans`], [`metrics`]: parts that servers of modelled engines have as well.
+//! - [`server`], [`socket`], [`access_log`], [`spans`], [`metrics`], [`metrics_page`], [`kv_sink`]: parts that servers of modelled engines have as well.
 //!
 //! Each part that runs is a value with a thread of its own, which ends when the value is dropped. Nothing here is on the
 //! path of a request. Errors at the start are [`anyhow::Error`]s that name the key of the cluster file and the remedy;
@@ -36,11 +37,15 @@
 
 pub mod access_log;
 pub mod autoscale;
+pub mod cached;
+pub mod describe;
 pub mod endpoint_slices;
 pub mod engine_kv;
 mod keys;
+pub mod kv_sink;
 pub mod membership;
 pub mod metrics;
+pub mod metrics_page;
 pub mod reload;
 pub mod router;
 pub mod server;

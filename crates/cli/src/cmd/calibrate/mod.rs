@@ -16,6 +16,7 @@ use clap::ValueEnum;
 use slipstream_bench::PromptForm;
 use slipstream_calibrate::load::{self, LoadOptions};
 use slipstream_calibrate::{fitted, name, one_worker, points, records, replay, steps};
+use slipstream_fleet::describe;
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::workload_args::time;
@@ -189,7 +190,7 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
         .enable_all()
         .build()?;
     let facts = runtime.block_on(slipstream_probe::ask_client(&client, ASK))?;
-    let text = super::describe::cluster_file(std::slice::from_ref(&facts), None)?;
+    let text = describe::cluster_file(std::slice::from_ref(&facts), None)?;
     let Some(cluster) = args.cluster.resolve_over(text)? else {
         return Ok(ExitCode::SUCCESS);
     };
@@ -221,7 +222,7 @@ fn engine(url: &str, args: &Args) -> anyhow::Result<ExitCode> {
         fitted::toml("engine", &fitted)
     } else {
         let timing = fitted::toml("pool.main.engine", &fitted);
-        super::describe::cluster_file(std::slice::from_ref(&facts), Some(&timing))?
+        describe::cluster_file(std::slice::from_ref(&facts), Some(&timing))?
     };
     finish(args, &fitted, url, &text)
 }

@@ -24,7 +24,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const CONNECTIONS_MAX: usize = 64;
 
 /// Serves `registry` on `listen` for as long as the process runs. Returns the address.
-pub(crate) fn serve(listen: &str, registry: Registry) -> anyhow::Result<SocketAddr> {
+///
+/// # Errors
+/// The address cannot be bound, or the thread cannot be started.
+pub fn serve(listen: &str, registry: Registry) -> anyhow::Result<SocketAddr> {
     let context = || format!("--metrics {listen}: use an address of this host, host:port");
     let listener = std::net::TcpListener::bind(listen).with_context(context)?;
     listener.set_nonblocking(true)?;

@@ -1,33 +1,31 @@
 //! Passes KV deltas from engine threads to the router's block index.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
 
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId};
 use slipstream_planes::EventSink;
 use slipstream_router::Fleets;
-use slipstream_worker::Resyncs;
 
-/// Feeds the fleet's block index from engine threads.
-pub(crate) struct FleetSink {
+/// Feeds the fleet's block index from engine threads. `Resync` requests a snapshot of a rank, when a delta is missing.
+pub struct FleetSink<Resync> {
     fleets: Fleets,
-    /// Set once the workers run; used to request a snapshot when a delta is missing.
-    resyncs: Arc<OnceLock<Resyncs>>,
+    resync: Resync,
     gaps: Gaps,
 }
 
-impl FleetSink {
-    pub(crate) fn new(fleets: Fleets, resyncs: Arc<OnceLock<Resyncs>>) -> FleetSink {
+impl<Resync> FleetSink<Resync> {
+    /// Feeds the index of `fleets`.
+    pub fn new(fleets: Fleets, resync: Resync) -> FleetSink<Resync> {
         let gaps = Gaps::default();
         FleetSink {
             fleets,
-            resyncs,
+            resync,
             gaps,
         }
     }
 }
 
-impl EventSink for FleetSink {
+impl<Resync: FnMut(RankId) + Send> EventSink for FleetSink<Resync> {
     fn on_kv(&mut self, delta: &KvDelta) {
         if !self.fleets.on_kv(delta).gap {
             return;
@@ -36,9 +34,7 @@ impl EventSink for FleetSink {
             return; // logged and requested before
         }
         tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing; requested a snapshot");
-        if let Some(resyncs) = self.resyncs.get() {
-            resyncs.resync(delta.rank);
-        }
+        (self.resync)(delta.rank);
     }
 
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {

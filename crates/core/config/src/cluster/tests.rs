@@ -1,4 +1,4 @@
-//! The cluster file as a whole: what is read, and what is refused.
+//! Whole cluster files: values that are read, and mistakes that are refused.
 
 use proptest::prelude::*;
 

@@ -176,7 +176,7 @@ impl<T, D> Key<T, D> {
         Key { name, doc, ..self }
     }
 
-    /// The unit, or what is counted: precedes the bounds in the documentation.
+    /// The unit, or the thing that is counted: precedes the bounds in the documentation.
     pub(crate) fn unit(self, unit: &'static str) -> Key<T, D> {
         Key { unit, ..self }
     }

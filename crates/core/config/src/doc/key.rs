@@ -194,7 +194,7 @@ impl<T, D> Key<T, D> {
         }
     }
 
-    /// What holds without the key, in words, if that depends on other keys.
+    /// The default in words, if that depends on other keys.
     pub(crate) fn otherwise(self, words: &'static str) -> Key<T, D> {
         Key {
             otherwise: Some(words),
@@ -504,7 +504,7 @@ mod tests {
             ///
             /// Low: it dries.
             water: f64 = value(1.5).within(0.0..=1e9).unit("l");
-            /// What it is called.
+            /// Its name.
             name: String = required("name it", String::new()).check(|n| !n.is_empty(), "a name");
             /// Its size.
             size: u8 = choice(WORDS, 2).note("needed in autumn");
@@ -566,7 +566,7 @@ mod tests {
                     "Liters of water per day.",
                     "Low: it dries."
                 ]),
-                row(["plant.name", "", "(none)", "What it is called.", ""]),
+                row(["plant.name", "", "(none)", "Its name.", ""]),
                 row(["plant.size", words, "\"two\"", "Its size.", ""]),
                 row([
                     "plant.picture",

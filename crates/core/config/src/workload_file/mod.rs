@@ -4,6 +4,8 @@
 //! and `drag`. All times are workload time; [`Workload::time_scale`] divides them all when the
 //! requests are generated.
 
+mod arrival;
+mod dist;
 mod read;
 
 use std::fmt;
@@ -13,8 +15,9 @@ use std::sync::Arc;
 
 use slipstream_base::slo::Slo;
 
+pub use arrival::RATE_MAX;
 pub(crate) use read::TELLING_KEYS;
-pub use read::{RATE_MAX, read};
+pub use read::read;
 
 /// A whole workload.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,11 +1,12 @@
 //! Reads the workload file from TOML.
 
-use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
+use super::arrival::read_arrival;
+use super::dist::read_dists;
 use super::{
-    Arrival, Bounds, Class, Content, Dist, Empirical, IMAGE_TOKENS_MAX, IMAGES_MAX, OnBadLine,
-    PrefixLevel, SessionShape, TimeUnit, TraceFile, Workload,
+    Arrival, Class, Content, IMAGE_TOKENS_MAX, IMAGES_MAX, OnBadLine, PrefixLevel, SessionShape,
+    TimeUnit, TraceFile, Workload,
 };
 use crate::doc::{Diagnostics, Doc, Settings, Table};
 
@@ -101,153 +102,6 @@ fn read_trace(t: &Table<'_>) -> TraceFile {
             text.parse().map_err(wrong).ok()
         }),
     }
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum ArrivalKind {
-    Closed,
-    Constant,
-    Poisson,
-    Gamma,
-    Weibull,
-    Ramp,
-    Diurnal,
-    Timestamps,
-    Trace,
-}
-
-/// Limit of sessions per second: one per nanosecond, the clock's resolution.
-pub const RATE_MAX: f64 = 1e9;
-const RATE_MUST: &str = "above 0 and at most 1e9 (one per nanosecond)";
-
-fn is_rate(per_s: f64) -> bool {
-    per_s > 0.0 && per_s <= RATE_MAX
-}
-
-fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
-    use ArrivalKind as K;
-    let kinds = [
-        ("closed", K::Closed),
-        ("constant", K::Constant),
-        ("poisson", K::Poisson),
-        ("gamma", K::Gamma),
-        ("weibull", K::Weibull),
-        ("ramp", K::Ramp),
-        ("diurnal", K::Diurnal),
-        ("timestamps", K::Timestamps),
-        ("trace", K::Trace),
-    ];
-    root.table("arrival", |t| {
-        let kind = t.choice("kind", &kinds);
-        let kind = if t.is_present() && !has_trace {
-            kind.required("set the kind of arrivals: `kind = \"poisson\"`", K::Closed)
-        } else {
-            kind.or(if has_trace { K::Trace } else { K::Closed })
-        };
-        if kind == K::Trace && !has_trace {
-            t.error(
-                "kind",
-                "`arrival.kind` is \"trace\", but there is no `[trace]`",
-                "add `[trace]` with its `file`, or choose another kind",
-            );
-        }
-        let unless = |key: &str, kinds: &[ArrivalKind], why: &str| {
-            if !kinds.contains(&kind) {
-                t.unused(key, "kind", why);
-            }
-        };
-        unless(
-            "concurrency",
-            &[K::Closed],
-            "only a closed loop has a concurrency",
-        );
-        unless(
-            "rate_per_s",
-            &[K::Constant, K::Poisson, K::Gamma, K::Weibull, K::Diurnal],
-            "this kind of arrival has no rate",
-        );
-        unless("cv", &[K::Gamma], "only Gamma arrivals have a cv");
-        unless("shape", &[K::Weibull], "only Weibull arrivals have a shape");
-        for key in ["from_per_s", "to_per_s", "ramp_s"] {
-            unless(key, &[K::Ramp], "only a ramp has it");
-        }
-        for key in ["amplitude", "period_s", "peak_s"] {
-            unless(key, &[K::Diurnal], "only diurnal arrivals have it");
-        }
-        unless(
-            "ms",
-            &[K::Timestamps],
-            "only arrivals from timestamps have them",
-        );
-        let rate = || {
-            t.get("rate_per_s")
-                .check(|r| is_rate(*r), RATE_MUST)
-                .required("set the sessions per second: `rate_per_s = 10`", 1.0)
-        };
-        match kind {
-            K::Closed => Arrival::Closed {
-                concurrency: t.get("concurrency").within(1..).or(1),
-            },
-            K::Constant => Arrival::Constant { rate_per_s: rate() },
-            K::Poisson => Arrival::Poisson { rate_per_s: rate() },
-            K::Gamma => Arrival::Gamma {
-                rate_per_s: rate(),
-                cv: t
-                    .get("cv")
-                    .within(0.0..=100.0)
-                    .required("set the burstiness: 1 is Poisson, above is burstier", 1.0),
-            },
-            K::Weibull => Arrival::Weibull {
-                rate_per_s: rate(),
-                // Below 0.1 the mean converges only after billions of intervals.
-                shape: t.get("shape").within(0.1..=100.0).required(
-                    "set the shape: below 1 is burstier than Poisson, 1 is Poisson",
-                    1.0,
-                ),
-            },
-            K::Ramp => Arrival::Ramp {
-                from_per_s: t.get("from_per_s").within(0.0..=RATE_MAX).or(0.0),
-                to_per_s: t
-                    .get("to_per_s")
-                    .check(|r| is_rate(*r), RATE_MUST)
-                    .required("set the last rate: `to_per_s = 20`", 1.0),
-                ramp_s: t
-                    .get("ramp_s")
-                    .check(|s| *s > 0.0, "above 0")
-                    .required("set the duration of the ramp: `ramp_s = 600`", 1.0),
-            },
-            K::Diurnal => {
-                let rate_per_s = rate();
-                let amplitude = t.get("amplitude").within(0.0..=1.0).or(0.5);
-                let period_s = t
-                    .get("period_s")
-                    .check(|s| *s > 0.0, "above 0")
-                    .or(86_400.0);
-                Arrival::Diurnal {
-                    rate_per_s,
-                    amplitude,
-                    period_s,
-                    peak_s: t
-                        .get("peak_s")
-                        .check(|s: &f64| s.is_finite(), "a time")
-                        .or(period_s / 2.0),
-                }
-            }
-            K::Timestamps => Arrival::Timestamps {
-                ms: t
-                    .get::<Vec<f64>>("ms")
-                    .check(
-                        |ms| !ms.is_empty() && ms[0] >= 0.0 && ms.is_sorted(),
-                        "at least one time, none negative, in order",
-                    )
-                    .required(
-                        "list the arrival times, ms: `ms = [0, 120, 250]`",
-                        vec![0.0],
-                    ),
-            },
-            K::Trace => Arrival::Trace,
-        }
-    })
 }
 
 const CLASS_KEYS: [&str; 13] = [
@@ -349,36 +203,8 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         images,
         image_tokens,
         slo,
-        prefix: t.array("prefix", |_, level| {
-            let branches = level
-                .get("branches")
-                .within(1..=BRANCHES_MAX)
-                .required("set the number of texts of this level: `branches = 8`", 1);
-            let skew = level.get("skew").within(0.0..=10.0).or(0.0);
-            let [tokens] = read_dists(level, &[("tokens", 256.0, 1.0..=TOKENS_MAX)]);
-            PrefixLevel {
-                branches,
-                tokens,
-                skew,
-            }
-        }),
-        session: t.table("session", |s| {
-            let isl_max = s.get("isl_max").within(1..).optional();
-            let [turns, think_time_s, user_tokens] = read_dists(
-                s,
-                &[
-                    ("turns", 1.0, 1.0..=TURNS_MAX),
-                    ("think_time_s", 0.0, 0.0..=THINK_TIME_S_MAX),
-                    ("user_tokens", 64.0, 1.0..=TOKENS_MAX),
-                ],
-            );
-            SessionShape {
-                turns,
-                think_time_s,
-                user_tokens,
-                isl_max,
-            }
-        }),
+        prefix: t.array("prefix", |_, level| read_prefix(level)),
+        session: t.table("session", read_session),
     };
     let shared: f64 = class.prefix.iter().map(|level| level.tokens.min()).sum();
     if shared >= class.isl.max() {
@@ -392,6 +218,38 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         );
     }
     class
+}
+
+fn read_prefix(level: &Table<'_>) -> PrefixLevel {
+    let branches = level
+        .get("branches")
+        .within(1..=BRANCHES_MAX)
+        .required("set the number of texts of this level: `branches = 8`", 1);
+    let skew = level.get("skew").within(0.0..=10.0).or(0.0);
+    let [tokens] = read_dists(level, &[("tokens", 256.0, 1.0..=TOKENS_MAX)]);
+    PrefixLevel {
+        branches,
+        tokens,
+        skew,
+    }
+}
+
+fn read_session(t: &Table<'_>) -> SessionShape {
+    let isl_max = t.get("isl_max").within(1..).optional();
+    let [turns, think_time_s, user_tokens] = read_dists(
+        t,
+        &[
+            ("turns", 1.0, 1.0..=TURNS_MAX),
+            ("think_time_s", 0.0, 0.0..=THINK_TIME_S_MAX),
+            ("user_tokens", 64.0, 1.0..=TOKENS_MAX),
+        ],
+    );
+    SessionShape {
+        turns,
+        think_time_s,
+        user_tokens,
+        isl_max,
+    }
 }
 
 /// The models of a class, and the weight of each.
@@ -437,200 +295,10 @@ fn read_models(t: &Table<'_>) -> (Vec<String>, Vec<f64>) {
     (models, weights)
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum DistKind {
-    Exact,
-    Uniform,
-    Normal,
-    LogNormal,
-    Exponential,
-    Zipf,
-    Empirical,
-    Choice,
-}
-
-/// Several distributions of one table, plain numbers first: a key after a sub-table would print
-/// into the wrong table.
-fn read_dists<const N: usize>(
-    t: &Table<'_>,
-    keys: &[(&str, f64, RangeInclusive<f64>); N],
-) -> [Dist; N] {
-    let mut order: [usize; N] = std::array::from_fn(|i| i);
-    order.sort_by_key(|i| t.has_table(keys[*i].0));
-    let mut dists: [Dist; N] = std::array::from_fn(|i| Dist::Exact(keys[i].1));
-    for i in order {
-        let (key, default, range) = &keys[i];
-        dists[i] = read_dist(t, key, *default, *range.start(), *range.end());
-    }
-    dists
-}
-
-/// A number, or a table with a distribution; all between `least` and `most`.
-fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> Dist {
-    use DistKind as K;
-    if !t.has_table(key) {
-        return Dist::Exact(t.get(key).within(least..=most).or(default));
-    }
-    let kinds = [
-        ("exact", K::Exact),
-        ("uniform", K::Uniform),
-        ("normal", K::Normal),
-        ("lognormal", K::LogNormal),
-        ("exponential", K::Exponential),
-        ("zipf", K::Zipf),
-        ("empirical", K::Empirical),
-        ("choice", K::Choice),
-    ];
-    t.table(key, |d| {
-        let kind = d
-            .choice("kind", &kinds)
-            .required("set the distribution: `kind = \"lognormal\"`", K::Exact);
-        let unless = |key: &str, kinds: &[DistKind]| {
-            if !kinds.contains(&kind) {
-                d.unused(
-                    key,
-                    "kind",
-                    "this kind of distribution has no such parameter",
-                );
-            }
-        };
-        unless("value", &[K::Exact]);
-        unless("mean", &[K::Normal, K::LogNormal, K::Exponential]);
-        unless("cv", &[K::Normal, K::LogNormal]);
-        unless(
-            "min",
-            &[
-                K::Uniform,
-                K::Normal,
-                K::LogNormal,
-                K::Exponential,
-                K::Zipf,
-                K::Empirical,
-            ],
-        );
-        unless(
-            "max",
-            &[
-                K::Uniform,
-                K::Normal,
-                K::LogNormal,
-                K::Exponential,
-                K::Zipf,
-                K::Empirical,
-            ],
-        );
-        unless("skew", &[K::Zipf]);
-        unless("file", &[K::Empirical]);
-        unless("column", &[K::Empirical]);
-        unless("values", &[K::Choice]);
-        unless("weights", &[K::Choice]);
-        let number = |key: &str, stand_in: f64| {
-            d.get(key)
-                .within(least..=most)
-                .required(&format!("set `{key}`"), stand_in)
-        };
-        let mean = || {
-            d.get("mean")
-                .check(|m| *m > 0.0 && *m <= most, "above 0 and not huge")
-                .required("set `mean`", 1.0)
-        };
-        let cv = || {
-            d.get("cv")
-                .within(0.0..=100.0)
-                .required("set `cv`: standard deviation over mean", 0.0)
-        };
-        let bounds = || {
-            let bounds = Bounds {
-                min: d.get("min").within(least..=most).or(least),
-                max: d.get("max").within(least..=most).or(most),
-            };
-            ordered(d, bounds.min, bounds.max);
-            bounds
-        };
-        match kind {
-            K::Exact => Dist::Exact(number("value", default)),
-            K::Uniform => {
-                let (min, max) = (number("min", default), number("max", default));
-                ordered(d, min, max);
-                Dist::Uniform { min, max }
-            }
-            K::Normal => Dist::Normal {
-                mean: mean(),
-                cv: cv(),
-                bounds: bounds(),
-            },
-            K::LogNormal => Dist::LogNormal {
-                mean: mean(),
-                cv: cv(),
-                bounds: bounds(),
-            },
-            K::Exponential => Dist::Exponential {
-                mean: mean(),
-                bounds: bounds(),
-            },
-            K::Zipf => {
-                let whole = |key: &str, stand_in: f64| {
-                    d.get(key)
-                        .check(
-                            |v: &f64| (least..=most).contains(v) && v.fract() == 0.0,
-                            &format!("a whole number from {least} to {most}"),
-                        )
-                        .required(&format!("set `{key}`"), stand_in)
-                };
-                let (min, max) = (whole("min", default), whole("max", default));
-                ordered(d, min, max);
-                Dist::Zipf {
-                    min,
-                    max,
-                    skew: d.get("skew").within(0.0..=20.0).or(1.0),
-                }
-            }
-            K::Empirical => Dist::Empirical(Empirical {
-                path: d
-                    .path("file")
-                    .required("set the CSV file: `file = \"lengths.csv\"`", PathBuf::new()),
-                column: d.get("column").optional(),
-                bounds: bounds(),
-                values: [].into(),
-            }),
-            K::Choice => {
-                let values = d
-                    .get::<Vec<f64>>("values")
-                    .check(
-                        |v| !v.is_empty() && v.iter().all(|v| (least..=most).contains(v)),
-                        &format!("numbers from {least} to {most}, at least one"),
-                    )
-                    .required("set the values: `values = [128, 1024]`", vec![default]);
-                let weights = d
-                    .get::<Vec<f64>>("weights")
-                    .check(
-                        |w| {
-                            w.len() == values.len()
-                                && w.iter().all(|w| *w >= 0.0)
-                                && w.iter().any(|w| *w > 0.0)
-                        },
-                        &format!("{} numbers, none negative, one above 0", values.len()),
-                    )
-                    .or(vec![1.0; values.len()]);
-                Dist::Choice { values, weights }
-            }
-        }
-    })
-}
-
-fn ordered(d: &Table<'_>, min: f64, max: f64) {
-    if min > max {
-        d.error(
-            "min",
-            format!("`min` is {min}, above `max`, which is {max}"),
-            "swap them",
-        );
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::workload_file::{Bounds, Dist};
 
     fn check(text: &str) -> Result<Workload, String> {
         read(Doc::parse("w.toml", text.as_bytes()))

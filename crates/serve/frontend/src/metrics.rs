@@ -483,76 +483,97 @@ impl FrontendCollector {
         }
     }
 
-    /// Families of vLLM's on requests, but for those of their first token.
-    fn requests(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        type Of = fn(&ShardMetrics) -> &Histogram;
-        let times: [(&str, &str, Of); 5] = [
-            (
-                "vllm:request_queue_time",
-                "From arrival at an engine to admission",
-                |s| &s.queue_time,
-            ),
-            (
-                "vllm:request_prefill_time",
-                "From admission to the end of the first token's step",
-                |s| &s.prefill_time,
-            ),
-            (
-                "vllm:request_decode_time",
-                "From the first token to the last",
-                |s| &s.decode_time,
-            ),
-            (
-                "vllm:request_inference_time",
-                "From admission to the last token",
-                |s| &s.inference_time,
-            ),
-            (
-                "vllm:request_time_per_output_token",
-                "Time per output token after the first, per request",
-                |s| &s.token_time,
-            ),
-        ];
-        for (name, help, of) in times {
-            self.seconds(e, name, help, of)?;
-        }
-        let counts: [(&str, &str, Of); 5] = [
-            (
-                "vllm:request_max_num_generation_tokens",
-                "Tokens of the longest choice of a prompt",
-                |s| &s.generation_len_max,
-            ),
-            (
-                "vllm:request_params_n",
-                "Choices per prompt, as requested",
-                |s| &s.params_n,
-            ),
-            (
-                "vllm:request_params_max_tokens",
-                "Limit of the answer's tokens, as requested or as fits",
-                |s| &s.params_max_tokens,
-            ),
-            (
-                "vllm:request_num_preemptions",
-                "Preemptions per request",
-                |s| &s.preemptions,
-            ),
-            (
-                "vllm:request_prefill_kv_computed_tokens",
-                "Prompt tokens per request that were not cached",
-                |s| &s.computed_len,
-            ),
-        ];
-        for (name, help, of) in counts {
-            self.tokens(e, name, help, of)?;
-        }
-        let cached = self.sum(|s| &s.cached_tokens);
-        self.counter(
-            e,
-            "vllm:prompt_tokens_cached",
-            "Prompt tokens found cached",
-            |s| &s.cached_tokens,
+    /// Sequences finished, by reason.
+    fn successes(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let mut family = e.encode_descriptor(
+            "vllm:request_success",
+            "Sequences finished, by reason",
+            None,
+            MetricType::Counter,
         )?;
+        for (reason, name) in FINISH.iter().enumerate() {
+            let value = self.sum(|s| &s.finished[reason]);
+            let mut labels = self.labels.clone();
+            labels.push(("finished_reason", (*name).to_owned()));
+            family
+                .encode_family(&labels)?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        Ok(())
+    }
+
+    /// The limit of connections.
+    fn connections_max(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        e.encode_descriptor(
+            "slipstream_connections_max",
+            "Limit of open connections: `live.connections_max`, or what the limit of open files has room for",
+            None,
+            MetricType::Gauge,
+        )?
+        .encode_gauge(&f64::from(self.budget.connections_max()))
+    }
+
+    /// Requests turned away, by reason.
+    fn rejections(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let mut family = e.encode_descriptor(
+            "slipstream_requests_rejected",
+            "Requests turned away, by reason",
+            None,
+            MetricType::Counter,
+        )?;
+        for (reason, name) in REJECTIONS.iter().enumerate() {
+            let value = self.sum(|s| &s.rejected[reason]);
+            family
+                .encode_family(&[("reason", *name)])?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        Ok(())
+    }
+
+    /// Streams ended before their time, by reason.
+    fn cuts(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let mut family = e.encode_descriptor(
+            "slipstream_streams_cut",
+            "Streams ended before their time, by reason",
+            None,
+            MetricType::Counter,
+        )?;
+        let cuts = [
+            ("slow_reader", self.sum(|s| &s.streams_cut_slow)),
+            ("buffer_full", self.sum(|s| &s.streams_cut_full)),
+            ("deadline", self.sum(|s| &s.streams_cut_deadline)),
+            ("stopping", self.sum(|s| &s.streams_cut_stop)),
+            ("memory_max", self.sum(|s| &s.streams_cut_memory)),
+            ("idle", self.sum(|s| &s.streams_cut_idle)),
+        ];
+        for (reason, value) in cuts {
+            family
+                .encode_family(&[("reason", reason)])?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        Ok(())
+    }
+
+    /// Times between stages of a request.
+    fn hand_overs(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let mut family = e.encode_descriptor(
+            "slipstream_hand_over",
+            "Time between two stages of a request",
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+        )?;
+        for (i, (from, to)) in STAGE_PAIRS.iter().enumerate() {
+            let merged = self.merged(|s| &s.between_stages[i], 1e9);
+            family
+                .encode_family(&[("from", from.name()), ("to", to.name())])?
+                .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)?;
+        }
+        Ok(())
+    }
+
+    /// Prompt tokens, by source.
+    fn prompt_sources(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let cached = self.sum(|s| &s.cached_tokens);
         let help = "Prompt tokens by source; those of open requests are in none";
         let name = "vllm:prompt_tokens_by_source";
         let mut family = e.encode_descriptor(name, help, None, MetricType::Counter)?;
@@ -567,7 +588,11 @@ impl FrontendCollector {
                 .encode_family(&labels)?
                 .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
         }
-        // Of caches that modelled engines do not have.
+        Ok(())
+    }
+
+    /// Of caches that modelled engines do not have.
+    fn absent_caches(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
         for (name, help) in [
             (
                 "vllm:mm_cache_queries",
@@ -582,7 +607,7 @@ impl FrontendCollector {
                 .encode_family(&self.labels)?
                 .encode_counter::<NoLabelSet, u64, f64>(&0, None)?;
         }
-        self.management.encode(e, &self.labels)
+        Ok(())
     }
 
     fn counter(
@@ -647,289 +672,261 @@ impl FrontendCollector {
     }
 }
 
+type CountOf = fn(&ShardMetrics) -> &Count;
+type HistogramOf = fn(&ShardMetrics) -> &Histogram;
+
+/// Metrics of the page: name, help, and where a shard counts.
+enum Row {
+    Counter(&'static str, &'static str, CountOf),
+    Gauge(&'static str, &'static str, CountOf),
+    /// Of nanoseconds.
+    Seconds(&'static str, &'static str, HistogramOf),
+    Tokens(&'static str, &'static str, HistogramOf),
+    /// Metrics that have labels of their own, or no shard.
+    Several(fn(&FrontendCollector, &mut DescriptorEncoder<'_>) -> fmt::Result),
+}
+
+/// The page, in its order.
+const PAGE: &[Row] = &[
+    // vLLM's names and meanings, so that its dashboards work.
+    Row::Seconds("vllm:time_to_first_token", "Arrival to first token", |s| {
+        &s.ttft
+    }),
+    Row::Seconds("vllm:inter_token_latency", "Gap between tokens", |s| &s.itl),
+    Row::Seconds(
+        "slipstream_stream_resume",
+        "From the last token of a lost worker to the first of the worker that continues",
+        |s| &s.resume,
+    ),
+    Row::Seconds("vllm:e2e_request_latency", "Arrival to last token", |s| {
+        &s.e2e
+    }),
+    Row::Tokens(
+        "vllm:request_prompt_tokens",
+        "Prompt tokens per request",
+        |s| &s.prompt_len,
+    ),
+    Row::Tokens(
+        "vllm:request_generation_tokens",
+        "Generated tokens per request",
+        |s| &s.generation_len,
+    ),
+    Row::Counter("vllm:prompt_tokens", "Prompt tokens", |s| &s.prompt_tokens),
+    Row::Counter("vllm:generation_tokens", "Generated tokens", |s| {
+        &s.generation_tokens
+    }),
+    Row::Several(FrontendCollector::successes),
+    Row::Seconds(
+        "vllm:request_queue_time",
+        "From arrival at an engine to admission",
+        |s| &s.queue_time,
+    ),
+    Row::Seconds(
+        "vllm:request_prefill_time",
+        "From admission to the end of the first token's step",
+        |s| &s.prefill_time,
+    ),
+    Row::Seconds(
+        "vllm:request_decode_time",
+        "From the first token to the last",
+        |s| &s.decode_time,
+    ),
+    Row::Seconds(
+        "vllm:request_inference_time",
+        "From admission to the last token",
+        |s| &s.inference_time,
+    ),
+    Row::Seconds(
+        "vllm:request_time_per_output_token",
+        "Time per output token after the first, per request",
+        |s| &s.token_time,
+    ),
+    Row::Tokens(
+        "vllm:request_max_num_generation_tokens",
+        "Tokens of the longest choice of a prompt",
+        |s| &s.generation_len_max,
+    ),
+    Row::Tokens(
+        "vllm:request_params_n",
+        "Choices per prompt, as requested",
+        |s| &s.params_n,
+    ),
+    Row::Tokens(
+        "vllm:request_params_max_tokens",
+        "Limit of the answer's tokens, as requested or as fits",
+        |s| &s.params_max_tokens,
+    ),
+    Row::Tokens(
+        "vllm:request_num_preemptions",
+        "Preemptions per request",
+        |s| &s.preemptions,
+    ),
+    Row::Tokens(
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens per request that were not cached",
+        |s| &s.computed_len,
+    ),
+    Row::Counter(
+        "vllm:prompt_tokens_cached",
+        "Prompt tokens found cached",
+        |s| &s.cached_tokens,
+    ),
+    Row::Several(FrontendCollector::prompt_sources),
+    Row::Several(FrontendCollector::absent_caches),
+    Row::Several(|page, e| page.management.encode(e, &page.labels)),
+    // Our own.
+    Row::Seconds(
+        "slipstream_pre_send",
+        "From a routing decision to the request's being on its way",
+        |s| &s.pre_send,
+    ),
+    Row::Seconds(
+        "slipstream_stream_register",
+        "Opening the streams of a request",
+        |s| &s.stream_register,
+    ),
+    #[cfg(feature = "bench")]
+    Row::Seconds(
+        "slipstream_table_access",
+        "Finding a stream, measured once a frame, with the clock's own cost",
+        |s| &s.table_access,
+    ),
+    Row::Seconds(
+        "slipstream_call_home_lookup",
+        "Finding the connection of a worker, with the clock's own cost",
+        |s| &s.call_home_lookup,
+    ),
+    Row::Counter("slipstream_http_requests", "HTTP requests", |s| &s.requests),
+    Row::Counter("slipstream_connections", "Connections accepted", |s| {
+        &s.connections
+    }),
+    Row::Several(FrontendCollector::connections_max),
+    Row::Gauge("slipstream_connections_open", "Connections open", |s| {
+        &s.connections_open
+    }),
+    Row::Several(FrontendCollector::limits),
+    Row::Gauge("slipstream_streams_open", "Sequences under way", |s| {
+        &s.streams_open
+    }),
+    Row::Gauge(
+        "slipstream_requests_queued",
+        "Requests that wait in the frontend, as every worker is busy",
+        |s| &s.requests_queued,
+    ),
+    Row::Counter(
+        "slipstream_cached_tokens",
+        "Prompt tokens found cached",
+        |s| &s.cached_tokens,
+    ),
+    Row::Several(FrontendCollector::rejections),
+    Row::Counter(
+        "slipstream_streams_paused",
+        "Times a stream's rendering waited for its reader",
+        |s| &s.streams_paused,
+    ),
+    Row::Several(FrontendCollector::cuts),
+    Row::Counter(
+        "slipstream_client_disconnects",
+        "Clients gone mid-answer",
+        |s| &s.disconnects,
+    ),
+    Row::Counter(
+        "slipstream_engine_refusals",
+        "Requests an engine refused",
+        |s| &s.engine_refusals,
+    ),
+    Row::Counter(
+        "slipstream_stale_entries",
+        "Frame entries for streams that had ended here (cancelled ones)",
+        |s| &s.stale_entries,
+    ),
+    Row::Counter(
+        "slipstream_foreign_entries",
+        "Frame entries for streams that their sender does not run",
+        |s| &s.foreign_entries,
+    ),
+    Row::Counter(
+        "slipstream_excess_tokens",
+        "Tokens beyond those that were requested, not shown",
+        |s| &s.excess_tokens,
+    ),
+    Row::Counter("slipstream_frames", "Pass frames received", |s| &s.frames),
+    Row::Counter(
+        "slipstream_streams_retried",
+        "Streams given to a second worker, as the first did not take them or vanished",
+        |s| &s.retries,
+    ),
+    Row::Counter(
+        "slipstream_streams_lost",
+        "Streams that ended because their worker vanished",
+        |s| &s.streams_lost,
+    ),
+    Row::Counter(
+        "slipstream_streams_resumed",
+        "Times that a stream that had begun was given to another worker, as its own vanished",
+        |s| &s.streams_resumed,
+    ),
+    Row::Counter(
+        "slipstream_streams_not_resumed",
+        "Streams that had begun when their worker vanished, and that no other continued",
+        |s| &s.streams_not_resumed,
+    ),
+    Row::Counter(
+        "slipstream_responses_stored",
+        "Responses stored for requests that continue them",
+        |s| &s.responses_stored,
+    ),
+    Row::Counter(
+        "slipstream_responses_evicted",
+        "Responses not stored, or removed from the store, for lack of room",
+        |s| &s.responses_evicted,
+    ),
+    Row::Counter(
+        "slipstream_prompts_apart",
+        "Prompts sent to another worker than their answers",
+        |s| &s.prompts_apart,
+    ),
+    Row::Counter(
+        "slipstream_kv_sent_bytes",
+        "Bytes of keys and values sent from worker to worker",
+        |s| &s.kv_bytes,
+    ),
+    Row::Counter(
+        "slipstream_streams_late",
+        "Streams about to go to a worker that had just vanished",
+        |s| &s.late_starts,
+    ),
+    Row::Counter(
+        "slipstream_plane_malformed",
+        "Connections of workers cut for what they sent",
+        |s| &s.plane_malformed,
+    ),
+    Row::Counter(
+        "slipstream_plane_silent",
+        "Connections of workers cut for their silence",
+        |s| &s.plane_silent,
+    ),
+    Row::Counter("slipstream_flushes", "Body pieces handed to sockets", |s| {
+        &s.flushes
+    }),
+    Row::Counter(
+        "slipstream_direct_writes",
+        "Body pieces that shards wrote themselves",
+        |s| &s.direct_writes,
+    ),
+    Row::Several(FrontendCollector::hand_overs),
+];
+
 impl Collector for FrontendCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let e = &mut encoder;
-        // vLLM's names and meanings, so that its dashboards work.
-        self.seconds(
-            e,
-            "vllm:time_to_first_token",
-            "Arrival to first token",
-            |s| &s.ttft,
-        )?;
-        self.seconds(e, "vllm:inter_token_latency", "Gap between tokens", |s| {
-            &s.itl
-        })?;
-        self.seconds(
-            e,
-            "slipstream_stream_resume",
-            "From the last token of a lost worker to the first of the worker that continues",
-            |s| &s.resume,
-        )?;
-        self.seconds(
-            e,
-            "vllm:e2e_request_latency",
-            "Arrival to last token",
-            |s| &s.e2e,
-        )?;
-        self.tokens(
-            e,
-            "vllm:request_prompt_tokens",
-            "Prompt tokens per request",
-            |s| &s.prompt_len,
-        )?;
-        self.tokens(
-            e,
-            "vllm:request_generation_tokens",
-            "Generated tokens per request",
-            |s| &s.generation_len,
-        )?;
-        self.counter(e, "vllm:prompt_tokens", "Prompt tokens", |s| {
-            &s.prompt_tokens
-        })?;
-        self.counter(e, "vllm:generation_tokens", "Generated tokens", |s| {
-            &s.generation_tokens
-        })?;
-        {
-            let mut family = e.encode_descriptor(
-                "vllm:request_success",
-                "Sequences finished, by reason",
-                None,
-                MetricType::Counter,
-            )?;
-            for (reason, name) in FINISH.iter().enumerate() {
-                let value = self.sum(|s| &s.finished[reason]);
-                let mut labels = self.labels.clone();
-                labels.push(("finished_reason", (*name).to_owned()));
-                family
-                    .encode_family(&labels)?
-                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
-            }
-        }
-        self.requests(e)?;
-        // Our own.
-        self.seconds(
-            e,
-            "slipstream_pre_send",
-            "From a routing decision to the request's being on its way",
-            |s| &s.pre_send,
-        )?;
-        self.seconds(
-            e,
-            "slipstream_stream_register",
-            "Opening the streams of a request",
-            |s| &s.stream_register,
-        )?;
-        #[cfg(feature = "bench")]
-        self.seconds(
-            e,
-            "slipstream_table_access",
-            "Finding a stream, measured once a frame, with the clock's own cost",
-            |s| &s.table_access,
-        )?;
-        self.seconds(
-            e,
-            "slipstream_call_home_lookup",
-            "Finding the connection of a worker, with the clock's own cost",
-            |s| &s.call_home_lookup,
-        )?;
-        self.counter(e, "slipstream_http_requests", "HTTP requests", |s| {
-            &s.requests
-        })?;
-        self.counter(e, "slipstream_connections", "Connections accepted", |s| {
-            &s.connections
-        })?;
-        e.encode_descriptor(
-            "slipstream_connections_max",
-            "Limit of open connections: `live.connections_max`, or what the limit of open files has room for",
-            None,
-            MetricType::Gauge,
-        )?
-        .encode_gauge(&f64::from(self.budget.connections_max()))?;
-        self.gauge(e, "slipstream_connections_open", "Connections open", |s| {
-            &s.connections_open
-        })?;
-        self.limits(e)?;
-        self.gauge(e, "slipstream_streams_open", "Sequences under way", |s| {
-            &s.streams_open
-        })?;
-        self.gauge(
-            e,
-            "slipstream_requests_queued",
-            "Requests that wait in the frontend, as every worker is busy",
-            |s| &s.requests_queued,
-        )?;
-        self.counter(
-            e,
-            "slipstream_cached_tokens",
-            "Prompt tokens found cached",
-            |s| &s.cached_tokens,
-        )?;
-        {
-            let mut family = e.encode_descriptor(
-                "slipstream_requests_rejected",
-                "Requests turned away, by reason",
-                None,
-                MetricType::Counter,
-            )?;
-            for (reason, name) in REJECTIONS.iter().enumerate() {
-                let value = self.sum(|s| &s.rejected[reason]);
-                family
-                    .encode_family(&[("reason", *name)])?
-                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
-            }
-        }
-        self.counter(
-            e,
-            "slipstream_streams_paused",
-            "Times a stream's rendering waited for its reader",
-            |s| &s.streams_paused,
-        )?;
-        {
-            let mut family = e.encode_descriptor(
-                "slipstream_streams_cut",
-                "Streams ended before their time, by reason",
-                None,
-                MetricType::Counter,
-            )?;
-            let cuts = [
-                ("slow_reader", self.sum(|s| &s.streams_cut_slow)),
-                ("buffer_full", self.sum(|s| &s.streams_cut_full)),
-                ("deadline", self.sum(|s| &s.streams_cut_deadline)),
-                ("stopping", self.sum(|s| &s.streams_cut_stop)),
-                ("memory_max", self.sum(|s| &s.streams_cut_memory)),
-                ("idle", self.sum(|s| &s.streams_cut_idle)),
-            ];
-            for (reason, value) in cuts {
-                family
-                    .encode_family(&[("reason", reason)])?
-                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
-            }
-        }
-        self.counter(
-            e,
-            "slipstream_client_disconnects",
-            "Clients gone mid-answer",
-            |s| &s.disconnects,
-        )?;
-        self.counter(
-            e,
-            "slipstream_engine_refusals",
-            "Requests an engine refused",
-            |s| &s.engine_refusals,
-        )?;
-        self.counter(
-            e,
-            "slipstream_stale_entries",
-            "Frame entries for streams that had ended here (cancelled ones)",
-            |s| &s.stale_entries,
-        )?;
-        self.counter(
-            e,
-            "slipstream_foreign_entries",
-            "Frame entries for streams that their sender does not run",
-            |s| &s.foreign_entries,
-        )?;
-        self.counter(
-            e,
-            "slipstream_excess_tokens",
-            "Tokens beyond those that were requested, not shown",
-            |s| &s.excess_tokens,
-        )?;
-        self.counter(e, "slipstream_frames", "Pass frames received", |s| {
-            &s.frames
-        })?;
-        self.counter(
-            e,
-            "slipstream_streams_retried",
-            "Streams given to a second worker, as the first did not take them or vanished",
-            |s| &s.retries,
-        )?;
-        self.counter(
-            e,
-            "slipstream_streams_lost",
-            "Streams that ended because their worker vanished",
-            |s| &s.streams_lost,
-        )?;
-        self.counter(
-            e,
-            "slipstream_streams_resumed",
-            "Times that a stream that had begun was given to another worker, as its own vanished",
-            |s| &s.streams_resumed,
-        )?;
-        self.counter(
-            e,
-            "slipstream_streams_not_resumed",
-            "Streams that had begun when their worker vanished, and that no other continued",
-            |s| &s.streams_not_resumed,
-        )?;
-        self.counter(
-            e,
-            "slipstream_responses_stored",
-            "Responses stored for requests that continue them",
-            |s| &s.responses_stored,
-        )?;
-        self.counter(
-            e,
-            "slipstream_responses_evicted",
-            "Responses not stored, or removed from the store, for lack of room",
-            |s| &s.responses_evicted,
-        )?;
-        self.counter(
-            e,
-            "slipstream_prompts_apart",
-            "Prompts sent to another worker than their answers",
-            |s| &s.prompts_apart,
-        )?;
-        self.counter(
-            e,
-            "slipstream_kv_sent_bytes",
-            "Bytes of keys and values sent from worker to worker",
-            |s| &s.kv_bytes,
-        )?;
-        self.counter(
-            e,
-            "slipstream_streams_late",
-            "Streams about to go to a worker that had just vanished",
-            |s| &s.late_starts,
-        )?;
-        self.counter(
-            e,
-            "slipstream_plane_malformed",
-            "Connections of workers cut for what they sent",
-            |s| &s.plane_malformed,
-        )?;
-        self.counter(
-            e,
-            "slipstream_plane_silent",
-            "Connections of workers cut for their silence",
-            |s| &s.plane_silent,
-        )?;
-        self.counter(
-            e,
-            "slipstream_flushes",
-            "Body pieces handed to sockets",
-            |s| &s.flushes,
-        )?;
-        self.counter(
-            e,
-            "slipstream_direct_writes",
-            "Body pieces that shards wrote themselves",
-            |s| &s.direct_writes,
-        )?;
-        let mut family = e.encode_descriptor(
-            "slipstream_hand_over",
-            "Time between two stages of a request",
-            Some(&Unit::Seconds),
-            MetricType::Histogram,
-        )?;
-        for (i, (from, to)) in STAGE_PAIRS.iter().enumerate() {
-            let merged = self.merged(|s| &s.between_stages[i], 1e9);
-            family
-                .encode_family(&[("from", from.name()), ("to", to.name())])?
-                .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)?;
-        }
-        Ok(())
+        PAGE.iter().try_for_each(|row| match *row {
+            Row::Counter(name, help, of) => self.counter(e, name, help, of),
+            Row::Gauge(name, help, of) => self.gauge(e, name, help, of),
+            Row::Seconds(name, help, of) => self.seconds(e, name, help, of),
+            Row::Tokens(name, help, of) => self.tokens(e, name, help, of),
+            Row::Several(encode) => encode(self, e),
+        })
     }
 }
 

@@ -161,6 +161,24 @@ pub struct Physics {
     experts: Option<Experts>,
     /// Sequences of a pipeline's stage per sequence of the worker.
     stage: f64,
+    attention: Attending,
+    /// Times as much context for decodes in a step with prefill.
+    mixed_reads: f64,
+    /// Times as long as alone: prompts in a step that also decodes.
+    interference: f64,
+    /// ns per token: element-wise kernels.
+    token_ns: f64,
+    /// ns per step and per token: collectives.
+    collective_ns: [f64; 2],
+    /// The part of the second that is bytes of all-reduces, and of exchanges of experts.
+    moved_ns: Moved,
+    /// ns per step and per sequence.
+    overhead_ns: [f64; 2],
+}
+
+/// The time of attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Attending {
     /// ns per token of context that a layer of full attention reads, all such layers.
     context_ns: f64,
     /// The same of layers with a window, and the window, tokens.
@@ -173,20 +191,10 @@ pub struct Physics {
     index_pair_ns: f64,
     pair_ns: f64,
     window_pair_ns: f64,
-    /// Times as much context for decodes in a step with prefill.
-    mixed_reads: f64,
-    /// Times as long as alone: prompts in a step that also decodes.
-    interference: f64,
-    /// ns per token: element-wise kernels.
-    token_ns: f64,
     /// ns per decode: state of linear attention.
     state_ns: f64,
-    /// ns per step and per token: collectives.
-    collective_ns: [f64; 2],
-    /// The part of the second that is bytes of all-reduces, and of exchanges of experts.
-    moved_ns: Moved,
-    /// ns per step and per sequence.
-    overhead_ns: [f64; 2],
+    /// Elements of queries and keys of a token.
+    projected: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -221,31 +229,36 @@ impl Experts {
     }
 }
 
-impl Physics {
-    /// The same, if the GPU whose experts have most rows has `factor` times the mean of all GPUs.
-    #[must_use]
-    pub fn with_expert_imbalance(mut self, factor: f64) -> Physics {
-        if let Some(experts) = &mut self.experts {
-            experts.imbalance = factor;
-        }
-        self
-    }
+/// A model on one kind of worker, from which the terms of a step follow.
+struct Worker<'a> {
+    shape: &'a ModelShape,
+    gpu: &'a Gpu,
+    formats: Formats,
+    parallel: Parallel,
+    framework: Framework,
+    params: &'a Params,
+    /// GPUs that share each layer.
+    tp: f64,
+    hidden: f64,
+    layers: f64,
+    expert_layers: f64,
+    measured: Option<Kernels>,
+    /// Shares of the peaks: arithmetic and weights of matrix products, the KV cache, attention over prompts.
+    gemm_compute: f64,
+    gemm_memory: f64,
+    stream_memory: f64,
+    attention_compute: f64,
+}
 
-    /// The step time of `shape` on GPUs of one kind.
-    pub fn new(
-        shape: &ModelShape,
-        gpu: &Gpu,
+impl Worker<'_> {
+    fn new<'a>(
+        shape: &'a ModelShape,
+        gpu: &'a Gpu,
         formats: Formats,
         parallel: Parallel,
         framework: Framework,
-        params: &Params,
-    ) -> Physics {
-        let tp = f64::from(parallel.tensor.max(1));
-        let hidden = f64::from(shape.hidden_size);
-        let layers = f64::from(shape.layers);
-        let expert_layers = f64::from(shape.expert_layers());
-        let bandwidth = gpu.memory_bytes_per_s;
-
+        params: &'a Params,
+    ) -> Worker<'a> {
         // Kernels that were measured on their own win over shares that explain whole steps.
         let measured = kernels(generation(gpu.kin()));
         let [gemm_compute, gemm_memory, stream_memory, attention_compute] = measured.map_or(
@@ -264,56 +277,91 @@ impl Physics {
                 ]
             },
         );
-        // FLOP/s that products in `format` reach.
-        let reached = |format: Dtype, [of_bf16, of_fp8, of_fp4]: [f64; 3]| {
-            // A share of a peak is at most 1.
-            let share = |fitted: f64| gemm_compute * fitted.min(1.0);
-            let bf16 = gpu.bf16_flops * share(of_bf16);
-            let unpacked = bf16 * shared!(params, "weight_only").min(1.0);
-            // A format of fewer bits is never slower: kernels of more bits would run instead.
-            let fp8 = |flops: f64| (flops * share(of_fp8)).max(bf16);
-            match format {
-                Dtype::Bf16 => bf16,
-                Dtype::Fp8 | Dtype::Int8 => gpu.fp8_flops.map_or(unpacked, fp8),
-                Dtype::Nvfp4 | Dtype::Mxfp4 => gpu.fp4_flops.map_or(unpacked, |flops| {
-                    (flops * share(of_fp4)).max(gpu.fp8_flops.map_or(bf16, fp8))
-                }),
-                Dtype::Int4 => unpacked,
-            }
-        };
+        Worker {
+            shape,
+            gpu,
+            formats,
+            parallel,
+            framework,
+            params,
+            tp: f64::from(parallel.tensor.max(1)),
+            hidden: f64::from(shape.hidden_size),
+            layers: f64::from(shape.layers),
+            expert_layers: f64::from(shape.expert_layers()),
+            measured,
+            gemm_compute,
+            gemm_memory,
+            stream_memory,
+            attention_compute,
+        }
+    }
+
+    /// FLOP/s that products in `format` reach, with these shares of the peaks of BF16, FP8 and FP4.
+    fn reached(&self, format: Dtype, [of_bf16, of_fp8, of_fp4]: [f64; 3]) -> f64 {
+        let gpu = self.gpu;
+        // A share of a peak is at most 1.
+        let share = |fitted: f64| self.gemm_compute * fitted.min(1.0);
+        let bf16 = gpu.bf16_flops * share(of_bf16);
+        let unpacked = bf16 * shared!(self.params, "weight_only").min(1.0);
+        // A format of fewer bits is never slower: kernels of more bits would run instead.
+        let fp8 = |flops: f64| (flops * share(of_fp8)).max(bf16);
+        match format {
+            Dtype::Bf16 => bf16,
+            Dtype::Fp8 | Dtype::Int8 => gpu.fp8_flops.map_or(unpacked, fp8),
+            Dtype::Nvfp4 | Dtype::Mxfp4 => gpu.fp4_flops.map_or(unpacked, |flops| {
+                (flops * share(of_fp4)).max(gpu.fp8_flops.map_or(bf16, fp8))
+            }),
+            Dtype::Int4 => unpacked,
+        }
+    }
+
+    fn gemm(&self, weights: f64, format: Dtype) -> Gemm {
         let of_gemm = [
-            shared!(params, "gemm_bf16"),
-            shared!(params, "gemm_fp8"),
-            shared!(params, "gemm_fp4"),
+            shared!(self.params, "gemm_bf16"),
+            shared!(self.params, "gemm_fp8"),
+            shared!(self.params, "gemm_fp4"),
         ];
+        let bandwidth = self.gpu.memory_bytes_per_s;
+        Gemm {
+            row_ns: 2.0 * weights / self.reached(format, of_gemm) * NS,
+            weights_ns: weights * format.bytes() / (bandwidth * self.gemm_memory) * NS,
+        }
+    }
+
+    /// Attention's projections, dense MLPs, and routers.
+    fn dense(&self) -> [Gemm; 3] {
+        let shape = self.shape;
+        let mlp = shape.dense_mlp_params() as f64;
+        [
+            self.gemm(
+                shape.attention_params_total() as f64 / self.tp,
+                self.formats.attention,
+            ),
+            self.gemm(mlp / self.tp, self.formats.mlp),
+            // Every GPU has the whole router.
+            self.gemm(
+                self.expert_layers * shape.router_params() as f64,
+                Dtype::Bf16,
+            ),
+        ]
+    }
+
+    fn experts(&self) -> Option<Experts> {
+        let (params, parallel) = (self.params, self.parallel);
         let of_experts = [
             shared!(params, "expert_bf16"),
             shared!(params, "expert_fp8"),
             shared!(params, "expert_fp4"),
         ];
-        let gemm = |weights: f64, format: Dtype| Gemm {
-            row_ns: 2.0 * weights / reached(format, of_gemm) * NS,
-            weights_ns: weights * format.bytes() / (bandwidth * gemm_memory) * NS,
-        };
-        let mlp = shape.dense_mlp_params() as f64;
-        let dense = [
-            gemm(
-                shape.attention_params_total() as f64 / tp,
-                formats.attention,
-            ),
-            gemm(mlp / tp, formats.mlp),
-            // Every GPU has the whole router.
-            gemm(expert_layers * shape.router_params() as f64, Dtype::Bf16),
-        ];
-        let head = gemm(shape.embedding_params() as f64 / tp, Dtype::Bf16);
-
+        let format = self.formats.experts;
+        let bandwidth = self.gpu.memory_bytes_per_s;
         let group = f64::from((parallel.expert_tensor * parallel.expert).max(1));
-        let experts = shape.experts.map(|e| {
-            let one = expert_layers * shape.mlp_params() as f64 / group;
+        self.shape.experts.map(|e| {
+            let one = self.expert_layers * self.shape.mlp_params() as f64 / group;
             let count = f64::from(e.count);
             Experts {
-                row_ns: 2.0 * one / reached(formats.experts, of_experts) * NS,
-                weights_ns: one * count * formats.experts.bytes()
+                row_ns: 2.0 * one / self.reached(format, of_experts) * NS,
+                weights_ns: one * count * format.bytes()
                     / (bandwidth * shared!(params, "expert_memory").min(1.0))
                     * NS,
                 untouched_ln: shared!(params, "routing_skew")
@@ -329,30 +377,51 @@ impl Physics {
                         0.0
                     },
             }
-        });
+        })
+    }
 
-        let stream = |bytes: f64| bytes / (bandwidth * stream_memory) * NS;
-        let heads = f64::from(shape.attention_heads) / tp;
+    /// Time to read `bytes` of the KV cache or of activations, ns.
+    fn stream(&self, bytes: f64) -> f64 {
+        bytes / (self.gpu.memory_bytes_per_s * self.stream_memory) * NS
+    }
+
+    /// Attention heads on one GPU.
+    fn heads(&self) -> f64 {
+        f64::from(self.shape.attention_heads) / self.tp
+    }
+
+    /// Time to score a pair of vectors of `width` in every head, ns.
+    fn score(&self, width: f64) -> f64 {
+        4.0 * self.heads() * width / (self.gpu.bf16_flops * self.attention_compute) * NS
+    }
+
+    fn attention(&self) -> Attending {
+        let shape = self.shape;
         let full = f64::from(shape.full_attention_layers());
-        let kv = formats.kv_cache.bytes();
-        let score = |width: f64| 4.0 * heads * width / (gpu.bf16_flops * attention_compute) * NS;
+        let head_dim = f64::from(shape.head_dim);
         // Key-value heads are split down to one on each GPU.
-        let of_head =
-            2.0 * (f64::from(shape.kv_heads) / tp).max(1.0) * f64::from(shape.head_dim) * kv;
-        let (mut window_ns, mut window, mut window_pair_ns) = (0.0, f64::INFINITY, 0.0);
-        let (mut sparse, mut state_ns) = (f64::INFINITY, 0.0);
-        let (mut index_ns, mut index_pair_ns) = (0.0, 0.0);
-        let mut context_ns = full * stream(of_head);
-        let mut pair_ns = full * score(f64::from(shape.head_dim));
-        let mut projected = (f64::from(shape.attention_heads) + f64::from(shape.kv_heads))
-            * f64::from(shape.head_dim);
-        let (mut latent_layers, mut linear_layers) = (0.0, 0.0);
+        let of_head = 2.0
+            * (f64::from(shape.kv_heads) / self.tp).max(1.0)
+            * head_dim
+            * self.formats.kv_cache.bytes();
+        let mut times = Attending {
+            context_ns: full * self.stream(of_head),
+            window_ns: 0.0,
+            window: f64::INFINITY,
+            sparse: f64::INFINITY,
+            index_ns: 0.0,
+            index_pair_ns: 0.0,
+            pair_ns: full * self.score(head_dim),
+            window_pair_ns: 0.0,
+            state_ns: 0.0,
+            projected: (f64::from(shape.attention_heads) + f64::from(shape.kv_heads)) * head_dim,
+        };
         match shape.attention {
             Attention::Full => {}
             Attention::Windowed { tokens, layers } => {
-                window = f64::from(tokens);
-                window_ns = f64::from(layers) * stream(of_head);
-                window_pair_ns = f64::from(layers) * score(f64::from(shape.head_dim));
+                times.window = f64::from(tokens);
+                times.window_ns = f64::from(layers) * self.stream(of_head);
+                times.window_pair_ns = f64::from(layers) * self.score(head_dim);
             }
             Attention::Linear {
                 layers,
@@ -360,11 +429,10 @@ impl Physics {
                 head_dim,
                 ..
             } => {
-                linear_layers = f64::from(layers);
                 let width = f64::from(head_dim);
                 // The state in 32 bits is read and written.
-                state_ns =
-                    linear_layers * stream(f64::from(value_heads) / tp * width * width * 8.0);
+                times.state_ns = f64::from(layers)
+                    * self.stream(f64::from(value_heads) / self.tp * width * width * 8.0);
             }
             Attention::Latent {
                 kv_rank,
@@ -374,50 +442,64 @@ impl Physics {
                 index,
                 ..
             } => {
-                latent_layers = layers;
+                let attention_compute = self.attention_compute;
                 let [rank, rope, nope, value] =
                     [kv_rank, rope_dim, nope_dim, value_dim].map(f64::from);
                 // Decodes absorb the projections: every head scores the compressed vector.
-                let absorbed =
-                    2.0 * heads * (2.0 * rank + rope) / (gpu.bf16_flops * attention_compute) * NS;
+                let absorbed = 2.0 * self.heads() * (2.0 * rank + rope)
+                    / (self.gpu.bf16_flops * attention_compute)
+                    * NS;
                 let vector = shape
                     .attention
-                    .latent_bytes(formats.kv_cache)
+                    .latent_bytes(self.formats.kv_cache)
                     .unwrap_or_default();
-                context_ns = full * (stream(vector) + absorbed);
+                times.context_ns = full * (self.stream(vector) + absorbed);
                 // Prompts are scored with keys and values unpacked.
-                pair_ns = full * score((nope + rope + value) / 2.0);
-                projected = f64::from(shape.attention_heads) * (nope + rope);
+                times.pair_ns = full * self.score((nope + rope + value) / 2.0);
+                times.projected = f64::from(shape.attention_heads) * (nope + rope);
                 if let Some(index) = index {
-                    sparse = f64::from(index.tokens);
+                    times.sparse = f64::from(index.tokens);
                     // Every GPU has all heads of the index. They compute in FP8 where the GPU does.
                     let [layers, heads, width] =
                         [index.layers, index.heads, index.head_dim].map(f64::from);
-                    let flops = gpu.fp8_flops.unwrap_or(gpu.bf16_flops);
-                    index_ns = layers * stream(index.key_bytes() as f64);
-                    index_pair_ns = layers * 2.0 * heads * width / (flops * attention_compute) * NS;
+                    let flops = self.gpu.fp8_flops.unwrap_or(self.gpu.bf16_flops);
+                    times.index_ns = layers * self.stream(index.key_bytes() as f64);
+                    times.index_pair_ns =
+                        layers * 2.0 * heads * width / (flops * attention_compute) * NS;
                 }
             }
         }
+        times
+    }
 
+    /// Element-wise kernels, ns per token.
+    fn token_ns(&self, projected: f64) -> f64 {
+        let (shape, parallel) = (self.shape, self.parallel);
         let width = match shape.experts {
-            None => f64::from(shape.intermediate_size) / tp,
+            None => f64::from(shape.intermediate_size) / self.tp,
             Some(e) => {
                 f64::from(e.per_token) * f64::from(e.intermediate_size)
                     / f64::from(parallel.expert_tensor.max(1))
-                    + f64::from(e.shared_size) / tp
+                    + f64::from(e.shared_size) / self.tp
             }
         };
-        let scattered = shape.experts.map_or(0.0, |e| 2.0 * f64::from(e.per_token)) * hidden;
-        let elements = 8.0 * hidden + 2.0 * projected / tp + 3.0 * width + scattered;
-        let token_ns = layers * stream(elements * ACTIVATION_BYTES);
+        let scattered = shape.experts.map_or(0.0, |e| 2.0 * f64::from(e.per_token)) * self.hidden;
+        let elements = 8.0 * self.hidden + 2.0 * projected / self.tp + 3.0 * width + scattered;
+        self.layers * self.stream(elements * ACTIVATION_BYTES)
+    }
 
-        let queries = f64::from(shape.attention_heads) / f64::from(shape.kv_heads.max(1));
-        let mixed_reads = match shape.attention {
+    fn mixed_reads(&self) -> f64 {
+        let queries = f64::from(self.shape.attention_heads) / f64::from(self.shape.kv_heads.max(1));
+        match self.shape.attention {
             Attention::Latent { .. } => 1.0,
-            _ => 1.0 + measured.map_or(0.0, |k| k.mixed_reads) * (queries - 1.0),
-        };
+            _ => 1.0 + self.measured.map_or(0.0, |k| k.mixed_reads) * (queries - 1.0),
+        }
+    }
 
+    /// ns per step and per token, and the part of the second that moves bytes.
+    fn collectives(&self) -> ([f64; 2], Moved) {
+        let (gpu, params, parallel) = (self.gpu, self.params, self.parallel);
+        let (layers, expert_layers, hidden) = (self.layers, self.expert_layers, self.hidden);
         let (link_share, reduce_us, exchange_us) = match gpu.link {
             Link::Fabric => (
                 shared!(params, "link").min(1.0),
@@ -438,13 +520,15 @@ impl Physics {
                 0.0
             };
             let each = 2.0 * layers - exchanged;
+            let tp = self.tp;
             collective_ns[0] += each * reduce_us * US;
             moved_ns.reduces = each * 2.0 * (tp - 1.0) / tp * ACTIVATION_BYTES * hidden / link * NS;
             collective_ns[1] += moved_ns.reduces;
         }
         if parallel.attention_data > 1 && parallel.expert > 1 {
             let reach = f64::from(parallel.expert);
-            let per_token = shape
+            let per_token = self
+                .shape
                 .experts
                 .map_or(0.0, |e| f64::from(e.per_token))
                 .min(reach);
@@ -453,8 +537,7 @@ impl Physics {
             moved_ns.exchanges = expert_layers * 3.0 * per_token * hidden / link * NS;
             collective_ns[1] += moved_ns.exchanges;
         }
-
-        if parallel.attention_data > 1 && parallel.expert <= 1 && shape.experts.is_some() {
+        if parallel.attention_data > 1 && parallel.expert <= 1 && self.shape.experts.is_some() {
             // Every expert is divided among all ranks: each gathers the tokens of the others and scatters
             // sums back, which together is an all-reduce of all ranks' tokens.
             let ranks = f64::from(parallel.attention_data);
@@ -462,7 +545,14 @@ impl Physics {
             collective_ns[1] +=
                 expert_layers * 2.0 * (ranks - 1.0) * ACTIVATION_BYTES * hidden / link * NS;
         }
+        (collective_ns, moved_ns)
+    }
 
+    /// Kernel starts of all layers, µs per step.
+    fn layer_us(&self) -> f64 {
+        let (shape, formats) = (self.shape, self.formats);
+        let (params, framework) = (self.params, self.framework);
+        let (layers, expert_layers) = (self.layers, self.expert_layers);
         // Two products of attention and two of the MLP or of experts take activations of few bits.
         let few = |format: Dtype| match format {
             Dtype::Fp8 | Dtype::Int8 | Dtype::Nvfp4 => 2.0,
@@ -473,8 +563,13 @@ impl Physics {
                 Some(_) => few(formats.experts),
                 None => few(formats.mlp),
             };
-        let hopper = generation(gpu.kin()) == "hopper";
-        let layer_us = layers
+        let (latent_layers, linear_layers) = match shape.attention {
+            Attention::Latent { .. } => (layers, 0.0),
+            Attention::Linear { layers, .. } => (0.0, f64::from(layers)),
+            Attention::Full | Attention::Windowed { .. } => (0.0, 0.0),
+        };
+        let hopper = generation(self.gpu.kin()) == "hopper";
+        layers
             * own!(params, framework, "layer_us")
             * if hopper {
                 shared!(params, "hopper")
@@ -489,34 +584,51 @@ impl Physics {
                 0.0
             }
             + latent_layers * shared!(params, "latent_us")
-            + linear_layers * shared!(params, "linear_us");
+            + linear_layers * shared!(params, "linear_us")
+    }
+}
+
+impl Physics {
+    /// The same, if the GPU whose experts have most rows has `factor` times the mean of all GPUs.
+    #[must_use]
+    pub fn with_expert_imbalance(mut self, factor: f64) -> Physics {
+        if let Some(experts) = &mut self.experts {
+            experts.imbalance = factor;
+        }
+        self
+    }
+
+    /// The step time of `shape` on GPUs of one kind.
+    pub fn new(
+        shape: &ModelShape,
+        gpu: &Gpu,
+        formats: Formats,
+        parallel: Parallel,
+        framework: Framework,
+        params: &Params,
+    ) -> Physics {
+        let worker = Worker::new(shape, gpu, formats, parallel, framework, params);
+        let attention = worker.attention();
+        let (collective_ns, moved_ns) = worker.collectives();
         Physics {
-            dense,
-            head,
-            experts,
+            dense: worker.dense(),
+            head: worker.gemm(shape.embedding_params() as f64 / worker.tp, Dtype::Bf16),
+            experts: worker.experts(),
             stage: 1.0 / f64::from(parallel.pipeline.max(1)),
-            context_ns,
-            window_ns,
-            window,
-            sparse,
-            index_ns,
-            index_pair_ns,
-            pair_ns,
-            window_pair_ns,
-            mixed_reads,
+            mixed_reads: worker.mixed_reads(),
             // Where kernels were measured, `mixed_reads` is what fitted steps show as interference.
-            interference: match measured {
+            interference: match worker.measured {
                 Some(_) => 1.0,
                 None => own!(params, framework, "interference"),
             },
-            token_ns,
-            state_ns,
+            token_ns: worker.token_ns(attention.projected),
             collective_ns,
             moved_ns,
             overhead_ns: [
-                layer_us * US + own!(params, framework, "step_ms") * 1e6,
+                worker.layer_us() * US + own!(params, framework, "step_ms") * 1e6,
                 own!(params, framework, "sequence_us") * US,
             ],
+            attention,
         }
     }
 
@@ -580,26 +692,26 @@ impl Physics {
         } else {
             0.0
         };
-        let attended = decodes * mean.min(self.sparse);
+        let attended = decodes * mean.min(self.attention.sparse);
         let reads = if load.prefill_tokens > 0.0 {
             self.mixed_reads
         } else {
             1.0
         };
-        let read_most = self.sparse * load.prefills.max(1.0);
+        let read_most = self.attention.sparse * load.prefills.max(1.0);
         let scored = if load.prefill_tokens > 0.0 {
             load.prefill_pairs / load.prefill_tokens
         } else {
             0.0
         };
-        self.context_ns * (attended * reads + load.prefill_context.min(read_most))
-            + self.index_ns * context
-            + self.window_ns * decodes * mean.min(self.window)
+        self.attention.context_ns * (attended * reads + load.prefill_context.min(read_most))
+            + self.attention.index_ns * context
+            + self.attention.window_ns * decodes * mean.min(self.attention.window)
             + load.prefill_tokens
-                * (self.index_pair_ns * scored
-                    + self.pair_ns * scored.min(self.sparse)
-                    + self.window_pair_ns * scored.min(self.window))
-            + self.state_ns * decodes
+                * (self.attention.index_pair_ns * scored
+                    + self.attention.pair_ns * scored.min(self.attention.sparse)
+                    + self.attention.window_pair_ns * scored.min(self.attention.window))
+            + self.attention.state_ns * decodes
             + self.token_ns * tokens
     }
 

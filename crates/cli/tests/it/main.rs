@@ -24,6 +24,7 @@ mod engines_pairs;
 mod engines_resume;
 mod first_commands;
 mod flags;
+mod greedy;
 mod hostile;
 mod kv;
 mod membership;

@@ -193,7 +193,10 @@ def strange_engine(names: list[str]) -> type[BaseHTTPRequestHandler]:
                 each = ",".join(f'{{"id": {name}, "owned_by": "vllm"}}' for name in names)
                 self.say(f'{{"object": "list", "data": [{each}]}}')
             else:
-                self.say('vllm:num_requests_running{model_name="\\"\\\\",engine="x\\ny"} 1\n', "text/plain")
+                self.say(
+                    'vllm:num_requests_running{model_name="\\"\\\\",engine="x\\ny"} 1\n',
+                    "text/plain",
+                )
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -216,7 +219,7 @@ def test_a_routers_page_is_read_whatever_its_engines_say(binary: Path, draw: int
             asked = 0
             for name in [*names, '"unknown \\" \\n"']:
                 body = f'{{"model": {name}, "prompt": "x", "max_tokens": 1}}'.encode()
-                headers = {"Content-Type": "application/json", "X-Slipstream-Worker": "\"x\\"}
+                headers = {"Content-Type": "application/json", "X-Slipstream-Worker": '"x\\'}
                 request = urllib.request.Request(f"{router.url}/v1/completions", body, headers)
                 with contextlib.suppress(urllib.error.HTTPError):
                     urllib.request.urlopen(request, timeout=30).read()

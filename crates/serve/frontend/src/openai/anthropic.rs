@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 
 use super::chunks::Chunks;
 use super::error::clip;
-use super::request::{missing, read_members, text, text_member, wrong_type};
-use super::value::Json;
+use super::request::{missing, read_members, text, text_member, whole, wrong_type};
+use super::value::{Json, lax_whole};
 use super::{ApiError, Usage};
 use crate::structured::Tree;
 
@@ -31,6 +31,7 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
     let mut messages = None;
     let mut stream = false;
     let mut max_tokens = false;
+    let mut thinking = None;
     read_members(
         body,
         |_| true,
@@ -54,9 +55,16 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
                     max_tokens = true;
                     put(name, value.into_tree());
                 }
+                "stop_sequences" if !matches!(value, Json::Array(_)) => {
+                    return Err(wrong_type(name, "an array of strings", &value));
+                }
                 "stop_sequences" => put("stop", value.into_tree()),
                 "stream" => stream = super::request::boolean(name, &value)?,
-                "system" => system = Some(Tree::Text(plain_text(name, value)?)),
+                "system" => system = system_text(name, value)?,
+                "metadata" | "thinking" if !matches!(value, Json::Object(_)) => {
+                    return Err(wrong_type(name, "an object", &value));
+                }
+                "thinking" => thinking = Some(value),
                 "messages" => messages = Some(turns(name, value)?),
                 "tools" => put(name, tools(name, value)?),
                 "tool_choice" => {
@@ -67,15 +75,11 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
                     }
                 }
                 "output_config" => {
-                    if let Some(format) = value.member("format").filter(|f| **f != Json::Null) {
-                        let schema = format.member("schema").cloned().unwrap_or(Json::Null);
-                        put(
-                            "response_format",
-                            object([
-                                ("type", Tree::Text("json_schema".into())),
-                                ("json_schema", object([("schema", schema.into_tree())])),
-                            ]),
-                        );
+                    if let Some(schema) = output_schema(name, &value)? {
+                        put("response_format", schema);
+                    }
+                    if let Some(effort) = word_of(name, &value, "effort", &EFFORTS)? {
+                        put("reasoning_effort", Tree::Text(effort.into()));
                     }
                 }
                 "mcp_servers" | "container" => {
@@ -92,6 +96,21 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
     if !max_tokens && !counts_only {
         return Err(missing("max_tokens"));
     }
+    if let Some(thinking) = thinking {
+        let limit = chat.iter().find(|(name, _)| name == "max_tokens");
+        let limit =
+            limit.and_then(|(_, limit)| lax_whole(&serde_json::to_value(limit).ok()?)?.as_u64());
+        if !thinks(&thinking, limit)? {
+            chat.retain(|(name, _)| name != "reasoning_effort");
+            chat.push(("reasoning_effort".into(), Tree::Text("none".into())));
+        }
+    }
+    // Without tools `auto` and `none` say the same.
+    let has_tools = |(name, of): &(String, Tree)| name == "tools" && *of != Tree::Array(Vec::new());
+    if !chat.iter().any(has_tools) {
+        let is_plain = |of: &Tree| matches!(of.as_text(), Some("auto" | "none"));
+        chat.retain(|(name, of)| name != "tool_choice" || !is_plain(of));
+    }
     let mut messages: Vec<Tree> = messages.ok_or_else(|| missing("messages"))?;
     if let Some(system) = system {
         messages.insert(
@@ -100,7 +119,12 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
         );
     }
     if counts_only {
-        chat.retain(|(name, _)| matches!(name.as_str(), "model" | "tools"));
+        chat.retain(|(name, _)| {
+            matches!(
+                name.as_str(),
+                "model" | "tools" | "chat_template_kwargs" | "reasoning_effort"
+            )
+        });
     } else {
         chat.push(("stream".into(), Tree::Bool(true)));
         let counts = [
@@ -119,10 +143,16 @@ fn object<const N: usize>(members: [(&str, Tree); N]) -> Tree {
     Tree::Object(members.map(|(name, value)| (name.into(), value)).collect())
 }
 
-/// A text, or blocks of text, which are joined by line breaks.
-fn plain_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
+/// Values of `output_config.effort`.
+const EFFORTS: [&str; 5] = ["low", "medium", "high", "xhigh", "max"];
+
+/// Beginning of the text by which a client names itself, with a number for each request. vLLM leaves the text out.
+const BILLING: &str = "x-anthropic-billing-header";
+
+/// The text of the blocks of text of a system prompt, as vLLM joins them; `None` if there is none.
+fn system_text(path: &str, value: Json<'_>) -> Result<Option<Tree>, ApiError> {
     let blocks = match value {
-        Json::Text(text) => return Ok(text.into_owned()),
+        Json::Text(text) => return Ok((!text.is_empty()).then(|| Tree::Text(text.into_owned()))),
         value => value
             .into_elements()
             .map_err(|other| wrong_type(path, "a string or an array of text blocks", &other))?,
@@ -131,21 +161,102 @@ fn plain_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
     for (at, block) in blocks.into_iter().enumerate() {
         let path = format!("{path}.{at}");
         let block = block.into_tree();
-        match (
-            kind(&path, &block)?,
-            block.get("text").and_then(Tree::as_text),
-        ) {
-            ("text", Some(text)) => {
-                if at > 0 {
-                    whole.push('\n');
-                }
+        if kind(&path, &block)? == "text" {
+            let text = block_text(&path, &block)?.unwrap_or_default();
+            if !text.starts_with(BILLING) {
                 whole.push_str(text);
             }
-            ("text", None) => return Err(missing(&format!("{path}.text"))),
-            (other, _) => return Err(unsupported_block(&path, other)),
         }
     }
-    Ok(whole)
+    Ok((!whole.is_empty()).then_some(Tree::Text(whole)))
+}
+
+/// The text of a block; `None` if it has none.
+fn block_text<'a>(path: &str, block: &'a Tree) -> Result<Option<&'a str>, ApiError> {
+    match block.get("text") {
+        None | Some(Tree::Null) => Ok(None),
+        Some(Tree::Text(text)) => Ok(Some(text)),
+        Some(_) => Err(ApiError::invalid(
+            format!("{path}.text"),
+            format!("`{path}.text` must be a string"),
+        )),
+    }
+}
+
+/// The word under `name`, which is one of `words`; `None` if it is not set.
+fn word_of<'w>(
+    path: &str,
+    value: &Json<'_>,
+    name: &str,
+    words: &[&'w str],
+) -> Result<Option<&'w str>, ApiError> {
+    let path = format!("{path}.{name}");
+    let found = match value.member(name) {
+        None | Some(Json::Null) => return Ok(None),
+        Some(Json::Text(text)) => words.iter().find(|word| **word == *text),
+        Some(_) => None,
+    };
+    found.copied().map(Some).ok_or_else(|| {
+        let words: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
+        ApiError::invalid(
+            &*path,
+            format!("`{path}` must be one of {}", words.join(", ")),
+        )
+    })
+}
+
+/// The chat's `response_format` of an `output_config`.
+fn output_schema(path: &str, value: &Json<'_>) -> Result<Option<Tree>, ApiError> {
+    if !matches!(value, Json::Object(_)) {
+        return Err(wrong_type(path, "an object", value));
+    }
+    let path = format!("{path}.format");
+    let format = match value.member("format") {
+        None | Some(Json::Null) => return Ok(None),
+        Some(format @ Json::Object(_)) => format,
+        Some(other) => return Err(wrong_type(&path, "an object", other)),
+    };
+    word_of(&path, format, "type", &["json_schema"])?;
+    let schema = match format.member("schema") {
+        Some(schema @ Json::Object(members)) if !members.is_empty() => schema.clone(),
+        None | Some(Json::Null | Json::Object(_)) => return Ok(None),
+        Some(other) => return Err(wrong_type(&format!("{path}.schema"), "an object", other)),
+    };
+    Ok(Some(object([
+        ("type", Tree::Text("json_schema".into())),
+        ("json_schema", object([("schema", schema.into_tree())])),
+    ])))
+}
+
+/// Checks a `thinking`; returns whether the model may think. `limit`: `max_tokens`.
+fn thinks(thinking: &Json<'_>, limit: Option<u64>) -> Result<bool, ApiError> {
+    const BUDGET_MIN: u32 = 1024;
+    let kinds = ["enabled", "disabled", "adaptive"];
+    let kind = word_of("thinking", thinking, "type", &kinds)?;
+    let kind = kind.ok_or_else(|| missing("thinking.type"))?;
+    if kind == "enabled" {
+        let path = "thinking.budget_tokens";
+        let budget = thinking
+            .member("budget_tokens")
+            .filter(|of| **of != Json::Null);
+        let budget = budget.ok_or_else(|| missing(path))?;
+        let budget = whole(path, budget, BUDGET_MIN, u32::MAX)?;
+        if limit.is_some_and(|limit| u64::from(budget) >= limit) {
+            return Err(ApiError::invalid(
+                path,
+                format!("`{path}` is {budget}; it must be below `max_tokens`"),
+            ));
+        }
+    }
+    if kind != "disabled" {
+        word_of(
+            "thinking",
+            thinking,
+            "display",
+            &["summarized", "omitted", "updates"],
+        )?;
+    }
+    Ok(kind != "disabled")
 }
 
 fn kind<'a>(path: &str, block: &'a Tree) -> Result<&'a str, ApiError> {
@@ -192,9 +303,18 @@ fn turns(path: &str, value: Json<'_>) -> Result<Vec<Tree>, ApiError> {
         }
         let path = format!("{path}.content");
         match content.ok_or_else(|| missing(&path))? {
+            Json::Text(text)
+                if role == "system" && (text.is_empty() || text.starts_with(BILLING)) => {}
             Json::Text(text) => {
                 let content = Tree::Text(text.into_owned());
                 messages.push(object([("role", Tree::Text(role)), ("content", content)]));
+            }
+            content if role == "system" => {
+                let content = system_text(&path, content)?;
+                messages.extend(
+                    content
+                        .map(|content| object([("role", Tree::Text(role)), ("content", content)])),
+                );
             }
             content => turn(&path, role, content, &mut messages)?,
         }
@@ -214,28 +334,43 @@ fn turn(
     let mut parts = Vec::new();
     let mut images = 0;
     let mut calls = Vec::new();
-    let results = messages.len();
+    let mut thoughts = String::new();
     for (at, block) in blocks.into_iter().enumerate() {
         let path = format!("{path}.{at}");
         let result = block.member("content").cloned();
         let block = block.into_tree();
-        let member = |name: &str| {
-            let value = block.get(name).cloned();
-            value.ok_or_else(|| missing(&format!("{path}.{name}")))
+        // A text, which may be absent.
+        let word = |name: &str| match block.get(name) {
+            None | Some(Tree::Null) => Ok(Tree::Text(String::new())),
+            Some(word @ Tree::Text(_)) => Ok(word.clone()),
+            Some(_) => Err(ApiError::invalid(
+                format!("{path}.{name}"),
+                format!("`{path}.{name}` must be a string"),
+            )),
         };
         match kind(&path, &block)? {
-            "text" => match member("text")? {
-                text @ Tree::Text(_) => parts.push(text_part(text)),
-                _ => return Err(missing(&format!("{path}.text"))),
-            },
+            "text" => {
+                let text = block_text(&path, &block)?.filter(|text| !text.is_empty());
+                parts.extend(text.map(|text| text_part(Tree::Text(text.into()))));
+            }
             "image" => {
                 images += 1;
                 parts.push(image_part(&path, &block)?);
             }
-            "tool_use" if role == "assistant" => {
-                let function = [("name", member("name")?), ("arguments", member("input")?)];
+            "tool_use" => {
+                let input = match block.get("input") {
+                    None | Some(Tree::Null) => Tree::Object(Vec::new()),
+                    Some(input @ Tree::Object(_)) => input.clone(),
+                    Some(_) => {
+                        return Err(ApiError::invalid(
+                            format!("{path}.input"),
+                            format!("`{path}.input` must be an object"),
+                        ));
+                    }
+                };
+                let function = [("name", word("name")?), ("arguments", input)];
                 calls.push(object([
-                    ("id", member("id")?),
+                    ("id", word("id")?),
                     ("type", Tree::Text("function".into())),
                     ("function", object(function)),
                 ]));
@@ -247,7 +382,7 @@ fn turn(
                 };
                 messages.push(object([
                     ("role", Tree::Text("tool".into())),
-                    ("tool_call_id", member("tool_use_id")?),
+                    ("tool_call_id", word("tool_use_id")?),
                     ("content", Tree::Text(content)),
                 ]));
                 if !shown.is_empty() {
@@ -258,12 +393,25 @@ fn turn(
                     ]));
                 }
             }
-            // Modelled answers have no thoughts, and templates leave out those of earlier turns.
-            "thinking" | "redacted_thinking" => {}
+            // As in vLLM: the text of the result, for want of a call that it could belong to.
+            "tool_result" => {
+                let content = match result {
+                    None | Some(Json::Null) => String::new(),
+                    Some(content) => tool_result(&format!("{path}.content"), content)?.0,
+                };
+                parts.push(text_part(Tree::Text(format!("Tool result: {content}"))));
+            }
+            "thinking" => {
+                if let Tree::Text(thought) = word("thinking")? {
+                    thoughts.push_str(&thought);
+                }
+            }
+            "redacted_thinking" | "tool_reference" => {}
             other => return Err(unsupported_block(&path, other)),
         }
     }
-    if !parts.is_empty() || !calls.is_empty() || messages.len() == results {
+    // As in vLLM: nothing that a user said is no message.
+    if role != "user" || !parts.is_empty() {
         let content = if images > 0 {
             Tree::Array(parts)
         } else {
@@ -276,6 +424,9 @@ fn turn(
         ];
         if !calls.is_empty() {
             message.push(("tool_calls".to_owned(), Tree::Array(calls)));
+        }
+        if !thoughts.is_empty() {
+            message.push(("reasoning".to_owned(), Tree::Text(thoughts)));
         }
         messages.push(Tree::Object(message));
     }
@@ -370,6 +521,10 @@ fn tools(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
     let mut tools = Vec::with_capacity(elements.len());
     for (at, element) in elements.into_iter().enumerate() {
         let path = format!("{path}.{at}");
+        let strict = match element.member("strict") {
+            None | Some(Json::Null) => None,
+            Some(strict) => Some(super::request::boolean(&format!("{path}.strict"), strict)?),
+        };
         let tool = element.into_tree();
         match tool.get("type").and_then(Tree::as_text) {
             None | Some("custom") => {}
@@ -390,11 +545,32 @@ fn tools(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
             ("input_schema", "parameters"),
         ] {
             match tool.get(from) {
-                Some(value) => function.push((to.to_owned(), value.clone())),
-                None if from == "description" => {}
+                Some(Tree::Object(schema)) if from == "input_schema" => {
+                    let mut schema = schema.clone();
+                    if !schema.iter().any(|(name, _)| name == "type") {
+                        schema.push(("type".to_owned(), Tree::Text("object".into())));
+                    }
+                    function.push((to.to_owned(), Tree::Object(schema)));
+                }
+                Some(Tree::Null) | None if from == "description" => {}
+                Some(Tree::Text(word)) if from != "input_schema" => {
+                    function.push((to.to_owned(), Tree::Text(word.clone())));
+                }
                 None => return Err(missing(&format!("{path}.{from}"))),
+                Some(_) => {
+                    let must = if from == "input_schema" {
+                        "an object"
+                    } else {
+                        "a string"
+                    };
+                    return Err(ApiError::invalid(
+                        format!("{path}.{from}"),
+                        format!("`{path}.{from}` must be {must}"),
+                    ));
+                }
             }
         }
+        function.extend(strict.map(|strict| ("strict".to_owned(), Tree::Bool(strict))));
         tools.push(object([
             ("type", Tree::Text("function".into())),
             ("function", Tree::Object(function)),
@@ -416,7 +592,7 @@ fn tool_choice(path: &str, value: &Json<'_>) -> Result<(Tree, Option<bool>), Api
         "none" => word("none"),
         "tool" => {
             let name = match value.member("name") {
-                Some(Json::Text(name)) => word(name),
+                Some(Json::Text(name)) if !name.is_empty() => word(name),
                 _ => return Err(missing(&format!("{path}.name"))),
             };
             object([
@@ -435,9 +611,21 @@ fn tool_choice(path: &str, value: &Json<'_>) -> Result<(Tree, Option<bool>), Api
         }
     };
     let parallel = match value.member("disable_parallel_tool_use") {
-        Some(Json::Bool(disabled)) => Some(!disabled),
-        _ => None,
+        None | Some(Json::Null) => None,
+        Some(disabled) => {
+            let path = format!("{path}.disable_parallel_tool_use");
+            Some(!super::request::boolean(&path, disabled)?)
+        }
     };
+    if !matches!(
+        value.member("name"),
+        None | Some(Json::Null | Json::Text(_))
+    ) {
+        return Err(ApiError::invalid(
+            format!("{path}.name"),
+            format!("`{path}.name` must be a string"),
+        ));
+    }
     Ok((choice, parallel))
 }
 

@@ -110,8 +110,9 @@ const FIELDS: [(&str, Rule); 48] = [
 /// Whether the value of a refused field requests nothing.
 fn is_harmless(name: &str, value: &Json<'_>) -> bool {
     match value {
-        Json::Bool(asks) => !asks,
-        Json::Text(text) => name == "truncation" && text == "disabled",
+        Json::Text(text) if name == "truncation" => text == "disabled",
+        Json::Bool(_) | Json::Text(_) => value.as_bool() == Some(false),
+        value if value.is_number() => value.as_bool() == Some(false),
         Json::Array(elements) => elements.is_empty(),
         Json::Object(members) => members.is_empty(),
         _ => false,
@@ -190,7 +191,7 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
                 repeated.insert(name.into(), value.clone().into_owned());
             }
             match (name, rule) {
-                (_, Rule::Repeated) => {}
+                (_, Rule::Repeated) => check_repeated(name, &value)?,
                 (_, Rule::Refused(_)) if is_harmless(name, &value) => {}
                 (_, Rule::Refused(hint)) => {
                     return Err(ApiError::unsupported(
@@ -216,7 +217,15 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
                 ("tools", _) => put(name, tools(name, value)?),
                 ("tool_choice", _) => put(name, tool_choice(name, value)?),
                 ("include", _) => logprobs = includes_logprobs(name, value)?,
-                ("top_logprobs", _) => top_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?),
+                ("top_logprobs", _) => {
+                    // Its range counts if log probabilities are included.
+                    if !value.as_whole().is_number()
+                        || matches!(value, Json::Real(n) if n.fract() != 0.0)
+                    {
+                        whole(name, &value, 0, LOGPROBS_MAX)?;
+                    }
+                    top_logprobs = Some(value);
+                }
                 // It was read before.
                 _ => {}
             }
@@ -226,8 +235,17 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
     if logprobs {
         chat.push(("logprobs".into(), Tree::Bool(true)));
         if let Some(top) = top_logprobs {
+            let top = whole("top_logprobs", &top, 0, LOGPROBS_MAX)?;
             chat.push(("top_logprobs".into(), Tree::Number(top.into())));
         }
+    }
+    // Without tools `auto` and `none` say the same; clients send the default.
+    let is_plain = |choice: &Tree| matches!(choice.as_text(), Some("auto" | "none"));
+    if !chat
+        .iter()
+        .any(|(name, of)| name == "tools" && *of != Tree::Array(Vec::new()))
+    {
+        chat.retain(|(name, of)| name != "tool_choice" || !is_plain(of));
     }
     chat.push(("stream".into(), Tree::Bool(true)));
     let counts = object([("include_usage", Tree::Bool(true))]);
@@ -276,6 +294,44 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
         request_id,
         repeated,
     })
+}
+
+/// Checks a field that the response repeats.
+fn check_repeated(name: &str, value: &Json<'_>) -> Result<(), ApiError> {
+    match name {
+        "prompt_cache_key" | "prompt_cache_retention" | "safety_identifier" if !value.is_text() => {
+            Err(wrong_type(name, "a string", value))
+        }
+        "service_tier" => {
+            let tiers = ["auto", "default", "flex", "scale", "priority"];
+            match value {
+                Json::Text(tier) if tiers.contains(&&**tier) => Ok(()),
+                Json::Text(_) => Err(ApiError::invalid(
+                    name,
+                    format!("`{name}` must be one of `{}`", tiers.join("`, `")),
+                )),
+                other => Err(wrong_type(name, "a string", other)),
+            }
+        }
+        "max_tool_calls" => match &*value.as_whole() {
+            Json::Unsigned(_) | Json::Negative(_) => Ok(()),
+            Json::Real(n) if n.fract() == 0.0 => Ok(()), // of more than 64 bits
+            other => Err(wrong_type(name, "a whole number", other)),
+        },
+        "metadata" => match value {
+            Json::Object(members) => match members.iter().find(|(_, of)| !of.is_text()) {
+                None => Ok(()),
+                Some((key, of)) => {
+                    Err(wrong_type(&format!("{name}.{}", clip(key)), "a string", of))
+                }
+            },
+            other => Err(wrong_type(name, "an object", other)),
+        },
+        "reasoning" | "prompt_cache_options" if !matches!(value, Json::Object(_)) => {
+            Err(wrong_type(name, "an object", value))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether the response repeats the field.
@@ -615,14 +671,38 @@ fn tool_choice(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
     }
 }
 
-/// Whether `include` asks for log probabilities. Its other values concern tools that are not modelled.
+/// Value of `include` for log probabilities.
+const LOGPROBS: &str = "message.output_text.logprobs";
+/// Values of `include`; the others concern tools that are not modelled.
+const INCLUDES: [&str; 6] = [
+    LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+];
+
+/// Whether `include` asks for log probabilities.
 fn includes_logprobs(path: &str, value: Json<'_>) -> Result<bool, ApiError> {
     let elements = value
         .into_elements()
         .map_err(|other| wrong_type(path, "an array of strings", &other))?;
     let mut found = false;
     for (at, element) in elements.into_iter().enumerate() {
-        found |= text(&format!("{path}.{at}"), element)? == "message.output_text.logprobs";
+        let path = format!("{path}.{at}");
+        let name = text(&path, element)?;
+        if !INCLUDES.contains(&&*name) {
+            return Err(ApiError::invalid(
+                &*path,
+                format!(
+                    "`{path}` is `{}`; it must be one of `{}`",
+                    clip(&name),
+                    INCLUDES.join("`, `")
+                ),
+            ));
+        }
+        found |= name == LOGPROBS;
     }
     Ok(found)
 }
@@ -1109,9 +1189,17 @@ mod tests {
                     assert_eq!(error.param.as_deref(), Some(name));
                 }
                 Rule::Repeated => {
-                    let body = wrong.to_string();
+                    let param = refused(&wrong).param.unwrap_or_default();
+                    assert!(param.starts_with(name), "{name}: {param}");
+                    let right = match name {
+                        "metadata" | "reasoning" | "prompt_cache_options" => json!({"a": "b"}),
+                        "service_tier" => json!("flex"),
+                        "max_tool_calls" => json!(3),
+                        _ => json!("24h"),
+                    };
+                    let body = json!({"input": "x", name: right}).to_string();
                     let request = parse_responses(body.as_bytes(), None).unwrap();
-                    assert_eq!(request.repeated[name], json!([[{"x": 1}]]));
+                    assert_eq!(request.repeated[name], right);
                 }
             }
         }

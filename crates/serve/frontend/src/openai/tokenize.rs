@@ -56,71 +56,84 @@ pub enum TokenizeInput<'a> {
 pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeRequest<'_>, ApiError> {
     let mut model = None;
     let mut prompt = None;
-    let mut chat = None;
     let mut special = None;
-    let mut opened = None;
-    let mut continues = false;
     let mut strs = false;
-    let mut tools = Vec::new();
-    let mut kwargs = Vec::new();
-    let mut template = None;
     let known = |name: &str| {
         matches!(
             name,
-            "model"
-                | "prompt"
-                | "messages"
-                | "add_special_tokens"
-                | "add_generation_prompt"
-                | "continue_final_message"
-                | "return_token_strs"
-                | "tools"
-                | "chat_template_kwargs"
-                | "chat_template"
-        )
+            "model" | "prompt" | "add_special_tokens" | "return_token_strs"
+        ) || CHAT_FIELDS.contains(&name)
     };
+    let mut of_chat = Vec::new();
     read_members(body, known, |name, value| {
         if value == Json::Null {
             return Ok(());
         }
         match name {
             "model" => model = model_name(name, value)?,
-            "prompt" => prompt = Some(text(name, value)?),
-            "messages" => chat = Some(messages(name, value)?),
+            "prompt" => prompt = Some(value),
             "add_special_tokens" => special = Some(boolean(name, &value)?),
-            "add_generation_prompt" => opened = Some(boolean(name, &value)?),
-            "continue_final_message" => continues = boolean(name, &value)?,
-            "tools" => tools = form::shown_tools(name, value)?,
-            "chat_template_kwargs" => kwargs = template_kwargs(name, value)?,
-            "chat_template" => template = Some(text(name, value)?),
-            _ => strs = boolean(name, &value)?,
+            "return_token_strs" => strs = boolean(name, &value)?,
+            _ => of_chat.push((name.to_owned(), value)),
         }
         Ok(())
     })?;
-    let is_chat = chat.is_some();
-    let input = match (prompt, chat) {
-        (Some(prompt), None) => TokenizeInput::Prompt(prompt),
-        (None, Some(messages)) => TokenizeInput::Chat {
-            add_generation_prompt: opens_turn(continues, opened, messages.last())?,
-            continue_final_message: continues,
-            messages,
-            tools,
-            template_kwargs: kwargs,
-            template,
-        },
-        (None, None) => return Err(missing("prompt")),
-        (Some(_), Some(_)) => {
-            return Err(ApiError::invalid(
-                "messages",
-                "both `prompt` and `messages` were sent; send one of them",
-            ));
-        }
+    // As vLLM reads the union of its two classes: a chat if it is one, and otherwise a text, whatever else there is.
+    let chat = if of_chat.iter().any(|(name, _)| name == "messages") {
+        Some(chat_input(of_chat))
+    } else {
+        None
     };
+    let input = match (prompt, chat) {
+        (_, Some(Ok(chat))) => chat,
+        (Some(prompt), Some(Err(_))) if prompt.is_text() => {
+            TokenizeInput::Prompt(text("prompt", prompt)?)
+        }
+        (_, Some(Err(error))) => return Err(error),
+        (Some(prompt), None) => TokenizeInput::Prompt(text("prompt", prompt)?),
+        (None, None) => return Err(missing("prompt")),
+    };
+    let is_chat = matches!(input, TokenizeInput::Chat { .. });
     Ok(TokenizeRequest {
         model,
         input,
         add_special_tokens: special.unwrap_or(!is_chat),
         return_token_strs: strs,
+    })
+}
+
+/// Fields of chats.
+const CHAT_FIELDS: [&str; 6] = [
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template_kwargs",
+    "chat_template",
+];
+
+/// The chat of these fields.
+fn chat_input(fields: Vec<(String, Json<'_>)>) -> Result<TokenizeInput<'_>, ApiError> {
+    let mut chat = Vec::new();
+    let (mut opened, mut continues) = (None, false);
+    let (mut tools, mut kwargs, mut template) = (Vec::new(), Vec::new(), None);
+    for (name, value) in fields {
+        match &*name {
+            "messages" => chat = messages(&name, value)?,
+            "add_generation_prompt" => opened = Some(boolean(&name, &value)?),
+            "continue_final_message" => continues = boolean(&name, &value)?,
+            "tools" => tools = form::shown_tools(&name, value)?,
+            "chat_template_kwargs" => kwargs = template_kwargs(&name, value)?,
+            _ => template = Some(text(&name, value)?),
+        }
+    }
+    Ok(TokenizeInput::Chat {
+        add_generation_prompt: opens_turn(continues, opened, chat.last())?,
+        continue_final_message: continues,
+        messages: chat,
+        tools,
+        template_kwargs: kwargs,
+        template,
     })
 }
 

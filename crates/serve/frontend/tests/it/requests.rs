@@ -802,8 +802,8 @@ fn tokenize_takes_a_prompt_or_a_chat() {
             "chat_template_kwargs",
         ),
         (
-            r#"{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}"#,
-            "messages",
+            r#"{"prompt": 1, "messages": [{"role": "user", "content": 1}]}"#,
+            "messages.0.content",
         ),
         (
             r#"{"prompt": "x", "add_special_tokens": 2}"#,
@@ -817,6 +817,19 @@ fn tokenize_takes_a_prompt_or_a_chat() {
                 .as_deref(),
             Some(param)
         );
+    }
+    // As vLLM reads the union of its classes: a chat if it is one, and otherwise the prompt.
+    let chat = r#"{"prompt": "x", "messages": [{"role": "user", "content": "y"}]}"#;
+    let chat = parse_tokenize(chat.as_bytes()).unwrap();
+    assert!(matches!(chat.input, TokenizeInput::Chat { .. }));
+    for beside in [
+        r#""messages": 1"#,
+        r#""tools": 1"#,
+        r#""add_generation_prompt": []"#,
+    ] {
+        let body = format!(r#"{{"prompt": "x", {beside}}}"#);
+        let prompt = parse_tokenize(body.as_bytes()).unwrap();
+        assert!(matches!(prompt.input, TokenizeInput::Prompt(text) if text == "x"));
     }
     assert_eq!(
         parse_detokenize(br#"{"tokens": [3, 4]}"#).unwrap().tokens,

@@ -610,12 +610,16 @@ proptest! {
 #[test]
 fn messages_of_anthropic_become_a_chat() {
     let body = json!({
-        "model": "m", "max_tokens": 9, "system": [{"type": "text", "text": "be brief"}],
+        "model": "m", "max_tokens": 9, "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: 7"}, {"type": "text", "text": "be "},
+            {"type": "text"}, {"type": "text", "text": "brief"}],
         "stop_sequences": ["x"], "stream": true, "temperature": 0.5,
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": true},
         "messages": [
             {"role": "user", "content": "hi"},
+            {"role": "user", "content": [{"type": "text", "text": ""}]},
+            {"role": "system", "content": ""},
             {"role": "assistant", "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "s"},
                 {"type": "text", "text": "wait"},
@@ -637,7 +641,7 @@ fn messages_of_anthropic_become_a_chat() {
         json!([
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "wait", "tool_calls": [
+            {"role": "assistant", "content": "wait", "reasoning": "hm", "tool_calls": [
                 {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]},
             {"role": "tool", "tool_call_id": "t1", "content": "one\ntwo"},
             {"role": "user", "content": "and now?"},
@@ -664,6 +668,32 @@ fn messages_of_anthropic_become_a_chat() {
             "messages.0.content.0.source",
         ),
         (json!({"mcp_servers": [{}]}), "mcp_servers"),
+        (json!({"metadata": []}), "metadata"),
+        (json!({"stop_sequences": "x"}), "stop_sequences"),
+        (
+            json!({"output_config": {"effort": "some"}}),
+            "output_config.effort",
+        ),
+        (
+            json!({"output_config": {"format": {"type": "x"}}}),
+            "output_config.format.type",
+        ),
+        (
+            json!({"tools": [{"name": "f", "input_schema": {}, "strict": "maybe"}]}),
+            "tools.0.strict",
+        ),
+        (
+            json!({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 2}}),
+            "tool_choice.disable_parallel_tool_use",
+        ),
+        (
+            json!({"max_tokens": 9, "thinking": {"type": "on"}}),
+            "thinking.type",
+        ),
+        (
+            json!({"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": "1024"}}),
+            "thinking.budget_tokens",
+        ),
     ] {
         let error = parse_messages(body.to_string().as_bytes(), false).unwrap_err();
         assert_eq!(error.param.as_deref(), Some(param), "{body}");

@@ -215,8 +215,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let output = serde_json::json!({
             "speedup": speedup, "host": host.json(), "gaps": gaps, "live": live, "twin": twin,
         });
-        out::print_json(&format!("{output}
-"))?;
+        out::print_json(&format!(
+            "{output}
+"
+        ))?;
     } else {
         out::print(&gaps::render(names, runs))?;
         out::print(&format!("\n{}", compare::render(&reports, false)))?;
@@ -291,8 +293,10 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
         let output = serde_json::json!({
             "host": host.json(), "lengths": lengths.json(), "engine": live, "twin": twin,
         });
-        out::print_json(&format!("{output}
-"))?;
+        out::print_json(&format!(
+            "{output}
+"
+        ))?;
     } else if lengths.is_same() {
         out::print(&compare::render(&reports, false))?;
         if let Some(line) = host.line() {

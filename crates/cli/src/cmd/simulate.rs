@@ -128,7 +128,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             ("command".into(), out::command_line()),
             ("run".into(), speed.clone()),
         ];
-        let page = run.page(&outcome, &report, watcher.series.as_ref(), facts);
+        let page = run.page(&outcome, &report, watcher.series(), facts);
         failures.extend(out::save(path, &page));
     }
     if args.json {

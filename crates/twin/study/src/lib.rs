@@ -4,7 +4,8 @@
 //! crate, so they give the same answers with the same errors:
 //!
 //! - [`source`]: where a cluster, a workload and prices come from: a file, or its text, with overrides.
-//! - [`run`]: one simulation and its report; [`requests`]: its requests as columns.
+//! - [`run`]: one simulation and its report; [`requests`]: its requests as columns;
+//!   [`outputs`]: its files.
 //! - [`sweep`]: every combination of values; its configurations can run anywhere, in slices.
 //! - [`plan`]: the cheapest cluster; its trials can run anywhere, in batches.
 //! - [`predict`]: a table of deployments.
@@ -27,6 +28,7 @@
 pub mod columns;
 pub mod control;
 pub mod memory;
+pub mod outputs;
 pub mod plan;
 pub mod predict;
 pub mod requests;

@@ -56,7 +56,7 @@ fn as_text() -> String {
         "link GB/s",
         "link",
     ]);
-    for gpu in GPUS {
+    for gpu in GPUS.iter() {
         gpus.row([
             gpu.name.to_string(),
             format!("{:.0}", gpu.bf16_flops / 1e12),

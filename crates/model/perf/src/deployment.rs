@@ -895,7 +895,7 @@ mod tests {
     /// A name that several presets begin with is none of them.
     #[test]
     fn beginnings_of_several_presets_are_refused_with_the_choices() {
-        for gpu in preset::GPUS {
+        for gpu in preset::GPUS.iter() {
             let name = plain(&gpu.name);
             for end in 1..name.len() {
                 let start = &name[..end];

@@ -149,6 +149,7 @@ pub(super) fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
         link_bytes_per_s,
         link,
         reduce_us,
+        board_power_w: None,
         source: "cluster file",
     }
 }

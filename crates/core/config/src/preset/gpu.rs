@@ -1,6 +1,9 @@
 //! GPUs: peaks from their vendors' data sheets.
 
 use std::borrow::Cow;
+use std::sync::LazyLock;
+
+use crate::doc::{Doc, Table};
 
 /// The interconnect between the GPUs of one tensor-parallel group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,336 +51,48 @@ pub struct Gpu {
     pub link: Link,
     /// Latency of an all-reduce over the link, us; `None`: the default of its kind.
     pub reduce_us: Option<f64>,
+    /// Power limit of the board (TDP), W; `None`: there is no separate figure.
+    pub board_power_w: Option<f64>,
     /// Source of the numbers.
     pub source: &'static str,
 }
 
-const TERA: f64 = 1e12;
-const GIGA: f64 = 1e9;
-const GIB: u64 = 1 << 30;
-const MIB: u64 = 1 << 20;
+/// All GPUs: those of `gpus.toml`, in its order.
+pub static GPUS: LazyLock<Vec<Gpu>> = LazyLock::new(|| {
+    let doc = Doc::parse("gpus.toml", include_bytes!("gpus.toml"));
+    let read = doc.read(|root| root.tables("gpu", read_preset));
+    read.expect("gpus.toml has the keys of GPUs").0
+});
 
-/// All GPUs.
-///
-/// Vendors print memory sizes as "80 GB" for power-of-two stacks: here they are GiB, rounded down
-/// to the size that a driver reports (H100 80GB: 81,559 MiB; RTX 4090: 23.52 GiB for programs).
-/// GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of it to check bits.
-pub const GPUS: &[Gpu] = &[
+fn read_preset(name: &str, t: &Table<'_>) -> Gpu {
+    const LINKS: &[(&str, Link)] = &[("fabric", Link::Fabric), ("pcie", Link::Pcie)];
+    let text = |key: &str| -> &'static str {
+        let text: String = t.get(key).required("add it", String::new());
+        text.leak() // once per process
+    };
+    let figure = |key: &str| t.get(key).within(1.0..=1e18);
+    let needed = |key: &str| figure(key).required("add it", 1.0);
+    let memory_mib: u64 = t.get("memory_mib").required("add it", 1);
+    let board_power_w = figure("board_power_w").optional();
+    if board_power_w.is_some() {
+        text("power_source");
+    }
     Gpu {
-        name: Cow::Borrowed("a100-sxm-80gb"),
+        name: name.to_owned().into(),
         like: None,
-        title: "NVIDIA A100 SXM 80GB",
-        bf16_flops: 312.0 * TERA,
-        fp8_flops: None,
-        fp4_flops: None,
-        memory_bytes: 80 * GIB,
-        memory_bytes_per_s: 2_039.0 * GIGA,
-        link_bytes_per_s: 300.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA A100 data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("h100-sxm"),
-        like: None,
-        title: "NVIDIA H100 SXM 80GB",
-        bf16_flops: 989.5 * TERA,
-        fp8_flops: Some(1_979.0 * TERA),
-        fp4_flops: None,
-        memory_bytes: 81_559 * MIB,
-        memory_bytes_per_s: 3_350.0 * GIGA,
-        link_bytes_per_s: 450.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA H100 data sheet: 1,979 TFLOPS BF16 and 3,958 FP8 with sparsity, 3.35 TB/s, \
-                 NVLink 900 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("h200-sxm"),
-        like: None,
-        title: "NVIDIA H200 SXM 141GB",
-        bf16_flops: 989.5 * TERA,
-        fp8_flops: Some(1_979.0 * TERA),
-        fp4_flops: None,
-        memory_bytes: 140 * GIB,
-        memory_bytes_per_s: 4_800.0 * GIGA,
-        link_bytes_per_s: 450.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA H200 data sheet: compute as H100, 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("b200-sxm"),
-        like: None,
-        title: "NVIDIA B200 SXM 180GB",
-        bf16_flops: 2_250.0 * TERA,
-        fp8_flops: Some(4_500.0 * TERA),
-        fp4_flops: Some(9_000.0 * TERA),
-        memory_bytes: 179 * GIB,
-        memory_bytes_per_s: 7_700.0 * GIGA,
-        link_bytes_per_s: 900.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA HGX B200 data sheet: 36 PFLOPS BF16, 72 FP8 and 144 FP4 with sparsity for 8 GPUs, \
-                 1.4 TB and 62 TB/s (7.7 TB/s each), NVLink 1.8 TB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("gb200"),
-        like: None,
-        title: "NVIDIA GB200 (one GPU of NVL72)",
-        bf16_flops: 2_500.0 * TERA,
-        fp8_flops: Some(5_000.0 * TERA),
-        fp4_flops: Some(10_000.0 * TERA),
-        memory_bytes: 185 * GIB,
-        memory_bytes_per_s: 8_000.0 * GIGA,
-        link_bytes_per_s: 900.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA GB200 NVL72 data sheet: 360 PFLOPS BF16 and 720 FP8 with sparsity, 13.4 TB, \
-                 576 TB/s and NVLink 130 TB/s for 72 GPUs",
-    },
-    Gpu {
-        name: Cow::Borrowed("l40s"),
-        like: None,
-        title: "NVIDIA L40S 48GB",
-        bf16_flops: 362.05 * TERA,
-        fp8_flops: Some(733.0 * TERA),
-        fp4_flops: None,
-        memory_bytes: 45 * GIB,
-        memory_bytes_per_s: 864.0 * GIGA,
-        link_bytes_per_s: 32.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA L40S data sheet: 362.05 TFLOPS BF16, 733 FP8, 864 GB/s, PCIe 4.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("l4"),
-        like: None,
-        title: "NVIDIA L4 24GB",
-        bf16_flops: 121.0 * TERA,
-        fp8_flops: Some(242.5 * TERA),
-        fp4_flops: None,
-        memory_bytes: 45 * GIB / 2,
-        memory_bytes_per_s: 300.0 * GIGA,
-        link_bytes_per_s: 32.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA L4 data sheet: 242 TFLOPS BF16 and 485 FP8 with sparsity, 300 GB/s, PCIe 4.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("rtx-4090"),
-        like: None,
-        title: "NVIDIA GeForce RTX 4090 24GB",
-        bf16_flops: 165.2 * TERA,
-        fp8_flops: Some(330.3 * TERA),
-        fp4_flops: None,
-        memory_bytes: 24_084 * MIB,
-        memory_bytes_per_s: 1_008.0 * GIGA,
-        link_bytes_per_s: 32.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA Ada architecture white paper, appendix A: 165.2 TFLOPS BF16 and 330.3 FP8 with \
-                 FP32 accumulation, 1,008 GB/s, PCIe 4.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("rtx-pro-6000"),
-        like: None,
-        title: "NVIDIA RTX PRO 6000 Blackwell Server Edition 96GB",
-        bf16_flops: 503.8 * TERA,
-        fp8_flops: Some(1_007.6 * TERA),
-        fp4_flops: Some(2_015.2 * TERA),
-        memory_bytes: 95 * GIB,
-        memory_bytes_per_s: 1_597.0 * GIGA,
-        link_bytes_per_s: 64.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA RTX PRO 6000 Blackwell data sheet: 4 PFLOPS FP4 with sparsity, an eighth of it \
-                 dense BF16; server edition 1,597 GB/s, PCIe 5.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("mi300x"),
-        like: None,
-        title: "AMD Instinct MI300X 192GB",
-        bf16_flops: 1_307.4 * TERA,
-        fp8_flops: Some(2_614.9 * TERA),
-        fp4_flops: None,
-        memory_bytes: 192 * GIB,
-        memory_bytes_per_s: 5_300.0 * GIGA,
-        link_bytes_per_s: 448.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS BF16, 2,614.9 FP8, 5.3 TB/s, 7 Infinity \
-                 Fabric links of 128 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("a100-sxm-40gb"),
-        like: None,
-        title: "NVIDIA A100 SXM 40GB",
-        bf16_flops: 312.0 * TERA,
-        fp8_flops: None,
-        fp4_flops: None,
-        memory_bytes: 40 * GIB,
-        memory_bytes_per_s: 1_555.0 * GIGA,
-        link_bytes_per_s: 300.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA A100 data sheet: 312 TFLOPS BF16, 1,555 GB/s, NVLink 600 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("a100-pcie-80gb"),
-        like: None,
-        title: "NVIDIA A100 PCIe 80GB",
-        bf16_flops: 312.0 * TERA,
-        fp8_flops: None,
-        fp4_flops: None,
-        memory_bytes: 80 * GIB,
-        memory_bytes_per_s: 1_935.0 * GIGA,
-        link_bytes_per_s: 32.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA A100 data sheet: 312 TFLOPS BF16, 1,935 GB/s, PCIe 4.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("h100-pcie"),
-        like: None,
-        title: "NVIDIA H100 PCIe 80GB",
-        bf16_flops: 756.0 * TERA,
-        fp8_flops: Some(1_513.0 * TERA),
-        fp4_flops: None,
-        memory_bytes: 81_559 * MIB,
-        memory_bytes_per_s: 2_000.0 * GIGA,
-        link_bytes_per_s: 64.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA H100 PCIe product brief: 756 TFLOPS BF16 and 1,513 FP8, 2.0 TB/s, PCIe 5.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("h100-nvl"),
-        like: None,
-        title: "NVIDIA H100 NVL 94GB",
-        bf16_flops: 835.5 * TERA,
-        fp8_flops: Some(1_671.0 * TERA),
-        fp4_flops: None,
-        memory_bytes: 93 * GIB,
-        memory_bytes_per_s: 3_900.0 * GIGA,
-        link_bytes_per_s: 300.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA H100 data sheet: 1,671 TFLOPS BF16 and 3,341 FP8 with sparsity, 94 GB, 3.9 TB/s, NVLink bridge 600 GB/s both ways (pairs)",
-    },
-    Gpu {
-        name: Cow::Borrowed("h20"),
-        like: None,
-        title: "NVIDIA H20 96GB",
-        bf16_flops: 148.0 * TERA,
-        fp8_flops: Some(296.0 * TERA),
-        fp4_flops: None,
-        memory_bytes: 95 * GIB,
-        memory_bytes_per_s: 4_000.0 * GIGA,
-        link_bytes_per_s: 450.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA H20 data sheet: 148 TFLOPS BF16, 296 FP8, 96 GB, 4.0 TB/s, NVLink 900 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("b300-sxm"),
-        like: None,
-        title: "NVIDIA B300 SXM 288GB",
-        bf16_flops: 2_250.0 * TERA,
-        fp8_flops: Some(4_500.0 * TERA),
-        fp4_flops: Some(13_500.0 * TERA),
-        memory_bytes: 268 * GIB,
-        memory_bytes_per_s: 8_000.0 * GIGA,
-        link_bytes_per_s: 900.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA HGX B300 data sheet: 36 PFLOPS BF16 and 72 FP8 with sparsity, 108 FP4 dense for 8 GPUs, 2.1 TB, 8 TB/s each, NVLink 1.8 TB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("gb300"),
-        like: None,
-        title: "NVIDIA GB300 (one GPU of NVL72)",
-        bf16_flops: 2_500.0 * TERA,
-        fp8_flops: Some(5_000.0 * TERA),
-        fp4_flops: Some(15_000.0 * TERA),
-        memory_bytes: 277 * GIB,
-        memory_bytes_per_s: 8_000.0 * GIGA,
-        link_bytes_per_s: 900.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "NVIDIA GB300 NVL72 data sheet: 360 PFLOPS BF16 and 720 FP8 with sparsity, 1,080 FP4 dense, 20 TB, 576 TB/s and NVLink 130 TB/s for 72 GPUs",
-    },
-    Gpu {
-        name: Cow::Borrowed("a10"),
-        like: None,
-        title: "NVIDIA A10 24GB",
-        bf16_flops: 125.0 * TERA,
-        fp8_flops: None,
-        fp4_flops: None,
-        memory_bytes: 22 * GIB,
-        memory_bytes_per_s: 600.0 * GIGA,
-        link_bytes_per_s: 32.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA A10 data sheet: 125 TFLOPS BF16, 24 GB, 600 GB/s, PCIe 4.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("t4"),
-        like: None,
-        title: "NVIDIA T4 16GB",
-        bf16_flops: 65.0 * TERA,
-        fp8_flops: None,
-        fp4_flops: None,
-        memory_bytes: 15 * GIB,
-        memory_bytes_per_s: 320.0 * GIGA,
-        link_bytes_per_s: 16.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA T4 data sheet: 65 TFLOPS FP16 (no BF16 units), 16 GB, 320 GB/s, PCIe 3.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("rtx-5090"),
-        like: None,
-        title: "NVIDIA GeForce RTX 5090 32GB",
-        bf16_flops: 209.5 * TERA,
-        fp8_flops: Some(419.0 * TERA),
-        fp4_flops: Some(1_676.0 * TERA),
-        memory_bytes: 31 * GIB,
-        memory_bytes_per_s: 1_792.0 * GIGA,
-        link_bytes_per_s: 64.0 * GIGA,
-        link: Link::Pcie,
-        reduce_us: None,
-        source: "NVIDIA RTX Blackwell architecture white paper, appendix A: 209.5 TFLOPS BF16 and 419 FP8 with FP32 accumulation, 1,676 FP4, 1,792 GB/s, PCIe 5.0 x16",
-    },
-    Gpu {
-        name: Cow::Borrowed("mi325x"),
-        like: None,
-        title: "AMD Instinct MI325X 256GB",
-        bf16_flops: 1_307.4 * TERA,
-        fp8_flops: Some(2_614.9 * TERA),
-        fp4_flops: None,
-        memory_bytes: 255 * GIB,
-        memory_bytes_per_s: 6_000.0 * GIGA,
-        link_bytes_per_s: 448.0 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "AMD Instinct MI325X data sheet: 1,307.4 TFLOPS BF16, 2,614.9 FP8, 256 GB, 6 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
-    },
-    Gpu {
-        name: Cow::Borrowed("mi355x"),
-        like: None,
-        title: "AMD Instinct MI355X 288GB",
-        bf16_flops: 2_516.6 * TERA,
-        fp8_flops: Some(5_033.2 * TERA),
-        fp4_flops: Some(10_066.3 * TERA),
-        memory_bytes: 287 * GIB,
-        memory_bytes_per_s: 8_000.0 * GIGA,
-        link_bytes_per_s: 537.6 * GIGA,
-        link: Link::Fabric,
-        reduce_us: None,
-        source: "AMD Instinct MI355X data sheet: 2.5 PFLOPS BF16, 5 FP8, 10.1 MXFP4, 288 GB, 8 TB/s, 7 Infinity Fabric links of 153.6 GB/s both ways",
-    },
-];
+        title: text("title"),
+        bf16_flops: needed("bf16_flops"),
+        fp8_flops: figure("fp8_flops").optional(),
+        fp4_flops: figure("fp4_flops").optional(),
+        memory_bytes: memory_mib << 20,
+        memory_bytes_per_s: needed("memory_bytes_per_s"),
+        link_bytes_per_s: needed("link_bytes_per_s"),
+        link: t.choice("link", LINKS).required("add it", Link::Pcie),
+        reduce_us: figure("reduce_us").optional(),
+        board_power_w,
+        source: text("source"),
+    }
+}
 
 impl Gpu {
     /// The preset whose kernels are assumed: itself, unless the cluster file sets another.
@@ -408,6 +123,7 @@ impl Gpu {
             link_bytes_per_s,
             link,
             reduce_us,
+            board_power_w: _,
             source: _,
         } = self;
         *bf16_flops == other.bf16_flops
@@ -424,6 +140,11 @@ impl Gpu {
 /// The GPU with this name.
 pub fn gpu(name: &str) -> Option<&'static Gpu> {
     GPUS.iter().find(|gpu| gpu.name == name)
+}
+
+/// Power limit of the GPU with the preset `gpu`, W, if it has one of its own.
+pub fn board_power_w(gpu: &str) -> Option<f64> {
+    self::gpu(gpu)?.board_power_w
 }
 
 #[cfg(test)]
@@ -452,5 +173,22 @@ mod tests {
                 assert!((1.9..2.1).contains(&(fp8 / a.bf16_flops)), "{}", a.name);
             }
         }
+    }
+
+    #[test]
+    fn power_is_in_proportion_to_arithmetic() {
+        for gpu in GPUS.iter() {
+            // BF16 FLOP/s per W: 0.36e12 (RTX 4090) to 2.3e12 (B200); a wrong digit would be
+            // outside.
+            if let Some(watt) = gpu.board_power_w {
+                let efficiency = gpu.bf16_flops / watt / 1e12;
+                assert!(
+                    (0.3..3.0).contains(&efficiency),
+                    "{}: {efficiency}",
+                    gpu.name
+                );
+            }
+        }
+        assert_eq!(board_power_w("gb200"), None);
     }
 }

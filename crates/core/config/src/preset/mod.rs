@@ -11,14 +11,12 @@ mod kept;
 mod layers;
 mod model;
 mod names;
-mod power;
 mod python_json;
 mod quantization;
 mod read;
 
 pub use formats::Formats;
-pub use gpu::{GPUS, Gpu, Link, gpu};
+pub use gpu::{GPUS, Gpu, Link, board_power_w, gpu};
 pub use model::{Attention, Experts, MODELS, ModelShape, SparseIndex, model};
 pub use names::find_model;
-pub use power::board_power_w;
 pub use read::{ModelFiles, ReadModel, ShapeError};

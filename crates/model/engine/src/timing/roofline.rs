@@ -699,7 +699,7 @@ mod tests {
             decodes in prop::collection::vec(1u32..40_000, 0..8),
             extra in (0u32..40_000, 1u32..8192),
             model in prop::sample::select(preset::MODELS),
-            gpu in prop::sample::select(preset::GPUS),
+            gpu in prop::sample::select(preset::GPUS.to_vec()),
             tp in 1u32..=16,
         ) {
             let mut roofline = Roofline::new(&model, &gpu, tp, Dtype::Bf16, Dtype::Bf16);

@@ -393,7 +393,7 @@ pub(super) fn read_timing(
 fn choose_gpu(t: &Table<'_>, gpus: &[Gpu]) -> Gpu {
     let all: Vec<(&str, &Gpu)> = gpus
         .iter()
-        .chain(preset::GPUS)
+        .chain(preset::GPUS.iter())
         .map(|gpu| (&*gpu.name, gpu))
         .collect();
     let default = preset::gpu(&TimingKeys::gpu().default()).expect("it is a preset");

@@ -266,9 +266,9 @@ fn described(fields: &Fields<'_>) -> Value {
 
 /// Returns the error of an object that has neither choices nor an `error` member, but the members by which Python's web
 /// frameworks and gateways report errors.
-fn bare_error_of(fields: &Fields<'_>) -> Option<Reported> {
+fn bare_error_of(fields: &Fields<'_>, has_choices: bool) -> Option<Reported> {
     let has = |name: &str| fields.get(name).is_some_and(|raw| !is_nothing(raw));
-    let is_answer = ["choices", "usage", "id"].iter().any(|name| has(name));
+    let is_answer = has_choices || ["choices", "usage", "id"].iter().any(|name| has(name));
     let names = ["detail", "message", "errors", "error_message"];
     if is_answer || !names.iter().any(|name| has(name)) {
         return None;
@@ -563,7 +563,7 @@ impl StreamEnd {
             .filter(|line| self.api.has_choices() && is_text(line))
         {
             let found = fields(line).unwrap_or_default();
-            let error = error_of(&found, false).or_else(|| bare_error_of(&found));
+            let error = error_of(&found, false).or_else(|| bare_error_of(&found, false));
             return error.or_else(|| Some(unreadable(line)));
         }
         let Some(data) = data else {
@@ -578,7 +578,7 @@ impl StreamEnd {
         let bare = || {
             self.api
                 .has_choices()
-                .then(|| bare_error_of(fields))
+                .then(|| bare_error_of(fields, !data.choices.is_empty()))
                 .flatten()
         };
         if let Some(reported) = error_of(fields, is_error_event).or_else(bare) {
@@ -675,7 +675,12 @@ pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Repo
     let fields = &data.fields;
     let status = fields.get("status").and_then(string);
     let failed = api == Api::Responses && status.as_deref() == Some("failed");
-    let bare = || api.has_choices().then(|| bare_error_of(fields)).flatten();
+    let has_choices = !data.choices.is_empty();
+    let bare = || {
+        api.has_choices()
+            .then(|| bare_error_of(fields, has_choices))
+            .flatten()
+    };
     let error = error_of(fields, false).or_else(bare);
     let error = error.or_else(|| failed.then(|| Reported::by_engine("the response failed")));
     if let Some(error) = error.filter(|error| !error.is_clients) {

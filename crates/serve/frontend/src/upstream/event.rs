@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -62,81 +62,114 @@ fn is_read(name: &str) -> bool {
 #[derive(Deserialize)]
 struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// An object: some of its [`Fields`], however many it has, and its lists of token ids.
+/// Lists of token ids of an event, wherever they are in it.
 #[derive(Debug, Default)]
-struct Members<'a> {
-    fields: Fields<'a>,
-    ids: Vec<&'a RawValue>,
-    prompt_ids: Vec<&'a RawValue>,
-    /// Whether it has choices twice, of which readers see different ones.
-    is_ambiguous: bool,
+struct Ids<'a> {
+    of_answer: Vec<&'a RawValue>,
+    of_prompt: Vec<&'a RawValue>,
 }
 
-impl<'de> Deserialize<'de> for Members<'de> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Reads;
-        impl<'de> Visitor<'de> for Reads {
-            type Value = Members<'de>;
+/// Some [`Fields`] of an object, however many it has.
+#[derive(Default)]
+struct Members<'a> {
+    fields: Fields<'a>,
+    /// Its own list of token ids, if it has one.
+    ids: Option<&'a RawValue>,
+}
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
+/// Reads an object, whose lists of token ids go to `ids`. `other` reads the value of a member itself, and returns true, or
+/// leaves it.
+fn read_members<'de, A: MapAccess<'de>>(
+    mut map: A,
+    ids: &mut Ids<'de>,
+    mut other: impl FnMut(&str, &mut A, &mut Ids<'de>) -> Result<bool, A::Error>,
+) -> Result<Members<'de>, A::Error> {
+    let (mut fields, mut own) = (Fields::new(), None);
+    while let Some(Name(name)) = map.next_key()? {
+        match &*name {
+            "token_ids" => {
+                let list = map.next_value()?;
+                ids.of_answer.push(list);
+                own = Some(list);
             }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut found = Members::default();
-                while let Some(Name(name)) = map.next_key()? {
-                    match &*name {
-                        "token_ids" => found.ids.push(map.next_value()?),
-                        "prompt_token_ids" => found.prompt_ids.push(map.next_value()?),
-                        _ if found.fields.len() < MEMBERS_MAX || is_read(&name) => {
-                            let is_choices = name == "choices" || name == "delta";
-                            let known = found.fields.insert(name, map.next_value()?);
-                            found.is_ambiguous |= is_choices && known.is_some();
-                        }
-                        _ => {
-                            map.next_value::<IgnoredAny>()?;
-                        }
-                    }
-                }
-                Ok(found)
+            "prompt_token_ids" => ids.of_prompt.push(map.next_value()?),
+            _ if other(&name, &mut map, ids)? => {}
+            _ if fields.len() < MEMBERS_MAX || is_read(&name) => {
+                fields.insert(name, map.next_value()?);
+            }
+            _ => {
+                map.next_value::<IgnoredAny>()?;
             }
         }
-        from.deserialize_map(Reads)
+    }
+    Ok(Members { fields, ids: own })
+}
+
+/// Reads a value of any type into `T`, which a value of another type than expected leaves as it is.
+struct Lenient<'a, 'de, T> {
+    into: &'a mut T,
+    ids: &'a mut Ids<'de>,
+}
+
+/// A value that is read from an object or a list of an event.
+trait Part<'de> {
+    fn read_map<A: MapAccess<'de>>(&mut self, map: A, ids: &mut Ids<'de>) -> Result<(), A::Error>;
+
+    fn read_seq<A: SeqAccess<'de>>(
+        &mut self,
+        mut seq: A,
+        _ids: &mut Ids<'de>,
+    ) -> Result<(), A::Error> {
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(())
     }
 }
 
-/// The first [`CHOICES_MAX`] choices.
-#[derive(Default)]
-struct Choices<'a> {
-    first: Vec<&'a RawValue>,
-    has_more: bool,
+impl<'de, T: Part<'de>> DeserializeSeed<'de> for Lenient<'_, 'de, T> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_any(self)
+    }
 }
 
-impl<'de> Deserialize<'de> for Choices<'de> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Reads;
-        impl<'de> Visitor<'de> for Reads {
-            type Value = Choices<'de>;
+impl<'de, T: Part<'de>> Visitor<'de> for Lenient<'_, 'de, T> {
+    type Value = ();
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a list")
-            }
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut all: A) -> Result<Self::Value, A::Error> {
-                let mut choices = Choices::default();
-                while choices.first.len() < CHOICES_MAX {
-                    match all.next_element()? {
-                        Some(choice) => choices.first.push(choice),
-                        None => return Ok(choices),
-                    }
-                }
-                while all.next_element::<IgnoredAny>()?.is_some() {
-                    choices.has_more = true;
-                }
-                Ok(choices)
-            }
-        }
-        from.deserialize_seq(Reads)
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<(), A::Error> {
+        self.into.read_map(map, self.ids)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<(), A::Error> {
+        self.into.read_seq(seq, self.ids)
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
     }
 }
 
@@ -144,82 +177,158 @@ impl<'de> Deserialize<'de> for Choices<'de> {
 #[derive(Debug, Default)]
 pub(super) struct Choice<'a> {
     pub(super) fields: Fields<'a>,
-    /// Whether its delta is an object without members.
-    pub(super) has_empty_delta: bool,
+    /// Members of its delta, if that is an object.
+    pub(super) delta: Option<Fields<'a>>,
     /// Its list of token ids, if it has one.
     pub(super) ids: Option<&'a RawValue>,
+    /// Whether it has members twice, of which readers see different ones.
+    is_ambiguous: bool,
+}
+
+impl<'de> Part<'de> for Choice<'de> {
+    fn read_map<A: MapAccess<'de>>(&mut self, map: A, ids: &mut Ids<'de>) -> Result<(), A::Error> {
+        let (mut delta, mut deltas) = (Delta::default(), 0);
+        let members = read_members(map, ids, |name, map, ids| {
+            if name != "delta" {
+                return Ok(false);
+            }
+            deltas += 1;
+            let into = &mut delta;
+            map.next_value_seed(Lenient { into, ids })?;
+            Ok(true)
+        })?;
+        (self.fields, self.ids) = (members.fields, members.ids);
+        self.is_ambiguous = deltas > 1;
+        self.delta = delta.0;
+        Ok(())
+    }
+}
+
+/// Members of a delta.
+#[derive(Default)]
+struct Delta<'a>(Option<Fields<'a>>);
+
+impl<'de> Part<'de> for Delta<'de> {
+    fn read_map<A: MapAccess<'de>>(&mut self, map: A, ids: &mut Ids<'de>) -> Result<(), A::Error> {
+        self.0 = Some(read_members(map, ids, |_, _, _| Ok(false))?.fields);
+        Ok(())
+    }
+}
+
+/// The first [`CHOICES_MAX`] choices.
+#[derive(Default)]
+struct Choices<'a> {
+    first: Vec<Choice<'a>>,
+    has_more: bool,
+}
+
+impl<'de> Part<'de> for Choices<'de> {
+    fn read_map<A: MapAccess<'de>>(
+        &mut self,
+        mut map: A,
+        _: &mut Ids<'de>,
+    ) -> Result<(), A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(())
+    }
+
+    fn read_seq<A: SeqAccess<'de>>(
+        &mut self,
+        mut all: A,
+        ids: &mut Ids<'de>,
+    ) -> Result<(), A::Error> {
+        while self.first.len() < CHOICES_MAX {
+            let mut choice = Choice::default();
+            let into = &mut choice;
+            if all
+                .next_element_seed(Lenient {
+                    into,
+                    ids: &mut *ids,
+                })?
+                .is_none()
+            {
+                return Ok(());
+            }
+            self.first.push(choice);
+        }
+        while all.next_element::<IgnoredAny>()?.is_some() {
+            self.has_more = true;
+        }
+        Ok(())
+    }
 }
 
 /// An object that is the data of an event.
 #[derive(Debug, Default)]
 pub(super) struct EventData<'a> {
+    /// Members, but for the choices.
     pub(super) fields: Fields<'a>,
     pub(super) choices: Vec<Choice<'a>>,
     /// Why it is no event of an answer, if so.
     pub(super) fault: Option<&'static str>,
-    /// Lists of token ids, of the answer and of the prompt.
-    ids: Vec<&'a RawValue>,
-    prompt_ids: Vec<&'a RawValue>,
+    ids: Ids<'a>,
+}
+
+impl<'de> Deserialize<'de> for EventData<'de> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Reads;
+        impl<'de> Visitor<'de> for Reads {
+            type Value = EventData<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                let (mut choices, mut lists, mut ids) = (Choices::default(), 0, Ids::default());
+                let members = read_members(map, &mut ids, |name, map, ids| {
+                    if name != "choices" {
+                        return Ok(false);
+                    }
+                    lists += 1;
+                    let into = &mut choices;
+                    map.next_value_seed(Lenient { into, ids })?;
+                    Ok(true)
+                })?;
+                let is_ambiguous = lists > 1 || choices.first.iter().any(|of| of.is_ambiguous);
+                let fault = match (choices.has_more, is_ambiguous) {
+                    (true, _) => Some("an event of its stream has more than 1,024 choices"),
+                    (_, true) => Some("an event of its stream has a member twice"),
+                    _ => None,
+                };
+                Ok(EventData {
+                    fields: members.fields,
+                    choices: choices.first,
+                    fault,
+                    ids,
+                })
+            }
+        }
+        from.deserialize_map(Reads)
+    }
 }
 
 impl<'a> EventData<'a> {
     /// Reads an object; `None` if `json` is not one.
     pub(super) fn read(json: &'a [u8]) -> Option<EventData<'a>> {
-        let mut of_event: Members<'a> = serde_json::from_slice(json).ok()?;
-        let mut is_ambiguous = of_event.is_ambiguous;
-        let choices = of_event.fields.get("choices").map(|raw| raw.get());
-        let choices: Choices<'a> = choices
-            .and_then(|json| serde_json::from_str(json).ok())
-            .unwrap_or_default();
-        let mut read = Vec::with_capacity(choices.first.len());
-        for raw in choices.first {
-            let of_choice: Members<'a> = serde_json::from_str(raw.get()).unwrap_or_default();
-            let delta = of_choice.fields.get("delta").map(|raw| raw.get());
-            let of_delta = delta.filter(|json| json.starts_with('{'));
-            let of_delta = of_delta.and_then(|json| serde_json::from_str::<Members<'a>>(json).ok());
-            is_ambiguous |= of_choice.is_ambiguous;
-            of_event.ids.extend(&of_choice.ids);
-            of_event.prompt_ids.extend(&of_choice.prompt_ids);
-            let mut has_empty_delta = false;
-            if let Some(of_delta) = of_delta {
-                has_empty_delta = of_delta.fields.is_empty();
-                of_event.ids.extend(of_delta.ids);
-                of_event.prompt_ids.extend(of_delta.prompt_ids);
-            }
-            read.push(Choice {
-                ids: of_choice.ids.last().copied(),
-                fields: of_choice.fields,
-                has_empty_delta,
-            });
-        }
-        let fault = match (choices.has_more, is_ambiguous) {
-            (true, _) => Some("an event of its stream has more than 1,024 choices"),
-            (_, true) => Some("an event of its stream has a member twice"),
-            _ => None,
-        };
-        Some(EventData {
-            fields: of_event.fields,
-            choices: read,
-            fault,
-            ids: of_event.ids,
-            prompt_ids: of_event.prompt_ids,
-        })
+        serde_json::from_slice(json).ok()
     }
 
     /// Whether it has ids of the answer's tokens.
     pub(super) fn has_ids(&self) -> bool {
-        self.ids.iter().any(|raw| !is_null(raw))
+        self.ids.of_answer.iter().any(|raw| !is_null(raw))
     }
 
     /// The list of the prompt's ids, if it has one.
     pub(super) fn prompt(&self) -> Option<&'a RawValue> {
-        self.prompt_ids.iter().copied().find(|raw| !is_null(raw))
+        let mut lists = self.ids.of_prompt.iter().copied();
+        lists.find(|raw| !is_null(raw))
     }
 
     /// Places in `json`, the data, of the prompt's ids; with `all`, also of the answer's. In order.
     pub(super) fn places(&self, json: &[u8], all: bool) -> Vec<Range<usize>> {
-        let of_answer = self.ids.iter().filter(|_| all);
-        let raws = of_answer.chain(&self.prompt_ids);
+        let of_answer = self.ids.of_answer.iter().filter(|_| all);
+        let raws = of_answer.chain(&self.ids.of_prompt);
         let mut places: Vec<_> = raws
             .filter(|raw| !is_null(raw))
             .map(|raw| place(json, raw.get()))
@@ -301,9 +410,30 @@ pub(super) fn places_in(
     parts
 }
 
+/// Some members of an object; `None` if `json` is not one.
 pub(super) fn fields(json: &[u8]) -> Option<Fields<'_>> {
-    let found: Option<Members<'_>> = serde_json::from_slice(json).ok();
-    found.map(|of| of.fields)
+    struct All<'a>(Fields<'a>);
+    impl<'de> Part<'de> for All<'de> {
+        fn read_map<A: MapAccess<'de>>(
+            &mut self,
+            map: A,
+            ids: &mut Ids<'de>,
+        ) -> Result<(), A::Error> {
+            self.0 = read_members(map, ids, |_, _, _| Ok(false))?.fields;
+            Ok(())
+        }
+    }
+    if !json.trim_ascii_start().starts_with(b"{") {
+        return None;
+    }
+    let (mut into, mut ids) = (All(Fields::new()), Ids::default());
+    let mut from = serde_json::Deserializer::from_slice(json);
+    let read = Lenient {
+        into: &mut into,
+        ids: &mut ids,
+    };
+    read.deserialize(&mut from).and_then(|()| from.end()).ok()?;
+    Some(into.0)
 }
 
 pub(super) fn string(raw: &&RawValue) -> Option<String> {
@@ -327,4 +457,121 @@ fn is_null(raw: &RawValue) -> bool {
 /// Whether a value stands for an absent one: some engines send `"error": null` or `"finish_reason": ""`.
 pub(super) fn is_nothing(raw: &RawValue) -> bool {
     matches!(raw.get(), "null" | "false" | "\"\"" | "{}" | "[]")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const NAMES: &[&str] = &[
+        "choices",
+        "delta",
+        "token_ids",
+        "prompt_token_ids",
+        "index",
+        "finish_reason",
+        "text",
+        "x\"\u{e9}",
+    ];
+
+    /// JSON of any shape, mostly that of an event.
+    fn values() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<i32>().prop_map(|n| Value::from(f64::from(n) / 8.0)),
+            "[a-z\"\\\\{}\\[\\]:,\u{e9}]{0,8}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(5, 60, 5, |inner| {
+            let member = (prop::sample::select(NAMES), inner.clone());
+            prop_oneof![
+                1 => prop::collection::vec(inner, 0..5).prop_map(Value::from),
+                3 => prop::collection::vec(member, 0..6).prop_map(|all| {
+                    all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+                }),
+            ]
+        })
+    }
+
+    fn event() -> impl Strategy<Value = Value> {
+        let choices = prop::collection::vec(values(), 0..4).prop_map(Value::from);
+        let member = (prop::sample::select(NAMES), values());
+        let rest = prop::collection::vec(member, 0..4);
+        (prop_oneof![4 => choices, 1 => values()], rest).prop_map(|(choices, rest)| {
+            let rest = rest.into_iter().map(|(name, of)| (name.to_owned(), of));
+            rest.chain([("choices".to_owned(), choices)]).collect()
+        })
+    }
+
+    /// Hides ids in a tree.
+    fn hide(value: &mut Value) {
+        for name in ["token_ids", "prompt_token_ids"] {
+            if let Some(ids) = value.get_mut(name) {
+                *ids = Value::Null;
+            }
+        }
+    }
+
+    proptest! {
+        /// Members, choices and the places of ids are those of a tree, however the event is written.
+        #[test]
+        fn one_reading_finds_what_a_tree_has(
+            value in prop_oneof![4 => event(), 1 => values()],
+            way in 0usize..3,
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let json = match way {
+                0 => value.to_string(),
+                _ => serde_json::to_string_pretty(&value).unwrap(),
+            };
+            let text = match way {
+                2 => format!(": c\nid: 1\ndata: {}\n\n", json.replace('\n', "\r\ndata:")),
+                _ => format!("data: {}\n\n", json.replace('\n', "\ndata: ")),
+            };
+            let event = sse::events(text.as_bytes()).next().unwrap();
+            let data = EventData::read(&event.data);
+            let Some(members) = value.as_object() else {
+                prop_assert!(data.is_none());
+                return Ok(());
+            };
+            let data = data.unwrap();
+            for (name, value) in members {
+                let found = data.fields.get(&**name).map(|raw| raw.get());
+                let found = found.map(|json| serde_json::from_str::<Value>(json).unwrap());
+                let is_apart = matches!(&**name, "choices" | "token_ids" | "prompt_token_ids");
+                prop_assert_eq!(found, Some(value.clone()).filter(|_| !is_apart));
+            }
+            let choices = value.get("choices").and_then(Value::as_array);
+            prop_assert_eq!(data.choices.len(), choices.map_or(0, Vec::len));
+            for (read, choice) in data.choices.iter().zip(choices.into_iter().flatten()) {
+                let delta = choice.get("delta").and_then(Value::as_object);
+                prop_assert_eq!(read.delta.is_some(), delta.is_some());
+                prop_assert_eq!(read.ids.is_some(), choice.get("token_ids").is_some());
+                let index = choice.get("index").and_then(Value::as_u64);
+                let of_read = read.fields.get("index").and_then(|raw| raw.get().parse().ok());
+                prop_assert_eq!(of_read, index);
+            }
+            let mut wanted = value.clone();
+            hide(&mut wanted);
+            for choice in wanted.get_mut("choices").and_then(Value::as_array_mut).into_iter().flatten() {
+                hide(choice);
+                choice.get_mut("delta").map(hide);
+            }
+            let mut edited = Edited::of(text.as_bytes());
+            for place in places_in(text.as_bytes(), &event, data.places(&event.data, true)) {
+                edited.replace(place, NULL);
+            }
+            let edited = edited.upto(text.len()).unwrap_or_else(|| text.clone().into());
+            let shown = sse::events(&edited).next().unwrap();
+            prop_assert_eq!((shown.start, shown.end), (event.start, edited.len()));
+            prop_assert_eq!(serde_json::from_slice::<Value>(&shown.data).unwrap(), wanted);
+            // The beginning of an object is none.
+            let part = &json.as_bytes()[..cut.index(json.len())];
+            prop_assert!(EventData::read(part).is_none() && fields(part).is_none());
+            prop_assert!(fields(json.as_bytes()).is_some());
+        }
+    }
 }

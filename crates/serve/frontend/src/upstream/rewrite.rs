@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::ends::{finish_in, finish_of};
-use super::event::{Edited, EventData, value};
+use super::event::{Edited, EventData, Fields, value};
 use super::resume::{StreamKind, is_unset};
 use super::sent::{Phase, Sent, ids_of, text_of};
 use super::sse;
@@ -80,15 +80,22 @@ impl Seam {
             }
             self.prompt = None;
         }
-        let mut choice = Map::new();
-        for name in ["delta", "text", "finish_reason"] {
-            let Some(raw) = first.fields.get(name) else {
-                continue;
-            };
-            if raw.get().len() > FIRST_BYTES_MAX {
-                return differs("the continuation begins with too long an event");
-            }
-            choice.insert(name.into(), value(raw));
+        let delta = first.delta.as_ref();
+        let texts = delta.into_iter().flatten().chain(&first.fields);
+        if texts
+            .into_iter()
+            .any(|(_, raw)| raw.get().len() > FIRST_BYTES_MAX)
+        {
+            return differs("the continuation begins with too long an event");
+        }
+        let read = |fields: &Fields<'_>| -> Map<String, Value> {
+            let each = fields.iter();
+            each.map(|(name, raw)| (name.to_string(), value(raw)))
+                .collect()
+        };
+        let mut choice = read(&first.fields);
+        if let Some(delta) = delta {
+            choice.insert("delta".into(), read(delta).into());
         }
         let choice = Value::Object(choice);
         let (phase, text) = text_of(StreamKind::Chat, &choice);

@@ -74,7 +74,10 @@ impl TokenIds {
 
     /// Whether vLLM sends an event for its ids only: a parser of the engine holds back their text.
     pub(super) fn is_for_ids(&self, data: &EventData<'_>) -> bool {
-        let says = |choice: &Choice<'_>| !choice.has_empty_delta || choice.reason().is_some();
+        let says = |choice: &Choice<'_>| {
+            let delta = choice.delta.as_ref();
+            delta.is_none_or(|delta| !delta.is_empty()) || choice.reason().is_some()
+        };
         self.kind == StreamKind::Chat
             && data.has_ids()
             && !data.choices.is_empty()

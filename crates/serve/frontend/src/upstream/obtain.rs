@@ -250,7 +250,7 @@ impl Search<'_> {
         match outcome {
             Ok(answer) => {
                 visit.on_first_byte(answer.head.status, answer.complete);
-                self.on_answer(role, prefilled, pair, visit, answer)
+                self.on_answer(role, prefilled.as_ref(), pair, visit, answer)
             }
             Err(failure) => {
                 visit.on_failure(&failure);
@@ -287,13 +287,12 @@ impl Search<'_> {
     fn on_answer(
         &mut self,
         role: Role,
-        prefilled: Option<Prefilled>,
+        prefilled: Option<&Prefilled>,
         pair: Option<PairedPrefill>,
         visit: Visit,
         answer: Answer,
     ) -> Attempt {
         let (engine, status) = (visit.engine().clone(), answer.head.status);
-        let prefilled = prefilled.as_ref();
         if is_redirect(status) {
             log_redirect(self.shard, &engine, &self.exchange.target, &answer);
             note_prefill(prefilled, PrefillOutcome::DecodeFailed);

@@ -221,6 +221,8 @@ struct Stage {
 
 /// Distance to the target below which a share nearly attains.
 const NEAR: f64 = 0.02;
+/// A shape whose share is this far below the target at a size is not tried with every setting there.
+const FAR: f64 = 0.1;
 /// A size whose share of misses is at most this many times the allowed one misses by chance: fewer workers may attain.
 const CHANCE: f64 = 1.5;
 /// One of this many candidates is kept on the next part.

@@ -1,6 +1,6 @@
 //! Challenges of an answer: every shape, other splits of prefill and decode workers, and all settings of shapes that nearly attain.
 
-use super::{Candidate, Choice, Evaluate, KEEP, KEEP_MIN, NEAR, ROUNDS_MAX, Search, Stage, Trial};
+use super::{Candidate, Choice, Evaluate, KEEP, KEEP_MIN, ROUNDS_MAX, Search, Stage, Trial};
 
 impl<E: Evaluate> Search<'_, E> {
     /// Challenges `best` with every shape in its best known setting, and in every setting where it is near, until none is
@@ -73,9 +73,11 @@ impl<E: Evaluate> Search<'_, E> {
             let of = &self.shapes[shape];
             let known = (0..of.places.len()).filter_map(share);
             let nearest = known.reduce(|a, b| if b.1 > a.1 { b } else { a });
-            if let Some((setting, share)) = nearest
-                && share >= self.target - NEAR
-            {
+            let Some((setting, _)) = nearest else {
+                continue;
+            };
+            let trial = self.trial_at(shape, setting, workers, stage);
+            if self.come_near(&[trial], stage)?[0] {
                 let settings = if stage.part > 0 {
                     self.combinations(shape, setting, workers, Self::on(0))?
                 } else {

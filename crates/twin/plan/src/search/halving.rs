@@ -3,7 +3,7 @@
 use slipstream_base::width;
 
 use super::{
-    Candidate, Choice, Evaluate, KEEP, KEEP_MIN, Measured, NEAR, Search, Sizing, Stage, Trial,
+    Candidate, Choice, Evaluate, FAR, KEEP, KEEP_MIN, Measured, NEAR, Search, Sizing, Stage, Trial,
 };
 
 /// Limit of values that are changed in the base setting of a shape that attains with it at no size.
@@ -11,8 +11,6 @@ const CHANGES_MAX: usize = 4;
 /// A shape whose cost on a part is above the lowest one by more than this factor is not promising, unless one worker
 /// less makes up for it.
 const PROMISING: f64 = 1.5;
-/// A shape whose share is this far below the target at a size is not tried with every setting there.
-const FAR: f64 = 0.1;
 /// A change of a setting that closes less than this share of the gap to the target is the last one.
 const GAIN: f64 = 0.1;
 /// A value of a setting is far worse if it takes this factor on the misses.

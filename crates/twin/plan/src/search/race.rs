@@ -48,10 +48,8 @@ impl<E: Evaluate> Search<'_, E> {
                 }
             }
             if stage.seeds > 1 {
-                let first = self.run(&trials)?;
-                let mut first = first.iter();
-                let near = self.target - NEAR;
-                trials.retain(|_| first.next().is_some_and(|m| m.attains || m.share >= near));
+                let mut near = self.come_near(&trials, stage)?.into_iter();
+                trials.retain(|_| near.next() == Some(true));
             }
             let measured = self.run_at(&trials, stage)?;
             let mut attain: Vec<(Choice, Measured)> = Vec::new();
@@ -101,6 +99,28 @@ impl<E: Evaluate> Search<'_, E> {
             }
         }
         Ok(Some(best))
+    }
+
+    /// Whether trials attain or nearly do with the first seed. If others are judged with it, they run until they have
+    /// more misses than all of the seeds may have: the share of a run that was stopped earlier is too low, if its misses came first.
+    pub(super) fn come_near(
+        &mut self,
+        trials: &[Trial],
+        stage: Stage,
+    ) -> Result<Vec<bool>, E::Error> {
+        let trials: Vec<Trial> = trials
+            .iter()
+            .map(|trial| Trial {
+                spare: stage.seeds,
+                ..*trial
+            })
+            .collect();
+        let least = self.target - NEAR;
+        let measured = self.run(&trials)?;
+        Ok(measured
+            .iter()
+            .map(|m| m.attains || m.share >= least)
+            .collect())
     }
 
     /// Keeps the setting and size of a shape that were found where answers are found, or the first ones.

@@ -365,24 +365,6 @@ fn unknown_gpu(name: &str) -> Refusal {
     })
 }
 
-/// Generation of a GPU: kernels and frameworks' overheads are shared within one.
-pub fn generation(gpu: &str) -> &'static str {
-    let starts = |names: &[&str]| names.iter().any(|name| gpu.starts_with(name));
-    if starts(&["h100", "h200", "h20", "gh200"]) {
-        "hopper"
-    } else if starts(&["b200", "b300", "gb200", "gb300"]) {
-        "blackwell"
-    } else if starts(&["mi"]) {
-        "cdna"
-    } else if starts(&["rtx-pro", "rtx-50"]) {
-        "blackwell-gddr"
-    } else if starts(&["l4", "rtx-40"]) {
-        "ada"
-    } else {
-        "older"
-    }
-}
-
 /// The word for deployments whose weights have `format`.
 pub fn precision_word(format: Dtype) -> &'static str {
     match format {

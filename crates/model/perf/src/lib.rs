@@ -36,8 +36,8 @@ mod residual;
 mod steps;
 
 pub use deployment::{
-    Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, TableError, generation,
-    precision_word, read_rows, unknown_columns,
+    Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, TableError, precision_word,
+    read_rows, unknown_columns,
 };
 pub use physics::{Load, Moved, Physics, Terms};
 pub use predict::{ErrorBars, Estimate, error_bars, not_modelled, predict};

@@ -3,7 +3,7 @@
 use slipstream_config::cluster::Dtype;
 use slipstream_config::preset::{Attention, Gpu, Link, ModelShape};
 
-use crate::deployment::{Formats, Framework, Parallel, generation};
+use crate::deployment::{Formats, Framework, Parallel};
 use crate::elementary;
 use crate::profile::{Params, own, shared};
 
@@ -260,7 +260,7 @@ impl Worker<'_> {
         params: &'a Params,
     ) -> Worker<'a> {
         // Kernels that were measured on their own win over shares that explain whole steps.
-        let measured = kernels(generation(gpu.kin()));
+        let measured = kernels(gpu.generation);
         let [gemm_compute, gemm_memory, stream_memory, attention_compute] = measured.map_or(
             [
                 1.0,
@@ -568,7 +568,7 @@ impl Worker<'_> {
             Attention::Linear { layers, .. } => (0.0, f64::from(layers)),
             Attention::Full | Attention::Windowed { .. } => (0.0, 0.0),
         };
-        let hopper = generation(self.gpu.kin()) == "hopper";
+        let hopper = self.gpu.generation == "hopper";
         layers
             * own!(params, framework, "layer_us")
             * if hopper {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use slipstream_base::width::{floor_u64, nearest_f32, to_usize};
 
-use crate::deployment::{Deployment, Serving, generation};
+use crate::deployment::{Deployment, Serving};
 use crate::fit::FitError;
 use crate::linear_algebra::solve;
 use crate::profile::{Distance, Profile};
@@ -171,7 +171,7 @@ impl DecodeResidual {
 impl Features {
     pub(crate) fn of(d: &Deployment) -> Features {
         let framework = d.framework.name();
-        let generation = generation(d.gpu.kin());
+        let generation = d.gpu.generation;
         let mode = d.mode();
         let family = d.family();
         let kind = match (d.shape.experts, d.shape.attention) {

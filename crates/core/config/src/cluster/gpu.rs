@@ -141,6 +141,7 @@ pub(super) fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
         name: name.to_owned().into(),
         like: like.map(|gpu| &*gpu.name),
         title: "a GPU of the cluster file",
+        generation: like.map_or("older", |gpu| gpu.generation),
         bf16_flops,
         fp8_flops: optional(&GpuKeys::fp8_flops(), |g| g.fp8_flops),
         fp4_flops: optional(&GpuKeys::fp4_flops(), |g| g.fp4_flops),

@@ -1058,6 +1058,21 @@ fn a_gpu_and_a_link_are_said_by_numbers() {
     );
 }
 
+/// A name is no data: only `like` says whose kernels a GPU has.
+#[test]
+fn the_name_of_a_gpu_says_nothing_of_its_generation() {
+    let numbers = "bf16_flops = 989e12\nmemory_bytes = 85e9\nmemory_bytes_per_s = 3350e9\n";
+    for (like, generation) in [("", "older"), ("like = \"b200-sxm\"\n", "blackwell")] {
+        let text =
+            format!("[gpu.h100-mine]\n{numbers}{like}[engine.timing]\ngpu = \"h100-mine\"\n");
+        let (cluster, _) = parse(&text).unwrap();
+        let TimingConfig::Calibrated { gpu, .. } = &cluster.pools[0].engine.timing else {
+            panic!("the default kind")
+        };
+        assert_eq!(gpu.generation, generation);
+    }
+}
+
 #[test]
 fn kv_blocks_follow_from_the_gpu() {
     let (cluster, settings) = parse("").unwrap();

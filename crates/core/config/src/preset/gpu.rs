@@ -34,6 +34,8 @@ pub struct Gpu {
     pub like: Option<&'static str>,
     /// Product name.
     pub title: &'static str,
+    /// Its generation: kernels and frameworks' overheads are shared within one.
+    pub generation: &'static str,
     /// Dense (no sparsity) BF16 tensor throughput with FP32 accumulation, FLOP/s.
     pub bf16_flops: f64,
     /// Dense FP8 tensor throughput, FLOP/s; `None`: no FP8 units.
@@ -66,6 +68,14 @@ pub static GPUS: LazyLock<Vec<Gpu>> = LazyLock::new(|| {
 
 fn read_preset(name: &str, t: &Table<'_>) -> Gpu {
     const LINKS: &[(&str, Link)] = &[("fabric", Link::Fabric), ("pcie", Link::Pcie)];
+    const GENERATIONS: &[(&str, &str)] = &[
+        ("hopper", "hopper"),
+        ("blackwell", "blackwell"),
+        ("blackwell-gddr", "blackwell-gddr"),
+        ("ada", "ada"),
+        ("cdna", "cdna"),
+        ("older", "older"),
+    ];
     let text = |key: &str| -> &'static str {
         let text: String = t.get(key).required("add it", String::new());
         text.leak() // once per process
@@ -81,6 +91,9 @@ fn read_preset(name: &str, t: &Table<'_>) -> Gpu {
         name: name.to_owned().into(),
         like: None,
         title: text("title"),
+        generation: t
+            .choice("generation", GENERATIONS)
+            .required("add it", "older"),
         bf16_flops: needed("bf16_flops"),
         fp8_flops: figure("fp8_flops").optional(),
         fp4_flops: figure("fp4_flops").optional(),
@@ -115,6 +128,7 @@ impl Gpu {
             name: _,
             like: _,
             title: _,
+            generation: _,
             bf16_flops,
             fp8_flops,
             fp4_flops,

@@ -4,8 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Phrases that make prose hard to read, against limits per 10,000 words.
-scripts/words.py --check
 # Tables of benchmarks are those of the data.
 scripts/benchmarks.py --check
 scripts/venv.sh

@@ -156,7 +156,10 @@ mod tests {
     /// The committed corpus, on every compiler.
     #[test]
     fn the_corpus_does_no_harm() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fuzz/corpus/key_message");
+        let folder = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../../fuzz/corpus/key_message"
+        );
         let mut files = 0;
         // Miri takes seconds per input.
         let step = if cfg!(miri) { 40 } else { 1 };

@@ -37,7 +37,10 @@ pub(crate) fn error(toml: &str) -> String {
 
 /// A shipped example.
 pub(crate) fn example(name: &str) -> String {
-    let path = format!("{}/../../../examples/net/{name}", env!("CARGO_MANIFEST_DIR"));
+    let path = format!(
+        "{}/../../../examples/net/{name}",
+        env!("CARGO_MANIFEST_DIR")
+    );
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 

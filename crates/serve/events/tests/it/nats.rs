@@ -24,7 +24,10 @@ impl Drop for Server {
 
 /// The server's program, if there is one.
 fn program() -> Option<PathBuf> {
-    let venv = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../.venv/bin/nats-server");
+    let venv = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../../.venv/bin/nats-server"
+    );
     let candidates = [PathBuf::from("nats-server"), PathBuf::from(venv)];
     let found = candidates.into_iter().find(|program| {
         let version = Command::new(program).arg("--version").output();

@@ -23,9 +23,7 @@ impl<E: Evaluate> Search<'_, E> {
                 Some(found) => self.confirm(found, stage)?,
                 None => None,
             };
-            let is_near = self
-                .nearest()
-                .is_some_and(|nearest| nearest.share >= self.target - NEAR);
+            let is_near = best.is_none() && self.any_comes_near(stage)?;
             if best.is_some() || is_near {
                 best = self.challenge(best, stage)?;
             }
@@ -35,6 +33,20 @@ impl<E: Evaluate> Search<'_, E> {
             None => None,
         };
         best.map(|best| self.prefer(best, stage)).transpose()
+    }
+
+    /// Whether a shape nearly attains with the first seed: the trial that came nearest, or the shape's largest size.
+    fn any_comes_near(&mut self, stage: Stage) -> Result<bool, E::Error> {
+        let nearest = self.nearest().map(|nearest| {
+            let of = nearest.trial;
+            self.trial_at(of.shape, of.setting, of.workers, stage)
+        });
+        let largest = (0..self.shapes.len()).filter_map(|shape| {
+            let workers = self.below(None, shape)?;
+            Some(self.trial_at(shape, self.setting(shape), workers, stage))
+        });
+        let trials: Vec<Trial> = nearest.into_iter().chain(largest).collect();
+        Ok(self.come_near(&trials, stage)?.contains(&true))
     }
 
     /// The answer, or one that costs less: where routing has chance in it, fewer workers may attain where one more misses by a little.

@@ -1,4 +1,4 @@
-//! What the operating system has for a process: files of a configuration, secrets, memory, CPU time, limits.
+//! What a process reads from its operating system: configuration files, secrets, memory, CPU time, limits.
 //!
 //! - [`files`]: files that a configuration names, read once at the start. Files that may be replaced while a process
 //!   runs are read by `slipstream_discovery::files`.
@@ -6,7 +6,7 @@
 //! - [`memory`]: memory of the host and of this process's control groups, bytes.
 //! - [`process`]: CPU time, resident memory and open files of a process.
 //!
-//! Functions return what `/proc` and system calls say, `None` if a system does not have it, or
+//! Functions return figures of `/proc` and of system calls, `None` if the system lacks one, or
 //! [`std::io::Error`]. The crate does not know what a file contains, or which settings a figure decides.
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(

@@ -1,4 +1,4 @@
-//! Files of keys.
+//! Files of secret keys, with a warning if every user can read one.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;

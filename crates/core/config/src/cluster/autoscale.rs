@@ -1,4 +1,4 @@
-//! `[autoscale]`: how many of a pool's workers run.
+//! `[autoscale]`: the policy and bounds by which a pool's size follows its load.
 
 use super::DAY_S;
 use crate::doc::{Table, choice, optional, section, value};

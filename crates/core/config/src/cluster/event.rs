@@ -1,4 +1,4 @@
-//! `[[event]]`: faults at their times.
+//! `[[event]]`: faults, each with its times and workers.
 
 use super::{PoolConfig, TIME_S_MAX, WORKERS_MAX};
 use crate::doc::{Table, optional, required, required_choice, section, value};

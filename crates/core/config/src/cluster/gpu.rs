@@ -1,4 +1,4 @@
-//! `[gpu.NAME]` and `[link.NAME]`: GPUs by their numbers.
+//! `[gpu.NAME]` and `[link.NAME]`: custom GPUs and their links, described by figures.
 
 use std::ops::RangeInclusive;
 

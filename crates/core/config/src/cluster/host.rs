@@ -1,4 +1,4 @@
-//! `[host]`: the time that work on the frontend's host takes.
+//! `[host]`: CPU time of the work on the frontend's host, and the scheduling of its threads.
 
 use super::{NetworkConfig, NetworkMode, PoolConfig};
 use crate::doc::{Section, Table, choice, optional, section, value};

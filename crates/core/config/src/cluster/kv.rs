@@ -1,4 +1,4 @@
-//! `[kv]`: how keys and values get from one engine to another.
+//! `[kv]`: the transfer of KV blocks from a prefill worker to a decode worker.
 
 use crate::doc::{choice, section};
 

@@ -1,4 +1,4 @@
-//! `[live]`: settings of `serve` alone.
+//! `[live]`: settings of live servers (`serve`, `frontend`, `worker`).
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `[model]`, and `[pool.NAME.model]` over it.
+//! `[model]`: the served model; `[pool.NAME.model]` overrides it for a pool.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! `[network]`: how transfers between workers take time.
+//! `[network]`: the network between frontend and workers: its model, rates and topology.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;

@@ -1,4 +1,4 @@
-//! `[pool.NAME]`: equal workers, and what the pools of a cluster must have in common.
+//! `[pool.NAME]`: a pool of identical workers, and checks between the pools of a cluster.
 
 use std::io;
 use std::path::Path;

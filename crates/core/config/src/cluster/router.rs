@@ -1,4 +1,4 @@
-//! `[router]`: how workers are chosen.
+//! `[router]`: the routing policy and its parameters.
 
 use super::TIME_S_MAX;
 use crate::doc::{choice, section, value};

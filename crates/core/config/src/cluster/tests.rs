@@ -1,4 +1,4 @@
-//! Whole cluster files: values that are read, and mistakes that are refused.
+//! Tests on complete cluster files: values that are read, and mistakes that are refused.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Keys of a file, each declared once: its name, type, unit, bounds, default, meaning and pitfall. The reader, the
+//! Declarations of the keys of a file, one per key: its name, type, unit, bounds, default, meaning and pitfall. The reader, the
 //! default of its struct and its row of the documentation follow from the declaration.
 //!
 //! [`section!`] declares the keys of a table. A key's doc comment is its documentation: the first paragraph is its

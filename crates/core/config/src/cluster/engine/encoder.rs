@@ -1,4 +1,4 @@
-//! `[engine.encoder]`: the encoder of images.
+//! `[engine.encoder]`: the encoder of a multimodal model.
 
 use super::TimingConfig;
 use crate::doc::{Key, Origin, Table, Unset, optional, section, value};

@@ -1,4 +1,4 @@
-//! The KV cache of an engine: how many blocks fit a GPU beside the weights.
+//! Capacity of an engine's KV cache: the blocks that fit into GPU memory next to the weights.
 
 use super::parallel::Parallel;
 use super::{Dtype, EngineConfig, EngineKeys, TimingConfig};

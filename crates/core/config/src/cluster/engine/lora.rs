@@ -1,4 +1,4 @@
-//! `[engine.lora]`: adapters that an engine holds.
+//! `[engine.lora]`: LoRA adapters of an engine, and their limits.
 
 use crate::doc::{Origin, Table, optional, section, value};
 use slipstream_base::width::round_u64;

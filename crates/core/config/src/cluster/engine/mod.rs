@@ -1,4 +1,4 @@
-//! `[engine]`: vLLM's names and meanings.
+//! `[engine]`: settings of an engine, with the names and meanings of vLLM's flags.
 
 mod encoder;
 mod kv_cache;

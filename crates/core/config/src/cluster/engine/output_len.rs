@@ -1,4 +1,4 @@
-//! `[engine.output_len]`: natural lengths of answers.
+//! `[engine.output_len]`: the distribution of answer lengths, if no limit ends an answer earlier.
 
 use crate::doc::{Table, choice, required, section, value};
 

@@ -1,4 +1,4 @@
-//! `[engine.speculation]`: drafted tokens.
+//! `[engine.speculation]`: speculative decoding.
 
 use super::TimingConfig;
 use crate::doc::{Table, optional, required_choice, section, value};

@@ -1,4 +1,4 @@
-//! How much of a prompt an engine has cached, by its KV events.
+//! The cached part of a prompt on one engine, derived from its KV events.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

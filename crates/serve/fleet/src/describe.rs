@@ -1,4 +1,4 @@
-//! A cluster file from what running engines report.
+//! Writes a cluster file from the facts that running engines report.
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,4 @@
-//! Keys and certificates towards engines.
+//! API keys and certificates for connections to engines.
 
 use std::io;
 use std::path::Path;

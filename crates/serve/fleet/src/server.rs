@@ -1,4 +1,4 @@
-//! Parts of a server that do not depend on the kind of its engines: keys, limits, tokenizer, dispatchers.
+//! Parts shared by servers of real and of modelled engines: API keys, limits, tokenizer, dispatchers.
 
 use std::path::PathBuf;
 use std::sync::Arc;

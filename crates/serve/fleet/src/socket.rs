@@ -1,4 +1,4 @@
-//! The socket of a server: bound by itself, or passed by a service manager.
+//! The listening socket of a server: bound by the server, or passed by a service manager.
 
 use anyhow::Context;
 use slipstream_config::cluster::LiveConfig;

@@ -1,4 +1,4 @@
-//! The example of a program that embeds a router.
+//! Tests the example `two_engines`, a program that embeds a router.
 
 #[path = "../../examples/two_engines.rs"]
 mod two_engines;

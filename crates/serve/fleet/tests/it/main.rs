@@ -1,3 +1,3 @@
-//! The control plane of a router, inside this process, in front of engines that answer by a script.
+//! Tests of the router's control plane in this process, in front of scripted engines.
 
 mod embedded;

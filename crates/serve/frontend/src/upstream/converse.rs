@@ -1,4 +1,4 @@
-//! One request at one engine: sends it, and reads the part of its answer that is judged before the client gets any.
+//! One attempt at one engine: sends the request, and reads the beginning of the answer, which decides on a retry.
 
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;

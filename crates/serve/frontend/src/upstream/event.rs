@@ -1,7 +1,7 @@
-//! Reads the data of an event once, for all who judge, adapt or hide a part of it. No I/O.
+//! Parses the data of a server-sent event once, for all modules that judge, adapt or hide a part. No I/O.
 //!
-//! Values stay as they are written: only those that are needed are parsed, and only short ones. So the work is linear in the
-//! bytes of an event, whatever its engine put into it.
+//! Most values stay raw text: only short values that are needed are parsed. So the work is linear in the bytes of an event,
+//! whatever the engine sent.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

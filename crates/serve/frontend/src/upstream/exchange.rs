@@ -1,4 +1,4 @@
-//! A client's request, as engines get it, and what it holds: its place, its memory, its line in the record.
+//! A client's request, as engines get it, and the resources that it holds: stream permit, memory charge, recording.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

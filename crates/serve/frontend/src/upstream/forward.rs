@@ -1,4 +1,4 @@
-//! From a client's request to the first bytes of an engine's answer.
+//! Handles a client's request up to the first bytes of an engine's answer.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

@@ -1,4 +1,4 @@
-//! Finds an engine that answers a request: attempts, retries, and the two engines of a prompt computed elsewhere.
+//! Finds an engine that answers a request: attempts, retries, and pairs of engines for disaggregated prefill.
 
 use std::future::Future;
 use std::rc::Rc;

@@ -1,4 +1,4 @@
-//! Paths of engines: which are forwarded, which compute, and which may be sent twice.
+//! Request paths: which ones are forwarded to engines, which only compute, and which may be retried.
 
 use hyper::Method;
 

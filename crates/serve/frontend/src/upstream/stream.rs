@@ -1,4 +1,5 @@
-//! The events of a stream on their way to its client: kept for a continuation, adapted to it, without ids. No I/O.
+//! Events of a stream between engine and client: keeps what a continuation needs, adapts the continuation's events, and
+//! hides token ids. No I/O.
 
 use bytes::{Bytes, BytesMut};
 use slipstream_base::width::to_usize;

@@ -1,12 +1,12 @@
 //! Which trials to run, and the answer that follows from them.
 //!
 //! A *candidate* is a shape with a setting; its size is a number of workers. The search assumes that
-//! more workers attain whenever fewer do, and finds the smallest size by bisection. It sizes every
-//! promising shape on a small part of the workload, and the cheapest then on the whole: an answer to improve
-//! on. Everything else is tried at the largest size that is cheaper; most candidates miss soon, which takes few
+//! more workers attain whenever fewer do, and finds the smallest size by bisection. The search sizes every
+//! promising shape on a small part of the workload, and then the cheapest shape on all of it: an answer to
+//! improve on. Everything else is tried at the largest size that is cheaper; most candidates miss soon, which takes few
 //! requests. Settings are tried on the small part first, and the better quarter goes on to larger parts
-//! (successive halving). On the whole workload the answer is challenged by those that are left, by every
-//! shape, by other splits of prefill and decode workers, and by the better settings of shapes that nearly attain.
+//! (successive halving). On the whole workload, the remaining settings challenge the answer, and so do all
+//! shapes, other splits of prefill and decode workers, and the better settings of shapes that nearly attain.
 //!
 //! Trials run in batches that depend on results alone.
 

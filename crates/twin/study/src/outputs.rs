@@ -1,4 +1,4 @@
-//! Files of a run while it goes on: drag records, records of passes, a series over time, a trace for Perfetto.
+//! Files that are written during a run: drag records, records of passes, a series over time, a trace for Perfetto.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! Effects of faults on a worker.
+//! The effect of each kind of fault on a worker.
 
 use slipstream_config::cluster::Fault;
 

@@ -1,4 +1,4 @@
-//! Events of a run.
+//! Scheduled events of a simulated run, and their order.
 
 use std::cmp::Reverse;
 

@@ -1,4 +1,4 @@
-//! The outcome of a run.
+//! The outcome of a run, in total, per model and per pool.
 
 use slipstream_base::SimTime;
 use slipstream_base::text::{counted, grouped};

@@ -1,4 +1,4 @@
-//! Passes of engines that a fault slows down, or that run in compressed time.
+//! Step times scaled by a fault's slowdown and by the speed-up.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

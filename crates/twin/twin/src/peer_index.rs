@@ -1,4 +1,4 @@
-//! The blocks that workers look up at each other.
+//! Index of the blocks that workers may fetch from each other.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! A request of the workload, as the dispatcher and the engines take it.
+//! Checks a request of the workload, and converts it into requests for the dispatcher and the engines.
 
 use slipstream_base::mix::mix64;
 use slipstream_base::{BlockHash, EncoderInput, Prompt, WorkerId};

@@ -1,4 +1,4 @@
-//! A run as its caller sees it: options, errors and records.
+//! Interface of a run: options, errors, records, and the callbacks that receive them.
 
 use slipstream_autoscale::{Decision, Observed};
 use slipstream_base::{RankId, SimTime};

@@ -1,4 +1,4 @@
-//! Shapes as the search sees them: costs, sizes, and settings as places on axes.
+//! A shape as the search sees it: cost, bounds of its size, and settings as points on axes.
 
 use slipstream_base::width;
 

@@ -1,4 +1,4 @@
-//! Figures of an answer that is found: its seeds, the sizes near it, and its headroom.
+//! Figures of the answer: its result per seed, neighboring sizes, and headroom.
 
 use slipstream_base::width;
 

@@ -1,4 +1,4 @@
-//! Sizes and settings on the parts of the workload (successive halving).
+//! Sizes shapes, and selects settings, on growing parts of the workload (successive halving).
 
 use slipstream_base::width;
 

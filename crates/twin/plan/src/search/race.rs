@@ -1,4 +1,4 @@
-//! Candidates against the cheapest one that is known.
+//! Tries candidates at sizes that are cheaper than the best known one.
 
 use std::collections::{BTreeSet, VecDeque};
 

@@ -1,4 +1,4 @@
-//! The search beside every combination, with candidates of known capacity.
+//! Compares the search with exhaustive enumeration, on candidates of known capacity.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;

@@ -1,5 +1,5 @@
-//! Answers with temperature 0 depend on the prompt alone: whichever frontend and worker serve them, whatever else is
-//! computed there, and also if their worker is killed.
+//! Answers with temperature 0 depend on the prompt alone: not on the frontend or worker, on other requests, or on the loss
+//! of a worker.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
-//! A hostile server for every client of ours: whatever it says, nothing that a terminal acts on reaches stdout or
-//! stderr, and no line is without end.
+//! A hostile server for every command that reads from a server: none of its control characters reach stdout or
+//! stderr, and lines have a limit.
 
 use std::collections::BTreeSet;
 use std::fs::File;

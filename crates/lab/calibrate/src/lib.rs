@@ -11,7 +11,7 @@
 //! - [`replay`]: terms from requests, by the twin, which knows queues; [`steps`]: terms from forward-pass metrics.
 //! - [`fitted`]: the terms as a report, and as a section of a cluster file.
 //!
-//! Files and engines are read; results are returned as values and text. Times are seconds, terms nanoseconds. Errors are
+//! The crate reads files, loads engines, and returns results as values and text. Times are seconds, terms nanoseconds. Errors are
 //! [`anyhow::Error`]s that say what to measure again. The crate does not know flags or terminals: notes and progress go
 //! to the caller's functions.
 // Casts that could change a number go through `slipstream_base::width`.

@@ -1,4 +1,4 @@
-//! An engine: its parts, the life of a sequence in it, and the ends of its passes.
+//! An engine: adds, finishes and aborts sequences, and applies the results of each pass to them.
 
 mod adapters;
 mod cache;

@@ -1,4 +1,4 @@
-//! Addresses of ports and endpoints.
+//! Address of a packet's next hop: a port or an endpoint.
 
 use slipstream_base::width::to_u32;
 

@@ -1,5 +1,5 @@
-//! The KV cache of an engine as its sequences use it: blocks on the GPU, the tier below them, and the changes that no
-//! delta has published yet.
+//! The KV cache of an engine, as its sequences see it: GPU blocks, the tiers below them, and changes that are not yet
+//! published.
 
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::width::to_u32;

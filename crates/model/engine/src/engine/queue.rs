@@ -1,4 +1,4 @@
-//! The waiting queue of an engine: its order, its sums, and what its head waits for.
+//! The waiting queue of an engine: its order, its totals, and why its head is blocked.
 
 use slipstream_base::BlockHash;
 use slipstream_config::cluster::SchedulingPolicy;

@@ -1,4 +1,4 @@
-//! Which sequences a pass works on.
+//! Schedules a pass: running sequences first, then waiting ones, within the token budget.
 
 use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime};

@@ -1,4 +1,4 @@
-//! A sequence in an engine: its whole state, and the part of it that each pass reads.
+//! State of a sequence in an engine. [`Running`] is the hot part, which each pass reads.
 
 use std::hash::Hasher;
 

@@ -50,10 +50,10 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
 }
 
-/// [`print`] of JSON, which has text of servers or files in it.
+/// [`print()`] of JSON, which has text of servers or files in it.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub(crate) fn print_json(json: &str) -> io::Result<()> {
     print(&foreign_json(json))
 }

@@ -1,10 +1,10 @@
 //! The Rust part of slipstream's Python package: the extension module `slipstream._native`.
 //!
-//! - [`study`]: simulations, sweeps and plans, and [`table`]: their results as Arrow tables.
+//! - `study`: simulations, sweeps and plans, and `table`: their results as Arrow tables.
 //! - The others: the vLLM connector.
 //!
 //! The connector calls Rust once per scheduler step, with all changes since the last
-//! one ([`keys::KeySet::step`]), never once per block.
+//! one (`keys::KeySet::step`), never once per block.
 //!
 //! pyo3 turns panics into Python exceptions. Values from Python are checked at their entry.
 // PyO3's methods and its conversions of errors take their arguments by value.

@@ -2,7 +2,7 @@
 
 use slipstream_base::width;
 
-/// A setting as the index of its value on each axis of settings. Splits of prefill and decode workers are [`SPLIT`].
+/// A setting as the index of its value on each axis of settings. Splits of prefill and decode workers are `SPLIT`.
 pub type Place = [usize; 4];
 
 /// The axis of splits: those of one prefill worker more or less have indices that differ by 1.

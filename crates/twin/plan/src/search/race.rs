@@ -89,14 +89,19 @@ impl<E: Evaluate> Search<'_, E> {
             self.learn(Some(best), stage);
             // The others that attain are tried again, but those that ran alike.
             let mut runs: Vec<(usize, u32, u64)> = Vec::new();
-            for (each, measured) in attain.iter().rev() {
+            let mut again: Vec<(usize, usize)> = Vec::new();
+            for (each, measured) in &attain {
                 let run = (each.shape, each.workers, measured.digest);
                 let same = (best.shape, best.setting) == (each.shape, each.setting);
                 if !same && !runs.contains(&run) {
-                    open.push_front((each.shape, each.setting));
+                    again.push((each.shape, each.setting));
                 }
                 runs.push(run);
             }
+            again
+                .into_iter()
+                .rev()
+                .for_each(|each| open.push_front(each));
         }
         Ok(Some(best))
     }

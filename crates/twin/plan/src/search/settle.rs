@@ -1,8 +1,6 @@
 //! The last stage of a search: confirmation on the whole workload with every seed, and the table of the other shapes.
 
-use super::{
-    CHANCE, Choice, Evaluate, Key, Measured, NEAR, ROUNDS_MAX, Search, Sizing, Stage, Trial,
-};
+use super::{CHANCE, Choice, Evaluate, Key, Measured, ROUNDS_MAX, Search, Sizing, Stage, Trial};
 
 /// Fraction of the allowed misses below which the first seed alone decides.
 const CLEAR: f64 = 0.5;
@@ -62,7 +60,11 @@ impl<E: Evaluate> Search<'_, E> {
                 let here = part == stage.part && conditions == plain && close(measured);
                 for workers in [workers, workers - 1].into_iter().filter(|_| here) {
                     let of = &self.shapes[shape];
-                    let trial = self.trial_at(shape, setting, workers, stage);
+                    // The first seed may have the misses of all.
+                    let trial = Trial {
+                        spare: stage.seeds,
+                        ..self.trial_at(shape, setting, workers, stage)
+                    };
                     if of.cost_of(workers) < best.cost * (1.0 - 1e-9)
                         && workers >= of.workers_min.max(1)
                         && !tried.contains(&self.key(&trial))
@@ -98,10 +100,8 @@ impl<E: Evaluate> Search<'_, E> {
         let (shape, setting) = (found.shape, found.setting);
         let mut sizing = self.sizing(shape, found.workers, true);
         let fewer = self.trial(shape, setting, found.workers - 1);
-        let is_near = self
-            .result(&fewer)
-            .is_none_or(|fewer| fewer.share >= self.target - NEAR);
-        if !is_near {
+        // It failed on the main stage, in a run that ended at the first seed's misses.
+        if self.result(&fewer).is_some() && !self.come_near(&[fewer], stage)?[0] {
             sizing.fails = fewer.workers;
         }
         let mut job = [(shape, setting, sizing)];

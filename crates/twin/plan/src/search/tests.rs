@@ -13,6 +13,8 @@ struct Known {
     cold: Vec<f64>,
     /// A size that misses by a little, whatever its capacity: shape and workers.
     unlucky: Option<(usize, u32)>,
+    /// A size whose first seed has a burst of misses at its beginning, while all seeds together attain: shape and workers.
+    burst: Option<(usize, u32)>,
     /// Settings beyond this one give the same cluster as it.
     same_from: usize,
     load: f64,
@@ -41,12 +43,23 @@ impl Evaluate for Known {
                 capacity = self.load * 0.999;
             }
             let enough = capacity / (self.load * t.conditions.load * t.conditions.slower);
-            let met = width::floor_u64(TARGET * 1e6 * enough.min(1.0) + 1e-3);
+            let mut share = TARGET * enough.min(1.0);
+            let mut complete = true;
+            if self.burst == Some((t.shape, t.workers)) {
+                // Alone it may have 1 % of misses, which the burst exceeds: such a run is stopped in it.
+                complete = t.conditions.seed > 0 || t.spare > 1;
+                share = match (t.conditions.seed, complete) {
+                    (0, true) => 0.985,
+                    (0, false) => 0.67,
+                    _ => 0.999,
+                };
+            }
+            let met = width::floor_u64(1e6 * share + 1e-3);
             Measured {
-                attains: enough >= 1.0,
-                complete: true,
+                attains: share >= TARGET,
+                complete,
                 by_class: vec![(1_000_000, met)],
-                share: TARGET * enough.min(1.0),
+                share,
                 judged: 100,
                 digest: capacity.to_bits() ^ t.setting as u64,
                 requests: (self.parts[t.part] * self.requests as f64) as u64,
@@ -108,6 +121,7 @@ fn is_the_cheapest(
         capacity,
         cold: cold.to_vec(),
         unlucky: None,
+        burst: None,
         same_from: usize::MAX,
         load,
         requests: 16_000,
@@ -221,6 +235,7 @@ fn known(capacity: Vec<Vec<f64>>) -> Known {
         capacity,
         cold: Vec::new(),
         unlucky: None,
+        burst: None,
         same_from: usize::MAX,
         load: 8.5,
         requests: 16_000,
@@ -321,6 +336,7 @@ fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
         capacity: vec![vec![1.0]],
         cold: Vec::new(),
         unlucky: Some((0, 10)),
+        burst: None,
         same_from: usize::MAX,
         load: 8.5,
         requests: 16_000,
@@ -345,6 +361,41 @@ fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
     assert_eq!(best.workers, 9);
 }
 
+/// The first seed misses in a burst at nine workers, so that its run is stopped there with a low share. All three seeds
+/// together attain.
+#[test]
+fn a_size_is_not_given_up_for_a_burst_of_the_first_seed() {
+    let mut known = Known {
+        burst: Some((0, 9)),
+        ..known(vec![vec![1.0]])
+    };
+    known.load = 8.5;
+    let space = candidates(&[1.0], 1);
+    let parts = known.parts.clone();
+    let main = parts.len() - 1;
+    let mut search = Search::new(
+        &space,
+        TARGET,
+        &parts,
+        main,
+        Conditions::PLAIN,
+        3,
+        &mut known,
+    );
+    search
+        .run(&[search.trial(0, 0, 9), search.trial(0, 0, 10)])
+        .unwrap();
+    let at_10 = Choice {
+        shape: 0,
+        setting: 0,
+        workers: 10,
+        cost: 10.0,
+        share: TARGET,
+    };
+    let best = search.settle(Some(at_10)).unwrap().unwrap();
+    assert_eq!(best.workers, 9);
+}
+
 /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
 /// setting needs one.
 #[test]
@@ -356,6 +407,7 @@ fn a_setting_that_saves_one_worker_of_two_is_found() {
         capacity: vec![vec![8.0, 8.0], vec![5.7, 7.4]],
         cold: Vec::new(),
         unlucky: None,
+        burst: None,
         same_from: usize::MAX,
         load: 6.7,
         requests: 16_000,
@@ -381,6 +433,7 @@ fn of_equal_cost_the_simpler_and_then_the_one_with_more_headroom_is_chosen() {
             capacity: capacity.iter().map(|&each| vec![each]).collect(),
             cold: Vec::new(),
             unlucky: None,
+            burst: None,
             same_from: usize::MAX,
             load: 16.0,
             requests: 1000,
@@ -410,6 +463,7 @@ fn of_equal_cost_the_preferred_one_stays() {
             capacity: capacity.iter().map(|each| each.to_vec()).collect(),
             cold: Vec::new(),
             unlucky: None,
+            burst: None,
             same_from: usize::MAX,
             load: 16.0,
             requests: 1000,
@@ -480,6 +534,7 @@ fn a_large_space_takes_a_twentieth_of_its_grid() {
         capacity,
         cold: Vec::new(),
         unlucky: None,
+        burst: None,
         same_from: usize::MAX,
         load: 200.0,
         requests: 10_000,
@@ -506,6 +561,7 @@ fn the_load_at_which_an_answer_fails_is_found() {
             capacity: vec![vec![capacity]],
             cold: Vec::new(),
             unlucky: None,
+            burst: None,
             same_from: usize::MAX,
             load: 10.0,
             requests: 100,

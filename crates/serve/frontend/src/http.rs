@@ -828,18 +828,45 @@ impl Shard {
         &self,
         body: Bytes,
         bytes: usize,
+        charge: Charge,
+        job: impl FnOnce(&Service, &[u8]) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, Charge), ApiError> {
+        let cost = |service: &Service, body: &[u8]| service.text.cost(body);
+        self.run_at_cost(body, bytes, charge, cost, job).await
+    }
+
+    /// As [`run_sized`](Self::run_sized), for a job that tokenizes nothing.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub(crate) async fn run_reading<T: Send + 'static>(
+        &self,
+        body: Bytes,
+        bytes: usize,
+        charge: Charge,
+        job: impl FnOnce(&Service, &[u8]) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, Charge), ApiError> {
+        self.run_at_cost(body, bytes, charge, |_, _| EncodeCost::Low, job)
+            .await
+    }
+
+    async fn run_at_cost<T: Send + 'static>(
+        &self,
+        body: Bytes,
+        bytes: usize,
         mut charge: Charge,
+        cost: impl Fn(&Service, &[u8]) -> EncodeCost + Send + 'static,
         job: impl FnOnce(&Service, &[u8]) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<(T, Charge), ApiError> {
         let service = &self.service;
         let is_short = bytes <= INLINE_BYTES_HIGH
-            || bytes <= INLINE_BYTES_LOW && service.text.cost(&body) == EncodeCost::Low;
+            || bytes <= INLINE_BYTES_LOW && cost(service, &body) == EncodeCost::Low;
         if is_short {
             return Ok((job(service, &body)?, charge));
         }
         let service = service.clone();
         let on_helper = move || {
-            let factor = match service.text.cost(&body) {
+            let factor = match cost(&service, &body) {
                 EncodeCost::Low => BODY_FACTOR_LOW,
                 EncodeCost::High => BODY_FACTOR_HIGH,
             };

@@ -467,14 +467,17 @@ impl Relay {
             return;
         };
         self.resuming = Some(Box::pin(async move {
-            let charge = exchange.charge_job().map_err(|error| error.message)?;
+            // The answer is complete: without room for more it ends as it would without the usage.
+            let Ok(charge) = exchange.charge_job() else {
+                return Ok(Resumed::Closed(last));
+            };
             let bytes = exchange.body.len() + sent.len();
             let job = move |_: &Service, body: &[u8]| Ok(closing(api, body, &sent, &seams, prompt));
             let body = exchange.body.clone();
             let turn = upstream.planning.acquire().await;
-            let closed = shard.run_sized(body, bytes, charge, job).await;
+            let closed = shard.run_reading(body, bytes, charge, job).await;
             drop(turn);
-            let (closed, _charge) = closed.map_err(|error| error.message)?;
+            let closed = closed.ok().and_then(|(closed, _charge)| closed);
             Ok(Resumed::Closed(closed.map_or(last, Bytes::from)))
         }));
     }
@@ -524,7 +527,11 @@ impl Relay {
     /// # Errors
     /// Why not.
     fn lose(&mut self, failure: &Failure) -> Result<(), String> {
-        let flow = self.flow.take().expect("the answer is not over");
+        // An error that it reported, and that is not passed on yet, is of the same loss.
+        self.take_reported();
+        let Some(flow) = self.flow.take() else {
+            return Ok(());
+        };
         let Flow {
             seat,
             mut visit,
@@ -556,7 +563,7 @@ impl Relay {
 
     /// Its engine leaves the fleet or hangs: it continues on another one, or ends.
     fn move_on(&mut self, failure: &Failure) {
-        if let Err(why) = self.lose(failure) {
+        if let Err(why) = self.on_lost(failure) {
             self.cut = Some(ApiError::stream_lost(&why));
         }
         if let Some(waker) = self.waiting.take() {
@@ -702,10 +709,20 @@ impl Relay {
         }
         let limits = &self.shard.service.limits;
         let unread = Duration::from_nanos(now_ns.saturating_sub(self.asked_ns));
-        let error = if self.exchange.deadline_ns.is_some_and(|at| now_ns >= at) {
+        let is_late = self.exchange.deadline_ns.is_some_and(|at| now_ns >= at);
+        let is_slow = self.waiting.is_none() && unread >= limits.write_timeout;
+        if (is_late || is_slow) && self.is_answered() {
+            // What is left is the end of its framing.
+            self.end_without_engine();
+            if let Some(waker) = self.waiting.take() {
+                waker.wake();
+            }
+            return;
+        }
+        let error = if is_late {
             self.shard.metrics.streams_cut_deadline.add(1);
             ApiError::deadline(limits.request_timeout.unwrap_or_default().as_secs_f64())
-        } else if self.waiting.is_none() && unread >= limits.write_timeout {
+        } else if is_slow {
             self.shard.metrics.streams_cut_slow.add(1);
             ApiError::overloaded(
                 format!(
@@ -833,6 +850,10 @@ impl Relay {
                 return Poll::Ready(None);
             }
             if this.upstream.stopping.get() {
+                if this.is_answered() {
+                    this.end_without_engine();
+                    return Poll::Ready(None);
+                }
                 return this.break_off(cx, &ApiError::stopping());
             }
             if let Some(deadline_ns) = this.exchange.deadline_ns
@@ -908,6 +929,12 @@ impl Relay {
     fn is_over_for_client(&self) -> bool {
         let events = self.events.as_ref();
         events.is_some_and(|of| of.end().is_over() && of.end().api().has_choices())
+    }
+
+    /// The client has all of the answer, as events.
+    fn is_answered(&self) -> bool {
+        let end = self.events.as_ref().map(EventStream::on_loss);
+        matches!(end, Some(BodyEnd::Complete))
     }
 
     /// The answer is complete, but its connection is of no further use.

@@ -92,7 +92,7 @@ pub(super) async fn resume(
     };
     let body = exchange.body.clone();
     let turn = upstream.planning.acquire().await;
-    let planned = shard.run_sized(body, bytes, charge, job).await;
+    let planned = shard.run_reading(body, bytes, charge, job).await;
     drop(turn);
     let (planned, _charge) = planned.map_err(|error| error.message)?;
     let plans = match planned {

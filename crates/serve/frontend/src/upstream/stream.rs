@@ -788,6 +788,43 @@ mod tests {
         }
     }
 
+    /// Also in an event that is like those before, which is not read otherwise.
+    #[test]
+    fn ids_under_an_escaped_key_are_hidden() {
+        let mut stream = chat(true);
+        let event = |key: &str| {
+            format!(
+                "data: {{\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"a\"}},\"logprobs\":null,\
+                 \"finish_reason\":null,\"{key}\":[5]}}]}}\n\n"
+            )
+        };
+        for key in [
+            "token_ids",
+            "token_ids",
+            "\\u0074oken_ids",
+            "token\\u005fids",
+        ] {
+            let out = stream.pass(Bytes::from(event(key)), usize::MAX);
+            let out = String::from_utf8_lossy(&out);
+            assert!(out.contains("\"a\"") && !out.contains("[5]"), "{out}");
+        }
+    }
+
+    /// What follows a list of ids in other events, and nothing before it.
+    #[test]
+    fn the_rest_of_an_event_alone_is_no_event() {
+        let mut stream = chat(true);
+        let rest = "]}]}\n\n";
+        let event = format!(
+            "data: {{\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"a\"}},\"logprobs\":null,\
+             \"finish_reason\":null,\"token_ids\":[5{rest}"
+        );
+        for text in [event.as_str(), &event, rest, &event] {
+            let out = stream.pass(Bytes::from(text.to_owned()), usize::MAX);
+            assert!(!String::from_utf8_lossy(&out).contains("[5]"));
+        }
+    }
+
     #[test]
     fn an_event_that_cannot_be_read_as_one_answer_is_the_engines_fault() {
         let choices = |count: usize| {

@@ -84,9 +84,9 @@ impl TokenIds {
             && !data.choices.iter().any(says)
     }
 
-    /// Whether `event`, an event of one line, has no ids.
+    /// Whether `event`, an event of one line, has no ids. A key may be escaped.
     pub(super) fn is_without(event: &[u8]) -> bool {
-        IDS.find(event).is_none()
+        IDS.find(event).is_none() && memchr::memmem::find(event, b"\\u").is_none()
     }
 
     /// Returns `event`, an event with the members of the event before, as vLLM sends it to clients that do not request ids;
@@ -110,7 +110,7 @@ impl TokenIds {
             .rev()
             .take_while(|b| b.is_ascii_digit())
             .count();
-        let start = before.len() - digits - 1;
+        let start = before.len().checked_sub(digits + 1)?;
         let before = before.get(..=start)?.strip_suffix(&self.key[..])?;
         // Neither an event for its ids only, nor one with another list of ids.
         let is_empty = self.kind == StreamKind::Chat && before.ends_with(b"{}");

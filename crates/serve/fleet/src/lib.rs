@@ -17,8 +17,9 @@
 //! - [`shadow`]: a twin that predicts the times of the fleet's requests.
 //! - [`server`], [`socket`], [`access_log`], [`spans`], [`metrics`], [`metrics_page`], [`kv_sink`]: parts that servers of modelled engines have as well.
 //!
-//! Each part that runs is a value with a thread of its own, which ends when the value is dropped. Nothing here is on the
-//! path of a request. Errors at the start are [`anyhow::Error`]s that name the key of the cluster file and the remedy;
+//! Each part that runs is a value with a thread of its own, which ends when the value is dropped; those that stay until
+//! the process ends are the access log, the page of metrics, and what listens to SIGHUP (`RouterOptions::file`, the access
+//! log), so one router of a process should have them. Nothing here is on the path of a request. Errors at the start are [`anyhow::Error`]s that name the key of the cluster file and the remedy;
 //! later faults are logged by `tracing`, counted, and change nothing: the fleet stays as it was. Durations in names end
 //! in their unit; times of requests are `CLOCK_MONOTONIC`, ns.
 //!

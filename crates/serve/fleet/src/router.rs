@@ -77,6 +77,9 @@ impl RouterServer {
     /// # Errors
     /// A setting that only modelled engines have, a file that cannot be read or does not fit, or a thread that cannot be
     /// started. An engine that does not answer is none.
+    ///
+    /// # Panics
+    /// In an asynchronous task with `model.tokenizer`, or `dns` of a pool: it waits for answers on the caller's thread.
     pub fn start(
         cluster: &Cluster,
         bound: Bound,
@@ -87,6 +90,10 @@ impl RouterServer {
                 note(text);
             }
         };
+        anyhow::ensure!(
+            cluster.has_engines(),
+            "no pool lists `engines`: a router needs `pool.NAME.engines`; for modelled engines run `slipstream serve`"
+        );
         let faults = &cluster.live.faults;
         anyhow::ensure!(
             faults.rates() == [0.0; 4],

@@ -169,3 +169,13 @@ fn a_file_that_no_router_can_follow_is_refused_with_the_key() {
         assert!(said.contains(named), "{keys}: {said}");
     }
 }
+
+#[test]
+fn a_cluster_without_engines_is_refused() {
+    let bound = slipstream_fleet::Bound::bind("127.0.0.1:0").unwrap();
+    let options = slipstream_fleet::RouterOptions::default();
+    let cluster = slipstream_config::cluster::Cluster::default();
+    let error = slipstream_fleet::RouterServer::start(&cluster, bound, options).err();
+    let said = format!("{:#}", error.expect("there is nothing to route to"));
+    assert!(said.contains("pool.NAME.engines"), "{said}");
+}

@@ -21,7 +21,7 @@ pub(crate) fn read_tls(
         .context("TLS towards engines (`ca_file`, `cert_file`, `key_file`)")
 }
 
-/// The key in a file: one line, without the white space around it.
+/// The key in a file: one line, without the white space around it, or a byte order mark.
 pub(crate) fn read_key(
     path: &Path,
     read: impl Fn(&Path) -> io::Result<Vec<u8>>,
@@ -33,11 +33,31 @@ pub(crate) fn read_key(
             path.display()
         )
     })?;
-    let key = text.trim();
+    let key = text.trim_start_matches('\u{feff}').trim();
     anyhow::ensure!(
         !key.is_empty() && key.bytes().all(|b| b.is_ascii_graphic()),
         "{} has no key: write one line of printable ASCII without spaces",
         path.display()
     );
     Ok(key.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_one_line_however_an_editor_saved_it() {
+        let read = |text: &str| {
+            let bytes = text.as_bytes().to_vec();
+            read_key(Path::new("key"), |_| Ok(bytes.clone()))
+        };
+        for text in ["k-1", "k-1\n", "\u{feff}k-1\r\n", "  k-1\t"] {
+            assert_eq!(read(text).unwrap(), "k-1", "{text:?}");
+        }
+        for text in ["", "\n", "\u{feff}", "k 1", "k\n1", "k-\u{e9}"] {
+            let error = format!("{:#}", read(text).unwrap_err());
+            assert!(error.contains("key has no key"), "{text:?}: {error}");
+        }
+    }
 }

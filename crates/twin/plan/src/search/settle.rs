@@ -96,7 +96,11 @@ impl<E: Evaluate> Search<'_, E> {
     }
 
     /// The size of what attains where answers are found on a later stage. Smaller ones are tried if they nearly attained there.
-    fn confirm(&mut self, found: Choice, stage: Stage) -> Result<Option<Choice>, E::Error> {
+    pub(super) fn confirm(
+        &mut self,
+        found: Choice,
+        stage: Stage,
+    ) -> Result<Option<Choice>, E::Error> {
         let (shape, setting) = (found.shape, found.setting);
         let mut sizing = self.sizing(shape, found.workers, true);
         let fewer = self.trial(shape, setting, found.workers - 1);

@@ -392,7 +392,8 @@ fn a_size_is_not_given_up_for_a_burst_of_the_first_seed() {
         cost: 10.0,
         share: TARGET,
     };
-    let best = search.settle(Some(at_10)).unwrap().unwrap();
+    let stage = search.last_stage();
+    let best = search.confirm(at_10, stage).unwrap().unwrap();
     assert_eq!(best.workers, 9);
 }
 

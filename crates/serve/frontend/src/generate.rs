@@ -15,6 +15,7 @@ use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{Registration, StartRequest, StreamAddr};
 use slipstream_recorder::RecordedRequest;
 use slipstream_router::Score;
+use slipstream_structured::Tree;
 
 use crate::budget::Charge;
 use crate::connection::Client;
@@ -33,7 +34,6 @@ use crate::reply::{
 use crate::script::{Script, scripts};
 use crate::service::Service;
 use crate::shard::Shard;
-use crate::structured::Tree;
 use crate::text::{ChatOptions, Message, StopMatcher, TextError, TextModel};
 use crate::vocab::AnswerVocab;
 

@@ -16,8 +16,7 @@
 //! * `messages`: Anthropic's API, by way of a chat.
 //! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
 //!   prompts. `meter`: how long a shard works on one thing.
-//! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates; [`structured`]: text that keeps to a
-//!   form. None knows sockets. `script`: an answer whose text is decided before it is generated; `vocab`: one that is
+//! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets. `script`: an answer whose text is decided before it is generated; `vocab`: one that is
 //!   made of some tokens only.
 //! * `management`: what vLLM's routes for operators change: adapters, the prefix cache, sleep.
 //! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `otlp`: their spans; `trace_context`: their
@@ -39,7 +38,6 @@
 
 pub mod openai;
 mod otlp;
-pub mod structured;
 pub mod text;
 
 mod access;

@@ -18,9 +18,9 @@ use std::rc::Rc;
 use slipstream_base::TokenId;
 use slipstream_base::mix;
 use slipstream_base::width::{to_u32, to_usize};
+use slipstream_structured::{Rng, Tree, json_by_schema, text_by_pattern, write_text};
 
 use crate::openai::{ApiError, Form, RequestParams, TextForm, Tool, ToolChoice, schema_error};
-use crate::structured::{Rng, Tree, json_by_schema, text_by_pattern, write_text};
 use crate::text::TextModel;
 
 /// Bytes of all texts of a request at most: some hundreds of µs to make and to tokenize.

@@ -4,13 +4,13 @@
 //! `vllm/entrypoints/anthropic/protocol.py`.
 
 use serde_json::{Value, json};
+use slipstream_structured::Tree;
 
 use super::chunks::Chunks;
 use super::error::clip;
 use super::request::{missing, read_members, text, text_member, whole, wrong_type};
 use super::value::{Json, lax_whole};
 use super::{ApiError, Usage};
-use crate::structured::Tree;
 
 /// A request that became a chat.
 #[derive(Clone, Debug, PartialEq, Eq)]

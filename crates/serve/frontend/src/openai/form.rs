@@ -1,9 +1,10 @@
 //! Required form of an answer: calls of tools, JSON by a schema, one of some choices.
 
+use slipstream_structured::{FormError, Rng, Tree, check_schema, text_by_pattern};
+
 use super::ApiError;
 use super::request::{boolean, missing, text, wrong_type};
 use super::value::Json;
-use crate::structured::{FormError, Rng, Tree, check_schema, text_by_pattern};
 
 /// Tools of a request at most. OpenAI takes 128.
 pub const TOOLS_MAX: usize = 512;

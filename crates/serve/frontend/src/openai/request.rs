@@ -8,13 +8,13 @@ use std::ops::Range;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use slipstream_base::width::to_u32;
 use slipstream_base::{TokenId, mix};
+use slipstream_structured::Tree;
 
 use super::error::clip;
 use super::fields::{self, Rule};
 use super::form::{Form, RawForm, form_field, tool_calls};
 use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
 use super::{ApiError, CompletionApi};
-use crate::structured::Tree;
 use crate::text::{ImagePart, Message, MessageTools};
 
 /// Choices of one request at most: `n` times its prompts.

@@ -4,13 +4,13 @@
 //! `vllm/entrypoints/openai/responses/protocol.py` and `streaming_events.py`.
 
 use serde_json::{Map, Value, json};
+use slipstream_structured::Tree;
 
 use super::chunks::Chunks;
 use super::error::clip;
 use super::request::{LOGPROBS_MAX, boolean, missing, read_members, text, whole, wrong_type};
 use super::value::Json;
 use super::{ApiError, Usage};
-use crate::structured::Tree;
 
 /// Bytes of `metadata` and the other fields that a response repeats, at most.
 const ECHO_BYTES_MAX: usize = 256 << 10;

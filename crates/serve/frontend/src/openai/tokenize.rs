@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use slipstream_base::TokenId;
+use slipstream_structured::Tree;
 
 use super::json::{self, Out};
 use super::request::{
@@ -11,7 +12,6 @@ use super::request::{
 };
 use super::value::Json;
 use super::{ApiError, form};
-use crate::structured::Tree;
 use crate::text::Message;
 
 /// A request to `/tokenize`.

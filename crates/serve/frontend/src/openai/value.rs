@@ -7,10 +7,8 @@ use std::collections::hash_map::Entry;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
-
 use slipstream_base::width::{floor_u64, to_u32};
-
-use crate::structured::Tree;
+use slipstream_structured::Tree;
 
 /// All whole numbers below 2^53 are exact as real ones.
 const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;

@@ -21,11 +21,11 @@ use std::collections::{BTreeMap, HashSet};
 
 use slipstream_base::TokenId;
 use slipstream_base::width::to_u32;
+use slipstream_structured::Tree;
 
 use super::pieces::{Pieces, WINDOW};
 use super::trie::Trie;
 use super::{ChatOptions, Message};
-use crate::structured::Tree;
 
 /// Letters in a piece at most. Longer runs (encoded data) are cut, which bounds the search.
 pub(super) const LETTERS_MAX: usize = 16;

@@ -29,7 +29,7 @@ pub use rendering::ChatRenderer;
 use slipstream_base::width::to_u32;
 use slipstream_base::{TokenId, mix};
 
-use crate::structured::Tree;
+use slipstream_structured::Tree;
 pub use stop::{StopHit, StopMatcher};
 
 /// A message of a chat.

@@ -5,11 +5,10 @@ use std::borrow::Cow;
 use minijinja::value::Serde;
 use minijinja::{Environment, Value};
 use serde::Serialize;
-
 use slipstream_base::width::to_usize;
+use slipstream_structured::Tree;
 
 use super::{ChatOptions, Message, TextError, jinja};
-use crate::structured::Tree;
 
 /// A parsed chat template, with the tokens it may name.
 pub(super) struct ChatTemplate {

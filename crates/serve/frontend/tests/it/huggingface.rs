@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use slipstream_frontend::structured::Tree;
 use slipstream_frontend::text::{ChatOptions, Message, TextError, TextModel, builtin_files};
+use slipstream_structured::Tree;
 use tempfile::TempDir;
 
 fn builtin() -> &'static TextModel {

@@ -6,7 +6,7 @@ use slipstream_frontend::openai::{
     ApiError, ApiRequest, CompletionApi, Input, LogprobsWish, PromptInput, TokenizeInput,
     parse_chat, parse_completion, parse_detokenize, parse_tokenize,
 };
-use slipstream_frontend::structured::Tree;
+use slipstream_structured::Tree;
 
 fn parse(kind: CompletionApi, body: &str) -> Result<ApiRequest<'_>, ApiError> {
     match kind {

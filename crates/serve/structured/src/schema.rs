@@ -7,11 +7,12 @@
 use std::collections::HashSet;
 use std::fmt;
 
+use percent_encoding::percent_decode_str;
 use slipstream_base::width::{floor_u64, round_i64, to_i64, to_u8};
 
-use super::judge::Judge;
-use super::tree::write_text;
-use super::{DEPTH_MAX, OUT_BYTES_MAX, Rng, STEPS_MAX, Tree, pattern, work};
+use crate::judge::Judge;
+use crate::tree::write_text;
+use crate::{DEPTH_MAX, OUT_BYTES_MAX, Rng, STEPS_MAX, Tree, pattern, work};
 
 /// Why no text can be made: where in the schema, and what stands there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,7 +72,7 @@ const TYPES: [&str; 7] = [
 const DEPTH_WIDE: u32 = 6;
 
 /// Values of schemas that are copied for one text, at most: some hundreds of µs.
-pub(super) const WORK_MAX: u32 = 16 << 10;
+pub(crate) const WORK_MAX: u32 = 16 << 10;
 
 /// Bytes of the patterns of a schema, all together, at most.
 const PATTERNS_BYTES_MAX: usize = 4 << 10;
@@ -143,8 +144,8 @@ pub fn json_by_schema(schema: &Tree, rng: &mut Rng) -> Result<String, FormError>
         judge.path.clear();
         maker.value(schema, 0)?;
         // Keywords of several subschemas are joined before a value is made; the value itself is the proof.
-        let value = serde_json::from_str(&maker.out)
-            .map(tree)
+        let value = serde_json::from_str::<serde_json::Value>(&maker.out)
+            .map(Tree::from)
             .map_err(|error| maker.error(format!("the value that was made is no JSON: {error}")))?;
         let before = judge.work;
         let right = judge.satisfies(&value, schema, 0)?;
@@ -160,26 +161,11 @@ pub fn json_by_schema(schema: &Tree, rng: &mut Rng) -> Result<String, FormError>
     ))
 }
 
-/// `value` as a [`Tree`].
-fn tree(value: serde_json::Value) -> Tree {
-    match value {
-        serde_json::Value::Null => Tree::Null,
-        serde_json::Value::Bool(value) => Tree::Bool(value),
-        serde_json::Value::Number(number) => Tree::Number(number),
-        serde_json::Value::String(text) => Tree::Text(text),
-        serde_json::Value::Array(elements) => Tree::Array(elements.into_iter().map(tree).collect()),
-        serde_json::Value::Object(members) => {
-            let members = members.into_iter();
-            Tree::Object(members.map(|(name, value)| (name, tree(value))).collect())
-        }
-    }
-}
-
 fn joined(path: &[String]) -> String {
     path.join(".")
 }
 
-pub(super) fn error(path: &[String], message: impl Into<String>) -> FormError {
+pub(crate) fn error(path: &[String], message: impl Into<String>) -> FormError {
     FormError {
         at: joined(path),
         message: message.into(),
@@ -830,9 +816,9 @@ impl Maker<'_> {
                 let key = if plain {
                     text.to_owned()
                 } else {
-                    let value = serde_json::from_str(text)
+                    let value: serde_json::Value = serde_json::from_str(text)
                         .map_err(|error| self.error(format!("an item is no JSON: {error}")))?;
-                    canonical(&tree(value))
+                    canonical(&Tree::from(value))
                 };
                 self.spend(work(1 + key.len() / 32))?;
                 if seen.insert(key) {
@@ -1105,7 +1091,7 @@ fn members_of(value: &Tree) -> usize {
 }
 
 /// Values in `schema`.
-pub(super) fn weight(schema: &Tree) -> u32 {
+pub(crate) fn weight(schema: &Tree) -> u32 {
     1 + match schema {
         Tree::Array(elements) => elements.iter().map(weight).sum(),
         Tree::Object(members) => members.iter().map(|(_, value)| weight(value)).sum(),
@@ -1113,12 +1099,12 @@ pub(super) fn weight(schema: &Tree) -> u32 {
     }
 }
 
-pub(super) fn number(number: &serde_json::Number) -> f64 {
+pub(crate) fn number(number: &serde_json::Number) -> f64 {
     number.as_f64().unwrap_or(f64::NAN)
 }
 
 /// The types that a schema allows; empty: any.
-pub(super) fn types_of(schema: &Tree) -> Vec<&'static str> {
+pub(crate) fn types_of(schema: &Tree) -> Vec<&'static str> {
     let known = |one: &Tree| {
         let name = one.as_text()?;
         TYPES.into_iter().find(|t| *t == name)
@@ -1130,7 +1116,7 @@ pub(super) fn types_of(schema: &Tree) -> Vec<&'static str> {
     }
 }
 
-pub(super) fn is_of(value: &Tree, name: &str) -> bool {
+pub(crate) fn is_of(value: &Tree, name: &str) -> bool {
     match (value, name) {
         (Tree::Number(n), "integer") => number(n).fract() == 0.0,
         (value, name) => value.type_name() == name,
@@ -1148,11 +1134,11 @@ fn without(schema: &Tree, name: &str) -> Tree {
 }
 
 /// The part of `root` that the JSON pointer in the fragment `to` points to.
-pub(super) fn target<'a>(root: &'a Tree, to: &str) -> Option<&'a Tree> {
+pub(crate) fn target<'a>(root: &'a Tree, to: &str) -> Option<&'a Tree> {
     let pointer = to.strip_prefix('#').unwrap_or(to);
     let mut at = root;
     for part in pointer.split('/').skip(1) {
-        let part = crate::http::percent_decode(part);
+        let part = percent_decode_str(part).decode_utf8_lossy();
         let part = part.replace("~1", "/").replace("~0", "~");
         at = match at {
             Tree::Array(elements) => part.parse().ok().and_then(|i: usize| elements.get(i)),
@@ -1231,7 +1217,7 @@ fn joined_items(one: &Tree, other: &Tree) -> Vec<(String, Tree)> {
 }
 
 /// A text that two values share exactly if they are equal in JSON Schema: `1` is `1.0`, and members have no order.
-pub(super) fn canonical(value: &Tree) -> String {
+pub(crate) fn canonical(value: &Tree) -> String {
     fn sorted(value: &Tree) -> Tree {
         match value {
             Tree::Number(n) => Tree::Number(whole(n)),
@@ -1260,7 +1246,7 @@ fn whole(n: &serde_json::Number) -> serde_json::Number {
 }
 
 /// Whether two values are equal in JSON Schema.
-pub(super) fn same(one: &Tree, other: &Tree) -> bool {
+pub(crate) fn same(one: &Tree, other: &Tree) -> bool {
     match (one, other) {
         (Tree::Number(one), Tree::Number(other)) => whole(one) == whole(other),
         (Tree::Array(one), Tree::Array(other)) => {

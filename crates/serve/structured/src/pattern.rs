@@ -2,10 +2,9 @@
 
 use regex_syntax::ParserBuilder;
 use regex_syntax::hir::{Class, Hir, HirKind, Look};
-
 use slipstream_base::width::to_u32;
 
-use super::Rng;
+use crate::Rng;
 
 /// Bytes of a pattern at most.
 const PATTERN_BYTES_MAX: usize = 4 << 10;
@@ -23,7 +22,7 @@ const NODES_MAX: u32 = 4 << 10;
 /// # Errors
 /// The reason, if the pattern is no regular expression, or needs more than one can do without a search
 /// (look-around, back references, word boundaries), or makes a text that is too long.
-pub(super) fn matching(pattern: &str, rng: &mut Rng) -> Result<String, String> {
+pub(crate) fn matching(pattern: &str, rng: &mut Rng) -> Result<String, String> {
     let hir = parse(pattern)?;
     let mut text = Text {
         out: String::new(),
@@ -40,7 +39,7 @@ pub(super) fn matching(pattern: &str, rng: &mut Rng) -> Result<String, String> {
 ///
 /// # Errors
 /// The reason, if it is too long or no regular expression.
-pub(super) fn parse(pattern: &str) -> Result<Hir, String> {
+pub(crate) fn parse(pattern: &str) -> Result<Hir, String> {
     if pattern.len() > PATTERN_BYTES_MAX {
         return Err(format!(
             "has {} bytes; at most {PATTERN_BYTES_MAX} are taken",

@@ -4,29 +4,29 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use regex_syntax::hir::{Class, Hir, HirKind, Look};
 
-use super::schema::{
+use crate::schema::{
     FormError, WORK_MAX, canonical, error, is_of, number, same, target, types_of, weight,
 };
-use super::{DEPTH_MAX, Tree, pattern};
+use crate::{DEPTH_MAX, Tree, pattern};
 
 /// Checks values against schemas, without knowledge of how a value was made. `format` is an annotation here, and
 /// `oneOf` needs one branch at least.
-pub(super) struct Judge<'a> {
-    pub(super) root: &'a Tree,
+pub(crate) struct Judge<'a> {
+    pub(crate) root: &'a Tree,
     /// The keyword of the outermost schema that the value is from: it holds.
-    pub(super) given: Option<&'a str>,
+    pub(crate) given: Option<&'a str>,
     /// Pairs of a value and a schema that were checked, and work of about that size.
-    pub(super) work: u32,
+    pub(crate) work: u32,
     patterns: HashMap<String, Hir>,
     /// Canonical texts of the values of long `enum`s, by the address of those. Schemas outlive the judge's calls.
     enums: HashMap<usize, HashSet<String>>,
-    pub(super) path: Vec<String>,
+    pub(crate) path: Vec<String>,
     /// Path and keyword of the last value that failed outside of a branch.
-    pub(super) missed: Option<(Vec<String>, &'static str)>,
+    pub(crate) missed: Option<(Vec<String>, &'static str)>,
 }
 
 impl<'a> Judge<'a> {
-    pub(super) fn new(root: &'a Tree) -> Judge<'a> {
+    pub(crate) fn new(root: &'a Tree) -> Judge<'a> {
         Judge {
             root,
             given: None,
@@ -57,7 +57,7 @@ impl<'a> Judge<'a> {
     }
 
     /// Whether `value` satisfies `schema`.
-    pub(super) fn satisfies(
+    pub(crate) fn satisfies(
         &mut self,
         value: &Tree,
         schema: &Tree,
@@ -321,7 +321,7 @@ impl<'a> Judge<'a> {
     }
 
     /// Whether `pattern` matches anywhere in `text`.
-    pub(super) fn matches(&mut self, pattern: &str, text: &str) -> Result<bool, FormError> {
+    pub(crate) fn matches(&mut self, pattern: &str, text: &str) -> Result<bool, FormError> {
         if !self.patterns.contains_key(pattern) {
             self.spend(32 + pattern.len())?;
             let parsed = pattern::parse(pattern)

@@ -84,13 +84,27 @@ impl Tree {
     }
 }
 
+impl From<serde_json::Value> for Tree {
+    fn from(value: serde_json::Value) -> Tree {
+        match value {
+            serde_json::Value::Null => Tree::Null,
+            serde_json::Value::Bool(value) => Tree::Bool(value),
+            serde_json::Value::Number(number) => Tree::Number(number),
+            serde_json::Value::String(text) => Tree::Text(text),
+            serde_json::Value::Array(elements) => {
+                Tree::Array(elements.into_iter().map(Tree::from).collect())
+            }
+            serde_json::Value::Object(members) => {
+                let members = members.into_iter();
+                Tree::Object(members.map(|(name, value)| (name, value.into())).collect())
+            }
+        }
+    }
+}
+
 /// Appends `text` as a JSON string.
-pub(crate) fn write_text(text: &str, out: &mut String) {
-    let mut bytes = Vec::with_capacity(text.len() + 2);
-    crate::openai::escape(&mut bytes, text);
-    out.push('"');
-    out.push_str(std::str::from_utf8(&bytes).expect("escaped text is text"));
-    out.push('"');
+pub fn write_text(text: &str, out: &mut String) {
+    out.push_str(&serde_json::to_string(text).expect("a string is written to memory"));
 }
 
 impl Serialize for Tree {

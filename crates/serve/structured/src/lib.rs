@@ -3,6 +3,16 @@
 //! A modelled engine draws words. Where a client asks for JSON by a schema, for a call of a tool, or for one of
 //! some choices, the answer's text is made here instead, from the request and a seed. No I/O; work and size are
 //! bounded by [`STEPS_MAX`], [`DEPTH_MAX`] and [`OUT_BYTES_MAX`].
+// Casts that could change a number go through `slipstream_base::width`.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
+#![forbid(unsafe_code)]
 
 mod judge;
 mod pattern;
@@ -13,8 +23,7 @@ use slipstream_base::mix;
 use slipstream_base::width::to_usize;
 
 pub use schema::{FormError, check_schema, json_by_schema};
-pub use tree::Tree;
-pub(crate) use tree::write_text;
+pub use tree::{Tree, write_text};
 
 /// Values and subschemas that one text takes at most.
 pub const STEPS_MAX: u32 = 4096;
@@ -57,7 +66,7 @@ impl Rng {
     }
 
     /// An index into a slice of `len` elements, which is not 0.
-    pub(crate) fn index(&mut self, len: usize) -> usize {
+    pub fn index(&mut self, len: usize) -> usize {
         to_usize(self.below(len as u64))
     }
 

@@ -4,10 +4,9 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use regex_syntax::hir::{Class, Hir, HirKind, Look};
 
-use crate::schema::{
-    FormError, WORK_MAX, canonical, error, is_of, number, same, target, types_of, weight,
-};
-use crate::{DEPTH_MAX, Tree, pattern};
+use crate::equality::{canonical, same};
+use crate::keywords::{is_of, number, target, types_of, weight};
+use crate::{DEPTH_MAX, FormError, Tree, WORK_MAX, pattern};
 
 /// Checks values against schemas, without knowledge of how a value was made. `format` is an annotation here, and
 /// `oneOf` needs one branch at least.
@@ -43,7 +42,7 @@ impl<'a> Judge<'a> {
             .work
             .saturating_add(u32::try_from(work).unwrap_or(u32::MAX));
         if self.work > WORK_MAX {
-            return Err(error(
+            return Err(FormError::at(
                 &self.path,
                 "the JSON that the schema demands takes too long to check",
             ));
@@ -324,8 +323,9 @@ impl<'a> Judge<'a> {
     pub(crate) fn matches(&mut self, pattern: &str, text: &str) -> Result<bool, FormError> {
         if !self.patterns.contains_key(pattern) {
             self.spend(32 + pattern.len())?;
-            let parsed = pattern::parse(pattern)
-                .map_err(|reason| error(&self.path, format!("the pattern {pattern:?} {reason}")))?;
+            let parsed = pattern::parse(pattern).map_err(|reason| {
+                FormError::at(&self.path, format!("the pattern {pattern:?} {reason}"))
+            })?;
             self.patterns.insert(pattern.to_owned(), parsed);
         }
         let hir = self.patterns[pattern].clone();

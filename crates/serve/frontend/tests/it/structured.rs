@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use slipstream_frontend::openai::{
-    ApiError, Form, Input, MessageStream, RequestParams, TextForm, ToolChoice, parse_chat,
-    parse_completion, parse_messages,
+    ApiError, Form, Input, MessageStream, RequestParams, ToolChoice, parse_chat, parse_completion,
+    parse_messages,
 };
 use slipstream_frontend::text::{ChatOptions, TextModel};
 use slipstream_structured::Tree;

@@ -143,38 +143,69 @@ impl Recent {
 }
 
 impl Counters {
+    /// All counters that only grow.
+    fn each(&self) -> impl Iterator<Item = &AtomicU64> {
+        // Without `..`: the compiler names a new counter that is missing here.
+        let Counters {
+            requests,
+            in_flight: _,
+            answers,
+            connect,
+            tls,
+            lost,
+            timeout,
+            protocol,
+            reported,
+            incomplete,
+            health,
+            retried,
+            resumed,
+            broken,
+            checks,
+            prefills,
+            copies,
+            ejections,
+            ejections_suppressed,
+            long_events,
+            bytes,
+            first_byte,
+            first_byte_ns,
+            pieces,
+            stream_ns,
+            outliers,
+            recent: _,
+        } = self;
+        let single = [
+            requests,
+            connect,
+            tls,
+            lost,
+            timeout,
+            protocol,
+            reported,
+            incomplete,
+            health,
+            retried,
+            resumed,
+            broken,
+            checks,
+            ejections,
+            ejections_suppressed,
+            long_events,
+            bytes,
+            first_byte_ns,
+            pieces,
+            stream_ns,
+            outliers,
+        ];
+        let lists = answers.iter().chain(prefills).chain(copies);
+        single.into_iter().chain(lists).chain(first_byte)
+    }
+
     /// Adds the counts of `other`, which must no longer change.
     pub(super) fn add(&self, other: &Counters) {
-        let add = |to: &AtomicU64, from: &AtomicU64| {
+        for (to, from) in self.each().zip(other.each()) {
             to.fetch_add(from.load(Relaxed), Relaxed);
-        };
-        let all = |to: &[AtomicU64], from: &[AtomicU64]| {
-            to.iter().zip(from).for_each(|(to, from)| add(to, from));
-        };
-        all(&self.answers, &other.answers);
-        all(&self.prefills, &other.prefills);
-        all(&self.copies, &other.copies);
-        all(&self.first_byte, &other.first_byte);
-        for of in [
-            |c: &Counters| &c.requests,
-            |c| &c.connect,
-            |c| &c.tls,
-            |c| &c.lost,
-            |c| &c.timeout,
-            |c| &c.protocol,
-            |c| &c.health,
-            |c| &c.retried,
-            |c| &c.resumed,
-            |c| &c.broken,
-            |c| &c.checks,
-            |c| &c.ejections,
-            |c| &c.ejections_suppressed,
-            |c| &c.long_events,
-            |c| &c.bytes,
-            |c| &c.first_byte_ns,
-        ] as [fn(&Counters) -> &AtomicU64; 16]
-        {
-            add(of(self), of(other));
         }
     }
 
@@ -205,6 +236,8 @@ impl Counters {
             &self.lost,
             &self.timeout,
             &self.protocol,
+            &self.reported,
+            &self.incomplete,
         ];
         let failed: u64 = failures.iter().map(|of| of.load(Relaxed)).sum();
         let errors = self.answers[5].load(Relaxed);
@@ -520,5 +553,69 @@ impl Collector for EngineCollector {
                 .encode_histogram::<NoLabelSet>(sum, counts.iter().sum(), &buckets, None)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::ends::Reported;
+    use super::*;
+
+    /// Failures of requests, each of a kind with a counter of its own.
+    fn failures() -> Vec<Failure> {
+        vec![
+            Failure::Refused("refused".into()),
+            Failure::Lost("reset".into()),
+            Failure::Stalled(Duration::from_secs(1)),
+            Failure::Reported(Reported {
+                is_clients: false,
+                is_busy: false,
+                text: "died".into(),
+            }),
+            Failure::Incomplete("cut off"),
+        ]
+    }
+
+    #[test]
+    fn sums_have_every_counter() {
+        let (sum, other) = (Counters::default(), Counters::default());
+        for failure in failures() {
+            other.on_failure(&failure);
+        }
+        other.on_answer(StatusCode::OK, 7);
+        other.on_stream(3, 9);
+        for of in [&other.outliers, &other.bytes, &other.checks] {
+            of.fetch_add(5, Relaxed);
+        }
+        sum.add(&other);
+        sum.add(&other);
+        let of = |counters: &Counters| counters.each().map(|of| of.load(Relaxed)).sum::<u64>();
+        assert!(of(&other) > 0);
+        assert_eq!(of(&sum), 2 * of(&other));
+        for (name, count, wanted) in [
+            ("reported", &sum.reported, 2),
+            ("incomplete", &sum.incomplete, 2),
+            ("outliers", &sum.outliers, 10),
+            ("pieces", &sum.pieces, 6),
+            ("stream_ns", &sum.stream_ns, 18),
+            ("lost", &sum.lost, 2),
+        ] {
+            assert_eq!(count.load(Relaxed), wanted, "{name}");
+        }
+    }
+
+    /// Outliers are found by them.
+    #[test]
+    fn every_failed_request_is_among_the_totals() {
+        for failure in failures() {
+            let counters = Counters::default();
+            counters.on_failure(&failure);
+            assert_eq!(counters.totals().failures, 1, "{failure}");
+        }
+        let counters = Counters::default();
+        counters.on_failure(&Failure::Health("no answer".into()));
+        assert_eq!(counters.totals().failures, 0, "no request");
     }
 }

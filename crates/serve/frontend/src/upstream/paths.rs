@@ -4,11 +4,26 @@ use hyper::Method;
 
 use crate::http;
 
-/// Paths that are forwarded in addition to `/v1/`: inference requests. Sources: the API
-/// servers of vLLM (`vllm/entrypoints`), SGLang (`http_server.py`) and llama.cpp (`server.cpp`).
-static FORWARDED: &[&str] = &[
+/// Paths that count tokens, or write text as tokens or tokens as text, and generate nothing. Sources: as of [`FORWARDED`],
+/// and `/v1/responses/input_tokens` of OpenAI's API.
+static COUNTS: &[&str] = &[
     "/tokenize",
     "/detokenize",
+    "/apply-template",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/responses/render",
+    "/v1/responses/input_tokens",
+    "/v1/messages/count_tokens",
+];
+
+/// Paths that are forwarded in addition to `/v1/` and [`COUNTS`]: inference requests. Sources: the API
+/// servers of vLLM (`vllm/entrypoints`), SGLang (`http_server.py`) and llama.cpp (`server.cpp`).
+static FORWARDED: &[&str] = &[
     "/pooling",
     "/classify",
     "/score",
@@ -27,7 +42,6 @@ static FORWARDED: &[&str] = &[
     "/chat/completions",
     "/infill",
     "/reranking",
-    "/apply-template",
     "/props",
     "/get_model_info",
     "/model_info",
@@ -38,20 +52,15 @@ static FORWARDED: &[&str] = &[
 /// `/v1/responses` may be stored, but one that never reached its client has an id that nobody knows.
 static COMPUTES: &[&str] = &[
     "/v1/completions",
-    "/v1/completions/render",
     "/v1/chat/completions",
-    "/v1/chat/completions/render",
     "/v1/chat/completions/batch",
     "/v1/responses",
     "/v1/messages",
-    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/rerank",
     "/v1/score",
     "/v1/classify",
     "/v1/moderations",
-    "/v1/tokenize",
-    "/v1/detokenize",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/v1/audio/speech",
@@ -65,7 +74,9 @@ static COMPUTES: &[&str] = &[
 pub(super) fn may_repeat(method: &Method, path: &str) -> bool {
     match *method {
         Method::GET | Method::HEAD | Method::OPTIONS => true,
-        Method::POST => COMPUTES.contains(&path) || FORWARDED.contains(&path),
+        Method::POST => [COMPUTES, FORWARDED, COUNTS]
+            .iter()
+            .any(|paths| paths.contains(&path)),
         _ => false,
     }
 }
@@ -79,7 +90,7 @@ pub(super) fn is_forwarded(path: &str, more: &[String]) -> bool {
     let listed = more
         .iter()
         .any(|of| path == of || of.ends_with('/') && path.starts_with(of.as_str()));
-    let known = path.starts_with("/v1/") || FORWARDED.contains(&path);
+    let known = path.starts_with("/v1/") || FORWARDED.contains(&path) || COUNTS.contains(&path);
     // A proxy on the way may resolve dots and joins.
     let plain = !path
         .split(['/', '\\'])
@@ -91,10 +102,9 @@ pub(super) fn is_forwarded(path: &str, more: &[String]) -> bool {
 /// Paths whose prompts may be computed by another engine than their answers.
 pub(super) static GENERATES: &[&str] = &["/v1/completions", "/v1/chat/completions"];
 
-/// Whether requests to `path` count tokens, and compute none.
+/// Whether requests to `path` only count or convert tokens: nothing is charged to a key's tokens.
 pub(super) fn counts_only(path: &str) -> bool {
-    const PATHS: [&str; 3] = ["/tokenize", "/detokenize", "/v1/messages/count_tokens"];
-    PATHS.contains(&path)
+    COUNTS.contains(&path)
 }
 
 #[cfg(test)]
@@ -125,6 +135,32 @@ mod tests {
             for method in [Method::POST, Method::PUT, Method::PATCH, Method::DELETE] {
                 assert!(!may_repeat(&method, path), "{method} {path}");
             }
+        }
+    }
+
+    #[test]
+    fn paths_that_count_are_told_from_those_that_generate() {
+        for path in [
+            "/tokenize",
+            "/detokenize",
+            "/v1/tokenize",
+            "/v1/detokenize",
+            "/apply-template",
+            "/v1/completions/render",
+            "/v1/chat/completions/render",
+            "/v1/chat/completions/derender",
+            "/v1/responses/render",
+            "/v1/responses/input_tokens",
+            "/v1/messages/count_tokens",
+        ] {
+            assert!(counts_only(path), "{path}");
+            assert!(may_repeat(&Method::POST, path), "{path}");
+            assert!(is_forwarded(path, &[]), "{path}");
+        }
+        for path in COMPUTES.iter().chain(FORWARDED).chain(GENERATES) {
+            assert!(!counts_only(path), "{path}");
+            let names = ["token", "render", "template", "count"];
+            assert!(!names.iter().any(|of| path.contains(of)), "{path}");
         }
     }
 

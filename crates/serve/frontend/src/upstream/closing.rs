@@ -115,7 +115,7 @@ impl Sent {
             if event.data.is_empty() {
                 continue;
             }
-            let Ok(Value::Object(mut event)) = serde_json::from_slice(&event.data) else {
+            let Ok(Value::Object(mut event)) = serde_json::from_slice(&event.text()) else {
                 return None;
             };
             let choices = match event.remove("choices") {

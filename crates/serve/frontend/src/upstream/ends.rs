@@ -326,12 +326,11 @@ pub(super) struct StreamEnd {
     is_over: bool,
     /// The engine refused the request within the stream.
     is_refused: bool,
-    /// Beginning of events up to their choices, and bytes from the name of a finish reason to the end, as of the last
-    /// event that was read for it.
+    /// Beginning of events up to their choices, as of the last event that was read for it.
     head: Vec<u8>,
-    behind_reason: usize,
-    /// Whether the text of a choice comes after its finish reason.
-    is_text_last: bool,
+    /// End of that event, from the name of its finish reason: up to its last digits, and behind these.
+    reason: Vec<u8>,
+    after_digits: Vec<u8>,
 }
 
 /// Judgment of an event.
@@ -422,7 +421,8 @@ impl StreamEnd {
     #[cold]
     pub(super) fn read(&mut self, piece: &[u8]) -> Reading {
         for event in sse::events(piece) {
-            let data = EventData::read(&event.data);
+            let text = event.text();
+            let data = EventData::read(&text);
             match self.judge(&event, data.as_ref()) {
                 Judgment::Continues => {}
                 Judgment::IsOver => {
@@ -447,8 +447,13 @@ impl StreamEnd {
 
     /// Judges the next event, if it is not [plain](Self::is_plain). `data`: its data, if that is a JSON object.
     pub(super) fn judge(&mut self, event: &Event<'_>, data: Option<&EventData<'_>>) -> Judgment {
-        if self.is_over && self.api.has_choices() {
-            return Judgment::IsOver;
+        if self.is_over {
+            // Other APIs report a failure twice, by `error` and by the event that ends the response.
+            return if self.api.has_choices() {
+                Judgment::IsOver
+            } else {
+                Judgment::Continues
+            };
         }
         let Some(reported) = self.error_in(event, data) else {
             return Judgment::Continues;
@@ -490,33 +495,23 @@ impl StreamEnd {
     /// Whether `piece` is one event, of one line, with choices that all have `"finish_reason": null`, and no error.
     #[inline]
     fn is_unfinished(&mut self, piece: &[u8]) -> bool {
-        // Token by token the same is written before the choices, and behind the finish reason but for the digits of token
-        // ids. Another member there, as an error would be, is longer than these.
+        // Token by token the same is written before the choices, and from the finish reason on, but for a token's id.
         if self.choices == 1
             && !self.head.is_empty()
             && let Some(rest) = piece.strip_prefix(&self.head[..])
-            && let Some(reason) = self.known_reason(rest)
+            && let Some(choice) = self.without_known_end(rest)
         {
-            let has_error = || self.is_text_last && ERROR.find(reason).is_some();
-            return is_null(reason) && is_one_line(rest) && !has_error();
+            return memchr2(b'\n', b'\r', choice).is_none();
         }
         self.is_unfinished_anew(piece)
     }
 
-    /// The rest of an event behind `"finish_reason":`, if that is where it was in the event before, but for some digits.
+    /// Returns `rest` up to the finish reason, if the same follows as in an earlier event, but for the last digits.
     #[inline]
-    fn known_reason<'p>(&self, rest: &'p [u8]) -> Option<&'p [u8]> {
-        const DIGITS: usize = 5;
-        let known = rest.len().checked_sub(self.behind_reason)?;
-        let near = known.saturating_sub(DIGITS)..=known + DIGITS;
-        for at in std::iter::once(known).chain(near) {
-            if rest.get(at + 1) == Some(&b'f')
-                && let Some(reason) = rest[at..].strip_prefix(REASON.needle())
-            {
-                return Some(reason);
-            }
-        }
-        None
+    fn without_known_end<'p>(&self, rest: &'p [u8]) -> Option<&'p [u8]> {
+        let rest = rest.strip_suffix(&self.after_digits[..])?;
+        let digits = rest.iter().rev().take_while(|b| b.is_ascii_digit()).count();
+        rest[..rest.len() - digits].strip_suffix(&self.reason[..])
     }
 
     #[cold]
@@ -526,19 +521,26 @@ impl StreamEnd {
             return false;
         };
         let reason = |at: usize| &piece[at + REASON.needle().len()..];
+        let is_escaped = |part: &[u8]| memmem::find(part, b"\\u").is_some(); // `"\u0065rror"`, perhaps
         let is_plain = is_one_line(piece)
             && ERROR.find(piece).is_none()
+            && !is_escaped(&piece[first..])
             && is_null(reason(first))
             && found.all(|at| is_null(reason(at)));
-        if is_plain && let Some(choices) = CHOICES.find(&piece[..first]) {
-            self.behind_reason = piece.len() - first;
-            let names = [&b"\"text\""[..], b"\"delta\""];
-            self.is_text_last = names
-                .iter()
-                .any(|name| memmem::find(reason(first), name).is_some());
-            self.head.clear();
-            self.head
-                .extend_from_slice(&piece[..choices + CHOICES.needle().len()]);
+        let Some(choices) = CHOICES.find(&piece[..first]) else {
+            return false;
+        };
+        let head = &piece[..choices + CHOICES.needle().len()];
+        let is_plain = is_plain && !is_escaped(head);
+        if is_plain {
+            head.clone_into(&mut self.head);
+            let end = &piece[first..];
+            let digit = end.iter().rposition(u8::is_ascii_digit);
+            let (reason, after) = end.split_at(digit.map_or(0, |last| last + 1));
+            let digits = reason.iter().rev().take_while(|b| b.is_ascii_digit());
+            let reason = &reason[..reason.len() - digits.count()];
+            reason.clone_into(&mut self.reason);
+            after.clone_into(&mut self.after_digits);
         }
         is_plain
     }

@@ -50,8 +50,6 @@ mod peek;
 mod record;
 mod relay;
 mod resume;
-#[cfg(test)]
-mod resume_test;
 mod resumption;
 mod retired;
 mod rewrite;
@@ -60,6 +58,8 @@ mod sent;
 mod sse;
 mod stored;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod token_ids;
 mod tokens;
 mod traffic;

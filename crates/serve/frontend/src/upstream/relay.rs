@@ -30,10 +30,11 @@ use super::record::Recording;
 use super::resumption::{Continued, Remains, Resumed, resume};
 use super::seat::Seat;
 use super::stored;
-use super::stream::{BodyEnd, EventStream, LongEvent};
+use super::stream::{BodyEnd, EventStream, LongEvent, SentPart};
 use super::token_ids::TokenIds;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
 use crate::access::AnswerEnd;
+use crate::budget::Charge;
 use crate::http::HttpBody;
 use crate::openai::ApiError;
 use crate::service::Service;
@@ -86,8 +87,8 @@ pub(crate) struct Relay {
     status: StatusCode,
     /// Where it comes from; `None`: it is over, or continues elsewhere.
     flow: Option<Flow>,
-    /// Read with the head.
-    first: Option<Bytes>,
+    /// Bytes read before it, and their charge, if they are many.
+    first: Option<(Bytes, Option<Charge>)>,
     /// Set for a stream of events: they are sent on whole.
     events: Option<EventStream>,
     resuming: Option<Resuming>,
@@ -210,7 +211,7 @@ impl Relay {
                     decoder,
                     keep_alive,
                 }),
-                first: Some(first),
+                first: Some((first, None)),
                 events,
                 resuming: None,
                 resumes: 0,
@@ -247,7 +248,7 @@ impl Relay {
 
     /// The next piece of the body, as the engine sent it. `None`: it is complete.
     fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
-        if let Some(first) = self.first.take() {
+        if let Some((first, _charge)) = self.first.take() {
             return Poll::Ready(Ok(Some(first)));
         }
         let flow = self.flow.as_mut().expect("the answer is not over");
@@ -462,7 +463,7 @@ impl Relay {
         let (shard, exchange) = (self.shard.clone(), self.exchange.clone());
         let upstream = self.upstream.clone();
         let api = exchange.api;
-        let Some((sent, seams)) = sent else {
+        let Some(SentPart { bytes: sent, seams }) = sent else {
             self.resuming = Some(Box::pin(async move { Ok(Resumed::Closed(last)) }));
             return;
         };
@@ -577,7 +578,7 @@ impl Relay {
         let (Some(events), Some(kind)) = (&mut self.events, kind) else {
             return Err("only streams of completions and chats continue on another engine".into());
         };
-        let (sent, seams) = events.broken_off()?;
+        let sent = events.take_for_continuation()?;
         let prompt = events.prompt().map(<[u32]>::to_vec);
         if self.resumes >= RESUMES_MAX {
             return Err(format!("it continued {RESUMES_MAX} times already"));
@@ -593,7 +594,6 @@ impl Relay {
             kind,
             lost,
             sent,
-            seams,
             prompt,
         };
         let exchange = self.exchange.clone();
@@ -608,6 +608,8 @@ impl Relay {
             begun,
             rewriter,
             kept,
+            sent,
+            charge,
         } = continued;
         let Begun {
             seat,
@@ -627,11 +629,11 @@ impl Relay {
             decoder: answer.decoder,
             keep_alive: answer.head.keep_alive,
         });
-        self.first = Some(answer.first);
+        self.first = Some((answer.first, charge));
         self.read_ns = monotonic_ns();
         self.last_ns = self.read_ns;
         if let Some(events) = &mut self.events {
-            events.go_on(rewriter, kept);
+            events.continue_with(rewriter, kept, sent);
         }
     }
 
@@ -826,7 +828,7 @@ impl Relay {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = self;
         loop {
-            if let Some(why) = this.events.as_mut().and_then(EventStream::refused) {
+            if let Some(why) = this.events.as_mut().and_then(EventStream::refusal_reason) {
                 this.cut = Some(ApiError::stream_lost(why));
             }
             if let Some(error) = this.cut.take() {

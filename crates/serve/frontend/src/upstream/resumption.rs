@@ -18,12 +18,14 @@ use super::exchange::Exchange;
 use super::obtain::{Begun, obtain};
 use super::peek::peek;
 use super::relay::{Turn, is_event_stream};
-use super::resume::{self, Lost, StreamKind};
+use super::resume::{self, Lost, Plan, StreamKind};
 use super::rewrite::{Rewriter, Seam, Verdict};
 use super::sent::Kept;
 use super::sse::{self, Scanner};
-use super::stream::EVENT_BYTES_MAX;
+use super::stream::{EVENT_BYTES_MAX, SentPart};
 use super::wire::Decoded;
+use crate::budget::Charge;
+use crate::openai::ApiError;
 use crate::service::Service;
 use crate::shard::Shard;
 
@@ -44,6 +46,10 @@ pub(super) struct Continued {
     pub(super) rewriter: Rewriter,
     /// Tokens of the answer that are in the new prompt, if they are the lost engine's own tokens.
     pub(super) kept: Option<Kept>,
+    /// The part before it.
+    pub(super) sent: SentPart,
+    /// Memory of the answer's first bytes, if they may be many.
+    pub(super) charge: Option<Charge>,
 }
 
 /// The sent part of a stream whose engine is lost.
@@ -51,10 +57,23 @@ pub(super) struct Remains {
     pub(super) kind: StreamKind,
     /// Its engine.
     pub(super) lost: WorkerId,
-    /// As in [`Lost`].
-    pub(super) sent: Vec<u8>,
-    pub(super) seams: Vec<(usize, Option<Kept>)>,
+    pub(super) sent: SentPart,
     pub(super) prompt: Option<Vec<u32>>,
+}
+
+impl Remains {
+    /// Memory that is held in addition to that of an undisturbed stream, bytes.
+    fn copied_bytes(&self) -> u64 {
+        self.prompt.as_ref().map_or(0, |ids| 4 * ids.len() as u64)
+    }
+}
+
+/// Result of planning a continuation.
+enum Planned {
+    /// The ways to continue, the best first, or why there are none. The sent part is given back.
+    Plans(Result<Vec<Plan>, String>, SentPart),
+    /// Only these last events are missing.
+    Closed(Bytes),
 }
 
 /// Continues the stream of `exchange` on another engine.
@@ -67,87 +86,122 @@ pub(super) async fn resume(
     exchange: &Exchange,
     remains: Remains,
 ) -> Result<Resumed, String> {
-    let charge = exchange.charge_job().map_err(|error| error.message)?;
+    let lost = remains.lost;
+    let (planned, mut charge) = plan(shard, upstream, exchange, remains).await?;
+    let (plans, sent) = match planned {
+        Planned::Plans(plans, sent) => (plans?, sent),
+        Planned::Closed(last) => return Ok(Resumed::Closed(last)),
+    };
+    let bodies: usize = plans.iter().map(|plan| plan.body.len()).sum();
+    let all = charge.bytes() + bodies as u64;
+    charge.grow_to(all).map_err(|error| error.message)?;
+    let mut why = String::from("it cannot continue");
+    for plan in plans {
+        match attempt(shard, upstream, exchange, lost, plan, &mut charge).await {
+            Ok((begun, rewriter, kept)) => {
+                charge.shrink_to(begun.answer.first.len() as u64);
+                return Ok(Resumed::Elsewhere(Box::new(Continued {
+                    begun,
+                    rewriter,
+                    kept,
+                    sent,
+                    charge: Some(charge),
+                })));
+            }
+            Err(reason) => why = reason,
+        }
+    }
+    Err(why)
+}
+
+/// Plans how the stream continues, and returns the memory that this takes. Waits its turn.
+///
+/// # Errors
+/// There is no memory or no thread for it.
+async fn plan(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    exchange: &Exchange,
+    remains: Remains,
+) -> Result<(Planned, Charge), String> {
+    let message = |error: ApiError| error.message;
+    let mut charge = exchange.charge_job().map_err(message)?;
+    charge.grow_to(remains.copied_bytes()).map_err(message)?;
     let catalog = upstream.engines.catalog();
-    let (api, lost) = (exchange.api, remains.lost);
+    let api = exchange.api;
     let by_tokens = exchange.by_tokens;
     let by_params = !upstream.engines.disaggregates();
-    let bytes = exchange.body.len() + remains.sent.len();
+    let bytes = exchange.body.len() + remains.sent.bytes.len();
     let job = move |_: &Service, body: &[u8]| {
+        let Remains { sent, .. } = remains;
         let prompt = remains.prompt.as_ref().map(|ids| ids.len() as u64);
-        if let Some(last) = closing(api, body, &remains.sent, &remains.seams, prompt) {
-            return Ok(Err(last));
+        if let Some(last) = closing(api, body, &sent.bytes, &sent.seams, prompt) {
+            return Ok(Planned::Closed(last.into()));
         }
         let model = peek(body).and_then(|seen| seen.model);
-        Ok(Ok(resume::plans(&Lost {
+        let plans = resume::plans(&Lost {
             kind: remains.kind,
             body,
-            sent: &remains.sent,
-            seams: &remains.seams,
+            sent: &sent.bytes,
+            seams: &sent.seams,
             prompt: remains.prompt.as_deref(),
             by_tokens,
             by_params,
             model_len: catalog.model_len(model.as_deref()),
-        })))
+        });
+        Ok(Planned::Plans(plans, sent))
     };
     let body = exchange.body.clone();
     let turn = upstream.planning.acquire().await;
     let planned = shard.run_reading(body, bytes, charge, job).await;
     drop(turn);
-    let (planned, _charge) = planned.map_err(|error| error.message)?;
-    let plans = match planned {
-        Ok(plans) => plans,
-        Err(last) => return Ok(Resumed::Closed(last.into())),
-    };
-    let mut why = String::from("it cannot continue");
-    for plan in plans? {
-        let only = plan
-            .is_for_vllm
-            .then(|| upstream.engines.of_vllm(exchange.request.only.as_deref()));
-        let mut next = exchange.continued(plan.body, plan.path, only);
-        next.avoid(&upstream.engines, lost);
-        let mut begun = match obtain(shard, upstream, &next).await {
-            Ok(begun) => begun,
-            Err(error) => {
-                why = error.message;
-                continue;
-            }
-        };
-        let engine = begun.visit.engine().clone();
-        let (url, head) = (&engine.spec.url, &begun.answer.head);
-        if head.status != StatusCode::OK || !is_event_stream(head) {
-            why = format!("{url} answered {} to its continuation", head.status);
-            continue;
-        }
-        if let Some(seam) = plan.seam {
-            let limit = upstream.engines.settings.first_byte_timeout;
-            let only = next.request.only.as_deref();
-            let idle = upstream.engines.settings.idle_timeout;
-            let judged = judge(&mut begun.answer, next.api, seam, idle);
-            let judged = upstream
-                .engines
-                .answered(&engine, only, limit, judged)
-                .await;
-            match judged {
-                Ok(None) => {}
-                Ok(Some(differs)) => {
-                    why = format!("{url}: {differs}");
-                    continue;
-                }
-                Err(failure) => {
-                    begun.visit.on_failure(&failure);
-                    why = format!("{url}: {failure}");
-                    continue;
-                }
-            }
-        }
-        return Ok(Resumed::Elsewhere(Box::new(Continued {
-            begun,
-            rewriter: plan.rewriter,
-            kept: plan.kept,
-        })));
+    planned.map_err(message)
+}
+
+/// Sends the request of `plan` to another engine than `lost`. Returns the begun answer, and how to adapt its events. `charge`
+/// grows by what is read of the answer.
+///
+/// # Errors
+/// The reason why this does not continue the stream.
+async fn attempt(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    exchange: &Exchange,
+    lost: WorkerId,
+    plan: Plan,
+    charge: &mut Charge,
+) -> Result<(Begun, Rewriter, Option<Kept>), String> {
+    let only = plan
+        .is_for_vllm
+        .then(|| upstream.engines.of_vllm(exchange.request.only.as_deref()));
+    let mut next = exchange.continued(plan.body, plan.path, only);
+    next.avoid(&upstream.engines, lost);
+    let begun = obtain(shard, upstream, &next).await;
+    let mut begun = begun.map_err(|error| error.message)?;
+    let engine = begun.visit.engine().clone();
+    let (url, head) = (&engine.spec.url, &begun.answer.head);
+    if head.status != StatusCode::OK || !is_event_stream(head) {
+        return Err(format!(
+            "{url} answered {} to its continuation",
+            head.status
+        ));
     }
-    Err(why)
+    if let Some(seam) = plan.seam {
+        let limit = upstream.engines.settings.first_byte_timeout;
+        let only = next.request.only.as_deref();
+        let idle = upstream.engines.settings.idle_timeout;
+        let judged = judge(&mut begun.answer, next.api, seam, idle, charge);
+        let judged = upstream.engines.answered(&engine, only, limit, judged);
+        match judged.await {
+            Ok(None) => {}
+            Ok(Some(differs)) => return Err(format!("{url}: {differs}")),
+            Err(failure) => {
+                begun.visit.on_failure(&failure);
+                return Err(format!("{url}: {failure}"));
+            }
+        }
+    }
+    Ok((begun, plan.rewriter, plan.kept))
 }
 
 /// Reads `answer`, to a request of `api`, up to its first token. Returns the reason if it does not continue the client's
@@ -155,13 +209,17 @@ pub(super) async fn resume(
 ///
 /// # Errors
 /// The engine's failure, also if no part of an answer comes for the time `idle`: comments are none.
+///
+/// `charge` grows by the bytes read.
 async fn judge(
     answer: &mut Answer,
     api: Api,
     mut seam: Seam,
     idle: Duration,
+    charge: &mut Charge,
 ) -> Result<Option<String>, Failure> {
     let mut progress = Instant::now();
+    let charged = charge.bytes();
     let mut read = answer.first.to_vec();
     let (mut scanner, mut turn) = (Scanner::default(), Turn::default());
     let mut end = StreamEnd::new(api, 1);
@@ -177,7 +235,8 @@ async fn judge(
                 if event.has_content() {
                     progress = Instant::now();
                 }
-                let data = EventData::read(&event.data);
+                let text = event.text();
+                let data = EventData::read(&text);
                 let verdict = seam.judge(&event, data.as_ref());
                 if verdict == Verdict::Fits {
                     answer.first = Bytes::from(read);
@@ -193,6 +252,9 @@ async fn judge(
             judged = scanned + whole;
         }
         scanned = read.len();
+        if let Err(error) = charge.grow_to(charged + read.len() as u64) {
+            return Ok(Some(error.message));
+        }
         if read.len() > SEAM_BYTES_MAX || read.len() - judged > EVENT_BYTES_MAX {
             return Ok(Some(
                 "its continuation begins with too long an event".into(),

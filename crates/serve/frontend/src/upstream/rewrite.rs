@@ -129,7 +129,7 @@ impl Seam {
     #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn judge_all(&mut self, bytes: &[u8]) -> Verdict {
         let all = sse::events(bytes);
-        let mut all = all.map(|event| self.judge(&event, EventData::read(&event.data).as_ref()));
+        let mut all = all.map(|event| self.judge(&event, EventData::read(&event.text()).as_ref()));
         all.find(|verdict| *verdict != Verdict::More)
             .unwrap_or(Verdict::More)
     }
@@ -284,8 +284,9 @@ impl Rewriter {
     pub(super) fn rewrite_all(&mut self, bytes: &[u8], hides_ids: bool) -> Rewritten {
         let mut all = Rewritten::default();
         for event in sse::events(bytes) {
-            let new = if let Some(data) = EventData::read(&event.data) {
-                self.rewrite(&event.data, &data, hides_ids)
+            let text = event.text();
+            let new = if let Some(data) = EventData::read(&text) {
+                self.rewrite(&text, &data, hides_ids)
             } else {
                 let whole = bytes[event.start..event.end].to_vec();
                 Rewritten {
@@ -442,19 +443,32 @@ fn written(event: &Map<String, Value>) -> Vec<u8> {
 
 /// Hides the ids of an event. Returns true if vLLM sent it for its ids only.
 fn hide_ids(event: &mut Map<String, Value>) -> bool {
+    let hide = |of: &mut Map<String, Value>| match of.get_mut("token_ids") {
+        Some(ids) if !ids.is_null() => {
+            *ids = Value::Null;
+            true
+        }
+        _ => false,
+    };
+    let mut has_ids = hide(event);
     let Some(Value::Array(choices)) = event.get_mut("choices") else {
         return false;
     };
-    let (mut has_ids, mut says) = (false, choices.is_empty());
+    let mut says = choices.is_empty();
     for choice in choices {
-        for list in ["/token_ids", "/delta/token_ids"] {
-            if let Some(ids) = choice.pointer_mut(list).filter(|ids| !ids.is_null()) {
-                *ids = Value::Null;
-                has_ids = true;
+        let Some(choice) = choice.as_object_mut() else {
+            says = true;
+            continue;
+        };
+        has_ids |= hide(choice);
+        says |= is_finished(choice);
+        match choice.get_mut("delta") {
+            Some(Value::Object(delta)) => {
+                has_ids |= hide(delta);
+                says |= !delta.is_empty();
             }
+            _ => says = true,
         }
-        let delta = choice.get("delta").and_then(Value::as_object);
-        says |= delta.is_none_or(|delta| !delta.is_empty()) || finish_of(choice).is_some();
     }
     has_ids && !says
 }

@@ -21,7 +21,7 @@ enum Line {
 }
 
 /// Follows a stream of events that arrives in pieces. Reads each byte once.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Scanner {
     line: Line,
     /// Whether a line feed that comes next belongs to the line ending before it.
@@ -84,6 +84,19 @@ impl Scanner {
         end
     }
 
+    /// Returns how many of the next `bytes` belong to the event that has begun; all of them if it does not end there.
+    pub(super) fn end_of_event(&mut self, bytes: &[u8]) -> usize {
+        let mut at = 0;
+        while let Some(length) = memchr2(b'\n', b'\r', &bytes[at..]) {
+            let line = &bytes[at..=at + length];
+            at += line.len();
+            if self.feed(line) > 0 {
+                return at;
+            }
+        }
+        bytes.len()
+    }
+
     /// Returns true if `bytes` are complete events, by a quick check. If false, call [`feed`](Self::feed).
     pub(super) fn takes_whole(&mut self, bytes: &[u8]) -> bool {
         // Two line feeds end whatever line there is, and the event.
@@ -144,6 +157,20 @@ impl Event<'_> {
     pub(super) fn has_content(&self) -> bool {
         let is_empty = matches!(self.data.trim_ascii(), b"" | b"{}" | b"[]" | b"null");
         self.error.is_some() || !is_empty && self.name != b"ping"
+    }
+
+    /// Returns its data with a question mark for each byte that is not UTF-8, where browsers read a replacement character.
+    /// Every part is where it is in the data.
+    pub(super) fn text(&self) -> Cow<'_, [u8]> {
+        if std::str::from_utf8(&self.data).is_ok() {
+            return Cow::Borrowed(&self.data);
+        }
+        let mut text = Vec::with_capacity(self.data.len());
+        for chunk in self.data.utf8_chunks() {
+            text.extend_from_slice(chunk.valid().as_bytes());
+            text.resize(text.len() + chunk.invalid().len(), b'?');
+        }
+        text.into()
     }
 
     /// Where each line of its data begins: in the data, and in `bytes`, of which it is an event.

@@ -40,6 +40,15 @@ pub(super) enum BodyEnd {
 /// Offset in the part that the client has, at which a continuation begins, and the tokens kept, if known.
 pub(super) type Seam = (usize, Option<Kept>);
 
+/// The part of a stream that the client has.
+#[derive(Clone, Debug, Default)]
+pub(super) struct SentPart {
+    /// Its events, with token ids if engines sent some.
+    pub(super) bytes: Vec<u8>,
+    /// Offsets in `bytes` at which other engines continued, each with the tokens before it, or `None` if unknown.
+    pub(super) seams: Vec<Seam>,
+}
+
 /// A stream of server-sent events.
 #[derive(Default)]
 pub(super) struct EventStream {
@@ -55,8 +64,8 @@ pub(super) struct EventStream {
     end: StreamEnd,
     /// An error of the engine, after the events already passed on.
     reported: Option<Reported>,
-    /// The client has the beginning of an event without its end.
-    is_partial: bool,
+    /// Set while the client has the beginning of an event without its end: the scanner as it was behind that beginning.
+    partial: Option<Scanner>,
     /// Set once another engine continues it.
     rewriter: Option<Rewriter>,
     /// Offsets in `sent` at which continuations begin, each with the tokens kept, if known.
@@ -93,7 +102,7 @@ impl EventStream {
 
     /// Whether the client has the beginning of an event or of a line ending.
     pub(super) fn is_within_event(&self) -> bool {
-        self.is_partial || self.scanner.is_after_cr()
+        self.partial.is_some() || self.scanner.is_after_cr()
     }
 
     /// Bytes that are kept for a continuation; `None` if the stream does not continue.
@@ -114,26 +123,26 @@ impl EventStream {
     }
 
     /// Takes the part that the client has, and where continuations begin in it.
-    pub(super) fn take_sent(&mut self) -> Option<(Vec<u8>, Vec<Seam>)> {
-        Some((self.sent.take()?, std::mem::take(&mut self.seams)))
+    pub(super) fn take_sent(&mut self) -> Option<SentPart> {
+        Some(SentPart {
+            bytes: self.sent.take()?,
+            seams: std::mem::take(&mut self.seams),
+        })
     }
 
-    /// Returns a copy of the part that the client has, and where continuations begin in it. The beginning of an event is
-    /// dropped.
+    /// Takes the part that the client has, until another engine continues the stream. The beginning of an event is dropped.
     ///
     /// # Errors
     /// The reason why the stream does not continue.
-    pub(super) fn broken_off(&mut self) -> Result<(Vec<u8>, Vec<Seam>), &'static str> {
+    pub(super) fn take_for_continuation(&mut self) -> Result<SentPart, &'static str> {
         self.held.clear();
-        match &self.sent {
-            Some(sent) => Ok((sent.clone(), self.seams.clone())),
-            None => Err(self.not_kept),
-        }
+        self.take_sent().ok_or(self.not_kept)
     }
 
-    /// Another engine continues the stream. `kept`: tokens of the answer in its prompt, if known.
-    pub(super) fn go_on(&mut self, rewriter: Rewriter, kept: Option<Kept>) {
+    /// Another engine continues the stream behind the part `sent`. `kept`: tokens of the answer in its prompt, if known.
+    pub(super) fn continue_with(&mut self, rewriter: Rewriter, kept: Option<Kept>, sent: SentPart) {
         self.rewriter = Some(rewriter).filter(|of| !of.is_idle());
+        (self.sent, self.seams) = (Some(sent.bytes), sent.seams);
         self.scanner = Scanner::default();
         if let Some(sent) = &self.sent {
             self.seams.push((sent.len(), kept));
@@ -179,11 +188,11 @@ impl EventStream {
             self.long = Some(LongEvent::Withheld);
             return Bytes::new();
         }
-        if !self.is_partial {
+        if self.partial.is_none() {
             self.long = Some(LongEvent::Passed);
         }
         self.forget("an event was too long");
-        self.is_partial = true;
+        self.partial = Some(self.scanner);
         held
     }
 
@@ -202,7 +211,7 @@ impl EventStream {
                 BodyEnd::Piece(held.freeze())
             };
         }
-        if !self.is_partial && ends::is_complete(&held) {
+        if self.partial.is_none() && ends::is_complete(&held) {
             let mut whole = held;
             whole.extend_from_slice(b"\n\n"); // which the engine left out
             return BodyEnd::Piece(self.take(whole.freeze(), sent_max));
@@ -226,9 +235,11 @@ impl EventStream {
 
     /// The part of whole events for the client.
     fn take(&mut self, whole: Bytes, sent_max: usize) -> Bytes {
-        let is_tail = std::mem::take(&mut self.is_partial); // of an event that was sent on in pieces
-        if is_tail || self.rewriter.is_some() || !self.end.is_plain(&whole) {
-            return self.read(&whole, is_tail, sent_max);
+        if let Some(scanner) = self.partial.take() {
+            return self.take_behind(scanner, whole, sent_max);
+        }
+        if self.rewriter.is_some() || !self.end.is_plain(&whole) {
+            return self.read(&whole, sent_max);
         }
         self.has_progress = self.end.api() != Api::Other || sse::have_content(&whole);
         let Some(ids) = &mut self.ids else {
@@ -243,21 +254,37 @@ impl EventStream {
             self.keep(&whole, sent_max);
             return whole;
         }
-        self.read(&whole, false, sent_max)
+        self.read(&whole, sent_max)
+    }
+
+    /// The part of whole events for the client, behind the end of an event whose beginning it has. `scanner` knows where
+    /// that one ends: its rest may be a blank line, which looks like no event.
+    #[cold]
+    fn take_behind(&mut self, mut scanner: Scanner, whole: Bytes, sent_max: usize) -> Bytes {
+        let end = scanner.end_of_event(&whole);
+        let behind = whole.slice(end..);
+        let shown = if behind.is_empty() {
+            Bytes::new()
+        } else {
+            self.take(behind, sent_max)
+        };
+        self.has_progress = true;
+        if end + shown.len() == whole.len() {
+            return whole;
+        }
+        [&whole[..end], &shown].concat().into()
     }
 
     /// The part of whole events for the client. Each event is read once: its end is judged, it is adapted to the stream, and
-    /// ids are hidden. `is_tail`: the first one began before.
+    /// ids are hidden.
     #[cold]
-    fn read(&mut self, whole: &Bytes, mut is_tail: bool, sent_max: usize) -> Bytes {
+    fn read(&mut self, whole: &Bytes, sent_max: usize) -> Bytes {
         let (mut kept, mut shown) = (Edited::of(whole), Edited::of(whole));
         let mut end = whole.len();
-        self.has_progress = is_tail;
+        self.has_progress = false;
         for event in sse::events(whole) {
-            if std::mem::take(&mut is_tail) {
-                continue; // no event by itself
-            }
-            let data = EventData::read(&event.data);
+            let text = event.text();
+            let data = EventData::read(&text);
             match self.end.judge(&event, data.as_ref()) {
                 Judgment::Continues => {}
                 Judgment::IsOver => {
@@ -280,7 +307,7 @@ impl EventStream {
                 if let Some(ids) = &mut self.ids {
                     ids.take_prompt(&data);
                 }
-                let new = rewriter.rewrite(&event.data, &data, self.ids.is_some());
+                let new = rewriter.rewrite(&text, &data, self.ids.is_some());
                 kept.replace(event.start..event.end, &new.kept);
                 shown.replace(event.start..event.end, &new.shown);
                 if rewriter.refused.is_some() {
@@ -289,7 +316,7 @@ impl EventStream {
                 }
             } else if let Some(ids) = &mut self.ids {
                 ids.take_prompt(&data);
-                let places = |all| places_in(whole, &event, data.places(&event.data, all));
+                let places = |all| places_in(whole, &event, data.places(&text, all));
                 let (of_prompt, all) = (places(false), places(true));
                 if let [only] = &all[..]
                     && of_prompt.is_empty()
@@ -329,7 +356,7 @@ impl EventStream {
     }
 
     /// Why the continuation must not go on, if so.
-    pub(super) fn refused(&mut self) -> Option<&'static str> {
+    pub(super) fn refusal_reason(&mut self) -> Option<&'static str> {
         self.rewriter.as_mut()?.refused.take()
     }
 
@@ -782,7 +809,7 @@ mod tests {
             let is_prompt = !prompts.is_empty();
             prop_assert_eq!(stream.prompt(), is_prompt.then_some(&[7, 8][..]));
             // What is kept for a continuation has them.
-            let (sent, _) = stream.broken_off().unwrap();
+            let sent = stream.take_for_continuation().unwrap().bytes;
             prop_assert!(!String::from_utf8_lossy(&sent).contains("[7,"));
             prop_assert_eq!(String::from_utf8_lossy(&sent).matches("22]").count(), lists.matches("22]").count());
         }
@@ -872,7 +899,7 @@ mod tests {
             };
             assert_eq!((out.is_empty(), stream.take_long()), (hides, Some(wanted)));
             assert_eq!(
-                stream.broken_off().is_ok(),
+                stream.take_for_continuation().is_ok(),
                 hides,
                 "the same answer may come without ids"
             );

@@ -3,10 +3,10 @@
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
-use super::lax;
-use super::resume::{Lost, Plan, StreamKind, plans};
-use super::rewrite::Verdict;
-use super::sent::{Kept, Phase, Sent, data_of, text_of};
+use super::super::lax;
+use super::super::resume::{Lost, Plan, StreamKind, plans};
+use super::super::rewrite::Verdict;
+use super::super::sent::{Kept, Phase, Sent, data_of, text_of};
 
 /// Bytes of tokens: letters, parts of characters, and white space. Token 0 ends an answer.
 const PIECES: [&[u8]; 12] = [
@@ -469,7 +469,7 @@ fn what_a_parser_takes_is_not_continued_as_text() {
     let of_ids = |body, sent: &str| {
         let kind = StreamKind::Chat;
         let (sent, seams, prompt) = (sent.as_bytes(), &[][..], None);
-        super::resume::plans(&Lost {
+        super::super::resume::plans(&Lost {
             kind,
             body,
             sent,

@@ -1,0 +1,4 @@
+//! Properties of streams across modules.
+
+mod chunks;
+mod resume;

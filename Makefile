@@ -279,3 +279,10 @@ test-chart:
 .PHONY: docs
 docs:
 	./scripts/docs.sh
+
+# Every code block of the documents, and their outputs (scripts/docs_outputs.py): some minutes. WRITE=1: new outputs.
+.PHONY: docs-test
+docs-test: build
+	./scripts/venv.sh
+	VIRTUAL_ENV=$(CURDIR)/.venv .venv/bin/maturin develop --quiet
+	SLIPSTREAM_BIN=$${CARGO_TARGET_DIR:-target}/release/slipstream .venv/bin/python scripts/docs_outputs.py $(if $(WRITE),--write)

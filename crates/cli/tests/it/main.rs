@@ -7,7 +7,6 @@ mod calibrate;
 mod describe;
 mod disaggregated;
 mod doctor;
-mod document_commands;
 mod documents;
 mod drivers;
 mod duplex;

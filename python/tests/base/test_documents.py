@@ -1,0 +1,105 @@
+"""The documents show what their commands print; `make docs-test` runs every page."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+QUICK = ["docs/first-cluster.md", "docs/twin.md"]
+
+
+@pytest.fixture(scope="module")
+def outputs() -> ModuleType:
+    """The script, as a module."""
+    spec = importlib.util.spec_from_file_location("docs_outputs", ROOT / "scripts/docs_outputs.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", QUICK)
+def test_a_page_shows_what_its_commands_print(binary: Path, page: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, ROOT / "scripts/docs_outputs.py", "--check", page],
+        env={**os.environ, "SLIPSTREAM_BIN": str(binary)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{page}: " in ran.stderr, "blocks ran"
+
+
+def test_marked_blocks_are_found(outputs: ModuleType) -> None:
+    page = (
+        "text\n```sh\nno\n```\n<!-- run -->\n```sh\na\nb\n```\n"
+        "<!-- output -->\n```text\nx … y\n```\n"
+        "<!-- run background: up -->\n```sh\nc\n```\n<!-- setup\nd\n-->\n<!-- stop -->\n"
+        "<!-- run -->\nmore text\n```toml\ne\n```\n"
+    )
+    found = [(block.mark, block.language, block.lines, block.at) for block in outputs.blocks(page)]
+    assert found == [
+        ("", "sh", ["no"], 2),
+        ("run", "sh", ["a", "b"], 6),
+        ("output", "text", ["x … y"], 11),
+        ("run background: up", "sh", ["c"], 15),
+        ("setup", "sh", ["d"], 18),
+        ("stop", "", [], 20),
+        ("", "toml", ["e"], 24),
+    ]
+
+
+SIMULATOR = "simulator 0.01 CPU-s, 1 µs per request"
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "right"),
+    [
+        # Without a mark of left-out text, all lines count.
+        ("1 a\n2 b", "1 a\n2 b", "1 a\n2 b"),
+        ("1 a", "1 a\n2 b", "1 a\n2 b"),
+        ("1 a\n2 b\n3 c", "1 a", "1 a"),
+        ("2 b\n1 a", "1 a\n2 b", "1 a\n2 b"),
+        # Left-out lines and parts of lines.
+        ("1 a\n…", "1 a\n2 b\n3 c", "1 a\n…"),
+        ("…\n3 c", "1 a\n2 b\n3 c", "…\n3 c"),
+        ("1 a\n…\n3 …", "1 a\n2 b\n3 c", "1 a\n…\n3 …"),
+        ("1 …z\n…", "1 a\n2 b", None),
+        ("…\n3 c", "3 c\n4 d", None),
+        # A changed line is known by its first word.
+        ("1 a\n…\n3 old", "1 a\n2 b\n3 c", "1 a\n…\n3 c"),
+        ("1 a\n…\n4 d", "1 a\n2 b\n3 c", None),
+        # Figures of a machine are neither compared nor rewritten.
+        (f"{SIMULATOR}\n1 a", "simulator 2.5 CPU-s, 37 µs per request\n1 a", f"{SIMULATOR}\n1 a"),
+        (f"{SIMULATOR}\n1 a", "simulator 2.5 CPU-s, 37 µs per request\n1 b", f"{SIMULATOR}\n1 b"),
+        (f"{SIMULATOR}\n1 a", "simulator 2.5 CPU-s\n1 a", "simulator 2.5 CPU-s\n1 a"),
+    ],
+)
+def test_outputs_are_compared_line_by_line(
+    outputs: ModuleType, shown: str, printed: str, right: str | None
+) -> None:
+    expected = None if right is None else right.split("\n")
+    assert outputs.compare(shown.split("\n"), printed.split("\n")) == expected
+
+
+def test_a_wrong_page_is_found_and_written(
+    outputs: ModuleType, binary: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    text = "<!-- run -->\n```sh\necho 7\n```\n\n<!-- output -->\n```text\n8\n```\n"
+    page.write_text(f"{text}\n<!-- run -->\n```sh\nexit 3\n```\n", encoding="utf-8")
+    problems, ran, _ = outputs.run_page(page, "page.md", write=True)
+    assert ran == 2
+    assert problems[0].startswith("page.md:7: the output differs")
+    assert problems[1].startswith("page.md:12: exit 3")
+    assert page.read_text(encoding="utf-8").startswith(text.replace("8", "7"))
+    unmarked = "```sh\nfalse\n```\n<!-- not run: reason -->\n```sh\nfalse\n```\n"
+    page.write_text(unmarked, encoding="utf-8")
+    problems, ran, not_run = outputs.run_page(page, "README.md", write=False)
+    assert (len(problems), ran, not_run) == (1, 0, 1), problems

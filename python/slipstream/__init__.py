@@ -7,8 +7,10 @@
 200
 
 The reference is `docs/python.md`. The vLLM connector is in `slipstream.vllm`; nothing outside of it
-imports vLLM, and nothing here imports polars, pandas, pyarrow or ray before it is used.
+imports vLLM, and nothing here imports polars, pandas, pyarrow, plotly or ray before it is used.
 """
+
+from importlib import metadata
 
 from slipstream._native import KeyMirror, KeySet
 from slipstream.api import PoolState, plan, predict, simulate, sweep
@@ -18,6 +20,7 @@ from slipstream.errors import (
     FileError,
     InterruptedRunError,
     MissingFileError,
+    MissingPackageError,
     QuestionError,
     RemoteError,
     WorkloadError,
@@ -34,6 +37,7 @@ __all__ = [
     "KeyMirror",
     "KeySet",
     "MissingFileError",
+    "MissingPackageError",
     "Page",
     "Plan",
     "PoolState",
@@ -45,8 +49,15 @@ __all__ = [
     "Trace",
     "Workload",
     "WorkloadError",
+    "__version__",
     "plan",
     "predict",
     "simulate",
     "sweep",
 ]
+
+try:
+    __version__ = metadata.version("slipstream")
+except metadata.PackageNotFoundError:
+    # A folder of the tree on the path, without an installed package.
+    __version__ = "0+unknown"

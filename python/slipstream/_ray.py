@@ -171,14 +171,14 @@ def serve(lines: Any, write: Callable[[str], None]) -> None:
     """
     import sys
 
-    from slipstream import api
+    from slipstream import _display
 
     def answer(**fields: Any) -> None:
         write(json.dumps(fields) + "\n")
 
     try:
         asked = json.loads(next(lines))
-        show = api.Line() if asked["shows"] and sys.stderr.isatty() else None
+        show = _display.Line() if asked["shows"] and sys.stderr.isatty() else None
         with Tasks(asked["on"], show) as tasks:
             call = f"{os.getpid()}-{id(asked)}"
             if "count" in asked:

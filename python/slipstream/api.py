@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from slipstream import _native
+from slipstream import _display, _native
 from slipstream.errors import ArgumentTypeError, QuestionError
 from slipstream.results import Page, Plan, Result, Sweep, Table
 from slipstream.sources import (
@@ -124,8 +124,7 @@ def simulate(
         json=answer["json"],
         text=answer["text"],
         notes=tuple(answer["notes"]),
-        page=Page(answer["page"], 900),
-        charts=answer["charts"],
+        page=Page(answer["page"]),
         table=None if table is None else Table(table),
     )
 
@@ -189,7 +188,7 @@ def sweep(
         text=answer["text"],
         front_text=answer["front"],
         notes=tuple(answer["notes"]),
-        page=Page(answer["page"], 900),
+        page=Page(answer["page"]),
     )
 
 
@@ -286,7 +285,7 @@ def plan(
         text=answer["text"],
         cluster_toml=answer["cluster"],
         notes=tuple(answer["notes"]),
-        page=Page(answer["page"], 900),
+        page=Page(answer["page"]),
     )
 
 
@@ -492,23 +491,10 @@ def shown(progress: Progress) -> Callable[[str], None] | None:
     if callable(progress):
         return progress
     if progress is None:
-        # In a kernel of a notebook, stderr is not a terminal.
-        ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython is not None else None
-        progress = sys.stderr.isatty() or hasattr(shell, "kernel")
-    return Line() if progress else None
-
-
-class Line:
-    """A line on stderr that is overwritten."""
-
-    def __call__(self, line: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{line}")
-        sys.stderr.flush()
-
-    def clear(self) -> None:
-        """Remove the line."""
-        self("")
+        progress = sys.stderr.isatty() or _display.in_notebook()
+    if not progress:
+        return None
+    return _display.Cell() if _display.in_notebook() else _display.Line()
 
 
 def finish(
@@ -560,5 +546,5 @@ def finish(
             pass
         raise
     finally:
-        if isinstance(show, Line):
+        if isinstance(show, _display.Line | _display.Cell):
             show.clear()

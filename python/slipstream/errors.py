@@ -9,6 +9,7 @@ __all__ = [
     "FileError",
     "InterruptedRunError",
     "MissingFileError",
+    "MissingPackageError",
     "QuestionError",
     "RemoteError",
     "WorkloadError",
@@ -41,6 +42,10 @@ class FileError(Error, builtins.OSError):
 
 class MissingFileError(Error, builtins.FileNotFoundError):
     """A file does not exist."""
+
+
+class MissingPackageError(Error, builtins.ImportError):
+    """A function needs a package that is not installed."""
 
 
 class RemoteError(Error, RuntimeError):

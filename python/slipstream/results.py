@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream import _native
+from slipstream import _charts, _display, _native
+from slipstream._optional import load
 from slipstream.errors import QuestionError
 
 if TYPE_CHECKING:
     import pandas
+    import plotly.graph_objects as go
     import polars
     import pyarrow
 
@@ -72,21 +73,18 @@ class Table:
 
     def to_polars(self) -> polars.DataFrame:
         """Return a polars DataFrame, which shares this memory. Takes polars."""
-        import polars
-
-        return polars.DataFrame(self)
+        frame: polars.DataFrame = load("polars", "to_polars()").DataFrame(self)
+        return frame
 
     def to_arrow(self) -> pyarrow.Table:
         """Return a pyarrow Table, which shares this memory. Takes pyarrow."""
-        import pyarrow
-
-        return pyarrow.table(self)
+        frame: pyarrow.Table = load("pyarrow", "to_arrow()").table(self)
+        return frame
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas DataFrame. Takes pandas."""
-        import pandas
-
-        return pandas.DataFrame(self.to_dict())
+        frame: pandas.DataFrame = load("pandas", "to_pandas()").DataFrame(self.to_dict())
+        return frame
 
     def __repr__(self) -> str:
         return f"Table({self.num_rows:,} rows: {', '.join(self.column_names)})"
@@ -95,34 +93,30 @@ class Table:
         names = self.column_names
         shown = min(self.num_rows, 20)
         columns = [self.column(name)[:shown] for name in names] if self.num_rows <= 10_000 else []
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-            for row in zip(*columns, strict=True)
-        )
-        return f"<p>{self.num_rows:,} rows</p><table><tr>{head}</tr>{rows}</table>"
+        rows = [[_cell(cell) for cell in row] for row in zip(*columns, strict=True)]
+        right = [all(not isinstance(cell, str) for cell in column) for column in columns]
+        more = f"the first {shown} of " if rows and shown < self.num_rows else ""
+        return f"<p>{more}{self.num_rows:,} rows</p>{_display.table([names, *rows], right)}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
 class Page:
-    """A self-contained HTML page. A notebook shows it; `save` writes it."""
+    """A self-contained HTML page, for a browser."""
 
     html: str
-    height: int = 600
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page to a file."""
         Path(path).write_text(self.html, encoding="utf-8")
 
-    def _repr_html_(self) -> str:
-        # A frame keeps the styles of the page and of the notebook apart.
-        return (
-            f'<iframe sandbox="allow-scripts" style="width:100%;border:0" height="{self.height}" '
-            f'srcdoc="{html.escape(self.html)}"></iframe>'
-        )
-
     def __repr__(self) -> str:
-        return f"Page({len(self.html):,} bytes; show it in a notebook, or save(path))"
+        return f"Page({len(self.html):,} bytes; save(path) writes it)"
 
 
 class _Printed:
@@ -134,7 +128,7 @@ class _Printed:
         return self.text
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"
+        return _display.rich(self.text)
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,6 @@ class Result(_Printed):
     text: str
     notes: tuple[str, ...]
     page: Page
-    charts: dict[str, str]
     table: Table | None
 
     def summary(self) -> dict[str, Any]:
@@ -172,11 +165,17 @@ class Result(_Printed):
         digest: str = self.summary()["simulation"]["digest"]
         return digest
 
-    def plot(self, latency: str = "ttft") -> Page:
-        """Return a chart of a latency's distribution: `ttft`, `itl`, `tpot` or `e2e`."""
-        if latency not in self.charts:
-            raise QuestionError(f"no chart `{latency}`; one of {', '.join(self.charts)}")
-        return Page(self.charts[latency], 380)
+    def plot(self, latency: str = "ttft") -> go.Figure:
+        """Return a Plotly figure of a latency's distribution: `ttft`, `itl`, `tpot` or `e2e`.
+
+        Takes plotly. `itl` has percentiles only.
+        """
+        if latency not in _charts.NAMES:
+            raise QuestionError(f"no chart `{latency}`; one of {', '.join(_charts.NAMES)}")
+        columns = None
+        if self.table is not None and f"{latency}_ms" in self.table.column_names:
+            columns = {name: self.table.column(name) for name in (f"{latency}_ms", "class")}
+        return _charts.latency(latency, self.summary(), columns)
 
     def __repr__(self) -> str:
         sent = self.summary()["requests"]["sent"]
@@ -213,9 +212,9 @@ class Sweep(_Printed):
         """Return a pandas DataFrame. Takes pandas."""
         return self.table.to_pandas()
 
-    def plot(self) -> Page:
-        """Return the page with the Pareto front."""
-        return self.page
+    def plot(self) -> go.Figure:
+        """Return a Plotly figure of all configurations, with the Pareto front. Takes plotly."""
+        return _charts.front(self.table.to_dict())
 
     def __repr__(self) -> str:
         return f"Sweep({len(self):,} configurations)"
@@ -257,9 +256,9 @@ class Plan(_Printed):
             raise QuestionError("nothing attains the objectives; print the plan for the reason")
         return Cluster.parse(self.cluster_toml)
 
-    def plot(self) -> Page:
-        """Return the page of the plan."""
-        return self.page
+    def plot(self) -> go.Figure:
+        """Return a Plotly figure of the cost of the answer and of other shapes. Takes plotly."""
+        return _charts.costs(self.summary())
 
     def __repr__(self) -> str:
         return f"Plan({self.text.splitlines()[0]})"

@@ -214,7 +214,9 @@ class Run:
         tools = self.folder / ".tools"
         tools.mkdir()
         (tools / "slipstream").symlink_to(BINARY.resolve())
-        (tools / "python").symlink_to(sys.executable)
+        # A link to an interpreter would leave its virtual environment.
+        (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (tools / "python").chmod(0o755)
         (tools / "vllm").write_text(VLLM, encoding="utf-8")
         (tools / "vllm").chmod(0o755)
         (self.folder / "examples").symlink_to(ROOT / "examples")

@@ -10,7 +10,7 @@ The reference is `docs/python.md`. The vLLM connector is in `slipstream.vllm`; n
 imports vLLM, and nothing here imports polars, pandas, pyarrow, plotly or ray before it is used.
 """
 
-from importlib import metadata
+from typing import TYPE_CHECKING
 
 from slipstream._native import KeyMirror, KeySet
 from slipstream.api import PoolState, plan, predict, simulate, sweep
@@ -49,15 +49,20 @@ __all__ = [
     "Trace",
     "Workload",
     "WorkloadError",
-    "__version__",
     "plan",
     "predict",
     "simulate",
     "sweep",
 ]
 
-try:
-    __version__ = metadata.version("slipstream")
-except metadata.PackageNotFoundError:
-    # A folder of the tree on the path, without an installed package.
-    __version__ = "0+unknown"
+__version__: str
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> str:
+        # Read at its first use: `importlib.metadata` imports much of the standard library.
+        if name == "__version__":
+            from importlib import metadata
+
+            return metadata.version("slipstream")
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")

@@ -168,5 +168,7 @@ def costs(summary: Mapping[str, Any]) -> go.Figure:
         xaxis_title=unit,
         showlegend=several,
     )
+    names = {row for bar in figure.data for row in bar.y}
+    figure.update_layout(height=180 + 35 * max(len(names), 1))
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the pages of docs/ as a site in target/site, and checks that every link in it leads to a file.
+# Builds README and the pages of docs/ as a site in target/site, and checks that every link in it leads to a file.
 # MDBOOK names mdbook if it is not on PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,18 +10,12 @@ if ! command -v "$mdbook" >/dev/null; then
 fi
 rm -rf target/site
 mkdir -p target/site
+scripts/book.py target/book
 "$mdbook" build
-# Pages link to these, which are outside of docs/: mdbook writes `.html` for `.md`.
+# Pages link to these, which are outside of docs/.
 cp -R examples target/site/
-mkdir -p target/site/benches/results
-for page in README ARCHITECTURE CONTRIBUTING CHANGELOG SECURITY benches/results/README; do
-  {
-    printf '<!doctype html><meta charset="utf-8"><title>%s</title><meta name="color-scheme" content="light dark"><pre style="white-space: pre-wrap; max-width: 60rem">' "$page"
-    sed 's/&/\&amp;/g; s/</\&lt;/g' "$page.md"
-    printf '</pre>\n'
-  } >"target/site/$page.html"
-done
 printf '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">Slipstream</a>\n' \
   >target/site/index.html
 python3 scripts/links.py target/site
+scripts/pages.py fresh docs/ui.png
 echo "target/site/index.html"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,26 @@ def test_a_wrong_page_is_found_and_written(
     page.write_text(unmarked, encoding="utf-8")
     problems, ran, not_run = outputs.run_page(page, "README.md", write=False)
     assert (len(problems), ran, not_run) == (1, 0, 1), problems
+
+
+def test_the_site_has_all_that_its_pages_link_to(tmp_path: Path) -> None:
+    folder = tmp_path / "book"
+    subprocess.run([sys.executable, ROOT / "scripts/book.py", folder], check=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    pages = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    assert set(pages) >= {"index.md", "architecture.md", "plan.md", "SUMMARY.md"}
+    links = 0
+    for name, page in pages.items():
+        prose = re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+            if "://" in link or link.startswith(("#", "mailto:")):
+                continue
+            links += 1
+            assert (folder / link.partition("#")[0]).exists(), f"{name}: {link}"
+    assert links > 200
+    assert "make demo" in pages["index.md"]
+    assert "<!-- " not in pages["index.md"] + pages["engines.md"]
+    # Code is as it was.
+    source = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```.*?^```$", source, re.M | re.S)
+    assert blocks == re.findall(r"^```.*?^```$", pages["engines.md"], re.M | re.S)

@@ -2,7 +2,8 @@
 """Look at the pages of Slipstream in a headless Chromium.
 
 pages.py axe AXE_JS       check every page by axe-core; exits 1 if a finding is serious or critical
-pages.py picture FILE     write a picture of `/ui` under load as PNG, for the README
+pages.py picture FILE     write a picture of `/ui` under load as PNG, for the README; it shows no version
+pages.py fresh FILE       say so if the picture was made from another page than the tree's
 
 SLIPSTREAM_BIN names the binary (default: target/release/slipstream), CHROMIUM the browser.
 Exits 77 with a message where there is no browser.
@@ -10,13 +11,16 @@ Exits 77 with a message where there is no browser.
 
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +29,10 @@ PATIENCE_S = 60
 SERIOUS = ("serious", "critical")
 # Load before the picture, at its real pace, so that a busy host keeps time.
 LOADED_S = 60
+
+PAGE = ROOT / "crates/serve/frontend/assets/ui.html"
+# Bytes of a PNG file before its second chunk: signature and IHDR.
+HEADER = 8 + 25
 
 
 class Browser:
@@ -200,17 +208,40 @@ def main_picture(file):
             load += ["--seed=1", f"--duration={LOADED_S}s"]
             process = subprocess.Popen(load, cwd=ROOT, stdout=subprocess.DEVNULL)
             time.sleep(LOADED_S - 5)
+            # A version in a picture would be an old one soon.
+            browser.evaluate(
+                "document.getElementById('what').textContent = "
+                "document.getElementById('what').textContent.replace(/, version .*/, '')"
+            )
             shot = browser.ask("Page.captureScreenshot", {"format": "png"}, session=True)
             process.kill()
             process.wait()
         browser.close()
-    Path(file).write_bytes(base64.b64decode(shot["data"]))
+    png = base64.b64decode(shot["data"])
+    Path(file).write_bytes(png[:HEADER] + digest_chunk() + png[HEADER:])
+    return 0
+
+
+def digest_chunk():
+    """Return a text chunk of a PNG file with the digest of the page that is shown."""
+    data = b"page\0" + hashlib.sha256(PAGE.read_bytes()).hexdigest().encode()
+    checked = b"tEXt" + data
+    return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+def main_fresh(file):
+    """Compare the digest in a picture with the page."""
+    if digest_chunk() not in Path(file).read_bytes():
+        print(
+            f"note: {file} was made from another {PAGE.name}: scripts/pages.py picture {file}",
+            file=sys.stderr,
+        )
     return 0
 
 
 def main():
     """Run what the arguments say."""
-    actions = {"axe": main_axe, "picture": main_picture}
+    actions = {"axe": main_axe, "picture": main_picture, "fresh": main_fresh}
     if len(sys.argv) != 3 or sys.argv[1] not in actions:
         print(__doc__, file=sys.stderr)
         return 2

@@ -32,6 +32,15 @@ render own-engines --set engines.enabled=false --set router.selector=kubernetes.
 policy = "kv"'
 render sweep --set router.enabled=false --set engines.enabled=false --set sweep.enabled=true \
   --set-file sweep.workload=examples/chat.workload.toml
+render monitoring --set monitoring.serviceMonitor.enabled=true --set monitoring.serviceMonitor.labels.release=prometheus \
+  --set monitoring.rules.enabled=true --show-only templates/monitoring.yaml
+# Dashboards are in it as they are in the chart.
+render dashboards --set monitoring.dashboards.enabled=true --show-only templates/monitoring.yaml
+for dashboard in "$chart"/files/dashboards/*.json; do
+  sed 's/^/    /' "$dashboard" >"$out/indented"
+  grep -qF -f "$out/indented" "$out/dashboards.yaml"
+  [ "$(grep -cxF -f "$out/indented" "$out/dashboards.yaml")" -ge "$(wc -l <"$dashboard")" ]
+done
 
 # Values that contradict each other are refused with the remedy.
 if render refused --set engines.enabled=false 2>"$out/error"; then
@@ -50,7 +59,7 @@ for value in engines.replica=3 router.service.port=http engines.terminationGrace
   grep -q "${name##*.}" "$out/error"
 done
 
-for file in default own-engines sweep; do
+for file in default own-engines sweep monitoring; do
   if [ "${1:-}" = --write ]; then
     mkdir -p "$golden"
     cp "$out/$file.yaml" "$golden/"
@@ -74,7 +83,7 @@ fi
 kubeconform=${KUBECONFORM:-kubeconform}
 if command -v "$kubeconform" >/dev/null; then
   status=0
-  "$kubeconform" -strict -summary -kubernetes-version 1.30.0 "$out"/{default,own-engines,sweep}.yaml \
+  "$kubeconform" -strict -skip ServiceMonitor,PrometheusRule -summary -kubernetes-version 1.30.0 "$out"/{default,own-engines,sweep,monitoring}.yaml \
     >"$out/schemas" 2>&1 || status=$?
   if grep -q 'failed downloading schema' "$out/schemas"; then
     echo "note: without Kubernetes' schemas, because they cannot be fetched" >&2

@@ -90,7 +90,7 @@ def model(server: Server) -> str:
     return server.client().models.list().data[0].id
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start(binary: Path) -> Callable:
     """Starts a separate server: `with start("--set", ...) as server`."""
     return lambda *args, **kwargs: running(binary, *args, **kwargs)

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use super::ends::{Api, finish_of};
+use super::api::{Api, StreamKind};
+use super::ends::finish_of;
 use super::lax::Body;
-use super::resume::StreamKind;
 use super::sent::Kept;
 use super::sse;
 

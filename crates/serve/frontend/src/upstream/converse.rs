@@ -5,13 +5,16 @@ use hyper::StatusCode;
 use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
 
 use super::Upstream;
-use super::connection::{Connection, Failure};
+use super::api::Api;
+use super::connection::Connection;
 use super::disagg;
-use super::ends::{self, Api};
-use super::engines::{Engine, Visit};
+use super::ends;
+use super::engines::Engine;
 use super::exchange::{Exchange, Outgoing};
-use super::relay::{Turn, is_event_stream};
+use super::failure::Failure;
 use super::sse::{self, Scanner};
+use super::turn::Turn;
+use super::visit::Visit;
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
 
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
@@ -105,10 +108,10 @@ async fn first_bytes(
     let judges = is_known && head.status == StatusCode::OK;
     let is_short = match head.framing {
         Framing::Sized(bytes) => bytes <= WHOLE_BYTES_MAX,
-        Framing::Chunked | Framing::UntilClose => is_known && !is_event_stream(head),
+        Framing::Chunked | Framing::UntilClose => is_known && !head.is_event_stream(),
     };
     let mut wants_all = is_short || head.status == StatusCode::SERVICE_UNAVAILABLE;
-    let mut scanner = (judges && is_event_stream(head)).then(Scanner::default);
+    let mut scanner = (judges && head.is_event_stream()).then(Scanner::default);
     let mut first = BytesMut::new();
     // End of the events that were searched for content.
     let mut searched = 0;

@@ -1,6 +1,5 @@
 //! State of the engines, shared by all shards.
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
@@ -8,149 +7,26 @@ use std::time::Duration;
 use hyper::StatusCode;
 use serde_json::json;
 use slipstream_base::sync::{lock, unpoisoned};
-use slipstream_base::width::{nanos, to_u8, to_usize};
+use slipstream_base::width::{nanos, to_u8};
 use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, OutlierConfig, PoolTraffic, Resume,
-    RouterPolicy, UpstreamConfig,
+    EngineKind, KvProtocol, OutlierConfig, RouterPolicy, UpstreamConfig,
 };
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::tls::ClientTls;
 use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
 
 use super::catalog::{Catalog, Model};
-use super::connection::Failure;
-use super::members::{Members, PoolSpec};
-use super::metrics::Counters;
-use super::retired::Retired;
-use super::stored::StoredAnswers;
-use super::traffic::TrafficCounts;
+use super::counters::{Counters, TrafficCounts};
+use super::failure::Failure;
+use super::retired::{Retired, Row};
+use super::settings::Settings;
+use super::spec::{EngineSpec, PoolSpec};
+use super::stored_answers::{StoredAnswers, StoringEngine};
 use crate::service::ApiKeys;
 
-/// An engine as it is configured.
-#[derive(Clone, Debug)]
-pub struct EngineSpec {
-    /// Its number in the fleet.
-    pub worker: WorkerId,
-    /// NAME of its `[pool.NAME]`.
-    pub pool: String,
-    /// Its address.
-    pub url: EngineUrl,
-    /// The server that it runs.
-    pub kind: EngineKind,
-    /// Key that it wants.
-    pub api_key: Option<String>,
-    /// The part of requests that it computes.
-    pub role: Role,
-    /// How its keys and values get to decode engines, and the port of its bootstrap server.
-    pub kv_protocol: (KvProtocol, u16),
-    /// TLS of its pool; needed for `https://`.
-    pub tls: Option<ClientTls>,
-    /// Its pool's share of the requests.
-    pub traffic: PoolTraffic,
-}
-
-impl EngineSpec {
-    /// The engines of `cluster`, in the order of their numbers, and its pools of engines. `read_key` reads a pool's API key, and `read_tls` its
-    /// certificates.
-    ///
-    /// # Errors
-    /// Those of `read_key` and `read_tls`.
-    pub fn of_cluster<E>(
-        cluster: &Cluster,
-        mut read_key: impl FnMut(&std::path::Path) -> Result<String, E>,
-        mut read_tls: impl FnMut(&EngineTls) -> Result<ClientTls, E>,
-    ) -> Result<(Vec<EngineSpec>, Vec<PoolSpec>), E> {
-        let (mut specs, mut pools) = (Vec::new(), Vec::new());
-        // A pool without engines at the start has a free worker.
-        let mut first_of_pool = 0;
-        for pool in &cluster.pools {
-            let first = first_of_pool;
-            first_of_pool += pool.workers;
-            let Some(engines) = &pool.engines else {
-                continue;
-            };
-            let api_key = engines
-                .api_key_file
-                .as_deref()
-                .map(&mut read_key)
-                .transpose()?;
-            let is_tls = engines.urls.iter().chain(&engines.dns).any(|url| url.tls);
-            let tls = is_tls.then(|| read_tls(&engines.tls)).transpose()?;
-            pools.push(PoolSpec {
-                name: pool.name.clone(),
-                kind: engines.kind,
-                api_key: api_key.clone(),
-                role: pool.role,
-                kv_protocol: (engines.kv_protocol, engines.bootstrap_port),
-                tls: tls.clone(),
-                traffic: engines.traffic,
-            });
-            for (number, url) in (first..).zip(&engines.urls) {
-                specs.push(EngineSpec {
-                    worker: WorkerId(number),
-                    pool: pool.name.clone(),
-                    url: url.clone(),
-                    kind: engines.kind,
-                    api_key: api_key.clone(),
-                    role: pool.role,
-                    kv_protocol: (engines.kv_protocol, engines.bootstrap_port),
-                    tls: tls.clone(),
-                    traffic: engines.traffic,
-                });
-            }
-        }
-        Ok((specs, pools))
-    }
-}
-
-/// `[upstream]` in the units that it is used in.
-#[derive(Clone, Debug)]
-pub(crate) struct Settings {
-    pub(super) connect_timeout: Duration,
-    pub(super) first_byte_timeout: Duration,
-    pub(super) idle_timeout: Duration,
-    pub(super) keep_alive: Duration,
-    pub(super) connections_idle_max: usize,
-    pub(super) health_interval: Duration,
-    pub(super) health_timeout: Duration,
-    pub(super) models_interval: Duration,
-    failures_max: u32,
-    ejection: Duration,
-    ejection_max: Duration,
-    outlier: OutlierConfig,
-    pub(super) retry_budget: f64,
-    pub(super) resume: Resume,
-    pub(super) resume_bytes_max: usize,
-    pub(super) forward: Vec<String>,
-    pub(super) drain_timeout: Duration,
-}
-
-impl Settings {
-    fn new(config: &UpstreamConfig) -> Settings {
-        let seconds = Duration::from_secs_f64;
-        Settings {
-            connect_timeout: seconds(config.connect_timeout_s),
-            first_byte_timeout: seconds(config.first_byte_timeout_s),
-            idle_timeout: seconds(config.idle_timeout_s),
-            keep_alive: seconds(config.keep_alive_s),
-            connections_idle_max: config.connections_idle_max as usize,
-            health_interval: seconds(config.health_interval_s),
-            health_timeout: seconds(config.health_timeout_s),
-            models_interval: seconds(config.models_interval_s),
-            failures_max: config.failures_max,
-            ejection: seconds(config.ejection_s),
-            ejection_max: seconds(config.ejection_s_max),
-            outlier: config.outlier,
-            retry_budget: config.retry_budget,
-            resume: config.resume,
-            resume_bytes_max: to_usize(config.resume_bytes_max),
-            forward: config.forward.clone(),
-            drain_timeout: seconds(config.drain_timeout_s),
-        }
-    }
-}
+/// Engines by worker; `None`: a free slot.
+pub(super) type Members = Arc<[Option<Arc<Engine>>]>;
 
 /// All engines of a server. Shared by its shards and the threads that check their health and follow their
 /// caches. They come and go in slots, one per worker of the fleet.
@@ -291,6 +167,25 @@ impl Engine {
             models: Mutex::new(Arc::new([])),
             kv_ids: Mutex::new(Arc::new([])),
             counters: Arc::default(),
+        }
+    }
+
+    /// Its counters, for metrics.
+    pub(super) fn row(&self) -> Row {
+        Row {
+            url: self.spec.url.to_string(),
+            role: self.spec.role,
+            is_mirror: self.is_mirror(),
+            counters: self.counters.clone(),
+        }
+    }
+
+    /// It as the holder of stored answers.
+    pub(super) fn storing(&self) -> StoringEngine {
+        StoringEngine {
+            id: self.id,
+            worker: self.spec.worker,
+            url: self.name.clone(),
         }
     }
 
@@ -807,105 +702,13 @@ impl Engines {
     }
 }
 
-/// A request at an engine. Its end is counted when it is dropped.
-pub(super) struct Visit {
-    engines: Arc<Engines>,
-    engine: Arc<Engine>,
-    /// It decides whether the engine takes more.
-    is_probe: bool,
-    judged: bool,
-    failed: bool,
-    begun_ns: u64,
-    /// Time of the first byte; 0: none yet.
-    first_ns: u64,
-    /// Number of pieces of the answer, and the time of the last one.
-    pieces: Cell<(u64, u64)>,
-}
-
-impl Visit {
-    /// A request is about to be sent to `engine`.
-    pub(super) fn begin(engines: &Arc<Engines>, engine: Arc<Engine>) -> Visit {
-        engine.counters.requests.fetch_add(1, Relaxed);
-        engine.counters.in_flight.fetch_add(1, Relaxed);
-        Visit {
-            is_probe: engines.on_start(&engine),
-            engines: engines.clone(),
-            engine,
-            judged: false,
-            failed: false,
-            begun_ns: monotonic_ns(),
-            first_ns: 0,
-            pieces: Cell::new((0, 0)),
-        }
-    }
-
-    pub(super) fn engine(&self) -> &Arc<Engine> {
-        &self.engine
-    }
-
-    /// The first byte of the answer has arrived, and with `is_complete` the rest too. The beginning of a stream proves
-    /// little, because engines report errors within streams.
-    pub(super) fn on_first_byte(&mut self, status: StatusCode, is_complete: bool) {
-        let engine = &self.engine;
-        self.first_ns = monotonic_ns();
-        let took = self.first_ns.saturating_sub(self.begun_ns);
-        engine.counters.on_answer(status, took);
-        if Engines::is_failure(status) {
-            let failure = Failure::Status(status.as_u16());
-            self.engines.on_failure(engine, &failure, self.is_probe);
-        } else if is_complete || self.is_probe {
-            self.engines.on_success(engine, self.is_probe);
-        }
-        self.judged = true;
-    }
-
-    /// A piece of the answer has arrived.
-    #[inline]
-    pub(super) fn on_piece(&self, now_ns: u64) {
-        self.pieces.set((self.pieces.get().0 + 1, now_ns));
-    }
-
-    /// The complete answer has arrived.
-    pub(super) fn on_end(&self) {
-        if !self.failed {
-            self.engines.on_success(&self.engine, false);
-        }
-    }
-
-    /// The engine has failed this request.
-    pub(super) fn on_failure(&mut self, failure: &Failure) {
-        let engine = &self.engine;
-        self.engines.on_failure(engine, failure, self.is_probe);
-        if !failure.is_health() && !failure.is_tls() {
-            // A failed check does not ask for another one, or a lost engine would be asked all the time.
-            engine.check_now.notify_one();
-        }
-        self.judged = true;
-        self.failed = true;
-    }
-}
-
-impl Drop for Visit {
-    fn drop(&mut self) {
-        let engine = &self.engine;
-        engine.counters.in_flight.fetch_sub(1, Relaxed);
-        let (pieces, last_ns) = self.pieces.get();
-        if pieces > 1 && self.first_ns > 0 {
-            let took_ns = last_ns.saturating_sub(self.first_ns);
-            engine.counters.on_stream(pieces - 1, took_ns);
-        }
-        if self.is_probe && !self.judged {
-            self.engines.on_probe_dropped(engine);
-        }
-    }
-}
-
 #[cfg(test)]
 pub(super) mod tests {
     use slipstream_base::RankId;
-    use slipstream_config::cluster::{BOOTSTRAP_PORT, RouterConfig};
+    use slipstream_config::cluster::{BOOTSTRAP_PORT, EngineUrl, PoolTraffic, RouterConfig};
     use slipstream_router::{Fleet, TargetConfig};
 
+    use super::super::visit::Visit;
     use super::*;
 
     pub(crate) fn engines(count: u32, config: &UpstreamConfig) -> Arc<Engines> {

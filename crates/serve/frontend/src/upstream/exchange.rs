@@ -10,14 +10,12 @@ use slipstream_base::{Role, WorkerId};
 use slipstream_config::cluster::EngineKind;
 use slipstream_dispatch as dispatch;
 
+use super::api::{Api, StreamKind};
+use super::body_fields::READ_BYTES;
 use super::disagg::{self, Change, Meeting, StageRequest};
-use super::ends::Api;
 use super::engines::{Engine, Engines};
-use super::forward::READ_BYTES;
-use super::pair::PrefillRequest;
 use super::record::Recording;
-use super::resume::StreamKind;
-use super::stored;
+use super::stored_answers;
 use super::wire;
 use crate::budget::Charge;
 use crate::connection::{Client, Owner};
@@ -68,7 +66,7 @@ pub(super) struct Exchange {
     /// The client's request.
     pub(super) owner: Rc<Owner>,
     /// The engine may store its answer, whose id is not known yet, for this one.
-    pub(super) stores: Cell<Option<stored::Owner>>,
+    pub(super) stores: Cell<Option<stored_answers::Owner>>,
     /// Its line in the record, if there is one.
     pub(super) recording: Option<RefCell<Recording>>,
 }
@@ -335,6 +333,16 @@ pub(super) struct Outgoing<'a> {
     pub(super) streams: bool,
     /// By which the end of the answer is known.
     pub(super) api: Api,
+}
+
+/// A request that outlives the client's one.
+#[derive(Debug)]
+pub(super) struct PrefillRequest {
+    pub(super) method: Method,
+    pub(super) target: String,
+    pub(super) headers: Bytes,
+    pub(super) authorization: Option<Bytes>,
+    pub(super) body: [Bytes; 2],
 }
 
 /// A place among the open streams of the server.

@@ -18,16 +18,19 @@ use slipstream_dispatch as dispatch;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::RecordedRequest;
 
-use super::ends::Api;
+use super::api::{Api, StreamKind};
+use super::body_fields::{BodyFields, READ_BYTES};
+use super::counters::CopyDrop;
 use super::exchange::{Exchange, StreamPermit};
+use super::lax::without_bom;
 use super::obtain::obtain;
 use super::paths::{GENERATES, counts_only, is_forwarded, may_repeat};
-use super::peek::{self, Peek, peek};
+use super::peek::peek;
 use super::record::Recording;
 use super::relay::Relay;
-use super::resume::StreamKind;
 use super::stored::{self, Named};
-use super::traffic::{CopyDrop, RequestCopy};
+use super::stored_answers;
+use super::traffic::RequestCopy;
 use super::{Upstream, admin, loops, tokens, wire};
 use crate::connection::{Client, Owner};
 use crate::helpers::NoResult;
@@ -196,7 +199,7 @@ async fn forward(
     upstream.earn();
 
     let seen = if may_be_json(&parts.headers, &body) {
-        read(shard, &client, &body, |body| peek(body).map(Read::of)).await?
+        read(shard, &client, &body, |body| peek(body).map(BodyFields::of)).await?
     } else {
         None
     };
@@ -223,11 +226,14 @@ async fn forward(
     let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
     let authorization = authorization.map(|value| Bytes::copy_from_slice(value.as_bytes()));
     let named = Named::of(parts.uri.path(), seen.previous_response_id.take());
-    let asker = stored::Owner::of(&shard.service, &client);
+    let asker = stored_answers::Owner::of(&shard.service, &client);
     match &named {
         Some(named) => stored::check_owner(&upstream.engines.stored, named, asker)?,
         // An engine might list the answers of all keys.
-        None if asker != stored::Owner::Open && !stores && stored::is_path(parts.uri.path()) => {
+        None if asker != stored_answers::Owner::Open
+            && !stores
+            && stored::is_path(parts.uri.path()) =>
+        {
             let (method, path) = (parts.method.as_str(), parts.uri.path());
             return Err(ApiError::route_not_found(method, path));
         }
@@ -434,57 +440,6 @@ fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
 /// text.
 const IDS_BODY_BYTES_MAX: usize = 512 << 10;
 
-/// A body up to this is read on the shard's thread, some 0.3 ms of work; a longer one by a helper thread.
-pub(super) const READ_BYTES: usize = 64 << 10;
-
-/// The read part of a body.
-#[derive(Debug, Default)]
-#[allow(clippy::struct_excessive_bools)] // each is a field of the body
-pub(super) struct Read {
-    model: Option<String>,
-    stream: bool,
-    return_token_ids: Option<bool>,
-    max_tokens: Option<u32>,
-    n: Option<u32>,
-    has_odd_n: bool,
-    priority: Option<i32>,
-    previous_response_id: Option<String>,
-    pub(super) has_two_previous: bool,
-    pub(super) chooses_id: bool,
-    has_prompt: bool,
-    /// Prompts of a completion.
-    prompts: u32,
-    /// As of [`Peek`].
-    hinders: bool,
-    has_tools: bool,
-    has_media: bool,
-    /// One engine must compute prompt and answer.
-    whole: bool,
-}
-
-impl Read {
-    fn of(seen: Peek<'_>) -> Read {
-        Read {
-            stream: seen.stream,
-            return_token_ids: seen.return_token_ids,
-            max_tokens: seen.max_tokens,
-            n: seen.n,
-            has_odd_n: seen.has_odd_n,
-            priority: seen.priority,
-            previous_response_id: seen.previous_response_id.clone(),
-            has_two_previous: seen.has_two_previous,
-            chooses_id: seen.chooses_id,
-            has_prompt: seen.has_prompt(),
-            prompts: seen.prompts(),
-            hinders: seen.hinders,
-            has_tools: seen.has_tools,
-            has_media: seen.has_media,
-            whole: seen.stays_whole(),
-            model: seen.model,
-        }
-    }
-}
-
 /// Result of `job` on `body`, on a thread where it holds no other client up.
 ///
 /// # Errors
@@ -517,7 +472,7 @@ fn recording(
     shard: &Shard,
     owner: &Rc<Owner>,
     path: &str,
-    seen: &Read,
+    seen: &BodyFields,
     request: &dispatch::Request,
     session: Option<u64>,
     arrival_ns: u64,
@@ -553,7 +508,7 @@ async fn tokenized(
     client: &Client,
     path: &str,
     body: &Bytes,
-    seen: &Read,
+    seen: &BodyFields,
 ) -> Option<Prompt> {
     let engines = &upstream.engines;
     let base = engines.tokenized.as_ref()?;
@@ -583,7 +538,7 @@ async fn tokenized(
 /// Whether an engine may read the body as JSON. Some do whatever type the client names, so a body that begins as
 /// an object is read regardless of it: otherwise clients could choose not to be charged in advance.
 fn may_be_json(headers: &HeaderMap, body: &[u8]) -> bool {
-    if peek::without_bom(body).trim_ascii_start().starts_with(b"{") {
+    if without_bom(body).trim_ascii_start().starts_with(b"{") {
         return true;
     }
     let Some(kind) = headers.get(CONTENT_TYPE) else {
@@ -596,7 +551,7 @@ fn may_be_json(headers: &HeaderMap, body: &[u8]) -> bool {
     })
 }
 
-fn stream_kind(path: &str, seen: &Read, resume: Resume) -> Option<StreamKind> {
+fn stream_kind(path: &str, seen: &BodyFields, resume: Resume) -> Option<StreamKind> {
     if !seen.stream || resume == Resume::Off {
         return None;
     }

@@ -4,8 +4,9 @@ use bytes::BytesMut;
 use hyper::Method;
 use serde_json::Value;
 
+use super::api::StreamKind;
 use super::peek::peek;
-use super::resume::{self, Lost, StreamKind};
+use super::resume::{self, Lost};
 use super::wire::{BodyDecoder, Decoded, WireError, take_head};
 
 /// Reads an answer whose bytes come in portions of `step`. Returns its status and its body so far.

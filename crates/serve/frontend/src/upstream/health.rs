@@ -17,9 +17,10 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::catalog::{Model, parse_models};
-use super::connection::{Connection, Failure};
+use super::connection::Connection;
 use super::disagg;
 use super::engines::{Engine, Engines, State};
+use super::failure::Failure;
 use super::loops;
 use super::outlier;
 use super::wire::{self, BodyDecoder, Decoded};

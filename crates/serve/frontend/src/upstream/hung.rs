@@ -9,8 +9,8 @@ use slipstream_base::WorkerId;
 use slipstream_base::width::nanos;
 use slipstream_planes::clock::monotonic_ns;
 
-use super::connection::Failure;
 use super::engines::{Engine, Engines};
+use super::failure::Failure;
 
 /// Interval at which a waiting request checks its engine's health.
 const LOOK: Duration = Duration::from_millis(250);

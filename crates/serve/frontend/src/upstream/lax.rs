@@ -10,8 +10,7 @@ use std::ops::{Deref, DerefMut};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use super::peek::without_bom;
-use super::resume::StreamKind;
+use super::api::StreamKind;
 use crate::openai::{lax_real, lax_truth, lax_whole};
 
 const WHOLE: &[&str] = &[
@@ -100,6 +99,23 @@ pub(super) fn whole(json: &str) -> Option<u64> {
 pub(super) fn truth(json: &str) -> Option<bool> {
     let short = Some(json).filter(|json| json.len() <= SCALAR_MAX)?;
     lax_truth(&serde_json::from_str(short).ok()?)
+}
+
+/// Whether `value` asks for nothing.
+pub(super) fn is_unset(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Bool(is_set) => !is_set,
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::String(text) => text.is_empty() || text == "none",
+    }
+}
+
+/// A body without the byte order mark that some engines accept.
+pub(super) fn without_bom(body: &[u8]) -> &[u8] {
+    body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(body)
 }
 
 /// The fields of a request, converted.

@@ -12,49 +12,13 @@ use std::time::Duration;
 use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u32};
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{EngineKind, EngineUrl, KvProtocol, PoolTraffic};
+use slipstream_config::cluster::{EngineKind, EngineUrl};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::sync::watch;
 
-use super::engines::{Engine, EngineSpec, Engines};
-
-/// Engines by worker; `None`: a free slot.
-pub(super) type Members = Arc<[Option<Arc<Engine>>]>;
-
-/// Common settings of the engines of a pool.
-#[derive(Clone, Debug)]
-pub struct PoolSpec {
-    /// NAME of `[pool.NAME]`.
-    pub name: String,
-    /// The server that they run.
-    pub kind: EngineKind,
-    /// Key that they want.
-    pub api_key: Option<String>,
-    /// The part of requests that they compute.
-    pub role: Role,
-    /// How their keys and values get to decode engines, and the port of their bootstrap servers.
-    pub kv_protocol: (KvProtocol, u16),
-    /// TLS of its `https://` engines; `None`: it had none, and the host's authorities hold for later ones.
-    pub tls: Option<ClientTls>,
-    /// Its share of the requests.
-    pub traffic: PoolTraffic,
-}
-
-impl PoolSpec {
-    /// The pool of an engine.
-    pub fn of(spec: &EngineSpec) -> PoolSpec {
-        PoolSpec {
-            name: spec.pool.clone(),
-            kind: spec.kind,
-            api_key: spec.api_key.clone(),
-            role: spec.role,
-            kv_protocol: spec.kv_protocol,
-            tls: spec.tls.clone(),
-            traffic: spec.traffic,
-        }
-    }
-}
+use super::engines::{Engine, Engines};
+use super::spec::{EngineSpec, PoolSpec};
 
 /// Why an engine was not added or removed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -241,7 +205,7 @@ impl Engines {
         };
         let worker = spec.worker;
         let mut engine = Engine::new(spec, *next_id, &self.settings);
-        if let Some(counters) = lock(&self.retired).revive(&engine) {
+        if let Some(counters) = lock(&self.retired).revive(&engine.row()) {
             engine.counters = counters;
         }
         *next_id += 1;
@@ -312,7 +276,7 @@ impl Engines {
                 continue;
             }
             self.release(engine);
-            lock(&self.retired).retire(engine);
+            lock(&self.retired).retire(engine.row());
             self.replace(worker.index(), None);
             self.list_models();
             self.removed.fetch_add(1, Relaxed);
@@ -334,12 +298,11 @@ impl Engines {
 
 #[cfg(test)]
 mod tests {
-    use slipstream_config::cluster::BOOTSTRAP_PORT;
     use slipstream_config::cluster::UpstreamConfig;
+    use slipstream_config::cluster::{BOOTSTRAP_PORT, KvProtocol, PoolTraffic};
 
-    use super::super::engines::Visit;
     use super::super::engines::tests::{at, engines};
-    use super::super::retired::Row;
+    use super::super::visit::Visit;
     use super::*;
 
     fn url(port: u16) -> EngineUrl {
@@ -388,7 +351,7 @@ mod tests {
         engines.on_healthy(&new, None);
         assert!(engines.fleets.serve.is_ready(1));
         // Late news of the engine that had the slot do not concern it.
-        let refused = super::super::connection::Failure::Refused("refused".into());
+        let refused = super::super::failure::Failure::Refused("refused".into());
         engines.on_failure(&old, &refused, false);
         assert!(engines.fleets.serve.is_ready(1));
     }
@@ -398,7 +361,7 @@ mod tests {
         let engines = engines(1, &UpstreamConfig::default());
         let sum = || {
             let mut rows = lock(&engines.retired).rows();
-            rows.extend(engines.each().iter().map(|of| Row::of(of)));
+            rows.extend(engines.each().iter().map(|of| of.row()));
             let urls: std::collections::BTreeSet<_> =
                 rows.iter().map(|of| of.url.clone()).collect();
             assert_eq!(urls.len(), rows.len(), "an engine is listed once");

@@ -5,34 +5,39 @@
 //!          ◄───────────── relay ◄──── decoder ◄───────┘
 //! ```
 //!
-//! * `engines`: what all shards know of the engines: health, models, counters. `members`: how they come and go;
-//!   `admin`: the API for that.
+//! * `engines`: what all shards know of the engines: health, models, counters. `spec`, `settings`: their configuration. `members`: how they come and go;
+//!   `admin`: the API for that. `visit`: a request at an engine; `failure`: why one failed.
 //! * [`health`]: the thread that asks them. `hung`: requests at engines that stopped answering it. `catalog`: their models, merged.
 //! * `forward`: reads a client's request. `paths`: what is forwarded, and what may be sent twice. `exchange`: the request as engines get it.
-//!   `obtain`: finds an engine that answers, with retries. `converse`: one request at one engine, up to the first bytes of its answer.
+//!   `body_fields`, `continuity`: the fields of its body. `obtain`: finds an engine that answers, with retries. `converse`: one request at one engine, up to the first bytes of its answer; `turn`: the work before other tasks get a turn.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `stream`: its events. `resume`: how a stream continues on another engine, after what its
 //!   client has (`sent`); `resumption`: who continues it; `rewrite`: the events of that. `token_ids`: hides the tokens that this takes.
 //! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
-//! * `sse`: server-sent events as browsers read them. `event`: the data of one, read once for all who need it. `ends`: whether an answer is complete, by its own words; `closing`: the last events
+//! * `api`: APIs by path. `sse`: server-sent events as browsers read them. `event`: the data of one, read once for all who need it. `ends`: whether an answer is complete, by its own words; `closing`: the last events
 //!   of one whose engine was lost just before them.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
-//! * `stored`: which engine stores the answer that a request names.
+//! * `stored`: finds the engine that stores the answer that a request names; `stored_answers`: the known ones.
 //! * `traffic`: pools with weights, and pools that get copies of requests.
-//! * `loops`: requests that come back to this process. `metrics`: counters per engine; `retired`: of those that left. `record`: what a request leaves in the record.
+//! * `loops`: requests that come back to this process. `counters`: counters per engine; `retired`: of those that left; `metrics`: the page. `record`: what a request leaves in the record.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
 //! engine's socket, and one that disconnects drops the connection to the engine in the same poll.
 
 mod admin;
+mod api;
+mod body_fields;
 mod catalog;
 mod closing;
 mod connection;
+mod continuity;
 mod converse;
+mod counters;
 mod disagg;
 mod ends;
 mod engines;
 mod event;
 mod exchange;
+mod failure;
 mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -55,14 +60,19 @@ mod retired;
 mod rewrite;
 mod seat;
 mod sent;
+mod settings;
+mod spec;
 mod sse;
 mod stored;
+mod stored_answers;
 mod stream;
 #[cfg(test)]
 mod tests;
 mod token_ids;
 mod tokens;
 mod traffic;
+mod turn;
+mod visit;
 pub(crate) mod wire;
 
 #[doc(hidden)]
@@ -79,9 +89,10 @@ use slipstream_base::WorkerId;
 use slipstream_base::width::{nanos, to_u32};
 use slipstream_planes::clock::monotonic_ns;
 
-pub use engines::{EngineSpec, Engines};
-pub use members::{Member, MemberError, PoolSpec};
+pub use engines::Engines;
+pub use members::{Member, MemberError};
 pub use metrics::EngineCollector;
+pub use spec::{EngineSpec, PoolSpec};
 
 pub(crate) use forward::handle;
 pub(crate) use relay::Relay;
@@ -89,8 +100,7 @@ pub(crate) use seat::{Decision, Ticket};
 pub(crate) use stored::fresh_request_id;
 
 use connection::Connection;
-use engines::Engine;
-use members::Members;
+use engines::{Engine, Members};
 
 use crate::openai::ApiError;
 use crate::shard::Shard;

@@ -12,16 +12,17 @@ use slipstream_config::cluster::KvProtocol;
 use slipstream_dispatch as dispatch;
 
 use super::Upstream;
-use super::connection::Failure;
 use super::converse::{Answer, converse, may_keep, read_rest};
+use super::counters::PrefillOutcome;
 use super::disagg::{self, Change, StageRequest};
 use super::ends::Reported;
-use super::engines::{Engine, Visit};
+use super::engines::Engine;
 use super::exchange::Exchange;
-use super::metrics::PrefillOutcome;
+use super::failure::Failure;
 use super::pair::{PrefillFault, Prefilling};
 use super::record::Recording;
 use super::seat::Seat;
+use super::visit::Visit;
 use crate::openai::ApiError;
 use crate::shard::Shard;
 

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use slipstream_config::cluster::OutlierConfig;
 
+use super::counters::Totals;
 use super::engines::{Engines, State};
-use super::metrics::Totals;
 
 /// Minimum number of peers with enough requests for a comparison.
 const PEERS_MIN: usize = 2;

@@ -14,26 +14,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use bytes::Bytes;
-use hyper::{Method, StatusCode};
+use hyper::StatusCode;
 
 use super::Upstream;
-use super::connection::Failure;
+use super::api::Api;
 use super::converse::{converse, read_rest};
 use super::disagg;
-use super::ends::Api;
-use super::engines::{Engine, Visit};
-use super::exchange::Outgoing;
-
-/// A request that outlives the client's one.
-#[derive(Debug)]
-pub(super) struct PrefillRequest {
-    pub(super) method: Method,
-    pub(super) target: String,
-    pub(super) headers: Bytes,
-    pub(super) authorization: Option<Bytes>,
-    pub(super) body: [Bytes; 2],
-}
+use super::engines::Engine;
+use super::exchange::{Outgoing, PrefillRequest};
+use super::failure::Failure;
+use super::visit::Visit;
 
 /// Why a prefill engine did not compute a prompt.
 #[derive(Debug)]

@@ -6,7 +6,8 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use slipstream_base::{BlockHash, Prompt, Tail};
 
-use super::{lax, resume};
+use super::continuity;
+use super::lax::{self, without_bom};
 
 /// Fields of a body that decide where it goes. Values that are not of the expected type count as absent:
 /// the engine names their errors.
@@ -30,7 +31,7 @@ pub(super) struct Peek<'a> {
     pub(super) has_two_previous: bool,
     /// `request_id` names the request, and what it makes.
     pub(super) chooses_id: bool,
-    /// A field keeps its stream at one engine ([`resume::hinders`]).
+    /// A field keeps its stream at one engine ([`continuity::hinders`]).
     pub(super) hinders: bool,
     /// Its stream continues by tokens only: it has tools.
     pub(super) has_tools: bool,
@@ -47,11 +48,6 @@ pub(super) struct Peek<'a> {
 /// Reads `body`; `None` if it is not a JSON object.
 pub(super) fn peek(body: &[u8]) -> Option<Peek<'_>> {
     serde_json::from_slice(without_bom(body)).ok()
-}
-
-/// A body without the byte order mark that some engines accept.
-pub(super) fn without_bom(body: &[u8]) -> &[u8] {
-    body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(body)
 }
 
 impl<'de> Deserialize<'de> for Peek<'de> {
@@ -110,14 +106,14 @@ impl<'de> Deserialize<'de> for Peek<'de> {
                         "messages" | "prompt" | "input" => {
                             let raw: &RawValue = map.next_value()?;
                             peek.prompt = Some(raw.get());
-                            peek.has_media = name == "messages" && !resume::is_plain_json(raw);
+                            peek.has_media = name == "messages" && !continuity::is_plain_json(raw);
                         }
                         "tools" | "system" | "instructions" => {
                             let raw = map.next_value::<&RawValue>()?.get();
                             peek.has_tools |= name == "tools" && !matches!(raw, "null" | "[]");
                             peek.before.push(raw);
                         }
-                        _ if resume::may_hinder(name) => {
+                        _ if continuity::may_hinder(name) => {
                             peek.hindered(name, map.next_value()?);
                         }
                         _ => {
@@ -155,7 +151,7 @@ const BYTES_PER_TOKEN: usize = 4;
 impl<'a> Peek<'a> {
     /// Notes `field` if its value `raw` keeps a stream at its engine.
     fn hindered(&mut self, field: &str, raw: &'a RawValue) -> &'a RawValue {
-        self.hinders |= resume::hinders_json(field, raw.get());
+        self.hinders |= continuity::hinders_json(field, raw.get());
         raw
     }
 

@@ -12,27 +12,31 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
-use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
+use hyper::header::{CONTENT_LENGTH, HeaderName};
 use hyper::{Response, StatusCode};
 use slipstream_base::WorkerId;
 use slipstream_planes::clock::monotonic_ns;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Upstream;
+use super::api::Api;
 use super::closing::closing;
-use super::connection::{Connection, Failure};
+use super::connection::Connection;
 use super::converse::{Answer, may_keep};
-use super::ends::{Api, Reported, StreamEnd};
-use super::engines::{Engine, Engines, Visit};
+use super::ends::{Reported, StreamEnd};
+use super::engines::{Engine, Engines};
 use super::exchange::Exchange;
+use super::failure::Failure;
 use super::obtain::Begun;
 use super::record::Recording;
 use super::resumption::{Continued, Remains, Resumed, resume};
 use super::seat::Seat;
-use super::stored;
+use super::stored_answers;
 use super::stream::{BodyEnd, EventStream, LongEvent, SentPart};
 use super::token_ids::TokenIds;
-use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
+use super::turn::Turn;
+use super::visit::Visit;
+use super::wire::{BodyDecoder, Decoded, Framing};
 use crate::access::AnswerEnd;
 use crate::budget::Charge;
 use crate::http::HttpBody;
@@ -45,39 +49,6 @@ const RESUMES_MAX: u32 = 3;
 
 /// Time limit from the last event of a stream to the end of its body. The client already has the complete answer.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Work on an engine's bytes before other tasks get a turn, in bytes.
-const TURN_BYTES: usize = 64 << 10;
-
-/// Fixed cost of a piece of an answer, in bytes of work: an engine may send chunks of one byte.
-const PIECE_BYTES: usize = 256;
-
-/// Limits the work that a task does on an engine's bytes at a time, however fast the engine sends them.
-#[derive(Debug, Default)]
-pub(super) struct Turn {
-    spent: usize,
-}
-
-impl Turn {
-    /// `bytes` were read.
-    pub(super) fn on_read(&mut self, bytes: usize) {
-        self.spent += bytes;
-    }
-
-    /// They contained a piece of an answer.
-    pub(super) fn on_piece(&mut self) {
-        self.spent += PIECE_BYTES;
-    }
-
-    /// Whether other tasks must have a turn now. The next one begins with that.
-    pub(super) fn is_over(&mut self) -> bool {
-        let is_over = self.spent >= TURN_BYTES;
-        if is_over {
-            self.spent = 0;
-        }
-        is_over
-    }
-}
 
 /// Body of an answer that an engine sends.
 pub(crate) struct Relay {
@@ -154,7 +125,7 @@ impl Relay {
             first,
             complete,
         } = answer;
-        let is_events = is_event_stream(&head);
+        let is_events = head.is_event_stream();
         let mut head = head;
         let mut response = Response::new(HttpBody::whole(None, None));
         *response.status_mut() = head.status;
@@ -766,9 +737,9 @@ fn learn(
     let is_begun = !is_events || memchr::memmem::find(piece, b"data:").is_some();
     exchange.stores.set((!is_begun).then_some(owner));
     if status.is_success()
-        && let Some(id) = stored::id_of(piece, is_events)
+        && let Some(id) = stored_answers::id_of(piece, is_events)
     {
-        engines.stored.remember(&id, engine, owner);
+        engines.stored.remember(&id, engine.storing(), owner);
     }
 }
 
@@ -783,15 +754,6 @@ fn note(exchange: &Exchange, status: StatusCode, is_events: bool, piece: &[u8]) 
     } else {
         recording.on_piece(piece);
     }
-}
-
-/// Whether the body is events as text.
-pub(super) fn is_event_stream(head: &ResponseHead) -> bool {
-    !head.headers.contains_key(CONTENT_ENCODING)
-        && head
-            .headers
-            .get(CONTENT_TYPE)
-            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
 impl Body for Relay {

@@ -9,20 +9,21 @@ use slipstream_base::WorkerId;
 use tokio::time::Instant;
 
 use super::Upstream;
+use super::api::{Api, StreamKind};
 use super::closing::closing;
-use super::connection::Failure;
 use super::converse::Answer;
-use super::ends::{Api, Judgment, StreamEnd};
+use super::ends::{Judgment, StreamEnd};
 use super::event::EventData;
 use super::exchange::Exchange;
+use super::failure::Failure;
 use super::obtain::{Begun, obtain};
 use super::peek::peek;
-use super::relay::{Turn, is_event_stream};
-use super::resume::{self, Lost, Plan, StreamKind};
+use super::resume::{self, Lost, Plan};
 use super::rewrite::{Rewriter, Seam, Verdict};
 use super::sent::Kept;
 use super::sse::{self, Scanner};
 use super::stream::{EVENT_BYTES_MAX, SentPart};
+use super::turn::Turn;
 use super::wire::Decoded;
 use crate::budget::Charge;
 use crate::openai::ApiError;
@@ -180,7 +181,7 @@ async fn attempt(
     let mut begun = begun.map_err(|error| error.message)?;
     let engine = begun.visit.engine().clone();
     let (url, head) = (&engine.spec.url, &begun.answer.head);
-    if head.status != StatusCode::OK || !is_event_stream(head) {
+    if head.status != StatusCode::OK || !head.is_event_stream() {
         return Err(format!(
             "{url} answered {} to its continuation",
             head.status

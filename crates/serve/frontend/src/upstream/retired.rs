@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use slipstream_base::Role;
 
-use super::engines::Engine;
-use super::metrics::Counters;
+use super::counters::Counters;
 
 /// Limit of engines with rows of their own; the counters of the oldest beyond it are summed.
 const ENGINES_MAX: usize = 64;
@@ -24,17 +23,6 @@ pub(super) struct Row {
     pub(super) counters: Arc<Counters>,
 }
 
-impl Row {
-    pub(super) fn of(engine: &Engine) -> Row {
-        Row {
-            url: engine.spec.url.to_string(),
-            role: engine.spec.role,
-            is_mirror: engine.is_mirror(),
-            counters: engine.counters.clone(),
-        }
-    }
-}
-
 /// Engines that left, in that order.
 #[derive(Debug, Default)]
 pub(super) struct Retired {
@@ -44,9 +32,9 @@ pub(super) struct Retired {
 }
 
 impl Retired {
-    /// `engine` leaves.
-    pub(super) fn retire(&mut self, engine: &Engine) {
-        self.rows.push_back(Row::of(engine));
+    /// The engine of `row` leaves.
+    pub(super) fn retire(&mut self, row: Row) {
+        self.rows.push_back(row);
         while self.rows.len() > ENGINES_MAX {
             let Some(oldest) = self.rows.pop_front() else {
                 return;
@@ -62,9 +50,8 @@ impl Retired {
         }
     }
 
-    /// The counters of `engine` at its last stay, to continue with.
-    pub(super) fn revive(&mut self, engine: &Engine) -> Option<Arc<Counters>> {
-        let new = Row::of(engine);
+    /// The counters of the engine of `new` at its last stay, to continue with.
+    pub(super) fn revive(&mut self, new: &Row) -> Option<Arc<Counters>> {
         let is_it =
             |of: &Row| of.url == new.url && of.role == new.role && of.is_mirror == new.is_mirror;
         let at = self.rows.iter().rposition(is_it)?;

@@ -2,9 +2,10 @@
 
 use serde_json::{Map, Value, json};
 
+use super::api::StreamKind;
 use super::ends::{finish_in, finish_of};
 use super::event::{Edited, EventData, Fields, value};
-use super::resume::{StreamKind, is_unset};
+use super::lax::is_unset;
 use super::sent::{Phase, Sent, ids_of, text_of};
 use super::sse;
 

@@ -5,8 +5,9 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
+use super::api::StreamKind;
 use super::ends::finish_of;
-use super::resume::{StreamKind, is_unset};
+use super::lax::is_unset;
 use super::sse;
 
 /// The part of an answer that a delta belongs to.

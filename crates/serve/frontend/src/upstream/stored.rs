@@ -9,36 +9,27 @@
 
 use std::cell::RefCell;
 use std::collections::hash_map::RandomState;
-use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 use std::hash::{BuildHasher, Hasher};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::{Method, StatusCode};
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
-use slipstream_base::sync::lock;
 use slipstream_base::{Role, WorkerId};
 use tokio::task::JoinSet;
 
-use super::connection::{Connection, Failure};
+use super::body_fields::BodyFields;
+use super::connection::Connection;
 use super::engines::{Engine, Engines, State};
-use super::forward::Read;
-use super::{loops, sse, wire};
+use super::failure::Failure;
+use super::stored_answers::{ID_BYTES_MAX, Outcome, Owner, StoredAnswers};
+use super::{loops, wire};
 use crate::budget::ClientUse;
 use crate::connection::Client;
 use crate::http;
 use crate::openai::{ApiError, response_not_found};
-use crate::service::Service;
-
-/// Ids that are remembered: the oldest are forgotten. Some 8 MB at most.
-const KNOWN_MAX: usize = 1 << 16;
-
-/// Longest id that is remembered or asked for, bytes. Those of vLLM have 37.
-const ID_BYTES_MAX: usize = 128;
 
 /// Ids that a shard asks engines for at a time. Each costs a request per engine.
 const LOOKUPS_MAX: usize = 16;
@@ -55,164 +46,12 @@ const READ: &str = "/v1/responses/";
 /// Decodings of a path in which another spelling of it is looked for.
 const DECODINGS: usize = 4;
 
-/// Which engine stores which answer. Shared by the shards: one lock per request to `/v1/responses`.
-#[derive(Debug, Default)]
-pub(super) struct StoredAnswers {
-    known: Mutex<Known>,
-    /// Requests whose engine was known, was found by asking, was not found, and takes no requests; requests
-    /// for which no engine was asked, because of a limit; and those for a response of another key.
-    pub(super) outcomes: [AtomicU64; 6],
-}
-
-/// Labels of [`StoredAnswers::outcomes`].
-pub(super) const OUTCOMES: [&str; 6] = ["known", "asked", "unknown", "gone", "refused", "denied"];
-
-#[derive(Clone, Copy)]
-enum Outcome {
-    Known,
-    Asked,
-    Unknown,
-    Gone,
-    Refused,
-    Denied,
-}
-
-/// Whose a stored answer is: the API key that made it. Without keys all clients are one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Owner {
-    /// The router has no keys.
-    Open,
-    /// The address of the key's counters, which live as long as the router.
-    Key(usize),
-    /// Two keys were answered with one id, so it names neither's answer.
-    Disputed,
-}
-
-impl Owner {
-    pub(super) fn of(service: &Service, client: &Client) -> Owner {
-        if service.api_keys.is_empty() {
-            Owner::Open
-        } else {
-            Owner::Key(Arc::as_ptr(client.counts()) as usize)
-        }
-    }
-}
-
 /// The client whose request names a stored answer.
 pub(super) struct Asker<'a> {
     pub(super) client: &'a Client,
     pub(super) owner: Owner,
     /// The request counts as no request of its client yet.
     pub(super) is_read: bool,
-}
-
-#[derive(Debug, Default)]
-struct Known {
-    by_id: HashMap<Arc<str>, Holder>,
-    /// By age: the number at which each was learned.
-    order: BTreeMap<u64, Arc<str>>,
-    /// Numbers of each owner's, oldest first.
-    of_owner: HashMap<Owner, VecDeque<u64>>,
-    next: u64,
-}
-
-impl Known {
-    fn add(&mut self, id: &str, holder: Holder) {
-        let owner = holder.owner;
-        if self.order.len() >= KNOWN_MAX {
-            // An owner of half of them makes room itself: it cannot make the router forget those of others.
-            let own = self.of_owner.get(&owner);
-            let own = own.filter(|own| own.len() >= KNOWN_MAX / 2);
-            let oldest = own.and_then(VecDeque::front).copied();
-            let oldest = oldest.or_else(|| self.order.keys().next().copied());
-            self.forget(oldest.expect("there are some"));
-        }
-        let (id, number): (Arc<str>, u64) = (id.into(), self.next);
-        self.next += 1;
-        self.order.insert(number, id.clone());
-        self.of_owner.entry(owner).or_default().push_back(number);
-        self.by_id.insert(id, holder);
-    }
-
-    /// Forgets the oldest of all, or the oldest of its owner.
-    fn forget(&mut self, number: u64) {
-        let Some(id) = self.order.remove(&number) else {
-            return;
-        };
-        let Some(holder) = self.by_id.remove(&id) else {
-            return;
-        };
-        if let Some(numbers) = self.of_owner.get_mut(&holder.owner) {
-            // The oldest of all is its owner's oldest as well.
-            numbers.pop_front();
-            if numbers.is_empty() {
-                self.of_owner.remove(&holder.owner);
-            }
-        }
-    }
-}
-
-/// The engine that stores an answer.
-#[derive(Clone, Debug)]
-struct Holder {
-    /// [`Engine::id`].
-    engine: u64,
-    worker: WorkerId,
-    url: Arc<str>,
-    /// The key whose room in [`Known`] it takes.
-    owner: Owner,
-    /// Another owner was answered with the same id.
-    is_disputed: bool,
-}
-
-impl Holder {
-    fn owner(&self) -> Owner {
-        if self.is_disputed {
-            Owner::Disputed
-        } else {
-            self.owner
-        }
-    }
-}
-
-impl StoredAnswers {
-    fn known(&self) -> std::sync::MutexGuard<'_, Known> {
-        lock(&self.known)
-    }
-
-    fn count(&self, outcome: Outcome) {
-        self.outcomes[outcome as usize].fetch_add(1, Relaxed);
-    }
-
-    /// `engine` stores the answer `id` of `owner`.
-    pub(super) fn remember(&self, id: &str, engine: &Engine, owner: Owner) {
-        if id.is_empty() || id.len() > ID_BYTES_MAX {
-            return;
-        }
-        let holder = Holder {
-            engine: engine.id,
-            worker: engine.spec.worker,
-            url: engine.spec.url.to_string().into(),
-            owner,
-            is_disputed: false,
-        };
-        let mut known = self.known();
-        match known.by_id.get_mut(id) {
-            // The engine has one of the two answers, and the router cannot say which.
-            Some(held) if held.owner != owner => held.is_disputed = true,
-            Some(held) => {
-                *held = Holder {
-                    is_disputed: held.is_disputed,
-                    ..holder
-                };
-            }
-            None => known.add(id, holder),
-        }
-    }
-
-    fn holder(&self, id: &str) -> Option<Holder> {
-        self.known().by_id.get(id).cloned()
-    }
 }
 
 /// The stored answer that a request names.
@@ -270,7 +109,7 @@ pub(super) fn is_path(path: &str) -> bool {
 ///
 /// # Errors
 /// 400: it chooses the id of its answer, or it may, since its body is not a JSON object that the router can read.
-pub(super) fn check_new(seen: Option<&Read>) -> Result<(), ApiError> {
+pub(super) fn check_new(seen: Option<&BodyFields>) -> Result<(), ApiError> {
     let Some(seen) = seen else {
         return Err(ApiError::bad_body(
             "the body is not a JSON object in UTF-8; send `/v1/responses` one, so that the router can check its ids",
@@ -348,15 +187,12 @@ pub(super) fn check_owner(
     named: &Named,
     owner: Owner,
 ) -> Result<(), ApiError> {
-    let known = stored.known();
-    let of = known.by_id.get(&*named.id).map(Holder::owner);
-    let outcome = match of {
+    let outcome = match stored.owner(&named.id) {
         Some(of) if of == owner => return Ok(()),
         None if owner == Owner::Open => return Ok(()), // the engines are asked
         Some(_) => Outcome::Denied,
         None => Outcome::Unknown,
     };
-    drop(known);
     stored.count(outcome);
     // One text for both: it does not say whether there is such an answer.
     Err(response_not_found(
@@ -382,7 +218,7 @@ pub(super) async fn engine_of(
     if let Some(holder) = stored.holder(&named.id) {
         let members = engines.members();
         let member = members.get(holder.worker.index()).and_then(Option::as_ref);
-        let Some(engine) = member.filter(|of| of.id == holder.engine) else {
+        let Some(engine) = member.filter(|of| of.id == holder.id) else {
             stored.count(Outcome::Gone);
             return Err(ApiError::response_gone(&named.id, named.param, &holder.url));
         };
@@ -436,7 +272,7 @@ pub(super) async fn engine_of(
     // The other questions end with the set.
     while let Some(found) = questions.join_next().await {
         if let Ok(Some(engine)) = found {
-            stored.remember(&named.id, &engine, asker.owner);
+            stored.remember(&named.id, engine.storing(), asker.owner);
             stored.count(Outcome::Asked);
             return Ok(Some(engine.spec.worker));
         }
@@ -480,89 +316,12 @@ fn escaped(id: &str) -> String {
     out
 }
 
-/// The id of the answer that begins with `piece`: that of the object, or in `is_events` of `response` in the first
-/// event that has one. `piece` may be cut off.
-pub(super) fn id_of(piece: &[u8], is_events: bool) -> Option<String> {
-    let of = |json: &[u8]| {
-        let mut id = None;
-        let read = Fields {
-            id: &mut id,
-            inner: is_events,
-        };
-        // An error: it is cut off behind the id, or not JSON.
-        let _ = read.deserialize(&mut serde_json::Deserializer::from_slice(json));
-        id
-    };
-    if !is_events {
-        return of(piece);
-    }
-    sse::events(piece).find_map(|event| of(&event.data))
-}
-
-/// Reads `id` of an object, or with `inner` that of its `response`.
-struct Fields<'i> {
-    id: &'i mut Option<String>,
-    inner: bool,
-}
-
-impl<'de> DeserializeSeed<'de> for Fields<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
-        from.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Fields<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(name) = map.next_key::<std::borrow::Cow<'de, str>>()? {
-            match (&*name, self.inner) {
-                ("id", false) => {
-                    *self.id = Some(map.next_value()?);
-                }
-                ("response", true) => map.next_value_seed(Fields {
-                    id: &mut *self.id,
-                    inner: false,
-                })?,
-                _ => {
-                    map.next_value::<IgnoredAny>()?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use slipstream_config::cluster::UpstreamConfig;
 
     use super::super::engines::tests::{at, engines};
     use super::*;
-
-    #[test]
-    fn ids_are_read_from_answers_and_their_events() {
-        let whole = br#"{"object":"response","metadata":{"id":"no"},"id":"resp_1","output":["#;
-        assert_eq!(id_of(whole, false).as_deref(), Some("resp_1"));
-        let events = b"event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"id\":\"resp_2\"}}\n\n";
-        assert_eq!(id_of(events, true).as_deref(), Some("resp_2"));
-        for (piece, is_events) in [
-            (&b"{\"id\":7}"[..], false),
-            (b"{\"id\":\"cut", false),
-            (b"", false),
-            (b": comment\n\ndata: [DONE]\n\n", true),
-            (b"data: {\"id\":\"event\"}\n\n", true),
-            (b"data: {\"response\":null}\n\n", true),
-        ] {
-            assert_eq!(id_of(piece, is_events), None, "{piece:?}");
-        }
-    }
 
     #[test]
     fn requests_name_answers_by_path_or_field() {
@@ -607,65 +366,21 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_ids_are_forgotten() {
-        let engines = engines(2, &UpstreamConfig::default());
-        let stored = &engines.stored;
-        for number in 0..KNOWN_MAX + 10 {
-            stored.remember(
-                &format!("r{number}"),
-                &at(&engines, number % 2),
-                Owner::Open,
-            );
-        }
-        assert!(stored.holder("r9").is_none() && stored.holder("r10").is_some());
-        assert_eq!(stored.holder("r11").unwrap().worker, WorkerId(1));
-        stored.remember("r11", &at(&engines, 0), Owner::Open);
-        assert_eq!(stored.holder("r11").unwrap().worker, WorkerId(0));
-        check_known(stored);
-        stored.remember(&"x".repeat(ID_BYTES_MAX + 1), &at(&engines, 0), Owner::Open);
-        assert!(stored.holder(&"x".repeat(ID_BYTES_MAX + 1)).is_none());
-    }
-
-    /// As many as there may be, each counted once.
-    fn check_known(stored: &StoredAnswers) {
-        let known = stored.known();
-        let owned: usize = known.of_owner.values().map(VecDeque::len).sum();
-        assert_eq!(
-            (known.by_id.len(), known.order.len(), owned),
-            (KNOWN_MAX, KNOWN_MAX, KNOWN_MAX)
-        );
-    }
-
-    #[test]
-    fn a_key_with_many_answers_does_not_make_others_forgotten() {
-        let engines = engines(1, &UpstreamConfig::default());
-        let (stored, engine) = (&engines.stored, at(&engines, 0));
-        let (quiet, greedy) = (Owner::Key(1), Owner::Key(2));
-        stored.remember("quiet", &engine, quiet);
-        for number in 0..2 * KNOWN_MAX {
-            stored.remember(&format!("r{number}"), &engine, greedy);
-        }
-        assert!(stored.holder("quiet").is_some());
-        assert!(stored.holder(&format!("r{}", 2 * KNOWN_MAX - 1)).is_some());
-        check_known(stored);
-    }
-
-    #[test]
     fn an_answer_is_for_the_key_that_made_it() {
         let engines = engines(1, &UpstreamConfig::default());
         let (stored, engine) = (&engines.stored, at(&engines, 0));
         let (one, two) = (Owner::Key(1), Owner::Key(2));
         let named = |id: &str| Named::of(CREATE, Some(id.into())).unwrap();
         let may = |id: &str, owner| check_owner(stored, &named(id), owner).map_err(|e| e.status);
-        stored.remember("a", &engine, one);
+        stored.remember("a", engine.storing(), one);
         assert_eq!((may("a", one), may("a", two)), (Ok(()), Err(404)));
         // Whose it is is not known: nobody's with keys, everybody's without.
         assert_eq!((may("b", one), may("b", Owner::Open)), (Err(404), Ok(())));
         let text = |id: &str| check_owner(stored, &named(id), two).unwrap_err().message;
         assert_eq!(text("a").replace("`a`", "`b`"), text("b"));
         // An engine that gives one id twice: from then on it is nobody's, whoever asks again.
-        stored.remember("a", &engine, two);
-        stored.remember("a", &engine, one);
+        stored.remember("a", engine.storing(), two);
+        stored.remember("a", engine.storing(), one);
         assert_eq!((may("a", one), may("a", two)), (Err(404), Err(404)));
     }
 

@@ -4,9 +4,9 @@
 use bytes::{Bytes, BytesMut};
 use slipstream_base::width::to_usize;
 
-use super::ends::{self, Api, Judgment, Reported, StreamEnd};
+use super::api::{Api, StreamKind};
+use super::ends::{self, Judgment, Reported, StreamEnd};
 use super::event::{Edited, EventData, NULL, places_in};
-use super::resume::StreamKind;
 use super::rewrite::Rewriter;
 use super::sent::Kept;
 use super::sse::{self, Scanner};

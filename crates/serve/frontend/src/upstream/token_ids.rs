@@ -6,8 +6,8 @@ use std::sync::LazyLock;
 use bytes::{Bytes, BytesMut};
 use memchr::memmem::Finder;
 
+use super::api::StreamKind;
 use super::event::{Choice, EventData, NULL};
-use super::resume::StreamKind;
 
 /// Key of the answer's ids, and end of the key of the prompt's ids. Within a JSON string its quotes would be escaped.
 static IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"token_ids\""));
@@ -151,7 +151,8 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
-    use super::super::ends::{Api, StreamEnd};
+    use super::super::api::Api;
+    use super::super::ends::StreamEnd;
     use super::super::stream::EventStream;
     use super::*;
 

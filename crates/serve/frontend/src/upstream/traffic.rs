@@ -1,7 +1,7 @@
 //! Shares of requests: pools with weights, and pools that get copies whose answers are dropped.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -12,10 +12,13 @@ use slipstream_base::sync::unpoisoned;
 use slipstream_config::cluster::PoolTraffic;
 
 use super::Upstream;
-use super::connection::{Connection, Failure};
-use super::engines::{Engine, Engines, Visit};
+use super::connection::Connection;
+use super::counters::CopyDrop;
+use super::engines::{Engine, Engines};
+use super::failure::Failure;
+use super::visit::Visit;
 use super::wire::{self, BodyDecoder, Decoded};
-use crate::budget::{Charge, ClientUse};
+use crate::budget::Charge;
 
 /// Copies of a shard that are under way. Further ones are dropped and counted.
 const COPIES_MAX: usize = 256;
@@ -26,36 +29,6 @@ const TURN_BYTES: usize = 256 << 10;
 
 /// Time limit of a copy.
 const COPY_TIME: Duration = Duration::from_secs(600);
-
-/// How a copy ended.
-pub(super) const COPY_OUTCOMES: [&str; 3] = ["answered", "error_status", "failed"];
-
-/// Why a copy was not sent.
-pub(super) const COPY_DROPS: [&str; 3] = ["no_engine", "limit", "memory"];
-
-/// A reason of [`COPY_DROPS`].
-#[derive(Clone, Copy)]
-pub(super) enum CopyDrop {
-    NoEngine,
-    Limit,
-    Memory,
-}
-
-/// Counters of shares.
-#[derive(Debug, Default)]
-pub(super) struct TrafficCounts {
-    pub(super) dropped: [AtomicU64; COPY_DROPS.len()],
-    /// Requests whose pool failed them before a byte, and that were sent to the others.
-    pub(super) fallbacks: AtomicU64,
-    /// Memory of copies. Clients are not charged for it.
-    pub(super) held: Arc<ClientUse>,
-}
-
-impl TrafficCounts {
-    pub(super) fn drop_copy(&self, why: CopyDrop) {
-        self.dropped[why as usize].fetch_add(1, Relaxed);
-    }
-}
 
 /// The index that `draw` chooses, in proportion to `weights`. `None`: all are 0.
 fn chosen(weights: &[u32], draw: u64) -> Option<usize> {

@@ -5,8 +5,8 @@
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderMap,
+    HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use hyper::{Method, StatusCode};
 
@@ -137,6 +137,17 @@ fn read_head(
         framing,
         keep_alive: keep_alive && framing != Framing::UntilClose,
     })
+}
+
+impl ResponseHead {
+    /// Whether the body is events as text.
+    pub(crate) fn is_event_stream(&self) -> bool {
+        !self.headers.contains_key(CONTENT_ENCODING)
+            && self
+                .headers
+                .get(CONTENT_TYPE)
+                .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    }
 }
 
 fn content_length(headers: &HeaderMap) -> Result<Option<u64>, WireError> {

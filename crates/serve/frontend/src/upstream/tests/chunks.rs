@@ -4,8 +4,8 @@ use bytes::Bytes;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::super::ends::{Api, StreamEnd};
-use super::super::resume::StreamKind;
+use super::super::api::{Api, StreamKind};
+use super::super::ends::StreamEnd;
 use super::super::rewrite::Rewriter;
 use super::super::sent::Sent;
 use super::super::sse;

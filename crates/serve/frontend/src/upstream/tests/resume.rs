@@ -3,8 +3,9 @@
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
+use super::super::api::StreamKind;
 use super::super::lax;
-use super::super::resume::{Lost, Plan, StreamKind, plans};
+use super::super::resume::{Lost, Plan, plans};
 use super::super::rewrite::Verdict;
 use super::super::sent::{Kept, Phase, Sent, data_of, text_of};
 

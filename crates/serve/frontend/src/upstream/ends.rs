@@ -270,7 +270,12 @@ pub(super) struct StreamEnd {
     /// End of that event, from the name of its finish reason: up to its last digits, and behind these.
     reason: Vec<u8>,
     after_digits: Vec<u8>,
+    /// Number of digits in the last event.
+    digits: usize,
 }
+
+/// Digits that are remembered: less than the length of `"error":1`.
+const DIGITS_MAX: usize = 8;
 
 /// Judgment of an event.
 #[derive(Debug, PartialEq, Eq)]
@@ -438,19 +443,26 @@ impl StreamEnd {
         if self.choices == 1
             && !self.head.is_empty()
             && let Some(rest) = piece.strip_prefix(&self.head[..])
-            && let Some(choice) = self.without_known_end(rest)
+            && let Some(rest) = rest.strip_suffix(&self.after_digits[..])
+            && self.has_known_reason(rest)
         {
-            return memchr2(b'\n', b'\r', choice).is_none();
+            return memchr2(b'\n', b'\r', rest).is_none();
         }
         self.is_unfinished_anew(piece)
     }
 
-    /// Returns `rest` up to the finish reason, if the same follows as in an earlier event, but for the last digits.
+    /// Whether `rest`, an event up to its last digits, has the finish reason of an earlier event before as many digits.
     #[inline]
-    fn without_known_end<'p>(&self, rest: &'p [u8]) -> Option<&'p [u8]> {
-        let rest = rest.strip_suffix(&self.after_digits[..])?;
+    fn has_known_reason(&mut self, rest: &[u8]) -> bool {
+        // As many as in the event before, mostly. Other bytes in their place are too few for another member.
+        let reason = &self.reason[..];
+        let before = |digits: usize| rest.get(..rest.len().checked_sub(digits)?);
+        if before(self.digits).is_some_and(|rest| rest.ends_with(reason)) {
+            return true;
+        }
         let digits = rest.iter().rev().take_while(|b| b.is_ascii_digit()).count();
-        rest[..rest.len() - digits].strip_suffix(&self.reason[..])
+        self.digits = digits.min(DIGITS_MAX);
+        before(digits).is_some_and(|rest| rest.ends_with(reason))
     }
 
     #[cold]

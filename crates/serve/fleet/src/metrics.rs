@@ -4,10 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
+use prometheus_client::encoding::DescriptorEncoder;
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::Roster;
+use slipstream_frontend::families::{self, Family, Samples};
+use slipstream_frontend::roster::RosterTotals;
 use slipstream_frontend::upstream::{Engines, Member};
 use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Counters, Fleets, Load};
@@ -50,15 +51,20 @@ impl CacheConfigCollector {
 
 impl Collector for CacheConfigCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let help = "Configuration of the engines' KV caches";
-        let name = "vllm:cache_config_info";
-        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        for labels in &self.0 {
-            family.encode_family(labels)?.encode_gauge(&1_u32)?;
-        }
-        Ok(())
+        families::encode(CACHE_CONFIG, self, &mut encoder)
     }
 }
+
+const CACHE_CONFIG: &[Family<CacheConfigCollector>] = &[Family::gauge(
+    "vllm:cache_config_info",
+    "Configuration of the engines' KV caches",
+    |of, samples| {
+        for labels in &of.0 {
+            let labels = labels.iter().map(|(name, value)| (*name, value.as_str()));
+            samples.add(&labels.collect::<Vec<_>>(), 1);
+        }
+    },
+)];
 
 /// Encodes a frontend's state of worker processes.
 pub struct RosterCollector {
@@ -76,91 +82,94 @@ impl fmt::Debug for RosterCollector {
 
 impl Collector for RosterCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let totals = self.roster.totals();
-        for (name, help, value) in [
-            (
-                "slipstream_plane_connections_open",
-                "Connections of worker processes to shards",
-                totals.open,
-            ),
-            (
-                "slipstream_plane_tombstones",
-                "Workers lost in the last seconds that have not returned",
-                totals.tombstones,
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Gauge)?
-                .encode_gauge(&(value as f64))?;
-        }
-        for (name, help, value) in [
-            (
-                "slipstream_plane_connections",
-                "Worker process connections accepted",
-                totals.connected,
-            ),
-            (
-                "slipstream_plane_rejected",
-                "Worker process connections rejected",
-                totals.rejected,
-            ),
-            (
-                "slipstream_plane_lost",
-                "Worker process connections closed",
-                totals.lost,
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Counter)?
-                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
-        }
-        type Of = fn(&RankLoad) -> f64;
-        // Names and meanings of the first three: vLLM, `vllm/v1/metrics/loggers.py`.
-        let gauges: [(&str, &str, Of); 5] = [
-            (
-                "vllm:num_requests_running",
-                "Running sequences by the worker's last report, over all frontends",
-                |l| f64::from(l.running),
-            ),
-            (
-                "vllm:num_requests_waiting",
-                "Waiting sequences by the worker's last report",
-                |l| f64::from(l.waiting),
-            ),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share of the KV cache held by sequences, 0 to 1, by the worker's last report",
-                |l| f64::from(l.used_blocks) / f64::from(l.total_blocks.max(1)),
-            ),
-            (
-                "slipstream_worker_used_blocks",
-                "Blocks held by sequences, by the worker's last report",
-                |l| f64::from(l.used_blocks),
-            ),
-            (
-                "slipstream_worker_total_blocks",
-                "KV cache size in blocks",
-                |l| f64::from(l.total_blocks),
-            ),
-        ];
-        let loads = self.roster.loads();
-        for (name, help, of) in gauges {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            for load in &loads {
-                let worker = load.rank.worker.to_string();
-                let engine = load.rank.dp_rank.to_string();
-                family
-                    .encode_family(&[
-                        ("model_name", self.model.as_str()),
-                        ("worker", worker.as_str()),
-                        ("engine", engine.as_str()),
-                    ])?
-                    .encode_gauge(&of(load))?;
-            }
-        }
-        Ok(())
+        let workers = Workers {
+            totals: self.roster.totals(),
+            loads: self.roster.loads(),
+            model: self.model.clone(),
+        };
+        families::encode(WORKERS, &workers, &mut encoder)
     }
 }
+
+/// The worker processes at one scrape.
+struct Workers {
+    totals: RosterTotals,
+    loads: Vec<RankLoad>,
+    model: String,
+}
+
+impl Workers {
+    fn each(&self, samples: &mut Samples<'_>, of: fn(&RankLoad) -> f64) {
+        for load in &self.loads {
+            let worker = load.rank.worker.to_string();
+            let engine = load.rank.dp_rank.to_string();
+            let labels = [
+                ("model_name", self.model.as_str()),
+                ("worker", &worker),
+                ("engine", &engine),
+            ];
+            samples.add_real(&labels, of(load));
+        }
+    }
+}
+
+const WORKERS: &[Family<Workers>] = &[
+    Family::gauge(
+        "slipstream_plane_connections_open",
+        "Connections of worker processes to shards",
+        |of, samples| samples.add(&[], of.totals.open),
+    ),
+    Family::gauge(
+        "slipstream_plane_tombstones",
+        "Workers lost in the last seconds that have not returned",
+        |of, samples| samples.add(&[], of.totals.tombstones),
+    ),
+    Family::counter(
+        "slipstream_plane_connections",
+        "Worker process connections accepted",
+        |of, samples| samples.add(&[], of.totals.connected),
+    ),
+    Family::counter(
+        "slipstream_plane_rejected",
+        "Worker process connections rejected",
+        |of, samples| samples.add(&[], of.totals.rejected),
+    ),
+    Family::counter(
+        "slipstream_plane_lost",
+        "Worker process connections closed",
+        |of, samples| samples.add(&[], of.totals.lost),
+    ),
+    // Names and meanings of the first three: vLLM, `vllm/v1/metrics/loggers.py`.
+    Family::gauge(
+        "vllm:num_requests_running",
+        "Running sequences by the worker's last report, over all frontends",
+        |of, samples| of.each(samples, |l| f64::from(l.running)),
+    ),
+    Family::gauge(
+        "vllm:num_requests_waiting",
+        "Waiting sequences by the worker's last report",
+        |of, samples| of.each(samples, |l| f64::from(l.waiting)),
+    ),
+    Family::gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV cache held by sequences, 0 to 1, by the worker's last report",
+        |of, samples| {
+            of.each(samples, |l| {
+                f64::from(l.used_blocks) / f64::from(l.total_blocks.max(1))
+            });
+        },
+    ),
+    Family::gauge(
+        "slipstream_worker_used_blocks",
+        "Blocks held by sequences, by the worker's last report",
+        |of, samples| of.each(samples, |l| f64::from(l.used_blocks)),
+    ),
+    Family::gauge(
+        "slipstream_worker_total_blocks",
+        "KV cache size in blocks",
+        |of, samples| of.each(samples, |l| f64::from(l.total_blocks)),
+    ),
+];
 
 /// Encodes loads by rank and the router's counters; a scrape reads atomics.
 pub struct FleetCollector {
@@ -169,9 +178,6 @@ pub struct FleetCollector {
     /// Real engines: workers that are none now are left out.
     pub engines: Option<Arc<Engines>>,
 }
-
-/// Name, help, and reader of the value.
-type Gauge = (&'static str, &'static str, fn(&Load) -> u64);
 
 impl fmt::Debug for FleetCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -191,105 +197,103 @@ impl Collector for FleetCollector {
             });
         }
         loads.sort_unstable_by_key(|load| load.rank);
-        let gauges: [Gauge; 6] = [
-            (
-                "slipstream_router_ready",
-                "1 if the rank takes requests",
-                |l| l.ready.into(),
-            ),
-            (
-                "slipstream_router_requests",
-                "Sequences routed and not ended",
-                |l| l.requests,
-            ),
-            (
-                "slipstream_router_prefill_tokens",
-                "Prompt tokens routed and not yet computed",
-                |l| l.prefill_tokens,
-            ),
-            (
-                "slipstream_router_active_blocks",
-                "Distinct blocks of live sequences",
-                |l| l.active_blocks,
-            ),
-            (
-                "slipstream_router_cached_blocks",
-                "Blocks in the index",
-                |l| l.cached_blocks,
-            ),
-            (
-                "slipstream_router_index_trusted",
-                "0 while a KV delta is missing",
-                |l| l.trusted.into(),
-            ),
-        ];
-        for (name, help, of) in gauges {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            for load in &loads {
-                let (worker, engine) = labels(load);
-                family
-                    .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
-                    .encode_gauge(&(of(load) as f64))?;
-            }
-        }
-        let mut routed = encoder.encode_descriptor(
-            "slipstream_router_routed",
-            "Sequences routed to the rank",
-            None,
-            MetricType::Counter,
-        )?;
-        for load in &loads {
-            let (worker, engine) = labels(load);
-            routed
-                .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
-                .encode_counter::<NoLabelSet, u64, f64>(&load.routed_total, None)?;
-        }
-        let each: Vec<Counters> = self.fleets.each().map(|fleet| fleet.counters()).collect();
-        let sum = |of: fn(&Counters) -> u64| each.iter().map(of).sum::<u64>();
-        for (name, help, value) in [
-            (
-                "slipstream_router_kv_gaps",
-                "KV deltas skipped in gaps",
-                sum(|c| c.kv_gaps_total),
-            ),
-            (
-                "slipstream_router_kv_duplicates",
-                "Duplicate KV deltas",
-                sum(|c| c.kv_duplicates_total),
-            ),
-            (
-                "slipstream_router_kv_strangers",
-                "KV deltas of unknown ranks",
-                sum(|c| c.kv_strangers_total),
-            ),
-            (
-                "slipstream_router_kv_dropped_blocks",
-                "Blocks beyond the index's capacity",
-                sum(|c| c.kv_dropped_blocks_total),
-            ),
-            (
-                "slipstream_router_busy",
-                "Requests refused as busy",
-                sum(|c| c.busy_total),
-            ),
-            (
-                "slipstream_router_affinity_hits",
-                "Requests routed to their session's worker",
-                sum(|c| c.affinity_hits_total),
-            ),
-            (
-                "slipstream_router_sessions_dropped",
-                "Sessions evicted because the table was full",
-                sum(|c| c.sessions_dropped_total),
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Counter)?
-                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
-        }
-        Ok(())
+        let counters = self.fleets.each().map(|fleet| fleet.counters()).collect();
+        families::encode(ROUTER, &Routing { loads, counters }, &mut encoder)
     }
 }
+
+/// The router at one scrape.
+struct Routing {
+    loads: Vec<Load>,
+    /// Of each fleet.
+    counters: Vec<Counters>,
+}
+
+impl Routing {
+    fn each(&self, samples: &mut Samples<'_>, of: fn(&Load) -> u64) {
+        for load in &self.loads {
+            let (worker, engine) = labels(load);
+            samples.add(&[("worker", &worker), ("engine", &engine)], of(load));
+        }
+    }
+
+    fn sum(&self, samples: &mut Samples<'_>, of: fn(&Counters) -> u64) {
+        samples.add(&[], self.counters.iter().map(of).sum());
+    }
+}
+
+const ROUTER: &[Family<Routing>] = &[
+    Family::gauge(
+        "slipstream_router_ready",
+        "1 if the rank takes requests",
+        |of, samples| of.each(samples, |l| l.ready.into()),
+    ),
+    Family::gauge(
+        "slipstream_router_requests",
+        "Sequences routed and not ended",
+        |of, samples| of.each(samples, |l| l.requests),
+    ),
+    Family::gauge(
+        "slipstream_router_prefill_tokens",
+        "Prompt tokens routed and not yet computed",
+        |of, samples| of.each(samples, |l| l.prefill_tokens),
+    ),
+    Family::gauge(
+        "slipstream_router_active_blocks",
+        "Distinct blocks of live sequences",
+        |of, samples| of.each(samples, |l| l.active_blocks),
+    ),
+    Family::gauge(
+        "slipstream_router_cached_blocks",
+        "Blocks in the index",
+        |of, samples| of.each(samples, |l| l.cached_blocks),
+    ),
+    Family::gauge(
+        "slipstream_router_index_trusted",
+        "0 while a KV delta is missing",
+        |of, samples| of.each(samples, |l| l.trusted.into()),
+    ),
+    Family::counter(
+        "slipstream_router_routed",
+        "Sequences routed to the rank",
+        |of, samples| of.each(samples, |l| l.routed_total),
+    ),
+    Family::counter(
+        "slipstream_router_kv_gaps",
+        "KV deltas skipped in gaps",
+        |of, samples| of.sum(samples, |c| c.kv_gaps_total),
+    ),
+    Family::counter(
+        "slipstream_router_kv_duplicates",
+        "Duplicate KV deltas",
+        |of, samples| of.sum(samples, |c| c.kv_duplicates_total),
+    ),
+    Family::counter(
+        "slipstream_router_kv_strangers",
+        "KV deltas of unknown ranks",
+        |of, samples| of.sum(samples, |c| c.kv_strangers_total),
+    ),
+    Family::counter(
+        "slipstream_router_kv_dropped_blocks",
+        "Blocks beyond the index's capacity",
+        |of, samples| of.sum(samples, |c| c.kv_dropped_blocks_total),
+    ),
+    Family::counter(
+        "slipstream_router_busy",
+        "Requests refused as busy",
+        |of, samples| of.sum(samples, |c| c.busy_total),
+    ),
+    Family::counter(
+        "slipstream_router_affinity_hits",
+        "Requests routed to their session's worker",
+        |of, samples| of.sum(samples, |c| c.affinity_hits_total),
+    ),
+    Family::counter(
+        "slipstream_router_sessions_dropped",
+        "Sessions evicted because the table was full",
+        |of, samples| of.sum(samples, |c| c.sessions_dropped_total),
+    ),
+];
 
 fn labels(load: &Load) -> (String, String) {
     (load.rank.worker.to_string(), load.rank.dp_rank.to_string())

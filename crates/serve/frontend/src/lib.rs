@@ -50,6 +50,7 @@ mod dispatching;
 mod duplex;
 mod embeddings;
 pub mod exposition;
+pub mod families;
 mod faults;
 mod generate;
 mod helpers;

@@ -31,6 +31,12 @@ pub(super) struct BodyFields {
 }
 
 impl BodyFields {
+    /// Number of choices of its answer; `None` if engines may count otherwise.
+    pub(super) fn choices(&self) -> Option<u64> {
+        let each = u64::from(self.n.unwrap_or(1).max(1));
+        (!self.has_odd_n).then(|| each * u64::from(self.prompts))
+    }
+
     pub(super) fn of(seen: Peek<'_>) -> BodyFields {
         BodyFields {
             stream: seen.stream,

@@ -95,26 +95,116 @@ struct FirstBytes {
     complete: bool,
 }
 
-/// Reads the part of a body that must be judged before the client gets any of it: a short answer completely; of a stream
-/// of events the first one, which may be an error of the engine.
+/// The part of a body that must be judged before the client gets any of it: a short answer completely; of a stream of events
+/// the first one, which may be an error of the engine.
+struct Beginning {
+    bytes: BytesMut,
+    /// Whether the answer has a known API and status 200.
+    judges: bool,
+    /// Whether the complete body is needed, if it is short.
+    wants_all: bool,
+    /// Set if the body is events.
+    scanner: Option<Scanner>,
+    /// End of the events that were searched for content.
+    searched: usize,
+    /// Whether comments before the answer are for the client.
+    streams: bool,
+}
+
+impl Beginning {
+    fn new(head: &ResponseHead, outgoing: &Outgoing<'_>) -> Beginning {
+        let is_known = outgoing.api != Api::Other && !head.headers.contains_key(CONTENT_ENCODING);
+        let judges = is_known && head.status == StatusCode::OK;
+        let is_short = match head.framing {
+            Framing::Sized(bytes) => bytes <= WHOLE_BYTES_MAX,
+            Framing::Chunked | Framing::UntilClose => is_known && !head.is_event_stream(),
+        };
+        Beginning {
+            bytes: BytesMut::new(),
+            judges,
+            wants_all: is_short || head.status == StatusCode::SERVICE_UNAVAILABLE,
+            scanner: (judges && head.is_event_stream()).then(Scanner::default),
+            searched: 0,
+            streams: outgoing.streams,
+        }
+    }
+
+    /// Adds the next bytes. Returns whether more are needed.
+    fn add(&mut self, data: &[u8], head: &mut ResponseHead) -> bool {
+        let is_first = self.bytes.is_empty();
+        if is_first && self.judges && self.scanner.is_none() && sse::begins(data) {
+            // Clients go by the type, which some engines do not set.
+            head.headers.insert(CONTENT_TYPE, EVENT_STREAM.clone());
+            self.scanner = Some(Scanner::default());
+            self.wants_all &= matches!(head.framing, Framing::Sized(_));
+        }
+        let before = self.bytes.len();
+        self.bytes.extend_from_slice(data);
+        let is_begun = match &mut self.scanner {
+            Some(scanner) => {
+                let whole = if scanner.takes_whole(data) {
+                    data.len()
+                } else {
+                    scanner.feed(data)
+                };
+                let end = before + whole;
+                let has_content = || sse::have_content(&self.bytes[self.searched..end]);
+                let is_begun = whole > 0 && (self.streams || has_content());
+                self.searched = if whole > 0 { end } else { self.searched };
+                is_begun
+            }
+            None => true,
+        };
+        (self.wants_all || !is_begun) && self.bytes.len() as u64 <= WHOLE_BYTES_MAX
+    }
+
+    /// Judges the bytes read. `complete`: they are the complete body.
+    ///
+    /// # Errors
+    /// The engine's failure, in spite of the status.
+    fn judge(
+        self,
+        api: Api,
+        head: &mut ResponseHead,
+        decoder: BodyDecoder,
+        complete: bool,
+    ) -> Result<FirstBytes, Failure> {
+        let bytes = self.bytes.freeze();
+        let is_json = complete && bytes.trim_ascii_start().starts_with(b"{");
+        let mut is_events = self.scanner.is_some();
+        if is_events && is_json {
+            head.headers.insert(CONTENT_TYPE, JSON.clone());
+            is_events = false;
+        }
+        if is_events {
+            if let Some(reported) = ends::first_error(api, &bytes, complete) {
+                return Err(Failure::Reported(reported));
+            }
+            if complete && sse::events(&bytes).next().is_none() {
+                return Err(Failure::Incomplete("its stream ended without an event"));
+            }
+        } else if self.judges && complete {
+            let kind = head.headers.get(CONTENT_TYPE);
+            let kind = kind.map_or(&b""[..], HeaderValue::as_bytes);
+            ends::check_whole(api, kind, &bytes).map_err(Failure::Reported)?;
+        }
+        Ok(FirstBytes {
+            decoder,
+            bytes,
+            // Whether a stream is complete is for the relay to say.
+            complete: complete && !is_events,
+        })
+    }
+}
+
+/// Reads the [`Beginning`] of a body.
 async fn first_bytes(
     connection: &mut Connection,
     head: &mut ResponseHead,
     outgoing: &Outgoing<'_>,
 ) -> Result<FirstBytes, Failure> {
-    let api = outgoing.api;
     let mut decoder = BodyDecoder::new(head.framing);
-    let is_known = api != Api::Other && !head.headers.contains_key(CONTENT_ENCODING);
-    let judges = is_known && head.status == StatusCode::OK;
-    let is_short = match head.framing {
-        Framing::Sized(bytes) => bytes <= WHOLE_BYTES_MAX,
-        Framing::Chunked | Framing::UntilClose => is_known && !head.is_event_stream(),
-    };
-    let mut wants_all = is_short || head.status == StatusCode::SERVICE_UNAVAILABLE;
-    let mut scanner = (judges && head.is_event_stream()).then(Scanner::default);
-    let mut first = BytesMut::new();
-    // End of the events that were searched for content.
-    let mut searched = 0;
+    let mut beginning = Beginning::new(head, outgoing);
     let mut turn = Turn::default();
     let complete = loop {
         if turn.is_over() {
@@ -123,30 +213,7 @@ async fn first_bytes(
         match decoder.decode(&mut connection.buf) {
             Ok(Decoded::Data(data)) => {
                 turn.on_piece();
-                if first.is_empty() && judges && scanner.is_none() && sse::begins(&data) {
-                    // Clients go by the type, which some engines do not set.
-                    head.headers.insert(CONTENT_TYPE, EVENT_STREAM.clone());
-                    scanner = Some(Scanner::default());
-                    wants_all &= matches!(head.framing, Framing::Sized(_));
-                }
-                let before = first.len();
-                first.extend_from_slice(&data);
-                let is_begun = match &mut scanner {
-                    Some(scanner) => {
-                        let whole = if scanner.takes_whole(&data) {
-                            data.len()
-                        } else {
-                            scanner.feed(&data)
-                        };
-                        let end = before + whole;
-                        let is_begun = whole > 0
-                            && (outgoing.streams || sse::have_content(&first[searched..end]));
-                        searched = if whole > 0 { end } else { searched };
-                        is_begun
-                    }
-                    None => true,
-                };
-                if (wants_all || !is_begun) && first.len() as u64 <= WHOLE_BYTES_MAX {
+                if beginning.add(&data, head) {
                     continue;
                 }
                 // A short answer in one piece often has its end in the same read.
@@ -163,29 +230,7 @@ async fn first_bytes(
             Err(error) => return Err(Failure::Lost(error.to_string())),
         }
     };
-    let bytes = first.freeze();
-    if scanner.is_some() && complete && bytes.trim_ascii_start().starts_with(b"{") {
-        head.headers.insert(CONTENT_TYPE, JSON.clone());
-        scanner = None;
-    }
-    if scanner.is_some() {
-        if let Some(reported) = ends::first_error(api, &bytes, complete) {
-            return Err(Failure::Reported(reported));
-        }
-        if complete && sse::events(&bytes).next().is_none() {
-            return Err(Failure::Incomplete("its stream ended without an event"));
-        }
-    } else if judges && complete {
-        let kind = head.headers.get(CONTENT_TYPE);
-        let kind = kind.map_or(&b""[..], HeaderValue::as_bytes);
-        ends::check_whole(api, kind, &bytes).map_err(Failure::Reported)?;
-    }
-    Ok(FirstBytes {
-        decoder,
-        bytes,
-        // Whether a stream is complete is for the relay to say.
-        complete: complete && scanner.is_none(),
-    })
+    beginning.judge(outgoing.api, head, decoder, complete)
 }
 
 static EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");

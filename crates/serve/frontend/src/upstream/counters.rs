@@ -38,14 +38,14 @@ pub(super) struct Counters {
     pub(super) in_flight: AtomicU64,
     /// Answers by hundreds of the status.
     pub(super) answers: [AtomicU64; 6],
-    pub(super) connect: AtomicU64,
-    pub(super) tls: AtomicU64,
-    pub(super) lost: AtomicU64,
-    pub(super) timeout: AtomicU64,
-    pub(super) protocol: AtomicU64,
-    pub(super) reported: AtomicU64,
-    pub(super) incomplete: AtomicU64,
-    pub(super) health: AtomicU64,
+    connect: AtomicU64,
+    tls: AtomicU64,
+    lost: AtomicU64,
+    timeout: AtomicU64,
+    protocol: AtomicU64,
+    reported: AtomicU64,
+    incomplete: AtomicU64,
+    health: AtomicU64,
     /// Requests that another engine was asked after this one failed them.
     pub(super) retried: AtomicU64,
     /// Streams that another engine continued.
@@ -201,6 +201,20 @@ impl Counters {
         }
     }
 
+    /// Failures, each with its cause.
+    pub(super) fn failures(&self) -> [(&'static str, &AtomicU64); 8] {
+        [
+            ("connect", &self.connect),
+            ("lost", &self.lost),
+            ("timeout", &self.timeout),
+            ("tls", &self.tls),
+            ("protocol", &self.protocol),
+            ("reported", &self.reported),
+            ("incomplete", &self.incomplete),
+            ("health", &self.health),
+        ]
+    }
+
     pub(super) fn on_prefill(&self, outcome: PrefillOutcome) {
         self.prefills[outcome as usize].fetch_add(1, Relaxed);
     }
@@ -222,16 +236,9 @@ impl Counters {
     }
 
     pub(super) fn totals(&self) -> Totals {
-        let failures = [
-            &self.connect,
-            &self.tls,
-            &self.lost,
-            &self.timeout,
-            &self.protocol,
-            &self.reported,
-            &self.incomplete,
-        ];
-        let failed: u64 = failures.iter().map(|of| of.load(Relaxed)).sum();
+        let of_requests = self.failures().into_iter();
+        let of_requests = of_requests.filter(|(cause, _)| *cause != "health");
+        let failed: u64 = of_requests.map(|(_, count)| count.load(Relaxed)).sum();
         let errors = self.answers[5].load(Relaxed);
         let answers: u64 = self.answers.iter().map(|of| of.load(Relaxed)).sum();
         Totals {

@@ -77,7 +77,7 @@ struct Members<'a> {
     ids: Option<&'a RawValue>,
 }
 
-/// Reads an object, whose lists of token ids go to `ids`. `other` reads the value of a member itself, and returns true, or
+/// EventVisitor an object, whose lists of token ids go to `ids`. `other` reads the value of a member itself, and returns true, or
 /// leaves it.
 fn read_members<'de, A: MapAccess<'de>>(
     mut map: A,
@@ -105,14 +105,14 @@ fn read_members<'de, A: MapAccess<'de>>(
     Ok(Members { fields, ids: own })
 }
 
-/// Reads a value of any type into `T`, which a value of another type than expected leaves as it is.
-struct Lenient<'a, 'de, T> {
+/// EventVisitor a value of any type into `T`, which a value of another type than expected leaves as it is.
+struct LenientReader<'a, 'de, T> {
     into: &'a mut T,
     ids: &'a mut Ids<'de>,
 }
 
 /// A value that is read from an object or a list of an event.
-trait Part<'de> {
+trait PartReader<'de> {
     fn read_map<A: MapAccess<'de>>(&mut self, map: A, ids: &mut Ids<'de>) -> Result<(), A::Error>;
 
     fn read_seq<A: SeqAccess<'de>>(
@@ -125,7 +125,7 @@ trait Part<'de> {
     }
 }
 
-impl<'de, T: Part<'de>> DeserializeSeed<'de> for Lenient<'_, 'de, T> {
+impl<'de, T: PartReader<'de>> DeserializeSeed<'de> for LenientReader<'_, 'de, T> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -133,7 +133,7 @@ impl<'de, T: Part<'de>> DeserializeSeed<'de> for Lenient<'_, 'de, T> {
     }
 }
 
-impl<'de, T: Part<'de>> Visitor<'de> for Lenient<'_, 'de, T> {
+impl<'de, T: PartReader<'de>> Visitor<'de> for LenientReader<'_, 'de, T> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -185,7 +185,7 @@ pub(super) struct Choice<'a> {
     is_ambiguous: bool,
 }
 
-impl<'de> Part<'de> for Choice<'de> {
+impl<'de> PartReader<'de> for Choice<'de> {
     fn read_map<A: MapAccess<'de>>(&mut self, map: A, ids: &mut Ids<'de>) -> Result<(), A::Error> {
         let (mut delta, mut deltas) = (Delta::default(), 0);
         let members = read_members(map, ids, |name, map, ids| {
@@ -194,7 +194,7 @@ impl<'de> Part<'de> for Choice<'de> {
             }
             deltas += 1;
             let into = &mut delta;
-            map.next_value_seed(Lenient { into, ids })?;
+            map.next_value_seed(LenientReader { into, ids })?;
             Ok(true)
         })?;
         (self.fields, self.ids) = (members.fields, members.ids);
@@ -208,7 +208,7 @@ impl<'de> Part<'de> for Choice<'de> {
 #[derive(Default)]
 struct Delta<'a>(Option<Fields<'a>>);
 
-impl<'de> Part<'de> for Delta<'de> {
+impl<'de> PartReader<'de> for Delta<'de> {
     fn read_map<A: MapAccess<'de>>(&mut self, map: A, ids: &mut Ids<'de>) -> Result<(), A::Error> {
         self.0 = Some(read_members(map, ids, |_, _, _| Ok(false))?.fields);
         Ok(())
@@ -222,7 +222,7 @@ struct Choices<'a> {
     has_more: bool,
 }
 
-impl<'de> Part<'de> for Choices<'de> {
+impl<'de> PartReader<'de> for Choices<'de> {
     fn read_map<A: MapAccess<'de>>(
         &mut self,
         mut map: A,
@@ -241,7 +241,7 @@ impl<'de> Part<'de> for Choices<'de> {
             let mut choice = Choice::default();
             let into = &mut choice;
             if all
-                .next_element_seed(Lenient {
+                .next_element_seed(LenientReader {
                     into,
                     ids: &mut *ids,
                 })?
@@ -271,8 +271,8 @@ pub(super) struct EventData<'a> {
 
 impl<'de> Deserialize<'de> for EventData<'de> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Reads;
-        impl<'de> Visitor<'de> for Reads {
+        struct EventVisitor;
+        impl<'de> Visitor<'de> for EventVisitor {
             type Value = EventData<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -287,7 +287,7 @@ impl<'de> Deserialize<'de> for EventData<'de> {
                     }
                     lists += 1;
                     let into = &mut choices;
-                    map.next_value_seed(Lenient { into, ids })?;
+                    map.next_value_seed(LenientReader { into, ids })?;
                     Ok(true)
                 })?;
                 let is_ambiguous = lists > 1 || choices.first.iter().any(|of| of.is_ambiguous);
@@ -304,12 +304,12 @@ impl<'de> Deserialize<'de> for EventData<'de> {
                 })
             }
         }
-        from.deserialize_map(Reads)
+        from.deserialize_map(EventVisitor)
     }
 }
 
 impl<'a> EventData<'a> {
-    /// Reads an object; `None` if `json` is not one.
+    /// EventVisitor an object; `None` if `json` is not one.
     pub(super) fn read(json: &'a [u8]) -> Option<EventData<'a>> {
         serde_json::from_slice(json).ok()
     }
@@ -346,16 +346,16 @@ fn place(json: &[u8], part: &str) -> Range<usize> {
 
 /// An edited copy of some bytes. Without edits it is no copy.
 #[derive(Debug)]
-pub(super) struct Edited<'a> {
+pub(super) struct EditBuffer<'a> {
     source: &'a [u8],
     copy: Vec<u8>,
     /// The part of the source that is in the copy.
     done: usize,
 }
 
-impl<'a> Edited<'a> {
-    pub(super) fn of(source: &'a [u8]) -> Edited<'a> {
-        Edited {
+impl<'a> EditBuffer<'a> {
+    pub(super) fn of(source: &'a [u8]) -> EditBuffer<'a> {
+        EditBuffer {
             source,
             copy: Vec::new(),
             done: 0,
@@ -412,8 +412,8 @@ pub(super) fn places_in(
 
 /// Some members of an object; `None` if `json` is not one.
 pub(super) fn fields(json: &[u8]) -> Option<Fields<'_>> {
-    struct All<'a>(Fields<'a>);
-    impl<'de> Part<'de> for All<'de> {
+    struct AllMembers<'a>(Fields<'a>);
+    impl<'de> PartReader<'de> for AllMembers<'de> {
         fn read_map<A: MapAccess<'de>>(
             &mut self,
             map: A,
@@ -426,9 +426,9 @@ pub(super) fn fields(json: &[u8]) -> Option<Fields<'_>> {
     if !json.trim_ascii_start().starts_with(b"{") {
         return None;
     }
-    let (mut into, mut ids) = (All(Fields::new()), Ids::default());
+    let (mut into, mut ids) = (AllMembers(Fields::new()), Ids::default());
     let mut from = serde_json::Deserializer::from_slice(json);
-    let read = Lenient {
+    let read = LenientReader {
         into: &mut into,
         ids: &mut ids,
     };
@@ -560,7 +560,7 @@ mod tests {
                 hide(choice);
                 choice.get_mut("delta").map(hide);
             }
-            let mut edited = Edited::of(text.as_bytes());
+            let mut edited = EditBuffer::of(text.as_bytes());
             for place in places_in(text.as_bytes(), &event, data.places(&event.data, true)) {
                 edited.replace(place, NULL);
             }

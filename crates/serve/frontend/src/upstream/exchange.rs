@@ -7,14 +7,16 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use hyper::Method;
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::EngineKind;
+use slipstream_config::cluster::{EngineKind, Resume};
 use slipstream_dispatch as dispatch;
 
 use super::api::{Api, StreamKind};
-use super::body_fields::READ_BYTES;
+use super::body_fields::{BodyFields, READ_BYTES};
 use super::disagg::{self, Change, Meeting, StageRequest};
 use super::engines::{Engine, Engines};
+use super::paths::may_repeat;
 use super::record::Recording;
+use super::settings::Settings;
 use super::stored_answers;
 use super::wire;
 use crate::budget::Charge;
@@ -71,13 +73,83 @@ pub(super) struct Exchange {
     pub(super) recording: Option<RefCell<Recording>>,
 }
 
+/// Largest body for which token ids are requested: the first event has the ids of the prompt, some 1.6 bytes per byte of
+/// text.
+const IDS_BODY_BYTES_MAX: usize = 512 << 10;
+
+fn stream_kind(path: &str, seen: &BodyFields, resume: Resume) -> Option<StreamKind> {
+    if !seen.stream || resume == Resume::Off {
+        return None;
+    }
+    match path {
+        "/v1/completions" => Some(StreamKind::Completion),
+        "/v1/chat/completions" => Some(StreamKind::Chat),
+        _ => None,
+    }
+}
+
+/// What makes an [`Exchange`]: fields of the same name, and what the others follow from.
+pub(super) struct ExchangeParts<'a> {
+    pub(super) settings: &'a Settings,
+    pub(super) method: Method,
+    pub(super) path: &'a str,
+    pub(super) target: String,
+    pub(super) headers: Bytes,
+    pub(super) authorization: Option<Bytes>,
+    pub(super) body: Bytes,
+    pub(super) seen: &'a BodyFields,
+    pub(super) request: dispatch::Request,
+    pub(super) choices: u64,
+    pub(super) prefers: bool,
+    pub(super) deadline_ns: Option<u64>,
+    pub(super) permit: StreamPermit,
+    pub(super) owner: Rc<Owner>,
+    pub(super) stores: Option<stored_answers::Owner>,
+    pub(super) recording: Option<RefCell<Recording>>,
+}
+
 /// Field of a body that asks vLLM for the tokens of its answer.
 const WITH_TOKENS: &[u8] = b"\"return_token_ids\":true,";
 
 impl Exchange {
+    /// A client's request, once it is known which engines may get it.
+    pub(super) fn new(parts: ExchangeParts<'_>) -> Exchange {
+        let (seen, resume) = (parts.seen, parts.settings.resume);
+        let stream = stream_kind(parts.path, seen, resume);
+        let is_exact = resume == Resume::Tokens;
+        let resumable =
+            stream.is_some() && !seen.whole && !seen.hinders && (is_exact || !seen.has_tools);
+        // Placeholders of images are not a prompt.
+        let by_tokens = resumable && is_exact && !seen.has_media;
+        let is_short = parts.body.len() <= IDS_BODY_BYTES_MAX;
+        Exchange {
+            wants_tokens: Cell::new(by_tokens && seen.return_token_ids != Some(true) && is_short),
+            names_tokens: seen.return_token_ids.is_some(),
+            stream,
+            api: Api::of(&parts.method, parts.path),
+            repeats: may_repeat(&parts.method, parts.path),
+            resumable,
+            by_tokens,
+            streams: seen.stream,
+            method: parts.method,
+            target: parts.target,
+            headers: parts.headers,
+            authorization: parts.authorization,
+            body: parts.body,
+            request: parts.request,
+            choices: parts.choices,
+            prefers: parts.prefers,
+            deadline_ns: parts.deadline_ns,
+            permit: parts.permit,
+            owner: parts.owner,
+            stores: Cell::new(parts.stores),
+            recording: parts.recording,
+        }
+    }
+
     /// The request for the rest of an answer whose engine is lost, also if the client named that engine: `body` to `path`
     /// (`None`: its own) at one of the workers `only` (`None`: its own).
-    pub(super) fn continued(
+    pub(super) fn continuation(
         &self,
         body: Vec<u8>,
         path: Option<&str>,
@@ -131,14 +203,14 @@ impl Exchange {
     }
 
     /// Notes something for the record, if there is one.
-    pub(super) fn recorded(&self, note: impl FnOnce(&mut Recording)) {
+    pub(super) fn update_recording(&self, note: impl FnOnce(&mut Recording)) {
         if let Some(recording) = &self.recording {
             note(&mut recording.borrow_mut());
         }
     }
 
     /// Charges its body and `sent` bytes of its answer. False if there is no memory for them.
-    pub(super) fn keeps(&self, sent: usize) -> bool {
+    pub(super) fn keep_sent(&self, sent: usize) -> bool {
         self.charge_answer(sent).is_ok()
     }
 
@@ -299,7 +371,7 @@ impl Exchange {
             }
         };
         let body = self.body_for(prefill, &for_prefill);
-        if matches!(for_prefill.change, Change::Body(_)) && !self.keeps(body[0].len()) {
+        if matches!(for_prefill.change, Change::Body(_)) && !self.keep_sent(body[0].len()) {
             return Err("there is no memory for a second body".into());
         }
         let request = PrefillRequest {
@@ -346,9 +418,9 @@ pub(super) struct PrefillRequest {
 }
 
 /// A place among the open streams of the server.
-pub(super) struct StreamPermit(RefCell<Option<Held>>);
+pub(super) struct StreamPermit(RefCell<Option<PermitState>>);
 
-struct Held {
+struct PermitState {
     shard: Rc<Shard>,
     client: Client,
     /// Memory of its body, and of the sent part of its answer.
@@ -364,7 +436,7 @@ impl StreamPermit {
         shard
             .open_streams(&client, 1)
             .inspect_err(|_| shard.metrics.on_rejected(Rejection::StreamsMax))?;
-        Ok(StreamPermit(RefCell::new(Some(Held {
+        Ok(StreamPermit(RefCell::new(Some(PermitState {
             shard: shard.clone(),
             client,
             charge: RefCell::new(charge),
@@ -388,7 +460,7 @@ impl StreamPermit {
     }
 }
 
-impl Drop for Held {
+impl Drop for PermitState {
     fn drop(&mut self) {
         self.shard.on_streams_closed(&self.client, 1);
     }

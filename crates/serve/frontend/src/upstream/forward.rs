@@ -1,6 +1,6 @@
 //! Handles a client's request up to the first bytes of an engine's answer.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,21 +9,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use hyper::body::{Body, Incoming};
 use hyper::header::{ACCEPT_ENCODING, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::http::request::Parts;
 use hyper::{Method, Request, Response};
 use slipstream_base::mix::mix64;
 use slipstream_base::width::nanos;
 use slipstream_base::{BlockHash, Prompt, WorkerId};
-use slipstream_config::cluster::Resume;
 use slipstream_dispatch as dispatch;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::RecordedRequest;
 
-use super::api::{Api, StreamKind};
+use super::api::Api;
 use super::body_fields::{BodyFields, READ_BYTES};
 use super::counters::CopyDrop;
-use super::exchange::{Exchange, StreamPermit};
+use super::exchange::{Exchange, ExchangeParts, StreamPermit};
 use super::lax::without_bom;
-use super::obtain::obtain;
+use super::obtain::{StartedAnswer, obtain};
 use super::paths::{GENERATES, counts_only, is_forwarded, may_repeat};
 use super::peek::peek;
 use super::record::Recording;
@@ -34,7 +34,7 @@ use super::traffic::RequestCopy;
 use super::{Upstream, admin, loops, tokens, wire};
 use crate::connection::{Client, Owner};
 use crate::helpers::NoResult;
-use crate::http::{self, HttpBody};
+use crate::http::{self, HttpBody, RequestHead};
 use crate::openai::ApiError;
 use crate::service::{Admission, Service};
 use crate::shard::Shard;
@@ -173,6 +173,94 @@ async fn forward(
     id: &str,
 ) -> Result<Response<HttpBody>, ApiError> {
     let arrival_ns = monotonic_ns();
+    let (mut received, permit) = receive(shard, &client, request, id).await?;
+    upstream.earn();
+    let seen = if may_be_json(&received.parts.headers, &received.body) {
+        let fields = |body: &[u8]| peek(body).map(BodyFields::of);
+        read(shard, &client, &received.body, fields).await?
+    } else {
+        None
+    };
+    let stores = received.parts.method == Method::POST && received.path() == stored::CREATE;
+    if stores {
+        stored::check_new(seen.as_ref())?;
+        // Some engines name the answer by it.
+        received.parts.headers.remove(X_REQUEST_ID);
+    }
+    // Of a request that the router cannot read only `[DONE]` tells that all choices are there.
+    let choices = seen.as_ref().and_then(BodyFields::choices);
+    let mut seen = seen.unwrap_or_default();
+    client.owner().account().note_model(seen.model.as_deref());
+    let session = received.head.session;
+    let asker = stored_answers::Owner::of(&shard.service, &client);
+    let mut target = choose_target(shard, upstream, &client, &received, &mut seen, asker).await?;
+    let request = route_request(shard, upstream, &client, &received, &seen, &target).await?;
+    let recording = recording(
+        shard,
+        client.owner(),
+        received.path(),
+        &seen,
+        &request,
+        session,
+        arrival_ns,
+    );
+    let headers = engine_headers(&mut received, stores, !request.whole, id);
+    send_copies(shard, upstream, &received, &headers, &seen, &target);
+    let only = target.only.take();
+    let has_pool = target.pool.is_some();
+    let exchange = Exchange::new(ExchangeParts {
+        settings: &upstream.engines.settings,
+        method: received.parts.method,
+        path: received.parts.uri.path(),
+        target: received.target,
+        headers,
+        authorization: target.authorization,
+        body: received.body,
+        seen: &seen,
+        request,
+        choices: choices.unwrap_or(u64::MAX),
+        prefers: received.head.worker.is_some() && !target.is_named,
+        deadline_ns: received.deadline_ns,
+        permit,
+        owner: client.owner().clone(),
+        stores: stores.then_some(asker),
+        recording,
+    });
+    let (exchange, begun) = begin(shard, upstream, exchange, has_pool, only).await?;
+    let mut response = Relay::respond(shard, upstream, exchange, begun)?;
+    if stores {
+        response.headers_mut().remove(X_REQUEST_ID); // the client's own follows
+    }
+    Ok(response)
+}
+
+/// A client's request, with all of its body.
+struct Received {
+    parts: Parts,
+    /// Path and query.
+    target: String,
+    head: RequestHead,
+    body: Bytes,
+    /// `live.request_timeout_s` ends it at this time, ns.
+    deadline_ns: Option<u64>,
+}
+
+impl Received {
+    fn path(&self) -> &str {
+        self.parts.uri.path()
+    }
+}
+
+/// Receives a request. Returns it with its place among the open streams.
+///
+/// # Errors
+/// The client, its memory or its body exceeds a limit.
+async fn receive(
+    shard: &Rc<Shard>,
+    client: &Client,
+    request: Request<Incoming>,
+    id: &str,
+) -> Result<(Received, StreamPermit), ApiError> {
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         client.admit()?;
     }
@@ -196,92 +284,125 @@ async fn forward(
         read.map_err(late)??
     };
     let permit = StreamPermit::take(shard, client.clone(), charge)?;
-    upstream.earn();
-
-    let seen = if may_be_json(&parts.headers, &body) {
-        read(shard, &client, &body, |body| peek(body).map(BodyFields::of)).await?
-    } else {
-        None
+    let received = Received {
+        parts,
+        target,
+        head,
+        body,
+        deadline_ns,
     };
-    let stores = parts.method == Method::POST && parts.uri.path() == stored::CREATE;
-    if stores {
-        stored::check_new(seen.as_ref())?;
-        // Some engines name the answer by it.
-        parts.headers.remove(X_REQUEST_ID);
-    }
-    // Of a request that the router cannot read only `[DONE]` tells that all choices are there.
-    let choices = seen
-        .as_ref()
-        .filter(|seen| !seen.has_odd_n)
-        .map_or(u64::MAX, |seen| {
-            u64::from(seen.n.unwrap_or(1).max(1)) * u64::from(seen.prompts)
-        });
-    let mut seen = seen.unwrap_or_default();
-    client.owner().account().note_model(seen.model.as_deref());
-    let has_mirrors = upstream.engines.has_mirrors.load(Relaxed);
-    let model = has_mirrors.then(|| seen.model.clone()).flatten();
+    Ok((received, permit))
+}
+
+/// The engines that may get a request.
+struct Target {
+    /// The only one, by name or because it stores an answer.
+    direct: Option<WorkerId>,
+    /// Those of the pool that the request's weight chose.
+    pool: Option<Arc<[WorkerId]>>,
+    /// Those that serve its model; `None`: all.
+    only: Option<Arc<[WorkerId]>>,
+    /// Root of the hashes of the model's blocks.
+    root: BlockHash,
+    /// Whether the request names a stored answer.
+    is_named: bool,
+    /// The client's `Authorization`, for engines without a key of their own.
+    authorization: Option<Bytes>,
+    /// A random number per request.
+    draw: u64,
+}
+
+/// Finds the engines that may get a request of `asker`.
+///
+/// # Errors
+/// No engine serves its model, or it names a stored answer that it may not have.
+async fn choose_target(
+    shard: &Rc<Shard>,
+    upstream: &Upstream,
+    client: &Client,
+    received: &Received,
+    seen: &mut BodyFields,
+    asker: stored_answers::Owner,
+) -> Result<Target, ApiError> {
+    let engines = &upstream.engines;
+    let (method, path) = (&received.parts.method, received.path());
     let (only, root) = served(upstream, seen.model.as_deref())?;
     // The router's own keys stay here.
-    let authorization = parts.headers.get(AUTHORIZATION);
+    let authorization = received.parts.headers.get(AUTHORIZATION);
     let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
     let authorization = authorization.map(|value| Bytes::copy_from_slice(value.as_bytes()));
-    let named = Named::of(parts.uri.path(), seen.previous_response_id.take());
-    let asker = stored_answers::Owner::of(&shard.service, &client);
+    let named = Named::of(path, seen.previous_response_id.take());
+    let stores = *method == Method::POST && path == stored::CREATE;
     match &named {
-        Some(named) => stored::check_owner(&upstream.engines.stored, named, asker)?,
+        Some(named) => stored::check_owner(&engines.stored, named, asker)?,
         // An engine might list the answers of all keys.
-        None if asker != stored_answers::Owner::Open
-            && !stores
-            && stored::is_path(parts.uri.path()) =>
-        {
-            let (method, path) = (parts.method.as_str(), parts.uri.path());
-            return Err(ApiError::route_not_found(method, path));
+        None if asker != stored_answers::Owner::Open && !stores && stored::is_path(path) => {
+            return Err(ApiError::route_not_found(method.as_str(), path));
         }
         None => {}
     }
-    let direct = match (head.worker, &named) {
+    let direct = match (received.head.worker, &named) {
         (None, Some(named)) => {
-            let (engines, lookups) = (&upstream.engines, &upstream.lookups);
-            let is_read = matches!(parts.method, Method::GET | Method::HEAD);
-            let only = only.as_deref();
-            let keys = authorization.clone();
             let asker = stored::Asker {
-                client: &client,
+                client,
                 owner: asker,
-                is_read,
+                is_read: matches!(*method, Method::GET | Method::HEAD),
             };
-            stored::engine_of(engines, lookups, asker, named, keys, only).await?
+            let (lookups, keys) = (&upstream.lookups, authorization.clone());
+            stored::engine_of(engines, lookups, asker, named, keys, only.as_deref()).await?
         }
         (worker, _) => worker,
     };
-    let session = head.session;
     // Requests of a session stay in one pool.
     let draw = shard.next_request_number();
-    let engines = &upstream.engines;
     let pool = match direct {
-        None => engines.weighted(only.as_deref(), session.map_or(draw, mix64)),
+        None => engines.weighted(only.as_deref(), received.head.session.map_or(draw, mix64)),
         Some(_) => None,
     };
+    Ok(Target {
+        direct,
+        pool,
+        only,
+        root,
+        is_named: named.is_some(),
+        authorization,
+        draw,
+    })
+}
+
+/// The request as the dispatcher gets it. Charges its tokens to the client's key.
+///
+/// # Errors
+/// 429: the key has no tokens left. 503: too many long bodies wait to be read.
+async fn route_request(
+    shard: &Rc<Shard>,
+    upstream: &Upstream,
+    client: &Client,
+    received: &Received,
+    seen: &BodyFields,
+    target: &Target,
+) -> Result<dispatch::Request, ApiError> {
+    let (path, body, root) = (received.path(), &received.body, target.root);
     let block_size = shard.service.block_size;
-    let tokens = tokenized(shard, upstream, &client, parts.uri.path(), &body, &seen).await;
+    let tokens = tokenize_prompt(shard, upstream, client, path, body, seen).await;
     let blocks = match tokens {
         None if seen.has_prompt => {
             let blocks = move |body: &[u8]| peek(body)?.text_blocks(block_size, root);
-            read(shard, &client, &body, blocks).await?
+            read(shard, client, body, blocks).await?
         }
         tokens => tokens,
     };
     let apart = upstream.engines.disaggregates()
-        && parts.method == Method::POST
-        && GENERATES.contains(&parts.uri.path())
+        && received.parts.method == Method::POST
+        && GENERATES.contains(&path)
         && seen.has_prompt
         && (!seen.whole || upstream.engines.needs_prefill());
     let request = dispatch::Request {
         prompt: blocks.unwrap_or_else(|| no_prompt(block_size)),
         max_tokens: seen.max_tokens.unwrap_or(0),
-        session: head.session,
-        direct,
-        only: pool.clone().or_else(|| only.clone()),
+        session: received.head.session,
+        direct: target.direct,
+        only: target.pool.clone().or_else(|| target.only.clone()),
         streams_input: false,
         whole: !apart,
         resumes: false,
@@ -290,28 +411,16 @@ async fn forward(
     // Without a limit by the client only produced tokens count, once they are known.
     let most = |asked: Option<u32>, limit: u32| u64::from(asked.unwrap_or(0).min(limit));
     let answer = most(seen.n.or(Some(1)), CHOICES_MAX) * most(seen.max_tokens, ANSWER_TOKENS_MAX);
-    if !counts_only(parts.uri.path()) {
+    if !counts_only(path) {
         client.charge_tokens(u64::from(request.prompt.len()) + answer)?;
     }
-    let settings = &upstream.engines.settings;
-    let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
-    let api = Api::of(&parts.method, parts.uri.path());
-    let repeats = may_repeat(&parts.method, parts.uri.path());
-    let is_exact = settings.resume == Resume::Tokens;
-    let resumable =
-        stream.is_some() && !seen.whole && !seen.hinders && (is_exact || !seen.has_tools);
-    // Placeholders of images are not a prompt.
-    let by_tokens = resumable && is_exact && !seen.has_media;
-    let recording = recording(
-        shard,
-        client.owner(),
-        parts.uri.path(),
-        &seen,
-        &request,
-        session,
-        arrival_ns,
-    );
-    if api != Api::Other {
+    Ok(request)
+}
+
+/// The header lines that engines get. `stores`: the answer may be stored. `apart`: two engines get the request.
+fn engine_headers(received: &mut Received, stores: bool, apart: bool, id: &str) -> Bytes {
+    let parts = &mut received.parts;
+    if Api::of(&parts.method, parts.uri.path()) != Api::Other {
         parts.headers.remove(ACCEPT_ENCODING); // a compressed answer cannot be judged or continued
     }
     let mut headers = wire::write_headers(&parts.headers);
@@ -323,58 +432,61 @@ async fn forward(
         wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
     }
     headers.extend_from_slice(loops::line());
-    let headers = headers.freeze();
-    let changes = !matches!(parts.method, Method::GET | Method::HEAD);
+    headers.freeze()
+}
+
+/// Sends copies of a request to mirrors.
+fn send_copies(
+    shard: &Shard,
+    upstream: &Rc<Upstream>,
+    received: &Received,
+    headers: &Bytes,
+    seen: &BodyFields,
+    target: &Target,
+) {
+    let engines = &upstream.engines;
+    let (method, path) = (&received.parts.method, received.path());
+    let changes = !matches!(*method, Method::GET | Method::HEAD);
     // A copy of any other request would have its effects twice, as that of a file.
-    if has_mirrors && changes && repeats && named.is_none() && !counts_only(parts.uri.path()) {
-        for engine in engines.mirrors(model.as_deref(), draw) {
-            let (copies, bytes) = (&engines.traffic_counts.held, body.len() as u64);
-            let Some(charge) = shard.budget.memory.charge_copy(copies, bytes) else {
-                engines.traffic_counts.drop_copy(CopyDrop::Memory);
-                continue;
-            };
-            let copy = RequestCopy {
-                method: parts.method.clone(),
-                target: target.clone(),
-                headers: headers.clone(),
-                authorization: authorization.clone(),
-                body: body.clone(),
-                charge,
-            };
-            upstream.send_copy(engine, copy);
-        }
+    let computes = changes && may_repeat(method, path) && !counts_only(path);
+    if !engines.has_mirrors.load(Relaxed) || !computes || target.is_named {
+        return;
     }
-    let mut exchange = Exchange {
-        method: parts.method,
-        target,
-        headers,
-        authorization,
-        prefers: head.worker.is_some() && named.is_none(),
-        resumable,
-        by_tokens,
-        wants_tokens: Cell::new(
-            by_tokens && seen.return_token_ids != Some(true) && body.len() <= IDS_BODY_BYTES_MAX,
-        ),
-        names_tokens: seen.return_token_ids.is_some(),
-        body: body.clone(),
-        request,
-        stream,
-        api,
-        choices,
-        deadline_ns,
-        repeats,
-        streams: seen.stream,
-        permit,
-        owner: client.owner().clone(),
-        stores: Cell::new(stores.then_some(asker)),
-        recording,
-    };
+    for engine in engines.mirrors(seen.model.as_deref(), target.draw) {
+        let (copies, bytes) = (&engines.traffic_counts.held, received.body.len() as u64);
+        let Some(charge) = shard.budget.memory.charge_copy(copies, bytes) else {
+            engines.traffic_counts.drop_copy(CopyDrop::Memory);
+            continue;
+        };
+        let copy = RequestCopy {
+            method: method.clone(),
+            target: received.target.clone(),
+            headers: headers.clone(),
+            authorization: target.authorization.clone(),
+            body: received.body.clone(),
+            charge,
+        };
+        upstream.send_copy(engine, copy);
+    }
+}
+
+/// Obtains the beginning of an answer until the request's deadline. `has_pool`: its engines are those of one
+/// pool, and `only` get the request if they fail it.
+///
+/// # Errors
+/// What the client gets if no engine answers.
+async fn begin(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    mut exchange: Exchange,
+    has_pool: bool,
+    only: Option<Arc<[WorkerId]>>,
+) -> Result<(Exchange, StartedAnswer), ApiError> {
+    let deadline_ns = exchange.deadline_ns;
     let begun = async {
         match obtain(shard, upstream, &exchange).await {
-            // Another pool may take it.
             Err(error)
-                if pool.is_some()
-                    && (error.status == 503 || error.status == 502 && exchange.repeats) =>
+                if has_pool && (error.status == 503 || error.status == 502 && exchange.repeats) =>
             {
                 upstream
                     .engines
@@ -393,15 +505,12 @@ async fn forward(
             let left = Duration::from_nanos(deadline_ns.saturating_sub(monotonic_ns()));
             tokio::time::timeout(left, begun).await.map_err(|_| {
                 shard.metrics.streams_cut_deadline.add(1);
-                ApiError::deadline(limits.request_timeout.unwrap_or_default().as_secs_f64())
+                let limit = shard.service.limits.request_timeout;
+                ApiError::deadline(limit.unwrap_or_default().as_secs_f64())
             })??
         }
     };
-    let mut response = Relay::respond(shard, upstream, exchange, begun)?;
-    if stores {
-        response.headers_mut().remove(X_REQUEST_ID); // the client's own follows
-    }
-    Ok(response)
+    Ok((exchange, begun))
 }
 
 /// Makes the request's span the parent of those of engines, if it has one; otherwise gives a request without a usable
@@ -435,10 +544,6 @@ fn trace(shard: &Shard, owner: &Owner, headers: &mut HeaderMap) {
     }
     owner.account().note_trace(&id);
 }
-
-/// Largest body for which token ids are requested: the first event has the ids of the prompt, some 1.6 bytes per byte of
-/// text.
-const IDS_BODY_BYTES_MAX: usize = 512 << 10;
 
 /// Result of `job` on `body`, on a thread where it holds no other client up.
 ///
@@ -502,7 +607,7 @@ fn recording(
 }
 
 /// The prompt as engines will tokenize it; `None` if that is not certain, or there is no room for the work now.
-async fn tokenized(
+async fn tokenize_prompt(
     shard: &Rc<Shard>,
     upstream: &Upstream,
     client: &Client,
@@ -549,17 +654,6 @@ fn may_be_json(headers: &HeaderMap, body: &[u8]) -> bool {
         let essence = essence.trim_ascii();
         essence.eq_ignore_ascii_case(b"application/json") || essence.ends_with(b"+json")
     })
-}
-
-fn stream_kind(path: &str, seen: &BodyFields, resume: Resume) -> Option<StreamKind> {
-    if !seen.stream || resume == Resume::Off {
-        return None;
-    }
-    match path {
-        "/v1/completions" => Some(StreamKind::Completion),
-        "/v1/chat/completions" => Some(StreamKind::Chat),
-        _ => None,
-    }
 }
 
 /// The engines that serve `model`, and the root of its blocks' hashes.

@@ -27,7 +27,7 @@ use crate::openai::ApiError;
 use crate::shard::Shard;
 
 /// An answer that has begun.
-pub(super) struct Begun {
+pub(super) struct StartedAnswer {
     pub(super) seat: Seat,
     pub(super) visit: Visit,
     pub(super) answer: Answer,
@@ -41,7 +41,7 @@ pub(super) async fn obtain(
     shard: &Rc<Shard>,
     upstream: &Rc<Upstream>,
     exchange: &Exchange,
-) -> Result<Begun, ApiError> {
+) -> Result<StartedAnswer, ApiError> {
     let mut search = Search {
         shard,
         upstream,
@@ -57,8 +57,8 @@ pub(super) async fn obtain(
             continue;
         };
         match search.attempt(worker, role).await {
-            Attempt::Begun(visit, answer) => {
-                return Ok(Begun {
+            Attempt::Started(visit, answer) => {
+                return Ok(StartedAnswer {
                     seat: search.seat,
                     visit,
                     answer: *answer,
@@ -73,7 +73,7 @@ pub(super) async fn obtain(
 /// Outcome of an attempt at a worker.
 enum Attempt {
     /// An engine answers the client.
-    Begun(Visit, Box<Answer>),
+    Started(Visit, Box<Answer>),
     /// No other engine may get the request.
     Over(ApiError),
     /// The dispatcher chooses again.
@@ -94,7 +94,7 @@ struct Search<'a> {
     /// The last reason why the request has no answer.
     refusal: Option<ApiError>,
     /// The computed prompt, for the next attempt.
-    prefilled: Option<Prefilled>,
+    prefilled: Option<PrefillResult>,
     /// A decision of the dispatcher that has not been followed yet.
     decided: Option<(WorkerId, Role)>,
 }
@@ -151,7 +151,7 @@ impl Search<'_> {
             return if engine.kv_protocol() == KvProtocol::Params {
                 self.compute_prompt(engine).await
             } else {
-                self.ask_pair(worker, engine).await
+                self.request_pair(worker, engine).await
             };
         }
         if role == Role::Both && engine.needs_prefill() && !self.exchange.request.whole {
@@ -163,14 +163,14 @@ impl Search<'_> {
             return Attempt::Over(self.refusal.take().unwrap_or(error));
         }
         let prefilled = self.prefilled.take().filter(|_| role == Role::Decode);
-        self.ask(engine, role, prefilled, None).await
+        self.request_answer(engine, role, prefilled, None).await
     }
 
     /// Lets `engine` compute the prompt; the answer is requested from another one afterwards.
     async fn compute_prompt(&mut self, engine: Arc<Engine>) -> Attempt {
         match prefill(self.shard, self.upstream, self.exchange, &engine).await {
             Ok(stage) => {
-                self.prefilled = Some(Prefilled { engine, stage });
+                self.prefilled = Some(PrefillResult { engine, stage });
                 self.seat.prefilled();
             }
             Err(why) => {
@@ -182,13 +182,13 @@ impl Search<'_> {
     }
 
     /// Asks `engine` for the prompt and another one for the answer at once.
-    async fn ask_pair(&mut self, worker: WorkerId, engine: Arc<Engine>) -> Attempt {
+    async fn request_pair(&mut self, worker: WorkerId, engine: Arc<Engine>) -> Attempt {
         let (shard, upstream, exchange) = (self.shard, self.upstream, self.exchange);
         match begin_pair(shard, upstream, exchange, &self.seat, &engine).await {
             Ok((task, answering, stage)) => {
-                let prefilled = Prefilled { engine, stage };
+                let prefilled = PrefillResult { engine, stage };
                 let pair = Some((worker, task));
-                self.ask(answering, Role::Decode, Some(prefilled), pair)
+                self.request_answer(answering, Role::Decode, Some(prefilled), pair)
                     .await
             }
             Err(why) => {
@@ -204,11 +204,11 @@ impl Search<'_> {
     }
 
     /// Requests the answer from `engine`. `prefilled`: its computed prompt. `pair`: the engine that computes it meanwhile.
-    async fn ask(
+    async fn request_answer(
         &mut self,
         engine: Arc<Engine>,
         role: Role,
-        prefilled: Option<Prefilled>,
+        prefilled: Option<PrefillResult>,
         mut pair: Option<PairedPrefill>,
     ) -> Attempt {
         let (upstream, exchange) = (self.upstream, self.exchange);
@@ -227,7 +227,7 @@ impl Search<'_> {
         let outcome = match &mut pair {
             None => attempt.await,
             Some((prefill_worker, task)) => {
-                let outcome = both(&self.seat, task, attempt).await;
+                let outcome = join_pair(&self.seat, task, attempt).await;
                 exchange.keeps_body_only();
                 match outcome {
                     Ok(outcome) => match self.seat.placed().await {
@@ -265,7 +265,7 @@ impl Search<'_> {
     fn on_prefill_fault(
         &mut self,
         engine: &Engine,
-        prefilled: &Prefilled,
+        prefilled: &PrefillResult,
         prefill_worker: WorkerId,
         fault: PrefillFault,
     ) -> Attempt {
@@ -288,7 +288,7 @@ impl Search<'_> {
     fn on_answer(
         &mut self,
         role: Role,
-        prefilled: Option<&Prefilled>,
+        prefilled: Option<&PrefillResult>,
         pair: Option<PairedPrefill>,
         visit: Visit,
         answer: Answer,
@@ -341,19 +341,19 @@ impl Search<'_> {
         }
         let worker = engine.spec.worker;
         self.exchange
-            .recorded(|recording| recording.on_begun(worker, &engine.name));
+            .update_recording(|recording| recording.on_begun(worker, &engine.name));
         // A refused continuation does not change whose tokens the client has.
         self.exchange
             .owner
             .account()
             .note_engine(&engine.spec.url, status.is_success());
-        Attempt::Begun(visit, Box::new(answer))
+        Attempt::Started(visit, Box::new(answer))
     }
 
     /// The engine of `visit` failed the request.
     fn on_failure(&mut self, visit: Visit, failure: &Failure) -> Attempt {
         let engine = visit.engine().clone();
-        let error = failed(&engine, failure);
+        let error = failure_error(&engine, failure);
         // It may be computing the request still, or again.
         let is_final = matches!(failure, Failure::FirstByteTimeout(_))
             || !self.exchange.repeats && !failure.is_before_request();
@@ -374,15 +374,15 @@ impl Search<'_> {
     fn note_retry(&mut self, engine: &Engine, error: ApiError) {
         engine.counters.retried.fetch_add(1, Relaxed);
         self.shard.metrics.retries.add(1);
-        self.exchange.recorded(Recording::on_moved);
+        self.exchange.update_recording(Recording::on_moved);
         self.exchange.owner.account().note_retry();
         self.refusal = Some(error);
     }
 }
 
 /// Counts the end of a prompt's transfer, if there was something to transfer.
-fn note_prefill(prefilled: Option<&Prefilled>, outcome: PrefillOutcome) {
-    if let Some(Prefilled { engine, .. }) = prefilled.filter(|of| of.stage.is_some()) {
+fn note_prefill(prefilled: Option<&PrefillResult>, outcome: PrefillOutcome) {
+    if let Some(PrefillResult { engine, .. }) = prefilled.filter(|of| of.stage.is_some()) {
         engine.counters.on_prefill(outcome);
     }
 }
@@ -432,7 +432,7 @@ fn needs_prefill(upstream: &Upstream, seat: &Seat) -> bool {
 ///
 /// # Errors
 /// The prefill engine failed before that.
-async fn both<T>(
+async fn join_pair<T>(
     seat: &Seat,
     task: &mut Prefilling,
     attempt: impl Future<Output = T>,
@@ -473,7 +473,7 @@ fn refused_prefill(engine: &Engine, fault: PrefillFault) -> (ApiError, bool) {
 }
 
 /// Work of an engine for another one.
-struct Prefilled {
+struct PrefillResult {
     engine: Arc<Engine>,
     /// The request to the decode engine; `None`: there is nothing to transfer.
     stage: Option<StageRequest>,
@@ -493,7 +493,7 @@ async fn prefill(
     let stage = exchange.prefill_request(shard, None).await;
     let stage = stage.ok_or("the request could not be rewritten")?;
     let outgoing = exchange.outgoing(engine, &stage);
-    if !exchange.keeps(outgoing.body[0].len()) {
+    if !exchange.keep_sent(outgoing.body[0].len()) {
         return Err("there is no memory for a second body".into());
     }
     let mut visit = Visit::begin(&upstream.engines, engine.clone());
@@ -531,7 +531,7 @@ async fn prefill(
     let fields = disagg::decode_fields(&body)?;
     match &fields {
         None => engine.counters.on_prefill(PrefillOutcome::NoParams),
-        Some(fields) if !exchange.keeps(fields.len()) => {
+        Some(fields) if !exchange.keep_sent(fields.len()) => {
             return Err("there is no memory for its parameters".into());
         }
         Some(_) => {}
@@ -553,7 +553,7 @@ fn refusal(engine: &Engine, answer: &Answer) -> ApiError {
 }
 
 /// The error for a client whose request `engine` failed.
-fn failed(engine: &Engine, failure: &Failure) -> ApiError {
+fn failure_error(engine: &Engine, failure: &Failure) -> ApiError {
     let url = &engine.spec.url;
     match failure {
         Failure::FirstByteTimeout(limit) => {

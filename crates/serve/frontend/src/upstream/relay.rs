@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::future::Future;
 use std::io;
+use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,12 +23,12 @@ use super::Upstream;
 use super::api::Api;
 use super::closing::closing;
 use super::connection::Connection;
-use super::converse::{Answer, may_keep};
+use super::converse::may_keep;
 use super::ends::{Reported, StreamEnd};
 use super::engines::{Engine, Engines};
 use super::exchange::Exchange;
 use super::failure::Failure;
-use super::obtain::Begun;
+use super::obtain::StartedAnswer;
 use super::record::Recording;
 use super::resumption::{Continued, Remains, Resumed, resume};
 use super::seat::Seat;
@@ -103,7 +104,7 @@ struct Flow {
 }
 
 impl Relay {
-    /// The response whose answer has `begun`.
+    /// The response whose answer has begun.
     ///
     /// # Errors
     /// There is no memory for it.
@@ -111,110 +112,122 @@ impl Relay {
         shard: &Rc<Shard>,
         upstream: &Rc<Upstream>,
         exchange: Exchange,
-        begun: Begun,
+        mut started: StartedAnswer,
     ) -> Result<Response<HttpBody>, ApiError> {
-        let Begun {
-            seat,
-            visit,
-            answer,
-        } = begun;
-        let Answer {
-            connection,
-            head,
-            decoder,
-            first,
-            complete,
-        } = answer;
-        let is_events = head.is_event_stream();
-        let mut head = head;
-        let mut response = Response::new(HttpBody::whole(None, None));
-        *response.status_mut() = head.status;
-        let mut left = match head.framing {
-            Framing::Sized(bytes) => Some(bytes),
-            _ => None,
-        };
-        if complete {
-            visit
-                .engine()
-                .counters
-                .bytes
-                .fetch_add(first.len() as u64, Relaxed);
-            learn(
-                &upstream.engines,
-                &exchange,
-                visit.engine(),
-                head.status,
-                is_events,
-                &first,
-            );
-            note(&exchange, head.status, is_events, &first);
-            exchange.recorded(Recording::on_complete);
-            if may_keep(&exchange, &head) {
-                upstream.keep(visit.engine(), connection);
-            }
-            seat.ended();
-            exchange.charge_answer(first.len())?;
-            if !first.is_empty() {
-                *response.body_mut() = HttpBody::whole(Some(first), exchange.into_charge());
-            }
+        let is_events = started.answer.head.is_event_stream();
+        let mut headers = std::mem::take(&mut started.answer.head.headers);
+        let status = started.answer.head.status;
+        let body = if started.answer.complete {
+            Relay::end_at_once(upstream, exchange, started, is_events)?
         } else {
-            let events = is_events.then(|| {
-                let end = StreamEnd::new(exchange.api, exchange.choices);
-                let hides = exchange.stream.filter(|_| exchange.wants_tokens.get());
-                EventStream::new(end, exchange.stream.is_some(), hides.map(TokenIds::new))
-            });
             if is_events {
                 // It may continue on another engine, with another length.
-                head.headers.remove(CONTENT_LENGTH);
-                left = None;
+                headers.remove(CONTENT_LENGTH);
             }
-            let now = monotonic_ns();
-            let keep_alive = may_keep(&exchange, &head);
-            let relay = Relay {
-                shard: shard.clone(),
-                upstream: upstream.clone(),
-                exchange: Rc::new(exchange),
-                status: head.status,
-                flow: Some(Flow {
-                    seat,
-                    visit,
-                    connection,
-                    decoder,
-                    keep_alive,
-                }),
-                first: Some((first, None)),
-                events,
-                resuming: None,
-                resumes: 0,
-                left,
-                idle: None,
-                read_ns: now,
-                last_ns: now,
-                asked_ns: now,
-                waiting: None,
-                turn: Turn::default(),
-                cut: None,
-                loss: None,
-                broken: None,
-            };
+            let relay = Relay::new(shard, upstream, exchange, started, is_events);
             let relay = Rc::new(RefCell::new(relay));
             upstream.look_after(&relay);
-            *response.body_mut() = HttpBody::relay(relay);
-        }
+            HttpBody::relay(relay)
+        };
         if !shard.service.origins.is_empty() {
             // The router says which pages may use the API; engines often allow all.
-            let allowed: Vec<HeaderName> = head
-                .headers
+            let allowed: Vec<HeaderName> = headers
                 .keys()
                 .filter(|name| name.as_str().starts_with("access-control-"))
                 .cloned()
                 .collect();
             for name in allowed {
-                head.headers.remove(name);
+                headers.remove(name);
             }
         }
-        *response.headers_mut() = head.headers;
+        let mut response = Response::new(body);
+        *response.status_mut() = status;
+        *response.headers_mut() = headers;
         Ok(response)
+    }
+
+    /// The body of an answer that is complete already.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    fn end_at_once(
+        upstream: &Upstream,
+        exchange: Exchange,
+        started: StartedAnswer,
+        is_events: bool,
+    ) -> Result<HttpBody, ApiError> {
+        let StartedAnswer {
+            seat,
+            visit,
+            answer,
+        } = started;
+        let (engine, head, bytes) = (visit.engine(), &answer.head, answer.first);
+        let counted = bytes.len() as u64;
+        engine.counters.bytes.fetch_add(counted, Relaxed);
+        let (engines, status) = (&upstream.engines, head.status);
+        learn(engines, &exchange, engine, status, is_events, &bytes);
+        note(&exchange, status, is_events, &bytes);
+        exchange.update_recording(Recording::on_complete);
+        if may_keep(&exchange, head) {
+            upstream.keep(engine, answer.connection);
+        }
+        seat.ended();
+        exchange.charge_answer(bytes.len())?;
+        if bytes.is_empty() {
+            return Ok(HttpBody::whole(None, None));
+        }
+        Ok(HttpBody::whole(Some(bytes), exchange.into_charge()))
+    }
+
+    fn new(
+        shard: &Rc<Shard>,
+        upstream: &Rc<Upstream>,
+        exchange: Exchange,
+        started: StartedAnswer,
+        is_events: bool,
+    ) -> Relay {
+        let StartedAnswer {
+            seat,
+            visit,
+            answer,
+        } = started;
+        let events = is_events.then(|| {
+            let end = StreamEnd::new(exchange.api, exchange.choices);
+            let hides = exchange.stream.filter(|_| exchange.wants_tokens.get());
+            EventStream::new(end, exchange.stream.is_some(), hides.map(TokenIds::new))
+        });
+        let left = match answer.head.framing {
+            Framing::Sized(bytes) if !is_events => Some(bytes),
+            _ => None,
+        };
+        let now = monotonic_ns();
+        Relay {
+            shard: shard.clone(),
+            upstream: upstream.clone(),
+            status: answer.head.status,
+            flow: Some(Flow {
+                seat,
+                visit,
+                connection: answer.connection,
+                decoder: answer.decoder,
+                keep_alive: may_keep(&exchange, &answer.head),
+            }),
+            exchange: Rc::new(exchange),
+            first: Some((answer.first, None)),
+            events,
+            resuming: None,
+            resumes: 0,
+            left,
+            idle: None,
+            read_ns: now,
+            last_ns: now,
+            asked_ns: now,
+            waiting: None,
+            turn: Turn::default(),
+            cut: None,
+            loss: None,
+            broken: None,
+        }
     }
 
     /// The next piece of the body, as the engine sent it. `None`: it is complete.
@@ -340,7 +353,7 @@ impl Relay {
         }
         note(&self.exchange, self.status, true, &passed);
         if let Some(bytes) = events.kept_bytes()
-            && !self.exchange.keeps(bytes)
+            && !self.exchange.keep_sent(bytes)
         {
             events.forget("the memory for clients is used up (`live.memory_max`)");
         }
@@ -370,7 +383,7 @@ impl Relay {
                 self.upstream.keep(flow.visit.engine(), flow.connection);
             }
             flow.seat.ended();
-            self.exchange.recorded(Recording::on_complete);
+            self.exchange.update_recording(Recording::on_complete);
         }
     }
 
@@ -486,7 +499,7 @@ impl Relay {
             let counters = &flow.visit.engine().counters;
             counters.long_events.fetch_add(1, Relaxed);
         }
-        if long == LongEvent::Passed || self.flow.is_none() {
+        if long == LongEvent::Relay || self.flow.is_none() {
             return Ok(());
         }
         // The ids of a long prompt fill such an event: the same answer, without ids.
@@ -582,7 +595,7 @@ impl Relay {
             sent,
             charge,
         } = continued;
-        let Begun {
+        let StartedAnswer {
             seat,
             visit,
             answer,
@@ -592,7 +605,7 @@ impl Relay {
             counters.resumed.fetch_add(1, Relaxed);
         }
         self.exchange.owner.account().note_resume();
-        self.exchange.recorded(Recording::on_moved);
+        self.exchange.update_recording(Recording::on_moved);
         self.flow = Some(Flow {
             seat,
             visit,
@@ -786,102 +799,119 @@ impl Body for Relay {
     }
 }
 
+/// What a body's poll returns.
+type Polled = Poll<Option<Result<Frame<Bytes>, io::Error>>>;
+
 impl Relay {
-    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
-        let this = self;
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Polled {
         loop {
-            if let Some(why) = this.events.as_mut().and_then(EventStream::refusal_reason) {
-                this.cut = Some(ApiError::stream_lost(why));
+            if let ControlFlow::Break(polled) = self.settle(cx) {
+                return polled;
             }
-            if let Some(error) = this.cut.take() {
-                return this.break_off(cx, &error);
+            if let ControlFlow::Break(polled) = ready!(self.poll_resuming(cx)) {
+                return polled;
             }
-            if let Some(long) = this.events.as_mut().and_then(EventStream::take_long)
-                && let Err(why) = this.on_long_event(long)
-            {
-                return this.break_off(cx, &ApiError::stream_lost(&why));
-            }
-            if let Some(error) = this.broken.take() {
-                return Poll::Ready(Some(Err(error)));
-            }
-            if let Some(reported) = this.take_reported() {
-                if let Err(why) = this.on_reported(reported) {
-                    return this.break_off(cx, &ApiError::stream_lost(&why));
-                }
-                continue;
-            }
-            if this.is_over() {
-                return Poll::Ready(None);
-            }
-            if this.upstream.stopping.get() {
-                if this.is_answered() {
-                    this.end_without_engine();
-                    return Poll::Ready(None);
-                }
-                return this.break_off(cx, &ApiError::stopping());
-            }
-            if let Some(deadline_ns) = this.exchange.deadline_ns
-                && monotonic_ns() >= deadline_ns
-            {
-                this.check(monotonic_ns());
-                continue;
-            }
-            if let Some(resuming) = &mut this.resuming {
-                match ready!(resuming.as_mut().poll(cx)) {
-                    Ok(Resumed::Elsewhere(continued)) => {
-                        this.resuming = None;
-                        this.on_resumed(*continued);
-                    }
-                    Ok(Resumed::Closed(last)) => {
-                        this.resuming = None;
-                        this.loss = None;
-                        note(&this.exchange, this.status, true, &last);
-                        this.exchange.recorded(Recording::on_complete);
-                        let piece = (!last.is_empty()).then_some(Ok(Frame::data(last)));
-                        return Poll::Ready(piece);
-                    }
-                    Err(why) => {
-                        let why = this.lost_for_good(&why);
-                        return this.break_off(cx, &ApiError::stream_lost(&why));
-                    }
-                }
-            }
-            match ready!(this.poll_piece(cx)) {
+            let outcome = match ready!(self.poll_piece(cx)) {
                 // The engine sent more after its last event.
-                Ok(Some(_)) if this.is_over_for_client() => {
-                    this.end_without_engine();
+                Ok(Some(_)) if self.is_over_for_client() => {
+                    self.end_without_engine();
                     return Poll::Ready(None);
                 }
                 Ok(Some(data)) => {
-                    let data = this.pass(data);
+                    let data = self.pass(data);
                     if !data.is_empty() {
-                        this.left = this.left.map(|left| left.saturating_sub(data.len() as u64));
-                        if this.left == Some(0) {
-                            this.finish(); // no more of it is asked for
+                        self.left = self.left.map(|left| left.saturating_sub(data.len() as u64));
+                        if self.left == Some(0) {
+                            self.finish(); // no more of it is asked for
                         }
                         return Poll::Ready(Some(Ok(Frame::data(data))));
                     }
+                    Ok(())
                 }
-                Ok(None) => match this.on_body_end() {
-                    Ok(Some(piece)) => {
-                        if !piece.is_empty() {
-                            return Poll::Ready(Some(Ok(Frame::data(piece))));
-                        }
+                Ok(None) => match self.on_body_end() {
+                    Ok(Some(piece)) if !piece.is_empty() => {
+                        return Poll::Ready(Some(Ok(Frame::data(piece))));
                     }
-                    Ok(None) => {}
-                    Err(failure) => {
-                        if let Err(why) = this.lose(&failure) {
-                            return this.break_off(cx, &ApiError::stream_lost(&why));
-                        }
-                    }
+                    Ok(_) => Ok(()),
+                    Err(failure) => self.lose(&failure),
                 },
-                Err(failure) => {
-                    if let Err(why) = this.on_lost(&failure) {
-                        return this.break_off(cx, &ApiError::stream_lost(&why));
-                    }
-                }
+                Err(failure) => self.on_lost(&failure),
+            };
+            if let Err(why) = outcome {
+                return self.break_off(cx, &ApiError::stream_lost(&why));
             }
         }
+    }
+
+    /// Ends it if it must end now, for any reason but those of its engine.
+    fn settle(&mut self, cx: &mut Context<'_>) -> ControlFlow<Polled> {
+        loop {
+            if let Some(why) = self.events.as_mut().and_then(EventStream::refusal_reason) {
+                self.cut = Some(ApiError::stream_lost(why));
+            }
+            if let Some(error) = self.cut.take() {
+                return ControlFlow::Break(self.break_off(cx, &error));
+            }
+            if let Some(long) = self.events.as_mut().and_then(EventStream::take_long)
+                && let Err(why) = self.on_long_event(long)
+            {
+                let error = ApiError::stream_lost(&why);
+                return ControlFlow::Break(self.break_off(cx, &error));
+            }
+            if let Some(error) = self.broken.take() {
+                return ControlFlow::Break(Poll::Ready(Some(Err(error))));
+            }
+            if let Some(reported) = self.take_reported() {
+                if let Err(why) = self.on_reported(reported) {
+                    let error = ApiError::stream_lost(&why);
+                    return ControlFlow::Break(self.break_off(cx, &error));
+                }
+                continue;
+            }
+            if self.is_over() {
+                return ControlFlow::Break(Poll::Ready(None));
+            }
+            if self.upstream.stopping.get() {
+                if self.is_answered() {
+                    self.end_without_engine();
+                    return ControlFlow::Break(Poll::Ready(None));
+                }
+                return ControlFlow::Break(self.break_off(cx, &ApiError::stopping()));
+            }
+            if let Some(deadline_ns) = self.exchange.deadline_ns
+                && monotonic_ns() >= deadline_ns
+            {
+                self.check(monotonic_ns());
+                continue;
+            }
+            return ControlFlow::Continue(());
+        }
+    }
+
+    /// Waits for another engine if its own was lost.
+    fn poll_resuming(&mut self, cx: &mut Context<'_>) -> Poll<ControlFlow<Polled>> {
+        let Some(resuming) = &mut self.resuming else {
+            return Poll::Ready(ControlFlow::Continue(()));
+        };
+        Poll::Ready(match ready!(resuming.as_mut().poll(cx)) {
+            Ok(Resumed::Elsewhere(continued)) => {
+                self.resuming = None;
+                self.on_resumed(*continued);
+                ControlFlow::Continue(())
+            }
+            Ok(Resumed::Closed(last)) => {
+                self.resuming = None;
+                self.loss = None;
+                note(&self.exchange, self.status, true, &last);
+                self.exchange.update_recording(Recording::on_complete);
+                let piece = (!last.is_empty()).then_some(Ok(Frame::data(last)));
+                ControlFlow::Break(Poll::Ready(piece))
+            }
+            Err(why) => {
+                let why = self.lost_for_good(&why);
+                ControlFlow::Break(self.break_off(cx, &ApiError::stream_lost(&why)))
+            }
+        })
     }
 
     /// Takes the error that the engine reported after the events already passed on.

@@ -16,7 +16,7 @@ use super::ends::{Judgment, StreamEnd};
 use super::event::EventData;
 use super::exchange::Exchange;
 use super::failure::Failure;
-use super::obtain::{Begun, obtain};
+use super::obtain::{StartedAnswer, obtain};
 use super::peek::peek;
 use super::resume::{self, Lost, Plan};
 use super::rewrite::{Rewriter, Seam, Verdict};
@@ -43,7 +43,7 @@ pub(super) enum Resumed {
 
 /// A stream at another engine.
 pub(super) struct Continued {
-    pub(super) begun: Begun,
+    pub(super) begun: StartedAnswer,
     pub(super) rewriter: Rewriter,
     /// Tokens of the answer that are in the new prompt, if they are the lost engine's own tokens.
     pub(super) kept: Option<Kept>,
@@ -171,11 +171,11 @@ async fn attempt(
     lost: WorkerId,
     plan: Plan,
     charge: &mut Charge,
-) -> Result<(Begun, Rewriter, Option<Kept>), String> {
+) -> Result<(StartedAnswer, Rewriter, Option<Kept>), String> {
     let only = plan
         .is_for_vllm
         .then(|| upstream.engines.of_vllm(exchange.request.only.as_deref()));
-    let mut next = exchange.continued(plan.body, plan.path, only);
+    let mut next = exchange.continuation(plan.body, plan.path, only);
     next.avoid(&upstream.engines, lost);
     let begun = obtain(shard, upstream, &next).await;
     let mut begun = begun.map_err(|error| error.message)?;

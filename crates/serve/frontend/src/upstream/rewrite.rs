@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::api::StreamKind;
 use super::ends::{finish_in, finish_of};
-use super::event::{Edited, EventData, Fields, value};
+use super::event::{EditBuffer, EventData, Fields, value};
 use super::lax::is_unset;
 use super::sent::{Phase, Sent, ids_of, text_of};
 use super::sse;
@@ -243,7 +243,7 @@ impl Rewriter {
         data: &EventData<'_>,
         hides_ids: bool,
     ) -> Rewritten {
-        let mut short = Edited::of(json);
+        let mut short = EditBuffer::of(json);
         if self.hides_prompt || hides_ids {
             for ids in data.places(json, false) {
                 short.replace(ids, b"null"); // those of the stream came with its first event

@@ -6,7 +6,7 @@ use slipstream_base::width::to_usize;
 
 use super::api::{Api, StreamKind};
 use super::ends::{self, Judgment, Reported, StreamEnd};
-use super::event::{Edited, EventData, NULL, places_in};
+use super::event::{EditBuffer, EventData, NULL, places_in};
 use super::rewrite::Rewriter;
 use super::sent::Kept;
 use super::sse::{self, Scanner};
@@ -20,9 +20,9 @@ pub(super) const EVENT_BYTES_MAX: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LongEvent {
     /// It is passed on in pieces.
-    Passed,
+    Relay,
     /// None of it is, and the stream must continue without it.
-    Withheld,
+    Suppress,
 }
 
 /// The end of a stream's body.
@@ -185,11 +185,11 @@ impl EventStream {
     fn pass_unread(&mut self) -> Bytes {
         let held = self.held.split().freeze();
         if self.ids.is_some() || self.rewriter.is_some() {
-            self.long = Some(LongEvent::Withheld);
+            self.long = Some(LongEvent::Suppress);
             return Bytes::new();
         }
         if self.partial.is_none() {
-            self.long = Some(LongEvent::Passed);
+            self.long = Some(LongEvent::Relay);
         }
         self.forget("an event was too long");
         self.partial = Some(self.scanner);
@@ -279,7 +279,7 @@ impl EventStream {
     /// ids are hidden.
     #[cold]
     fn read(&mut self, whole: &Bytes, sent_max: usize) -> Bytes {
-        let (mut kept, mut shown) = (Edited::of(whole), Edited::of(whole));
+        let (mut kept, mut shown) = (EditBuffer::of(whole), EditBuffer::of(whole));
         let mut end = whole.len();
         self.has_progress = false;
         for event in sse::events(whole) {
@@ -893,9 +893,9 @@ mod tests {
             let mut stream = chat(hides);
             let out = stream.pass(begin.clone().into(), usize::MAX);
             let wanted = if hides {
-                LongEvent::Withheld
+                LongEvent::Suppress
             } else {
-                LongEvent::Passed
+                LongEvent::Relay
             };
             assert_eq!((out.is_empty(), stream.take_long()), (hides, Some(wanted)));
             assert_eq!(

@@ -5,10 +5,11 @@ use std::collections::{HashMap, HashSet};
 use slipstream_base::mix;
 use slipstream_config::doc::Table;
 
-use super::flows::{ParsedFlow, Reader, Template, append};
+use super::flows::{Reader, append};
+use super::template::{ParsedFlow, Template};
 use super::{Dialect, ns};
 use crate::collective::{Collective, CollectiveKind, Step};
-use crate::scenario::{After, Arrivals, Demand, Finished, Paths, Transport};
+use crate::scenario::{After, Finished, Paths};
 
 /// `None`: independent flows, one per source and sink.
 const KINDS: &[(&str, Option<CollectiveKind>)] = &[
@@ -92,7 +93,7 @@ impl Reader<'_> {
             compute_ns: ns(t
                 .get::<f64>("compute_s")
                 .within(0.0..=1e6)
-                .check(|&s| s == 0.0 || ns(s) > 0, super::network::WHOLE_NS)
+                .check(|&s| s == 0.0 || ns(s) > 0, super::units::WHOLE_NS)
                 .or(0.0)),
             skew: t.get::<f64>("skew").within(0.0..=10.0).or(0.0),
         }
@@ -134,6 +135,26 @@ impl Reader<'_> {
             }
         }
         members
+    }
+
+    /// Whether a step stays in one server, which is reported.
+    fn refuse_nvlink(&self, t: &Table<'_>, steps: &[Step]) -> bool {
+        let Some(per_server) = self.network.gpus_per_server else {
+            return false;
+        };
+        let inside = |s: &&Step| s.src / per_server == s.dst / per_server;
+        let Some(step) = steps.iter().find(inside) else {
+            return false;
+        };
+        t.error(
+            "collective_type",
+            format!(
+                "GPUs {} and {} are in one server, where Days uses NVLink, which is not modeled",
+                step.src, step.dst
+            ),
+            "use GPUs of different servers in the collective",
+        );
+        true
     }
 
     /// The flows of a collective.
@@ -193,19 +214,7 @@ impl Reader<'_> {
                 steps
             }
         };
-        if let Some(per_server) = self.network.gpus_per_server
-            && let Some(step) = steps
-                .iter()
-                .find(|s| s.src / per_server == s.dst / per_server)
-        {
-            t.error(
-                "collective_type",
-                format!(
-                    "GPUs {} and {} are in one server, where Days uses NVLink, which is not modeled",
-                    step.src, step.dst
-                ),
-                "use GPUs of different servers in the collective",
-            );
+        if self.refuse_nvlink(t, &steps) {
             return Vec::new();
         }
         let routing = Paths::By(template.routing.unwrap_or(self.network.routing));
@@ -219,18 +228,7 @@ impl Reader<'_> {
                     .get(&(step.src, step.dst))
                     .map_or_else(|| routing.clone(), |p| Paths::Explicit(p.clone()));
                 let mut made = template.flow(first + i as u64, step.src, step.dst, paths);
-                made.flow.demand = match template.demand {
-                    Demand::Paced(arrivals) if arrivals.bytes.is_none() => template.demand,
-                    // Packets keep their gaps.
-                    Demand::Paced(arrivals) if template.transport == Transport::Packets => {
-                        Demand::Paced(Arrivals {
-                            bytes: Some(step.bytes),
-                            duration_ns: None,
-                            ..arrivals
-                        })
-                    }
-                    _ => Demand::Bytes(step.bytes),
-                };
+                made.flow.demand = template.demand_of(step.bytes);
                 made.flow.after = step
                     .after
                     .iter()

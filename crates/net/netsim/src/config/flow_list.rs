@@ -100,7 +100,7 @@ impl Draft {
                 if start > 0.0 && super::ns(start) == 0 {
                     return Err(format!(
                         "is `{text}`, but must be {}",
-                        super::network::WHOLE_NS
+                        super::units::WHOLE_NS
                     ));
                 }
                 self.start_ns = Some(super::ns(start));

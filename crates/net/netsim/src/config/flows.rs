@@ -2,41 +2,22 @@
 //! `[[compute]]`.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeSet, HashMap, HashSet};
-use std::io::Read as _;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
-use slipstream_base::mix;
-use slipstream_base::width::{floor_u32, floor_u64, round_u64, to_u8, to_u32, to_usize};
+use slipstream_base::width::to_u32;
 use slipstream_config::doc::{Origin, Table, Value};
 
 use super::flow_list::{self, Row};
-use super::network::{Network, ROUTINGS, no_host, seconds};
+use super::network::{Network, no_host};
 use super::order::{Item, read_item};
-use super::{Dialect, Resources, note, ns};
-use crate::queueing::{Discipline, PFC_CLASSES};
-use crate::route::Routing;
-use crate::scenario::{
-    After, Arrivals, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths, Queue, Roce, Tcp, Transport,
-};
-use crate::sizes::Sizes;
-use crate::transport::congestion::ALGORITHMS;
-use crate::transport::tcp::RTO_NS_MAX;
-use crate::transport::{OtherTransport, PROTOCOLS};
+use super::template::{ParsedFlow, Template, TemplateReader};
+use super::{Dialect, Resources, note};
+use crate::scenario::{After, Arrivals, Demand, Finished, Paths};
 
 /// Dependencies by flow number: (waiting flow, flow that must finish).
 type Dependencies = Vec<(u64, u64)>;
-
-/// A flow as read; its class is set after all flows are known.
-pub(super) struct ParsedFlow {
-    pub(super) flow: Flow,
-    /// Priorities of 802.1Q, of its data and of its answers.
-    priority: u8,
-    answer_priority: u8,
-    /// Whether the file gives its class.
-    has_class: bool,
-}
 
 /// Memory per flow in addition to its own size: endpoints, rows of the path table, packets in
 /// flight. Measured over fat-trees; an estimate to refuse runs early.
@@ -45,8 +26,8 @@ const FLOW_BYTES: u64 = 1_000;
 pub(super) struct Reader<'a> {
     pub(super) network: &'a Network,
     pub(super) dialect: Dialect,
+    templates: TemplateReader<'a>,
     pub(super) seed: u64,
-    duration_s: f64,
     waits: RefCell<Dependencies>,
     sets: Cell<u64>,
     pub(super) collectives: Cell<u32>,
@@ -57,7 +38,6 @@ pub(super) struct Reader<'a> {
     next_id: Cell<u64>,
     /// Flows so far.
     count: Cell<u64>,
-    notes: RefCell<BTreeSet<String>>,
     /// Lists of flows, in the order of the file.
     lists: RefCell<Vec<List>>,
     resources: &'a Resources<'a>,
@@ -73,93 +53,8 @@ struct List {
     lines: Vec<u32>,
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum FlowType {
-    Tcp,
-    Roce,
-    Ndp,
-    Packets,
-    /// Index in [`PROTOCOLS`].
-    Other(usize),
-}
-
-const FLOW_TYPES: &[(&str, FlowType)] = &[
-    ("TCP", FlowType::Tcp),
-    ("RoCE", FlowType::Roce),
-    ("DCQCN", FlowType::Roce),
-    ("NDP", FlowType::Ndp),
-    ("PacketDistribution", FlowType::Packets),
-];
-
-#[derive(Clone, Copy, PartialEq)]
-enum Pairing {
-    Random,
-    SwitchOffsetHalf,
-    SameSwitchNext,
-    Permutation,
-    Incast,
-    AllToAll,
-}
-
-const PAIRINGS: &[(&str, Pairing)] = &[
-    ("Random", Pairing::Random),
-    ("SwitchOffsetHalf", Pairing::SwitchOffsetHalf),
-    ("SameSwitchNext", Pairing::SameSwitchNext),
-    ("Permutation", Pairing::Permutation),
-    ("Incast", Pairing::Incast),
-    ("AllToAll", Pairing::AllToAll),
-];
-
 /// Maximum number of flows per set.
-const FLOWS_MAX: u64 = 10_000_000;
-
-/// Properties that all flows of a table share.
-#[derive(Clone)]
-pub(super) struct Template {
-    pub(super) transport: Transport,
-    pub(super) demand: Demand,
-    start_ns: u64,
-    pub(super) routing: Option<Routing>,
-    packet_bytes: u32,
-    header_bytes: u32,
-    ack_bytes: u32,
-    class: u8,
-    answer_class: u8,
-    has_class: bool,
-    priority: u8,
-    answer_priority: u8,
-    /// Sizes of the flows of a set are random.
-    sizes: Option<Sizes>,
-}
-
-impl Template {
-    pub(super) fn flow(&self, id: u64, src: u32, dst: u32, paths: Paths) -> ParsedFlow {
-        #[cfg(test)]
-        tests::CREATED.set(tests::CREATED.get() + 1);
-        let flow = Flow {
-            id,
-            src,
-            dst,
-            start_ns: self.start_ns,
-            demand: self.demand,
-            transport: self.transport,
-            paths,
-            packet_bytes: self.packet_bytes,
-            header_bytes: self.header_bytes,
-            ack_bytes: self.ack_bytes,
-            class: self.class,
-            answer_class: self.answer_class,
-            after: Vec::new(),
-            collective: None,
-        };
-        ParsedFlow {
-            flow,
-            priority: self.priority,
-            answer_priority: self.answer_priority,
-            has_class: self.has_class,
-        }
-    }
-}
+pub(super) const FLOWS_MAX: u64 = 10_000_000;
 
 impl<'a> Reader<'a> {
     pub(super) fn new(
@@ -179,7 +74,7 @@ impl<'a> Reader<'a> {
             network,
             dialect,
             seed,
-            duration_s,
+            templates: TemplateReader::new(dialect, duration_s, resources),
             waits: RefCell::default(),
             sets: Cell::new(0),
             collectives: Cell::new(0),
@@ -187,7 +82,6 @@ impl<'a> Reader<'a> {
             given: HashSet::new(),
             next_id: Cell::new(0),
             count: Cell::new(0),
-            notes: RefCell::default(),
             lists: RefCell::default(),
             resources,
         }
@@ -240,7 +134,7 @@ impl<'a> Reader<'a> {
         for made in root.array("compute", |_, t| (self.read_compute(t), Vec::new())) {
             keep(&mut flows, made);
         }
-        notes.extend(self.notes.take());
+        notes.extend(self.templates.take_notes());
         if root.error_count() > before {
             // Flows are missing, so dependencies on them would be reported as errors too.
             return (flows, origins);
@@ -256,7 +150,7 @@ impl<'a> Reader<'a> {
         self.check_numbers(root, &flows);
         self.link_items(root, &items, &mut flows);
         self.link_waits(root, &mut flows);
-        notes.extend(self.notes.take());
+        notes.extend(self.templates.take_notes());
         (flows, origins)
     }
 
@@ -331,8 +225,18 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// The number of this set among all.
+    pub(super) fn next_set(&self) -> u64 {
+        self.sets.replace(self.sets.get() + 1)
+    }
+
+    /// Sets the next number that may be free.
+    pub(super) fn number_from(&self, next: u64) {
+        self.next_id.set(next);
+    }
+
     pub(super) fn note(&self, note: String) {
-        self.notes.borrow_mut().insert(note);
+        self.templates.note(note);
     }
 
     /// Numbers for `count` flows, from `first`, or else from the next free one.
@@ -415,7 +319,7 @@ impl<'a> Reader<'a> {
     }
 
     /// `starts_before` and `starts_after`, which apply to each of the flows `ids`.
-    fn read_order(&self, t: &Table<'_>, ids: Range<u64>) {
+    pub(super) fn read_order(&self, t: &Table<'_>, ids: Range<u64>) {
         for (key, before) in [("starts_before", true), ("starts_after", false)] {
             for other in read_ids(t, key) {
                 for id in ids.clone() {
@@ -438,7 +342,7 @@ impl<'a> Reader<'a> {
         let path = t
             .path("file")
             .required("give the file: file = \"flows.csv\"", "".into());
-        let mut template = self.read_template_of(t, true);
+        let mut template = self.templates.read(t, true);
         let mut made: Vec<ParsedFlow> = Vec::new();
         if path.as_os_str().is_empty() {
             return made;
@@ -538,638 +442,9 @@ impl<'a> Reader<'a> {
         found
     }
 
-    fn read_set(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
-        let first: Option<u64> = t.get("first_flow_id").optional();
-        let pairing = t.choice("pairing", PAIRINGS).or(Pairing::Random);
-        let hosts = self.network.topology.host_count();
-        let load: Option<f64> = t
-            .get("load")
-            .check(|&l| l > 0.0 && l <= 10.0, "above 0 and at most 10")
-            .optional();
-        let span_ns = seconds(t, "span");
-        if t.has("span") && load.is_none() {
-            t.error(
-                "span",
-                "`span` needs `load`",
-                "give `load`, or remove `span`",
-            );
-        }
-        // The number of flows of the pattern, if it has one.
-        let usual = match pairing {
-            Pairing::Permutation => Some(u64::from(hosts)),
-            Pairing::Incast => Some(u64::from(hosts).saturating_sub(1)),
-            Pairing::AllToAll => Some(u64::from(hosts) * u64::from(hosts).saturating_sub(1)),
-            _ => None,
-        };
-        let count = t.get::<u64>("flow_count").within(1..=FLOWS_MAX);
-        let count = match usual {
-            // As many as fit in the span, up to a limit.
-            _ if span_ns.is_some() && !t.has("flow_count") => FLOWS_MAX,
-            Some(usual) if !t.has("flow_count") => usual,
-            _ => count.required("give the number of flows, or `load` and `span`", 1),
-        };
-        if count > FLOWS_MAX {
-            t.error(
-                "pairing",
-                format!("the pattern has {count} flows"),
-                format!("use at most {FLOWS_MAX}: fewer hosts, or give `flow_count`"),
-            );
-            return Vec::new();
-        }
-        let count = to_u32(count);
-        let template = self.read_template(t);
-        let set = self.sets.replace(self.sets.get() + 1);
-        if hosts < 2 {
-            t.error(
-                "flow_count",
-                "the network has fewer than two hosts",
-                "add hosts",
-            );
-            return Vec::new();
-        }
-        // With a `span`, flows are counted when they are created.
-        let known = if span_ns.is_some() && !t.has("flow_count") {
-            0
-        } else {
-            u64::from(count)
-        };
-        if !self.has_room(t, "flow_count", known) {
-            return Vec::new();
-        }
-        let paths = Paths::By(template.routing.unwrap_or(self.network.routing));
-        let grid = self.network.topology.grid();
-        let by_switch = matches!(pairing, Pairing::SwitchOffsetHalf | Pairing::SameSwitchNext);
-        if by_switch && grid.is_none() {
-            t.error(
-                "pairing",
-                "`pairing` by switch needs the same number of hosts on every switch",
-                "use pairing = \"Random\"",
-            );
-            return Vec::new();
-        }
-        let stream = mix::draw(self.seed ^ 0x7061_6972, set);
-        let partners = match pairing {
-            Pairing::Permutation => permutation(stream, hosts),
-            _ => Vec::new(),
-        };
-        let sink = t.get::<u32>("sink").optional();
-        let sink = sink
-            .map_or(Some(0), |sink| self.host(t, "sink", sink))
-            .unwrap_or(0);
-        let pair = |i: u32| {
-            let src = i % hosts;
-            match (pairing, grid) {
-                (Pairing::Permutation, _) => (src, partners[src as usize]),
-                // Senders in order of their numbers, without the sink.
-                (Pairing::Incast, _) => {
-                    let src = i % (hosts - 1);
-                    (src + u32::from(src >= sink), sink)
-                }
-                // Sender by sender, each to all others.
-                (Pairing::AllToAll, _) => {
-                    let (src, to) = (i / (hosts - 1) % hosts, i % (hosts - 1));
-                    (src, (src + 1 + to) % hosts)
-                }
-                (Pairing::Random, _) => random_pair(stream, u64::from(i), hosts),
-                (Pairing::SwitchOffsetHalf, Some(grid)) => {
-                    let (switch, ordinal) = grid.place(src);
-                    let partner = (switch + grid.switches / 2) % grid.switches;
-                    (src, grid.host(partner, ordinal))
-                }
-                (Pairing::SameSwitchNext, Some(grid)) => {
-                    let (switch, ordinal) = grid.place(src);
-                    (src, grid.host(switch, (ordinal + 1) % grid.per_switch))
-                }
-                // Refused above.
-                (Pairing::SwitchOffsetHalf | Pairing::SameSwitchNext, None) => (src, src),
-            }
-        };
-        let arrivals = load.map(|load| self.arrivals(load, pairing == Pairing::Incast, &template));
-        if let Some(Err(what)) = &arrivals {
-            t.error(
-                "load",
-                what.clone(),
-                "give `traffic.size` or `traffic.size_dist`",
-            );
-            return Vec::new();
-        }
-        let gap_ns = arrivals.and_then(Result::ok);
-        let first = self.take_ids(first, known);
-        let (mut start, mut flows) = (0.0, Vec::with_capacity(to_usize(known)));
-        for i in 0..count {
-            if known == 0 && i.is_multiple_of(4096) && !self.has_room(t, "span", 4096) {
-                return Vec::new();
-            }
-            let (src, dst) = pair(i);
-            let mut made = template.flow(first + u64::from(i), src, dst, paths.clone());
-            let flow = &mut made.flow;
-            if let Some(sizes) = &template.sizes {
-                flow.demand = Demand::Bytes(sizes.sample(stream ^ 0x7369_7a65, u64::from(i)));
-            }
-            if let Some(gap_ns) = gap_ns {
-                // A Poisson process: exponential gaps, by inverse transform.
-                let u = mix::unit(mix::draw(stream ^ 0x6761_7073, u64::from(i)));
-                start += -libm::log(1.0 - u) * gap_ns;
-                if span_ns.is_some_and(|span| start > span as f64) {
-                    break;
-                }
-                flow.start_ns = flow.start_ns.saturating_add(floor_u64(start));
-            }
-            flows.push(made);
-        }
-        let last = first + flows.len() as u64;
-        self.next_id.set(last);
-        self.read_order(t, first..last);
-        flows
-    }
-
-    /// Mean gap between flows, ns, that loads hosts' links (for an incast, the sink's link) to a
-    /// share of their rate.
-    fn arrivals(&self, load: f64, one_link: bool, template: &Template) -> Result<f64, String> {
-        let mean = match (&template.sizes, template.demand) {
-            (Some(sizes), _) => sizes.mean(),
-            (None, Demand::Bytes(bytes)) => bytes as f64,
-            (None, Demand::Paced(arrivals)) => match arrivals.bytes {
-                Some(bytes) => bytes as f64,
-                None => return Err("`load` needs flows of a known size".into()),
-            },
-        };
-        let headers = 1.0 + f64::from(template.header_bytes) / f64::from(template.packet_bytes);
-        let links = &self.network.links;
-        let rate = links.host.unwrap_or(links.edge).bits_per_s as f64;
-        let senders = if one_link {
-            1
-        } else {
-            self.network.topology.host_count()
-        };
-        Ok(mean * headers * 8e9 / (load * rate * f64::from(senders)))
-    }
-
-    /// `size_dist`: a name, or points [bytes, cumulative probability]; `size_csv`: a file of them.
-    fn read_sizes(&self, t: &Table<'_>) -> Option<Sizes> {
-        if t.has("size_csv") {
-            let path = t.path("size_csv").optional()?;
-            let text = (self.resources.open)(&path).and_then(|file| {
-                let mut text = String::new();
-                // A distribution has a few hundred points at most.
-                file.take(1 << 20)
-                    .read_to_string(&mut text)
-                    .map_err(|error| error.to_string())?;
-                Ok(text)
-            });
-            return match text.and_then(|text| Sizes::from_csv(&text)) {
-                Ok(sizes) => Some(sizes),
-                Err(what) => {
-                    let file = path.display();
-                    t.error("size_csv", format!("{file}: {what}"), "see docs/netsim.md");
-                    None
-                }
-            };
-        }
-        if !t.has("size_dist") {
-            return None;
-        }
-        struct Given(Result<Sizes, String>);
-        impl slipstream_config::doc::Scalar for Given {
-            const MUST: &'static str = "\"WebSearch\", \"Hadoop\", or points [bytes, probability]";
-            fn read(value: &Value<'_>) -> Option<Self> {
-                if let Some(name) = String::read(value) {
-                    return Sizes::named(&name).map(|s| Given(Ok(s)));
-                }
-                let points: Option<Vec<(f64, f64)>> = Vec::<Vec<f64>>::read(value)?
-                    .into_iter()
-                    .map(|p| (p.len() == 2).then(|| (p[0], p[1])))
-                    .collect();
-                Some(Given(Sizes::new(&points?)))
-            }
-            fn to_toml(&self) -> String {
-                self.0.as_ref().map_or(String::new(), Sizes::to_toml)
-            }
-        }
-        match t.get::<Given>("size_dist").optional()?.0 {
-            Ok(sizes) => Some(sizes),
-            Err(what) => {
-                t.error("size_dist", what, "list rising points up to 1");
-                None
-            }
-        }
-    }
-
     pub(super) fn read_template(&self, t: &Table<'_>) -> Template {
-        self.read_template_of(t, false)
+        self.templates.read(t, false)
     }
-
-    /// `listed`: the flow list gives the sizes.
-    fn read_template_of(&self, t: &Table<'_>, listed: bool) -> Template {
-        let others = PROTOCOLS.iter().enumerate();
-        let others = others.map(|(i, protocol)| (protocol.word, FlowType::Other(i)));
-        let words: Vec<(&str, FlowType)> = FLOW_TYPES.iter().copied().chain(others).collect();
-        let kind = t.choice("flow_type", &words).or(FlowType::Tcp);
-        let routing = read_routing(t);
-        let header_bytes = t.get("header_bytes").within(0..=9_000u32).or(0);
-        let mut ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
-        let priority = to_u8(t.get("priority").within(0..=7u32).or(0));
-        let has_class = t.has("class") || t.has("answer_class");
-        let class = to_u8(t.get("class").within(0..=255u32).or(0));
-        let answer_class = t.get("answer_class").within(0..=255u32);
-        let answer_class = to_u8(answer_class.or(u32::from(class)));
-        let mut answer_priority = priority;
-        let duration_s = self.duration_s;
-        // NDP sprays by default.
-        let routing = match kind {
-            FlowType::Ndp => routing.or(Some(Routing::Spray)),
-            FlowType::Other(i) if PROTOCOLS[i].sprays => routing.or(Some(Routing::Spray)),
-            _ => routing,
-        };
-        t.table("traffic", |t| {
-            let start_ns = seconds(t, "initial_delay").unwrap_or(0);
-            let sizes = self.read_sizes(t);
-            let size: Option<u64> = t.get("size").optional();
-            if sizes.is_some() && size.is_some() {
-                t.error(
-                    "size",
-                    "`size` and a distribution of sizes both set the size of a flow",
-                    "remove one of them",
-                );
-            }
-            if listed {
-                for key in ["size", "duration"] {
-                    t.refuse(key, "comes from the list of flows", "remove it");
-                }
-            }
-            // A placeholder until each flow has its own size.
-            let drawn = t.has("size_dist") || t.has("size_csv");
-            let bytes = size.or((listed || drawn || t.has("size")).then_some(1));
-            if t.has("size") || drawn {
-                t.refuse(
-                    "duration",
-                    "conflicts with the size of the flow: each of them ends it",
-                    "keep one of the two",
-                );
-            }
-            let duration_ns = seconds(t, "duration");
-            let gap = read_dist(t, "arr_dist");
-            let size = read_dist(t, "pkt_size_dist");
-            // A segment is as long as the largest packet.
-            let packet_bytes = match size {
-                Some(Dist::Constant(b)) => b,
-                Some(Dist::Uniform { high, .. } | Dist::DiscreteUniform { high, .. }) => high,
-                Some(Dist::Exp { .. }) | None => 1460.0,
-            };
-            if !(1.0..=60_000.0).contains(&packet_bytes) {
-                t.error(
-                    "pkt_size_dist",
-                    format!("`pkt_size_dist` has packets of up to {packet_bytes} bytes"),
-                    "use 1 to 60000 bytes",
-                );
-            }
-            let transport = match kind {
-                FlowType::Tcp => {
-                    Transport::Tcp(t.table("tcp", |t| self.read_tcp(t)))
-                }
-                FlowType::Roce => {
-                    let (roce, answers) = self.read_queue_pair(t);
-                    answer_priority = answers.priority.unwrap_or(priority);
-                    ack_bytes = answers.bytes.unwrap_or(ack_bytes);
-                    Transport::Roce(roce)
-                }
-                FlowType::Ndp => Transport::Ndp(t.table("ndp", read_ndp)),
-                FlowType::Packets => Transport::Packets,
-                FlowType::Other(i) => Transport::Other(OtherTransport {
-                    protocol: PROTOCOLS[i],
-                    parameters: (PROTOCOLS[i].read)(t),
-                }),
-            };
-            if !matches!(kind, FlowType::Tcp | FlowType::Packets) && bytes.is_none() {
-                t.error(
-                    "size",
-                    "flows of this type are messages of a known size",
-                    "give `size` in bytes",
-                );
-            }
-            if kind != FlowType::Roce {
-                t.refuse(
-                    "dcqcn",
-                    "has no effect on this type of flow",
-                    "write flow_type = \"DCQCN\" or \"RoCE\", or remove it",
-                );
-            }
-            let paced =
-                kind == FlowType::Packets || kind == FlowType::Tcp && bytes.is_none();
-            let demand = if paced {
-                let arrivals = Arrivals {
-                    size: size.unwrap_or(Dist::Constant(packet_bytes)),
-                    gap_s: gap.unwrap_or(Dist::Constant(0.0)),
-                    duration_ns: if bytes.is_some() {
-                        duration_ns
-                    } else {
-                        Some(duration_ns.unwrap_or(ns(duration_s)))
-                    },
-                    bytes,
-                };
-                if gap.is_none() && !t.has("arr_dist") {
-                    t.error(
-                        "arr_dist",
-                        "a flow bounded by time needs `arr_dist`, the gaps between its packets in s",
-                        "give `arr_dist`, or `size` in bytes",
-                    );
-                }
-                Demand::Paced(arrivals)
-            } else {
-                Demand::Bytes(bytes.unwrap_or(0))
-            };
-            Template {
-                transport,
-                demand,
-                start_ns,
-                routing,
-                packet_bytes: floor_u32(packet_bytes),
-                header_bytes,
-                ack_bytes,
-                class,
-                answer_class,
-                has_class,
-                priority,
-                answer_priority,
-                sizes,
-            }
-        })
-    }
-
-    fn read_tcp(&self, t: &Table<'_>) -> Tcp {
-        let words: Vec<(&str, usize)> = ALGORITHMS
-            .iter()
-            .enumerate()
-            .flat_map(|(i, algorithm)| algorithm.words.iter().map(move |word| (*word, i)))
-            .collect();
-        let chosen = t.choice("cc_algorithm", &words).or(0);
-        for (i, other) in ALGORITHMS.iter().enumerate() {
-            for key in other.keys.iter().filter(|key| i != chosen && t.has(key)) {
-                self.note(format!(
-                    "`traffic.tcp.{key}` has no effect on {}: it belongs to {}",
-                    ALGORITHMS[chosen].words[0], other.words[0]
-                ));
-            }
-        }
-        let algorithm = ALGORITHMS[chosen];
-        let (rto_ns_min, rto_ns_initial) = read_timeouts(t);
-        let short = algorithm.short_segments_in_days && self.dialect == Dialect::Days;
-        Tcp {
-            congestion: (algorithm.read)(t),
-            initial_window: t
-                .get("initial_window")
-                .within(1..=10_000u32)
-                .or(algorithm.initial_window),
-            ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
-            rto_ns_min,
-            rto_ns_initial,
-            ecn: t.get("ecn").or(algorithm.ecn),
-            sws_avoidance: t.get("sws_avoidance").or(!short),
-        }
-    }
-
-    /// `roce`, and `dcqcn` of Days: a queue pair and its answers.
-    fn read_queue_pair(&self, t: &Table<'_>) -> (Roce, Answers) {
-        let (mut roce, mut answers) = t.table("roce", |t| {
-            let mut roce = read_roce(t);
-            let answers = self.read_days_roce(t, &mut roce);
-            (roce, answers)
-        });
-        if t.has("dcqcn") {
-            if t.any("roce.dcqcn", |_| true) {
-                t.error(
-                    "dcqcn",
-                    "`traffic.dcqcn` and `traffic.roce.dcqcn` both give constants",
-                    "remove one of them",
-                );
-            }
-            let cnp;
-            (roce.dcqcn, cnp) = t.table("dcqcn", |t| self.read_days_dcqcn(t));
-            answers.priority = answers.priority.or(cnp);
-        }
-        (roce, answers)
-    }
-
-    /// Keys of `[traffic.roce]` that Days has.
-    fn read_days_roce(&self, t: &Table<'_>, roce: &mut Roce) -> Answers {
-        if let Some(timeout) = t
-            .get::<u64>("retransmit_timeout_ns")
-            .within(0..=NEVER_NS)
-            .optional()
-        {
-            // 0: only a NACK triggers retransmission.
-            roce.retry_ns = Some(if timeout == 0 {
-                NEVER_NS
-            } else {
-                timeout.max(1_000)
-            });
-        }
-        let window: Option<u64> = t.get("window_bytes").within(0..=1u64 << 40).optional();
-        roce.window_bytes = window.unwrap_or(roce.window_bytes);
-        if t.get("variable_window").or(false) {
-            t.refuse(
-                "variable_window",
-                "is not modeled: a window that shrinks with the rate",
-                "write variable_window = false, or leave it out",
-            );
-        }
-        if let Some(packets) = t.get("ack_every_packets").within(1..=1_000u32).optional() {
-            t.refuse(
-                "ack_every",
-                "conflicts with `ack_every_packets` of Days: both set the packets per ACK",
-                "keep one of the two",
-            );
-            roce.ack_every = packets;
-        }
-        if !t.get("duplicate_ack").or(true) {
-            t.refuse(
-                "duplicate_ack",
-                "is not modeled: a packet that arrives again is always answered at once, as the ACK \
-                 of the first one may be lost",
-                "write duplicate_ack = true, or leave it out",
-            );
-        }
-        if t.has("nack_interval_ns") {
-            let _: Option<u64> = t.get("nack_interval_ns").optional();
-            self.note(
-                "`traffic.roce.nack_interval_ns` has no effect: a gap causes one NACK".into(),
-            );
-        }
-        Answers {
-            priority: t
-                .get::<u32>("feedback_priority")
-                .within(0..=7u32)
-                .optional()
-                .map(to_u8),
-            bytes: t.get("ack_size_bytes").within(1..=9_000u32).optional(),
-        }
-    }
-
-    /// `[traffic.dcqcn]` of Days, and the priority of notifications.
-    fn read_days_dcqcn(&self, t: &Table<'_>) -> (Option<Dcqcn>, Option<u8>) {
-        let usual = Dcqcn::default();
-        let gbit = |key: &str| {
-            t.get::<f64>(key)
-                .check(|&g| g > 0.0 && g <= 1e6, "above 0 and at most 1e6 Gb/s")
-                .optional()
-                .map(|g| g * 1e9)
-        };
-        let (first, min, max) = (
-            gbit("rate_gbps"),
-            gbit("min_rate_gbps"),
-            gbit("max_rate_gbps"),
-        );
-        let least = min.unwrap_or(usual.rate_bits_per_s_min);
-        if [first, max].into_iter().flatten().any(|rate| rate < least)
-            || first.zip(max).is_some_and(|(first, max)| first > max)
-        {
-            t.error(
-                "rate_gbps",
-                "the rates of `traffic.dcqcn` do not rise",
-                "give min_rate_gbps <= rate_gbps <= max_rate_gbps",
-            );
-        }
-        let time = |key: &str, usual: u64| {
-            t.get::<f64>(key)
-                .within(0.0..=1e18)
-                .optional()
-                .map_or(usual, |time| round_u64(time).max(1_000))
-        };
-        let cut: f64 = t.get("mi_factor").or(0.5);
-        if cut != 0.5 {
-            t.refuse(
-                "mi_factor",
-                "is not modeled: a notification cuts the rate by half of alpha",
-                "write mi_factor = 0.5",
-            );
-        }
-        for key in ["alpha_resume_interval_ns", "rate_decrease_interval_ns"] {
-            t.refuse(
-                key,
-                "is not modeled: in Mellanox's form alpha and the rate change at the ends of such \
-                 intervals, here with each notification (Zhu et al. 2015)",
-                "leave it out, and give `alpha_timer_ns` and `cnp_interval_ns`",
-            );
-        }
-        if !t.get("clamp_target_rate").or(true) {
-            t.refuse(
-                "clamp_target_rate",
-                "is not modeled: each notification sets the target rate to the current rate",
-                "write clamp_target_rate = true, or leave it out",
-            );
-        }
-        for key in ["pacing_interval_ns", "rtt_ns"] {
-            if t.has(key) {
-                let _: Option<f64> = t.get(key).optional();
-                self.note(format!(
-                    "`traffic.dcqcn.{key}` has no effect: packets are paced at the rate itself"
-                ));
-            }
-        }
-        let dcqcn = Dcqcn {
-            gain: t.get("g").within(1e-9..=1.0).or(usual.gain),
-            timer_ns: time("rp_timer_ns", usual.timer_ns),
-            alpha_timer_ns: time("alpha_timer_ns", usual.alpha_timer_ns),
-            byte_counter: t
-                .get("increase_byte_threshold")
-                .within(1_000..=1u64 << 40)
-                .or(usual.byte_counter),
-            fast_steps: t
-                .get("fast_recovery_times")
-                .within(1..=1_000u32)
-                .or(usual.fast_steps),
-            additive_bits_per_s: gbit("ai_rate_gbps").unwrap_or(usual.additive_bits_per_s),
-            hyper_bits_per_s: gbit("hai_rate_gbps").unwrap_or(usual.hyper_bits_per_s),
-            cnp_interval_ns: time("cnp_interval_ns", usual.cnp_interval_ns),
-            rate_bits_per_s_min: min.unwrap_or(usual.rate_bits_per_s_min),
-            rate_bits_per_s_max: max,
-            rate_bits_per_s_first: first,
-        };
-        let priority = t.get::<u32>("cnp_priority").within(0..=7u32).optional();
-        (Some(dcqcn), priority.map(to_u8))
-    }
-}
-
-/// Priority and size of a queue pair's answers, if the file gives them.
-struct Answers {
-    priority: Option<u8>,
-    bytes: Option<u32>,
-}
-
-/// A timeout beyond the end of any run.
-const NEVER_NS: u64 = 1_000_000_000_000_000_000;
-
-/// Sets the classes of flows: those of the file, or as in Days.
-///
-/// Days schedules a flow in class `id mod classes`, and pauses it by its 802.1Q priority. Here one
-/// class serves both, and a table maps classes to priorities.
-pub(super) fn settle_classes(
-    root: &Table<'_>,
-    dialect: Dialect,
-    mut made: Vec<ParsedFlow>,
-    queue: &mut Queue,
-    notes: &mut Vec<String>,
-) -> Vec<Flow> {
-    let classes = queue.discipline.classes() as u64;
-    let fifo = queue.discipline == Discipline::Fifo;
-    if dialect == Dialect::Days && !fifo {
-        for made in made.iter_mut().filter(|made| !made.has_class) {
-            let class = to_u8(made.flow.id % classes);
-            (made.flow.class, made.flow.answer_class) = (class, class);
-        }
-    }
-    let by_priority = queue.pfc.is_some_and(|pfc| pfc.by_priority.is_some());
-    if !by_priority {
-        if made.iter().any(|made| made.priority > 0) {
-            notes.push("`priority` has no effect without link.mode = \"Pfc\"".into());
-        }
-        return made.into_iter().map(|made| made.flow).collect();
-    }
-    let used: BTreeSet<u8> = made
-        .iter()
-        .flat_map(|made| [made.priority, made.answer_priority])
-        .collect();
-    if fifo && used.len() > 1 {
-        // Order of arrival, but each priority can be paused separately.
-        queue.discipline = Discipline::PriorityFifo(to_u8(PFC_CLASSES));
-        for made in &mut made {
-            made.flow.class = made.priority;
-            made.flow.answer_class = made.answer_priority;
-        }
-        return made.into_iter().map(|made| made.flow).collect();
-    }
-    let mut of_class: [Option<u8>; 256] = [None; 256];
-    for made in &made {
-        let last = to_u8(classes.saturating_sub(1));
-        for (class, priority) in [
-            (made.flow.class, made.priority),
-            (made.flow.answer_class, made.answer_priority),
-        ] {
-            let known = of_class[usize::from(class.min(last))].get_or_insert(priority);
-            if *known != priority {
-                root.error(
-                    "switch",
-                    format!(
-                        "class {class} of the discipline has flows of priorities {known} and \
-                         {priority}, which PFC must pause separately"
-                    ),
-                    "give the flows of a class one priority, or write discipline = \"FIFO\"",
-                );
-                return Vec::new();
-            }
-        }
-    }
-    if of_class[PFC_CLASSES..].iter().any(Option::is_some) {
-        root.error(
-            "switch",
-            "PFC has 8 classes, and the file uses more",
-            "use at most 8 classes with link.mode = \"Pfc\"",
-        );
-    }
-    for (class, priority) in queue.priorities.iter_mut().zip(of_class) {
-        *class = priority.unwrap_or(*class);
-    }
-    made.into_iter().map(|made| made.flow).collect()
 }
 
 /// Appends flows whose dependencies are indexes into `made`.
@@ -1185,68 +460,6 @@ pub(super) fn append(flows: &mut Vec<ParsedFlow>, mut made: Vec<ParsedFlow>) {
         }
     }
     flows.append(&mut made);
-}
-
-/// Two different hosts, at random by index.
-fn random_pair(stream: u64, index: u64, hosts: u32) -> (u32, u32) {
-    let src = to_u32(mix::below(mix::draw(stream, 2 * index), u64::from(hosts)));
-    let others = u64::from(hosts) - 1;
-    let step = to_u32(mix::below(mix::draw(stream, 2 * index + 1), others));
-    (src, (src + 1 + step) % hosts)
-}
-
-/// A random cycle through all hosts (Sattolo 1986): each sends to one other host.
-fn permutation(stream: u64, hosts: u32) -> Vec<u32> {
-    let mut to: Vec<u32> = (0..hosts).collect();
-    for i in (1..hosts as usize).rev() {
-        let j = to_usize(mix::below(mix::draw(stream, i as u64), i as u64));
-        to.swap(i, j);
-    }
-    to
-}
-
-/// `PathFromConfig`: the path is in `path` or `paths`.
-fn read_routing(t: &Table<'_>) -> Option<Routing> {
-    let mut words: Vec<(&str, Option<Routing>)> =
-        ROUTINGS.iter().map(|&(w, r)| (w, Some(r))).collect();
-    words.push(("PathFromConfig", None));
-    let routing = t.choice("routing", &words).optional().flatten();
-    if t.has("routing") && routing.is_none() && !t.has("path") && !t.has("paths") {
-        t.error(
-            "routing",
-            "`routing` is PathFromConfig, but there is no path",
-            "add path = [node, …]",
-        );
-    }
-    routing
-}
-
-/// `rto_min` and `rto_initial` of TCP, ns.
-fn read_timeouts(t: &Table<'_>) -> (u64, Option<u64>) {
-    let least = 1_000;
-    let timeout = |key: &str| {
-        t.get::<f64>(key)
-            .check(
-                |&s| (0.0..=RTO_NS_MAX as f64 / 1e9).contains(&s),
-                "from 0 to 60 s",
-            )
-            .optional()
-            .map(|s| ns(s).max(least))
-    };
-    let min = timeout("rto_min").unwrap_or(1_000_000_000);
-    let initial = timeout("rto_initial");
-    if let Some(initial) = initial.filter(|&initial| initial < min) {
-        t.error(
-            "rto_initial",
-            format!(
-                "`rto_initial` is {} s, below `rto_min`, which is {} s",
-                initial as f64 / 1e9,
-                min as f64 / 1e9
-            ),
-            "lower `rto_min` as well, or leave `rto_initial` out",
-        );
-    }
-    (min, initial)
 }
 
 /// One flow number or a list of them.
@@ -1269,132 +482,13 @@ fn read_ids(t: &Table<'_>, key: &str) -> Vec<u64> {
         .map_or_else(Vec::new, |ids| ids.0)
 }
 
-/// A distribution: a table with `type`, or a plain number.
-fn read_dist(t: &Table<'_>, key: &str) -> Option<Dist> {
-    #[derive(Clone, Copy, PartialEq)]
-    enum Type {
-        Constant,
-        Uniform,
-        Discrete,
-        Exp,
-    }
-    const TYPES: &[(&str, Type)] = &[
-        ("Constant", Type::Constant),
-        ("Uniform", Type::Uniform),
-        ("DiscreteUniform", Type::Discrete),
-        ("Exp", Type::Exp),
-    ];
-    if !t.has(key) {
-        return None;
-    }
-    if !t.holds_table(key) {
-        return t
-            .get::<f64>(key)
-            .check(|&v| v >= 0.0, "not negative")
-            .optional()
-            .map(Dist::Constant);
-    }
-    Some(t.table(key, |t| {
-        let kind = t
-            .choice("type", TYPES)
-            .required("give the distribution: type = \"Uniform\"", Type::Constant);
-        let number = |name: &str| {
-            t.get::<f64>(name)
-                .check(|&v| v >= 0.0, "not negative")
-                .required("give it", 1.0)
-        };
-        match kind {
-            Type::Constant => Dist::Constant(number("value")),
-            Type::Exp => Dist::Exp {
-                lambda: t
-                    .get::<f64>("lambda")
-                    .check(|&l| l > 0.0, "above 0")
-                    .required("give the rate", 1.0),
-            },
-            Type::Uniform | Type::Discrete => {
-                let (low, high) = (number("low"), number("high"));
-                if low > high {
-                    t.error(
-                        "low",
-                        format!("`low` ({low}) is above `high` ({high})"),
-                        "swap them",
-                    );
-                }
-                if low == high {
-                    Dist::Constant(low)
-                } else if kind == Type::Uniform {
-                    Dist::Uniform { low, high }
-                } else {
-                    Dist::DiscreteUniform { low, high }
-                }
-            }
-        }
-    }))
-}
-
-fn read_roce(t: &Table<'_>) -> Roce {
-    let dcqcn = if t.holds_table("dcqcn") || !t.has("dcqcn") {
-        Some(t.table("dcqcn", read_dcqcn))
-    } else {
-        t.get("dcqcn").or(true).then(Dcqcn::default)
-    };
-    Roce {
-        dcqcn,
-        window_bytes: t.get("window").within(0..=1u64 << 40).or(0),
-        retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
-        ack_every: t.get("ack_every").within(1..=1_000u32).or(1),
-    }
-}
-
-fn read_dcqcn(t: &Table<'_>) -> Dcqcn {
-    let usual = Dcqcn::default();
-    let time = |key: &str, usual: u64| {
-        let time = t.get::<f64>(key).within(1e-6..=1e9).optional();
-        time.map_or(usual, ns)
-    };
-    let rate = |key: &str, usual: f64| t.get::<f64>(key).within(1e3..=1e15).or(usual);
-    Dcqcn {
-        gain: t.get("gain").within(1e-6..=1.0).or(usual.gain),
-        timer_ns: time("timer", usual.timer_ns),
-        alpha_timer_ns: time("alpha_timer", usual.alpha_timer_ns),
-        byte_counter: t
-            .get("byte_counter")
-            .within(1_000..=1u64 << 40)
-            .or(usual.byte_counter),
-        fast_steps: t
-            .get("fast_steps")
-            .within(1..=1_000u32)
-            .or(usual.fast_steps),
-        additive_bits_per_s: rate("rate_ai", usual.additive_bits_per_s),
-        hyper_bits_per_s: rate("rate_hai", usual.hyper_bits_per_s),
-        cnp_interval_ns: time("cnp_interval", usual.cnp_interval_ns),
-        rate_bits_per_s_min: rate("rate_min", usual.rate_bits_per_s_min),
-        ..usual
-    }
-}
-
-fn read_ndp(t: &Table<'_>) -> Ndp {
-    let usual = Ndp::default();
-    Ndp {
-        window_packets: t
-            .get("window")
-            .within(1..=100_000u32)
-            .or(usual.window_packets),
-        retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use slipstream_config::doc::Doc;
 
     use super::*;
+    use crate::config::template::CREATED;
     use crate::config::{self, Config};
-
-    thread_local! {
-        /// Flows that were created by this thread.
-        pub(super) static CREATED: Cell<u64> = const { Cell::new(0) };
-    }
 
     /// Reads `traffic` on a fat-tree with `k` pods of k²/4 hosts: the result, and how many flows were
     /// created for it.

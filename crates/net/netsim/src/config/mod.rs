@@ -4,12 +4,20 @@
 //! are accepted and listed in [`Config::notes`]. Keys of Days whose effect is not modeled are
 //! refused. `dialect` decides between two meanings of a key.
 
+mod classes;
 mod collectives;
 mod dialect;
+mod discipline;
 mod flow_list;
+mod flow_set;
 mod flows;
 mod network;
 mod order;
+mod pfc;
+mod roce;
+mod switch;
+mod template;
+mod units;
 
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
@@ -152,8 +160,7 @@ pub fn read_with(doc: Doc, resources: &Resources<'_>) -> Result<Config, Diagnost
         let mut network = network::read(root, chosen.dialect, &mut notes);
         let reader = flows::Reader::new(&network, chosen.dialect, seed, duration_s, resources);
         let (made, origins) = reader.read(root, &mut notes);
-        let flows =
-            flows::settle_classes(root, chosen.dialect, made, &mut network.queue, &mut notes);
+        let flows = classes::settle(root, chosen.dialect, made, &mut network.queue, &mut notes);
         let report_s: Option<f64> = root
             .get("report_interval")
             .check(|&s| s > 0.0, "above 0 s")

@@ -6,7 +6,8 @@ use std::ops::Range;
 use slipstream_base::width::to_u32;
 use slipstream_config::doc::{Origin, Scalar, Table, Value};
 
-use super::flows::{ParsedFlow, Reader};
+use super::flows::Reader;
+use super::template::ParsedFlow;
 use crate::scenario::{After, Finished};
 
 /// A table that others may refer to in `after`.

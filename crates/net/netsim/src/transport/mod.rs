@@ -10,6 +10,7 @@ pub(crate) mod dcqcn;
 pub(crate) mod ndp;
 pub(crate) mod raw;
 pub(crate) mod roce;
+pub(crate) mod rtt;
 #[cfg(test)]
 mod stop_and_wait;
 pub(crate) mod tcp;

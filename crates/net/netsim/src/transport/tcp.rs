@@ -8,14 +8,11 @@ use crate::flow::FlowResult;
 use crate::net::{Net, Rows};
 use crate::step::Step;
 use crate::transport::congestion::{AckInfo, Control, Recovery, Window};
+use crate::transport::rtt::RttEstimator;
 use crate::transport::{Paced, Received, ReceiverState, SendCount, SenderState};
 
 /// Duplicate ACKs that indicate a loss (RFC 5681 section 3.2).
 const DUPLICATES: u32 = 3;
-/// Maximum timeout (RFC 6298 section 2.5 allows a limit of at least 60 s).
-pub(crate) const RTO_NS_MAX: u64 = 60_000_000_000;
-/// Clock granularity G of RFC 6298 section 2.3: 1 ms.
-const GRANULARITY_NS: u64 = 1_000_000;
 /// `seq` of a timer event that releases the next paced packet.
 const PACE: u32 = 1;
 
@@ -46,17 +43,7 @@ pub(crate) struct TcpSender {
     pace_at: u64,
     /// RFC 6582's `recover`, plus one; 0 before the first loss.
     recover: u64,
-    /// End of the segment being timed (0: none), and when it was sent.
-    timed: u64,
-    timed_at: u64,
-    srtt: u64,
-    rttvar: u64,
-    rto: u64,
-    rto_min: u64,
-    /// The timeout before the first measurement.
-    rto_initial: u64,
-    /// The segment that the timer retransmitted last, plus one; 0: none.
-    timed_out: u64,
+    rtt: RttEstimator,
     /// When the timer expires (`u64::MAX`: off), and when its event fires (0: none is scheduled).
     deadline: u64,
     timer_at: u64,
@@ -124,14 +111,7 @@ impl TcpSender {
             paced: matches!(s.control, Control::Bbr(_)),
             pace_at: 0,
             recover: 0,
-            timed: 0,
-            timed_at: 0,
-            srtt: 0,
-            rttvar: 0,
-            rto: s.rto_initial_ns,
-            rto_min: s.rto_min_ns,
-            rto_initial: s.rto_initial_ns,
-            timed_out: 0,
+            rtt: RttEstimator::new(s.rto_min_ns, s.rto_initial_ns),
             deadline: u64::MAX,
             timer_at: 0,
             mark_end: 0,
@@ -148,7 +128,7 @@ impl TcpSender {
     /// Reads a word of each cache line that an ACK needs.
     #[inline]
     pub(crate) fn touch(&self) -> u64 {
-        self.w.cwnd ^ self.timed ^ self.deadline ^ self.count.packets
+        self.w.cwnd ^ self.rtt.touch() ^ self.deadline ^ self.count.packets
     }
 
     /// Starts the flow. True if it is complete at once (no bytes).
@@ -186,15 +166,7 @@ impl TcpSender {
         let acked = ack - self.una;
         let flight = self.nxt - self.una;
         let mut restart_timer = true;
-        if self.timed != 0 && ack >= self.timed {
-            self.sample_rtt(now - self.timed_at);
-            self.timed = 0;
-        } else if self.timed_out != 0 {
-            // As with timestamps, which headers here have only if `header_bytes` counts them: an ACK of
-            // a retransmission is a measurement too (RFC 7323 section 4.1), and a measurement ends
-            // the back-off (RFC 6298 section 5). Without, the timeouts of a window of losses double.
-            self.end_back_off();
-        }
+        self.rtt.on_ack(now, ack);
         self.una = ack;
         // After a timeout, an ACK may cover data sent before it.
         self.nxt = self.nxt.max(ack);
@@ -237,7 +209,7 @@ impl TcpSender {
             let info = AckInfo {
                 now,
                 acked,
-                srtt: self.srtt,
+                srtt: self.rtt.srtt,
                 una: self.una,
                 nxt: self.nxt,
                 marked,
@@ -255,7 +227,7 @@ impl TcpSender {
         } else if restart_timer {
             // RFC 6582 section 3.2 step 3: only the first partial ACK restarts the timer. So many
             // holes end in a timeout instead of one round trip each.
-            self.deadline = now + self.rto;
+            self.deadline = now + self.rtt.rto;
         }
     }
 
@@ -281,7 +253,7 @@ impl TcpSender {
             self.recover = self.max + 1;
             self.count.fast_retransmits += 1;
             self.retransmit(now, fabric, net);
-            self.deadline = now + self.rto;
+            self.deadline = now + self.rtt.rto;
         }
     }
 
@@ -311,18 +283,14 @@ impl TcpSender {
         }
         self.count.timeouts += 1;
         let flight = self.nxt - self.una;
-        let repeated = self.timed_out == self.una + 1;
+        let repeated = self.rtt.back_off(self.una);
         self.control.on_timeout(&mut self.w, flight, repeated);
-        self.timed_out = self.una + 1;
         self.w.cwnd = self.w.mss;
         // RFC 6582 section 3.2 step 4, and go-back-N: all data in flight counts as lost.
         self.recover = self.max + 1;
         self.recovering = false;
         self.duplicates = 0;
         self.nxt = self.una;
-        self.timed = 0;
-        // RFC 6298 section 5.5.
-        self.rto = (self.rto * 2).min(RTO_NS_MAX);
         self.deadline = u64::MAX;
         self.send(now, fabric, net);
     }
@@ -370,7 +338,7 @@ impl TcpSender {
         }
         if self.nxt > self.una {
             if self.deadline == u64::MAX {
-                self.deadline = now + self.rto;
+                self.deadline = now + self.rtt.rto;
             }
             self.arm(fabric);
         }
@@ -401,7 +369,7 @@ impl TcpSender {
     #[cold]
     fn retransmit(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
         let size = self.w.mss.min(self.max - self.una);
-        self.timed = 0;
+        self.rtt.forget();
         self.emit(now, self.una, to_u32(size), fabric, net);
     }
 
@@ -410,11 +378,9 @@ impl TcpSender {
         let retransmission = at < self.max;
         if retransmission {
             self.count.retransmitted += 1;
-            // Karn's algorithm (RFC 6298 section 3): no sample from retransmitted data.
-            self.timed = 0;
-        } else if self.timed == 0 {
-            self.timed = at + u64::from(size);
-            self.timed_at = now;
+            self.rtt.forget();
+        } else {
+            self.rtt.on_sent(now, at + u64::from(size));
         }
         self.count.packets += 1;
         self.count.bytes += u64::from(size);
@@ -458,28 +424,6 @@ impl TcpSender {
         }
     }
 
-    /// RFC 6298 section 2.
-    fn sample_rtt(&mut self, rtt: u64) {
-        if self.srtt == 0 {
-            self.srtt = rtt;
-            self.rttvar = rtt / 2;
-        } else {
-            self.rttvar = (3 * self.rttvar + self.srtt.abs_diff(rtt)) / 4;
-            self.srtt = (7 * self.srtt + rtt) / 8;
-        }
-        self.end_back_off();
-    }
-
-    /// Sets the timeout from the measurements so far.
-    fn end_back_off(&mut self) {
-        self.timed_out = 0;
-        self.rto = if self.srtt == 0 {
-            self.rto_initial
-        } else {
-            timeout_ns(self.srtt, self.rttvar, self.rto_min)
-        };
-    }
-
     #[inline]
     fn check_end(&mut self, now: u64) -> bool {
         let done = self.una == self.limit
@@ -491,16 +435,6 @@ impl TcpSender {
         }
         done
     }
-}
-
-/// RFC 6298 sections 2.3 to 2.5.
-fn timeout_ns(srtt: u64, rttvar: u64, rto_min: u64) -> u64 {
-    (srtt + (4 * rttvar).max(GRANULARITY_NS)).clamp(rto_min, RTO_NS_MAX)
-}
-
-/// The timeout after a handshake that took `rtt` ns (RFC 6298 section 2.2).
-pub(crate) fn initial_timeout_ns(rtt: u64, rto_min: u64) -> u64 {
-    timeout_ns(rtt, rtt / 2, rto_min)
 }
 
 impl SenderState for TcpSender {

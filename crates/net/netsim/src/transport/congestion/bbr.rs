@@ -69,6 +69,27 @@ struct Sent {
     delivered_at: u64,
 }
 
+/// Whether start-up has filled the pipe (section 4.3.2.1).
+#[derive(Clone, Debug, Default)]
+struct Pipe {
+    /// The rate that the next rounds must exceed by a quarter, bits/s.
+    rate: f64,
+    /// Rounds that did not.
+    rounds: u32,
+    is_full: bool,
+}
+
+/// A phase with a small window, to measure the round-trip time (section 4.3.4).
+#[derive(Clone, Debug, Default)]
+struct ProbeRtt {
+    /// Its earliest end; 0: the window is not small yet.
+    end: u64,
+    /// A round has passed with the small window.
+    round_over: bool,
+    /// The window before; 0: not in this phase.
+    window_before: u64,
+}
+
 /// The model and its state.
 #[derive(Clone, Debug)]
 pub(crate) struct Bbr {
@@ -97,15 +118,11 @@ pub(crate) struct Bbr {
     /// Minimum round-trip time, ns (0: none yet), and when it was measured.
     rtt_min: u64,
     rtt_at: u64,
-    full_rate: f64,
-    full_rounds: u32,
-    filled: bool,
+    pipe: Pipe,
     pacing_gain: f64,
     cycle: usize,
     cycle_at: u64,
-    probe_rtt_end: u64,
-    probe_rtt_round: bool,
-    window_before: u64,
+    probe_rtt: ProbeRtt,
     /// In recovery.
     pub(crate) recovering: bool,
     /// The first round of recovery: one packet is sent per delivered packet (packet_conservation).
@@ -142,15 +159,11 @@ impl Bbr {
             round_start: false,
             rtt_min: 0,
             rtt_at: 0,
-            full_rate: 0.0,
-            full_rounds: 0,
-            filled: false,
+            pipe: Pipe::default(),
             pacing_gain: HIGH_GAIN,
             cycle: 2,
             cycle_at: 0,
-            probe_rtt_end: 0,
-            probe_rtt_round: false,
-            window_before: 0,
+            probe_rtt: ProbeRtt::default(),
             recovering: false,
             conserving: false,
             lost: false,
@@ -274,7 +287,7 @@ impl Bbr {
     /// BBRSaveCwnd.
     fn save_window(&mut self, w: &Window) {
         self.prior = if self.recovering || self.state == State::ProbeRtt {
-            self.prior.max(w.cwnd).max(self.window_before)
+            self.prior.max(w.cwnd).max(self.probe_rtt.window_before)
         } else {
             w.cwnd
         };
@@ -377,7 +390,7 @@ impl Bbr {
                 // measure it.
                 self.state = State::ProbeRtt;
                 self.pacing_gain = 1.0;
-                self.probe_rtt_end = 0;
+                self.probe_rtt.end = 0;
             }
             self.rtt_min = rtt.max(1);
             self.rtt_at = now;
@@ -390,14 +403,14 @@ impl Bbr {
         if self.state == State::Startup && self.round_start {
             self.round_start = false;
             let rate = self.rate();
-            if rate >= self.full_rate * 1.25 {
-                self.full_rate = rate;
-                self.full_rounds = 0;
+            if rate >= self.pipe.rate * 1.25 {
+                self.pipe.rate = rate;
+                self.pipe.rounds = 0;
             } else {
-                self.full_rounds += 1;
-                self.filled = self.full_rounds >= FULL_ROUNDS;
+                self.pipe.rounds += 1;
+                self.pipe.is_full = self.pipe.rounds >= FULL_ROUNDS;
             }
-            if self.filled {
+            if self.pipe.is_full {
                 self.state = State::Drain;
                 self.pacing_gain = 1.0 / HIGH_GAIN;
             }
@@ -426,9 +439,9 @@ impl Bbr {
             }
             State::ProbeRtt => {
                 let least = WINDOW_MIN * w.mss;
-                if self.probe_rtt_end == 0 {
-                    if self.window_before == 0 {
-                        self.window_before = if self.recovering {
+                if self.probe_rtt.end == 0 {
+                    if self.probe_rtt.window_before == 0 {
+                        self.probe_rtt.window_before = if self.recovering {
                             w.cwnd.max(self.prior)
                         } else {
                             w.cwnd
@@ -436,18 +449,18 @@ impl Bbr {
                     }
                     w.cwnd = w.cwnd.min(least);
                     if flight <= least {
-                        self.probe_rtt_end = now + PROBE_RTT_NS;
-                        self.probe_rtt_round = false;
+                        self.probe_rtt.end = now + PROBE_RTT_NS;
+                        self.probe_rtt.round_over = false;
                         self.round_end = self.delivered;
                         self.round_start = false;
                     }
                 } else {
-                    self.probe_rtt_round |= self.round_start;
-                    if self.probe_rtt_round && now >= self.probe_rtt_end {
+                    self.probe_rtt.round_over |= self.round_start;
+                    if self.probe_rtt.round_over && now >= self.probe_rtt.end {
                         self.rtt_at = now;
-                        w.cwnd = w.cwnd.max(self.window_before);
-                        self.window_before = 0;
-                        if self.filled {
+                        w.cwnd = w.cwnd.max(self.probe_rtt.window_before);
+                        self.probe_rtt.window_before = 0;
+                        if self.pipe.is_full {
                             self.probe_bandwidth(now);
                         } else {
                             self.state = State::Startup;
@@ -471,13 +484,13 @@ impl Bbr {
 
     fn set_pacing(&mut self) {
         let mut gain = self.pacing_gain;
-        if self.recovering && self.filled {
+        if self.recovering && self.pipe.is_full {
             // Without SACK, a round trip repairs one loss. Probing would cause more of them.
             gain = gain.min(1.0);
         }
         let rate = gain * self.rate();
         // Section 4.2.1: during start-up, an early low sample must not slow the flow down.
-        if rate > 0.0 && (self.filled || rate > self.pacing_rate) {
+        if rate > 0.0 && (self.pipe.is_full || rate > self.pacing_rate) {
             self.pacing_rate = rate;
         }
     }
@@ -489,9 +502,13 @@ impl Bbr {
             w.cwnd = w.cwnd.min(WINDOW_MIN * w.mss);
             return;
         }
-        let gain = if self.filled { CWND_GAIN } else { HIGH_GAIN };
+        let gain = if self.pipe.is_full {
+            CWND_GAIN
+        } else {
+            HIGH_GAIN
+        };
         w.cwnd = match self.inflight(gain, w) {
-            Some(target) if self.filled => (w.cwnd + acked).min(target),
+            Some(target) if self.pipe.is_full => (w.cwnd + acked).min(target),
             Some(target) if w.cwnd >= target => w.cwnd,
             _ => w.cwnd + acked,
         }

@@ -1,42 +1,41 @@
 //! Sets up a run: shards, ports, paths and endpoints. Validates the scenario.
 
-use crate::net::{Net, Rows};
-use crate::queueing;
-use crate::topology::{End, PortId, Tier, Topology, link_class};
+mod check;
+mod endpoints;
+mod paths;
+mod shards;
+
 use std::collections::{BTreeSet, HashMap};
 
 use slipstream_base::mix;
 use slipstream_base::width::to_u32;
 use slipstream_des::Wheel;
 
+use check::{check_dependencies, check_values, ndp_packets};
+use endpoints::{EndpointMaker, LaidFlow, places};
+use paths::{PathStore, disconnected};
+
 use crate::aqm::Aqm;
 use crate::buffer::{Ingress, Memory, NO_SWITCH};
 use crate::error::Error;
-use crate::event::{EventKind, HOPS_MAX, SIZE_MAX};
+use crate::event::EventKind;
 use crate::fabric::{PortSpec, Rings, ShardPorts, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
-use crate::link::{Link, LinkClass, serialization_ns};
-use crate::queueing::{Discipline, NO_INGRESS, PAUSE_BYTES, Rules};
+use crate::link::{LinkClass, serialization_ns};
+use crate::net::{Net, Reroute, Rows};
+use crate::queueing::{self, Discipline, NO_INGRESS, PAUSE_BYTES, Rules};
 use crate::retry::{PathVisitor, QueueBounds};
-use crate::route::{Router, Routing};
-use crate::scenario::{Arrivals, Demand, Dist, Finished, Flow, Paths, Scenario, Transport};
+use crate::route::Router;
+use crate::scenario::{Flow, Paths, Scenario, Transport};
 use crate::scheduled::{PortLimits, Scheduled};
 use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
-use crate::step::{INDEX_MAX, Place, SHARDS_MAX, Step};
-use crate::transport::congestion::Control;
-use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
-use crate::transport::raw::{RawReceiver, RawSender};
-use crate::transport::roce::{QpReceiver, QpSender, QpSetup};
-use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup, initial_timeout_ns};
-use crate::transport::{EndSetup, Paced};
+use crate::step::{INDEX_MAX, Place, Step};
+use crate::topology::{End, PortId, Tier, link_class};
+use crate::transport::rtt::initial_timeout_ns;
+use crate::transport::tcp::{TcpReceiver, TcpSender};
 use crate::trim::TrimPort;
-
-/// Minimum average events per shard and window for which shards pay off; below, one shard's single
-/// queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event per
-/// window in total, E5 has thousands.
-const EVENTS_PER_SHARD_WINDOW: f64 = 16.0;
 
 pub(crate) struct Builder {
     scenario: Scenario,
@@ -71,24 +70,7 @@ impl Builder {
                 delay_ns: l.delay_ns,
             })
             .collect();
-        let largest = |f: &Flow| f.packet_bytes + f.header_bytes;
-        let trimmed = scenario.queue.trim.map(|t| t.header_bytes);
-        let size_max = scenario
-            .flows
-            .iter()
-            .map(|f| largest(f).max(f.ack_bytes))
-            .max()
-            .unwrap_or(0)
-            .max(64)
-            .max(trimmed.unwrap_or(0));
-        let size_min = scenario
-            .flows
-            .iter()
-            .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
-            .min()
-            .unwrap_or(64)
-            .min(to_u32(PAUSE_BYTES))
-            .min(trimmed.unwrap_or(u32::MAX));
+        let (size_min, size_max) = packet_sizes(&scenario);
         let ack_min = scenario.flows.iter().map(|f| f.ack_bytes).min();
         let hop = |l: &LinkClass, bytes: u32| {
             l.delay_ns + serialization_ns(u64::from(bytes), l.bits_per_s)
@@ -100,19 +82,12 @@ impl Builder {
             Tier::Core => hop(&classes[2], size_min),
             Tier::Edge | Tier::Host => hop(&classes[1], size_min),
         };
-        let shards = shard_count(&scenario, between);
-        // Buckets narrower than every usual hop (a shorter one costs a heap insertion), but not so
-        // narrow that most are empty; 256 ns was the best of 64 to 512 on E5.
-        let wide = if scenario_density(&scenario) > 0.05 {
-            8
-        } else {
-            12
+        let shards = shards::count(&scenario, between);
+        let bucket = Bucket {
+            hop_min_ns: hop_min.unwrap_or(1),
+            between_ns: (shards > 1).then_some(between),
         };
-        let mut shift = hop_min.unwrap_or(1).max(1).ilog2().min(wide);
-        if shards > 1 {
-            // A window is at least one bucket and must not exceed the lookahead.
-            shift = shift.min(between.max(1).ilog2());
-        }
+        let shift = bucket.shift(shards::density(&scenario));
         let discipline = scenario.queue.discipline.clone();
         let queue = &scenario.queue;
         let whole_switches = queue.shared.is_some()
@@ -124,27 +99,7 @@ impl Builder {
         let roce = |f: &Flow| matches!(f.transport, Transport::Roce(_));
         let host_turns = queue.pfc.is_some() || scenario.flows.iter().any(roce);
         let fabrics = (0..shards)
-            .map(|shard| ShardPorts {
-                shard: shard as usize,
-                wheel: Wheel::new(shift),
-                ports: Vec::new(),
-                port_rest: Vec::new(),
-                kinds: Vec::new(),
-                port_ids: Vec::new(),
-                scheduled: Vec::new(),
-                scheduled_ids: Vec::new(),
-                trim_ports: Vec::new(),
-                trim_ids: Vec::new(),
-                memories: Vec::new(),
-                ingresses: Vec::new(),
-                rings: Rings::default(),
-                aqms: vec![Aqm::TailDrop, scenario.queue.aqm],
-                loss: scenario.queue.loss,
-                mail: vec![Vec::new(); shards as usize],
-                mail_first: u64::MAX,
-                tally: Tally::default(),
-                seed: mix::draw(scenario.seed, 0x706f_7274),
-            })
+            .map(|shard| ports_of_shard(&scenario, shard, shards, shift))
             .collect();
         Ok(Builder {
             port_steps: vec![0; scenario.topology.port_count() as usize],
@@ -172,88 +127,44 @@ impl Builder {
     pub(crate) fn build(mut self) -> Result<Simulation, Error> {
         let flows = std::mem::take(&mut self.scenario.flows);
         check_dependencies(&flows)?;
-        let mut shards: Vec<Shard> = Vec::new();
-        let mut endpoints = Vec::with_capacity(flows.len());
-        // Endpoints created so far, by shard and kind.
-        let mut counts: HashMap<(u32, u8), usize> = HashMap::new();
-        let next = |counts: &mut HashMap<_, usize>, shard, place| {
-            let count = counts.entry((shard, place as u8)).or_default();
-            *count += 1;
-            *count - 1
-        };
-        for flow in &flows {
-            let from = self.shard_of_host(flow.src);
-            let to = self.shard_of_host(flow.dst);
-            let (sends, receives) = match flow.transport {
-                Transport::Tcp(_) => (Place::TcpSender, Place::TcpReceiver),
-                Transport::Roce(_) => (Place::QpSender, Place::QpReceiver),
-                Transport::Ndp(_) => (Place::NdpSender, Place::NdpReceiver),
-                Transport::Packets => (Place::RawSender, Place::RawReceiver),
-                Transport::Other(_) => (Place::OtherSender, Place::OtherReceiver),
-            };
-            let (s, r) = (
-                next(&mut counts, from, sends),
-                next(&mut counts, to, receives),
-            );
-            if s.max(r) >= INDEX_MAX {
-                return Err(Error::Value(format!(
-                    "more than {INDEX_MAX} flows in one part of the network; use fewer flows"
-                )));
-            }
-            endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
-        }
+        let endpoints = self.place_endpoints(&flows)?;
         let PathLayout {
             rows,
             reroutes,
             timeouts,
         } = self.lay_paths(&flows, &endpoints)?;
-        for fabric in std::mem::take(&mut self.fabrics) {
-            shards.push(Shard {
-                fabric,
-                tcp_senders: Vec::new(),
-                tcp_receivers: Vec::new(),
-                qp_senders: Vec::new(),
-                qp_receivers: Vec::new(),
-                ndp_senders: Vec::new(),
-                ndp_receivers: Vec::new(),
-                pacers: Vec::new(),
-                raw_senders: Vec::new(),
-                raw_receivers: Vec::new(),
-                other_senders: Vec::new(),
-                other_receivers: Vec::new(),
-                successors: HashMap::new(),
-                waiting: HashMap::new(),
-                arrived: None,
-                now: 0,
-                events: 0,
-            });
-        }
-        let mut maker = EndpointMaker {
-            scenario: &self.scenario,
-            net: &self.net,
-            timeouts: &timeouts,
-            pacer_of: HashMap::new(),
-        };
+        let fabrics = std::mem::take(&mut self.fabrics);
+        let mut shards: Vec<Shard> = fabrics.into_iter().map(Shard::new).collect();
+        let mut maker = EndpointMaker::new(&self.scenario, &self.net, &timeouts);
         for (i, flow) in flows.iter().enumerate() {
             let (sender, receiver) = endpoints[i];
-            maker.add(&mut shards, to_u32(i), flow, (sender, receiver), rows[i]);
+            let [data, ack] = rows[i];
+            let laid = LaidFlow {
+                index: to_u32(i),
+                flow,
+                sender,
+                receiver,
+                data,
+                ack,
+            };
+            maker.add(&mut shards, laid);
             let shard = &mut shards[sender.shard()];
             if flow.after.is_empty() {
                 shard
                     .fabric
                     .schedule(flow.start_ns, EventKind::Start, sender.0, 0);
-            } else {
+                continue;
+            }
+            shard
+                .waiting
+                .insert(sender.0, (to_u32(flow.after.len()), flow.start_ns));
+            for after in &flow.after {
+                let until = after.until.of(&flows[after.flow as usize]);
                 shard
-                    .waiting
-                    .insert(sender.0, (to_u32(flow.after.len()), flow.start_ns));
-                for after in &flow.after {
-                    let until = after.until.of(&flows[after.flow as usize]);
-                    shard
-                        .successors
-                        .entry((after.flow, until))
-                        .or_default()
-                        .push((sender, after.delay_ns));
-                }
+                    .successors
+                    .entry((after.flow, until))
+                    .or_default()
+                    .push((sender, after.delay_ns));
             }
         }
         self.scenario.flows = flows;
@@ -276,6 +187,30 @@ impl Builder {
             sampler,
             deadlock: None,
         })
+    }
+
+    /// The steps of each flow's sender and receiver, which are numbered by shard and kind.
+    fn place_endpoints(&self, flows: &[Flow]) -> Result<Vec<(Step, Step)>, Error> {
+        let mut endpoints = Vec::with_capacity(flows.len());
+        let mut counts: HashMap<(u32, u8), usize> = HashMap::new();
+        let mut next = |shard, place| {
+            let count = counts.entry((shard, place as u8)).or_default();
+            *count += 1;
+            *count - 1
+        };
+        for flow in flows {
+            let from = self.shard_of_host(flow.src);
+            let to = self.shard_of_host(flow.dst);
+            let (sends, receives) = places(&flow.transport);
+            let (s, r) = (next(from, sends), next(to, receives));
+            if s.max(r) >= INDEX_MAX {
+                return Err(Error::Value(format!(
+                    "more than {INDEX_MAX} flows in one part of the network; use fewer flows"
+                )));
+            }
+            endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
+        }
+        Ok(endpoints)
     }
 
     /// Whether switches count the bytes in their memory.
@@ -316,9 +251,9 @@ impl Builder {
         }
         let timeouts = self.find_timeouts(flows, &rows, &found);
         let reroutes = self.find_reroutes(flows, &rows, &mut found)?;
-        self.net.stride = found.longest + 1;
-        self.check_memory(flows, found.ends.len())?;
-        self.net.steps = Vec::with_capacity(found.ends.len() * self.net.stride);
+        self.net.stride = found.longest() + 1;
+        self.check_memory(flows, found.rows())?;
+        self.net.steps = Vec::with_capacity(found.rows() * self.net.stride);
         let first = rows.iter().enumerate().map(|(i, pair)| (i, *pair));
         let later = reroutes.iter().map(|r| (r.flow as usize, r.rows));
         let mut steps = Vec::with_capacity(self.net.stride);
@@ -417,7 +352,7 @@ impl Builder {
         }
         let first = rows.iter().enumerate().map(|(i, pair)| (i, pair[0]));
         let later = reroutes.iter().map(|r| (r.flow as usize, r.rows[0]));
-        self.net.back = vec![(0, 0); found.ends.len()];
+        self.net.back = vec![(0, 0); found.rows()];
         let mut steps = Vec::with_capacity(self.net.stride);
         for (i, rows) in first.chain(later) {
             if !matches!(flows[i].transport, Transport::Ndp(_)) {
@@ -461,7 +396,7 @@ impl Builder {
                 if matches!(flow.paths, Paths::Explicit(_)) {
                     continue;
                 }
-                let mark = (found.ports.len(), found.ends.len());
+                let mark = found.rows();
                 let mut pair = current[i];
                 let mut changed = false;
                 for (direction, rows) in pair.iter_mut().enumerate() {
@@ -480,8 +415,7 @@ impl Builder {
                         rows: pair,
                     });
                 } else {
-                    found.ports.truncate(mark.0);
-                    found.ends.truncate(mark.1);
+                    found.truncate(mark);
                 }
             }
         }
@@ -592,11 +526,8 @@ impl Builder {
         }
     }
 
-    /// The step of a port, which is created on first use.
-    fn port_step(&mut self, port: PortId) -> Result<Step, Error> {
-        if self.port_steps[port as usize] != 0 {
-            return Ok(Step(self.port_steps[port as usize] - 1));
-        }
+    /// What a port is to be; creates the memory of its switch.
+    fn plan_port(&mut self, port: PortId) -> PortPlan {
         let topology = self.scenario.topology.clone();
         let shard = match topology.port_ends(port).0 {
             _ if self.shards == 1 => 0,
@@ -651,6 +582,27 @@ impl Builder {
             },
             priorities,
         };
+        PortPlan {
+            shard,
+            spec,
+            scheduled,
+            limits,
+        }
+    }
+
+    /// The step of a port, which is created on first use.
+    fn port_step(&mut self, port: PortId) -> Result<Step, Error> {
+        if self.port_steps[port as usize] != 0 {
+            return Ok(Step(self.port_steps[port as usize] - 1));
+        }
+        let PortPlan {
+            shard,
+            spec,
+            scheduled,
+            limits,
+        } = self.plan_port(port);
+        let managed = spec.aqm != 0;
+        let from_host = !limits.lossy;
         let trim = self.scenario.queue.trim;
         let fabric = &mut self.fabrics[shard as usize];
         let index = if trim.is_some() {
@@ -685,7 +637,84 @@ impl Builder {
     }
 }
 
-/// Index of the class of a tier's links.
+/// What a port is to be.
+struct PortPlan {
+    shard: u32,
+    spec: PortSpec,
+    /// Whether it keeps its packets in a queue, rather than only the times at which they leave.
+    scheduled: bool,
+    limits: PortLimits,
+}
+
+/// The smallest and the largest size of a packet, bytes.
+fn packet_sizes(scenario: &Scenario) -> (u32, u32) {
+    let largest = |f: &Flow| f.packet_bytes + f.header_bytes;
+    let trimmed = scenario.queue.trim.map(|t| t.header_bytes);
+    let flows = || scenario.flows.iter();
+    let max = flows()
+        .map(|f| largest(f).max(f.ack_bytes))
+        .max()
+        .unwrap_or(0)
+        .max(64)
+        .max(trimmed.unwrap_or(0));
+    let min = flows()
+        .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
+        .min()
+        .unwrap_or(64)
+        .min(to_u32(PAUSE_BYTES))
+        .min(trimmed.unwrap_or(u32::MAX));
+    (min, max)
+}
+
+/// What bounds the width of a bucket of the event queue.
+struct Bucket {
+    /// The shortest usual hop.
+    hop_min_ns: u64,
+    /// The lookahead between shards, if there are several.
+    between_ns: Option<u64>,
+}
+
+impl Bucket {
+    /// The logarithm of its width in ns. `density`: packet-hops per ns.
+    ///
+    /// Buckets are narrower than every usual hop (a shorter one costs a heap insertion), but not so
+    /// narrow that most are empty; 256 ns was the best of 64 to 512 on E5.
+    fn shift(&self, density: f64) -> u32 {
+        let wide = if density > 0.05 { 8 } else { 12 };
+        let shift = self.hop_min_ns.max(1).ilog2().min(wide);
+        // A window is at least one bucket and must not exceed the lookahead.
+        match self.between_ns {
+            Some(between) => shift.min(between.max(1).ilog2()),
+            None => shift,
+        }
+    }
+}
+
+/// The ports of a shard, before there are any.
+fn ports_of_shard(scenario: &Scenario, shard: u32, shards: u32, shift: u32) -> ShardPorts {
+    ShardPorts {
+        shard: shard as usize,
+        wheel: Wheel::new(shift),
+        ports: Vec::new(),
+        port_rest: Vec::new(),
+        kinds: Vec::new(),
+        port_ids: Vec::new(),
+        scheduled: Vec::new(),
+        scheduled_ids: Vec::new(),
+        trim_ports: Vec::new(),
+        trim_ids: Vec::new(),
+        memories: Vec::new(),
+        ingresses: Vec::new(),
+        rings: Rings::default(),
+        aqms: vec![Aqm::TailDrop, scenario.queue.aqm],
+        loss: scenario.queue.loss,
+        mail: vec![Vec::new(); shards as usize],
+        mail_first: u64::MAX,
+        tally: Tally::default(),
+        seed: mix::draw(scenario.seed, 0x706f_7274),
+    }
+}
+
 /// Shared buffers and PFC with the headroom of each class of link.
 fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules {
     let queue = &scenario.queue;
@@ -704,197 +733,6 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
     }
 }
 
-/// Creates the senders and receivers of flows.
-struct EndpointMaker<'a> {
-    scenario: &'a Scenario,
-    net: &'a Net,
-    /// By flow, ns; see `find_timeouts`.
-    timeouts: &'a [u64],
-    /// The pacer of a host's pulls, by host.
-    pacer_of: HashMap<u32, usize>,
-}
-
-impl EndpointMaker<'_> {
-    fn add(
-        &mut self,
-        shards: &mut [Shard],
-        index: u32,
-        flow: &Flow,
-        (sender, receiver): (Step, Step),
-        [data, ack]: [Rows; 2],
-    ) {
-        let scenario = self.scenario;
-        let seed = mix::draw(scenario.seed, flow.id);
-        let total = flow.demand.bytes().unwrap_or(u64::MAX);
-        match flow.transport {
-            Transport::Tcp(tcp) => {
-                let app = match flow.demand {
-                    Demand::Bytes(_) => None,
-                    Demand::Paced(a) => Some(Paced::new(a, seed)),
-                };
-                let setup = TcpSetup {
-                    flow: index,
-                    me: sender,
-                    row: data.first,
-                    rows: data.count,
-                    mss: flow.packet_bytes,
-                    header: flow.header_bytes,
-                    ecn: tcp.ecn,
-                    initial_window: tcp.initial_window,
-                    ssthresh: tcp.ssthresh,
-                    rto_min_ns: tcp.rto_ns_min,
-                    rto_initial_ns: self.timeouts[index as usize],
-                    sws_avoidance: tcp.sws_avoidance,
-                    control: Control::new(&tcp.congestion, seed),
-                    bytes: flow.demand.bytes(),
-                    app,
-                };
-                shards[sender.shard()]
-                    .tcp_senders
-                    .push(TcpSender::new(setup));
-                shards[receiver.shard()]
-                    .tcp_receivers
-                    .push(TcpReceiver::new(
-                        index,
-                        ack.first,
-                        ack.count,
-                        flow.header_bytes,
-                        flow.ack_bytes,
-                        total,
-                    ));
-            }
-            Transport::Roce(mut roce) => {
-                if roce.window_bytes > 0 {
-                    // The sender stops at its window, so an ACK must come before its end.
-                    let packets = roce.window_bytes.div_ceil(u64::from(flow.packet_bytes));
-                    let packets = u32::try_from(packets).unwrap_or(u32::MAX);
-                    roce.ack_every = roce.ack_every.min(packets);
-                }
-                let retry_ns = roce
-                    .retry_ns
-                    .unwrap_or_else(|| self.timeouts[index as usize]);
-                let links = &scenario.links;
-                let first = links.host.unwrap_or(links.edge);
-                shards[sender.shard()]
-                    .qp_senders
-                    .push(QpSender::new(QpSetup {
-                        flow: index,
-                        me: sender,
-                        row: data.first,
-                        rows: data.count,
-                        header: flow.header_bytes,
-                        mtu: flow.packet_bytes,
-                        total,
-                        has_port: links.host.is_some(),
-                        line_bits_per_s: first.bits_per_s,
-                        retry_ns,
-                        roce,
-                    }));
-                shards[receiver.shard()].qp_receivers.push(QpReceiver::new(
-                    index,
-                    (ack.first, ack.count),
-                    flow.header_bytes,
-                    flow.ack_bytes,
-                    total,
-                    roce,
-                ));
-            }
-            Transport::Ndp(ndp) => {
-                let setup = NdpSetup {
-                    flow: index,
-                    me: sender,
-                    row: data.first,
-                    rows: data.count,
-                    seed,
-                    header: flow.header_bytes,
-                    mtu: flow.packet_bytes,
-                    control_bytes: flow.ack_bytes,
-                    total,
-                    retry_ns: ndp
-                        .retry_ns
-                        .unwrap_or_else(|| self.timeouts[index as usize]),
-                    ndp,
-                };
-                shards[sender.shard()]
-                    .ndp_senders
-                    .push(NdpSender::new(setup));
-                let setup = NdpSetup {
-                    me: receiver,
-                    row: ack.first,
-                    rows: ack.count,
-                    seed: mix::mix64(seed),
-                    ..setup
-                };
-                let pacers = &mut shards[receiver.shard()].pacers;
-                let net = self.net;
-                let pacer = *self.pacer_of.entry(flow.dst).or_insert_with(|| {
-                    let me = Step::new(to_u32(receiver.shard()), Place::Host, pacers.len());
-                    let packet = flow.packet_bytes + flow.header_bytes;
-                    pacers.push(Pacer::new(me, net.serialization(0, packet)));
-                    pacers.len() - 1
-                });
-                shards[receiver.shard()]
-                    .ndp_receivers
-                    .push(NdpReceiver::new(setup, to_u32(pacer)));
-            }
-            Transport::Packets => {
-                let arrivals = match flow.demand {
-                    Demand::Paced(a) => a,
-                    Demand::Bytes(bytes) => Arrivals {
-                        size: Dist::Constant(bytes as f64),
-                        gap_s: Dist::Constant(0.0),
-                        duration_ns: None,
-                        bytes: Some(bytes),
-                    },
-                };
-                shards[sender.shard()].raw_senders.push(RawSender::new(
-                    index,
-                    sender,
-                    (data.first, data.count),
-                    flow.header_bytes,
-                    flow.packet_bytes,
-                    Paced::new(arrivals, seed),
-                ));
-                shards[receiver.shard()]
-                    .raw_receivers
-                    .push(RawReceiver::new(index, flow.header_bytes, total));
-            }
-            Transport::Other(other) => {
-                let links = &scenario.links;
-                let setup = EndSetup {
-                    flow: index,
-                    me: sender,
-                    rows: data,
-                    packet_bytes: flow.packet_bytes,
-                    header_bytes: flow.header_bytes,
-                    answer_bytes: flow.ack_bytes,
-                    total,
-                    seed,
-                    line_bits_per_s: links.host.unwrap_or(links.edge).bits_per_s,
-                };
-                let made = (other.protocol.sender)(&setup, &other.parameters);
-                shards[sender.shard()].other_senders.push(made);
-                let setup = EndSetup {
-                    me: receiver,
-                    rows: ack,
-                    ..setup
-                };
-                let made = (other.protocol.receiver)(&setup, &other.parameters);
-                shards[receiver.shard()].other_receivers.push(made);
-            }
-        }
-    }
-}
-
-/// A change of a flow's paths.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Reroute {
-    pub(crate) at_ns: u64,
-    pub(crate) flow: u32,
-    /// Both directions.
-    pub(crate) rows: [Rows; 2],
-}
-
 /// The paths of each flow, and later changes in order of time.
 struct PathLayout {
     rows: Vec<[Rows; 2]>,
@@ -903,411 +741,11 @@ struct PathLayout {
     timeouts: Vec<u64>,
 }
 
-/// Ports of all rows back to back, until the longest path is known.
-struct PathStore {
-    ports: Vec<PortId>,
-    ends: Vec<u32>,
-    longest: usize,
-    path: Vec<PortId>,
-    /// Maximum length of `ports`: 32-bit indexes, and the limit of memory.
-    ports_max: usize,
-}
-
-impl PathStore {
-    fn new(flows: usize, memory_bytes_max: u64) -> Self {
-        let room = memory_bytes_max / size_of::<PortId>() as u64;
-        PathStore {
-            ports_max: usize::try_from(room.min(u64::from(u32::MAX))).unwrap_or(usize::MAX),
-            ports: Vec::with_capacity(flows * 12),
-            ends: Vec::with_capacity(flows * 2),
-            longest: 0,
-            path: Vec::new(),
-        }
-    }
-
-    fn path(&self, row: u32) -> &[PortId] {
-        let from = row.checked_sub(1).map_or(0, |r| self.ends[r as usize]);
-        &self.ports[from as usize..self.ends[row as usize] as usize]
-    }
-
-    fn same(&self, a: Rows, b: Rows) -> bool {
-        a.count == b.count && (0..a.count).all(|i| self.path(a.first + i) == self.path(b.first + i))
-    }
-
-    /// Finds the paths of a flow in one direction and stores their ports; `None` if there is no
-    /// path.
-    fn find(
-        &mut self,
-        scenario: &Scenario,
-        router: &mut Router<'_>,
-        flow: &Flow,
-        direction: usize,
-    ) -> Result<Option<Rows>, Error> {
-        let (src, dst) = if direction == 0 {
-            (flow.src, flow.dst)
-        } else {
-            (flow.dst, flow.src)
-        };
-        let mut rows = Rows {
-            first: to_u32(self.ends.len()),
-            count: 1,
-        };
-        match &flow.paths {
-            Paths::By(routing) => {
-                let hash = mix::draw(
-                    scenario.seed ^ mix::mix64(flow.id),
-                    u64::from(src) << 32 | u64::from(dst),
-                );
-                let mut index = 0;
-                while index < rows.count {
-                    let Some(paths) = router.path(src, dst, *routing, hash, index, &mut self.path)
-                    else {
-                        return Ok(None);
-                    };
-                    if *routing == Routing::Spray {
-                        // Outside of fat-trees the number of branches may differ between paths.
-                        rows.count = rows.count.max(paths.min(scenario.spray_paths));
-                    }
-                    index += 1;
-                    self.keep()?;
-                }
-            }
-            Paths::Explicit(nodes) => {
-                let nodes = explicit(flow, nodes, direction == 1, &scenario.topology)?;
-                router
-                    .ports(src, dst, &nodes, &mut self.path)
-                    .map_err(|(a, b)| Error::Flow {
-                        flow: flow.id,
-                        what: format!(
-                            "its path goes from node {a} to node {b}, which have no link; \
-                             add the edge or correct the path"
-                        ),
-                    })?;
-                self.keep()?;
-            }
-        }
-        if self.path.is_empty() {
-            return Err(Error::Flow {
-                flow: flow.id,
-                what: format!(
-                    "hosts {} and {} share a switch and host links are not modeled, so its packets \
-                     would cross no link; model host links",
-                    scenario.topology.host_number(src),
-                    scenario.topology.host_number(dst)
-                ),
-            });
-        }
-        if self.longest > HOPS_MAX {
-            return Err(Error::Flow {
-                flow: flow.id,
-                what: format!(
-                    "its path has {} links; at most {HOPS_MAX} are supported",
-                    self.longest
-                ),
-            });
-        }
-        Ok(Some(rows))
-    }
-
-    /// Stores the path that was found.
-    fn keep(&mut self) -> Result<(), Error> {
-        if self.ports.len() + self.path.len() > self.ports_max {
-            return Err(Error::Value(format!(
-                "the paths of all flows have more than {} links in total, the most that memory and \
-                 32-bit indexes allow; use fewer flows, or a lower `routing.spray_paths`",
-                self.ports_max
-            )));
-        }
-        self.ports.extend_from_slice(&self.path);
-        self.ends.push(to_u32(self.ports.len()));
-        self.longest = self.longest.max(self.path.len());
-        Ok(())
-    }
-}
-
-fn disconnected(flow: &Flow, topology: &Topology) -> Error {
-    let (src, dst) = (
-        topology.host_number(flow.src),
-        topology.host_number(flow.dst),
-    );
-    Error::Flow {
-        flow: flow.id,
-        what: format!("no path leads from host {src} to host {dst}; add edges between them"),
-    }
-}
-
-fn explicit(
-    flow: &Flow,
-    nodes: &[u32],
-    back: bool,
-    topology: &crate::topology::Topology,
-) -> Result<Vec<u32>, Error> {
-    let (from, to) = (topology.attachment(flow.src), topology.attachment(flow.dst));
-    if nodes.first() != Some(&from) || nodes.last() != Some(&to) {
-        return Err(Error::Flow {
-            flow: flow.id,
-            what: format!(
-                "its path must begin at node {from} and end at node {to}, where its hosts are"
-            ),
-        });
-    }
-    let mut nodes = nodes.to_vec();
-    if back {
-        nodes.reverse();
-    }
-    Ok(nodes)
-}
-
-fn check_values(scenario: &Scenario) -> Result<(), Error> {
-    let links = &scenario.links;
-    let named = [
-        ("host link", links.host),
-        ("link", Some(links.edge)),
-        ("core link", Some(links.core)),
-    ];
-    let own = scenario.topology.own_links().iter();
-    for (name, link) in named.into_iter().chain(own.map(|&l| ("edge", Some(l)))) {
-        let Some(Link {
-            bits_per_s,
-            delay_ns,
-        }) = link
-        else {
-            continue;
-        };
-        if !(1..=1_000_000_000_000_000).contains(&bits_per_s) {
-            return Err(Error::Value(format!(
-                "a {name} of {bits_per_s} bit/s cannot be simulated; use 1 bit/s to 1 Pb/s"
-            )));
-        }
-        if delay_ns > 2_000_000_000 {
-            return Err(Error::Value(format!(
-                "a {name} with a delay of {delay_ns} ns is too slow; use at most 2 s"
-            )));
-        }
-    }
-    let queue = &scenario.queue;
-    let slow = named
-        .iter()
-        .filter_map(|(_, link)| *link)
-        .chain(scenario.topology.own_links().iter().copied())
-        .any(|link| link.bits_per_s < 1_000_000);
-    if queue.trim.is_some() && slow {
-        return Err(Error::Value(
-            "trimming ports use 32-bit times, too short for links below 1 Mb/s; use faster \
-             links, or another `switch.drop`"
-                .into(),
-        ));
-    }
-    if queue.pfc.is_some_and(|pfc| pfc.host_links) && links.host.is_none() {
-        return Err(Error::Value(
-            "PFC pauses the links of hosts too, but they are not modeled; set `link.host_links = \
-             true`"
-                .into(),
-        ));
-    }
-    if queue.trim.is_some_and(|t| t.return_to_sender) && links.host.is_none() {
-        return Err(Error::Value(
-            "headers return to their senders over the links of hosts, but those are not modeled; set \
-             `link.host_links = true`"
-                .into(),
-        ));
-    }
-    let largest = scenario
-        .flows
-        .iter()
-        .map(|f| u64::from((f.packet_bytes + f.header_bytes).max(f.ack_bytes)))
-        .max()
-        .unwrap_or(0);
-    for (name, bytes) in [
-        (
-            "capacity_bytes",
-            (queue.capacity_bytes > 0).then_some(queue.capacity_bytes),
-        ),
-        ("shared.bytes", queue.shared.map(|s| s.bytes)),
-    ] {
-        if let Some(bytes) = bytes
-            && bytes < largest
-        {
-            return Err(Error::Value(format!(
-                "`switch.{name}` is {bytes} bytes, less than one packet of {largest}; give at \
-                 least that"
-            )));
-        }
-    }
-    let hosts = scenario.topology.host_count();
-    // A sorted list, as a tree of millions of flows would be slow.
-    let mut ids: Vec<u64> = scenario.flows.iter().map(|flow| flow.id).collect();
-    ids.sort_unstable();
-    let twice: BTreeSet<u64> = ids
-        .windows(2)
-        .filter(|pair| pair[0] == pair[1])
-        .map(|pair| pair[0])
-        .collect();
-    for flow in &scenario.flows {
-        let fault = |what: String| {
-            Err(Error::Flow {
-                flow: flow.id,
-                what,
-            })
-        };
-        if twice.contains(&flow.id) {
-            return fault("this number is used twice; give each flow its own number".into());
-        }
-        for (name, host) in [("source", flow.src), ("destination", flow.dst)] {
-            if host >= hosts {
-                return fault(format!(
-                    "its {name} is host {host}, but hosts are 0 to {}",
-                    hosts.saturating_sub(1)
-                ));
-            }
-        }
-        if flow.src == flow.dst {
-            let host = scenario.topology.host_number(flow.src);
-            return fault(format!("host {host} sends to itself; give two hosts"));
-        }
-        let size = flow.packet_bytes + flow.header_bytes;
-        if flow.packet_bytes == 0 || flow.ack_bytes == 0 || size.max(flow.ack_bytes) > SIZE_MAX {
-            return fault(format!(
-                "packets of {} + {} bytes and ACKs of {} bytes; each must be from 1 to {SIZE_MAX}",
-                flow.packet_bytes, flow.header_bytes, flow.ack_bytes
-            ));
-        }
-        if matches!(flow.transport, Transport::Ndp(_)) && ndp_packets(flow) > u64::from(u32::MAX) {
-            return fault(format!(
-                "its {} bytes are {} packets, but NDP numbers them in 32 bits; use larger packets or \
-                 several flows",
-                flow.demand.bytes().unwrap_or(0),
-                ndp_packets(flow)
-            ));
-        }
-        if let Demand::Paced(a) = flow.demand
-            && a.duration_ns.is_none()
-            && a.bytes.is_none()
-        {
-            return fault("it has neither a size nor a duration; give one".into());
-        }
-    }
-    Ok(())
-}
-
-/// Packets of an NDP flow, without retransmissions.
-fn ndp_packets(flow: &Flow) -> u64 {
-    let bytes = flow.demand.bytes().unwrap_or(0);
-    bytes.div_ceil(u64::from(flow.packet_bytes))
-}
-
-/// Flows must not depend on each other in a cycle, nor on flows that do not exist.
-fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
-    if flows.iter().all(|f| f.after.is_empty()) {
-        return Ok(());
-    }
-    let mut left: Vec<usize> = flows.iter().map(|f| f.after.len()).collect();
-    let mut next: Vec<Vec<u32>> = vec![Vec::new(); flows.len()];
-    for (i, flow) in flows.iter().enumerate() {
-        for after in &flow.after {
-            next[after.flow as usize].push(to_u32(i));
-        }
-    }
-    let mut ready: Vec<u32> = (0..to_u32(flows.len()))
-        .filter(|&i| left[i as usize] == 0)
-        .collect();
-    let mut seen = 0;
-    while let Some(i) = ready.pop() {
-        seen += 1;
-        for &n in &next[i as usize] {
-            left[n as usize] -= 1;
-            if left[n as usize] == 0 {
-                ready.push(n);
-            }
-        }
-    }
-    if seen == flows.len() {
-        return Ok(());
-    }
-    // Walk back along unmet predecessors until a flow repeats, which reveals a cycle.
-    let mut at = (0..flows.len()).find(|&i| left[i] > 0).unwrap_or(0);
-    let mut walk = vec![at];
-    loop {
-        let unmet = flows[at].after.iter().find(|a| left[a.flow as usize] > 0);
-        at = unmet.map_or(at, |a| a.flow as usize);
-        if let Some(from) = walk.iter().position(|&w| w == at) {
-            let names: Vec<String> = walk[from..]
-                .iter()
-                .chain([&at])
-                .map(|&i| flows[i].id.to_string())
-                .collect();
-            return Err(Error::Cycle(names.join(" waits for ")));
-        }
-        walk.push(at);
-    }
-}
-
-/// Upper estimate of packet-hops per ns while all flows send.
-fn scenario_density(scenario: &Scenario) -> f64 {
-    let rate = scenario
-        .links
-        .host
-        .unwrap_or(scenario.links.edge)
-        .bits_per_s as f64;
-    let per_s: f64 = scenario
-        .flows
-        .iter()
-        .map(|f| {
-            let line = rate / (8.0 * f64::from(f.packet_bytes));
-            match f.demand {
-                Demand::Bytes(_) => line,
-                Demand::Paced(a) => line.min(1.0 / a.gap_s.mean().max(1e-9)),
-            }
-        })
-        .sum();
-    // Data and ACK over about five links.
-    per_s * 10.0 / 1e9
-}
-
-/// The number of shards of a run. A property of the scenario, so it is the same on every machine.
-fn shard_count(scenario: &Scenario, lookahead_ns: u64) -> u32 {
-    let topology = &scenario.topology;
-    let parts = topology.parts().min(SHARDS_MAX);
-    let crossing = scenario.flows.iter().any(|flow| {
-        flow.after.iter().any(|after| {
-            // The end of a predecessor must happen in the shard where the flow starts.
-            let Some(other) = scenario.flows.get(after.flow as usize) else {
-                return true;
-            };
-            let seen_at = match after.until.of(other) {
-                Finished::Delivered => other.dst,
-                Finished::Acknowledged => other.src,
-            };
-            topology.part_of_host(seen_at) != topology.part_of_host(flow.src)
-        })
-    });
-    let events = scenario_density(scenario) * lookahead_ns as f64;
-    if crossing || events < EVENTS_PER_SHARD_WINDOW * f64::from(parts) {
-        1
-    } else {
-        parts
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use slipstream_config::doc::Doc;
 
     use super::*;
-
-    #[test]
-    fn paths_beyond_the_limit_are_refused_while_they_are_stored() {
-        // Five links.
-        let mut store = PathStore::new(0, 20);
-        store.path = vec![7, 8];
-        assert_eq!(store.keep(), Ok(()));
-        assert_eq!(store.keep(), Ok(()));
-        let message = store.keep().unwrap_err().to_string();
-        assert!(message.contains("more than 5 links"), "{message}");
-        assert_eq!((store.path(0), store.path(1)), (&[7, 8][..], &[7, 8][..]));
-        // Indexes have 32 bits, however large the memory.
-        assert_eq!(PathStore::new(0, u64::MAX).ports_max, u32::MAX as usize);
-    }
 
     #[test]
     fn a_path_table_beyond_32_bits_is_refused() {

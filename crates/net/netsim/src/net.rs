@@ -14,6 +14,15 @@ pub(crate) struct Rows {
     pub(crate) count: u32,
 }
 
+/// A change of a flow's paths.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reroute {
+    pub(crate) at_ns: u64,
+    pub(crate) flow: u32,
+    /// Both directions.
+    pub(crate) rows: [Rows; 2],
+}
+
 /// The path table and link arithmetic, shared by all shards.
 pub(crate) struct Net {
     /// Row r's steps are `steps[r * stride..]`, ended by its endpoint.

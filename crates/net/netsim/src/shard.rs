@@ -47,6 +47,29 @@ pub(crate) struct Shard {
 }
 
 impl Shard {
+    /// A shard without endpoints.
+    pub(crate) fn new(fabric: ShardPorts) -> Self {
+        Shard {
+            fabric,
+            tcp_senders: Vec::new(),
+            tcp_receivers: Vec::new(),
+            qp_senders: Vec::new(),
+            qp_receivers: Vec::new(),
+            ndp_senders: Vec::new(),
+            ndp_receivers: Vec::new(),
+            pacers: Vec::new(),
+            raw_senders: Vec::new(),
+            raw_receivers: Vec::new(),
+            other_senders: Vec::new(),
+            other_receivers: Vec::new(),
+            successors: HashMap::new(),
+            waiting: HashMap::new(),
+            arrived: None,
+            now: 0,
+            events: 0,
+        }
+    }
+
     /// Runs every event before `until`.
     pub(crate) fn run(&mut self, net: &Net, until: u64) {
         // Data that fits into the caches needs no prefetch.

@@ -28,40 +28,16 @@ pub struct Deadlock {
 /// A paused ingress: shard, index, class.
 type Key = (usize, u32, u8);
 
+/// Paused ingresses, by the step and class of the port that they pause.
+type Paused = HashMap<(u32, u8), Key>;
+
 /// Searches for a deadlock, in time proportional to the packets waiting in paused switches.
 pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
-    // Paused ingresses, by the port that they pause.
-    let mut paused: HashMap<(Step32, u8), Key> = HashMap::new();
-    for (s, shard) in shards.iter().enumerate() {
-        for (i, ingress) in shard.fabric.ingresses.iter().enumerate() {
-            for class in (0..to_u8(PFC_CLASSES)).filter(|c| ingress.off >> c & 1 == 1) {
-                paused.insert((ingress.upstream.0, class), (s, to_u32(i), class));
-            }
-        }
-    }
+    let paused = find_paused(shards);
     if paused.is_empty() {
         return None;
     }
-    // For each paused ingress, the ingresses that pause the queues where its packets wait, if any.
-    let mut waits: HashMap<Key, Vec<Option<Key>>> = HashMap::new();
-    for (s, shard) in shards.iter().enumerate() {
-        for (index, port) in shard.fabric.scheduled.iter().enumerate() {
-            let step = Step::new(to_u32(s), crate::step::Place::Scheduled, index);
-            for (class, at) in port.waiting_rows() {
-                let ingress = net.ingress_at(at as usize);
-                if ingress == NO_INGRESS || class >= PFC_CLASSES {
-                    continue;
-                }
-                let class = to_u8(class);
-                let key = (s, ingress, class);
-                let stopped_by = paused.get(&(step.0, class)).copied();
-                let list = waits.entry(key).or_default();
-                if !list.contains(&stopped_by) {
-                    list.push(stopped_by);
-                }
-            }
-        }
-    }
+    let waits = find_waits(shards, net, &paused);
     let mut dead: Vec<Key> = paused.values().copied().collect();
     dead.sort_unstable();
     loop {
@@ -111,5 +87,38 @@ pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
     })
 }
 
-/// A [`Step`] as a key.
-type Step32 = u32;
+/// Paused ingresses, by the port that they pause.
+fn find_paused(shards: &[Shard]) -> Paused {
+    let mut paused = HashMap::new();
+    for (s, shard) in shards.iter().enumerate() {
+        for (i, ingress) in shard.fabric.ingresses.iter().enumerate() {
+            for class in (0..to_u8(PFC_CLASSES)).filter(|c| ingress.off >> c & 1 == 1) {
+                paused.insert((ingress.upstream.0, class), (s, to_u32(i), class));
+            }
+        }
+    }
+    paused
+}
+
+/// For each paused ingress, the ingresses that pause the queues where its packets wait, if any.
+fn find_waits(shards: &[Shard], net: &Net, paused: &Paused) -> HashMap<Key, Vec<Option<Key>>> {
+    let mut waits: HashMap<Key, Vec<Option<Key>>> = HashMap::new();
+    for (s, shard) in shards.iter().enumerate() {
+        for (index, port) in shard.fabric.scheduled.iter().enumerate() {
+            let step = Step::new(to_u32(s), crate::step::Place::Scheduled, index);
+            for (class, at) in port.waiting_rows() {
+                let ingress = net.ingress_at(at as usize);
+                if ingress == NO_INGRESS || class >= PFC_CLASSES {
+                    continue;
+                }
+                let class = to_u8(class);
+                let stopped_by = paused.get(&(step.0, class)).copied();
+                let list = waits.entry((s, ingress, class)).or_default();
+                if !list.contains(&stopped_by) {
+                    list.push(stopped_by);
+                }
+            }
+        }
+    }
+    waits
+}

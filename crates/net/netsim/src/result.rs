@@ -220,6 +220,43 @@ fn digest(
 ) -> u64 {
     let mut state = 0u64;
     let mut add = |x: u64| state = mix::mix64(state.rotate_left(5) ^ x);
+    add_totals(totals, &mut add);
+    for flow in flows {
+        add_flow(flow, &mut add);
+    }
+    for p in ports {
+        for x in [
+            u64::from(p.port),
+            p.packets,
+            p.bytes,
+            p.drops,
+            p.marks,
+            p.wait_ns_max,
+        ] {
+            add(x);
+        }
+        add_set([p.waiting_bytes_max, p.pauses, p.paused_ns], &mut add);
+    }
+    for m in memories {
+        for x in [
+            u64::from(m.node),
+            m.bytes_max,
+            m.headroom_bytes_max,
+            m.drops,
+            m.pauses,
+        ] {
+            add(x);
+        }
+    }
+    state
+}
+
+/// Adds the values that are not zero: digests of runs without them stay the same.
+fn add_set<const N: usize>(values: [u64; N], add: &mut impl FnMut(u64)) {
+    values.into_iter().filter(|&x| x != 0).for_each(add);
+}
+
+fn add_totals(totals: &Totals, add: &mut impl FnMut(u64)) {
     for x in [
         totals.events,
         totals.packet_hops,
@@ -234,69 +271,31 @@ fn digest(
     ] {
         add(x);
     }
-    // Included only when not zero, so that digests of other runs stay the same.
-    for x in [totals.pause_refreshes, totals.returns] {
-        if x > 0 {
-            add(x);
-        }
+    add_set([totals.pause_refreshes, totals.returns], add);
+}
+
+fn add_flow(f: &FlowResult, add: &mut impl FnMut(u64)) {
+    for x in [
+        f.id,
+        f.start_ns,
+        f.delivered_ns.unwrap_or(u64::MAX),
+        f.acked_ns.unwrap_or(u64::MAX),
+        f.bytes_acked,
+        f.packets_sent,
+        f.bytes_sent,
+        f.retransmitted,
+        f.acks,
+        u64::from(f.fast_retransmits),
+        u64::from(f.timeouts),
+        f.cwnd,
+        f.ssthresh,
+        f.packets_received,
+        f.last_ns,
+    ] {
+        add(x);
     }
-    for f in flows {
-        for x in [
-            f.id,
-            f.start_ns,
-            f.delivered_ns.unwrap_or(u64::MAX),
-            f.acked_ns.unwrap_or(u64::MAX),
-            f.bytes_acked,
-            f.packets_sent,
-            f.bytes_sent,
-            f.retransmitted,
-            f.acks,
-            u64::from(f.fast_retransmits),
-            u64::from(f.timeouts),
-            f.cwnd,
-            f.ssthresh,
-            f.packets_received,
-            f.last_ns,
-        ] {
-            add(x);
-        }
-        // Included only for transports that set it, so that digests of other runs stay the same.
-        let rate = f.rate_bits_per_s.map_or(0, f64::to_bits);
-        for x in [f.nacks, f.notifications, rate] {
-            if x != 0 {
-                add(x);
-            }
-        }
-    }
-    for p in ports {
-        for x in [
-            u64::from(p.port),
-            p.packets,
-            p.bytes,
-            p.drops,
-            p.marks,
-            p.wait_ns_max,
-        ] {
-            add(x);
-        }
-        for x in [p.waiting_bytes_max, p.pauses, p.paused_ns] {
-            if x != 0 {
-                add(x);
-            }
-        }
-    }
-    for m in memories {
-        for x in [
-            u64::from(m.node),
-            m.bytes_max,
-            m.headroom_bytes_max,
-            m.drops,
-            m.pauses,
-        ] {
-            add(x);
-        }
-    }
-    state
+    let rate = f.rate_bits_per_s.map_or(0, f64::to_bits);
+    add_set([f.nacks, f.notifications, rate], add);
 }
 
 impl ShardPorts {

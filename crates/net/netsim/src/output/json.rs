@@ -6,9 +6,12 @@ use serde_json::{Map, Value, json as object};
 
 use super::{Cost, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
+use crate::deadlock::Deadlock;
 use crate::flow::FlowResult;
 use crate::result::{PortResult, RunResult};
 use crate::scenario::Flow;
+use crate::series::Series;
+use crate::topology::Topology;
 
 /// Writes the run as one line of JSON: `totals`, `goodput`, `size_classes`, `collectives`, `flows`,
 /// `ports`, `cost`. Times end in `_ns`; absent values are null. Flows and ports are written one at
@@ -90,6 +93,40 @@ fn port(config: &Config, p: &PortResult) -> Value {
     })
 }
 
+fn deadlock(topology: &Topology, d: &Deadlock) -> Value {
+    let cycle: Vec<Value> = d
+        .cycle
+        .iter()
+        .map(|&(port, class)| {
+            let (from, to) = topology.port_ends(port);
+            object!({"from": from.to_string(), "to": to.to_string(), "class": class})
+        })
+        .collect();
+    object!({"seen_ns": d.seen_ns, "cycle": cycle})
+}
+
+fn series(s: &Series) -> Value {
+    let tier = |i: usize| -> Vec<Value> {
+        s.tiers
+            .iter()
+            .map(|t| {
+                object!({
+                    "backlog_bytes_max": t[i].backlog_bytes_max,
+                    "backlog_bytes": t[i].backlog_bytes,
+                    "utilization_mean": t[i].utilization_mean,
+                    "utilization_max": t[i].utilization_max,
+                    "drops": t[i].drops, "marks": t[i].marks,
+                })
+            })
+            .collect()
+    };
+    object!({
+        "interval_ns": s.interval_ns, "times_ns": s.times_ns,
+        "ports_kept_for_samples": s.kept(),
+        "hosts": tier(0), "switches": tier(1), "cores": tier(2),
+    })
+}
+
 /// All members but flows and ports.
 fn head(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Map<String, Value> {
     let t = &result.totals;
@@ -129,38 +166,6 @@ fn head(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Map<Str
             })
         })
         .collect();
-    let deadlock = result.deadlock.as_ref().map(|d| {
-        let cycle: Vec<Value> = d
-            .cycle
-            .iter()
-            .map(|&(port, class)| {
-                let (from, to) = scenario.topology.port_ends(port);
-                object!({"from": from.to_string(), "to": to.to_string(), "class": class})
-            })
-            .collect();
-        object!({"seen_ns": d.seen_ns, "cycle": cycle})
-    });
-    let series = result.series.as_ref().map(|s| {
-        let tier = |i: usize| -> Vec<Value> {
-            s.tiers
-                .iter()
-                .map(|t| {
-                    object!({
-                        "backlog_bytes_max": t[i].backlog_bytes_max,
-                        "backlog_bytes": t[i].backlog_bytes,
-                        "utilization_mean": t[i].utilization_mean,
-                        "utilization_max": t[i].utilization_max,
-                        "drops": t[i].drops, "marks": t[i].marks,
-                    })
-                })
-                .collect()
-        };
-        object!({
-            "interval_ns": s.interval_ns, "times_ns": s.times_ns,
-            "ports_kept_for_samples": s.kept(),
-            "hosts": tier(0), "switches": tier(1), "cores": tier(2),
-        })
-    });
     let head = object!({
         "name": name,
         "dialect": config.dialect.word(),
@@ -180,8 +185,8 @@ fn head(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Map<Str
         "size_classes": classes,
         "collectives": collectives,
         "switches": switches,
-        "deadlock": deadlock,
-        "series": series,
+        "deadlock": result.deadlock.as_ref().map(|d| deadlock(&scenario.topology, d)),
+        "series": result.series.as_ref().map(series),
         "notes": notes(config, result),
         "cost": {
             "setup_s": cost.setup_s, "setup_cpu_s": cost.setup_cpu_s,

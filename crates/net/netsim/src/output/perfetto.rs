@@ -3,13 +3,15 @@
 //!
 //! Format: the JSON array form of "Trace Event Format", Google, 2016.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use serde_json::json as object;
+use serde_json::{Value, json as object};
 
 use super::{collectives, transport_name};
 use crate::config::Config;
 use crate::result::RunResult;
+use crate::series::{Series, TierSample};
 
 /// Process numbers of rows other than hosts; viewers hide number 0.
 const NETWORK: u32 = 1;
@@ -23,13 +25,29 @@ fn us(ns: u64) -> f64 {
 /// The run as trace events.
 pub fn perfetto(config: &Config, result: &RunResult) -> String {
     let mut out = String::from("[\n");
-    let mut add = |event: serde_json::Value| {
+    let mut add = |event: Value| {
         // Writing to a String cannot fail.
         let _ = writeln!(out, "{event},");
     };
-    let name = |pid: u32, name: String| object!({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}});
-    add(name(NETWORK, "network".into()));
-    let mut named = std::collections::BTreeSet::new();
+    add(process(NETWORK, "network"));
+    add_flows(config, result, &mut add);
+    add_collectives(config, result, &mut add);
+    if let Some(series) = &result.series {
+        add_series(series, &mut add);
+    }
+    // No comma after the last.
+    out.truncate(out.trim_end().trim_end_matches(',').len());
+    out.push_str("\n]\n");
+    out
+}
+
+/// The name of a process of the trace.
+fn process(pid: u32, name: &str) -> Value {
+    object!({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+}
+
+fn add_flows(config: &Config, result: &RunResult, add: &mut impl FnMut(Value)) {
+    let mut named = BTreeSet::new();
     for (f, spec) in result.flows.iter().zip(&config.scenario.flows) {
         let end = f
             .acked_ns
@@ -39,7 +57,7 @@ pub fn perfetto(config: &Config, result: &RunResult) -> String {
             continue;
         }
         if named.insert(f.src) {
-            add(name(HOSTS + f.src, format!("host {}", f.src)));
+            add(process(HOSTS + f.src, &format!("host {}", f.src)));
         }
         let word = transport_name(&spec.transport);
         add(object!({
@@ -51,6 +69,9 @@ pub fn perfetto(config: &Config, result: &RunResult) -> String {
             },
         }));
     }
+}
+
+fn add_collectives(config: &Config, result: &RunResult, add: &mut impl FnMut(Value)) {
     let mut any = false;
     for c in collectives(config, result) {
         let flows = config.scenario.flows.iter().zip(&result.flows);
@@ -68,38 +89,36 @@ pub fn perfetto(config: &Config, result: &RunResult) -> String {
         }
     }
     if any {
-        add(name(COLLECTIVES, "collectives".into()));
+        add(process(COLLECTIVES, "collectives"));
     }
-    if let Some(series) = &result.series {
-        let tiers = ["hosts", "switches", "cores"];
-        for (&now, sample) in series.times_ns.iter().zip(&series.tiers) {
-            let used = |value: fn(&crate::series::TierSample) -> f64| {
-                let mut args = serde_json::Map::new();
-                for (i, tier) in tiers
-                    .iter()
-                    .enumerate()
-                    .filter(|(i, _)| sample[*i].ports > 0)
-                {
-                    args.insert((*tier).to_owned(), object!(value(&sample[i])));
-                }
-                args
-            };
-            // A sample covers the interval that ends with it.
-            let from = now.saturating_sub(series.interval_ns);
-            for (name, args) in [
-                ("utilization", used(|s| s.utilization_mean)),
-                ("longest queue, bytes", used(|s| s.backlog_bytes_max as f64)),
-                ("drops", used(|s| s.drops as f64)),
-                ("marks", used(|s| s.marks as f64)),
-            ] {
-                add(object!({
-                    "ph": "C", "name": name, "pid": NETWORK, "ts": us(from), "args": args,
-                }));
+}
+
+/// Counters of each tier of ports.
+fn add_series(series: &Series, add: &mut impl FnMut(Value)) {
+    let tiers = ["hosts", "switches", "cores"];
+    for (&now, sample) in series.times_ns.iter().zip(&series.tiers) {
+        let used = |value: fn(&TierSample) -> f64| {
+            let mut args = serde_json::Map::new();
+            for (i, tier) in tiers
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| sample[*i].ports > 0)
+            {
+                args.insert((*tier).to_owned(), object!(value(&sample[i])));
             }
+            args
+        };
+        // A sample covers the interval that ends with it.
+        let from = now.saturating_sub(series.interval_ns);
+        for (name, args) in [
+            ("utilization", used(|s| s.utilization_mean)),
+            ("longest queue, bytes", used(|s| s.backlog_bytes_max as f64)),
+            ("drops", used(|s| s.drops as f64)),
+            ("marks", used(|s| s.marks as f64)),
+        ] {
+            add(object!({
+                "ph": "C", "name": name, "pid": NETWORK, "ts": us(from), "args": args,
+            }));
         }
     }
-    // No comma after the last.
-    out.truncate(out.trim_end().trim_end_matches(',').len());
-    out.push_str("\n]\n");
-    out
 }

@@ -9,7 +9,7 @@ pub(super) use slipstream_report::table::{counted, grouped};
 use super::{Cost, SizeClass, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
 use crate::deadlock::Deadlock;
-use crate::result::RunResult;
+use crate::result::{RunResult, Totals};
 
 /// A time in a suitable unit.
 pub(crate) fn time(ns: f64) -> String {
@@ -31,16 +31,37 @@ pub(super) fn rate(bits_per_s: f64) -> String {
     }
 }
 
+/// Lines of a label and a value.
+struct Lines(String);
+
+impl Lines {
+    fn add(&mut self, label: &str, value: impl std::fmt::Display) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(self.0, "  {label:<14} {value}");
+    }
+}
+
 /// The run as text.
 pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> String {
-    let mut out = String::new();
-    let t = &result.totals;
+    let mut lines = Lines(String::new());
+    add_question(&mut lines, config, result);
+    add_packets(&mut lines, config, result);
+    add_times(&mut lines, config, result);
+    add_cost(&mut lines, &result.totals, cost);
+    lines.add(
+        "seed, digest",
+        format!("{}, {:016x}", config.scenario.seed, result.digest),
+    );
+    for note in notes(config, result) {
+        lines.add("note", note);
+    }
+    format!("{name}\n{}", lines.0)
+}
+
+/// The network, and the flows over it.
+fn add_question(lines: &mut Lines, config: &Config, result: &RunResult) {
     let scenario = &config.scenario;
-    // Writing to a String cannot fail.
-    let mut line = |label: &str, value: String| {
-        let _ = writeln!(out, "  {label:<14} {value}");
-    };
-    line(
+    lines.add(
         "network",
         format!(
             "{}, {}, {} in use",
@@ -49,7 +70,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             counted(result.ports.len() as u64, "port")
         ),
     );
-    line(
+    lines.add(
         "dialect",
         format!("{}: {}", config.dialect.word(), config.dialect_because),
     );
@@ -59,12 +80,11 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     }
     let kinds: Vec<String> = kinds.iter().map(|(k, n)| format!("{n} {k}")).collect();
     let done = result.flows.iter().filter(|f| f.delivered_ns.is_some());
-    let unstarted = result.flows.iter().filter(|f| !f.started).count();
-    let unstarted = match unstarted {
+    let unstarted = match result.flows.iter().filter(|f| !f.started).count() {
         0 => String::new(),
         n => format!(", {} never started", grouped(n as u64)),
     };
-    line(
+    lines.add(
         "flows",
         format!(
             "{}; {} delivered completely{unstarted}",
@@ -72,9 +92,14 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             done.count()
         ),
     );
-    line("simulated", time(t.last_event_ns as f64));
+    lines.add("simulated", time(result.totals.last_event_ns as f64));
+}
+
+/// What happened to the packets, and in the switches.
+fn add_packets(lines: &mut Lines, config: &Config, result: &RunResult) {
+    let t = &result.totals;
     let sum = |f: fn(&crate::flow::FlowResult) -> u64| -> u64 { result.flows.iter().map(f).sum() };
-    line(
+    lines.add(
         "packets",
         format!(
             "{} data ({} retransmitted), {} received",
@@ -83,7 +108,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             counted(sum(|f| f.acks), "acknowledgment")
         ),
     );
-    line(
+    lines.add(
         "lost",
         format!(
             "{} data, {} control; {}, {}",
@@ -94,7 +119,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         ),
     );
     if t.marks + t.trims + t.pauses > 0 {
-        line(
+        lines.add(
             "signals",
             format!(
                 "{}, {}, {}",
@@ -109,7 +134,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             grouped(result.memories.iter().map(f).max().unwrap_or(0))
         };
         let paused: u64 = result.ports.iter().map(|p| p.paused_ns).sum();
-        line(
+        lines.add(
             "switch memory",
             format!(
                 "at most {} bytes of a switch, {} of a headroom; links paused for {} in total",
@@ -120,10 +145,14 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         );
     }
     if let Some(deadlock) = &result.deadlock {
-        line("DEADLOCK", deadlock_text(config, deadlock));
+        lines.add("DEADLOCK", deadlock_text(config, deadlock));
     }
+}
+
+/// Rates and completion times of flows and collectives.
+fn add_times(lines: &mut Lines, config: &Config, result: &RunResult) {
     if let Some(g) = goodput(config, result) {
-        line(
+        lines.add(
             "goodput",
             format!(
                 "per flow: mean {}, p50 {}, min {}; total: {} over the {} with an active flow",
@@ -139,7 +168,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     for class in &classes {
         let [fct_mean, fct_p50, fct_p99, fct_max] = class.four(&class.fct_ns, time);
         let [slow_mean, _, slow_p99, _] = class.four(&class.slowdown, |s| format!("{s:.2}"));
-        line(
+        lines.add(
             class.name,
             format!(
                 "{} of {}; completion mean {fct_mean}, p50 {fct_p50}, p99 {fct_p99}, max {fct_max}; \
@@ -150,42 +179,40 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         );
     }
     if classes.iter().any(SizeClass::omits_p99) {
-        line("", TOO_FEW.to_owned());
+        lines.add("", TOO_FEW);
     }
     for c in collectives(config, result) {
-        line(
-            "collective",
-            match (c.time_ns, c.bus_bits_per_s) {
-                (Some(ns), Some(bus)) => format!(
-                    "#{}: {}, {}, {}; busiest host sent at {}",
-                    c.index,
-                    counted(c.hosts as u64, "host"),
-                    counted(c.flows as u64, "flow"),
-                    time(ns as f64),
-                    rate(bus)
-                ),
-                _ => format!(
-                    "#{}: {}, {}, not finished",
-                    c.index,
-                    counted(c.hosts as u64, "host"),
-                    counted(c.flows as u64, "flow")
-                ),
-            },
+        let of = format!(
+            "#{}: {}, {}",
+            c.index,
+            counted(c.hosts as u64, "host"),
+            counted(c.flows as u64, "flow")
         );
+        let outcome = match (c.time_ns, c.bus_bits_per_s) {
+            (Some(ns), Some(bus)) => {
+                format!("{}; busiest host sent at {}", time(ns as f64), rate(bus))
+            }
+            _ => "not finished".to_owned(),
+        };
+        lines.add("collective", format!("{of}, {outcome}"));
     }
-    line(
+}
+
+/// What the run cost on this machine.
+fn add_cost(lines: &mut Lines, totals: &Totals, cost: &Cost) {
+    lines.add(
         "events",
         format!(
             "{} ({}), {:.1} ns of CPU each; {}, {}, {}",
-            grouped(t.events),
-            counted(t.packet_hops, "packet-hop"),
-            cost.run_cpu_s * 1e9 / t.events.max(1) as f64,
+            grouped(totals.events),
+            counted(totals.packet_hops, "packet-hop"),
+            cost.run_cpu_s * 1e9 / totals.events.max(1) as f64,
             counted(cost.shards as u64, "shard"),
             counted(cost.threads.into(), "thread"),
             counted(cost.windows, "window")
         ),
     );
-    line(
+    lines.add(
         "took",
         format!(
             "set-up {:.4} s ({:.4} s CPU), simulation {:.4} s ({:.4} s CPU), {} MiB",
@@ -196,14 +223,6 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             cost.rss_bytes_max >> 20
         ),
     );
-    line(
-        "seed, digest",
-        format!("{}, {:016x}", scenario.seed, result.digest),
-    );
-    for note in notes(config, result) {
-        line("note", note);
-    }
-    format!("{name}\n{out}")
 }
 
 /// The cycle of a PFC deadlock, and the remedy.

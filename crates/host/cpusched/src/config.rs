@@ -5,10 +5,11 @@ use serde::Deserialize;
 use crate::machine::{Costs, IdleState, Machine, Mechanism};
 use crate::perfetto::Trace;
 use crate::policy::{LLC_CPUS_MAX, Params};
+use crate::result::{RunResult, SimError};
 use crate::rtapp;
 use crate::sched::SchedulerKind;
 use crate::sched::{CPUS_MAX, LLCS_MAX};
-use crate::sim::{self, RunResult, SimError};
+use crate::sim;
 use crate::workload::{Hotplug, RealTime, Schbench, Span, Workload};
 
 /// Why a file is rejected.
@@ -384,22 +385,54 @@ fn set<T>(to: &mut T, value: Option<T>) {
     }
 }
 
-fn check(f: &File) -> Result<(), ConfigError> {
-    let mut wrong = Vec::new();
-    let mut need = |ok: bool, what: String| {
+/// Values found to be wrong.
+#[derive(Default)]
+struct Wrong(Vec<String>);
+
+impl Wrong {
+    fn push(&mut self, what: String) {
+        self.0.push(what);
+    }
+
+    fn need(&mut self, ok: bool, what: String) {
         if !ok {
-            wrong.push(what);
+            self.push(what);
         }
-    };
+    }
+
+    /// `workload.<key>` counts tasks.
+    fn most(&mut self, key: &str, n: u32) {
+        if n > 1_000_000 {
+            self.push(format!("`workload.{key}` is {n}; at most 1000000"));
+        }
+    }
+}
+
+fn check(f: &File) -> Result<(), ConfigError> {
+    let mut wrong = Wrong::default();
+    let cpus = f.machine.llcs.saturating_mul(f.machine.cpus_per_llc);
+    check_machine(f, &mut wrong);
+    check_run(f, &mut wrong);
+    check_disturbances(f, cpus, &mut wrong);
+    check_costs(f, &mut wrong);
+    check_workload(f, cpus, &mut wrong);
+    if wrong.0.is_empty() {
+        Ok(())
+    } else {
+        Err(ConfigError::Values(wrong.0))
+    }
+}
+
+fn check_machine(f: &File, wrong: &mut Wrong) {
     let m = &f.machine;
-    need(
+    wrong.need(
         (1..=LLC_CPUS_MAX).contains(&m.cpus_per_llc),
         format!(
             "`machine.cpus_per_llc` is {}; it must be 1 to {LLC_CPUS_MAX} (split larger LLCs)",
             m.cpus_per_llc
         ),
     );
-    need(
+    wrong.need(
         matches!(m.threads_per_core, 1 | 2)
             && m.cpus_per_llc.is_multiple_of(m.threads_per_core.max(1)),
         format!(
@@ -408,26 +441,29 @@ fn check(f: &File) -> Result<(), ConfigError> {
         ),
     );
     for &llcs in f.run.sweep_llcs.iter().chain([&m.llcs]) {
-        need(
+        wrong.need(
             (1..=LLCS_MAX).contains(&llcs),
             format!("`machine.llcs` or `run.sweep_llcs` has {llcs}; it must be 1 to {LLCS_MAX}"),
         );
         let cpus = u64::from(llcs) * u64::from(m.cpus_per_llc);
-        need(
+        wrong.need(
             cpus <= u64::from(CPUS_MAX),
             format!(
                 "`machine` has {cpus} CPUs in {llcs} LLCs; our scheduler takes at most {CPUS_MAX}"
             ),
         );
     }
-    need(
+}
+
+fn check_run(f: &File, wrong: &mut Wrong) {
+    wrong.need(
         (1..=600_000).contains(&f.run.duration_ms),
         format!(
             "`run.duration_ms` is {}; it must be 1 to 600000",
             f.run.duration_ms
         ),
     );
-    need(
+    wrong.need(
         f.run.warmup_ms <= 600_000,
         format!(
             "`run.warmup_ms` is {}; it must be at most 600000",
@@ -435,22 +471,25 @@ fn check(f: &File) -> Result<(), ConfigError> {
         ),
     );
     for &l in &f.run.loads_pct {
-        need(
+        wrong.need(
             (1..=200).contains(&l),
             format!("`run.loads_pct` has {l}; it must be 1 to 200"),
         );
     }
-    need(
+    wrong.need(
         f.workload.has_loads() != f.run.loads_pct.is_empty(),
         "`run.loads_pct` belongs to `workload.kind` `schbench` and `schbench-closed`, which need it; others set their own load".into(),
     );
-    need(
+    wrong.need(
         (1..=100).contains(&f.run.seeds),
         format!("`run.seeds` is {}; it must be 1 to 100", f.run.seeds),
     );
-    let cpus = m.llcs.saturating_mul(m.cpus_per_llc);
+}
+
+/// `[[real_time]]` and `[[hotplug]]`.
+fn check_disturbances(f: &File, cpus: u32, wrong: &mut Wrong) {
     for r in &f.real_time {
-        need(
+        wrong.need(
             r.cpu < cpus,
             format!(
                 "`real_time.cpu` is {}; the machine has CPUs 0 to {}",
@@ -458,7 +497,7 @@ fn check(f: &File) -> Result<(), ConfigError> {
                 cpus.saturating_sub(1)
             ),
         );
-        need(
+        wrong.need(
             r.run_ms > 0 && r.period_ms.is_none_or(|p| p > r.run_ms),
             format!(
                 "`real_time` on CPU {}: `run_ms` must be at least 1 and `period_ms` longer",
@@ -467,7 +506,7 @@ fn check(f: &File) -> Result<(), ConfigError> {
         );
     }
     for h in &f.hotplug {
-        need(
+        wrong.need(
             h.cpu < cpus && cpus > 1,
             format!(
                 "`hotplug.cpu` is {}; the machine has CPUs 0 to {}, of which one must stay",
@@ -477,28 +516,29 @@ fn check(f: &File) -> Result<(), ConfigError> {
         );
     }
     let away = |cpu| f.hotplug.iter().any(|h| h.cpu == cpu && !h.online);
-    need(
+    wrong.need(
         cpus == 0 || (0..cpus.min(CPUS_MAX)).any(|cpu| !away(cpu)),
         "`hotplug` takes every CPU away; one must stay".into(),
     );
-    need(
+}
+
+fn check_costs(f: &File, wrong: &mut Wrong) {
+    wrong.need(
         f.costs.tick_us != Some(0),
         "`costs.tick_us` is 0; give the time between two ticks, such as 4000".into(),
     );
     match (&f.costs.idle_after_us, &f.costs.idle_exit_us) {
         (None, None) => {}
         (Some(a), Some(e)) if a.len() == e.len() && a.first() == Some(&0) && a.is_sorted() => {}
-        _ => need(
+        _ => wrong.need(
             false,
             "`costs.idle_after_us` and `costs.idle_exit_us` go together: as many of each, the first starting at 0, in rising order"
                 .into(),
         ),
     }
-    let most = |wrong: &mut Vec<String>, what: &str, n: u32| {
-        if n > 1_000_000 {
-            wrong.push(format!("`workload.{what}` is {n}; at most 1000000"));
-        }
-    };
+}
+
+fn check_workload(f: &File, cpus: u32, wrong: &mut Wrong) {
     match &f.workload {
         WorkloadFile::Schbench {
             cpus_per_message_thread,
@@ -516,7 +556,7 @@ fn check(f: &File) -> Result<(), ConfigError> {
             if linger_share.is_some_and(|s| !(0.0..=1.0).contains(&s)) {
                 wrong.push("`workload.linger_share` is a share: 0 to 1".into());
             }
-            most(&mut wrong, "hogs", *hogs);
+            wrong.most("hogs", *hogs);
         }
         WorkloadFile::SchbenchClosed {
             message_threads,
@@ -532,7 +572,7 @@ fn check(f: &File) -> Result<(), ConfigError> {
             if f.run.loads_pct.iter().any(|&l| l > 100) {
                 wrong.push("`run.loads_pct`: a closed loop offers at most 100".into());
             }
-            most(&mut wrong, "hogs", *hogs);
+            wrong.most("hogs", *hogs);
         }
         WorkloadFile::Pairs {
             pairs,
@@ -545,12 +585,12 @@ fn check(f: &File) -> Result<(), ConfigError> {
                     "`workload.pairs` must be at least 1 and `workload.consumers` 1 to 1000".into(),
                 );
             }
-            most(&mut wrong, "pairs", *pairs);
-            most(&mut wrong, "hogs", *hogs);
+            wrong.most("pairs", *pairs);
+            wrong.most("hogs", *hogs);
         }
         WorkloadFile::RequestResponse { pairs, hogs, .. } => {
-            most(&mut wrong, "pairs", *pairs);
-            most(&mut wrong, "hogs", *hogs);
+            wrong.most("pairs", *pairs);
+            wrong.most("hogs", *hogs);
         }
         WorkloadFile::Inference {
             engines,
@@ -563,15 +603,10 @@ fn check(f: &File) -> Result<(), ConfigError> {
                         .into(),
                 );
             }
-            most(&mut wrong, "engines", *engines);
-            most(&mut wrong, "hogs", *hogs);
+            wrong.most("engines", *engines);
+            wrong.most("hogs", *hogs);
         }
         WorkloadFile::RtApp { .. } => {}
-    }
-    if wrong.is_empty() {
-        Ok(())
-    } else {
-        Err(ConfigError::Values(wrong))
     }
 }
 
@@ -614,6 +649,7 @@ fn workload(
     load_rtapp: &impl Fn(&str) -> Result<String, String>,
 ) -> Result<(Workload, usize), ConfigError> {
     let us = |us: u64| us * 1_000;
+    let load = f64::from(load_pct.unwrap_or(50)) / 100.0;
     let (mut w, shown, hogs) = match f {
         WorkloadFile::Schbench {
             cpus_per_message_thread,
@@ -635,7 +671,6 @@ fn workload(
                 linger,
                 mechanism: *mechanism,
             };
-            let load = f64::from(load_pct.unwrap_or(50)) / 100.0;
             (Workload::schbench(machine, s, load), "worker", *hogs)
         }
         WorkloadFile::SchbenchClosed {
@@ -644,7 +679,6 @@ fn workload(
             hogs,
         } => {
             let work = Span::Exp(us(*work_us));
-            let load = f64::from(load_pct.unwrap_or(50)) / 100.0;
             (
                 Workload::schbench_closed(machine, *message_threads, work, load),
                 "worker",

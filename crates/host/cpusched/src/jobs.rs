@@ -10,8 +10,9 @@ use slipstream_base::width::to_u32;
 
 use crate::machine::{Costs, CpuMask, Machine, Mechanism};
 use crate::policy::Params;
+use crate::result::SimError;
 use crate::sched::{SchedulerKind, TaskId, eevdf, slip};
-use crate::sim::{Sim, SimError};
+use crate::sim::Sim;
 use crate::workload::{Channel, Op, Workload};
 
 /// Stages of a job at most.

@@ -7,7 +7,8 @@
 //! - [`rtapp`]: workloads read from rt-app's JSON.
 //! - [`sched`]: the schedulers compared: ours, which is the BPF program compiled for this crate and
 //!   called as the kernel calls it, and a model of EEVDF.
-//! - [`sim`]: the event loop. Deterministic: same seed, same result.
+//! - [`sim`]: the event loop. Deterministic: same seed, same result. [`result`] is what a run measured, [`rng`] its
+//!   random numbers.
 //! - [`jobs`]: a host whose threads work on jobs of a larger simulation, which drives its time.
 //! - [`config`]: the TOML file of `slipstream sched sim`, and the runs that it describes.
 //! - [`perfetto`]: a trace of the tasks on each CPU, for <https://ui.perfetto.dev>.
@@ -30,6 +31,8 @@ pub mod jobs;
 pub mod machine;
 pub mod perfetto;
 pub mod policy;
+pub mod result;
+pub mod rng;
 pub mod rtapp;
 pub mod sched;
 pub mod sim;

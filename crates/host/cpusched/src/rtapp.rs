@@ -156,110 +156,155 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
     let mut names = Names::default();
     let mut w = Workload::default();
     for (name, task) in tasks {
-        let at = format!("tasks.{name}");
-        let Some(entries) = task.as_object() else {
-            return bad(&at, "must be an object");
-        };
-        let mut script = Vec::new();
-        let (mut instances, mut weight, mut endless) = (1, 100, true);
-        let mut cpus: Option<Vec<u32>> = None;
-        let mut body = Vec::new();
-        for (key, value) in entries {
-            let at = format!("{at}.{key}");
-            match key.as_str() {
-                "instance" => instances = uint(&at, value, 10_000)?,
-                "priority" => weight = nice_weight(&at, value)?,
-                "cpus" => cpus = Some(cpu_set(&at, value, machine)?),
-                "policy" if *value == Value::Text("SCHED_OTHER".into()) => {}
-                "policy" => return bad(&at, "only SCHED_OTHER is simulated"),
-                "loop" | "phases" => {}
-                _ => {
-                    body.push((key.clone(), value.clone()));
-                }
-            }
-        }
-        match task.get("loop").map(Value::as_i64) {
-            None | Some(Some(-1)) => {}
-            Some(Some(n)) if n > 0 => endless = n == i64::MAX,
-            _ => return bad(&format!("{at}.loop"), "must be -1 or a positive count"),
-        }
-        if let Some(phases) = task.get("phases") {
-            if !body.is_empty() {
-                let key = &body[0].0;
-                return bad(
-                    &format!("{at}.{key}"),
-                    "cannot be combined with `phases`; put it into a phase",
-                );
-            }
-            let Some(phases) = phases.as_object() else {
-                return bad(&format!("{at}.phases"), "must be an object of phases");
-            };
-            for (phase, body) in phases {
-                let at = format!("{at}.phases.{phase}");
-                let Some(body) = body.as_object() else {
-                    return bad(&at, "must be an object");
-                };
-                let (repeat, body): (Vec<_>, Vec<_>) =
-                    body.iter().cloned().partition(|(key, _)| key == "loop");
-                let times = match repeat.first() {
-                    None => 1,
-                    Some((_, n)) => uint(&format!("{at}.loop"), n, OPS_MAX as u64)?,
-                };
-                let mut ops = Vec::new();
-                events(&at, &body, &mut names, &mut ops)?;
-                for _ in 0..times {
-                    script.extend(ops.iter().cloned());
-                    if script.len() > OPS_MAX {
-                        return bad(&at, format!("makes more than {OPS_MAX} steps; loop less"));
-                    }
-                }
-            }
-        } else {
-            events(&at, &body, &mut names, &mut script)?;
-        }
-        if script.is_empty() {
-            return bad(&at, "does nothing; give it a `run` or a `sleep`");
-        }
-        if !endless {
-            let times = task.get("loop").and_then(Value::as_i64);
-            let times = to_usize(times.expect("checked above"));
-            if script.len().saturating_mul(times) > OPS_MAX {
-                return bad(
-                    &format!("{at}.loop"),
-                    format!("makes more than {OPS_MAX} steps; use -1"),
-                );
-            }
-            script = script
-                .iter()
-                .cloned()
-                .cycle()
-                .take(script.len() * times)
-                .collect();
-            script.push(Op::Exit);
-        }
-        let group = w.group(name);
-        let script: Arc<[Op]> = script.into();
-        for i in 0..instances {
-            let spread = w.tasks.len() + to_usize(i) * 7;
-            let home = match &cpus {
-                Some(cpus) => cpus[spread % cpus.len()],
-                None => to_u32(spread) % machine.cpus(),
-            };
-            w.tasks.push(TaskSpec {
-                group,
-                script: script.clone(),
-                weight,
-                mask: cpus
-                    .as_ref()
-                    .map_or(CpuMask::ALL, |c| CpuMask::of(c.iter().copied())),
-                cgroup: None,
-                home,
-            });
-        }
+        add_task(&mut w, &mut names, name, task, machine)?;
     }
     w.channels = to_u32(names.channels.len());
     w.locks = to_u32(names.locks.len());
     Ok(w)
+}
+
+/// Keys of a task other than its events.
+struct Attributes {
+    instances: u64,
+    weight: u32,
+    cpus: Option<Vec<u32>>,
+    /// How often the script runs; `None`: for ever.
+    times: Option<usize>,
+    /// The events of a task without phases.
+    body: Vec<(String, Value)>,
+}
+
+fn attributes(
+    at: &str,
+    task: &Value,
+    entries: &[(String, Value)],
+    machine: Machine,
+) -> Result<Attributes, RtAppError> {
+    let mut read = Attributes {
+        instances: 1,
+        weight: 100,
+        cpus: None,
+        times: None,
+        body: Vec::new(),
+    };
+    for (key, value) in entries {
+        let at = format!("{at}.{key}");
+        match key.as_str() {
+            "instance" => read.instances = uint(&at, value, 10_000)?,
+            "priority" => read.weight = nice_weight(&at, value)?,
+            "cpus" => read.cpus = Some(cpu_set(&at, value, machine)?),
+            "policy" if *value == Value::Text("SCHED_OTHER".into()) => {}
+            "policy" => return bad(&at, "only SCHED_OTHER is simulated"),
+            "loop" | "phases" => {}
+            _ => read.body.push((key.clone(), value.clone())),
+        }
+    }
+    match task.get("loop").map(Value::as_i64) {
+        None | Some(Some(-1 | i64::MAX)) => {}
+        Some(Some(n)) if n > 0 => read.times = Some(to_usize(n)),
+        _ => return bad(&format!("{at}.loop"), "must be -1 or a positive count"),
+    }
+    Ok(read)
+}
+
+/// Adds the ops of `phases`.
+fn add_phases(
+    at: &str,
+    phases: &[(String, Value)],
+    names: &mut Names,
+    script: &mut Vec<Op>,
+) -> Result<(), RtAppError> {
+    for (phase, body) in phases {
+        let at = format!("{at}.phases.{phase}");
+        let Some(body) = body.as_object() else {
+            return bad(&at, "must be an object");
+        };
+        let (repeat, body): (Vec<_>, Vec<_>) =
+            body.iter().cloned().partition(|(key, _)| key == "loop");
+        let times = match repeat.first() {
+            None => 1,
+            Some((_, n)) => uint(&format!("{at}.loop"), n, OPS_MAX as u64)?,
+        };
+        let mut ops = Vec::new();
+        events(&at, &body, names, &mut ops)?;
+        for _ in 0..times {
+            script.extend(ops.iter().cloned());
+            if script.len() > OPS_MAX {
+                return bad(&at, format!("makes more than {OPS_MAX} steps; loop less"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn add_task(
+    w: &mut Workload,
+    names: &mut Names,
+    name: &str,
+    task: &Value,
+    machine: Machine,
+) -> Result<(), RtAppError> {
+    let at = format!("tasks.{name}");
+    let Some(entries) = task.as_object() else {
+        return bad(&at, "must be an object");
+    };
+    let Attributes {
+        instances,
+        weight,
+        cpus,
+        times,
+        body,
+    } = attributes(&at, task, entries, machine)?;
+    let mut script = Vec::new();
+    match (task.get("phases"), body.first()) {
+        (Some(_), Some((key, _))) => {
+            return bad(
+                &format!("{at}.{key}"),
+                "cannot be combined with `phases`; put it into a phase",
+            );
+        }
+        (Some(phases), None) => {
+            let Some(phases) = phases.as_object() else {
+                return bad(&format!("{at}.phases"), "must be an object of phases");
+            };
+            add_phases(&at, phases, names, &mut script)?;
+        }
+        (None, _) => events(&at, &body, names, &mut script)?,
+    }
+    if script.is_empty() {
+        return bad(&at, "does nothing; give it a `run` or a `sleep`");
+    }
+    if let Some(times) = times {
+        let ops = script.len().saturating_mul(times);
+        if ops > OPS_MAX {
+            return bad(
+                &format!("{at}.loop"),
+                format!("makes more than {OPS_MAX} steps; use -1"),
+            );
+        }
+        script = script.iter().cloned().cycle().take(ops).collect();
+        script.push(Op::Exit);
+    }
+    let group = w.group(name);
+    let script: Arc<[Op]> = script.into();
+    let mask = cpus.as_ref();
+    let mask = mask.map_or(CpuMask::ALL, |c| CpuMask::of(c.iter().copied()));
+    for i in 0..instances {
+        let spread = w.tasks.len() + to_usize(i) * 7;
+        let home = match &cpus {
+            Some(cpus) => cpus[spread % cpus.len()],
+            None => to_u32(spread) % machine.cpus(),
+        };
+        w.tasks.push(TaskSpec {
+            group,
+            script: script.clone(),
+            weight,
+            mask: mask.clone(),
+            cgroup: None,
+            home,
+        });
+    }
+    Ok(())
 }
 
 fn events(

@@ -7,60 +7,18 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::rc::Rc;
 
-use hdrhistogram::Histogram;
-use slipstream_base::mix::{mix64, unit};
-use slipstream_base::width::{floor_u64, to_u32};
+use slipstream_base::width::to_u32;
 
 use crate::jobs::{Ended, Job};
 use crate::machine::{Costs, Machine, Mechanism};
 use crate::perfetto::Trace;
-use crate::policy::COUNTERS;
+use crate::result::{OPS_MAX, RunResult, SimError};
+use crate::rng::Rng;
 use crate::sched::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
-use crate::workload::{Op, Span, Workload};
+use crate::workload::{Op, Workload};
 
 /// Stage of an [`Op::Work`] or [`Op::Forward`] that is complete.
 const DONE: u8 = u8::MAX;
-/// Maximum ops in a row that take no time. A script that exceeds it never computes.
-const OPS_MAX: u32 = 10_000;
-
-/// SplitMix64 (Steele, Lea, Flood 2014): small, seeded, the same everywhere.
-#[derive(Clone, Debug)]
-pub struct Rng(u64);
-
-impl Rng {
-    /// A generator with this seed.
-    pub fn new(seed: u64) -> Rng {
-        Rng(seed)
-    }
-
-    /// The next word.
-    pub fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix64(self.0)
-    }
-
-    /// Uniform over [0, 1).
-    pub fn unit(&mut self) -> f64 {
-        unit(self.word())
-    }
-
-    fn span(&mut self, span: Span) -> u64 {
-        match span {
-            Span::Fixed(ns) => ns,
-            // libm, not the system's, whose results differ between machines.
-            Span::Exp(mean) => floor_u64(-libm::log(1.0 - self.unit()) * mean as f64),
-            Span::Uniform(a, b) => a + floor_u64(self.unit() * (b.saturating_sub(a)) as f64),
-            Span::Either(a, b, p) => {
-                if self.unit() < p {
-                    b
-                } else {
-                    a
-                }
-            }
-        }
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     /// An interrupt reached an idle CPU, which has left its idle state.
@@ -163,6 +121,36 @@ struct Task {
     run_ns: u64,
 }
 
+impl Task {
+    /// One that begins on the CPU `home`.
+    fn new(home: u32) -> Task {
+        Task {
+            pc: 0,
+            stage: 0,
+            left: 0,
+            wait: Wait::Time,
+            cpu: home,
+            woken_at: 0,
+            ready_at: None,
+            reply: 0,
+            next_channel: 0,
+            origin: 0,
+            sent_at: 0,
+            period_at: 0,
+            received_by: None,
+            job: None,
+            outbox: VecDeque::new(),
+            run_ns: 0,
+        }
+    }
+
+    /// Goes on to the next op of a script of `ops`.
+    fn next_op(&mut self, ops: usize) {
+        self.pc = (self.pc + 1) % ops;
+        self.stage = 0;
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Message {
     origin: u64,
@@ -172,122 +160,13 @@ struct Message {
     job: Option<u32>,
 }
 
-/// Latencies of one group of tasks, ns.
-#[derive(Clone, Debug)]
-pub struct GroupResult {
-    /// The group's name.
-    pub name: String,
-    /// From wake-up to running.
-    pub wake: Histogram<u64>,
-    /// From the start of a send to the end of its reception.
-    pub hop: Histogram<u64>,
-    /// From the start of a request to [`Op::Done`].
-    pub request: Histogram<u64>,
-    /// CPU time used, ns.
-    pub run_ns: u64,
-    /// Longest wait for a CPU, after a wake-up or a slice; over the whole run, ns.
-    pub wait_max_ns: u64,
-}
-
-/// Measurements of a run, after its warm-up.
-#[derive(Clone, Debug)]
-pub struct RunResult {
-    /// By group.
-    pub groups: Vec<GroupResult>,
-    /// The scheduler's counters, in the order of [`COUNTERS`]; over the whole run.
-    pub counters: [u64; COUNTERS.len()],
-    /// Measured time, ns.
-    pub measured_ns: u64,
-    /// CPU time used by tasks and switches over the available CPU time, 0 to 1.
-    pub utilization: f64,
-    /// Longest time that a task waited while a CPU of its mask was idle, ns; over the whole run. Checked
-    /// every millisecond, on hosts of up to 64 CPUs.
-    pub idle_beside_work_ns: u64,
-    /// Context switches.
-    pub switches: u64,
-    /// Migrations of a task to another LLC.
-    pub llc_moves: u64,
-    /// Events handled.
-    pub events: u64,
-    /// Requests completed.
-    pub requests: u64,
-    /// A digest of all events: equal digests mean equal runs.
-    pub digest: u64,
-}
-
-impl RunResult {
-    /// Adds another run of the same workload: its samples, counts and measured time.
-    ///
-    /// # Panics
-    /// If the groups differ.
-    pub fn add(&mut self, other: &RunResult) {
-        assert_eq!(
-            self.groups.len(),
-            other.groups.len(),
-            "runs of one workload"
-        );
-        let (own, its) = (self.measured_ns as f64, other.measured_ns as f64);
-        self.utilization = (self.utilization * own + other.utilization * its) / (own + its);
-        for (a, b) in self.groups.iter_mut().zip(&other.groups) {
-            for (to, from) in [
-                (&mut a.wake, &b.wake),
-                (&mut a.hop, &b.hop),
-                (&mut a.request, &b.request),
-            ] {
-                to.add(from).expect("the bounds are the same");
-            }
-            a.run_ns += b.run_ns;
-            a.wait_max_ns = a.wait_max_ns.max(b.wait_max_ns);
-        }
-        for (a, b) in self.counters.iter_mut().zip(other.counters) {
-            *a += b;
-        }
-        self.measured_ns += other.measured_ns;
-        self.idle_beside_work_ns = self.idle_beside_work_ns.max(other.idle_beside_work_ns);
-        self.switches += other.switches;
-        self.llc_moves += other.llc_moves;
-        self.events += other.events;
-        self.requests += other.requests;
-        self.digest = (self.digest ^ other.digest).wrapping_mul(0x0100_0000_01b3);
-    }
-}
-
-/// Why a run could not start or finish.
-#[derive(Debug, thiserror::Error)]
-pub enum SimError {
-    /// A script loops without computing or waiting.
-    #[error(
-        "task {task} of group `{group}` ran {OPS_MAX} steps without computing or waiting; \
-         give its script a run, a sleep or a receive"
-    )]
-    Endless {
-        /// The task.
-        task: TaskId,
-        /// Its group.
-        group: String,
-    },
-    /// The scheduler did something for which a kernel would have aborted it.
-    #[error("scheduler error that a kernel aborts on: {0}")]
-    Scheduler(String),
-    /// A thread of the process simulates two hosts with our scheduler.
-    #[error(
-        "this thread simulates a host with our scheduler already, and a process has one of them at a time; \
-         let the other simulation end first"
-    )]
-    InUse,
-    /// A task names a CPU that the machine does not have.
-    #[error(
-        "task {task} is to run on CPU {cpu}, but the machine has CPUs 0 to {last}; \
-         change the task or make the machine larger"
-    )]
-    NoCpu {
-        /// The task.
-        task: TaskId,
-        /// The CPU named.
-        cpu: u32,
-        /// The last CPU of the machine.
-        last: u32,
-    },
+/// What a stage of an op led to.
+enum Step {
+    Done,
+    /// The task waits.
+    Waits,
+    /// The task's job has ended.
+    EndsJob,
 }
 
 /// One run.
@@ -312,11 +191,6 @@ pub struct Sim<'a> {
     pub(crate) jobs: Vec<Job>,
     /// Jobs that have ended and were not taken.
     pub(crate) ended: VecDeque<Ended>,
-}
-
-fn histogram() -> Histogram<u64> {
-    // Two digits from 1 ns to 1000 s; longer values count as 1000 s.
-    Histogram::new_with_bounds(1, 1_000_000_000_000, 2).expect("the bounds and digits are allowed")
 }
 
 /// Interval between checks of waiting tasks against idle CPUs.
@@ -380,37 +254,8 @@ impl<'a> Sim<'a> {
                 mask: t.mask.clone(),
                 cgroup: t.cgroup.map(|g| (g, workload.cgroups[g as usize])),
             });
-            tasks.push(Task {
-                pc: 0,
-                stage: 0,
-                left: 0,
-                wait: Wait::Time,
-                cpu: t.home,
-                woken_at: 0,
-                ready_at: None,
-                reply: 0,
-                next_channel: 0,
-                origin: 0,
-                sent_at: 0,
-                period_at: 0,
-                received_by: None,
-                job: None,
-                outbox: VecDeque::new(),
-                run_ns: 0,
-            });
+            tasks.push(Task::new(t.home));
         }
-        let groups = workload
-            .groups
-            .iter()
-            .map(|name| GroupResult {
-                name: name.clone(),
-                wake: histogram(),
-                hop: histogram(),
-                request: histogram(),
-                run_ns: 0,
-                wait_max_ns: 0,
-            })
-            .collect();
         Ok(Sim {
             machine,
             costs,
@@ -422,20 +267,9 @@ impl<'a> Sim<'a> {
             tasks,
             channels: vec![Default::default(); workload.channels as usize],
             locks: vec![Default::default(); workload.locks as usize],
-            workload,
             rng: Rng::new(seed),
-            out: RunResult {
-                groups,
-                counters: [0; COUNTERS.len()],
-                measured_ns: 0,
-                utilization: 0.0,
-                idle_beside_work_ns: 0,
-                switches: 0,
-                llc_moves: 0,
-                events: 0,
-                requests: 0,
-                digest: 0,
-            },
+            out: RunResult::new(&workload.groups),
+            workload,
             trace,
             skips_idle_ticks: false,
             jobs: Vec::new(),
@@ -598,14 +432,7 @@ impl<'a> Sim<'a> {
                 self.at(next, Event::Post(i));
             }
             Event::Measure => {
-                for g in &mut self.out.groups {
-                    g.wake.reset();
-                    g.hop.reset();
-                    g.request.reset();
-                }
-                self.out.switches = 0;
-                self.out.llc_moves = 0;
-                self.out.requests = 0;
+                self.out.begin();
                 for c in &mut self.cpus {
                     c.busy_ns = 0;
                     c.since = c.since.max(self.now);
@@ -968,150 +795,21 @@ impl<'a> Sim<'a> {
         let workload = Rc::clone(&self.workload);
         let script = &workload.tasks[task as usize].script;
         for _ in 0..OPS_MAX {
-            let t = &mut self.tasks[task as usize];
-            let op = &script[t.pc];
-            let (stage, mut blocked) = (t.stage, false);
-            match (op, stage) {
-                (Op::Run(span), 0) => {
-                    t.left = self.rng.span(*span);
-                    t.stage = 2;
+            let op = &script[self.tasks[task as usize].pc];
+            match self.step(cpu, task, op, script.len()) {
+                Step::Done => {}
+                Step::Waits => {
+                    self.sched.on_stop(task, cpu, self.now, false);
+                    self.trace_end(cpu, task);
+                    self.dispatch(cpu, None);
+                    return Ok(());
                 }
-                (
-                    Op::Send(_, by) | Op::SendNext { by, .. } | Op::Ask { by, .. } | Op::Reply(by),
-                    0,
-                ) => {
-                    t.sent_at = self.now;
-                    t.left = by.send_ns();
-                    t.stage = 1;
+                Step::EndsJob => {
+                    // The caller may give it another job before it continues.
+                    let turn = self.cpus[cpu as usize].turn;
+                    self.at(self.now, Event::RunEnd(cpu, turn));
+                    return Ok(());
                 }
-                (Op::Send(..) | Op::SendNext { .. } | Op::Ask { .. } | Op::Reply(_), 1) => {
-                    let mut reply = t.reply;
-                    let (to, by) = match op {
-                        Op::Send(to, by) => (*to, *by),
-                        Op::Reply(by) => (t.reply, *by),
-                        Op::Ask { to, reply: own, by } => {
-                            reply = *own;
-                            // A request starts here.
-                            t.origin = t.sent_at;
-                            (*to, *by)
-                        }
-                        Op::SendNext { first, count, by } => {
-                            let to = first + t.next_channel % count;
-                            t.next_channel = t.next_channel.wrapping_add(1);
-                            (to, *by)
-                        }
-                        _ => unreachable!("matched above"),
-                    };
-                    let origin = if t.origin == 0 { t.sent_at } else { t.origin };
-                    let msg = Message {
-                        origin,
-                        reply,
-                        sent_at: t.sent_at,
-                        by: Some(by),
-                        job: None,
-                    };
-                    let kicked = self.post(to, msg, Some(task), Some(cpu), by.is_sync());
-                    let t = &mut self.tasks[task as usize];
-                    t.left = if kicked { self.costs.kick_ns } else { 0 };
-                    t.stage = 2;
-                }
-                (Op::Recv(from), 0) => {
-                    let (queue, line) = &mut self.channels[*from as usize];
-                    if let Some(msg) = queue.pop_front() {
-                        self.accept(task, msg);
-                    } else {
-                        line.push_back(task);
-                        t.wait = Wait::Message;
-                        blocked = true;
-                    }
-                }
-                (Op::Recv(_), 1) => {
-                    let (sent_at, by) = (t.sent_at, t.received_by.take());
-                    t.stage = 2;
-                    if by.is_some() {
-                        let group = self.workload.tasks[task as usize].group;
-                        self.out.groups[group]
-                            .hop
-                            .saturating_record(self.now - sent_at);
-                    }
-                }
-                (Op::Sleep(span), 0) => {
-                    let until = self.now + self.rng.span(*span);
-                    t.wait = Wait::Time;
-                    t.stage = 2;
-                    t.origin = 0;
-                    blocked = true;
-                    self.at(until, Event::Timer(task));
-                }
-                (Op::Timer(period), 0) => {
-                    t.period_at += period;
-                    t.stage = 2;
-                    t.origin = 0;
-                    if t.period_at > self.now {
-                        t.wait = Wait::Time;
-                        blocked = true;
-                        let until = t.period_at;
-                        self.at(until, Event::Timer(task));
-                    }
-                }
-                (Op::Lock(lock), 0) => {
-                    t.stage = 2;
-                    let (owner, line) = &mut self.locks[*lock as usize];
-                    if owner.is_none() {
-                        *owner = Some(task);
-                    } else {
-                        line.push_back(task);
-                        t.wait = Wait::Lock;
-                        blocked = true;
-                    }
-                }
-                (Op::Unlock(lock), 0) => {
-                    t.stage = 2;
-                    let (owner, line) = &mut self.locks[*lock as usize];
-                    *owner = line.pop_front();
-                    if let Some(next) = *owner
-                        && self.wake(next, Some(task), cpu, false)
-                    {
-                        self.tasks[task as usize].left = self.costs.kick_ns;
-                    }
-                }
-                (Op::Done, 0) => {
-                    t.stage = 2;
-                    let (origin, group) = (t.origin, workload.tasks[task as usize].group);
-                    self.out.requests += 1;
-                    if origin != 0 {
-                        self.out.groups[group]
-                            .request
-                            .saturating_record(self.now - origin);
-                    }
-                }
-                (Op::Work | Op::Forward, _) => {
-                    if self.proceed_job(task, cpu, *op == Op::Work) {
-                        // The caller may give it another job before it continues.
-                        let turn = self.cpus[cpu as usize].turn;
-                        self.at(self.now, Event::RunEnd(cpu, turn));
-                        return Ok(());
-                    }
-                    let t = &mut self.tasks[task as usize];
-                    if t.stage == DONE {
-                        t.pc = (t.pc + 1) % script.len();
-                        t.stage = 0;
-                    }
-                }
-                (Op::Exit, _) => {
-                    t.wait = Wait::Gone;
-                    blocked = true;
-                }
-                (_, _) => {
-                    t.pc = (t.pc + 1) % script.len();
-                    t.stage = 0;
-                }
-            }
-            if blocked {
-                self.sched.on_stop(task, cpu, self.now, false);
-                self.trace_end(cpu, task);
-                self.dispatch(cpu, None);
-                return Ok(());
             }
             if self.tasks[task as usize].left > 0 {
                 self.schedule_end(cpu, task);
@@ -1120,6 +818,159 @@ impl<'a> Sim<'a> {
         }
         let group = workload.groups[workload.tasks[task as usize].group].clone();
         Err(SimError::Endless { task, group })
+    }
+
+    /// One stage of an op.
+    fn step(&mut self, cpu: u32, task: TaskId, op: &Op, ops: usize) -> Step {
+        let t = &mut self.tasks[task as usize];
+        match (op, t.stage) {
+            (Op::Run(span), 0) => {
+                t.left = self.rng.span(*span);
+                t.stage = 2;
+            }
+            (Op::Send(_, by) | Op::SendNext { by, .. } | Op::Ask { by, .. } | Op::Reply(by), 0) => {
+                t.sent_at = self.now;
+                t.left = by.send_ns();
+                t.stage = 1;
+            }
+            (Op::Send(..) | Op::SendNext { .. } | Op::Ask { .. } | Op::Reply(_), 1) => {
+                self.send(cpu, task, op);
+            }
+            (Op::Recv(from), 0) => return self.receive(task, *from),
+            (Op::Recv(_), 1) => {
+                let (sent_at, by) = (t.sent_at, t.received_by.take());
+                t.stage = 2;
+                if by.is_some() {
+                    let group = self.workload.tasks[task as usize].group;
+                    self.out.groups[group]
+                        .hop
+                        .saturating_record(self.now - sent_at);
+                }
+            }
+            (Op::Sleep(span), 0) => {
+                let until = self.now + self.rng.span(*span);
+                return self.sleep(task, until);
+            }
+            (Op::Timer(period), 0) => {
+                t.period_at += period;
+                let until = t.period_at;
+                if until > self.now {
+                    return self.sleep(task, until);
+                }
+                // Late: it does not sleep.
+                t.stage = 2;
+                t.origin = 0;
+            }
+            (Op::Lock(lock), 0) => return self.lock(task, *lock),
+            (Op::Unlock(lock), 0) => self.unlock(cpu, task, *lock),
+            (Op::Done, 0) => {
+                t.stage = 2;
+                let (origin, group) = (t.origin, self.workload.tasks[task as usize].group);
+                self.out.requests += 1;
+                if origin != 0 {
+                    self.out.groups[group]
+                        .request
+                        .saturating_record(self.now - origin);
+                }
+            }
+            (Op::Work | Op::Forward, _) => {
+                if self.proceed_job(task, cpu, *op == Op::Work) {
+                    return Step::EndsJob;
+                }
+                let t = &mut self.tasks[task as usize];
+                if t.stage == DONE {
+                    t.next_op(ops);
+                }
+            }
+            (Op::Exit, _) => {
+                t.wait = Wait::Gone;
+                return Step::Waits;
+            }
+            (_, _) => t.next_op(ops),
+        }
+        Step::Done
+    }
+
+    /// The effect of an op that sends.
+    fn send(&mut self, cpu: u32, task: TaskId, op: &Op) {
+        let t = &mut self.tasks[task as usize];
+        let mut reply = t.reply;
+        let (to, by) = match op {
+            Op::Send(to, by) => (*to, *by),
+            Op::Reply(by) => (t.reply, *by),
+            Op::Ask { to, reply: own, by } => {
+                reply = *own;
+                // A request starts here.
+                t.origin = t.sent_at;
+                (*to, *by)
+            }
+            Op::SendNext { first, count, by } => {
+                let to = first + t.next_channel % count;
+                t.next_channel = t.next_channel.wrapping_add(1);
+                (to, *by)
+            }
+            _ => unreachable!("only ops that send are passed"),
+        };
+        let origin = if t.origin == 0 { t.sent_at } else { t.origin };
+        let msg = Message {
+            origin,
+            reply,
+            sent_at: t.sent_at,
+            by: Some(by),
+            job: None,
+        };
+        let kicked = self.post(to, msg, Some(task), Some(cpu), by.is_sync());
+        let t = &mut self.tasks[task as usize];
+        t.left = if kicked { self.costs.kick_ns } else { 0 };
+        t.stage = 2;
+    }
+
+    /// Takes a message, or waits for one.
+    fn receive(&mut self, task: TaskId, from: u32) -> Step {
+        let (queue, line) = &mut self.channels[from as usize];
+        if let Some(msg) = queue.pop_front() {
+            self.accept(task, msg);
+            return Step::Done;
+        }
+        line.push_back(task);
+        self.tasks[task as usize].wait = Wait::Message;
+        Step::Waits
+    }
+
+    /// Sleeps until a time. Its request ends there.
+    fn sleep(&mut self, task: TaskId, until: u64) -> Step {
+        let t = &mut self.tasks[task as usize];
+        t.stage = 2;
+        t.origin = 0;
+        t.wait = Wait::Time;
+        self.at(until, Event::Timer(task));
+        Step::Waits
+    }
+
+    /// Takes a lock, or waits for it.
+    fn lock(&mut self, task: TaskId, lock: u32) -> Step {
+        let t = &mut self.tasks[task as usize];
+        t.stage = 2;
+        let (owner, line) = &mut self.locks[lock as usize];
+        if owner.is_none() {
+            *owner = Some(task);
+            return Step::Done;
+        }
+        line.push_back(task);
+        t.wait = Wait::Lock;
+        Step::Waits
+    }
+
+    /// Passes a lock on to the first that waits.
+    fn unlock(&mut self, cpu: u32, task: TaskId, lock: u32) {
+        self.tasks[task as usize].stage = 2;
+        let (owner, line) = &mut self.locks[lock as usize];
+        *owner = line.pop_front();
+        if let Some(next) = *owner
+            && self.wake(next, Some(task), cpu, false)
+        {
+            self.tasks[task as usize].left = self.costs.kick_ns;
+        }
     }
 
     /// One step of the job of `task`, which runs on `cpu`: part of its work, or of passing it on. Returns whether the

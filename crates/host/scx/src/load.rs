@@ -11,7 +11,7 @@ use rustix::thread::clock_nanosleep_absolute;
 use rustix::time::{ClockId, Timespec};
 use serde::Serialize;
 use slipstream_base::width::floor_u64;
-use slipstream_cpusched::sim::Rng;
+use slipstream_cpusched::rng::Rng;
 
 use crate::link::{Mechanism, Receiver, Sender, Stamp, cpu, link, now_ns};
 use crate::wake::{Quantiles, histogram};

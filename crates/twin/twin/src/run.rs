@@ -2,7 +2,7 @@
 
 use slipstream_autoscale::{Decision, Observed};
 use slipstream_base::{RankId, SimTime};
-use slipstream_cpusched::sim::SimError;
+use slipstream_cpusched::result::SimError;
 #[cfg(feature = "journal")]
 use slipstream_dispatch as dispatch;
 use slipstream_engine::timing::TimingError;

@@ -15,7 +15,7 @@ use slipstream_cpusched::jobs::{self, JobHost, Stage, Waker};
 use slipstream_cpusched::machine::{Costs as MachineCosts, Machine, Mechanism};
 use slipstream_cpusched::policy::Params;
 use slipstream_cpusched::sched::{SchedulerKind, TaskId};
-use slipstream_cpusched::sim::SimError;
+use slipstream_cpusched::result::SimError;
 use slipstream_cpusched::workload::Channel;
 
 use crate::event::Event;

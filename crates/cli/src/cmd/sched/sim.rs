@@ -9,7 +9,7 @@ use slipstream_base::width::round_u64;
 use slipstream_cpusched::config::{Experiment, Plan};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::COUNTERS;
-use slipstream_cpusched::sim::RunResult;
+use slipstream_cpusched::result::RunResult;
 use slipstream_report::latency::enough_samples;
 use slipstream_report::table::{Table, counted, grouped, number};
 

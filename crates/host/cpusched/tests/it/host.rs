@@ -1,8 +1,9 @@
 use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism, VM_US};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::{Params, counter};
+use slipstream_cpusched::result::RunResult;
 use slipstream_cpusched::sched::SchedulerKind;
-use slipstream_cpusched::sim::{self, RunResult};
+use slipstream_cpusched::sim;
 use slipstream_cpusched::workload::{Arrivals, Op, Schbench, Span, TaskSpec, Workload};
 
 const MS: u64 = 1_000_000;

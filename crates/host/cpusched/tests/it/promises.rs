@@ -5,8 +5,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism};
 use slipstream_cpusched::policy::Params;
+use slipstream_cpusched::result::{GroupResult, RunResult};
 use slipstream_cpusched::sched::SchedulerKind;
-use slipstream_cpusched::sim::{self, RunResult};
+use slipstream_cpusched::sim;
 use slipstream_cpusched::workload::{Hotplug, Op, RealTime, Span, Workload};
 
 const MS: u64 = 1_000_000;
@@ -39,7 +40,7 @@ fn run(m: Machine, w: &Workload, kind: SchedulerKind, warmup: u64, ms: u64) -> R
     run_seed(m, w, kind, warmup, ms, 1)
 }
 
-fn group<'r>(r: &'r RunResult, name: &str) -> &'r sim::GroupResult {
+fn group<'r>(r: &'r RunResult, name: &str) -> &'r GroupResult {
     r.groups
         .iter()
         .find(|g| g.name == name)

@@ -4,14 +4,14 @@
 use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
 use slipstream_base::width::{to_i32, to_u32};
 use slipstream_cpusched::policy::{Core, DOMAINS, Domain, Llc, Params, Placement, Task, Wake};
-use slipstream_cpusched::sim;
+use slipstream_cpusched::rng;
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/decide.bpf.o"));
 const LLCS: u32 = 4;
 const PER_LLC: u32 = 8;
 const INPUTS: usize = 10_000;
 
-struct Rng(sim::Rng);
+struct Rng(rng::Rng);
 
 impl Rng {
     fn word(&mut self) -> u64 {
@@ -131,7 +131,7 @@ fn kernel_and_native_build_decide_alike() {
         .progs_mut()
         .find(|p| p.name() == "decide_once")
         .unwrap();
-    let mut r = Rng(sim::Rng::new(1));
+    let mut r = Rng(rng::Rng::new(1));
     let mut paths = [0u32; 9];
     for i in 0..INPUTS {
         let mut core = Core::new(Params::with_defaults(), LLCS, PER_LLC, 2);

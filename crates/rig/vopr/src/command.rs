@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 
 use slipstream_base::width::to_usize;
 
+use crate::cluster::Shared;
+use crate::outcome::Stats;
 use crate::plan::Plan;
 use crate::shrink::shrink;
-use crate::world::{Shared, Stats, run};
+use crate::world::run;
 
 /// A call of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -25,14 +25,19 @@
 #![cfg(feature = "sim")]
 
 pub mod client;
+pub mod cluster;
 pub mod command;
+mod dial;
 pub mod net;
+pub mod outcome;
 pub mod plan;
 #[cfg(feature = "planted")]
 pub mod planted;
 pub mod rng;
 pub mod shrink;
+mod tasks;
 pub mod world;
 
+pub use outcome::{Failure, Stats};
 pub use plan::Plan;
-pub use world::{Failure, Stats, run};
+pub use world::run;

@@ -1,7 +1,9 @@
 //! The smallest plan that still fails: faults are left out one at a time, and clients by halves.
 
+use crate::cluster::Shared;
+use crate::outcome::Failure;
 use crate::plan::Plan;
-use crate::world::{Failure, Shared, run};
+use crate::world::run;
 
 /// Runs that shrinking may take.
 const RUNS_MAX: usize = 400;

@@ -22,21 +22,17 @@ use std::future::{Future, poll_fn};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Once};
-use std::task::{Context, Poll, Wake, Waker};
+use std::sync::{Arc, Once};
+use std::task::Poll;
 use std::time::Duration;
 
 use slipstream_base::width::{nanos, to_u8, to_u32, to_usize};
-use slipstream_base::{RankId, Role, WorkerId};
-use slipstream_config::cluster::{Cluster, OutputLen, RouterPolicy, TimingConfig, file};
-use slipstream_config::doc::Doc;
+use slipstream_base::{RankId, WorkerId};
+use slipstream_config::cluster::Cluster;
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
-use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{KvNetwork, Limits, RemoteLimits, Roster, Service};
 use slipstream_planes::clock::sim as clock;
 use slipstream_planes::discovery::{ProcessRecord, ProcessRole, SeatKey, SessionEvent};
@@ -45,13 +41,16 @@ use slipstream_planes::ring::PlaneLimits;
 use slipstream_router::{Fleets, Router};
 use slipstream_worker::sim::{Connect, Connecting, SimConfig, SimWorker};
 use slipstream_worker::{Backend, LiveTiming, WorkerSpec};
-use tokio::task::LocalSet;
 use tokio::time::Instant;
 
 use crate::client::{self, Answers, Outcome};
+use crate::cluster::{Shared, cluster_of};
+use crate::dial::{Dial, DialHandle, Dialed, Dials};
 use crate::net::{Delivery, Net, Queue};
-use crate::plan::{ClientPlan, FaultKind, HEAL_NS, Plan, Policy, Pools, Shape};
+use crate::outcome::{Failure, Stats};
+use crate::plan::{ClientPlan, FaultKind, HEAL_NS, Plan, Pools};
 use crate::rng::Rng;
+use crate::tasks::{Driver, Group};
 
 /// When a schedule begins, ns.
 const ORIGIN_NS: u64 = 1_000_000_000_000;
@@ -64,71 +63,6 @@ const TURNS_MAX: u64 = 200_000;
 /// Fingerprint of the cluster.
 const FINGERPRINT: u64 = 7;
 const KEY: &str = "00112233445566778899aabbccddeeff";
-
-/// Counts of a schedule.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Events: deliveries, rounds of engine threads, requests, faults and their ends.
-    pub events: u64,
-    /// Polls of the tasks of a process.
-    pub polls: u64,
-    /// Time that passed, ns.
-    pub virtual_ns: u64,
-    /// Requests that finished.
-    pub finished: u64,
-    /// Requests that were refused.
-    pub refused: u64,
-    /// Requests that ended with an error after their head.
-    pub lost: u64,
-    /// Requests whose client went away, or whose frontend was killed.
-    pub cancelled: u64,
-    /// Tokens that clients read.
-    pub tokens: u64,
-    /// Requests that another worker got.
-    pub retries: u64,
-    /// Streams that another worker continued.
-    pub resumed: u64,
-    /// Entries of streams that were gone.
-    pub stale: u64,
-    /// Digest of all that happened: the same for the same plan.
-    pub digest: u64,
-}
-
-impl Stats {
-    /// Adds another schedule's counts.
-    pub fn add(&mut self, other: &Stats) {
-        self.events += other.events;
-        self.polls += other.polls;
-        self.virtual_ns += other.virtual_ns;
-        self.finished += other.finished;
-        self.refused += other.refused;
-        self.lost += other.lost;
-        self.cancelled += other.cancelled;
-        self.tokens += other.tokens;
-        self.retries += other.retries;
-        self.resumed += other.resumed;
-        self.stale += other.stale;
-        self.digest ^= other.digest;
-    }
-}
-
-/// An invariant that did not hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
-    /// Number of the event after which it was seen.
-    pub step: u64,
-    /// The time, ns since the start.
-    pub at_ns: u64,
-    /// The invariant.
-    pub what: String,
-}
-
-impl std::fmt::Display for Failure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (step, us) = (self.step, self.at_ns / 1000);
-        write!(f, "step {step}, {us} us: {}", self.what)
-    }
-}
 
 /// An event of the simulation.
 #[derive(Clone, Copy, Debug)]
@@ -155,29 +89,6 @@ impl From<Delivery> for Next {
     fn from(delivery: Delivery) -> Next {
         Next::Delivery(delivery)
     }
-}
-
-/// Wakes the simulation, and marks whose tasks have to be polled.
-struct Flag {
-    woken: AtomicBool,
-    driver: Arc<Mutex<Option<Waker>>>,
-}
-
-impl Wake for Flag {
-    fn wake(self: Arc<Self>) {
-        self.woken.store(true, Ordering::Relaxed);
-        let driver = self.driver.lock().expect("nothing panics with it").take();
-        if let Some(driver) = driver {
-            driver.wake();
-        }
-    }
-}
-
-/// The tasks of one thread of a process.
-struct Group {
-    local: LocalSet,
-    flag: Arc<Flag>,
-    waker: Waker,
 }
 
 /// A worker process, or its absence.
@@ -211,46 +122,6 @@ struct Running {
     record: ProcessRecord,
 }
 
-/// A dial under way.
-struct Dial {
-    address: String,
-    process: usize,
-    instance: u64,
-    done: Rc<RefCell<Dialed>>,
-}
-
-#[derive(Default)]
-struct Dialed {
-    result: Option<io::Result<Box<dyn Socket>>>,
-    waker: Option<Waker>,
-    /// The process no longer waits for it.
-    abandoned: bool,
-}
-
-/// The process's side of a dial. A socket that it does not take closes.
-struct DialHandle(Rc<RefCell<Dialed>>);
-
-impl DialHandle {
-    fn poll(&self, cx: &Context<'_>) -> Poll<io::Result<Box<dyn Socket>>> {
-        let mut dialed = self.0.borrow_mut();
-        if let Some(result) = dialed.result.take() {
-            return Poll::Ready(result);
-        }
-        dialed.waker = Some(cx.waker().clone());
-        Poll::Pending
-    }
-}
-
-impl Drop for DialHandle {
-    fn drop(&mut self) {
-        let mut dialed = self.0.borrow_mut();
-        dialed.abandoned = true;
-        dialed.result = None;
-    }
-}
-
-type Dials = Rc<RefCell<Vec<Dial>>>;
-
 struct World<'a> {
     plan: &'a Plan,
     cluster: Cluster,
@@ -258,7 +129,7 @@ struct World<'a> {
     queue: Rc<Queue<Next>>,
     net: Net<Next>,
     rng: Rng,
-    driver: Arc<Mutex<Option<Waker>>>,
+    driver: Driver,
     processes: Vec<Process>,
     frontends: Vec<Frontend>,
     dials: Dials,
@@ -272,43 +143,6 @@ struct World<'a> {
     /// No fault has happened that may cost a request.
     calm: bool,
     probes: Option<usize>,
-}
-
-/// Shared by all schedules, because it takes long to make.
-#[derive(Clone)]
-pub struct Shared {
-    text: Arc<TextModel>,
-    whole: Cluster,
-    apart: Cluster,
-}
-
-impl Default for Shared {
-    fn default() -> Self {
-        Shared::new()
-    }
-}
-
-impl Shared {
-    /// Tables of the tokenizer, and cluster files.
-    pub fn new() -> Shared {
-        const HEAD: &str = "[model]\nname = \"m\"\n[engine]\nblock_size = 16\nnum_gpu_blocks = 64\n\
-             max_model_len = 1024\n[network]\nmode = \"flows\"\n[router]\n\
-             remote_prefill_tokens_min = 16\n";
-        const TIMING: &str = "[engine.timing]\nkind = \"constant\"\nstep_ns = 1_000_000\n";
-        let cluster = |pools: &str| {
-            let text = format!("{HEAD}{pools}{TIMING}");
-            let no_file = |_: &Path| Err(io::ErrorKind::NotFound.into());
-            let doc = Doc::parse("cluster.toml", text.as_bytes());
-            file::read(doc, no_file).unwrap_or_else(|e| panic!("{e}")).0
-        };
-        Shared {
-            text: Arc::new(TextModel::builtin()),
-            whole: cluster("[pool.a]\nworkers = 1\n"),
-            apart: cluster(
-                "[pool.p]\nrole = \"prefill\"\nworkers = 1\n[pool.d]\nrole = \"decode\"\nworkers = 1\n",
-            ),
-        }
-    }
 }
 
 thread_local! {
@@ -377,46 +211,6 @@ pub fn run(plan: &Plan, shared: &Shared) -> Result<Stats, Failure> {
     }
 }
 
-fn cluster_of(shape: &Shape, shared: &Shared) -> Cluster {
-    let mut cluster = match shape.pools {
-        Pools::Whole => shared.whole.clone(),
-        _ => shared.apart.clone(),
-    };
-    let workers = to_u32(shape.worker_count());
-    let prefill = to_u32(shape.prefill_workers());
-    for pool in &mut cluster.pools {
-        pool.workers = match pool.role {
-            Role::Prefill => prefill,
-            _ => workers - prefill,
-        };
-        let engine = &mut pool.engine;
-        engine.num_gpu_blocks = shape.blocks;
-        engine.max_model_len = shape.blocks * 16;
-        engine.max_num_seqs = shape.seqs;
-        engine.max_num_batched_tokens = shape.batched_tokens;
-        engine.startup_s = shape.startup_ms as f64 / 1e3;
-        engine.output_len = OutputLen::LogNormal {
-            mean: f64::from(shape.answer_tokens),
-            cv: 0.7,
-        };
-        engine.timing = TimingConfig::Constant {
-            step_ns: shape.step_ns,
-        };
-    }
-    cluster.kv.hand_over = match shape.pools {
-        Pools::Push => slipstream_config::cluster::HandOver::Push,
-        _ => slipstream_config::cluster::HandOver::Pull,
-    };
-    cluster.network.nic_bits_per_s = shape.nic_bits_per_s as f64;
-    cluster.router.queue_max = to_u32(shape.queue_max);
-    cluster.router.busy_kv_share = f64::from(shape.busy_percent) / 100.0;
-    cluster.router.policy = match shape.policy {
-        Policy::Kv => RouterPolicy::Kv,
-        Policy::RoundRobin => RouterPolicy::RoundRobin,
-    };
-    cluster
-}
-
 impl<'a> World<'a> {
     fn new(plan: &'a Plan, shared: &Shared) -> World<'a> {
         let shape = &plan.shape;
@@ -469,18 +263,6 @@ impl<'a> World<'a> {
 
     fn note(&mut self, what: u64) {
         self.stats.digest = slipstream_base::mix::mix64(self.stats.digest ^ what);
-    }
-
-    fn group(&self) -> Group {
-        let flag = Arc::new(Flag {
-            woken: AtomicBool::new(true),
-            driver: self.driver.clone(),
-        });
-        Group {
-            local: LocalSet::new(),
-            waker: Waker::from(flag.clone()),
-            flag,
-        }
     }
 
     // The main loop.
@@ -578,7 +360,7 @@ impl<'a> World<'a> {
         let of_processes = processes.filter_map(|p| p.up.as_ref().map(|(_, group)| group));
         let of_frontends = self.frontends.iter().filter_map(|f| f.up.as_ref());
         let mut all = of_processes.chain(of_frontends.flat_map(|up| &up.groups));
-        all.any(|group| group.flag.woken.load(Ordering::Relaxed))
+        all.any(Group::is_woken)
     }
 
     fn next_engine(&self) -> Option<u64> {
@@ -613,7 +395,7 @@ impl<'a> World<'a> {
                     continue;
                 };
                 clock::set(Some((now + process.ahead_ns, 100 + index as u64)));
-                if group.flag.woken.load(Ordering::Relaxed) {
+                if group.is_woken() {
                     turns.push(Turn::Plane(index));
                 }
                 if worker.is_due(now + process.ahead_ns) {
@@ -626,7 +408,7 @@ impl<'a> World<'a> {
                     .iter()
                     .flat_map(|up| up.groups.iter().enumerate());
                 for (shard, group) in groups {
-                    if group.flag.woken.load(Ordering::Relaxed) {
+                    if group.is_woken() {
                         turns.push(Turn::Shard(index, shard));
                     }
                 }
@@ -716,7 +498,7 @@ impl<'a> World<'a> {
                 if process.frozen_until <= self.queue.now()
                     && let Some((_, group)) = &process.up
                 {
-                    group.waker.wake_by_ref();
+                    group.wake();
                 }
             }
             Next::StartFrontend(frontend) => {
@@ -753,7 +535,7 @@ impl<'a> World<'a> {
                     self.processes[index].frozen_until = 0;
                     if let Some((worker, group)) = &self.processes[index].up {
                         worker.heal();
-                        group.waker.wake_by_ref();
+                        group.wake();
                     }
                 }
                 self.queue.push(now + LOOK_NS, Next::Look);
@@ -817,7 +599,7 @@ impl<'a> World<'a> {
             let prefill = fleets.prefill.as_ref().map(router);
             let dispatcher = Dispatcher::new(rules, router(&fleets.serve), prefill)
                 .with_queue_room(room.clone());
-            let group = self.group();
+            let group = Group::new(&self.driver);
             let shard = frontend.shard(to_u8(shard), dispatcher, network.clone());
             let run = shard.clone();
             group.local.spawn_local(async move {
@@ -922,7 +704,7 @@ impl<'a> World<'a> {
         let started = SimWorker::start(&config, specs, &timing, connect);
         clock::set(Some((self.queue.now(), 1)));
         let (worker, task) = started.map_err(|error| error.to_string())?;
-        let group = self.group();
+        let group = Group::new(&self.driver);
         group.local.spawn_local(task);
         let process = &mut self.processes[index];
         process.instance = instance;
@@ -1024,6 +806,45 @@ impl<'a> World<'a> {
 
     // Faults.
 
+    fn crash_frontend(&mut self, frontend: usize, down_ns: u64) {
+        let now = self.queue.now();
+        let Some(up) = self.frontends[frontend].up.take() else {
+            return;
+        };
+        let instance = up.record.instance;
+        self.frontends[frontend].stale = Some(up.record.clone());
+        for (index, record) in self.records.iter().enumerate() {
+            let mut record = record.borrow_mut();
+            let here = record.sent && record.plan.to.0 == frontend;
+            if here && record.outcomes.is_empty() {
+                record.outcomes.push(Outcome::Dropped);
+                self.tasks[index] = None;
+            }
+        }
+        drop(up);
+        let lease_ns = 3 * self.plan.shape.deadline_ms * 1_000_000;
+        for process in 0..self.processes.len() {
+            let gone = Next::Vanished(process, frontend, instance);
+            self.queue.push(now + lease_ns, gone);
+        }
+        self.queue
+            .push(now + down_ns, Next::StartFrontend(frontend));
+    }
+
+    fn strike_connection(&mut self, connection: usize, kind: FaultKind) {
+        match kind {
+            FaultKind::Cut { .. } => self.net.cut(connection),
+            FaultKind::HalfOpen { side, .. } => self.net.half_open(connection, side),
+            FaultKind::Stall { side, for_ns, .. } => {
+                let until = self.queue.now() + for_ns;
+                self.net.stall(connection, side, until);
+            }
+            FaultKind::Slow { extra_ns, .. } => self.net.slow(connection, extra_ns),
+            FaultKind::Corrupt { side, .. } => self.net.corrupt(connection, side),
+            _ => {}
+        }
+    }
+
     fn strike(&mut self, kind: FaultKind) {
         let now = self.queue.now();
         self.calm = false;
@@ -1061,68 +882,15 @@ impl<'a> World<'a> {
                 self.queue.push(of.frozen_until, Next::Thaw(process));
             }
             FaultKind::CrashFrontend { frontend, down_ns } => {
-                let Some(up) = self.frontends[frontend].up.take() else {
-                    return;
-                };
-                let instance = up.record.instance;
-                self.frontends[frontend].stale = Some(up.record.clone());
-                for (index, record) in self.records.iter().enumerate() {
-                    let mut record = record.borrow_mut();
-                    let here = record.sent && record.plan.to.0 == frontend;
-                    if here && record.outcomes.is_empty() {
-                        record.outcomes.push(Outcome::Dropped);
-                        self.tasks[index] = None;
-                    }
-                }
-                drop(up);
-                let lease_ns = 3 * self.plan.shape.deadline_ms * 1_000_000;
-                for process in 0..self.processes.len() {
-                    let gone = Next::Vanished(process, frontend, instance);
-                    self.queue.push(now + lease_ns, gone);
-                }
-                self.queue
-                    .push(now + down_ns, Next::StartFrontend(frontend));
+                self.crash_frontend(frontend, down_ns);
             }
-            FaultKind::Cut { process, pick } => {
+            FaultKind::Cut { process, pick }
+            | FaultKind::HalfOpen { process, pick, .. }
+            | FaultKind::Stall { process, pick, .. }
+            | FaultKind::Slow { process, pick, .. }
+            | FaultKind::Corrupt { process, pick, .. } => {
                 if let Some(connection) = self.net.pick(process, pick) {
-                    self.net.cut(connection);
-                }
-            }
-            FaultKind::HalfOpen {
-                process,
-                pick,
-                side,
-            } => {
-                if let Some(connection) = self.net.pick(process, pick) {
-                    self.net.half_open(connection, side);
-                }
-            }
-            FaultKind::Stall {
-                process,
-                pick,
-                side,
-                for_ns,
-            } => {
-                if let Some(connection) = self.net.pick(process, pick) {
-                    self.net.stall(connection, side, now + for_ns);
-                }
-            }
-            FaultKind::Slow {
-                process,
-                pick,
-                extra_ns,
-            } => {
-                if let Some(connection) = self.net.pick(process, pick) {
-                    self.net.slow(connection, extra_ns);
-                }
-            }
-            FaultKind::Corrupt {
-                process,
-                pick,
-                side,
-            } => {
-                if let Some(connection) = self.net.pick(process, pick) {
-                    self.net.corrupt(connection, side);
+                    self.strike_connection(connection, kind);
                 }
             }
             FaultKind::ClockJump { process, by_ns } => self.processes[process].ahead_ns += by_ns,
@@ -1480,15 +1248,5 @@ impl<'a> World<'a> {
         self.stats = stats;
         self.note(stats.tokens);
         self.note(stats.finished << 32 | stats.lost << 16 | stats.refused);
-    }
-}
-
-impl Group {
-    /// Runs the tasks that were woken.
-    fn poll(&mut self) {
-        self.flag.woken.store(false, Ordering::Relaxed);
-        let mut cx = Context::from_waker(&self.waker);
-        // Ready if there is no task at the moment.
-        let _ = Pin::new(&mut self.local).poll(&mut cx);
     }
 }

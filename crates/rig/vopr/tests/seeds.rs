@@ -1,6 +1,6 @@
 //! Recorded seeds.
 
-use slipstream_vopr::world::Shared;
+use slipstream_vopr::cluster::Shared;
 use slipstream_vopr::{Plan, Stats, run};
 
 /// Schedules of every run of the tests.

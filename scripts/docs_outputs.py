@@ -17,6 +17,7 @@ The line before a block says what happens to it:
   <!-- file NAME -->        is written to a file of this name, for later blocks
   <!-- output -->           the output of the block before it. `…` stands for anything, on a line of its own for any lines.
                             Figures that depend on the machine are not compared
+  <!-- output live -->      the same of a live run: no figure is compared
   <!-- not run: REASON -->  is left alone
   <!-- shown -->            no code: a format or a log
 
@@ -53,7 +54,7 @@ TUTORIALS = [
     "docs/python.md",
 ]
 NOT_RUN_MAX = 5
-BLOCK_S = 300
+BLOCK_S = 240
 READY_S = 60
 SKIP_LINE = "…"
 # Spans whose numbers depend on the machine, or on the moment.
@@ -65,6 +66,8 @@ MACHINE = [
         r"peak RSS [\d.,]+ [KMG]iB",
     )
 ]
+# A figure in a line or a table of a live run, or the dash in place of one.
+LIVE = re.compile(r"(?<![\w.])\s*(?:[\d.,]*\d×?|-)(?=\s|$|%|;|\))\s*")
 ADDRESS = re.compile(r"\b(127\.0\.0\.1|gpu\d+):(\d{4,5})\b")
 PORT = re.compile(r"(?<=--port )(\d{4,5})\b")
 VLLM = """#!/bin/bash
@@ -109,9 +112,11 @@ def blocks(page):
     return found
 
 
-def masked(text):
-    """Replace numbers that depend on the machine."""
+def masked(text, live):
+    """Replace numbers that depend on the machine: in a live run all, with the spaces around them."""
     lines = text.split("\n")
+    if live:
+        return [re.sub(r"([ ─])\1+", r"\1", LIVE.sub("#", line)) for line in lines]
     for pattern in MACHINE:
         lines = [
             pattern.sub(lambda span: re.sub(r"[\d.,]*\d", "#", span[0]), line) for line in lines
@@ -127,12 +132,18 @@ def covers(shown, actual):
     return re.fullmatch(pattern, actual.rstrip()) is not None
 
 
-def compare(shown, actual):
+def compare(shown, actual, live=False):
     """Return the lines that the output should show: `shown` itself if they agree, `None` if it cannot be told.
 
     Lines around a line `…` are found by their first word if they have changed.
     """
-    shown_masked, actual_masked = masked("\n".join(shown)), masked("\n".join(actual))
+    if live and SKIP_LINE not in "".join(shown):
+        # All figures of one run, or none of it.
+        return (
+            shown if masked("\n".join(shown), live) == masked("\n".join(actual), live) else actual
+        )
+    shown_masked = masked("\n".join(shown), live)
+    actual_masked = masked("\n".join(actual), live)
     right, at, skips = [], 0, False
     for line, plain in zip(shown, shown_masked, strict=True):
         if line.strip() == SKIP_LINE:
@@ -225,6 +236,7 @@ class Run:
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "python"),
             "NO_COLOR": "1",
+            "HOME": str(self.folder),
             "RUST_LOG": "error",
             "SLIPSTREAM_BIN": str(BINARY.resolve()),
             "SLIPSTREAM_LIVE__LISTEN": f"127.0.0.1:{self.port('127.0.0.1', '8000')}",
@@ -299,17 +311,22 @@ class Run:
         elif block.language == "toml":
             (self.folder / "page.toml").write_text(text)
             text = "slipstream serve page.toml --print-config"
-        process = self.shell(text, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        # What it leaves behind ends with the page.
-        self.background.append(process)
-        limit = READY_S if block.mark == "setup" else BLOCK_S
-        try:
-            out, err = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
+        # Files, not pipes: a server that the block leaves behind would keep a pipe open.
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = self.shell(text, stdout=out, stderr=err)
+            # What it leaves behind ends with the page.
+            self.background.append(process)
+            limit = READY_S if block.mark == "setup" else BLOCK_S
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+            out.seek(0)
+            err.seek(0)
+            said, errors = self.unmapped(out.read()), err.read()
+        if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-            return "", f"not ended after {limit} s"
+            return said, f"not ended after {limit} s:\n{said}{errors}"
         code = process.returncode
-        return self.unmapped(out), f"exit {code}:\n{out}{err}" if code else None
+        return said, f"exit {code}:\n{said}{errors}" if code else None
 
     def stop(self):
         """End what runs in the background."""
@@ -362,13 +379,13 @@ def run_page(path, name, write):
                     failed = error is not None
                     if error:
                         problems.append(f"{where}: {error}")
-                elif block.mark == "output" and not failed:
+                elif block.mark in ("output", "output live") and not failed:
                     actual = said.rstrip("\n").split("\n")
-                    right = compare(block.lines, actual)
+                    right = compare(block.lines, actual, "live" in block.mark)
                     if right != block.lines:
                         changes.append((block, right))
                         problems.append(difference(where, block.lines, right or actual))
-                elif block.mark not in ("output", "shown") and name in TUTORIALS:
+                elif block.mark not in ("output", "output live", "shown") and name in TUTORIALS:
                     problems.append(f"{where}: no mark before the block (scripts/docs_outputs.py)")
         finally:
             run.close()

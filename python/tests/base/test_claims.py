@@ -17,6 +17,7 @@ OF_OTHERS = {
     "vLLM": "--disaggregation-bootstrap-port --prefix-caching-hash-algo --enable-dbo --load-format "
     "--no-async-scheduling --trust-remote-code --hf-overrides --quantization --enable-lora "
     "--max-model-len --disaggregation-mode --trust-request-chat-template",
+    "vllm bench": "--backend",
     "llama.cpp": "--interrupt_requests",
     "helm": "--set-file",
     "cargo": "--package --features",

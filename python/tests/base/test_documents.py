@@ -127,3 +127,23 @@ def test_the_site_has_all_that_its_pages_link_to(tmp_path: Path) -> None:
     source = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```.*?^```$", source, re.M | re.S)
     assert blocks == re.findall(r"^```.*?^```$", pages["engines.md"], re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("10 of 10 answered in 3.07 s", "10 of 10 answered in 12,345 s", True),
+        ("TTFT       36.9     -", "TTFT  1,036  12.5", True),
+        ("TTFT p50, ms  7.16  10.6   1.48", "TTFT p50, ms  7  9      -", True),
+        ("────  ──────", "──────  ───", True),
+        ("hits 69.7 % (124 blocks)", "hits 9 % (1,024 blocks)", True),
+        ("hits 69.7 %", "hits 69.7 % (124 blocks)", False),
+        ("TTFT p50  1", "TTFT p99  1", False),
+        ("TTFT  1", "ITL  1", False),
+    ],
+)
+def test_a_live_output_is_compared_without_figures(
+    outputs: ModuleType, shown: str, printed: str, same: bool
+) -> None:
+    right = outputs.compare([shown], [printed], live=True)
+    assert right == ([shown] if same else [printed])

@@ -48,11 +48,14 @@ def latency(
     for label, values in _values(name, columns, classes).items():
         x, y = _distribution(values)
         figure.add_scatter(x=x, y=y, name=label, mode="lines")
-    if not figure.data:
-        found = summary["latency"][f"{name}_ms"]
-        known = {key: found[key] for key in SHARES if found.get(key) is not None}
+    found = summary["latency"].get(f"{name}_ms") or {}
+    known = {key: found[key] for key in SHARES if found.get(key) is not None}
+    if not figure.data and known:
         shares = [SHARES[key] for key in known]
         figure.add_scatter(x=list(known.values()), y=shares, name="all", mode="lines+markers")
+    elif not figure.data:
+        # No request succeeded, or none had two tokens.
+        figure.add_annotation(text=f"{NAMES[name]}: no request has one", showarrow=False)
     slo = (summary.get("goodput") or {}).get("slo") or ""
     for bound_ms in sorted(objectives(slo, name)):
         figure.add_vline(x=bound_ms, line_dash="dot", annotation_text=f"objective {bound_ms:g} ms")
@@ -164,7 +167,7 @@ def costs(summary: Mapping[str, Any]) -> go.Figure:
             figure.data[0].marker.opacity = [1.0, *[0.5] * (len(rows) - 1)]
     found = [answer["answer"]["name"] for answer in summary["answers"] if answer["found"]]
     figure.update_layout(
-        title=f"Answer: {', '.join(dict.fromkeys(found)) or 'nothing attains'}",
+        title=f"Answer: {', '.join(dict.fromkeys(found))}" if found else "Nothing attains",
         xaxis_title=unit,
         showlegend=several,
     )

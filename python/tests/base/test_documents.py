@@ -56,6 +56,20 @@ def test_marked_blocks_are_found(outputs: ModuleType) -> None:
     ]
 
 
+def test_each_block_of_the_tutorials_says_how_it_runs(outputs: ModuleType) -> None:
+    pages = {name: outputs.blocks((ROOT / name).read_text("utf-8")) for name in outputs.TUTORIALS}
+    unmarked = [f"{name}:{b.at}" for name, found in pages.items() for b in found if not b.mark]
+    assert not unmarked, "no mark before the block (scripts/docs_outputs.py)"
+    known = re.compile(
+        r"(run|run, needs \S+|run pytest|run background: .+|file \S+|output|output live|shown|stop|"
+        r"setup|not run: .{10,})"
+    )
+    marks = [block.mark for found in pages.values() for block in found]
+    assert [mark for mark in marks if not known.fullmatch(mark)] == []
+    assert sum(mark.startswith("not run: ") for mark in marks) <= outputs.NOT_RUN_MAX
+    assert sum(mark.startswith("run") for mark in marks) > 30
+
+
 SIMULATOR = "simulator 0.01 CPU-s, 1 µs per request"
 
 

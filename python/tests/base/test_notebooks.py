@@ -93,6 +93,39 @@ def test_charts_have_the_figures() -> None:
     assert sorted(front.y) == sorted(row["goodput_per_s"] for row in swept.front())
 
 
+@pytest.mark.parametrize(
+    ("workload", "drawn"),
+    [
+        # Prompts that no worker can hold: every request fails.
+        (ss.Workload(rate=5, isl=1_000_000, osl=5, requests=20), set()),
+        # One token has no gap.
+        (ss.Workload(rate=5, isl=100, osl=1, requests=20), {"ttft", "e2e"}),
+        (ss.Workload(rate=5, isl=100, osl=2, requests=1), {"ttft", "e2e", "itl", "tpot"}),
+    ],
+)
+def test_charts_of_odd_runs_say_what_is_missing(workload: ss.Workload, drawn: set[str]) -> None:
+    pytest.importorskip("plotly")
+    result = ss.simulate(ss.Cluster(), workload, slo="ttft=1s")
+    assert "<table" in result._repr_html_() or not drawn
+    for name in _charts.NAMES:
+        figure = result.plot(name)
+        assert bool(figure.data) == (name in drawn), name
+        said = [note.text for note in figure.layout.annotations]
+        assert any("no request has one" in text for text in said) == (name not in drawn)
+    ss.sweep(ss.Cluster(), workload, {"pool.main.workers": [1, 2]}, slo="ttft=1s").plot().to_json()
+
+
+def test_a_plan_without_an_answer_has_a_chart_that_says_so() -> None:
+    pytest.importorskip("plotly")
+    found = ss.plan(
+        ss.Workload(rate=5, isl=100, osl=10, requests=20),
+        slo="ttft=1us", model="llama-3.1-8b", gpus=["h100-sxm"], quick=True,
+    )  # fmt: skip
+    assert not found.found
+    assert found.plot().layout.title.text == "Nothing attains"
+    assert found.text.splitlines()[0] in html.unescape(found._repr_html_())
+
+
 def test_objectives_of_a_latency_are_found() -> None:
     slo = "chat: ttft=500ms,itl=40ms; summaries: ttft=3s,e2e=1m"
     assert _charts.objectives(slo, "ttft") == {500, 3000}

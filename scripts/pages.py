@@ -3,6 +3,7 @@
 
 pages.py axe AXE_JS       check every page by axe-core; exits 1 if a finding is serious or critical
 pages.py picture FILE     write a picture of `/ui` under load as PNG, for the README; it shows no version
+pages.py notebook FILE    check that a notebook's page, made by nbconvert, draws its charts and tables
 pages.py fresh FILE       say so if the picture was made from another page than the tree's
 
 SLIPSTREAM_BIN names the binary (default: target/release/slipstream), CHROMIUM the browser.
@@ -222,6 +223,40 @@ def main_picture(file):
     return 0
 
 
+DRAWN = """({
+    charts: [...document.querySelectorAll('.js-plotly-plot')].map(chart => {
+        const box = chart.getBoundingClientRect();
+        return chart.querySelectorAll('.main-svg').length > 0 && box.height > 150
+            && box.width > 200 && box.right <= innerWidth + 1;
+    }),
+    tables: [...document.querySelectorAll('.jp-OutputArea table')].map(
+        table => getComputedStyle(table).fontFamily.includes('monospace')),
+    frames: document.querySelectorAll('iframe').length,
+    overflow: document.documentElement.scrollWidth > innerWidth + 1,
+})"""
+
+
+def main_notebook(file):
+    """Check a page; exits 1 with what is wrong."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        browser = Browser(f"{folder}/browser")
+        for width in (1280, 800):
+            browser.show(Path(file).resolve().as_uri(), width, 900)
+            browser.wait("document.querySelectorAll('.main-svg').length > 0")
+            found = browser.evaluate(DRAWN)
+            print(f"{width} px: {len(found['charts'])} charts, {len(found['tables'])} tables")
+            if not found["charts"] or not all(found["charts"]):
+                wrong.append(f"{width} px: a chart is not drawn, or cut: {found['charts']}")
+            if not found["tables"] or not all(found["tables"]):
+                wrong.append(f"{width} px: a table is proportional: {found['tables']}")
+            if found["frames"] or found["overflow"]:
+                wrong.append(f"{width} px: a frame, or wider than the window: {found}")
+        browser.close()
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
 def digest_chunk():
     """Return a text chunk of a PNG file with the digest of the page that is shown."""
     data = b"page\0" + hashlib.sha256(PAGE.read_bytes()).hexdigest().encode()
@@ -242,6 +277,7 @@ def main_fresh(file):
 def main():
     """Run what the arguments say."""
     actions = {"axe": main_axe, "picture": main_picture, "fresh": main_fresh}
+    actions["notebook"] = main_notebook
     if len(sys.argv) != 3 or sys.argv[1] not in actions:
         print(__doc__, file=sys.stderr)
         return 2

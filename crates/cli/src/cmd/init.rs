@@ -390,7 +390,7 @@ mod tests {
     #[test]
     fn files_are_valid_or_refused() {
         let mut written = 0;
-        for model in MODELS {
+        for model in MODELS.iter() {
             for gpu in ["h100-sxm", "b300-sxm", "t4"] {
                 match choice(model.name.as_ref(), gpu).files() {
                     Err(error) => {

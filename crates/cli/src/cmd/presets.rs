@@ -28,7 +28,7 @@ fn as_text() -> String {
         "model", "params", "active", "layers", "hidden", "heads", "kv heads", "experts", "context",
         "KV/token",
     ]);
-    for model in MODELS {
+    for model in MODELS.iter() {
         models.row([
             model.name.to_string(),
             billions(model.params()),

@@ -29,7 +29,7 @@ fn split(tensor: u32, attention_data: u32, expert: u32) -> Parallel {
 
 #[test]
 fn more_work_takes_longer_on_every_preset() {
-    for model in preset::MODELS {
+    for model in preset::MODELS.iter() {
         for gpu in preset::GPUS.iter() {
             let step = physics(&model.name, &gpu.name, Dtype::Bf16, split(4, 1, 1));
             let mut before = 0.0;

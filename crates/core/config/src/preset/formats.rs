@@ -131,7 +131,7 @@ impl Formats {
 
 #[cfg(test)]
 mod tests {
-    use super::super::model::model;
+    use super::super::models::model;
     use super::*;
 
     #[test]

@@ -10,6 +10,7 @@ mod index;
 mod kept;
 mod layers;
 mod model;
+mod models;
 mod names;
 mod python_json;
 mod quantization;
@@ -17,6 +18,7 @@ mod read;
 
 pub use formats::Formats;
 pub use gpu::{GPUS, Gpu, Link, board_power_w, gpu};
-pub use model::{Attention, Experts, MODELS, ModelShape, SparseIndex, model};
+pub use model::{Attention, Experts, ModelShape, SparseIndex};
+pub use models::{MODELS, model};
 pub use names::find_model;
 pub use read::{ModelFiles, ReadModel, ShapeError};

@@ -1,23 +1,8 @@
 //! Presets by the names of their repositories.
 
-use super::model::{MODELS, ModelShape, model};
+use super::model::ModelShape;
+use super::models::{MODELS, model, model_of_same_sizes};
 use crate::cluster::Dtype;
-
-/// Other names of repositories whose `config.json` has the sizes of a preset.
-const SAME_SIZES: &[(&str, &str)] = &[
-    ("glm-4.7", "glm-4.6"),
-    ("glm-5.1", "glm-5"),
-    ("minimax-m2.7", "minimax-m2"),
-    ("minimax-m2.1", "minimax-m2"),
-    ("kimi-k2.6", "kimi-k2.5"),
-    ("deepseek-v3-0324", "deepseek-v3"),
-    ("deepseek-v3.1-terminus", "deepseek-v3.1"),
-    ("deepseek-v3.2-exp", "deepseek-v3.2"),
-    ("llama-3-8b", "llama-3.1-8b"),
-    ("llama-3-70b", "llama-3.1-70b"),
-    ("mixtral-8x7b-v0.1", "mixtral-8x7b"),
-    ("mixtral-8x22b-v0.1", "mixtral-8x22b"),
-];
 
 /// Parts of a repository's name that indicate the format of its weights.
 const FORMATS: &[(&str, Dtype)] = &[
@@ -91,11 +76,8 @@ fn find(name: &str) -> Option<&'static ModelShape> {
         .filter(|word| !WORDS.contains(word))
         .collect();
     let short = kept.join("-");
-    let short = SAME_SIZES
-        .iter()
-        .find(|(other, _)| *other == short)
-        .map_or(short.as_str(), |(_, same)| same);
-    model(short).or_else(|| {
+    let named = model(&short).or_else(|| model_of_same_sizes(&short));
+    named.or_else(|| {
         MODELS.iter().find(|model| {
             let source = model.source.rsplit('/').next().unwrap_or(&model.source);
             let source = source.to_ascii_lowercase();

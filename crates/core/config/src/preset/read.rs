@@ -660,7 +660,7 @@ fn context(class: &Class, fields: Fields<'_>) -> Result<u32, ShapeError> {
 }
 #[cfg(test)]
 mod tests {
-    use super::super::model::model;
+    use super::super::models::model;
     use super::*;
 
     /// Which layers have an index: as vLLM and Transformers schedule them.

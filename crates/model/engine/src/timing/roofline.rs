@@ -698,7 +698,7 @@ mod tests {
             prefills in prop::collection::vec((0u32..40_000, 1u32..8192), 0..4),
             decodes in prop::collection::vec(1u32..40_000, 0..8),
             extra in (0u32..40_000, 1u32..8192),
-            model in prop::sample::select(preset::MODELS),
+            model in prop::sample::select(preset::MODELS.to_vec()),
             gpu in prop::sample::select(preset::GPUS.to_vec()),
             tp in 1u32..=16,
         ) {

@@ -1,0 +1,87 @@
+//! Presets of models: those of `models.json`, each with the fields of its published `config.json`.
+//!
+//! An entry has the preset's name, the repository that publishes the file (`source`), and the fields that the reader of
+//! such files needs. `same` lists other repositories whose files have the same sizes. A new entry needs no other change.
+
+use std::sync::LazyLock;
+
+use serde_json::Value;
+
+use super::model::ModelShape;
+use super::read::ModelFiles;
+
+struct Preset {
+    shape: ModelShape,
+    /// Names of other repositories with the same sizes, without owner.
+    same: Vec<&'static str>,
+}
+
+static FILE: LazyLock<Value> = LazyLock::new(|| {
+    serde_json::from_str(include_str!("models.json")).expect("models.json is JSON")
+});
+
+static PRESETS: LazyLock<Vec<Preset>> = LazyLock::new(|| {
+    let entries = FILE.as_array().expect("models.json is a list");
+    entries.iter().map(read_preset).collect()
+});
+
+/// All models: those of `models.json`, in its order.
+pub static MODELS: LazyLock<Vec<ModelShape>> =
+    LazyLock::new(|| PRESETS.iter().map(|preset| preset.shape.clone()).collect());
+
+fn read_preset(entry: &'static Value) -> Preset {
+    let text = |key: &str| {
+        let text = entry[key].as_str();
+        text.unwrap_or_else(|| panic!("models.json: {entry} has no `{key}`"))
+    };
+    let name = text("name");
+    let files = ModelFiles {
+        config: entry["config"].to_string().into(),
+        ..ModelFiles::default()
+    };
+    let read = files.read(name);
+    let read = read.unwrap_or_else(|error| panic!("models.json: {name}: {error}"));
+    let same = entry["same"].as_array().into_iter().flatten();
+    Preset {
+        shape: ModelShape {
+            name: name.into(),
+            source: text("source").into(),
+            // A repository's name may state another format for all weights (`find_model`).
+            mlps: None,
+            ..read.shape
+        },
+        same: same.filter_map(Value::as_str).collect(),
+    }
+}
+
+/// The model with this name: a preset's name, or the id of its Hugging Face repository in any case.
+pub fn model(name: &str) -> Option<&'static ModelShape> {
+    MODELS
+        .iter()
+        .find(|model| model.name == name || model.source.eq_ignore_ascii_case(name))
+}
+
+/// The model whose sizes the repository called `short` has, without owner and in lower case.
+pub(super) fn model_of_same_sizes(short: &str) -> Option<&'static ModelShape> {
+    let preset = PRESETS.iter().find(|preset| preset.same.contains(&short))?;
+    Some(&preset.shape)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_models_and_of_repositories_are_unique() {
+        let mut names: Vec<&str> = Vec::new();
+        for preset in PRESETS.iter() {
+            names.push(&preset.shape.name);
+            names.push(&preset.shape.source);
+            names.extend(&preset.same);
+        }
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
+}

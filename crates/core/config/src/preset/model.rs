@@ -395,75 +395,8 @@ impl ModelShape {
 
 #[cfg(test)]
 mod tests {
-    use super::super::models::{MODELS, model};
+    use super::super::models::model;
     use super::*;
-
-    /// Sizes in billions from the models' cards; 1 % covers norms, biases and rounding.
-    #[test]
-    fn parameter_counts_match_the_model_cards() {
-        let cards = [
-            ("llama-3.2-1b", 1.24),
-            ("llama-3.2-3b", 3.21),
-            ("llama-3.1-8b", 8.03),
-            ("llama-3.1-70b", 70.55),
-            ("llama-3.1-405b", 405.85),
-            ("llama-2-7b", 6.74),
-            ("llama-2-70b", 68.98),
-            ("codellama-34b", 33.74),
-            ("mistral-7b", 7.25),
-            ("mixtral-8x7b", 46.70),
-            ("mixtral-8x22b", 140.62),
-            ("qwen2.5-7b", 7.62),
-            ("qwen2.5-32b", 32.76),
-            ("qwen2.5-72b", 72.71),
-            ("qwen3-0.6b", 0.596),
-            ("qwen3-1.7b", 1.72),
-            ("qwen3-4b", 4.02),
-            ("qwen3-8b", 8.19),
-            ("qwen3-14b", 14.77),
-            ("qwen3-32b", 32.76),
-            ("qwen3-30b-a3b", 30.53),
-            ("qwen3-235b-a22b", 235.09),
-            ("llama-3.3-70b", 70.55),
-            ("llama-4-scout", 107.77),
-            ("llama-4-maverick", 400.7),
-            ("gpt-oss-20b", 20.9),
-            ("gpt-oss-120b", 116.8),
-            ("deepseek-v3", 671.0),
-            ("deepseek-v3.1", 671.0),
-            ("deepseek-r1", 671.0),
-            ("deepseek-r1-0528", 671.0),
-            ("deepseek-v3.2", 671.0),
-            ("kimi-k2", 1026.0),
-            ("kimi-k2.5", 1026.0),
-            ("glm-4.5", 352.8),
-            ("glm-4.6", 352.8),
-            ("glm-4.5-air", 106.9),
-            ("minimax-m2", 228.7),
-            ("minimax-m2.5", 228.7),
-            ("qwen3-coder-480b-a35b", 480.0),
-            ("qwen3-next-80b-a3b", 79.7),
-            ("qwen3.5-397b-a17b", 397.0),
-            ("gemma-3-4b", 3.88),
-            ("gemma-3-12b", 11.77),
-            ("gemma-3-27b", 27.0),
-            ("mistral-nemo-12b", 12.25),
-            ("mistral-small-3.2-24b", 23.57),
-            ("mistral-large-2", 122.6),
-            ("phi-4", 14.66),
-            ("glm-5", 744.0),
-        ];
-        assert_eq!(cards.len(), MODELS.len(), "a preset without a card");
-        for (name, billions) in cards {
-            let params = model(name).expect(name).params() as f64 / 1e9;
-            assert!(
-                (params / billions - 1.0).abs() < 0.01,
-                "{name}: {params} against {billions}"
-            );
-        }
-        let active = model("qwen3-30b-a3b").unwrap().active_params() as f64 / 1e9;
-        assert!((active - 3.3).abs() < 0.1, "A3B: {active}");
-    }
 
     /// `fp8_ds_mla` has 656 bytes per token and layer, an index 132 (vLLM 0.33), on every GPU.
     #[test]

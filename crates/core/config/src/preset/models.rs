@@ -1,7 +1,8 @@
 //! Presets of models: those of `models.json`, each with the fields of its published `config.json`.
 //!
 //! An entry has the preset's name, the repository that publishes the file (`source`), and the fields that the reader of
-//! such files needs. `same` lists other repositories whose files have the same sizes. A new entry needs no other change.
+//! such files needs. `billions` is the number of weights that the model's card states; a test compares it. `same` lists other
+//! repositories whose files have the same sizes. A new entry needs no other change.
 
 use std::sync::LazyLock;
 
@@ -70,6 +71,22 @@ pub(super) fn model_of_same_sizes(short: &str) -> Option<&'static ModelShape> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// 1 % covers norms, biases and rounding.
+    #[test]
+    fn parameter_counts_match_the_model_cards() {
+        for (entry, shape) in FILE.as_array().unwrap().iter().zip(MODELS.iter()) {
+            let billions = entry["billions"].as_f64().expect("a preset without a card");
+            let params = shape.params() as f64 / 1e9;
+            assert!(
+                (params / billions - 1.0).abs() < 0.01,
+                "{}: {params} against {billions}",
+                shape.name
+            );
+        }
+        let active = model("qwen3-30b-a3b").unwrap().active_params() as f64 / 1e9;
+        assert!((active - 3.3).abs() < 0.1, "A3B: {active}");
+    }
 
     #[test]
     fn names_of_models_and_of_repositories_are_unique() {

@@ -150,6 +150,8 @@ pub(super) fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
         link_bytes_per_s,
         link,
         reduce_us,
+        gemm_compute: like.and_then(|gpu| gpu.gemm_compute),
+        reads_per_head: like.map_or(0.0, |gpu| gpu.reads_per_head),
         board_power_w: None,
         source: "cluster file",
     }

@@ -53,6 +53,11 @@ pub struct Gpu {
     pub link: Link,
     /// Latency of an all-reduce over the link, us; `None`: the default of its kind.
     pub reduce_us: Option<f64>,
+    /// Share of the peak that large matrix products reach, where it was measured.
+    pub gemm_compute: Option<f64>,
+    /// Reads of keys and values by each query head beyond the first of a group, in a pass with a prefill, over those of
+    /// the first.
+    pub reads_per_head: f64,
     /// Power limit of the board (TDP), W; `None`: there is no separate figure.
     pub board_power_w: Option<f64>,
     /// Source of the numbers.
@@ -102,6 +107,8 @@ fn read_preset(name: &str, t: &Table<'_>) -> Gpu {
         link_bytes_per_s: needed("link_bytes_per_s"),
         link: t.choice("link", LINKS).required("add it", Link::Pcie),
         reduce_us: figure("reduce_us").optional(),
+        gemm_compute: t.get("gemm_compute").within(0.0..=1.0).optional(),
+        reads_per_head: t.get("reads_per_head").within(0.0..=1.0).or(0.0),
         board_power_w,
         source: text("source"),
     }
@@ -137,6 +144,9 @@ impl Gpu {
             link_bytes_per_s,
             link,
             reduce_us,
+            // Those of the GPU that it is like.
+            gemm_compute: _,
+            reads_per_head: _,
             board_power_w: _,
             source: _,
         } = self;

@@ -14,10 +14,9 @@ use super::{Moved, StepLoad, StepTime};
 // and an RTX 4090; the test `efficiencies_are_what_the_kernel_profiles_say` repeats the fit).
 // Nothing here is fitted to the reference table that the roofline is checked against.
 
-/// Matrix products, of the tensor peak: mean error 4.8 % over 608 layers, with [`GEMM_MEMORY`].
+/// Matrix products, of the tensor peak, on GPUs without a figure of their own ([`Gpu::gemm_compute`]): mean error 4.8 %
+/// over 608 layers, with [`GEMM_MEMORY`].
 const GEMM_COMPUTE: f64 = 0.75;
-/// The same on a GeForce Ada, whose stated peak is at a boost clock that it exceeds: 3.3 % over 152.
-const GEMM_COMPUTE_GEFORCE: f64 = 0.97;
 /// Weights streamed by matrix products, of the memory bandwidth.
 const GEMM_MEMORY: f64 = 0.85;
 /// KV cache streamed by decode attention, of the memory bandwidth: 0.85 to 0.96 from 64 sequences of
@@ -26,16 +25,6 @@ const STREAM_MEMORY: f64 = 0.90;
 /// Prefill attention, of the 16-bit tensor peak: 0.38 to 0.60, median 0.50, for chunks of 1,024 and 2,048 tokens
 /// that attend to 2,048 and more, in the same profiles (RTX PRO 6000).
 const ATTENTION_COMPUTE: f64 = 0.50;
-
-/// FlashAttention 2 packs the query heads of one key-value head into the rows of a tile only where every
-/// sequence has one query (`seqlenq_ngroups_swapped` in its `mha_varlen_fwd`). With a prefill each
-/// query head of a decode reads keys and values for itself, and caches catch most of that: every
-/// head beyond the first costs this much of the first one's time. Median of 45,360 mixed passes of
-/// 16 decodes or more at contexts of 512 and more, in the same profiles (RTX PRO 6000); it is the same
-/// for chunks of 16 and of 2,048 tokens, and for 4 and 8 heads a key-value head within 0.07.
-const MIXED_READS: f64 = 0.24;
-/// The same on a GeForce Ada: 2,304 passes.
-const MIXED_READS_GEFORCE: f64 = 0.33;
 
 /// Kernels of a layer that cost their start and little else when the batch is small, ns: two norms
 /// (2.4 µs each), rotary embedding (2.7), activation (2.7), attention (8.4), of the same profiles at
@@ -175,18 +164,7 @@ impl Roofline {
             Dtype::Bf16 => gpu.bf16_flops,
             _ => gpu.fp8_flops.unwrap_or(gpu.bf16_flops),
         };
-        // The one GPU besides the RTX PRO 6000 whose kernels were measured.
-        let of_compute = match gpu.kin() {
-            "rtx-4090" => GEMM_COMPUTE_GEFORCE,
-            _ => GEMM_COMPUTE,
-        };
-        // vLLM takes FlashAttention 2 where neither version 3 (Hopper) nor FlashInfer's kernels
-        // for data-center Blackwell run. AMD's kernels were not measured.
-        let per_head = match gpu.kin() {
-            "rtx-4090" => MIXED_READS_GEFORCE,
-            "a100-sxm-80gb" | "l40s" | "l4" | "rtx-pro-6000" => MIXED_READS,
-            _ => 0.0,
-        };
+        let of_compute = gpu.gemm_compute.unwrap_or(GEMM_COMPUTE);
         let heads = f64::from(shape.attention_heads) / f64::from(shape.kv_heads.max(1));
         let gemm = |params: f64, rows_of: f64, peak: f64, bytes: f64| Gemm {
             row_ns: 2.0 * rows_of / (peak * of_compute) * NS,
@@ -253,7 +231,7 @@ impl Roofline {
             experts,
             attention_pair_ns: pair_flops / (gpu.bf16_flops * ATTENTION_COMPUTE) * NS,
             context_ns: stream(kv_bytes),
-            mixed_reads: 1.0 + per_head * (heads - 1.0),
+            mixed_reads: 1.0 + gpu.reads_per_head * (heads - 1.0),
             elementwise_ns: stream(layers * elements * ACTIVATION_BYTES),
             // Logits are read in 16 bits, written and read in 32.
             sampling_ns: stream(f64::from(shape.vocab_size) * 10.0),
@@ -463,7 +441,12 @@ mod tests {
         )];
         let cases = [
             ("rtx-pro-6000", PRO, GEMM_COMPUTE, 0.049),
-            ("rtx-4090", GEFORCE, GEMM_COMPUTE_GEFORCE, 0.034),
+            (
+                "rtx-4090",
+                GEFORCE,
+                preset::gpu("rtx-4090").unwrap().gemm_compute.unwrap(),
+                0.034,
+            ),
         ];
         for (gpu, profiles, of_compute, error_max) in cases {
             let gpu = preset::gpu(gpu).unwrap();
@@ -595,10 +578,9 @@ mod tests {
             ("RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp2", 8.0),
         ];
         const GEFORCE: &[(&str, f64)] = &[("RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1", 4.0)];
-        for (profiles, factor, count) in [
-            (PRO, MIXED_READS, 45_360),
-            (GEFORCE, MIXED_READS_GEFORCE, 2_304),
-        ] {
+        for (profiles, gpu, count) in [(PRO, "rtx-pro-6000", 45_360), (GEFORCE, "rtx-4090", 2_304)]
+        {
+            let factor = preset::gpu(gpu).unwrap().reads_per_head;
             let mut found = Vec::new();
             for (path, heads) in profiles {
                 let times: BTreeMap<[u32; 4], f64> =
@@ -635,7 +617,11 @@ mod tests {
                 .attention
         };
         // 64 query heads, 8 of keys and values: 1 + 0.24 * 7 = 2.68 times as much.
-        for (gpu, times) in [("rtx-pro-6000", 2.68), ("h100-sxm", 1.0)] {
+        for (gpu, times) in [
+            ("rtx-pro-6000", 2.68),
+            ("a100-sxm-40gb", 2.68),
+            ("h100-sxm", 1.0),
+        ] {
             let beside = attention(gpu, 512, 64) - attention(gpu, 512, 0);
             let found = beside / attention(gpu, 0, 64);
             assert!((found - times).abs() < 1e-9, "{gpu}: {found}");

@@ -85,7 +85,7 @@ section! {
         /// 10 % change nothing.
         ///
         /// Low: more workers than needed. High: requests wait until new workers have started.
-        key target: f64 = value(0.8).within(0.01..=1e6).otherwise("0.8; queue: 4");
+        key target: f64 = value(0.8).within(0.01..=1e6).with_default_text("0.8; queue: 4");
         /// Time between decisions. Default: Kubernetes' autoscaler's.
         ///
         /// High: late decisions.
@@ -96,25 +96,25 @@ section! {
         /// Low: workers stop between bursts, and their caches are lost.
         key cooldown_s: f64 = value(300.0).within(0.0..=DAY_S).unit("s");
         /// Fewest workers that run.
-        key workers_min: u32 = value(1).shown("1 to `workers_max`");
+        key workers_min: u32 = value(1).with_description("1 to `workers_max`");
         /// Most workers that run.
         ///
         /// Low: requests wait under load.
         key workers_max?: u32 = optional()
-            .shown("1 to `pool.NAME.workers`; with `engines`: 1 to 4,096, and needed").otherwise("`pool.NAME.workers`");
+            .with_description("1 to `pool.NAME.workers`; with `engines`: 1 to 4,096, and needed").with_default_text("`pool.NAME.workers`");
         /// Workers that run at the start. Simulation only: a server starts from the workers that it has.
         key workers_start?: u32 = optional()
-            .shown("`workers_min` to `workers_max`").otherwise("`workers_min`");
+            .with_description("`workers_min` to `workers_max`").with_default_text("`workers_min`");
         /// predictive: time over which a line is fitted to the arrival rate, by least squares.
         ///
         /// Low: noise is taken for a trend. High: a new trend is noticed late.
         key trend_s?: f64 = optional().within(0.2..=DAY_S)
-            .shown("s, 2 to 1,000 intervals").otherwise("8 intervals");
+            .with_description("s, 2 to 1,000 intervals").with_default_text("8 intervals");
         /// predictive: how far ahead the line is read.
         ///
         /// Low: workers are ready after the load that needs them. High: they wait for it.
         key lookahead_s?: f64 = optional().within(0.0..=DAY_S)
-            .unit("s").otherwise("`engine.startup_s` and one interval");
+            .unit("s").with_default_text("`engine.startup_s` and one interval");
         /// slo: the objective of TTFT in `serve`, which needs it. Simulated, objectives are those of `--slo` or of
         /// the classes; requests without one have this.
         key ttft_s?: f64 = optional().within(0.001..=DAY_S).unit("s");

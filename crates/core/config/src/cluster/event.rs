@@ -138,17 +138,17 @@ section! {
             .unit("s").note("needed");
         /// End of the fault. A crashed worker restarts then, and is ready `startup_s` later.
         key until_s?: f64 = optional().within(0.0..=TIME_S_MAX)
-            .shown("s, above `at_s`").otherwise("none: it never ends; gpu: the worker restarts at once");
+            .with_description("s, above `at_s`").with_default_text("none: it never ends; gpu: the worker restarts at once");
         /// The worker, numbered over all pools in file order from 0.
         key worker: u32 = required("set the worker, by its number over all pools", 0)
-            .shown("number; needed for faults of a worker");
+            .with_description("number; needed for faults of a worker");
         /// The workers on one side. The frontend and all other workers are on the other.
         key workers: Vec<u32> =
             required("set the workers that are cut off, by their numbers over all pools", Vec::new())
-            .shown("numbers; needed for \"partition\"");
+            .with_description("numbers; needed for \"partition\"");
         /// The pool whose workers are replaced.
         key pool?: String = optional()
-            .shown("name of a pool; for \"upgrade\"").otherwise("none: all pools");
+            .with_description("name of a pool; for \"upgrade\"").with_default_text("none: all pools");
         /// Factor on the duration of its passes.
         key factor: f64 = required("set the factor by which passes take longer", 1.0).within(0.001..=1e6)
             .note("needed for \"slow\"");
@@ -157,9 +157,9 @@ section! {
         key share: f64 = required("set the remaining share of its rate; 0: it is down", 1.0).within(0.0..=1.0)
             .note("needed for \"link\"; for \"kv_loss\" 1.0 if not set");
         /// The leaf switch whose link is down: that of worker `leaf * network.workers_per_leaf`.
-        key leaf: u32 = required("set the leaf switch", 0).shown("number; needed for \"uplink\"");
+        key leaf: u32 = required("set the leaf switch", 0).with_description("number; needed for \"uplink\"");
         /// The spine switch at the other end of the link.
-        key spine: u32 = value(0).shown("number below `network.spines`; for \"uplink\"");
+        key spine: u32 = value(0).with_description("number below `network.spines`; for \"uplink\"");
         /// Additional delay of its KV events.
         key delay_ms: f64 = required("set the additional delay of its KV events, in ms", 0.0).within(0.0..=3.6e6)
             .unit("ms").note("needed for \"kv_late\"");
@@ -174,7 +174,7 @@ section! {
             .unit("s").note("for \"partition\"");
         /// Time for a worker's open requests to end. Then they continue on other workers.
         key drain_timeout_s?: f64 = optional().within(0.0..=TIME_S_MAX)
-            .unit("s").note("for \"upgrade\"").otherwise("`live.drain_timeout_s`");
+            .unit("s").note("for \"upgrade\"").with_default_text("`live.drain_timeout_s`");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use crate::doc::{Key, Origin, Table, Unset, choice, optional, required, section};
+use crate::doc::{Key, NoDefault, Origin, Table, choice, optional, required, section};
 use crate::preset::{self, Gpu, Link};
 use slipstream_base::width::floor_u64;
 
@@ -16,37 +16,37 @@ section! {
         /// Preset whose numbers apply where this table has none, and whose kernels the GPU is taken to have.
         ///
         /// Without it the overheads of a generation that was not measured apply.
-        key like?: String = optional().shown("string");
+        key like?: String = optional().with_description("string");
         /// Peak of BF16 matrix products.
         ///
         /// A figure "with sparsity" is twice the dense one: prefill comes out twice as fast.
         key bf16_flops?: f64 = optional().within(FIGURE)
-            .shown("FLOP/s, dense; needed without `like`").otherwise("that of `like`");
+            .with_description("FLOP/s, dense; needed without `like`").with_default_text("that of `like`");
         /// Peak of FP8 matrix products; without it FP8 weights are unpacked.
         ///
         /// As `bf16_flops`.
         key fp8_flops?: f64 = optional().within(FIGURE)
-            .shown("FLOP/s, dense").otherwise("that of `like`");
+            .with_description("FLOP/s, dense").with_default_text("that of `like`");
         /// Peak of FP4 matrix products; without it FP4 weights are unpacked.
         ///
         /// As `bf16_flops`.
         key fp4_flops?: f64 = optional().within(FIGURE)
-            .shown("FLOP/s, dense").otherwise("that of `like`");
+            .with_description("FLOP/s, dense").with_default_text("that of `like`");
         /// Memory that programs can use, as the driver reports it.
         ///
         /// High: more KV blocks than fit.
         key memory_bytes?: f64 = optional().within(FIGURE)
-            .shown("bytes; needed without `like`").otherwise("that of `like`");
+            .with_description("bytes; needed without `like`").with_default_text("that of `like`");
         /// Memory bandwidth.
         ///
         /// High: decode comes out too fast.
         key memory_bytes_per_s?: f64 = optional().within(FIGURE)
-            .shown("bytes/s; needed without `like`").otherwise("that of `like`");
+            .with_description("bytes/s; needed without `like`").with_default_text("that of `like`");
         /// NAME of the `[link.NAME]` that joins the GPUs of a worker.
         ///
         /// Used with `tensor_parallel_size` above 1 only.
         key link?: String = optional()
-            .shown("string").otherwise("that of `like`; otherwise 32e9 bytes/s of PCIe");
+            .with_description("string").with_default_text("that of `like`; otherwise 32e9 bytes/s of PCIe");
     }
 }
 
@@ -60,12 +60,12 @@ section! {
         ///
         /// Data sheets state both directions together, twice this.
         key bytes_per_s: f64 = required(LINK_REMEDY, 64e9).within(1e6..=1e15)
-            .shown("bytes/s; needed");
+            .with_description("bytes/s; needed");
         /// Latency of a small all-reduce.
         ///
         /// High: decode with a large `tensor_parallel_size` is slow.
         key reduce_us?: f64 = optional().within(0.1..=1e6)
-            .shown("us").otherwise("the profile's for that kind");
+            .with_description("us").with_default_text("the profile's for that kind");
     }
 }
 
@@ -90,8 +90,8 @@ pub(super) fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
     }
     let presets: Vec<(&str, &'static Gpu)> =
         preset::GPUS.iter().map(|gpu| (&*gpu.name, gpu)).collect();
-    let like: Option<&'static Gpu> = GpuKeys::like().among(t, &presets).optional();
-    let number = |key: &Key<f64, Unset>, of: fn(&Gpu) -> Option<f64>, remedy: &str| {
+    let like: Option<&'static Gpu> = GpuKeys::like().choice_field(t, &presets).optional();
+    let number = |key: &Key<f64, NoDefault>, of: fn(&Gpu) -> Option<f64>, remedy: &str| {
         let field = key.field(t);
         match like.and_then(of) {
             Some(default) => {
@@ -100,7 +100,7 @@ pub(super) fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
             None => field.required(remedy, 1e12),
         }
     };
-    let optional = |key: &Key<f64, Unset>, of: fn(&Gpu) -> Option<f64>| {
+    let optional = |key: &Key<f64, NoDefault>, of: fn(&Gpu) -> Option<f64>| {
         let found = key.read(t);
         found.or_else(|| like.and_then(of))
     };

@@ -78,17 +78,17 @@ section! {
         /// Low: requests and tokens wait for each other.
         cpus: u32 = value(4).within(1..=4_096).unit("cores").note("for \"threads\" to 1,024");
         /// Read and check a request. The defaults of this table are measurements of Slipstream's own frontend.
-        parse_us: f64 = value(26.0).within(0.0..=1e9).shown("us");
+        parse_us: f64 = value(26.0).within(0.0..=1e9).with_description("us");
         /// Tokenize and hash, per prompt token.
-        tokenize_token_ns: f64 = value(115.0).within(0.0..=1e9).shown("ns");
+        tokenize_token_ns: f64 = value(115.0).within(0.0..=1e9).with_description("ns");
         /// Choose a worker.
-        route_us: f64 = value(17.0).within(0.0..=1e9).shown("us");
+        route_us: f64 = value(17.0).within(0.0..=1e9).with_description("us");
         /// Submit a request to its worker.
-        dispatch_us: f64 = value(3.0).within(0.0..=1e9).shown("us");
+        dispatch_us: f64 = value(3.0).within(0.0..=1e9).with_description("us");
         /// Read a worker's frame of tokens (one per pass) and write it to clients.
-        frame_us: f64 = value(6.0).within(0.0..=1e9).shown("us");
+        frame_us: f64 = value(6.0).within(0.0..=1e9).with_description("us");
         /// Render, per token.
-        token_ns: f64 = value(190.0).within(0.0..=1e9).shown("ns");
+        token_ns: f64 = value(190.0).within(0.0..=1e9).with_description("ns");
         /// For [`HostMode::Threads`].
         field threads: HostThreads = HostThreads::default();
     }
@@ -120,15 +120,15 @@ section! {
         /// before each step. At 0 step times contain it.
         ///
         /// High without asynchronous scheduling: it counts twice where step times contain it.
-        step_us: f64 = value(0.0).within(0.0..=1e9).shown("us");
+        step_us: f64 = value(0.0).within(0.0..=1e9).with_description("us");
         /// Work of a thread at the end of each KV transfer.
-        connector_us: f64 = value(0.0).within(0.0..=1e9).shown("us");
+        connector_us: f64 = value(0.0).within(0.0..=1e9).with_description("us");
         /// How API servers and engines wake each other. The first four tell the CPU scheduler that the waker is about
         /// to wait.
         wake_by: WakeMechanism = choice(WAKE_MECHANISMS, WakeMechanism::Unix);
         /// Time to wake an idle CPU; measured by `slipstream sched run --wake-idle-us auto`. The default is 3 to 134
         /// us, by the time for which the CPU idled.
-        wake_idle_us?: f64 = optional().within(0.0..=1e6).shown("us").otherwise("idle states of an Intel server");
+        wake_idle_us?: f64 = optional().within(0.0..=1e6).with_description("us").with_default_text("idle states of an Intel server");
     }
 }
 

@@ -49,7 +49,7 @@ mod tests {
 
     use super::*;
     use crate::cluster::file;
-    use crate::doc::Doc;
+    use crate::doc::{Doc, markdown_table};
 
     /// Every key that the parser reads, over all kinds, with its default if that is a constant.
     fn keys_read() -> BTreeMap<String, Option<String>> {
@@ -141,25 +141,8 @@ mod tests {
         let rows = rows();
         for of_table in rows.chunk_by(|a, b| table_of(a) == table_of(b)) {
             let table = table_of(&of_table[0]);
-            write!(
-                out,
-                "\n## `[{table}]`\n\n| key | value | default | meaning | when it is off |\n\
-                 | --- | --- | --- | --- | --- |\n"
-            )
-            .unwrap();
-            for row in of_table {
-                let constant = row.default.as_ref().map(|default| format!("`{default}`"));
-                let default = constant
-                    .or(row.otherwise.map(str::to_owned))
-                    .unwrap_or_default();
-                let name = row.path.rsplit('.').next().unwrap_or_default();
-                writeln!(
-                    out,
-                    "| `{name}` | {} | {default} | {} | {} |",
-                    row.value, row.meaning, row.pitfall
-                )
-                .unwrap();
-            }
+            let keys = markdown_table(of_table);
+            write!(out, "\n## `[{table}]`\n\n{keys}").unwrap();
         }
         out
     }

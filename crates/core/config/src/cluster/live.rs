@@ -14,7 +14,7 @@ section! {
         /// Address to listen on; port 0 selects a free one.
         ///
         /// 0.0.0.0 makes the server reachable from other machines.
-        listen: String = text("127.0.0.1:8000").shown("\"ADDRESS:PORT\"")
+        listen: String = text("127.0.0.1:8000").with_description("\"ADDRESS:PORT\"")
             .check(
                 |listen| is_listen_address(listen),
                 "an address and a port, such as \"127.0.0.1:8000\" or \"[::1]:0\"",
@@ -38,7 +38,7 @@ section! {
         engine_threads: u32 = value(0).within(0..=1_024).unit("threads");
         /// File of API keys, one per line, in addition to those in `SLIPSTREAM_API_KEYS` (comma separated). A key may
         /// be followed by its name and limits; `docs/engines.md` has the format.
-        api_keys_file?: PathBuf = path().otherwise("none: no key needed");
+        api_keys_file?: PathBuf = path().with_default_text("none: no key needed");
         /// File with the key of the admin paths of modelled engines: `/admin/faults`, which shows and changes
         /// `[live.faults]`, and the routes of `live.management`. Without it there is no `/admin/faults` (404). A
         /// router uses `upstream.admin_key_file` instead.
@@ -49,13 +49,13 @@ section! {
         /// Lines that cannot be written in time are dropped and counted.
         ///
         /// On: names of keys and models, paths and lengths are on the disk.
-        access_log?: PathBuf = path().shown("path, or \"-\": standard output");
+        access_log?: PathBuf = path().with_description("path, or \"-\": standard output");
         /// OpenTelemetry collector that gets a span per sampled request: OTLP over HTTP, JSON, at `/v1/traces` below
         /// this URL. `docs/engines.md` has the attributes. Spans that it does not take in time are dropped and
         /// counted.
         ///
         /// On: ids, paths and models of requests leave this process.
-        key otlp_endpoint?: String = optional().shown("URL, such as \"http://127.0.0.1:4318\"");
+        key otlp_endpoint?: String = optional().with_description("URL, such as \"http://127.0.0.1:4318\"");
         /// The same, parsed.
         field otlp_endpoint: Option<EngineUrl> = None => read_otlp_endpoint;
         /// Serve vLLM's routes for operators: `/sleep`, `/wake_up`, `/is_sleeping`, `/reset_prefix_cache`, and those
@@ -105,7 +105,7 @@ section! {
         /// group has. New requests get 503 from seven eighths of it on, and one client may take half.
         ///
         /// Low: requests get 503 under load. High: clients can fill the memory of the host.
-        memory_max: u64 = value(0).shown("bytes, 0 or 16,777,216 to 1,125,899,906,842,624")
+        memory_max: u64 = value(0).with_description("bytes, 0 or 16,777,216 to 1,125,899,906,842,624")
             .check(
                 |&bytes| bytes == 0 || (16 << 20..=1 << 50).contains(&bytes),
                 "0, or 16,777,216 to 1,125,899,906,842,624",
@@ -136,7 +136,7 @@ section! {
         /// Origins of browser pages that may use the API; empty: none.
         ///
         /// "*" without API keys opens the server to every page that a user on this network visits.
-        cors_origins: String = text("").shown("origins, comma separated, or \"*\"")
+        cors_origins: String = text("").with_description("origins, comma separated, or \"*\"")
             .check(
                 |origins| are_origins(origins),
                 "`*`, or origins such as \"https://chat.example.org\" with commas between them",
@@ -212,34 +212,34 @@ section! {
     /// `[live.events]`.
     pub struct EventsConfig, keys EventsKeys of "live.events", read in order {
         /// Transport of forward-pass metrics and KV events; see `docs/events.md`.
-        bus: EventBus = choice(BUSES, EventBus::None).shown("\"none\", \"in-process\", \"zmq\", \"nats\"");
+        bus: EventBus = choice(BUSES, EventBus::None).with_description("\"none\", \"in-process\", \"zmq\", \"nats\"");
         /// Publish forward-pass metrics.
-        fpm: bool = value(true).shown("boolean");
+        fpm: bool = value(true).with_description("boolean");
         /// Publish KV events.
         ///
         /// On: a request keeps its tokens (4 bytes each), because events name them.
-        kv: bool = value(true).shown("boolean");
+        kv: bool = value(true).with_description("boolean");
         /// ZeroMQ: forward-pass metrics of all ranks are published here; port 0 selects a free one.
         ///
         /// `*` as address makes it reachable from other machines.
-        fpm_endpoint: String = text("tcp://127.0.0.1:5556").shown("\"tcp://ADDRESS:PORT\"")
+        fpm_endpoint: String = text("tcp://127.0.0.1:5556").with_description("\"tcp://ADDRESS:PORT\"")
             .check(|text: &String| is_zmq_endpoint(text), ZMQ_MUST);
         /// ZeroMQ: KV events of the first rank are published here; rank n uses the port n above.
         ///
         /// If one of these ports is in use, the server does not start.
-        kv_endpoint: String = text("tcp://127.0.0.1:5557").shown("\"tcp://ADDRESS:PORT\"")
+        kv_endpoint: String = text("tcp://127.0.0.1:5557").with_description("\"tcp://ADDRESS:PORT\"")
             .check(|text: &String| is_zmq_endpoint(text), ZMQ_MUST);
         /// ZeroMQ: the first rank answers requests for past KV events here; rank n at the port n above.
         replay_endpoint?: String = optional()
-            .shown("\"tcp://ADDRESS:PORT\"").otherwise("none: past KV events are not kept")
+            .with_description("\"tcp://ADDRESS:PORT\"").with_default_text("none: past KV events are not kept")
             .check(|text: &String| is_zmq_endpoint(text), ZMQ_MUST);
         /// ZeroMQ: topic of KV events, as in vLLM.
         ///
         /// Subscribers of another topic receive nothing.
-        kv_topic: String = text("").shown("string of at most 255 bytes")
+        kv_topic: String = text("").with_description("string of at most 255 bytes")
             .check(|topic| topic.len() <= 255, "at most 255 bytes");
         /// NATS: the server. It may start later, stop and return.
-        nats_url: String = text("nats://127.0.0.1:4222").shown("\"nats://HOST:PORT\"")
+        nats_url: String = text("nats://127.0.0.1:4222").with_description("\"nats://HOST:PORT\"")
             .check(
                 |url| url.starts_with("nats://") || url.starts_with("tls://"),
                 "a server, such as \"nats://127.0.0.1:4222\"",
@@ -247,7 +247,7 @@ section! {
         /// Subjects, and ZeroMQ topics of metrics, have this prefix.
         ///
         /// Two clusters with one prefix on one server are indistinguishable.
-        subject_prefix: String = text("slipstream").shown("words with dots between")
+        subject_prefix: String = text("slipstream").with_description("words with dots between")
             .check(|text: &String| is_subject_prefix(text), "words of letters, digits, `-` and `_` with single dots between them");
         /// Limit of queued events, per engine thread and kind, and in ZeroMQ per subscriber; beyond it the oldest are
         /// dropped.
@@ -283,7 +283,7 @@ section! {
         /// Requests whose stream's connection is closed behind one of its first 8 pieces.
         cut: f64 = value(0.0).within(0.0..=1.0).unit("chance");
         /// Decides which requests have faults, by their number since the rates were set.
-        seed: u64 = value(0).shown("whole number");
+        seed: u64 = value(0).with_description("whole number");
     }
 }
 
@@ -324,7 +324,7 @@ section! {
         /// `https://`. While one is under way, only the newest waits.
         ///
         /// Any status but 2xx is a failure: the next decision is sent in any case.
-        key webhook?: String = optional().shown("URL");
+        key webhook?: String = optional().with_description("URL");
         /// The same, parsed.
         field webhook: Option<EngineUrl> = None;
         /// Time limit of one POST.

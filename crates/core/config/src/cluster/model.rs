@@ -15,12 +15,12 @@ section! {
         /// The model, for its shape; `slipstream presets` lists them.
         ///
         /// The shape of another model gives wrong step times and a wrong KV cache size.
-        preset: String = text(PRESET).shown("string");
+        preset: String = text(PRESET).with_description("string");
         /// Model name in requests.
         ///
         /// Requests with another name get 404.
         key name?: String = optional().check(|name: &String| !name.is_empty(), "a name")
-            .shown("string").otherwise("the preset's name, or the folder of `config`");
+            .with_description("string").with_default_text("the preset's name, or the folder of `config`");
         /// Model name in requests. Default: the preset's name.
         field name: String = PRESET.into();
         /// A Hugging Face style `config.json`, or its folder; overrides the preset's shape.
@@ -32,11 +32,11 @@ section! {
         /// Folder with `tokenizer.json` and, for chat, a template.
         ///
         /// A tokenizer other than the real deployment's gives other prompt lengths.
-        tokenizer?: PathBuf = path().otherwise("the built-in tokenizer");
+        tokenizer?: PathBuf = path().with_default_text("the built-in tokenizer");
         /// LoRA adapters that are served from the start: model names with a prefix cache of their own.
         ///
         /// An adapter changes no step time but by `engine.lora`: the cost of its products is not modelled.
-        lora_adapters: Vec<String> = value(Vec::new()).shown("names")
+        lora_adapters: Vec<String> = value(Vec::new()).with_description("names")
             .check(
                 |names: &Vec<String>| {
                     let fits = |name: &String| !name.is_empty() && name.len() <= 256;

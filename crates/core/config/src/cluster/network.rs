@@ -46,7 +46,7 @@ section! {
         gpus_per_host: u32 = value(0).within(0..=1_024)
             .unit("GPUs").note("for \"flows\" and \"packets\"");
         /// Network interfaces of a host, shared evenly by its GPUs; 0: one per GPU.
-        nics_per_host: u32 = value(0).shown("a divisor of `gpus_per_host`, or 0");
+        nics_per_host: u32 = value(0).with_description("a divisor of `gpus_per_host`, or 0");
         /// Rate between GPUs of one host, per GPU in each direction. The default is NVLink of an H100.
         host_bits_per_s: f64 = value(3.6e12).within(RATE).unit("bits/s");
         /// The frontend's interface in each direction.
@@ -54,11 +54,11 @@ section! {
         /// Latency per link; two links to a worker under the same switch, four to others.
         hop_latency_us: f64 = value(1.0).within(0.0..=1e6).unit("us");
         /// Workers under one leaf switch; 0: all of them.
-        workers_per_leaf: u32 = value(0).shown("workers");
+        workers_per_leaf: u32 = value(0).with_description("workers");
         /// Total rate of a leaf switch's links to the spine, in each direction; 0: no limit.
         ///
         /// Low: KV transfers between leaves slow each other down.
-        uplink_bits_per_s: f64 = value(0.0).shown("bits/s, 1e3 to 1e16, or 0")
+        uplink_bits_per_s: f64 = value(0.0).with_description("bits/s, 1e3 to 1e16, or 0")
             .check(|&rate| rate == 0.0 || RATE.contains(&rate), "1e3 to 1e16, or 0 for no limit");
         /// Spine switches. A leaf switch has a link to each, of an equal part of `uplink_bits_per_s`. `flows`: as one
         /// link. `packets`: each connection takes one of them, by a hash.

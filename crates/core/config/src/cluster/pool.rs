@@ -52,18 +52,18 @@ section! {
         ///
         /// High: cached prefixes are spread over many workers, and each worker needs memory for its block pool.
         key workers: u32 = value(1).within(1..=WORKERS_MAX)
-            .shown("workers, 1 to 65,535 (all pools together as well)");
+            .with_description("workers, 1 to 65,535 (all pools together as well)");
         /// Any key of `[engine]`, for this pool only: `[pool.big.engine]`, `[pool.big.engine.timing]`.
         ///
         /// A pool's own key overrides `[engine]`. A flag or variable for a key of `[engine]` that the pool has is
         /// refused, as it would have no effect there: set `pool.NAME.engine.…`.
-        key engine?: () = subtable().otherwise("as in `[engine]`");
+        key engine?: () = subtable().with_default_text("as in `[engine]`");
         /// Any key of `[model]`, for this pool only: `[pool.big.model]`. Pools may serve several models, each by its
         /// `name`; a request goes to the pools of its model ([several models](twin.md#several-models)).
         ///
         /// For simulation: live, a server has one model. A name is one model: pools with the same `name` need the
         /// same model.
-        key model?: () = subtable().otherwise("as in `[model]`");
+        key model?: () = subtable().with_default_text("as in `[model]`");
     }
 }
 

@@ -101,6 +101,6 @@ section! {
         /// Low: prefill pools are idle while decodes are delayed.
         remote_prefill_queue_max: u64 = value(0).unit("tokens");
         /// Seed of random policies.
-        seed: u64 = value(0).shown("integer, 0 to 2^63 - 1");
+        seed: u64 = value(0).with_description("integer, 0 to 2^63 - 1");
     }
 }

@@ -65,25 +65,25 @@ section! {
         key pools: Vec<String> = required(
             "list the pools that share GPUs, such as `pools = [\"small\", \"large\"]`",
             Vec::new(),
-        ).shown("list of pools, 2 or more").otherwise("required");
+        ).with_description("list of pools, 2 or more").with_default_text("required");
         /// vLLM's sleep levels: 1 keeps the weights of a model that sleeps in host memory, 2 drops them. Both drop
         /// its KV cache.
         ///
         /// 1: the host needs memory for the weights of all models, which is not checked. 2: weights come from the
         /// disk.
-        key level: u32 = value(1).within(1..=2).shown("1 or 2");
+        key level: u32 = value(1).within(1..=2).with_description("1 or 2");
         /// Rate at which weights come back to each GPU. A worker wakes in `wake_ms` plus its weights per GPU over
         /// this rate.
         ///
         /// High: swaps look free. Level 1 has the rate of the GPU's link to the host, level 2 that of the disk.
         key wake_bytes_per_s: f64 = required(WAKE_REMEDY, 20e9).within(1e6..=1e15)
-            .unit("bytes/s").otherwise("required");
+            .unit("bytes/s").with_default_text("required");
         /// Rate at which weights leave each GPU for host memory. A worker falls asleep in `sleep_ms` plus its weights
         /// per GPU over this rate; with level 2 in `sleep_ms`.
         ///
         /// As of `wake_bytes_per_s`.
         key sleep_bytes_per_s?: f64 = optional().within(1e6..=1e15)
-            .unit("bytes/s").note("level 1").otherwise("`wake_bytes_per_s`");
+            .unit("bytes/s").note("level 1").with_default_text("`wake_bytes_per_s`");
         /// Time to wake up besides the weights: allocations, the engine's loop, a first step that is slower.
         ///
         /// Low: the first token after a swap is too early.

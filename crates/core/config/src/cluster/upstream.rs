@@ -261,15 +261,15 @@ section! {
         /// An engine that does not answer gets no requests until it does; the server starts without it.
         key engines?: Vec<String> = optional()
             .check(|urls: &Vec<String>| (1..=ENGINES_MAX).contains(&urls.len()), "a list of 1 to 4,096 addresses")
-            .shown("list of addresses, 1 to 4,096")
-            .otherwise("none: modelled workers");
+            .with_description("list of addresses, 1 to 4,096")
+            .with_default_text("none: modelled workers");
         /// Names whose addresses are further engines of the pool, such as `["http://engines.default.svc:8000"]`: all
         /// of their A and AAAA records, looked up again every `upstream.dns_interval_s`.
         ///
         /// A name that cannot be looked up changes nothing. `https://` needs `server_name`.
         key dns?: Vec<String> = optional()
             .check(|urls: &Vec<String>| (1..=NAMES_MAX).contains(&urls.len()), "a list of 1 to 64 addresses")
-            .shown("list of addresses, 1 to 64");
+            .with_description("list of addresses, 1 to 64");
         /// The ready endpoints of Kubernetes' EndpointSlices with these labels are further engines of the pool, such
         /// as `"kubernetes.io/service-name=vllm"`. They are watched, so changes are noticed at once.
         ///
@@ -277,14 +277,14 @@ section! {
         /// changes.
         key endpoint_slices?: String = optional()
             .check(|text: &String| is_printable(text), "a label selector, such as \"app=vllm\"")
-            .shown("label selector");
+            .with_description("label selector");
         /// The port of the EndpointSlices that the engines listen on.
         ///
         /// Slices without it have no engines.
         key endpoint_port?: String = optional()
             .check(|text: &String| is_printable(text), "a port's name or number, as text")
 
-            .shown("name or number, as text; needs `endpoint_slices`").otherwise("the only port of a slice");
+            .with_description("name or number, as text; needs `endpoint_slices`").with_default_text("the only port of a slice");
         /// How decode engines find what the pool's engines computed: by the answer of the prefill engine, or by an id
         /// that both get at once, from vLLM's MooncakeConnector or SGLang
         /// ([table](engines.md#disaggregated-prefill)). "auto": "sglang" for that kind, "kv_transfer_params" for
@@ -305,7 +305,7 @@ section! {
         ///
         /// Pools without a ready engine count as 0. Without weights all engines of a model compete for a request.
         key weight?: u32 = optional().within(0..=1_000_000)
-            .otherwise("1; no weights if no pool has one");
+            .with_default_text("1; no weights if no pool has one");
         /// Share of requests of which the pool gets a copy. Its answers are dropped and counted, and it answers no
         /// client.
         ///
@@ -326,7 +326,7 @@ section! {
         ///
         /// Of another authority: the engines stay down, with the cause `certificate_untrusted`. There is no way to
         /// turn verification off.
-        key ca_file?: PathBuf = path().otherwise("the host's authorities");
+        key ca_file?: PathBuf = path().with_default_text("the host's authorities");
         /// For `https://` engines that ask clients for a certificate: PEM file of the router's, with the intermediate
         /// ones.
         ///
@@ -339,7 +339,7 @@ section! {
         /// Wrong: the engines stay down, with the cause `certificate_name`.
         key server_name?: String = optional()
             .check(|text: &String| is_host_name(text), "a host name or an IP address")
-            .shown("host name or IP address").otherwise("the host of the URL");
+            .with_description("host name or IP address").with_default_text("the host of the URL");
     }
 }
 
@@ -575,7 +575,7 @@ section! {
         /// pieces of a stream, ejects it for `ejection_s` times its number of ejections; 0: off.
         ///
         /// Low: an engine with longer prompts is taken for a slow one.
-        key outlier_latency: f64 = value(0.0).within(0.0..=1_000.0).shown("times, 0 or 1.5 to 1,000");
+        key outlier_latency: f64 = value(0.0).within(0.0..=1_000.0).with_description("times, 0 or 1.5 to 1,000");
         /// Share of failed requests at which an engine is ejected likewise, if its peers' median is below half of
         /// this share; 0: off.
         ///
@@ -618,7 +618,7 @@ section! {
         /// inference paths always are. `/v2/` has paths of Triton and KServe that load and unload models.
         ///
         /// Paths that change an engine reach one of several.
-        forward: Vec<String> = value(Vec::new()).shown("list of paths")
+        forward: Vec<String> = value(Vec::new()).with_description("list of paths")
             .check(
                 |paths: &Vec<String>| paths.iter().all(|path| is_forwarded_path(path)),
                 "a list of paths that begin with `/`",
@@ -649,16 +649,16 @@ section! {
         /// Kubernetes' API server, for `pool.NAME.endpoint_slices`. `http://` is for `kubectl proxy`: no token is
         /// sent.
         key kubernetes_url?: String = optional()
-            .shown("address").otherwise("as in a pod: `KUBERNETES_SERVICE_HOST` and `_PORT`");
+            .with_description("address").with_default_text("as in a pod: `KUBERNETES_SERVICE_HOST` and `_PORT`");
         /// Namespace of the EndpointSlices.
-        key kubernetes_namespace?: String = optional().shown("namespace").otherwise("the pod's")
+        key kubernetes_namespace?: String = optional().with_description("namespace").with_default_text("the pod's")
             .check(|text: &String| is_namespace(text), "a namespace: lower-case letters, digits and `-`");
         /// File with the bearer token, read for each request.
         ///
         /// Missing or without rights: 401 or 403, and the engines stay as they are.
-        key kubernetes_token_file?: PathBuf = path().otherwise("the pod's");
+        key kubernetes_token_file?: PathBuf = path().with_default_text("the pod's");
         /// PEM file of the authorities that sign the API server's certificate, which is always verified.
-        key kubernetes_ca_file?: PathBuf = path().otherwise("the pod's");
+        key kubernetes_ca_file?: PathBuf = path().with_default_text("the pod's");
     }
 }
 

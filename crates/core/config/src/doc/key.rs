@@ -10,44 +10,46 @@ use std::path::{Path, PathBuf};
 
 use super::table::{Field, Scalar, Table};
 
-/// A key with values of type `T`, and what holds without one: [`Or`] or [`Unset`].
-pub(crate) struct Key<T: 'static, D = Or<T>> {
+/// A key with values of type `T`, and what holds without one: [`DefaultValue`] or [`NoDefault`].
+pub(crate) struct Key<T: 'static, D = DefaultValue<T>> {
     name: &'static str,
     /// Its doc comment, by lines.
     doc: &'static str,
-    how: How<T>,
+    reader: ValueReader<T>,
     limits: Vec<Limit<T>>,
     without: D,
     unit: &'static str,
+    /// Set by [`within`](Key::within).
+    range: Option<RangeInclusive<T>>,
     bounds: Option<String>,
     note: &'static str,
     /// Replaces unit, bounds and note.
-    shown: Option<&'static str>,
+    description: Option<&'static str>,
     /// Replaces the default.
-    otherwise: Option<&'static str>,
+    default_text: Option<&'static str>,
 }
 
 /// A key that always has a value.
-pub(crate) struct Or<T> {
+pub(crate) struct DefaultValue<T> {
     default: T,
     /// Set if the key is required: the default only lets the reading continue.
     remedy: Option<&'static str>,
 }
 
 /// A key that may have no value.
-pub(crate) struct Unset;
+pub(crate) struct NoDefault;
 
-/// How a value is read, and written as TOML.
-enum How<T: 'static> {
-    Scalar(Get<T>, fn(&T) -> String),
-    Choice(Choose<T>, Words<T>, fn(&T, Words<T>) -> &'static str),
+/// ValueReader a value is read, and written as TOML.
+enum ValueReader<T: 'static> {
+    Scalar(ScalarReader<T>, fn(&T) -> String),
+    Choice(ChoiceReader<T>, Words<T>, fn(&T, Words<T>) -> &'static str),
     /// It is a table, whose keys are declared elsewhere.
     Table,
 }
 
 type Words<T> = &'static [(&'static str, T)];
-type Get<T> = for<'t> fn(&'t Table<'_>, &str) -> Field<'t, T>;
-type Choose<T> = for<'t> fn(&'t Table<'_>, &str, Words<T>) -> Field<'t, T>;
+type ScalarReader<T> = for<'t> fn(&'t Table<'_>, &str) -> Field<'t, T>;
+type ChoiceReader<T> = for<'t> fn(&'t Table<'_>, &str, Words<T>) -> Field<'t, T>;
 type Limit<T> = Box<dyn for<'t> Fn(Field<'t, T>) -> Field<'t, T>>;
 
 /// A key's row in the documentation.
@@ -65,6 +67,27 @@ pub struct Row {
     pub meaning: String,
     /// Effect of a value that is too low or too high, or wrong.
     pub pitfall: String,
+}
+
+/// The table of `rows` in Markdown.
+#[cfg(test)]
+pub(crate) fn markdown_table(rows: &[Row]) -> String {
+    let mut out =
+        "| key | value | default | meaning | when it is off |\n| --- | --- | --- | --- | --- |\n"
+            .to_owned();
+    for row in rows {
+        let constant = row.default.as_ref().map(|default| format!("`{default}`"));
+        let default = constant.or(row.otherwise.map(str::to_owned));
+        let cells = [
+            format!("`{}`", row.path.rsplit('.').next().unwrap_or_default()),
+            row.value.clone(),
+            default.unwrap_or_default(),
+            row.meaning.clone(),
+            row.pitfall.clone(),
+        ];
+        out.push_str(&format!("| {} |\n", cells.join(" | ")));
+    }
+    out
 }
 
 fn get<'t, T: Scalar + 'static>(t: &'t Table<'_>, key: &str) -> Field<'t, T> {
@@ -86,7 +109,10 @@ fn word<T: PartialEq>(value: &T, words: Words<T>) -> &'static str {
 
 /// A value, by default `default`.
 pub(crate) fn value<T: Scalar>(default: T) -> Key<T> {
-    Key::of(How::Scalar(get, T::to_toml), Or::default_of(default))
+    Key::of(
+        ValueReader::Scalar(get, T::to_toml),
+        DefaultValue::default_of(default),
+    )
 }
 
 /// A text, by default `default`.
@@ -96,17 +122,23 @@ pub(crate) fn text(default: &str) -> Key<String> {
 
 /// A value that must be set. `remedy` says so; `stand_in` lets the reading continue.
 pub(crate) fn required<T: Scalar>(remedy: &'static str, stand_in: T) -> Key<T> {
-    Key::of(How::Scalar(get, T::to_toml), Or::required(remedy, stand_in))
+    Key::of(
+        ValueReader::Scalar(get, T::to_toml),
+        DefaultValue::required(remedy, stand_in),
+    )
 }
 
 /// A value that may be missing.
-pub(crate) fn optional<T: Scalar>() -> Key<T, Unset> {
-    Key::of(How::Scalar(get, T::to_toml), Unset)
+pub(crate) fn optional<T: Scalar>() -> Key<T, NoDefault> {
+    Key::of(ValueReader::Scalar(get, T::to_toml), NoDefault)
 }
 
 /// One of `words`, by default that of `default`.
 pub(crate) fn choice<T: Clone + PartialEq>(words: Words<T>, default: T) -> Key<T> {
-    Key::of(How::Choice(choose, words, word), Or::default_of(default))
+    Key::of(
+        ValueReader::Choice(choose, words, word),
+        DefaultValue::default_of(default),
+    )
 }
 
 /// One of `words`, as [`required`].
@@ -115,40 +147,49 @@ pub(crate) fn required_choice<T: Clone + PartialEq>(
     remedy: &'static str,
     stand_in: T,
 ) -> Key<T> {
-    let how = How::Choice(choose, words, word);
-    Key::of(how, Or::required(remedy, stand_in))
+    let reader = ValueReader::Choice(choose, words, word);
+    Key::of(reader, DefaultValue::required(remedy, stand_in))
+}
+
+/// One of `words`, as [`optional`].
+pub(crate) fn optional_choice<T: Clone + PartialEq>(words: Words<T>) -> Key<T, NoDefault> {
+    Key::of(ValueReader::Choice(choose, words, word), NoDefault)
 }
 
 /// A path that may be missing. In a file, it starts from the file's folder.
-pub(crate) fn path() -> Key<PathBuf, Unset> {
-    Key::of(How::Scalar(get_path, |path| path_to_toml(path)), Unset).unit("path")
+pub(crate) fn path() -> Key<PathBuf, NoDefault> {
+    Key::of(
+        ValueReader::Scalar(get_path, |path| path_to_toml(path)),
+        NoDefault,
+    )
+    .unit("path")
 }
 
 /// A path that must be set.
 pub(crate) fn required_path(remedy: &'static str) -> Key<PathBuf> {
-    let how = How::Scalar(get_path, |path| path_to_toml(path));
-    Key::of(how, Or::required(remedy, PathBuf::new())).unit("path")
+    let reader = ValueReader::Scalar(get_path, |path| path_to_toml(path));
+    Key::of(reader, DefaultValue::required(remedy, PathBuf::new())).unit("path")
 }
 
 /// A table of another kind in this one, for the documentation alone.
-pub(crate) fn subtable() -> Key<(), Unset> {
-    Key::of(How::Table, Unset).unit("table")
+pub(crate) fn subtable() -> Key<(), NoDefault> {
+    Key::of(ValueReader::Table, NoDefault).unit("table")
 }
 
 fn path_to_toml(path: &Path) -> String {
     path.to_string_lossy().into_owned().to_toml()
 }
 
-impl<T> Or<T> {
-    fn default_of(default: T) -> Or<T> {
-        Or {
+impl<T> DefaultValue<T> {
+    fn default_of(default: T) -> DefaultValue<T> {
+        DefaultValue {
             default,
             remedy: None,
         }
     }
 
-    fn required(remedy: &'static str, stand_in: T) -> Or<T> {
-        Or {
+    fn required(remedy: &'static str, stand_in: T) -> DefaultValue<T> {
+        DefaultValue {
             default: stand_in,
             remedy: Some(remedy),
         }
@@ -156,18 +197,19 @@ impl<T> Or<T> {
 }
 
 impl<T, D> Key<T, D> {
-    fn of(how: How<T>, without: D) -> Key<T, D> {
+    fn of(reader: ValueReader<T>, without: D) -> Key<T, D> {
         Key {
             name: "",
             doc: "",
-            how,
+            reader,
             limits: Vec::new(),
             without,
             unit: "",
+            range: None,
             bounds: None,
             note: "",
-            shown: None,
-            otherwise: None,
+            description: None,
+            default_text: None,
         }
     }
 
@@ -187,17 +229,17 @@ impl<T, D> Key<T, D> {
     }
 
     /// The accepted values in words, if unit, bounds and note do not say them.
-    pub(crate) fn shown(self, shown: &'static str) -> Key<T, D> {
+    pub(crate) fn with_description(self, text: &'static str) -> Key<T, D> {
         Key {
-            shown: Some(shown),
+            description: Some(text),
             ..self
         }
     }
 
     /// The default in words, if that depends on other keys.
-    pub(crate) fn otherwise(self, words: &'static str) -> Key<T, D> {
+    pub(crate) fn with_default_text(self, words: &'static str) -> Key<T, D> {
         Key {
-            otherwise: Some(words),
+            default_text: Some(words),
             ..self
         }
     }
@@ -208,9 +250,31 @@ impl<T, D> Key<T, D> {
         T: Scalar + PartialOrd + Display + Clone,
     {
         self.bounds = Some(shown_bounds(range.start(), range.end()));
+        self.range = Some(range.clone());
         self.limits
             .push(Box::new(move |field| field.within(range.clone())));
         self
+    }
+
+    /// Requires a value of `low` or more.
+    pub(crate) fn at_least(mut self, low: T) -> Key<T, D>
+    where
+        T: Scalar + PartialOrd + Display + Clone,
+    {
+        self.bounds = Some(format!("{} or more", low.to_toml()));
+        self.limits
+            .push(Box::new(move |field| field.within(low.clone()..)));
+        self
+    }
+
+    /// Its name.
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The range of its values, if it has one.
+    pub(crate) fn range(&self) -> Option<&RangeInclusive<T>> {
+        self.range.as_ref()
     }
 
     /// Requires `ok` of a value; `must` completes "but must be …".
@@ -222,16 +286,16 @@ impl<T, D> Key<T, D> {
 
     /// The field in `t`, for values whose further bounds or default depend on other keys.
     pub(crate) fn field<'t>(&self, t: &'t Table<'_>) -> Field<'t, T> {
-        let field = match self.how {
-            How::Scalar(get, _) => get(t, self.name),
-            How::Choice(choose, words, _) => choose(t, self.name, words),
-            How::Table => unreachable!("`{}` is no value", self.name),
+        let field = match self.reader {
+            ValueReader::Scalar(get, _) => get(t, self.name),
+            ValueReader::Choice(choose, words, _) => choose(t, self.name, words),
+            ValueReader::Table => unreachable!("`{}` is no value", self.name),
         };
         self.limits.iter().fold(field, |field, limit| limit(field))
     }
 
     /// The field in `t` as one of `words`, which come from elsewhere in the file.
-    pub(crate) fn among<'t, U: Clone + PartialEq>(
+    pub(crate) fn choice_field<'t, U: Clone + PartialEq>(
         &self,
         t: &'t Table<'_>,
         words: &'t [(&'t str, U)],
@@ -244,11 +308,16 @@ impl<T, D> Key<T, D> {
             let lines: Vec<&str> = lines.lines().map(str::trim).collect();
             lines.join(" ").trim().to_owned()
         });
-        let default = default.filter(|_| self.otherwise.is_none());
+        let default = default.filter(|_| self.default_text.is_none());
         Row {
-            path: format!("{table}.{}", self.name),
-            value: self.accepted(),
-            otherwise: default.is_none().then(|| self.otherwise.unwrap_or("none")),
+            path: match table {
+                "" => self.name.to_owned(),
+                table => format!("{table}.{}", self.name),
+            },
+            value: self.accepted_values(),
+            otherwise: default
+                .is_none()
+                .then(|| self.default_text.unwrap_or("none")),
             default,
             meaning: paragraphs.next().unwrap_or_default(),
             pitfall: paragraphs.next().unwrap_or_default(),
@@ -256,18 +325,20 @@ impl<T, D> Key<T, D> {
     }
 
     /// The accepted values, in words.
-    fn accepted(&self) -> String {
-        if let Some(shown) = self.shown {
-            return shown.to_owned();
+    fn accepted_values(&self) -> String {
+        if let Some(text) = self.description {
+            return text.to_owned();
         }
-        let bounds = match &self.how {
-            How::Choice(_, words, _) => {
+        let bounds = match &self.reader {
+            ValueReader::Choice(_, words, _) => {
                 let words: Vec<String> = words.iter().map(|(w, _)| format!("\"{w}\"")).collect();
                 let (last, others) = words.split_last().expect("a choice has words");
                 Some(format!("{} or {last}", others.join(", ")))
             }
-            How::Scalar(..) if std::any::type_name::<T>() == "bool" => Some("true or false".into()),
-            How::Scalar(..) | How::Table => self.bounds.clone(),
+            ValueReader::Scalar(..) if std::any::type_name::<T>() == "bool" => {
+                Some("true or false".into())
+            }
+            ValueReader::Scalar(..) | ValueReader::Table => self.bounds.clone(),
         };
         let unit = (!self.unit.is_empty()).then(|| self.unit.to_owned());
         let what: Vec<String> = unit.into_iter().chain(bounds).collect();
@@ -305,17 +376,17 @@ impl<T: Clone> Key<T> {
     /// The row of the key in the table called `table`.
     pub(crate) fn row(&self, table: &str) -> Row {
         let default = &self.without.default;
-        let text = match self.how {
-            How::Scalar(_, to_toml) => to_toml(default),
-            How::Choice(_, words, word) => word(default, words).to_owned().to_toml(),
-            How::Table => String::new(),
+        let text = match self.reader {
+            ValueReader::Scalar(_, to_toml) => to_toml(default),
+            ValueReader::Choice(_, words, word) => word(default, words).to_owned().to_toml(),
+            ValueReader::Table => String::new(),
         };
         let is_constant = self.without.remedy.is_none();
         self.row_without(table, is_constant.then_some(text))
     }
 }
 
-impl<T> Key<T, Unset> {
+impl<T> Key<T, NoDefault> {
     /// The value in `t`, if there is one.
     pub(crate) fn read(&self, t: &Table<'_>) -> Option<T> {
         self.field(t).optional()
@@ -410,7 +481,7 @@ macro_rules! section {
     (@next $head:tt [$($fields:tt)*] [$($values:tt)*] [$($keys:tt)*] [$($names:tt)*]
         $(#[doc = $doc:literal])+ key $name:ident ? : $T:ty = $key:expr; $($rest:tt)*) => {
         $crate::doc::section!(@next $head [$($fields)*] [$($values)*]
-            [$($keys)* {$name ($crate::doc::Key<$T, $crate::doc::Unset>) ($key) ($($doc)+)}]
+            [$($keys)* {$name ($crate::doc::Key<$T, $crate::doc::NoDefault>) ($key) ($($doc)+)}]
             [$($names)* $name] $($rest)*);
     };
     (@next $head:tt [$($fields:tt)*] [$($values:tt)*] $keys:tt $names:tt
@@ -512,7 +583,7 @@ mod tests {
             picture?: PathBuf = path();
             /// When it was
             /// planted.
-            key year: u32 = value(1999).within(1_900..=2_100).otherwise("that of `garden`");
+            key year: u32 = value(1999).within(1_900..=2_100).with_default_text("that of `garden`");
             /// Its age.
             field age: u32 = 0 => |t: &Table<'_>| 2_026 - PlantKeys::year().read(t);
             /// Whether it is green.

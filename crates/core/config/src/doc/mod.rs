@@ -55,9 +55,11 @@ mod table;
 
 pub use diagnostic::{Diagnostic, Diagnostics, suggestion};
 pub use key::Row;
+#[cfg(test)]
+pub(crate) use key::markdown_table;
 pub(crate) use key::{
-    Key, Section, Unset, choice, optional, path, required, required_choice, required_path, section,
-    subtable, text, value,
+    Key, NoDefault, Section, choice, optional, optional_choice, path, required, required_choice,
+    required_path, section, subtable, text, value,
 };
 pub use node::{Doc, Origin};
 pub use settings::{Setting, Settings};

@@ -1,7 +1,7 @@
 //! `[engine.encoder]`: the encoder of a multimodal model.
 
 use super::TimingConfig;
-use crate::doc::{Key, Origin, Table, Unset, optional, section, value};
+use crate::doc::{Key, NoDefault, Origin, Table, optional, section, value};
 
 /// The encoder of a multimodal model, on the GPUs of its engine.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,12 +29,12 @@ section! {
         ///
         /// High: every request in a step waits for the images of one.
         key token_us?: f64 = optional().within(0.0..=1e6)
-            .unit("µs").note("needed unless `parameters` is set").otherwise("from `parameters`");
+            .unit("µs").note("needed unless `parameters` is set").with_default_text("from `parameters`");
         /// Parameters of the encoder, such as 0.675e9. Each is two operations per patch, divided by `flops_share` of
         /// the GPU's BF16 peak and by `tensor_parallel_size`. Attention between patches is left out.
         ///
         /// Large images take longer than that: measure `token_us`.
-        key parameters?: f64 = optional().within(1e3..=1e13).shown("1,000 to 1e13");
+        key parameters?: f64 = optional().within(1e3..=1e13).with_description("1,000 to 1e13");
         /// Patches of an image per token in the prompt: 4 if 2 x 2 are merged.
         ///
         /// As `parameters`.
@@ -51,13 +51,13 @@ section! {
         ///
         /// Low: prompts wait before their images. High: a step with many images delays all decodes.
         key max_num_encoder_input_tokens?: u32 = optional().within(1..=1 << 24)
-            .unit("tokens").otherwise("`max_num_batched_tokens`");
+            .unit("tokens").with_default_text("`max_num_batched_tokens`");
         /// Tokens of encoded images that are kept for prompts that need them, now or later. A larger image is
         /// refused.
         ///
         /// Low: prompts wait before their images, and images that come again are encoded again.
         key encoder_cache_size?: u32 = optional().within(1..=1 << 24)
-            .unit("tokens").otherwise("`max_num_batched_tokens`");
+            .unit("tokens").with_default_text("`max_num_batched_tokens`");
         /// Do not divide the tokens of an image between two steps, if they fit one.
         ///
         /// true: steps before images are left short.
@@ -87,7 +87,7 @@ pub(super) fn read_encoder(
         );
     }
     let of_tokens = || Origin::Derived("max_num_batched_tokens".into());
-    let tokens = |key: Key<u32, Unset>| key.field(t).or_from(of_tokens(), budget);
+    let tokens = |key: Key<u32, NoDefault>| key.field(t).or_from(of_tokens(), budget);
     Some(EncoderConfig {
         budget_tokens: tokens(EncoderKeys::max_num_encoder_input_tokens()),
         cache_tokens: tokens(EncoderKeys::encoder_cache_size()),

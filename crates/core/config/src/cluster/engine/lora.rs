@@ -27,7 +27,7 @@ section! {
         ///
         /// Low: adapters are loaded again and again.
         key max_cpu_loras?: u32 = optional().within(1..=65_536)
-            .shown("`max_loras` to 65,536").otherwise("`max_loras`");
+            .with_description("`max_loras` to 65,536").with_default_text("`max_loras`");
         /// Time to load an adapter that host memory lacks. The step that needs it waits.
         ///
         /// High: every request in the step waits.

@@ -93,7 +93,7 @@ section! {
         ///
         /// Low: preemptions, and long prompts are refused. High: a cache larger than the GPU's memory.
         num_gpu_blocks: u32 = value(16_384).within(1..=1 << 24)
-            .unit("blocks").otherwise("GPU memory x utilization - weights - buffers of sampling; 16,384 unless `timing` has a `gpu`");
+            .unit("blocks").with_default_text("GPU memory x utilization - weights - buffers of sampling; 16,384 unless `timing` has a `gpu`");
         /// Limit of sequences per pass.
         ///
         /// Low: requests wait although the GPU has capacity. High: every token takes longer, and blocks run out
@@ -108,7 +108,7 @@ section! {
         ///
         /// Low: requests are refused. High: one request may take the whole cache.
         max_model_len: u32 = value(32_768)
-            .shown("tokens, 1 to the model's").otherwise("the model's limit, or the KV cache's capacity if smaller");
+            .with_description("tokens, 1 to the model's").with_default_text("the model's limit, or the KV cache's capacity if smaller");
         /// Reuse cached blocks by hash.
         ///
         /// false: every prompt is computed completely, and KV-aware routing finds no hits.
@@ -129,7 +129,7 @@ section! {
         /// Limit of one sequence's tokens in a pass while the engine has other sequences; 0: no limit.
         ///
         /// Low: long prompts take more passes. High: they keep short ones waiting.
-        long_prefill_token_threshold: u32 = value(0).shown("tokens, 0 to `max_model_len`");
+        long_prefill_token_threshold: u32 = value(0).with_description("tokens, 0 to `max_model_len`");
         /// Raise that limit to `max_num_batched_tokens` divided by the number of sequences.
         ///
         /// No effect if `long_prefill_token_threshold` is 0.
@@ -138,12 +138,12 @@ section! {
         ///
         /// Low: requests wait although the GPU has capacity.
         max_num_active_seqs?: u32 = optional().within(1..=65_536)
-            .shown("sequences, 1 to `max_num_seqs`").otherwise("`max_num_seqs`");
+            .with_description("sequences, 1 to `max_num_seqs`").with_default_text("`max_num_seqs`");
         /// Limit of the tokens that a pass schedules. At least `max_model_len` if chunked prefill is off.
         ///
         /// Low: prefill takes more passes (TTFT), and fewer sequences decode per pass than run.
         max_num_scheduled_tokens?: u32 = optional().within(1..=1 << 24)
-            .unit("tokens").otherwise("`max_num_batched_tokens`");
+            .unit("tokens").with_default_text("`max_num_batched_tokens`");
         /// Admit a request only if blocks for its whole prompt are free, not for its first chunk alone.
         ///
         /// false: long prompts preempt each other when the cache is full.
@@ -158,12 +158,12 @@ section! {
         ///
         /// High: stages wait for each other, and each request for all of them.
         key pipeline_parallel_size: u32 = value(1).within(1..=1_024)
-            .shown("stages, 1 to the model's layers");
+            .with_description("stages, 1 to the model's layers");
         /// Rate at which a stage sends activations to the next one: 2 bytes x hidden size per token.
         ///
         /// Low: prompts wait between stages. Set it if stages are in different machines.
         key pipeline_link_bytes_per_s?: f64 = optional().within(1e6..=1e13)
-            .unit("bytes per second").otherwise("the link of `engine.timing.gpu`; without one, sends take no time");
+            .unit("bytes per second").with_default_text("the link of `engine.timing.gpu`; without one, sends take no time");
         /// Time of a send besides its bytes.
         ///
         /// High: every token waits for it at each stage but the last.
@@ -191,7 +191,7 @@ section! {
         /// vLLM logs with `eplb_config.log_balancedness`. Needs `enable_expert_parallel`.
         ///
         /// High: every step waits for that GPU. 1: experts that are loaded equally.
-        expert_imbalance?: f64 = optional().within(1.0..=1_024.0).otherwise("the profile's: 1.29");
+        expert_imbalance?: f64 = optional().within(1.0..=1_024.0).with_default_text("the profile's: 1.29");
         /// Share of a GPU's memory for weights and KV cache.
         ///
         /// High: on a real GPU, out of memory, since activations need the rest. Low: fewer blocks.

@@ -72,7 +72,7 @@ section! {
         ///
         /// It depends on the model, the drafter, the text and the temperature: measure it on your traffic.
         key acceptance?: Vec<f64> = optional()
-            .shown("list of shares, 0 to 1, one per token of a draft or of longer ones, none larger than the one before it; needed as `method`");
+            .with_description("list of shares, 0 to 1, one per token of a draft or of longer ones, none larger than the one before it; needed as `method`");
         /// Time of drafting, added to each step.
         ///
         /// High: speculation pays in large drafts only.

@@ -78,7 +78,7 @@ section! {
         ///
         /// Low: blocks that host memory evicts meanwhile are dropped.
         key write_bytes_per_s?: f64 = optional().within(1e6..=1e13)
-            .unit("bytes per second").otherwise("`bytes_per_s`");
+            .unit("bytes per second").with_default_text("`bytes_per_s`");
         /// Time from the decision to read until the first byte moves.
         ///
         /// High: short prefixes are not worth their load.

@@ -237,49 +237,49 @@ section! {
         /// Low: small batches are too fast.
         key base_ns: f64 =
             required("set the duration of an empty pass, such as `base_ns = 5e6` for 5 ms", 0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0; needed for \"linear\"");
+            .with_description("ns, at least 0; needed for \"linear\"");
         /// Cost per prompt token.
         ///
         /// 0: prefill is free, and prefix reuse gains nothing.
         key per_prefill_token_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0");
+            .with_description("ns, at least 0");
         /// Cost per (query, key) pair of causal attention over prompts: n·(n+1)/2 for a prompt of n tokens.
         ///
         /// 0: a long prompt costs no more per token than a short one.
         key per_prefill_pair_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0");
+            .with_description("ns, at least 0");
         /// Cost per decoding sequence.
         ///
         /// 0: larger batches cost nothing.
         key per_decode_token_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0");
+            .with_description("ns, at least 0");
         /// Cost per sequence in the pass, prefill or decode.
         ///
         /// 0: larger batches cost nothing.
         key per_sequence_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0");
+            .with_description("ns, at least 0");
         /// Cost per token of context in decode.
         ///
         /// 0: long contexts decode as fast as short ones.
         key per_context_token_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0");
+            .with_description("ns, at least 0");
         /// Time of a request outside of passes: HTTP, tokenizer, hops between processes. Simulated only: a live
         /// server has its own.
         ///
         /// Low: TTFT without load is too short.
         key api_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0; for \"linear\"");
+            .with_description("ns, at least 0; for \"linear\"");
         /// The same per token of the prompt, those found in the cache included: parsing and tokenizing. Simulated
         /// only.
         ///
         /// Low: TTFT of long prompts is too short where their prefixes are cached.
         key api_prompt_token_ns: f64 = value(0.0).within(0.0..=STEP_NS_MAX as f64)
-            .shown("ns, at least 0; for \"linear\"");
+            .with_description("ns, at least 0; for \"linear\"");
         /// The GPU: a preset (`slipstream presets` lists them) or the NAME of a `[gpu.NAME]`. Its memory also sets
         /// the default of `num_gpu_blocks`.
         ///
         /// A PCIe GPU with a high `tensor_parallel_size` spends most of a pass in all-reduces.
-        key gpu: String = text("h100-sxm").shown("string");
+        key gpu: String = text("h100-sxm").with_description("string");
         /// Format of the weights. Default: the checkpoint's. `docs/step-time.md` says which parts of a checkpoint
         /// have it. The KV cache has its own (`kv_cache_dtype`).
         ///
@@ -293,7 +293,7 @@ section! {
         /// Profile from `slipstream calibrate`.
         ///
         /// A profile of other hosts or versions: times are off as by the error of its report.
-        key profile?: PathBuf = path().otherwise("the built-in profile");
+        key profile?: PathBuf = path().with_default_text("the built-in profile");
         /// CSV grid of measured passes; `docs/step-time.md` has the format.
         ///
         /// Beyond its last points the table is extrapolated linearly.
@@ -397,7 +397,7 @@ fn choose_gpu(t: &Table<'_>, gpus: &[Gpu]) -> Gpu {
         .map(|gpu| (&*gpu.name, gpu))
         .collect();
     let default = preset::gpu(&TimingKeys::gpu().default()).expect("it is a preset");
-    TimingKeys::gpu().among(t, &all).or(default).clone()
+    TimingKeys::gpu().choice_field(t, &all).or(default).clone()
 }
 
 /// The format of the weights, for a model that takes every format on every GPU: that of a checkpoint that exists.
@@ -451,7 +451,7 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &Gpu) -> Dtype {
         _ => Origin::Derived(format!("`quantization_config` of {}", shape.name)),
     };
     let dtype = TimingKeys::dtype()
-        .among(t, ROOFLINE_DTYPES)
+        .choice_field(t, ROOFLINE_DTYPES)
         .or_from(origin, shape.weights);
     if shape.weights == Dtype::Fp8 && dtype == Dtype::Bf16 {
         t.error(

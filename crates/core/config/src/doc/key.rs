@@ -85,7 +85,9 @@ pub(crate) fn markdown_table(rows: &[Row]) -> String {
             row.meaning.clone(),
             row.pitfall.clone(),
         ];
-        out.push_str(&format!("| {} |\n", cells.join(" | ")));
+        out += "| ";
+        out += &cells.join(" | ");
+        out += " |\n";
     }
     out
 }

@@ -1,23 +1,10 @@
 //! Reads the workload file from TOML.
 
-use std::path::PathBuf;
-
-use super::arrival::read_arrival;
-use super::dist::read_dists;
-use super::{
-    Arrival, Class, Content, IMAGE_TOKENS_MAX, IMAGES_MAX, OnBadLine, PrefixLevel, SessionShape,
-    TimeUnit, TraceFile, Workload,
-};
-use crate::doc::{Diagnostics, Doc, Settings, Table};
-
-/// Limit of a prefix level's branches: each has an entry in a table of popularities.
-const BRANCHES_MAX: u32 = 1_000_000;
-/// Longest prompt or answer, tokens: far beyond any model, and sums stay within 32 bits.
-const TOKENS_MAX: f64 = 100_000_000.0;
-/// Limit of a session's turns: a request's number has 12 bits for them.
-const TURNS_MAX: f64 = 4_096.0;
-/// Longest think time, s: a year.
-const THINK_TIME_S_MAX: f64 = 31_536_000.0;
+use super::arrival::{Arrival, read_arrival};
+use super::class::{read_classes, refuse_class_keys};
+use super::trace::read_trace;
+use super::{Content, Workload, WorkloadKeys};
+use crate::doc::{Diagnostics, Doc, Settings};
 
 /// Keys by which a workload file is known.
 pub(crate) const TELLING_KEYS: [&str; 5] = ["isl", "osl", "arrival", "session", "requests"];
@@ -36,16 +23,10 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Diagnostics> {
     doc.read(|root| {
         // Plain keys before tables, so that the settings print as valid TOML.
         let mut workload = Workload {
-            seed: root.get("seed").or(0),
-            requests: root.get("requests").within(1..).optional(),
-            duration_s: root
-                .get("duration_s")
-                .check(|s| *s > 0.0, "above 0")
-                .optional(),
-            time_scale: root
-                .get("time_scale")
-                .check(|s| *s > 0.0, "above 0")
-                .or(1.0),
+            seed: WorkloadKeys::seed().read(root),
+            requests: WorkloadKeys::requests().read(root),
+            duration_s: WorkloadKeys::duration_s().read(root),
+            time_scale: WorkloadKeys::time_scale().read(root),
             ..Workload::default()
         };
         let has_trace = root.has("trace");
@@ -77,228 +58,10 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Diagnostics> {
     })
 }
 
-fn read_trace(t: &Table<'_>) -> TraceFile {
-    TraceFile {
-        path: t.path("file").required(
-            "set the JSONL file: `file = \"trace.jsonl\"`",
-            PathBuf::new(),
-        ),
-        on_bad_line: t
-            .choice(
-                "on_bad_line",
-                &[("stop", OnBadLine::Stop), ("skip", OnBadLine::Skip)],
-            )
-            .or(OnBadLine::Stop),
-        tokens_per_id: t.get("tokens_per_id").within(1..=1_000_000).optional(),
-        unit: t.choice("unit", &TimeUnit::NAMES).optional(),
-        columns: t.get::<String>("columns").optional().and_then(|text| {
-            let wrong = |error: String| {
-                t.error(
-                    "columns",
-                    format!("`columns`: {error}"),
-                    "write for example `columns = \"arrival=Timestamp,isl=Prompt,osl=Answer\"`",
-                );
-            };
-            text.parse().map_err(wrong).ok()
-        }),
-    }
-}
-
-const CLASS_KEYS: [&str; 13] = [
-    "isl",
-    "osl",
-    "ignore_eos",
-    "priority",
-    "models",
-    "model_weights",
-    "adapters",
-    "adapter_skew",
-    "images_per_request",
-    "image_tokens",
-    "slo",
-    "prefix",
-    "session",
-];
-
-fn refuse_class_keys(root: &Table<'_>, why: &str) {
-    for key in CLASS_KEYS {
-        root.refuse(key, &format!("is not used: {why}"), "remove it");
-    }
-}
-
-fn read_classes(root: &Table<'_>) -> Vec<Class> {
-    if !root.has("class") {
-        return vec![read_class(root, Class::default().name, 1.0)];
-    }
-    refuse_class_keys(root, "there are `[[class]]` tables, each with its own");
-    let classes = root.array("class", |index, t| {
-        let name = t.get("name").or(format!("class-{index}"));
-        let weight = t.get("weight").check(|w| *w >= 0.0, "0 or more").or(1.0);
-        read_class(t, name, weight)
-    });
-    if !classes.is_empty() && classes.iter().all(|c| c.weight == 0.0) {
-        root.error(
-            "class",
-            "every `[[class]]` has weight 0",
-            "give one of them a weight above 0",
-        );
-    }
-    if classes.is_empty() {
-        vec![Class::default()]
-    } else {
-        classes
-    }
-}
-
-fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
-    let ignore_eos = t.get("ignore_eos").or(Class::default().ignore_eos);
-    let priority = t
-        .get::<i64>("priority")
-        .within(i64::from(i32::MIN)..=i64::from(i32::MAX))
-        .or(0);
-    let priority = i32::try_from(priority).expect("it is within the range above");
-    let (models, model_weights) = read_models(t);
-    let adapters: Vec<String> = t
-        .get("adapters")
-        .check(
-            |names: &Vec<String>| {
-                let fits = |name: &String| !name.is_empty() && name.len() <= 256;
-                names.len() <= 1024 && names.iter().all(fits)
-            },
-            "up to 1,024 names of 1 to 256 bytes",
-        )
-        .or(Vec::new());
-    let adapter_skew = t.get("adapter_skew").within(0.0..=10.0).or(0.0);
-    let slo = t.get::<String>("slo").optional().and_then(|text| {
-        text.parse()
-            .map_err(|error: String| {
-                t.error(
-                    "slo",
-                    format!("`slo`: {error}"),
-                    "write for example `slo = \"ttft=1s,itl=50ms\"`",
-                );
-            })
-            .ok()
-    });
-    let [isl, osl, images, image_tokens] = read_dists(
-        t,
-        &[
-            ("isl", 1024.0, 1.0..=TOKENS_MAX),
-            ("osl", 128.0, 1.0..=TOKENS_MAX),
-            ("images_per_request", 0.0, 0.0..=f64::from(IMAGES_MAX)),
-            ("image_tokens", 1024.0, 1.0..=f64::from(IMAGE_TOKENS_MAX)),
-        ],
-    );
-    let class = Class {
-        name,
-        weight,
-        isl,
-        osl,
-        ignore_eos,
-        priority,
-        models,
-        model_weights,
-        adapters,
-        adapter_skew,
-        images,
-        image_tokens,
-        slo,
-        prefix: t.array("prefix", |_, level| read_prefix(level)),
-        session: t.table("session", read_session),
-    };
-    let shared: f64 = class.prefix.iter().map(|level| level.tokens.min()).sum();
-    if shared >= class.isl.max() {
-        t.error(
-            "isl",
-            format!(
-                "`isl` is at most {} tokens, but the shared prefix alone has {shared} or more",
-                class.isl.max()
-            ),
-            "increase `isl`, which is the length of the whole prompt, or shorten the prefix",
-        );
-    }
-    class
-}
-
-fn read_prefix(level: &Table<'_>) -> PrefixLevel {
-    let branches = level
-        .get("branches")
-        .within(1..=BRANCHES_MAX)
-        .required("set the number of texts of this level: `branches = 8`", 1);
-    let skew = level.get("skew").within(0.0..=10.0).or(0.0);
-    let [tokens] = read_dists(level, &[("tokens", 256.0, 1.0..=TOKENS_MAX)]);
-    PrefixLevel {
-        branches,
-        tokens,
-        skew,
-    }
-}
-
-fn read_session(t: &Table<'_>) -> SessionShape {
-    let isl_max = t.get("isl_max").within(1..).optional();
-    let [turns, think_time_s, user_tokens] = read_dists(
-        t,
-        &[
-            ("turns", 1.0, 1.0..=TURNS_MAX),
-            ("think_time_s", 0.0, 0.0..=THINK_TIME_S_MAX),
-            ("user_tokens", 64.0, 1.0..=TOKENS_MAX),
-        ],
-    );
-    SessionShape {
-        turns,
-        think_time_s,
-        user_tokens,
-        isl_max,
-    }
-}
-
-/// The models of a class, and the weight of each.
-fn read_models(t: &Table<'_>) -> (Vec<String>, Vec<f64>) {
-    let models: Vec<String> = t
-        .get("models")
-        .check(
-            |names: &Vec<String>| {
-                let fits = |name: &String| !name.is_empty() && name.len() <= 256;
-                let apart = (1..names.len()).all(|at| !names[..at].contains(&names[at]));
-                names.len() <= 1024 && names.iter().all(fits) && apart
-            },
-            "up to 1,024 names of 1 to 256 bytes, each once",
-        )
-        .or(Vec::new());
-    if models.is_empty() {
-        t.unused("model_weights", "models", "there are no `models`");
-        return (models, Vec::new());
-    }
-    let equal = vec![1.0; models.len()];
-    let weights: Vec<f64> = t
-        .get("model_weights")
-        .check(
-            |weights: &Vec<f64>| {
-                let sound = |w: &f64| (0.0..=1e9).contains(w);
-                weights.iter().all(sound) && weights.iter().any(|w| *w > 0.0)
-            },
-            "a list of numbers of 0 to 1e9, at least one of them above 0",
-        )
-        .or(equal.clone());
-    if weights.len() != models.len() {
-        t.error(
-            "model_weights",
-            format!(
-                "`model_weights` has {} numbers, but `models` has {} names",
-                weights.len(),
-                models.len()
-            ),
-            "give each model one weight",
-        );
-        return (models, equal);
-    }
-    (models, weights)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload_file::{Bounds, Dist};
+    use crate::workload_file::{Bounds, Dist, OnBadLine, TimeUnit};
 
     fn check(text: &str) -> Result<Workload, String> {
         read(Doc::parse("w.toml", text.as_bytes()))

@@ -99,6 +99,16 @@ pub(crate) struct Templates {
     times: Mutex<BTreeMap<(Kind, u32, Beside), Measured>>,
 }
 
+/// The transfers that a pool's steps usually meet.
+fn usual_transfers(cluster: &Cluster, pool: &PoolConfig) -> Beside {
+    let fetches = pool.engine.peer_tier.is_some();
+    let hands_over = cluster.hands_over();
+    Beside {
+        into: u32::from(fetches || hands_over && pool.role != Role::Prefill),
+        out: u32::from(fetches || hands_over && pool.role == Role::Prefill),
+    }
+}
+
 impl Templates {
     /// Those of `pool`; `None` if each of its workers is on one host.
     pub(crate) fn new(cluster: &Cluster, pool: &PoolConfig, speedup: f64) -> Option<Templates> {
@@ -153,16 +163,11 @@ impl Templates {
             // The faster links inside of a host carry their part in the meantime.
             inside[1] = 0.0;
         }
-        let fetches = engine.peer_tier.is_some();
-        let hands_over = cluster.hands_over();
         Some(Templates {
             collectives,
             inside,
             network: network.mode,
-            transfers: Beside {
-                into: u32::from(fetches || hands_over && pool.role != Role::Prefill),
-                out: u32::from(fetches || hands_over && pool.role == Role::Prefill),
-            },
+            transfers: usual_transfers(cluster, pool),
             link: measure::Interface {
                 bits_per_s: network.nic_bits_per_s * speedup,
                 delay_ns: round_u64(network.hop_latency_us * 1e3 / speedup),

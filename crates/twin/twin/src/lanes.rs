@@ -529,6 +529,19 @@ struct Control {
     over: bool,
 }
 
+impl Control {
+    /// The first window is `window`.
+    fn new(window: Window) -> Control {
+        Control {
+            window,
+            following: None,
+            cut: None,
+            error: None,
+            over: false,
+        }
+    }
+}
+
 impl Shared<'_> {
     /// Work of one window, shared between the threads.
     fn work(&self, worker: &mut Worker) {
@@ -681,11 +694,24 @@ pub(crate) struct Apart<'a> {
 
 /// Runs `parts`, whose requests [are independent](are_independent), on `options.threads` threads.
 pub(crate) fn run(parts: Apart<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
-    let options = parts.options;
-    let lanes: Vec<_> = parts
-        .nodes
-        .into_iter()
-        .map(|node| {
+    let threads = parts.options.threads.clamp(1, to_u32(parts.nodes.len()));
+    let shared = Shared::new(parts, threads, sink.wants_requests())?;
+    let mut tally = Tally::default();
+    let others = shared.run_on(threads, &mut tally, sink);
+    let mut refused = std::mem::take(&mut lock(&shared.arrivals).refused);
+    lock(&shared.ended[0]).append(&mut refused);
+    shared.report(0, &mut tally, sink);
+    for other in &others {
+        tally.add(other);
+    }
+    shared.into_outcome(tally)
+}
+
+impl<'a> Shared<'a> {
+    /// The state of a run on `threads` threads, whose first window is routed.
+    fn new(parts: Apart<'a>, threads: u32, records: bool) -> Result<Shared<'a>, TwinError> {
+        let options = parts.options;
+        let lane = |node| {
             Mutex::new(Lane {
                 node,
                 flights: Flights::default(),
@@ -693,139 +719,129 @@ pub(crate) fn run(parts: Apart<'_>, sink: &mut dyn Sink) -> Result<Outcome, Twin
                 arrivals: Vec::new(),
                 late: VecDeque::new(),
             })
-        })
-        .collect();
-    let inboxes = || lanes.iter().map(|_| Mutex::default()).collect::<Vec<_>>();
-    let inboxes = [inboxes(), inboxes()];
-    let fleet = Arc::clone(parts.router.fleet());
-    let block_size = fleet.block_size();
-    let views = fleet.reads_cache();
-    let mut router = parts.router;
-    router.manual_refresh();
-    let mut arrivals = Arrivals {
-        schedule: parts.schedule,
-        any_prompt: (!views).then(|| one_token(block_size)),
-        root: parts.root,
-        context_max: parts.context_max,
-        router,
-        now: SimTime::ZERO,
-        // One less than the end of time, so that a window can end after it.
-        time_max: options.time_max.min(SimTime(u64::MAX - 1)),
-        window_max: (ARRIVALS_PER_LANE * lanes.len())
-            .min(ARRIVALS_MAX)
-            .min(usize::try_from(options.progress_events).unwrap_or(ARRIVALS_MAX))
-            .max(1),
-        in_flight_max: options.in_flight_max,
-        refused: Vec::new(),
-    };
-    let window = arrivals.fill_now(&inboxes[0])?;
-    let threads = options.threads.clamp(1, to_u32(lanes.len()));
-    // Short windows: few pieces, so that the overhead per piece stays small.
-    let piece = if views {
-        lanes.len().div_ceil(threads as usize * 4)
-    } else {
-        1
-    };
-    let shared = Shared {
-        rules: Rules {
-            options,
-            block_size,
+        };
+        let lanes: Vec<_> = parts.nodes.into_iter().map(lane).collect();
+        let inboxes = || lanes.iter().map(|_| Mutex::default()).collect::<Vec<_>>();
+        let inboxes = [inboxes(), inboxes()];
+        let fleet = Arc::clone(parts.router.fleet());
+        let block_size = fleet.block_size();
+        let views = fleet.reads_cache();
+        let mut router = parts.router;
+        router.manual_refresh();
+        let mut arrivals = Arrivals {
+            schedule: parts.schedule,
+            any_prompt: (!views).then(|| one_token(block_size)),
             root: parts.root,
             context_max: parts.context_max,
-            seed: parts.seed,
-            records: sink.wants_requests(),
-            publishes_kv: views && fleet.config().kv_events,
-            lag_ns: parts.lag_ns,
-            fleet,
-        },
-        lanes,
-        arrivals: Mutex::new(arrivals),
-        inboxes,
-        barrier: WindowBarrier::new(threads, Spin::default()),
-        next: AtomicUsize::new(0),
-        piece,
-        routed: AtomicBool::new(false),
-        next_applied: AtomicUsize::new(0),
-        control: Mutex::new(Control {
-            window,
-            following: None,
-            cut: None,
-            error: None,
-            over: false,
-        }),
-        in_flight: AtomicUsize::new(0),
-        answered: AtomicU64::new(0),
-        stop: AtomicBool::new(false),
-        windows: AtomicU64::new(0),
-        ended: Default::default(),
-    };
+            router,
+            now: SimTime::ZERO,
+            // One less than the end of time, so that a window can end after it.
+            time_max: options.time_max.min(SimTime(u64::MAX - 1)),
+            window_max: (ARRIVALS_PER_LANE * lanes.len())
+                .min(ARRIVALS_MAX)
+                .min(usize::try_from(options.progress_events).unwrap_or(ARRIVALS_MAX))
+                .max(1),
+            in_flight_max: options.in_flight_max,
+            refused: Vec::new(),
+        };
+        let window = arrivals.fill_now(&inboxes[0])?;
+        Ok(Shared {
+            rules: Rules {
+                options,
+                block_size,
+                root: parts.root,
+                context_max: parts.context_max,
+                seed: parts.seed,
+                records,
+                publishes_kv: views && fleet.config().kv_events,
+                lag_ns: parts.lag_ns,
+                fleet,
+            },
+            // Short windows: few pieces, so that the overhead per piece stays small.
+            piece: if views {
+                lanes.len().div_ceil(threads as usize * 4)
+            } else {
+                1
+            },
+            lanes,
+            arrivals: Mutex::new(arrivals),
+            inboxes,
+            barrier: WindowBarrier::new(threads, Spin::default()),
+            next: AtomicUsize::new(0),
+            routed: AtomicBool::new(false),
+            next_applied: AtomicUsize::new(0),
+            control: Mutex::new(Control::new(window)),
+            in_flight: AtomicUsize::new(0),
+            answered: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+            windows: AtomicU64::new(0),
+            ended: Default::default(),
+        })
+    }
 
-    let mut worker = Worker::default();
-    let mut tally = Tally::default();
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "threads of one run, without a clock"
-    )]
-    let others = std::thread::scope(|scope| {
-        let spawned: Vec<_> = (1..threads)
-            .map(|_| {
-                scope.spawn(|| {
-                    let _guard = PanicEndsAll;
-                    let mut worker = Worker::default();
-                    while !shared.is_over() {
-                        shared.work(&mut worker);
-                        shared.barrier.meet(|| shared.turn());
-                    }
-                    worker.tally
+    /// Runs all windows on `threads` threads, this one included, and records their requests in `tally`. Returns the tallies
+    /// of the threads.
+    fn run_on(&self, threads: u32, tally: &mut Tally, sink: &mut dyn Sink) -> Vec<Tally> {
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "threads of one run, without a clock"
+        )]
+        std::thread::scope(|scope| {
+            let spawned: Vec<_> = (1..threads)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let _guard = PanicEndsAll;
+                        let mut worker = Worker::default();
+                        while !self.is_over() {
+                            self.work(&mut worker);
+                            self.barrier.meet(|| self.turn());
+                        }
+                        worker.tally
+                    })
                 })
-            })
-            .collect();
-        let _guard = PanicEndsAll;
-        let mut window = 0;
-        while !shared.is_over() {
-            shared.work(&mut worker);
-            shared.barrier.meet(|| shared.turn());
-            shared.report(window, &mut tally, sink);
-            window += 1;
-        }
-        spawned
-            .into_iter()
-            .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|p| std::panic::resume_unwind(p))
-            })
-            .collect::<Vec<Tally>>()
-    });
-    let mut refused = std::mem::take(&mut lock(&shared.arrivals).refused);
-    lock(&shared.ended[0]).append(&mut refused);
-    shared.report(0, &mut tally, sink);
-    for other in others.iter().chain([&worker.tally]) {
-        tally.add(other);
+                .collect();
+            let _guard = PanicEndsAll;
+            let mut worker = Worker::default();
+            let mut window = 0;
+            while !self.is_over() {
+                self.work(&mut worker);
+                self.barrier.meet(|| self.turn());
+                self.report(window, tally, sink);
+                window += 1;
+            }
+            let joined = spawned.into_iter().map(|thread| {
+                let tally = thread.join();
+                tally.unwrap_or_else(|p| std::panic::resume_unwind(p))
+            });
+            joined.chain([worker.tally]).collect()
+        })
     }
 
-    let mut arrivals = into_inner(shared.arrivals);
-    let control = into_inner(shared.control);
-    if let Some(error) = control.error {
-        return Err(error.into());
-    }
-    let mut cut = control.cut;
-    let under_way = shared.in_flight.into_inner();
-    if control.window.last {
-        let more = arrivals.schedule.next_due(arrivals.now)?.is_some();
-        if under_way > 0 || more {
-            tally.ended_at = options.time_max;
-            cut = Some(format!(
-                "simulated time reached its limit of {:?} with {} under way",
-                Duration::from_nanos(options.time_max.0),
-                counted(under_way as u64, "request")
-            ));
+    fn into_outcome(self, mut tally: Tally) -> Result<Outcome, TwinError> {
+        let options = self.rules.options;
+        let mut arrivals = into_inner(self.arrivals);
+        let control = into_inner(self.control);
+        if let Some(error) = control.error {
+            return Err(error.into());
         }
-    } else {
-        tally.ended_at = control.window.until;
+        let mut cut = control.cut;
+        let under_way = self.in_flight.into_inner();
+        if control.window.last {
+            let more = arrivals.schedule.next_due(arrivals.now)?.is_some();
+            if under_way > 0 || more {
+                tally.ended_at = options.time_max;
+                cut = Some(format!(
+                    "simulated time reached its limit of {:?} with {} under way",
+                    Duration::from_nanos(options.time_max.0),
+                    counted(under_way as u64, "request")
+                ));
+            }
+        } else {
+            tally.ended_at = control.window.until;
+        }
+        let nodes = self.lanes.into_iter().map(|lane| into_inner(lane).node);
+        Ok(tally.into_outcome(nodes, under_way as u64, &arrivals.schedule, cut))
     }
-    let nodes = shared.lanes.into_iter().map(|lane| into_inner(lane).node);
-    Ok(tally.into_outcome(nodes, under_way as u64, &arrivals.schedule, cut))
 }
 
 /// If a thread panicked, the others would wait at the barrier forever.

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
 use slipstream_base::width::{floor_u64, round_u64, to_u32};
 use slipstream_base::{Role, SimTime};
-use slipstream_config::cluster::{Cluster, Fault, PoolConfig};
+use slipstream_config::cluster::{Cluster, Fault, NetworkConfig, PoolConfig};
 use slipstream_flows::{Endpoint, FabricConfig, Network, TransferId};
 use slipstream_netsim::aqm::Aqm;
 use slipstream_netsim::failure::{Failure, Target};
@@ -113,30 +113,10 @@ impl PacketNetwork {
         }
         // The frontend's own link leads from a switch of its own to its leaf.
         let spines = network.spines;
-        let frontend = leaves + spines;
-        *hosts.last_mut().expect("the frontend's") = frontend;
-        let delay_ns = config.hop_latency_ns;
-        let its_leaf = *config.leaf.last().expect("the frontend's");
-        let mut edges = vec![(its_leaf, frontend, Tier::Edge)];
-        let mut rates = vec![(
-            its_leaf,
-            frontend,
-            link(network.frontend_bits_per_s * speedup, 0),
-        )];
-        for leaf in 0..leaves {
-            // Without a limit an uplink carries all that its leaf sends.
-            let own = config.endpoint_bits_per_s.iter().zip(&config.leaf);
-            let all: f64 = own
-                .filter(|(_, of)| **of == leaf)
-                .map(|(rate, _)| rate)
-                .sum();
-            let rate = config.uplink_bits_per_s.unwrap_or(all.max(nic_bits_per_s));
-            for spine in leaves..leaves + spines {
-                edges.push((leaf, spine, Tier::Core));
-                rates.push((leaf, spine, link(rate / f64::from(spines), delay_ns)));
-            }
-        }
-        let nic = link(nic_bits_per_s, delay_ns);
+        *hosts.last_mut().expect("the frontend's") = leaves + spines;
+        let graph = graph_of(network, &config, hosts, speedup)?;
+        let topology = Topology::Graph(graph.with_numbered_hosts());
+        let nic = link(nic_bits_per_s, config.hop_latency_ns);
         let (mut flows, connections) = connections(cluster, &nics, &first_nic, nic_bits_per_s)?;
         let sending = flows.len();
         let own = of_background(&config, &nics, &background);
@@ -146,9 +126,6 @@ impl PacketNetwork {
                 .map(|flow| after_connections(flow, sending, speedup)),
         );
         let (failures, outages) = failures(cluster, &config, (&nics, &first_nic));
-        let graph = Graph::new(&edges, hosts).and_then(|graph| graph.with_links(&rates));
-        let graph = graph.map_err(|error| TooLarge(error.to_string()))?;
-        let topology = Topology::Graph(graph.with_numbered_hosts());
         let scenario = Scenario {
             flows,
             failures,
@@ -293,6 +270,42 @@ impl PacketNetwork {
             self.users[link] -= 1;
         }
     }
+}
+
+/// Switches, hosts and links: each leaf has a link to each spine, and the frontend's switch one to its leaf.
+fn graph_of(
+    network: &NetworkConfig,
+    config: &FabricConfig,
+    hosts: Vec<u32>,
+    speedup: f64,
+) -> Result<Graph, TooLarge> {
+    let leaves = config.leaf.iter().max().map_or(0, |leaf| leaf + 1);
+    let spines = network.spines;
+    let frontend = leaves + spines;
+    let nic_bits_per_s = network.nic_bits_per_s * speedup;
+    let delay_ns = config.hop_latency_ns;
+    let its_leaf = *config.leaf.last().expect("the frontend's");
+    let mut edges = vec![(its_leaf, frontend, Tier::Edge)];
+    let mut rates = vec![(
+        its_leaf,
+        frontend,
+        link(network.frontend_bits_per_s * speedup, 0),
+    )];
+    for leaf in 0..leaves {
+        // Without a limit an uplink carries all that its leaf sends.
+        let own = config.endpoint_bits_per_s.iter().zip(&config.leaf);
+        let all: f64 = own
+            .filter(|(_, of)| **of == leaf)
+            .map(|(rate, _)| rate)
+            .sum();
+        let rate = config.uplink_bits_per_s.unwrap_or(all.max(nic_bits_per_s));
+        for spine in leaves..leaves + spines {
+            edges.push((leaf, spine, Tier::Core));
+            rates.push((leaf, spine, link(rate / f64::from(spines), delay_ns)));
+        }
+    }
+    let graph = Graph::new(&edges, hosts).and_then(|graph| graph.with_links(&rates));
+    graph.map_err(|error| TooLarge(error.to_string()))
 }
 
 impl Network for PacketNetwork {

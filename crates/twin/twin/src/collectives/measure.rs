@@ -126,51 +126,12 @@ pub(crate) fn packets(
     };
     let pairs = shape.pairs(kind);
     let nics = shape.all().div_ceil(shape.gpus_per_nic);
-    let pair = |id: usize, ends| {
-        let mut flow = queue_pair(id as u64, ends, of.bits_per_s, of.packet_bytes);
-        slow_down(&mut flow);
-        flow
-    };
     let own = pairs
         .iter()
         .map(|&(from, to)| (shape.nic(from), shape.nic(to)));
-    let mut ends: Vec<(u32, u32)> = own.collect();
-    let mut hosts = nics;
-    let mut directions = [Vec::new(), Vec::new()];
-    for nic in 0..nics {
-        for (at, count) in [beside.into, beside.out].into_iter().enumerate() {
-            for _ in 0..count {
-                directions[at].push(to_u32(ends.len()));
-                ends.push(if at == 0 { (hosts, nic) } else { (nic, hosts) });
-                hosts += 1;
-            }
-        }
-    }
-    let flows = ends.iter().enumerate().map(|(id, &ends)| pair(id, ends));
-    let graph = Graph::new(&[(0, 1, Tier::Core)], vec![0; hosts as usize]);
-    let graph = graph.expect("a switch with some thousand hosts at most");
-    let topology = Topology::Graph(graph.with_numbered_hosts());
-    let slower = SLOWER as f64;
-    let port = link(of.bits_per_s / slower, of.delay_ns * SLOWER);
-    let scenario = Scenario {
-        flows: flows.collect(),
-        links: Links {
-            host: Some(port),
-            edge: port,
-            core: port,
-        },
-        ..scenario(of.seed, topology, link(of.bits_per_s, of.delay_ns))
-    };
-    let mut probe = Probe {
-        network: OpenNetwork::new(scenario).expect("queue pairs at one switch"),
-        now: 0,
-        arrived: Vec::new(),
-    };
-    for &connection in directions.iter().flatten() {
-        let message = u64::MAX - u64::from(connection);
-        probe.network.send(0, connection, message, ENDLESS_BYTES);
-    }
+    let (mut probe, directions) = Probe::new(own.collect(), nics, of, beside);
     let mut alone = [0.0; 2];
+    let slower = SLOWER as f64;
     let mut repeat_ns = REPEAT_NS;
     if beside != Beside::default() {
         repeat_ns = REPEAT_BESIDE_NS;
@@ -228,6 +189,57 @@ struct Probe {
 }
 
 impl Probe {
+    /// A network with a connection between the interfaces of each of `ends`, of `nics` in all, and with transfers that do
+    /// not end beside them: their connections by direction.
+    fn new(
+        mut ends: Vec<(u32, u32)>,
+        nics: u32,
+        of: Interface,
+        beside: Beside,
+    ) -> (Probe, [Vec<u32>; 2]) {
+        let pair = |id: usize, ends| {
+            let mut flow = queue_pair(id as u64, ends, of.bits_per_s, of.packet_bytes);
+            slow_down(&mut flow);
+            flow
+        };
+        let mut hosts = nics;
+        let mut directions = [Vec::new(), Vec::new()];
+        for nic in 0..nics {
+            for (at, count) in [beside.into, beside.out].into_iter().enumerate() {
+                for _ in 0..count {
+                    directions[at].push(to_u32(ends.len()));
+                    ends.push(if at == 0 { (hosts, nic) } else { (nic, hosts) });
+                    hosts += 1;
+                }
+            }
+        }
+        let flows = ends.iter().enumerate().map(|(id, &ends)| pair(id, ends));
+        let graph = Graph::new(&[(0, 1, Tier::Core)], vec![0; hosts as usize]);
+        let graph = graph.expect("a switch with some thousand hosts at most");
+        let topology = Topology::Graph(graph.with_numbered_hosts());
+        let slower = SLOWER as f64;
+        let port = link(of.bits_per_s / slower, of.delay_ns * SLOWER);
+        let scenario = Scenario {
+            flows: flows.collect(),
+            links: Links {
+                host: Some(port),
+                edge: port,
+                core: port,
+            },
+            ..scenario(of.seed, topology, link(of.bits_per_s, of.delay_ns))
+        };
+        let mut probe = Probe {
+            network: OpenNetwork::new(scenario).expect("queue pairs at one switch"),
+            now: 0,
+            arrived: Vec::new(),
+        };
+        for &connection in directions.iter().flatten() {
+            let message = u64::MAX - u64::from(connection);
+            probe.network.send(0, connection, message, ENDLESS_BYTES);
+        }
+        (probe, directions)
+    }
+
     fn run(&mut self, until: u64) {
         self.network.run(until, &mut self.arrived);
         self.arrived.clear();

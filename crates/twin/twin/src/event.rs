@@ -1,13 +1,6 @@
-//! Scheduled events of a simulated run, and their order.
+//! Planned events of a simulated run.
 
-use std::cmp::Reverse;
-
-use slipstream_base::SimTime;
 use slipstream_dispatch::{Attempt, Role};
-
-/// End of a pass. At equal times in the order in which the passes began; with its node's number of
-/// restarts.
-pub(crate) type PassEnd = Reverse<(SimTime, u64, u32, u32)>;
 
 /// Planned events, except ends of passes and arrivals. Requests are identified by slot and ticket:
 /// those that have ended are not found.

@@ -71,8 +71,7 @@ impl<'a> Follower<'a> {
                 reached: self.to,
             });
         }
-        self.sim.pins.insert(request.id().0, worker);
-        self.sim.schedule.push(request);
+        self.sim.push(request, worker);
         Ok(())
     }
 
@@ -87,7 +86,7 @@ impl<'a> Follower<'a> {
         sink: &mut dyn Sink,
     ) -> Result<Option<String>, TwinError> {
         self.to = self.to.max(to);
-        self.sim.horizon = self.to;
+        self.sim.set_horizon(self.to);
         while let Some(next) = self.sim.next_time()?.filter(|next| *next < self.to) {
             if let Some(cut) = self.sim.step(next, sink)? {
                 return Ok(Some(cut));
@@ -103,6 +102,6 @@ impl<'a> Follower<'a> {
 
     /// Requests that were pushed and have not ended.
     pub fn open(&self) -> usize {
-        self.sim.pins.len()
+        self.sim.pinned()
     }
 }

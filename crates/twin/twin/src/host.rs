@@ -5,7 +5,18 @@ use std::collections::BinaryHeap;
 
 use slipstream_base::SimTime;
 use slipstream_base::width::round_u64;
-use slipstream_config::cluster::HostConfig;
+use slipstream_config::cluster::{Cluster, HostConfig, HostMode};
+
+/// The frontend's processors, if they are modelled.
+pub(crate) fn of_cluster(cluster: &Cluster) -> Option<(Box<dyn Host>, Costs)> {
+    match cluster.host.mode {
+        HostMode::None | HostMode::Threads => None,
+        HostMode::Ideal => Some((
+            Box::new(Ideal::new(cluster.host.cpus)),
+            Costs::new(&cluster.host),
+        )),
+    }
+}
 
 /// A model of the processors for the frontend's work.
 pub(crate) trait Host: Send {

@@ -39,7 +39,8 @@ use slipstream_engine::{DecodeRun, LowerHits, PassOutput};
 use slipstream_router::{Chosen, Fleet, RouteRequest, Router, ViewTurn};
 use slipstream_workload::{Request, Schedule, SourceError};
 
-use crate::node::{Flight, Flights, Node, Phase};
+use crate::flight::{Flight, Flights};
+use crate::node::{Node, Phase};
 use crate::outcome::Outcome;
 use crate::requests::{check_length, encoder_inputs, prompt_of, request_seed};
 use crate::run::Hops;

@@ -12,11 +12,13 @@
 //! then requests arrive, then passes begin. A run is a function of cluster, workload and seed:
 //! [`Outcome::digest`] is the same on every machine.
 //!
-//! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
-//! engine with its requests; `planned` runs decode passes late; `kv_transfer`, `peers`, `wire` and `host` model KV
-//! transfers, blocks that workers fetch from each other, the network (`packets` packet by packet, `collectives` steps of
+//! Modules: `sim` is the run, in parts of its own, and `agenda` its queue of events; `parts` builds the cluster of the file;
+//! `node` is an engine and `flight` a request on it; `planned` runs decode passes late; `env` is what a dispatcher sees.
+//!
+//! Each feature keeps its state, gets the parts of the run that it needs, and does not know the run: `peers`, `wire` and
+//! `host` model blocks that workers fetch from each other, the network (`packets` packet by packet, `collectives` steps of
 //! workers on several hosts) and the frontend's processors, `threads` those of a host whose threads a CPU scheduler runs;
-//! `faults` changes them (in parts of its own: `frontend`, `partition`, `upgrade`); `lockstep` holds ranks together
+//! `faults` and `scaling` are the states of `[[event]]` and `[autoscale]`; `lockstep` holds ranks together
 //! that share experts; `models` keeps the routers of several models apart, `share` lets them take turns on the same GPUs; `lanes` runs independent engines on several threads; `follow` runs beside a live fleet;
 //! `expected` takes the expected error from the profile of the step times.
 //!
@@ -32,14 +34,16 @@
 )]
 #![forbid(unsafe_code)]
 
+mod agenda;
 mod collectives;
 mod effect;
+mod env;
 mod event;
 mod expected;
 mod faults;
+mod flight;
 mod follow;
 mod host;
-mod kv_transfer;
 mod lanes;
 mod lockstep;
 mod models;
@@ -63,7 +67,7 @@ mod wire;
 
 pub use follow::{Follower, LateRequest};
 pub use outcome::{
-    KvTransfers, ModelOutcome, Outcome, PoolTime, Resumes, Scaled, Scaling, ShareOutcome,
+    KvTransfers, ModelOutcome, Outcome, PoolSizeChange, PoolTime, Resumes, Scaling, ShareOutcome,
 };
 pub use run::{
     FRONTEND_LOST, Failure, Hops, Options, Progress, REFUSED, RequestRecord, Sink, TwinError,

@@ -6,17 +6,13 @@
 //!
 //! Source: vLLM 0.33, `DPEngineCoreProc.run_busy_loop` and `_has_global_unfinished_reqs`.
 
-use std::cmp::Reverse;
 use std::ops::Range;
 
 use slipstream_base::SimTime;
 use slipstream_base::width::to_u32;
 use slipstream_config::cluster::Cluster;
-use slipstream_dispatch::Role;
 
-use crate::node::Phase;
-use crate::run::Sink;
-use crate::sim::Sim;
+use crate::node::Node;
 
 /// Steps between those at which the ranks compare whether any has requests; the first of a wave is one, too.
 /// Source: vLLM, `ParallelConfig.dp_sync_interval`.
@@ -71,6 +67,66 @@ impl Lockstep {
     pub(crate) fn group_of(&self, node: u32) -> Option<u32> {
         self.of_node[node as usize]
     }
+
+    /// Whether all ranks of `group`, none of which is in a step, begin one at `now`.
+    pub(crate) fn start(&mut self, group: u32, nodes: &[Node], now: SimTime) -> Start {
+        let group = &mut self.groups[group as usize];
+        let range = group.nodes.clone();
+        let ranks = &nodes[range.start as usize..range.end as usize];
+        if ranks.iter().any(|n| n.hangs) {
+            return Start::Never; // until its worker is lost
+        }
+        let works = ranks.iter().any(|n| !n.engine.is_idle());
+        let first = group.has_paused(now, works, ranks[0].engine.schedules_ahead());
+        if first {
+            group.steps = 0;
+            if !works {
+                return Start::Paused(range);
+            }
+        }
+        group.steps += 1;
+        group.worked = works;
+        Start::Step {
+            nodes: range,
+            first,
+        }
+    }
+
+    /// All ranks of `group` have begun their step at `now`: each ends with the slowest. Returns when. `most` tokens are of
+    /// one rank, and `all` of all.
+    pub(crate) fn meet(
+        &mut self,
+        group: u32,
+        nodes: &mut [Node],
+        now: SimTime,
+        (most, mut all): (u64, u64),
+    ) -> SimTime {
+        let group = &mut self.groups[group as usize];
+        let ranks = &mut nodes[group.nodes.start as usize..group.nodes.end as usize];
+        if most <= GRAPH_TOKENS {
+            all = most * ranks.len() as u64;
+        }
+        let mut end = now;
+        for n in ranks.iter_mut() {
+            let own = n.engine.meet(all);
+            end = own.map_or(end, |own| end.max(own));
+        }
+        for n in ranks {
+            n.engine.wait_until(end);
+        }
+        group.end = end;
+        end
+    }
+}
+
+/// The beginning of a step of a group.
+pub(crate) enum Start {
+    /// None begins: a rank hangs.
+    Never,
+    /// None begins: no rank has work.
+    Paused(Range<u32>),
+    /// These ranks begin it. `first`: the group had paused.
+    Step { nodes: Range<u32>, first: bool },
 }
 
 impl Group {
@@ -83,68 +139,5 @@ impl Group {
         }
         let compared = self.steps == 1 || self.steps.is_multiple_of(SYNC_STEPS);
         compared && !(if ahead { self.worked } else { works })
-    }
-}
-
-impl Sim<'_> {
-    /// Begins a step of all ranks of `group`, none of which is in one.
-    pub(crate) fn begin_together(&mut self, group: u32, sink: &mut dyn Sink) {
-        let Some(lockstep) = &mut self.lockstep else {
-            return;
-        };
-        let state = &mut lockstep.groups[group as usize];
-        let nodes = state.nodes.clone();
-        let ranks = &self.nodes[nodes.start as usize..nodes.end as usize];
-        if ranks.iter().any(|n| n.hangs) {
-            return; // until its worker is lost
-        }
-        let works = ranks.iter().any(|n| !n.engine.is_idle());
-        let first = state.has_paused(self.now, works, ranks[0].engine.schedules_ahead());
-        if first {
-            state.steps = 0;
-        }
-        if first && !works {
-            for node in nodes {
-                self.nodes[node as usize].phase = Phase::Idle;
-                self.publish_idle(node);
-            }
-            return;
-        }
-        state.steps += 1;
-        state.worked = works;
-        let mut end = self.now;
-        let (mut most, mut all) = (0, 0);
-        for node in nodes.clone() {
-            self.nodes[node as usize].begin_in_step(self.now, first);
-            self.began(node, sink);
-            let tokens = self.nodes[node as usize].engine.tokens_in_step();
-            (most, all) = (most.max(tokens), all + tokens);
-        }
-        if most <= GRAPH_TOKENS {
-            all = most * u64::from(nodes.end - nodes.start);
-        }
-        for node in nodes.clone() {
-            let own = self.nodes[node as usize].engine.meet(all);
-            end = own.map_or(end, |own| end.max(own));
-        }
-        if let Some(lockstep) = &mut self.lockstep {
-            lockstep.groups[group as usize].end = end;
-        }
-        for node in nodes {
-            let n = &mut self.nodes[node as usize];
-            n.engine.wait_until(end);
-            let (life, role) = (n.life, n.role);
-            self.push_role_end(node, end, life, role);
-        }
-    }
-
-    fn push_role_end(&mut self, node: u32, end: SimTime, life: u32, role: Role) {
-        let end = Reverse((end, self.sequence, node, life));
-        if role == Role::Prefill {
-            self.prefill_ends.push(end);
-        } else {
-            self.ends.push(end);
-        }
-        self.sequence += 1;
     }
 }

@@ -1,204 +1,16 @@
-//! One engine of the cluster, and the times of the sequences on it.
+//! The engines of the cluster, and the times of the sequences on each.
 
+use std::ops::{Deref, DerefMut, Index, IndexMut};
 use std::sync::Arc;
 
-use slipstream_base::width::{to_u32, to_usize};
-use slipstream_base::{RankId, RequestId, SimTime};
-use slipstream_dispatch::{Attempt, Role};
-use slipstream_engine::{DecodeRun, Engine, FirstToken, LowerHits, PassOutput, Usage};
-use slipstream_flows::TransferId;
+use slipstream_base::width::to_u32;
+use slipstream_base::{RankId, SimTime, WorkerId};
+use slipstream_dispatch::Role;
+use slipstream_engine::{DecodeRun, Engine, PassOutput};
 use slipstream_report::Totals;
-use slipstream_router::ActiveSequence;
-use slipstream_workload::Request;
 
+use crate::flight::{Flight, Flights};
 use crate::pace::Pace;
-use crate::run::{Hops, RequestRecord};
-
-/// A request in flight.
-pub(crate) struct Flight {
-    pub(crate) request: Request,
-    /// Distinguishes it from earlier requests in this slot.
-    pub(crate) ticket: u64,
-    /// The router's charge, in a run that routes ahead (`lanes`). Otherwise the dispatcher has it.
-    pub(crate) active: Option<ActiveSequence>,
-    /// The node that computed its prompt, if it is another one.
-    pub(crate) prefill: Option<u32>,
-    /// Start of its KV transfer, and the transfer's id unless it took no time.
-    pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
-    /// The attempt and tokens of that transfer.
-    pub(crate) fetch: Option<(Attempt, u32)>,
-    /// Number of retries by its client.
-    pub(crate) retries: u32,
-    /// Its client waits before it tries again: no frontend has it.
-    pub(crate) away: bool,
-    /// Tokens that its client had when a worker of it was last lost.
-    pub(crate) answered: u32,
-    /// From the loss of its worker until another one continues it: the node, and the part that had arrived.
-    pub(crate) resuming: Option<(u32, Usage)>,
-    /// Times that another worker continued it.
-    pub(crate) resumed: u32,
-    /// Time of its last token; 0 before the first.
-    pub(crate) last: SimTime,
-    pub(crate) first: Option<SimTime>,
-    pub(crate) admitted: Option<SimTime>,
-    pub(crate) first_pass_start: SimTime,
-    pub(crate) cached_tokens: u32,
-    pub(crate) lower: LowerHits,
-    /// Longest gap between two tokens so far, ns; recorded only if every token is processed.
-    pub(crate) gap_max: u64,
-    pub(crate) hops: Hops,
-}
-
-impl Flight {
-    pub(crate) fn new(request: Request, active: Option<ActiveSequence>, now: SimTime) -> Flight {
-        Flight {
-            request,
-            ticket: 0,
-            active,
-            prefill: None,
-            sent: None,
-            fetch: None,
-            retries: 0,
-            away: false,
-            answered: 0,
-            resuming: None,
-            resumed: 0,
-            last: SimTime::ZERO,
-            first: None,
-            admitted: None,
-            first_pass_start: now,
-            cached_tokens: 0,
-            lower: LowerHits::default(),
-            gap_max: 0,
-            hops: Hops::at(now),
-        }
-    }
-
-    /// Whether another worker generated its first tokens.
-    pub(crate) fn is_resumed(&self) -> bool {
-        self.answered > 0
-    }
-
-    /// Records its first token at `now`, from a pass that ended at `pass_end`; or the first of a worker that
-    /// continues it.
-    pub(crate) fn on_first(&mut self, first: &FirstToken, pass_end: SimTime, now: SimTime) {
-        self.last = now;
-        if self.is_resumed() {
-            self.resuming = None;
-            self.resumed += 1;
-            return;
-        }
-        self.first = Some(now);
-        self.hops.first_pass_end = pass_end;
-        if self.prefill.is_none() {
-            self.admitted = Some(first.admitted);
-        }
-        self.first_pass_start = first.first_pass_start;
-        if self.prefill.is_none() {
-            self.cached_tokens = first.cached_tokens;
-            self.lower = first.lower;
-        }
-        if let Some(active) = &mut self.active {
-            active.on_first_token();
-        }
-    }
-
-    /// The record of a request that ended on `rank` at `now`, after `failed_over` attempts elsewhere.
-    pub(crate) fn record(
-        &self,
-        rank: RankId,
-        prefill_rank: Option<RankId>,
-        failed_over: u32,
-        usage: &Usage,
-        now: SimTime,
-    ) -> RequestRecord<'_> {
-        let cached_tokens = match self.prefill {
-            None if !self.is_resumed() => usage.cached_tokens,
-            _ => self.cached_tokens,
-        };
-        RequestRecord {
-            request: &self.request,
-            rank: Some(rank),
-            prefill_rank,
-            hops: self.hops,
-            admitted: self.admitted.unwrap_or(now),
-            first_pass_start: self.first_pass_start,
-            first: self.first.unwrap_or(now),
-            last: now,
-            input_tokens: usage.prompt_tokens,
-            cached_tokens,
-            lower: self.lower,
-            output_tokens: usage.output_tokens,
-            preemptions: usage.preemptions,
-            retries: self.retries + failed_over,
-            error: None,
-        }
-    }
-}
-
-/// Requests in flight, by the slot that identifies them in engines.
-#[derive(Default)]
-pub(crate) struct Flights {
-    slots: Vec<Option<Flight>>,
-    free: Vec<u32>,
-    len: usize,
-}
-
-impl Flights {
-    pub(crate) fn insert(&mut self, flight: Flight) -> RequestId {
-        self.len += 1;
-        let slot = if let Some(slot) = self.free.pop() {
-            self.slots[slot as usize] = Some(flight);
-            slot
-        } else {
-            self.slots.push(Some(flight));
-            to_u32(self.slots.len()) - 1
-        };
-        RequestId(slot.into())
-    }
-
-    pub(crate) fn get_mut(&mut self, id: RequestId) -> &mut Flight {
-        self.slots[to_usize(id.0)]
-            .as_mut()
-            .expect("an engine knows only requests that are under way")
-    }
-
-    /// The request in `slot`, if it is still the one with `ticket`.
-    pub(crate) fn find(&mut self, slot: u32, ticket: u64) -> Option<&mut Flight> {
-        let flight = self.slots.get_mut(slot as usize)?.as_mut()?;
-        (flight.ticket == ticket).then_some(flight)
-    }
-
-    /// The model of the request in `slot`, if there is one.
-    pub(crate) fn model_of(&self, slot: u32) -> Option<u32> {
-        let flight = self.slots.get(slot as usize)?.as_ref()?;
-        Some(flight.request.model)
-    }
-
-    pub(crate) fn get(&self, id: RequestId) -> &Flight {
-        self.slots[to_usize(id.0)]
-            .as_ref()
-            .expect("an engine knows only requests that are under way")
-    }
-
-    pub(crate) fn remove(&mut self, id: RequestId) -> Flight {
-        self.len -= 1;
-        self.free.push(to_u32(id.0));
-        self.slots[to_usize(id.0)]
-            .take()
-            .expect("an engine ends a request once")
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// All requests, with their slots.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Flight)> {
-        let each = (0..).zip(&self.slots);
-        each.filter_map(|(slot, flight)| Some((slot, flight.as_ref()?)))
-    }
-}
 
 /// State of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,6 +25,93 @@ pub(crate) enum Phase {
     Jumped,
     /// Decode passes are planned; the next pass begins at the end of the last one.
     Planned,
+}
+
+/// The engines of a run by number, and those of them that begin a pass at the present time.
+pub(crate) struct Nodes {
+    list: Vec<Node>,
+    awake: Vec<u32>,
+}
+
+impl Nodes {
+    pub(crate) fn new(list: Vec<Node>) -> Nodes {
+        Nodes {
+            list,
+            awake: Vec::new(),
+        }
+    }
+
+    /// Wakes an engine that has work, or capacity for waiting requests.
+    pub(crate) fn wake(&mut self, node: u32) {
+        let n = &mut self[node];
+        if n.phase == Phase::Idle && !n.engine.is_idle() {
+            n.phase = Phase::Awake;
+            self.awake.push(node);
+        }
+    }
+
+    /// `node` begins a pass at the present time.
+    pub(crate) fn note_awake(&mut self, node: u32) {
+        self.awake.push(node);
+    }
+
+    /// Takes those that begin a pass now, in the order in which they were noted.
+    pub(crate) fn take_awake(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.awake)
+    }
+
+    /// Gives back the memory of what [`take_awake`](Self::take_awake) returned.
+    pub(crate) fn reuse_awake(&mut self, awake: Vec<u32>) {
+        self.awake = awake;
+    }
+
+    /// The ranks of `worker`.
+    pub(crate) fn of_worker(&self, worker: WorkerId) -> impl Iterator<Item = &Node> {
+        self.list.iter().filter(move |n| n.rank.worker == worker)
+    }
+
+    /// The numbers of the ranks of `worker`.
+    pub(crate) fn numbers_of(&self, worker: WorkerId) -> Vec<u32> {
+        let numbers = (0..).zip(&self.list);
+        let numbers = numbers.filter(|(_, n)| n.rank.worker == worker);
+        numbers.map(|(node, _)| node).collect()
+    }
+
+    /// Whether no rank of `worker` has a request or a pass under way.
+    pub(crate) fn are_idle(&self, worker: WorkerId) -> bool {
+        self.of_worker(worker)
+            .all(|n| n.engine.is_idle() && !n.engine.in_pass())
+    }
+
+    pub(crate) fn into_list(self) -> Vec<Node> {
+        self.list
+    }
+}
+
+impl Deref for Nodes {
+    type Target = [Node];
+    fn deref(&self) -> &[Node] {
+        &self.list
+    }
+}
+
+impl DerefMut for Nodes {
+    fn deref_mut(&mut self) -> &mut [Node] {
+        &mut self.list
+    }
+}
+
+impl Index<u32> for Nodes {
+    type Output = Node;
+    fn index(&self, node: u32) -> &Node {
+        &self.list[node as usize]
+    }
+}
+
+impl IndexMut<u32> for Nodes {
+    fn index_mut(&mut self, node: u32) -> &mut Node {
+        &mut self.list[node as usize]
+    }
 }
 
 /// Passes that are planned at once, at most.

@@ -113,7 +113,7 @@ pub struct ShareOutcome {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Scaling {
     /// Changes, in order.
-    pub changes: Vec<Scaled>,
+    pub changes: Vec<PoolSizeChange>,
     /// GPU time of the pools with `[autoscale]`, from the start of each worker to its stop, s.
     pub gpu_s: f64,
     /// GPUs of those pools if all of their workers ran.
@@ -137,7 +137,7 @@ pub struct PoolTime {
 
 /// A change of the workers of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Scaled {
+pub struct PoolSizeChange {
     /// When.
     pub at: SimTime,
     /// The pool.

@@ -21,13 +21,13 @@ impl Pace {
 }
 
 /// Passes with a factor on their duration.
-pub(crate) struct Paced {
+pub(crate) struct ScaledStepTime {
     pub(crate) timing: Box<dyn StepTime>,
     pub(crate) speedup: f64,
     pub(crate) pace: Arc<Pace>,
 }
 
-impl StepTime for Paced {
+impl StepTime for ScaledStepTime {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
         round_u64(self.timing.step_ns(load) as f64 * factor / self.speedup)

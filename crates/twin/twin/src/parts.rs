@@ -17,7 +17,7 @@ use slipstream_router::{CachedBlocks, Fleet, Hits, Router, ViewTurn};
 use crate::collectives::{self, OverNetwork, StepTraffic, Templates};
 use crate::effect::Effect;
 use crate::node::Node;
-use crate::pace::{Pace, Paced};
+use crate::pace::{Pace, ScaledStepTime};
 use crate::peer_index::PeerIndex;
 use crate::run::{Options, TwinError};
 
@@ -634,7 +634,7 @@ fn engine(
         .any(|e| e.workers.contains(&rank.worker.0) && Effect::of(e.fault).pace.is_some());
     let (timing, pace): (Box<dyn StepTime>, _) = if slows || options.speedup != 1.0 {
         let pace = Arc::new(Pace::new(1.0));
-        let paced = Paced {
+        let paced = ScaledStepTime {
             timing,
             speedup: options.speedup,
             pace: pace.clone(),

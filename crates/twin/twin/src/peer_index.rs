@@ -85,14 +85,14 @@ impl PeerIndex {
 }
 
 /// The look-up of one rank.
-pub(crate) struct LookUp {
+pub(crate) struct RankLookup {
     pub(crate) index: Arc<PeerIndex>,
     pub(crate) node: u32,
     /// Ranks of its pool.
     pub(crate) pool: Range<u32>,
 }
 
-impl PeerBlocks for LookUp {
+impl PeerBlocks for RankLookup {
     fn find(&self, now: SimTime, blocks: &[BlockHash], have: u32) -> Option<FoundAtPeer> {
         self.index.apply_before(now + 1);
         let mut hits = vec![0; self.index.index.targets()];

@@ -6,17 +6,19 @@
 
 use std::sync::Arc;
 
-use slipstream_base::KvDelta;
 use slipstream_base::width::{to_u32, to_usize};
+use slipstream_base::{KvDelta, SimTime};
 use slipstream_config::cluster::Cluster;
 use slipstream_engine::{KvChanges, PeerLoad};
 use slipstream_report::run::EngineCounts;
 
+use crate::agenda::Agenda;
 use crate::event::Event;
-use crate::node::Node;
+use crate::faults::Partitions;
+use crate::node::{Node, Nodes};
 use crate::parts::ns;
-use crate::peer_index::{LookUp, PeerIndex};
-use crate::sim::Sim;
+use crate::peer_index::{PeerIndex, RankLookup};
+use crate::wire::Wire;
 
 /// A load under way.
 struct Fetch {
@@ -80,7 +82,7 @@ impl Peers {
                     latency_ns[node as usize] = ns(tier.latency_ns as f64 / speedup);
                     let engine = &mut nodes[node as usize].engine;
                     engine.list_kv(KvChanges::All);
-                    engine.set_peers(Arc::new(LookUp {
+                    engine.set_peers(Arc::new(RankLookup {
                         index: index.clone(),
                         node,
                         pool: first..first + ranks,
@@ -113,116 +115,114 @@ impl Peers {
         let fetch = self.fetches[slot as usize].take();
         fetch.expect("a load ends once")
     }
-}
 
-impl Sim<'_> {
     /// Publishes the changes of the host memory of `node`, which ended a pass.
-    pub(crate) fn publish_host(&mut self, node: u32) {
-        let Some(peers) = &mut self.peers else {
-            return;
-        };
+    pub(crate) fn publish_host(&mut self, now: SimTime, node: u32, n: &mut Node) {
         let mut delta = KvDelta::default();
-        let n = &mut self.nodes[node as usize];
         n.engine.take_host_changes(&mut delta.ops);
         if delta.ops.is_empty() {
             return;
         }
-        delta.sequence = peers.index.next_of_host(node);
-        peers.index.insert(self.now, node, &delta);
+        delta.sequence = self.index.next_of_host(node);
+        self.index.insert(now, node, &delta);
     }
 
     /// Plans the loads that a pass of `node` began.
-    pub(crate) fn begin_peer_loads(&mut self, node: u32) {
-        let Some(peers) = &mut self.peers else {
-            return;
-        };
-        let life = self.nodes[node as usize].life;
-        let engine = &mut self.nodes[node as usize].engine;
-        engine.take_peer_loads(&mut peers.begun);
-        let to = self.nodes[node as usize].rank.worker;
-        for load in std::mem::take(&mut peers.begun) {
-            let Some(peers) = &mut self.peers else {
-                return;
-            };
+    pub(crate) fn begin_loads(
+        &mut self,
+        node: u32,
+        nodes: &mut Nodes,
+        wire: &Wire,
+        agenda: &mut Agenda,
+    ) {
+        let n = &mut nodes[node];
+        let (life, to) = (n.life, n.rank.worker);
+        n.engine.take_peer_loads(&mut self.begun);
+        for load in std::mem::take(&mut self.begun) {
             // The decision, and the request to the other worker.
-            let from = self.nodes[load.peer as usize].rank.worker;
-            let asks_ns = peers.latency_ns[node as usize] + self.wire.latency_ns(to, from, false);
-            let at = self.now + asks_ns;
-            let fetch = peers.insert(Fetch {
+            let from = nodes[load.peer].rank.worker;
+            let asks_ns = self.latency_ns[node as usize] + wire.latency_ns(to, from, false);
+            let at = agenda.now + asks_ns;
+            let fetch = self.insert(Fetch {
                 node,
                 life,
                 peer_life: 0,
                 load,
                 sent: 0,
             });
-            self.plan_event(at, Event::PeerSend { fetch });
+            agenda.plan(at, Event::PeerSend { fetch });
         }
     }
 
     /// A worker has the request for blocks of another one, and sends those that it still has.
-    pub(crate) fn peer_sends(&mut self, slot: u32) {
-        let Some(fetch) = self
-            .peers
-            .as_mut()
-            .and_then(|p| p.fetches[slot as usize].as_mut())
-        else {
+    pub(crate) fn send(
+        &mut self,
+        slot: u32,
+        nodes: &mut Nodes,
+        (wire, partitions): (&mut Wire, &Partitions),
+        block_size: u32,
+        agenda: &mut Agenda,
+    ) {
+        let Some(fetch) = &mut self.fetches[slot as usize] else {
             return;
         };
-        let receiver = &self.nodes[fetch.node as usize];
+        let receiver = &nodes[fetch.node];
         if receiver.life != fetch.life {
-            self.peers.as_mut().map(|peers| peers.remove(slot));
+            self.remove(slot);
             return;
         }
         let to = receiver.rank.worker;
-        let peer = &mut self.nodes[fetch.load.peer as usize];
+        let peer = &mut nodes[fetch.load.peer];
         let from = peer.rank.worker;
         fetch.peer_life = peer.life;
-        if !self.faults.divides(Some(from), Some(to)) {
+        if !partitions.divide(Some(from), Some(to)) {
             fetch.sent = peer.engine.sends(&fetch.load.blocks, fetch.load.have);
         }
         let sent = fetch.sent;
         let received = Event::PeerReceived { fetch: slot };
-        let tokens = sent * self.serve.fleet.block_size();
         let on_the_way = if sent > 0 {
-            let (bytes, transfer) = self.wire.send_kv(self.now, from, to, tokens, received);
-            if let Some(peers) = &mut self.peers {
-                peers.counts.bytes += bytes;
-            }
+            let (bytes, transfer) = wire.send_kv(agenda.now, from, to, sent * block_size, received);
+            self.counts.bytes += bytes;
             transfer.is_some()
         } else {
             false
         };
         if !on_the_way {
-            self.plan_event(self.now, received);
+            agenda.plan(agenda.now, received);
         }
     }
 
-    /// The blocks of a load have come, or none will.
-    pub(crate) fn peer_received(&mut self, slot: u32) {
-        let Some(peers) = &mut self.peers else {
-            return;
-        };
-        let not_before = peers.fetches[slot as usize]
+    /// The blocks of a load have come, or none will. Returns the node that may have work now.
+    pub(crate) fn receive(
+        &mut self,
+        slot: u32,
+        nodes: &mut Nodes,
+        block_size: u32,
+        agenda: &mut Agenda,
+    ) -> Option<u32> {
+        let not_before = self.fetches[slot as usize]
             .as_ref()
             .map(|fetch| fetch.load.not_before);
-        if let Some(at) = not_before.filter(|&at| at > self.now) {
+        if let Some(at) = not_before.filter(|&at| at > agenda.now) {
             // Its own blocks are still being loaded.
-            return self.plan_event(at, Event::PeerReceived { fetch: slot });
+            agenda.plan(at, Event::PeerReceived { fetch: slot });
+            return None;
         }
-        let fetch = peers.remove(slot);
-        if self.nodes[fetch.node as usize].life != fetch.life {
-            return;
+        let fetch = self.remove(slot);
+        if nodes[fetch.node].life != fetch.life {
+            return None;
         }
         // A worker that was lost sends no more.
-        let whole = self.nodes[fetch.load.peer as usize].life == fetch.peer_life;
-        let blocks = if whole { fetch.sent } else { 0 };
+        let is_complete = nodes[fetch.load.peer].life == fetch.peer_life;
+        let blocks = if is_complete { fetch.sent } else { 0 };
         let wanted = to_u32(fetch.load.blocks.len()) - fetch.load.have;
-        let size = u64::from(self.serve.fleet.block_size());
-        let engine = &mut self.nodes[fetch.node as usize].engine;
-        if engine.receive_from_peer(fetch.load.load, blocks) {
-            peers.counts.hit_tokens += u64::from(blocks) * size;
-            peers.counts.absent_tokens += u64::from(wanted - blocks) * size;
-            self.wake(fetch.node);
+        let size = u64::from(block_size);
+        let engine = &mut nodes[fetch.node].engine;
+        if !engine.receive_from_peer(fetch.load.load, blocks) {
+            return None;
         }
+        self.counts.hit_tokens += u64::from(blocks) * size;
+        self.counts.absent_tokens += u64::from(wanted - blocks) * size;
+        Some(fetch.node)
     }
 }

@@ -7,7 +7,7 @@ use slipstream_workload::Request;
 use slipstream_workload::prompt::answer_name;
 
 /// A request in the dispatcher's form.
-pub(crate) fn dispatched(
+pub(crate) fn dispatch_request(
     request: &Request,
     prompt: Prompt,
     direct: Option<WorkerId>,

@@ -12,11 +12,13 @@ use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 
+use crate::agenda::Agenda;
 use crate::event::Event;
-use crate::outcome::{PoolTime, Scaled, Scaling};
+use crate::models::ModelParts;
+use crate::node::Nodes;
+use crate::outcome::{PoolSizeChange, PoolTime, Scaling};
 use crate::parts::ns;
 use crate::run::Sink;
-use crate::sim::Sim;
 
 /// State of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +28,13 @@ enum State {
     Starting(u32),
     Ready,
     Draining,
+}
+
+impl State {
+    /// Whether a worker is ready or starts.
+    fn runs(self) -> bool {
+        matches!(self, State::Ready | State::Starting(_))
+    }
 }
 
 /// A pool that is scaled.
@@ -55,7 +64,7 @@ struct Pool {
 #[derive(Default)]
 pub(crate) struct Pools {
     pools: Vec<Pool>,
-    changes: Vec<Scaled>,
+    changes: Vec<PoolSizeChange>,
     starts: u32,
     /// Since when nothing but decisions has been pending, and none has changed anything.
     quiet: Option<SimTime>,
@@ -188,46 +197,76 @@ impl Pools {
     }
 }
 
-impl Pool {
-    /// Counts the time of workers up to `now`. Called before each change of a state.
-    fn count(&mut self, now: SimTime) {
-        let exist = self.states.iter().filter(|s| **s != State::Stopped).count();
-        self.worker_ns += now.since(self.counted) as u128 * exist as u128;
-        self.counted = now;
-    }
-
-    /// The index of a worker in this pool, if it is one of it.
-    fn index_of(&self, worker: WorkerId) -> Option<usize> {
-        let at = worker.0.checked_sub(self.first)? as usize;
-        (at < self.states.len()).then_some(at)
-    }
-}
-
-impl Sim<'_> {
-    /// Stops the workers that are not wanted at the start, and plans the first decisions.
-    pub(crate) fn begin_scaling(&mut self) {
-        for at in 0..self.scaling.pools.len() {
-            let pool = &self.scaling.pools[at];
-            let next = pool.scaler.next_decision();
-            let stopped: Vec<WorkerId> = (pool.first..)
-                .zip(&pool.states)
-                .filter(|(_, state)| **state == State::Stopped)
-                .map(|(worker, _)| WorkerId(worker))
-                .collect();
-            for worker in stopped {
-                self.refresh_worker(worker);
-            }
-            self.plan_event(next, Event::Scale { pool: to_u32(at) });
+impl Pools {
+    /// Plans the first decisions. Returns the workers that are not wanted at the start.
+    pub(crate) fn begin(&self, agenda: &mut Agenda) -> Vec<WorkerId> {
+        let mut stopped = Vec::new();
+        for (at, pool) in (0..).zip(&self.pools) {
+            let states = (pool.first..).zip(&pool.states);
+            let states = states.filter(|(_, state)| **state == State::Stopped);
+            stopped.extend(states.map(|(worker, _)| WorkerId(worker)));
+            agenda.plan(pool.scaler.next_decision(), Event::Scale { pool: at });
         }
+        stopped
     }
 
-    /// Decides how many workers of a pool run, and starts or drains some.
-    pub(crate) fn scale(&mut self, at: u32, sink: &mut dyn Sink) {
-        let observed = self.observe(at as usize);
-        let now = self.now;
-        self.stop_drained(at as usize);
-        let arrived = self.arrived();
-        let pool = &mut self.scaling.pools[at as usize];
+    /// The workers of a pool.
+    pub(crate) fn workers(&self, at: usize) -> impl Iterator<Item = WorkerId> + use<> {
+        let pool = &self.pools[at];
+        (pool.first..pool.first + to_u32(pool.states.len())).map(WorkerId)
+    }
+
+    /// The pool of `worker`, if it is scaled.
+    pub(crate) fn pool_of(&self, worker: WorkerId) -> Option<usize> {
+        let mut pools = self.pools.iter();
+        pools.position(|pool| pool.index_of(worker).is_some())
+    }
+
+    /// What a decision about a pool is made by. `out`: which of its workers an `[[event]]` has crashed or drains;
+    /// `arrived`: requests of the cluster so far.
+    pub(crate) fn observe(
+        &self,
+        at: usize,
+        nodes: &Nodes,
+        model: &ModelParts,
+        out: &[bool],
+        arrived: u64,
+    ) -> Observed {
+        let pool = &self.pools[at];
+        let of_pool = pool.first..pool.first + to_u32(pool.states.len());
+        let ready = pool.states.iter().zip(out);
+        let ready = ready.filter(|(state, out)| **state == State::Ready && !**out);
+        let mut observed = Observed {
+            ready: to_u32(ready.count()),
+            slots: pool.slots,
+            ttft_ratio: (pool.ttft.1 > 0).then(|| pool.ttft.0 / pool.ttft.1 as f64),
+            arrivals: arrived - pool.arrived,
+            ..Observed::default()
+        };
+        for node in nodes.iter() {
+            if of_pool.contains(&node.rank.worker.0) {
+                let stats = node.engine.stats();
+                observed.waiting += u64::from(stats.waiting);
+                observed.running += u64::from(stats.running);
+            }
+        }
+        // Requests in front of the workers wait for a worker that answers, or computes the prompt first.
+        if pool.serves != model.prefill.is_some() {
+            observed.waiting += model.dispatch.queued() as u64;
+        }
+        observed
+    }
+
+    /// Decides how many workers of a pool run. Returns that number, and whether it is another one than before.
+    pub(crate) fn decide(
+        &mut self,
+        at: usize,
+        now: SimTime,
+        observed: Observed,
+        arrived: u64,
+        sink: &mut dyn Sink,
+    ) -> (u32, bool) {
+        let pool = &mut self.pools[at];
         pool.count(now);
         pool.ttft = (0.0, 0);
         pool.arrived = arrived;
@@ -247,103 +286,127 @@ impl Sim<'_> {
                 wanted,
             },
         );
-        let next = pool.scaler.next_decision();
         if wanted != before {
             let pool = pool.name.clone();
-            self.scaling.changes.push(Scaled {
+            self.changes.push(PoolSizeChange {
                 at: now,
                 pool,
                 before,
                 wanted,
             });
         }
-        if self.follow(at as usize, wanted) || wanted != before {
-            self.scaling.quiet = None;
+        (wanted, wanted != before)
+    }
+
+    /// Plans the next decision about a pool. `changed`: the last one changed something.
+    pub(crate) fn plan_next(&mut self, at: usize, changed: bool, agenda: &mut Agenda) {
+        if changed {
+            self.quiet = None;
         }
-        self.plan_event(next, Event::Scale { pool: at });
+        let next = self.pools[at].scaler.next_decision();
+        agenda.plan(next, Event::Scale { pool: to_u32(at) });
     }
 
     /// A worker has started, unless it was stopped before.
-    pub(crate) fn scaled_up(&mut self, worker: u32, start: u32) {
-        for pool in &mut self.scaling.pools {
+    pub(crate) fn started(&mut self, worker: u32, start: u32) {
+        for pool in &mut self.pools {
             let at = worker.checked_sub(pool.first).map(|at| at as usize);
             let state = at.and_then(|at| pool.states.get_mut(at));
             if let Some(state) = state.filter(|state| **state == State::Starting(start)) {
                 *state = State::Ready;
             }
         }
-        self.refresh_worker(WorkerId(worker));
     }
 
-    /// Which workers of a pool an `[[event]]` has crashed or drains.
-    fn out_of(&self, pool: &Pool) -> Vec<bool> {
-        let end = pool.first + to_u32(pool.states.len());
-        (pool.first..end)
-            .map(|worker| self.is_out(WorkerId(worker)))
-            .collect()
+    /// The number of workers of a pool that the last decision wanted. Counts the time of its workers up to `now`.
+    pub(crate) fn wanted(&mut self, at: usize, now: SimTime) -> u32 {
+        self.pools[at].count(now);
+        self.pools[at].scaler.wanted()
     }
 
-    /// An `[[event]]` of `worker` began or ended: others start in its place.
-    pub(crate) fn replace_lost(&mut self, worker: WorkerId) {
-        let pools = &self.scaling.pools;
-        let at = pools
-            .iter()
-            .position(|pool| pool.index_of(worker).is_some());
-        if let Some(at) = at {
-            let now = self.now;
-            let pool = &mut self.scaling.pools[at];
-            pool.count(now);
-            let wanted = pool.scaler.wanted();
-            self.follow(at, wanted);
+    /// Starts or drains workers of a pool, so that `wanted` are ready or start, and returns whose state has changed. `out`
+    /// as of [`observe`](Self::observe). The time of its workers is counted up to now.
+    pub(crate) fn follow(
+        &mut self,
+        at: usize,
+        wanted: u32,
+        out: &[bool],
+        agenda: &mut Agenda,
+    ) -> Vec<WorkerId> {
+        let pool = &mut self.pools[at];
+        let mut changed: Vec<u32> = Vec::new();
+        let started = pool.bring_up(wanted, out, &mut self.starts, &mut changed);
+        pool.take_down(wanted, out, &mut changed);
+        let ready = agenda.now + pool.startup_ns;
+        for (worker, start) in started {
+            agenda.plan(ready, Event::Scaled { worker, start });
         }
+        changed.into_iter().map(WorkerId).collect()
     }
 
-    fn observe(&self, at: usize) -> Observed {
-        let pool = &self.scaling.pools[at];
-        let of_pool = pool.first..pool.first + to_u32(pool.states.len());
-        let ready = pool.states.iter().zip(self.out_of(pool));
-        let ready = ready.filter(|(state, out)| **state == State::Ready && !out);
-        let mut observed = Observed {
-            ready: to_u32(ready.count()),
-            slots: pool.slots,
-            ttft_ratio: (pool.ttft.1 > 0).then(|| pool.ttft.0 / pool.ttft.1 as f64),
-            arrivals: self.arrived() - pool.arrived,
-            ..Observed::default()
-        };
-        for node in &self.nodes {
-            if of_pool.contains(&node.rank.worker.0) {
-                let stats = node.engine.stats();
-                observed.waiting += u64::from(stats.waiting);
-                observed.running += u64::from(stats.running);
+    /// Stops workers of a pool that drain and have no request left. They lose their caches.
+    pub(crate) fn stop_drained(
+        &mut self,
+        at: usize,
+        now: SimTime,
+        nodes: &mut Nodes,
+        model: &mut ModelParts,
+    ) {
+        let pool = &mut self.pools[at];
+        let states = (pool.first..).zip(&pool.states);
+        let drained: Vec<WorkerId> = states
+            .filter(|(_, state)| **state == State::Draining)
+            .map(|(worker, _)| WorkerId(worker))
+            .filter(|&worker| {
+                let own = |w: WorkerId| w == worker;
+                model.dispatch.requests_of(own).is_empty() && nodes.are_idle(worker)
+            })
+            .collect();
+        for worker in drained {
+            pool.count(now);
+            pool.states[(worker.0 - pool.first) as usize] = State::Stopped;
+            for side in model.sides_mut() {
+                side.on_worker_lost(worker);
+            }
+            for node in nodes.iter_mut().filter(|n| n.rank.worker == worker) {
+                node.crash();
             }
         }
-        // Requests in front of the workers wait for a worker that answers, or computes the prompt first.
-        if pool.serves != self.prefill.is_some() {
-            observed.waiting += self.dispatch.queued() as u64;
-        }
-        observed
+    }
+}
+
+impl Pool {
+    /// Counts the time of workers up to `now`. Called before each change of a state.
+    fn count(&mut self, now: SimTime) {
+        let exist = self.states.iter().filter(|s| **s != State::Stopped).count();
+        self.worker_ns += now.since(self.counted) as u128 * exist as u128;
+        self.counted = now;
     }
 
-    /// Starts or drains workers of a pool, so that `wanted` are ready or start, and returns whether it did. Call
-    /// [`Pool::count`] first.
-    fn follow(&mut self, at: usize, wanted: u32) -> bool {
-        let now = self.now;
-        let out = self.out_of(&self.scaling.pools[at]);
-        let mut changed: Vec<u32> = Vec::new();
-        let mut started: Vec<(u32, u32)> = Vec::new();
-        let starts = &mut self.scaling.starts;
-        let pool = &mut self.scaling.pools[at];
-        let counts = |state| matches!(state, State::Ready | State::Starting(_));
-        let each = pool.states.iter().zip(&out);
-        let running = each.filter(|(state, out)| counts(**state) && !**out);
-        let mut have = to_u32(running.count());
+    /// The index of a worker in this pool, if it is one of it.
+    fn index_of(&self, worker: WorkerId) -> Option<usize> {
+        let at = worker.0.checked_sub(self.first)? as usize;
+        (at < self.states.len()).then_some(at)
+    }
+
+    /// Lets workers that drain or are stopped run, until `wanted` are ready or start. Returns those that start, with the
+    /// numbers of their starts.
+    fn bring_up(
+        &mut self,
+        wanted: u32,
+        out: &[bool],
+        starts: &mut u32,
+        changed: &mut Vec<u32>,
+    ) -> Vec<(u32, u32)> {
+        let mut started = Vec::new();
+        let mut have = self.running(out);
         // Draining workers have their caches: they come back first.
         for wanted_state in [State::Draining, State::Stopped] {
-            for ((worker, state), &out) in (pool.first..).zip(&mut pool.states).zip(&out) {
+            for ((worker, state), &out) in (self.first..).zip(&mut self.states).zip(out) {
                 if have < wanted && *state == wanted_state && !out {
                     have += 1;
                     changed.push(worker);
-                    *state = if wanted_state == State::Draining || pool.startup_ns == 0 {
+                    *state = if wanted_state == State::Draining || self.startup_ns == 0 {
                         State::Ready
                     } else {
                         *starts += 1;
@@ -353,6 +416,12 @@ impl Sim<'_> {
                 }
             }
         }
+        started
+    }
+
+    /// Drains or stops workers, until no more than `wanted` are ready or start.
+    fn take_down(&mut self, wanted: u32, out: &[bool], changed: &mut Vec<u32>) {
+        let mut have = self.running(out);
         let mut stop = |worker: u32, state: &mut State| {
             changed.push(worker);
             *state = match state {
@@ -362,8 +431,8 @@ impl Sim<'_> {
         };
         // Workers that are out are the first to stop, except as many as nothing could replace.
         let mut missing = wanted.saturating_sub(have);
-        for ((worker, state), &out) in (pool.first..).zip(&mut pool.states).zip(&out) {
-            if out && counts(*state) {
+        for ((worker, state), &out) in (self.first..).zip(&mut self.states).zip(out) {
+            if out && state.runs() {
                 if missing == 0 {
                     stop(worker, state);
                 }
@@ -372,60 +441,21 @@ impl Sim<'_> {
         }
         // Then those that have not started yet.
         for starting in [true, false] {
-            let end = pool.first + to_u32(pool.states.len());
-            let each = (pool.first..end).zip(&mut pool.states).zip(&out);
+            let end = self.first + to_u32(self.states.len());
+            let each = (self.first..end).zip(&mut self.states).zip(out);
             for ((worker, state), &out) in each.rev() {
                 let is_starting = matches!(state, State::Starting(_));
-                if have > wanted && counts(*state) && !out && is_starting == starting {
+                if have > wanted && state.runs() && !out && is_starting == starting {
                     have -= 1;
                     stop(worker, state);
                 }
             }
         }
-        let ready = now + pool.startup_ns;
-        for (worker, start) in started {
-            self.plan_event(ready, Event::Scaled { worker, start });
-        }
-        for &worker in &changed {
-            self.refresh_worker(WorkerId(worker));
-        }
-        self.stop_drained(at);
-        !changed.is_empty()
     }
 
-    /// Stops workers of a pool that drain and have no request left. They lose their caches.
-    pub(crate) fn stop_drained(&mut self, at: usize) {
-        let now = self.now;
-        let pool = &self.scaling.pools[at];
-        let drained: Vec<u32> = (pool.first..)
-            .zip(&pool.states)
-            .filter(|(_, state)| **state == State::Draining)
-            .map(|(worker, _)| worker)
-            .filter(|&worker| {
-                let own = |w: WorkerId| w.0 == worker;
-                self.dispatch.requests_of(own).is_empty()
-                    && self
-                        .nodes
-                        .iter()
-                        .filter(|node| node.rank.worker.0 == worker)
-                        .all(|node| node.engine.is_idle() && !node.engine.in_pass())
-            })
-            .collect();
-        for worker in drained {
-            let pool = &mut self.scaling.pools[at];
-            pool.count(now);
-            pool.states[(worker - pool.first) as usize] = State::Stopped;
-            for side in [Some(&mut self.serve), self.prefill.as_mut()]
-                .into_iter()
-                .flatten()
-            {
-                side.on_worker_lost(WorkerId(worker));
-            }
-            for node in &mut self.nodes {
-                if node.rank.worker.0 == worker {
-                    node.crash();
-                }
-            }
-        }
+    /// Workers that are ready or start, except those that are `out`.
+    fn running(&self, out: &[bool]) -> u32 {
+        let each = self.states.iter().zip(out);
+        to_u32(each.filter(|(state, out)| state.runs() && !**out).count())
     }
 }

@@ -16,13 +16,14 @@
 //! *n* models a request waits for at most *n* - 1 turns of others and their last sequences before its model wakes.
 
 use slipstream_base::width::to_u32;
-use slipstream_base::{Role, SimTime};
+use slipstream_base::{KvDelta, Role, SimTime};
 use slipstream_config::cluster::{Cluster, SharingPool};
 
+use crate::agenda::Agenda;
 use crate::event::Event;
-use crate::node::{Node, Phase};
+use crate::models::{ModelParts, Models};
+use crate::node::{Node, Nodes, Phase};
 use crate::outcome::ShareOutcome;
-use crate::sim::Sim;
 
 /// All shared GPUs of a run.
 pub(crate) struct Shares {
@@ -315,40 +316,65 @@ fn queues_of<'q>(nodes: &'q [u32], queues: &'q [Queue]) -> impl Iterator<Item = 
     nodes.iter().map(|&node| &queues[node as usize])
 }
 
-impl Sim<'_> {
+impl Shares {
     /// Decides about the shared GPUs at which something has changed at this time.
-    pub(crate) fn settle_shares(&mut self) {
-        let Some(mut shares) = self.shares.take() else {
-            return;
-        };
-        let noted = std::mem::take(&mut shares.noted);
-        if shares.routes[0].nodes.is_empty() {
-            for (node, n) in (0..).zip(&self.nodes) {
+    pub(crate) fn settle(&mut self, run: &mut Shared<'_>) {
+        let noted = std::mem::take(&mut self.noted);
+        if self.routes[0].nodes.is_empty() {
+            for (node, n) in (0..).zip(run.nodes.iter()) {
                 if n.role != Role::Prefill {
-                    shares.routes[self.models.of_node(node)].nodes.push(node);
+                    self.routes[run.models.of_node(node)].nodes.push(node);
                 }
             }
         }
         for &node in &noted {
-            if let Some(group) = shares.of_node[node as usize] {
-                let of = &mut shares.groups[group as usize];
-                self.settle(of, group, &shares.routes);
+            if let Some(group) = self.of_node[node as usize] {
+                let of = &mut self.groups[group as usize];
+                run.settle(of, group, &self.routes);
                 for (at, member) in of.members.iter().enumerate() {
                     let is = (of.is_awake(at), member.waits_since.is_some());
-                    self.count_awake(&mut shares.routes, &mut shares.queues, member.node, is);
+                    run.count_awake(&mut self.routes, &mut self.queues, member.node, is);
                 }
             } else {
-                self.count_awake(&mut shares.routes, &mut shares.queues, node, (true, false));
+                run.count_awake(&mut self.routes, &mut self.queues, node, (true, false));
             }
         }
-        for (model, routes) in shares.routes.iter_mut().enumerate() {
-            self.open_routes(model, routes, &shares.queues);
+        for (model, routes) in self.routes.iter_mut().enumerate() {
+            run.open_routes(model, routes, &self.queues);
         }
-        shares.noted = noted;
-        shares.noted.clear();
-        self.shares = Some(shares);
+        self.noted = noted;
+        self.noted.clear();
     }
 
+    /// A model is awake.
+    pub(crate) fn swapped(&mut self, number: u32, now: SimTime, nodes: &mut Nodes) {
+        let group = &mut self.groups[number as usize];
+        if let State::Swaps(next) = group.state {
+            group.enter(now, State::Awake(next));
+            let member = &mut group.members[next];
+            member.waits_since = None;
+            let node = member.node;
+            nodes[node].engine.set_paused(false);
+            nodes.wake(node);
+            self.note(node);
+        }
+    }
+
+    /// The turn of the model that is awake may have ended.
+    pub(crate) fn turn_ended(&mut self, number: u32) {
+        self.note(self.groups[number as usize].members[0].node);
+    }
+}
+
+/// The parts of a run that shared GPUs read and change.
+pub(crate) struct Shared<'a> {
+    pub(crate) agenda: &'a mut Agenda,
+    pub(crate) nodes: &'a mut Nodes,
+    pub(crate) model: &'a mut ModelParts,
+    pub(crate) models: &'a mut Models,
+}
+
+impl Shared<'_> {
     /// Counts `node` among those of its model that are awake, and those that are free.
     fn count_awake(
         &self,
@@ -357,7 +383,7 @@ impl Sim<'_> {
         node: u32,
         (is_awake, is_pending): (bool, bool),
     ) {
-        let n = &self.nodes[node as usize];
+        let n = &self.nodes[node];
         if n.role == Role::Prefill {
             return;
         }
@@ -390,43 +416,43 @@ impl Sim<'_> {
         };
         let open = match routes.awake {
             0 if routes.pending > 0 => Open::Pending,
-            1.. if self.now < opens => Open::Awake,
+            1.. if self.agenda.now < opens => Open::Awake,
             _ => Open::All,
         };
         if open == Open::Awake && opens < SimTime::MAX && routes.opens != Some(opens) {
             routes.opens = Some(opens);
             // Of any group: the routes of all models are looked at whenever something is noted.
-            self.plan_event(opens, Event::Turn { group: 0 });
+            self.agenda.plan(opens, Event::Turn { group: 0 });
         }
         if open == routes.open && (open == Open::All || !routes.changed) {
             routes.changed = false;
             return;
         }
         (routes.open, routes.changed) = (open, false);
-        self.turn_to(model);
+        self.models.turn_to(self.model, model);
         for &node in &routes.nodes {
-            let worker = self.nodes[node as usize].rank.worker;
+            let worker = self.nodes[node].rank.worker;
             let ready = match open {
                 Open::All => true,
                 Open::Awake => queues[node as usize].awake,
                 Open::Pending => queues[node as usize].pending,
             };
-            self.serve.fleet.set_ready(worker, ready);
+            self.model.serve.fleet.set_ready(worker, ready);
         }
-        self.dispatch.on_fleet_changed();
+        self.model.dispatch.on_fleet_changed();
     }
 
     fn settle(&mut self, group: &mut Group, number: u32, routes: &[Routes]) {
-        let now = self.now;
+        let now = self.agenda.now;
         if let State::Awake(own) | State::Ends(own) = group.state {
             for (at, member) in group.members.iter_mut().enumerate() {
                 let sleeps = at != own;
-                let node = &self.nodes[member.node as usize];
+                let node = &self.nodes[member.node];
                 if sleeps && member.waits_since.is_none() && !node.engine.is_idle() {
                     member.waits_since = Some(now);
                 }
             }
-            let node = &self.nodes[group.members[own].node as usize];
+            let node = &self.nodes[group.members[own].node];
             let work = match node.phase {
                 Phase::Idle if node.engine.is_idle() => Work::None,
                 Phase::Idle => Work::Waits,
@@ -441,20 +467,20 @@ impl Sim<'_> {
                 Step::Leave(own, at) => {
                     group.state = State::Ends(own);
                     group.pauses = Some(at);
-                    self.plan_event(at, Event::Turn { group: number });
+                    self.agenda.plan(at, Event::Turn { group: number });
                 }
                 Step::Look(at) => {
                     if group.timer.is_none_or(|timer| timer != at) {
                         group.timer = Some(at);
-                        self.plan_event(at, Event::Turn { group: number });
+                        self.agenda.plan(at, Event::Turn { group: number });
                     }
                 }
                 Step::Pause(own) => {
                     let node = group.members[own].node;
-                    self.nodes[node as usize].engine.set_paused(true);
+                    self.nodes[node].engine.set_paused(true);
                     group.state = State::Ends(own);
                     group.pauses = None;
-                    if self.nodes[node as usize].phase == Phase::Idle {
+                    if self.nodes[node].phase == Phase::Idle {
                         self.settle(group, number, routes);
                     }
                 }
@@ -465,45 +491,21 @@ impl Sim<'_> {
 
     /// Puts a member to sleep, and wakes another one, which is awake at `at`.
     fn swap(&mut self, group: &mut Group, number: u32, (own, next, at): (usize, usize, SimTime)) {
-        let (now, node) = (self.now, group.members[own].node);
-        let engine = &mut self.nodes[node as usize].engine;
+        let (now, node) = (self.agenda.now, group.members[own].node);
+        let engine = &mut self.nodes[node].engine;
         engine.set_paused(true);
         let reset = engine.reset_prefix_cache();
         assert!(reset, "no sequence of a model that sleeps has blocks");
         if !engine.is_idle() {
             group.members[own].waits_since = Some(now);
         }
-        self.turn_to_node(node);
-        self.publish_idle(node);
+        self.models.turn_to_node(self.model, node);
+        let n = &mut self.nodes[node];
+        self.model
+            .publish_idle(now, node, n, &mut KvDelta::default());
         group.enter(now, State::Swaps(next));
         group.pauses = None;
         group.swaps += 1;
-        self.plan_event(at, Event::Swapped { group: number });
-    }
-
-    /// A model is awake.
-    pub(crate) fn swapped(&mut self, number: u32) {
-        let Some(mut shares) = self.shares.take() else {
-            return;
-        };
-        let group = &mut shares.groups[number as usize];
-        if let State::Swaps(next) = group.state {
-            group.enter(self.now, State::Awake(next));
-            let member = &mut group.members[next];
-            member.waits_since = None;
-            let node = member.node;
-            self.nodes[node as usize].engine.set_paused(false);
-            self.wake(node);
-            shares.note(node);
-        }
-        self.shares = Some(shares);
-    }
-
-    /// The turn of the model that is awake may have ended.
-    pub(crate) fn turn_ended(&mut self, number: u32) {
-        if let Some(shares) = &mut self.shares {
-            let node = shares.groups[number as usize].members[0].node;
-            shares.note(node);
-        }
+        self.agenda.plan(at, Event::Swapped { group: number });
     }
 }

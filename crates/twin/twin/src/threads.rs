@@ -18,9 +18,10 @@ use slipstream_cpusched::sched::{SchedulerKind, TaskId};
 use slipstream_cpusched::result::SimError;
 use slipstream_cpusched::workload::Channel;
 
+use crate::agenda::Agenda;
 use crate::event::Event;
+use crate::flight::Flights;
 use crate::host::Costs;
-use crate::sim::Sim;
 
 /// Scheduling of an engine's next step by its thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -259,6 +260,29 @@ impl Threads {
         self.scheduling[node as usize] = Scheduling::Done;
         waits
     }
+
+    /// Plans the event of the job that has just ended, if one has.
+    pub(crate) fn take_ended(&mut self, agenda: &mut Agenda, flights: &mut Flights) {
+        let now = agenda.now;
+        let Some(ended) = self.host.take_ended(now.0) else {
+            return;
+        };
+        self.under_way -= 1;
+        self.running = (now, ended.thread);
+        let number = to_u32(ended.caller);
+        self.free.push(number);
+        let event = match self.thens[number as usize] {
+            Then::Event(event) => event,
+            Then::Route { slot, ticket } => {
+                if let Some(flight) = flights.find(slot, ticket) {
+                    flight.hops.parsed = SimTime(ended.stage_ends[0]);
+                    flight.hops.tokenized = SimTime(ended.stage_ends[1]);
+                }
+                Event::Route { slot, ticket }
+            }
+        };
+        agenda.plan(now, event);
+    }
 }
 
 fn stage(to: Channel, by: Mechanism, work_ns: u64) -> Stage {
@@ -281,32 +305,5 @@ fn mechanism(by: WakeMechanism) -> Mechanism {
         WakeMechanism::Epoll => Mechanism::Epoll,
         WakeMechanism::Eventfd => Mechanism::Eventfd,
         WakeMechanism::Futex => Mechanism::Futex,
-    }
-}
-
-impl Sim<'_> {
-    /// Plans the event of the job that has just ended, if one has.
-    pub(crate) fn take_from_threads(&mut self) {
-        let Some(threads) = &mut self.threads else {
-            return;
-        };
-        let Some(ended) = threads.host.take_ended(self.now.0) else {
-            return;
-        };
-        threads.under_way -= 1;
-        threads.running = (self.now, ended.thread);
-        let number = to_u32(ended.caller);
-        threads.free.push(number);
-        let event = match threads.thens[number as usize] {
-            Then::Event(event) => event,
-            Then::Route { slot, ticket } => {
-                if let Some(flight) = self.flights.find(slot, ticket) {
-                    flight.hops.parsed = SimTime(ended.stage_ends[0]);
-                    flight.hops.tokenized = SimTime(ended.stage_ends[1]);
-                }
-                Event::Route { slot, ticket }
-            }
-        };
-        self.plan_event(self.now, event);
     }
 }

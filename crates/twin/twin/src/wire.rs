@@ -14,11 +14,9 @@ use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::collectives::{Crossings, StepTraffic};
 use crate::event::Event;
-use crate::faults::Held;
 use crate::node::Watched;
 use crate::packets::{PacketNetwork, TooLarge, background};
 use crate::run::TwinError;
-use crate::sim::Sim;
 
 /// The network, if one is modelled; otherwise transfers take no time.
 pub(crate) struct Wire {
@@ -38,6 +36,8 @@ pub(crate) struct Wire {
     inside: InsideHosts,
     /// Transfers during collectives, if workers are on several hosts.
     crossings: Option<Crossings>,
+    /// Tokens in transit to the clients.
+    pub(crate) frames: Frames,
 }
 
 /// Transfers between workers of one host: they use its own links, and meet no others.
@@ -115,6 +115,16 @@ enum Message {
     Frame(u32),
 }
 
+/// What has arrived.
+pub(crate) enum Arrival {
+    /// All bytes of a KV transfer, which leads to this event.
+    Kv(Event),
+    /// A request.
+    Request(Event),
+    /// Tokens, by their frame.
+    Frame(u32),
+}
+
 impl Wire {
     /// `speedup` divides the time of all transfers, as it does that of passes.
     ///
@@ -148,6 +158,7 @@ impl Wire {
             arrived: Vec::new(),
             inside: InsideHosts::new(cluster, speedup),
             crossings: None,
+            frames: Frames::default(),
         })
     }
 
@@ -221,7 +232,8 @@ impl Wire {
         );
     }
 
-    fn send_frame(&mut self, now: SimTime, from: WorkerId, tokens: u32, frame: u32) {
+    /// Sends a frame to the frontend.
+    pub(crate) fn send_frame(&mut self, now: SimTime, from: WorkerId, tokens: u32, frame: u32) {
         let bytes = u64::from(tokens) * self.answer_token_bytes;
         let to = self.frontend;
         self.send_message(
@@ -290,6 +302,43 @@ impl Wire {
         Some(id)
     }
 
+    /// Takes what has arrived by now, in order, into `out`.
+    pub(crate) fn take_arrived(&mut self, now: SimTime, out: &mut Vec<Arrival>) {
+        let Some(network) = &mut self.network else {
+            return;
+        };
+        if self.carried.is_empty() {
+            return;
+        }
+        let mut arrived = std::mem::take(&mut self.arrived);
+        network.advance(now, &mut arrived);
+        if let Some(crossings) = &mut self.crossings {
+            arrived.retain(|&id| crossings.arrives(id, now));
+            crossings.advance(now, &mut arrived);
+        }
+        while let Some(&Reverse((at, id))) = self.inside.ends.peek()
+            && at <= now
+        {
+            self.inside.ends.pop();
+            arrived.push(id);
+        }
+        for id in arrived.drain(..) {
+            match self.carried.remove(&id) {
+                Some(Carried::Then(event)) => out.push(Arrival::Kv(event)),
+                Some(Carried::Messages(on, messages)) => {
+                    self.messages_under_way -= messages.len();
+                    self.send_waiting(now, on);
+                    out.extend(messages.into_iter().map(|message| match message {
+                        Message::Then(event) => Arrival::Request(event),
+                        Message::Frame(frame) => Arrival::Frame(frame),
+                    }));
+                }
+                None => {}
+            }
+        }
+        self.arrived = arrived;
+    }
+
     pub(crate) fn cancel(&mut self, now: SimTime, transfer: TransferId) {
         if let Some(network) = &mut self.network
             && self.carried.remove(&transfer).is_some()
@@ -331,7 +380,7 @@ pub(crate) struct Frames {
 }
 
 impl Frames {
-    fn insert(&mut self, frame: Frame) -> u32 {
+    pub(crate) fn insert(&mut self, frame: Frame) -> u32 {
         if let Some(slot) = self.free.pop() {
             self.slots[slot as usize] = Some(frame);
             slot
@@ -360,105 +409,13 @@ impl Frames {
         (tokens, end)
     }
 
+    pub(crate) fn get(&self, frame: u32) -> Option<&Frame> {
+        self.slots[frame as usize].as_ref()
+    }
+
     pub(crate) fn take(&mut self, frame: u32) -> Option<Frame> {
         let taken = self.slots[frame as usize].take()?;
         self.free.push(frame);
         Some(taken)
-    }
-}
-
-impl Sim<'_> {
-    /// Sends the tokens of a pass to the frontend.
-    pub(crate) fn send_frame(&mut self, node: u32, out: Box<PassOutput>, watched: Watched) {
-        let (worker, life) = {
-            let n = &self.nodes[node as usize];
-            (n.rank.worker, n.life)
-        };
-        let tokens = out.token_count;
-        let frame = self.frames.insert(Frame {
-            node,
-            life,
-            out,
-            watched,
-        });
-        if self.wire.messages {
-            self.wire.send_frame(self.now, worker, tokens, frame);
-        } else {
-            self.frame_received(frame);
-        }
-    }
-
-    /// Processes messages that have arrived by now.
-    pub(crate) fn take_from_wire(&mut self) {
-        let Some(network) = &mut self.wire.network else {
-            return;
-        };
-        if self.wire.carried.is_empty() {
-            return;
-        }
-        let mut arrived = std::mem::take(&mut self.wire.arrived);
-        network.advance(self.now, &mut arrived);
-        if let Some(crossings) = &mut self.wire.crossings {
-            arrived.retain(|&id| crossings.arrives(id, self.now));
-            crossings.advance(self.now, &mut arrived);
-        }
-        while let Some(&Reverse((at, id))) = self.wire.inside.ends.peek()
-            && at <= self.now
-        {
-            self.wire.inside.ends.pop();
-            arrived.push(id);
-        }
-        for id in arrived.drain(..) {
-            match self.wire.carried.remove(&id) {
-                Some(Carried::Then(what)) => self.kv_arrived(what),
-                Some(Carried::Messages(on, messages)) => {
-                    self.wire.messages_under_way -= messages.len();
-                    self.wire.send_waiting(self.now, on);
-                    for message in messages {
-                        match message {
-                            Message::Then(event) => self.plan_event(self.now, event),
-                            Message::Frame(frame) => self.frame_received(frame),
-                        }
-                    }
-                }
-                None => {}
-            }
-        }
-        self.wire.arrived = arrived;
-    }
-
-    /// The frontend has a frame, and processes it.
-    pub(crate) fn frame_received(&mut self, frame: u32) {
-        let Some(Frame {
-            node, life, out, ..
-        }) = &self.frames.slots[frame as usize]
-        else {
-            return;
-        };
-        let worker = self.nodes[*node as usize].rank.worker;
-        if self.faults.divides(Some(worker), None) {
-            return self.faults.hold(Held::Frame { frame });
-        }
-        let n = &mut self.nodes[*node as usize];
-        if n.life == *life {
-            for first in &out.first {
-                let id: RequestId = first.id;
-                let flight = self.flights.get_mut(id);
-                if !flight.is_resumed() {
-                    flight.hops.frame = self.now;
-                }
-            }
-        }
-        if let Some(threads) = &mut self.threads {
-            let node = *node;
-            return threads.pass_ended(self.now, node, out.token_count, Event::Output { frame });
-        }
-        let done = match &mut self.host {
-            Some((host, costs)) => host.run(self.now, costs.frame(out.token_count)),
-            None => self.now,
-        };
-        n.frames_end = n.frames_end.max(done);
-        let at = n.frames_end;
-        self.plan_event(at, Event::Output { frame });
     }
 }

@@ -1,30 +1,55 @@
 //! Disaggregated prefill: the part of the engines and the network. The dispatcher decides the order
 //! of the steps.
 
+use slipstream_base::RequestId;
 use slipstream_base::width::to_u32;
-use slipstream_base::{RankId, RequestId};
 use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::Reserved;
 use slipstream_report::PassRecord;
 
+use super::Sim;
 use crate::event::Event;
 use crate::faults::Held;
 use crate::run::Sink;
-use crate::sim::Sim;
+use crate::wire::Arrival;
 
 impl Sim<'_> {
-    /// A pass of a prefill node ends.
-    pub(crate) fn end_prefill(&mut self, node: u32, sink: &mut dyn Sink) {
-        let mut out = self.out.take().unwrap_or_default();
-        let n = &mut self.nodes[node as usize];
-        let watched = n.finish(&mut out);
-        self.tally.passes += 1;
-        if let Some(side) = &mut self.prefill {
-            side.on_kv(self.now, node, n.life, &out.kv);
+    /// Processes what has arrived over the network by now.
+    pub(super) fn take_from_wire(&mut self) {
+        if self.wire.is_idle() {
+            return;
         }
-        self.publish_host(node);
-        let n = &mut self.nodes[node as usize];
-        n.record_output(self.now, &out, &mut self.flights, &mut self.tally.totals);
+        let mut arrived = std::mem::take(&mut self.scratch.arrived);
+        self.wire.take_arrived(self.agenda.now, &mut arrived);
+        for arrival in arrived.drain(..) {
+            match arrival {
+                Arrival::Kv(event) => self.kv_arrived(event),
+                Arrival::Request(event) => self.agenda.plan(self.agenda.now, event),
+                Arrival::Frame(frame) => self.frame_received(frame),
+            }
+        }
+        self.scratch.arrived = arrived;
+    }
+
+    /// A pass of a prefill node ends.
+    pub(super) fn end_prefill(&mut self, node: u32, sink: &mut dyn Sink) {
+        let mut out = self.scratch.out.take().unwrap_or_default();
+        let n = &mut self.nodes[node];
+        let watched = n.finish(&mut out);
+        self.model.tally.passes += 1;
+        if let Some(side) = &mut self.model.prefill {
+            side.on_kv(self.agenda.now, node, n.life, &out.kv);
+        }
+        if let Some(peers) = &mut self.peers {
+            peers.publish_host(self.agenda.now, node, n);
+        }
+        let n = &mut self.nodes[node];
+        n.record_output(
+            self.agenda.now,
+            &out,
+            &mut self.flights,
+            &mut self.model.tally.totals,
+        );
         if let Some(watch) = &n.watch {
             sink.on_pass(&PassRecord {
                 engine: node,
@@ -50,20 +75,20 @@ impl Sim<'_> {
             let flight = self.flights.get_mut(done.id);
             flight.prefill = Some(node);
             if !flight.is_resumed() {
-                flight.hops.prefilled = Some(self.now);
+                flight.hops.prefilled = Some(self.agenda.now);
             }
-            let (now, slot) = (self.now, to_u32(done.id.0));
+            let (now, slot) = (self.agenda.now, to_u32(done.id.0));
             let (dispatch, env) = self.dispatching();
             let expected = dispatch.on_prefilled(now, slot, &env);
             assert!(expected, "its blocks are held until the transfer ends");
             self.carry_out(None, sink);
         }
-        self.out = Some(out);
+        self.scratch.out = Some(out);
     }
 
     /// A node has reserved blocks for a prompt that another node computes.
-    pub(crate) fn on_reserved(&mut self, reserved: Reserved, sink: &mut dyn Sink) {
-        let (now, slot) = (self.now, to_u32(reserved.id.0));
+    pub(super) fn on_reserved(&mut self, reserved: Reserved, sink: &mut dyn Sink) {
+        let (now, slot) = (self.agenda.now, to_u32(reserved.id.0));
         let (dispatch, env) = self.dispatching();
         let expected = dispatch.on_reserved(now, slot, reserved.cached_tokens, &env);
         assert!(expected, "it waits for the transfer of its prompt");
@@ -71,15 +96,19 @@ impl Sim<'_> {
     }
 
     /// Starts the KV transfer of a prompt.
-    pub(crate) fn fetch(&mut self, slot: u32, attempt: Attempt, tokens: u32) {
-        if !self.dispatch.is_current(slot, attempt) {
+    pub(super) fn fetch(&mut self, slot: u32, attempt: Attempt, tokens: u32) {
+        if !self.model.dispatch.is_current(slot, attempt) {
             return;
         }
-        let from = self.dispatch.prefill_rank(slot);
-        let to = self.dispatch.decode_rank(slot);
+        let from = self.model.dispatch.prefill_rank(slot);
+        let to = self.model.dispatch.decode_rank(slot);
         let (from, to) = from.zip(to).expect("its prompt was not transferred yet");
-        if self.faults.divides(Some(from.worker), Some(to.worker)) {
-            return self.faults.hold(Held::Fetch {
+        if self
+            .faults
+            .partitions
+            .divide(Some(from.worker), Some(to.worker))
+        {
+            return self.faults.partitions.hold(Held::Fetch {
                 slot,
                 attempt,
                 tokens,
@@ -88,51 +117,47 @@ impl Sim<'_> {
         let received = Event::Received { slot, attempt };
         let (bytes, transfer) =
             self.wire
-                .send_kv(self.now, from.worker, to.worker, tokens, received);
+                .send_kv(self.agenda.now, from.worker, to.worker, tokens, received);
         let flight = self.flights.get_mut(RequestId(slot.into()));
-        (flight.sent, flight.fetch) = (Some((self.now, transfer)), Some((attempt, tokens)));
-        self.tally.kv_transfers.bytes += bytes;
+        (flight.sent, flight.fetch) = (Some((self.agenda.now, transfer)), Some((attempt, tokens)));
+        self.model.tally.kv_transfers.bytes += bytes;
         if transfer.is_none() {
             self.kv_arrived(received);
         }
     }
 
     /// All bytes of a KV transfer have arrived, which leads to `event` once the thread of its receiver has run.
-    pub(crate) fn kv_arrived(&mut self, event: Event) {
+    pub(super) fn kv_arrived(&mut self, event: Event) {
         if let Event::Received { slot, .. } = event {
             self.turn_to_slot(slot);
         }
         if let Event::Received { slot, .. } = event
-            && let Some(rank) = self.dispatch.decode_rank(slot)
+            && let Some(rank) = self.model.dispatch.decode_rank(slot)
             && self.threads.is_some()
         {
-            let node = self.node_of(Role::Decode, rank);
+            let node = self.model.node_of(Role::Decode, rank);
             if let Some(threads) = &mut self.threads {
-                return threads.transfer_ended(self.now, node, event);
+                return threads.transfer_ended(self.agenda.now, node, event);
             }
         }
-        self.plan_event(self.now, event);
+        self.agenda.plan(self.agenda.now, event);
     }
 
     /// The KV transfer of a prompt has ended.
-    pub(crate) fn received(&mut self, slot: u32, attempt: Attempt, sink: &mut dyn Sink) {
-        if !self.dispatch.on_transferred(slot, attempt) {
+    pub(super) fn received(&mut self, slot: u32, attempt: Attempt, sink: &mut dyn Sink) {
+        if !self.model.dispatch.on_transferred(slot, attempt) {
             return;
         }
         let flight = self.flights.get_mut(RequestId(slot.into()));
         let (began, _) = flight.sent.take().expect("it was sent");
         if !flight.is_resumed() {
-            flight.hops.kv = Some((began, self.now));
+            flight.hops.kv = Some((began, self.agenda.now));
         }
-        self.tally.kv_transfers.times.record(self.now.since(began));
+        self.model
+            .tally
+            .kv_transfers
+            .times
+            .record(self.agenda.now.since(began));
         self.carry_out(None, sink);
-    }
-
-    /// The node with `role` for a request.
-    pub(crate) fn node_of(&self, role: Role, rank: RankId) -> u32 {
-        match (role, &self.prefill) {
-            (Role::Prefill, Some(side)) => side.node_of(rank),
-            _ => self.serve.node_of(rank),
-        }
     }
 }

@@ -5,7 +5,7 @@ use slipstream_base::{SimTime, Slo};
 use slipstream_config::cluster::{AutoscaleConfig, Cluster};
 use slipstream_report::Objectives;
 use slipstream_twin::{
-    Decision, Observed, Options, RequestRecord, Scaled, Scaling, Sink, simulate,
+    Decision, Observed, Options, PoolSizeChange, RequestRecord, Scaling, Sink, simulate,
 };
 
 use crate::{cluster, constant, run, workload};
@@ -357,7 +357,7 @@ fn a_function_of_the_program_decides() {
         let at = SimTime::from_secs_f64;
         assert_eq!(
             outcome.scaling.unwrap().changes,
-            [Scaled {
+            [PoolSizeChange {
                 at: at(20.0),
                 pool: "main".into(),
                 before: 1,

@@ -16,7 +16,7 @@ use slipstream_report::table::{Table, counted, grouped, number};
 use slipstream_workload::mooncake::MooncakeWriter;
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::stats::Stats;
-use slipstream_workload::{Schedule, Source, own};
+use slipstream_workload::{Schedule, Source, write};
 
 use crate::cmd::workload_args::{self, BadLineArg, TraceArgs, time};
 use crate::out;
@@ -232,7 +232,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
     while let Some(first) = source.next() {
         let scale = workload.time_scale;
         let written = match args.to {
-            Form::Slipstream => own::write_session(&mut out, &source, first?, scale),
+            Form::Slipstream => write::write_session(&mut out, &source, first?, scale),
             Form::Mooncake => mooncake.write_session(&mut out, &source, first?, scale),
         };
         requests += written.with_context(|| after(sessions))?;

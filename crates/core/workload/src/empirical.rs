@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use slipstream_config::workload_file::{Class, Dist};
 
-use crate::source::SourceError;
+use crate::error::SourceError;
 
 /// Limit of a column's values: 80 MB.
 const VALUES_MAX: usize = 10_000_000;

@@ -7,6 +7,13 @@ use serde_json::{Map, Value};
 use slipstream_base::width;
 use slipstream_config::workload_file::{TimeUnit, TraceColumns, TraceFile};
 
+/// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
+pub(crate) const LINE_BYTES_MAX: u64 = 4 << 20;
+
+/// Name and value of the field that states the unit of the times, in the first line.
+pub(crate) const UNIT_KEY: &str = "unit";
+pub(crate) const UNIT: &str = "ms";
+
 /// A format of a trace.
 #[derive(Clone, Debug)]
 pub(crate) enum Form {

@@ -8,8 +8,9 @@ use slipstream_config::workload_file::{
 };
 
 use crate::draw::{Stream, Table};
+use crate::error::SourceError;
 use crate::prompt::{Content, PromptSource, Role, Segment};
-use crate::source::{Images, Request, SourceError, TURNS_MAX};
+use crate::request::{Images, Request, TURNS_MAX};
 
 /// Start times of sessions, one after the other.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use slipstream_base::request::PromptError;
 use slipstream_base::{BlockHash, Prompt};
 
 use crate::prompt::{Begun, BlockEnd, Content, Role, Segment, answer_name, hash_segments};
-use crate::source::Request;
+use crate::request::Request;
 
 /// Blocks that are kept at most, 8 bytes each; beyond, all are forgotten.
 const BLOCKS_MAX: usize = 1 << 20;
@@ -139,7 +139,7 @@ mod tests {
 
     use super::*;
     use crate::prompt::PromptSource;
-    use crate::source::Images;
+    use crate::request::Images;
 
     fn segment(content: Content, tokens: u32, role: Role) -> Segment {
         Segment {

@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use slipstream_base::SimTime;
 use slipstream_base::width::to_u32;
 
-use crate::source::Request;
+use crate::request::Request;
 
 /// Requests in the order of their times, and of their numbers at equal times. The order is kept apart from the
 /// requests, which stay in place.

@@ -13,7 +13,7 @@
 //! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
 //!   follow; so bench and twin agree on shared prefixes without passing text around.
 //! - [`generate`] and [`trace`]: sources of requests, one in memory at a time.
-//! - [`own`] and [`mooncake`]: formats for writing traces.
+//! - [`own`]: our format of traces, which [`write`] writes; [`mooncake`] writes another one.
 //! - [`stats`]: statistics of a stream of requests.
 //! - [`schedule`]: due times, follow-up turns and closed loops. No clock: the driver passes `now`.
 // Casts that could change a number go through `slipstream_base::width`.
@@ -29,6 +29,7 @@
 
 pub mod draw;
 mod empirical;
+mod error;
 mod form;
 pub mod generate;
 mod hasher;
@@ -37,12 +38,17 @@ pub mod mooncake;
 pub mod own;
 pub mod plausible;
 pub mod prompt;
+mod request;
 pub mod schedule;
 pub mod source;
 pub mod stats;
 pub mod trace;
+mod turn;
+pub mod write;
 
+pub use error::SourceError;
 pub use hasher::PromptHasher;
 pub use prompt::{Content, PromptSource, Role, Segment, Vocabulary};
+pub use request::{Images, Request};
 pub use schedule::Schedule;
-pub use source::{Images, Request, Source, SourceError};
+pub use source::Source;

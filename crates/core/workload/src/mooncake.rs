@@ -7,12 +7,10 @@ use serde::Serialize;
 use slipstream_base::width;
 use slipstream_base::{BlockHash, SimTime};
 
+use crate::form::UNIT;
 use crate::prompt::{Content, PromptSource, Role, Segment, answer_name};
-use crate::source::{Request, Source};
-
-/// Name and value of the field that states the unit of the times, in the first line.
-pub(crate) const UNIT_KEY: &str = "unit";
-pub(crate) const UNIT: &str = "ms";
+use crate::request::Request;
+use crate::source::Source;
 
 #[derive(Serialize)]
 struct Line<'a> {

@@ -11,15 +11,12 @@
 //! Since a line holds a whole session, any number of turns is read as a stream. Since texts keep
 //! their names, a trace made from a workload requests the same blocks as the workload.
 
-use std::io::{self, Write};
-
 use serde::{Deserialize, Serialize};
-use slipstream_base::SimTime;
 
 use crate::form::ModelName;
 use crate::prompt::{Content, Role, Segment};
-use crate::source::{Request, Source, TURNS_MAX};
-use crate::trace::{Turn, TurnPrompt, check_ms};
+use crate::request::TURNS_MAX;
+use crate::turn::{Turn, TurnPrompt, check_ms};
 
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct SessionLine {
@@ -35,28 +32,28 @@ pub(crate) struct SessionLine {
 #[serde(deny_unknown_fields)]
 pub(crate) struct TurnLine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    prompt: Option<Vec<SegmentLine>>,
+    pub(crate) prompt: Option<Vec<SegmentLine>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    add: Option<Vec<SegmentLine>>,
-    output_length: u32,
+    pub(crate) add: Option<Vec<SegmentLine>>,
+    pub(crate) output_length: u32,
     #[serde(default, skip_serializing_if = "is_zero")]
-    delay: f64,
+    pub(crate) delay: f64,
     #[serde(default, skip_serializing_if = "is_normal")]
-    priority: i32,
+    pub(crate) priority: i32,
     #[serde(default = "yes", skip_serializing_if = "Clone::clone")]
-    ignore_eos: bool,
+    pub(crate) ignore_eos: bool,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 #[serde(untagged)]
-enum SegmentLine {
+pub(crate) enum SegmentLine {
     Said(u64, u32, Speaker),
     Plain(u64, u32),
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Speaker {
+pub(crate) enum Speaker {
     System,
     User,
     Assistant,
@@ -77,7 +74,7 @@ fn yes() -> bool {
 }
 
 impl SegmentLine {
-    fn of(segment: &Segment) -> SegmentLine {
+    pub(crate) fn of(segment: &Segment) -> SegmentLine {
         let (name, tokens) = (segment.name(), segment.tokens);
         match segment.role {
             Role::User => SegmentLine::Plain(name, tokens),
@@ -150,52 +147,4 @@ impl SessionLine {
         };
         self.turns.iter().enumerate().map(turn).collect()
     }
-}
-
-/// Writes the session that begins with `first` as a line. `source` generated it; answers count at
-/// full length. `scale` is the time scale that due times were divided by.
-///
-/// Returns the number of turns.
-///
-/// # Errors
-/// If `out` fails.
-pub fn write_session(
-    out: &mut impl Write,
-    source: &Source,
-    first: Request,
-    scale: f64,
-) -> io::Result<u64> {
-    let ms = |at: SimTime| at.as_secs_f64() * 1e3 * scale;
-    let mut line = SessionLine {
-        timestamp: Some(ms(first.due)),
-        model: None,
-        turns: Vec::new(),
-    };
-    let mut delay = 0.0;
-    let mut before: Option<Vec<Segment>> = None;
-    let mut next = Some(first);
-    while let Some(request) = next {
-        let segments = request.prompt.segments();
-        let lines = |segments: &[Segment]| segments.iter().map(SegmentLine::of).collect();
-        // The previous prompt and its answer are known when the session is read.
-        let kept = before.as_ref().map_or(0, |before| before.len() + 1);
-        let goes_on = before.as_ref().is_none_or(|before| {
-            segments.starts_with(before)
-                && matches!(segments.get(before.len()), Some(s) if matches!(s.content, Content::Answer(_)))
-        });
-        line.turns.push(TurnLine {
-            prompt: (!goes_on).then(|| lines(segments)),
-            add: goes_on.then(|| lines(&segments[kept..])),
-            output_length: request.output_len,
-            delay,
-            priority: request.priority,
-            ignore_eos: request.ignore_eos,
-        });
-        next = source.follow_up(&request, request.output_len, SimTime::ZERO);
-        delay = next.as_ref().map_or(0.0, |next| ms(next.due));
-        before = Some(segments.to_vec());
-    }
-    serde_json::to_writer(&mut *out, &line)?;
-    out.write_all(b"\n")?;
-    Ok(line.turns.len() as u64)
 }

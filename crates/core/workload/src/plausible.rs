@@ -7,9 +7,7 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 
 use slipstream_config::workload_file::{Arrival, Content, TimeUnit, TraceFile, Workload};
 
-use crate::form::{Form, Names, parse_json};
-use crate::mooncake::{UNIT, UNIT_KEY};
-use crate::trace::LINE_BYTES_MAX;
+use crate::form::{Form, LINE_BYTES_MAX, Names, UNIT, UNIT_KEY, parse_json};
 
 /// Number of requests examined, from the first.
 const REQUESTS_MAX: usize = 1000;

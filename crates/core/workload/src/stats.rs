@@ -6,7 +6,7 @@ use slipstream_base::width;
 use slipstream_base::{BlockHash, SimTime};
 
 use crate::prompt::answer_name;
-use crate::source::Request;
+use crate::request::Request;
 
 /// Statistics of a stream of requests, added one by one. Memory grows with the distinct blocks.
 #[derive(Debug)]

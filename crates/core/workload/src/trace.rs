@@ -35,15 +35,15 @@ use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
 
 use crate::draw::Stream;
-use crate::form::{Form, Line, ModelName, Names, SessionId, parse_json};
+use crate::error::{SourceError, served_are};
+use crate::form::{Form, LINE_BYTES_MAX, Line, ModelName, Names, SessionId, parse_json};
 use crate::generate::Arrivals;
 use crate::own::SessionLine;
 use crate::plausible;
 use crate::prompt::{Content, PromptSource, Role, Segment};
-use crate::source::{Images, Request, SourceError, TURNS_MAX, served_are};
+use crate::request::{Images, Request, TURNS_MAX};
+use crate::turn::{Turn, TurnPrompt, check_ms};
 
-/// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
-pub(crate) const LINE_BYTES_MAX: u64 = 4 << 20;
 /// Longest bad line that is skipped: a device may have no end.
 const SKIPPED_BYTES_MAX: u64 = 1 << 30;
 
@@ -86,30 +86,6 @@ pub struct Trace<R = BufReader<Files>> {
     follows_times: bool,
     /// The models that requests may be for; empty: they are not read.
     served: Vec<String>,
-}
-
-/// A turn of a session.
-#[derive(Clone, Debug)]
-pub(crate) struct Turn {
-    pub(crate) prompt: TurnPrompt,
-    pub(crate) output_len: u32,
-    /// Delay after the previous answer, ms.
-    pub(crate) delay_ms: Option<f64>,
-    /// Earliest due time, ms since the trace's start.
-    pub(crate) not_before_ms: Option<f64>,
-    pub(crate) priority: i32,
-    pub(crate) ignore_eos: bool,
-    /// Its place among the models that are served.
-    pub(crate) model: u32,
-}
-
-/// The prompt of a turn.
-#[derive(Clone, Debug)]
-pub(crate) enum TurnPrompt {
-    /// This prompt.
-    Whole(Vec<Segment>),
-    /// The previous prompt, its answer, and this.
-    Add(Vec<Segment>),
 }
 
 /// The first line of each file of a record.
@@ -197,10 +173,6 @@ enum Parsed {
 /// The key that a record's files begin with.
 const RECORD_KEY: &[u8] = b"\"slipstream_record\"";
 
-/// Longest time in a trace, ms: a century. A longer time is an error in the unit. Sums of times
-/// stay within the 584 years of 64 bits of ns.
-const TIME_MS_MAX: f64 = 100.0 * 365.25 * 86_400e3;
-
 /// Latest first request of a trace in JSON lines that begins at 0, ms. A later one is a time since another moment, such
 /// as 1970.
 const FIRST_MS_MAX: f64 = 3_600e3;
@@ -217,17 +189,6 @@ fn said_tokens_per_id(input: u32, ids: usize) -> String {
              (`--tokens-per-id {per_id}` of `slipstream trace`)"
         )
     })
-}
-
-/// Checks that `ms` does not exceed the longest time in a trace.
-pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
-    if ms <= TIME_MS_MAX {
-        Ok(())
-    } else {
-        Err(format!(
-            "`{name}` is {ms:e} ms, but must be at most a century ({TIME_MS_MAX:e} ms)"
-        ))
-    }
 }
 
 impl Trace {
@@ -1263,7 +1224,7 @@ mod tests {
             let mut text = Vec::new();
             let mut source = open();
             while let Some(first) = source.next() {
-                crate::own::write_session(&mut text, &source, first.unwrap(), 2.0).unwrap();
+                crate::write::write_session(&mut text, &source, first.unwrap(), 2.0).unwrap();
             }
             let file = TraceFile {
                 path: "own.jsonl".into(),

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use slipstream_base::width::{floor_u64, to_usize};
-use thiserror::Error;
 
 use crate::deployment::Deployment;
+pub use crate::linear_algebra::FitError;
 use crate::linear_algebra::solve;
 use crate::predict::physical;
 use crate::profile::{COUNT, Distance, OWN, Params, Profile, SHARED};
@@ -22,11 +22,6 @@ pub struct Sample {
     /// Mean TTFT, ms.
     pub ttft_ms: f64,
 }
-
-/// A system of equations that has no solution in floating point.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("the fit has no finite solution; check ttft_ms, tpot_ms and the sizes for extreme values")]
-pub struct FitError;
 
 /// Spread of measurements around a residual on log time, TPOT and TTFT: of 0.1 to 0.4 for TTFT, what held-out
 /// loads were predicted best with.

@@ -27,19 +27,22 @@ mod deployment;
 mod elementary;
 pub mod fit;
 mod linear_algebra;
+mod memory;
+mod names;
 pub mod observed;
 mod physics;
 mod predict;
 mod profile;
+mod read;
 pub mod report;
 mod residual;
 mod steps;
+mod table;
 
-pub use deployment::{
-    Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, TableError, precision_word,
-    read_rows, unknown_columns,
-};
+pub use deployment::{Deployment, Formats, Framework, Parallel, Refusal, Serving};
+pub use names::precision_word;
 pub use physics::{Load, Moved, Physics, Terms};
 pub use predict::{ErrorBars, Estimate, error_bars, not_modelled, predict};
 pub use profile::{Distance, Params, Profile, ProfileError};
 pub use steps::{LastStep, StepModel};
+pub use table::{Row, TableError, read_rows, unknown_columns};

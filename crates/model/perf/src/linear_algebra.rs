@@ -1,5 +1,12 @@
 //! Symmetric positive definite systems.
 
+use thiserror::Error;
+
+/// A system of equations that has no solution in floating point.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("the fit has no finite solution; check ttft_ms, tpot_ms and the sizes for extreme values")]
+pub struct FitError;
+
 /// Solves `A x = b` for symmetric positive definite `a` (row-major, `n` by `n`, lower triangle
 /// read) by Cholesky's method. Both are overwritten; `b` becomes `x`. `false` if `a` is not
 /// positive definite.

@@ -11,8 +11,7 @@ use std::sync::Arc;
 use slipstream_base::width::{floor_u64, nearest_f32, to_usize};
 
 use crate::deployment::{Deployment, Serving};
-use crate::fit::FitError;
-use crate::linear_algebra::solve;
+use crate::linear_algebra::{FitError, solve};
 use crate::profile::{Distance, Profile};
 
 /// Standard deviations of a group's effects on log TPOT; those on log TTFT are [`TTFT_SPREAD`] times as large

@@ -29,6 +29,53 @@ const NOISE: [f64; 2] = [0.06, 0.25];
 /// The same of what physics leaves over, while parameters are fitted.
 const PHYSICS_NOISE: [f64; 2] = [0.12, 0.35];
 
+/// Errors of TPOT and TTFT by physics alone, on a log scale, over those that are expected.
+fn log_errors(params: &Params, sample: &Sample) -> [f64; 2] {
+    let p = physical(&sample.deployment, params);
+    [
+        libm::log(p.tpot_ms / sample.tpot_ms) / PHYSICS_NOISE[0],
+        libm::log(p.ttft_ms / sample.ttft_ms) / PHYSICS_NOISE[1],
+    ]
+}
+
+/// Normal equations (matrix, right side) of the errors at `here`, by slopes. Large errors weigh less.
+fn equations(samples: &[&Sample], here: &Params) -> (Vec<f64>, Vec<f64>) {
+    const STEP: f64 = 1e-3;
+    let mut moved = Vec::with_capacity(COUNT);
+    for i in 0..COUNT {
+        let mut values = here.values.clone();
+        values[i] *= libm::exp(STEP);
+        moved.push(Params { values });
+    }
+    let mut a = vec![0.0; COUNT * COUNT];
+    let mut b = vec![0.0; COUNT];
+    for sample in samples {
+        let framework = sample.deployment.framework as usize;
+        let own = SHARED.len() + framework * OWN.len();
+        let touched: Vec<usize> = (0..SHARED.len()).chain(own..own + OWN.len()).collect();
+        let e = log_errors(here, sample);
+        let slopes: Vec<[f64; 2]> = touched
+            .iter()
+            .map(|&i| {
+                let m = log_errors(&moved[i], sample);
+                [(m[0] - e[0]) / STEP, (m[1] - e[1]) / STEP]
+            })
+            .collect();
+        for target in 0..2 {
+            let weight = 1.0 / (1.0 + e[target] * e[target]).sqrt();
+            for (&i, u) in touched.iter().zip(&slopes) {
+                b[i] -= weight * u[target] * e[target];
+                for (&j, v) in touched.iter().zip(&slopes) {
+                    if j <= i {
+                        a[i * COUNT + j] += weight * u[target] * v[target];
+                    }
+                }
+            }
+        }
+    }
+    (a, b)
+}
+
 /// Fits the physical parameters: Gauss-Newton on log time with the priors as ridge and weights that
 /// fall off beyond one standard deviation.
 ///
@@ -45,19 +92,12 @@ pub fn params(samples: &[&Sample]) -> Result<Params, FitError> {
     let params_of = |at: &[f64]| Params {
         values: at.iter().map(|x| libm::exp(*x)).collect(),
     };
-    let errors = |params: &Params, sample: &Sample| {
-        let p = physical(&sample.deployment, params);
-        [
-            libm::log(p.tpot_ms / sample.tpot_ms) / PHYSICS_NOISE[0],
-            libm::log(p.ttft_ms / sample.ttft_ms) / PHYSICS_NOISE[1],
-        ]
-    };
     // Soft L1: quadratic near 0, linear beyond.
     let cost_of = |at: &[f64]| {
         let params = params_of(at);
         let data: f64 = samples
             .iter()
-            .flat_map(|s| errors(&params, s))
+            .flat_map(|s| log_errors(&params, s))
             .map(|e| 2.0 * ((1.0 + e * e).sqrt() - 1.0))
             .sum();
         let held: f64 = at
@@ -71,40 +111,7 @@ pub fn params(samples: &[&Sample]) -> Result<Params, FitError> {
     let mut cost = cost_of(&at);
     let mut damping = 1e-2;
     for _ in 0..14 {
-        let here = params_of(&at);
-        let mut moved = Vec::with_capacity(COUNT);
-        const STEP: f64 = 1e-3;
-        for i in 0..COUNT {
-            let mut values = here.values.clone();
-            values[i] *= libm::exp(STEP);
-            moved.push(Params { values });
-        }
-        let mut a = vec![0.0; COUNT * COUNT];
-        let mut b = vec![0.0; COUNT];
-        for sample in samples {
-            let framework = sample.deployment.framework as usize;
-            let own = SHARED.len() + framework * OWN.len();
-            let touched: Vec<usize> = (0..SHARED.len()).chain(own..own + OWN.len()).collect();
-            let e = errors(&here, sample);
-            let slopes: Vec<[f64; 2]> = touched
-                .iter()
-                .map(|&i| {
-                    let m = errors(&moved[i], sample);
-                    [(m[0] - e[0]) / STEP, (m[1] - e[1]) / STEP]
-                })
-                .collect();
-            for target in 0..2 {
-                let weight = 1.0 / (1.0 + e[target] * e[target]).sqrt();
-                for (&i, u) in touched.iter().zip(&slopes) {
-                    b[i] -= weight * u[target] * e[target];
-                    for (&j, v) in touched.iter().zip(&slopes) {
-                        if j <= i {
-                            a[i * COUNT + j] += weight * u[target] * v[target];
-                        }
-                    }
-                }
-            }
-        }
+        let (mut a, mut b) = equations(samples, &params_of(&at));
         for i in 0..COUNT {
             let pull = 4.0 / (spread[i] * spread[i]);
             b[i] -= pull * (at[i] - prior[i]);

@@ -157,6 +157,60 @@ fn not_negative(observations: &[Observation], weights: &[f64]) -> Result<Terms, 
     }
 }
 
+/// Slopes of the times that `model` predicts, by what has moved: `predicted` are those at `here`, and each part is changed by
+/// `change` to both sides. None if the model has no answer.
+fn slopes(
+    predicted: &[f64],
+    here: &[f64],
+    change: f64,
+    model: &mut dyn FnMut(&[f64]) -> Option<Vec<f64>>,
+) -> Option<Vec<Vec<f64>>> {
+    (0..here.len())
+        .map(|j| {
+            // Both sides: a jump on one of them is halved.
+            let mut sides = [-change, change].map(|step| {
+                let mut moved = here.to_vec();
+                moved[j] += step;
+                model(&moved)
+            });
+            let (low, high) = (sides[0].take()?, sides[1].take()?);
+            let each = predicted.iter().zip(low.iter().zip(&high));
+            // A jump is on one side only: the flatter side is the slope.
+            let flatter = each.map(|(p, (l, h))| {
+                let (left, right) = ((p - l) / change, (h - p) / change);
+                if left.abs() < right.abs() {
+                    left
+                } else {
+                    right
+                }
+            });
+            Some(flatter.collect())
+        })
+        .collect()
+}
+
+/// Normal equations (matrix, right side) by slopes. `of` has the measurements that count: their places, their errors over
+/// the spread of their kind, and that spread.
+fn equations(
+    slopes: &[Vec<f64>],
+    of: impl Iterator<Item = (usize, f64, f64)>,
+) -> (Vec<f64>, Vec<f64>) {
+    let n = slopes.len();
+    let mut matrix = vec![0.0; n * n];
+    let mut right = vec![0.0; n];
+    for (i, size, spread) in of {
+        let w = weight(size);
+        for j in 0..n {
+            let x = slopes[j][i] / spread;
+            right[j] -= w * x * size;
+            for k in 0..n {
+                matrix[j * n + k] += w * x * slopes[k][i] / spread;
+            }
+        }
+    }
+    (matrix, right)
+}
+
 /// Moves `start` until `model` predicts `measured` best. `model` gives the logarithms of times for terms,
 /// or nothing if it has no answer; `uses` chooses the times that count. Times of one kind are spread alike,
 /// `kind` numbers them. Terms that are 0 stay 0.
@@ -205,42 +259,12 @@ pub fn refine(
             let held = moved.iter().map(|x| 0.5 * (x / PRIOR).powi(2));
             data.sum::<f64>() + held.sum::<f64>()
         };
-        let slopes: Option<Vec<Vec<f64>>> = (0..n)
-            .map(|j| {
-                // Both sides: a jump on one of them is halved.
-                let mut sides = [-change, change].map(|step| {
-                    let mut moved = here.clone();
-                    moved[j] += step;
-                    model(&at(&moved))
-                });
-                let (low, high) = (sides[0].take()?, sides[1].take()?);
-                let each = predicted.iter().zip(low.iter().zip(&high));
-                // A jump is on one side only: the flatter side is the slope.
-                let flatter = each.map(|(p, (l, h))| {
-                    let (left, right) = ((p - l) / change, (h - p) / change);
-                    if left.abs() < right.abs() {
-                        left
-                    } else {
-                        right
-                    }
-                });
-                Some(flatter.collect())
-            })
-            .collect();
+        let slopes = slopes(&predicted, &here, change, &mut |moved| model(&at(moved)));
         let Some(slopes) = slopes else { break };
-        let mut matrix = vec![0.0; n * n];
-        let mut right = vec![0.0; n];
-        for &i in &chosen {
-            let (size, spread) = (size(&predicted, i), spreads[kind[i]]);
-            let w = weight(size);
-            for j in 0..n {
-                let x = slopes[j][i] / spread;
-                right[j] -= w * x * size;
-                for k in 0..n {
-                    matrix[j * n + k] += w * x * slopes[k][i] / spread;
-                }
-            }
-        }
+        let sized = chosen
+            .iter()
+            .map(|&i| (i, size(&predicted, i), spreads[kind[i]]));
+        let (mut matrix, mut right) = equations(&slopes, sized);
         for j in 0..n {
             matrix[j * n + j] += PRIOR.powi(-2);
             right[j] -= here[j] * PRIOR.powi(-2);

@@ -457,81 +457,103 @@ impl Profile {
                 continue;
             }
             let cells: Vec<&str> = line.split(',').collect();
-            let number = |i: usize| -> Result<f64, ProfileError> {
-                let cell = cells.get(i).copied().unwrap_or("");
-                let value = cell.parse::<f64>().ok().filter(|x| x.is_finite());
-                value.ok_or_else(|| wrong(&format!("\"{cell}\" is no number")))
-            };
-            match cells[..] {
-                ["kind", ..] | [""] => {}
-                ["param", name, ..] => {
-                    let i = *index.get(name).ok_or_else(|| wrong("unknown parameter"))?;
-                    let value = number(2)?;
-                    if value <= 0.0 {
-                        return Err(wrong("a parameter must be positive"));
+            let read = profile.read_line(&cells, &index, &mut found);
+            read.map_err(|what| wrong(&what))?;
+        }
+        profile.check_complete(&index, &found)?;
+        Ok(profile)
+    }
+
+    /// Reads a line. `index` are the places of parameters, and `found` those that were read.
+    fn read_line(
+        &mut self,
+        cells: &[&str],
+        index: &BTreeMap<String, usize>,
+        found: &mut [bool],
+    ) -> Result<(), String> {
+        let number = |i: usize| -> Result<f64, String> {
+            let cell = cells.get(i).copied().unwrap_or("");
+            let value = cell.parse::<f64>().ok().filter(|x| x.is_finite());
+            value.ok_or_else(|| format!("\"{cell}\" is no number"))
+        };
+        match *cells {
+            ["kind", ..] | [""] => {}
+            ["param", name, ..] => {
+                let i = *index
+                    .get(name)
+                    .ok_or_else(|| "unknown parameter".to_owned())?;
+                let value = number(2)?;
+                if value <= 0.0 {
+                    return Err("a parameter must be positive".to_owned());
+                }
+                self.params.values[i] = value;
+                found[i] = true;
+            }
+            ["band", name, ..] => {
+                let (distance, place) = name.split_once('|').ok_or_else(|| "no band".to_owned())?;
+                let distance = Distance::ALL.into_iter().find(|d| d.name() == distance);
+                let distance = distance.ok_or_else(|| "unknown distance".to_owned())?;
+                let band = [[number(2)?, number(3)?], [number(4)?, number(5)?]];
+                if band.iter().any(|[low, high]| *low > 0.0 || *high < 0.0) {
+                    return Err("a band must contain 0".to_owned());
+                }
+                self.bands.insert((distance, place == "past"), band);
+            }
+            ["damping", name, ..] => {
+                let distance = Distance::ALL.into_iter().find(|d| d.name() == name);
+                let distance = distance.ok_or_else(|| "unknown distance".to_owned())?;
+                let shares = [number(2)?, number(3)?];
+                if !shares.iter().all(|share| (0.0..=1.0).contains(share)) {
+                    return Err("a share must be 0 to 1".to_owned());
+                }
+                self.damping.insert(distance, shares);
+            }
+            ["range", name, ..] => {
+                let (of, level) = name.split_once('|').ok_or_else(|| "no range".to_owned())?;
+                let of = RANGES.iter().position(|range| *range == of);
+                let of = of.ok_or_else(|| "unknown range".to_owned())?;
+                let everything = [[0.0, f64::INFINITY]; 3];
+                let ranges = self.ranges.entry(level.to_owned());
+                ranges.or_insert(everything)[of] = [number(2)?, number(3)?];
+            }
+            ["residual", name, ..] => {
+                for (target, residual) in self.residual.iter_mut().enumerate() {
+                    let effect = nearest_f32(number(2 + target)?);
+                    if !effect.is_finite() {
+                        return Err("an effect must fit into 32 bits".to_owned());
                     }
-                    profile.params.values[i] = value;
-                    found[i] = true;
-                }
-                ["band", name, ..] => {
-                    let (distance, place) = name.split_once('|').ok_or_else(|| wrong("no band"))?;
-                    let distance = Distance::ALL.into_iter().find(|d| d.name() == distance);
-                    let distance = distance.ok_or_else(|| wrong("unknown distance"))?;
-                    let band = [[number(2)?, number(3)?], [number(4)?, number(5)?]];
-                    if band.iter().any(|[low, high]| *low > 0.0 || *high < 0.0) {
-                        return Err(wrong("a band must contain 0"));
-                    }
-                    profile.bands.insert((distance, place == "past"), band);
-                }
-                ["damping", name, ..] => {
-                    let distance = Distance::ALL.into_iter().find(|d| d.name() == name);
-                    let distance = distance.ok_or_else(|| wrong("unknown distance"))?;
-                    let shares = [number(2)?, number(3)?];
-                    if !shares.iter().all(|share| (0.0..=1.0).contains(share)) {
-                        return Err(wrong("a share must be 0 to 1"));
-                    }
-                    profile.damping.insert(distance, shares);
-                }
-                ["range", name, ..] => {
-                    let (of, level) = name.split_once('|').ok_or_else(|| wrong("no range"))?;
-                    let of = RANGES.iter().position(|range| *range == of);
-                    let of = of.ok_or_else(|| wrong("unknown range"))?;
-                    let everything = [[0.0, f64::INFINITY]; 3];
-                    let ranges = profile.ranges.entry(level.to_owned());
-                    ranges.or_insert(everything)[of] = [number(2)?, number(3)?];
-                }
-                ["residual", name, ..] => {
-                    for (target, residual) in profile.residual.iter_mut().enumerate() {
-                        let effect = nearest_f32(number(2 + target)?);
-                        if !effect.is_finite() {
-                            return Err(wrong("an effect must fit into 32 bits"));
-                        }
-                        residual.insert(name.to_owned(), effect);
-                    }
-                }
-                _ => {
-                    return Err(wrong(
-                        "neither `param`, `band`, `damping`, `range` nor `residual`",
-                    ));
+                    residual.insert(name.to_owned(), effect);
                 }
             }
+            _ => {
+                return Err("neither `param`, `band`, `damping`, `range` nor `residual`".to_owned());
+            }
         }
+        Ok(())
+    }
+
+    /// Refuses a profile without one of its parameters, bands or dampings.
+    fn check_complete(
+        &self,
+        index: &BTreeMap<String, usize>,
+        found: &[bool],
+    ) -> Result<(), ProfileError> {
         if let Some((name, _)) = index.iter().find(|(_, i)| !found[**i]) {
             return Err(ProfileError::Missing(format!("the parameter `{name}`")));
         }
         for distance in Distance::ALL {
-            if !profile.damping.contains_key(&distance) {
+            if !self.damping.contains_key(&distance) {
                 let name = format!("the damping `{}`", distance.name());
                 return Err(ProfileError::Missing(name));
             }
             for past in [false, true] {
-                if !profile.bands.contains_key(&(distance, past)) {
+                if !self.bands.contains_key(&(distance, past)) {
                     let name = format!("the band `{}`", distance.name());
                     return Err(ProfileError::Missing(name));
                 }
             }
         }
-        Ok(profile)
+        Ok(())
     }
 }
 

@@ -224,29 +224,7 @@ impl Table {
     }
 
     fn build(file: &str, rows: &[Row]) -> Result<Table, TableError> {
-        let mut axes: [Axis; 4] = std::array::from_fn(|axis| {
-            let of_somebody = |row: &&Row| !nobodys(axis, &row.at);
-            let mut values: Vec<f64> = rows
-                .iter()
-                .filter(of_somebody)
-                .map(|row| row.at[axis])
-                .collect();
-            if values.is_empty() {
-                values = rows.iter().map(|row| row.at[axis]).collect();
-            }
-            values.sort_by(f64::total_cmp);
-            values.dedup();
-            let (mut first, mut last) = (values[0], values[values.len() - 1]);
-            if first == 0.0 && last == 0.0 {
-                (first, last) = (f64::NEG_INFINITY, f64::INFINITY);
-            }
-            Axis {
-                values,
-                stride: 0,
-                first,
-                last,
-            }
-        });
+        let mut axes = axes_of(rows);
         let total = axes
             .iter()
             .fold(1usize, |n, axis| n.saturating_mul(axis.values.len()));
@@ -262,11 +240,6 @@ impl Table {
             axis.stride = stride;
             stride *= axis.values.len();
         }
-        let index = |at: &[f64; 4]| {
-            at.iter().zip(&axes).fold(0, |index, (x, axis)| {
-                index * axis.values.len() + axis.values.partition_point(|v| v < x)
-            })
-        };
         let mut points = vec![f64::NAN; total];
         let mut lines = vec![0u64; total];
         for row in rows {
@@ -276,7 +249,7 @@ impl Table {
                     at[axis] = values[0];
                 }
             }
-            let index = index(&at);
+            let index = index_of(&at, &axes);
             if lines[index] != 0 {
                 return Err(TableError::Line {
                     file: file.to_owned(),
@@ -291,26 +264,7 @@ impl Table {
             points[index] = row.step_ns;
             lines[index] = row.line;
         }
-        // The context of no sequence: any row with the same sequences will do.
-        let mut missing = Vec::new();
-        for at in combinations(&axes) {
-            if lines[index(&at)] != 0 {
-                continue;
-            }
-            let mut stands_in = None;
-            for axis in (0..AXES.len()).filter(|axis| nobodys(*axis, &at)) {
-                let other = axes[axis].values.iter().find_map(|value| {
-                    let mut other = at;
-                    other[axis] = *value;
-                    (lines[index(&other)] != 0).then(|| points[index(&other)])
-                });
-                stands_in = stands_in.or(other);
-            }
-            match stands_in {
-                Some(step_ns) => points[index(&at)] = step_ns,
-                None => missing.push(at),
-            }
-        }
+        let missing = fill_unused(&axes, &lines, &mut points);
         match missing.first() {
             None => Ok(Table {
                 grid: Arc::new(Grid {
@@ -439,6 +393,66 @@ fn mean(sum: u64, count: u32) -> f64 {
     } else {
         sum as f64 / f64::from(count)
     }
+}
+
+/// The values of each axis, in order. Those of combinations that cannot occur count if there are no others.
+fn axes_of(rows: &[Row]) -> [Axis; 4] {
+    std::array::from_fn(|axis| {
+        let of_somebody = |row: &&Row| !nobodys(axis, &row.at);
+        let mut values: Vec<f64> = rows
+            .iter()
+            .filter(of_somebody)
+            .map(|row| row.at[axis])
+            .collect();
+        if values.is_empty() {
+            values = rows.iter().map(|row| row.at[axis]).collect();
+        }
+        values.sort_by(f64::total_cmp);
+        values.dedup();
+        let (mut first, mut last) = (values[0], values[values.len() - 1]);
+        if first == 0.0 && last == 0.0 {
+            (first, last) = (f64::NEG_INFINITY, f64::INFINITY);
+        }
+        Axis {
+            values,
+            stride: 0,
+            first,
+            last,
+        }
+    })
+}
+
+/// Place of a point in the grid of `axes`.
+fn index_of(at: &[f64; 4], axes: &[Axis; 4]) -> usize {
+    at.iter().zip(axes).fold(0, |index, (x, axis)| {
+        index * axis.values.len() + axis.values.partition_point(|v| v < x)
+    })
+}
+
+/// Gives points that cannot occur the time of another one. Returns those that no row has. `lines` are the lines of the rows
+/// by point; 0: none.
+fn fill_unused(axes: &[Axis; 4], lines: &[u64], points: &mut [f64]) -> Vec<[f64; 4]> {
+    // The context of no sequence: any row with the same sequences will do.
+    let mut missing = Vec::new();
+    for at in combinations(axes) {
+        if lines[index_of(&at, axes)] != 0 {
+            continue;
+        }
+        let mut stands_in = None;
+        for axis in (0..AXES.len()).filter(|axis| nobodys(*axis, &at)) {
+            let other = axes[axis].values.iter().find_map(|value| {
+                let mut other = at;
+                other[axis] = *value;
+                (lines[index_of(&other, axes)] != 0).then(|| points[index_of(&other, axes)])
+            });
+            stands_in = stands_in.or(other);
+        }
+        match stands_in {
+            Some(step_ns) => points[index_of(&at, axes)] = step_ns,
+            None => missing.push(at),
+        }
+    }
+    missing
 }
 
 /// Whether `axis` is the context of sequences of which `at` has none.

@@ -121,6 +121,57 @@ section! {
     }
 }
 
+/// Most workers of a pool that has `workers`, or real engines.
+fn read_workers_max(t: &Table<'_>, workers: u32, real: bool) -> u32 {
+    if real {
+        AutoscaleKeys::workers_max()
+            .field(t)
+            .within(1..=ENGINES_MAX)
+            .required(
+                "set the most engines that the deployment may have, such as `workers_max = 8`",
+                workers,
+            )
+    } else {
+        AutoscaleKeys::workers_max()
+            .field(t)
+            .within(1..=workers)
+            .or(workers)
+    }
+}
+
+/// The time that a trend is taken over, and how far ahead it is continued.
+fn read_trend(
+    t: &Table<'_>,
+    policy: AutoscalePolicy,
+    interval_s: f64,
+    startup_s: f64,
+) -> (f64, f64) {
+    let (trend_s, lookahead_s) = (8.0 * interval_s, startup_s + interval_s);
+    if policy == AutoscalePolicy::Predictive {
+        let trend_s = AutoscaleKeys::trend_s().field(t).or(trend_s);
+        if trend_s < 2.0 * interval_s || trend_s > TREND_MAX * interval_s {
+            t.error(
+                "trend_s",
+                format!(
+                    "`trend_s` is {trend_s}, which is {} intervals of {interval_s} s (`interval_s`), but must be 2 to \
+                     {TREND_MAX}",
+                    trend_s / interval_s
+                ),
+                "a line needs two observations; take some ten",
+            );
+        }
+        (
+            trend_s,
+            AutoscaleKeys::lookahead_s().field(t).or(lookahead_s),
+        )
+    } else {
+        for key in ["trend_s", "lookahead_s"] {
+            t.unused(key, "policy", "`policy` is not \"predictive\"");
+        }
+        (trend_s, lookahead_s)
+    }
+}
+
 /// Reads `[autoscale]` of a pool of `workers` workers. `real`: they are engines behind HTTP.
 pub(super) fn read_autoscale(
     t: &Table<'_>,
@@ -150,20 +201,7 @@ pub(super) fn read_autoscale(
         Utilization | Slo | Predictive | Custom => AutoscaleKeys::target().default(),
         Queue => 4.0,
     };
-    let workers_max = if real {
-        AutoscaleKeys::workers_max()
-            .field(t)
-            .within(1..=ENGINES_MAX)
-            .required(
-                "set the most engines that the deployment may have, such as `workers_max = 8`",
-                workers,
-            )
-    } else {
-        AutoscaleKeys::workers_max()
-            .field(t)
-            .within(1..=workers)
-            .or(workers)
-    };
+    let workers_max = read_workers_max(t, workers, real);
     let min = AutoscaleKeys::workers_min();
     let workers_min = min.finish(min.field(t).within(1..=workers_max));
     let target = if policy == Custom {
@@ -173,30 +211,7 @@ pub(super) fn read_autoscale(
         AutoscaleKeys::target().field(t).or(default_target)
     };
     let interval_s = AutoscaleKeys::interval_s().read(t);
-    let (trend_s, lookahead_s) = (8.0 * interval_s, startup_s + interval_s);
-    let (trend_s, lookahead_s) = if policy == Predictive {
-        let trend_s = AutoscaleKeys::trend_s().field(t).or(trend_s);
-        if trend_s < 2.0 * interval_s || trend_s > TREND_MAX * interval_s {
-            t.error(
-                "trend_s",
-                format!(
-                    "`trend_s` is {trend_s}, which is {} intervals of {interval_s} s (`interval_s`), but must be 2 to \
-                     {TREND_MAX}",
-                    trend_s / interval_s
-                ),
-                "a line needs two observations; take some ten",
-            );
-        }
-        (
-            trend_s,
-            AutoscaleKeys::lookahead_s().field(t).or(lookahead_s),
-        )
-    } else {
-        for key in ["trend_s", "lookahead_s"] {
-            t.unused(key, "policy", "`policy` is not \"predictive\"");
-        }
-        (trend_s, lookahead_s)
-    };
+    let (trend_s, lookahead_s) = read_trend(t, policy, interval_s, startup_s);
     if policy != Slo {
         t.unused("ttft_s", "policy", "`policy` is not \"slo\"");
     }

@@ -25,12 +25,12 @@ use super::live::read_live;
 use super::model::read_model;
 use super::network::{check_hosts, check_links, read_network};
 use super::pool::{
-    Bases, check_engines, check_kv_protocols, check_models, check_roles, check_several_models,
+    BaseTables, check_engines, check_kv_protocols, check_models, check_roles, check_several_models,
     read_pool,
 };
 use super::share::{check_shares, read_share};
-use super::{Cluster, KvConfig, RouterConfig, UpstreamConfig, WORKERS_MAX};
-use crate::doc::{Diagnostics, Doc, Section, Settings};
+use super::{Cluster, KvConfig, PoolConfig, RouterConfig, UpstreamConfig, WORKERS_MAX};
+use crate::doc::{Diagnostics, Doc, Section, Settings, Table};
 
 /// Prefix of the environment variables that [`Doc::env`] reads for a cluster:
 /// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.
@@ -52,6 +52,50 @@ pub const NETWORK_KEYS: [&str; 7] = [
     "flow_list",
     "collective",
 ];
+
+/// The pools, with what they refer to: models, GPUs and links.
+fn read_pools(
+    root: &Table<'_>,
+    load: &mut impl FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> Vec<PoolConfig> {
+    let model = root.table("model", |t| read_model(t, load));
+    let links = root.tables("link", read_link);
+    let gpus = root.tables("gpu", |name, t| read_gpu(name, t, &links));
+    let base = BaseTables {
+        engine: root.base("engine"),
+        autoscale: root.base("autoscale"),
+        model: root.base("model"),
+    };
+    let mut pools = root.tables("pool", |name, t| {
+        read_pool(name, t, &base, (&model, &gpus), load)
+    });
+    if pools.is_empty() {
+        // As if the file contained `[pool.main]`.
+        let whole = root.table("pool", |pools| {
+            pools.table("main", |t| {
+                read_pool("main", t, &base, (&model, &gpus), load)
+            })
+        });
+        pools.push(whole);
+    }
+    pools
+}
+
+/// Refuses pools of several block sizes.
+fn check_block_sizes(root: &Table<'_>, pools: &[PoolConfig]) {
+    let block_size = pools[0].engine.block_size;
+    if let Some(other) = pools
+        .iter()
+        .find(|pool| pool.engine.block_size != block_size)
+    {
+        let message = format!(
+            "pool `{}` has blocks of {block_size} tokens, but pool `{}` of {}: one router needs \
+             one block size",
+            pools[0].name, other.name, other.engine.block_size
+        );
+        root.error("pool", message, "set `block_size` once, in `[engine]`");
+    }
+}
 
 /// Reads `doc` as a cluster. `load` reads the files that it refers to (`model.config`,
 /// `engine.timing.path`); no other file is opened.
@@ -84,26 +128,7 @@ pub fn read(
                 "write it to a file of its own, and give that to `slipstream plan` or `sweep` with `--prices FILE`",
             );
         }
-        let model = root.table("model", |t| read_model(t, &mut load));
-        let links = root.tables("link", read_link);
-        let gpus = root.tables("gpu", |name, t| read_gpu(name, t, &links));
-        let base = Bases {
-            engine: root.base("engine"),
-            autoscale: root.base("autoscale"),
-            model: root.base("model"),
-        };
-        let mut pools = root.tables("pool", |name, t| {
-            read_pool(name, t, &base, (&model, &gpus), &mut load)
-        });
-        if pools.is_empty() {
-            // As if the file contained `[pool.main]`.
-            let whole = root.table("pool", |pools| {
-                pools.table("main", |t| {
-                    read_pool("main", t, &base, (&model, &gpus), &mut load)
-                })
-            });
-            pools.push(whole);
-        }
+        let pools = read_pools(root, &mut load);
         let model = pools[0].model.clone();
         let workers: u64 = pools.iter().map(|pool| u64::from(pool.workers)).sum();
         if workers > u64::from(WORKERS_MAX) {
@@ -116,15 +141,7 @@ pub fn read(
         check_engines(root, &pools);
         let router = root.table("router", RouterConfig::read);
         check_kv_protocols(root, &pools, &router);
-        let block_size = pools[0].engine.block_size;
-        if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
-            let message = format!(
-                "pool `{}` has blocks of {block_size} tokens, but pool `{}` of {}: one router needs \
-                 one block size",
-                pools[0].name, other.name, other.engine.block_size
-            );
-            root.error("pool", message, "set `block_size` once, in `[engine]`");
-        }
+        check_block_sizes(root, &pools);
         check_several_models(root, &pools, root.has("event"));
         let network = root.table("network", read_network);
         let host = root.table("host", read_host);

@@ -68,7 +68,7 @@ section! {
 }
 
 /// The tables that every pool starts from.
-pub(super) struct Bases<'a> {
+pub(super) struct BaseTables<'a> {
     pub(super) engine: Table<'a>,
     pub(super) autoscale: Table<'a>,
     pub(super) model: Table<'a>,
@@ -77,7 +77,7 @@ pub(super) struct Bases<'a> {
 pub(super) fn read_pool(
     name: &str,
     t: &Table<'_>,
-    bases: &Bases<'_>,
+    bases: &BaseTables<'_>,
     (model, gpus): (&ModelConfig, &[Gpu]),
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> PoolConfig {

@@ -357,6 +357,68 @@ fn is_host_name(name: &str) -> bool {
     !name.is_empty() && name.len() <= 253 && name.chars().all(plain)
 }
 
+/// The addresses of `engines`.
+fn read_urls(t: &Table<'_>, written: &[String]) -> Vec<EngineUrl> {
+    let mut urls = Vec::with_capacity(written.len());
+    for text in written {
+        match EngineUrl::parse_engine(text) {
+            Ok(url) if urls.contains(&url) => t.error(
+                "engines",
+                format!("`{text}` is listed twice"),
+                "list each engine once",
+            ),
+            Ok(url) => urls.push(url),
+            Err(why) => t.error(
+                "engines",
+                format!("`{text}` {why}"),
+                "write the engine's address, such as \"http://127.0.0.1:8001\"",
+            ),
+        }
+    }
+    urls
+}
+
+/// The names of `dns`.
+fn read_names<'n>(t: &Table<'_>, names: impl Iterator<Item = &'n String>) -> Vec<EngineUrl> {
+    let mut dns = Vec::new();
+    for text in names {
+        match EngineUrl::parse_engine(text) {
+            Ok(url) if url.host.parse::<std::net::IpAddr>().is_ok() => t.error(
+                "dns",
+                format!("`{text}` has an address, not a name"),
+                "list addresses in `engines`",
+            ),
+            Ok(url) => dns.push(url),
+            Err(why) => t.error(
+                "dns",
+                format!("`{text}` {why}"),
+                "write a name and its port, such as \"http://engines.default.svc:8000\"",
+            ),
+        }
+    }
+    dns
+}
+
+/// TLS to engines at these addresses and names.
+fn read_pool_tls(t: &Table<'_>, urls: &[EngineUrl], dns: &[EngineUrl]) -> EngineTls {
+    if urls.iter().chain(dns).any(|url| url.tls) {
+        let tls = read_tls(t);
+        if tls.server_name.is_none() && dns.iter().any(|url| url.tls) {
+            t.error(
+                "dns",
+                "a name in `dns` is `https://`, and its engines are reached by address, which no certificate carries",
+                "set `server_name` to the name in their certificates",
+            );
+        }
+        tls
+    } else {
+        for key in TLS_KEYS {
+            t.unused(key, "engines", "no engine of the pool is `https://`");
+        }
+        EngineTls::default()
+    }
+}
+
 pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     let written = EnginesKeys::engines().read(t);
     let names = EnginesKeys::dns().read(t);
@@ -386,56 +448,11 @@ pub(super) fn read_engines(t: &Table<'_>, role: Role) -> Option<HttpEngines> {
     };
     let kind = EnginesKeys::kind().read(t);
     let api_key_file = EnginesKeys::api_key_file().read(t);
-    let mut urls = Vec::with_capacity(written.len());
-    for text in &written {
-        match EngineUrl::parse_engine(text) {
-            Ok(url) if urls.contains(&url) => t.error(
-                "engines",
-                format!("`{text}` is listed twice"),
-                "list each engine once",
-            ),
-            Ok(url) => urls.push(url),
-            Err(why) => t.error(
-                "engines",
-                format!("`{text}` {why}"),
-                "write the engine's address, such as \"http://127.0.0.1:8001\"",
-            ),
-        }
-    }
-    let mut dns = Vec::new();
-    for text in names.iter().flatten() {
-        match EngineUrl::parse_engine(text) {
-            Ok(url) if url.host.parse::<std::net::IpAddr>().is_ok() => t.error(
-                "dns",
-                format!("`{text}` has an address, not a name"),
-                "list addresses in `engines`",
-            ),
-            Ok(url) => dns.push(url),
-            Err(why) => t.error(
-                "dns",
-                format!("`{text}` {why}"),
-                "write a name and its port, such as \"http://engines.default.svc:8000\"",
-            ),
-        }
-    }
+    let urls = read_urls(t, &written);
+    let dns = read_names(t, names.iter().flatten());
     let traffic = read_traffic(t);
     t.unused("workers", "engines", "each of `engines` is one worker");
-    let tls = if urls.iter().chain(&dns).any(|url| url.tls) {
-        let tls = read_tls(t);
-        if tls.server_name.is_none() && dns.iter().any(|url| url.tls) {
-            t.error(
-                "dns",
-                "a name in `dns` is `https://`, and its engines are reached by address, which no certificate carries",
-                "set `server_name` to the name in their certificates",
-            );
-        }
-        tls
-    } else {
-        for key in TLS_KEYS {
-            t.unused(key, "engines", "no engine of the pool is `https://`");
-        }
-        EngineTls::default()
-    };
+    let tls = read_pool_tls(t, &urls, &dns);
     let (kv_protocol, bootstrap_port) = if role == Role::Prefill {
         let protocol = EnginesKeys::kv_protocol().read(t);
         (protocol, EnginesKeys::bootstrap_port().read(t))

@@ -449,31 +449,10 @@ pub(super) fn dense_layers(
             kinds.iter().filter(|kind| **kind == "dense").count(),
         ));
     }
-    let dense = |has_experts: &dyn Fn(u32) -> bool| {
-        to_u32((0..layers).filter(|layer| !has_experts(*layer)).count())
-    };
+    let dense = |has_experts: &dyn Fn(u32) -> bool| count_without(layers, has_experts);
     match rule {
         DenseLayers::No => Ok(0),
-        DenseLayers::First => {
-            if let Some(Value::Array(on)) = fields.get("moe_layer_freq") {
-                fields.mark_all(&["first_k_dense_replace"]);
-                if on.len() as u64 != u64::from(layers) {
-                    return Err(ShapeError::Range {
-                        field: fields.path("moe_layer_freq").into(),
-                        found: format!("of {} layers", on.len()),
-                        must: "of as many layers as num_hidden_layers",
-                    });
-                }
-                return Ok(to_u32(
-                    on.iter().filter(|on| on.as_u64() == Some(0)).count(),
-                ));
-            }
-            let Some(first) = fields.count("first_k_dense_replace")? else {
-                return Err(fields.missing("first_k_dense_replace"));
-            };
-            let step = fields.optional("moe_layer_freq")?.unwrap_or(1);
-            Ok(dense(&|layer| layer >= first && layer.is_multiple_of(step)))
-        }
+        DenseLayers::First => dense_before_first(fields, layers),
         DenseLayers::Step => {
             if !fields.has("mlp_only_layers") {
                 fields.assume("mlp_only_layers", "[]");
@@ -487,21 +466,7 @@ pub(super) fn dense_layers(
                 !only.contains(&layer) && (layer + 1).is_multiple_of(step)
             }))
         }
-        DenseLayers::Interleaved => {
-            let step = fields.count("interleave_moe_layer_step")?;
-            // vLLM reads the step and Transformers the list, an empty one too.
-            if fields.list("moe_layers")?.is_none() {
-                let step = step.ok_or_else(|| fields.missing("interleave_moe_layer_step"))?;
-                return Ok(dense(&|layer| step > 0 && (layer + 1).is_multiple_of(step)));
-            }
-            let with = indices(fields, "moe_layers", layers)?;
-            let stepped = |layer: u32| step.is_none_or(|n| n > 0 && (layer + 1).is_multiple_of(n));
-            if step.is_some() && (0..layers).any(|layer| stepped(layer) != with.contains(&layer)) {
-                let what = "a list of other layers than `interleave_moe_layer_step` says";
-                return Err(fields.unsupported("moe_layers", what));
-            }
-            Ok(dense(&|layer| with.contains(&layer)))
-        }
+        DenseLayers::Interleaved => dense_between(fields, layers),
         DenseLayers::Range => {
             let Some(first) = fields.count("moe_layer_start_index")? else {
                 return Err(fields.missing("moe_layer_start_index"));
@@ -516,6 +481,54 @@ pub(super) fn dense_layers(
             }))
         }
     }
+}
+
+/// How many of `layers` have no experts.
+fn count_without(layers: u32, has_experts: &dyn Fn(u32) -> bool) -> u32 {
+    to_u32((0..layers).filter(|layer| !has_experts(*layer)).count())
+}
+
+/// Layers before `first_k_dense_replace`, and those that `moe_layer_freq` leaves out.
+fn dense_before_first(fields: Fields<'_>, layers: u32) -> Result<u32, ShapeError> {
+    if let Some(Value::Array(on)) = fields.get("moe_layer_freq") {
+        fields.mark_all(&["first_k_dense_replace"]);
+        if on.len() as u64 != u64::from(layers) {
+            return Err(ShapeError::Range {
+                field: fields.path("moe_layer_freq").into(),
+                found: format!("of {} layers", on.len()),
+                must: "of as many layers as num_hidden_layers",
+            });
+        }
+        return Ok(to_u32(
+            on.iter().filter(|on| on.as_u64() == Some(0)).count(),
+        ));
+    }
+    let Some(first) = fields.count("first_k_dense_replace")? else {
+        return Err(fields.missing("first_k_dense_replace"));
+    };
+    let step = fields.optional("moe_layer_freq")?.unwrap_or(1);
+    Ok(count_without(layers, &|layer| {
+        layer >= first && layer.is_multiple_of(step)
+    }))
+}
+
+/// Layers that `moe_layers` or `interleave_moe_layer_step` leave out.
+fn dense_between(fields: Fields<'_>, layers: u32) -> Result<u32, ShapeError> {
+    let step = fields.count("interleave_moe_layer_step")?;
+    // vLLM reads the step and Transformers the list, an empty one too.
+    if fields.list("moe_layers")?.is_none() {
+        let step = step.ok_or_else(|| fields.missing("interleave_moe_layer_step"))?;
+        return Ok(count_without(layers, &|layer| {
+            step > 0 && (layer + 1).is_multiple_of(step)
+        }));
+    }
+    let with = indices(fields, "moe_layers", layers)?;
+    let stepped = |layer: u32| step.is_none_or(|n| n > 0 && (layer + 1).is_multiple_of(n));
+    if step.is_some() && (0..layers).any(|layer| stepped(layer) != with.contains(&layer)) {
+        let what = "a list of other layers than `interleave_moe_layer_step` says";
+        return Err(fields.unsupported("moe_layers", what));
+    }
+    Ok(count_without(layers, &|layer| with.contains(&layer)))
 }
 
 /// The different layers that `key` lists.

@@ -213,7 +213,30 @@ fn method_of<'a>(quantization: Fields<'a>, file: &str) -> Result<&'a str, ShapeE
     })
 }
 
-#[expect(clippy::too_many_lines, reason = "a list of formats")]
+/// Format of the quantized matrices, and what it comes with.
+struct Method {
+    weights: Dtype,
+    kv_cache: Dtype,
+    /// Weights that share a scale in INT4.
+    group: u32,
+    /// Only routed experts are quantized.
+    only_experts: bool,
+    /// How it names modules that stay in 16 bits.
+    names: Names,
+}
+
+impl Method {
+    fn new(weights: Dtype, kv_cache: Dtype, names: Names) -> Method {
+        Method {
+            weights,
+            kv_cache,
+            group: 0,
+            only_experts: false,
+            names,
+        }
+    }
+}
+
 fn of_object(quantization: Fields<'_>, file: &str, parts: Parts) -> Result<Formats, ShapeError> {
     let mixture = parts.experts.is_some();
     let method = method_of(quantization, file)?;
@@ -223,152 +246,193 @@ fn of_object(quantization: Fields<'_>, file: &str, parts: Parts) -> Result<Forma
     let inner = nested.map_or(quantization, |object| {
         Fields::new(object, "quantization.", &log)
     });
-    let mut only_experts = false;
-    let mut group = 0;
-    let (weights, kv_cache) = match method {
-        // gpt-oss: only routed experts.
-        "mxfp4" if mixture => {
-            for key in KEPT {
-                let names = quantization.list(key)?.unwrap_or_default();
-                if let Some(name) = names
-                    .iter()
-                    .filter_map(Value::as_str)
-                    .find(|name| name.contains("experts"))
-                {
-                    return Err(unsupported(&format!(
-                        "experts kept in 16 bits (`{key}`: {name})"
-                    )));
-                }
-            }
-            return Ok(Formats {
-                experts: Dtype::Mxfp4,
-                ..PLAIN
-            });
-        }
+    let found = match method {
+        "mxfp4" if mixture => return gpt_oss(quantization),
         "awq" | "gptq" | "awq_marlin" | "gptq_marlin" | "auto-round" => {
-            let bits = quantization.get("bits").or(quantization.get("w_bit"));
-            let bits = bits.map_or("?".into(), Value::to_string);
-            if let Some(kind) = quantization
-                .text("data_type")?
-                .filter(|kind| *kind != "int")
-            {
-                return Err(unsupported(&format!("`{method}` with `data_type` {kind}")));
-            }
-            if bits != "4" {
-                return Err(unsupported(&format!("`{method}` of {bits} bits")));
-            }
-            for key in ["checkpoint_format", "format", "backend"] {
-                let sparse = quantization
-                    .get(key)
-                    .and_then(Value::as_str)
-                    .filter(|name| name.contains("24"));
-                if let Some(sparse) = sparse {
-                    return Err(unsupported(&format!("`{key}` {sparse}, of 2:4 sparsity")));
-                }
-            }
-            if quantization.set("lm_head") {
-                return Err(unsupported("a quantized `lm_head`"));
-            }
-            check_dynamic(quantization, parts)?;
-            group = group_of(quantization, &["group_size", "q_group_size"])?;
-            (Dtype::Int4, Dtype::Bf16)
+            int4(quantization, method, parts)?
         }
-        // Dynamic scales: the cache stays in 16 bits unless `kv_cache_dtype` is set.
-        "fp8" | "fbgemm_fp8" => {
-            let scheme = quantization.text("activation_scheme")?;
-            if let Some(scheme) = scheme.filter(|scheme| !["dynamic", "static"].contains(scheme)) {
-                return Err(unsupported(&format!(
-                    "`{method}` with `activation_scheme` {scheme}"
-                )));
-            }
-            let block = quantization.list("weight_block_size")?.unwrap_or_default();
-            let sizes: Vec<u64> = block.iter().filter_map(integer).collect();
-            if sizes.len() != block.len()
-                || !block.is_empty() && sizes.iter().product::<u64>() < 1024
-            {
-                return Err(unsupported(&format!(
-                    "`{method}` in blocks of {}",
-                    Value::from(block.to_vec())
-                )));
-            }
-            (Dtype::Fp8, kv_format(quantization.get("kv_cache_scheme"))?)
-        }
-        "compressed-tensors" => {
-            if let Some(scheme) = quantization
-                .get("sparsity_config")
-                .filter(|scheme| !is_nothing(scheme))
-            {
-                let dense = scheme.get("format").and_then(Value::as_str) == Some("dense");
-                if !dense {
-                    return Err(unsupported("`sparsity_config`"));
-                }
-            }
-            // Rotations that are folded into the weights.
-            if quantization.set("transform_config") {
-                return Err(unsupported("`transform_config`"));
-            }
-            let format = quantization.text("format")?;
-            if let Some(format) = format.filter(|format| !PACKINGS.contains(format)) {
-                return Err(unsupported(&format!("`format` {format}")));
-            }
-            let weights;
-            (weights, only_experts, group) = check_groups(quantization, parts)?;
-            (weights, kv_format(quantization.get("kv_cache_scheme"))?)
-        }
-        "modelopt" | "modelopt_fp4" => {
-            let weights = match inner.text("quant_algo")? {
-                Some(algorithm) if algorithm.eq_ignore_ascii_case("fp8") => Dtype::Fp8,
-                Some(algorithm) if algorithm.eq_ignore_ascii_case("nvfp4") => Dtype::Nvfp4,
-                algorithm => {
-                    let algorithm = algorithm.unwrap_or("an unnamed format");
-                    return Err(unsupported(&format!("`modelopt` with {algorithm}")));
-                }
-            };
-            let size = inner.count("group_size")?.unwrap_or(16);
-            if weights == Dtype::Nvfp4 && size != 16 {
-                return Err(unsupported(&format!("NVFP4 in groups of {size}")));
-            }
-            if inner.set("quantized_layers") {
-                return Err(unsupported("formats by layer (`quantized_layers`)"));
-            }
-            if quantization.set("config_groups") {
-                let (of_groups, only, _) = check_groups(quantization, parts)?;
-                if of_groups != weights || only {
-                    return Err(unsupported(
-                        "`config_groups` of another format than `quant_algo`",
-                    ));
-                }
-            }
-            let mut cache = Dtype::Bf16;
-            for key in ["kv_cache_scheme", "kv_cache_quant_algo"] {
-                if let Some(scheme) = inner.get(key) {
-                    cache = kv_format(Some(scheme))?;
-                }
-            }
-            (weights, cache)
-        }
+        "fp8" | "fbgemm_fp8" => fp8(quantization, method)?,
+        "compressed-tensors" => compressed_tensors(quantization, parts)?,
+        "modelopt" | "modelopt_fp4" => modelopt(quantization, inner, parts)?,
         other => return Err(unsupported(&format!("the format `{other}`"))),
     };
-    if only_experts && !(weights == Dtype::Int4 && mixture) {
+    if found.only_experts && !(found.weights == Dtype::Int4 && mixture) {
         return Err(unsupported(
             "`compressed-tensors` whose `targets` are experts alone",
         ));
     }
-    let how = match method {
-        "modelopt" | "modelopt_fp4" => Names::Glob,
-        "fp8" | "fbgemm_fp8" | "compressed-tensors" => Names::Exact,
-        _ => Names::Part,
+    let kept = kept_modules([quantization, inner], found.names, parts)?;
+    let [attention, mlps] = match &kept {
+        _ if found.only_experts => [true, true],
+        Some(kept) if mixture => kept.whole().map_err(|which| {
+            unsupported(&format!("a file whose kept modules are those of {which}"))
+        })?,
+        _ => [false, false],
     };
+    let format = |kept: bool| if kept { Dtype::Bf16 } else { found.weights };
+    if let Some(object) = nested {
+        close(object, &log, "quantization.", file)?;
+    }
+    Ok(Formats {
+        weights: format(attention),
+        mlps: mixture.then(|| format(mlps)),
+        experts: found.weights,
+        kv_cache: found.kv_cache,
+        group: found.group,
+    })
+}
+
+/// MXFP4 of gpt-oss: only routed experts.
+fn gpt_oss(quantization: Fields<'_>) -> Result<Formats, ShapeError> {
+    for key in KEPT {
+        let names = quantization.list(key)?.unwrap_or_default();
+        let mut names = names.iter().filter_map(Value::as_str);
+        if let Some(name) = names.find(|name| name.contains("experts")) {
+            return Err(unsupported(&format!(
+                "experts kept in 16 bits (`{key}`: {name})"
+            )));
+        }
+    }
+    Ok(Formats {
+        experts: Dtype::Mxfp4,
+        ..PLAIN
+    })
+}
+
+/// GPTQ, AWQ and `AutoRound`.
+fn int4(quantization: Fields<'_>, method: &str, parts: Parts) -> Result<Method, ShapeError> {
+    let bits = quantization.get("bits").or(quantization.get("w_bit"));
+    let bits = bits.map_or("?".into(), Value::to_string);
+    if let Some(kind) = quantization
+        .text("data_type")?
+        .filter(|kind| *kind != "int")
+    {
+        return Err(unsupported(&format!("`{method}` with `data_type` {kind}")));
+    }
+    if bits != "4" {
+        return Err(unsupported(&format!("`{method}` of {bits} bits")));
+    }
+    for key in ["checkpoint_format", "format", "backend"] {
+        let sparse = quantization
+            .get(key)
+            .and_then(Value::as_str)
+            .filter(|name| name.contains("24"));
+        if let Some(sparse) = sparse {
+            return Err(unsupported(&format!("`{key}` {sparse}, of 2:4 sparsity")));
+        }
+    }
+    if quantization.set("lm_head") {
+        return Err(unsupported("a quantized `lm_head`"));
+    }
+    check_dynamic(quantization, parts)?;
+    Ok(Method {
+        group: group_of(quantization, &["group_size", "q_group_size"])?,
+        ..Method::new(Dtype::Int4, Dtype::Bf16, Names::Part)
+    })
+}
+
+/// FP8 with dynamic scales: the cache stays in 16 bits unless `kv_cache_dtype` is set.
+fn fp8(quantization: Fields<'_>, method: &str) -> Result<Method, ShapeError> {
+    let scheme = quantization.text("activation_scheme")?;
+    if let Some(scheme) = scheme.filter(|scheme| !["dynamic", "static"].contains(scheme)) {
+        return Err(unsupported(&format!(
+            "`{method}` with `activation_scheme` {scheme}"
+        )));
+    }
+    let block = quantization.list("weight_block_size")?.unwrap_or_default();
+    let sizes: Vec<u64> = block.iter().filter_map(integer).collect();
+    if sizes.len() != block.len() || !block.is_empty() && sizes.iter().product::<u64>() < 1024 {
+        return Err(unsupported(&format!(
+            "`{method}` in blocks of {}",
+            Value::from(block.to_vec())
+        )));
+    }
+    let kv_cache = kv_format(quantization.get("kv_cache_scheme"))?;
+    Ok(Method::new(Dtype::Fp8, kv_cache, Names::Exact))
+}
+
+fn compressed_tensors(quantization: Fields<'_>, parts: Parts) -> Result<Method, ShapeError> {
+    if let Some(scheme) = quantization
+        .get("sparsity_config")
+        .filter(|scheme| !is_nothing(scheme))
+    {
+        let dense = scheme.get("format").and_then(Value::as_str) == Some("dense");
+        if !dense {
+            return Err(unsupported("`sparsity_config`"));
+        }
+    }
+    // Rotations that are folded into the weights.
+    if quantization.set("transform_config") {
+        return Err(unsupported("`transform_config`"));
+    }
+    let format = quantization.text("format")?;
+    if let Some(format) = format.filter(|format| !PACKINGS.contains(format)) {
+        return Err(unsupported(&format!("`format` {format}")));
+    }
+    let (weights, only_experts, group) = check_groups(quantization, parts)?;
+    let kv_cache = kv_format(quantization.get("kv_cache_scheme"))?;
+    Ok(Method {
+        group,
+        only_experts,
+        ..Method::new(weights, kv_cache, Names::Exact)
+    })
+}
+
+/// ModelOpt, whose settings are in `inner`.
+fn modelopt(
+    quantization: Fields<'_>,
+    inner: Fields<'_>,
+    parts: Parts,
+) -> Result<Method, ShapeError> {
+    let weights = match inner.text("quant_algo")? {
+        Some(algorithm) if algorithm.eq_ignore_ascii_case("fp8") => Dtype::Fp8,
+        Some(algorithm) if algorithm.eq_ignore_ascii_case("nvfp4") => Dtype::Nvfp4,
+        algorithm => {
+            let algorithm = algorithm.unwrap_or("an unnamed format");
+            return Err(unsupported(&format!("`modelopt` with {algorithm}")));
+        }
+    };
+    let size = inner.count("group_size")?.unwrap_or(16);
+    if weights == Dtype::Nvfp4 && size != 16 {
+        return Err(unsupported(&format!("NVFP4 in groups of {size}")));
+    }
+    if inner.set("quantized_layers") {
+        return Err(unsupported("formats by layer (`quantized_layers`)"));
+    }
+    if quantization.set("config_groups") {
+        let (of_groups, only, _) = check_groups(quantization, parts)?;
+        if of_groups != weights || only {
+            return Err(unsupported(
+                "`config_groups` of another format than `quant_algo`",
+            ));
+        }
+    }
+    let mut cache = Dtype::Bf16;
+    for key in ["kv_cache_scheme", "kv_cache_quant_algo"] {
+        if let Some(scheme) = inner.get(key) {
+            cache = kv_format(Some(scheme))?;
+        }
+    }
+    Ok(Method::new(weights, cache, Names::Glob))
+}
+
+/// The modules that `objects` keep in 16 bits. Refuses those that the shape cannot express.
+fn kept_modules(
+    objects: [Fields<'_>; 2],
+    names: Names,
+    parts: Parts,
+) -> Result<Option<Kept>, ShapeError> {
+    let mixture = parts.experts.is_some();
     let mut kept = Kept::new(parts);
     for key in KEPT {
-        for object in [quantization, inner] {
+        for object in objects {
             for name in object.list(key)?.unwrap_or_default() {
                 let Some(name) = name.as_str() else {
                     return Err(unsupported(&format!("`{key}` with {}", shown(name))));
                 };
                 let found = kept
                     .as_mut()
-                    .map_or(Found::Unread, |kept| kept.keep(name, how));
+                    .map_or(Found::Unread, |kept| kept.keep(name, names));
                 let known = match found {
                     Found::Modules => mixture,
                     Found::Others => false,
@@ -382,24 +446,7 @@ fn of_object(quantization: Fields<'_>, file: &str, parts: Parts) -> Result<Forma
             }
         }
     }
-    let [attention, mlps] = match &kept {
-        _ if only_experts => [true, true],
-        Some(kept) if mixture => kept.whole().map_err(|which| {
-            unsupported(&format!("a file whose kept modules are those of {which}"))
-        })?,
-        _ => [false, false],
-    };
-    let format = |kept: bool| if kept { Dtype::Bf16 } else { weights };
-    if let Some(object) = nested {
-        close(object, &log, "quantization.", file)?;
-    }
-    Ok(Formats {
-        weights: format(attention),
-        mlps: mixture.then(|| format(mlps)),
-        experts: weights,
-        kv_cache,
-        group,
-    })
+    Ok(kept)
 }
 
 /// Keys that name modules kept in 16 bits.
@@ -439,62 +486,14 @@ fn check_groups(quantization: Fields<'_>, parts: Parts) -> Result<(Dtype, bool, 
     let mut only_experts = true;
     let mut size = 0;
     for group in groups.values() {
-        let targets = group.get("targets").and_then(Value::as_array);
-        for target in targets.into_iter().flatten() {
-            let name = target.as_str().unwrap_or("?");
-            let after = name.split("experts").nth(1);
-            let some = after.is_some_and(|after| after.contains(|c: char| c.is_ascii_digit()));
-            let shared = parts.experts.is_some_and(|experts| experts.shared_size > 0);
-            let routed = !shared || name.replace('\\', "").contains("mlp.experts");
-            let of_experts = after.is_some() && !name.contains("shared") && routed && !some;
-            if name != "Linear" && !of_experts {
-                let name: String = name.chars().take(60).collect();
-                return Err(unsupported(&format!(
-                    "`targets` of some layers alone ({name})"
-                )));
-            }
-            only_experts &= of_experts;
-        }
-        only_experts &= targets.is_some_and(|targets| !targets.is_empty());
+        only_experts &= has_only_experts(group, parts)?;
         let part = |part| group.get(part).filter(|value: &&Value| !value.is_null());
         let (weights, activations) = (part("weights"), part("input_activations"));
         let of_group = group.get("format").and_then(Value::as_str);
         if let Some(format) = of_group.filter(|format| !PACKINGS.contains(format)) {
             return Err(unsupported(&format!("`format` {format}")));
         }
-        let format = match (weights, activations) {
-            (Some(weights), Some(activations))
-                if is(weights, 8, "float") && is(activations, 8, "float") =>
-            {
-                // MXFP8 has a scale per 32 numbers.
-                if weights.get("strategy").and_then(Value::as_str) == Some("group") {
-                    let what = "`compressed-tensors` with 8-bit float weights in groups";
-                    return Err(unsupported(what));
-                }
-                Dtype::Fp8
-            }
-            (Some(weights), None) if is(weights, 4, "int") => Dtype::Int4,
-            (Some(weights), Some(activations))
-                if is(weights, 4, "float") && is(activations, 4, "float") =>
-            {
-                let size = weights.get("group_size").and_then(integer);
-                if size != Some(16) {
-                    let what = "`compressed-tensors` with 4-bit float weights in groups of";
-                    let size = size.map_or("?".into(), |size| size.to_string());
-                    return Err(unsupported(&format!("{what} {size}")));
-                }
-                Dtype::Nvfp4
-            }
-            (weights, activations) => {
-                let name = |scheme: Option<&Value>| scheme.map_or("16-bit".into(), name_of);
-                let what = format!(
-                    "`compressed-tensors` with {} weights under {} activations",
-                    name(weights),
-                    name(activations)
-                );
-                return Err(unsupported(&what));
-            }
-        };
+        let format = format_of(weights, activations)?;
         if found.is_some_and(|found| found != format) {
             return Err(unsupported(
                 "`compressed-tensors` with groups of several formats",
@@ -523,6 +522,65 @@ fn check_groups(quantization: Fields<'_>, parts: Parts) -> Result<(Dtype, bool, 
         only_experts,
         size,
     ))
+}
+
+/// Whether all targets of a group are routed experts. Refuses those that are some layers alone.
+fn has_only_experts(group: &Value, parts: Parts) -> Result<bool, ShapeError> {
+    let mut only = true;
+    let targets = group.get("targets").and_then(Value::as_array);
+    for target in targets.into_iter().flatten() {
+        let name = target.as_str().unwrap_or("?");
+        let after = name.split("experts").nth(1);
+        let some = after.is_some_and(|after| after.contains(|c: char| c.is_ascii_digit()));
+        let shared = parts.experts.is_some_and(|experts| experts.shared_size > 0);
+        let routed = !shared || name.replace('\\', "").contains("mlp.experts");
+        let of_experts = after.is_some() && !name.contains("shared") && routed && !some;
+        if name != "Linear" && !of_experts {
+            let name: String = name.chars().take(60).collect();
+            return Err(unsupported(&format!(
+                "`targets` of some layers alone ({name})"
+            )));
+        }
+        only &= of_experts;
+    }
+    Ok(only && targets.is_some_and(|targets| !targets.is_empty()))
+}
+
+/// The format of a group whose matrices and their inputs have these schemes.
+fn format_of(weights: Option<&Value>, activations: Option<&Value>) -> Result<Dtype, ShapeError> {
+    match (weights, activations) {
+        (Some(weights), Some(activations))
+            if is(weights, 8, "float") && is(activations, 8, "float") =>
+        {
+            // MXFP8 has a scale per 32 numbers.
+            if weights.get("strategy").and_then(Value::as_str) == Some("group") {
+                let what = "`compressed-tensors` with 8-bit float weights in groups";
+                return Err(unsupported(what));
+            }
+            Ok(Dtype::Fp8)
+        }
+        (Some(weights), None) if is(weights, 4, "int") => Ok(Dtype::Int4),
+        (Some(weights), Some(activations))
+            if is(weights, 4, "float") && is(activations, 4, "float") =>
+        {
+            let size = weights.get("group_size").and_then(integer);
+            if size != Some(16) {
+                let what = "`compressed-tensors` with 4-bit float weights in groups of";
+                let size = size.map_or("?".into(), |size| size.to_string());
+                return Err(unsupported(&format!("{what} {size}")));
+            }
+            Ok(Dtype::Nvfp4)
+        }
+        (weights, activations) => {
+            let name = |scheme: Option<&Value>| scheme.map_or("16-bit".into(), name_of);
+            let what = format!(
+                "`compressed-tensors` with {} weights under {} activations",
+                name(weights),
+                name(activations)
+            );
+            Err(unsupported(&what))
+        }
+    }
 }
 
 /// Refuses other bits for some layers, which GPTQModel writes as patterns in `dynamic`.

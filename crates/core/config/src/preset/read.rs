@@ -418,16 +418,6 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
         "moe_k",
         "moe_topk",
     ];
-    const SHARED: &[&str] = &[
-        "n_shared_experts",
-        "num_shared_experts",
-        "moe_num_shared_experts",
-        "num_shared_expert",
-    ];
-    const SHARED_WIDTH: &[&str] = &[
-        "shared_expert_intermediate_size",
-        "shared_intermediate_size",
-    ];
     let (shared, dense) = match class.experts {
         // A key about experts is unknown to such a class, and is refused as such.
         Mixture::Dense => return Ok(None),
@@ -466,12 +456,40 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
     } else {
         fields.number("intermediate_size")?
     };
-    let shared_size = match shared {
-        Shared::No => 0,
-        Shared::One => width,
+    let shared_size = shared_width(class, fields, layers, (shared, width))?;
+    Ok(Some(Experts {
+        count,
+        per_token,
+        intermediate_size: width,
+        shared_size,
+        dense_layers: layers::dense_layers(dense, fields, layers)?,
+        weights: Dtype::Bf16,
+    }))
+}
+
+/// Total width of the shared experts, if routed ones have `width`.
+fn shared_width(
+    class: &Class,
+    fields: Fields<'_>,
+    layers: u32,
+    (shared, width): (Shared, u32),
+) -> Result<u32, ShapeError> {
+    const SHARED: &[&str] = &[
+        "n_shared_experts",
+        "num_shared_experts",
+        "moe_num_shared_experts",
+        "num_shared_expert",
+    ];
+    const SHARED_WIDTH: &[&str] = &[
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ];
+    match shared {
+        Shared::No => Ok(0),
+        Shared::One => Ok(width),
         Shared::Width => match fields.any_of(SHARED_WIDTH, layers)? {
-            Some(width) => width,
-            None => return Err(fields.missing_any(SHARED_WIDTH)),
+            Some(width) => Ok(width),
+            None => Err(fields.missing_any(SHARED_WIDTH)),
         },
         Shared::Count => {
             let found = fields.any_of(SHARED, layers)?;
@@ -491,17 +509,9 @@ fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Exper
             let one = fields
                 .optional("moe_shared_expert_intermediate_size")?
                 .unwrap_or(width);
-            count.saturating_mul(one)
+            Ok(count.saturating_mul(one))
         }
-    };
-    Ok(Some(Experts {
-        count,
-        per_token,
-        intermediate_size: width,
-        shared_size,
-        dense_layers: layers::dense_layers(dense, fields, layers)?,
-        weights: Dtype::Bf16,
-    }))
+    }
 }
 
 /// Width of the dense MLPs.

@@ -45,7 +45,7 @@ pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use pipeline::Pipeline;
 use queue::Queue;
 use schedule::Plan;
-use sequence::{IdHasher, Running, Sequence, Slab, first_token, stops_at};
+use sequence::{IdHasher, RunningSequence, Sequence, Slab, first_token, stops_at};
 use speculation::{Answered, Speculation};
 
 /// One rank of one engine: its scheduler and its KV cache.
@@ -70,7 +70,7 @@ pub struct Engine {
     cache: Cache,
     sequences: Slab,
     by_id: HashMap<RequestId, u32, BuildHasherDefault<IdHasher>>,
-    running: Vec<Running>,
+    running: Vec<RunningSequence>,
     waiting: Queue,
     transfers: KvTransfers,
     peers: peers::Peers,
@@ -535,7 +535,7 @@ impl Engine {
 
     /// Notes the first token of the sequence, unless it has had one: before it was preempted, or from
     /// another engine.
-    fn note_first(&self, r: &Running, start: SimTime, out: &mut PassOutput) {
+    fn note_first(&self, r: &RunningSequence, start: SimTime, out: &mut PassOutput) {
         let sequence = &self.sequences[r.slot];
         let position = r.len - 1 - r.prompt_len;
         if position == sequence.request.params.answered {
@@ -543,7 +543,7 @@ impl Engine {
         }
     }
 
-    fn finish(&mut self, r: &mut Running, stops: bool, out: &mut PassOutput) {
+    fn finish(&mut self, r: &mut RunningSequence, stops: bool, out: &mut PassOutput) {
         r.gone = true;
         let sequence = &self.sequences[r.slot];
         let reason = if stops || r.natural_end {

@@ -6,7 +6,7 @@ use slipstream_base::{BlockHash, EngineRequest, RequestId, Role, SimTime};
 use super::Engine;
 use super::peers::PeerLoad;
 use super::schedule::Plan;
-use super::sequence::Running;
+use super::sequence::RunningSequence;
 use crate::error::Refusal;
 use crate::host_tier::FoundBelow;
 use crate::pool::Table;
@@ -295,7 +295,7 @@ impl Engine {
         sequence.admitted.get_or_insert(now);
         let capacity = len.next_multiple_of(self.limits.block_size);
         let eligible = self.pipeline.as_ref().map_or(0, |p| p.step());
-        let mut r = Running::new(slot, sequence, computed, capacity, eligible);
+        let mut r = RunningSequence::new(slot, sequence, computed, capacity, eligible);
         *r.planned::<AHEAD>() = chunk;
         if let Some(adapters) = &mut self.adapters {
             adapters.run(self.sequences[slot].request.params.adapter);

@@ -11,7 +11,7 @@ use slipstream_config::cluster::EncoderConfig;
 
 use super::Engine;
 use super::schedule::Plan;
-use super::sequence::Running;
+use super::sequence::RunningSequence;
 
 /// The outputs that an engine's encoder has computed, and who needs them.
 pub(super) struct Encoder {
@@ -337,7 +337,7 @@ impl Engine {
     ///
     /// Source: vLLM, `Scheduler._free_encoder_inputs`, which counts tokens of passes that are scheduled already, without
     /// those that wait for a token that is not known yet (`num_output_placeholders`).
-    pub(super) fn leave_passed_inputs(&mut self, r: &Running) {
+    pub(super) fn leave_passed_inputs(&mut self, r: &RunningSequence) {
         let Some(encoder) = &mut self.encoder else {
             return;
         };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use slipstream_base::width::to_u32;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RequestId, SimTime};
 
-use super::sequence::Running;
+use super::sequence::RunningSequence;
 use super::{Engine, decode_stats};
 use crate::host_tier::HostTier;
 use crate::timing::StepLoad;
@@ -89,7 +89,7 @@ pub(super) struct Phases {
 }
 
 impl Phases {
-    fn sort(&mut self, running: &[Running], block_size: u32) {
+    fn sort(&mut self, running: &[RunningSequence], block_size: u32) {
         self.begins.clear();
         self.begins.resize(block_size as usize + 1, 0);
         for r in running {
@@ -239,7 +239,7 @@ impl Engine {
             return None;
         }
         if let Some(adapters) = &mut self.adapters {
-            let of = |r: &Running| self.sequences[r.slot].request.params.adapter;
+            let of = |r: &RunningSequence| self.sequences[r.slot].request.params.adapter;
             // Loads belong to a pass that is run by itself.
             if !adapters.are_active(self.running.iter().map(of)) {
                 return None;

@@ -100,7 +100,7 @@ impl Limits {
     }
 
     /// Most tokens that one of `sequences` may have in a pass. A sequence that is alone starves no other.
-    pub(super) fn most_of_one(&self, sequences: u32) -> u32 {
+    pub(super) fn sequence_tokens_max(&self, sequences: u32) -> u32 {
         if self.long_prefill == u32::MAX || sequences <= 1 {
             return u32::MAX;
         }

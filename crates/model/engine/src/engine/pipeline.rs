@@ -11,7 +11,7 @@ use slipstream_base::{RequestId, SimTime};
 use slipstream_config::cluster::PipelineConfig;
 
 use super::schedule::Plan;
-use super::sequence::Running;
+use super::sequence::RunningSequence;
 use super::{Engine, POLL_NS, Pass};
 use crate::waiting::RunningStats;
 
@@ -123,7 +123,7 @@ impl Pipeline {
     }
 
     /// When the token that a sequence is due is known.
-    fn token_at(&self, r: &Running) -> Option<SimTime> {
+    fn token_at(&self, r: &RunningSequence) -> Option<SimTime> {
         let number = r.eligible.wrapping_sub(self.stagger);
         let at = number.wrapping_sub(low(self.landed + 1));
         Some(self.flights.get(at as usize)?.end)
@@ -133,9 +133,9 @@ impl Pipeline {
     ///
     /// Source: vLLM, `Scheduler.schedule` (a sequence without a known token that was not computed has nothing to compute)
     /// and `AsyncScheduler._update_after_schedule` (`next_decode_eligible_step`).
-    pub(super) fn leaves_out(&self, r: &Running) -> bool {
+    pub(super) fn leaves_out(&self, r: &RunningSequence) -> bool {
         match self.stagger {
-            0 => r.gets_token(),
+            0 => r.will_produce_token(),
             // `step < eligible`, modulo 2^32.
             _ => self.step().wrapping_sub(r.eligible) > u32::MAX / 2,
         }
@@ -153,12 +153,12 @@ impl Pipeline {
 
     /// Takes a sequence that is preempted out of its passes. The last of them gives it a token, if it `delivers` and one is
     /// due. Returns the number of that pass; 0 if it is in none.
-    pub(super) fn preempt(&mut self, r: &Running, delivers: bool) -> u64 {
+    pub(super) fn preempt(&mut self, r: &RunningSequence, delivers: bool) -> u64 {
         let of_it = |f: &Flight| f.chunks.iter().any(|c| c.slot == r.slot);
         let Some(last) = self.flights.iter().rposition(of_it) else {
             return 0;
         };
-        if delivers && r.gets_token() {
+        if delivers && r.will_produce_token() {
             self.flights[last].overtaken.push(r.slot);
         }
         self.forget(r.slot);
@@ -287,7 +287,7 @@ impl Engine {
             let tokens = std::mem::take(&mut r.ahead);
             if tokens > 0 {
                 // The first stage needs the token that it computes.
-                if r.gets_token()
+                if r.will_produce_token()
                     && let Some(known) = pipeline.token_at(r)
                 {
                     ready = ready.max(known);
@@ -300,7 +300,7 @@ impl Engine {
                     tokens,
                 });
                 r.scheduled += tokens;
-                if r.gets_token() {
+                if r.will_produce_token() {
                     r.eligible = again;
                 }
             }

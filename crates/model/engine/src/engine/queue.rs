@@ -92,14 +92,14 @@ impl Queue {
     pub(super) fn remove(&mut self, slot: u32, sequence: &Sequence) {
         self.order.remove(slot, sequence.rank());
         self.sums(sequence.has_begun()).remove(sequence.tokens());
-        self.look_again_at(slot);
+        self.recheck_head(slot);
     }
 
     /// A sequence of `before` tokens in the queue got more, from a pass that was under way when it was preempted.
     pub(super) fn grew(&mut self, slot: u32, had_begun: bool, before: u32, sequence: &Sequence) {
         self.sums(had_begun).remove(before);
         self.decode.add(sequence.tokens());
-        self.look_again_at(slot);
+        self.recheck_head(slot);
     }
 
     /// Takes the head out of the order while a pass is scheduled that does not consider it.
@@ -151,7 +151,7 @@ impl Queue {
     }
 
     /// Its need of blocks is another now.
-    fn look_again_at(&mut self, slot: u32) {
+    fn recheck_head(&mut self, slot: u32) {
         if self.blocked.is_some_and(|head| head.slot == slot) {
             self.blocked = None;
         }

@@ -7,7 +7,7 @@ use slipstream_config::cluster::SchedulingPolicy;
 use super::Engine;
 use super::disagg::TransferState;
 use super::encoder::Encoded;
-use super::sequence::{Running, limit_len};
+use super::sequence::{RunningSequence, limit_len};
 use crate::timing::StepLoad;
 use crate::waiting::RunningStats;
 
@@ -56,7 +56,7 @@ impl Engine {
     pub(super) fn plan<const AHEAD: bool>(&mut self, now: SimTime) -> Plan {
         let mut plan = Plan {
             budget: self.limits.budget,
-            most: self.limits.most_of_one(to_u32(self.by_id.len())),
+            most: self.limits.sequence_tokens_max(to_u32(self.by_id.len())),
             encoder_budget: self.encoder.as_ref().map_or(0, |encoder| encoder.budget),
             ..Plan::default()
         };
@@ -95,7 +95,7 @@ impl Engine {
             let r = &mut self.running[at];
             let before = r.before::<AHEAD>();
             // The pass under way gives it a token that is not known yet.
-            let unknown = AHEAD && r.gets_token();
+            let unknown = AHEAD && r.will_produce_token();
             if AHEAD && self.pipeline.as_ref().is_some_and(|p| p.leaves_out(r)) {
                 at += 1;
                 continue;
@@ -213,7 +213,7 @@ impl Engine {
             };
             let mut r = self.running.remove(victim);
             if *r.planned::<AHEAD>() > 0 {
-                plan.take_back::<AHEAD>(&mut r);
+                plan.unschedule::<AHEAD>(&mut r);
                 plan.take_back_inputs(r.slot);
             }
             self.preempt::<AHEAD>(&r);
@@ -227,7 +227,7 @@ impl Engine {
 
     /// Moves a sequence from running back to waiting; everything is computed again later, except
     /// blocks that are still cached then.
-    fn preempt<const AHEAD: bool>(&mut self, r: &Running) {
+    fn preempt<const AHEAD: bool>(&mut self, r: &RunningSequence) {
         let sequence = &mut self.sequences[r.slot];
         self.cache.preempt(sequence);
         sequence.outputs = r.len - r.prompt_len;
@@ -242,7 +242,7 @@ impl Engine {
         if let Some(pipeline) = &mut self.pipeline {
             let last = pipeline.preempt(r, delivers);
             sequence.last_flight = if delivers { last } else { 0 };
-        } else if AHEAD && r.gets_token() && delivers {
+        } else if AHEAD && r.will_produce_token() && delivers {
             let drafts = r.computed + r.scheduled - r.len;
             self.overtaken.push((r.slot, drafts));
         }
@@ -362,7 +362,7 @@ impl Engine {
         }
         let capacity = slots.next_multiple_of(self.limits.block_size);
         let eligible = self.pipeline.as_ref().map_or(0, |p| p.step());
-        let mut r = Running::new(slot, sequence, computed, capacity, eligible);
+        let mut r = RunningSequence::new(slot, sequence, computed, capacity, eligible);
         *r.planned::<AHEAD>() = chunk;
         if let Some(adapters) = &mut self.adapters {
             adapters.run(self.sequences[slot].request.params.adapter);
@@ -376,9 +376,9 @@ impl Engine {
 
 impl Plan {
     /// Undoes the scheduling of a sequence.
-    fn take_back<const AHEAD: bool>(&mut self, r: &mut Running) {
+    fn unschedule<const AHEAD: bool>(&mut self, r: &mut RunningSequence) {
         let before = r.before::<AHEAD>();
-        let decodes = r.decoding || AHEAD && r.gets_token();
+        let decodes = r.decoding || AHEAD && r.will_produce_token();
         let chunk = std::mem::take(r.planned::<AHEAD>());
         self.budget += chunk;
         if decodes {

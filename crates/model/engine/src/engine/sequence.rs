@@ -1,4 +1,4 @@
-//! State of a sequence in an engine. [`Running`] is the hot part, which each pass reads.
+//! State of a sequence in an engine. [`RunningSequence`] is the hot part, which each pass reads.
 
 use std::hash::Hasher;
 
@@ -25,7 +25,7 @@ pub(super) struct Sequence {
     pub(super) end_outputs: u32,
     /// It ends there by itself, with the end-of-sequence token.
     pub(super) natural_end: bool,
-    /// Generated so far; while it is running, `Running::len` is ahead of this.
+    /// Generated so far; while it is running, `RunningSequence::len` is ahead of this.
     pub(super) outputs: u32,
     pub(super) cached_tokens: u32,
     pub(super) lower: LowerHits,
@@ -57,7 +57,7 @@ impl Sequence {
 
 /// The part of a running sequence that a pass reads, in the order in which they run.
 #[derive(Clone, Copy)]
-pub(super) struct Running {
+pub(super) struct RunningSequence {
     pub(super) id: RequestId,
     pub(super) seed: u64,
     pub(super) slot: u32,
@@ -86,7 +86,7 @@ pub(super) struct Running {
     pub(super) gone: bool,
 }
 
-impl Running {
+impl RunningSequence {
     /// A sequence that is admitted with `computed` tokens in its blocks, which hold `capacity`.
     pub(super) fn new(
         slot: u32,
@@ -94,9 +94,9 @@ impl Running {
         computed: u32,
         capacity: u32,
         eligible: u32,
-    ) -> Running {
+    ) -> RunningSequence {
         let prompt_len = sequence.request.prompt.len();
-        Running {
+        RunningSequence {
             id: sequence.request.id,
             seed: sequence.request.seed,
             slot,
@@ -128,7 +128,7 @@ impl Running {
 
     /// True if the pass under way computes its last known token, and so gives it another.
     #[inline]
-    pub(super) fn gets_token(&self) -> bool {
+    pub(super) fn will_produce_token(&self) -> bool {
         // Drafted tokens come behind that one.
         self.computed + self.scheduled >= self.len
     }

@@ -6,7 +6,7 @@ use slipstream_base::{RequestId, TokenId};
 use slipstream_config::cluster::SpeculationConfig;
 
 use super::Engine;
-use super::sequence::{Running, stops_at};
+use super::sequence::{RunningSequence, stops_at};
 use crate::output::PassOutput;
 
 /// The length of drafts, how often their tokens are accepted, and counters.
@@ -81,7 +81,7 @@ impl Engine {
     ///
     /// Source: vLLM, `Scheduler.update_from_output`: rejected tokens are computed again, and the pass that comes next,
     /// which was scheduled as if all were accepted, keeps its number of tokens.
-    pub(super) fn verify(&mut self, r: &mut Running, out: &mut PassOutput) -> (u32, bool) {
+    pub(super) fn verify(&mut self, r: &mut RunningSequence, out: &mut PassOutput) -> (u32, bool) {
         debug_assert!(r.decoding, "a first token is not drafted");
         let drafts = r.computed - r.len;
         let answered = Answered {

@@ -14,8 +14,8 @@ use slipstream_config::cluster::{Cluster, HostMode, HostScheduler, WakeMechanism
 use slipstream_cpusched::jobs::{self, JobHost, Stage, Waker};
 use slipstream_cpusched::machine::{Costs as MachineCosts, Machine, Mechanism};
 use slipstream_cpusched::policy::Params;
-use slipstream_cpusched::sched::{SchedulerKind, TaskId};
 use slipstream_cpusched::result::SimError;
+use slipstream_cpusched::sched::{SchedulerKind, TaskId};
 use slipstream_cpusched::workload::Channel;
 
 use crate::agenda::Agenda;

@@ -64,6 +64,9 @@ MACHINE = [
         r"^simulator .*",
         r"simulated [\d,.]+ (s|min|h) in .* requests a CPU second",
         r"peak RSS [\d.,]+ [KMG]iB",
+        # Of `net run`.
+        r"[\d.]+ ns of CPU each; .*",
+        r"^  took .*",
     )
 ]
 # A figure in a line or a table of a live run, or the dash in place of one.

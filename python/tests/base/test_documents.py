@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[3]
-QUICK = ["docs/first-cluster.md", "docs/twin.md"]
+QUICK = ["docs/first-cluster.md", "docs/netsim.md", "docs/twin.md"]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ SERIOUS = ("serious", "critical")
 # Load before the picture, at its real pace, so that a busy host keeps time.
 LOADED_S = 60
 
-PAGE = ROOT / "crates/serve/frontend/assets/ui.html"
+# The files of the page that is shown.
+PAGE = sorted(ROOT.glob("crates/*/*/assets/ui*"))
 # Bytes of a PNG file before its second chunk: signature and IHDR.
 HEADER = 8 + 25
 
@@ -259,7 +260,7 @@ def main_notebook(file):
 
 def digest_chunk():
     """Return a text chunk of a PNG file with the digest of the page that is shown."""
-    data = b"page\0" + hashlib.sha256(PAGE.read_bytes()).hexdigest().encode()
+    data = b"page\0" + hashlib.sha256(b"".join(map(Path.read_bytes, PAGE))).hexdigest().encode()
     checked = b"tEXt" + data
     return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
 
@@ -268,7 +269,7 @@ def main_fresh(file):
     """Compare the digest in a picture with the page."""
     if digest_chunk() not in Path(file).read_bytes():
         print(
-            f"note: {file} was made from another {PAGE.name}: scripts/pages.py picture {file}",
+            f"note: {file} was made from another page: scripts/pages.py picture {file}",
             file=sys.stderr,
         )
     return 0

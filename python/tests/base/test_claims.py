@@ -240,3 +240,13 @@ def anchor(heading: str) -> str:
     """The anchor of a heading."""
     kept = "".join(c for c in heading.strip().lower() if c.isalnum() or c in " -_")
     return kept.replace(" ", "-")
+
+
+@pytest.mark.parametrize("term", ["TTFT", "TPOT", "ITL", "prefill", "decode"])
+def test_terms_of_the_readme_are_explained_where_they_first_occur(term: str) -> None:
+    text = re.sub(r"<!--.*?-->|\]\(.*?\)", "", README, flags=re.S)
+    first = re.search(rf"\b{term}\b", text)
+    assert first
+    around = text[first.start() - 2 : first.end() + 2]
+    explained = rf"(\(|, ){term}\)|{term} \("
+    assert re.search(explained, around), text[first.start() - 60 : first.end() + 20]

@@ -20,8 +20,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use slipstream_base::text::brief;
 
-/// Plans clusters that serve large language models, and routes requests to them: a simulator, a server
-/// with modelled engines, and a router in front of real ones.
+/// Plans clusters that serve large language models, and routes requests to them: a simulator, a
+/// server with modelled engines, and a router in front of real ones.
 #[derive(Parser)]
 #[command(
     name = "slipstream",

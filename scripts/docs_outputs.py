@@ -240,6 +240,7 @@ class Run:
             "PYTHONPATH": str(ROOT / "python"),
             "NO_COLOR": "1",
             "HOME": str(self.folder),
+            "SLIPSTREAM_DISCOVERY": str(self.folder / ".discovery"),
             "RUST_LOG": "error",
             "SLIPSTREAM_BIN": str(BINARY.resolve()),
             "SLIPSTREAM_LIVE__LISTEN": f"127.0.0.1:{self.port('127.0.0.1', '8000')}",

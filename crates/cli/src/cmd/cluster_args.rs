@@ -48,20 +48,43 @@ impl ClusterArgs {
         }
     }
 
-    /// The file, for a server that watches it. `sets`: the last overrides.
-    pub(crate) fn watched(&self, sets: &[String]) -> Option<ClusterFile> {
-        let (source, sets) = (self.source(), sets.to_vec());
-        let resolve = move |text: Option<String>, read: ReadFile<'_>| {
+    /// As [`resolve_live`](Self::resolve_live), and the file for a server that watches it. The file is read once: what the
+    /// watcher takes as served is what the cluster was made from.
+    pub(crate) fn resolve_watched(
+        &self,
+        sets: &[String],
+    ) -> anyhow::Result<Option<(Cluster, Option<ClusterFile>)>> {
+        let mut source = self.source();
+        let content = source.content()?;
+        // If it is not text, the reader of the file says where.
+        let text = content.and_then(|bytes| String::from_utf8(bytes).ok());
+        let text = text.map(|text| text.trim_start_matches('\u{feff}').to_owned());
+        source.text.clone_from(&text);
+        let Some((cluster, settings)) = self.resolve_from(&source, sets)? else {
+            return Ok(None);
+        };
+        out::model_lines(&cluster.model_lines());
+        check_live(&cluster)?;
+        let sets = sets.to_vec();
+        let resolve = move |text: String, read: ReadFile<'_>| {
+            let text = Some(text);
             let source = ClusterSource {
                 text,
                 ..source.clone()
             };
             source.resolve_by(&sets, read)
         };
-        Some(ClusterFile {
-            path: self.cluster.clone()?,
-            resolve: Box::new(resolve),
-        })
+        let file = self
+            .cluster
+            .clone()
+            .zip(text)
+            .map(|(path, text)| ClusterFile {
+                path,
+                text,
+                settings,
+                resolve: Box::new(resolve),
+            });
+        Ok(Some((cluster, file)))
     }
 
     /// Whether the configuration is to be printed instead.
@@ -89,8 +112,16 @@ impl ClusterArgs {
         &self,
         sets: &[String],
     ) -> anyhow::Result<Option<(Cluster, Settings)>> {
+        self.resolve_from(&self.source(), sets)
+    }
+
+    fn resolve_from(
+        &self,
+        source: &ClusterSource,
+        sets: &[String],
+    ) -> anyhow::Result<Option<(Cluster, Settings)>> {
         // Paths in the file are relative to it, so that a folder of configuration can be moved.
-        let (cluster, settings) = self.source().resolve(sets)?;
+        let (cluster, settings) = source.resolve(sets)?;
         if self.print_config {
             out::print(&settings.to_toml())?;
             return Ok(None);
@@ -131,12 +162,7 @@ impl ClusterArgs {
     /// Also if the file asks for what a live cluster cannot do.
     pub(crate) fn resolve_live(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
         let cluster = self.resolve(sets)?;
-        if let Some(cluster) = &cluster {
-            refuse_simulated(cluster)?;
-            for setting in simulation_only(cluster) {
-                errln!("note: {setting} has an effect in simulation only");
-            }
-        }
+        cluster.iter().try_for_each(check_live)?;
         Ok(cluster)
     }
 
@@ -162,6 +188,15 @@ impl ClusterArgs {
         }
         Ok(cluster)
     }
+}
+
+/// Refuses settings that a live cluster cannot follow, and names those that it does not need.
+fn check_live(cluster: &Cluster) -> anyhow::Result<()> {
+    refuse_simulated(cluster)?;
+    for setting in simulation_only(cluster) {
+        errln!("note: {setting} has an effect in simulation only");
+    }
+    Ok(())
 }
 
 /// Refuses settings of a router or network that a live cluster cannot follow.

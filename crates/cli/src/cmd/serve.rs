@@ -18,6 +18,7 @@ use slipstream_events::EventPlane;
 use slipstream_fleet::autoscale::{self, LiveAutoscale, RankRequests, Workers};
 use slipstream_fleet::kv_sink::FleetSink;
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
+use slipstream_fleet::reload::ClusterFile;
 use slipstream_fleet::router::{RouterOptions, RouterServer};
 use slipstream_fleet::server::{
     Dispatching, RecordOptions, await_workers, fit_files, register, service, shard_count,
@@ -94,11 +95,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if !args.engine.is_empty() {
         sets.push(format!("pool.engines.engines={:?}", args.engine));
     }
-    let Some(cluster) = args.cluster.resolve_live(&sets)? else {
+    let Some((cluster, file)) = args.cluster.resolve_watched(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     if cluster.has_engines() {
-        return run_engines(&cluster, args, &sets);
+        return run_engines(&cluster, file, args);
     }
     anyhow::ensure!(
         !args.shadow.is_on(),
@@ -128,11 +129,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Serves real engines until interrupted.
-fn run_engines(cluster: &Cluster, args: &Args, sets: &[String]) -> anyhow::Result<ExitCode> {
+fn run_engines(
+    cluster: &Cluster,
+    file: Option<ClusterFile>,
+    args: &Args,
+) -> anyhow::Result<ExitCode> {
     let bound = socket::bind(&cluster.live)?;
     let switches = args.switches;
     let options = RouterOptions {
-        file: args.cluster.watched(sets),
+        file,
         record: args.record.options(),
         shadow: args.shadow.options()?,
         note: Some(|note| errln!("note: {note}")),

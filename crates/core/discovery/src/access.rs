@@ -178,7 +178,7 @@ impl Access {
         let Some((user, path)) = &self.user else {
             return Ok(None);
         };
-        let password = crate::files::read_text(path, FILE_BYTES_MAX)
+        let password = slipstream_os::files::reread_text(path, FILE_BYTES_MAX)
             .map_err(|error| invalid(format!("{}: {error}", path.display())))?;
         let password = password.trim_end_matches(['\n', '\r']);
         if password.is_empty() || password.len() > PASSWORD_BYTES_MAX {

@@ -553,7 +553,7 @@ fn read_file(path: &Path) -> Result<ReadEntry, Unreadable> {
     if !stat(path)?.is_file {
         return Err(Unreadable::Invalid("it is not a regular file".into()));
     }
-    let file = crate::files::open_regular(path, OFlags::NOFOLLOW)?;
+    let file = slipstream_os::files::open_regular(path, OFlags::NOFOLLOW)?;
     let meta = file.metadata()?;
     let bytes_max = VALUE_BYTES_MAX + ENVELOPE_BYTES;
     if !meta.is_file() || meta.len() > bytes_max as u64 {

@@ -25,7 +25,6 @@
 mod access;
 #[cfg(feature = "servers")]
 mod etcd;
-pub mod files;
 mod folder;
 #[cfg(feature = "servers")]
 mod nats;

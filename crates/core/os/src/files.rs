@@ -1,120 +1,238 @@
-//! Files that a configuration refers to, read with a size limit: a path may be wrong.
+//! Files that a configuration refers to: read once at the start, or again while a process runs.
+//!
+//! A path may be wrong: it may lead to a device, a FIFO without a writer, a file that does not end, or a file system
+//! that does not answer. Every read has a size limit. [`read`] serves a command at its start, where a pipe of the
+//! shell is a usual source. [`reread`] serves a running process, which must not wait: it reads regular files and FIFOs
+//! only, each on a thread of its own, within [`READ_WITHIN`].
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
-use std::sync::mpsc;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
 
 /// Largest file, bytes: a table of 4 million measured steps has about 120 MB.
-const BYTES_MAX: u64 = 256 << 20;
+pub const BYTES_MAX: u64 = 256 << 20;
 
-/// Time in which a process must write to a FIFO that is to be read.
+/// Time limit of a read in a running process.
+pub const READ_WITHIN: Duration = Duration::from_secs(2);
+
+/// Time in which a process must write to a FIFO that a command reads at its start.
 const WRITER_WITHIN: Duration = Duration::from_secs(10);
 
-/// The content of `path`. A FIFO may be without a process that writes to it: it is given up after a while. The pipes of a
-/// shell (`/dev/stdin`, `<(…)`) are not.
+/// Limit of reads in progress in a running process. If there are more than a few, they are stuck.
+const READS_MAX: usize = 32;
+
+/// Paths of the reads in progress in a running process.
+static READS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// The content of `path`, for a command that starts. A FIFO without a process that writes to it is given up after a
+/// while; the pipes of a shell (`/dev/stdin`, `<(…)`) are not.
 ///
 /// # Errors
-/// If it cannot be read, or exceeds `BYTES_MAX` (a device, or weights instead of a
-/// `config.json`).
+/// If it cannot be read, or exceeds [`BYTES_MAX`] (a device, or weights instead of a `config.json`).
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let is_fifo = path.metadata()?.file_type().is_fifo();
-    let is_of_shell = path.starts_with("/dev") || path.starts_with("/proc");
-    if is_fifo && !is_of_shell {
-        return read_fifo(path, WRITER_WITHIN);
+    if path.metadata()?.file_type().is_fifo() && !is_of_shell(path) {
+        return read_fifo(path, WRITER_WITHIN, BYTES_MAX);
     }
     read_at_most(File::open(path)?, BYTES_MAX)
 }
 
-/// The content of the FIFO `path`, whose first byte must come within `limit`.
-fn read_fifo(path: &Path, limit: Duration) -> io::Result<Vec<u8>> {
-    let (send, received) = mpsc::sync_channel(2);
-    let owned = path.to_owned();
-    // The thread may wait without end; it then ends with the process.
-    std::thread::Builder::new()
-        .name("fifo-read".into())
-        .spawn(move || {
-            let mut first = [0];
-            let begun = File::open(&owned).and_then(|mut file| {
-                let count = file.read(&mut first)?;
-                Ok((file, count))
-            });
-            let rest = begun.map(|(file, count)| {
-                let _ = send.send(Ok(Vec::new())); // an error: the caller waits no more
-                (file, count)
-            });
-            let all = rest
-                .and_then(|(file, count)| read_at_most((&first[..count]).chain(file), BYTES_MAX));
-            let _ = send.send(all);
-        })?;
-    let silent = || {
-        let text = format!("it is a FIFO, and no process wrote to it within {limit:?}");
-        io::Error::new(io::ErrorKind::TimedOut, text)
-    };
-    received.recv_timeout(limit).map_err(|_| silent())??;
-    received.recv().map_err(|_| silent())?
+/// The content of `path`, of at most `bytes_max` bytes, for a process that runs: within [`READ_WITHIN`].
+///
+/// # Errors
+/// It cannot be read in this time, it is larger, or it is neither a regular file nor a FIFO. A pipe of the shell is
+/// refused: it was read at the start, and has nothing more.
+pub fn reread(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
+    within(path, READ_WITHIN, move |path| {
+        if !path.metadata()?.file_type().is_fifo() {
+            return read_at_most(open_regular(path, OFlags::empty())?, bytes_max);
+        }
+        if is_of_shell(path) {
+            return Err(invalid("it is a pipe, which can be read only once"));
+        }
+        read_fifo(path, READ_WITHIN, bytes_max)
+    })
 }
 
-/// The content of `path` as text, without a byte order mark.
+/// As [`read`], as text without a byte order mark.
 ///
 /// # Errors
 /// As [`read`], and if it is not UTF-8.
 pub fn read_text(path: &Path) -> io::Result<String> {
-    let text = String::from_utf8(read(path)?)
+    text(read(path)?)
+}
+
+/// As [`reread`], as text without a byte order mark.
+///
+/// # Errors
+/// As [`reread`], and if it is not UTF-8.
+pub fn reread_text(path: &Path, bytes_max: u64) -> io::Result<String> {
+    text(reread(path, bytes_max)?)
+}
+
+/// Whether `path` is a pipe of the shell, which only the first [`read`] gets the content of.
+pub fn is_read_once(path: &Path) -> bool {
+    is_of_shell(path) && path.metadata().is_ok_and(|of| of.file_type().is_fifo())
+}
+
+/// Opens a regular file, without blocking on anything else.
+///
+/// # Errors
+/// It cannot be opened, or it is not a regular file.
+pub fn open_regular(path: &Path, flags: OFlags) -> io::Result<File> {
+    let irregular = || invalid("it is not a regular file");
+    let stat = if flags.contains(OFlags::NOFOLLOW) {
+        path.symlink_metadata()?
+    } else {
+        path.metadata()?
+    };
+    // Before it is opened, as opening a device may do something.
+    if !stat.is_file() {
+        return Err(irregular());
+    }
+    let file = open(path, flags)?;
+    if !file.metadata()?.is_file() {
+        return Err(irregular()); // replaced since
+    }
+    Ok(file)
+}
+
+fn open(path: &Path, flags: OFlags) -> io::Result<File> {
+    let flags = flags | OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    Ok(File::from(rustix::fs::open(path, flags, Mode::empty())?))
+}
+
+fn invalid(message: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, message)
+}
+
+/// Whether a shell made the pipe at `path`.
+fn is_of_shell(path: &Path) -> bool {
+    path.starts_with("/dev") || path.starts_with("/proc")
+}
+
+fn text(bytes: Vec<u8>) -> io::Result<String> {
+    let mut text = String::from_utf8(bytes)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.utf8_error()))?;
-    Ok(match text.strip_prefix('\u{feff}') {
-        Some(rest) => rest.to_owned(),
-        None => text,
-    })
+    if text.starts_with('\u{feff}') {
+        text.drain(..'\u{feff}'.len_utf8());
+    }
+    Ok(text)
 }
 
 fn read_at_most(source: impl Read, bytes_max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    source.take(bytes_max + 1).read_to_end(&mut bytes)?;
+    source
+        .take(bytes_max.saturating_add(1))
+        .read_to_end(&mut bytes)?;
     if bytes.len() as u64 > bytes_max {
-        let message = format!("larger than {} MiB; is it the right file?", bytes_max >> 20);
-        return Err(io::Error::other(message));
+        let (limit, unit) = if bytes_max < 1 << 20 {
+            (bytes_max, "bytes")
+        } else {
+            (bytes_max >> 20, "MiB")
+        };
+        let message = format!("larger than {limit} {unit}; is it the right file?");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, message));
     }
     Ok(bytes)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_fifo_without_a_writer_is_given_up() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("fifo");
-        let made = std::process::Command::new("mkfifo").arg(&path).status();
-        assert!(made.unwrap().success());
-        let error = read_fifo(&path, Duration::from_millis(20)).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
-        let other = folder.path().join("other");
-        let made = std::process::Command::new("mkfifo").arg(&other).status();
-        assert!(made.unwrap().success());
-        let to = other.clone();
-        let writer = std::thread::spawn(move || std::fs::write(to, "key\n"));
-        assert_eq!(read(&other).unwrap(), b"key\n");
-        writer.join().unwrap().unwrap();
+/// The content of the FIFO `path`, up to the time when its last writer closes it. Each part must come within `limit`.
+fn read_fifo(path: &Path, limit: Duration, bytes_max: u64) -> io::Result<Vec<u8>> {
+    // Opened without waiting: a blocked thread would take the content that a later read waits for.
+    let file = open(path, OFlags::empty())?;
+    if !file.metadata()?.file_type().is_fifo() {
+        return Err(invalid("it was a FIFO, and has been replaced"));
     }
+    read_at_most(Fifo { file, limit }, bytes_max)
+}
 
-    #[test]
-    fn what_does_not_end_is_refused() {
-        let max = 1 << 20;
-        let error = read_at_most(io::repeat(0), max).unwrap_err();
-        assert!(error.to_string().contains("larger than 1 MiB"), "{error}");
-        let whole = read_at_most(io::repeat(7).take(max), max).unwrap();
-        assert_eq!(whole.len() as u64, max);
-        let folder = tempfile::tempdir().unwrap();
-        assert!(read(folder.path()).is_err());
-        let marked = folder.path().join("marked");
-        std::fs::write(&marked, "\u{feff}a").unwrap();
-        assert_eq!(read_text(&marked).unwrap(), "a");
-        std::fs::write(&marked, b"\xff").unwrap();
-        assert!(read_text(&marked).is_err());
-        assert!(read(&folder.path().join("none")).is_err());
+/// A FIFO whose reads wait for a writer until a deadline.
+struct Fifo {
+    file: File,
+    limit: Duration,
+}
+
+impl Read for Fifo {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let deadline = Instant::now() + self.limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec {
+                tv_sec: left.as_secs().cast_signed(),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            // Not readable until there is a writer: a read would return the end of the file before that.
+            match poll(
+                &mut [PollFd::new(&self.file, PollFlags::IN)],
+                Some(&timeout),
+            ) {
+                Ok(0) => {
+                    let limit = self.limit;
+                    let text = format!("it is a FIFO, and no process wrote to it within {limit:?}");
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+                }
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+                Ok(_) => {}
+            }
+            match self.file.read(buffer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                read => return read,
+            }
+        }
     }
 }
+
+/// Path of a read in progress.
+struct Reading(PathBuf);
+
+impl Reading {
+    fn begin(path: &Path) -> io::Result<Reading> {
+        let mut reads = READS.lock().unwrap_or_else(PoisonError::into_inner);
+        if reads.len() >= READS_MAX || !reads.insert(path.into()) {
+            let message = "an earlier read of a file has not ended; does its file system answer?";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+        }
+        Ok(Reading(path.into()))
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        let mut reads = READS.lock().unwrap_or_else(PoisonError::into_inner);
+        reads.remove(&self.0);
+    }
+}
+
+/// Runs `read` on a thread, which is left behind if it does not end within `limit`: opening or reading a file may block
+/// forever, even against signals.
+fn within(
+    path: &Path,
+    limit: Duration,
+    read: impl FnOnce(&Path) -> io::Result<Vec<u8>> + Send + 'static,
+) -> io::Result<Vec<u8>> {
+    let reading = Reading::begin(path)?;
+    let (send, received) = mpsc::sync_channel(1);
+    let run = move || {
+        let bytes = read(&reading.0);
+        drop(reading);
+        let _ = send.send(bytes); // an error: the caller waits no more
+    };
+    let thread = std::thread::Builder::new().name("file-read".into());
+    thread.spawn(run)?; // detached
+    received.recv_timeout(limit).map_err(|_| {
+        let message = format!("no answer within {limit:?}; does its file system or writer answer?");
+        io::Error::new(io::ErrorKind::TimedOut, message)
+    })?
+}
+
+#[cfg(test)]
+#[path = "files_tests.rs"]
+mod tests;

@@ -1,7 +1,6 @@
 //! What a process reads from its operating system: configuration files, secrets, memory, CPU time, limits.
 //!
-//! - [`files`]: files that a configuration names, read once at the start. Files that may be replaced while a process
-//!   runs are read by `slipstream_discovery::files`.
+//! - [`files`]: files that a configuration names, read at the start, or again while a process runs.
 //! - [`secrets`]: files of keys.
 //! - [`memory`]: memory of the host and of this process's control groups, bytes.
 //! - [`process`]: CPU time, resident memory and open files of a process.

@@ -33,8 +33,8 @@ use slipstream_config::cluster::{
 };
 use slipstream_frontend::upstream::Engines;
 use slipstream_frontend::{Frontend, FrontendTotals};
+use slipstream_os::files;
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::files;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_router::Fleets;
 use tokio::net::TcpStream;
@@ -676,7 +676,7 @@ fn token(file: &Path) -> Result<String, String> {
         let file = file.display();
         format!("the token {file} (live.autoscale.webhook_token_file): {why}")
     };
-    let text = files::read_text(file, TOKEN_FILE_BYTES_MAX);
+    let text = files::reread_text(file, TOKEN_FILE_BYTES_MAX);
     let text = text.map_err(|error| fault(error.to_string()))?;
     let token = text.trim();
     if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {

@@ -17,7 +17,7 @@ use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use slipstream_config::cluster::{EngineUrl, KubernetesConfig};
-use slipstream_planes::files;
+use slipstream_os::files;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::net::TcpStream;
 
@@ -296,7 +296,7 @@ fn engines(slice: &Value, port: Option<&str>) -> BTreeSet<String> {
 
 /// The service account's token. It is replaced while the process runs.
 async fn read_token(file: PathBuf) -> std::io::Result<String> {
-    let read = tokio::task::spawn_blocking(move || files::read_text(&file, TOKEN_FILE_BYTES_MAX));
+    let read = tokio::task::spawn_blocking(move || files::reread_text(&file, TOKEN_FILE_BYTES_MAX));
     read.await.map_err(std::io::Error::other)?
 }
 

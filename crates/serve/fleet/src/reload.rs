@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -12,17 +13,14 @@ use std::time::Duration;
 use slipstream_config::cluster::{Cluster, EngineTls, EngineUrl};
 use slipstream_config::doc::Settings;
 use slipstream_frontend::upstream::{EngineSpec, Engines, MemberError};
-use slipstream_planes::files;
+use slipstream_os::files;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use crate::keys::{read_key, read_tls};
+use crate::keys::{KeyFiles, read_key, read_tls};
 
 /// Interval at which the file is read. A change counts once it was read twice: an editor may be writing it.
 const LOOK: Duration = Duration::from_secs(1);
-
-/// Largest cluster file, and largest file that one names, bytes.
-const BYTES_MAX: u64 = 256 << 20;
 
 /// Time that the exit of the process waits for the watcher to end.
 const END: Duration = Duration::from_millis(500);
@@ -35,14 +33,17 @@ pub type ReadFile<'r> = &'r dyn Fn(&Path) -> io::Result<Vec<u8>>;
 pub struct ClusterFile {
     /// Where it is.
     pub path: PathBuf,
-    /// Resolves the file into a checked cluster and the origin of each value. The first argument is its text; `None`:
-    /// read it. Files that it names are read by the second.
+    /// Its text as of the start.
+    pub text: String,
+    /// The origin of each value as of the start.
+    pub settings: Settings,
+    /// Resolves its text into a checked cluster and the origin of each value. Files that it names are read by the second
+    /// argument.
     pub resolve: Box<Resolve>,
 }
 
 /// See [`ClusterFile::resolve`].
-pub type Resolve =
-    dyn Fn(Option<String>, ReadFile<'_>) -> anyhow::Result<(Cluster, Settings)> + Send;
+pub type Resolve = dyn Fn(String, ReadFile<'_>) -> anyhow::Result<(Cluster, Settings)> + Send;
 
 /// Watches a cluster file until it is dropped.
 pub(crate) struct Reload {
@@ -105,6 +106,7 @@ fn others(settings: &Settings) -> BTreeMap<String, Option<String>> {
 struct Watcher {
     file: ClusterFile,
     engines: Arc<Engines>,
+    keys: Arc<KeyFiles>,
     /// Engines that the file gave to the fleet.
     listed: Listed,
     /// As of the start.
@@ -115,22 +117,29 @@ struct Watcher {
     seen: u64,
 }
 
-/// Watches `file`.
+/// Watches `file`, which gave `started` to `engines`.
 ///
 /// # Errors
-/// The file cannot be read any more, or the thread or its runtime cannot be made.
-pub(crate) fn start(file: ClusterFile, engines: Arc<Engines>) -> anyhow::Result<Reload> {
-    let (cluster, settings) = (file.resolve)(None, &slipstream_os::files::read)?;
+/// The thread or its runtime cannot be made.
+pub(crate) fn start(
+    file: ClusterFile,
+    started: &Cluster,
+    engines: Arc<Engines>,
+    keys: Arc<KeyFiles>,
+) -> anyhow::Result<Reload> {
+    // As of the text that the router started with: the file may have changed since then.
     let mut watcher = Watcher {
-        file,
         engines,
-        listed: listed(&cluster),
-        others: others(&settings),
-        applied: 0,
-        seen: 0,
+        keys,
+        listed: listed(started),
+        others: others(&file.settings),
+        applied: digest(&file.text),
+        seen: digest(&file.text),
+        file,
     };
-    watcher.applied = watcher.text().map(|text| digest(&text)).unwrap_or_default();
-    watcher.seen = watcher.applied;
+    // Reading a pipe every second would take its content from whom it is for.
+    let meta = watcher.file.path.metadata();
+    let is_followed = !meta.is_ok_and(|of| of.file_type().is_fifo());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -148,7 +157,7 @@ pub(crate) fn start(file: ClusterFile, engines: Arc<Engines>) -> anyhow::Result<
                 tokio::select! {
                     _ = stopped.changed() => return,
                     _ = hangup.recv() => watcher.reload(),
-                    () = tokio::time::sleep(LOOK) => watcher.look(),
+                    () = tokio::time::sleep(LOOK), if is_followed => watcher.look(),
                 }
             }
         });
@@ -165,7 +174,7 @@ pub(crate) fn start(file: ClusterFile, engines: Arc<Engines>) -> anyhow::Result<
 
 /// Reads a file of a running process.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    files::read(path, BYTES_MAX)
+    files::reread(path, files::BYTES_MAX)
 }
 
 fn digest(text: &str) -> u64 {
@@ -176,7 +185,7 @@ fn digest(text: &str) -> u64 {
 
 impl Watcher {
     fn text(&self) -> io::Result<String> {
-        files::read_text(&self.file.path, BYTES_MAX)
+        files::reread_text(&self.file.path, files::BYTES_MAX)
     }
 
     /// Applies the file if it has changed, and does not change any more.
@@ -203,7 +212,7 @@ impl Watcher {
             Err(error) => return refuse(error.into()),
         };
         self.applied = digest(&text);
-        match (self.file.resolve)(Some(text), &read) {
+        match (self.file.resolve)(text, &read) {
             Ok((cluster, settings)) => self.apply(&cluster, &settings),
             Err(error) => refuse(error),
         }
@@ -218,8 +227,9 @@ impl Watcher {
         if !cluster.has_engines() {
             return refuse("it lists no engines any more");
         }
-        let key = |path: &Path| read_key(path, read);
-        let tls = |tls: &EngineTls| read_tls(tls, read);
+        let again = |path: &Path| self.keys.reread(path);
+        let key = |path: &Path| read_key(path, again);
+        let tls = |tls: &EngineTls| read_tls(tls, again);
         let pools = match EngineSpec::of_cluster(cluster, key, tls) {
             Ok((_, pools)) => pools,
             Err(error) => return refuse(&format!("{error:#}")),

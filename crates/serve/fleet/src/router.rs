@@ -9,18 +9,18 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::Role;
 use slipstream_base::text::counted;
-use slipstream_config::cluster::{Cluster, PoolConfig};
+use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
 use slipstream_frontend::{Bound, Frontend, Service, ShardPlane, WorkerTransport};
-use slipstream_os::{files, process, secrets};
+use slipstream_os::process;
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
 
 use crate::autoscale::{self, LiveAutoscale, Workers};
 use crate::engine_kv::{self, Following};
-use crate::keys::{read_key, read_tls};
+use crate::keys::{KeyFiles, read_key, read_tls};
 use crate::membership::{self, Membership};
 use crate::metrics::FleetCollector;
 use crate::reload::{self, ClusterFile, Reload};
@@ -109,10 +109,10 @@ impl RouterServer {
         let files = process::raise_open_files();
         let file = cluster;
         let cluster = &membership::resolved(file, note)?;
-        // At the start, a key may come from a pipe.
-        let key = |path: &Path| read_key(path, |path| secrets::read(path).map(String::into_bytes));
-        let (specs, pools) =
-            EngineSpec::of_cluster(cluster, key, |tls| read_tls(tls, files::read))?;
+        let keys = Arc::new(KeyFiles::default());
+        let key = |path: &Path| read_key(path, |path| keys.read_secret(path));
+        let tls = |tls: &EngineTls| read_tls(tls, |path| keys.read(path));
+        let (specs, pools) = EngineSpec::of_cluster(cluster, key, tls)?;
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(key);
         let admin_key = admin_key.transpose()?;
         let has_names = file.pools.iter().any(|pool| {
@@ -200,7 +200,9 @@ impl RouterServer {
             })
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
-        let watch = |file| reload::start(file, engines.clone()).context("watching the file");
+        let watch = |of| {
+            reload::start(of, file, engines.clone(), keys.clone()).context("watching the file")
+        };
         let reload = options.file.map(watch).transpose()?;
         let membership = membership::start(file, &given, &engines)?;
         let mut router = RouterServer {

@@ -50,5 +50,4 @@ pub use frame::{
     ToWorker, Usage,
 };
 pub use ring::{Flushed, Plane, PlaneLimits, Polled, SendError, ShardPort, ThreadPort};
-pub use slipstream_discovery::files;
 pub use stream::{Registration, StreamAddr, StreamId, StreamTable};

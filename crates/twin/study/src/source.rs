@@ -101,7 +101,10 @@ impl ClusterSource {
     }
 
     /// Content of the file; `None`: there is no file.
-    pub(crate) fn content(&self) -> anyhow::Result<Option<Vec<u8>>> {
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn content(&self) -> anyhow::Result<Option<Vec<u8>>> {
         match (&self.text, &self.file) {
             (Some(text), _) => Ok(Some(text.clone().into_bytes())),
             (None, Some(path)) => files::read(path)

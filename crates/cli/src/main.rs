@@ -92,8 +92,6 @@ enum Command {
     Top(cmd::top::Args),
     /// Print events of engines: forward-pass metrics and KV events
     Events(cmd::events::Args),
-    /// Benchmark KV block storage and transfer
-    Kv(cmd::kv::Args),
     /// Simulate a packet network
     Net(cmd::net::Args),
     /// Check this host for missing features and performance problems
@@ -134,7 +132,6 @@ fn main() -> ExitCode {
         Command::Describe(args) => cmd::describe::run(&args),
         Command::Top(args) => cmd::top::run(&args),
         Command::Events(args) => cmd::events::run(&args),
-        Command::Kv(args) => cmd::kv::run(&args),
         Command::Net(args) => cmd::net::run(&args),
         Command::Doctor(args) => cmd::doctor::run(&args),
         Command::Completions(args) => cmd::shell::completions(&args, Cli::command()),

@@ -21,7 +21,6 @@ pub(crate) mod drag;
 pub(crate) mod events;
 pub(crate) mod frontend;
 pub(crate) mod init;
-pub(crate) mod kv;
 pub(crate) mod net;
 pub(crate) mod plan;
 pub(crate) mod predict;

@@ -433,7 +433,6 @@ const OWN: &[(&str, &str)] = &[
         "events cached",
         "api-key ca-file cert-file key-file server-name block-size timeout",
     ),
-    ("kv bench", "part scale spin-us nixl folder strict json"),
     (
         "net run",
         "dialect json totals threads spin csv html perfetto flows progress",

@@ -25,7 +25,6 @@ mod first_commands;
 mod flags;
 mod greedy;
 mod hostile;
-mod kv;
 mod membership;
 mod misbehaving_peers;
 mod model_files;

@@ -8,7 +8,7 @@
 //! Callers never wait: long operations are submitted, and their completion is polled.
 //!
 //! - [`arena`]: memory that other processes of the host can map; [`region`]: the caller's buffers.
-//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: benchmarks of all of it.
+//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`].
 //! - [`transport`]: the trait, and [`BlockEndpoint`], which moves blocks through shared memory, TCP and
 //!   [`nixl`], and carries messages about keys; [`handshake`]: whether the blocks of two stores are
 //!   compatible; [`content`]: digests of model weights.
@@ -65,7 +65,6 @@ pub mod discovery;
 pub mod fuzz;
 pub mod handshake;
 mod ledger;
-pub mod measure;
 pub mod nixl;
 pub mod region;
 pub mod store;

@@ -1,19 +1,11 @@
-//! `slipstream kv bench`: that it measures; the figures are not asserted.
+//! `slipstream-kvbench`: that it measures; the figures are not asserted.
 
 use std::process::Command;
 
 #[test]
-fn kv_bench_measures_transfers_between_two_processes() {
-    let output = Command::new(env!("CARGO_BIN_EXE_slipstream"))
-        .args([
-            "kv",
-            "bench",
-            "--part",
-            "transfers,tiers",
-            "--scale",
-            "0.001",
-            "--json",
-        ])
+fn it_measures_transfers_between_two_processes() {
+    let output = Command::new(env!("CARGO_BIN_EXE_slipstream-kvbench"))
+        .args(["--part", "transfers,tiers", "--scale", "0.001", "--json"])
         .output()
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -43,8 +35,8 @@ fn kv_bench_measures_transfers_between_two_processes() {
 
 #[test]
 fn a_scale_that_is_none_is_refused() {
-    let output = Command::new(env!("CARGO_BIN_EXE_slipstream"))
-        .args(["kv", "bench", "--scale", "0"])
+    let output = Command::new(env!("CARGO_BIN_EXE_slipstream-kvbench"))
+        .args(["--scale", "0"])
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(2));

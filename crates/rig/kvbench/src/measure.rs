@@ -1,4 +1,4 @@
-//! Benchmarks of the store: the cases of `slipstream kv bench`.
+//! Benchmarks of the store: the cases of `slipstream-kvbench`.
 //!
 //! Transfers are measured between two processes; [`serve`] runs in the second. Every case compares
 //! some of the received blocks with the stored ones.
@@ -15,7 +15,7 @@ use slipstream_base::width::{floor_u64, to_u32, to_usize};
 use slipstream_base::{BlockHash, SimTime};
 use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 
-use crate::{
+use slipstream_kvstore::{
     Address, BlockEndpoint, BlockTransport, Completion, DiskOptions, DiskTier, EndpointOptions,
     Fetch, MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerId, Profile, Region, Tier, TierError,
     TransferId, TransportError, TransportEvent, checksum, clock,
@@ -30,13 +30,13 @@ const CHUNK: usize = 1_024;
 
 /// Size of the benchmark.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// Multiplies the repetitions of each case.
-    pub scale: f64,
+    pub(crate) scale: f64,
     /// How long the threads of both transports spin before they sleep.
-    pub spin: Duration,
+    pub(crate) spin: Duration,
     /// NIXL's library; `None`: skips the cases with NIXL.
-    pub nixl: Option<PathBuf>,
+    pub(crate) nixl: Option<PathBuf>,
 }
 
 impl Options {
@@ -58,19 +58,19 @@ impl Options {
 
 /// One result.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Row {
+pub(crate) struct Row {
     /// Component of the store.
-    pub part: &'static str,
+    pub(crate) part: &'static str,
     /// Description of the case.
-    pub what: String,
+    pub(crate) what: String,
     /// The result; the median of durations.
-    pub value: f64,
+    pub(crate) value: f64,
     /// The 99th percentile of durations, if there are at least 100 samples.
-    pub p99: Option<f64>,
+    pub(crate) p99: Option<f64>,
     /// Unit of `value` and `p99`.
-    pub unit: &'static str,
+    pub(crate) unit: &'static str,
     /// Target: a lower limit of a rate, or an upper limit of a duration.
-    pub target: Option<f64>,
+    pub(crate) target: Option<f64>,
 }
 
 impl Row {
@@ -102,7 +102,7 @@ impl Row {
     }
 
     /// Whether the target is met; `None` without a target.
-    pub fn is_met(&self) -> Option<bool> {
+    pub(crate) fn is_met(&self) -> Option<bool> {
         let target = self.target?;
         Some(if self.unit == "us" {
             self.value <= target
@@ -114,7 +114,7 @@ impl Row {
 
 /// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
-pub enum MeasureError {
+pub(crate) enum MeasureError {
     /// A tier cannot be opened or used.
     #[error(transparent)]
     Tier(#[from] TierError),
@@ -161,7 +161,7 @@ fn fill(out: &mut [u8], n: u64) {
 /// # Errors
 ///
 /// [`MeasureError`].
-pub fn serve(
+pub(crate) fn serve(
     options: &Options,
     folder: &Path,
     mut until: impl Read,
@@ -443,7 +443,7 @@ impl Client {
 /// # Errors
 ///
 /// [`MeasureError`].
-pub fn transfers(
+pub(crate) fn transfers(
     options: &Options,
     addresses: &[(usize, Address)],
     other: u32,
@@ -536,7 +536,7 @@ fn name_of(address: &Address) -> &'static str {
 /// # Errors
 ///
 /// [`MeasureError`].
-pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
+pub(crate) fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
     let size = 1 << 20;
     let count = 64;
     let mut block = vec![0; size];
@@ -698,7 +698,7 @@ fn seconds(clock: ClockId) -> f64 {
 /// # Errors
 ///
 /// [`MeasureError`] if a message is refused, which would be a bug.
-pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
+pub(crate) fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
     let wrong = |error: slipstream_kvindex::KeyError| MeasureError::Wrong(error.to_string());
     let mut rows = Vec::new();
     let steps = floor_u64(400.0 * options.scale).max(20);

@@ -1,35 +1,25 @@
-//! `slipstream kv`: benchmarks KV block storage and transfer on this host.
+//! `slipstream-kvbench`: benchmarks keys, tiers, and transfers of KV blocks on this host, against targets.
 
-use std::io::{BufRead, BufReader, IsTerminal};
+mod measure;
+
+use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command as Process, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{Subcommand, ValueEnum};
+use clap::{Parser, ValueEnum};
 use serde_json::json;
 use slipstream_kvstore::Address;
-use slipstream_kvstore::measure::{self, Options, Row};
 use slipstream_report::table::{Table, Tone, color_wanted};
 
-use crate::out;
+use measure::{Options, Row};
 
-/// Flags of `slipstream kv`.
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
-enum Command {
-    /// Benchmark keys, tiers, and transfers between two processes, against targets; exit with 1 if
-    /// a block has the wrong content
-    Bench(BenchArgs),
-}
-
-#[derive(clap::Args)]
-struct BenchArgs {
+/// Benchmarks keys, tiers, and transfers between two processes, against targets; exits with 1 if a block has the wrong
+/// content.
+#[derive(Parser)]
+#[command(version)]
+struct Args {
     /// Parts to measure
     #[arg(
         long,
@@ -68,9 +58,15 @@ enum Measurement {
     Transfers,
 }
 
-/// Runs `slipstream kv`.
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let Command::Bench(args) = &args.command;
+fn main() -> ExitCode {
+    run(&Args::parse()).unwrap_or_else(|error| {
+        let _ = writeln!(std::io::stderr(), "error: {error:#}");
+        let is_wrong = is_wrong_data(&error);
+        ExitCode::from(if is_wrong { 1 } else { 2 })
+    })
+}
+
+fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = Options {
         scale: args.scale,
         spin: Duration::from_micros(args.spin_us),
@@ -86,39 +82,30 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         measure::serve(&options, folder, std::io::stdin(), std::io::stdout())?;
         return Ok(ExitCode::SUCCESS);
     }
-    let own = args.folder.is_none();
-    let folder = args.folder.clone().unwrap_or_else(|| {
-        std::env::temp_dir().join(format!("slipstream-kv-bench-{}", std::process::id()))
-    });
-    std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let own = tempfile::tempdir().context("creating a temporary folder")?;
+    let folder = args.folder.as_deref().unwrap_or(own.path());
+    std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let before = CpuTimes::now();
-    let rows = measure_parts(args, &options, &folder);
-    if own {
-        let _ = std::fs::remove_dir_all(&folder);
-    }
-    let rows = match rows {
-        Err(error) if is_wrong_data(&error) => {
-            errln!("error: {}", out::chain(&error));
-            return Ok(ExitCode::FAILURE);
-        }
-        rows => rows?,
-    };
+    let rows = measure_parts(args, &options, folder)?;
     let others = CpuTimes::now().share_of_others(&before);
     let busy = others > OTHERS_MAX;
     let missed = rows
         .iter()
         .filter(|row| row.is_met() == Some(false))
         .count();
-    if args.json {
+    let text = if args.json {
         let rows: Vec<_> = rows.iter().map(as_json).collect();
         let all = json!({
             "scale": args.scale, "spin_us": args.spin_us, "rows": rows, "marks_missed": missed,
             "others_cpu_share": others, "busy_host": busy,
         });
-        out::print(&format!("{all:#}\n"))?;
+        format!("{all:#}\n")
     } else {
-        out::print(&as_text(&rows, others))?;
-    }
+        as_text(&rows, others)
+    };
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()?;
     Ok(ExitCode::from(u8::from(args.strict && missed > 0 && !busy)))
 }
 
@@ -176,7 +163,7 @@ impl CpuTimes {
     }
 }
 
-fn measure_parts(args: &BenchArgs, options: &Options, folder: &Path) -> anyhow::Result<Vec<Row>> {
+fn measure_parts(args: &Args, options: &Options, folder: &Path) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for part in [
         Measurement::Keys,
@@ -203,13 +190,13 @@ fn measure_parts(args: &BenchArgs, options: &Options, folder: &Path) -> anyhow::
     Ok(rows)
 }
 
-fn start_other(args: &BenchArgs, folder: &Path) -> anyhow::Result<Child> {
+fn start_other(args: &Args, folder: &Path) -> anyhow::Result<Child> {
     let nixl = args
         .nixl
         .iter()
         .flat_map(|file| ["--nixl".as_ref(), file.as_os_str()]);
-    Process::new(std::env::current_exe().context("finding this program")?)
-        .args(["kv", "bench", "--serve"])
+    Command::new(std::env::current_exe().context("finding this program")?)
+        .arg("--serve")
         .args(["--spin-us", &args.spin_us.to_string()])
         .args(["--scale", &args.scale.to_string()])
         .args(nixl)

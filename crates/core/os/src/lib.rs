@@ -3,6 +3,7 @@
 //! - [`files`]: files that a configuration names, read at the start, or again while a process runs.
 //! - [`secrets`]: files of keys.
 //! - [`memory`]: memory of the host and of this process's control groups, bytes.
+//! - [`doctor`]: whether a server can run on this host, as [`checks`].
 //! - [`process`]: CPU time, resident memory and open files of a process.
 //!
 //! Functions return figures of `/proc` and of system calls, `None` if the system lacks one, or
@@ -19,6 +20,8 @@
 #![forbid(unsafe_code)]
 
 mod cgroup_memory;
+pub mod checks;
+pub mod doctor;
 pub mod files;
 pub mod memory;
 pub mod process;

@@ -3,39 +3,11 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
-use serde::Serialize;
+pub use slipstream_os::checks::{Check, Verdict, breaks, can_run};
 
 use crate::btf::{Btf, Params};
 use crate::cgroups::{self, Honors, InUse, Setting};
 use crate::topology::{Topology, parse_cpu_list};
-
-/// Result of a check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Verdict {
-    /// As required.
-    Ok,
-    /// Works, with a restriction.
-    Note,
-    /// Our scheduler would end a guarantee that the host relies on; `sched run` refuses to start
-    /// unless this check is ignored.
-    Breaks,
-    /// Our scheduler cannot run.
-    Missing,
-}
-
-/// One check.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Check {
-    /// Subject of the check.
-    pub what: &'static str,
-    /// Its result.
-    pub verdict: Verdict,
-    /// The host's state.
-    pub found: String,
-    /// The remedy; empty if none is needed.
-    pub remedy: String,
-}
 
 /// Mount points to read; the defaults are those of a running system, tests have their own.
 #[derive(Clone, Copy, Debug)]
@@ -124,16 +96,6 @@ pub fn examine_with(places: Places, imports: &[Import], honors: Honors) -> Vec<C
     checks.extend(cgroup_settings(places, honors));
     checks.push(real_time(places));
     checks
-}
-
-/// Whether our scheduler can run, according to these checks.
-pub fn can_run(checks: &[Check]) -> bool {
-    checks.iter().all(|c| c.verdict != Verdict::Missing)
-}
-
-/// Whether our scheduler would end a guarantee that the host relies on.
-pub fn breaks(checks: &[Check]) -> bool {
-    checks.iter().any(|c| c.verdict == Verdict::Breaks)
 }
 
 fn check(what: &'static str, verdict: Verdict, found: impl Into<String>, remedy: &str) -> Check {

@@ -12,11 +12,11 @@ use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use slipstream_bench::host::{self, HostSample, RunQueue};
+use slipstream_bench::host::{self, HostSample, HostVerdict, RunQueue};
 use slipstream_report::table::{color_wanted, grouped, number};
 use slipstream_report::{RunReport, compare};
 
-use super::drag::{Host, Server, await_ranks, report, slipstream, step_ms};
+use super::drag::{Server, await_ranks, report, slipstream, step_ms};
 use crate::out;
 
 /// Flags of `slipstream demo`.
@@ -45,10 +45,6 @@ const WORKLOAD: &str = include_str!("../../../../examples/demo.workload.toml");
 
 /// Policies in the order of the table's columns: the second one is expected to be better.
 const POLICIES: [(&str, &str); 2] = [("round_robin", "round robin"), ("kv", "kv")];
-
-/// Part of the host's CPU time that the demo and all else may take together. Above it, wake-ups wait
-/// for a CPU, and compressed latencies show those waits.
-const BUSY_MAX: f64 = 0.5;
 
 /// Part that other processes may take at the start: the rest is too little to run in.
 const OTHERS_MAX: f64 = 0.4;
@@ -248,7 +244,7 @@ impl<'a> Demo<'a> {
         })
     }
 
-    /// The largest compression at which the host stays below [`BUSY_MAX`] and meets an engine's deadlines.
+    /// The largest compression at which the host stays below [`host::BUSY_MAX`] and meets an engine's deadlines.
     fn calibrate(&self) -> anyhow::Result<f64> {
         let before = HostSample::now();
         let late = host::wake_up_lateness();
@@ -286,7 +282,7 @@ impl<'a> Demo<'a> {
         let Some(busy) = busy else {
             return Ok(fastest); // the kernel does not count
         };
-        let Some(speedup) = slower(fastest, busy, others) else {
+        let Some(speedup) = host::quieter_compression(fastest, busy, others) else {
             bail!(
                 "this host was {} % busy at {fastest} times the modelled pace, {} % of it other processes, \
                  and would be too busy even in real time; {advice}",
@@ -299,7 +295,7 @@ impl<'a> Demo<'a> {
              runs {speedup} times as fast, to stay below {} %",
             number(100.0 * busy),
             number(100.0 * others),
-            number(100.0 * BUSY_MAX),
+            number(100.0 * host::BUSY_MAX),
         );
         Ok(speedup)
     }
@@ -312,7 +308,7 @@ impl<'a> Demo<'a> {
         speedup: f64,
         load: &[OsString],
         name: &str,
-    ) -> anyhow::Result<Host> {
+    ) -> anyhow::Result<HostVerdict> {
         let mut serve = slipstream()?;
         serve
             .arg("serve")
@@ -351,7 +347,7 @@ impl<'a> Demo<'a> {
         let load = HostSample::now().since(&before);
         let queue = RunQueue::of(server.0.id()).map(|now| now.since(at_start.unwrap_or_default()));
         let step = step_ms(&report(self.dir, &format!("{name}.json"))?);
-        Ok(Host::new(load, queue, step))
+        Ok(HostVerdict::new(load, queue, step))
     }
 
     /// The same cluster, load and compression in virtual time; `POLICY.simulated.json`.
@@ -375,39 +371,5 @@ impl<'a> Demo<'a> {
             "`slipstream simulate` did not run; its message is above"
         );
         Ok(())
-    }
-}
-
-/// The compression at which a host that was `busy` at `fastest` stays below [`BUSY_MAX`], rounded down to 1, 2
-/// or 5 times a power of ten; `others`: the part of other processes, which does not shrink with it. `None`
-/// below 1.
-fn slower(fastest: f64, busy: f64, others: f64) -> Option<f64> {
-    if busy <= BUSY_MAX {
-        return Some(fastest);
-    }
-    let own = (busy - others).max(f64::MIN_POSITIVE);
-    let limit = fastest * (BUSY_MAX - others) / own;
-    let steps = [10.0, 5.0, 2.0, 1.0];
-    steps.into_iter().find(|&step| step <= limit.min(fastest))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_host_stays_below_half_its_capacity() {
-        assert_eq!(slower(10.0, 0.5, 0.1), Some(10.0));
-        // 80 points at 10 are 8 per unit of speed-up; 40 are left.
-        assert_eq!(slower(10.0, 0.9, 0.1), Some(5.0));
-        assert_eq!(slower(10.0, 0.95, 0.1), Some(2.0));
-        assert_eq!(slower(10.0, 1.0, 0.4), Some(1.0));
-        assert_eq!(
-            slower(2.0, 1.0, 0.3),
-            None,
-            "0.57 would be slower than real time"
-        );
-        // Other processes take more than all that may be used.
-        assert_eq!(slower(10.0, 1.0, 0.6), None);
     }
 }

@@ -13,12 +13,12 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use slipstream_bench::host::{self, HostLoad, HostSample, RunQueue};
+use slipstream_bench::host::{self, HostLoad, HostSample, HostVerdict, RunQueue};
 use slipstream_config::cluster::Cluster;
-use slipstream_report::drag;
 use slipstream_report::gaps::{self, StageGaps};
+use slipstream_report::lengths::{self, AnswerLengths};
 use slipstream_report::table::{counted, grouped, number};
-use slipstream_report::{RunReport, compare};
+use slipstream_report::{RunReport, compare, drag};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets};
@@ -94,83 +94,6 @@ impl FromStr for Speedup {
     }
 }
 
-/// Load of the host while the live side ran.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Host {
-    load: HostLoad,
-    /// Mean wait of a server or client thread for a CPU, per wake-up, ms.
-    mean_wait_ms: Option<f64>,
-    /// An engine step, ms of wall-clock time: the twin's median ITL.
-    step_ms: Option<f64>,
-    /// Whether the waits are short enough, relative to a step, for meaningful live latencies.
-    /// `None`: not known.
-    is_quiet: Option<bool>,
-}
-
-impl Host {
-    pub(super) fn new(load: HostLoad, queue: Option<RunQueue>, step_ms: Option<f64>) -> Host {
-        let mean_wait_ms = queue.map(RunQueue::mean_wait_ms);
-        let is_quiet = mean_wait_ms
-            .zip(step_ms)
-            .map(|(wait, step)| wait <= host::WAIT_SHARE_MAX * step);
-        Host {
-            load,
-            mean_wait_ms,
-            step_ms,
-            is_quiet,
-        }
-    }
-
-    fn json(&self) -> serde_json::Value {
-        serde_json::json!({
-            "busy_share": self.load.busy_share,
-            "steal_share": self.load.steal_share,
-            "pressure_share": self.load.pressure_share,
-            "mean_wait_ms": self.mean_wait_ms,
-            "step_ms": self.step_ms,
-            "is_quiet": self.is_quiet,
-        })
-    }
-
-    /// A line about the host, with the kernel's figures.
-    fn line(&self) -> Option<String> {
-        let percent = |share: Option<f64>, what: &str| {
-            share.map(|share| format!("{} % {what}", number(100.0 * share)))
-        };
-        let parts = [
-            percent(self.load.busy_share, "of CPU time busy"),
-            percent(self.load.steal_share, "stolen by the hypervisor"),
-            percent(
-                self.load.pressure_share,
-                "of the time with a task waiting for a CPU",
-            ),
-            self.mean_wait_ms.map(|wait| {
-                let wait = number(wait);
-                format!("server and client waited {wait} ms per wake-up")
-            }),
-        ];
-        let parts: Vec<String> = parts.into_iter().flatten().collect();
-        (!parts.is_empty()).then(|| format!("host: {}\n", parts.join(", ")))
-    }
-
-    /// A warning about the live figures, if there is one.
-    pub(super) fn warning(&self) -> Option<String> {
-        let (wait, step) = (self.mean_wait_ms?, self.step_ms?);
-        if self.is_quiet? {
-            return None;
-        }
-        Some(format!(
-            "warning: the host was too busy for these latencies: server and client waited {} ms for a \
-             CPU at each wake-up, {} % of an engine step of {} ms, and more than {} % affects every \
-             figure of the live side; stop other jobs, or slow both sides down (`--speedup auto`)",
-            number(wait),
-            number(100.0 * wait / step),
-            number(step),
-            100.0 * host::WAIT_SHARE_MAX,
-        ))
-    }
-}
-
 /// Runs both sides, or compares saved ones.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let [a, b] = args.compare.as_slice() {
@@ -208,7 +131,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let runs = [read(&dir.join("live.csv"))?, read(&dir.join("twin.csv"))?];
     let (names, runs) = (["live", "twin"], [&runs[0], &runs[1]]);
     let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
-    let host = Host::new(load, queue, step_ms(&reports[1]));
+    let host = HostVerdict::new(load, queue, step_ms(&reports[1]));
     if args.json {
         let [live, twin] = &reports;
         let gaps = gaps::gaps(runs);
@@ -283,8 +206,8 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
         .context("starting `slipstream simulate`")?;
     ensure_ran("simulate", simulated)?;
     let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
-    let host = Host::new(load, None, step_ms(&reports[1]));
-    let lengths = Lengths::of(
+    let host = HostVerdict::new(load, None, step_ms(&reports[1]));
+    let lengths = AnswerLengths::of(
         &read_lengths(dir, "live.csv")?,
         &read_lengths(dir, "twin.csv")?,
     );
@@ -315,101 +238,10 @@ fn engine(args: &Args, url: &str) -> anyhow::Result<ExitCode> {
     )
 }
 
-/// Share of the twin's tokens that an engine may leave out, or add, and still do the same work. A client that ends one
-/// token early on 1 in 100 moves no figure by more than that.
-const TOKENS_SHARE_MAX: f64 = 0.01;
-
-/// Lengths of the answers of an engine and of its twin, of requests that both answered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Lengths {
-    /// Requests that both answered.
-    requests: u64,
-    /// Those with fewer tokens from the engine.
-    shorter: u64,
-    /// Those with more.
-    longer: u64,
-    /// Tokens that the engine left out, in answers that are too short.
-    tokens_missing: u64,
-    /// Tokens beyond the twin's, in answers that are too long.
-    tokens_extra: u64,
-    /// Tokens of the engine, and of the twin.
-    engine_tokens: u64,
-    twin_tokens: u64,
-}
-
-impl Lengths {
-    /// Compares tokens of answers by request.
-    fn of(engine: &BTreeMap<String, u32>, twin: &BTreeMap<String, u32>) -> Lengths {
-        let mut lengths = Lengths::default();
-        for (id, &asked) in twin {
-            let Some(&answered) = engine.get(id) else {
-                continue; // it failed, which the report shows
-            };
-            let (asked, answered) = (u64::from(asked), u64::from(answered));
-            lengths.requests += 1;
-            lengths.engine_tokens += answered;
-            lengths.twin_tokens += asked;
-            lengths.shorter += u64::from(answered < asked);
-            lengths.longer += u64::from(answered > asked);
-            lengths.tokens_missing += asked.saturating_sub(answered);
-            lengths.tokens_extra += answered.saturating_sub(asked);
-        }
-        lengths
-    }
-
-    fn json(&self) -> serde_json::Value {
-        serde_json::json!({
-            "requests": self.requests,
-            "shorter": self.shorter,
-            "longer": self.longer,
-            "tokens_missing": self.tokens_missing,
-            "tokens_extra": self.tokens_extra,
-            "engine_tokens": self.engine_tokens,
-            "twin_tokens": self.twin_tokens,
-        })
-    }
-
-    /// Whether both sides did the same work.
-    fn is_same(&self) -> bool {
-        let off = self.tokens_missing.max(self.tokens_extra) as f64;
-        off <= TOKENS_SHARE_MAX * self.twin_tokens as f64
-    }
-
-    /// Why the figures of both sides are not compared.
-    fn refusal(&self) -> Option<String> {
-        if self.is_same() {
-            return None;
-        }
-        let (count, what) = if self.tokens_missing >= self.tokens_extra {
-            (self.shorter, "fewer")
-        } else {
-            (self.longer, "more")
-        };
-        Some(format!(
-            "error: not compared: the engine answered {} of {} with {what} tokens than asked ({} tokens instead of {}), \
-             so its latencies and rates are those of other work than the twin's; {}",
-            grouped(count),
-            counted(self.requests, "request"),
-            grouped(self.engine_tokens),
-            grouped(self.twin_tokens),
-            "use an engine that honors `ignore_eos`, keep `--isl` plus `--osl` within its context, or lower `--osl` below \
-             the length of its answers; `--json` and `--keep DIR` have both reports"
-        ))
-    }
-}
-
 /// Tokens of each whole answer in the records of `name`, by request.
 fn read_lengths(dir: &Path, name: &str) -> anyhow::Result<BTreeMap<String, u32>> {
     let path = dir.join(name);
-    let named = || path.display().to_string();
-    let mut lengths = BTreeMap::new();
-    for record in drag::read(&path).with_context(named)? {
-        let record = record.with_context(named)?;
-        if let Some(osl) = record.osl.filter(|_| record.status == "ok") {
-            lengths.insert(record.id, osl);
-        }
-    }
-    Ok(lengths)
+    lengths::read(&path).with_context(|| path.display().to_string())
 }
 
 pub(super) fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
@@ -680,37 +512,5 @@ mod tests {
         for text in ["0", "-1", "inf", "fast", "auto:", "auto:0", "auto10", ""] {
             assert!(text.parse::<Speedup>().is_err(), "{text}");
         }
-    }
-
-    /// Regression: figures of a busy host without a warning (TTFT 742 ms, the twin had 12).
-    #[test]
-    fn a_busy_host_is_reported_with_the_figures() {
-        let host = |wait_us: u64, step_ms| {
-            let queue = RunQueue {
-                wait_ns: 1000 * wait_us * 1000,
-                turns: 1000,
-            };
-            let load = HostLoad {
-                busy_share: Some(0.97),
-                ..HostLoad::default()
-            };
-            Host::new(load, Some(queue), step_ms)
-        };
-        let busy = host(700, Some(12.0));
-        assert_eq!(busy.is_quiet, Some(false));
-        let warning = busy.warning().unwrap();
-        assert!(
-            warning.contains("waited 0.700 ms") && warning.contains("5.83 %"),
-            "{warning}"
-        );
-        let line = busy.line().unwrap();
-        assert!(line.contains("97.0 % of CPU time busy"), "{line}");
-        assert_eq!(host(500, Some(12.0)).warning(), None);
-        assert_eq!(
-            host(700, None).is_quiet,
-            None,
-            "without a step there is no verdict"
-        );
-        assert_eq!(Host::default().line(), None);
     }
 }

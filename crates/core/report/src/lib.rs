@@ -30,6 +30,7 @@ pub mod drag;
 pub mod gaps;
 pub mod html;
 pub mod latency;
+pub mod lengths;
 pub mod measure;
 pub mod objectives;
 pub mod overload;

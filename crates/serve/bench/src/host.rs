@@ -14,6 +14,8 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use slipstream_report::table::number;
+
 /// State of the host at one moment; two of them give a [`HostLoad`].
 #[derive(Clone, Debug)]
 pub struct HostSample {
@@ -200,6 +202,102 @@ pub fn compression(step_ms: f64, lateness: Duration, max: f64) -> Option<f64> {
     (rounded >= LEAST * (1.0 - 1e-9)).then_some(rounded)
 }
 
+/// Part of the host's CPU time that a live run and all else may take together. Above it, wake-ups wait
+/// for a CPU, and compressed latencies show those waits.
+pub const BUSY_MAX: f64 = 0.5;
+
+/// The compression at which a host that was `busy` at `fastest` stays below [`BUSY_MAX`], rounded down to 1, 2
+/// or 5 times a power of ten; `others`: the part of other processes, which does not shrink with it. `None`
+/// below 1.
+pub fn quieter_compression(fastest: f64, busy: f64, others: f64) -> Option<f64> {
+    if busy <= BUSY_MAX {
+        return Some(fastest);
+    }
+    let own = (busy - others).max(f64::MIN_POSITIVE);
+    let limit = fastest * (BUSY_MAX - others) / own;
+    let steps = [10.0, 5.0, 2.0, 1.0];
+    steps.into_iter().find(|&step| step <= limit.min(fastest))
+}
+
+/// Load of the host during a live run, and whether the run's latencies mean something.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostVerdict {
+    load: HostLoad,
+    /// Mean wait of a server or client thread for a CPU, per wake-up, ms.
+    mean_wait_ms: Option<f64>,
+    /// An engine step, ms of wall-clock time: the twin's median ITL.
+    step_ms: Option<f64>,
+    /// Whether the waits are short enough, relative to a step, for meaningful live latencies.
+    /// `None`: not known.
+    is_quiet: Option<bool>,
+}
+
+impl HostVerdict {
+    /// `queue`: waits of the server's and the client's threads. `step_ms`: an engine step.
+    pub fn new(load: HostLoad, queue: Option<RunQueue>, step_ms: Option<f64>) -> HostVerdict {
+        let mean_wait_ms = queue.map(RunQueue::mean_wait_ms);
+        let is_quiet = mean_wait_ms
+            .zip(step_ms)
+            .map(|(wait, step)| wait <= WAIT_SHARE_MAX * step);
+        HostVerdict {
+            load,
+            mean_wait_ms,
+            step_ms,
+            is_quiet,
+        }
+    }
+
+    /// As JSON.
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "busy_share": self.load.busy_share,
+            "steal_share": self.load.steal_share,
+            "pressure_share": self.load.pressure_share,
+            "mean_wait_ms": self.mean_wait_ms,
+            "step_ms": self.step_ms,
+            "is_quiet": self.is_quiet,
+        })
+    }
+
+    /// A line about the host, with the kernel's figures.
+    pub fn line(&self) -> Option<String> {
+        let percent = |share: Option<f64>, what: &str| {
+            share.map(|share| format!("{} % {what}", number(100.0 * share)))
+        };
+        let parts = [
+            percent(self.load.busy_share, "of CPU time busy"),
+            percent(self.load.steal_share, "stolen by the hypervisor"),
+            percent(
+                self.load.pressure_share,
+                "of the time with a task waiting for a CPU",
+            ),
+            self.mean_wait_ms.map(|wait| {
+                let wait = number(wait);
+                format!("server and client waited {wait} ms per wake-up")
+            }),
+        ];
+        let parts: Vec<String> = parts.into_iter().flatten().collect();
+        (!parts.is_empty()).then(|| format!("host: {}\n", parts.join(", ")))
+    }
+
+    /// A warning about the live figures, if there is one.
+    pub fn warning(&self) -> Option<String> {
+        let (wait, step) = (self.mean_wait_ms?, self.step_ms?);
+        if self.is_quiet? {
+            return None;
+        }
+        Some(format!(
+            "warning: the host was too busy for these latencies: server and client waited {} ms for a \
+             CPU at each wake-up, {} % of an engine step of {} ms, and more than {} % affects every \
+             figure of the live side; stop other jobs, or slow both sides down (`--speedup auto`)",
+            number(wait),
+            number(100.0 * wait / step),
+            number(step),
+            100.0 * WAIT_SHARE_MAX,
+        ))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -263,5 +361,53 @@ mod tests {
         check(12.0, 6000, 10.0, Some(0.1));
         check(12.0, 6001, 10.0, None);
         check(12.0, 100, 3.0, Some(3.0)); // the requested value need not be round
+    }
+
+    #[test]
+    fn the_host_stays_below_half_its_capacity() {
+        assert_eq!(quieter_compression(10.0, 0.5, 0.1), Some(10.0));
+        // 80 points at 10 are 8 per unit of speed-up; 40 are left.
+        assert_eq!(quieter_compression(10.0, 0.9, 0.1), Some(5.0));
+        assert_eq!(quieter_compression(10.0, 0.95, 0.1), Some(2.0));
+        assert_eq!(quieter_compression(10.0, 1.0, 0.4), Some(1.0));
+        assert_eq!(
+            quieter_compression(2.0, 1.0, 0.3),
+            None,
+            "0.57 would be slower than real time"
+        );
+        // Other processes take more than all that may be used.
+        assert_eq!(quieter_compression(10.0, 1.0, 0.6), None);
+    }
+
+    /// Regression: figures of a busy host without a warning (TTFT 742 ms, the twin had 12).
+    #[test]
+    fn a_busy_host_is_reported_with_the_figures() {
+        let host = |wait_us: u64, step_ms| {
+            let queue = RunQueue {
+                wait_ns: 1000 * wait_us * 1000,
+                turns: 1000,
+            };
+            let load = HostLoad {
+                busy_share: Some(0.97),
+                ..HostLoad::default()
+            };
+            HostVerdict::new(load, Some(queue), step_ms)
+        };
+        let busy = host(700, Some(12.0));
+        assert_eq!(busy.is_quiet, Some(false));
+        let warning = busy.warning().unwrap();
+        assert!(
+            warning.contains("waited 0.700 ms") && warning.contains("5.83 %"),
+            "{warning}"
+        );
+        let line = busy.line().unwrap();
+        assert!(line.contains("97.0 % of CPU time busy"), "{line}");
+        assert_eq!(host(500, Some(12.0)).warning(), None);
+        assert_eq!(
+            host(700, None).is_quiet,
+            None,
+            "without a step there is no verdict"
+        );
+        assert_eq!(HostVerdict::default().line(), None);
     }
 }

@@ -11,6 +11,7 @@
 //! * [`EventPlane`], [`EventPublisher`]: from engine threads to the configured bus.
 //! * [`bus`]: the bus trait, and the bus inside the process; [`zmq`], [`nats`]: the others, and
 //!   subscribers to them; [`zmtp`]: ZeroMQ's wire protocol.
+//! * [`received`]: events of a subscriber as text and JSON.
 //! * [`metrics`]: counters of sent and dropped events.
 //!
 //! It is separate from `planes`, so that frames and rings, which shards and engine threads share,
@@ -36,6 +37,7 @@ pub mod metrics;
 mod msgpack;
 pub mod nats;
 mod publisher;
+pub mod received;
 pub mod zmq;
 pub mod zmtp;
 

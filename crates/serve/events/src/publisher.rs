@@ -9,9 +9,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use slipstream_base::kv_event::StoredBlocks;
-use slipstream_base::width::to_usize;
-use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId};
-use slipstream_config::cluster::{EventBus, EventsConfig};
+use slipstream_base::width::{to_u16, to_usize};
+use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId, WorkerId};
+use slipstream_config::cluster::{Cluster, EventBus, EventsConfig};
 use slipstream_planes::EventSink;
 use tokio::sync::Notify;
 
@@ -49,6 +49,38 @@ pub struct PlaneOptions {
     /// Benchmark mode: build every message from owned fields in a new buffer, and format every
     /// subject again.
     pub fresh_buffers: bool,
+}
+
+impl PlaneOptions {
+    /// Options of the workers of `cluster` for which `runs` is true. Workers are numbered over all pools in file order.
+    pub fn of_cluster(
+        cluster: &Cluster,
+        runs: impl Fn(WorkerId) -> bool,
+        threads: usize,
+    ) -> PlaneOptions {
+        let mut ranks = Vec::new();
+        let (mut number, mut offset) = (0, 0);
+        for pool in &cluster.pools {
+            for _ in 0..pool.workers {
+                let worker = WorkerId(number);
+                for dp_rank in 0..to_u16(pool.engine.data_parallel_size) {
+                    if runs(worker) {
+                        ranks.push((RankId { worker, dp_rank }, offset));
+                    }
+                    offset += 1;
+                }
+                number += 1;
+            }
+        }
+        PlaneOptions {
+            ranks,
+            threads,
+            // One router, one block size: checked when the cluster file is read.
+            block_size: cluster.pools[0].engine.block_size,
+            root: BlockHash::root(&cluster.model.name, "", ""),
+            fresh_buffers: false,
+        }
+    }
 }
 
 /// Why events cannot be published. Nothing was started.

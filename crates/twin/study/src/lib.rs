@@ -9,6 +9,7 @@
 //! - [`sweep`]: every combination of values; its configurations can run anywhere, in slices.
 //! - [`plan`]: the cheapest cluster; its trials can run anywhere, in batches.
 //! - [`predict`]: a table of deployments.
+//! - [`starter`]: a cluster file and a workload file to begin with.
 //! - [`columns`]: results in the layout of Arrow.
 //!
 //! Questions are plain data (JSON), so that another process can answer a part of one. Results do not depend
@@ -34,6 +35,7 @@ pub mod predict;
 pub mod requests;
 pub mod run;
 pub mod source;
+pub mod starter;
 pub mod sweep;
 
 pub use control::Control;

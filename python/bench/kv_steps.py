@@ -1,6 +1,6 @@
 """Measures the cost of a KV connector per scheduler step, on vLLM's real scheduler and a CPU.
 
-    make bench-vllm
+    scripts/run.sh bench-vllm
 
 Sweeps the number of cached blocks with 32 decoding requests, times `schedule()`,
 `update_from_output()` and `build_connector_meta()` for several connectors, fits the slope of the

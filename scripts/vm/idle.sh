@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make bench-idle-vm`: memory of the server per idle connection, in a virtual machine: its root may open more
+# `scripts/run.sh bench-idle-vm`: memory of the server per idle connection, in a virtual machine: its root may open more
 # files than many hosts allow.
 #
 #   scripts/vm/idle.sh BINARY [CONNECTIONS]   (50,000)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make soak-sched`: the CPU scheduler under workers, pipes, hogs, changing masks and weights, forks and
+# `scripts/run.sh soak-sched`: the CPU scheduler under workers, pipes, hogs, changing masks and weights, forks and
 # real-time bursts, on 4 CPUs and on 8 in two LLCs.
 #
 #   SEEDS="1 2 3"   one virtual machine each (default 1 to 10)
@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/vm/common.sh
 scripts/vm/setup.sh
-make scx
+scripts/run.sh scx
 scripts/vm/build-load.sh
 rc=0
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make test-sched`: build the BPF scheduler and try it on a real kernel in QEMU, 4 CPUs first, then
+# `scripts/run.sh test-sched`: build the BPF scheduler and try it on a real kernel in QEMU, 4 CPUs first, then
 # 8 with two sockets, then the loader as something that is left running. Skips (exit 0), with the reason, where the tools to build it or the parts of
 # the virtual machine cannot be had.
 set -euo pipefail
@@ -23,7 +23,8 @@ rc=0; scripts/vm/setup.sh || rc=$?
 [ $rc = 0 ] || exit $rc
 cargo fetch --locked --quiet --manifest-path crates/host/scx/loader/Cargo.toml ||
   skipped "the crates of crates/host/scx/loader cannot be downloaded"
-make scx build
+scripts/run.sh scx
+cargo build --release --locked
 # Among them: the decision as BPF, run by this kernel, against the native build.
 cargo test --quiet --release --locked --manifest-path crates/host/scx/loader/Cargo.toml --target-dir target
 scripts/vm/build-load.sh

@@ -1,5 +1,5 @@
 //! Hidden flags that each disable one mechanism, to measure its effect in one binary
-//! (docs/live-path.md, `make bench-stages`). They exist with the feature `bench` only.
+//! (docs/live-path.md, `scripts/run.sh bench-stages`). They exist with the feature `bench` only.
 
 use slipstream_frontend::Service;
 

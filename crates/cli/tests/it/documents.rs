@@ -135,6 +135,7 @@ fn make_targets_and_scripts_exist() {
         .flat_map(str::split_whitespace)
         .collect();
     assert!(targets.contains("demo") && targets.contains("test"));
+    let chores = fs::read_to_string(root().join("scripts/run.sh")).unwrap();
     let mut missing = Vec::new();
     let mut checked = 0;
     for (path, text) in documents() {
@@ -142,6 +143,12 @@ fn make_targets_and_scripts_exist() {
             checked += 1;
             if !targets.contains(target) {
                 missing.push(format!("{}: make {target}", path.display()));
+            }
+        }
+        for chore in named(&text, "scripts/run.sh ") {
+            checked += 1;
+            if !chores.contains(&format!("\n{chore}() {{")) {
+                missing.push(format!("{}: scripts/run.sh {chore}", path.display()));
             }
         }
         for script in named(&text, "`scripts/").chain(named(&text, "`./scripts/")) {

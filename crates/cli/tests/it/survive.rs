@@ -377,7 +377,7 @@ fn kill_workers(dir: &Path, server: &Server, kills: u64) {
 /// Workers that outlive the killing.
 static KEPT: std::sync::Mutex<Vec<Worker>> = std::sync::Mutex::new(Vec::new());
 
-/// `SLIPSTREAM_KILLS` sets the number of kills (`make survive`: 100; default 4).
+/// `SLIPSTREAM_KILLS` sets the number of kills (`scripts/run.sh survive`: 100; default 4).
 #[test]
 fn no_stream_is_lost_while_a_worker_is_left() {
     let kills = std::env::var("SLIPSTREAM_KILLS").map_or(4, |n| n.parse().expect("a number"));

@@ -1,7 +1,7 @@
 //! Many streams, random cancels, slow readers, and workers that are killed, stopped and restarted:
 //! every stream ends exactly once, with the right tokens in order.
 //!
-//! `SLIPSTREAM_TORTURE_S` sets the duration in seconds (`make torture`: 180; CI: 20; default 3).
+//! `SLIPSTREAM_TORTURE_S` sets the duration in seconds (`scripts/run.sh torture`: 180; CI: 20; default 3).
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -151,7 +151,7 @@ impl Mechanism {
 /// pipe, Unix, TCP, epoll. The costs above are derived from these.
 pub const PROBE_US: [(f64, f64); 4] = [(11.9, 6.7), (14.8, 9.8), (29.7, 24.3), (31.4, 26.0)];
 
-/// The same under EEVDF and under our own program (`make test-sched`); pipe, Unix, TCP, epoll, eventfd,
+/// The same under EEVDF and under our own program (`scripts/run.sh test-sched`); pipe, Unix, TCP, epoll, eventfd,
 /// futex. The simulator is checked against these.
 pub const VM_US: [(f64, f64); 6] = [
     (12.16, 6.86),

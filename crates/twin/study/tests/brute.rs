@@ -2,7 +2,7 @@
 //! grid up to the cost of the answer, with all seeds. Other drawn questions are asked again with fewer values of an axis, for the shape
 //! of a row, and under the conditions of the sensitivity: the answers agree.
 //!
-//! `make test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
+//! `scripts/run.sh test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
 //! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash, and with `SLIPSTREAM_BRUTE=68..71` three of them. It prints the cost and the
 //! work of both.
 #![allow(clippy::disallowed_methods, clippy::print_stdout)] // it has files, and prints costs and work
@@ -420,7 +420,7 @@ fn numbers() -> (Range<u64>, bool) {
 #[test]
 #[cfg_attr(
     debug_assertions,
-    ignore = "takes minutes without optimization: make test-plan-release"
+    ignore = "takes minutes without optimization: scripts/run.sh test-plan-release"
 )]
 fn answers_are_those_of_every_combination() {
     let (range, small) = numbers();
@@ -554,7 +554,7 @@ fn of_row(wide: &Question, row: &Value) -> Question {
 #[test]
 #[cfg_attr(
     debug_assertions,
-    ignore = "takes minutes without optimization: make test-plan-release"
+    ignore = "takes minutes without optimization: scripts/run.sh test-plan-release"
 )]
 fn a_wider_search_is_never_dearer() {
     let (range, _) = numbers();
@@ -606,7 +606,7 @@ fn a_wider_search_is_never_dearer() {
 #[test]
 #[cfg_attr(
     debug_assertions,
-    ignore = "takes minutes without optimization: make test-plan-release"
+    ignore = "takes minutes without optimization: scripts/run.sh test-plan-release"
 )]
 fn rows_are_the_answers_to_their_own_questions() {
     let (range, _) = numbers();

@@ -22,7 +22,7 @@ pub(crate) struct Args {
 pub(crate) fn run(command: &str, args: &Args) -> anyhow::Result<ExitCode> {
     let Some(loader) = find() else {
         anyhow::bail!(
-            "`{LOADER}` is neither next to this program nor on the PATH; build it with `make scx` \
+            "`{LOADER}` is neither next to this program nor on the PATH; build it with `scripts/run.sh scx` \
              (it needs clang 16 or later, libelf and zlib, and is not part of the default build), \
              or set SLIPSTREAM_SCX to its path"
         );

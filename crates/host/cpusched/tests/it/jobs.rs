@@ -216,7 +216,7 @@ fn a_second_host_with_our_scheduler_is_an_error() {
     let _ = host(1, 1, 0, SchedulerKind::Slipstream);
 }
 
-/// A thread that sleeps for 1 ms, with hogs, as in `load delay` on Linux 6.18 (`make test-sched`): the longest waits
+/// A thread that sleeps for 1 ms, with hogs, as in `load delay` on Linux 6.18 (`scripts/run.sh test-sched`): the longest waits
 /// measured there, us. Medians differ by factors (docs/twin.md).
 #[test]
 fn a_sleeper_beside_hogs_waits_no_longer_than_on_the_real_kernel() {

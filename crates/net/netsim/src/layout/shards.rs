@@ -4,7 +4,7 @@ use crate::scenario::{Demand, Finished, Scenario};
 use crate::step::SHARDS_MAX;
 
 /// Minimum average events per shard and window for which shards pay off; below, one shard's single
-/// queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event per
+/// queue is faster than many nearly empty ones. Chosen by `scripts/run.sh bench-net`: f32 has 1 event per
 /// window in total, E5 has thousands.
 const EVENTS_PER_SHARD_WINDOW: f64 = 16.0;
 

@@ -12,10 +12,7 @@ use slipstream_planes::tls::{Tls, TlsFiles};
 /// Flags that frontends and workers share.
 #[derive(clap::Args)]
 pub(crate) struct PlaneArgs {
-    /// Discovery directory; share it to join several hosts. Or etcd://HOST:PORT,HOST:PORT/PREFIX, or
-    /// nats://HOST:PORT/BUCKET; etcds:// and tls:// are with TLS
-    /// [default: slipstream-UID in the directory for temporary files]
-    #[arg(long, value_name = "PLACE", env = "SLIPSTREAM_DISCOVERY", value_parser = Place::parse)]
+    #[arg(long, value_name = "PLACE", env = "SLIPSTREAM_DISCOVERY", value_parser = Place::parse, help = place_help())]
     discovery: Option<Place>,
     /// Discovery lease, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
@@ -33,6 +30,14 @@ pub(crate) struct PlaneArgs {
     /// CA certificate for the peers' certificates (PEM)
     #[arg(long, value_name = "FILE", requires = "plane_cert")]
     plane_ca: Option<PathBuf>,
+}
+
+fn place_help() -> String {
+    format!(
+        "Discovery directory; share it to join several hosts. Or {} [default: slipstream-UID in the directory for \
+         temporary files]",
+        Place::FORMS
+    )
 }
 
 impl PlaneArgs {

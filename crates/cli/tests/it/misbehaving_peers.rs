@@ -47,7 +47,7 @@ fn record(dir: &Path, role: ProcessRole) -> ProcessRecord {
     let began = Instant::now();
     loop {
         let mut changes = Vec::new();
-        let mut folder = discovery::folder(dir).unwrap();
+        let mut folder = discovery::backend(&discovery::Place::Folder(dir.into())).unwrap();
         folder.poll(SimTime::ZERO, &mut changes).unwrap();
         let mut records = changes.into_iter().filter_map(|change| match change {
             Change::Put { value, .. } => serde_json::from_str::<ProcessRecord>(&value).ok(),
@@ -477,7 +477,7 @@ impl Stage {
             shards: vec![listener.local_addr().unwrap().to_string()],
             ..like.clone()
         };
-        let mut folder = discovery::folder(dir).unwrap();
+        let mut folder = discovery::backend(&discovery::Place::Folder(dir.into())).unwrap();
         let value = serde_json::to_string(&record).unwrap();
         let lease = Duration::from_secs(600);
         folder

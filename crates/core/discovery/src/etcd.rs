@@ -58,8 +58,6 @@ pub struct EtcdOptions {
     pub prefix: String,
     /// TLS, and this process's proofs.
     pub access: Access,
-    /// Advice that errors give, such as which option names it.
-    pub hint: &'static str,
 }
 
 impl EtcdOptions {
@@ -91,7 +89,6 @@ impl EtcdOptions {
             servers,
             prefix: format!("{prefix}/"),
             access,
-            hint: "check that etcd runs there",
         })
     }
 }
@@ -169,7 +166,7 @@ impl Etcd {
         BackendError {
             place: place(&self.options),
             operation,
-            hint: self.options.hint,
+            hint: "check that etcd answers there, or name another place",
             source,
         }
     }

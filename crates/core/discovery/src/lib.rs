@@ -35,7 +35,7 @@ mod session;
 
 use std::io;
 #[cfg(feature = "servers")]
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -149,6 +149,9 @@ pub enum Place {
 
 #[cfg(feature = "servers")]
 impl Place {
+    /// The forms of a place, for the help of an option.
+    pub const FORMS: &str = "etcd://HOST:PORT,HOST:PORT/PREFIX, or nats://HOST:PORT/BUCKET; etcds:// and tls:// are with TLS";
+
     /// `etcd://…` or `etcds://…` as [`EtcdOptions::parse`] reads it, `nats://…` or `tls://…` as [`NatsOptions::parse`]
     /// does; anything else without `://` is a folder.
     ///
@@ -170,6 +173,21 @@ impl Place {
             );
         }
         Ok(Place::Folder(text.into()))
+    }
+
+    /// Its backend. Errors of a folder give the advice of `options`.
+    ///
+    /// # Errors
+    /// [`BackendError`] if a file of its address cannot be used, or the process has no file descriptor left.
+    pub fn open(
+        &self,
+        options: impl FnOnce(&Path) -> FolderOptions,
+    ) -> Result<Box<dyn Backend>, BackendError> {
+        Ok(match self {
+            Place::Folder(folder) => Box::new(Folder::new(options(folder))?),
+            Place::Etcd(options) => Box::new(Etcd::new(options.clone())?),
+            Place::Nats(options) => Box::new(Nats::new(options.clone())?),
+        })
     }
 }
 

@@ -9,14 +9,12 @@
 //! server sends something each [`HEARTBEAT`] at least. The bucket's own age, [`LEASE_MAX`], removes the keys of
 //! processes that have ended. A watch without a message for [`SILENCE_NS`], or with a missing number, begins anew.
 //!
-//! NATS's protocol is lines of text over a socket; the requests are JSON. One thread drives a backend, so sockets block,
-//! and there is no runtime.
+//! One thread drives a backend, so sockets block, and there is no runtime: [`link`] speaks NATS's protocol.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::hash::{BuildHasher, Hasher};
-use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::AsFd;
+mod link;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,13 +22,13 @@ use rustls::ClientConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use slipstream_base::SimTime;
-use slipstream_base::text::foreign;
 use slipstream_base::width::{nanos, to_u32};
 
-use crate::access::{Access, Address, Stream};
+use crate::access::{Access, Address};
 use crate::folder::LEASE_MAX;
 use crate::notify::Wakes;
 use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker, is_key};
+use link::{Link, Message, odd};
 
 /// Port of NATS's clients.
 const PORT: u16 = 4222;
@@ -40,20 +38,12 @@ const KEYS_MAX: usize = 4_096;
 const INVALID_MAX: usize = 1_024;
 /// Time for one call, at all servers together: a lease of 3 s is renewed each second.
 const CALL_TIME: Duration = Duration::from_millis(1_500);
-/// A message of a server, and the bytes of it that are here.
-const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// A line of a server: its greeting lists the servers of its cluster.
-const LINE_BYTES_MAX: usize = 256 << 10;
-/// Messages that are here and were not applied.
-const QUEUE_MAX: usize = 4 * KEYS_MAX;
 /// Idle time after which a server says that the watch is alive.
 const HEARTBEAT: Duration = Duration::from_millis(500);
 /// A watch without a message for this long is dead.
 const SILENCE_NS: u64 = 3_000_000_000;
 /// Latest time of the next look.
 const CHECK_NS: u64 = 1_000_000_000;
-/// Subscription of the answers to requests. Watches have later numbers.
-const REPLIES: u64 = 1;
 
 /// Where a bucket is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,8 +54,6 @@ pub struct NatsOptions {
     pub bucket: String,
     /// TLS, and this process's proofs.
     pub access: Access,
-    /// Advice that errors give, such as which option names it.
-    pub hint: &'static str,
 }
 
 impl NatsOptions {
@@ -95,7 +83,6 @@ impl NatsOptions {
             servers,
             bucket: bucket.to_owned(),
             access,
-            hint: "check that NATS runs there, with JetStream",
         })
     }
 }
@@ -182,7 +169,7 @@ impl Nats {
         BackendError {
             place: place(&self.options),
             operation,
-            hint: self.options.hint,
+            hint: "check that NATS answers there, with JetStream, or name another place",
             source,
         }
     }
@@ -302,7 +289,7 @@ impl Nats {
         self.make_bucket(end)?;
         let link = self.link.as_mut().expect("it was connected");
         let (subscription, inbox) = link.subscribe(end)?;
-        link.queue.clear();
+        drop(link.take_messages());
         let config = json!({
             "deliver_subject": inbox,
             "deliver_policy": "last_per_subject",
@@ -325,10 +312,7 @@ impl Nats {
         let link = self.link.as_mut().expect("it was connected");
         let mut found = Vec::new();
         while watch.number < expected {
-            let message = match link.queue.pop_front() {
-                Some(message) => message,
-                None => link.next(end)?,
-            };
+            let message = link.next(end)?;
             match watch.take(message, now) {
                 Took::Entry(delivered) => found.push(delivered),
                 Took::Nothing => {}
@@ -416,7 +400,7 @@ impl Nats {
             return false;
         };
         let mut is_open = link.receive().is_ok();
-        let messages = std::mem::take(&mut link.queue);
+        let messages = link.take_messages();
         for message in messages {
             match watch.take(message, now) {
                 Took::Entry(delivered) => {
@@ -498,7 +482,7 @@ impl Backend for Nats {
     }
 
     fn wait(&mut self, timeout: Duration) {
-        let socket = self.link.as_ref().map(|link| link.stream.socket().as_fd());
+        let socket = self.link.as_ref().map(Link::socket);
         self.wakes.wait(socket, timeout);
     }
 
@@ -513,34 +497,6 @@ fn place(options: &NatsOptions) -> String {
         options.servers.join(","),
         options.bucket
     )
-}
-
-/// An error for bytes that NATS does not send.
-fn odd(what: &str) -> io::Error {
-    io::Error::new(
-        io::ErrorKind::InvalidData,
-        format!("the server {what}; is it NATS?"),
-    )
-}
-
-fn late() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "it does not answer in time")
-}
-
-fn left(end: Instant) -> io::Result<Duration> {
-    let left = end.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Err(late());
-    }
-    Ok(left)
-}
-
-/// A socket's time limit gives errors that do not say so.
-fn in_time<T>(result: io::Result<T>) -> io::Result<T> {
-    result.map_err(|error| match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => late(),
-        _ => error,
-    })
 }
 
 /// The answer of JetStream to a request.
@@ -623,337 +579,6 @@ impl Watch {
             payload: (!is_deleted).then_some(message.payload),
         })
     }
-}
-
-/// A message of a server.
-#[derive(Debug, Default)]
-struct Message {
-    subject: String,
-    subscription: u64,
-    reply: String,
-    /// With their first line; empty: none.
-    headers: String,
-    payload: Vec<u8>,
-}
-
-impl Message {
-    /// `NATS/1.0 503`: such messages are of the server itself.
-    fn status(&self) -> Option<u16> {
-        let line = self.headers.lines().next()?;
-        line.strip_prefix("NATS/1.0")?.trim().get(..3)?.parse().ok()
-    }
-
-    fn header(&self, name: &str) -> Option<&str> {
-        let lines = self.headers.lines().skip(1);
-        lines
-            .filter_map(|line| line.split_once(':'))
-            .find(|(known, _)| known.eq_ignore_ascii_case(name))
-            .map(|(_, value)| value.trim())
-    }
-}
-
-/// A piece of a server's bytes.
-enum Piece {
-    Message(Message),
-    Pong,
-    Other,
-}
-
-/// A connection to a server.
-#[derive(Debug)]
-struct Link {
-    stream: Stream,
-    /// Bytes that were not parsed.
-    raw: Vec<u8>,
-    /// Precedes the subjects of answers.
-    inbox: String,
-    requests: u64,
-    subscriptions: u64,
-    /// Messages of watches that were not applied.
-    queue: VecDeque<Message>,
-}
-
-impl Link {
-    fn open(
-        server: &str,
-        tls: Option<&Arc<ClientConfig>>,
-        user: Option<(&str, String)>,
-        end: Instant,
-    ) -> io::Result<Link> {
-        let mut connected = Err(io::Error::new(
-            io::ErrorKind::NotFound,
-            "its name has no address",
-        ));
-        for address in server.to_socket_addrs()? {
-            connected = in_time(TcpStream::connect_timeout(&address, left(end)?));
-            if connected.is_ok() {
-                break;
-            }
-        }
-        let socket = connected?;
-        socket.set_nodelay(true)?;
-        let random = std::hash::RandomState::new().build_hasher().finish();
-        let mut link = Link {
-            stream: Stream::Plain(socket),
-            raw: Vec::new(),
-            inbox: format!("_INBOX.slipstream{random:016x}"),
-            requests: 0,
-            subscriptions: REPLIES,
-            queue: VecDeque::new(),
-        };
-        let line = loop {
-            match link.take_line()? {
-                Some(line) => break line,
-                None => link.fill(end)?,
-            }
-        };
-        let info = line
-            .strip_prefix("INFO ")
-            .ok_or_else(|| odd("sends no greeting"))?;
-        let info: Value = serde_json::from_str(info).map_err(|_| odd("sends no greeting"))?;
-        let wants_tls = info["tls_required"].as_bool() == Some(true);
-        match tls {
-            None if wants_tls => return Err(io::Error::other("it wants TLS: write tls://")),
-            Some(_) if !wants_tls && info["tls_available"].as_bool() != Some(true) => {
-                return Err(io::Error::other("it has no TLS: nats:// is without"));
-            }
-            None => {}
-            Some(_) => {
-                if !link.raw.is_empty() {
-                    return Err(odd("sends more than a greeting"));
-                }
-                let Stream::Plain(socket) = link.stream else {
-                    unreachable!("it was just connected")
-                };
-                link.stream = in_time(Stream::new(socket, server, tls, end))?;
-            }
-        }
-        if info["jetstream"].as_bool() == Some(false) {
-            return Err(io::Error::other("its JetStream is off: start it with -js"));
-        }
-        let mut connect = json!({
-            "verbose": false, "pedantic": false, "tls_required": tls.is_some(), "name": "slipstream",
-            "lang": "rust", "version": env!("CARGO_PKG_VERSION"), "protocol": 1, "headers": true, "no_responders": true,
-        });
-        if let Some((user, password)) = user {
-            connect["user"] = json!(user);
-            connect["pass"] = json!(password);
-        }
-        let inbox = link.inbox.clone();
-        link.send(
-            format!("CONNECT {connect}\r\nSUB {inbox}.* {REPLIES}\r\nPING\r\n").as_bytes(),
-            end,
-        )?;
-        loop {
-            match link.take()? {
-                Some(Piece::Pong) => return Ok(link),
-                Some(_) => {}
-                None => link.fill(end)?,
-            }
-        }
-    }
-
-    fn send(&mut self, bytes: &[u8], end: Instant) -> io::Result<()> {
-        let socket = self.stream.socket();
-        socket.set_nonblocking(false)?;
-        socket.set_write_timeout(Some(left(end)?))?;
-        in_time(self.stream.write_all(bytes))?;
-        in_time(self.stream.flush())
-    }
-
-    /// Reads once, within the time.
-    fn fill(&mut self, end: Instant) -> io::Result<()> {
-        let socket = self.stream.socket();
-        socket.set_nonblocking(false)?;
-        socket.set_read_timeout(Some(left(end)?))?;
-        in_time(self.read()).map(drop)
-    }
-
-    fn read(&mut self) -> io::Result<usize> {
-        let mut piece = [0; 16 << 10];
-        let read = match self.stream.read(&mut piece) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(0),
-            read => read?,
-        };
-        if read == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        self.raw.extend_from_slice(&piece[..read]);
-        if self.raw.len() > MESSAGE_BYTES_MAX + LINE_BYTES_MAX {
-            return Err(odd("sends too much"));
-        }
-        Ok(read)
-    }
-
-    /// Queues the messages that are here.
-    fn receive(&mut self) -> io::Result<()> {
-        loop {
-            self.stream.socket().set_nonblocking(true)?;
-            let read = self.read();
-            let is_end = match read {
-                Ok(_) => false,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => true,
-                Err(error) => return Err(error),
-            };
-            while let Some(piece) = self.take()? {
-                if let Piece::Message(message) = piece {
-                    self.keep(message)?;
-                }
-            }
-            if is_end {
-                return Ok(());
-            }
-        }
-    }
-
-    fn keep(&mut self, message: Message) -> io::Result<()> {
-        if message.subscription == REPLIES {
-            return Ok(()); // to a request that was given up
-        }
-        if self.queue.len() >= QUEUE_MAX {
-            return Err(odd("sends more messages than a bucket has"));
-        }
-        self.queue.push_back(message);
-        Ok(())
-    }
-
-    /// The next message of a watch.
-    fn next(&mut self, end: Instant) -> io::Result<Message> {
-        loop {
-            match self.take()? {
-                Some(Piece::Message(message)) if message.subscription != REPLIES => {
-                    return Ok(message);
-                }
-                Some(_) => {}
-                None => self.fill(end)?,
-            }
-        }
-    }
-
-    /// Begins a subscription. Returns its number and subject.
-    fn subscribe(&mut self, end: Instant) -> io::Result<(u64, String)> {
-        self.subscriptions += 1;
-        let number = self.subscriptions;
-        let subject = format!("{}w{number}", self.inbox);
-        self.send(format!("SUB {subject} {number}\r\n").as_bytes(), end)?;
-        Ok((number, subject))
-    }
-
-    /// Sends a request, and waits for its answer.
-    fn request(
-        &mut self,
-        subject: &str,
-        headers: &str,
-        payload: &[u8],
-        end: Instant,
-    ) -> io::Result<Message> {
-        self.requests += 1;
-        let reply = format!("{}.{}", self.inbox, self.requests);
-        let mut bytes = if headers.is_empty() {
-            format!("PUB {subject} {reply} {}\r\n", payload.len()).into_bytes()
-        } else {
-            let headers = format!("NATS/1.0\r\n{headers}\r\n");
-            let (of_headers, all) = (headers.len(), headers.len() + payload.len());
-            format!("HPUB {subject} {reply} {of_headers} {all}\r\n{headers}").into_bytes()
-        };
-        bytes.extend_from_slice(payload);
-        bytes.extend_from_slice(b"\r\n");
-        self.send(&bytes, end)?;
-        loop {
-            match self.take()? {
-                Some(Piece::Message(message)) if message.subject == reply => {
-                    if message.status() == Some(503) {
-                        let text = "no bucket takes it; is JetStream on (-js)?";
-                        return Err(io::Error::new(io::ErrorKind::NotFound, text));
-                    }
-                    return Ok(message);
-                }
-                Some(Piece::Message(message)) => self.keep(message)?,
-                Some(_) => {}
-                None => self.fill(end)?,
-            }
-        }
-    }
-
-    /// The next line, if it is here as a whole.
-    fn take_line(&mut self) -> io::Result<Option<String>> {
-        let Some(end) = self.raw.windows(2).position(|pair| pair == b"\r\n") else {
-            if self.raw.len() > LINE_BYTES_MAX {
-                return Err(odd("sends a line without an end"));
-            }
-            return Ok(None);
-        };
-        let line = String::from_utf8_lossy(&self.raw[..end]).into_owned();
-        self.raw.drain(..end + 2);
-        Ok(Some(line))
-    }
-
-    /// The next piece, if it is here as a whole.
-    fn take(&mut self) -> io::Result<Option<Piece>> {
-        let Some(end) = self.raw.windows(2).position(|pair| pair == b"\r\n") else {
-            return self.take_line().map(|_| None);
-        };
-        let line = String::from_utf8_lossy(&self.raw[..end]).into_owned();
-        let words: Vec<&str> = line.split_ascii_whitespace().collect();
-        let size = |word: &str| {
-            let size = word.parse::<usize>().ok();
-            size.filter(|&size| size <= MESSAGE_BYTES_MAX)
-                .ok_or_else(|| odd("sends a message of an odd size"))
-        };
-        let (subject, subscription, reply, of_headers, all) = match words[..] {
-            ["MSG", subject, number, all] => (subject, number, "", 0, size(all)?),
-            ["MSG", subject, number, reply, all] => (subject, number, reply, 0, size(all)?),
-            ["HMSG", subject, number, some, all] => (subject, number, "", size(some)?, size(all)?),
-            ["HMSG", subject, number, reply, some, all] => {
-                (subject, number, reply, size(some)?, size(all)?)
-            }
-            _ => {
-                self.raw.drain(..end + 2);
-                return self.control(&line).map(Some);
-            }
-        };
-        let begin = end + 2;
-        if of_headers > all {
-            return Err(odd("sends a message of an odd size"));
-        }
-        if self.raw.len() < begin + all + 2 {
-            return Ok(None);
-        }
-        let headers = &self.raw[begin..begin + of_headers];
-        let message = Message {
-            subject: subject.to_owned(),
-            subscription: number(subscription)?,
-            reply: reply.to_owned(),
-            headers: String::from_utf8_lossy(headers).into_owned(),
-            payload: self.raw[begin + of_headers..begin + all].to_vec(),
-        };
-        self.raw.drain(..begin + all + 2);
-        Ok(Some(Piece::Message(message)))
-    }
-
-    fn control(&mut self, line: &str) -> io::Result<Piece> {
-        match line {
-            "PING" => {
-                self.stream.write_all(b"PONG\r\n")?;
-                self.stream.flush()?;
-                Ok(Piece::Other)
-            }
-            "PONG" => Ok(Piece::Pong),
-            "+OK" => Ok(Piece::Other),
-            _ if line.starts_with("INFO ") => Ok(Piece::Other),
-            _ => {
-                let error = line
-                    .strip_prefix("-ERR ")
-                    .ok_or_else(|| odd("sends an odd line"))?;
-                let error: String = error.trim_matches('\'').chars().take(200).collect();
-                Err(io::Error::other(foreign(&error).into_owned()))
-            }
-        }
-    }
-}
-
-fn number(word: &str) -> io::Result<u64> {
-    word.parse().map_err(|_| odd("sends an odd number"))
 }
 
 #[cfg(test)]

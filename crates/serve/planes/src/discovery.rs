@@ -8,10 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use slipstream_discovery::FolderOptions;
 pub use slipstream_discovery::{Backend, LEASE_MAX, Place, Session, SessionError, SessionEvent};
-use slipstream_discovery::{
-    BackendError, Etcd, EtcdOptions, Folder, FolderOptions, Nats, NatsOptions,
-};
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -109,46 +107,20 @@ impl slipstream_discovery::Record for ProcessRecord {
     }
 }
 
-/// The discovery directory of `--discovery`. If its file system does not report changes, it is
-/// polled every 200 ms.
+/// Opens the place of `--discovery`. If a folder's file system does not report changes, it is polled every 200 ms.
 ///
 /// # Errors
 ///
-/// [`SessionError`] if the process has no file descriptor left.
-pub fn folder(directory: &Path) -> Result<Folder, SessionError> {
-    let options = FolderOptions {
+/// [`SessionError`] if a file of its address cannot be used, or the process has no file descriptor left.
+pub fn backend(place: &Place) -> Result<Box<dyn Backend>, SessionError> {
+    let options = |directory: &Path| FolderOptions {
         poll: Duration::from_millis(200),
         hint: "check that every process can read and write it, or name another with --discovery",
         // Records of frontends have keys.
         is_private: true,
         ..FolderOptions::new(directory)
     };
-    Folder::new(options).map_err(|error: BackendError| error.into())
-}
-
-/// The place of `--discovery`: a directory ([`folder`]), etcd or NATS.
-///
-/// # Errors
-///
-/// [`SessionError`] if a file of its address cannot be used, or the process has no file descriptor left.
-pub fn backend(place: &Place) -> Result<Box<dyn Backend>, SessionError> {
-    Ok(match place {
-        Place::Folder(directory) => Box::new(folder(directory)?),
-        Place::Etcd(options) => {
-            let options = EtcdOptions {
-                hint: "check that etcd answers there, or name another with --discovery",
-                ..options.clone()
-            };
-            Box::new(Etcd::new(options)?)
-        }
-        Place::Nats(options) => {
-            let options = NatsOptions {
-                hint: "check that NATS answers there, with JetStream, or name another with --discovery",
-                ..options.clone()
-            };
-            Box::new(Nats::new(options)?)
-        }
-    })
+    Ok(place.open(options)?)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Against a real `nats-server`, where it is installed; and against servers that are none.
 
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
 use super::*;

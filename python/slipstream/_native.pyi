@@ -1,6 +1,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+MEDIUMS: dict[str, str]
+"""By tier of a store: vLLM's name of its medium in KV events."""
+
 class KeySet:
     def __init__(self, keys: int = 0) -> None: ...
     def apply(self, log: list[bytes | int | None]) -> None: ...

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from slipstream._native import KeyMirror
+from slipstream._native import MEDIUMS, KeyMirror
 
-TIERS = ("host", "disk")
+TIERS = tuple(MEDIUMS)
 """The tiers of a store, by the names that `Store.take_tier_message` has for them."""
 
 

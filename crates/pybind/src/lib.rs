@@ -23,6 +23,8 @@ mod warnings;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use slipstream_kvstore::Medium;
 
 /// Locks a mutex whose data stays valid if a holder panics.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -32,6 +34,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     warnings::collect();
+    let mediums = PyDict::new(module.py());
+    for medium in Medium::ALL {
+        mediums.set_item(medium.name(), medium.vllm_name())?;
+    }
+    module.add("MEDIUMS", mediums)?;
     module.add_function(wrap_pyfunction!(warnings::take_warnings, module)?)?;
     module.add_function(wrap_pyfunction!(content::digest_files, module)?)?;
     module.add_function(wrap_pyfunction!(study::read_text, module)?)?;

@@ -288,7 +288,7 @@ impl Store {
         py: Python<'py>,
     ) -> Option<(&'static str, Bound<'py, PyBytes>)> {
         let (medium, message) = self.store.take_tier_message()?;
-        Some((name_of(medium), PyBytes::new(py, &message)))
+        Some((Medium::name(medium), PyBytes::new(py, &message)))
     }
 
     fn request_snapshot(&self) {
@@ -306,7 +306,7 @@ impl Store {
                 ("corrupt_blocks", tier.corrupt_total),
                 ("store_failed_blocks", tier.failed_total),
             ] {
-                counts.set_item(format!("{metric}.{}", name_of(medium)), count)?;
+                counts.set_item(format!("{metric}.{}", Medium::name(medium)), count)?;
             }
         }
         counts.set_item("disk_dropped_blocks", stats.dropped_blocks)?;
@@ -359,13 +359,6 @@ fn owned(keys: &[Bound<'_, PyBytes>]) -> Vec<Box<[u8]>> {
 
 fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, 1e6))
-}
-
-fn name_of(medium: Medium) -> &'static str {
-    match medium {
-        Medium::Host => "host",
-        Medium::Disk => "disk",
-    }
 }
 
 /// The text of an error and of its causes.

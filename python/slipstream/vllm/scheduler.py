@@ -11,10 +11,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheEvent
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from slipstream._native import Groups, KeyMirror, take_warnings
+from slipstream._native import MEDIUMS, Groups, KeyMirror, take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.pool import FilledFeed, HookError, PoolFeed, Run, install_run_hook
 from slipstream.published import TierEvents
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from slipstream.vllm.groups import Layout
 
 logger = logging.getLogger("slipstream.vllm")
-
-MEDIUMS = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
-"""Names of a store's tiers in KV events."""
 
 HERE = ""
 """The source that is this engine's own store."""

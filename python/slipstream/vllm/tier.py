@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from slipstream._native import KeyMirror, take_warnings
+from slipstream._native import MEDIUMS, KeyMirror, take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.options import Options, of_engine, read_options
 from slipstream.published import TierEvents
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from slipstream.store import Store
 
 logger = logging.getLogger("slipstream.vllm")
-
-MEDIUMS = {"host": Medium.CPU, "disk": Medium.STORAGE}
-"""Names of a store's tiers in KV events."""
 
 OWNER = "slipstream"
 """The owner of the tiers, in KV events."""
@@ -233,7 +230,7 @@ class SlipstreamTier(SecondaryTierManager):
                 self._events.append(
                     OffloadingEvent(
                         [OffloadKey(key) for key in keys],
-                        MEDIUMS[tier],
+                        getattr(Medium, MEDIUMS[tier]),
                         removed=gone,
                         # The pool before this tier is host memory as well.
                         ownership=OWNER,

@@ -19,6 +19,17 @@ pub enum Medium {
 }
 
 impl Medium {
+    /// Every medium.
+    pub const ALL: [Medium; 2] = [Medium::Host, Medium::Disk];
+
+    /// Its name in options and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Medium::Host => "host",
+            Medium::Disk => "disk",
+        }
+    }
+
     /// vLLM's name for it in KV events (`medium` of `BlockStored` in
     /// `vllm/distributed/kv_events.py`).
     pub fn vllm_name(self) -> &'static str {

@@ -192,6 +192,46 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         ("series", args.series.as_deref()),
         ("html", args.html.as_deref()),
     ])?;
+    let config = config(args)?;
+    let shows = std::io::stderr().is_terminal() && !args.quiet;
+    let mut last = Progress::default();
+    let outcome = slipstream_bench::run(config, &mut |progress| {
+        if shows {
+            show_progress(progress, &last);
+            last = *progress;
+        }
+    });
+    if shows {
+        err!("\r\x1b[K");
+    }
+    let mut outcome = outcome?;
+    for note in &outcome.notes {
+        errln!("note: {note}");
+    }
+    if outcome.interrupted {
+        errln!("note: interrupted; figures cover the requests that ended before");
+    }
+    let failures = save(args, &mut outcome)?;
+    let report = &outcome.report;
+    if args.json {
+        out::print_json(&report.to_json())?;
+    } else {
+        out::print(&report.render())?;
+    }
+    out::complain(&failures);
+    let failed = !failures.is_empty()
+        || report.requests.failed > 0
+        || outcome.interrupted
+        || report.requests.sent == 0;
+    Ok(if failed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// The load that the flags describe.
+fn config(args: &Load) -> anyhow::Result<Config> {
     let (mut workload, mut name) = args.what.workload(&args.set)?;
     workload_args::print_note(&workload);
     let what = &args.what;
@@ -203,7 +243,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     }
     let url = args.url.as_deref().unwrap_or_default();
     let objectives = Objectives::of(&workload, args.slo.clone());
-    let config = Config {
+    Ok(Config {
         target: Target::resolve(url)?,
         endpoint: match args.endpoint {
             EndpointArg::Completions => Endpoint::Completions,
@@ -236,25 +276,11 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         scrape_metrics: !args.no_metrics,
         wait_ready: args.wait_ready,
         catch_interrupt: true,
-    };
-    let shows = std::io::stderr().is_terminal() && !args.quiet;
-    let mut last = Progress::default();
-    let outcome = slipstream_bench::run(config, &mut |progress| {
-        if shows {
-            show_progress(progress, &last);
-            last = *progress;
-        }
-    });
-    if shows {
-        err!("\r\x1b[K");
-    }
-    let mut outcome = outcome?;
-    for note in &outcome.notes {
-        errln!("note: {note}");
-    }
-    if outcome.interrupted {
-        errln!("note: interrupted; figures cover the requests that ended before");
-    }
+    })
+}
+
+/// Writes the files that the flags name. Returns what failed.
+fn save(args: &Load, outcome: &mut Outcome) -> anyhow::Result<Vec<String>> {
     let report = &outcome.report;
     let mut failures = Vec::new();
     if let (Some(error), Some(path)) = (outcome.drag_failure.take(), &args.drag) {
@@ -269,24 +295,10 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         failures.push(out::incomplete(path, &error.into()));
     }
     if let Some(path) = &args.html {
-        let page = page(args, &outcome)?;
+        let page = page(args, outcome)?;
         failures.extend(out::save(path, &page));
     }
-    if args.json {
-        out::print_json(&report.to_json())?;
-    } else {
-        out::print(&report.render())?;
-    }
-    out::complain(&failures);
-    let failed = !failures.is_empty()
-        || report.requests.failed > 0
-        || outcome.interrupted
-        || report.requests.sent == 0;
-    Ok(if failed {
-        ExitCode::FAILURE
-    } else {
-        ExitCode::SUCCESS
-    })
+    Ok(failures)
 }
 
 fn page(args: &Load, outcome: &Outcome) -> anyhow::Result<String> {

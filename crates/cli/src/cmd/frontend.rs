@@ -78,19 +78,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     let files = slipstream_os::process::raise_open_files();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let shards = server::shard_count(live.shards, cores);
-    let sockets = (0..shards)
-        .map(|_| {
-            PlaneSocket::bind(&format!("{}:0", args.plane_host))
-                .context("binding --plane-host for workers")
-        })
-        .collect::<anyhow::Result<Vec<PlaneSocket>>>()?;
-    anyhow::ensure!(
-        !sockets
-            .iter()
-            .any(|socket| socket.address().ip().is_unspecified()),
-        "--plane-host {} is not an address that workers can connect to; use one of this host's",
-        args.plane_host
-    );
+    let sockets = sockets(&args.plane_host, shards)?;
     let key = SeatKey::draw().context("drawing a key for workers")?;
     let record = ProcessRecord {
         role: ProcessRole::Frontend,
@@ -115,25 +103,15 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         shards,
         key.bytes(),
     ));
+    let buffer = u32::try_from(live.stream_buffer_bytes_max).unwrap_or(u32::MAX);
+    let most = RemoteLimits::default().credit_bytes;
     let limits = RemoteLimits {
         deadline: args.plane.peer_deadline()?,
-        credit_bytes: RemoteLimits::default()
-            .credit_bytes
-            .min(u32::try_from(live.stream_buffer_bytes_max).unwrap_or(u32::MAX))
-            .max(4096),
+        credit_bytes: most.min(buffer).max(4096),
         ..RemoteLimits::default()
     };
     let tls = args.plane.tls()?;
-    let mut registry = Registry::default();
-    registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
-    registry.register_collector(Box::new(FleetCollector {
-        fleets: fleets.clone(),
-        engines: None,
-    }));
-    registry.register_collector(Box::new(RosterCollector {
-        roster: roster.clone(),
-        model: cluster.model.name.clone(),
-    }));
+    let mut registry = registry(cluster, &fleets, &roster);
     let mut service = server::service(cluster, text, fleets.clone())?;
     server::fit_files(&mut service, files, false);
     server::register(&service, &mut registry);
@@ -168,4 +146,33 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
     }
     frontend.open()?;
     Ok((frontend, announced, recorder))
+}
+
+/// A socket for workers for each shard.
+fn sockets(host: &str, shards: usize) -> anyhow::Result<Vec<PlaneSocket>> {
+    let bind =
+        |_| PlaneSocket::bind(&format!("{host}:0")).context("binding --plane-host for workers");
+    let sockets = (0..shards).map(bind).collect::<anyhow::Result<Vec<_>>>()?;
+    anyhow::ensure!(
+        !sockets
+            .iter()
+            .any(|socket| socket.address().ip().is_unspecified()),
+        "--plane-host {host} is not an address that workers can connect to; use one of this host's"
+    );
+    Ok(sockets)
+}
+
+/// Metrics of the workers and their fleets.
+fn registry(cluster: &Cluster, fleets: &Fleets, roster: &Arc<Roster>) -> Registry {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
+    registry.register_collector(Box::new(FleetCollector {
+        fleets: fleets.clone(),
+        engines: None,
+    }));
+    registry.register_collector(Box::new(RosterCollector {
+        roster: roster.clone(),
+        model: cluster.model.name.clone(),
+    }));
+    registry
 }

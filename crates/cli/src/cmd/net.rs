@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, IsTerminal, Read as _, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Subcommand;
@@ -161,13 +161,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     let mut progress = |now: u64, events: u64| {
         if show && last.elapsed().as_millis() >= 200 {
             last = Instant::now();
-            let rate = events as f64 / ready.0.elapsed().as_secs_f64();
-            err!(
-                "\r{:.6} of {:.6} s simulated, {events} events, {:.1} M/s ",
-                now as f64 / 1e9,
-                duration_ns as f64 / 1e9,
-                rate / 1e6
-            );
+            show_progress(now, duration_ns, events, ready.0.elapsed());
         }
     };
     // Frequent enough to look continuous, rare enough to be free.
@@ -201,13 +195,8 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
         Err(error) => failures.push(error.to_string()),
         Ok(()) => {}
     }
-    let events_a_window = result.totals.events / cost.windows.max(1);
-    if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_PER_WINDOW_MIN {
-        errln!(
-            "note: threads synchronized {}, once in {}, which costs more than it saves; omit --threads",
-            counted(cost.windows, "time"),
-            counted(events_a_window, "event")
-        );
+    if args.threads.is_some() {
+        say_windows(&cost, result.totals.events);
     }
     out::complain(&failures);
     if let Some(deadlock) = &result.deadlock {
@@ -219,6 +208,27 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
         (Some(_), true) => Outcome::Deadlock,
         (None, true) => Outcome::Complete,
     })
+}
+
+fn show_progress(now: u64, duration_ns: u64, events: u64, wall: Duration) {
+    err!(
+        "\r{:.6} of {:.6} s simulated, {events} events, {:.1} M/s ",
+        now as f64 / 1e9,
+        duration_ns as f64 / 1e9,
+        events as f64 / wall.as_secs_f64() / 1e6
+    );
+}
+
+/// A note if the threads synchronized too often to be worth their cost.
+fn say_windows(cost: &Cost, events: u64) {
+    let events_a_window = events / cost.windows.max(1);
+    if cost.threads > 1 && events_a_window < EVENTS_PER_WINDOW_MIN {
+        errln!(
+            "note: threads synchronized {}, once in {}, which costs more than it saves; omit --threads",
+            counted(cost.windows, "time"),
+            counted(events_a_window, "event")
+        );
+    }
 }
 
 /// Reads a configuration and the files that it refers to.

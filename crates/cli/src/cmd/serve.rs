@@ -14,7 +14,7 @@ use slipstream_base::width::to_u16;
 use slipstream_base::{RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EngineConfig};
 use slipstream_engine::{Engine, OutputModel};
-use slipstream_events::EventPlane;
+use slipstream_events::{EventPlane, EventPublisher};
 use slipstream_fleet::autoscale::{self, LiveAutoscale, RankRequests, Workers};
 use slipstream_fleet::kv_sink::FleetSink;
 use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
@@ -182,21 +182,7 @@ impl Live {
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
         let (events, publishers) =
             super::events::start(cluster, &specs, threads, switches.fresh_buffers())?;
-        let mut publishers = publishers.into_iter();
-        let sinks = (0..threads)
-            .map(|_| {
-                let resyncs = resyncs.clone();
-                let fleet = FleetSink::new(fleets.clone(), move |rank| {
-                    if let Some(resyncs) = resyncs.get() {
-                        resyncs.resync(rank);
-                    }
-                });
-                match publishers.next() {
-                    Some(publisher) => Box::new((fleet, publisher)) as Box<dyn EventSink>,
-                    None => Box::new(fleet),
-                }
-            })
-            .collect();
+        let sinks = sinks(threads, publishers, &fleets, &resyncs);
         let timing = LiveTiming {
             speedup: live.speedup,
             fast_path: switches.fast_path(),
@@ -228,16 +214,7 @@ impl Live {
             super::events::resync_lost_kv(events, set.resyncs());
         }
 
-        let mut registry = Registry::default();
-        registry.register_collector(Box::new(slipstream_worker::metrics::WorkerCollector::new(
-            &set,
-            &cluster.model.name,
-        )));
-        registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
-        registry.register_collector(Box::new(FleetCollector {
-            fleets: fleets.clone(),
-            engines: None,
-        }));
+        let mut registry = registry(cluster, &set, &fleets);
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
@@ -268,17 +245,7 @@ impl Live {
         if shared {
             await_workers(&fleets);
         }
-        let ranks = set.ranks().to_vec();
-        let requests = move || {
-            let of = |rank: &Arc<RankStats>| RankRequests {
-                worker: rank.rank.worker,
-                running: rank.running.get(),
-                waiting: rank.waiting.get(),
-            };
-            ranks.iter().map(of).collect()
-        };
-        let ranks = Workers::Modelled(Box::new(requests));
-        let autoscale = autoscale::start(autoscale, fleets, &frontend, ranks)?;
+        let autoscale = autoscale::start(autoscale, fleets, &frontend, modelled(&set))?;
         frontend.open()?;
         Ok(Live {
             frontend,
@@ -300,6 +267,58 @@ impl Live {
         drop(self.events);
         Ok(())
     }
+}
+
+/// Receivers of the events of each engine thread: the router, and a publisher if there is one.
+fn sinks(
+    threads: usize,
+    publishers: Vec<EventPublisher>,
+    fleets: &Fleets,
+    resyncs: &Arc<OnceLock<Resyncs>>,
+) -> Vec<Box<dyn EventSink>> {
+    let mut publishers = publishers.into_iter();
+    let sink = |_| {
+        let resyncs = resyncs.clone();
+        let fleet = FleetSink::new(fleets.clone(), move |rank| {
+            if let Some(resyncs) = resyncs.get() {
+                resyncs.resync(rank);
+            }
+        });
+        match publishers.next() {
+            Some(publisher) => Box::new((fleet, publisher)) as Box<dyn EventSink>,
+            None => Box::new(fleet),
+        }
+    };
+    (0..threads).map(sink).collect()
+}
+
+/// Metrics of the workers and their fleets.
+fn registry(cluster: &Cluster, set: &WorkerSet, fleets: &Fleets) -> Registry {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(slipstream_worker::metrics::WorkerCollector::new(
+        set,
+        &cluster.model.name,
+    )));
+    registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
+    registry.register_collector(Box::new(FleetCollector {
+        fleets: fleets.clone(),
+        engines: None,
+    }));
+    registry
+}
+
+/// The requests of each rank, for autoscaling.
+fn modelled(set: &WorkerSet) -> Workers {
+    let ranks = set.ranks().to_vec();
+    let requests = move || {
+        let of = |rank: &Arc<RankStats>| RankRequests {
+            worker: rank.rank.worker,
+            running: rank.running.get(),
+            waiting: rank.waiting.get(),
+        };
+        ranks.iter().map(of).collect()
+    };
+    Workers::Modelled(Box::new(requests))
 }
 
 /// The workers of `cluster` for which `runs` is true. They are numbered over all pools in file

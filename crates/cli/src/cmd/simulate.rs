@@ -78,19 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.cluster.prints_config()? {
         return Ok(ExitCode::SUCCESS);
     }
-    let run = Question {
-        cluster: args.cluster.source(),
-        workload: args.what.source(&args.sets.workload_set),
-        slo: args.slo.clone(),
-        label: args.label.clone(),
-        max_sim_time: args.max_sim_time,
-        speedup: args.speedup,
-        threads: args.threads,
-        retries: args.retries,
-        jump: !args.no_jump,
-        api_time: !args.no_api_time,
-    }
-    .prepare()?;
+    let run = question(args).prepare()?;
     out::model_lines(&run.cluster.model_lines());
     workload_args::print_note(&run.workload);
     let files = args.watch.files().into_iter();
@@ -140,17 +128,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             run.workload.seed, outcome.digest
         ))?;
     }
-    if let Some(cut) = &outcome.cut {
-        errln!("note: {cut}; the figures are those of the requests that had ended");
-    }
-    if report.requests.sent == 0 && outcome.cut.is_none() {
-        errln!(
-            "note: no request was sent: the first is due after the workload's end, or after more than a century"
-        );
-    }
-    if let Some(extrapolated) = &outcome.extrapolation() {
-        errln!("note: {extrapolated}");
-    }
+    say_limits(&outcome, report.requests.sent);
     out::complain(&failures);
     let failed = !failures.is_empty()
         || outcome.cut.is_some()
@@ -161,6 +139,37 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         ExitCode::SUCCESS
     })
+}
+
+/// The question that the flags ask.
+fn question(args: &Args) -> Question {
+    Question {
+        cluster: args.cluster.source(),
+        workload: args.what.source(&args.sets.workload_set),
+        slo: args.slo.clone(),
+        label: args.label.clone(),
+        max_sim_time: args.max_sim_time,
+        speedup: args.speedup,
+        threads: args.threads,
+        retries: args.retries,
+        jump: !args.no_jump,
+        api_time: !args.no_api_time,
+    }
+}
+
+/// Notes on what the figures do not cover.
+fn say_limits(outcome: &Outcome, sent: u64) {
+    if let Some(cut) = &outcome.cut {
+        errln!("note: {cut}; the figures are those of the requests that had ended");
+    }
+    if sent == 0 && outcome.cut.is_none() {
+        errln!(
+            "note: no request was sent: the first is due after the workload's end, or after more than a century"
+        );
+    }
+    if let Some(extrapolated) = &outcome.extrapolation() {
+        errln!("note: {extrapolated}");
+    }
 }
 
 /// CPU time and memory of the simulation itself.

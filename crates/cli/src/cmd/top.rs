@@ -159,6 +159,31 @@ fn quantile(now: &Value, before: Option<&Value>, q: f64) -> String {
 
 /// The figures as text. Rates and latencies are those since `before`, or of all time.
 fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
+    let mut text = totals(url, now, before);
+    text.push('\n');
+    let engines = list(&now["engines"]);
+    // Names, roles and states to the left, numbers to the right.
+    if engines.is_empty() {
+        aligned(&worker_rows(list(&now["workers"])), 2, &mut text);
+    } else {
+        aligned(&engine_rows(engines), 3, &mut text);
+    }
+    for engine in engines.iter().filter(|of| of["ready"] != true) {
+        if let Some(why) = engine["last_failure"].as_str() {
+            let name = engine["name"].as_str().unwrap_or("?");
+            let _ = writeln!(text, "{}: {}", cell(name), brief(why, out::LINE_CHARS_MAX));
+        }
+    }
+    for (kind, count) in now["errors"].as_object().into_iter().flatten() {
+        if count.as_f64().is_some_and(|count| count > 0.0) {
+            let _ = writeln!(text, "{}: {}", cell(kind), shown(count, 0));
+        }
+    }
+    text
+}
+
+/// Two lines: the sums of all workers or engines, and rates and latencies.
+fn totals(url: &str, now: &Value, before: Option<&Value>) -> String {
     let mut text = String::new();
     let totals = &now["totals"];
     let since = |field: &str| {
@@ -197,66 +222,77 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
         quantile(&now["itl"], before.map(|of| &of["itl"]), 0.5),
         quantile(&now["itl"], before.map(|of| &of["itl"]), 0.99),
     );
-    text.push('\n');
-    let engines = list(&now["engines"]);
+    text
+}
+
+/// A row of heads, and one for each modelled worker.
+fn worker_rows(workers: &[Value]) -> Vec<Vec<String>> {
     let mut rows: Vec<Vec<String>> = Vec::new();
-    if engines.is_empty() {
-        let head = ["worker", "state", "running", "waiting", "KV use", "routed"];
-        rows.push(head.map(str::to_owned).to_vec());
-        for worker in list(&now["workers"]) {
-            let state = if worker["ready"] == true {
-                "up"
-            } else {
-                "down"
-            };
-            rows.push(vec![
-                cell(worker["name"].as_str().unwrap_or("?")),
-                state.into(),
-                shown(&worker["running"], 0),
-                shown(&worker["waiting"], 0),
-                percent(worker["kv_used"].as_f64()),
-                shown(&worker["routed"], 0),
-            ]);
-        }
-    } else {
-        rows.push(
-            [
-                "engine",
-                "role",
-                "state",
-                "in flight",
-                "requests",
-                "failures",
-                "first byte, ms",
-                "between, ms",
-                "prefills",
-                "failed",
-                "blocks",
-            ]
-            .map(str::to_owned)
-            .to_vec(),
-        );
-        for engine in engines {
-            let ready = if engine["ready"] == true {
-                "up"
-            } else {
-                "down"
-            };
-            rows.push(vec![
-                cell(engine["name"].as_str().unwrap_or("?")),
-                cell(engine["role"].as_str().unwrap_or("-")),
-                cell(engine["state"].as_str().unwrap_or(ready)),
-                shown(&engine["in_flight"], 0),
-                shown(&engine["requests"], 0),
-                shown(&engine["failures"], 0),
-                shown(&engine["first_byte_ms"], 0),
-                shown(&engine["between_ms"], 1),
-                shown(&engine["prefills"], 0),
-                shown(&engine["prefill_failures"], 0),
-                shown(&engine["cached_blocks"], 0),
-            ]);
-        }
+    let head = ["worker", "state", "running", "waiting", "KV use", "routed"];
+    rows.push(head.map(str::to_owned).to_vec());
+    for worker in workers {
+        let state = if worker["ready"] == true {
+            "up"
+        } else {
+            "down"
+        };
+        rows.push(vec![
+            cell(worker["name"].as_str().unwrap_or("?")),
+            state.into(),
+            shown(&worker["running"], 0),
+            shown(&worker["waiting"], 0),
+            percent(worker["kv_used"].as_f64()),
+            shown(&worker["routed"], 0),
+        ]);
     }
+    rows
+}
+
+/// A row of heads, and one for each real engine.
+fn engine_rows(engines: &[Value]) -> Vec<Vec<String>> {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    rows.push(
+        [
+            "engine",
+            "role",
+            "state",
+            "in flight",
+            "requests",
+            "failures",
+            "first byte, ms",
+            "between, ms",
+            "prefills",
+            "failed",
+            "blocks",
+        ]
+        .map(str::to_owned)
+        .to_vec(),
+    );
+    for engine in engines {
+        let ready = if engine["ready"] == true {
+            "up"
+        } else {
+            "down"
+        };
+        rows.push(vec![
+            cell(engine["name"].as_str().unwrap_or("?")),
+            cell(engine["role"].as_str().unwrap_or("-")),
+            cell(engine["state"].as_str().unwrap_or(ready)),
+            shown(&engine["in_flight"], 0),
+            shown(&engine["requests"], 0),
+            shown(&engine["failures"], 0),
+            shown(&engine["first_byte_ms"], 0),
+            shown(&engine["between_ms"], 1),
+            shown(&engine["prefills"], 0),
+            shown(&engine["prefill_failures"], 0),
+            shown(&engine["cached_blocks"], 0),
+        ]);
+    }
+    rows
+}
+
+/// Appends `rows` as columns, the first `words` of them aligned to the left.
+fn aligned(rows: &[Vec<String>], words: usize, text: &mut String) {
     // A column that no row fills says nothing.
     let filled = |at: usize| rows.iter().skip(1).any(|row| row[at] != "-");
     let columns: Vec<usize> = (0..rows[0].len())
@@ -272,9 +308,7 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
                 .unwrap_or(0)
         })
         .collect();
-    for row in &rows {
-        // Names, roles and states to the left, numbers to the right.
-        let words = if engines.is_empty() { 2 } else { 3 };
+    for row in rows {
         let cells = columns.iter().zip(&widths).map(|(&at, &width)| {
             let cell = &row[at];
             if at < words {
@@ -286,18 +320,6 @@ fn table(url: &str, now: &Value, before: Option<&Value>) -> String {
         text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
         text.push('\n');
     }
-    for engine in engines.iter().filter(|of| of["ready"] != true) {
-        if let Some(why) = engine["last_failure"].as_str() {
-            let name = engine["name"].as_str().unwrap_or("?");
-            let _ = writeln!(text, "{}: {}", cell(name), brief(why, out::LINE_CHARS_MAX));
-        }
-    }
-    for (kind, count) in now["errors"].as_object().into_iter().flatten() {
-        if count.as_f64().is_some_and(|count| count > 0.0) {
-            let _ = writeln!(text, "{}: {}", cell(kind), shown(count, 0));
-        }
-    }
-    text
 }
 
 /// A terminal without line editing; as it was before once this is dropped.

@@ -169,48 +169,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
-    let mut workload = if args.input.extension().is_some_and(|e| e == "toml") {
-        workload_args::read(&args.input, &[])?.0
-    } else {
-        Workload {
-            arrival: Arrival::Trace,
-            content: Content::Trace(TraceFile {
-                path: args.input.clone(),
-                on_bad_line: OnBadLine::Stop,
-                tokens_per_id: args.tokens_per_id,
-                ..TraceFile::default()
-            }),
-            ..Workload::default()
-        }
-    };
-    anyhow::ensure!(
-        workload.models().is_empty(),
-        "{}: the formats that are written have no models; remove `models`",
-        args.input.display()
-    );
-    workload.requests = args.requests.or(workload.requests);
-    workload.seed = args.seed.unwrap_or(workload.seed);
-    let read_as = &args.read_as;
-    if let Content::Trace(file) = &mut workload.content {
-        file.on_bad_line = args.on_bad_line.map_or(file.on_bad_line, Into::into);
-        file.columns = read_as.trace_columns.clone().or(file.columns.take());
-        file.unit = read_as.trace_unit.or(file.unit);
-        file.tokens_per_id = args.tokens_per_id.or(file.tokens_per_id);
-    } else {
-        anyhow::ensure!(
-            args.on_bad_line.is_none()
-                && read_as.trace_columns.is_none()
-                && read_as.trace_unit.is_none(),
-            "{}: it has no trace, so --on-bad-line, --trace-columns and --trace-unit do not apply",
-            args.input.display()
-        );
-    }
-    workload_args::print_note(&workload);
-    anyhow::ensure!(
-        !matches!(workload.arrival, Arrival::Closed { .. }),
-        "{}: a closed loop has no arrival times to write; set another `arrival.kind`",
-        args.input.display()
-    );
+    let workload = workload_of(args)?;
     // Whether the trace is empty, and whether lines name sessions, is known before the file is
     // created.
     let follow_ups = Schedule::open(&workload, 0, Shard::WHOLE)?.may_follow_up()?;
@@ -257,6 +216,53 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
     })
 }
 
+/// The requests of the input, as the flags have them.
+fn workload_of(args: &Convert) -> anyhow::Result<Workload> {
+    let mut workload = if args.input.extension().is_some_and(|e| e == "toml") {
+        workload_args::read(&args.input, &[])?.0
+    } else {
+        Workload {
+            arrival: Arrival::Trace,
+            content: Content::Trace(TraceFile {
+                path: args.input.clone(),
+                on_bad_line: OnBadLine::Stop,
+                tokens_per_id: args.tokens_per_id,
+                ..TraceFile::default()
+            }),
+            ..Workload::default()
+        }
+    };
+    anyhow::ensure!(
+        workload.models().is_empty(),
+        "{}: the formats that are written have no models; remove `models`",
+        args.input.display()
+    );
+    workload.requests = args.requests.or(workload.requests);
+    workload.seed = args.seed.unwrap_or(workload.seed);
+    let read_as = &args.read_as;
+    if let Content::Trace(file) = &mut workload.content {
+        file.on_bad_line = args.on_bad_line.map_or(file.on_bad_line, Into::into);
+        file.columns = read_as.trace_columns.clone().or(file.columns.take());
+        file.unit = read_as.trace_unit.or(file.unit);
+        file.tokens_per_id = args.tokens_per_id.or(file.tokens_per_id);
+    } else {
+        anyhow::ensure!(
+            args.on_bad_line.is_none()
+                && read_as.trace_columns.is_none()
+                && read_as.trace_unit.is_none(),
+            "{}: it has no trace, so --on-bad-line, --trace-columns and --trace-unit do not apply",
+            args.input.display()
+        );
+    }
+    workload_args::print_note(&workload);
+    anyhow::ensure!(
+        !matches!(workload.arrival, Arrival::Closed { .. }),
+        "{}: a closed loop has no arrival times to write; set another `arrival.kind`",
+        args.input.display()
+    );
+    Ok(workload)
+}
+
 /// Percentiles of the length columns after the mean, between minimum and maximum.
 const LENGTH_SHARES: [Option<f64>; 5] = [None, Some(0.5), Some(0.9), Some(0.99), None];
 
@@ -264,7 +270,6 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     let seconds = stats.duration().as_secs_f64();
     let [input, output] = stats.tokens();
     let per_s = |count: u64| number(count as f64 / seconds.max(1e-9));
-    let share = |part: u64, of: u64| number(100.0 * part as f64 / of.max(1) as f64);
     let mut text = format!(
         "{} in {} s: {} a second, {} prompt and {} answer tokens a second\n\
          ideal prefix hits {} % of prompt tokens, in blocks of {block_size} and an endless cache\n\
@@ -296,6 +301,24 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
         text.push('\n');
     }
     text.push('\n');
+    let (over_time, joined) = over_time(stats, window_ns, may_join);
+    text.push_str(&over_time.render(false));
+    let most = if joined > 1 {
+        ", the maximum over the windows of a row"
+    } else {
+        ""
+    };
+    let width = number(window_ns as f64 / 1e9);
+    text + &format!("working set: distinct blocks requested in {width} s{most}\n")
+}
+
+/// Part in percent.
+fn share(part: u64, of: u64) -> String {
+    number(100.0 * part as f64 / of.max(1) as f64)
+}
+
+/// A row for each window, or for as many windows together as a table has room for; and how many that are.
+fn over_time(stats: &Stats, window_ns: u64, may_join: bool) -> (Table, u64) {
     let windows = stats.windows();
     let length_ns = stats.duration().0.saturating_add(1);
     // Totals of several windows; a working set is not additive, so the largest is shown.
@@ -304,7 +327,6 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     } else {
         1
     };
-    let width_s = window_ns as f64 / 1e9;
     let row_ns = window_ns.saturating_mul(joined);
     let mut over_time = Table::new([
         "from, s",
@@ -333,12 +355,5 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
             grouped(group.iter().map(|(_, w)| w.blocks).max().unwrap_or(0)),
         ]);
     }
-    text.push_str(&over_time.render(false));
-    let most = if joined > 1 {
-        ", the maximum over the windows of a row"
-    } else {
-        ""
-    };
-    let width = number(width_s);
-    text + &format!("working set: distinct blocks requested in {width} s{most}\n")
+    (over_time, joined)
 }

@@ -174,6 +174,43 @@ pub fn start(
     now: &Cluster,
     engines: &Arc<Engines>,
 ) -> anyhow::Result<Option<Membership>> {
+    let mut followers = of_names(given, now);
+    followers.extend(of_slices(given)?);
+    if followers.is_empty() {
+        return Ok(None);
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let (stop, mut stopped) = watch::channel(false);
+    let engines = engines.clone();
+    let run = move || {
+        let tasks = LocalSet::new();
+        for (source, follower) in followers {
+            let engines = engines.clone();
+            match source {
+                Source::Dns(source) => tasks.spawn_local(follow(source, follower, engines)),
+                Source::Slices(source) => tasks.spawn_local(follow(*source, follower, engines)),
+            };
+        }
+        runtime.block_on(tasks.run_until(async move {
+            let _ = stopped.changed().await;
+        }));
+        drop(tasks);
+        runtime.shutdown_background(); // a look-up may hang
+    };
+    let thread = std::thread::Builder::new()
+        .name("membership".into())
+        .spawn(run)
+        .context("following the engines' names")?;
+    Ok(Some(Membership {
+        stop,
+        thread: Some(thread),
+    }))
+}
+
+/// A follower for each name of the file. The engines that a name has at the start are those of `now`.
+fn of_names(given: &Cluster, now: &Cluster) -> Vec<(Source, Follower)> {
     let interval = Duration::from_secs_f64(given.upstream.dns_interval_s);
     let mut followers: Vec<(Source, Follower)> = Vec::new();
     for (pool, with) in given.pools.iter().zip(&now.pools) {
@@ -206,6 +243,12 @@ pub fn start(
             ));
         }
     }
+    followers
+}
+
+/// A follower for each pool whose engines Kubernetes lists.
+fn of_slices(given: &Cluster) -> anyhow::Result<Vec<(Source, Follower)>> {
+    let mut followers = Vec::new();
     for pool in &given.pools {
         let Some(of) = &pool.engines else {
             continue;
@@ -226,37 +269,7 @@ pub fn start(
             ));
         }
     }
-    if followers.is_empty() {
-        return Ok(None);
-    }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
-    let (stop, mut stopped) = watch::channel(false);
-    let engines = engines.clone();
-    let run = move || {
-        let tasks = LocalSet::new();
-        for (source, follower) in followers {
-            let engines = engines.clone();
-            match source {
-                Source::Dns(source) => tasks.spawn_local(follow(source, follower, engines)),
-                Source::Slices(source) => tasks.spawn_local(follow(*source, follower, engines)),
-            };
-        }
-        runtime.block_on(tasks.run_until(async move {
-            let _ = stopped.changed().await;
-        }));
-        drop(tasks);
-        runtime.shutdown_background(); // a look-up may hang
-    };
-    let thread = std::thread::Builder::new()
-        .name("membership".into())
-        .spawn(run)
-        .context("following the engines' names")?;
-    Ok(Some(Membership {
-        stop,
-        thread: Some(thread),
-    }))
+    Ok(followers)
 }
 
 async fn follow(mut source: impl MemberSource, mut follower: Follower, engines: Arc<Engines>) {

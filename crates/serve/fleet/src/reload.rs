@@ -260,6 +260,15 @@ impl Watcher {
             }
         }
         self.listed = kept;
+        self.say_restart(settings);
+        tracing::info!(
+            "the cluster file was applied: {} engines",
+            self.engines.count()
+        );
+    }
+
+    /// Names the changes since the start that need a restart.
+    fn say_restart(&self, settings: &Settings) {
         let others = others(settings);
         // A pool that comes or goes is no change of its keys.
         let pool_of = |path: &str| {
@@ -285,9 +294,5 @@ impl Watcher {
         if !paths.is_empty() {
             tracing::warn!("changes of these keys need a restart: {}", paths.join(", "));
         }
-        tracing::info!(
-            "the cluster file was applied: {} engines",
-            self.engines.count()
-        );
     }
 }

@@ -90,21 +90,7 @@ impl RouterServer {
                 note(text);
             }
         };
-        anyhow::ensure!(
-            cluster.has_engines(),
-            "no pool lists `engines`: a router needs `pool.NAME.engines`; for modelled engines run `slipstream serve`"
-        );
-        let faults = &cluster.live.faults;
-        anyhow::ensure!(
-            faults.rates() == [0.0; 4],
-            "`[live.faults]` affects modelled engines only, and this cluster has real ones; set it for the \
-             `slipstream serve` that models an engine"
-        );
-        anyhow::ensure!(
-            cluster.live.admin_key_file.is_none(),
-            "`live.admin_key_file` is the key of modelled engines, and this cluster has real ones; the router's admin API has \
-             `upstream.admin_key_file`"
-        );
+        check_settings(cluster)?;
         // A client and an engine per stream.
         let files = process::raise_open_files();
         let file = cluster;
@@ -115,11 +101,7 @@ impl RouterServer {
         let (specs, pools) = EngineSpec::of_cluster(cluster, key, tls)?;
         let admin_key = cluster.upstream.admin_key_file.as_deref().map(key);
         let admin_key = admin_key.transpose()?;
-        let has_names = file.pools.iter().any(|pool| {
-            let engines = pool.engines.as_ref();
-            engines.is_some_and(|of| !of.dns.is_empty() || of.endpoint_slices.is_some())
-        });
-        let may_grow = options.file.is_some() || admin_key.is_some() || has_names;
+        let may_grow = options.file.is_some() || admin_key.is_some() || has_names(file);
         let slots = slots(cluster, may_grow)?;
         let given = cluster.clone();
         let autoscale = autoscale::prepare(&given)?;
@@ -135,18 +117,9 @@ impl RouterServer {
         } else {
             TextModel::builtin() // engines tokenize
         });
-        let mut engines = Engines::new(specs, &cluster.upstream, fleets.clone());
-        if follows {
-            engines = engines.with_tokens(cluster.model.name.clone());
-        }
-        if let Some(key) = admin_key {
-            engines = engines.with_admin_key(key);
-        }
-        if cluster.live.api_keys_file.is_some() {
-            engines = engines.with_own_keys();
-        }
+        let engines = Engines::new(specs, &cluster.upstream, fleets.clone());
         engines.set_pools(pools);
-        let engines = Arc::new(engines);
+        let engines = Arc::new(with_settings(engines, &cluster, follows, admin_key));
         let follow = || {
             let (engines, fleets) = (engines.clone(), fleets.clone());
             engine_kv::follow(
@@ -169,15 +142,10 @@ impl RouterServer {
         if let Some(adjust) = options.adjust {
             adjust(&mut service);
         }
-        let mut registry = Registry::default();
-        registry.register_collector(Box::new(EngineCollector(engines.clone())));
+        let mut registry = registry(&engines, &fleets);
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
-        registry.register_collector(Box::new(FleetCollector {
-            fleets: fleets.clone(),
-            engines: Some(engines.clone()),
-        }));
         if let Some(autoscale) = &autoscale {
             registry.register_collector(Box::new(autoscale.collector()));
         }
@@ -274,6 +242,64 @@ impl RouterServer {
         drop(self.checks);
         drop(self.events);
     }
+}
+
+/// Refuses what a cluster of real engines cannot have.
+fn check_settings(cluster: &Cluster) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        cluster.has_engines(),
+        "no pool lists `engines`: a router needs `pool.NAME.engines`; for modelled engines run `slipstream serve`"
+    );
+    let faults = &cluster.live.faults;
+    anyhow::ensure!(
+        faults.rates() == [0.0; 4],
+        "`[live.faults]` affects modelled engines only, and this cluster has real ones; set it for the \
+         `slipstream serve` that models an engine"
+    );
+    anyhow::ensure!(
+        cluster.live.admin_key_file.is_none(),
+        "`live.admin_key_file` is the key of modelled engines, and this cluster has real ones; the router's admin API has \
+         `upstream.admin_key_file`"
+    );
+    Ok(())
+}
+
+/// Whether a pool's engines come from a name or from Kubernetes, and so change.
+fn has_names(cluster: &Cluster) -> bool {
+    cluster.pools.iter().any(|pool| {
+        let engines = pool.engines.as_ref();
+        engines.is_some_and(|of| !of.dns.is_empty() || of.endpoint_slices.is_some())
+    })
+}
+
+/// `engines` as the settings of `cluster` have them. `follows`: the router knows what their caches hold.
+fn with_settings(
+    mut engines: Engines,
+    cluster: &Cluster,
+    follows: bool,
+    admin_key: Option<String>,
+) -> Engines {
+    if follows {
+        engines = engines.with_tokens(cluster.model.name.clone());
+    }
+    if let Some(key) = admin_key {
+        engines = engines.with_admin_key(key);
+    }
+    if cluster.live.api_keys_file.is_some() {
+        engines = engines.with_own_keys();
+    }
+    engines
+}
+
+/// Metrics of engines and their fleets.
+fn registry(engines: &Arc<Engines>, fleets: &Fleets) -> Registry {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(EngineCollector(engines.clone())));
+    registry.register_collector(Box::new(FleetCollector {
+        fleets: fleets.clone(),
+        engines: Some(engines.clone()),
+    }));
+    registry
 }
 
 /// `cluster` for a router that knows what it routed to engines, but not what they hold.

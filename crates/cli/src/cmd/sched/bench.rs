@@ -113,56 +113,66 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut text = format!("scheduler: {}; {cpus} CPUs\n", scheduler());
-    let quantiles = |q: &Quantiles| {
-        [(0.5, q.p50_us), (0.99, q.p99_us), (0.999, q.p99_9_us)].map(|(share, us)| {
-            if enough_samples(share, q.count) {
-                number(us)
-            } else {
-                "-".to_owned()
-            }
-        })
-    };
     if !wakes.is_empty() {
-        let mut table = Table::new(["wake-up by", "p50 us", "p99 us", "p99.9 us", "hand-offs/s"]);
-        for r in &wakes {
-            let mut row = vec![r.mechanism.name().to_owned()];
-            row.extend(quantiles(&r.latency));
-            row.push(grouped(floor_u64(r.hand_offs_per_s)));
-            table.row(row);
-        }
-        text += &table.render(false);
+        text += &wake_table(&wakes);
     }
     if !loads.is_empty() {
-        let mut table = Table::new([
-            "load %",
-            "wake p50 us",
-            "p99 us",
-            "p99.9 us",
-            "request p50 us",
-            "p99 us",
-            "p99.9 us",
-            "requests/s",
-            "hand-offs/s",
-            "dropped",
-        ]);
-        for r in &loads {
-            let mut row = vec![r.load_pct.to_string()];
-            row.extend(quantiles(&r.wake));
-            row.extend(quantiles(&r.request));
-            row.push(grouped(floor_u64(r.requests_per_s)));
-            row.push(grouped(floor_u64(r.hand_offs_per_s)));
-            row.push(r.dropped.to_string());
-            table.row(row);
-        }
         let _ = write!(
             text,
             "\nworkers woken by {}, {message_threads} message threads, {} us of work, seed {}\n{}",
             args.load_mechanism.name(),
             args.work_us,
             args.seed,
-            table.render(false)
+            load_table(&loads)
         );
     }
     out::print(&text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Quantiles of which there are enough samples.
+fn quantiles(q: &Quantiles) -> [String; 3] {
+    [(0.5, q.p50_us), (0.99, q.p99_us), (0.999, q.p99_9_us)].map(|(share, us)| {
+        if enough_samples(share, q.count) {
+            number(us)
+        } else {
+            "-".to_owned()
+        }
+    })
+}
+
+fn wake_table(wakes: &[wake::WakeResult]) -> String {
+    let mut table = Table::new(["wake-up by", "p50 us", "p99 us", "p99.9 us", "hand-offs/s"]);
+    for r in wakes {
+        let mut row = vec![r.mechanism.name().to_owned()];
+        row.extend(quantiles(&r.latency));
+        row.push(grouped(floor_u64(r.hand_offs_per_s)));
+        table.row(row);
+    }
+    table.render(false)
+}
+
+fn load_table(loads: &[load::LoadResult]) -> String {
+    let mut table = Table::new([
+        "load %",
+        "wake p50 us",
+        "p99 us",
+        "p99.9 us",
+        "request p50 us",
+        "p99 us",
+        "p99.9 us",
+        "requests/s",
+        "hand-offs/s",
+        "dropped",
+    ]);
+    for r in loads {
+        let mut row = vec![r.load_pct.to_string()];
+        row.extend(quantiles(&r.wake));
+        row.extend(quantiles(&r.request));
+        row.push(grouped(floor_u64(r.requests_per_s)));
+        row.push(grouped(floor_u64(r.hand_offs_per_s)));
+        row.push(r.dropped.to_string());
+        table.row(row);
+    }
+    table.render(false)
 }

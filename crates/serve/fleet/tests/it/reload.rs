@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use slipstream_config::cluster::{Cluster, file};
@@ -96,6 +97,12 @@ fn an_engine_that_is_added_while_a_router_starts_joins_it() {
     router.shutdown();
 }
 
+fn join(writer: Option<JoinHandle<()>>) {
+    if let Some(writer) = writer {
+        writer.join().unwrap();
+    }
+}
+
 /// A pipe as a shell makes it, with a key in it.
 fn pipe() -> (std::io::PipeReader, PathBuf) {
     let (read_end, mut write_end) = std::io::pipe().unwrap();
@@ -119,17 +126,19 @@ fn engines_join_whatever_kind_of_file_has_their_key() {
         let path = at("c.toml");
         let (first, second) = (engine(), engine());
         // A FIFO has a writer for each time that it is read.
-        let to = key.clone();
-        let writer = key.ends_with("fifo").then(|| {
-            std::thread::spawn(move || (0..2).for_each(|_| std::fs::write(&to, "k-1").unwrap()))
-        });
+        let write = || {
+            let to = key.clone();
+            let write = move || std::fs::write(&to, "k-1").unwrap();
+            key.ends_with("fifo").then(|| std::thread::spawn(write))
+        };
+        let writer = write();
         std::fs::write(&path, text(&[first], &key)).unwrap();
         let router = start(&path, text(&[first], &key));
+        join(writer);
+        let writer = write();
         std::fs::write(&path, text(&[first, second], &key)).unwrap();
         await_engines(&router, 2);
         router.shutdown();
-        if let Some(writer) = writer {
-            writer.join().unwrap();
-        }
+        join(writer);
     }
 }

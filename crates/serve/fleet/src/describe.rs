@@ -18,7 +18,7 @@ use slipstream_probe::{EngineFacts, EngineKind, Outcome};
 pub fn cluster_file(engines: &[EngineFacts], timing: Option<&str>) -> anyhow::Result<String> {
     let mut pools: Vec<(&EngineFacts, Vec<&str>)> = Vec::new();
     for facts in engines {
-        match pools.iter_mut().find(|(first, _)| alike(first, facts)) {
+        match pools.iter_mut().find(|(first, _)| may_share_pool(first, facts)) {
             Some((_, urls)) => urls.push(&facts.url),
             None => pools.push((facts, vec![&facts.url])),
         }
@@ -62,7 +62,7 @@ pub fn cluster_file(engines: &[EngineFacts], timing: Option<&str>) -> anyhow::Re
 }
 
 /// Whether two engines may be workers of one pool.
-fn alike(a: &EngineFacts, b: &EngineFacts) -> bool {
+fn may_share_pool(a: &EngineFacts, b: &EngineFacts) -> bool {
     let comparable = |facts: &EngineFacts| EngineFacts {
         url: String::new(),
         asked: Vec::new(),

@@ -263,7 +263,7 @@ impl EngineFigures {
     }
 
     /// Whether both sides have parted in a quantity; `None`: too few requests say so.
-    fn parted(&self, quantity: usize, ratio: f64) -> Option<bool> {
+    fn has_diverged(&self, quantity: usize, ratio: f64) -> Option<bool> {
         let (measured, predicted) = self.means[quantity]?;
         if self.requests < REQUESTS_MIN {
             return None;
@@ -296,11 +296,11 @@ const SKIPPED: [&str; 5] = ["unanswered", "moved", "late", "no_worker", "refused
 #[derive(Clone, Copy)]
 enum Skip {
     /// No engine answered it with a token.
-    Unanswered,
+    NoAnswer,
     /// Several engines had a part of it.
-    Moved,
+    SeveralEngines,
     /// It ended after the twin had passed its arrival.
-    Late,
+    LateRequest,
     /// Its engine joined later: the twin has no such worker.
     NoWorker,
     /// The twin's engine refused it.
@@ -382,14 +382,14 @@ impl Comparison<'_> {
         block_size: u32,
         now_ns: u64,
     ) -> Result<(), String> {
-        let to_ns = backlog.known_to(now_ns);
+        let to_ns = backlog.complete_until_ns(now_ns);
         let lag_ns = now_ns.saturating_sub(to_ns);
         self.figures.lag_ns.store(lag_ns, Relaxed);
         for request in backlog.take_before(to_ns) {
             let worker = request.worker.expect("others were skipped");
             match twin.push(self.request(&request, block_size), worker) {
                 Ok(()) => _ = self.measured.insert(request.id, request),
-                Err(LateRequest) => self.figures.skip(Skip::Late),
+                Err(LateRequest) => self.figures.skip(Skip::LateRequest),
             }
         }
         let to = SimTime(to_ns.saturating_sub(self.base_ns));
@@ -472,12 +472,12 @@ impl Backlog {
                     let key = (request.arrival_ns, request.id);
                     self.open.remove(&key);
                     let skip = match request.worker {
-                        _ if known.is_none() => Some(Skip::Late),
-                        None => Some(Skip::Unanswered),
+                        _ if known.is_none() => Some(Skip::LateRequest),
+                        None => Some(Skip::NoAnswer),
                         _ if request.output_tokens == 0 || request.input_tokens == 0 => {
-                            Some(Skip::Unanswered)
+                            Some(Skip::NoAnswer)
                         }
-                        _ if request.is_moved => Some(Skip::Moved),
+                        _ if request.is_moved => Some(Skip::SeveralEngines),
                         Some(worker) if worker.0 >= workers => Some(Skip::NoWorker),
                         Some(_) => None,
                     };
@@ -491,7 +491,7 @@ impl Backlog {
     }
 
     /// The time before which all requests have ended, ns. Requests that have been open for too long do not count.
-    fn known_to(&mut self, now_ns: u64) -> u64 {
+    fn complete_until_ns(&mut self, now_ns: u64) -> u64 {
         while let Some(&(arrival_ns, id)) = self.open.first()
             && arrival_ns + HOLD_NS < now_ns
         {
@@ -618,7 +618,7 @@ impl Collector for ShadowCollector {
         )?;
         for (engine, of) in &engines {
             for (at, quantity) in QUANTITIES.iter().enumerate() {
-                if let Some(is_parted) = of.parted(at, figures.ratio) {
+                if let Some(is_parted) = of.has_diverged(at, figures.ratio) {
                     parted
                         .encode_family(&[("engine", &**engine), ("of", quantity)])?
                         .encode_gauge(&f64::from(u8::from(is_parted)))?;
@@ -695,7 +695,7 @@ mod tests {
         };
         let few = figures(1.0, 9.0, REQUESTS_MIN - 1);
         assert_eq!(few.means[0], Some((1.0, 9.0)));
-        assert_eq!(few.parted(0, 1.5), None);
+        assert_eq!(few.has_diverged(0, 1.5), None);
         for (measured, predicted, parted) in [
             (1.0, 1.4, false),
             (1.0, 1.6, true),
@@ -703,15 +703,15 @@ mod tests {
             (1.4, 1.0, false),
         ] {
             let of = figures(measured, predicted, REQUESTS_MIN);
-            assert_eq!(of.parted(0, 1.5), Some(parted), "{measured} {predicted}");
+            assert_eq!(of.has_diverged(0, 1.5), Some(parted), "{measured} {predicted}");
             assert_eq!(
-                of.parted(1, 1.5),
+                of.has_diverged(1, 1.5),
                 None,
                 "no time between tokens was measured"
             );
-            assert_eq!(of.parted(3, 1.5), Some(false));
+            assert_eq!(of.has_diverged(3, 1.5), Some(false));
         }
-        assert_eq!(figures(1.0, 2.5, REQUESTS_MIN).parted(3, 100.0), Some(true));
+        assert_eq!(figures(1.0, 2.5, REQUESTS_MIN).has_diverged(3, 100.0), Some(true));
         assert_eq!(figures(1.0, 1.0, 3).queued, Some(0.25));
         assert_eq!(
             EngineFigures::of(&VecDeque::new()),

@@ -9,7 +9,7 @@ use slipstream_frontend::Bound;
 /// # Errors
 /// The address cannot be bound, or what the service manager passed is not one listening TCP socket.
 pub fn bind(live: &LiveConfig) -> anyhow::Result<Bound> {
-    let count = sockets_given()?;
+    let count = inherited_sockets()?;
     match count {
         0 if live.reuse_port => Ok(Bound::bind_shared(&live.listen)?),
         0 => Ok(Bound::bind(&live.listen)?),
@@ -34,7 +34,7 @@ pub fn bind(live: &LiveConfig) -> anyhow::Result<Bound> {
 
 /// Number of sockets that a service manager passed to this process (sd_listen_fds(3)). Variables that it cannot
 /// have written are errors, as in systemd's own library: a server on another address would look started.
-fn sockets_given() -> anyhow::Result<u32> {
+fn inherited_sockets() -> anyhow::Result<u32> {
     let Some(count) = std::env::var_os("LISTEN_FDS") else {
         return Ok(0);
     };

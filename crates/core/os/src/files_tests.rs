@@ -1,6 +1,8 @@
 use std::io::Write;
 use std::os::unix::fs::symlink;
 
+use proptest::prelude::*;
+
 use super::*;
 
 /// A folder with one path of each kind.
@@ -178,5 +180,54 @@ fn a_read_that_does_not_end_is_left_behind_and_not_repeated() {
     end.recv().unwrap();
     while Reading::begin(path).is_err() {
         std::thread::yield_now(); // the thread ends
+    }
+}
+
+proptest! {
+    /// Both readers, of every kind of source: the content as it is, or a refusal because of its size.
+    #[test]
+    fn both_readers_return_the_content_or_refuse_its_size(
+        kind in 0..4usize,
+        mark in any::<bool>(),
+        rest in prop_oneof![prop::collection::vec(any::<u8>(), 0..200), "\\PC{0,80}".prop_map(String::into_bytes)],
+        limit in 0..200u64,
+        again in any::<bool>(),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let mut content = if mark { "\u{feff}".as_bytes().to_vec() } else { Vec::new() };
+        content.extend(&rest);
+        let path = match kind {
+            0 => at("file"),
+            1 => { symlink(at("file"), at("link")).unwrap(); at("link") }
+            2 => { symlink(at("link"), at("second")).unwrap(); symlink(at("file"), at("link")).unwrap(); at("second") }
+            _ => {
+                let mode = Mode::RUSR | Mode::WUSR;
+                rustix::fs::mknodat(rustix::fs::CWD, at("file"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
+                at("file")
+            }
+        };
+        let (to, written) = (at("file"), content.clone());
+        let write = move || std::fs::write(to, written);
+        let writer = if kind == 3 {
+            Some(std::thread::spawn(write))
+        } else {
+            write().unwrap();
+            None
+        };
+        let bytes_max = if again { limit } else { BYTES_MAX };
+        let found = if again { reread(&path, bytes_max) } else { read(&path) };
+        let expected = if content.len() as u64 > bytes_max { Err(io::ErrorKind::FileTooLarge) } else { Ok(content) };
+        prop_assert_eq!(found.map_err(|error| error.kind()), expected.clone());
+        if let Some(writer) = writer {
+            let _ = writer.join().unwrap(); // an error: the reader wants no more
+        }
+        let of_text = expected.ok().and_then(|bytes| text(bytes).ok());
+        let plain = String::from_utf8(rest).ok();
+        if let Some(text) = of_text {
+            // A mark of the content itself is a mark as well.
+            let plain = plain.expect("it is text");
+            prop_assert_eq!(text, if mark { plain } else { plain.trim_start_matches('\u{feff}').to_owned() });
+        }
     }
 }

@@ -5,8 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::str::FromStr;
@@ -15,6 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use slipstream_bench::host::{self, HostLoad, HostSample, HostVerdict, RunQueue};
 use slipstream_config::cluster::Cluster;
+use slipstream_probe::Client;
 use slipstream_report::gaps::{self, StageGaps};
 use slipstream_report::lengths::{self, AnswerLengths};
 use slipstream_report::table::{counted, grouped, number};
@@ -349,28 +349,35 @@ pub(super) fn slipstream() -> anyhow::Result<Command> {
     ))
 }
 
+/// Time limit of a health check.
+const HEALTH_MAX: Duration = Duration::from_secs(30);
+
 /// Time limit for the live cluster's engines to start.
 const STARTUP_MAX: Duration = Duration::from_secs(600);
 
 /// Waits until every rank takes requests, as the twin's do from the start.
 pub(super) fn await_ranks(url: &str) -> anyhow::Result<()> {
-    let address = url.strip_prefix("http://").unwrap_or(url);
+    let client = Client::new(url, None, None)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let begun = Instant::now();
-    loop {
-        let mut stream = TcpStream::connect(address).context("asking the server for its ranks")?;
-        stream.write_all(b"GET /health HTTP/1.1\r\nHost: drag\r\nConnection: close\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        if answer.contains("\"ready\":true") && !answer.contains("\"ready\":false") {
-            return Ok(());
+    runtime.block_on(async {
+        loop {
+            let answer = client.get("/health", HEALTH_MAX).await;
+            let body = answer.context("asking the server for its ranks")?.body;
+            let body = String::from_utf8_lossy(&body);
+            if body.contains("\"ready\":true") && !body.contains("\"ready\":false") {
+                return Ok(());
+            }
+            ensure!(
+                begun.elapsed() < STARTUP_MAX,
+                "the live cluster's engines were not ready after {} s; lower `engine.startup_s`",
+                STARTUP_MAX.as_secs()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        ensure!(
-            begun.elapsed() < STARTUP_MAX,
-            "the live cluster's engines were not ready after {} s; lower `engine.startup_s`",
-            STARTUP_MAX.as_secs()
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    })
 }
 
 /// The seed of `simulate` for a load without one; `bench` would choose a random one.

@@ -166,7 +166,7 @@ impl Etcd {
         BackendError {
             place: place(&self.options),
             operation,
-            hint: "check that etcd answers there, or name another place",
+            hint: "check that etcd answers there, or name another with --discovery",
             source,
         }
     }

@@ -169,7 +169,7 @@ impl Nats {
         BackendError {
             place: place(&self.options),
             operation,
-            hint: "check that NATS answers there, with JetStream, or name another place",
+            hint: "check that NATS answers there, with JetStream, or name another with --discovery",
             source,
         }
     }

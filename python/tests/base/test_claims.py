@@ -250,3 +250,50 @@ def test_terms_of_the_readme_are_explained_where_they_first_occur(term: str) -> 
     around = text[first.start() - 2 : first.end() + 2]
     explained = rf"(\(|, ){term}\)|{term} \("
     assert re.search(explained, around), text[first.start() - 60 : first.end() + 20]
+
+
+NOUNS = {
+    "pipeline": "pipeline parallelism|pipelines",
+    "tensor": "tensor parallelism",
+    "data parallel": "data parallelism",
+    "expert": "expert parallelism",
+    "speculati": "speculation|speculative decoding",
+    "host memory": "host memory(?: for KV blocks)?",
+    "disk": "(?:KV )?tiers? on disk|disk tiers?",
+    "peer": "peer tiers?",
+    "autoscal": "autoscaling",
+}
+"""How pages name each of FEATURES as a whole."""
+
+
+def absent(page: str) -> list[str]:
+    """Sentences that say a feature is not there, though a key simulates it."""
+    assert NOUNS.keys() <= FEATURES.keys()
+    found, text = [], re.sub(r"\s+", " ", page)
+    for noun in NOUNS.values():
+        listed = rf"(?:{noun})(?:(?:, | and |, and )[\w ]+)* (?:is|are) not (?:modelled|simulated)"
+        headed = rf"not (?:modelled|simulated)(?: in [\w`, ]+)?: (?:[\w ]+, )*(?:{noun})[,.;]"
+        for pattern in (listed, headed):
+            found += [match[0] for match in re.finditer(pattern, text, re.I)]
+    return found
+
+
+def test_no_page_denies_a_feature_that_is_there() -> None:
+    wrong = [f"{name}: {text}" for name, page in PAGES.items() for text in absent(page)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "false"),
+    [
+        ("- Pipeline parallelism and CUDA graphs are not modelled. Tokens", True),
+        ("Not modelled in simulate and plan: pipeline parallelism, KV tiers on disk", True),
+        ("Not modelled: swaps, speculation, and others.", True),
+        ("host memory for KV blocks is not simulated", True),
+        ("CUDA graphs are not modelled (stages of a pipeline are).", False),
+        ("Not modelled: drafts in a pipeline (refused), uneven stages", False),
+        ("Pipeline parallelism is modelled. The network is not simulated.", False),
+    ],
+)
+def test_denials_are_found(text: str, false: bool) -> None:
+    assert bool(absent(text)) == false

@@ -433,6 +433,8 @@ def main():
     if not BINARY.exists():
         print(f"{BINARY} does not exist: make build, or set SLIPSTREAM_BIN", file=sys.stderr)
         return 2
+    # Servers of a page end with the script, however it ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     problems, ran, not_run = [], 0, 0
     for name in names:
         begun = time.monotonic()

@@ -13,7 +13,7 @@
 //! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
 //!   follow; so bench and twin agree on shared prefixes without passing text around.
 //! - [`generate`] and [`trace`]: sources of requests, one in memory at a time.
-//! - [`own`]: our format of traces, which [`write`] writes; [`mooncake`] writes another one.
+//! - [`own`]: our format of traces, which [`write`](mod@write) writes; [`mooncake`] writes another one.
 //! - [`stats`]: statistics of a stream of requests.
 //! - [`schedule`]: due times, follow-up turns and closed loops. No clock: the driver passes `now`.
 // Casts that could change a number go through `slipstream_base::width`.

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use slipstream_base::width::to_u32;
 
-use super::read::ShapeError;
+use super::error::ShapeError;
 
 pub(super) type Object = Map<String, Value>;
 

@@ -9,11 +9,11 @@ use serde_json::Value;
 
 use slipstream_base::width::to_u32;
 
+use super::error::ShapeError;
 use super::fields::{Object, shown};
 use super::formats::Formats;
 use super::model::ModelShape;
 use super::python_json;
-use super::read::ShapeError;
 use crate::cluster::Dtype;
 
 const FILE: &str = "model.safetensors.index.json";

@@ -8,9 +8,9 @@ use serde_json::Value;
 use slipstream_base::width::to_u32;
 
 use super::class::{Class, DenseLayers, Kind, Windows};
+use super::error::ShapeError;
 use super::fields::{Fields, integer};
 use super::model::{Attention, SparseIndex};
-use super::read::ShapeError;
 
 /// Keys of state-space layers, without effect in a file whose layers all have attention.
 const STATE_SPACE: &[&str] = &[

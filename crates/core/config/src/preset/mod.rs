@@ -3,7 +3,9 @@
 //! `slipstream presets` lists them; `[model] preset` and `[engine.timing] gpu` select them.
 
 mod class;
+mod error;
 mod fields;
+mod files;
 mod formats;
 mod gpu;
 mod index;
@@ -16,9 +18,11 @@ mod python_json;
 mod quantization;
 mod read;
 
+pub use error::ShapeError;
+pub use files::ModelFiles;
 pub use formats::Formats;
 pub use gpu::{GPUS, Gpu, Link, board_power_w, gpu};
 pub use model::{Attention, Experts, ModelShape, SparseIndex};
 pub use models::{MODELS, model};
 pub use names::find_model;
-pub use read::{ModelFiles, ReadModel, ShapeError};
+pub use read::ReadModel;

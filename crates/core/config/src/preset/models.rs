@@ -8,8 +8,8 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
+use super::files::ModelFiles;
 use super::model::ModelShape;
-use super::read::ModelFiles;
 
 struct Preset {
     shape: ModelShape,

@@ -5,11 +5,12 @@
 
 use serde_json::Value;
 
+use super::error::ShapeError;
 use super::fields::{Fields, Log, Object, integer, is_nothing, shown};
+use super::files::ModelFiles;
 use super::index::is_encoder;
 use super::kept::{Found, Kept, Names, Parts};
 use super::python_json;
-use super::read::{ModelFiles, ShapeError};
 use crate::cluster::Dtype;
 
 /// The default formats in which vLLM would run a checkpoint.

@@ -1,35 +1,17 @@
 //! Reads the shape of a model from the files of its checkpoint.
 
-use std::borrow::Cow;
-use std::io;
-use std::path::Path;
-
 use serde_json::Value;
-use thiserror::Error;
 
 use slipstream_base::width::floor_u64;
 
 use super::class::{self, Class, Mixture, Shared};
+use super::error::ShapeError;
 use super::fields::{Fields, Log, Object, cleaned};
+use super::files::ModelFiles;
 use super::kept::Parts;
 use super::model::{Attention, Experts, ModelShape};
 use super::{index, layers, python_json, quantization};
 use crate::cluster::Dtype;
-
-/// The files of a checkpoint that its shape is read from.
-///
-/// vLLM reads the same ones: a `config.json` alone does not state the format of every checkpoint.
-#[derive(Clone, Debug, Default)]
-pub struct ModelFiles {
-    /// `config.json`.
-    pub config: Vec<u8>,
-    /// `hf_quant_config.json`: formats of `ModelOpt`, which counts if `config.json` has no `quantization_config`.
-    pub hf_quant_config: Option<Vec<u8>>,
-    /// `quantize_config.json` or `quant_config.json`: formats of GPTQ or AWQ, which count in the same case.
-    pub quantize_config: Option<Vec<u8>>,
-    /// `model.safetensors.index.json`: the names of the weights and their total size, to check the shape with.
-    pub index: Option<Vec<u8>>,
-}
 
 /// A shape, and what the user should know of how it was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,43 +23,6 @@ pub struct ReadModel {
 }
 
 impl ModelFiles {
-    /// Loads `config`, the path of a `config.json` or of its folder, and the files next to it, with `load`.
-    ///
-    /// # Errors
-    /// If `config` cannot be read, or one next to it exists and cannot be read.
-    pub fn load(
-        config: &Path,
-        load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
-    ) -> io::Result<ModelFiles> {
-        let (config, bytes) = match load(config) {
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
-                let inside = config.join("config.json");
-                let bytes = load(&inside)?;
-                (inside, bytes)
-            }
-            other => (config.to_owned(), other?),
-        };
-        let mut files = ModelFiles {
-            config: bytes,
-            ..ModelFiles::default()
-        };
-        let mut beside = |name: &str| match load(&config.with_file_name(name)) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(io::Error::new(
-                error.kind(),
-                format!("{name} in the same folder: {error}"),
-            )),
-        };
-        files.hf_quant_config = beside("hf_quant_config.json")?;
-        files.quantize_config = beside("quantize_config.json")?;
-        if files.quantize_config.is_none() {
-            files.quantize_config = beside("quant_config.json")?;
-        }
-        files.index = beside("model.safetensors.index.json")?;
-        Ok(files)
-    }
-
     /// Reads the shape; `name` is the model's name.
     ///
     /// Layers for multi-token prediction (`num_nextn_predict_layers`) are omitted: vLLM loads them only for speculative
@@ -206,55 +151,6 @@ impl ModelFiles {
             attention,
         })
     }
-}
-
-/// Why a model's files were refused. Correct the files, or choose a preset.
-#[derive(Debug, Error)]
-pub enum ShapeError {
-    /// Not JSON.
-    #[error("not JSON")]
-    Json(#[from] serde_json::Error),
-    /// JSON, but not an object.
-    #[error("not a JSON object")]
-    NoObject,
-    /// A file next to `config.json` is not a JSON object.
-    #[error("{0} in the same folder is not a JSON object")]
-    Beside(&'static str),
-    /// A field is missing.
-    #[error("`{0}` is missing")]
-    Missing(Cow<'static, str>),
-    /// A field is invalid.
-    #[error("`{field}` is {found}, but must be {must}")]
-    Range {
-        /// The field.
-        field: Cow<'static, str>,
-        /// Its value.
-        found: String,
-        /// The valid values.
-        must: &'static str,
-    },
-    /// A property that [`ModelShape`] cannot express.
-    #[error("`{field}`: {what} is not modelled")]
-    Unsupported {
-        /// The field.
-        field: Cow<'static, str>,
-        /// The unsupported property.
-        what: Cow<'static, str>,
-    },
-    /// Keys that were not read and may bear on size, compute or cache.
-    #[error(
-        "{keys} may change size, compute or cache, but is unknown for `{of}`; if it changes none of them, remove it from a \
-         copy of the file"
-    )]
-    Unread {
-        /// The keys with their values.
-        keys: String,
-        /// The `model_type`.
-        of: String,
-    },
-    /// The weights of the index have another size than the shape.
-    #[error("{0}")]
-    Size(String),
 }
 
 /// The object of the language model in `outer`, its prefix in errors, and its class.

@@ -65,7 +65,7 @@ pub(super) fn read_model(
     let config = ModelKeys::config().read(t);
     let known = preset::find_model(&preset);
     if known.is_none() && config.is_none() {
-        let names: Vec<&str> = preset::MODELS.iter().map(|m| &*m.name).collect();
+        let names: Vec<&str> = preset::model_names().collect();
         t.error(
             "preset",
             format!("`model.preset` is \"{preset}\", which is not a preset"),

@@ -23,6 +23,6 @@ pub use files::ModelFiles;
 pub use formats::Formats;
 pub use gpu::{GPUS, Gpu, Link, board_power_w, gpu};
 pub use model::{Attention, Experts, ModelShape, SparseIndex};
-pub use models::{MODELS, model};
+pub use models::{MODELS, model, model_names};
 pub use names::find_model;
 pub use read::ReadModel;

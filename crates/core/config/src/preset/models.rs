@@ -4,7 +4,7 @@
 //! such files needs. `billions` is the number of weights that the model's card states; a test compares it. `same` lists other
 //! repositories whose files have the same sizes. A new entry needs no other change.
 
-use std::sync::LazyLock;
+use std::sync::{LazyLock, OnceLock};
 
 use serde_json::Value;
 
@@ -12,9 +12,13 @@ use super::files::ModelFiles;
 use super::model::ModelShape;
 
 struct Preset {
-    shape: ModelShape,
+    name: &'static str,
+    source: &'static str,
     /// Names of other repositories with the same sizes, without owner.
     same: Vec<&'static str>,
+    config: &'static Value,
+    /// Read when it is first used: a run needs few of them.
+    shape: OnceLock<ModelShape>,
 }
 
 static FILE: LazyLock<Value> = LazyLock::new(|| {
@@ -23,49 +27,74 @@ static FILE: LazyLock<Value> = LazyLock::new(|| {
 
 static PRESETS: LazyLock<Vec<Preset>> = LazyLock::new(|| {
     let entries = FILE.as_array().expect("models.json is a list");
-    entries.iter().map(read_preset).collect()
+    entries.iter().map(Preset::of).collect()
 });
 
 /// All models: those of `models.json`, in its order.
-pub static MODELS: LazyLock<Vec<ModelShape>> =
-    LazyLock::new(|| PRESETS.iter().map(|preset| preset.shape.clone()).collect());
+pub static MODELS: LazyLock<Vec<ModelShape>> = LazyLock::new(|| {
+    PRESETS
+        .iter()
+        .map(|preset| preset.shape().clone())
+        .collect()
+});
 
-fn read_preset(entry: &'static Value) -> Preset {
-    let text = |key: &str| {
-        let text = entry[key].as_str();
-        text.unwrap_or_else(|| panic!("models.json: {entry} has no `{key}`"))
-    };
-    let name = text("name");
-    let files = ModelFiles {
-        config: entry["config"].to_string().into(),
-        ..ModelFiles::default()
-    };
-    let read = files.read(name);
-    let read = read.unwrap_or_else(|error| panic!("models.json: {name}: {error}"));
-    let same = entry["same"].as_array().into_iter().flatten();
-    Preset {
-        shape: ModelShape {
-            name: name.into(),
-            source: text("source").into(),
-            // A repository's name may state another format for all weights (`find_model`).
-            mlps: None,
-            ..read.shape
-        },
-        same: same.filter_map(Value::as_str).collect(),
+impl Preset {
+    fn of(entry: &'static Value) -> Preset {
+        let text = |key: &str| {
+            let text = entry[key].as_str();
+            text.unwrap_or_else(|| panic!("models.json: {entry} has no `{key}`"))
+        };
+        let same = entry["same"].as_array().into_iter().flatten();
+        Preset {
+            name: text("name"),
+            source: text("source"),
+            same: same.filter_map(Value::as_str).collect(),
+            config: &entry["config"],
+            shape: OnceLock::new(),
+        }
     }
+
+    fn shape(&self) -> &ModelShape {
+        self.shape.get_or_init(|| {
+            let files = ModelFiles {
+                config: self.config.to_string().into(),
+                ..ModelFiles::default()
+            };
+            let read = files.read(self.name);
+            let read = read.unwrap_or_else(|error| panic!("models.json: {}: {error}", self.name));
+            ModelShape {
+                source: self.source.into(),
+                // A repository's name may state another format for all weights (`find_model`).
+                mlps: None,
+                ..read.shape
+            }
+        })
+    }
+}
+
+fn find(is: impl Fn(&Preset) -> bool) -> Option<&'static ModelShape> {
+    let preset = PRESETS.iter().find(|preset| is(preset))?;
+    Some(preset.shape())
 }
 
 /// The model with this name: a preset's name, or the id of its Hugging Face repository in any case.
 pub fn model(name: &str) -> Option<&'static ModelShape> {
-    MODELS
-        .iter()
-        .find(|model| model.name == name || model.source.eq_ignore_ascii_case(name))
+    find(|preset| preset.name == name || preset.source.eq_ignore_ascii_case(name))
+}
+
+/// Names of all models, in their order.
+pub fn model_names() -> impl Iterator<Item = &'static str> {
+    PRESETS.iter().map(|preset| preset.name)
 }
 
 /// The model whose sizes the repository called `short` has, without owner and in lower case.
 pub(super) fn model_of_same_sizes(short: &str) -> Option<&'static ModelShape> {
-    let preset = PRESETS.iter().find(|preset| preset.same.contains(&short))?;
-    Some(&preset.shape)
+    find(|preset| preset.same.contains(&short))
+}
+
+/// The model whose repository has a name that `is` accepts.
+pub(super) fn model_of_source(is: impl Fn(&str) -> bool) -> Option<&'static ModelShape> {
+    find(|preset| is(preset.source))
 }
 
 #[cfg(test)]
@@ -92,8 +121,8 @@ mod tests {
     fn names_of_models_and_of_repositories_are_unique() {
         let mut names: Vec<&str> = Vec::new();
         for preset in PRESETS.iter() {
-            names.push(&preset.shape.name);
-            names.push(&preset.shape.source);
+            names.push(preset.name);
+            names.push(preset.source);
             names.extend(&preset.same);
         }
         let count = names.len();

@@ -1,7 +1,7 @@
 //! Presets by the names of their repositories.
 
 use super::model::ModelShape;
-use super::models::{MODELS, model, model_of_same_sizes};
+use super::models::{model, model_of_same_sizes, model_of_source};
 use crate::cluster::Dtype;
 
 /// Parts of a repository's name that indicate the format of its weights.
@@ -78,8 +78,8 @@ fn find(name: &str) -> Option<&'static ModelShape> {
     let short = kept.join("-");
     let named = model(&short).or_else(|| model_of_same_sizes(&short));
     named.or_else(|| {
-        MODELS.iter().find(|model| {
-            let source = model.source.rsplit('/').next().unwrap_or(&model.source);
+        model_of_source(|source| {
+            let source = source.rsplit('/').next().unwrap_or(source);
             let source = source.to_ascii_lowercase();
             let words: Vec<&str> = source.split('-').filter(|w| !WORDS.contains(w)).collect();
             words == kept

@@ -174,6 +174,36 @@ fn gpu_of(engine: &EngineConfig) -> Option<&str> {
     }
 }
 
+/// Refuses a pool whose workers have other GPUs than those of the share's first pool.
+fn check_alike(error: &dyn Fn(String, &str), name: &str, first: &PoolConfig, pool: &PoolConfig) {
+    let (mine, theirs) = (pool.engine.gpus(), first.engine.gpus());
+    if mine != theirs {
+        error(
+            format!(
+                "share `{name}`: a worker of pool `{}` has {}, and one of pool `{}` has {}, but worker i of each \
+                 is on the same GPUs",
+                first.name,
+                counted(theirs.into(), "GPU"),
+                pool.name,
+                counted(mine.into(), "GPU"),
+            ),
+            "give their engines one `tensor_parallel_size`, or remove a pool from the share",
+        );
+    }
+    if let (Some(mine), Some(theirs)) = (gpu_of(&pool.engine), gpu_of(&first.engine))
+        && mine != theirs
+    {
+        error(
+            format!(
+                "share `{name}`: pool `{}` has GPUs of kind {theirs}, and pool `{}` of kind {mine}, but worker i \
+                 of each is on the same GPUs",
+                first.name, pool.name,
+            ),
+            "set one `engine.timing.gpu`, or remove a pool from the share",
+        );
+    }
+}
+
 /// Pools of a share have equal GPUs, other models, and nothing that is not modelled for models that sleep.
 pub(super) fn check_shares(
     root: &Table<'_>,
@@ -214,33 +244,7 @@ pub(super) fn check_shares(
             }
             taken.push((of.pool, name));
             check_pool(&error, name, pool);
-            let first = &pools[share.pools[0].pool];
-            let (mine, theirs) = (pool.engine.gpus(), first.engine.gpus());
-            if mine != theirs {
-                error(
-                    format!(
-                        "share `{name}`: a worker of pool `{}` has {}, and one of pool `{}` has {}, but worker i of each \
-                         is on the same GPUs",
-                        first.name,
-                        counted(theirs.into(), "GPU"),
-                        pool.name,
-                        counted(mine.into(), "GPU"),
-                    ),
-                    "give their engines one `tensor_parallel_size`, or remove a pool from the share",
-                );
-            }
-            if let (Some(mine), Some(theirs)) = (gpu_of(&pool.engine), gpu_of(&first.engine))
-                && mine != theirs
-            {
-                error(
-                    format!(
-                        "share `{name}`: pool `{}` has GPUs of kind {theirs}, and pool `{}` of kind {mine}, but worker i \
-                         of each is on the same GPUs",
-                        first.name, pool.name,
-                    ),
-                    "set one `engine.timing.gpu`, or remove a pool from the share",
-                );
-            }
+            check_alike(&error, name, &pools[share.pools[0].pool], pool);
             let before = share.pools[..place].iter().map(|of| &pools[of.pool]);
             if let Some(same) = before
                 .into_iter()

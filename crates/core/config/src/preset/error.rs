@@ -29,7 +29,7 @@ pub enum ShapeError {
         /// The valid values.
         must: &'static str,
     },
-    /// A property that [`ModelShape`] cannot express.
+    /// A property that [`ModelShape`](super::ModelShape) cannot express.
     #[error("`{field}`: {what} is not modelled")]
     Unsupported {
         /// The field.

@@ -26,6 +26,51 @@ const MEDIA_MAX: f64 = 3.8e9;
 /// Error of the estimate of layers of multi-token prediction, which may be in another format.
 const MTP_ERROR: f64 = 0.5;
 
+/// Bytes of all weights, if the index states them.
+fn total_of(index: &Object) -> Result<Option<f64>, ShapeError> {
+    match index.get("metadata").and_then(|of| of.get("total_size")) {
+        None | Some(Value::Null) => Ok(None),
+        Some(found) => match found.as_f64() {
+            Some(total) if total >= 1.0 => Ok(Some(total)),
+            _ => Err(ShapeError::Size(format!(
+                "`total_size` of {FILE} in the same folder is {}, but must be the bytes of all weights; correct it, or \
+                     remove it and the weights are not checked",
+                shown(found)
+            ))),
+        },
+    }
+}
+
+/// What the shape leaves out of the weights, and what may be missing, in words. `of_mtp` are the bytes of multi-token
+/// prediction, `most` those that an encoder may have.
+fn left_out(media: &Media, of_mtp: f64, scale: f64, most: f64) -> (String, &'static str) {
+    let mut left_out = Vec::new();
+    if of_mtp > 0.0 {
+        left_out.push(format!(
+            "about {} of multi-token prediction",
+            gigabytes(of_mtp)
+        ));
+    }
+    match *media {
+        Media::Known(bytes) if bytes > 0.0 => {
+            left_out.push(format!("about {} of an encoder", gigabytes(scale * bytes)));
+        }
+        Media::Named => left_out.push(format!("at most {} of an encoder", gigabytes(most))),
+        Media::Known(_) | Media::Absent => {}
+    }
+    let without = if left_out.is_empty() {
+        String::new()
+    } else {
+        format!(" without {}", left_out.join(" and "))
+    };
+    let absent = if matches!(media, Media::Absent) {
+        ", some of an encoder that config.json does not describe"
+    } else {
+        ""
+    };
+    (without, absent)
+}
+
 /// Refuses a `shape` whose weights differ by more than 3 % from those that the index `text` lists; `single`: its 16-bit
 /// weights are stored in 32 bits; `outer`: the whole `config.json`; `mtp`: layers of multi-token prediction that it counts.
 /// Returns a note if there is no size to compare with.
@@ -51,22 +96,10 @@ pub(super) fn check(
             shape.layers
         )));
     }
-    let total = match index.get("metadata").and_then(|of| of.get("total_size")) {
-        None | Some(Value::Null) => {
-            return Ok(Some(format!(
-                "{FILE} has no `total_size`: the size of the weights is not checked"
-            )));
-        }
-        Some(found) => match found.as_f64() {
-            Some(total) if total >= 1.0 => total,
-            _ => {
-                return Err(ShapeError::Size(format!(
-                    "`total_size` of {FILE} in the same folder is {}, but must be the bytes of all weights; correct it, or \
-                     remove it and the weights are not checked",
-                    shown(found)
-                )));
-            }
-        },
+    let Some(total) = total_of(index)? else {
+        return Ok(Some(format!(
+            "{FILE} has no `total_size`: the size of the weights is not checked"
+        )));
     };
     let formats = Formats::of(shape, shape.dtype());
     let scale = if single { 2.0 } else { 1.0 };
@@ -90,30 +123,7 @@ pub(super) fn check(
     if (least - slack..=most + slack).contains(&rest) {
         return Ok(None);
     }
-    let mut left_out = Vec::new();
-    if of_mtp > 0.0 {
-        left_out.push(format!(
-            "about {} of multi-token prediction",
-            gigabytes(of_mtp)
-        ));
-    }
-    match media {
-        Media::Known(bytes) if bytes > 0.0 => {
-            left_out.push(format!("about {} of an encoder", gigabytes(scale * bytes)));
-        }
-        Media::Named => left_out.push(format!("at most {} of an encoder", gigabytes(most))),
-        Media::Known(_) | Media::Absent => {}
-    }
-    let without = if left_out.is_empty() {
-        String::new()
-    } else {
-        format!(" without {}", left_out.join(" and "))
-    };
-    let absent = if matches!(media, Media::Absent) {
-        ", some of an encoder that config.json does not describe"
-    } else {
-        ""
-    };
+    let (without, absent) = left_out(&media, of_mtp, scale, most);
     Err(ShapeError::Size(format!(
         "its keys give {} of weights, but {FILE} in the same folder says {}{without}{absent}; a size or a format was \
          misread, or the files are of two models",

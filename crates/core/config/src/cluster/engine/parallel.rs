@@ -56,8 +56,8 @@ pub(in crate::cluster) fn layers_of_stages(layers: u32, stages: u32) -> Vec<u32>
         .collect()
 }
 
-pub(super) fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Parallel {
-    let tensor = EngineKeys::tensor_parallel_size().read(t);
+/// Whether `tensor` GPUs can share the model.
+fn check_split(t: &Table<'_>, shape: &ModelShape, tensor: u32) -> bool {
     let splits = shape.divides_into(tensor);
     if !splits {
         let fitting: Vec<String> = (1..=64)
@@ -77,6 +77,12 @@ pub(super) fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingCo
             format!("one of {}", fitting.join(", ")),
         );
     }
+    splits
+}
+
+pub(super) fn read_parallel(t: &Table<'_>, shape: &ModelShape, timing: &TimingConfig) -> Parallel {
+    let tensor = EngineKeys::tensor_parallel_size().read(t);
+    let splits = check_split(t, shape, tensor);
     let stages: u32 = EngineKeys::pipeline_parallel_size().read(t);
     if stages > shape.layers {
         t.error(

@@ -302,14 +302,8 @@ section! {
     }
 }
 
-pub(super) fn read_timing(
-    t: &Table<'_>,
-    model: &ModelConfig,
-    gpus: &[Gpu],
-    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
-) -> TimingConfig {
-    let shape = &model.shape;
-    let kind = TimingKeys::kind().read(t);
+/// Notes keys that another kind of step times uses.
+fn refuse_other_keys(t: &Table<'_>, kind: Kind) {
     let word = KINDS
         .iter()
         .find(|(_, k)| *k == kind)
@@ -322,6 +316,44 @@ pub(super) fn read_timing(
     for key in others.into_iter().filter(|key| !own.contains(key)) {
         t.unused(key, "kind", &format!("`kind` is \"{word}\""));
     }
+}
+
+fn read_calibrated(
+    t: &Table<'_>,
+    model: &ModelConfig,
+    gpus: &[Gpu],
+    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> TimingConfig {
+    let gpu = choose_gpu(t, gpus);
+    let dtype = read_formats(t, model);
+    let framework = TimingKeys::framework().read(t);
+    let profile = TimingKeys::profile().read(t);
+    if let Some(path) = &profile
+        && let Err(error) = load(path)
+    {
+        t.error(
+            "profile",
+            format!("`profile`: {}: {error}", path.display()),
+            "set it to a file of `slipstream calibrate --out`, or remove it for the built-in one",
+        );
+    }
+    TimingConfig::Calibrated {
+        gpu,
+        dtype,
+        framework,
+        profile,
+    }
+}
+
+pub(super) fn read_timing(
+    t: &Table<'_>,
+    model: &ModelConfig,
+    gpus: &[Gpu],
+    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> TimingConfig {
+    let shape = &model.shape;
+    let kind = TimingKeys::kind().read(t);
+    refuse_other_keys(t, kind);
     match kind {
         Kind::Constant => TimingConfig::Constant {
             step_ns: TimingKeys::step_ns().read(t),
@@ -352,27 +384,7 @@ pub(super) fn read_timing(
             let dtype = read_weights(t, shape, &gpu);
             TimingConfig::Roofline { gpu, dtype }
         }
-        Kind::Calibrated => {
-            let gpu = choose_gpu(t, gpus);
-            let dtype = read_formats(t, model);
-            let framework = TimingKeys::framework().read(t);
-            let profile = TimingKeys::profile().read(t);
-            if let Some(path) = &profile
-                && let Err(error) = load(path)
-            {
-                t.error(
-                    "profile",
-                    format!("`profile`: {}: {error}", path.display()),
-                    "set it to a file of `slipstream calibrate --out`, or remove it for the built-in one",
-                );
-            }
-            TimingConfig::Calibrated {
-                gpu,
-                dtype,
-                framework,
-                profile,
-            }
-        }
+        Kind::Calibrated => read_calibrated(t, model, gpus, load),
         Kind::Table => {
             let path = TimingKeys::path().read(t);
             if !path.as_os_str().is_empty()

@@ -18,7 +18,10 @@ use slipstream_probe::{EngineFacts, EngineKind, Outcome};
 pub fn cluster_file(engines: &[EngineFacts], timing: Option<&str>) -> anyhow::Result<String> {
     let mut pools: Vec<(&EngineFacts, Vec<&str>)> = Vec::new();
     for facts in engines {
-        match pools.iter_mut().find(|(first, _)| may_share_pool(first, facts)) {
+        match pools
+            .iter_mut()
+            .find(|(first, _)| may_share_pool(first, facts))
+        {
             Some((_, urls)) => urls.push(&facts.url),
             None => pools.push((facts, vec![&facts.url])),
         }

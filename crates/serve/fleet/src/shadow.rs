@@ -703,7 +703,11 @@ mod tests {
             (1.4, 1.0, false),
         ] {
             let of = figures(measured, predicted, REQUESTS_MIN);
-            assert_eq!(of.has_diverged(0, 1.5), Some(parted), "{measured} {predicted}");
+            assert_eq!(
+                of.has_diverged(0, 1.5),
+                Some(parted),
+                "{measured} {predicted}"
+            );
             assert_eq!(
                 of.has_diverged(1, 1.5),
                 None,
@@ -711,7 +715,10 @@ mod tests {
             );
             assert_eq!(of.has_diverged(3, 1.5), Some(false));
         }
-        assert_eq!(figures(1.0, 2.5, REQUESTS_MIN).has_diverged(3, 100.0), Some(true));
+        assert_eq!(
+            figures(1.0, 2.5, REQUESTS_MIN).has_diverged(3, 100.0),
+            Some(true)
+        );
         assert_eq!(figures(1.0, 1.0, 3).queued, Some(0.25));
         assert_eq!(
             EngineFigures::of(&VecDeque::new()),

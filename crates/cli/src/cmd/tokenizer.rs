@@ -7,7 +7,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use slipstream_frontend::text::{ChatRenderer, TextModel, agreement, builtin_files};
+use slipstream_frontend::openai::{agreement, render_chat_body};
+use slipstream_frontend::text::{ChatRenderer, TextModel, builtin_files};
 use slipstream_probe::ask_client;
 
 use super::client_args::ClientArgs;
@@ -104,7 +105,7 @@ fn render(dir: Option<&Path>) -> anyhow::Result<ExitCode> {
         if line.trim().is_empty() {
             continue;
         }
-        let shown = match renderer.render(line.as_bytes(), now.as_secs()) {
+        let shown = match render_chat_body(&mut renderer, line.as_bytes(), now.as_secs()) {
             Ok(prompt) => serde_json::json!({ "prompt": prompt }),
             Err(error) => {
                 all_render = false;

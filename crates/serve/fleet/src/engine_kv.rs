@@ -15,8 +15,8 @@ use slipstream_base::sync::lock;
 use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, WorkerId};
 use slipstream_config::cluster::Cluster;
-use slipstream_frontend::text::{TextModel, agreement};
 use slipstream_frontend::upstream::{EngineSpec, Engines, Member};
+use slipstream_frontend::{openai::agreement, text::TextModel};
 use slipstream_planes::tls::ClientTls;
 use slipstream_probe::{
     AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ViewState,

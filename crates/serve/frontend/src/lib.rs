@@ -36,60 +36,33 @@
 )]
 #![forbid(unsafe_code)]
 
-pub mod openai;
-mod otlp;
+mod json;
+mod wire;
+
 pub mod text;
 
-mod access;
-mod account;
-mod alarm;
-mod budget;
-mod connection;
-mod direct;
-mod dispatching;
-mod duplex;
-mod embeddings;
-pub mod exposition;
-pub mod families;
-mod faults;
-mod generate;
-mod helpers;
-mod hosting;
-mod http;
-mod io;
-mod kv_network;
-mod limits;
-mod management;
-mod messages;
-mod meter;
-mod metrics;
-mod outbox;
-pub mod remote;
-mod replies;
-mod reply;
-mod responses;
-pub mod roster;
-mod script;
-pub mod server;
-mod service;
-pub mod shadow;
-mod shard;
-#[cfg(feature = "sim")]
-pub mod sim;
-mod table_lock;
-mod trace_context;
-mod ui;
-pub mod upstream;
-mod vocab;
+pub mod openai;
 
-pub use access::{AccessCollector, AccessLog, AccessTarget, Flusher, Reopener};
-pub use faults::Faults;
-pub use kv_network::KvNetwork;
-pub use management::{Management, NameError};
-pub use metrics::FrontendTotals;
-pub use otlp::{SpanCollector, SpanExporter, SpanFlusher};
-pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
-pub use roster::Roster;
+mod door;
+
+mod tokens;
+
+pub mod upstream;
+
+pub mod server;
+
+pub use door::access::{AccessCollector, AccessLog, AccessTarget, Flusher};
+pub use door::faults::Faults;
+pub use door::management::{Management, NameError};
+pub use door::metrics::FrontendTotals;
+pub use door::otlp::{SpanCollector, SpanExporter, SpanFlusher};
+pub use door::service::{ApiKeys, KeyCollector, Limits, Origins, Service};
+pub use door::{exposition, families, shadow};
+#[cfg(feature = "sim")]
+pub use server::sim;
 pub use server::{Bound, Frontend, StartError};
-pub use service::{ApiKeys, KeyCollector, Limits, Origins, Service};
-pub use shard::{ShardPlane, WorkerTransport};
+pub use tokens::kv_network::KvNetwork;
+pub use tokens::remote::{PlaneSocket, RemoteLimits, RemotePlane};
+pub use tokens::roster::Roster;
+pub use tokens::shard::{ShardPlane, WorkerTransport};
+pub use tokens::{remote, roster};

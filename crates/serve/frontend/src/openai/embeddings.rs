@@ -6,10 +6,10 @@ use slipstream_base::mix;
 use slipstream_base::width::nearest_f32;
 use slipstream_structured::Tree;
 
-use super::json::{self, Out};
 use super::request::{missing, read_members, whole, wrong_type};
 use super::value::Json;
 use super::{ApiError, Head};
+use crate::json::{self, Out};
 
 /// Numbers of a vector if the request does not say how many.
 pub const DIMENSIONS: u32 = 1024;

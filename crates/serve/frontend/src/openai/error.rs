@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::json;
+use crate::json;
 
 /// Models that an error names.
 const MODELS_LISTED: usize = 16;

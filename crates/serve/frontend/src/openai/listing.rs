@@ -1,6 +1,6 @@
 //! Descriptions of the server: models, version, health.
 
-use super::json::{self, Out};
+use crate::json::{self, Out};
 
 /// A model as `/v1/models` shows it.
 #[derive(Clone, Copy, Debug)]

@@ -10,7 +10,7 @@ use slipstream_base::TokenId;
 use slipstream_base::mix;
 
 use super::CompletionApi;
-use super::json::{self, Out};
+use crate::json::{self, Out};
 use crate::text::TextModel;
 
 /// A token, and how likely it was.

@@ -4,13 +4,13 @@
 //! `docs/openai-api.md`; a test holds the list and the parser together.
 
 mod adapters;
+pub mod agreement;
 mod anthropic;
 mod chunks;
 mod embeddings;
 mod error;
 mod fields;
 mod form;
-mod json;
 mod listing;
 mod logprobs;
 mod request;
@@ -31,8 +31,6 @@ pub use embeddings::{
 pub use error::ApiError;
 pub(crate) use form::schema_error;
 pub use form::{Form, TOOLS_MAX, TextForm, Tool, ToolChoice};
-pub use json::Out;
-pub(crate) use json::escape;
 pub use listing::{
     ModelCard, model_json, models_json, openapi_json, openapi_json_without, version_json,
 };
@@ -49,10 +47,14 @@ pub use responses::{
 pub use sse::{CallDelta, SseRender};
 pub use tokenize::{
     DetokenizeRequest, TokenizeInput, TokenizeRequest, detokenize_json, parse_detokenize,
-    parse_tokenize, tokenize_json,
+    parse_tokenize, render_chat_body, tokenize_json,
 };
 pub use unary::{UnaryChoice, UnaryRender, WholeAnswer, WholeCall, render_unary};
 pub(crate) use value::{lax_real, lax_truth, lax_whole, members};
+
+pub use crate::json::Out;
+
+use crate::json;
 
 /// The API that a request came to, of the two that continue a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

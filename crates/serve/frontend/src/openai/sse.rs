@@ -6,8 +6,8 @@ use std::rc::Rc;
 use slipstream_base::TokenId;
 use slipstream_base::width::to_u32;
 
-use super::json::{self, Out};
 use super::{CompletionApi, Finish, Head, LogprobsPiece, Usage};
+use crate::json::{self, Out};
 
 /// Part of a tool call that a step adds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,14 +5,14 @@ use std::borrow::Cow;
 use slipstream_base::TokenId;
 use slipstream_structured::Tree;
 
-use super::json::{self, Out};
 use super::request::{
     boolean, messages, missing, model as model_name, opens_turn, read_members, template_kwargs,
     text, tokens,
 };
 use super::value::Json;
 use super::{ApiError, form};
-use crate::text::Message;
+use crate::json::{self, Out};
+use crate::text::{ChatOptions, ChatRenderer, Message};
 
 /// A request to `/tokenize`.
 #[derive(Clone, Debug, PartialEq)]
@@ -211,4 +211,36 @@ pub fn detokenize_json(prompt: &str) -> Vec<u8> {
     json::string(&mut out, prompt);
     out.put(b"}");
     out
+}
+/// Renders the chat in `body`, a request to `/tokenize`, at the Unix time `now_unix_s`.
+///
+/// # Errors
+/// The fault of the request, the template or the chat.
+pub fn render_chat_body(
+    renderer: &mut ChatRenderer,
+    body: &[u8],
+    now_unix_s: u64,
+) -> Result<String, String> {
+    let request = parse_tokenize(body).map_err(|error| error.message)?;
+    let TokenizeInput::Chat {
+        messages,
+        add_generation_prompt,
+        continue_final_message,
+        tools,
+        template_kwargs,
+        template,
+    } = &request.input
+    else {
+        return Err("`prompt` has no template; send `messages`".into());
+    };
+    let options = ChatOptions {
+        add_generation_prompt: *add_generation_prompt,
+        continue_final_message: *continue_final_message,
+        tools,
+        template_kwargs,
+        now_unix_s,
+    };
+    renderer
+        .render(messages, &options, template.as_deref())
+        .map_err(|error| error.to_string())
 }

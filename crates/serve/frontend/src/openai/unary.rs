@@ -5,8 +5,8 @@
 
 use std::borrow::Cow;
 
-use super::json::{self, Out};
 use super::{CompletionApi, Finish, Head, LogprobsPiece, TokenLogprob, Usage};
+use crate::json::{self, Out};
 
 /// Bytes of a choice's text that are escaped in one go.
 const TEXT_BYTES: usize = 16 << 10;

@@ -270,7 +270,7 @@ fn tools_text(tools: &[Tree]) -> String {
     text
 }
 
-/// A message's content, and the calls that it makes, as [`crate::script`] writes them.
+/// A message's content, and the calls that it makes, as [`crate::tokens::script`] writes them.
 fn with_calls(message: &Message<'_>) -> String {
     let mut text = message.content.clone().into_owned();
     for call in message.calls() {

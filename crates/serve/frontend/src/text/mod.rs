@@ -6,7 +6,6 @@
 //! - [`ChatRenderer`]: chats as a template renders them, without a tokenizer.
 //! - [`StopMatcher`]: stop strings in a growing text.
 
-pub mod agreement;
 mod builtin;
 mod detok;
 mod export;
@@ -509,7 +508,7 @@ impl Table {
                 flag |= SPECIAL;
             }
             match std::str::from_utf8(entry.bytes) {
-                Ok(text) if !entry.special => crate::openai::escape(&mut json, text),
+                Ok(text) if !entry.special => crate::json::escape(&mut json, text),
                 Ok(_) => {}
                 Err(_) => flag |= PARTIAL,
             }

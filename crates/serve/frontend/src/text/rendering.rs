@@ -4,8 +4,7 @@ use std::path::Path;
 
 use super::hf::{self, Templates};
 use super::template::ChatTemplate;
-use super::{ChatOptions, TextError};
-use crate::openai::{TokenizeInput, parse_tokenize};
+use super::{ChatOptions, Message, TextError};
 
 /// Renders chats by the template of a tokenizer's directory, or by one that comes with the chat.
 #[derive(Default)]
@@ -27,37 +26,21 @@ impl ChatRenderer {
         })
     }
 
-    /// Renders the chat in `body`, a request to `/tokenize`, at the Unix time `now_unix_s`.
+    /// Renders a chat by the template of the directory, or by `template`, which came with the chat.
     ///
     /// # Errors
-    /// The fault of the request, the template or the chat.
-    pub fn render(&mut self, body: &[u8], now_unix_s: u64) -> Result<String, String> {
-        let request = parse_tokenize(body).map_err(|error| error.message)?;
-        let TokenizeInput::Chat {
-            messages,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            template_kwargs,
-            template,
-        } = &request.input
-        else {
-            return Err("`prompt` has no template; send `messages`".into());
-        };
-        let options = ChatOptions {
-            add_generation_prompt: *add_generation_prompt,
-            continue_final_message: *continue_final_message,
-            tools,
-            template_kwargs,
-            now_unix_s,
-        };
+    /// The fault of the template or the chat.
+    pub fn render(
+        &mut self,
+        messages: &[Message<'_>],
+        options: &ChatOptions<'_>,
+        template: Option<&str>,
+    ) -> Result<String, TextError> {
         let templates = match template {
-            Some(source) => self.parsed(source).map_err(|error| error.to_string())?,
+            Some(source) => self.parsed(source)?,
             None => &self.own,
         };
-        templates
-            .render_chat(messages, &options)
-            .map_err(|error| error.to_string())
+        templates.render_chat(messages, options)
     }
 
     fn parsed(&mut self, source: &str) -> Result<&Templates, TextError> {

@@ -16,11 +16,11 @@ use slipstream_planes::clock::monotonic_ns;
 
 use super::engines::{Engine, Engines, State};
 use super::members::MemberError;
-use crate::connection::{Client, Owner};
-use crate::http::{self, HttpBody};
+use crate::door::connection::{Client, Owner};
+use crate::door::http::{self, HttpBody};
+use crate::door::service::Admission;
 use crate::openai::ApiError;
-use crate::service::Admission;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
 
 /// Body of a request at most, bytes.
 const BODY_BYTES_MAX: u64 = 64 << 10;

@@ -15,7 +15,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::engines::Engine;
 use super::failure::{Failure, TlsFault, lost, tls_error, tls_failure};
-use super::wire::{self, ResponseHead};
+use crate::wire::{self, ResponseHead};
 
 /// Bytes to and from an engine.
 enum Stream {

@@ -15,7 +15,7 @@ use super::failure::Failure;
 use super::sse::{self, Scanner};
 use super::turn::Turn;
 use super::visit::Visit;
-use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
+use crate::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
 
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
 const WHOLE_BYTES_MAX: u64 = 256 << 10;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use hyper::StatusCode;
 
 use super::failure::Failure;
-use crate::budget::ClientUse;
+use crate::door::budget::ClientUse;
 
 /// Upper bounds of the time to the first byte, s.
 pub(super) const BOUNDS_S: [f64; 16] = [

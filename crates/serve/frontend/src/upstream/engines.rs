@@ -23,7 +23,7 @@ use super::retired::{Retired, Row};
 use super::settings::Settings;
 use super::spec::{EngineSpec, PoolSpec};
 use super::stored_answers::{StoredAnswers, StoringEngine};
-use crate::service::ApiKeys;
+use crate::door::service::ApiKeys;
 
 /// Engines by worker; `None`: a free slot.
 pub(super) type Members = Arc<[Option<Arc<Engine>>]>;

@@ -18,13 +18,13 @@ use super::paths::may_repeat;
 use super::record::Recording;
 use super::settings::Settings;
 use super::stored_answers;
-use super::wire;
-use crate::budget::Charge;
-use crate::connection::{Client, Owner};
-use crate::metrics::Rejection;
+use crate::door::budget::Charge;
+use crate::door::connection::{Client, Owner};
+use crate::door::metrics::Rejection;
+use crate::door::service::Service;
 use crate::openai::ApiError;
-use crate::service::Service;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
+use crate::wire;
 
 /// By it vLLM chooses the data-parallel rank of a request.
 const X_DATA_PARALLEL_RANK: &str = "x-data-parallel-rank";

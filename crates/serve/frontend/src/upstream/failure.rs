@@ -4,7 +4,7 @@ use std::io;
 use std::time::Duration;
 
 use super::ends::Reported;
-use super::wire::WireError;
+use crate::wire::WireError;
 
 /// Why an engine did not answer a request, or only in part.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

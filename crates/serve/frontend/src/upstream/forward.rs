@@ -31,14 +31,15 @@ use super::relay::Relay;
 use super::stored::{self, Named};
 use super::stored_answers;
 use super::traffic::RequestCopy;
-use super::{Upstream, admin, loops, tokens, wire};
-use crate::connection::{Client, Owner};
-use crate::helpers::NoResult;
-use crate::http::{self, HttpBody, RequestHead};
+use super::{Upstream, admin, loops, tokens};
+use crate::door::connection::{Client, Owner};
+use crate::door::helpers::NoResult;
+use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::service::{Admission, Service};
+use crate::door::trace_context::{TRACEPARENT, TRACESTATE, TraceId, is_drawn};
 use crate::openai::ApiError;
-use crate::service::{Admission, Service};
-use crate::shard::Shard;
-use crate::trace_context::{TRACEPARENT, TRACESTATE, TraceId, is_drawn};
+use crate::tokens::shard::Shard;
+use crate::wire;
 
 /// Choices and tokens of an answer that a request is charged for in advance, at most: more than any engine gives.
 const CHOICES_MAX: u32 = 128;

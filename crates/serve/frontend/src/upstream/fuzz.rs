@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::api::StreamKind;
 use super::peek::peek;
 use super::resume::{self, Lost};
-use super::wire::{BodyDecoder, Decoded, WireError, take_head};
+use crate::wire::{BodyDecoder, Decoded, WireError, take_head};
 
 /// Reads an answer whose bytes come in portions of `step`. Returns its status and its body so far.
 fn answer(bytes: &[u8], step: usize) -> Result<Option<(u16, Vec<u8>)>, WireError> {

@@ -23,7 +23,7 @@ use super::engines::{Engine, Engines, State};
 use super::failure::Failure;
 use super::loops;
 use super::outlier;
-use super::wire::{self, BodyDecoder, Decoded};
+use crate::wire::{self, BodyDecoder, Decoded};
 
 /// Limit of an answer to a question of this thread.
 const ANSWER_BYTES_MAX: usize = 16 << 20;

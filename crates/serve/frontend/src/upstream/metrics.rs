@@ -13,7 +13,7 @@ use super::counters::{BOUNDS_S, COPY_DROPS, COPY_OUTCOMES, Counters, PREFILL_OUT
 use super::engines::{Engine, Engines};
 use super::retired::Row;
 use super::stored_answers::OUTCOMES;
-use crate::families::{self, Family, Samples};
+use crate::door::families::{self, Family, Samples};
 
 /// Encodes the counters of all engines.
 pub struct EngineCollector(

@@ -73,7 +73,6 @@ mod tokens;
 mod traffic;
 mod turn;
 mod visit;
-pub(crate) mod wire;
 
 #[doc(hidden)]
 pub use stream::relay_events;
@@ -103,7 +102,7 @@ use connection::Connection;
 use engines::{Engine, Members};
 
 use crate::openai::ApiError;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
 
 /// A shard's side of the engines.
 pub(crate) struct Upstream {
@@ -341,7 +340,7 @@ impl Shard {
     /// The engines of this shard.
     pub(crate) fn upstream(&self) -> Option<&Rc<Upstream>> {
         match &self.plane {
-            crate::shard::Plane::Engines(upstream) => Some(upstream),
+            crate::tokens::shard::Plane::Engines(upstream) => Some(upstream),
             _ => None,
         }
     }

@@ -24,7 +24,7 @@ use super::record::Recording;
 use super::seat::Seat;
 use super::visit::Visit;
 use crate::openai::ApiError;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
 
 /// An answer that has begun.
 pub(super) struct StartedAnswer {

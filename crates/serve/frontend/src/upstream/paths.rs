@@ -2,7 +2,7 @@
 
 use hyper::Method;
 
-use crate::http;
+use crate::door::http;
 
 /// Paths that count tokens, or write text as tokens or tokens as text, and generate nothing. Sources: as of [`FORWARDED`],
 /// and `/v1/responses/input_tokens` of OpenAI's API.

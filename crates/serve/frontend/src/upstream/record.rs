@@ -13,9 +13,9 @@ use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
 
 use super::sse;
-use crate::account::TokenCounts;
-use crate::connection::Owner;
-use crate::shadow::Shadowed;
+use crate::door::account::TokenCounts;
+use crate::door::connection::Owner;
+use crate::door::shadow::Shadowed;
 
 /// The end of an answer that is kept for its `usage`, bytes.
 const TAIL_BYTES: usize = 4 << 10;

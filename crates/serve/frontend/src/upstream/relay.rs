@@ -37,13 +37,13 @@ use super::stream::{BodyEnd, EventStream, LongEvent, SentPart};
 use super::token_ids::TokenIds;
 use super::turn::Turn;
 use super::visit::Visit;
-use super::wire::{BodyDecoder, Decoded, Framing};
-use crate::access::AnswerEnd;
-use crate::budget::Charge;
-use crate::http::HttpBody;
+use crate::door::access::AnswerEnd;
+use crate::door::budget::Charge;
+use crate::door::http::HttpBody;
+use crate::door::service::Service;
 use crate::openai::ApiError;
-use crate::service::Service;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
+use crate::wire::{BodyDecoder, Decoded, Framing};
 
 /// Times that one stream continues on another engine.
 const RESUMES_MAX: u32 = 3;

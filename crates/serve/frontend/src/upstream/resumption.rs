@@ -24,11 +24,11 @@ use super::sent::Kept;
 use super::sse::{self, Scanner};
 use super::stream::{EVENT_BYTES_MAX, SentPart};
 use super::turn::Turn;
-use super::wire::Decoded;
-use crate::budget::Charge;
+use crate::door::budget::Charge;
+use crate::door::service::Service;
 use crate::openai::ApiError;
-use crate::service::Service;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
+use crate::wire::Decoded;
 
 /// Limit of bytes of a continuation read before the client gets any: they may hold the ids of the whole prompt.
 const SEAM_BYTES_MAX: usize = 8 << 20;

@@ -11,7 +11,7 @@ use slipstream_dispatch::{Request, Role};
 use super::Upstream;
 use super::pair::Prefilling;
 use crate::openai::ApiError;
-use crate::shard::Shard;
+use crate::tokens::shard::Shard;
 
 /// Decision of the dispatcher on a request.
 #[derive(Debug)]

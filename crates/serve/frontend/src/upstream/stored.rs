@@ -24,12 +24,13 @@ use super::body_fields::BodyFields;
 use super::connection::Connection;
 use super::engines::{Engine, Engines, State};
 use super::failure::Failure;
+use super::loops;
 use super::stored_answers::{ID_BYTES_MAX, Outcome, Owner, StoredAnswers};
-use super::{loops, wire};
-use crate::budget::ClientUse;
-use crate::connection::Client;
-use crate::http;
+use crate::door::budget::ClientUse;
+use crate::door::connection::Client;
+use crate::door::http;
 use crate::openai::{ApiError, response_not_found};
+use crate::wire;
 
 /// Ids that a shard asks engines for at a time. Each costs a request per engine.
 const LOOKUPS_MAX: usize = 16;

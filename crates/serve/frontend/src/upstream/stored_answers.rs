@@ -10,8 +10,8 @@ use slipstream_base::WorkerId;
 use slipstream_base::sync::lock;
 
 use super::sse;
-use crate::connection::Client;
-use crate::service::Service;
+use crate::door::connection::Client;
+use crate::door::service::Service;
 
 /// Ids that are remembered: the oldest are forgotten. Some 8 MB at most.
 const KNOWN_MAX: usize = 1 << 16;

@@ -17,8 +17,8 @@ use super::counters::CopyDrop;
 use super::engines::{Engine, Engines};
 use super::failure::Failure;
 use super::visit::Visit;
-use super::wire::{self, BodyDecoder, Decoded};
-use crate::budget::Charge;
+use crate::door::budget::Charge;
+use crate::wire::{self, BodyDecoder, Decoded};
 
 /// Copies of a shard that are under way. Further ones are dropped and counted.
 const COPIES_MAX: usize = 256;

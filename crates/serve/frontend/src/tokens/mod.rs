@@ -1,0 +1,20 @@
+//! Answers in tokens: requests of modelled workers.
+
+pub(crate) mod alarm;
+pub(crate) mod direct;
+pub(crate) mod dispatching;
+pub(crate) mod duplex;
+pub(crate) mod embeddings;
+pub(crate) mod generate;
+pub(crate) mod hosting;
+pub(crate) mod kv_network;
+pub(crate) mod messages;
+pub mod remote;
+pub(crate) mod replies;
+pub(crate) mod reply;
+pub(crate) mod responses;
+pub mod roster;
+pub(crate) mod script;
+pub(crate) mod shard;
+pub(crate) mod table_lock;
+pub(crate) mod vocab;

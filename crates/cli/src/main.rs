@@ -156,7 +156,7 @@ fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
 }
 
 /// Log levels: warnings, and discovery between processes.
-const SAID: &str = "warn,slipstream_frontend::remote=info,slipstream_worker::callhome=info";
+const SAID: &str = "warn,slipstream_frontend::tokens::remote=info,slipstream_worker::callhome=info";
 
 /// Initializes logging of the libraries: warnings, or the levels of `RUST_LOG`.
 fn log_to_stderr() {

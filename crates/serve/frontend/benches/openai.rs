@@ -180,7 +180,9 @@ fn prompts(criterion: &mut Criterion) {
     let model = TextModel::load(&dir).expect("SLIPSTREAM_TOKENIZER names a tokenizer's directory");
     let library =
         tokenizers::Tokenizer::from_file(dir.join("tokenizer.json")).expect("it was read before");
-    let words: Vec<&str> = include_str!("../src/reply.rs").split_whitespace().collect();
+    let words: Vec<&str> = include_str!("../src/tokens/dispatching.rs")
+        .split_whitespace()
+        .collect();
     let text = |from: usize, len: usize| -> String {
         let words = words.iter().cycle().skip(from % words.len()).take(len);
         words.copied().collect::<Vec<_>>().join(" ")

@@ -6,23 +6,23 @@
 //!          ◄── shard: SSE pieces ◄─ stream table ◄─ frame ring ◄────────────────────┘
 //! ```
 //!
-//! * [`server`]: threads, the listener, connections, shutdown.
-//! * `shard`: what one thread owns; takes frames apart.
-//! * [`remote`], [`roster`]: worker processes that have dialed, per shard and over all shards.
-//! * `http`: paths, limits, keys; `generate`: from a checked request to a dispatched one.
-//! * `dispatching`: the shard as a driver of `slipstream-dispatch`, which decides where a request runs;
-//!   `kv_network`: what the keys and values of disaggregated prompts cross.
-//! * `reply`: an answer in the making, and its body; `replies`: all of a shard's.
-//! * `messages`: Anthropic's API, by way of a chat.
-//! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
-//!   prompts. `meter`: how long a shard works on one thing.
-//! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets. `script`: an answer whose text is decided before it is generated; `vocab`: one that is
-//!   made of some tokens only.
-//! * `management`: what vLLM's routes for operators change: adapters, the prefix cache, sleep.
-//! * `limits`: rates of API keys. `access`: the log of requests, of which each has an `account`; `otlp`: their spans; `trace_context`: their
-//!   traces.
+//! Its layers are folders; each names those above it in this list, and none below (`tests/it/layers.rs`):
+//!
+//! * `json`: JSON by hand. `wire`: HTTP/1.1 without I/O.
+//! * [`text`]: tokenizers, chat templates, detokenization, stop strings.
+//! * [`openai`]: OpenAI's, Anthropic's and vLLM's APIs, from bytes to checked requests and back. Neither knows sockets.
+//! * `door`: what any request passes, whatever answers it. `shard`: what a thread has. `http`: reads requests within
+//!   the limits; `body`: any answer; `jobs`, `helpers`: long work on bodies. `service`, `limits`, `rates`, `budget`,
+//!   `connection`: the model, keys, and what clients may take. `account`, `access`, `otlp`, `metrics`: the log of
+//!   requests, their spans, counts. `io`, `socket`, `listen`: sockets. `management`, `faults`: state that operators
+//!   change.
+//! * `tokens`: modelled workers, which answer in tokens. `workers`: a shard's side of them; takes frames apart.
+//!   `generate`: from a checked request to a dispatched one; `dispatching`: drives `slipstream-dispatch`, which decides
+//!   where a request runs. `reply`: an answer in the making; `replies`: all of a shard's. [`remote`], [`roster`]: worker
+//!   processes that have dialed. `messages`, `responses`, `embeddings`, `tokenize`, `duplex`: the other APIs.
 //! * [`upstream`]: real engines, which answer in bytes over HTTP.
-//! * `metrics`: counts and histograms. `io`: a socket with a time limit.
+//! * [`server`]: threads, the listener, connections, shutdown. `plane`: the owner of a shard's dispatcher, `Workers` or
+//!   `Upstream`. `handle`: from a request to an answer; `routes`: the paths of a server of modelled workers.
 //!
 //! The frontend knows frames, not engines: nothing here depends on what computes the tokens.
 // Casts that could change a number go through `slipstream_base::width`.
@@ -53,16 +53,17 @@ pub mod server;
 
 pub use door::access::{AccessCollector, AccessLog, AccessTarget, Flusher};
 pub use door::faults::Faults;
+pub use door::limits::Limits;
 pub use door::management::{Management, NameError};
 pub use door::metrics::FrontendTotals;
 pub use door::otlp::{SpanCollector, SpanExporter, SpanFlusher};
-pub use door::service::{ApiKeys, KeyCollector, Limits, Origins, Service};
+pub use door::service::{ApiKeys, KeyCollector, Origins, Service};
 pub use door::{exposition, families, shadow};
+pub use server::plane::{ShardPlane, WorkerTransport};
 #[cfg(feature = "sim")]
 pub use server::sim;
 pub use server::{Bound, Frontend, StartError};
 pub use tokens::kv_network::KvNetwork;
 pub use tokens::remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use tokens::roster::Roster;
-pub use tokens::shard::{ShardPlane, WorkerTransport};
 pub use tokens::{remote, roster};

@@ -6,7 +6,7 @@ use slipstream_planes::clock::monotonic_ns;
 
 use crate::door::access::{AnswerEnd, Entry, TEXT_BYTES_MAX, unix_now};
 use crate::door::budget::ClientUse;
-use crate::door::limits::KeyUse;
+use crate::door::rates::KeyUse;
 use crate::door::service::Service;
 use crate::door::trace_context::{Span, TraceId};
 

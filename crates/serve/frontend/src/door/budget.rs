@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use slipstream_base::width::high_u64;
 
-use crate::door::limits::KeyUse;
-use crate::door::service::Limits;
+use crate::door::limits::Limits;
+use crate::door::rates::KeyUse;
 use crate::openai::ApiError;
 
 /// Memory that a connection takes at rest, bytes: 15,000 idle ones added 16.2 KiB each to the RSS.
@@ -473,7 +473,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::door::limits::KeyRates;
+    use crate::door::rates::KeyRates;
 
     const MIB: u64 = 1 << 20;
 

@@ -9,10 +9,10 @@ use slipstream_planes::clock::monotonic_ns;
 
 use crate::door::account::Account;
 use crate::door::budget::{Charge, ClientUse, Memory, RequestUse};
-use crate::door::limits::KeyUse;
-use crate::door::service::Limits;
+use crate::door::limits::Limits;
+use crate::door::rates::KeyUse;
+use crate::door::socket::Wire;
 use crate::openai::ApiError;
-use crate::tokens::direct::Wire;
 
 /// A connection as its requests see it.
 pub(crate) struct Connection {

@@ -14,10 +14,10 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::door::connection::Connection;
-use crate::tokens::direct::Wire;
+use crate::door::socket::Wire;
 
 /// A TCP stream whose writes fail once the peer has taken nothing for `write_timeout`. The rest of a chunk that the
-/// shard began ([`crate::tokens::direct`]) is written first.
+/// shard began (`tokens::direct`) is written first.
 ///
 /// The timer exists only while a write is blocked, so a client that reads costs nothing here.
 pub(crate) struct ClientIo {

@@ -14,35 +14,18 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use hyper::Response;
-use hyper::header::{CONTENT_TYPE, HeaderValue};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
-use serde_json::json;
 use slipstream_base::BlockHash;
 use slipstream_base::sync::unpoisoned;
 use tokio::sync::Notify;
 
-use crate::door::http::{self, HttpBody};
-use crate::door::service::Service;
-use crate::openai::{AdapterRequest, ApiError, parse_adapter};
-use crate::tokens::generate::now_unix_s;
+use crate::door::clock::now_unix_s;
 
 /// Adapters at most, loaded at once.
 const ADAPTERS_MAX: usize = 1024;
 /// Bytes of an adapter's name at most.
 const NAME_BYTES_MAX: usize = 256;
-
-/// A route for operators.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Manage {
-    LoadAdapter,
-    UnloadAdapter,
-    ResetPrefixCache,
-    Sleep,
-    WakeUp,
-    IsSleeping,
-}
 
 /// See the module's text.
 #[derive(Default)]
@@ -60,8 +43,8 @@ pub struct Management {
     woken: Notify,
 }
 
-const WEIGHTS: u64 = 1;
-const KV_CACHE: u64 = 2;
+pub(crate) const WEIGHTS: u64 = 1;
+pub(crate) const KV_CACHE: u64 = 2;
 /// The level of the sleep is in the bits from this one on.
 const LEVEL: u32 = 8;
 
@@ -149,8 +132,18 @@ impl Management {
     }
 
     // A panic elsewhere leaves the map whole: each change is one insertion or removal.
+    /// Empties the prefix cache: prompts share no blocks with those before.
+    pub(crate) fn reset(&self) {
+        self.resets.fetch_add(1, Relaxed);
+    }
+
     fn read(&self) -> RwLockReadGuard<'_, BTreeMap<String, Arc<Adapter>>> {
         unpoisoned(self.adapters.read())
+    }
+
+    /// Forgets an adapter. False if there is none of that name.
+    pub(crate) fn unload(&self, name: &str) -> bool {
+        self.write().remove(name).is_some()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<String, Arc<Adapter>>> {
@@ -171,7 +164,13 @@ impl Management {
     }
 
     /// Loads an adapter of `model`, `in_place` of one that has the name.
-    fn load(&self, name: &str, path: &str, model: &str, in_place: bool) -> Result<(), NameError> {
+    pub(crate) fn load(
+        &self,
+        name: &str,
+        path: &str,
+        model: &str,
+        in_place: bool,
+    ) -> Result<(), NameError> {
         let mut adapters = self.write();
         if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
             return Err(NameError::Form(name.to_owned()));
@@ -195,16 +194,18 @@ impl Management {
         Ok(())
     }
 
-    /// Root of the blocks of a prompt for `adapter`, or the model itself, with the client's `salt`.
+    /// Root of the blocks of a prompt for `adapter`, or `model` itself, whose `own` root it is without others, with
+    /// the client's `salt`.
     pub(crate) fn root(
         &self,
-        service: &Service,
+        model: &str,
+        own: BlockHash,
         adapter: Option<&Adapter>,
         salt: Option<&str>,
     ) -> BlockHash {
         let resets = self.resets.load(Relaxed);
         if let (None, None, 0) = (adapter, salt, resets) {
-            return service.root;
+            return own;
         }
         // No name has control characters; a path, which may have them, is last.
         let cache = match (adapter, resets) {
@@ -215,7 +216,7 @@ impl Management {
                 format!("{name}\u{0}{resets}\u{0}{path}")
             }
         };
-        BlockHash::root(&service.model, &cache, salt.unwrap_or_default())
+        BlockHash::root(model, &cache, salt.unwrap_or_default())
     }
 
     /// Root of the blocks of a prompt that shares none.
@@ -246,7 +247,7 @@ impl Management {
         self.woken.notify_waiters();
     }
 
-    fn sleep(&self, level: u64) {
+    pub(crate) fn sleep(&self, level: u64) {
         self.asleep
             .store(WEIGHTS | KV_CACHE | level << LEVEL, Relaxed);
         // Level 0 keeps the cache.
@@ -256,7 +257,7 @@ impl Management {
     }
 
     /// Wakes `parts`. Returns whether all are awake.
-    fn wake(&self, parts: u64) -> bool {
+    pub(crate) fn wake(&self, parts: u64) -> bool {
         let before = self.asleep.fetch_and(!parts, Relaxed);
         if before & !parts & (WEIGHTS | KV_CACHE) != 0 {
             return false;
@@ -338,108 +339,4 @@ pub enum NameError {
     /// There is no room.
     #[error("{ADAPTERS_MAX} adapters are loaded, and no more may be; unload one")]
     TooMany,
-}
-
-/// Answers a request to one of the routes.
-pub(crate) fn answer(
-    service: &Service,
-    route: Manage,
-    query: &str,
-    body: &[u8],
-) -> Result<Response<HttpBody>, ApiError> {
-    let management = &service.management;
-    let values = |name: &'static str| {
-        let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
-        pairs
-            .filter(move |(key, _)| *key == name)
-            .map(|(_, value)| value)
-    };
-    let answer = match route {
-        Manage::LoadAdapter => return load_adapter(service, body),
-        Manage::UnloadAdapter => return unload_adapter(service, body),
-        Manage::ResetPrefixCache => {
-            management.resets.fetch_add(1, Relaxed);
-            json!({"success": true})
-        }
-        Manage::Sleep => {
-            let level = values("level").next_back().unwrap_or("1");
-            let level = level
-                .parse()
-                .ok()
-                .filter(|level| *level <= 2)
-                .ok_or_else(|| ApiError::invalid("level", "`level` must be 0, 1 or 2"))?;
-            management.sleep(level);
-            tracing::info!(level, "asleep: requests wait for /wake_up");
-            json!({"status": "sleeping", "level": level})
-        }
-        Manage::WakeUp => {
-            let tags: Vec<&str> = values("tags").collect();
-            let mut parts = 0;
-            for tag in &tags {
-                parts |= match *tag {
-                    "weights" => WEIGHTS,
-                    "kv_cache" => KV_CACHE,
-                    _ => {
-                        let message = "`tags` must be `weights` or `kv_cache`, or left out";
-                        return Err(ApiError::invalid("tags", message));
-                    }
-                };
-            }
-            let parts = if tags.is_empty() {
-                WEIGHTS | KV_CACHE
-            } else {
-                parts
-            };
-            let status = if management.wake(parts) {
-                "awake"
-            } else {
-                "sleeping"
-            };
-            let tags = (!tags.is_empty()).then_some(tags);
-            json!({"status": status, "tags": tags})
-        }
-        Manage::IsSleeping => json!({"is_sleeping": management.is_sleeping()}),
-    };
-    Ok(http::json(200, answer.to_string().into_bytes()))
-}
-
-/// An answer in plain text, as vLLM has it here.
-fn text(text: String) -> Response<HttpBody> {
-    let mut response = http::json(200, text.into_bytes());
-    let kind = HeaderValue::from_static("text/plain; charset=utf-8");
-    response.headers_mut().insert(CONTENT_TYPE, kind);
-    response
-}
-
-fn load_adapter(service: &Service, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
-    let AdapterRequest {
-        name,
-        path,
-        in_place,
-    } = parse_adapter(body)?;
-    let path = path.filter(|path| !path.is_empty()).ok_or_else(|| {
-        ApiError::invalid(
-            "lora_path",
-            "`lora_path` is missing; modelled engines read nothing from it, and vLLM requires it",
-        )
-    })?;
-    let loaded = service
-        .management
-        .load(&name, &path, &service.model, in_place);
-    loaded.map_err(|error| ApiError::invalid("lora_name", error.to_string()))?;
-    Ok(text(format!(
-        "Success: LoRA adapter '{name}' added successfully."
-    )))
-}
-
-fn unload_adapter(service: &Service, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
-    let AdapterRequest { name, .. } = parse_adapter(body)?;
-    if service.management.write().remove(&name).is_none() {
-        let adapters = service.management.adapters();
-        let loaded: Vec<&str> = adapters.iter().map(|a| a.name.as_str()).collect();
-        return Err(ApiError::model_not_found(&name, &loaded));
-    }
-    Ok(text(format!(
-        "Success: LoRA adapter '{name}' removed successfully."
-    )))
 }

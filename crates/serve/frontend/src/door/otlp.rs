@@ -404,7 +404,7 @@ fn number(key: &str, value: u64) -> Value {
 }
 
 fn resource(service: &str) -> Value {
-    let instance = crate::upstream::fresh_request_id();
+    let instance = crate::door::trace_context::fresh_request_id();
     json!({"attributes": [
         text("service.name", service),
         text("service.version", env!("CARGO_PKG_VERSION")),

@@ -1,5 +1,7 @@
 //! W3C trace context: `traceparent` of requests (<https://www.w3.org/TR/trace-context/>).
 
+use std::hash::{BuildHasher, Hasher, RandomState};
+
 use hyper::header::{HeaderMap, HeaderName};
 
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -129,6 +131,12 @@ impl Span {
 /// Whether a draw is among `share` of all draws.
 pub(crate) fn is_drawn(share: f64, draw: u64) -> bool {
     share > 0.0 && (draw >> 11) as f64 / (1_u64 << 53) as f64 <= share
+}
+
+/// An id for a request that has none: 128 random bits.
+pub(crate) fn fresh_request_id() -> String {
+    let draw = || RandomState::new().build_hasher().finish();
+    format!("{:016x}{:016x}", draw(), draw())
 }
 
 #[cfg(test)]

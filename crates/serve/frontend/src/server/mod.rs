@@ -1,13 +1,19 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
+mod handle;
+mod manage;
+pub(crate) mod plane;
+mod rates;
+mod routes;
 #[cfg(feature = "sim")]
 pub mod sim;
-pub(crate) mod ui;
+mod ui;
+
+pub use crate::door::listen::{Bound, StartError};
 
 use std::cell::Cell;
 use std::error::Error;
-use std::io;
-use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,7 +29,7 @@ use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
 use slipstream_base::width::to_u8;
 use slipstream_planes::clock::monotonic_ns;
-use socket2::{Domain, SockFilter, SockRef, Socket, Type};
+use socket2::{SockFilter, SockRef};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
@@ -31,61 +37,22 @@ use tokio::task::LocalSet;
 use crate::door::budget::{Addresses, Budget, ConnectionPermit};
 use crate::door::connection::{Connection, Expired};
 use crate::door::helpers::Helpers;
-use crate::door::http;
 use crate::door::io::ClientIo;
+use crate::door::limits::Limits;
+use crate::door::listen::{BACKLOG, Sharing};
 use crate::door::meter::Meter;
 use crate::door::metrics::{FrontendCollector, FrontendTotals, ShardMetrics, vllm_labels};
-use crate::door::service::{Limits, Service};
-use crate::tokens::responses::ResponseStore;
-use crate::tokens::shard::{LogPace, Shard, ShardPlane, Shared};
+use crate::door::service::Service;
+use crate::door::shard::{LogPace, Shard, Shared};
+use crate::server::handle::handle;
+use crate::server::plane::{Plane, ShardPlane};
+use crate::tokens::response_store::ResponseStore;
 use crate::tokens::table_lock::TableLock;
+use crate::tokens::workers::SharedAnswers;
 
 /// Sockets that may wait for a shard to take them. A shard that is this far behind is not helped by
 /// more.
 const QUEUED_SOCKETS_MAX: usize = 1024;
-
-/// Handshakes that may wait to be accepted. The standard library's 128 are fewer than the
-/// connections that a load tool opens at once: SYNs were dropped, and sent again after a second.
-const BACKLOG: i32 = 4096;
-
-/// Why the frontend could not start. Nothing runs after such an error.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The address cannot be listened on.
-    #[error(
-        "cannot listen on {listen}; \
-         choose another address with --listen, for example --listen 127.0.0.1:0"
-    )]
-    Bind {
-        /// The address asked for.
-        listen: String,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The address cannot be shared.
-    #[error(
-        "cannot share {listen} (`live.reuse_port`); every process that listens on it needs \
-         `live.reuse_port` and the same user"
-    )]
-    Share {
-        /// The address asked for.
-        listen: String,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The socket that a service manager passed is of no use.
-    #[error(
-        "the socket from the service manager (LISTEN_FDS) is no listening TCP socket; use \
-         `ListenStream=HOST:PORT` and `Accept=no` in its unit"
-    )]
-    Inherited {
-        /// The system's error.
-        source: io::Error,
-    },
-    /// A thread or its runtime could not be made.
-    #[error("cannot start a frontend thread")]
-    Thread(#[from] io::Error),
-}
 
 /// A running frontend. Dropping it without [`Frontend::shutdown`] leaves its threads running.
 pub struct Frontend {
@@ -103,129 +70,6 @@ struct ClosedDoor {
     doors: Vec<ShardDoor>,
     budget: Arc<Budget>,
     stopped: watch::Receiver<bool>,
-}
-
-/// An address that is bound but not yet served, so that a taken port is found before any engine
-/// starts.
-pub struct Bound {
-    socket: Socket,
-    address: SocketAddr,
-    sharing: Sharing,
-    /// As configured, for errors.
-    listen: String,
-}
-
-/// Whether other processes accept connections of the same address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sharing {
-    /// None does.
-    Exclusive,
-    /// Each has a socket of its own (`SO_REUSEPORT`), and the kernel chooses one per connection.
-    Port,
-    /// All have the same socket, which a service manager keeps.
-    Socket,
-}
-
-impl Bound {
-    /// Binds `listen` (`host:port`; port 0 picks a free one), exclusively.
-    ///
-    /// # Errors
-    /// [`StartError::Bind`] with what to do about it.
-    pub fn bind(listen: &str) -> Result<Bound, StartError> {
-        Bound::to(listen, Sharing::Exclusive)
-    }
-
-    /// As [`Bound::bind`], together with other processes of the same user that bind it in this way. The kernel
-    /// divides new connections among those whose [`Frontend::open`] has been called.
-    ///
-    /// # Errors
-    /// [`StartError::Share`].
-    pub fn bind_shared(listen: &str) -> Result<Bound, StartError> {
-        Bound::to(listen, Sharing::Port)
-    }
-
-    /// Takes a socket that listens already, as service managers pass it.
-    ///
-    /// # Errors
-    /// [`StartError::Inherited`]: it is no listening TCP socket.
-    pub fn inherited(socket: StdListener) -> Result<Bound, StartError> {
-        let check = || -> io::Result<Bound> {
-            let socket = Socket::from(socket);
-            if socket.r#type()? != Type::STREAM || !socket.is_listener()? {
-                return Err(io::ErrorKind::InvalidInput.into());
-            }
-            let no_address = || io::Error::from(io::ErrorKind::AddrNotAvailable);
-            let address = socket.local_addr()?.as_socket().ok_or_else(no_address)?;
-            socket.set_nonblocking(true)?;
-            Ok(Bound {
-                socket,
-                address,
-                sharing: Sharing::Socket,
-                listen: address.to_string(),
-            })
-        };
-        check().map_err(|source| StartError::Inherited { source })
-    }
-
-    fn to(listen: &str, sharing: Sharing) -> Result<Bound, StartError> {
-        let bind = || -> io::Result<(Socket, SocketAddr)> {
-            let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
-            for address in listen.to_socket_addrs()? {
-                match bind_one(address, sharing) {
-                    Ok(bound) => return Ok(bound),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        };
-        let (socket, address) = bind().map_err(|source| {
-            let listen = listen.into();
-            match sharing {
-                Sharing::Exclusive | Sharing::Socket => StartError::Bind { listen, source },
-                Sharing::Port => StartError::Share { listen, source },
-            }
-        })?;
-        Ok(Bound {
-            socket,
-            address,
-            sharing,
-            listen: listen.into(),
-        })
-    }
-
-    /// The address bound, with the port that was picked.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// Whether another process may accept connections of this address: before this one does, while it
-    /// shuts down, and after.
-    pub fn is_shared(&self) -> bool {
-        self.sharing != Sharing::Exclusive
-    }
-}
-
-/// Binds the first address of `listen` that can be bound.
-pub(crate) fn bind(listen: &str) -> Result<(StdListener, SocketAddr), StartError> {
-    let bound = Bound::bind(listen)?;
-    Ok((bound.socket.into(), bound.address))
-}
-
-fn bind_one(address: SocketAddr, sharing: Sharing) -> io::Result<(Socket, SocketAddr)> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-    socket.set_reuse_address(true)?;
-    // Only on request: otherwise a second server on the same port fails here instead of taking half of
-    // the clients.
-    socket.set_reuse_port(sharing == Sharing::Port)?;
-    socket.bind(&address.into())?;
-    socket.set_nonblocking(true)?;
-    if sharing == Sharing::Exclusive {
-        // A shared one listens once it is served: the kernel would hand connections to it.
-        socket.listen(BACKLOG)?;
-    }
-    let no_address = || io::Error::from(io::ErrorKind::AddrNotAvailable);
-    let address = socket.local_addr()?.as_socket().ok_or_else(no_address)?;
-    Ok((socket, address))
 }
 
 /// A client's socket on its way to a shard.
@@ -295,12 +139,14 @@ impl Frontend {
             management: service.management.clone(),
             labels: vllm_labels(&service),
         }));
-        let shared = Shared {
+        let answers = SharedAnswers {
             responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
             #[cfg(feature = "bench")]
             table_lock: TableLock::new(service.locked_table),
             #[cfg(not(feature = "bench"))]
             table_lock: TableLock,
+        };
+        let shared = Shared {
             service: Arc::new(service),
             registry: Arc::new(registry),
             budget: budget.clone(),
@@ -320,7 +166,8 @@ impl Frontend {
                 sockets,
                 open: open.clone(),
             });
-            let (shared, stopped) = (shared.clone(), stopped.clone());
+            let (shared, answers) = (shared.clone(), answers.clone());
+            let stopped = stopped.clone();
             let linger = if bound.is_shared() {
                 LINGER
             } else {
@@ -333,8 +180,9 @@ impl Frontend {
                 .name(format!("shard-{index}"))
                 .spawn(move || {
                     // Built here: a shard holds `Rc`s and never leaves its thread.
-                    let shard = Rc::new(Shard::new(number, shared, plane, metrics));
-                    let run = run_shard(shard, accepted, open, stopped, linger);
+                    let shard = Rc::new(Shard::new(number, shared, metrics));
+                    let plane = Plane::new(shard, answers, plane);
+                    let run = run_shard(plane, accepted, open, stopped, linger);
                     LocalSet::new().block_on(&runtime, run);
                 })?;
             threads.push(thread);
@@ -574,21 +422,15 @@ const FAREWELL_MAX: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_secs(5);
 
 async fn run_shard(
-    shard: Rc<Shard>,
+    plane: Plane,
     mut accepted: mpsc::Receiver<AcceptedSocket>,
     open: Open,
     mut stopped: watch::Receiver<bool>,
     linger: Duration,
 ) {
+    let shard = plane.shard().clone();
     let meter = shard.meter.clone();
-    let mut tasks = vec![
-        meter.spawn(Shard::drain(shard.clone())),
-        meter.spawn(Shard::carry(shard.clone())),
-        meter.spawn(Shard::look_after_replies(shard.clone())),
-    ];
-    for thread in 0..shard.engine_threads() {
-        tasks.push(meter.spawn(Shard::host(shard.clone(), thread)));
-    }
+    let tasks = plane.start_tasks();
     // Connections finish what they have begun; the deadline is for clients that do not.
     let mut deadline = None;
     let (time_left, farewell) = last_moments(shard.service.limits.drain);
@@ -610,13 +452,14 @@ async fn run_shard(
         let Some(AcceptedSocket { socket, permit }) = stream else {
             break;
         };
-        let (shard, open, stopped) = (shard.clone(), open.clone(), unseen.clone());
+        let (plane, open, stopped) = (plane.clone(), open.clone(), unseen.clone());
         meter.spawn(async move {
+            let shard = plane.shard();
             shard.metrics.connections.add(1);
             shard.metrics.connections_open.add(1);
             if let Ok(stream) = TcpStream::from_std(socket) {
                 let connection = Connection::new(permit.client.clone());
-                serve_connection(&shard, &connection, stream, stopped, linger).await;
+                serve_connection(&plane, &connection, stream, stopped, linger).await;
             }
             drop(permit);
             shard.metrics.connections_open.sub(1);
@@ -628,7 +471,7 @@ async fn run_shard(
     while open.all.load(Relaxed) > 0 && tokio::time::Instant::now() < deadline {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let cut = shard.end_all();
+    let cut = plane.end_all();
     if cut > 0 {
         tracing::warn!("{cut} requests were cut: they took longer than `live.drain_timeout_s`");
         let end = tokio::time::Instant::now() + farewell;
@@ -703,12 +546,13 @@ impl<F: Future + 'static> hyper::rt::Executor<F> for OnThisThread {
 }
 
 async fn serve_connection(
-    shard: &Rc<Shard>,
+    plane: &Plane,
     client: &Rc<Connection>,
     stream: TcpStream,
     stopped: watch::Receiver<bool>,
     linger: Duration,
 ) {
+    let shard = plane.shard();
     // A small response must not wait for the client's delayed ACK.
     if stream.set_nodelay(true).is_err() {
         return; // the peer has gone
@@ -733,12 +577,12 @@ async fn serve_connection(
     let io = ClientIo::new(stream, client.clone(), write_timeout, cut);
     // Boxed: a task has room for the largest of its states, and most connections are idle.
     if http2 {
-        Box::pin(serve_http2(shard, client, io, stopped, linger)).await;
+        Box::pin(serve_http2(plane, client, io, stopped, linger)).await;
         return;
     }
     let service = {
-        let (shard, client) = (shard.clone(), client.clone());
-        service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
+        let (plane, client) = (plane.clone(), client.clone());
+        service_fn(move |request| handle(plane.clone(), client.clone(), request))
     };
     let limits = Http1Limits {
         read_timeout,
@@ -875,15 +719,16 @@ where
 
 /// Serves HTTP/2 until the connection ends.
 async fn serve_http2(
-    shard: &Rc<Shard>,
+    plane: &Plane,
     client: &Rc<Connection>,
     io: ClientIo,
     mut stopped: watch::Receiver<bool>,
     linger: Duration,
 ) {
+    let shard = plane.shard();
     let service = {
-        let (shard, client) = (shard.clone(), client.clone());
-        service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
+        let (plane, client) = (plane.clone(), client.clone());
+        service_fn(move |request| handle(plane.clone(), client.clone(), request))
     };
     let connection = http2::Builder::new(OnThisThread(shard.meter.clone()))
         .timer(TokioTimer::new())
@@ -984,17 +829,17 @@ mod tests {
     #[test]
     fn a_connection_without_a_request_keeps_no_state_of_one() {
         type Arguments = (
-            &'static Rc<Shard>,
+            &'static Plane,
             &'static Rc<Connection>,
             TcpStream,
             watch::Receiver<bool>,
         );
-        let bytes = size_of_call(|(shard, client, stream, stopped): Arguments| {
-            serve_connection(shard, client, stream, stopped, LINGER)
+        let bytes = size_of_call(|(plane, client, stream, stopped): Arguments| {
+            serve_connection(plane, client, stream, stopped, LINGER)
         });
-        type Request1 = (Rc<Shard>, Rc<Connection>, Request<Incoming>);
+        type Request1 = (Plane, Rc<Connection>, Request<Incoming>);
         let of_request =
-            size_of_call(|(shard, client, request): Request1| http::handle(shard, client, request));
+            size_of_call(|(plane, client, request): Request1| handle(plane, client, request));
         // Connections of both protocols take more than this, and the handling of a request takes most.
         assert!(
             bytes <= 1536 && bytes < of_request,

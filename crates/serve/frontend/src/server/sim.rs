@@ -16,26 +16,29 @@ use slipstream_planes::StreamId;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::link::Socket;
 
+use crate::door::body::HttpBody;
 use crate::door::budget::Budget;
 use crate::door::connection::{Client, Connection};
 use crate::door::helpers::Helpers;
-use crate::door::http::{HttpBody, RequestHead};
+use crate::door::http::RequestHead;
 use crate::door::metrics::ShardMetrics;
 use crate::door::service::Service;
+use crate::door::shard::{Shard, Shared};
 use crate::openai::{ApiError, CompletionApi};
 use crate::tokens::generate;
 use crate::tokens::kv_network::KvNetwork;
 use crate::tokens::remote::RemoteLimits;
 use crate::tokens::remote::WorkerLinks;
 use crate::tokens::reply::StreamRole;
-use crate::tokens::responses::ResponseStore;
+use crate::tokens::response_store::ResponseStore;
 use crate::tokens::roster::Roster;
-use crate::tokens::shard::{Plane, Shard, ShardPlane, Shared, WorkerTransport};
 use crate::tokens::table_lock::TableLock;
+use crate::tokens::workers::{SharedAnswers, Transport, Workers};
 
 /// State that the shards of one simulated frontend share.
 pub struct SimFrontend {
     shared: Shared,
+    answers: SharedAnswers,
     roster: Arc<Roster>,
     limits: RemoteLimits,
 }
@@ -43,7 +46,7 @@ pub struct SimFrontend {
 /// A shard that a simulator runs.
 #[derive(Clone)]
 pub struct SimShard {
-    shard: Rc<Shard>,
+    workers: Rc<Workers>,
 }
 
 /// State and counters of a shard.
@@ -106,12 +109,14 @@ pub struct SimAnswer {
 impl SimFrontend {
     /// A frontend that serves `service` with the workers of `roster`.
     pub fn new(service: Service, roster: Arc<Roster>, limits: RemoteLimits) -> SimFrontend {
-        let shared = Shared {
+        let answers = SharedAnswers {
             responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
             #[cfg(feature = "bench")]
             table_lock: TableLock::new(false),
             #[cfg(not(feature = "bench"))]
             table_lock: TableLock,
+        };
+        let shared = Shared {
             budget: Budget::new(service.limits),
             service: Arc::new(service),
             registry: Arc::new(Registry::default()),
@@ -119,6 +124,7 @@ impl SimFrontend {
         };
         SimFrontend {
             shared,
+            answers,
             roster,
             limits,
         }
@@ -131,40 +137,43 @@ impl SimFrontend {
         dispatcher: Dispatcher,
         kv_network: Option<Arc<KvNetwork>>,
     ) -> SimShard {
-        let plane = ShardPlane {
-            transport: WorkerTransport::Sockets(WorkerLinks::simulated(
-                self.roster.clone(),
-                self.limits,
-            )),
+        let links = WorkerLinks::new(WorkerLinks::simulated(self.roster.clone(), self.limits));
+        let transport = Transport::Sockets(Rc::new(links));
+        let metrics = Arc::new(ShardMetrics::new());
+        let shard = Rc::new(Shard::new(index, self.shared.clone(), metrics));
+        let workers = Workers::new(
+            shard,
+            self.answers.clone(),
+            transport,
             dispatcher,
             kv_network,
-        };
-        let metrics = Arc::new(ShardMetrics::new());
-        let shard = Rc::new(Shard::new(index, self.shared.clone(), plane, metrics));
-        SimShard { shard }
+        );
+        SimShard {
+            workers: Rc::new(workers),
+        }
     }
 }
 
 impl SimShard {
     /// The shard's own tasks, for as long as it runs.
     pub async fn run(self) -> Infallible {
-        let carry = tokio::task::spawn_local(Shard::carry(self.shard.clone()));
-        let look = tokio::task::spawn_local(Shard::look_after_replies(self.shard.clone()));
+        let carry = tokio::task::spawn_local(Workers::carry(self.workers.clone()));
+        let look = tokio::task::spawn_local(Workers::look_after_replies(self.workers.clone()));
         let _ = carry.await;
         let _ = look.await;
         std::future::pending().await
     }
 
     fn remote(&self) -> &Rc<WorkerLinks> {
-        match &self.shard.plane {
-            Plane::Sockets(remote) => remote,
+        match &self.workers.transport {
+            Transport::Sockets(remote) => remote,
             _ => unreachable!("a simulated shard has sockets"),
         }
     }
 
     /// Serves a worker process that connects by `socket`. Within the shard's `LocalSet`.
     pub fn accept(&self, socket: Box<dyn Socket>) {
-        self.remote().accept(&self.shard, socket);
+        self.remote().accept(&self.workers, socket);
     }
 
     /// Answers `POST /v1/completions` with `body`.
@@ -172,7 +181,7 @@ impl SimShard {
     /// # Errors
     /// The refusal.
     pub async fn post(&self, body: Bytes, session: Option<u64>) -> Result<SimAnswer, SimError> {
-        let shard = &self.shard;
+        let (workers, shard) = (&self.workers, &self.workers.shard);
         shard.metrics.requests.add(1);
         let connection = Connection::new(Arc::default());
         let owner = connection.begin(monotonic_ns());
@@ -188,8 +197,14 @@ impl SimShard {
         let memory = &shard.budget.memory;
         let charge = client.charge(memory, body.len() as u64)?;
         let times = StageTimes::default();
-        let answered =
-            generate::generate(shard, CompletionApi::Completion, head, body, charge, times);
+        let answered = generate::generate(
+            workers,
+            CompletionApi::Completion,
+            head,
+            body,
+            charge,
+            times,
+        );
         Ok(SimAnswer {
             body: answered.await?.into_body(),
             _client: client,
@@ -198,12 +213,12 @@ impl SimShard {
 
     /// Requests of the dispatcher, those of them that are queued, and streams in the table.
     pub fn sizes(&self) -> (u64, u64, u64) {
-        let shard = &self.shard;
-        let open = shard.dispatching.open() as u64;
+        let workers = &self.workers;
+        let open = workers.dispatching.open() as u64;
         (
             open,
-            shard.dispatching.queued() as u64,
-            shard.table.len().into(),
+            workers.dispatching.queued() as u64,
+            workers.table.len().into(),
         )
     }
 
@@ -213,7 +228,7 @@ impl SimShard {
     /// The stream that did, and its worker.
     pub fn check(&self) -> Result<(), (StreamId, WorkerId)> {
         let mut beyond = None;
-        self.shard.table.for_each(|stream, slot| {
+        self.workers.table.for_each(|stream, slot| {
             let state = slot.reply.state.borrow();
             if slot.role == StreamRole::Answer && state.exceeds_credit(slot.sequence) {
                 beyond = Some((stream, state.target(slot.sequence).worker));
@@ -224,12 +239,12 @@ impl SimShard {
 
     /// Its contents.
     pub fn state(&self) -> ShardState {
-        let shard = &self.shard;
+        let (workers, shard) = (&self.workers, &self.workers.shard);
         let metrics = &shard.metrics;
         ShardState {
-            open: shard.dispatching.open() as u64,
-            queued: shard.dispatching.queued() as u64,
-            streams: shard.table.len().into(),
+            open: workers.dispatching.open() as u64,
+            queued: workers.dispatching.queued() as u64,
+            streams: workers.table.len().into(),
             streams_open: metrics.streams_open.get(),
             memory: shard.budget.memory.used(),
             stale_entries: metrics.stale_entries.get(),

@@ -13,9 +13,10 @@ use hyper::header::{
 use hyper::{Method, Request, Response};
 use serde_json::{Value, json};
 
-use crate::door::http::{HttpBody, json as json_response};
+use crate::door::body::HttpBody;
+use crate::door::http::json as json_response;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
+use crate::server::plane::Plane;
 
 const PAGE: &str = include_str!("../../assets/ui.html");
 
@@ -25,7 +26,7 @@ const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 
 
 /// Answers `/ui` and `/ui.json`; `None` for other paths.
 pub(crate) fn answer(
-    shard: &Shard,
+    plane: &Plane,
     request: &Request<Incoming>,
     id: &str,
 ) -> Option<Result<Response<HttpBody>, ApiError>> {
@@ -41,7 +42,7 @@ pub(crate) fn answer(
     Some(if is_page {
         Ok(page())
     } else {
-        figures(shard, id)
+        figures(plane, id)
     })
 }
 
@@ -57,7 +58,8 @@ fn page() -> Response<HttpBody> {
     response
 }
 
-fn figures(shard: &Shard, id: &str) -> Result<Response<HttpBody>, ApiError> {
+fn figures(plane: &Plane, id: &str) -> Result<Response<HttpBody>, ApiError> {
+    let shard = plane.shard();
     let mut text = String::with_capacity(32 << 10);
     prometheus_client::encoding::text::encode(&mut text, &shard.registry).map_err(|error| {
         tracing::error!(%error, "metrics could not be encoded");
@@ -67,9 +69,9 @@ fn figures(shard: &Shard, id: &str) -> Result<Response<HttpBody>, ApiError> {
     body["started"] = shard.service.created.into();
     body["at_ms"] = (slipstream_planes::clock::monotonic_ns() / 1_000_000).into();
     // In front of real engines the name is a default, unless KV events are followed.
-    body["model"] = match shard.upstream() {
-        None => shard.service.model.as_str().into(),
-        Some(_) => Value::Null,
+    body["model"] = match plane {
+        Plane::Workers(_) => shard.service.model.as_str().into(),
+        Plane::Engines(_) => Value::Null,
     };
     let mut response = json_response(200, body.to_string().into_bytes());
     let headers = response.headers_mut();

@@ -21,14 +21,13 @@ use slipstream_planes::{Registration, Reserved, StartRequest, StreamAddr, ToWork
 use slipstream_router::{RouteError, Score};
 use tokio::sync::Notify;
 
-use crate::door::metrics::Rejection;
+use crate::door::alarm::Alarm;
+use crate::door::refusals::{loss, rejection};
 use crate::openai::ApiError;
-use crate::tokens::alarm::Alarm;
 use crate::tokens::kv_network::{Arrival, KvNetwork};
 use crate::tokens::remote::NotSent;
 use crate::tokens::reply::{Reply, StreamRole, StreamSlot};
-use crate::tokens::shard::{Plane, Shard};
-use crate::upstream::{Decision, Ticket};
+use crate::tokens::workers::{Transport, Workers};
 
 /// While requests are queued, room that other shards' requests gave back is looked for this often, ns.
 const QUEUE_LOOK_NS: u64 = 5_000_000;
@@ -37,7 +36,7 @@ const QUEUE_LOOK_NS: u64 = 5_000_000;
 pub(crate) struct Dispatching {
     dispatcher: RefCell<Dispatcher>,
     /// By number in the dispatcher.
-    open: RefCell<Vec<Option<Open>>>,
+    open: RefCell<Vec<Option<OpenRequest>>>,
     /// Where some workers compute prompts for others.
     network: Option<Arc<KvNetwork>>,
     /// Steps whose time has not come. Those of one time in the order in which they were planned.
@@ -49,26 +48,6 @@ pub(crate) struct Dispatching {
     refusal: RefCell<Option<ApiError>>,
     /// Requests in the queue when it was last looked at.
     queued_seen: Cell<usize>,
-}
-
-/// An open request of the dispatcher, by the kind of its answer.
-enum Open {
-    /// A sequence, which a worker answers in tokens.
-    Sequence(OpenRequest),
-    /// A request that an engine answers in bytes. Its client's task carries decisions out.
-    Bytes {
-        request: Box<Request>,
-        ticket: Rc<Ticket>,
-    },
-}
-
-impl Open {
-    fn sequence(&mut self) -> Option<&mut OpenRequest> {
-        match self {
-            Open::Sequence(job) => Some(job),
-            Open::Bytes { .. } => None,
-        }
-    }
 }
 
 /// A sequence that the dispatcher owns.
@@ -109,7 +88,7 @@ enum Step {
 
 /// The open requests and the network, for the dispatcher to read while it decides.
 struct Surroundings<'a> {
-    open: &'a RefCell<Vec<Option<Open>>>,
+    open: &'a RefCell<Vec<Option<OpenRequest>>>,
     network: Option<&'a KvNetwork>,
 }
 
@@ -117,10 +96,7 @@ impl Env for Surroundings<'_> {
     fn request(&self, id: u32) -> Request {
         let open = self.open.borrow();
         let job = open[id as usize].as_ref();
-        let job = match job.expect("a request is kept until it is over") {
-            Open::Sequence(job) => job,
-            Open::Bytes { request, .. } => return (**request).clone(),
-        };
+        let job = job.expect("a request is kept until it is over");
         let start = job.start.as_ref();
         let start = start.expect("what it takes to send it is kept while it may be sent");
         Request {
@@ -193,30 +169,19 @@ impl Dispatching {
     /// Calls `look` with request `id`, if it is not over.
     fn with_request<R>(&self, id: u32, look: impl FnOnce(&mut OpenRequest) -> R) -> Option<R> {
         let mut open = self.open.borrow_mut();
-        open.get_mut(id as usize)?.as_mut()?.sequence().map(look)
+        open.get_mut(id as usize)?.as_mut().map(look)
     }
 
     fn take_request(&self, id: u32) -> Option<OpenRequest> {
-        match self.open.borrow_mut().get_mut(id as usize)?.take()? {
-            Open::Sequence(job) => Some(job),
-            Open::Bytes { .. } => None,
-        }
+        self.open.borrow_mut().get_mut(id as usize)?.take()
     }
 
-    fn keep(&self, id: u32, request: Open) {
+    fn keep(&self, id: u32, request: OpenRequest) {
         let mut open = self.open.borrow_mut();
         if open.len() <= id as usize {
             open.resize_with(id as usize + 1, || None);
         }
         open[id as usize] = Some(request);
-    }
-
-    /// Where decisions about request `id` go, if an engine answers it in bytes.
-    fn ticket(&self, id: u32) -> Option<Rc<Ticket>> {
-        match self.open.borrow().get(id as usize)?.as_ref()? {
-            Open::Bytes { ticket, .. } => Some(ticket.clone()),
-            Open::Sequence(_) => None,
-        }
     }
 
     fn plan(&self, at_ns: u64, step: Step) {
@@ -284,7 +249,7 @@ impl Dispatching {
     }
 }
 
-impl Shard {
+impl Workers {
     /// Submits sequence `index` of `reply`, whose tokens come by `addr`. `scores` collects all candidates.
     ///
     /// # Errors
@@ -323,7 +288,7 @@ impl Shard {
             answer_sent: false,
             transfer: None,
         };
-        of.keep(id, Open::Sequence(job));
+        of.keep(id, job);
         of.dispatcher.borrow_mut().submit(
             SimTime(monotonic_ns()),
             id,
@@ -335,68 +300,6 @@ impl Shard {
             return Err(error);
         }
         Ok(())
-    }
-
-    /// Submits a request that an engine answers in bytes. Decisions go to `ticket`, the first one perhaps
-    /// before this returns.
-    pub(crate) fn submit_bytes(&self, id: u32, request: &Request, ticket: Rc<Ticket>) {
-        let of = &self.dispatching;
-        let open = Open::Bytes {
-            request: Box::new(request.clone()),
-            ticket,
-        };
-        of.keep(id, open);
-        of.dispatcher.borrow_mut().submit(
-            SimTime(monotonic_ns()),
-            id,
-            request,
-            &mut of.surroundings(),
-            None,
-        );
-        self.carry_out(None);
-    }
-
-    /// Request `id` did not reach `worker`, or got no byte of an answer there.
-    pub(crate) fn on_not_taken(&self, id: u32, worker: WorkerId) {
-        let of = &self.dispatching;
-        let now = SimTime(monotonic_ns());
-        of.dispatcher
-            .borrow_mut()
-            .on_not_taken(now, id, worker, &mut of.surroundings());
-        self.carry_out(None);
-    }
-
-    /// Passes a decision about a request in bytes to its client's task.
-    fn deliver(&self, id: u32, ticket: &Ticket, action: Action) {
-        let decision = match action {
-            Action::Start { rank, role, .. } => {
-                self.metrics
-                    .prompts_apart
-                    .add(u64::from(role == Role::Prefill));
-                Decision::Start(rank.worker, role)
-            }
-            // Engines transfer among themselves: it is over when the answer begins.
-            Action::Transfer { attempt, .. } => {
-                return self.on_transferred(Arrival { id, attempt });
-            }
-            Action::Rejected { error, failed, .. } => {
-                Decision::Over(self.rejection(&error, failed))
-            }
-            Action::Lost { worker, failed, .. } => Decision::Over(self.loss(worker, failed, false)),
-            Action::Refused { .. } => Decision::Over(ApiError::overloaded(
-                "no engine takes the request; try again",
-                1,
-            )),
-            // Its task drops the connection; it is at one engine at a time.
-            Action::Kill { .. }
-            | Action::CancelTransfer { .. }
-            | Action::Receive { .. }
-            | Action::Release { .. } => return,
-        };
-        if matches!(decision, Decision::Over(_)) {
-            self.dispatching.take_request(id);
-        }
-        ticket.set(decision);
     }
 
     /// The last token of request `id` came.
@@ -422,36 +325,6 @@ impl Shard {
             .borrow_mut()
             .on_prefilled(at, id, &of.surroundings());
         self.carry_out(None);
-    }
-
-    /// The worker that answers request `id`, whose prompt another one computes.
-    pub(crate) fn decode_worker(&self, id: u32) -> Option<WorkerId> {
-        let dispatcher = self.dispatching.dispatcher.borrow();
-        dispatcher.prefill_rank(id)?;
-        Some(dispatcher.decode_rank(id)?.worker)
-    }
-
-    /// The prompt of request `id` does not reach the worker that decodes it.
-    pub(crate) fn on_prefill_failed(&self, id: u32) {
-        let of = &self.dispatching;
-        let now = SimTime(monotonic_ns());
-        of.dispatcher
-            .borrow_mut()
-            .on_prefill_failed(now, id, &mut of.surroundings());
-        self.carry_out(None);
-    }
-
-    /// The worker that decodes request `id` has its prompt, if another one computed it.
-    pub(crate) fn on_handed_over(&self, id: u32) {
-        let of = &self.dispatching;
-        let now = SimTime(monotonic_ns());
-        let reserved = of
-            .dispatcher
-            .borrow_mut()
-            .on_reserved(now, id, 0, &of.surroundings());
-        if reserved {
-            self.carry_out(None);
-        }
     }
 
     /// The worker that decodes request `id` made room for its prompt.
@@ -531,7 +404,7 @@ impl Shard {
     }
 
     /// Does what the network, its latencies and the queue have delayed, for as long as the shard runs.
-    pub(crate) async fn carry(self: Rc<Shard>) {
+    pub(crate) async fn carry(self: Rc<Workers>) {
         let of = &self.dispatching;
         let mut alarm = Alarm::new();
         let mut arrived = Vec::new();
@@ -542,7 +415,7 @@ impl Shard {
             }
             let mut next_arrival = None;
             if let Some(network) = &of.network {
-                next_arrival = network.take(self.index, &mut arrived);
+                next_arrival = network.take(self.shard.index, &mut arrived);
                 for arrival in arrived.drain(..) {
                     self.on_transferred(arrival);
                     self.carry_out(None);
@@ -588,7 +461,7 @@ impl Shard {
             let action = self.dispatching.dispatcher.borrow_mut().poll_action();
             let Some(action) = action else {
                 let queued = self.dispatching.queued();
-                self.metrics.requests_queued.set(queued as u64);
+                self.shard.metrics.requests_queued.set(queued as u64);
                 // A retry may queue a request as well: `carry` looks for room from then on.
                 if queued > self.dispatching.queued_seen.replace(queued) {
                     self.dispatching.changed.notify_one();
@@ -596,10 +469,6 @@ impl Shard {
                 return answer;
             };
             let id = action.id();
-            if let Some(ticket) = self.dispatching.ticket(id) {
-                self.deliver(id, &ticket, action);
-                continue;
-            }
             match action {
                 Action::Start {
                     attempt,
@@ -656,10 +525,10 @@ impl Shard {
                 Action::Rejected { error, failed, .. } => {
                     let error = match failed {
                         Some(worker) if self.has_begun(id) => lost_without(worker, &error),
-                        _ => self.rejection(&error, failed),
+                        _ => rejection(&self.shard.metrics, &error, failed),
                     };
                     let lost = failed.is_some() && submitted != Some(id);
-                    self.metrics.streams_lost.add(u64::from(lost));
+                    self.shard.metrics.streams_lost.add(u64::from(lost));
                     answer = answer.or(self.end_with(id, error, submitted));
                 }
                 Action::Lost {
@@ -668,8 +537,9 @@ impl Shard {
                     begun,
                     ..
                 } => {
-                    let error = self.loss(worker, failed, begun);
-                    self.metrics
+                    let error = loss(&self.shard.metrics, worker, failed, begun);
+                    self.shard
+                        .metrics
                         .streams_lost
                         .add(u64::from(submitted != Some(id)));
                     answer = answer.or(self.end_with(id, error, submitted));
@@ -688,7 +558,7 @@ impl Shard {
     /// A request is over. Its reply takes the error, unless it was just `submitted`: then it is returned.
     fn end_with(&self, id: u32, error: ApiError, submitted: Option<u32>) -> Option<ApiError> {
         if self.has_begun(id) {
-            self.metrics.streams_not_resumed.add(1);
+            self.shard.metrics.streams_not_resumed.add(1);
         }
         let job = self.dispatching.take_request(id);
         if submitted == Some(id) {
@@ -704,40 +574,6 @@ impl Shard {
     fn has_begun(&self, id: u32) -> bool {
         let begun = |job: &mut OpenRequest| job.reply.state.borrow().has_begun(job.index);
         self.dispatching.with_request(id, begun) == Some(true)
-    }
-
-    /// The error for a request that no worker takes.
-    fn rejection(&self, error: &RouteError, failed: Option<WorkerId>) -> ApiError {
-        let retry_after_s = match error {
-            RouteError::Busy { retry_after_s, .. } => *retry_after_s,
-            _ => 1,
-        };
-        if !error.retry_may_help() {
-            return ApiError::bad_body(error.to_string());
-        }
-        self.metrics.on_rejected(match error {
-            RouteError::Busy { .. } => Rejection::Busy,
-            _ => Rejection::NoWorker,
-        });
-        let text = match failed {
-            None => error.to_string(),
-            Some(worker) => format!("worker {worker} does not take the request, and {error}"),
-        };
-        ApiError::overloaded(text, retry_after_s)
-    }
-
-    /// The error for a request whose worker is gone and that is not retried.
-    fn loss(&self, worker: WorkerId, failed: Option<WorkerId>, begun: bool) -> ApiError {
-        match failed {
-            Some(first) if !begun => {
-                self.metrics.on_rejected(Rejection::NoWorker);
-                let text = format!(
-                    "workers {first} and {worker} do not take the request at the moment; try again"
-                );
-                ApiError::overloaded(text, 1)
-            }
-            _ => ApiError::worker_lost(&worker.to_string()),
-        }
     }
 
     /// The first action of an attempt: what belonged to the one before is gone.
@@ -758,9 +594,12 @@ impl Shard {
             job.prefill_stream = None;
             job.answer_sent = false;
             job.transfer = None;
-            self.metrics.retries.add(u64::from(retried));
-            self.metrics.streams_resumed.add(u64::from(resumed));
-            self.metrics.prompts_apart.add(u64::from(disaggregated));
+            self.shard.metrics.retries.add(u64::from(retried));
+            self.shard.metrics.streams_resumed.add(u64::from(resumed));
+            self.shard
+                .metrics
+                .prompts_apart
+                .add(u64::from(disaggregated));
             let mut state = job.reply.state.borrow_mut();
             state.retries += u32::from(retried);
             if resumed {
@@ -823,7 +662,7 @@ impl Shard {
             if state.times.at(Stage::Dispatched).is_none() {
                 let routed = state.times.at(Stage::Routed).unwrap_or(start.dispatched_ns);
                 let took = start.dispatched_ns.saturating_sub(routed);
-                self.metrics.pre_send.observe(took);
+                self.shard.metrics.pre_send.observe(took);
                 state.times.note(Stage::Dispatched, start.dispatched_ns);
             }
             drop(state);
@@ -893,9 +732,9 @@ impl Shard {
         };
         drop(dispatcher);
         let bytes = network.bytes(from.worker, tokens);
-        self.metrics.kv_bytes.add(bytes);
+        self.shard.metrics.kv_bytes.add(bytes);
         let arrival = Arrival { id, attempt };
-        let transfer = network.send(self.index, arrival, from.worker, to.worker, bytes);
+        let transfer = network.send(self.shard.index, arrival, from.worker, to.worker, bytes);
         of.with_request(id, |job| {
             job.transfer = transfer;
             let mut state = job.reply.state.borrow_mut();
@@ -923,8 +762,8 @@ impl Shard {
 
     /// Hands a start to the transport. It comes back if it was not taken.
     fn transport_start(&self, start: Box<StartRequest>) -> Result<(), Box<StartRequest>> {
-        match &self.plane {
-            Plane::Rings(port) => match port.send_soon(ToWorker::Start(start)) {
+        match &self.transport {
+            Transport::Rings(port) => match port.send_soon(ToWorker::Start(start)) {
                 Ok(()) => Ok(()),
                 Err(
                     SendError::Full(ToWorker::Start(start))
@@ -932,13 +771,14 @@ impl Shard {
                 ) => Err(start),
                 Err(_) => unreachable!("the entry is the one that was sent"),
             },
-            Plane::Engines(_) => Err(start), // they take no tokens
-            Plane::Sockets(remote) => remote.start(&start, &self.metrics).map_err(|why| {
-                if why == NotSent::Tombstone {
-                    self.metrics.late_starts.add(1);
-                }
-                start
-            }),
+            Transport::Sockets(remote) => {
+                remote.start(&start, &self.shard.metrics).map_err(|why| {
+                    if why == NotSent::Tombstone {
+                        self.shard.metrics.late_starts.add(1);
+                    }
+                    start
+                })
+            }
         }
     }
 }

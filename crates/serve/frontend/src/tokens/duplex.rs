@@ -22,38 +22,39 @@ use hyper::body::Incoming;
 use slipstream_base::{StageTimes, TokenId};
 use slipstream_planes::{Input, StreamAddr, ToWorker};
 
+use crate::door::body::HttpBody;
 use crate::door::budget::Charge;
-use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::http::{self, RequestHead};
 use crate::door::service::Service;
 use crate::openai::{self, ApiError, ApiRequest, CompletionApi, PromptInput, parse_turn};
 use crate::tokens::generate::{self, check_tokens};
 use crate::tokens::reply::{Reply, ReplyBody};
-use crate::tokens::shard::Shard;
+use crate::tokens::workers::Workers;
 
 /// Tokens of input in one message; longer turns take several.
 const PIECE_TOKENS: usize = 4096;
 
 /// Serves a request with more input to come.
 pub(crate) async fn serve(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     head: RequestHead,
     body: Incoming,
     times: StageTimes,
 ) -> Result<Response<HttpBody>, ApiError> {
-    let service = &shard.service;
+    let service = &workers.shard.service;
     let limits = &service.limits;
     let mut lines = Lines {
         body,
         read: BytesMut::new(),
         ended: false,
         bytes_max: limits.body_bytes_max,
-        charge: head.client.charge(&shard.budget.memory, 0)?,
+        charge: head.client.charge(&workers.shard.budget.memory, 0)?,
     };
     let first = tokio::time::timeout(limits.read_timeout, lines.next()).await;
     let first = first
         .map_err(|_| ApiError::request_timeout("first line", limits.read_timeout.as_secs_f64()))??
         .ok_or_else(|| ApiError::bad_body("the body is empty; its first line is the request"))?;
-    let charge = head.client.charge(&shard.budget.memory, 0)?;
+    let charge = head.client.charge(&workers.shard.budget.memory, 0)?;
     let prepare = move |service: &Service, line: &[u8]| {
         generate::prepare(
             service,
@@ -63,13 +64,13 @@ pub(crate) async fn serve(
             check_duplex,
         )
     };
-    let (prepared, charge) = shard.run(first.freeze(), charge, prepare).await?;
+    let (prepared, charge) = workers.shard.run(first.freeze(), charge, prepare).await?;
     let used = prepared.prompts.first().map_or(0, generate::Tokenized::len);
     let turn_tokens = prepared.params.max_tokens;
     let turn_tokens = turn_tokens.expect("completions have a default");
-    let handle = generate::dispatch(shard, &head, prepared, true).await?;
+    let handle = generate::dispatch(workers, &head, prepared, true).await?;
     let feeder = Feeder {
-        shard: shard.clone(),
+        workers: workers.clone(),
         reply: handle.reply().clone(),
         addr: handle.addr(),
         turn_tokens,
@@ -77,7 +78,7 @@ pub(crate) async fn serve(
         charge: Some(charge),
         idle_timeout: limits.idle_timeout,
     };
-    shard.meter.spawn(feeder.run(lines));
+    workers.shard.meter.spawn(feeder.run(lines));
     Ok(http::events(ReplyBody::new(handle)))
 }
 
@@ -114,7 +115,7 @@ fn check_duplex(request: &ApiRequest<'_>) -> Result<(), ApiError> {
 
 /// Reads turns and sends them to the stream's worker.
 struct Feeder {
-    shard: Rc<Shard>,
+    workers: Rc<Workers>,
     reply: Rc<Reply>,
     addr: StreamAddr,
     /// Tokens that each turn may be answered with.
@@ -147,7 +148,7 @@ impl Feeder {
                 if !self.reply.state.borrow().awaits_turn() {
                     idle_since = None;
                 } else if idle_since.get_or_insert(looked).elapsed() >= self.idle_timeout {
-                    self.shard.metrics.streams_cut_idle.add(1);
+                    self.workers.shard.metrics.streams_cut_idle.add(1);
                     self.fail(&ApiError::idle(self.idle_timeout.as_secs_f64()));
                     return;
                 }
@@ -178,7 +179,7 @@ impl Feeder {
         let charge = charge.ok_or_else(|| ApiError::internal("after a failed turn"))?;
         let most = self.context_left as usize;
         let encode = move |service: &Service, line: &[u8]| turn_tokens(service, line, most);
-        let (tokens, charge) = self.shard.run(line, charge, encode).await?;
+        let (tokens, charge) = self.workers.shard.run(line, charge, encode).await?;
         self.charge = Some(charge);
         let takes = u32::try_from(tokens.len())
             .unwrap_or(u32::MAX)
@@ -195,7 +196,11 @@ impl Feeder {
                 ),
             )
         })?;
-        self.shard.metrics.prompt_tokens.add(tokens.len() as u64);
+        self.workers
+            .shard
+            .metrics
+            .prompt_tokens
+            .add(tokens.len() as u64);
         self.reply
             .state
             .borrow_mut()
@@ -226,8 +231,8 @@ impl Feeder {
         let rank = state.target(0);
         drop(state);
         let id = self.addr.stream.slot;
-        self.shard.dispatching.on_input_sent(id);
-        self.shard.send_control(ToWorker::Input(Box::new(Input {
+        self.workers.dispatching.on_input_sent(id);
+        self.workers.send_control(ToWorker::Input(Box::new(Input {
             rank,
             addr: self.addr,
             tokens: tokens.into(),
@@ -242,7 +247,7 @@ impl Feeder {
         if !state.has_ended(0) {
             state.on_refused(0, error);
             drop(state);
-            self.shard.cancel(self.addr.stream.slot);
+            self.workers.cancel(self.addr.stream.slot);
         }
     }
 

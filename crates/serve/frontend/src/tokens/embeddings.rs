@@ -7,16 +7,19 @@ use hyper::Response;
 use slipstream_base::StageTimes;
 use slipstream_base::width::to_usize;
 
+use crate::door::body::HttpBody;
 use crate::door::budget::Charge;
+use crate::door::clock::now_unix_s;
 use crate::door::helpers::NoResult;
-use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::http::RequestHead;
 use crate::door::service::Service;
 use crate::openai::{
     ApiError, CompletionApi, Encoding, Head, embedding_field_names, embeddings_json,
     parse_embeddings,
 };
+use crate::tokens::answers;
 use crate::tokens::generate;
-use crate::tokens::shard::Shard;
+use crate::tokens::workers::Workers;
 
 /// Numbers of an answer that are rendered on the shard's thread: a millisecond.
 const INLINE_NUMBERS: u64 = 4 << 10;
@@ -26,7 +29,7 @@ const FLOAT_BYTES: u64 = 24;
 
 /// Serves `POST /v1/embeddings`.
 pub(crate) async fn create(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     head: RequestHead,
     body: Bytes,
     charge: Charge,
@@ -38,14 +41,14 @@ pub(crate) async fn create(
             .map_err(embedding_field_names)?;
         Ok((prepared, seeds, request))
     };
-    let ((prepared, seeds, request), mut charge) = shard.run(body, charge, prepare).await?;
+    let ((prepared, seeds, request), mut charge) = workers.shard.run(body, charge, prepare).await?;
     let numbers = seeds.len() as u64 * u64::from(request.dimensions);
     let bytes = numbers
         * match request.encoding {
             Encoding::Float => FLOAT_BYTES,
             Encoding::Base64 => BASE64_BYTES,
         };
-    let most = shard.service.limits.answer_bytes_max;
+    let most = workers.shard.service.limits.answer_bytes_max;
     if bytes > most {
         return Err(ApiError::answer_too_large(bytes, most));
     }
@@ -54,15 +57,15 @@ pub(crate) async fn create(
         .adapter
         .as_ref()
         .map(|adapter| adapter.name.clone());
-    let model = adapter.unwrap_or_else(|| shard.model.to_string());
+    let model = adapter.unwrap_or_else(|| workers.model.to_string());
     let tokens = prepared.prompts.iter().map(|p| u64::from(p.len())).sum();
-    let handle = generate::dispatch(shard, &head, prepared, false)
+    let handle = generate::dispatch(workers, &head, prepared, false)
         .await
         .map_err(embedding_field_names)?;
     // Its text is of no use.
     let (_, trace) = handle.whole().await?;
     let id = format!("embd-{}", head.id);
-    let created = generate::now_unix_s();
+    let created = now_unix_s();
     let render = move || {
         let head = Head {
             kind: CompletionApi::Completion,
@@ -76,7 +79,7 @@ pub(crate) async fn create(
     let body = if numbers <= INLINE_NUMBERS {
         render()
     } else {
-        let rendered = shard.helpers.run(to_usize(bytes), render).await;
+        let rendered = workers.shard.helpers.run(to_usize(bytes), render).await;
         rendered.map_err(|error| match error {
             NoResult::Busy => ApiError::overloaded(
                 "too many long requests wait for a helper thread; try again later",
@@ -85,5 +88,5 @@ pub(crate) async fn create(
             NoResult::Failed => ApiError::internal(&head.id),
         })?
     };
-    http::embeddings(body, charge, trace.as_deref())
+    answers::embeddings(body, charge, trace.as_deref())
 }

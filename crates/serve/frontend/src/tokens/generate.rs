@@ -17,9 +17,11 @@ use slipstream_recorder::RecordedRequest;
 use slipstream_router::Score;
 use slipstream_structured::Tree;
 
+use crate::door::body::HttpBody;
 use crate::door::budget::Charge;
+use crate::door::clock::now_unix_s;
 use crate::door::connection::Client;
-use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::http::{self, RequestHead};
 use crate::door::management::{Adapter, AdapterUse};
 use crate::door::metrics::Rejection;
 use crate::door::service::Service;
@@ -28,14 +30,15 @@ use crate::openai::{
     parse_chat, parse_completion,
 };
 use crate::text::{ChatOptions, Message, StopMatcher, TextError, TextModel};
+use crate::tokens::answers;
 use crate::tokens::dispatching::Submission;
 use crate::tokens::reply::{
     REPLY_BYTES, Reply, ReplyBody, ReplyHandle, ReplyState, SEQUENCE_BYTES, SequenceSpec, Shape,
     StreamRole, StreamSlot, Trace,
 };
 use crate::tokens::script::{Script, scripts};
-use crate::tokens::shard::Shard;
 use crate::tokens::vocab::AnswerVocab;
+use crate::tokens::workers::Workers;
 
 /// Work on one request before others have a turn, ns.
 const SLICE_NS: u64 = 1_000_000;
@@ -85,7 +88,7 @@ impl Tokenized {
 
 /// Serves `POST /v1/chat/completions` and `POST /v1/completions`.
 pub(crate) async fn generate(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     kind: CompletionApi,
     head: RequestHead,
     body: Bytes,
@@ -94,16 +97,19 @@ pub(crate) async fn generate(
 ) -> Result<Response<HttpBody>, ApiError> {
     let prepare =
         move |service: &Service, body: &[u8]| prepare(service, kind, body, times, |_| Ok(()));
-    let bytes = body.len() + images_bytes(&shard.service, &body, CHAT_IMAGE);
-    let (prepared, charge) = shard.run_sized(body, bytes, charge, prepare).await?;
+    let bytes = body.len() + images_bytes(&workers.shard.service, &body, CHAT_IMAGE);
+    let (prepared, charge) = workers
+        .shard
+        .run_sized(body, bytes, charge, prepare)
+        .await?;
     drop(charge); // with the body
     let stream = prepared.params.stream;
-    let handle = dispatch(shard, &head, prepared, false).await?;
+    let handle = dispatch(workers, &head, prepared, false).await?;
     if stream {
         return Ok(http::events(ReplyBody::new(handle)));
     }
     let (answer, trace) = handle.whole().await?;
-    Ok(http::whole(answer, trace.as_deref()))
+    Ok(answers::whole(answer, trace.as_deref()))
 }
 
 /// Parses, checks and tokenizes the body of a request.
@@ -400,7 +406,9 @@ pub(crate) fn tokenize(
         service.management.unshared_root(&service.model)
     } else {
         let salt = params.cache_salt.as_deref();
-        service.management.root(service, adapter, salt)
+        service
+            .management
+            .root(&service.model, service.root, adapter, salt)
     };
     check_tokens(service, "stop_token_ids", &params.stop_token_ids)?;
     if let Some(limits) = &params.vocab {
@@ -623,12 +631,12 @@ fn scores_prompt(params: &RequestParams) -> bool {
 
 /// Opens a stream per sequence and submits each; with `more`, as one whose input continues.
 pub(crate) async fn dispatch(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     head: &RequestHead,
     prepared: Prepared,
     more: bool,
 ) -> Result<ReplyHandle, ApiError> {
-    let service = &shard.service;
+    let service = &workers.shard.service;
     let Prepared {
         kind,
         params,
@@ -638,7 +646,7 @@ pub(crate) async fn dispatch(
     } = prepared;
     let params = &params;
     let count = prompts.len() * params.n as usize;
-    let most = shard.budget.request_streams_max();
+    let most = workers.shard.budget.request_streams_max();
     check_count(count, prompts.len(), params.n, most)?;
     let asked = |prompt: &Tokenized| {
         // Without a limit by the client only produced tokens count, once they are known.
@@ -646,9 +654,9 @@ pub(crate) async fn dispatch(
         u64::from(prompt.len()) + u64::from(params.n) * u64::from(answer)
     };
     head.client.charge_tokens(prompts.iter().map(asked).sum())?;
-    let quota = StreamQuota::take(shard, &head.client, count)?;
+    let quota = StreamQuota::take(workers, &head.client, count)?;
     // Prompts are kept while another worker may continue their answers.
-    let keeps = head.resumes && shard.dispatching.keeps_requests();
+    let keeps = head.resumes && workers.dispatching.keeps_requests();
     let kept = prompts.iter().filter(|_| keeps).map(|p| p.prompt.bytes());
     let scripts = prompts.iter().flat_map(|prompt| &prompt.scripts);
     let ids = prompts.iter().filter_map(|prompt| prompt.ids.as_ref());
@@ -657,18 +665,18 @@ pub(crate) async fn dispatch(
         + kept.sum::<u64>()
         + scripts.map(Script::bytes).sum::<u64>()
         + ids.map(|ids| size_of_val(&**ids) as u64).sum::<u64>();
-    let charge = head.client.charge(&shard.budget.memory, bytes)?;
-    let mut shape = shape_of(shard, head, kind, params, &prompts);
+    let charge = head.client.charge(&workers.shard.budget.memory, bytes)?;
+    let mut shape = shape_of(workers, head, kind, params, &prompts);
     if let Some(adapter) = &adapter {
         shape.model = adapter.name.as_str().into();
     }
-    shard.metrics.prompt_tokens.add(shape.prompt_tokens);
+    workers.shard.metrics.prompt_tokens.add(shape.prompt_tokens);
     let trace = head.traced.then(|| Trace {
         block_size: service.block_size.max(1),
         scores: String::new(),
     });
     let number = adapter.as_ref().map_or(0, |a| adapter_id(&a.name, &a.path));
-    let (specs, requests) = sequences(shard, params, prompts, head.session, number);
+    let (specs, requests) = sequences(workers, params, prompts, head.session, number);
     let unread_max = to_usize(service.limits.stream_buffer_bytes_max);
     let timeout = service.limits.request_timeout;
     let deadline_ns = timeout.map(|t| {
@@ -678,11 +686,11 @@ pub(crate) async fn dispatch(
     let mut state = ReplyState::new(shape, specs, times, trace, unread_max, Some(charge));
     state.adapter = adapter.map(AdapterUse::new);
     let reply = Rc::new(Reply::new(state, head.client.clone(), deadline_ns));
-    let registrations = register(shard, &reply, count)?;
+    let registrations = register(workers, &reply, count)?;
     let addresses: Vec<StreamAddr> = registrations.iter().map(Registration::addr).collect();
     quota.hand_on();
-    let handle = ReplyHandle::new(shard.clone(), reply, registrations);
-    submit(shard, head, handle.reply(), addresses, requests, more).await?;
+    let handle = ReplyHandle::new(workers.clone(), reply, registrations);
+    submit(workers, head, handle.reply(), addresses, requests, more).await?;
     Ok(handle)
 }
 
@@ -708,7 +716,7 @@ fn check_count(count: usize, prompts: usize, choices: u32, most: u64) -> Result<
 }
 
 fn shape_of(
-    shard: &Shard,
+    workers: &Workers,
     head: &RequestHead,
     kind: CompletionApi,
     params: &RequestParams,
@@ -719,7 +727,7 @@ fn shape_of(
         kind,
         id: answer_id(kind, id),
         created: now_unix_s(),
-        model: shard.model.clone(),
+        model: workers.model.clone(),
         stream: params.stream,
         include_usage: params.include_usage,
         running_usage: params.running_usage,
@@ -730,13 +738,15 @@ fn shape_of(
 
 /// For each choice of each prompt: how its tokens become text, and what its engine computes.
 fn sequences(
-    shard: &Shard,
+    workers: &Workers,
     params: &RequestParams,
     prompts: Vec<Tokenized>,
     session: Option<u64>,
     adapter: u64,
 ) -> (Vec<SequenceSpec>, Vec<EngineRequest>) {
-    let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
+    let seed = params
+        .seed
+        .unwrap_or_else(|| workers.shard.next_request_number());
     let seeds = choice_seeds(&prompts, params.n, seed);
     let stops: Rc<[String]> = params.stop.as_slice().into();
     // Made once: the choices of a request share its tables.
@@ -744,7 +754,7 @@ fn sequences(
         (!stops.is_empty()).then(|| StopMatcher::new(&stops, params.include_stop_str_in_output));
     let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
     let vocab = params.vocab.as_deref().map(|limits| {
-        let text = &shard.service.text;
+        let text = &workers.shard.service.text;
         Rc::new(AnswerVocab::new(limits, text))
     });
     let ignore_eos = params.ignore_eos || vocab.as_ref().is_some_and(|vocab| !vocab.may_end());
@@ -808,7 +818,7 @@ fn sequences(
                 echo_only: params.echo_only,
                 echo: echo.clone(),
                 stop_token_ids: stop_token_ids.clone(),
-                recorded: shard.service.recorder.is_some().then(|| {
+                recorded: workers.shard.service.recorder.is_some().then(|| {
                     Box::new(RecordedRequest {
                         input_tokens: tokenized.prompt.len(),
                         blocks: tokenized.prompt.shared_blocks(),
@@ -825,33 +835,33 @@ fn sequences(
 
 /// Opens a stream for each sequence of `reply`.
 fn register(
-    shard: &Shard,
+    workers: &Workers,
     reply: &Rc<Reply>,
     count: usize,
 ) -> Result<Vec<Registration<StreamSlot>>, ApiError> {
     let register_ns = monotonic_ns();
     let mut registrations = Vec::with_capacity(count);
     for sequence in 0..to_u32(count) {
-        let _lock = shard.table_lock.hold();
+        let _lock = workers.table_lock.hold();
         let feed = StreamSlot {
             reply: reply.clone(),
             sequence,
             role: StreamRole::Answer,
         };
-        registrations.push(shard.table.register(feed).map_err(|full| {
-            shard.metrics.on_rejected(Rejection::StreamsMax);
+        registrations.push(workers.table.register(feed).map_err(|full| {
+            workers.shard.metrics.on_rejected(Rejection::StreamsMax);
             ApiError::overloaded(full.to_string(), 1)
         })?);
     }
     let took = monotonic_ns() - register_ns;
-    shard.metrics.stream_register.observe(took);
+    workers.shard.metrics.stream_register.observe(took);
     Ok(registrations)
 }
 
 /// Submits the sequences of `reply`. After an error the caller drops its handle, which cancels those that
 /// were submitted.
 async fn submit(
-    shard: &Shard,
+    workers: &Workers,
     head: &RequestHead,
     reply: &Rc<Reply>,
     addresses: Vec<StreamAddr>,
@@ -859,7 +869,11 @@ async fn submit(
     more: bool,
 ) -> Result<(), ApiError> {
     // The turns of a duplex request are not held back at the worker; a client that does not read is cut.
-    let credit_bytes = if more { NO_LIMIT } else { shard.credit_bytes() };
+    let credit_bytes = if more {
+        NO_LIMIT
+    } else {
+        workers.credit_bytes()
+    };
     let mut scores = head.traced.then(Vec::new);
     let starts = addresses.into_iter().zip(requests);
     let mut slice_began = monotonic_ns();
@@ -892,7 +906,7 @@ async fn submit(
         };
         // The scores are those of the first sequence.
         let scores = scores.as_mut().filter(|_| sequence == 0);
-        if let Err(error) = shard.submit(reply, sequence, addr, submission, scores) {
+        if let Err(error) = workers.submit(reply, sequence, addr, submission, scores) {
             reply.state.borrow_mut().reject(&error);
             return Err(error);
         }
@@ -905,25 +919,25 @@ async fn submit(
 
 /// Room for streams, given back unless a [`ReplyHandle`] takes it over.
 struct StreamQuota<'a> {
-    shard: &'a Shard,
+    workers: &'a Workers,
     client: &'a Client,
     count: usize,
 }
 
 impl<'a> StreamQuota<'a> {
     fn take(
-        shard: &'a Shard,
+        workers: &'a Workers,
         client: &'a Client,
         count: usize,
     ) -> Result<StreamQuota<'a>, ApiError> {
-        match shard.open_streams(client, count) {
+        match workers.shard.open_streams(client, count) {
             Ok(()) => Ok(StreamQuota {
-                shard,
+                workers,
                 client,
                 count,
             }),
             Err(error) => {
-                shard.metrics.on_rejected(Rejection::StreamsMax);
+                workers.shard.metrics.on_rejected(Rejection::StreamsMax);
                 Err(error)
             }
         }
@@ -937,7 +951,9 @@ impl<'a> StreamQuota<'a> {
 
 impl Drop for StreamQuota<'_> {
     fn drop(&mut self) {
-        self.shard.on_streams_closed(self.client, self.count);
+        self.workers
+            .shard
+            .on_streams_closed(self.client, self.count);
     }
 }
 
@@ -954,12 +970,6 @@ fn scores_json(scores: &[Score]) -> String {
     }
     json.push(']');
     json
-}
-
-/// Unix time, s. For `created` and for templates that write a date; nothing is measured with it.
-pub(crate) fn now_unix_s() -> u64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.map_or(0, |since| since.as_secs())
 }
 
 /// `chatcmpl-…` or `cmpl-…`.

@@ -8,13 +8,13 @@ use std::task::{Context, Poll, ready};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::host::{Host, Lent, Turn};
 
-use crate::tokens::alarm::Alarm;
-use crate::tokens::shard::{Plane, Shard};
+use crate::door::alarm::Alarm;
+use crate::tokens::workers::{Transport, Workers};
 
-impl Shard {
+impl Workers {
     /// Runs the work of engine thread `thread` whenever it lends it, for as long as the shard runs.
-    pub(crate) async fn host(self: Rc<Shard>, thread: usize) {
-        let Plane::Rings(port) = &self.plane else {
+    pub(crate) async fn host(self: Rc<Workers>, thread: usize) {
+        let Transport::Rings(port) = &self.transport else {
             return;
         };
         let mut host = Host::open(port.host(thread));

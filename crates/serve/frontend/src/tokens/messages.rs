@@ -4,6 +4,7 @@
 //! clients of this endpoint alone.
 
 use std::future::poll_fn;
+use std::io;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
@@ -12,15 +13,16 @@ use hyper::Response;
 use hyper::body::Frame;
 use slipstream_base::StageTimes;
 
+use crate::door::body::{AnswerBody, HttpBody};
 use crate::door::budget::Charge;
-use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::http::{self, RequestHead};
 use crate::door::service::Service;
 use crate::openai::{
     ApiError, CompletionApi, MessageStream, input_tokens_json, parse_chat, parse_messages,
 };
 use crate::tokens::generate::{self, check_model};
-use crate::tokens::reply::{Cut, ReplyBody};
-use crate::tokens::shard::Shard;
+use crate::tokens::reply::ReplyBody;
+use crate::tokens::workers::Workers;
 
 /// The events of a message.
 pub(crate) struct MessageBody {
@@ -28,11 +30,8 @@ pub(crate) struct MessageBody {
     stream: MessageStream,
 }
 
-impl MessageBody {
-    pub(crate) fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+impl AnswerBody for MessageBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         loop {
             match std::task::ready!(self.chat.poll_frame(cx)) {
                 Some(Ok(frame)) => {
@@ -53,13 +52,13 @@ impl MessageBody {
 }
 
 /// Bytes to tokenize of a message, about.
-fn work(shard: &Shard, body: &[u8]) -> usize {
-    body.len() + generate::images_bytes(&shard.service, body, b"\"image\"")
+fn work(workers: &Workers, body: &[u8]) -> usize {
+    body.len() + generate::images_bytes(&workers.shard.service, body, b"\"image\"")
 }
 
 /// Serves `POST /v1/messages`.
 pub(crate) async fn create(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     head: RequestHead,
     body: Bytes,
     charge: Charge,
@@ -73,17 +72,17 @@ pub(crate) async fn create(
             })?;
         Ok((prepared, request.stream))
     };
-    let work = work(shard, &body);
-    let ((prepared, stream), charge) = shard.run_sized(body, work, charge, prepare).await?;
-    let handle = generate::dispatch(shard, &head, prepared, false).await?;
+    let work = work(workers, &body);
+    let ((prepared, stream), charge) = workers.shard.run_sized(body, work, charge, prepare).await?;
+    let handle = generate::dispatch(workers, &head, prepared, false).await?;
     let mut chat = ReplyBody::new(handle);
     if stream {
         drop(charge); // with the body
         let stream = MessageStream::default();
-        return Ok(http::message_events(MessageBody { chat, stream }));
+        return Ok(http::events(MessageBody { chat, stream }));
     }
     let mut whole = MessageStream::default();
-    let most = shard.service.limits.answer_bytes_max;
+    let most = workers.shard.service.limits.answer_bytes_max;
     let mut charge = charge;
     while let Some(frame) = poll_fn(|cx| chat.poll_frame(cx)).await {
         let frame = frame.map_err(|cut| ApiError::failed(503, cut.to_string()))?;
@@ -109,7 +108,7 @@ pub(crate) async fn create(
 
 /// Serves `POST /v1/messages/count_tokens`.
 pub(crate) async fn count_tokens(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     body: Bytes,
     charge: Charge,
 ) -> Result<Response<HttpBody>, ApiError> {
@@ -119,7 +118,7 @@ pub(crate) async fn count_tokens(
         check_model(service, chat.model.as_deref())?;
         generate::count_tokens(service, &chat)
     };
-    let work = work(shard, &body);
-    let (tokens, _): (u64, Charge) = shard.run_sized(body, work, charge, count).await?;
+    let work = work(workers, &body);
+    let (tokens, _): (u64, Charge) = workers.shard.run_sized(body, work, charge, count).await?;
     Ok(http::json(200, input_tokens_json(tokens)))
 }

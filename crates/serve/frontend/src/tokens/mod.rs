@@ -1,6 +1,6 @@
 //! Answers in tokens: requests of modelled workers.
 
-pub(crate) mod alarm;
+pub(crate) mod answers;
 pub(crate) mod direct;
 pub(crate) mod dispatching;
 pub(crate) mod duplex;
@@ -12,9 +12,11 @@ pub(crate) mod messages;
 pub mod remote;
 pub(crate) mod replies;
 pub(crate) mod reply;
+pub(crate) mod response_store;
 pub(crate) mod responses;
 pub mod roster;
 pub(crate) mod script;
-pub(crate) mod shard;
 pub(crate) mod table_lock;
+pub(crate) mod tokenize;
 pub(crate) mod vocab;
+pub(crate) mod workers;

@@ -22,10 +22,11 @@ use slipstream_planes::{PassFrame, StartRequest, ToWorker};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
+use crate::door::listen::{StartError, bind};
 use crate::door::metrics::ShardMetrics;
-use crate::server::StartError;
+use crate::door::shard::{LogPace, Shard};
 use crate::tokens::roster::{Roster, feeds_index};
-use crate::tokens::shard::{LogPace, Shard};
+use crate::tokens::workers::Workers;
 
 /// Connections of one shard that are greeted at one time; more are closed.
 const GREETINGS_MAX: usize = 256;
@@ -88,7 +89,7 @@ impl PlaneSocket {
     /// # Errors
     /// [`StartError::Bind`].
     pub fn bind(listen: &str) -> Result<PlaneSocket, StartError> {
-        let (listener, address) = crate::server::bind(listen)?;
+        let (listener, address) = bind(listen)?;
         Ok(PlaneSocket { listener, address })
     }
 
@@ -217,14 +218,14 @@ impl WorkerLinks {
 
     /// As [`listen`](Self::listen) does with a connection.
     #[cfg(feature = "sim")]
-    pub(crate) fn accept(self: &Rc<WorkerLinks>, shard: &Rc<Shard>, socket: Box<dyn Socket>) {
+    pub(crate) fn accept(self: &Rc<WorkerLinks>, workers: &Rc<Workers>, socket: Box<dyn Socket>) {
         if self.greetings.get() >= GREETINGS_MAX {
             return self.roster.on_rejected();
         }
         self.greetings.set(self.greetings.get() + 1);
         let socket = std::future::ready(Ok(socket));
         let address = SocketAddr::from(([127, 0, 0, 1], 1));
-        let served = self.clone().serve_socket(shard.clone(), socket, address);
+        let served = self.clone().serve_socket(workers.clone(), socket, address);
         tokio::task::spawn_local(served);
     }
 
@@ -240,7 +241,7 @@ impl WorkerLinks {
     }
 
     /// Listens for workers, and serves each, for as long as the shard runs.
-    pub(crate) async fn listen(self: Rc<WorkerLinks>, shard: Rc<Shard>) {
+    pub(crate) async fn listen(self: Rc<WorkerLinks>, workers: Rc<Workers>) {
         let listener = self.listener.take().expect("a shard listens once");
         let listener = match TcpListener::from_std(listener) {
             Ok(listener) => listener,
@@ -253,7 +254,7 @@ impl WorkerLinks {
             match listener.accept().await {
                 Ok((stream, address)) if self.greetings.get() < GREETINGS_MAX => {
                     self.greetings.set(self.greetings.get() + 1);
-                    let served = self.clone().serve(shard.clone(), stream, address);
+                    let served = self.clone().serve(workers.clone(), stream, address);
                     tokio::task::spawn_local(served);
                 }
                 Ok((_, address)) => {
@@ -273,7 +274,7 @@ impl WorkerLinks {
 
     async fn serve(
         self: Rc<WorkerLinks>,
-        shard: Rc<Shard>,
+        workers: Rc<Workers>,
         stream: TcpStream,
         address: SocketAddr,
     ) {
@@ -288,17 +289,17 @@ impl WorkerLinks {
                 })?,
             })
         };
-        self.serve_socket(shard, socket, address).await;
+        self.serve_socket(workers, socket, address).await;
     }
 
     /// Serves the worker process that connects by `socket`.
     pub(crate) async fn serve_socket(
         self: Rc<WorkerLinks>,
-        shard: Rc<Shard>,
+        workers: Rc<Workers>,
         socket: impl Future<Output = io::Result<Box<dyn Socket>>>,
         address: SocketAddr,
     ) {
-        let greeted = timeout(self.limits.deadline, self.greet(&shard, socket)).await;
+        let greeted = timeout(self.limits.deadline, self.greet(&workers.shard, socket)).await;
         self.greetings.set(self.greetings.get() - 1);
         let (link, peer) = match greeted {
             Ok(Ok(greeted)) => greeted,
@@ -323,12 +324,12 @@ impl WorkerLinks {
             "{} runs {} (shard {})",
             peer.name,
             runs.join(" "),
-            shard.index
+            workers.shard.index
         );
         // Also when this task is dropped at shutdown.
         let mut connection = Connection {
             remote: self.clone(),
-            shard,
+            workers,
             peer,
             link,
             pass: PassFrame::new(),
@@ -338,7 +339,7 @@ impl WorkerLinks {
             unsure: Vec::new(),
         };
         let error = poll_fn(|cx| connection.poll(cx)).await;
-        let metrics = &connection.shard.metrics;
+        let metrics = &connection.workers.shard.metrics;
         match &error {
             LinkError::Wire(_) => metrics.plane_malformed.add(1),
             LinkError::Silent { .. } | LinkError::Unread { .. } => metrics.plane_silent.add(1),
@@ -466,7 +467,7 @@ impl Peer {
 /// One connection at work. Dropping it gives the workers' seats back and ends their streams.
 struct Connection {
     remote: Rc<WorkerLinks>,
-    shard: Rc<Shard>,
+    workers: Rc<Workers>,
     peer: Rc<Peer>,
     link: Link,
     pass: PassFrame,
@@ -482,10 +483,10 @@ impl Connection {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<LinkError> {
         let turned = self.turn(cx);
         // Also if it was the last turn.
-        let more = self.shard.write_some();
+        let more = self.workers.write_some();
         match turned {
             Err(error) => {
-                while self.shard.write_some() {}
+                while self.workers.write_some() {}
                 Poll::Ready(error)
             }
             Ok(again) => {
@@ -542,11 +543,11 @@ impl Connection {
 
     fn take_each_frame(&mut self) -> Result<(), WireError> {
         while let Some((kind, body)) = self.link.next_frame()? {
-            let (shard, roster) = (&self.shard, &self.remote.roster);
+            let (workers, roster) = (&self.workers, &self.remote.roster);
             match kind {
                 FrameKind::Pass => {
                     wire::decode_pass(body, &mut self.pass)?;
-                    shard.on_frame(&self.pass, Some(&self.peer));
+                    workers.on_frame(&self.pass, Some(&self.peer));
                 }
                 FrameKind::Kv | FrameKind::KvSnapshot => {
                     if self.received == self.deltas.len() {
@@ -639,11 +640,11 @@ impl Drop for Connection {
             }
         }
         let roster = &self.remote.roster;
-        roster.on_lost(self.shard.index, peer.instance, &peer.workers);
+        roster.on_lost(self.workers.shard.index, peer.instance, &peer.workers);
         if slipstream_base::planted!("lost-worker-unseen") {
             return;
         }
-        self.shard
+        self.workers
             .on_workers_gone(|worker| peer.workers.contains(&worker));
     }
 }

@@ -11,10 +11,10 @@ use std::time::Duration;
 use slipstream_base::width::to_u32;
 use slipstream_planes::clock::monotonic_ns;
 
-use crate::door::service::Limits;
+use crate::door::limits::Limits;
 use crate::openai::ApiError;
 use crate::tokens::reply::{Overdue, Reply};
-use crate::tokens::shard::Shard;
+use crate::tokens::workers::Workers;
 
 /// Looks in the shortest limit: a reply ends at most a fourth of it too late.
 const TICKS_PER_LIMIT: u32 = 4;
@@ -61,10 +61,10 @@ impl Replies {
     }
 }
 
-impl Shard {
+impl Workers {
     /// Ends replies that are overdue, for as long as the shard runs.
-    pub(crate) async fn look_after_replies(self: Rc<Shard>) {
-        let limits = self.service.limits;
+    pub(crate) async fn look_after_replies(self: Rc<Workers>) {
+        let limits = self.shard.service.limits;
         let period = period(&limits);
         let ticks_max = ticks(limits.write_timeout, period);
         loop {
@@ -90,14 +90,14 @@ impl Shard {
 
     /// Ends a reply for good, and gives back what it holds of the server.
     pub(crate) fn end_overdue(&self, reply: &Reply, why: Overdue) {
-        let limits = &self.service.limits;
+        let limits = &self.shard.service.limits;
         let error = match why {
             Overdue::Deadline => {
-                self.metrics.streams_cut_deadline.add(1);
+                self.shard.metrics.streams_cut_deadline.add(1);
                 ApiError::deadline(limits.request_timeout.unwrap_or_default().as_secs_f64())
             }
             Overdue::Unread => {
-                self.metrics.streams_cut_slow.add(1);
+                self.shard.metrics.streams_cut_slow.add(1);
                 ApiError::overloaded(
                     format!(
                         "the client read nothing for {} s (`live.write_timeout_s`)",
@@ -122,7 +122,7 @@ impl Shard {
             self.cancel(stream.addr().stream.slot);
         }
         if !slipstream_base::planted!("leaked-quota") {
-            self.on_streams_closed(&reply.client, streams.len());
+            self.shard.on_streams_closed(&reply.client, streams.len());
         }
         self.admit_queued();
         let _lock = self.table_lock.hold();

@@ -15,6 +15,7 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -32,6 +33,7 @@ use tokio::time::Sleep;
 
 use crate::door::access::AnswerEnd;
 use crate::door::account::{Account, TokenCounts};
+use crate::door::body::AnswerBody;
 use crate::door::budget::Charge;
 use crate::door::connection::Client;
 use crate::door::management::AdapterUse;
@@ -42,8 +44,8 @@ use crate::openai::{
 };
 use crate::text::{Detokenizer, StopMatcher, TextModel};
 use crate::tokens::script::{Script, ScriptedCall, SharedScript, Show, call_id};
-use crate::tokens::shard::Shard;
 use crate::tokens::vocab::AnswerVocab;
+use crate::tokens::workers::Workers;
 
 /// Rendered bytes that may wait for one client. Beyond that its tokens are kept as numbers, a
 /// fiftieth of the size, until the client has read: 1,024 streams without a reader then hold
@@ -1742,7 +1744,7 @@ impl Sequence {
 /// The HTTP side's hold on a reply. Dropping it closes the streams and kills, at the workers, those that
 /// have not ended.
 pub(crate) struct ReplyHandle {
-    shard: Rc<Shard>,
+    workers: Rc<Workers>,
     reply: Rc<Reply>,
     /// Place among the replies that the shard looks after.
     place: u32,
@@ -1751,20 +1753,21 @@ pub(crate) struct ReplyHandle {
 
 impl ReplyHandle {
     pub(crate) fn new(
-        shard: Rc<Shard>,
+        workers: Rc<Workers>,
         reply: Rc<Reply>,
         registrations: Vec<Registration<StreamSlot>>,
     ) -> ReplyHandle {
-        let deadline = shard
+        let deadline = workers
+            .shard
             .service
             .limits
             .request_timeout
             .map(|t| Box::pin(tokio::time::sleep(t)));
         reply.streams.replace(registrations);
-        reply.state.borrow_mut().polled_tick = shard.replies.tick();
+        reply.state.borrow_mut().polled_tick = workers.replies.tick();
         ReplyHandle {
-            place: shard.replies.add(&reply),
-            shard,
+            place: workers.replies.add(&reply),
+            workers,
             reply,
             deadline,
         }
@@ -1788,7 +1791,7 @@ impl ReplyHandle {
         if deadline.as_mut().poll(cx).is_ready() {
             self.deadline = None;
             if !self.reply.state.borrow().cut {
-                self.shard.end_overdue(&self.reply, Overdue::Deadline);
+                self.workers.end_overdue(&self.reply, Overdue::Deadline);
             }
         }
     }
@@ -1807,7 +1810,7 @@ impl ReplyHandle {
         })
         .await;
         // The rest needs no worker and no stream.
-        self.shard.end_streams(&self.reply);
+        self.workers.end_streams(&self.reply);
         let mut state = self.reply.state.borrow_mut();
         if let Some(error) = &state.error {
             return Err(error.clone());
@@ -1818,7 +1821,7 @@ impl ReplyHandle {
             sequence.text = text;
         }
         state.rendering = true;
-        state.polled_tick = self.shard.replies.tick();
+        state.polled_tick = self.workers.replies.tick();
         let trace = state.is_traced().then(|| {
             let now = monotonic_ns();
             state.times.note(Stage::Rendered, now);
@@ -1879,7 +1882,7 @@ impl WholeBody {
         let state = self.handle.reply.state.borrow();
         let answer = Complete {
             state: &state,
-            text: &self.handle.shard.service.text,
+            text: &self.handle.workers.shard.service.text,
         };
         let mut out = Vec::new();
         self.done = self.render.advance(&answer, &mut out, bytes);
@@ -1893,18 +1896,17 @@ impl WholeBody {
         state.times.note(Stage::Rendered, now);
         state.times.note(Stage::Written, now);
     }
+}
 
-    pub(crate) fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+impl AnswerBody for WholeBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         {
             let mut state = self.handle.reply.state.borrow_mut();
             if state.cut {
                 let error = state.error.clone().unwrap_or_else(ApiError::stopping);
-                return Poll::Ready(Some(Err(Cut(error))));
+                return Poll::Ready(Some(Err(io::Error::other(Cut(error)))));
             }
-            state.polled_tick = self.handle.shard.replies.tick();
+            state.polled_tick = self.handle.workers.replies.tick();
         }
         let piece = match self.first.take() {
             Some(first) => first,
@@ -1920,30 +1922,34 @@ impl WholeBody {
             None => self.slice(SLICE_BYTES).0,
         };
         self.yielded = false;
-        self.handle.shard.metrics.flushes.add(1);
+        self.handle.workers.shard.metrics.flushes.add(1);
         Poll::Ready(Some(Ok(Frame::data(piece.into()))))
     }
 }
 
 impl Drop for ReplyHandle {
     fn drop(&mut self) {
-        self.shard.replies.remove(self.place);
+        self.workers.replies.remove(self.place);
         let state = self.reply.state.borrow();
         if state.rejected {
             drop(state);
-            return self.shard.end_streams(&self.reply);
+            return self.workers.end_streams(&self.reply);
         }
         let now = monotonic_ns();
         if state.open > 0
             || (state.shape.stream && !state.complete)
             || state.rendering && !state.delivered
         {
-            self.shard.metrics.disconnects.add(1);
+            self.workers.shard.metrics.disconnects.add(1);
         }
         if let Some(accept) = state.times.at(Stage::Accept) {
-            self.shard.metrics.e2e.observe(now.saturating_sub(accept));
+            self.workers
+                .shard
+                .metrics
+                .e2e
+                .observe(now.saturating_sub(accept));
         }
-        self.shard.metrics.on_stages(&state.times);
+        self.workers.shard.metrics.on_stages(&state.times);
         for sequence in state.sequences.iter().filter(|s| !s.refused) {
             // An answer that was not read to its end is no success, although the engine was done.
             let reason = match &sequence.ended {
@@ -1951,7 +1957,7 @@ impl Drop for ReplyHandle {
                 Some(Ending::StopString(_)) if state.delivered => FinishReason::Stop,
                 _ => FinishReason::Abort,
             };
-            let metrics = &self.shard.metrics;
+            let metrics = &self.workers.shard.metrics;
             let finished = FinishedSequence {
                 prompt: sequence.spec.prompt_tokens,
                 cached: sequence.cached,
@@ -1966,16 +1972,16 @@ impl Drop for ReplyHandle {
         for choices in state.sequences.chunks(per_prompt as usize) {
             if choices.iter().any(|choice| !choice.refused) {
                 let longest = choices.iter().map(|choice| choice.generated).max();
-                let metrics = &self.shard.metrics;
+                let metrics = &self.workers.shard.metrics;
                 metrics.on_choices(per_prompt, longest.unwrap_or_default());
             }
         }
-        if let Some(recorder) = &self.shard.service.recorder {
+        if let Some(recorder) = &self.workers.shard.service.recorder {
             state.record(recorder);
         }
         state.note(&mut self.reply.client.owner().account());
         drop(state);
-        self.shard.end_streams(&self.reply);
+        self.workers.end_streams(&self.reply);
         let mut state = self.reply.state.borrow_mut();
         state.input.over = true;
         state.wake_input();
@@ -1994,29 +2000,23 @@ impl ReplyBody {
         ReplyBody { handle, refills: 0 }
     }
 
-    /// The shard may write events to the client's socket itself, as chunks of HTTP/1.1.
-    pub(crate) fn allow_direct(&self) {
-        self.handle.reply.state.borrow_mut().direct = Direct::Allowed;
-    }
-
     /// Why the reply failed, if it did: the error that its last event has.
     pub(crate) fn error(&self) -> Option<ApiError> {
         self.handle.reply.state.borrow().error.clone()
     }
+}
 
-    pub(crate) fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+impl AnswerBody for ReplyBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let handle = &mut self.handle;
         handle.poll_deadline(cx);
-        let shard = handle.shard.clone();
+        let workers = handle.workers.clone();
         let mut stopped = Vec::new();
         let mut refilled = false;
         let outcome = {
             let mut state = handle.reply.state.borrow_mut();
             let state = &mut *state;
-            state.polled_tick = shard.replies.tick();
+            state.polled_tick = workers.replies.tick();
             if state.out.is_empty() && !state.complete {
                 if self.refills >= REFILLS_PER_TURN {
                     self.refills = 0;
@@ -2024,7 +2024,7 @@ impl ReplyBody {
                     return Poll::Pending;
                 }
                 self.refills += 1;
-                stopped = state.refill(&shard.service.text);
+                stopped = state.refill(&workers.shard.service.text);
                 refilled = true;
             }
             if !state.out.is_empty() {
@@ -2036,7 +2036,7 @@ impl ReplyBody {
                     // Until it is written, nothing goes past it.
                     handle.reply.client.owner().wire().set_flushed(false);
                 }
-                shard.metrics.flushes.add(1);
+                workers.shard.metrics.flushes.add(1);
                 Poll::Ready(Some(Ok(Frame::data(state.out.split().freeze()))))
             } else if state.complete {
                 state.delivered = true;
@@ -2061,6 +2061,11 @@ impl ReplyBody {
         }
         outcome
     }
+
+    /// The shard may write events to the client's socket itself, as chunks of HTTP/1.1.
+    fn allow_direct(&self) {
+        self.handle.reply.state.borrow_mut().direct = Direct::Allowed;
+    }
 }
 
 impl ReplyHandle {
@@ -2071,7 +2076,7 @@ impl ReplyHandle {
             let bytes = state.credit_due(index);
             if bytes > 0 {
                 let (rank, addr) = (state.target(index), registration.addr());
-                self.shard
+                self.workers
                     .send_control(ToWorker::Credit { rank, addr, bytes });
             }
         }
@@ -2085,7 +2090,7 @@ impl ReplyHandle {
             .get(index as usize)
             .map(Registration::addr);
         if let Some(addr) = addr {
-            self.shard.cancel(addr.stream.slot);
+            self.workers.cancel(addr.stream.slot);
         }
     }
 }

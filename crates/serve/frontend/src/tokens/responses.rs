@@ -3,145 +3,35 @@
 //! A request becomes a chat, and the chat's events become the response's. That costs a parse per event, for
 //! clients of this endpoint alone.
 
-use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::io;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use hyper::body::Frame;
 use hyper::{Method, Response};
 use slipstream_base::StageTimes;
-use slipstream_base::sync::lock;
-use slipstream_base::width::to_usize;
 
+use crate::door::body::{AnswerBody, HttpBody};
 use crate::door::budget::Charge;
+use crate::door::clock::now_unix_s;
 use crate::door::connection::Client;
-use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::http::{self, RequestHead};
 use crate::door::service::Service;
 use crate::openai::{
     ApiError, CompletionApi, ResponseStream, parse_responses, previous_response_id,
     response_field_names, response_not_found,
 };
 use crate::tokens::generate::{self, Prepared};
-use crate::tokens::reply::{Cut, ReplyBody};
-use crate::tokens::shard::Shard;
-
-/// Responses that are stored at most.
-const STORED_MAX: usize = 1024;
-/// Bytes of all stored responses, and of one, at most. All take an eighth of `live.memory_max` at most, so that
-/// they never fill a client's share.
-const STORED_BYTES_MAX: usize = 32 << 20;
-const RESPONSE_BYTES_MAX: usize = 2 << 20;
-
-/// Finished responses by id, which later requests continue. All shards share it; requests that neither store
-/// nor continue one do not touch it.
-pub(crate) struct ResponseStore {
-    stored: Mutex<Stored>,
-    /// Bytes of all stored responses, at most.
-    bytes_max: usize,
-}
-
-#[derive(Default)]
-struct Stored {
-    /// In order of arrival.
-    entries: VecDeque<Entry>,
-    bytes: usize,
-}
-
-struct Entry {
-    id: String,
-    owner: usize,
-    body: Bytes,
-    history: Bytes,
-    _memory: Charge,
-}
-
-impl Entry {
-    fn bytes(&self) -> usize {
-        self.body.len() + self.history.len()
-    }
-}
-
-impl ResponseStore {
-    /// For a server that has `memory` bytes for its clients.
-    pub(crate) fn new(memory: u64) -> ResponseStore {
-        ResponseStore {
-            stored: Mutex::default(),
-            bytes_max: to_usize(memory / 8).min(STORED_BYTES_MAX),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Stored> {
-        lock(&self.stored)
-    }
-
-    /// Body and history of response `id` of `owner`.
-    fn get(&self, owner: usize, id: &str) -> Option<(Bytes, Bytes)> {
-        let stored = self.lock();
-        let entry = stored
-            .entries
-            .iter()
-            .find(|e| e.owner == owner && e.id == id)?;
-        Some((entry.body.clone(), entry.history.clone()))
-    }
-
-    fn remove(&self, owner: usize, id: &str) -> bool {
-        let mut stored = self.lock();
-        let at = stored
-            .entries
-            .iter()
-            .position(|e| e.owner == owner && e.id == id);
-        at.and_then(|at| stored.take(at)).is_some()
-    }
-
-    /// Bytes of a response that is stored, at most.
-    fn response_bytes_max(&self) -> usize {
-        self.bytes_max.min(RESPONSE_BYTES_MAX)
-    }
-
-    /// Stores a response of [`response_bytes_max`](Self::response_bytes_max) bytes at most. Returns how many others
-    /// made room for it.
-    fn put(&self, entry: Entry) -> u64 {
-        let mut stored = self.lock();
-        let same = stored
-            .entries
-            .iter()
-            .position(|e| e.owner == entry.owner && e.id == entry.id);
-        if let Some(at) = same {
-            stored.take(at);
-        }
-        let mut evicted = 0;
-        while stored.entries.len() >= STORED_MAX || stored.bytes + entry.bytes() > self.bytes_max {
-            // A client that holds half of the store makes room itself.
-            let own = stored.entries.iter().filter(|e| e.owner == entry.owner);
-            let (count, bytes) = own.fold((0, 0), |(n, b), e| (n + 1, b + e.bytes()));
-            let greedy = count >= STORED_MAX / 2 || bytes >= self.bytes_max / 2;
-            let at = stored
-                .entries
-                .iter()
-                .position(|e| !greedy || e.owner == entry.owner);
-            stored.take(at.unwrap_or(0));
-            evicted += 1;
-        }
-        stored.bytes += entry.bytes();
-        stored.entries.push_back(entry);
-        evicted
-    }
-}
-
-impl Stored {
-    fn take(&mut self, at: usize) -> Option<Entry> {
-        let entry = self.entries.remove(at)?;
-        self.bytes -= entry.bytes();
-        Some(entry)
-    }
-}
+use crate::tokens::reply::ReplyBody;
+use crate::tokens::response_store::StoredResponse;
+use crate::tokens::workers::Workers;
 
 /// Whose responses a client may continue: those of its key. Without keys all clients are one.
-fn owner(shard: &Shard, client: &Client) -> usize {
-    if shard.service.api_keys.is_empty() {
+fn owner(workers: &Workers, client: &Client) -> usize {
+    if workers.shard.service.api_keys.is_empty() {
         0
     } else {
         Arc::as_ptr(client.counts()) as usize
@@ -150,7 +40,7 @@ fn owner(shard: &Shard, client: &Client) -> usize {
 
 /// A response that is stored at its end.
 struct Keep {
-    shard: Rc<Shard>,
+    workers: Rc<Workers>,
     client: Client,
     request: Vec<u8>,
 }
@@ -158,9 +48,9 @@ struct Keep {
 impl Keep {
     /// Stores it, unless there is no room for it. Responses that are not stored are counted.
     fn store(self, stream: &ResponseStream) {
-        let metrics = &self.shard.metrics;
+        let metrics = &self.workers.shard.metrics;
         // Before it is rendered.
-        let most = self.shard.responses.response_bytes_max();
+        let most = self.workers.responses.response_bytes_max();
         if stream.bytes() > most {
             return metrics.responses_evicted.add(1);
         }
@@ -169,19 +59,21 @@ impl Keep {
         };
         let history = stream.history(&self.request);
         let bytes = body.len() + history.len();
-        let charge = self.client.charge(&self.shard.budget.memory, bytes as u64);
+        let charge = self
+            .client
+            .charge(&self.workers.shard.budget.memory, bytes as u64);
         let Ok(memory) = charge else {
             return metrics.responses_evicted.add(1);
         };
         if bytes > most {
             return metrics.responses_evicted.add(1);
         }
-        let evicted = self.shard.responses.put(Entry {
+        let evicted = self.workers.responses.put(StoredResponse {
             id: stream.id().to_owned(),
-            owner: owner(&self.shard, &self.client),
+            owner: owner(&self.workers, &self.client),
             body: body.into(),
             history: history.into(),
-            _memory: memory,
+            memory: memory,
         });
         metrics.responses_stored.add(1);
         metrics.responses_evicted.add(evicted);
@@ -201,10 +93,13 @@ pub(crate) struct ResponseBody {
 }
 
 impl ResponseBody {
-    pub(crate) fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    fn charge_answer(&mut self) -> Result<(), ApiError> {
+        charge_answer(&self.stream, &mut self.charge, self.bytes_max)
+    }
+}
+
+impl AnswerBody for ResponseBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         if !std::mem::replace(&mut self.begun, true) {
             let mut out = Vec::new();
             self.stream.begin(&mut out);
@@ -237,10 +132,6 @@ impl ResponseBody {
             }
         }
         Poll::Ready(None)
-    }
-
-    fn charge_answer(&mut self) -> Result<(), ApiError> {
-        charge_answer(&self.stream, &mut self.charge, self.bytes_max)
     }
 }
 
@@ -282,22 +173,22 @@ fn check_logprobs(prepared: &mut Prepared) -> Result<(), ApiError> {
 
 /// Serves `POST /v1/responses`.
 pub(crate) async fn create(
-    shard: &Rc<Shard>,
+    workers: &Rc<Workers>,
     head: RequestHead,
     body: Bytes,
     charge: Charge,
     times: StageTimes,
 ) -> Result<Response<HttpBody>, ApiError> {
     let find = |_: &Service, body: &[u8]| previous_response_id(body);
-    let (previous, mut charge) = shard.run(body.clone(), charge, find).await?;
+    let (previous, mut charge) = workers.shard.run(body.clone(), charge, find).await?;
     let previous = match previous {
         None => None,
         Some(id) => {
-            let stored = shard.responses.get(owner(shard, &head.client), &id);
+            let stored = workers.responses.get(owner(workers, &head.client), &id);
             let stored = stored.ok_or_else(|| response_not_found("previous_response_id", &id))?;
             // The body becomes longer by the conversation.
             let bytes = (body.len() + stored.1.len()) as u64;
-            let most = shard.service.limits.body_bytes_max;
+            let most = workers.shard.service.limits.body_bytes_max;
             if bytes > most {
                 return Err(ApiError::body_too_large(most));
             }
@@ -305,10 +196,11 @@ pub(crate) async fn create(
             Some(stored.1)
         }
     };
-    let mut work = body.len() + generate::images_bytes(&shard.service, &body, b"\"input_image\"");
+    let mut work =
+        body.len() + generate::images_bytes(&workers.shard.service, &body, b"\"input_image\"");
     if let Some(previous) = &previous {
         // It is stored as a chat's messages.
-        let images = generate::images_bytes(&shard.service, previous, generate::CHAT_IMAGE);
+        let images = generate::images_bytes(&workers.shard.service, previous, generate::CHAT_IMAGE);
         work += previous.len() + images;
     }
     let prepare = move |service: &Service, body: &[u8]| {
@@ -321,35 +213,36 @@ pub(crate) async fn create(
         check_logprobs(&mut prepared)?;
         Ok((prepared, request))
     };
-    let ((prepared, request), charge) = shard.run_sized(body, work, charge, prepare).await?;
+    let ((prepared, request), charge) =
+        workers.shard.run_sized(body, work, charge, prepare).await?;
     let id = request.request_id.as_deref().unwrap_or(&head.id);
     let id = if id.starts_with("resp_") {
         id.to_owned()
     } else {
         format!("resp_{id}")
     };
-    let created = generate::now_unix_s();
+    let created = now_unix_s();
     let model = prepared
         .adapter
         .as_ref()
         .map(|adapter| adapter.name.clone());
-    let model = model.as_deref().unwrap_or(&shard.model);
+    let model = model.as_deref().unwrap_or(&workers.model);
     let mut stream = ResponseStream::new(id, created, model, request.repeated);
     let client = head.client.clone();
     let keep = request.store.then(|| Keep {
-        shard: shard.clone(),
+        workers: workers.clone(),
         client: client.clone(),
         request: request.history,
     });
-    let handle = generate::dispatch(shard, &head, prepared, false)
+    let handle = generate::dispatch(workers, &head, prepared, false)
         .await
         .map_err(response_field_names)?;
     let mut chat = ReplyBody::new(handle);
     let mut charge = charge;
-    let bytes_max = shard.service.limits.answer_bytes_max;
+    let bytes_max = workers.shard.service.limits.answer_bytes_max;
     if request.stream {
         charge.shrink_to(keep.as_ref().map_or(0, |keep| keep.request.len() as u64));
-        return Ok(http::response_events(ResponseBody {
+        return Ok(http::events(ResponseBody {
             chat,
             stream,
             begun: false,
@@ -383,15 +276,15 @@ pub(crate) async fn create(
 
 /// Serves `GET` and `DELETE /v1/responses/{id}` and `POST /v1/responses/{id}/cancel`.
 pub(crate) fn stored(
-    shard: &Shard,
+    workers: &Workers,
     client: &Client,
     method: &Method,
     path: &str,
     query: Option<&str>,
 ) -> Result<Response<HttpBody>, ApiError> {
-    let owner = owner(shard, client);
+    let owner = owner(workers, client);
     let find = |id: &str| {
-        let found = shard.responses.get(owner, id);
+        let found = workers.responses.get(owner, id);
         found.ok_or_else(|| response_not_found("response_id", id))
     };
     // Parts are divided before they are decoded: an id may have an escaped `/`.
@@ -412,7 +305,7 @@ pub(crate) fn stored(
             }
             Ok(http::json(200, body.to_vec()))
         }
-        (&Method::DELETE, None) if shard.responses.remove(owner, id) => {
+        (&Method::DELETE, None) if workers.responses.remove(owner, id) => {
             let answer = serde_json::json!({"id": id, "object": "response", "deleted": true});
             Ok(http::json(200, answer.to_string().into_bytes()))
         }
@@ -434,51 +327,5 @@ pub(crate) fn stored(
             method.as_str(),
             &format!("/v1/responses/{path}"),
         )),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::door::budget::{ClientUse, Memory};
-
-    fn entry(memory: &Arc<Memory>, owner: usize, id: usize, bytes: usize) -> Entry {
-        let client: Arc<ClientUse> = Arc::default();
-        Entry {
-            id: id.to_string(),
-            owner,
-            body: vec![0; bytes].into(),
-            history: Bytes::new(),
-            _memory: memory.charge(&client, bytes as u64).unwrap(),
-        }
-    }
-
-    #[test]
-    fn the_store_is_bounded_and_a_greedy_client_evicts_its_own() {
-        let memory = Memory::new(1 << 30);
-        let store = ResponseStore::new(memory.max());
-        assert_eq!(store.put(entry(&memory, 1, 0, 10)), 0);
-        let mut evicted = 0;
-        for id in 0..2 * STORED_MAX {
-            evicted += store.put(entry(&memory, 2, id, 10));
-        }
-        assert_eq!(store.lock().entries.len(), STORED_MAX);
-        assert_eq!(evicted as usize, STORED_MAX + 1);
-        assert!(store.get(1, "0").is_some(), "the other client's stays");
-        assert!(store.get(2, "0").is_none(), "its own oldest went");
-        assert!(store.get(1, "2047").is_none(), "not seen by another client");
-        for id in 0..64 {
-            store.put(entry(&memory, 3, id, RESPONSE_BYTES_MAX));
-        }
-        let held = store.lock().entries.iter().map(Entry::bytes).sum::<usize>();
-        assert_eq!(held, store.lock().bytes);
-        assert!(held <= STORED_BYTES_MAX);
-        assert_eq!(memory.used(), held as u64, "memory is given back");
-        assert!(store.remove(3, "63") && !store.remove(3, "63"));
-        // A name that is sent twice counts as its last response.
-        store.put(entry(&memory, 3, 62, 7));
-        assert_eq!(store.get(3, "62").unwrap().0.len(), 7);
-        drop(store);
-        assert_eq!(memory.used(), 0);
     }
 }

@@ -16,11 +16,12 @@ use slipstream_planes::clock::monotonic_ns;
 
 use super::engines::{Engine, Engines, State};
 use super::members::MemberError;
+use crate::door::body::HttpBody;
 use crate::door::connection::{Client, Owner};
-use crate::door::http::{self, HttpBody};
+use crate::door::http;
 use crate::door::service::Admission;
+use crate::door::shard::Shard;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 
 /// Body of a request at most, bytes.
 const BODY_BYTES_MAX: u64 = 64 << 10;

@@ -22,8 +22,8 @@ use crate::door::budget::Charge;
 use crate::door::connection::{Client, Owner};
 use crate::door::metrics::Rejection;
 use crate::door::service::Service;
+use crate::door::shard::Shard;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 use crate::wire;
 
 /// By it vLLM chooses the data-parallel rank of a request.

@@ -32,13 +32,14 @@ use super::stored::{self, Named};
 use super::stored_answers;
 use super::traffic::RequestCopy;
 use super::{Upstream, admin, loops, tokens};
+use crate::door::body::HttpBody;
 use crate::door::connection::{Client, Owner};
 use crate::door::helpers::NoResult;
-use crate::door::http::{self, HttpBody, RequestHead};
+use crate::door::http::{self, RequestHead};
 use crate::door::service::{Admission, Service};
-use crate::door::trace_context::{TRACEPARENT, TRACESTATE, TraceId, is_drawn};
+use crate::door::shard::Shard;
+use crate::door::trace_context::{TRACEPARENT, TRACESTATE, TraceId, fresh_request_id, is_drawn};
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 use crate::wire;
 
 /// Choices and tokens of an answer that a request is charged for in advance, at most: more than any engine gives.
@@ -49,15 +50,12 @@ const X_REQUEST_ID: &str = "x-request-id";
 
 /// Answers one request.
 pub(crate) async fn handle(
-    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
     owner: &Rc<Owner>,
     request: Request<Incoming>,
     id: &str,
 ) -> Result<Response<HttpBody>, ApiError> {
-    let upstream = shard
-        .upstream()
-        .expect("it is called for engines only")
-        .clone();
+    let shard = upstream.shard();
     let service = &shard.service;
     let limits = &service.limits;
     if http::head_bytes(&request) > limits.header_bytes_max as usize {
@@ -66,7 +64,7 @@ pub(crate) async fn handle(
     if loops::is_own(request.headers()) {
         return Err(ApiError::forwarding_loop());
     }
-    if let Some(response) = open_path(shard, &upstream, &request, id) {
+    if let Some(response) = open_path(shard, upstream, &request, id) {
         return response;
     }
     if admin::is_admin(request.uri().path()) {
@@ -85,7 +83,7 @@ pub(crate) async fn handle(
     };
     let client = Client::new(owner.clone(), key);
     let path = request.uri().path();
-    if let Some(response) = models_path(&upstream, request.method(), path) {
+    if let Some(response) = models_path(upstream, request.method(), path) {
         return response;
     }
     let method = request.method();
@@ -108,7 +106,7 @@ pub(crate) async fn handle(
         let method = request.method().as_str();
         return Err(ApiError::not_forwarded(method, path));
     }
-    let answer = forward(shard, &upstream, client, request, id);
+    let answer = forward(shard, upstream, client, request, id);
     upstream.until_stop(Box::pin(answer)).await
 }
 
@@ -426,7 +424,7 @@ fn engine_headers(received: &mut Received, stores: bool, apart: bool, id: &str) 
     }
     let mut headers = wire::write_headers(&parts.headers);
     if stores {
-        let id = stored::fresh_request_id();
+        let id = fresh_request_id();
         wire::write_header(&mut headers, X_REQUEST_ID, id.as_bytes());
     } else if apart && !parts.headers.contains_key(X_REQUEST_ID) {
         // Both engines log the request by one name.

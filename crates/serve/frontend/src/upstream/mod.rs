@@ -10,12 +10,12 @@
 //! * [`health`]: the thread that asks them. `hung`: requests at engines that stopped answering it. `catalog`: their models, merged.
 //! * `forward`: reads a client's request. `paths`: what is forwarded, and what may be sent twice. `exchange`: the request as engines get it.
 //!   `body_fields`, `continuity`: the fields of its body. `obtain`: finds an engine that answers, with retries. `converse`: one request at one engine, up to the first bytes of its answer; `turn`: the work before other tasks get a turn.
-//! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `stream`: its events. `resume`: how a stream continues on another engine, after what its
+//! * `dispatching`: drives the dispatcher. `seat`: a request there. `relay`: the rest of the answer. `stream`: its events. `resume`: how a stream continues on another engine, after what its
 //!   client has (`sent`); `resumption`: who continues it; `rewrite`: the events of that. `token_ids`: hides the tokens that this takes.
 //! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
 //! * `api`: APIs by path. `sse`: server-sent events as browsers read them. `event`: the data of one, read once for all who need it. `ends`: whether an answer is complete, by its own words; `closing`: the last events
 //!   of one whose engine was lost just before them.
-//! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
+//! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `connection`: HTTP/1.1 towards an engine.
 //! * `stored`: finds the engine that stores the answer that a request names; `stored_answers`: the known ones.
 //! * `traffic`: pools with weights, and pools that get copies of requests.
 //! * `loops`: requests that come back to this process. `counters`: counters per engine; `retired`: of those that left; `metrics`: the page. `record`: what a request leaves in the record.
@@ -25,6 +25,7 @@
 
 mod admin;
 mod api;
+mod body;
 mod body_fields;
 mod catalog;
 mod closing;
@@ -33,6 +34,7 @@ mod continuity;
 mod converse;
 mod counters;
 mod disagg;
+mod dispatching;
 mod ends;
 mod engines;
 mod event;
@@ -86,6 +88,7 @@ use std::time::Duration;
 
 use slipstream_base::WorkerId;
 use slipstream_base::width::{nanos, to_u32};
+use slipstream_dispatch::Dispatcher;
 use slipstream_planes::clock::monotonic_ns;
 
 pub use engines::Engines;
@@ -94,18 +97,19 @@ pub use metrics::EngineCollector;
 pub use spec::{EngineSpec, PoolSpec};
 
 pub(crate) use forward::handle;
-pub(crate) use relay::Relay;
-pub(crate) use seat::{Decision, Ticket};
-pub(crate) use stored::fresh_request_id;
 
 use connection::Connection;
+use dispatching::Dispatching;
 use engines::{Engine, Members};
+use relay::Relay;
 
+use crate::door::shard::Shard;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 
 /// A shard's side of the engines.
 pub(crate) struct Upstream {
+    shard: Rc<Shard>,
+    dispatching: Dispatching,
     pub(crate) engines: Arc<Engines>,
     /// The engines by worker, as of this [`Engines::generation`].
     members: RefCell<(u64, Members)>,
@@ -146,8 +150,10 @@ const RELAYS_PER_TURN: usize = 1024;
 const SWEEP: Duration = Duration::from_millis(500);
 
 impl Upstream {
-    pub(crate) fn new(engines: Arc<Engines>) -> Upstream {
+    pub(crate) fn new(shard: Rc<Shard>, engines: Arc<Engines>, dispatcher: Dispatcher) -> Upstream {
         Upstream {
+            shard,
+            dispatching: Dispatching::new(dispatcher),
             idle: engines
                 .members()
                 .iter()
@@ -166,6 +172,10 @@ impl Upstream {
             copies: Cell::new(0),
             watched: RefCell::default(),
         }
+    }
+
+    pub(crate) fn shard(&self) -> &Rc<Shard> {
+        &self.shard
     }
 
     /// The engine that is `worker`; `None`: it was removed.
@@ -216,7 +226,7 @@ impl Upstream {
     }
 
     /// Closes connections that were idle for too long, and ends overdue answers, for as long as the shard runs.
-    pub(crate) async fn sweep(&self) {
+    pub(crate) async fn sweep(self: Rc<Upstream>) {
         loop {
             tokio::time::sleep(SWEEP).await;
             self.end_overdue().await;
@@ -333,15 +343,5 @@ impl<'a> Waiting<'a> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.0.set(self.0.get() - 1);
-    }
-}
-
-impl Shard {
-    /// The engines of this shard.
-    pub(crate) fn upstream(&self) -> Option<&Rc<Upstream>> {
-        match &self.plane {
-            crate::tokens::shard::Plane::Engines(upstream) => Some(upstream),
-            _ => None,
-        }
     }
 }

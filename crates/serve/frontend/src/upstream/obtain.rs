@@ -23,8 +23,8 @@ use super::pair::{PrefillFault, Prefilling};
 use super::record::Recording;
 use super::seat::Seat;
 use super::visit::Visit;
+use crate::door::shard::Shard;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 
 /// An answer that has begun.
 pub(super) struct StartedAnswer {
@@ -46,7 +46,7 @@ pub(super) async fn obtain(
         shard,
         upstream,
         exchange,
-        seat: Seat::submit(shard, upstream, &exchange.request),
+        seat: Seat::submit(upstream, &exchange.request),
         prefers: exchange.prefers,
         refusal: None,
         prefilled: None,
@@ -121,7 +121,7 @@ impl Search<'_> {
             only: Some(others),
             ..self.exchange.request.clone()
         };
-        self.seat = Seat::submit(self.shard, self.upstream, &request);
+        self.seat = Seat::submit(self.upstream, &request);
         self.refusal.get_or_insert(error);
         Ok(None)
     }

@@ -38,11 +38,11 @@ use super::token_ids::TokenIds;
 use super::turn::Turn;
 use super::visit::Visit;
 use crate::door::access::AnswerEnd;
+use crate::door::body::HttpBody;
 use crate::door::budget::Charge;
-use crate::door::http::HttpBody;
 use crate::door::service::Service;
+use crate::door::shard::Shard;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 use crate::wire::{BodyDecoder, Decoded, Framing};
 
 /// Times that one stream continues on another engine.

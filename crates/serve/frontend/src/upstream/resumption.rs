@@ -26,8 +26,8 @@ use super::stream::{EVENT_BYTES_MAX, SentPart};
 use super::turn::Turn;
 use crate::door::budget::Charge;
 use crate::door::service::Service;
+use crate::door::shard::Shard;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 use crate::wire::Decoded;
 
 /// Limit of bytes of a continuation read before the client gets any: they may hold the ids of the whole prompt.

@@ -11,7 +11,6 @@ use slipstream_dispatch::{Request, Role};
 use super::Upstream;
 use super::pair::Prefilling;
 use crate::openai::ApiError;
-use crate::tokens::shard::Shard;
 
 /// Decision of the dispatcher on a request.
 #[derive(Debug)]
@@ -40,7 +39,6 @@ impl Ticket {
 
 /// A request that the dispatcher owns. Dropped, it is canceled there unless it is over.
 pub(super) struct Seat {
-    shard: Rc<Shard>,
     upstream: Rc<Upstream>,
     number: u32,
     ticket: Rc<Ticket>,
@@ -52,18 +50,17 @@ pub(super) struct Seat {
 
 impl Seat {
     /// Submits `request`.
-    pub(super) fn submit(shard: &Rc<Shard>, upstream: &Rc<Upstream>, request: &Request) -> Seat {
+    pub(super) fn submit(upstream: &Rc<Upstream>, request: &Request) -> Seat {
         let number = upstream.next_number();
         let ticket = Rc::new(Ticket::default());
         let seat = Seat {
-            shard: shard.clone(),
             upstream: upstream.clone(),
             number,
             ticket: ticket.clone(),
             over: false,
             prefill: None,
         };
-        shard.submit_bytes(number, request, ticket);
+        upstream.submit(number, request, ticket);
         seat
     }
 
@@ -90,7 +87,7 @@ impl Seat {
 
     /// The worker that is to answer it, while another one computes its prompt.
     pub(super) fn decode_worker(&self) -> Option<WorkerId> {
-        self.shard.decode_worker(self.number)
+        self.upstream.decode_worker(self.number)
     }
 
     /// The answer has begun before the request to its prefill engine has ended.
@@ -100,36 +97,35 @@ impl Seat {
 
     /// `worker` failed it: another one may get it.
     pub(super) fn failed_by(&self, worker: WorkerId) {
-        self.shard.on_not_taken(self.number, worker);
+        self.upstream.on_not_taken(self.number, worker);
     }
 
     /// Its prompt is computed: another worker gets it next.
     pub(super) fn prefilled(&self) {
-        self.shard.on_prefilled(self.number, 0);
+        self.upstream.on_prefilled(self.number);
     }
 
     /// Its prompt does not reach the worker that is to answer: one worker gets all of it.
     pub(super) fn prefill_failed(&self) {
-        self.shard.on_prefill_failed(self.number);
+        self.upstream.on_prefill_failed(self.number);
     }
 
     /// The first byte of its answer came.
     pub(super) fn begun(&self) {
-        self.shard.on_handed_over(self.number);
-        self.shard.dispatching.on_first_token(self.number);
+        self.upstream.on_begun(self.number);
     }
 
     /// Its answer is complete.
     pub(super) fn ended(mut self) {
         self.over = true;
-        self.shard.on_ended(self.number);
+        self.upstream.on_ended(self.number);
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         if !self.over {
-            self.shard.cancel(self.number);
+            self.upstream.cancel(self.number);
         }
         self.upstream.free_number(self.number);
     }

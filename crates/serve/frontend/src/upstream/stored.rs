@@ -8,9 +8,7 @@
 //! (`GET /v1/responses/ID`) if the router has no keys. With keys it is refused, because its owner is not known.
 
 use std::cell::RefCell;
-use std::collections::hash_map::RandomState;
 use std::fmt::Write as _;
-use std::hash::{BuildHasher, Hasher};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -129,12 +127,6 @@ pub(super) fn check_new(seen: Option<&BodyFields>) -> Result<(), ApiError> {
         ));
     }
     Ok(())
-}
-
-/// An id for engines that name an answer by the `X-Request-Id` of its request: 128 random bits.
-pub(crate) fn fresh_request_id() -> String {
-    let draw = || RandomState::new().build_hasher().finish();
-    format!("{:016x}{:016x}", draw(), draw())
 }
 
 /// Lookups of a shard that are under way.

@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use serde_json::value::RawValue;
 use slipstream_base::{BlockHash, Prompt, TokenId};
 
+use crate::door::clock::now_unix_s;
 use crate::openai;
 use crate::text::{ChatOptions, Message, TextModel};
-use crate::tokens::generate::now_unix_s;
 
 /// Fields that change a prompt in ways that are not modelled here. Sources: the request classes of vLLM
 /// (`entrypoints/openai`) and SGLang (`protocol.py`).

@@ -3,5 +3,6 @@
 mod answers;
 mod direct;
 mod huggingface;
+mod layers;
 mod requests;
 mod structured;

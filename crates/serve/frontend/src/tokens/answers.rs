@@ -7,7 +7,7 @@ use crate::door::body::HttpBody;
 use crate::door::budget::Charge;
 use crate::door::http::{X_TRACE, json, large_json};
 use crate::openai::ApiError;
-use crate::tokens::reply::Whole;
+use crate::tokens::reply::whole::Whole;
 
 /// An answer with vectors, and the trace of their prompts.
 pub(crate) fn embeddings(

@@ -28,7 +28,8 @@ use crate::door::http::{self, RequestHead};
 use crate::door::service::Service;
 use crate::openai::{self, ApiError, ApiRequest, CompletionApi, PromptInput, parse_turn};
 use crate::tokens::generate::{self, check_tokens};
-use crate::tokens::reply::{Reply, ReplyBody};
+use crate::tokens::reply::Reply;
+use crate::tokens::reply::body::ReplyBody;
 use crate::tokens::workers::Workers;
 
 /// Tokens of input in one message; longer turns take several.

@@ -19,6 +19,7 @@ use crate::openai::{
 };
 use crate::tokens::answers;
 use crate::tokens::generate;
+use crate::tokens::reply::whole::Whole;
 use crate::tokens::workers::Workers;
 
 /// Numbers of an answer that are rendered on the shard's thread: a millisecond.
@@ -59,11 +60,12 @@ pub(crate) async fn create(
         .map(|adapter| adapter.name.clone());
     let model = adapter.unwrap_or_else(|| workers.model.to_string());
     let tokens = prepared.prompts.iter().map(|p| u64::from(p.len())).sum();
-    let handle = generate::dispatch(workers, &head, prepared, false)
+    let mut handle = generate::dispatch(workers, &head, prepared, false)
         .await
         .map_err(embedding_field_names)?;
     // Its text is of no use.
-    let (_, trace) = handle.whole().await?;
+    let trace = handle.complete().await?;
+    drop(Whole::of(handle)); // it has no text
     let id = format!("embd-{}", head.id);
     let created = now_unix_s();
     let render = move || {

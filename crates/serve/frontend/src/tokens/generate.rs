@@ -32,10 +32,13 @@ use crate::openai::{
 use crate::text::{ChatOptions, Message, StopMatcher, TextError, TextModel};
 use crate::tokens::answers;
 use crate::tokens::dispatching::Submission;
-use crate::tokens::reply::{
-    REPLY_BYTES, Reply, ReplyBody, ReplyHandle, ReplyState, SEQUENCE_BYTES, SequenceSpec, Shape,
-    StreamRole, StreamSlot, Trace,
-};
+use crate::tokens::reply::body::ReplyBody;
+use crate::tokens::reply::handle::ReplyHandle;
+use crate::tokens::reply::spec::{SequenceSpec, Shape};
+use crate::tokens::reply::state::{REPLY_BYTES, ReplyState, SEQUENCE_BYTES};
+use crate::tokens::reply::trace::Trace;
+use crate::tokens::reply::whole::Whole;
+use crate::tokens::reply::{Reply, StreamRole, StreamSlot};
 use crate::tokens::script::{Script, scripts};
 use crate::tokens::vocab::AnswerVocab;
 use crate::tokens::workers::Workers;
@@ -104,12 +107,12 @@ pub(crate) async fn generate(
         .await?;
     drop(charge); // with the body
     let stream = prepared.params.stream;
-    let handle = dispatch(workers, &head, prepared, false).await?;
+    let mut handle = dispatch(workers, &head, prepared, false).await?;
     if stream {
         return Ok(http::events(ReplyBody::new(handle)));
     }
-    let (answer, trace) = handle.whole().await?;
-    Ok(answers::whole(answer, trace.as_deref()))
+    let trace = handle.complete().await?;
+    Ok(answers::whole(Whole::of(handle), trace.as_deref()))
 }
 
 /// Parses, checks and tokenizes the body of a request.

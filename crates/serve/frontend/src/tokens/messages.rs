@@ -21,7 +21,7 @@ use crate::openai::{
     ApiError, CompletionApi, MessageStream, input_tokens_json, parse_chat, parse_messages,
 };
 use crate::tokens::generate::{self, check_model};
-use crate::tokens::reply::ReplyBody;
+use crate::tokens::reply::body::ReplyBody;
 use crate::tokens::workers::Workers;
 
 /// The events of a message.

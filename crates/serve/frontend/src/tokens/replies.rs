@@ -13,7 +13,8 @@ use slipstream_planes::clock::monotonic_ns;
 
 use crate::door::limits::Limits;
 use crate::openai::ApiError;
-use crate::tokens::reply::{Overdue, Reply};
+use crate::tokens::reply::Reply;
+use crate::tokens::reply::state::Overdue;
 use crate::tokens::workers::Workers;
 
 /// Looks in the shortest limit: a reply ends at most a fourth of it too late.

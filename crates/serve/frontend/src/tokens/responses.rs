@@ -25,7 +25,7 @@ use crate::openai::{
     response_field_names, response_not_found,
 };
 use crate::tokens::generate::{self, Prepared};
-use crate::tokens::reply::ReplyBody;
+use crate::tokens::reply::body::ReplyBody;
 use crate::tokens::response_store::StoredResponse;
 use crate::tokens::workers::Workers;
 

@@ -20,7 +20,8 @@ use crate::tokens::dispatching::Dispatching;
 use crate::tokens::kv_network::KvNetwork;
 use crate::tokens::remote::{Peer, WorkerLinks};
 use crate::tokens::replies::Replies;
-use crate::tokens::reply::{NewTokens, StreamRole, StreamSlot};
+use crate::tokens::reply::state::NewTokens;
+use crate::tokens::reply::{StreamRole, StreamSlot};
 use crate::tokens::response_store::ResponseStore;
 use crate::tokens::table_lock::TableLock;
 

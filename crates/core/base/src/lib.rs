@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod count;
+pub mod engine_kind;
 pub mod fpm;
 pub mod ids;
 pub mod kv_event;
@@ -30,6 +31,7 @@ pub mod time;
 pub mod token;
 pub mod width;
 
+pub use engine_kind::EngineKind;
 pub use fpm::ForwardPassMetrics;
 pub use ids::{RankId, RequestId, WorkerId};
 pub use kv_event::{KvDelta, KvOp};

@@ -2,12 +2,13 @@
 
 use std::fmt::Write as _;
 
+use slipstream_base::EngineKind;
 use slipstream_base::text::{acts, foreign, grouped};
 use slipstream_config::cluster::file;
 use slipstream_config::doc::Doc;
 use slipstream_config::preset;
 use slipstream_os::files;
-use slipstream_probe::{EngineFacts, EngineKind, Outcome};
+use slipstream_probe::{EngineFacts, Outcome};
 
 /// A cluster file of `engines`: one pool for all that are alike. Each key is one that
 /// `slipstream simulate` accepts; the others, and unknown values, are comments.
@@ -363,7 +364,7 @@ fn engine(kind: EngineKind) -> &'static str {
         EngineKind::Sglang => "SGLang",
         EngineKind::LlamaCpp => "llama.cpp",
         EngineKind::Slipstream => "Slipstream",
-        EngineKind::OpenAi => "an OpenAI server of unknown kind",
+        EngineKind::OpenAi | EngineKind::Auto => "an OpenAI server of unknown kind",
     }
 }
 

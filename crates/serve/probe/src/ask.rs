@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 
-use crate::facts::{self, Asked, Endpoint, EngineFacts, EngineKind, Outcome};
+use slipstream_base::EngineKind;
+
+use crate::facts::{self, Asked, Endpoint, EngineFacts, Outcome};
 use crate::http::{Client, UrlError};
 
 /// Why there are no facts.

@@ -14,8 +14,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
+use slipstream_base::EngineKind;
 use slipstream_base::text::foreign;
 
 use crate::http::{Answer, FetchError};
@@ -78,42 +79,6 @@ impl Endpoint {
     }
 }
 
-/// Kind of an engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum EngineKind {
-    /// vLLM.
-    Vllm,
-    /// SGLang.
-    Sglang,
-    /// llama.cpp's server.
-    LlamaCpp,
-    /// Slipstream itself.
-    Slipstream,
-    /// Another server with `/v1/models`.
-    #[default]
-    OpenAi,
-}
-
-impl EngineKind {
-    /// The word for it in cluster files.
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineKind::Vllm => "vllm",
-            EngineKind::Sglang => "sglang",
-            EngineKind::LlamaCpp => "llamacpp",
-            EngineKind::Slipstream => "slipstream",
-            EngineKind::OpenAi => "openai",
-        }
-    }
-}
-
-impl fmt::Display for EngineKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 /// A model that requests may name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ServedModel {
@@ -153,12 +118,23 @@ pub struct KvEventSource {
     pub topic: String,
 }
 
+/// Writes a kind as one word of letters and underscores.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
+fn write_kind<S: Serializer>(kind: &EngineKind, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(match kind {
+        EngineKind::LlamaCpp => "llama_cpp",
+        EngineKind::OpenAi => "open_ai",
+        other => other.name(),
+    })
+}
+
 /// Facts that an engine reports about itself. `None`: no answer stated it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct EngineFacts {
     /// Base URL, without a path.
     pub url: String,
     /// Which engine it is.
+    #[serde(serialize_with = "write_kind")]
     pub kind: EngineKind,
     /// Its version.
     pub version: Option<String>,
@@ -310,7 +286,7 @@ impl Signs {
         self.owner
             .or(self.fields)
             .or(self.metrics)
-            .unwrap_or_default()
+            .unwrap_or(EngineKind::OpenAi)
     }
 }
 
@@ -357,13 +333,8 @@ fn models(value: &Value, facts: &mut EngineFacts, signs: &mut Signs) -> Result<(
     let list = list.ok_or("no array `data`")?;
     for model in list.iter().take(MODELS_MAX) {
         let id = text(model, "/id").ok_or("a model without a text `id`")?;
-        let owner = match model.get("owned_by").and_then(Value::as_str) {
-            Some("vllm") => Some(EngineKind::Vllm),
-            Some("sglang") => Some(EngineKind::Sglang),
-            Some("llamacpp") => Some(EngineKind::LlamaCpp),
-            Some("slipstream") => Some(EngineKind::Slipstream),
-            _ => None,
-        };
+        let owner = model.get("owned_by").and_then(Value::as_str);
+        let owner = owner.and_then(EngineKind::of_owner);
         signs.owner = signs.owner.or(owner);
         facts.models.push(ServedModel {
             id,

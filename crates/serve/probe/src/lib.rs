@@ -30,7 +30,7 @@ pub mod prometheus;
 mod readability;
 
 pub use ask::{AskError, ask, ask_client};
-pub use facts::{Asked, EngineFacts, EngineKind, KvEventSource, Outcome, Parallel, ServedModel};
+pub use facts::{Asked, EngineFacts, KvEventSource, Outcome, Parallel, ServedModel};
 pub use follow::{KvCounters, KvFollower, ViewState};
 pub use http::{Answer, BODY_BYTES_MAX, Client, FetchError, UrlError};
 pub use load::{EngineLoad, LoadError};

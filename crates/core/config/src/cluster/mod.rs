@@ -45,8 +45,8 @@ pub use pool::PoolConfig;
 pub use router::{POLICIES, RouterConfig, RouterPolicy};
 pub use share::{ShareConfig, SharingPool};
 pub use upstream::{
-    BOOTSTRAP_PORT, EngineKind, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, KvProtocol,
-    OutlierConfig, PoolTraffic, Resume, UpstreamConfig,
+    BOOTSTRAP_PORT, EngineTls, EngineUrl, HttpEngines, KubernetesConfig, KvProtocol, OutlierConfig,
+    PoolTraffic, Resume, UpstreamConfig,
 };
 
 /// A day, s: the longest time of most keys.

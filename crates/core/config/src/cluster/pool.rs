@@ -7,11 +7,10 @@ use super::autoscale::read_autoscale;
 use super::engine::read_engine;
 use super::model::read_pool_model;
 use super::upstream::{KvProtocol, read_engines};
-use super::{
-    AutoscaleConfig, EngineConfig, EngineKind, HttpEngines, ModelConfig, RouterConfig, WORKERS_MAX,
-};
+use super::{AutoscaleConfig, EngineConfig, HttpEngines, ModelConfig, RouterConfig, WORKERS_MAX};
 use crate::doc::{Table, choice, section, subtable, value};
 use crate::preset::Gpu;
+use slipstream_base::EngineKind;
 use slipstream_base::Role;
 use slipstream_base::width::to_u32;
 

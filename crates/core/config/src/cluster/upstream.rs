@@ -3,55 +3,10 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use slipstream_base::Role;
+use slipstream_base::{EngineKind, Role};
 
 use super::DAY_S;
 use crate::doc::{Table, choice, optional, path, section, value};
-
-/// The server that an engine runs. It decides how its health is asked, and whether streams can continue
-/// on another engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum EngineKind {
-    /// Found by asking: `owned_by` of its models.
-    #[default]
-    Auto,
-    /// `vllm serve`.
-    Vllm,
-    /// `sglang.launch_server`.
-    Sglang,
-    /// `llama-server`, or `llama_cpp.server`.
-    LlamaCpp,
-    /// Any other server with OpenAI's API.
-    OpenAi,
-}
-
-pub(super) const KINDS: &[(&str, EngineKind)] = &[
-    ("auto", EngineKind::Auto),
-    ("vllm", EngineKind::Vllm),
-    ("sglang", EngineKind::Sglang),
-    ("llamacpp", EngineKind::LlamaCpp),
-    ("openai", EngineKind::OpenAi),
-];
-
-impl EngineKind {
-    /// Word in files and metrics.
-    pub fn name(self) -> &'static str {
-        let of = |&&(_, kind): &&(&str, EngineKind)| kind == self;
-        KINDS.iter().find(of).map_or("", |(word, _)| word)
-    }
-
-    /// The kind with this word.
-    pub fn of_name(word: &str) -> Option<EngineKind> {
-        let of = |(known, kind): &(&str, EngineKind)| (*known == word).then_some(*kind);
-        KINDS.iter().find_map(of)
-    }
-
-    /// All words, for messages.
-    pub fn names() -> String {
-        let words: Vec<String> = KINDS.iter().map(|(word, _)| format!("`{word}`")).collect();
-        words.join(", ")
-    }
-}
 
 /// How keys and values of a prompt get from a prefill engine to the decode engine, and when the decode engine gets
 /// its request.
@@ -315,7 +270,7 @@ section! {
         /// by `GET /v1/models`, for servers without `/health`.
         ///
         /// Wrong: health checks of a path that does not exist, so the engine stays down.
-        key kind: EngineKind = choice(KINDS, EngineKind::Auto);
+        key kind: EngineKind = choice(EngineKind::STATED, EngineKind::Auto);
         /// File with the API key of `engines`, sent as `Authorization: Bearer KEY`. Without it, engines get the
         /// client's `Authorization`, unless the router checks keys of its own.
         ///

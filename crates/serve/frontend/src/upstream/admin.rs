@@ -10,8 +10,9 @@ use hyper::header::{AUTHORIZATION, HeaderValue};
 use hyper::{Method, Request, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use slipstream_base::EngineKind;
 use slipstream_base::sync::unpoisoned;
-use slipstream_config::cluster::{EngineKind, EngineUrl};
+use slipstream_config::cluster::EngineUrl;
 use slipstream_planes::clock::monotonic_ns;
 
 use super::engines::{Engine, Engines, State};

@@ -7,11 +7,9 @@ use std::time::Duration;
 use hyper::StatusCode;
 use serde_json::json;
 use slipstream_base::sync::{lock, unpoisoned};
-use slipstream_base::width::{nanos, to_u8};
-use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{
-    EngineKind, KvProtocol, OutlierConfig, RouterPolicy, UpstreamConfig,
-};
+use slipstream_base::width::nanos;
+use slipstream_base::{EngineKind, Role, WorkerId};
+use slipstream_config::cluster::{KvProtocol, OutlierConfig, RouterPolicy, UpstreamConfig};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
@@ -153,7 +151,7 @@ impl Engine {
                 .api_key
                 .as_ref()
                 .map(|key| format!("Bearer {key}").into_bytes()),
-            kind: AtomicU8::new(code_of(spec.kind)),
+            kind: AtomicU8::new(spec.kind.code()),
             spec,
             health: Mutex::new(Health {
                 state: State::Down,
@@ -190,7 +188,7 @@ impl Engine {
     }
 
     pub(super) fn kind(&self) -> EngineKind {
-        kind_of(self.kind.load(Relaxed))
+        EngineKind::of_code(self.kind.load(Relaxed))
     }
 
     /// How the keys and values of prompts that it computes get to other engines.
@@ -294,22 +292,6 @@ impl Engine {
         let models = self.models.lock();
         unpoisoned(models).clone()
     }
-}
-
-const CODES: [EngineKind; 5] = [
-    EngineKind::Auto,
-    EngineKind::Vllm,
-    EngineKind::Sglang,
-    EngineKind::LlamaCpp,
-    EngineKind::OpenAi,
-];
-
-fn code_of(kind: EngineKind) -> u8 {
-    to_u8(CODES.iter().position(|&of| of == kind).unwrap_or_default())
-}
-
-fn kind_of(code: u8) -> EngineKind {
-    CODES.get(code as usize).copied().unwrap_or_default()
 }
 
 impl Engines {
@@ -647,14 +629,14 @@ impl Engines {
 
     fn set_models(&self, engine: &Engine, models: Vec<Model>) {
         if engine.spec.kind == EngineKind::Auto {
-            let owner = models.iter().find_map(|model| match model.owner.as_str() {
-                "vllm" => Some(EngineKind::Vllm),
-                "sglang" => Some(EngineKind::Sglang),
-                "llamacpp" => Some(EngineKind::LlamaCpp),
-                _ => None,
-            });
+            let mut owners = models
+                .iter()
+                .map(|model| EngineKind::of_owner(&model.owner));
+            // Slipstream is asked as any other server.
+            let owner =
+                owners.find_map(|owner| owner.filter(|kind| *kind != EngineKind::Slipstream));
             let kind = owner.unwrap_or(EngineKind::OpenAi);
-            engine.kind.store(code_of(kind), Relaxed);
+            engine.kind.store(kind.code(), Relaxed);
         }
         {
             let mut known = lock(&engine.models);

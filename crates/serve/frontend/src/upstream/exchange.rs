@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use hyper::Method;
+use slipstream_base::EngineKind;
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{EngineKind, Resume};
+use slipstream_config::cluster::Resume;
 use slipstream_dispatch as dispatch;
 
 use super::api::{Api, StreamKind};

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
+use slipstream_base::EngineKind;
 use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u32};
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{EngineKind, EngineUrl};
+use slipstream_config::cluster::EngineUrl;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use tokio::sync::watch;

@@ -1,9 +1,8 @@
 //! Engines and their pools as they are configured.
 
+use slipstream_base::EngineKind;
 use slipstream_base::{Role, WorkerId};
-use slipstream_config::cluster::{
-    Cluster, EngineKind, EngineTls, EngineUrl, KvProtocol, PoolTraffic,
-};
+use slipstream_config::cluster::{Cluster, EngineTls, EngineUrl, KvProtocol, PoolTraffic};
 use slipstream_planes::tls::ClientTls;
 
 /// An engine as it is configured.

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use serde_json::json;
+use slipstream_base::EngineKind;
 use slipstream_probe::facts::Endpoint;
 use slipstream_probe::{
-    Answer, AskError, Client, EngineFacts, EngineKind, FetchError, KvEventSource, Outcome,
-    Parallel, ask, facts, load,
+    Answer, AskError, Client, EngineFacts, FetchError, KvEventSource, Outcome, Parallel, ask,
+    facts, load,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;

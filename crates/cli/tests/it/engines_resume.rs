@@ -2,7 +2,7 @@
 
 use std::io::{BufReader, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use serde_json::{Value, json};
 
@@ -389,4 +389,45 @@ fn a_named_engine_is_the_first_to_be_asked() {
     );
     assert_eq!(got.status, 502, "{}", got.text());
     assert!(other.seen().is_empty());
+}
+
+/// The ids of a long prompt come before the first token of a continuation: the router charges them to the client.
+#[test]
+fn the_beginning_of_a_continuation_takes_memory_of_its_client() {
+    const EVENT_BYTES: usize = 500_000;
+    const EVENTS_BEFORE: usize = 8;
+    let first = vllm(Some((2, End::Cut)));
+    let (let_go, may_go) = mpsc::channel();
+    let may_go = Mutex::new(may_go);
+    let second = Engine::start(move |seen, stream| {
+        if seen.json()["kv_transfer_params"].is_null() {
+            return answer(stream, "400 Bad Request", "", b"{}"); // another way to continue
+        }
+        say(stream, EVENTS);
+        let long = format!("data: {{\"x\":\"{}\"}}\n\n", "x".repeat(EVENT_BYTES));
+        for _ in 0..EVENTS_BEFORE {
+            chunk(stream, &long);
+        }
+        let _ = may_go.lock().unwrap().recv_timeout(PATIENCE);
+    });
+    let body =
+        br#"{"model":"m","messages":[{"role":"user","content":"q"}],"max_tokens":6,"stream":true,
+        "tools":[{"type":"function","function":{"name":"f"}}]}"#;
+    let named = ["x-slipstream-worker: w0"];
+    let used = "slipstream_memory_used_bytes";
+    let server = front(&[&first, &second], &[]);
+    std::thread::scope(|scope| {
+        let send = || {
+            server
+                .connect()
+                .send("POST", "/v1/chat/completions", &named, body)
+        };
+        let stream = scope.spawn(send);
+        let held = (EVENT_BYTES * EVENTS_BEFORE) as f64;
+        server.await_metric(used, |bytes| bytes >= held);
+        let_go.send(()).unwrap();
+        let text = stream.join().unwrap().text();
+        assert!(text.contains("\"stream_lost\""), "{text:.2000}");
+    });
+    server.await_metric(used, |bytes| bytes < 500_000.0);
 }

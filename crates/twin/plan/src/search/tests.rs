@@ -6,17 +6,15 @@ use proptest::test_runner::TestCaseError;
 use super::*;
 
 /// Candidates of known capacity: `workers` attain if their capacities add up to the load.
-struct Known {
+struct CapacityModel {
     /// Requests per second of one worker. Shape `[shapes][settings]`.
     capacity: Vec<Vec<f64>>,
     /// Factor on it on parts, whose caches are cold. Shape `[shapes]`, or empty.
     cold: Vec<f64>,
-    /// A size that misses by a little, whatever its capacity: shape and workers.
-    unlucky: Option<(usize, u32)>,
-    /// A size whose first seed has a burst of misses at its beginning, while all seeds together attain: shape and workers.
-    burst: Option<(usize, u32)>,
-    /// Settings beyond this one give the same cluster as it.
-    same_from: usize,
+    /// Sizes whose shares on the whole workload do not follow from their capacity.
+    chances: Vec<Chance>,
+    /// The first setting that gives the same cluster, of a setting and workers.
+    same: fn(usize, u32) -> usize,
     load: f64,
     /// Requests of the whole workload.
     requests: u64,
@@ -24,48 +22,93 @@ struct Known {
     runs: Vec<Trial>,
 }
 
+/// Shares of a size on the whole workload. A run is stopped at the misses that it may have.
+#[derive(Clone)]
+struct Chance {
+    shape: usize,
+    /// `None`: every setting.
+    setting: Option<usize>,
+    workers: u32,
+    /// By seed; the last one is that of all further seeds.
+    shares: Vec<f64>,
+    /// The misses come first, so that the share of a stopped run is far too low.
+    burst: bool,
+}
+
 const TARGET: f64 = 0.99;
 
-impl Evaluate for Known {
+impl CapacityModel {
+    /// Candidates of these capacities under a load of 8.5 requests per second.
+    fn new(capacity: Vec<Vec<f64>>) -> CapacityModel {
+        CapacityModel {
+            capacity,
+            cold: Vec::new(),
+            chances: Vec::new(),
+            same: |setting, _| setting,
+            load: 8.5,
+            requests: 16_000,
+            parts: vec![1.0 / 16.0, 0.25, 1.0],
+            runs: Vec::new(),
+        }
+    }
+
+    /// The share of a trial that ran to its end or was stopped, and whether it ran to its end.
+    fn share(&self, of: &Trial) -> (f64, bool) {
+        let is_part = of.part + 1 < self.parts.len();
+        let chance = self.chances.iter().find(|each| {
+            (each.shape, each.workers) == (of.shape, of.workers)
+                && each.setting.is_none_or(|setting| setting == of.setting)
+        });
+        if let Some(chance) = chance.filter(|_| !is_part) {
+            let seed = width::to_usize(of.conditions.seed).min(chance.shares.len() - 1);
+            let share = chance.shares[seed];
+            let complete = 1.0 - share <= of.spare as f64 * (1.0 - TARGET) + 1e-9;
+            return match (complete, chance.burst) {
+                (false, true) => (0.67, false),
+                _ => (share, complete),
+            };
+        }
+        let cold = self.cold.get(of.shape).filter(|_| is_part).unwrap_or(&1.0);
+        let capacity = self.capacity[of.shape][of.setting] * f64::from(of.workers) * cold;
+        let enough = capacity / (self.load * of.conditions.load * of.conditions.slower);
+        (TARGET * enough.min(1.0), true)
+    }
+}
+
+impl Evaluate for CapacityModel {
     type Error = std::convert::Infallible;
 
-    fn same(&self, _: usize, setting: usize, _: u32) -> usize {
-        setting.min(self.same_from)
+    fn same(&self, _: usize, setting: usize, workers: u32) -> usize {
+        (self.same)(setting, workers)
     }
 
     fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
         self.runs.extend(trials);
         let measure = |t: &Trial| {
-            let mut capacity = self.capacity[t.shape][t.setting] * f64::from(t.workers);
-            if t.part + 1 < self.parts.len() {
-                capacity *= self.cold.get(t.shape).unwrap_or(&1.0);
-            } else if self.unlucky == Some((t.shape, t.workers)) {
-                capacity = self.load * 0.999;
-            }
-            let enough = capacity / (self.load * t.conditions.load * t.conditions.slower);
-            let mut share = TARGET * enough.min(1.0);
-            let mut complete = true;
-            if self.burst == Some((t.shape, t.workers)) {
-                // Alone it may have 1 % of misses, which the burst exceeds: such a run is stopped in it.
-                complete = t.conditions.seed > 0 || t.spare > 1;
-                share = match (t.conditions.seed, complete) {
-                    (0, true) => 0.985,
-                    (0, false) => 0.67,
-                    _ => 0.999,
-                };
-            }
+            let (share, complete) = self.share(t);
             let met = width::floor_u64(1e6 * share + 1e-3);
             Measured {
-                attains: share >= TARGET,
+                attains: complete && share >= TARGET,
                 complete,
                 by_class: vec![(1_000_000, met)],
                 share,
                 judged: 100,
-                digest: capacity.to_bits() ^ t.setting as u64,
+                digest: mix64(share.to_bits() ^ u64::from(t.workers)) ^ t.setting as u64,
                 requests: (self.parts[t.part] * self.requests as f64) as u64,
             }
         };
         Ok(trials.iter().map(measure).collect())
+    }
+}
+
+/// Shares of a size of the first shape, by seed.
+fn chance(workers: u32, shares: &[f64]) -> Chance {
+    Chance {
+        shape: 0,
+        setting: None,
+        workers,
+        shares: shares.to_vec(),
+        burst: false,
     }
 }
 
@@ -85,7 +128,7 @@ fn candidates(costs: &[f64], settings: usize) -> Vec<Candidate> {
 }
 
 /// The lowest cost over every candidate and size.
-fn exhaustive(known: &Known, shapes: &[Candidate], load: f64) -> f64 {
+fn exhaustive(known: &CapacityModel, shapes: &[Candidate], load: f64) -> f64 {
     let mut least = f64::INFINITY;
     for (shape, of) in shapes.iter().enumerate() {
         for capacity in &known.capacity[shape] {
@@ -117,18 +160,13 @@ fn is_the_cheapest(
         })
         .collect();
     let parts = vec![1.0 / 16.0, 0.25, 1.0];
-    let mut known = Known {
-        capacity,
+    let mut known = CapacityModel {
         cold: cold.to_vec(),
-        unlucky: None,
-        burst: None,
-        same_from: usize::MAX,
         load,
-        requests: 16_000,
         parts: parts.clone(),
-        runs: Vec::new(),
+        ..CapacityModel::new(capacity)
     };
-    let find = |known: &mut Known, load: f64, others: &[Choice]| {
+    let find = |known: &mut CapacityModel, load: f64, others: &[Choice]| {
         let plain = Conditions {
             load,
             ..Conditions::PLAIN
@@ -209,7 +247,7 @@ proptest! {
 }
 
 /// The answer with the base settings of `capacity`: shape, setting and size.
-fn found(costs: &[f64], workers_max: u32, mut known: Known) -> Option<(usize, usize, u32)> {
+fn found(costs: &[f64], workers_max: u32, mut known: CapacityModel) -> Option<(usize, usize, u32)> {
     let mut space = candidates(costs, known.capacity[0].len());
     for shape in &mut space {
         shape.workers_max = workers_max;
@@ -229,27 +267,12 @@ fn found(costs: &[f64], workers_max: u32, mut known: Known) -> Option<(usize, us
     Some((best.shape, best.setting, best.workers))
 }
 
-/// Candidates of these capacities under a load of 8.5 requests per second.
-fn known(capacity: Vec<Vec<f64>>) -> Known {
-    Known {
-        capacity,
-        cold: Vec::new(),
-        unlucky: None,
-        burst: None,
-        same_from: usize::MAX,
-        load: 8.5,
-        requests: 16_000,
-        parts: vec![1.0 / 16.0, 0.25, 1.0],
-        runs: Vec::new(),
-    }
-}
-
 /// The second shape lives on its cache, and fails utterly without.
 #[test]
 fn parts_exclude_nothing() {
-    let known = Known {
+    let known = CapacityModel {
         cold: vec![0.9, 0.05],
-        ..known(vec![vec![4.0], vec![9.0]])
+        ..CapacityModel::new(vec![vec![4.0], vec![9.0]])
     };
     assert_eq!(found(&[2.0, 5.0], 2000, known), Some((1, 0, 1)));
 }
@@ -266,9 +289,9 @@ fn splits_further_from_the_balance_are_found() {
             shape.places = [3, 2, 4, 5].map(|split| [0, 0, 0, split]).to_vec();
         }
         let parts = vec![1.0 / 16.0, 0.25, 1.0];
-        let mut known = Known {
+        let mut known = CapacityModel {
             parts: parts.clone(),
-            ..known(vec![vec![first; 4], vec![1.0, 0.9, 2.0, 5.0]])
+            ..CapacityModel::new(vec![vec![first; 4], vec![1.0, 0.9, 2.0, 5.0]])
         };
         let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
         let best = search.find(&[]).unwrap().unwrap();
@@ -278,9 +301,9 @@ fn splits_further_from_the_balance_are_found() {
 
 #[test]
 fn settings_that_give_one_cluster_run_once() {
-    let mut known = Known {
-        same_from: 2,
-        ..known(vec![vec![4.0, 4.1, 4.2, 4.2, 4.2], vec![9.0; 5]])
+    let mut known = CapacityModel {
+        same: |setting, _| setting.min(2),
+        ..CapacityModel::new(vec![vec![4.0, 4.1, 4.2, 4.2, 4.2], vec![9.0; 5]])
     };
     let space = candidates(&[2.0, 5.0], 5);
     let parts = known.parts.clone();
@@ -309,9 +332,9 @@ fn settings_that_give_one_cluster_run_once() {
 /// No setting attains on a part at any size; many do on the whole workload.
 #[test]
 fn a_part_on_which_nothing_attains_takes_few_runs() {
-    let mut known = Known {
+    let mut known = CapacityModel {
         cold: vec![1e-4, 1e-4],
-        ..known(vec![vec![4.0; 40], vec![3.0; 40]])
+        ..CapacityModel::new(vec![vec![4.0; 40], vec![3.0; 40]])
     };
     let space = candidates(&[2.0, 2.0], 40);
     let parts = known.parts.clone();
@@ -325,23 +348,17 @@ fn a_part_on_which_nothing_attains_takes_few_runs() {
 /// With the base, no size of the second shape up to the limit attains.
 #[test]
 fn a_shape_that_needs_another_setting_at_any_size_is_found() {
-    let known = known(vec![vec![9.0, 9.0], vec![1.0, 5.0]]);
+    let known = CapacityModel::new(vec![vec![9.0, 9.0], vec![1.0, 5.0]]);
     assert_eq!(found(&[10.0, 2.0], 3, known), Some((1, 1, 2)));
 }
 
 /// Nine workers attain and ten do not, as where requests are routed by chance.
 #[test]
 fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
-    let mut known = Known {
-        capacity: vec![vec![1.0]],
-        cold: Vec::new(),
-        unlucky: Some((0, 10)),
-        burst: None,
-        same_from: usize::MAX,
-        load: 8.5,
-        requests: 16_000,
+    let mut known = CapacityModel {
+        chances: vec![chance(10, &[TARGET * 0.999])],
         parts: vec![1.0],
-        runs: Vec::new(),
+        ..CapacityModel::new(vec![vec![1.0]])
     };
     let mut space = candidates(&[1.0], 1);
     space[0].workers_min = 5;
@@ -365,11 +382,13 @@ fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
 /// together attain.
 #[test]
 fn a_size_is_not_given_up_for_a_burst_of_the_first_seed() {
-    let mut known = Known {
-        burst: Some((0, 9)),
-        ..known(vec![vec![1.0]])
+    let mut known = CapacityModel {
+        chances: vec![Chance {
+            burst: true,
+            ..chance(9, &[0.985, 0.999])
+        }],
+        ..CapacityModel::new(vec![vec![1.0]])
     };
-    known.load = 8.5;
     let space = candidates(&[1.0], 1);
     let parts = known.parts.clone();
     let main = parts.len() - 1;
@@ -404,16 +423,11 @@ fn a_setting_that_saves_one_worker_of_two_is_found() {
     let mut space = candidates(&[25.0, 19.0], 2);
     space[1].kind = space[0].kind;
     let parts = vec![1.0 / 16.0, 0.25, 1.0];
-    let mut known = Known {
-        capacity: vec![vec![8.0, 8.0], vec![5.7, 7.4]],
-        cold: Vec::new(),
-        unlucky: None,
-        burst: None,
-        same_from: usize::MAX,
+    let mut known = CapacityModel {
         load: 6.7,
         requests: 16_000,
         parts: parts.clone(),
-        runs: Vec::new(),
+        ..CapacityModel::new(vec![vec![8.0, 8.0], vec![5.7, 7.4]])
     };
     let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
     let best = search.find(&[]).unwrap().unwrap();
@@ -430,16 +444,11 @@ fn of_equal_cost_the_simpler_and_then_the_one_with_more_headroom_is_chosen() {
             shape.workers_min = if apart { 2 } else { 1 };
         }
         let parts = vec![0.25, 1.0];
-        let mut known = Known {
-            capacity: capacity.iter().map(|&each| vec![each]).collect(),
-            cold: Vec::new(),
-            unlucky: None,
-            burst: None,
-            same_from: usize::MAX,
+        let mut known = CapacityModel {
             load: 16.0,
             requests: 1000,
             parts: parts.clone(),
-            runs: Vec::new(),
+            ..CapacityModel::new(capacity.iter().map(|&each| vec![each]).collect())
         };
         let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 1, &mut known);
         let best = search.find(&[]).unwrap().unwrap();
@@ -460,16 +469,11 @@ fn of_equal_cost_the_preferred_one_stays() {
     let space = candidates(&[2.0, 1.0, 2.0], 2);
     let answer = |capacity: [[f64; 2]; 3], preferred: (usize, usize)| {
         let parts = vec![0.25, 1.0];
-        let mut known = Known {
-            capacity: capacity.iter().map(|each| each.to_vec()).collect(),
-            cold: Vec::new(),
-            unlucky: None,
-            burst: None,
-            same_from: usize::MAX,
+        let mut known = CapacityModel {
             load: 16.0,
             requests: 1000,
             parts: parts.clone(),
-            runs: Vec::new(),
+            ..CapacityModel::new(capacity.iter().map(|each| each.to_vec()).collect())
         };
         let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 3, &mut known)
             .preferring(preferred.0, preferred.1);
@@ -531,16 +535,11 @@ fn a_large_space_takes_a_twentieth_of_its_grid() {
         })
         .collect();
     let parts = vec![1.0 / 16.0, 0.25, 1.0];
-    let mut known = Known {
-        capacity,
-        cold: Vec::new(),
-        unlucky: None,
-        burst: None,
-        same_from: usize::MAX,
+    let mut known = CapacityModel {
         load: 200.0,
         requests: 10_000,
         parts: parts.clone(),
-        runs: Vec::new(),
+        ..CapacityModel::new(capacity)
     };
     let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
     let best = search.find(&[]).unwrap().unwrap();
@@ -558,16 +557,11 @@ fn the_load_at_which_an_answer_fails_is_found() {
         (12.5, 1.24, 1.26),
         (1000.0, 4.0, f64::NAN),
     ] {
-        let mut known = Known {
-            capacity: vec![vec![capacity]],
-            cold: Vec::new(),
-            unlucky: None,
-            burst: None,
-            same_from: usize::MAX,
+        let mut known = CapacityModel {
             load: 10.0,
             requests: 100,
             parts: vec![1.0],
-            runs: Vec::new(),
+            ..CapacityModel::new(vec![vec![capacity]])
         };
         let mut search = Search::new(&space, TARGET, &[1.0], 0, Conditions::PLAIN, 1, &mut known);
         let best = search.find(&[]).unwrap().unwrap();

@@ -416,6 +416,41 @@ fn a_size_is_not_given_up_for_a_burst_of_the_first_seed() {
     assert_eq!(best.workers, 9);
 }
 
+/// The first seed misses in a burst at nine workers; all three seeds together attain.
+#[test]
+fn fewer_workers_are_tried_beyond_a_burst_of_the_first_seed() {
+    let mut known = CapacityModel {
+        chances: vec![Chance {
+            burst: true,
+            ..chance(9, &[0.986, 0.999])
+        }],
+        ..CapacityModel::new(vec![vec![1.0]])
+    };
+    assert_eq!(fewer_than_ten(&mut known, 1).workers, 9);
+}
+
+/// The size found by [`Search::fewer`] with three seeds, from ten workers of the first setting, after ten workers of every setting
+/// ran.
+fn fewer_than_ten(known: &mut CapacityModel, settings: usize) -> Choice {
+    let space = candidates(&[1.0], settings);
+    let parts = known.parts.clone();
+    let main = parts.len() - 1;
+    let mut search = Search::new(&space, TARGET, &parts, main, Conditions::PLAIN, 3, known);
+    let at_ten: Vec<Trial> = (0..settings)
+        .map(|setting| search.trial(0, setting, 10))
+        .collect();
+    search.run(&at_ten).unwrap();
+    let of_ten = Choice {
+        shape: 0,
+        setting: 0,
+        workers: 10,
+        cost: 10.0,
+        share: TARGET,
+    };
+    let stage = search.last_stage();
+    search.fewer(of_ten, stage).unwrap()
+}
+
 /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
 /// setting needs one.
 #[test]

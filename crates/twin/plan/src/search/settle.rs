@@ -50,35 +50,24 @@ impl<E: Evaluate> Search<'_, E> {
     /// The answer, or one that costs less: where routing has chance in it, fewer workers may attain where one more misses by a little.
     /// Tries the sizes that miss by chance with the first seed, and one worker less than each of them and than the answer.
     pub(super) fn fewer(&mut self, mut best: Choice, stage: Stage) -> Result<Choice, E::Error> {
-        let plain = self.plain.key();
-        let by_chance = 1.0 - CHANCE * (1.0 - self.target);
-        let close = |of: &Measured| of.attains || of.share >= by_chance;
         let mut tried: Vec<Key> = Vec::new();
         loop {
-            let mut trials: Vec<Trial> = Vec::new();
-            for (&(shape, setting, workers, part, conditions), (_, measured)) in &self.seen {
-                let here = part == stage.part && conditions == plain && close(measured);
-                for workers in [workers, workers - 1].into_iter().filter(|_| here) {
-                    let of = &self.shapes[shape];
-                    // The first seed may have the misses of all.
-                    let trial = Trial {
-                        spare: stage.seeds,
-                        ..self.trial_at(shape, setting, workers, stage)
-                    };
-                    if of.cost_of(workers) < best.cost * (1.0 - 1e-9)
-                        && workers >= of.workers_min.max(1)
-                        && !tried.contains(&self.key(&trial))
-                    {
-                        tried.push(self.key(&trial));
-                        trials.push(trial);
-                    }
-                }
-            }
+            let mut trials = self.one_less(&best, stage);
+            trials.retain(|trial| {
+                let key = self.key(trial);
+                let is_new = !tried.contains(&key);
+                tried.extend(is_new.then_some(key));
+                is_new
+            });
             if trials.is_empty() {
                 return Ok(best);
             }
             let mut first = self.run(&trials)?.into_iter();
-            trials.retain(|_| first.next().is_some_and(|measured| close(&measured)));
+            trials.retain(|_| {
+                first
+                    .next()
+                    .is_some_and(|first| self.misses_by_chance(&first))
+            });
             let measured = self.run_at(&trials, stage)?;
             for (trial, measured) in trials.iter().zip(&measured) {
                 let cost = self.shapes[trial.shape].cost_of(trial.workers);
@@ -93,6 +82,41 @@ impl<E: Evaluate> Search<'_, E> {
                 }
             }
         }
+    }
+
+    fn misses_by_chance(&self, of: &Measured) -> bool {
+        of.attains || of.share >= 1.0 - CHANCE * (1.0 - self.target)
+    }
+
+    /// The trials of a stage that miss by chance and cost less than `best`, and those with one worker less than each of them and than
+    /// `best`. Settings that give one cluster may give several with one worker less.
+    fn one_less(&self, best: &Choice, stage: Stage) -> Vec<Trial> {
+        let plain = self.plain.key();
+        let of_best = self.key(&self.trial_at(best.shape, best.setting, best.workers, stage));
+        let close = self.seen.iter().filter(|(key, (_, measured))| {
+            (key.3, key.4) == (stage.part, plain) && self.misses_by_chance(measured)
+        });
+        let close = close.map(|(key, _)| *key);
+        let mut trials = Vec::new();
+        for (shape, setting, workers, ..) in close.chain([of_best]) {
+            let of = &self.shapes[shape];
+            let settings = 0..of.places.len();
+            let alike =
+                settings.filter(|&other| self.evaluate.same(shape, other, workers) == setting);
+            let less = alike.map(|other| (other, workers - 1));
+            for (setting, workers) in std::iter::once((setting, workers)).chain(less) {
+                if of.cost_of(workers) < best.cost * (1.0 - 1e-9)
+                    && workers >= of.workers_min.max(1)
+                {
+                    // The first seed may have the misses of all.
+                    trials.push(Trial {
+                        spare: stage.seeds,
+                        ..self.trial_at(shape, setting, workers, stage)
+                    });
+                }
+            }
+        }
+        trials
     }
 
     /// The size of what attains where answers are found on a later stage. Smaller ones are tried if they nearly attained there.

@@ -451,6 +451,32 @@ fn fewer_than_ten(known: &mut CapacityModel, settings: usize) -> Choice {
     search.fewer(of_ten, stage).unwrap()
 }
 
+proptest! {
+    /// At ten workers some settings give one cluster; at nine each gives its own, as splits do that round to the same workers.
+    #[test]
+    fn fewer_workers_are_tried_with_every_setting_of_a_cluster(
+        same in prop::sample::select(vec![
+            (|setting, workers| if workers == 10 { 0 } else { setting }) as fn(usize, u32) -> usize,
+            |setting, workers| if workers == 10 { setting & !1 } else { setting },
+            |setting, workers| if workers == 10 { setting.min(1) } else { setting },
+            |setting, _| setting,
+        ]),
+        attains in prop::collection::vec(any::<bool>(), 4),
+    ) {
+        let chances = attains.iter().enumerate().map(|(setting, &attains)| Chance {
+            setting: Some(setting),
+            ..chance(9, &[if attains { 0.995 } else { 0.97 }])
+        });
+        let mut known = CapacityModel {
+            same,
+            chances: chances.collect(),
+            ..CapacityModel::new(vec![vec![0.85; 4]])
+        };
+        let workers = if attains.contains(&true) { 9 } else { 10 };
+        prop_assert_eq!(fewer_than_ten(&mut known, 4).workers, workers);
+    }
+}
+
 /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
 /// setting needs one.
 #[test]

@@ -121,8 +121,8 @@ impl<E: Evaluate> Search<'_, E> {
         Ok(())
     }
 
-    /// Changes one value of a setting at a time, as long as that brings it nearer to the target, until it attains. `near`: settings
-    /// to try instead of one.
+    /// Changes one value of a setting at a time, as long as that brings it nearer to the target, until it attains with the
+    /// seeds of the stage together. `near`: settings to try instead of one.
     pub(super) fn ascend(
         &mut self,
         shape: usize,
@@ -132,7 +132,7 @@ impl<E: Evaluate> Search<'_, E> {
         near: fn(&Candidate, usize) -> Vec<usize>,
     ) -> Result<(usize, Measured), E::Error> {
         let first = self.trial_at(shape, setting, workers, stage);
-        let mut most = self.run(&[first])?.remove(0);
+        let mut most = self.run_at(&[first], stage)?.remove(0);
         for _ in 0..CHANGES_MAX {
             if most.attains {
                 break;
@@ -140,7 +140,7 @@ impl<E: Evaluate> Search<'_, E> {
             let others = near(&self.shapes[shape], setting);
             let trial = |&other: &usize| self.trial_at(shape, other, workers, stage);
             let trials: Vec<Trial> = others.iter().map(trial).collect();
-            let measured = self.run(&trials)?;
+            let measured = self.run_at(&trials, stage)?;
             let gap = self.target - most.share;
             let mut better = None;
             for (near, measured) in others.into_iter().zip(measured) {

@@ -475,6 +475,37 @@ proptest! {
         let workers = if attains.contains(&true) { 9 } else { 10 };
         prop_assert_eq!(fewer_than_ten(&mut known, 4).workers, workers);
     }
+
+    /// Shares of splits fall on both sides of the best one. They are those of three seeds together; the first seed has better or worse
+    /// luck than the others, or its misses at its beginning.
+    #[test]
+    fn the_best_split_over_all_seeds_is_found(
+        best in 0usize..7,
+        luck in prop::collection::vec(-0.004f64..0.004, 7),
+        burst in prop::collection::vec(any::<bool>(), 7),
+    ) {
+        let mut space = candidates(&[1.0], 7);
+        space[0].settings = 1;
+        // The first is the balance, and three lie on each side of it.
+        let splits = [3, 0, 1, 2, 4, 5, 6];
+        space[0].places = splits.map(|split| [0, 0, 0, split]).to_vec();
+        let chances = splits.iter().enumerate().map(|(setting, split)| {
+            let share = 0.9925 - 0.003 * splits[best].abs_diff(*split) as f64;
+            Chance {
+                setting: Some(setting),
+                burst: burst[setting],
+                ..chance(9, &[share + luck[setting], share - luck[setting] / 2.0])
+            }
+        });
+        let mut known = CapacityModel {
+            chances: chances.collect(),
+            ..CapacityModel::new(vec![vec![0.85; 7]])
+        };
+        let parts = known.parts.clone();
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 3, &mut known);
+        let found = search.find(&[]).unwrap().unwrap();
+        prop_assert_eq!((found.setting, found.workers), (best, 9), "{:?}", found);
+    }
 }
 
 /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second

@@ -95,13 +95,19 @@ pub struct Measured {
     pub share: f64,
     /// Requests of that class, of which `share` met their objectives.
     pub judged: u64,
-    /// Of the times of all requests: trials of one shape, size and part with equal digests ran alike.
+    /// Of the times of all requests until the trial ended or was stopped: trials of one shape, size and part with equal digests ran
+    /// alike.
     pub digest: u64,
     /// Requests that were simulated, those under way when it was stopped included.
     pub requests: u64,
 }
 
 impl Measured {
+    /// Whether two runs were the same to their ends. Of runs that were stopped, what follows may differ.
+    fn ran_alike(&self, other: &Measured) -> bool {
+        self.complete && other.complete && self.digest == other.digest
+    }
+
     /// Of runs with several seeds: every class attains over all of them.
     fn together(each: &[Measured], target: f64) -> Measured {
         let mut by_class: Vec<(u64, u64)> = Vec::new();

@@ -1,6 +1,9 @@
 //! Challenges of an answer: every shape, other splits of prefill and decode workers, and all settings of shapes that nearly attain.
 
-use super::{Candidate, Choice, Evaluate, KEEP, KEEP_MIN, ROUNDS_MAX, Search, Stage, Trial};
+use super::race::distinct;
+use super::{
+    Candidate, Choice, Evaluate, KEEP, KEEP_MIN, Measured, ROUNDS_MAX, Search, Stage, Trial,
+};
 
 impl<E: Evaluate> Search<'_, E> {
     /// Challenges `best` with every shape in its best known setting, and in every setting where it is near, until none is
@@ -103,20 +106,16 @@ impl<E: Evaluate> Search<'_, E> {
             let trial = |&setting| self.trial_at(shape, setting, workers, Self::on(part));
             let trials: Vec<Trial> = better.iter().map(trial).collect();
             let measured = self.run(&trials)?;
-            let mut ranked: Vec<(bool, f64, usize, u64)> = better
-                .iter()
-                .zip(&measured)
-                .map(|(&setting, m)| (!m.attains, -m.share, setting, m.digest))
-                .collect();
-            ranked.sort_by(|a, b| a.partial_cmp(b).expect("shares are numbers"));
-            let mut runs = Vec::new();
-            ranked.retain(|each| {
-                let new = !runs.contains(&each.3);
-                runs.push(each.3);
-                new
+            let mut order: Vec<(usize, &Measured)> =
+                better.iter().copied().zip(&measured).collect();
+            order.sort_by(|(first, a), (second, b)| {
+                let share = b.share.total_cmp(&a.share);
+                let order = b.attains.cmp(&a.attains).then(share);
+                order.then(first.cmp(second))
             });
+            let mut ranked = distinct(order, |measured| (measured.digest, measured.complete));
             ranked.truncate(better.len().div_ceil(KEEP).min(KEEP_MIN * 2).max(keep_min));
-            better = ranked.into_iter().map(|each| each.2).collect();
+            better = ranked;
         }
         Ok(better)
     }

@@ -298,7 +298,7 @@ impl<E: Evaluate> Search<'_, E> {
         for (near, measured) in near.into_iter().zip(measured) {
             let is_worse = !measured.attains && measured.share < least;
             if let Some(axis) = of.only_change(setting, near)
-                && (is_worse || measured.digest == own.digest)
+                && (is_worse || measured.ran_alike(&own))
             {
                 useless.push((axis, of.places[near][axis]));
             }

@@ -1,6 +1,6 @@
 //! Tries candidates at sizes that are cheaper than the best known one.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 
 use super::{Choice, Evaluate, Measured, NEAR, Search, Sizing, Stage, Trial};
 
@@ -163,13 +163,35 @@ impl<E: Evaluate> Search<'_, E> {
         let mut order: Vec<(&Trial, Measured)> = trials.iter().zip(measured).collect();
         // Sorting is stable: of equal ones the first.
         order.sort_by(|a, b| b.1.share.total_cmp(&a.1.share));
-        let mut runs: BTreeSet<(usize, u32, u64)> = BTreeSet::new();
-        for (trial, measured) in order {
-            if runs.insert((trial.shape, trial.workers, measured.digest)) {
-                ranked.push((trial.shape, trial.setting));
-            }
-        }
+        let order = order
+            .into_iter()
+            .map(|(trial, measured)| ((trial.shape, trial.setting), (trial, measured)));
+        ranked.extend(distinct(order, |(trial, measured)| {
+            let run = (trial.shape, trial.workers, measured.digest);
+            (run, measured.complete)
+        }));
         ranked.extend(dear);
         Ok(ranked)
     }
+}
+
+/// Candidates in their order, one for each run. Those that ran alike until both were stopped come last, and those that ran alike to
+/// the end are left out: `run` is a run's identity, and whether it ended.
+pub(super) fn distinct<C, T, R: PartialEq>(
+    order: impl IntoIterator<Item = (C, T)>,
+    run: impl Fn(&T) -> (R, bool),
+) -> Vec<C> {
+    let (mut first, mut stopped) = (Vec::new(), Vec::new());
+    let mut runs: Vec<R> = Vec::new();
+    for (candidate, of) in order {
+        let (run, ended) = run(&of);
+        if !runs.contains(&run) {
+            runs.push(run);
+            first.push(candidate);
+        } else if !ended {
+            stopped.push(candidate);
+        }
+    }
+    first.extend(stopped);
+    first
 }

@@ -508,6 +508,50 @@ proptest! {
     }
 }
 
+/// Four settings of two values on each of two axes. Runs end at the misses that they may have, and up to there a value of the first
+/// axis has no effect unless the second one changes, too.
+struct StoppedRuns;
+
+impl Evaluate for StoppedRuns {
+    type Error = std::convert::Infallible;
+
+    fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
+        let measure = |of: &Trial| {
+            let share = match of.workers {
+                0..3 => 0.5,
+                3 => [0.92, 0.92, 0.96, 0.995][of.setting],
+                _ => 1.0,
+            };
+            let complete = share >= TARGET;
+            Measured {
+                attains: complete,
+                complete,
+                by_class: vec![(1_000_000, width::floor_u64(1e6 * share))],
+                share,
+                judged: 100,
+                digest: if complete {
+                    of.setting as u64
+                } else {
+                    share.to_bits()
+                },
+                requests: 100,
+            }
+        };
+        Ok(trials.iter().map(measure).collect())
+    }
+}
+
+#[test]
+fn a_value_that_had_no_effect_until_a_run_was_stopped_is_combined_with_others() {
+    let mut space = candidates(&[1.0], 4);
+    space[0].places = [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]].to_vec();
+    let parts = [1.0 / 16.0, 1.0];
+    let mut runs = StoppedRuns;
+    let mut search = Search::new(&space, TARGET, &parts, 1, Conditions::PLAIN, 1, &mut runs);
+    let best = search.find(&[]).unwrap().unwrap();
+    assert_eq!((best.setting, best.workers), (3, 3));
+}
+
 /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
 /// setting needs one.
 #[test]

@@ -60,13 +60,18 @@ impl<E: Evaluate> Search<'_, E> {
             .map(|&workers| self.trial(best.shape, best.setting, workers))
             .collect();
         // Trials of the search may have been stopped, so that their shares are those of a part.
+        let is_open = |trial: &&Trial| !self.result(trial).is_some_and(|known| known.complete);
+        let open: Vec<Trial> = trials.iter().filter(is_open).copied().collect();
         let progress = self.progress.clone();
-        let measured = self.evaluate.run(&trials, &progress)?;
+        let measured = self.evaluate.run(&open, &progress)?;
         self.requests += measured.iter().map(|m| m.requests).sum::<u64>();
-        Ok(sizes
-            .into_iter()
-            .zip(measured.iter().map(|m| m.share))
-            .collect())
+        let mut measured = measured.iter();
+        let share = |trial: &Trial| match self.result(trial).filter(|known| known.complete) {
+            Some(known) => known.share,
+            None => measured.next().map_or(0.0, |of| of.share),
+        };
+        let shares: Vec<f64> = trials.iter().map(share).collect();
+        Ok(sizes.into_iter().zip(shares).collect())
     }
 
     /// The load, relative to the question's, up to which a configuration attains: the highest found

@@ -153,8 +153,13 @@ pub(super) struct Driver<'a> {
     counts: HashMap<(usize, u64, u64), Option<Vec<u64>>>,
     /// Complete runs under the conditions of a question: for charts.
     pub(super) complete: Vec<(Trial, f64)>,
+    /// Runs that attain, by shape: the search has simulated the rows of its table already. Shape `[shapes]`.
+    figures: Vec<Vec<(Trial, Answer)>>,
     requests: u64,
 }
+
+/// Limit of runs of one shape whose figures are kept: those with the fewest workers.
+const FIGURES_MAX: usize = 4;
 
 impl<'a> Driver<'a> {
     #[expect(
@@ -183,6 +188,7 @@ impl<'a> Driver<'a> {
             began: Instant::now(),
             counts: HashMap::new(),
             complete: Vec::new(),
+            figures: vec![Vec::new(); ready.shapes.len()],
             requests: 0,
         }
     }
@@ -259,8 +265,38 @@ impl<'a> Driver<'a> {
         Ok(answer)
     }
 
-    /// Runs one trial to its end, for its figures.
+    /// The trial that gives the same run, whatever misses it may have.
+    fn same_run(&self, trial: &Trial) -> Trial {
+        Trial {
+            setting: self.same(trial.shape, trial.setting, trial.workers),
+            spare: 1,
+            ..*trial
+        }
+    }
+
+    /// Whether a run of the search may be a row of its table.
+    fn may_be_row(&self, trial: &Trial, answer: &Answer) -> bool {
+        trial.conditions.seed == 0 && trial.part >= self.ready.main && answer.measured.attains
+    }
+
+    fn keep(&mut self, trial: &Trial, answer: Answer) {
+        let trial = self.same_run(trial);
+        let kept = &mut self.figures[trial.shape];
+        if kept.iter().any(|(other, _)| *other == trial) {
+            return;
+        }
+        let at = kept.partition_point(|(other, _)| other.workers <= trial.workers);
+        kept.insert(at, (trial, answer));
+        kept.truncate(FIGURES_MAX);
+    }
+
+    /// Runs one trial to its end, for its figures, unless the search did.
     pub(super) fn whole(&mut self, trial: &Trial) -> anyhow::Result<Answer> {
+        let run = self.same_run(trial);
+        let mut kept = self.figures[trial.shape].iter();
+        if let Some((_, answer)) = kept.find(|(other, _)| *other == run) {
+            return Ok(answer.clone());
+        }
         let expected = self.count(trial)?;
         let answer = self.simulate(trial, expected.as_deref(), false)?;
         self.requests += answer.measured.requests;
@@ -314,8 +350,9 @@ impl<'a> Driver<'a> {
         let trials: Vec<Trial> = batch.trials.iter().map(Spec::trial).collect();
         let expected: Vec<Option<Vec<u64>>> =
             batch.trials.iter().map(|s| s.expected.clone()).collect();
-        let measured = self.on_threads(&trials, &expected, batch.stop_early, None)?;
-        Ok(measured.into_iter().map(Result::from).collect())
+        let runs = self.on_threads(&trials, &expected, batch.stop_early, None)?;
+        let results = runs.into_iter().map(|(measured, _)| Result::from(measured));
+        Ok(results.collect())
     }
 
     fn on_threads(
@@ -324,10 +361,10 @@ impl<'a> Driver<'a> {
         expected: &[Option<Vec<u64>>],
         stop_early: bool,
         progress: Option<&Progress>,
-    ) -> anyhow::Result<Vec<Measured>> {
+    ) -> anyhow::Result<Vec<(Measured, Option<Answer>)>> {
         let next = AtomicUsize::new(0);
         let ended = AtomicUsize::new(0);
-        let results: Vec<Mutex<Option<anyhow::Result<Measured>>>> =
+        let results: Vec<Mutex<Option<anyhow::Result<(Measured, Option<Answer>)>>>> =
             trials.iter().map(|_| Mutex::new(None)).collect();
         std::thread::scope(|scope| {
             for _ in 0..self.jobs.min(trials.len()) {
@@ -340,7 +377,13 @@ impl<'a> Driver<'a> {
                         }
                         let expected = expected[at].as_deref();
                         let result = self.simulate(trial, expected, stop_early);
-                        let result = result.map(|answer| answer.measured);
+                        let result = result.map(|answer| {
+                            let measured = answer.measured.clone();
+                            (
+                                measured,
+                                Some(answer).filter(|of| self.may_be_row(trial, of)),
+                            )
+                        });
                         *results[at].lock().expect("a result is stored whole") = Some(result);
                         let ended = ended.fetch_add(1, Ordering::Relaxed) + 1;
                         if let Some(progress) = progress {
@@ -391,7 +434,17 @@ impl Evaluate for Driver<'_> {
         // Of these, the share itself is shown.
         let stop_early = !matches!(progress.phase, "headroom" | "size" | "seeds");
         let measured = match self.elsewhere {
-            None => self.on_threads(trials, &expected, stop_early, Some(progress))?,
+            None => {
+                let runs = self.on_threads(trials, &expected, stop_early, Some(progress))?;
+                let mut measured = Vec::with_capacity(runs.len());
+                for (trial, (each, answer)) in trials.iter().zip(runs) {
+                    measured.push(each);
+                    if let Some(answer) = answer {
+                        self.keep(trial, answer);
+                    }
+                }
+                measured
+            }
             Some(elsewhere) => {
                 let batch = Batch {
                     factors: self.factors.bits(),

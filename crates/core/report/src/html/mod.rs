@@ -8,6 +8,7 @@
 //! - [`run`]: the page of one run; [`sweep`]: the page of a sweep; [`plan`]: the page of a plan.
 
 pub mod chart;
+mod over_time;
 pub mod plan;
 pub mod run;
 pub mod sweep;

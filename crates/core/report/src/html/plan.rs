@@ -71,6 +71,49 @@ impl PlanPage {
 }
 
 impl PlanAnswer {
+    /// The shapes by cost and latency.
+    fn shapes(&self, cost_unit: &str) -> Chart {
+        let points = |rows: &[(String, f64, Option<f64>)], name: &str, color| Line {
+            name: name.into(),
+            points: rows.iter().map(|row| (row.1, row.2)).collect(),
+            labels: rows.iter().map(|row| format!("{}:", row.0)).collect(),
+            tags: rows.iter().map(|row| row.0.clone()).collect(),
+            shape: Shape::Points,
+            color: Some(color),
+        };
+        Chart {
+            title: "Each shape at its smallest size that attains".into(),
+            x: Axis::new("cost", cost_unit),
+            y: Axis::new("TTFT p99", "ms"),
+            lines: vec![
+                points(&self.costs[..1], "the answer", 0),
+                points(&self.costs[1..], "others", 5),
+            ],
+            ..Chart::default()
+        }
+    }
+
+    /// Shares of requests that miss an objective. Shares near 100 % differ in their distance from it. `points`: at least one.
+    fn misses(&self, title: &str, x: Axis, points: Vec<(f64, f64)>, mark: (f64, String)) -> String {
+        let missed = |share: f64| Some(100.0 * (1.0 - share)).filter(|missed| *missed > 0.0);
+        let (first, last) = (points[0].0, points[points.len() - 1].0);
+        let allowed = missed(self.target);
+        Chart {
+            title: title.into(),
+            x,
+            y: Axis::new("requests", "%").log(),
+            lines: vec![
+                Line::new("missed", points.iter().map(|p| (p.0, missed(p.1)))),
+                Line {
+                    color: Some(1),
+                    ..Line::new("allowed", [(first, allowed), (last, allowed)])
+                },
+            ],
+            marks: vec![mark],
+        }
+        .render()
+    }
+
     fn render(&self, page: &mut Page, cost_unit: &str) {
         page.section(&self.heading, &self.claim);
         page.tiles(&self.tiles);
@@ -86,57 +129,15 @@ impl PlanAnswer {
         }
         let mut charts = Vec::new();
         if self.costs.len() > 1 {
-            let points = |rows: &[(String, f64, Option<f64>)], name: &str, color| Line {
-                name: name.into(),
-                points: rows.iter().map(|row| (row.1, row.2)).collect(),
-                labels: rows.iter().map(|row| format!("{}:", row.0)).collect(),
-                tags: rows.iter().map(|row| row.0.clone()).collect(),
-                shape: Shape::Points,
-                color: Some(color),
-            };
-            charts.push(
-                Chart {
-                    title: "Each shape at its smallest size that attains".into(),
-                    x: Axis::new("cost", cost_unit),
-                    y: Axis::new("TTFT p99", "ms"),
-                    lines: vec![
-                        points(&self.costs[..1], "the answer", 0),
-                        points(&self.costs[1..], "others", 5),
-                    ],
-                    ..Chart::default()
-                }
-                .render(),
-            );
+            charts.push(self.shapes(cost_unit).render());
         }
-        // Shares near 100 % differ in their distance from it.
-        let missed = |share: f64| Some(100.0 * (1.0 - share)).filter(|missed| *missed > 0.0);
-        let share = |title: &str, x: Axis, points: Vec<(f64, f64)>, mark: (f64, String)| {
-            let (first, last) = (points[0].0, points[points.len() - 1].0);
-            Chart {
-                title: title.into(),
-                x,
-                y: Axis::new("requests", "%").log(),
-                lines: vec![
-                    Line::new("missed", points.iter().map(|p| (p.0, missed(p.1)))),
-                    Line {
-                        color: Some(1),
-                        ..Line::new(
-                            "allowed",
-                            [(first, missed(self.target)), (last, missed(self.target))],
-                        )
-                    },
-                ],
-                marks: vec![mark],
-            }
-            .render()
-        };
         if self.by_workers.len() > 1 && self.by_workers.iter().any(|p| p.1 < 1.0) {
             let points: Vec<_> = self
                 .by_workers
                 .iter()
                 .map(|&(workers, share)| (f64::from(workers), share))
                 .collect();
-            charts.push(share(
+            charts.push(self.misses(
                 "Requests that miss an objective, by number of workers",
                 Axis::new("workers", ""),
                 points,
@@ -150,7 +151,7 @@ impl PlanAnswer {
                 .map(|&(load, share)| (100.0 * (load - 1.0), share))
                 .collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
-            charts.push(share(
+            charts.push(self.misses(
                 "Requests that miss an objective, by load",
                 Axis::new("load above the stated one", "%"),
                 points,

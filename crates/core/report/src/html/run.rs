@@ -1,25 +1,20 @@
 //! The page of one run.
 
 use crate::html::chart::{Axis, Chart, HeatMap, Line, Shape};
+use crate::html::over_time::{POINTS_MAX, joined, over_time, unit_of};
 use crate::html::{Page, Tile, escape};
 use crate::latency::{Latency, P50, P75, P90, P95, P99, Percentiles, TOO_FEW, cell};
 use crate::measure::Distributions;
 use crate::run::{ClassReport, RunReport};
-use crate::series::{Bin, EngineBin, Series, Sketch};
+use crate::series::{EngineBin, Series};
 use crate::table::{counted, grouped, number};
 use slipstream_base::Slo;
 use slipstream_base::width;
 
-/// Limit of points of a line over time.
-const POINTS_MAX: usize = 240;
-/// Mean number of requests per point of a percentile over time, at least.
-const REQUESTS_A_POINT: u64 = 40;
 /// Limit of a heat map's rows; further engines share one.
 const HEAT_ROWS_MAX: usize = 128;
 /// Limit of rows in the table of engines.
 const ENGINE_ROWS_MAX: usize = 512;
-/// Limit of named events.
-const EVENTS_MAX: usize = 40;
 /// Limit of points of a distribution.
 const CDF_POINTS: usize = 200;
 
@@ -95,37 +90,7 @@ impl RunPage<'_> {
 
     fn tiles(&self) -> Vec<Tile> {
         let report = self.report;
-        let ms = |p: Option<Percentiles>| {
-            p.map_or_else(
-                || ("–".to_owned(), String::new()),
-                |p| {
-                    let tail = match p.at(P99) {
-                        Some(p99) => format!("p99 {}", time(p99)),
-                        None => format!("max {}", time(p.max)),
-                    };
-                    (time(p.p50), format!("p50; {tail}"))
-                },
-            )
-        };
-        let requests = &report.requests;
-        let mut tiles = vec![Tile::new(
-            "Requests answered",
-            grouped(requests.succeeded),
-            format!(
-                "of {} in {} s{}",
-                grouped(requests.sent),
-                number(report.duration_s),
-                if requests.failed + requests.abandoned > 0 {
-                    format!(
-                        "; {} failed, {} not finished",
-                        grouped(requests.failed),
-                        grouped(requests.abandoned)
-                    )
-                } else {
-                    String::new()
-                }
-            ),
-        )];
+        let mut tiles = vec![self.answered()];
         if let Some(goodput) = &report.goodput {
             tiles.push(Tile::new(
                 "Goodput",
@@ -146,59 +111,77 @@ impl RunPage<'_> {
             ("ITL", report.latency.itl_ms),
             ("E2E", report.latency.e2e_ms),
         ] {
-            let (value, beside) = ms(percentiles);
-            tiles.push(Tile::new(name, value, beside));
+            tiles.push(latency_tile(name, percentiles));
         }
-        if let Some(share) = report.prefix_hit_share() {
-            tiles.push(Tile::new(
+        tiles.extend(self.cluster_tiles());
+        tiles
+    }
+
+    fn answered(&self) -> Tile {
+        let requests = &self.report.requests;
+        let failed = if requests.failed + requests.abandoned > 0 {
+            format!(
+                "; {} failed, {} not finished",
+                grouped(requests.failed),
+                grouped(requests.abandoned)
+            )
+        } else {
+            String::new()
+        };
+        Tile::new(
+            "Requests answered",
+            grouped(requests.succeeded),
+            format!(
+                "of {} in {} s{failed}",
+                grouped(requests.sent),
+                number(self.report.duration_s)
+            ),
+        )
+    }
+
+    /// Of engines, transfers, continuations and GPUs, as far as they were measured.
+    fn cluster_tiles(&self) -> Vec<Tile> {
+        let report = self.report;
+        let median = |ms: Option<Percentiles>| ms.map_or_else(|| "–".into(), |p| time(p.p50));
+        let hits = report.prefix_hit_share().map(|share| {
+            let of = counted(report.tokens.input, "prompt token");
+            let blocks = report.engine.and_then(|e| e.prefix_hit_blocks);
+            let blocks = blocks.map(|blocks| counted(width::round_u64(blocks), "block"));
+            let blocks = blocks.map_or_else(String::new, |blocks| format!("; {blocks}"));
+            Tile::new(
                 "Prefix hits",
                 format!("{} %", number(share * 100.0)),
-                match report.engine.and_then(|e| e.prefix_hit_blocks) {
-                    Some(blocks) => format!(
-                        "of {}; {}",
-                        counted(report.tokens.input, "prompt token"),
-                        counted(width::round_u64(blocks), "block")
-                    ),
-                    None => format!("of {}", counted(report.tokens.input, "prompt token")),
-                },
-            ));
-        }
-        if let Some(preemptions) = report.engine.and_then(|e| e.preemptions) {
-            tiles.push(Tile::new(
+                format!("of {of}{blocks}"),
+            )
+        });
+        let preemptions = report.engine.and_then(|e| e.preemptions);
+        let preemptions = preemptions.map(|preemptions| {
+            Tile::new(
                 "Preemptions",
                 grouped(width::round_u64(preemptions)),
                 "sequences computed again".into(),
-            ));
-        }
-        if let Some(t) = &report.transfers {
-            tiles.push(Tile::new(
+            )
+        });
+        let transfers = report.transfers.as_ref().map(|t| {
+            Tile::new(
                 "KV transferred",
                 format!("{} GB", number(t.bytes as f64 / 1e9)),
-                format!(
-                    "{}; {} at p50",
-                    counted(t.count, "prompt"),
-                    t.ms.map_or_else(|| "–".into(), |p| time(p.p50))
-                ),
-            ));
-        }
-        if let Some(r) = &report.resumed {
-            tiles.push(Tile::new(
+                format!("{}; {} at p50", counted(t.count, "prompt"), median(t.ms)),
+            )
+        });
+        let resumed = report.resumed.as_ref().map(|r| {
+            Tile::new(
                 "Resumed answers",
                 grouped(r.count),
-                format!(
-                    "pause {} at p50",
-                    r.ms.map_or_else(|| "–".into(), |p| time(p.p50))
-                ),
-            ));
-        }
-        if let Some(gpu) = &report.gpu {
-            tiles.push(Tile::new(
-                "GPU-hours",
-                number(gpu.hours),
-                counted(gpu.gpus, "GPU"),
-            ));
-        }
-        tiles
+                format!("pause {} at p50", median(r.ms)),
+            )
+        });
+        let gpus = report
+            .gpu
+            .as_ref()
+            .map(|gpu| Tile::new("GPU-hours", number(gpu.hours), counted(gpu.gpus, "GPU")));
+        let all = [hits, preemptions, transfers, resumed, gpus];
+        all.into_iter().flatten().collect()
     }
 
     fn latencies(&self, page: &mut Page) {
@@ -362,6 +345,17 @@ fn classes<'r>(page: &mut Page, what: &str, rows: impl Iterator<Item = &'r Class
     );
 }
 
+fn latency_tile(name: &str, of: Option<Percentiles>) -> Tile {
+    let Some(p) = of else {
+        return Tile::new(name, "–".to_owned(), String::new());
+    };
+    let tail = match p.at(P99) {
+        Some(p99) => format!("p99 {}", time(p99)),
+        None => format!("max {}", time(p.max)),
+    };
+    Tile::new(name, time(p.p50), format!("p50; {tail}"))
+}
+
 /// A time given in ms, in the most readable unit.
 fn time(ms: f64) -> String {
     if ms >= 10_000.0 {
@@ -390,208 +384,6 @@ pub fn cdf(name: &str, latency: &Latency, marks: Vec<(f64, String)>) -> String {
         marks,
     }
     .render()
-}
-
-/// The unit of a time span, and its length in s.
-fn unit_of(seconds: f64) -> (&'static str, f64) {
-    match seconds {
-        s if s >= 4.0 * 3600.0 => ("h", 3600.0),
-        s if s >= 600.0 => ("min", 60.0),
-        _ => ("s", 1.0),
-    }
-}
-
-/// Bins merged so that at most `points` are left; and the width of each, s.
-fn joined(series: &Series, points: usize) -> (Vec<Bin>, f64) {
-    let bins = series.bins();
-    let group = bins.len().div_ceil(points.max(1)).max(1);
-    let wide = bins
-        .chunks(group)
-        .map(|bins| {
-            let mut wide = bins[0].clone();
-            bins[1..].iter().for_each(|bin| wide.add(bin));
-            wide
-        })
-        .collect();
-    (wide, group as f64 * series.width_ns() as f64 / 1e9)
-}
-
-fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
-    let (bins, width) = joined(series, POINTS_MAX);
-    let (unit, unit_s) = unit_of(series.bins().len() as f64 * series.width_ns() as f64 / 1e9);
-    let time = || Axis::new("time", unit);
-    let at = |index: usize, width: f64| (index as f64 + 0.5) * width / unit_s;
-    let line = |name: &str, value: &dyn Fn(&Bin) -> Option<f64>| {
-        Line::new(
-            name,
-            bins.iter()
-                .enumerate()
-                .map(|(index, bin)| (at(index, width), value(bin))),
-        )
-    };
-    page.section(
-        "Over time",
-        &format!(
-            "A point covers {} s; a point of a percentile covers enough time for about {REQUESTS_A_POINT} requests or more \
-             (of fewer than 100 samples p99 is the largest).",
-            number(width)
-        ),
-    );
-    let requests: u64 = series.bins().iter().map(|bin| bin.due).sum();
-    let points = width::to_usize((requests / REQUESTS_A_POINT).clamp(8, POINTS_MAX as u64));
-    let (sparse, sparse_width) = joined(series, points);
-    let percentiles = |title: &str, name: &str, of: &dyn Fn(&Bin) -> &Sketch| {
-        let line = |label: &str, share: f64| {
-            let values = sparse.iter().map(|bin| of(bin).quantile(share));
-            Line::new(
-                label,
-                values
-                    .enumerate()
-                    .map(|(index, ns)| (at(index, sparse_width), ns.map(|ns| ns / 1e6))),
-            )
-        };
-        Chart {
-            title: title.into(),
-            x: time(),
-            y: Axis::new(name, "ms").log(),
-            lines: vec![line("p50", 0.5), line("p90", 0.9), line("p99", 0.99)],
-            ..Chart::default()
-        }
-    };
-    let per_s = |count: u64| Some(count as f64 / width);
-    let mut charts = vec![
-        percentiles("TTFT, by when the request was due", "TTFT", &|bin| {
-            &bin.ttft
-        }),
-        percentiles("ITL, by when the token came", "ITL", &|bin| &bin.itl),
-        Chart {
-            title: "Requests".into(),
-            x: time(),
-            y: Axis::new("requests", "1/s"),
-            lines: vec![
-                line("due", &|bin| per_s(bin.due)),
-                line("answered", &|bin| per_s(bin.ended)),
-            ],
-            ..Chart::default()
-        },
-    ];
-    if bins.iter().any(|bin| bin.failed > 0) {
-        charts[2]
-            .lines
-            .push(line("failed", &|bin| per_s(bin.failed)));
-    }
-    let mut tokens = vec![line("output", &|bin| per_s(bin.output_tokens))];
-    if series.has_passes() {
-        tokens.push(line("prompt, computed", &|bin| per_s(bin.prefill_tokens)));
-    }
-    charts.push(Chart {
-        title: "Tokens".into(),
-        x: time(),
-        y: Axis::new("tokens", "1/s"),
-        lines: tokens,
-        ..Chart::default()
-    });
-    if bins.iter().any(|bin| bin.cached_tokens > 0) {
-        let hits = |bin: &Bin| {
-            (bin.input_tokens > 0)
-                .then(|| 100.0 * bin.cached_tokens as f64 / bin.input_tokens as f64)
-        };
-        charts.push(Chart {
-            title: "Prefix hits, by when the request was due".into(),
-            x: time(),
-            y: Axis::new("of prompt tokens", "%").up_to(100.0),
-            lines: vec![Line::new(
-                "hits",
-                sparse
-                    .iter()
-                    .enumerate()
-                    .map(|(index, bin)| (at(index, sparse_width), hits(bin))),
-            )],
-            ..Chart::default()
-        });
-    }
-    if series.has_passes() {
-        let width_ns = width * 1e9;
-        let sum = |bin: &Bin, get: fn(&EngineBin) -> f64| {
-            Some(bin.engines.iter().map(get).sum::<f64>() / width_ns)
-        };
-        let blocks: f64 = series.engines.iter().map(|e| f64::from(e.blocks)).sum();
-        let count = series.engines.len() as f64;
-        charts.push(Chart {
-            title: "Sequences, all engines".into(),
-            x: time(),
-            y: Axis::new("sequences", ""),
-            lines: vec![
-                line("running", &|bin| sum(bin, |e| e.running_ns as f64)),
-                line("waiting", &|bin| sum(bin, |e| e.waiting_ns as f64)),
-            ],
-            ..Chart::default()
-        });
-        charts.push(Chart {
-            title: "KV blocks held by sequences, and time in passes".into(),
-            x: time(),
-            y: Axis::new("of all", "%").up_to(100.0),
-            lines: vec![
-                line("KV blocks", &|bin| {
-                    Some(100.0 * sum(bin, |e| e.block_ns as f64)? / blocks.max(1.0))
-                }),
-                line("engines' time", &|bin| {
-                    Some(100.0 * sum(bin, |e| e.busy_ns as f64)? / count)
-                }),
-            ],
-            ..Chart::default()
-        });
-        charts.push(batch(series));
-    }
-    let end = series.bins().len() as f64 * series.width_ns() as f64 / 1e9;
-    let events: Vec<_> = events.iter().filter(|(at, _)| *at <= end).collect();
-    for chart in charts.iter_mut().filter(|chart| chart.x.name == "time") {
-        // Labels would hide the lines; they are listed above the charts.
-        chart.marks = events
-            .iter()
-            .map(|(at, _)| (at / unit_s, String::new()))
-            .collect();
-    }
-    if !events.is_empty() {
-        let mut names: Vec<_> = events
-            .iter()
-            .take(EVENTS_MAX)
-            .map(|(at, name)| format!("{} {unit} {name}", number(at / unit_s)))
-            .collect();
-        if events.len() > EVENTS_MAX {
-            names.push(format!("and {} more", events.len() - EVENTS_MAX));
-        }
-        page.raw(&format!(
-            "<p class=\"says\">Dashed lines: {}.</p>",
-            escape(&names.join(", "))
-        ));
-    }
-    page.charts(charts.iter().map(Chart::render));
-}
-
-/// Distribution of sequences per pass, by the time spent in passes.
-fn batch(series: &Series) -> Chart {
-    let all: u128 = series.batch_ns.values().sum();
-    let most = series.batch_ns.keys().next_back().copied().unwrap_or(1);
-    let width = most.div_ceil(48).max(1);
-    let bars = (0..=most / width).map(|bar| {
-        let (from, to) = (bar * width, (bar + 1) * width);
-        let ns: u128 = series.batch_ns.range(from..to).map(|(_, ns)| ns).sum();
-        (
-            f64::from(from) + f64::from(width - 1) / 2.0,
-            Some(100.0 * ns as f64 / all.max(1) as f64),
-        )
-    });
-    Chart {
-        title: "Sequences per pass".into(),
-        x: Axis::new("sequences per pass", "").up_to(f64::from(most + width)),
-        y: Axis::new("share of time in passes", "%"),
-        lines: vec![Line {
-            shape: Shape::Bars,
-            ..Line::new("share", bars)
-        }],
-        ..Chart::default()
-    }
 }
 
 fn engines(page: &mut Page, series: &Series) {

@@ -58,39 +58,9 @@ impl SweepPage<'_> {
         for warning in &self.warnings {
             page.warning(warning);
         }
-        let front: Vec<&SweepPoint> = {
-            let mut front: Vec<_> = self.points.iter().filter(|p| p.front).collect();
-            front.sort_by(|a, b| a.gpu_hours.total_cmp(&b.gpu_hours));
-            front
-        };
-        // Better ones are within the tolerance, and cost more.
-        let best = front.last().copied();
-        let cheapest = self
-            .points
-            .iter()
-            .filter(|p| p.goodput_per_s > 0.0)
-            .max_by(|a, b| per_gpu_hour(a).total_cmp(&per_gpu_hour(b)));
-        let tile =
-            |name: &str, point: Option<&SweepPoint>, value: &dyn Fn(&SweepPoint) -> String| {
-                Tile::new(
-                    name,
-                    point.map_or_else(|| "–".into(), value),
-                    point.map_or_else(String::new, |p| p.name.clone()),
-                )
-            };
-        page.tiles(&[
-            Tile::new(
-                "Configurations",
-                grouped(self.points.len() as u64),
-                format!("{} on the Pareto front", front.len()),
-            ),
-            tile("Highest goodput", best, &|p| {
-                format!("{}/s", number(p.goodput_per_s))
-            }),
-            tile("Highest goodput per GPU-hour", cheapest, &|p| {
-                format!("{}/s", number(per_gpu_hour(p)))
-            }),
-        ]);
+        let mut front: Vec<&SweepPoint> = self.points.iter().filter(|p| p.front).collect();
+        front.sort_by(|a, b| a.gpu_hours.total_cmp(&b.gpu_hours));
+        page.tiles(&self.tiles(&front));
         let base: Vec<_> = self
             .base
             .iter()
@@ -107,69 +77,102 @@ impl SweepPage<'_> {
                 self.header[..self.keys].join(", ")
             ),
         );
-        let points = |keep: &dyn Fn(&SweepPoint) -> bool, name: &str, color: usize| {
-            let kept: Vec<_> = self.points.iter().filter(|p| keep(p)).collect();
-            Line {
-                name: name.into(),
-                points: kept
-                    .iter()
-                    .map(|p| (p.gpu_hours, Some(p.goodput_per_s)))
-                    .collect(),
-                labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
-                tags: kept.iter().map(|p| p.tag.clone()).collect(),
-                shape: Shape::Points,
-                color: Some(color),
-            }
+        page.charts([
+            self.pareto(&front).render(),
+            self.tail(0, "TTFT, 99th percentile").render(),
+            self.tail(1, "ITL, 99th percentile").render(),
+        ]);
+        self.configurations(&mut page);
+        for (name, text) in &self.texts {
+            page.details(name, text);
+        }
+        page.finish()
+    }
+
+    /// `front`: by rising GPU-hours.
+    fn tiles(&self, front: &[&SweepPoint]) -> [Tile; 3] {
+        // Better ones are within the tolerance, and cost more.
+        let best = front.last().copied();
+        let cheapest = self
+            .points
+            .iter()
+            .filter(|p| p.goodput_per_s > 0.0)
+            .max_by(|a, b| per_gpu_hour(a).total_cmp(&per_gpu_hour(b)));
+        let tile =
+            |name: &str, point: Option<&SweepPoint>, value: &dyn Fn(&SweepPoint) -> String| {
+                Tile::new(
+                    name,
+                    point.map_or_else(|| "–".into(), value),
+                    point.map_or_else(String::new, |p| p.name.clone()),
+                )
+            };
+        [
+            Tile::new(
+                "Configurations",
+                grouped(self.points.len() as u64),
+                format!("{} on the Pareto front", front.len()),
+            ),
+            tile("Highest goodput", best, &|p| {
+                format!("{}/s", number(p.goodput_per_s))
+            }),
+            tile("Highest goodput per GPU-hour", cheapest, &|p| {
+                format!("{}/s", number(per_gpu_hour(p)))
+            }),
+        ]
+    }
+
+    /// Dots of the configurations on the Pareto front, or of the others, at a height each.
+    fn dots(&self, on_front: bool, height: impl Fn(&SweepPoint) -> Option<f64>) -> Line {
+        let kept: Vec<_> = self.points.iter().filter(|p| p.front == on_front).collect();
+        let name = if on_front {
+            "on the Pareto front"
+        } else {
+            "others"
         };
-        let tail = |index: usize, title: &str| {
-            Chart {
-                title: title.into(),
-                x: Axis::new("GPU-hours", ""),
-                y: Axis::new("p99", "ms").log(),
-                lines: [(false, "others"), (true, "on the Pareto front")]
-                    .into_iter()
-                    .map(|(on, name)| {
-                        let kept: Vec<_> = self.points.iter().filter(|p| p.front == on).collect();
-                        Line {
-                            name: name.into(),
-                            points: kept
-                                .iter()
-                                .map(|p| (p.gpu_hours, p.p99_ms[index]))
-                                .collect(),
-                            labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
-                            tags: kept.iter().map(|p| p.tag.clone()).collect(),
-                            shape: Shape::Points,
-                            color: Some(if on { 0 } else { OTHERS }),
-                        }
-                    })
-                    .collect(),
-                ..Chart::default()
-            }
-            .render()
-        };
-        let pareto = Chart {
+        Line {
+            name: name.into(),
+            points: kept.iter().map(|p| (p.gpu_hours, height(p))).collect(),
+            labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
+            tags: kept.iter().map(|p| p.tag.clone()).collect(),
+            shape: Shape::Points,
+            color: Some(if on_front { 0 } else { OTHERS }),
+        }
+    }
+
+    fn pareto(&self, front: &[&SweepPoint]) -> Chart {
+        let goodput = |p: &SweepPoint| Some(p.goodput_per_s);
+        let steps = front.iter().map(|p| (p.gpu_hours, goodput(p)));
+        Chart {
             title: "Goodput against GPU-hours".into(),
             x: Axis::new("GPU-hours", ""),
             y: Axis::new("goodput", "requests/s"),
             lines: vec![
-                points(&|p| !p.front, "others", OTHERS),
-                points(&|p| p.front, "on the Pareto front", 0),
+                self.dots(false, goodput),
+                self.dots(true, goodput),
                 Line {
                     shape: Shape::Steps,
                     color: Some(0),
-                    ..Line::new(
-                        "the Pareto front",
-                        front.iter().map(|p| (p.gpu_hours, Some(p.goodput_per_s))),
-                    )
+                    ..Line::new("the Pareto front", steps)
                 },
             ],
             ..Chart::default()
-        };
-        page.charts([
-            pareto.render(),
-            tail(0, "TTFT, 99th percentile"),
-            tail(1, "ITL, 99th percentile"),
-        ]);
+        }
+    }
+
+    /// One of the latencies of [`SweepPoint::p99_ms`].
+    fn tail(&self, index: usize, title: &str) -> Chart {
+        Chart {
+            title: title.into(),
+            x: Axis::new("GPU-hours", ""),
+            y: Axis::new("p99", "ms").log(),
+            lines: [false, true]
+                .map(|on_front| self.dots(on_front, |p| p.p99_ms[index]))
+                .into(),
+            ..Chart::default()
+        }
+    }
+
+    fn configurations(&self, page: &mut Page) {
         page.section("Configurations", "The Pareto front is highlighted. *: on the Pareto front; ~: equal to one on it within the tolerance.");
         let mut left = ROWS_MAX;
         let rows: Vec<_> = self
@@ -190,10 +193,6 @@ impl SweepPage<'_> {
                 counted(self.points.len() as u64, "configuration")
             ));
         }
-        for (name, text) in &self.texts {
-            page.details(name, text);
-        }
-        page.finish()
     }
 }
 

@@ -512,7 +512,7 @@ pub(crate) fn start_sweep_finish(call: String, question: &str, rows: Vec<String>
 pub(crate) fn start_plan(question: &str, jobs: Option<usize>, elsewhere: bool) -> PyResult<Job> {
     let question: plan::Question = parse(question)?;
     Job::start(move |control, by_python| {
-        let plan = question.prepare()?;
+        let plan = question.prepare()?.with_charts();
         let notes = [plan.model_lines(), plan.notes()].concat();
         let elsewhere = elsewhere.then_some(by_python as &dyn Elsewhere);
         let answer = plan.answer(jobs, control, elsewhere)?;

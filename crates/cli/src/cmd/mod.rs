@@ -1,5 +1,6 @@
 //! The subcommands, one module each: `Args` and `run`.
 
+mod axis_args;
 mod cached;
 mod client_args;
 mod cluster_args;

@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::ensure;
-use clap::ValueEnum as _;
 use slipstream_base::Slo;
 use slipstream_report::table::counted;
-use slipstream_study::plan::{self, Elsewhere, Question};
+use slipstream_study::plan::{Elsewhere, Question};
 use slipstream_study::source::{ClusterSource, WorkloadSource, percent};
 
+use crate::cmd::axis_args::AxisArgs;
 use crate::cmd::on::{self, Ray};
 use crate::cmd::price_args::PriceArgs;
 use crate::cmd::progress;
@@ -52,106 +52,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Question")]
     set: Vec<String>,
 
-    /// GPUs to choose from: presets (slipstream presets), or [gpu.NAME] of the cluster file
-    #[arg(
-        long,
-        value_name = "GPUS",
-        value_delimiter = ',',
-        default_value = "h100-sxm",
-        help_heading = "Search"
-    )]
-    gpus: Vec<String>,
-    /// GPUs of a worker, or of each rank of one
-    #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "1,2,4,8", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
-    tensor_parallel: Vec<u32>,
-    /// Stages of a worker, or of each rank of one, with as many GPUs each [default: engine.pipeline_parallel_size]
-    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
-    pipeline_parallel: Vec<u32>,
-    /// Ranks of a worker (attention data parallelism) [default: engine.data_parallel_size]
-    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Search")]
-    data_parallel: Vec<u32>,
-    /// Whether each GPU of a worker has whole experts: off, on [default: engine.enable_expert_parallel]
-    #[arg(
-        long,
-        value_name = "VALUES",
-        value_delimiter = ',',
-        help_heading = "Search"
-    )]
-    expert_parallel: Vec<Switch>,
-    /// Host memory of a rank for KV blocks, GiB; needs engine.host_tier.bytes_per_s: 0,256 [default: engine.host_tier.gib]
-    #[arg(
-        long,
-        value_name = "GIB",
-        value_delimiter = ',',
-        help_heading = "Search"
-    )]
-    host_memory: Vec<f64>,
-    /// Tokens of a draft (speculative decoding): 0,1,3; needs `method` and `acceptance` of [engine.speculation] [default: the cluster file's]
-    #[arg(long, value_name = "TOKENS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(0..=32), help_heading = "Search")]
-    speculation: Vec<u32>,
-    /// Formats of the weights: bf16, fp8, int8, int4, nvfp4, mxfp4 [default: the checkpoint's, and fp8 for bf16]
-    #[arg(
-        long,
-        value_name = "FORMATS",
-        value_delimiter = ',',
-        value_parser = precision,
-        help_heading = "Search"
-    )]
-    precision: Vec<String>,
-    /// Formats of the KV cache: auto (the checkpoint's), bf16, fp8
-    #[arg(
-        long,
-        value_name = "FORMATS",
-        value_delimiter = ',',
-        default_value = "auto",
-        value_parser = kv_cache_dtype,
-        help_heading = "Search"
-    )]
-    kv_cache_dtype: Vec<String>,
-    /// Workers that compute prompts and answers, or workers for each
-    #[arg(
-        long,
-        value_name = "KINDS",
-        value_delimiter = ',',
-        default_value = "aggregated,disaggregated",
-        help_heading = "Search"
-    )]
-    serving: Vec<ServingArg>,
-    /// Values of engine.max_num_seqs; the first one is the base
-    #[arg(long, value_name = "VALUES", value_delimiter = ',', default_value = "256,64,1024", value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Search")]
-    max_num_seqs: Vec<u32>,
-    /// Values of engine.max_num_batched_tokens; the first one is the base
-    #[arg(long, value_name = "VALUES", value_delimiter = ',', default_value = "8192,2048,16384", value_parser = clap::value_parser!(u32).range(1..=1 << 24), help_heading = "Search")]
-    max_num_batched_tokens: Vec<u32>,
-    /// Values of router.policy; the first one is the base
-    #[arg(
-        long,
-        value_name = "POLICIES",
-        value_delimiter = ',',
-        default_value = "kv,power_of_two,round_robin",
-        value_parser = policy,
-        help_heading = "Search"
-    )]
-    policies: Vec<String>,
-    /// Values of router.prefill_weight for policy kv; the first one is the base [default: router.prefill_weight]
-    #[arg(
-        long,
-        value_name = "WEIGHTS",
-        value_delimiter = ',',
-        help_heading = "Search"
-    )]
-    prefill_weights: Vec<f64>,
-    /// Values of router.temperature for policy kv; the first one is the base [default: router.temperature]
-    #[arg(
-        long,
-        value_name = "VALUES",
-        value_delimiter = ',',
-        help_heading = "Search"
-    )]
-    temperatures: Vec<f64>,
-    /// Fewest workers with the cluster file's `[autoscale]`, tried on the answer and the rows next to it: 1,2,4
-    #[arg(long, value_name = "WORKERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65_535), help_heading = "Search")]
-    autoscale_min: Vec<u32>,
+    #[command(flatten)]
+    axes: AxisArgs,
     /// Refused: --host-memory searches it
     #[arg(long, hide = true, value_name = "TIERS")]
     kv_tiers: Option<String>,
@@ -195,34 +97,6 @@ pub(crate) struct Args {
     quiet: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Switch {
-    /// Every GPU has a part of every expert
-    Off,
-    /// Each GPU has whole experts
-    On,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum ServingArg {
-    /// Each worker computes prompts and answers
-    Aggregated,
-    /// Prefill workers and decode workers
-    Disaggregated,
-}
-
-fn precision(name: &str) -> Result<String, String> {
-    plan::precision(name).map(|_| name.to_owned())
-}
-
-fn kv_cache_dtype(name: &str) -> Result<String, String> {
-    plan::kv_cache_dtype(name).map(|_| name.to_owned())
-}
-
-fn policy(name: &str) -> Result<String, String> {
-    plan::policy(name)
-}
-
 /// Searches, and prints the answer of each load.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let question = args.question()?;
@@ -240,7 +114,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .as_ref()
         .map(|_| question.travelling())
         .transpose()?;
-    let plan = question.prepare()?;
+    let mut plan = question.prepare()?;
+    if args.html.is_some() {
+        plan = plan.with_charts();
+    }
     out::model_lines(plan.model_lines());
     for note in plan.notes() {
         errln!("note: {note}");
@@ -285,7 +162,6 @@ impl Args {
             self.kv_tiers.is_none(),
             "--kv-tiers: host memory below the GPU is searched with --host-memory 0,256 (GiB of each rank)"
         );
-        let serving = self.serving.iter();
         Ok(Question {
             workload: workload(self)?,
             slo: self.slo.clone(),
@@ -298,28 +174,7 @@ impl Args {
                 text: None,
                 sets: self.set.clone(),
             },
-            gpus: self.gpus.clone(),
-            tensor_parallel: self.tensor_parallel.clone(),
-            pipeline_parallel: self.pipeline_parallel.clone(),
-            data_parallel: self.data_parallel.clone(),
-            expert_parallel: self
-                .expert_parallel
-                .iter()
-                .map(|&of| of == Switch::On)
-                .collect(),
-            host_memory: self.host_memory.clone(),
-            speculation: self.speculation.clone(),
-            precision: self.precision.clone(),
-            kv_cache_dtype: self.kv_cache_dtype.clone(),
-            serving: serving
-                .filter_map(|kind| Some(kind.to_possible_value()?.get_name().to_owned()))
-                .collect(),
-            max_num_seqs: self.max_num_seqs.clone(),
-            max_num_batched_tokens: self.max_num_batched_tokens.clone(),
-            policies: self.policies.clone(),
-            prefill_weights: self.prefill_weights.clone(),
-            temperatures: self.temperatures.clone(),
-            autoscale_min: self.autoscale_min.clone(),
+            axes: self.axes.0.clone(),
             max_gpus: self.max_gpus,
             prices: self.price.source(),
             seeds: self.seeds,

@@ -16,7 +16,8 @@
 //!
 //! - [`demand`]: what the requests need, whatever serves them; the busiest part of a workload.
 //! - [`bound`]: limits that follow from step times alone, without a simulation.
-//! - [`space`]: shapes and settings, and the keys of the cluster file that they set.
+//! - [`axes`]: what is searched: flags, keys of the cluster file and names in outputs, declared once.
+//! - [`space`]: shapes and settings.
 //! - [`search`]: which trials to run, and the answer.
 //! - [`trial`]: one simulation, ended as soon as it can no longer attain.
 //! - [`load`]: a workload at another load.
@@ -34,6 +35,7 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod axes;
 pub mod bound;
 pub mod confidence;
 pub mod demand;
@@ -42,6 +44,7 @@ pub mod search;
 pub mod space;
 pub mod trial;
 
+pub use axes::Axes;
 pub use demand::Demand;
 pub use search::{Choice, Conditions, Evaluate, Measured, Search, Trial};
 pub use space::{Setting, Shape};

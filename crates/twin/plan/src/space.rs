@@ -3,6 +3,7 @@
 use slipstream_base::width;
 use slipstream_config::cluster::Dtype;
 
+use crate::axes::{self, Axes};
 use crate::search::Place;
 
 /// How the model lies on GPUs, and which workers compute prompts.
@@ -193,43 +194,7 @@ pub fn prefill_workers(share: f64, setting: &Setting, workers: u32) -> u32 {
 
 /// The assignments `KEY=VALUE` of a cluster of `workers` workers, for a cluster file without pools.
 pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
-    let mut sets = vec![
-        format!("engine.timing.gpu={}", shape.gpu),
-        format!("engine.timing.dtype={}", shape.dtype.name()),
-        format!("engine.tensor_parallel_size={}", shape.tensor_parallel),
-        format!("engine.max_num_seqs={}", setting.max_num_seqs),
-        format!(
-            "engine.max_num_batched_tokens={}",
-            setting.max_num_batched_tokens
-        ),
-        format!("router.policy={}", setting.policy),
-    ];
-    if let Some(stages) = shape.pipeline_parallel {
-        sets.push(format!("engine.pipeline_parallel_size={stages}"));
-    }
-    if let Some(ranks) = shape.data_parallel {
-        sets.push(format!("engine.data_parallel_size={ranks}"));
-    }
-    if let Some(experts) = shape.expert_parallel {
-        sets.push(format!("engine.enable_expert_parallel={experts}"));
-    }
-    if let Some(weight) = setting.prefill_weight {
-        sets.push(format!("router.prefill_weight={weight:?}"));
-    }
-    if let Some(temperature) = setting.temperature {
-        sets.push(format!("router.temperature={temperature:?}"));
-    }
-    if let Some(dtype) = shape.kv_cache {
-        sets.push(format!("engine.kv_cache_dtype={}", dtype.name()));
-    }
-    if let Some(gib) = shape.host_gib.filter(|&gib| gib > 0.0) {
-        sets.push(format!("engine.host_tier.gib={gib:?}"));
-    }
-    if let Some(tokens) = shape.draft_tokens.filter(|&tokens| tokens > 0) {
-        sets.push(format!(
-            "engine.speculation.num_speculative_tokens={tokens}"
-        ));
-    }
+    let mut sets = axes::assignments(shape, setting);
     match shape.prefill_share {
         None => sets.push(format!("pool.main.workers={workers}")),
         Some(share) => {
@@ -264,23 +229,8 @@ pub fn describe(shape: &Shape, setting: &Setting, workers: u32) -> String {
     }
 }
 
-/// Values of settings to search; the first of each is the base.
-#[derive(Clone, Copy, Debug)]
-pub struct Axes<'a> {
-    /// `engine.max_num_seqs`
-    pub max_num_seqs: &'a [u32],
-    /// `engine.max_num_batched_tokens`
-    pub max_num_batched_tokens: &'a [u32],
-    /// `router.policy`
-    pub policies: &'a [String],
-    /// `router.prefill_weight`; empty: the cluster file's.
-    pub prefill_weights: &'a [f64],
-    /// `router.temperature`; empty: the cluster file's.
-    pub temperatures: &'a [f64],
-}
-
 /// The only policy that reads weight and temperature.
-const WEIGHED: &str = "kv";
+pub(crate) const WEIGHED: &str = "kv";
 
 /// Factors on the share of prefill workers that balances the work. The first is the base.
 const FACTORS: [f64; 3] = [1.0, 0.75, 1.33];
@@ -290,7 +240,7 @@ const SHIFTS: [i8; 7] = [-3, -2, -1, 0, 1, 2, 3];
 /// Every combination of settings; the first value of each comes first in all. With `apart`, each also
 /// with more and fewer prefill workers than balance the work: by factors, and after all of these by one to three workers.
 /// Also the number of those before the latter.
-pub fn settings(axes: &Axes<'_>, apart: bool) -> (Vec<Setting>, usize) {
+pub fn settings(axes: &Axes, apart: bool) -> (Vec<Setting>, usize) {
     if !apart {
         let all = combinations(axes, 1.0, 0);
         let count = all.len();
@@ -306,7 +256,7 @@ pub fn settings(axes: &Axes<'_>, apart: bool) -> (Vec<Setting>, usize) {
     (all, count)
 }
 
-fn combinations(axes: &Axes<'_>, prefill_factor: f64, prefill_shift: i8) -> Vec<Setting> {
+fn combinations(axes: &Axes, prefill_factor: f64, prefill_shift: i8) -> Vec<Setting> {
     let searched = |policy: &str, values: &[f64]| -> Vec<Option<f64>> {
         if values.is_empty() || policy != WEIGHED {
             vec![None]
@@ -315,12 +265,12 @@ fn combinations(axes: &Axes<'_>, prefill_factor: f64, prefill_shift: i8) -> Vec<
         }
     };
     let mut all = Vec::new();
-    for policy in axes.policies {
-        let temperatures = searched(policy, axes.temperatures);
-        for prefill_weight in searched(policy, axes.prefill_weights) {
+    for policy in &axes.policies {
+        let temperatures = searched(policy, &axes.temperatures);
+        for prefill_weight in searched(policy, &axes.prefill_weights) {
             for &temperature in &temperatures {
-                for &max_num_batched_tokens in axes.max_num_batched_tokens {
-                    for &max_num_seqs in axes.max_num_seqs {
+                for &max_num_batched_tokens in &axes.max_num_batched_tokens {
+                    for &max_num_seqs in &axes.max_num_seqs {
                         if max_num_seqs <= max_num_batched_tokens {
                             all.push(Setting {
                                 max_num_seqs,
@@ -345,13 +295,11 @@ mod tests {
     use super::*;
 
     fn splits() -> (Vec<Setting>, usize) {
-        let policies = ["kv".to_owned(), "round_robin".to_owned()];
         let axes = Axes {
-            max_num_seqs: &[256, 64],
-            max_num_batched_tokens: &[8192],
-            policies: &policies,
-            prefill_weights: &[],
-            temperatures: &[],
+            max_num_seqs: vec![256, 64],
+            max_num_batched_tokens: vec![8192],
+            policies: vec!["kv".to_owned(), "round_robin".to_owned()],
+            ..Axes::default()
         };
         settings(&axes, true)
     }
@@ -427,13 +375,11 @@ mod tests {
 
     #[test]
     fn the_first_values_are_the_base() {
-        let policies = ["kv".to_owned(), "round_robin".to_owned()];
         let axes = Axes {
-            max_num_seqs: &[256, 1024],
-            max_num_batched_tokens: &[8192, 512],
-            policies: &policies,
-            prefill_weights: &[],
-            temperatures: &[],
+            max_num_seqs: vec![256, 1024],
+            max_num_batched_tokens: vec![8192, 512],
+            policies: vec!["kv".to_owned(), "round_robin".to_owned()],
+            ..Axes::default()
         };
         let (all, combined) = settings(&axes, true);
         assert_eq!(all[0].name(), "256 seqs, 8192 tokens, kv");
@@ -443,13 +389,13 @@ mod tests {
 
     #[test]
     fn weights_are_those_of_the_policy_that_reads_them() {
-        let policies = ["kv".to_owned(), "round_robin".to_owned()];
         let axes = Axes {
-            max_num_seqs: &[64],
-            max_num_batched_tokens: &[512],
-            policies: &policies,
-            prefill_weights: &[4.0, 1.0],
-            temperatures: &[0.0, 0.5, 2.0],
+            max_num_seqs: vec![64],
+            max_num_batched_tokens: vec![512],
+            policies: vec!["kv".to_owned(), "round_robin".to_owned()],
+            prefill_weights: vec![4.0, 1.0],
+            temperatures: vec![0.0, 0.5, 2.0],
+            ..Axes::default()
         };
         let (all, _) = settings(&axes, false);
         assert_eq!(all.len(), 2 * 3 + 1);

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use slipstream_study::Control;
-use slipstream_study::plan::Question;
+use slipstream_study::plan::{Axes, Question};
 use slipstream_study::source::WorkloadSource;
 
 const WORKLOAD: &str =
@@ -17,11 +17,14 @@ fn tiny() -> Question {
         },
         slo: Some("ttft=2s,itl=100ms".parse().unwrap()),
         model: Some("llama-3.1-8b".into()),
-        tensor_parallel: vec![1],
-        precision: vec!["fp8".into()],
-        max_num_seqs: vec![8],
-        max_num_batched_tokens: vec![512],
-        policies: vec!["kv".into()],
+        axes: Axes {
+            tensor_parallel: vec![1],
+            precision: vec!["fp8".into()],
+            max_num_seqs: vec![8],
+            max_num_batched_tokens: vec![512],
+            policies: vec!["kv".into()],
+            ..Axes::default()
+        },
         max_gpus: 4,
         seeds: 1,
         quick: true,
@@ -36,8 +39,11 @@ fn error(question: &Question) -> String {
 #[test]
 fn steps_without_room_for_a_token_of_each_sequence_are_refused() {
     let of = |max_num_seqs: &[u32], max_num_batched_tokens: &[u32]| Question {
-        max_num_seqs: max_num_seqs.to_vec(),
-        max_num_batched_tokens: max_num_batched_tokens.to_vec(),
+        axes: Axes {
+            max_num_seqs: max_num_seqs.to_vec(),
+            max_num_batched_tokens: max_num_batched_tokens.to_vec(),
+            ..tiny().axes
+        },
         ..tiny()
     };
     for (seqs, tokens) in [(vec![256, 64, 1024], vec![1]), (vec![64], vec![63, 2, 63])] {
@@ -137,17 +143,17 @@ fn axis() -> impl Strategy<Value = Axis> {
 
 fn change(of: &mut Question, axis: Axis) {
     match axis {
-        Axis::TensorParallel(values) => of.tensor_parallel = values,
-        Axis::PipelineParallel(values) => of.pipeline_parallel = values,
-        Axis::DataParallel(values) => of.data_parallel = values,
-        Axis::ExpertParallel(values) => of.expert_parallel = values,
-        Axis::HostMemory(values) => of.host_memory = values,
-        Axis::Speculation(values) => of.speculation = values,
-        Axis::MaxNumSeqs(values) => of.max_num_seqs = values,
-        Axis::MaxNumBatchedTokens(values) => of.max_num_batched_tokens = values,
-        Axis::PrefillWeights(values) => of.prefill_weights = values,
-        Axis::Temperatures(values) => of.temperatures = values,
-        Axis::AutoscaleMin(values) => of.autoscale_min = values,
+        Axis::TensorParallel(values) => of.axes.tensor_parallel = values,
+        Axis::PipelineParallel(values) => of.axes.pipeline_parallel = values,
+        Axis::DataParallel(values) => of.axes.data_parallel = values,
+        Axis::ExpertParallel(values) => of.axes.expert_parallel = values,
+        Axis::HostMemory(values) => of.axes.host_memory = values,
+        Axis::Speculation(values) => of.axes.speculation = values,
+        Axis::MaxNumSeqs(values) => of.axes.max_num_seqs = values,
+        Axis::MaxNumBatchedTokens(values) => of.axes.max_num_batched_tokens = values,
+        Axis::PrefillWeights(values) => of.axes.prefill_weights = values,
+        Axis::Temperatures(values) => of.axes.temperatures = values,
+        Axis::AutoscaleMin(values) => of.axes.autoscale_min = values,
         Axis::Load(values) => of.load = values,
         Axis::Attain(value) => of.attain = value,
         Axis::Headroom(value) => of.headroom = value,
@@ -156,11 +162,11 @@ fn change(of: &mut Question, axis: Axis) {
         Axis::Words(at, words) => {
             let words = words.into_iter().map(str::to_owned).collect();
             *[
-                &mut of.gpus,
-                &mut of.precision,
-                &mut of.kv_cache_dtype,
-                &mut of.serving,
-                &mut of.policies,
+                &mut of.axes.gpus,
+                &mut of.axes.precision,
+                &mut of.axes.kv_cache_dtype,
+                &mut of.axes.serving,
+                &mut of.axes.policies,
             ][at] = words;
         }
     }

@@ -20,7 +20,7 @@ use slipstream_plan::trial;
 use slipstream_plan::{demand, load};
 use slipstream_report::Objectives;
 use slipstream_study::Control;
-use slipstream_study::plan::Question;
+use slipstream_study::plan::{Axes, Question};
 use slipstream_study::source::{ClusterSource, PriceSource, WorkloadSource};
 
 /// Draws from a list.
@@ -146,15 +146,18 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
             sets,
             ..ClusterSource::default()
         },
-        gpus: gpus.iter().map(|gpu| gpu.0.to_owned()).collect(),
-        tensor_parallel: draws.some(&[1, 2, 4]),
-        host_memory,
-        speculation,
-        precision: vec!["fp8".into()],
-        serving: serving.into_iter().map(str::to_owned).collect(),
-        max_num_seqs: draws.some(&[256, 64, 16]),
-        max_num_batched_tokens: draws.some(&[8192, 2048]),
-        policies: draws.some(&["kv".to_owned(), "round_robin".into(), "power_of_two".into()]),
+        axes: Axes {
+            gpus: gpus.iter().map(|gpu| gpu.0.to_owned()).collect(),
+            tensor_parallel: draws.some(&[1, 2, 4]),
+            host_memory,
+            speculation,
+            precision: vec!["fp8".into()],
+            serving: serving.into_iter().map(str::to_owned).collect(),
+            max_num_seqs: draws.some(&[256, 64, 16]),
+            max_num_batched_tokens: draws.some(&[8192, 2048]),
+            policies: draws.some(&["kv".to_owned(), "round_robin".into(), "power_of_two".into()]),
+            ..Axes::default()
+        },
         max_gpus: 12,
         prices: PriceSource {
             text: Some(format!(
@@ -218,17 +221,17 @@ fn combinations(of: &Question) -> Vec<Combination> {
             values.iter().copied().map(Some).collect()
         }
     };
-    let drafts: Vec<Option<u32>> = if of.speculation.is_empty() {
+    let drafts: Vec<Option<u32>> = if of.axes.speculation.is_empty() {
         vec![None]
     } else {
-        of.speculation.iter().copied().map(Some).collect()
+        of.axes.speculation.iter().copied().map(Some).collect()
     };
-    for gpu in &of.gpus {
+    for gpu in &of.axes.gpus {
         let price = GPUS.iter().find(|known| known.0 == gpu).unwrap().1;
-        for &tensor in &of.tensor_parallel {
-            for host in or_none(&of.host_memory) {
+        for &tensor in &of.axes.tensor_parallel {
+            for host in or_none(&of.axes.host_memory) {
                 for &draft in &drafts {
-                    for serving in &of.serving {
+                    for serving in &of.axes.serving {
                         for workers in 1..=of.max_gpus / tensor {
                             let splits: Vec<u32> = if serving == "aggregated" {
                                 vec![0]
@@ -259,9 +262,9 @@ fn settings(
     worker: f64,
     all: &mut Vec<Combination>,
 ) {
-    for seqs in &of.max_num_seqs {
-        for tokens in &of.max_num_batched_tokens {
-            for policy in &of.policies {
+    for seqs in &of.axes.max_num_seqs {
+        for tokens in &of.axes.max_num_batched_tokens {
+            for policy in &of.axes.policies {
                 let mut sets = vec![
                     format!("model.preset={}", of.model.as_ref().unwrap()),
                     format!("engine.timing.gpu={gpu}"),
@@ -503,15 +506,15 @@ fn narrower(draws: &mut Draws, wide: &Question) -> Option<(Question, &'static st
         axes.retain(|other| *other != axis);
         let mut of = wide.clone();
         let narrowed = match axis {
-            "gpus" => keep_one(draws, &mut of.gpus),
-            "tensor_parallel" => keep_one(draws, &mut of.tensor_parallel),
-            "pipeline_parallel" => keep_one(draws, &mut of.pipeline_parallel),
-            "host_memory" => keep_one(draws, &mut of.host_memory),
-            "speculation" => keep_one(draws, &mut of.speculation),
-            "serving" => keep_one(draws, &mut of.serving),
-            "max_num_seqs" => keep_one(draws, &mut of.max_num_seqs),
-            "max_num_batched_tokens" => keep_one(draws, &mut of.max_num_batched_tokens),
-            "policies" => keep_one(draws, &mut of.policies),
+            "gpus" => keep_one(draws, &mut of.axes.gpus),
+            "tensor_parallel" => keep_one(draws, &mut of.axes.tensor_parallel),
+            "pipeline_parallel" => keep_one(draws, &mut of.axes.pipeline_parallel),
+            "host_memory" => keep_one(draws, &mut of.axes.host_memory),
+            "speculation" => keep_one(draws, &mut of.axes.speculation),
+            "serving" => keep_one(draws, &mut of.axes.serving),
+            "max_num_seqs" => keep_one(draws, &mut of.axes.max_num_seqs),
+            "max_num_batched_tokens" => keep_one(draws, &mut of.axes.max_num_batched_tokens),
+            "policies" => keep_one(draws, &mut of.axes.policies),
             _ => {
                 of.max_gpus = 8;
                 true
@@ -533,20 +536,23 @@ fn of_row(wide: &Question, row: &Value) -> Question {
         "disaggregated"
     };
     let mut of = Question {
-        gpus: vec![row["gpu"].as_str().unwrap().to_owned()],
-        tensor_parallel: vec![number("tensor_parallel_size").unwrap()],
-        serving: vec![serving.to_owned()],
+        axes: Axes {
+            gpus: vec![row["gpu"].as_str().unwrap().to_owned()],
+            tensor_parallel: vec![number("tensor_parallel_size").unwrap()],
+            serving: vec![serving.to_owned()],
+            ..wide.axes.clone()
+        },
         quick: true,
         ..wide.clone()
     };
     if let Some(gib) = row["host_memory_gib"].as_f64() {
-        of.host_memory = vec![gib];
+        of.axes.host_memory = vec![gib];
     }
     if let Some(tokens) = number("draft_tokens") {
-        of.speculation = vec![tokens];
+        of.axes.speculation = vec![tokens];
     }
-    if !of.pipeline_parallel.is_empty() {
-        of.pipeline_parallel = vec![number("pipeline_parallel_size").unwrap()];
+    if !of.axes.pipeline_parallel.is_empty() {
+        of.axes.pipeline_parallel = vec![number("pipeline_parallel_size").unwrap()];
     }
     of
 }
@@ -572,7 +578,7 @@ fn a_wider_search_is_never_dearer() {
             ..question(seed, true, folder.path())
         };
         if draws.chance(20) {
-            wide.pipeline_parallel = vec![1, 2];
+            wide.axes.pipeline_parallel = vec![1, 2];
         }
         let Some((narrow, axis)) = narrower(&mut draws, &wide) else {
             continue;

@@ -16,7 +16,7 @@ use slipstream_report::Objectives;
 use slipstream_report::table::number;
 
 use super::driver::{self, Driver, Elsewhere, trial};
-use super::{Changed, Found, NotFound, Plan, Row, Sensitivity, scaled, settings};
+use super::{Changed, Found, NotFound, Plan, Row, Sensitivity, scaled};
 use crate::control::Control;
 use crate::files;
 
@@ -160,7 +160,7 @@ impl AtLoad<'_> {
         let shapes: Vec<Shape> = bounded.iter().map(|b| b.shape.clone()).collect();
         let settings: Vec<Vec<Setting>> = shapes
             .iter()
-            .map(|shape| settings(&plan.args, shape.prefill_share.is_some()).0)
+            .map(|shape| space::settings(&plan.args.axes, shape.prefill_share.is_some()).0)
             .collect();
         let Parts {
             parts,
@@ -188,7 +188,7 @@ impl AtLoad<'_> {
     }
 
     pub(super) fn driver<'b>(&'b self, ready: &'b Ready) -> Driver<'b> {
-        Driver::new(
+        let mut driver = Driver::new(
             &self.plan.base,
             ready,
             &self.plan.asked.objectives,
@@ -197,7 +197,9 @@ impl AtLoad<'_> {
             self.jobs,
             self.control,
             self.elsewhere,
-        )
+        );
+        driver.charts = self.plan.charts;
+        driver
     }
 
     pub(super) fn answer(
@@ -278,7 +280,9 @@ impl AtLoad<'_> {
         if !args.quick {
             (best, others) = search.table(best, ROWS_MAX)?;
             headroom = Some(search.headroom(&best)?);
-            by_workers = search.around(&best)?;
+            if self.plan.charts {
+                by_workers = search.around(&best)?;
+            }
         }
         let each_seed = search.each_seed(&best)?;
         let of = each_seed
@@ -305,14 +309,14 @@ impl AtLoad<'_> {
             .into_iter()
             .map(|sized| row(&mut driver, sized, main, now, attained(&sized)))
             .collect::<anyhow::Result<Vec<Row>>>()?;
-        let scaled = if args.autoscale_min.is_empty() {
+        let scaled = if args.axes.autoscale_min.is_empty() {
             None
         } else {
             let rows: Vec<&Row> = std::iter::once(&best_row).chain(&others).collect();
             Some(scaled::search(
                 &mut driver,
                 &rows,
-                &args.autoscale_min,
+                &args.axes.autoscale_min,
                 last,
                 plain,
             )?)
@@ -426,7 +430,7 @@ impl AtLoad<'_> {
         objectives: &Objectives,
     ) -> anyhow::Result<Result<Bounded, Ideal>> {
         let (args, context) = (&self.plan.args, &self.plan.asked);
-        let (each, combined) = settings(args, shape.prefill_share.is_some());
+        let (each, combined) = space::settings(&args.axes, shape.prefill_share.is_some());
         let (cluster, _) = self
             .plan
             .base
@@ -475,7 +479,7 @@ impl AtLoad<'_> {
             _ => 0.0,
         };
         let memory = per_host_gib * host_gib * f64::from(engine.data_parallel_size);
-        let kind = args.gpus.iter().position(|gpu| *gpu == shape.gpu);
+        let kind = args.axes.gpus.iter().position(|gpu| *gpu == shape.gpu);
         // Too many for --max-gpus: its largest size is tried, to say how far it gets.
         let workers_max = args.max_gpus / gpus;
         let workers_min = workers_min.min(workers_max).max(shape.workers_least());

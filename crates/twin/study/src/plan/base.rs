@@ -5,21 +5,15 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use slipstream_config::cluster::{Cluster, NetworkMode, file};
 use slipstream_config::doc::{Diagnostics, Doc, Settings};
+use slipstream_plan::axes::Axes;
 use slipstream_plan::space::{self, Setting, Shape};
 use slipstream_report::table::number;
 
 use crate::files;
 use crate::source::{ClusterSource, environment};
 
-/// Keys that the search sets, with the flag that restricts each.
+/// Keys that no axis of the search sets, but the search does, with what restricts each.
 const SEARCHED: &[(&str, &str)] = &[
-    ("engine.timing.gpu", "--gpus"),
-    ("engine.timing.dtype", "--precision"),
-    ("engine.kv_cache_dtype", "--kv-cache-dtype"),
-    ("engine.tensor_parallel_size", "--tensor-parallel"),
-    ("engine.max_num_seqs", "--max-num-seqs"),
-    ("engine.max_num_batched_tokens", "--max-num-batched-tokens"),
-    ("router.policy", "--policies"),
     ("pool.", "--gpus, --tensor-parallel and --max-gpus"),
     ("model.preset", "--model"),
     (
@@ -57,33 +51,14 @@ pub(super) struct Base {
 }
 
 impl Base {
-    /// Reads `cluster`, or starts from the defaults. `model`: a preset, or a `config.json`. `searched`: keys that the search
-    /// sets in this question, with the flag that restricts each.
+    /// Reads `cluster`, or starts from the defaults. `model`: a preset, or a `config.json`. `axes`: what the search sets.
     pub(super) fn read(
         source: &ClusterSource,
         model: Option<&str>,
-        searched: &[(&'static str, &'static str)],
-        scales: bool,
+        axes: &Axes,
     ) -> anyhow::Result<Base> {
-        for set in &source.sets {
-            let key = set.split('=').next().unwrap_or_default().trim();
-            let searched = SEARCHED
-                .iter()
-                .chain(searched)
-                .filter(|(name, _)| !(scales && *name == "autoscale."))
-                .find(|(name, _)| key == *name || name.ends_with('.') && key.starts_with(name));
-            if let Some((_, flag)) = searched {
-                anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");
-            }
-            if let Some(gpu) = key.strip_prefix("prices.") {
-                let value = set
-                    .split_once('=')
-                    .map_or("PRICE", |(_, value)| value.trim());
-                anyhow::bail!(
-                    "--set {set}: prices are no part of a cluster file; write --price {gpu}={value}, or --prices FILE"
-                );
-            }
-        }
+        let scales = !axes.autoscale_min.is_empty();
+        refuse_searched(&source.sets, axes)?;
         let text = source.content()?.unwrap_or_default();
         let mut sets = Vec::new();
         if let Some(model) = model {
@@ -106,8 +81,8 @@ impl Base {
             model_lines: Vec::new(),
             adds_network: false,
             scales,
-            searches_memory: searched.iter().any(|(key, _)| *key == HOST_MEMORY),
-            searches_drafts: searched.iter().any(|(key, _)| *key == DRAFT_TOKENS),
+            searches_memory: axes.sets_key(HOST_MEMORY),
+            searches_drafts: axes.sets_key(DRAFT_TOKENS),
         };
         if let Some(pool) = Doc::parse(&base.name, &base.text)
             .tables_with("pool", "model")
@@ -292,4 +267,32 @@ impl Base {
 fn absolute(path: &Path) -> anyhow::Result<String> {
     let path: PathBuf = std::path::absolute(path).with_context(|| format!("{}", path.display()))?;
     Ok(path.display().to_string())
+}
+
+/// Refuses overrides of keys that the search sets, and of prices.
+fn refuse_searched(sets: &[String], axes: &Axes) -> anyhow::Result<()> {
+    let mut searched = axes.keys();
+    let others = SEARCHED.iter().map(|&(key, flag)| (key, flag.to_owned()));
+    if axes.autoscale_min.is_empty() {
+        searched.extend(others);
+    } else {
+        searched.push(("autoscale.workers_max", "--max-gpus".to_owned()));
+        searched.extend(others.filter(|(key, _)| *key != "autoscale."));
+    }
+    for set in sets {
+        let key = set.split('=').next().unwrap_or_default().trim();
+        let is_set = |of: &str| key == of || of.ends_with('.') && key.starts_with(of);
+        if let Some((_, flag)) = searched.iter().find(|(of, _)| is_set(of)) {
+            anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");
+        }
+        if let Some(gpu) = key.strip_prefix("prices.") {
+            let value = set
+                .split_once('=')
+                .map_or("PRICE", |(_, value)| value.trim());
+            anyhow::bail!(
+                "--set {set}: prices are no part of a cluster file; write --price {gpu}={value}, or --prices FILE"
+            );
+        }
+    }
+    Ok(())
 }

@@ -151,6 +151,8 @@ pub(super) struct Driver<'a> {
     began: Instant,
     /// Requests per class of a part at a load; `None` if they depend on the run.
     counts: HashMap<(usize, u64, u64), Option<Vec<u64>>>,
+    /// Whether runs of other sizes and loads are to be complete, for charts.
+    pub(super) charts: bool,
     /// Complete runs under the conditions of a question: for charts.
     pub(super) complete: Vec<(Trial, f64)>,
     /// Runs that attain, by shape: the search has simulated the rows of its table already. Shape `[shapes]`.
@@ -187,6 +189,7 @@ impl<'a> Driver<'a> {
             elsewhere,
             began: Instant::now(),
             counts: HashMap::new(),
+            charts: false,
             complete: Vec::new(),
             figures: vec![Vec::new(); ready.shapes.len()],
             requests: 0,
@@ -431,8 +434,8 @@ impl Evaluate for Driver<'_> {
             .iter()
             .map(|trial| self.count(trial))
             .collect::<anyhow::Result<_>>()?;
-        // Of these, the share itself is shown.
-        let stop_early = !matches!(progress.phase, "headroom" | "size" | "seeds");
+        // Charts show the shares of these.
+        let stop_early = !(self.charts && matches!(progress.phase, "headroom" | "size"));
         let measured = match self.elsewhere {
             None => {
                 let runs = self.on_threads(trials, &expected, stop_early, Some(progress))?;

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 use slipstream_base::width;
+use slipstream_plan::axes::{self, AXES};
 use slipstream_plan::bound::Ideal;
 use slipstream_plan::confidence::Share;
 use slipstream_plan::search::LOAD_MAX;
@@ -543,27 +544,13 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         .iter()
         .map(|&(name, all, met)| json!({"name": name, "requests": all, "met": met}))
         .collect();
-    json!({
+    let mut json = json!({
         "name": row.name(),
-        "gpu": row.shape.gpu,
         "gpus": row.gpus,
         "workers": row.sized.workers,
         "prefill_workers": row.shape.prefill_share.map(|share| {
             space::prefill_workers(share, &row.setting, row.sized.workers)
         }),
-        "tensor_parallel_size": row.shape.tensor_parallel,
-        "pipeline_parallel_size": row.shape.pipeline_parallel,
-        "data_parallel_size": row.shape.data_parallel,
-        "expert_parallel": row.shape.expert_parallel,
-        "dtype": row.shape.dtype.name(),
-        "host_memory_gib": row.shape.host_gib,
-        "draft_tokens": row.shape.draft_tokens,
-        "kv_cache_dtype": row.shape.kv_cache.map_or("auto", |dtype| dtype.name()),
-        "max_num_seqs": row.setting.max_num_seqs,
-        "max_num_batched_tokens": row.setting.max_num_batched_tokens,
-        "policy": row.setting.policy,
-        "prefill_weight": row.setting.prefill_weight,
-        "temperature": row.setting.temperature,
         "cost_per_hour": row.per_hour(context),
         "cost_per_million_output_tokens": row.per_million(context),
         "power_w_max": row.power_w(context),
@@ -579,7 +566,27 @@ fn row_json(context: &Asked, row: &Row) -> Value {
         "requests_per_s": throughput.requests_per_s,
         "output_tokens_per_s": throughput.output_tokens_per_s,
         "digest": format!("{:016x}", row.answer.outcome.digest),
-    })
+    });
+    for axis in AXES {
+        if let Some(field) = axis.field {
+            json[field] = match (axis.of)(&row.shape, &row.setting) {
+                Some(value) => axis_value(value),
+                // Its default is the checkpoint's, not the cluster file's.
+                None if field == "kv_cache_dtype" => "auto".into(),
+                None => Value::Null,
+            };
+        }
+    }
+    json
+}
+
+fn axis_value(value: axes::Value) -> Value {
+    match value {
+        axes::Value::Count(value) => value.into(),
+        axes::Value::Number(value) => value.into(),
+        axes::Value::Switch(value) => value.into(),
+        axes::Value::Word(value) => value.into(),
+    }
 }
 
 fn ideal_json(ideal: &[(String, Ideal)]) -> Vec<Value> {

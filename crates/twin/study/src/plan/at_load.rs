@@ -1,117 +1,51 @@
-//! The search at one load.
+//! The search at one load, and what is told about its answer.
 
 use std::sync::Arc;
 
-use anyhow::Context;
-use slipstream_base::{Slo, width};
-use slipstream_config::cluster::EngineConfig;
-use slipstream_config::workload_file::{Content, Workload};
-use slipstream_engine::timing::{self, StepLoad, StepTime};
-use slipstream_plan::bound::{self, Ideal};
-use slipstream_plan::confidence::{self, StepError};
-use slipstream_plan::search::{Candidate, grid};
-use slipstream_plan::space::{self, Setting, Shape};
-use slipstream_plan::{Choice, Conditions, Demand, Search, load};
-use slipstream_report::Objectives;
-use slipstream_report::table::number;
+use slipstream_base::width;
+use slipstream_config::workload_file::Content;
+use slipstream_engine::timing;
+use slipstream_plan::confidence::{self, Share, StepError};
+use slipstream_plan::search::{Nearest, grid};
+use slipstream_plan::space::{Setting, Shape};
+use slipstream_plan::{Choice, Conditions, Search};
 
-use super::driver::{self, Driver, Elsewhere, trial};
+use super::driver::{Driver, Means, trial};
+use super::ready::{self, Factors, Ready};
 use super::{Changed, Found, NotFound, Plan, Row, Sensitivity, scaled};
-use crate::control::Control;
 use crate::files;
 
-/// Smallest part of a workload that settings are compared on, requests.
-const PART_MIN: f64 = 150.0;
-/// Limit of parts, in addition to the whole workload.
-const PARTS_MAX: usize = 2;
-/// Largest part that answers are found on, requests; they are confirmed on the whole.
-const MAIN_MAX: f64 = 50_000.0;
 /// Rows of other shapes.
 const ROWS_MAX: usize = 8;
 /// Relative change of objectives and load in the sensitivity analysis.
 const CHANGE: f64 = 0.2;
-
-/// Factors on the question's conditions.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Factors {
-    pub(super) load: f64,
-    /// On the limits of the objectives.
-    pub(super) slo: f64,
-    /// On the duration of steps.
-    pub(super) slower: f64,
-}
-
-impl Factors {
-    pub(super) fn of_load(load: f64) -> Factors {
-        Factors {
-            load,
-            slo: 1.0,
-            slower: 1.0,
-        }
-    }
-
-    pub(super) fn bits(self) -> [u64; 3] {
-        [self.load, self.slo, self.slower].map(f64::to_bits)
-    }
-}
 
 /// The search at one load.
 #[derive(Clone, Copy)]
 pub(super) struct AtLoad<'a> {
     pub(super) plan: &'a Plan,
     pub(super) factors: Factors,
-    pub(super) jobs: usize,
-    pub(super) control: &'a Control,
-    pub(super) elsewhere: Option<&'a dyn Elsewhere>,
+    pub(super) means: Means<'a>,
 }
 
-/// Inputs of the trials at a load.
-#[derive(Debug)]
-pub(super) struct Ready {
-    pub(super) requests: u64,
-    /// Mean prompt and answer, tokens.
-    pub(super) lengths: [f64; 2],
-    /// Shapes that the bounds exclude, with the most that they can reach.
-    pub(super) ideal: Vec<(String, Ideal)>,
-    pub(super) shapes: Vec<Shape>,
-    /// Shape `[shapes]`.
-    pub(super) candidates: Vec<Candidate>,
-    /// Of a worker. Shape `[shapes]`.
-    pub(super) ranks: Vec<u32>,
-    /// Shape `[shapes][settings]`.
-    pub(super) settings: Vec<Vec<Setting>>,
-    pub(super) parts: Vec<Workload>,
-    pub(super) lengths_s: Vec<f64>,
-    /// Of the requests. Shape `[parts]`.
-    pub(super) shares: Vec<f64>,
-    /// Index of the part that answers are found on.
-    pub(super) main: usize,
-    pub(super) parts_text: String,
-}
-
-/// Parts of a workload: the busiest ones, and all of it.
-struct Parts {
-    parts: Vec<Workload>,
-    lengths_s: Vec<f64>,
-    /// Of the requests. Shape `[parts]`.
-    shares: Vec<f64>,
-    /// Index of the part that answers are found on.
-    main: usize,
-    text: String,
-}
-
-/// A shape with its bounds.
-#[derive(Debug)]
-struct Bounded {
-    shape: Shape,
-    candidate: Candidate,
-    ranks: u32,
+/// What a search tells about its answer.
+struct Figures {
+    best: Choice,
+    others: Vec<Choice>,
+    /// As [`Found::headroom`].
+    headroom: Option<(f64, Option<f64>)>,
+    by_workers: Vec<(u32, f64)>,
+    /// Attainment over several seeds.
+    sure: Option<Share>,
+    /// Requests simulated to find the answer, and in all.
+    search_requests: u64,
+    requests: u64,
 }
 
 impl AtLoad<'_> {
     /// The load that must be attained.
     fn hardest(&self) -> f64 {
-        self.factors.load * (1.0 + self.plan.args.headroom)
+        self.factors.hardest(self.plan.args.headroom)
     }
 
     /// Conditions under which the objectives must be attained.
@@ -133,151 +67,76 @@ impl AtLoad<'_> {
     }
 
     pub(super) fn ready(&self) -> anyhow::Result<Arc<Ready>> {
-        let key = self.factors.bits();
-        let lock = || self.plan.ready.lock().expect("entries are whole");
-        if let Some(ready) = lock().get(&key) {
-            return Ok(ready.clone());
-        }
-        let plan = self.plan;
-        let scaled;
-        let demand = if self.hardest() == 1.0 {
-            &plan.demand
-        } else {
-            scaled = Demand::of(&load::scaled(&plan.workload, self.hardest()))?;
-            &scaled
-        };
-        let objectives = driver::scale(&plan.asked.objectives, self.factors.slo);
-        let mut ideal = Vec::new();
-        let mut bounded = Vec::new();
-        for shape in &plan.shapes {
-            self.control.check()?;
-            match self.bound(shape, demand, &objectives)? {
-                Ok(found) if found.candidate.workers_max < shape.workers_least() => {}
-                Ok(found) => bounded.push(found),
-                Err(most) => ideal.push((shape.name(), most)),
-            }
-        }
-        let shapes: Vec<Shape> = bounded.iter().map(|b| b.shape.clone()).collect();
-        let settings: Vec<Vec<Setting>> = shapes
-            .iter()
-            .map(|shape| space::settings(&plan.args.axes, shape.prefill_share.is_some()).0)
-            .collect();
-        let Parts {
-            parts,
-            lengths_s,
-            shares,
-            main,
-            text: parts_text,
-        } = self.parts();
-        let ready = Arc::new(Ready {
-            requests: demand.needs.len() as u64,
-            lengths: demand.mean_lengths(),
-            ideal,
-            ranks: bounded.iter().map(|b| b.ranks).collect(),
-            candidates: bounded.into_iter().map(|b| b.candidate).collect(),
-            shapes,
-            settings,
-            parts,
-            lengths_s,
-            shares,
-            main,
-            parts_text,
-        });
-        lock().insert(key, ready.clone());
-        Ok(ready)
+        ready::prepare(self.plan, self.factors, self.means.control)
     }
 
     pub(super) fn driver<'b>(&'b self, ready: &'b Ready) -> Driver<'b> {
-        let mut driver = Driver::new(
-            &self.plan.base,
-            ready,
-            &self.plan.asked.objectives,
-            &self.plan.args,
-            self.factors,
-            self.jobs,
-            self.control,
-            self.elsewhere,
-        );
-        driver.charts = self.plan.charts;
-        driver
+        Driver::new(self.plan, ready, self.factors, self.means)
     }
 
+    fn search<'b, 'c>(
+        &self,
+        ready: &'b Ready,
+        driver: &'b mut Driver<'c>,
+    ) -> Search<'b, Driver<'c>> {
+        Search::new(
+            &ready.candidates,
+            self.plan.args.attain,
+            &ready.shares,
+            ready.main,
+            self.plain(),
+            self.seeds(),
+            driver,
+        )
+    }
+
+    /// Searches, and describes the answer. `above`: the answers to higher loads.
     pub(super) fn answer(
         &self,
         ready: &Ready,
         above: &mut Vec<(Shape, Setting, u32)>,
     ) -> anyhow::Result<Result<Found, NotFound>> {
-        let args = &self.plan.args;
-        let Ready {
-            shapes,
-            candidates,
-            settings,
-            shares,
-            requests,
-            ..
-        } = ready;
-        let (main, ideal, requests) = (ready.main, ready.ideal.clone(), *requests);
-        let (load, plain, seeds) = (self.factors.load, self.plain(), self.seeds());
-        let mut driver = self.driver(ready);
-        if candidates.is_empty() {
-            return Ok(Err(NotFound {
-                load,
-                nearest: None,
-                ideal,
-                requests,
-            }));
+        if ready.candidates.is_empty() {
+            return Ok(Err(self.not_found(ready, None)));
         }
-        let mut search = Search::new(
-            candidates,
-            args.attain,
-            shares,
-            main,
-            plain,
-            seeds,
-            &mut driver,
-        );
-        let others: Vec<Choice> = above
-            .iter()
-            .filter_map(|(shape, setting, workers)| {
-                let at = shapes.iter().position(|s| s.name() == shape.name())?;
-                let setting = settings[at].iter().position(|s| s == setting)?;
-                Some(Choice {
-                    shape: at,
-                    setting,
-                    workers: *workers,
-                    cost: candidates[at].cost_of(*workers),
-                    share: 0.0,
-                })
-            })
-            .collect();
-        let best = search.find(&others)?;
-        let search_requests = search.requests;
-        let Some(mut best) = best else {
+        let mut driver = self.driver(ready);
+        let mut search = self.search(ready, &mut driver);
+        let Some(best) = search.find(&known(ready, above))? else {
             let nearest = search.nearest();
-            let nearest = nearest
-                .map(|nearest| -> anyhow::Result<_> {
-                    let sized = Choice {
-                        shape: nearest.trial.shape,
-                        setting: nearest.trial.setting,
-                        workers: nearest.trial.workers,
-                        cost: candidates[nearest.trial.shape].cost_of(nearest.trial.workers),
-                        share: nearest.share,
-                    };
-                    let row = row(&mut driver, sized, main, plain, None)?;
-                    Ok((nearest, row))
-                })
-                .transpose()?;
-            return Ok(Err(NotFound {
-                load,
-                nearest,
-                ideal,
-                requests,
-            }));
+            let nearest = nearest.map(|nearest| nearest_row(ready, &mut driver, nearest));
+            return Ok(Err(self.not_found(ready, nearest.transpose()?)));
         };
+        let figures = self.figures(&mut search, best)?;
+        let best = figures.best;
+        let found = self.found(ready, &mut driver, figures)?;
+        above.push((
+            ready.shapes[best.shape].clone(),
+            ready.settings[best.shape][best.setting].clone(),
+            best.workers,
+        ));
+        Ok(Ok(found))
+    }
+
+    fn not_found(&self, ready: &Ready, nearest: Option<(Nearest, Row)>) -> NotFound {
+        NotFound {
+            load: self.factors.load,
+            nearest,
+            ideal: ready.ideal.clone(),
+            requests: ready.requests,
+        }
+    }
+
+    /// What the search itself tells about its answer. `best`: the one that [`Search::find`] found.
+    fn figures(
+        &self,
+        search: &mut Search<'_, Driver<'_>>,
+        mut best: Choice,
+    ) -> anyhow::Result<Figures> {
+        let search_requests = search.requests;
         let mut others = Vec::new();
         let mut headroom = None;
         let mut by_workers = Vec::new();
-        if !args.quick {
+        if !self.plan.args.quick {
             (best, others) = search.table(best, ROWS_MAX)?;
             headroom = Some(search.headroom(&best)?);
             if self.plan.charts {
@@ -288,76 +147,78 @@ impl AtLoad<'_> {
         let of = each_seed
             .iter()
             .map(|m| (m.judged, width::round_u64(m.share * m.judged as f64)));
-        let sure = confidence::share(&of.collect::<Vec<_>>());
+        Ok(Figures {
+            best,
+            others,
+            headroom,
+            by_workers,
+            sure: confidence::share(&of.collect::<Vec<_>>()),
+            search_requests,
+            requests: search.requests,
+        })
+    }
+
+    /// The answer with its rows, and the answers under changed conditions.
+    fn found(
+        &self,
+        ready: &Ready,
+        driver: &mut Driver<'_>,
+        figures: Figures,
+    ) -> anyhow::Result<Found> {
+        let (args, best) = (&self.plan.args, figures.best);
+        let (load, plain, seeds) = (self.factors.load, self.plain(), self.seeds());
         let now = Conditions { load, ..plain };
-        let last = shares.len() - 1;
-        let mut run_requests = search.requests;
+        let last = ready.shares.len() - 1;
         // The share of all seeds, unless the figures are of another load than the one that must be attained.
         let attained = |of: &Choice| (plain == now).then_some(of.share);
-        let best_row = row(&mut driver, best, last, now, attained(&best))?;
-        let step_error = step_error(&driver, &best_row, ready.lengths)?;
+        let best_row = row(driver, best, last, now, attained(&best))?;
+        let step_error = step_error(driver, &best_row, ready.lengths)?;
+        let mut all_requests = figures.requests;
         let mut sensitivity = Vec::new();
         if !args.quick {
             for (knob, factors) in knobs(self.factors, step_error.as_ref()) {
                 let changed = AtLoad { factors, ..*self };
                 let (sensitivity_of, requests) = changed.changed(knob, ready, &best)?;
                 sensitivity.push(sensitivity_of);
-                run_requests += requests;
+                all_requests += requests;
             }
         }
+        let others = figures.others.into_iter();
         let others = others
-            .into_iter()
-            .map(|sized| row(&mut driver, sized, main, now, attained(&sized)))
+            .map(|sized| row(driver, sized, ready.main, now, attained(&sized)))
             .collect::<anyhow::Result<Vec<Row>>>()?;
         let scaled = if args.axes.autoscale_min.is_empty() {
             None
         } else {
             let rows: Vec<&Row> = std::iter::once(&best_row).chain(&others).collect();
-            Some(scaled::search(
-                &mut driver,
-                &rows,
-                &args.axes.autoscale_min,
-                last,
-                plain,
-            )?)
+            let fewest = &args.axes.autoscale_min;
+            Some(scaled::search(driver, &rows, fewest, last, plain)?)
         };
         let first = (self.hardest() / load, best_row.attained);
-        let by_load = driver
-            .complete
-            .iter()
-            .filter(|(trial, _)| {
-                (trial.shape, trial.setting, trial.workers)
-                    == (best.shape, best.setting, best.workers)
-                    && trial.conditions.seed == 0
-            })
-            .map(|(trial, share)| (trial.conditions.load / load, *share))
-            .chain([first])
-            .collect();
-        let sure = sure.or_else(|| confidence::share(&best_row.answer.parts));
-        above.push((
-            shapes[best.shape].clone(),
-            settings[best.shape][best.setting].clone(),
-            best.workers,
-        ));
-        let apart: Vec<bool> = shapes.iter().map(|s| s.prefill_share.is_some()).collect();
-        Ok(Ok(Found {
+        let by_load = driver.shares_by_load(&best).into_iter();
+        let by_load = by_load.map(|(of, share)| (of / load, share));
+        let apart = ready.shapes.iter().map(|s| s.prefill_share.is_some());
+        let apart: Vec<bool> = apart.collect();
+        Ok(Found {
             load,
-            sure,
+            sure: figures
+                .sure
+                .or_else(|| confidence::share(&best_row.answer.parts)),
             seeds: if seeds > 1 { seeds } else { 0 },
-            headroom,
+            headroom: figures.headroom,
             step_error,
             others,
             scaled,
-            ideal,
+            ideal: ready.ideal.clone(),
             sensitivity,
-            by_workers,
-            by_load,
-            search_requests,
-            all_requests: run_requests,
-            grid_requests: grid(candidates, &apart, best.cost) * requests,
-            requests,
+            by_workers: figures.by_workers,
+            by_load: by_load.chain([first]).collect(),
+            search_requests: figures.search_requests,
+            all_requests,
+            grid_requests: grid(&ready.candidates, &apart, best.cost) * ready.requests,
+            requests: ready.requests,
             best: best_row,
-        }))
+        })
     }
 
     /// The answer under these conditions, as if they were asked about, and what the shape of the `answer` to the question with the
@@ -374,15 +235,7 @@ impl AtLoad<'_> {
             .iter()
             .position(|shape| shape.is_like(&of.shapes[answer.shape]));
         let mut driver = self.driver(&ready);
-        let mut search = Search::new(
-            &ready.candidates,
-            self.plan.args.attain,
-            &ready.shares,
-            ready.main,
-            self.plain(),
-            self.seeds(),
-            &mut driver,
-        );
+        let mut search = self.search(&ready, &mut driver);
         let first = &of.settings[answer.shape][answer.setting];
         let mut near = Vec::new();
         if let Some(own) = own
@@ -421,168 +274,40 @@ impl AtLoad<'_> {
         };
         Ok((sensitivity, requests))
     }
+}
 
-    /// The bounds of a shape; `Err` if it cannot attain even on an idle cluster.
-    fn bound(
-        &self,
-        shape: &Shape,
-        demand: &Demand,
-        objectives: &Objectives,
-    ) -> anyhow::Result<Result<Bounded, Ideal>> {
-        let (args, context) = (&self.plan.args, &self.plan.asked);
-        let (each, combined) = space::settings(&args.axes, shape.prefill_share.is_some());
-        let (cluster, _) = self
-            .plan
-            .base
-            .resolve(shape, &each[0], shape.workers_least())?;
-        let engine: &EngineConfig = &cluster.pools[0].engine;
-        let mut timing: Box<dyn StepTime> = Box::new(Slower {
-            timing: timing::build(engine, &cluster.model.shape, files::read)?,
-            factor: self.factors.slower,
-        });
-        let most = bound::ideal(demand, objectives, engine, &mut *timing, args.attain);
-        if most.share < args.attain - 1e-9 {
-            return Ok(Err(most));
-        }
-        let seqs = each.iter().map(|s| s.max_num_seqs).max().unwrap_or(1);
-        let tokens = each.iter().map(|s| s.max_num_batched_tokens).max();
-        let per_step = bound::tokens_per_step(engine);
-        let work = bound::work(
-            demand,
-            &mut *timing,
-            seqs,
-            tokens.unwrap_or(1),
-            gap_limit_s(objectives),
-            per_step,
-        )
-        .of_ranks(engine.data_parallel_size)
-        .of_stage(bound::largest_stage(engine));
-        let time_s = bound::time_s(demand, &mut *timing, per_step);
-        let least = |work_s| bound::workers_min(work_s, time_s, args.attain);
-        let mut shape = shape.clone();
-        let workers_min = if shape.prefill_share.is_some() {
-            let whole = work.prefill_s + work.decode_s;
-            shape.prefill_share = Some(work.prefill_s / whole.max(1e-12));
-            least(whole).max(2)
-        } else {
-            least(work.mixed_s)
-        };
-        let gpus = engine.gpus();
-        let per_gpu = if context.priced {
-            context.prices.per_gpu_hour(&shape.gpu)
-        } else {
-            Some(1.0)
-        };
-        let host_gib = shape.host_gib.unwrap_or(0.0);
-        let per_host_gib = match context.prices.host_gib {
-            Some(price) if context.priced => price,
-            _ => 0.0,
-        };
-        let memory = per_host_gib * host_gib * f64::from(engine.data_parallel_size);
-        let kind = args.axes.gpus.iter().position(|gpu| *gpu == shape.gpu);
-        // Too many for --max-gpus: its largest size is tried, to say how far it gets.
-        let workers_max = args.max_gpus / gpus;
-        let workers_min = workers_min.min(workers_max).max(shape.workers_least());
-        Ok(Ok(Bounded {
-            ranks: engine.data_parallel_size,
-            candidate: Candidate {
-                cost: per_gpu.context("every GPU has a price, as was checked")? * f64::from(gpus)
-                    + memory,
-                workers_least: shape.workers_least(),
-                workers_min,
-                workers_max,
-                settings: combined,
-                places: space::places(&each),
-                kind: kind.unwrap_or(0),
-                apart: shape.prefill_share.is_some(),
-                hosts_kv: host_gib > 0.0,
-            },
+/// The answers to other questions, as choices of this one.
+fn known(ready: &Ready, answers: &[(Shape, Setting, u32)]) -> Vec<Choice> {
+    let choice = |(shape, setting, workers): &(Shape, Setting, u32)| {
+        let named = |of: &Shape| of.name() == shape.name();
+        let shape = ready.shapes.iter().position(named)?;
+        let setting = ready.settings[shape].iter().position(|s| s == setting)?;
+        Some(Choice {
             shape,
-        }))
-    }
-
-    /// The parts of the workload.
-    fn parts(&self) -> Parts {
-        let all = self.plan.demand.needs.len() as f64;
-        let length_s = self.plan.demand.duration_s();
-        let mut shares = vec![1.0];
-        let mut share = 1.0;
-        if all > MAIN_MAX {
-            share = MAIN_MAX / all;
-            shares.insert(0, share);
-        }
-        let main_share = share;
-        while shares.len() <= PARTS_MAX + usize::from(all > MAIN_MAX)
-            && all * share / 4.0 >= PART_MIN
-            && !self.plan.demand.closed
-        {
-            share /= 4.0;
-            shares.insert(0, share);
-        }
-        if self.plan.demand.closed {
-            shares.truncate(1);
-            shares[0] = 1.0;
-        }
-        let main = if all > MAIN_MAX && shares.len() > 1 {
-            shares.len() - 2
-        } else {
-            shares.len() - 1
-        };
-        // The mean share: with a request's own share, the cold start would be the busiest part.
-        let computed = 1.0 - self.plan.demand.repeated_share();
-        let weight = |need: &slipstream_plan::demand::Need| {
-            // A token of an answer takes about as long as some tens of a prompt, in large batches.
-            computed * f64::from(need.input) + 20.0 * f64::from(need.output)
-        };
-        let mut texts = Vec::new();
-        let windows: Vec<(f64, f64)> = shares
-            .iter()
-            .filter(|share| **share < 1.0)
-            .map(|share| length_s * share)
-            .map(|length| (self.plan.demand.busiest(length, weight), length))
-            .collect();
-        let parts = (0..shares.len()).map(|at| {
-            let mut part = self.plan.workload.clone();
-            part.window_s = windows.get(at).copied();
-            part
-        });
-        for &(from, length) in &windows {
-            texts.push(format!("{} s from {} s", number(length), number(from)));
-        }
-        let text = if texts.is_empty() {
-            "every run has the whole workload".to_owned()
-        } else {
-            let found = if main_share < 1.0 {
-                "; the answer is found on the largest of them and confirmed on the whole"
-            } else {
-                "; answers are found on the whole"
-            };
-            format!(
-                "settings are compared on the busiest parts ({}) of {} s{found}",
-                texts.join(", "),
-                number(length_s)
-            )
-        };
-        Parts {
-            parts: parts.collect(),
-            lengths_s: shares.iter().map(|share| length_s * share).collect(),
-            shares,
-            main,
-            text,
-        }
-    }
+            setting,
+            workers: *workers,
+            cost: ready.candidates[shape].cost_of(*workers),
+            share: 0.0,
+        })
+    };
+    answers.iter().filter_map(choice).collect()
 }
 
-/// Step times with a factor on them.
-struct Slower {
-    timing: Box<dyn StepTime>,
-    factor: f64,
-}
-
-impl StepTime for Slower {
-    fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        width::round_u64(self.timing.step_ns(load) as f64 * self.factor)
-    }
+fn nearest_row(
+    ready: &Ready,
+    driver: &mut Driver<'_>,
+    nearest: Nearest,
+) -> anyhow::Result<(Nearest, Row)> {
+    let of = nearest.trial;
+    let sized = Choice {
+        shape: of.shape,
+        setting: of.setting,
+        workers: of.workers,
+        cost: ready.candidates[of.shape].cost_of(of.workers),
+        share: nearest.share,
+    };
+    let row = row(driver, sized, ready.main, of.conditions, None)?;
+    Ok((nearest, row))
 }
 
 /// A configuration with the figures of a complete run.
@@ -632,20 +357,6 @@ fn step_error(
         osl,
         under_way / f64::from(decoding),
     ))
-}
-
-/// The limit on the mean gap between tokens that every class has, s.
-fn gap_limit_s(objectives: &Objectives) -> Option<f64> {
-    let limit = |slo: Option<&Slo>| {
-        let slo = slo?;
-        let limits = [slo.limit_ns("itl"), slo.limit_ns("tpot")];
-        limits.into_iter().flatten().min()
-    };
-    let classes = width::to_u32(objectives.classes.len().max(1));
-    let each: Option<Vec<u64>> = (0..classes)
-        .map(|class| limit(objectives.of_class(class)))
-        .collect();
-    Some(each?.into_iter().max()? as f64 / 1e9)
 }
 
 /// One condition changed at a time.

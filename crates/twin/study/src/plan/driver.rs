@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use slipstream_base::Slo;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_plan::search::Progress;
@@ -15,9 +14,9 @@ use slipstream_plan::{Conditions, Evaluate, Measured, Trial, demand, load, space
 use slipstream_report::Objectives;
 use slipstream_report::table::{counted, grouped};
 
-use super::Args;
-use super::at_load::{Factors, Ready};
+use super::Plan;
 use super::base::Base;
+use super::ready::{Factors, Ready, scale};
 use crate::control::Control;
 use crate::{files, memory};
 
@@ -145,16 +144,14 @@ pub(super) struct Driver<'a> {
     target: f64,
     /// Factors that the search is for.
     factors: Factors,
-    jobs: usize,
-    control: &'a Control,
-    elsewhere: Option<&'a dyn Elsewhere>,
+    means: Means<'a>,
     began: Instant,
     /// Requests per class of a part at a load; `None` if they depend on the run.
     counts: HashMap<(usize, u64, u64), Option<Vec<u64>>>,
     /// Whether runs of other sizes and loads are to be complete, for charts.
-    pub(super) charts: bool,
+    charts: bool,
     /// Complete runs under the conditions of a question: for charts.
-    pub(super) complete: Vec<(Trial, f64)>,
+    complete: Vec<(Trial, f64)>,
     /// Runs that attain, by shape: the search has simulated the rows of its table already. Shape `[shapes]`.
     figures: Vec<Vec<(Trial, Answer)>>,
     requests: u64,
@@ -163,33 +160,33 @@ pub(super) struct Driver<'a> {
 /// Limit of runs of one shape whose figures are kept: those with the fewest workers.
 const FIGURES_MAX: usize = 4;
 
+/// What runs trials.
+#[derive(Clone, Copy)]
+pub(super) struct Means<'a> {
+    /// Threads.
+    pub(super) jobs: usize,
+    pub(super) control: &'a Control,
+    /// Other processes instead of threads.
+    pub(super) elsewhere: Option<&'a dyn Elsewhere>,
+}
+
 impl<'a> Driver<'a> {
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "fields of one struct, given once"
-    )]
     pub(super) fn new(
-        base: &'a Base,
+        plan: &'a Plan,
         ready: &'a Ready,
-        objectives: &'a Objectives,
-        args: &Args,
         factors: Factors,
-        jobs: usize,
-        control: &'a Control,
-        elsewhere: Option<&'a dyn Elsewhere>,
+        means: Means<'a>,
     ) -> Driver<'a> {
         Driver {
-            base,
+            base: &plan.base,
             ready,
-            objectives,
-            target: args.attain,
+            objectives: &plan.asked.objectives,
+            target: plan.args.attain,
             factors,
-            jobs,
-            control,
-            elsewhere,
+            means,
             began: Instant::now(),
             counts: HashMap::new(),
-            charts: false,
+            charts: plan.charts,
             complete: Vec::new(),
             figures: vec![Vec::new(); ready.shapes.len()],
             requests: 0,
@@ -261,11 +258,22 @@ impl<'a> Driver<'a> {
             length_s: self.ready.lengths_s[trial.part] * self.ready.parts[trial.part].time_scale
                 / workload.time_scale,
             stop_early,
-            interrupted: Some(&self.control.interrupted),
+            interrupted: Some(&self.means.control.interrupted),
         };
         let answer = trial::run(cluster, &workload, &question, files::read)?;
-        self.control.check()?;
+        self.means.control.check()?;
         Ok(answer)
+    }
+
+    /// Loads and shares of the complete runs of a choice with the first seed.
+    pub(super) fn shares_by_load(&self, of: &slipstream_plan::Choice) -> Vec<(f64, f64)> {
+        let is_of = |trial: &Trial| {
+            (trial.shape, trial.setting, trial.workers) == (of.shape, of.setting, of.workers)
+                && trial.conditions.seed == 0
+        };
+        let runs = self.complete.iter().filter(|(trial, _)| is_of(trial));
+        runs.map(|(trial, share)| (trial.conditions.load, *share))
+            .collect()
     }
 
     /// The trial that gives the same run, whatever misses it may have.
@@ -370,12 +378,12 @@ impl<'a> Driver<'a> {
         let results: Vec<Mutex<Option<anyhow::Result<(Measured, Option<Answer>)>>>> =
             trials.iter().map(|_| Mutex::new(None)).collect();
         std::thread::scope(|scope| {
-            for _ in 0..self.jobs.min(trials.len()) {
+            for _ in 0..self.means.jobs.min(trials.len()) {
                 scope.spawn(|| {
                     loop {
                         let at = next.fetch_add(1, Ordering::Relaxed);
                         let Some(trial) = trials.get(at) else { return };
-                        if self.control.is_interrupted() {
+                        if self.means.control.is_interrupted() {
                             return;
                         }
                         let expected = expected[at].as_deref();
@@ -390,14 +398,15 @@ impl<'a> Driver<'a> {
                         *results[at].lock().expect("a result is stored whole") = Some(result);
                         let ended = ended.fetch_add(1, Ordering::Relaxed) + 1;
                         if let Some(progress) = progress {
-                            self.control
+                            self.means
+                                .control
                                 .show(|| self.said(progress, ended, trials.len()));
                         }
                     }
                 });
             }
         });
-        self.control.check()?;
+        self.means.control.check()?;
         results
             .into_iter()
             .map(|result| {
@@ -405,19 +414,6 @@ impl<'a> Driver<'a> {
                 result.expect("every trial was taken by a thread")
             })
             .collect()
-    }
-}
-
-/// Objectives with every limit multiplied by `factor`.
-pub(super) fn scale(objectives: &Objectives, factor: f64) -> Objectives {
-    let scaled = |slo: &Option<Slo>| slo.as_ref().map(|slo| slo.scaled(factor));
-    Objectives {
-        all: scaled(&objectives.all),
-        classes: objectives
-            .classes
-            .iter()
-            .map(|(name, slo)| (name.clone(), scaled(slo)))
-            .collect(),
     }
 }
 
@@ -436,7 +432,7 @@ impl Evaluate for Driver<'_> {
             .collect::<anyhow::Result<_>>()?;
         // Charts show the shares of these.
         let stop_early = !(self.charts && matches!(progress.phase, "headroom" | "size"));
-        let measured = match self.elsewhere {
+        let measured = match self.means.elsewhere {
             None => {
                 let runs = self.on_threads(trials, &expected, stop_early, Some(progress))?;
                 let mut measured = Vec::with_capacity(runs.len());
@@ -459,7 +455,7 @@ impl Evaluate for Driver<'_> {
                         .collect(),
                 };
                 let results = elsewhere.measure(&batch, &self.said(progress, 0, trials.len()))?;
-                self.control.check()?;
+                self.means.control.check()?;
                 anyhow::ensure!(
                     results.len() == trials.len(),
                     "{} for {}",

@@ -7,6 +7,7 @@ mod at_load;
 mod base;
 mod driver;
 mod output;
+mod ready;
 mod scaled;
 mod shapes;
 
@@ -30,8 +31,10 @@ use slipstream_plan::{Choice, Demand};
 use slipstream_report::Objectives;
 use slipstream_report::table::number;
 
-use self::at_load::{AtLoad, Factors, Ready};
+use self::at_load::AtLoad;
 use self::base::Base;
+use self::driver::Means;
+use self::ready::{Factors, Ready};
 use self::scaled::Scaled;
 use crate::control::Control;
 use crate::source::{ClusterSource, PriceSource, WorkloadSource};
@@ -409,9 +412,11 @@ impl Plan {
             let question = AtLoad {
                 plan: &self,
                 factors: Factors::of_load(load),
-                jobs,
-                control,
-                elsewhere,
+                means: Means {
+                    jobs,
+                    control,
+                    elsewhere,
+                },
             };
             let ready = question.ready()?;
             parts.clone_from(&ready.parts_text);
@@ -440,9 +445,11 @@ impl Plan {
         let question = AtLoad {
             plan: self,
             factors: batch.factors(),
-            jobs: jobs.unwrap_or_else(|| cores() as usize).max(1),
-            control,
-            elsewhere: None,
+            means: Means {
+                jobs: jobs.unwrap_or_else(|| cores() as usize).max(1),
+                control,
+                elsewhere: None,
+            },
         };
         let ready = question.ready()?;
         question.driver(&ready).measure(batch)

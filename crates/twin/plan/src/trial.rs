@@ -159,89 +159,101 @@ pub fn run(
         },
         ..Options::default()
     };
-    let mut judge = Judge {
-        question,
-        ended: vec![(0, 0)],
-        by_objective: Vec::new(),
-        parts: vec![[(0, 0); PARTS]],
-        allowed: question.expected.map_or_else(Vec::new, |classes| {
-            classes
-                .iter()
-                .map(|&n| allowed(n, question.target).saturating_mul(question.spare))
-                .collect()
-        }),
-        stopped: false,
-        under_way: 0,
-    };
+    let mut judge = Judge::new(question);
     let outcome = slipstream_twin::simulate(cluster, workload, &options, read, &mut judge)?;
-    let requests: u64 = judge.ended.iter().map(|class| class.0).sum();
-    // The longest gap is not in the records: only the totals have it. They cover all classes.
-    if objectives.read_longest_gap() && !judge.stopped {
+    judge.count_longest_gaps(&outcome);
+    Ok(judge.answer(outcome))
+}
+
+impl<'a> Judge<'a> {
+    fn new(question: &'a Question<'a>) -> Judge<'a> {
+        let misses = |&expected: &u64| {
+            let misses = allowed(expected, question.target);
+            misses.saturating_mul(question.spare)
+        };
+        Judge {
+            question,
+            ended: vec![(0, 0)],
+            by_objective: Vec::new(),
+            parts: vec![[(0, 0); PARTS]],
+            allowed: question
+                .expected
+                .map_or_else(Vec::new, |classes| classes.iter().map(misses).collect()),
+            stopped: false,
+            under_way: 0,
+        }
+    }
+
+    /// The longest gap is not in the records: only the totals have it. They cover all classes.
+    fn count_longest_gaps(&mut self, outcome: &Outcome) {
+        let objectives = self.question.objectives;
+        if !objectives.read_longest_gap() || self.stopped {
+            return;
+        }
         let reports = outcome.totals.class_reports(objectives);
         if let Some(goodput) = outcome.totals.goodput(objectives)
             && reports.is_empty()
         {
-            judge.ended[0].1 = goodput.met;
+            self.ended[0].1 = goodput.met;
         }
-        for (class, report) in judge.ended.iter_mut().zip(&reports) {
+        for (class, report) in self.ended.iter_mut().zip(&reports) {
             class.1 = report
                 .goodput
                 .as_ref()
                 .map_or(class.1, |goodput| goodput.met);
         }
     }
-    let sent = |at: usize| judge.ended.get(at).map_or(0, |class| class.0);
-    let met = |at: usize| judge.ended.get(at).map_or(0, |class| class.1);
-    let classes = question
-        .expected
-        .map_or(judge.ended.len(), <[u64]>::len)
-        .max(judge.ended.len());
-    // Requests that never ended, or were never sent because an earlier turn failed, count as missed.
-    let by_class: Vec<(u64, u64)> = (0..classes)
-        .map(|at| {
-            let all = question.expected.and_then(|e| e.get(at)).copied();
-            let all = if judge.stopped {
-                sent(at)
-            } else {
-                all.unwrap_or(0).max(sent(at))
-            };
-            (all, met(at))
-        })
-        .collect();
-    let judged: Vec<&(u64, u64)> = by_class.iter().filter(|class| class.0 > 0).collect();
-    let share_of = |class: &(u64, u64)| class.1 as f64 / class.0.max(1) as f64;
-    let lowest = (0..classes)
-        .filter(|&at| by_class[at].0 > 0)
-        .min_by(|&a, &b| share_of(&by_class[a]).total_cmp(&share_of(&by_class[b])));
-    let share = lowest.map_or(0.0, |at| share_of(&by_class[at]));
-    let parts = lowest
-        .filter(|_| !objectives.read_longest_gap())
-        .map_or_else(Vec::new, |at| {
-            let mut parts = judge.parts.get(at).map_or([(0, 0); PARTS], |parts| *parts);
-            // Requests that never ended are missed ones of the last part.
-            parts[PARTS - 1].0 += by_class[at].0 - sent(at);
-            parts.to_vec()
-        });
-    let complete = !judge.stopped && outcome.cut.is_none();
-    let attains = complete
-        && judged
-            .iter()
-            .all(|(all, met)| all - met <= allowed(*all, question.target));
-    Ok(Answer {
-        measured: Measured {
-            attains,
-            complete,
-            by_class: by_class.clone(),
-            share,
-            judged: lowest.map_or(0, |at| by_class[at].0),
-            digest: outcome.digest,
-            requests: requests + judge.under_way,
-        },
-        by_class,
-        by_objective: judge.by_objective,
-        parts,
-        outcome,
-    })
+
+    /// Requests of each class, and those that met their objectives. Requests that never ended, or were never sent because an
+    /// earlier turn failed, count as missed, unless the run was stopped.
+    fn by_class(&self) -> Vec<(u64, u64)> {
+        let expected = self.question.expected.unwrap_or_default();
+        let of = |at: usize| {
+            let (sent, met) = self.ended.get(at).copied().unwrap_or_default();
+            let all = expected.get(at).copied().filter(|_| !self.stopped);
+            (all.unwrap_or(0).max(sent), met)
+        };
+        (0..expected.len().max(self.ended.len())).map(of).collect()
+    }
+
+    /// Consecutive parts of a class, for the interval.
+    fn parts_of(&self, class: usize, requests: u64) -> Vec<(u64, u64)> {
+        if self.question.objectives.read_longest_gap() {
+            return Vec::new();
+        }
+        let mut parts = self.parts.get(class).copied().unwrap_or_default();
+        // Requests that never ended are missed ones of the last part.
+        let sent = self.ended.get(class).map_or(0, |class| class.0);
+        parts[PARTS - 1].0 += requests - sent;
+        parts.to_vec()
+    }
+
+    fn answer(self, outcome: Outcome) -> Answer {
+        let target = self.question.target;
+        let by_class = self.by_class();
+        let share_of = |class: &(u64, u64)| class.1 as f64 / class.0.max(1) as f64;
+        let lowest = (0..by_class.len())
+            .filter(|&at| by_class[at].0 > 0)
+            .min_by(|&a, &b| share_of(&by_class[a]).total_cmp(&share_of(&by_class[b])));
+        let complete = !self.stopped && outcome.cut.is_none();
+        let few = |&(all, met): &(u64, u64)| all - met <= allowed(all, target);
+        let ended: u64 = self.ended.iter().map(|class| class.0).sum();
+        Answer {
+            measured: Measured {
+                attains: complete && by_class.iter().all(few),
+                complete,
+                by_class: by_class.clone(),
+                share: lowest.map_or(0.0, |at| share_of(&by_class[at])),
+                judged: lowest.map_or(0, |at| by_class[at].0),
+                digest: outcome.digest,
+                requests: ended + self.under_way,
+            },
+            parts: lowest.map_or_else(Vec::new, |at| self.parts_of(at, by_class[at].0)),
+            by_class,
+            by_objective: self.by_objective,
+            outcome,
+        }
+    }
 }
 
 #[cfg(test)]

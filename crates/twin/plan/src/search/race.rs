@@ -24,14 +24,8 @@ impl<E: Evaluate> Search<'_, E> {
                 open.push_back(*candidate);
             }
         }
-        while best.is_none()
-            && let Some((shape, setting)) = open.pop_front()
-        {
-            let start = self.known[shape].map_or(self.shapes[shape].workers_min, |known| known.1);
-            let mut job = [(shape, setting, self.sizing(shape, start, false))];
-            self.size(&mut job, stage)?;
-            best = self.sized(&job[0]);
-            self.learn(best, stage);
+        if best.is_none() {
+            best = self.size_first(&mut open, stage)?;
         }
         let Some(mut best) = best else {
             return Ok(None);
@@ -40,42 +34,8 @@ impl<E: Evaluate> Search<'_, E> {
         let mut size = 1;
         while !open.is_empty() {
             let batch: Vec<(usize, usize)> = open.drain(..open.len().min(size)).collect();
-            let mut trials: Vec<Trial> = Vec::new();
-            for (shape, setting) in batch {
-                // Otherwise its smallest cluster costs as much.
-                if let Some(workers) = self.shapes[shape].cheaper_than(best.cost) {
-                    trials.push(self.trial_at(shape, setting, workers, stage));
-                }
-            }
-            if stage.seeds > 1 {
-                let mut near = self.come_near(&trials, stage)?.into_iter();
-                trials.retain(|_| near.next() == Some(true));
-            }
-            let measured = self.run_at(&trials, stage)?;
-            let mut attain: Vec<(Choice, Measured)> = Vec::new();
-            for (trial, measured) in trials.iter().zip(measured) {
-                let choice = Choice {
-                    shape: trial.shape,
-                    setting: trial.setting,
-                    workers: trial.workers,
-                    cost: self.shapes[trial.shape].cost_of(trial.workers),
-                    share: measured.share,
-                };
-                if measured.attains {
-                    attain.push((choice, measured));
-                }
-            }
-            // The cheapest, and of these the one with the largest share; the first of equal ones.
-            let next = attain.iter().reduce(|a, b| {
-                let less = b.0.cost < a.0.cost * (1.0 - 1e-9);
-                let same = b.0.cost <= a.0.cost * (1.0 + 1e-9);
-                if less || same && b.0.share > a.0.share {
-                    b
-                } else {
-                    a
-                }
-            });
-            let Some((next, measured)) = next else {
+            let attain = self.cheaper(&best, &batch, stage)?;
+            let Some((next, measured)) = cheapest(&attain) else {
                 size = (size * 2).min(BATCH_MAX);
                 continue;
             };
@@ -104,6 +64,59 @@ impl<E: Evaluate> Search<'_, E> {
                 .for_each(|each| open.push_front(each));
         }
         Ok(Some(best))
+    }
+
+    /// Sizes candidates in their order until one attains at some size.
+    fn size_first(
+        &mut self,
+        open: &mut VecDeque<(usize, usize)>,
+        stage: Stage,
+    ) -> Result<Option<Choice>, E::Error> {
+        while let Some((shape, setting)) = open.pop_front() {
+            let start = self.known[shape].map_or(self.shapes[shape].workers_min, |known| known.1);
+            let mut job = [(shape, setting, self.sizing(shape, start, false))];
+            self.size(&mut job, stage)?;
+            let found = self.sized(&job[0]);
+            self.learn(found, stage);
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        Ok(None)
+    }
+
+    /// The candidates of a batch that attain at the largest size that is cheaper than `best`.
+    fn cheaper(
+        &mut self,
+        best: &Choice,
+        batch: &[(usize, usize)],
+        stage: Stage,
+    ) -> Result<Vec<(Choice, Measured)>, E::Error> {
+        let mut trials: Vec<Trial> = Vec::new();
+        for &(shape, setting) in batch {
+            // Otherwise its smallest cluster costs as much.
+            if let Some(workers) = self.shapes[shape].cheaper_than(best.cost) {
+                trials.push(self.trial_at(shape, setting, workers, stage));
+            }
+        }
+        if stage.seeds > 1 {
+            let mut near = self.come_near(&trials, stage)?.into_iter();
+            trials.retain(|_| near.next() == Some(true));
+        }
+        let measured = self.run_at(&trials, stage)?;
+        let each = trials.iter().zip(measured);
+        let attain = each.filter(|(_, measured)| measured.attains);
+        let choice = |(trial, measured): (&Trial, Measured)| {
+            let choice = Choice {
+                shape: trial.shape,
+                setting: trial.setting,
+                workers: trial.workers,
+                cost: self.shapes[trial.shape].cost_of(trial.workers),
+                share: measured.share,
+            };
+            (choice, measured)
+        };
+        Ok(attain.map(choice).collect())
     }
 
     /// Whether trials attain or nearly do with the first seed. If others are judged with it, they run until they have
@@ -194,4 +207,17 @@ pub(super) fn distinct<C, T, R: PartialEq>(
     }
     first.extend(stopped);
     first
+}
+
+/// The cheapest, and of these the one with the largest share; the first of equal ones.
+fn cheapest(attain: &[(Choice, Measured)]) -> Option<&(Choice, Measured)> {
+    attain.iter().reduce(|a, b| {
+        let less = b.0.cost < a.0.cost * (1.0 - 1e-9);
+        let same = b.0.cost <= a.0.cost * (1.0 + 1e-9);
+        if less || same && b.0.share > a.0.share {
+            b
+        } else {
+            a
+        }
+    })
 }

@@ -683,6 +683,91 @@ pub(super) fn json(
     Ok(serde_json::to_string_pretty(&value)? + "\n")
 }
 
+/// Tiles of an answer's page.
+fn tiles(context: &Asked, found: &Found) -> Vec<Tile> {
+    let best = &found.best;
+    let none = || "–".to_owned();
+    let sure = found.sure.as_ref();
+    let sure = sure.map_or_else(String::new, |sure| format!("95 % interval {}", range(sure)));
+    let cost = best.per_hour(context);
+    let headroom = match found.headroom {
+        None => none(),
+        Some((_, None)) => format!("> {} %", number(100.0 * (LOAD_MAX - 1.0))),
+        Some((attains, _)) => format!("{:.0} %", 100.0 * (attains - 1.0)),
+    };
+    let step_times = found.step_error.as_ref().map_or_else(none, |error| {
+        format!(
+            "{:+.0} to {:+.0} %",
+            100.0 * (error.low - 1.0),
+            100.0 * (error.high - 1.0)
+        )
+    });
+    let joules = best.joules_per_token(context);
+    vec![
+        Tile::new("GPUs", best.gpus.to_string(), best.shape.name()),
+        Tile::new(
+            "Cost per hour",
+            cost.map_or_else(none, |cost| format!("{cost:.2}")),
+            cost.map_or_else(|| "no prices given".into(), |_| String::new()),
+        ),
+        Tile::new(
+            "Per million output tokens",
+            best.per_million(context).map_or_else(none, number),
+            format!("{} tokens/s", number(best.output_tokens_per_s())),
+        ),
+        Tile::new("Attained", percent(best.attained), sure),
+        Tile::new("Headroom", headroom, "load until it stops attaining".into()),
+        Tile::new(
+            "Step times",
+            step_times,
+            "80 % of measured deployments".into(),
+        ),
+        Tile::new(
+            "Energy per output token",
+            joules.map_or_else(none, |joules| format!("≤ {} J", number(joules))),
+            "at the power limits".into(),
+        ),
+    ]
+}
+
+/// The part of the page about an answer. `several`: there are answers to other loads.
+fn page_answer(context: &Asked, found: &Found, several: bool) -> PlanAnswer {
+    let best = &found.best;
+    let rows = || std::iter::once(best).chain(&found.others);
+    let cost = |row: &Row| {
+        let ttft = row.answer.outcome.totals.latencies().ttft_ms;
+        (row.name(), row.sized.cost, ttft.map(|ttft| ttft.p99))
+    };
+    PlanAnswer {
+        heading: if several {
+            format!("Load {}", number(found.load))
+        } else {
+            "The cheapest configuration".into()
+        },
+        claim: claim(found),
+        tiles: tiles(context, found),
+        header: HEADER.to_vec(),
+        rows: rows().map(|row| cells(context, row)).collect(),
+        costs: rows().map(cost).collect(),
+        knob_header: knob_header(context, found),
+        knobs: knob_rows(context, found),
+        workers: best.sized.workers,
+        by_workers: found.by_workers.clone(),
+        by_load: found.by_load.clone(),
+        target: context.target,
+        notes: context
+            .assumed
+            .iter()
+            .map(|line| format!("assumed: {line}"))
+            .chain([effort(found)])
+            .chain(step_note(found))
+            .chain(classes(context, best))
+            .chain(ruled_out(&found.ideal))
+            .chain([context.parts.clone()])
+            .collect(),
+    }
+}
+
 /// Everything as a page.
 pub(super) fn page(
     context: &Asked,
@@ -690,94 +775,8 @@ pub(super) fn page(
     workload: &str,
     command: &str,
 ) -> String {
-    let answers = results
-        .iter()
-        .flatten()
-        .map(|found| {
-            let best = &found.best;
-            let rows = || std::iter::once(best).chain(&found.others);
-            let sure = found
-                .sure
-                .as_ref()
-                .map_or_else(String::new, |sure| format!("95 % interval {}", range(sure)));
-            let cost = best.per_hour(context);
-            PlanAnswer {
-                heading: if results.len() > 1 {
-                    format!("Load {}", number(found.load))
-                } else {
-                    "The cheapest configuration".into()
-                },
-                claim: claim(found),
-                tiles: vec![
-                    Tile::new("GPUs", best.gpus.to_string(), best.shape.name()),
-                    Tile::new(
-                        "Cost per hour",
-                        cost.map_or_else(|| "–".into(), |cost| format!("{cost:.2}")),
-                        cost.map_or_else(|| "no prices given".into(), |_| String::new()),
-                    ),
-                    Tile::new(
-                        "Per million output tokens",
-                        best.per_million(context).map_or_else(|| "–".into(), number),
-                        format!("{} tokens/s", number(best.output_tokens_per_s())),
-                    ),
-                    Tile::new("Attained", percent(best.attained), sure),
-                    Tile::new(
-                        "Headroom",
-                        match found.headroom {
-                            None => "–".into(),
-                            Some((_, None)) => format!("> {} %", number(100.0 * (LOAD_MAX - 1.0))),
-                            Some((attains, _)) => format!("{:.0} %", 100.0 * (attains - 1.0)),
-                        },
-                        "load until it stops attaining".into(),
-                    ),
-                    Tile::new(
-                        "Step times",
-                        found.step_error.as_ref().map_or_else(
-                            || "–".into(),
-                            |error| {
-                                format!(
-                                    "{:+.0} to {:+.0} %",
-                                    100.0 * (error.low - 1.0),
-                                    100.0 * (error.high - 1.0)
-                                )
-                            },
-                        ),
-                        "80 % of measured deployments".into(),
-                    ),
-                    Tile::new(
-                        "Energy per output token",
-                        best.joules_per_token(context)
-                            .map_or_else(|| "–".into(), |joules| format!("≤ {} J", number(joules))),
-                        "at the power limits".into(),
-                    ),
-                ],
-                header: HEADER.to_vec(),
-                rows: rows().map(|row| cells(context, row)).collect(),
-                costs: rows()
-                    .map(|row| {
-                        let ttft = row.answer.outcome.totals.latencies().ttft_ms;
-                        (row.name(), row.sized.cost, ttft.map(|ttft| ttft.p99))
-                    })
-                    .collect(),
-                knob_header: knob_header(context, found),
-                knobs: knob_rows(context, found),
-                workers: best.sized.workers,
-                by_workers: found.by_workers.clone(),
-                by_load: found.by_load.clone(),
-                target: context.target,
-                notes: context
-                    .assumed
-                    .iter()
-                    .map(|line| format!("assumed: {line}"))
-                    .chain([effort(found)])
-                    .chain(step_note(found))
-                    .chain(classes(context, best))
-                    .chain(ruled_out(&found.ideal))
-                    .chain([context.parts.clone()])
-                    .collect(),
-            }
-        })
-        .collect();
+    let several = results.len() > 1;
+    let found = results.iter().flatten();
     PlanPage {
         subtitle: format!(
             "{} · {} · {}",
@@ -790,7 +789,9 @@ pub(super) fn page(
             .iter()
             .filter_map(|result| Some(failure(context, result.as_ref().err()?)))
             .collect(),
-        answers,
+        answers: found
+            .map(|found| page_answer(context, found, several))
+            .collect(),
         texts: vec![
             ("Command".into(), command.to_owned()),
             ("Workload".into(), workload.to_owned()),
